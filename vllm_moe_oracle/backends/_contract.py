@@ -1,0 +1,120 @@
+"""The contract of a backend: what one file in this folder, or a third party's entry point, provides.
+
+A backend is known without torch and without vLLM: `explain` and the tests ask it about any machine. Only the functions
+that touch tensors import torch, and they do it when they are called.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from ..oracle.decision import Accepted, Numerics, Plan, Rejected, Verdict
+from ..oracle.problem import ActivationPrecision, Device, Problem, SchemeName
+from ._limits import Limits, Rule, violations
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tensors = Mapping[str, "Tensor"]
+"""Weights of one layer, or of one expert, by canonical name: ``w13``, ``w2``, ``w13_scale``, ``w2_scale``, and where
+the checkpoint has them ``w13_bias``, ``w2_bias``, ``w13_zero_point``, ``w2_zero_point``, ``w13_order``, ``w2_order``."""
+
+
+class Forward(Protocol):
+    """Runs the experts of a layer on routed tokens.
+
+    Args:
+        out: `[M, hidden]`, overwritten with the sum over each token's experts on this rank.
+        x: `[M, hidden]` in the model's dtype; M may be 0.
+        topk_weights: `[M, top_k]` float32.
+        topk_ids: `[M, top_k]` integer, global expert ids; -1 for a slot without an expert.
+        expert_map: `[num_experts]` int32, local slot of each global expert, -1 for one that lives elsewhere; None when
+            all experts are here.
+    """
+
+    def __call__(
+        self, out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None
+    ) -> None: ...
+
+
+class Builder(Protocol):
+    """What vLLM's side offers a backend for making the object that vLLM's modular kernel runs."""
+
+    def from_function(self, forward: Forward) -> Any:
+        """Experts that call a plain function with routed tokens; vLLM prepares and finalises around it."""
+
+    def stock(self, class_name: str, **kwargs: Any) -> Any:
+        """An instance of vLLM's own expert class of that name, built for this layer."""
+
+
+class Backend(ABC):
+    """One way to run the experts of a layer. Instances are stateless.
+
+    Attributes:
+        name: unique name; what `backend` settings and decisions say.
+        schemes: the schemes whose layers it may be offered.
+        limits: what it can take.
+        rules: what `limits` cannot say.
+        vllm_names: values of vLLM's ``--moe-backend`` that mean this backend.
+        stock_class: name of the vLLM expert class that it wraps, which is asked too before it runs; "" when none.
+    """
+
+    name: ClassVar[str]
+    schemes: ClassVar[tuple[SchemeName, ...]]
+    limits: ClassVar[Limits]
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    vllm_names: ClassVar[tuple[str, ...]] = ()
+    stock_class: ClassVar[str] = ""
+
+    def plan(self, problem: Problem, device: Device) -> Plan:
+        """How the shard meets the kernel. Without padding unless a backend says otherwise."""
+        return Plan(problem.hidden_size, problem.intermediate_size)
+
+    def check(self, problem: Problem, device: Device) -> Verdict:
+        """Whether this backend can run the layer on the machine, with every rule that fails."""
+        reasons = violations(self.limits, self.rules, problem, device, self.plan(problem, device))
+        return Rejected(reasons) if reasons else Accepted()
+
+    @abstractmethod
+    def estimate(self, problem: Problem, device: Device) -> float:
+        """Static place in the order of candidates, lower first: where nothing was measured, the order of the newest
+        stock vLLM."""
+
+    @abstractmethod
+    def activations(self, problem: Problem) -> ActivationPrecision:
+        """Precision in which the experts' inputs enter the products."""
+
+    @abstractmethod
+    def numerics(self, problem: Problem) -> Numerics:
+        """What the backend computes with, in words."""
+
+    @abstractmethod
+    def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
+        """Kernel tensors of one expert from its canonical ones.
+
+        Args:
+            expert: canonical tensors of one expert, without the leading expert dimension. Not modified.
+            problem: the layer.
+            plan: this backend's own plan for it.
+
+        Returns:
+            Tensors under the same names, of the same shape and dtype for every expert. A tensor that the kernel takes
+            as it is may be the very one that came in.
+        """
+
+    @abstractmethod
+    def experts(self, tensors: Tensors, problem: Problem, plan: Plan, builder: Builder) -> Any:
+        """The object that vLLM's modular kernel runs, made by `builder`.
+
+        Args:
+            tensors: kernel tensors of the layer, `[local_experts, ...]` each. They may be refilled in place by a weight
+                reload, never moved.
+            problem: the layer.
+            plan: this backend's own plan for it.
+            builder: vLLM's side.
+        """
+
+
+BackendFactory = Callable[[], Backend]

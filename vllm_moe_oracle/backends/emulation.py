@@ -1,0 +1,187 @@
+"""Emulation: torch only, on any device; the ground truth for every other backend and the default on a CPU.
+
+Weights are dequantised one expert and one matrix at a time, exactly, to float32; all products, sums and activations are
+in float32. What enters a product is rounded only where the layer says so: to the model's dtype, or to MXFP8 when the
+checkpoint's activations are MXFP8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..oracle.decision import Numerics, Plan
+from ..oracle.problem import Activation, ActivationPrecision, Device, Problem
+from ._contract import Backend, Builder, Tensors
+from ._limits import Limits, Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Emulation(Backend):
+    """Dequantise, multiply, add: slow and right."""
+
+    name = "emulation"
+    schemes = ("mxfp8",)
+    vllm_names = ("emulation",)
+    limits = Limits(
+        devices=("cpu", "cuda", "rocm", "xpu"),
+        dtypes=("bfloat16", "float16", "float32"),
+        gated=("silu", "gelu", "gelu_tanh", "swigluoai"),
+        ungated=("silu", "gelu", "gelu_tanh", "relu2"),
+        parameters=True,
+        bias=True,
+        bits=(),
+        zero_points=True,
+        act_orders=("none", "group", "static"),
+        weight_on_input=True,
+        eplb=True,
+    )
+    rules = (
+        Rule(
+            "activation.meaning",
+            lambda problem, device: not _parameters_have_meaning(problem.activation),
+            lambda problem, device: f"alpha and beta have no meaning for {problem.activation}",
+        ),
+    )
+
+    def estimate(self, problem: Problem, device: Device) -> float:
+        """Last: every other backend is faster. Stock 0.33.0 has its emulation last too."""
+        return 1000.0
+
+    def activations(self, problem: Problem) -> ActivationPrecision:
+        """Exactly what the layer declares."""
+        return problem.scheme.activations
+
+    def numerics(self, problem: Problem) -> Numerics:
+        """Exact weights, float32 everywhere else."""
+        kind = "left in the model's dtype" if problem.scheme.activations == "16bit" else "quantised to MXFP8 per token"
+        return Numerics("dequantised exactly to float32", kind)
+
+    def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
+        """Canonical tensors are what it computes with."""
+        return dict(expert)
+
+    def experts(self, tensors: Tensors, problem: Problem, plan: Plan, builder: Builder) -> Any:
+        """Experts over `forward`."""
+
+        def run(out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> None:
+            forward(tensors, problem, out, x, topk_weights, topk_ids, expert_map)
+
+        return builder.from_function(run)
+
+
+def forward(
+    tensors: Tensors,
+    problem: Problem,
+    out: Tensor,
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None = None,
+) -> None:
+    """Runs the experts of a layer.
+
+    Args:
+        tensors: canonical tensors of the layer, `[local_experts, ...]` each.
+        problem: the layer.
+        out: `[M, hidden]`, overwritten, any floating dtype.
+        x: `[M, hidden]` in the model's dtype; M may be 0.
+        topk_weights: `[M, top_k]` float32.
+        topk_ids: `[M, top_k]`, global expert ids; -1 for an empty slot.
+        expert_map: `[num_experts]`, local slot of each global expert or -1; None when all are here.
+
+    Raises:
+        ValueError: an id is neither -1 nor below the number of experts.
+    """
+    import torch
+
+    from .. import schemes
+
+    scheme = schemes.module(problem.scheme.name)
+    quantised = problem.scheme.activations != "16bit"
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    slots = _local_slots(topk_ids, expert_map, problem)
+    present = torch.unique(slots)
+    for slot in present[present >= 0].tolist():
+        expert = {name: tensor[slot] for name, tensor in tensors.items()}
+        token, choice = torch.nonzero(slots == slot, as_tuple=True)
+        weight = topk_weights[token, choice].to(torch.float32).unsqueeze(-1)
+        inputs = x[token].to(torch.float32)
+        if problem.routing.weight_on_input:
+            # The weighted input is what vLLM hands to its kernels: in the model's dtype.
+            inputs = (inputs * weight).to(x.dtype).to(torch.float32)
+        if quantised:
+            inputs = scheme.round_trip(inputs)
+        hidden = inputs @ scheme.dequantise_expert(expert, "w13").T
+        if "w13_bias" in expert:
+            hidden += expert["w13_bias"].to(torch.float32)
+        hidden = activate(hidden, problem.activation)
+        hidden = scheme.round_trip(hidden) if quantised else hidden.to(x.dtype).to(torch.float32)
+        result = hidden @ scheme.dequantise_expert(expert, "w2").T
+        if "w2_bias" in expert:
+            result += expert["w2_bias"].to(torch.float32)
+        if not problem.routing.weight_on_input:
+            result *= weight
+        total.index_add_(0, token, result)
+    out.copy_(total)
+
+
+def _local_slots(topk_ids: Tensor, expert_map: Tensor | None, problem: Problem) -> Tensor:
+    """Local slot of each choice, -1 where there is none here; `[M, top_k]` int64."""
+    ids = topk_ids.long()
+    if ids.numel() and (int(ids.max()) >= problem.num_experts or int(ids.min()) < -1):
+        rule = f"expert ids span {int(ids.min())} to {int(ids.max())}; valid are -1 to {problem.num_experts - 1}"
+        raise ValueError(f"{problem.layer}: {rule}")
+    if expert_map is None:
+        return ids
+    return expert_map.long()[ids.clamp(min=0)].masked_fill(ids < 0, -1)
+
+
+def _parameters_have_meaning(activation: Activation) -> bool:
+    if not activation.gated:
+        return activation.alpha is None and activation.beta is None and activation.limit is None
+    return activation.name in ("silu", "swigluoai") or activation.alpha is None
+
+
+def activate(hidden: Tensor, activation: Activation) -> Tensor:
+    """The function between the products.
+
+    Args:
+        hidden: float32 `[M, R]`: gate columns then up columns when gated.
+        activation: which function, with its parameters. ``swigluoai`` is
+            ``gate * sigmoid(alpha * gate) * (up + beta)`` after clamping gate from above and up from both sides to
+            ``limit`` (gpt-oss's modelling code); a limit on any other gated function clamps the same way.
+
+    Returns:
+        float32 `[M, I]`.
+    """
+    import torch
+    from torch.nn.functional import gelu, relu
+
+    # silu is swigluoai with other defaults: alpha 1 instead of 1.702, beta 0 instead of 1.
+    default_alpha, default_beta = (1.702, 1.0) if activation.name == "swigluoai" else (1.0, 0.0)
+    alpha = default_alpha if activation.alpha is None else activation.alpha
+    beta = default_beta if activation.beta is None else activation.beta
+
+    def swish(gate: Tensor) -> Tensor:
+        return gate * torch.sigmoid(alpha * gate)
+
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "silu": swish,
+        "swigluoai": swish,
+        "gelu": gelu,
+        "gelu_tanh": lambda gate: gelu(gate, approximate="tanh"),
+        "relu2": lambda gate: relu(gate).square(),
+    }
+    function = functions[activation.name]
+    if not activation.gated:
+        return function(hidden)
+    gate, up = hidden.chunk(2, dim=-1)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    return function(gate) * (up + beta)
+
+
+BACKEND = Emulation()

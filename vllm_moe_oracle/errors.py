@@ -1,0 +1,67 @@
+"""Everything this project raises on purpose: few types, and each message carries the rule, the numbers, the remedy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .oracle.decision import Candidate
+
+
+class OracleError(Exception):
+    """Base of every error raised on purpose.
+
+    Args:
+        rule: what was violated, with the numbers of the case, as one sentence without a full stop.
+        remedy: what the user can do about it, as one sentence; empty when nothing can be done.
+        where: the file, layer, tensor or setting that the rule speaks of; empty when the rule says it.
+    """
+
+    def __init__(self, rule: str, remedy: str = "", where: str = "") -> None:
+        self.rule = rule
+        self.remedy = remedy
+        self.where = where
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        message = f"{self.where}: {self.rule}" if self.where else self.rule
+        return f"{message}. {self.remedy}" if self.remedy else message
+
+    def __reduce__(self) -> tuple[type[OracleError], tuple[str, str, str]]:
+        # vLLM sends a worker's exception to the engine by pickle; the default would drop remedy and where.
+        return type(self), (self.rule, self.remedy, self.where)
+
+
+class SettingError(OracleError, ValueError):
+    """A setting of ours has an unknown name or a value that it cannot take."""
+
+
+class CheckpointError(OracleError, ValueError):
+    """A checkpoint, or the config that describes it, cannot be used as it is."""
+
+
+class NoBackendError(OracleError, ValueError):
+    """No backend can run a layer, or the one asked for cannot; the message holds the table of all reasons.
+
+    Args:
+        rule: as for `OracleError`, with the table.
+        remedy: as for `OracleError`.
+        where: the layer's name.
+        candidates: the verdict of every candidate. Not carried across processes: the message has them in words.
+    """
+
+    def __init__(self, rule: str, remedy: str = "", where: str = "", candidates: tuple[Candidate, ...] = ()) -> None:
+        super().__init__(rule, remedy, where)
+        self.candidates = candidates
+
+
+class RegistryError(OracleError):
+    """A backend cannot be registered: a broken import, a wrong type, a duplicate name."""
+
+
+class LifecycleError(OracleError, RuntimeError):
+    """Weights were loaded into, or read from, a layer that is not in the state that this needs."""
+
+
+class StandDown(OracleError):
+    """The plugin cannot serve this installation and leaves vLLM as it is; the reason is reported, not raised."""

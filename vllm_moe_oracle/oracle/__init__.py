@@ -1,0 +1,1 @@
+"""The oracle: problems in, decisions with every reason out. Pure: no torch, no vLLM, no hardware, no environment."""

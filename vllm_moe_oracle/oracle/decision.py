@@ -1,0 +1,147 @@
+"""What was decided and why: `Verdict` of each candidate, `Plan` of the shard, `Decision` for a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .problem import Problem
+
+Why = Literal["user", "override", "measured", "estimate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One rule that a candidate breaks.
+
+    Attributes:
+        code: stable, machine-readable name of the rule, e.g. ``capability`` or ``alignment.intermediate``.
+        detail: the rule and the numbers of this case, for a person.
+        remedy: what would make the candidate eligible; empty when nothing would on this machine.
+    """
+
+    code: str
+    detail: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.detail} ({self.remedy})" if self.remedy else self.detail
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The candidate can run the layer."""
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """No reasons: nothing fails."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The candidate cannot run the layer; `reasons` holds every rule that fails, not the first."""
+
+    reasons: tuple[Reason, ...]
+
+    def __post_init__(self) -> None:
+        if not self.reasons:
+            raise ValueError("a rejection without a reason")
+
+
+Verdict = Accepted | Rejected
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How this rank's shard meets the kernel.
+
+    Attributes:
+        hidden_size: features of the hidden state that the kernel sees; at least the problem's.
+        intermediate_size: features between the products that the kernel sees; at least the problem's.
+        notes: what was padded and why, one sentence each; empty when the kernel takes the shard as it is.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    notes: tuple[str, ...] = ()
+
+    def pads(self, problem: Problem) -> bool:
+        """Whether the kernel sees larger tensors than the checkpoint's shard."""
+        return (self.hidden_size, self.intermediate_size) != (problem.hidden_size, problem.intermediate_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """What a backend computes with; never changed for speed.
+
+    Attributes:
+        weights: how the weights enter the products.
+        activations: precision in which the inputs of both products enter.
+        accumulate: type of the sums.
+    """
+
+    weights: str
+    activations: str
+    accumulate: str = "float32"
+
+    def __str__(self) -> str:
+        return f"weights {self.weights}; activations {self.activations}; sums in {self.accumulate}"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One backend's answer for one problem."""
+
+    backend: str
+    verdict: Verdict
+    rank: float
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the backend can run the layer."""
+        return isinstance(self.verdict, Accepted)
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Every rule that fails; empty when accepted."""
+        return self.verdict.reasons
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The winner for one layer, with everything that led to it.
+
+    Attributes:
+        problem: the layer.
+        backend: name of the winner.
+        why: what decided: the user's choice, a per-layer override, measurements, or the static estimate.
+        because: the same in a sentence.
+        plan: the winner's shard plan.
+        numerics: what the winner computes with.
+        candidates: the verdict of every backend that knows the scheme, best first, rejected ones after.
+    """
+
+    problem: Problem
+    backend: str
+    why: Why
+    because: str
+    plan: Plan
+    numerics: Numerics
+    candidates: tuple[Candidate, ...]
+
+    def summary(self) -> str:
+        """One line for a log."""
+        notes = f"; {'; '.join(self.plan.notes)}" if self.plan.notes else ""
+        return f"{self.backend} ({self.why}: {self.because}); {self.numerics}{notes}"
+
+
+def table(candidates: tuple[Candidate, ...]) -> str:
+    """All candidates with all their reasons, as plain lines for an error message or a log."""
+    width = max((len(candidate.backend) for candidate in candidates), default=0)
+    lines = []
+    for candidate in candidates:
+        reasons = [str(reason) for reason in candidate.reasons] or ["accepted"]
+        lines.append(f"  {candidate.backend:<{width}}  {reasons[0]}")
+        lines += [f"  {'':<{width}}  {reason}" for reason in reasons[1:]]
+    return "\n".join(lines)

@@ -1,0 +1,151 @@
+"""The decision: which backend runs a layer, with every candidate's every reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..backends import Backend
+from ..errors import NoBackendError
+from ..settings import AUTO, Settings
+from .decision import Accepted, Candidate, Decision, Reason, Rejected, Why, table
+from .overrides import first_match
+from .problem import Device, Problem
+from .registry import Registry, default_registry
+
+
+@dataclass(frozen=True, slots=True)
+class _Wish:
+    """An explicit choice: the backend's name, what kind of choice it is, and who made it."""
+
+    name: str
+    why: Why
+    by: str
+
+
+def candidates(
+    problem: Problem, device: Device, settings: Settings, registry: Registry | None = None
+) -> tuple[Candidate, ...]:
+    """The verdict of every backend that knows the problem's scheme: accepted ones first, each part in static order."""
+    registry = registry if registry is not None else default_registry()
+    judged = [_judge(backend, problem, device, settings) for backend in registry.for_scheme(problem.scheme.name)]
+    return tuple(sorted(judged, key=lambda candidate: (not candidate.accepted, candidate.rank, candidate.backend)))
+
+
+def decide(
+    problem: Problem,
+    device: Device,
+    settings: Settings,
+    moe_backend: str = AUTO,
+    registry: Registry | None = None,
+) -> Decision:
+    """Decides which backend runs a layer.
+
+    An override for the layer goes before the `backend` setting, that before vLLM's ``--moe-backend``, and any of them
+    before the static order.
+
+    Args:
+        problem: the layer on this rank.
+        device: the machine.
+        settings: what the user asked for.
+        moe_backend: vLLM's ``--moe-backend``.
+        registry: the backends; None for this process's own.
+
+    Raises:
+        NoBackendError: no backend can run the layer, or the one that was chosen explicitly cannot (and
+            ``on_unavailable`` is not ``fallback``). The message holds every candidate's every reason.
+    """
+    registry = registry if registry is not None else default_registry()
+    judged = candidates(problem, device, settings, registry)
+    wish = _wish(problem, settings, moe_backend)
+    note = ""
+    if wish is not None:
+        named = _named(wish.name, judged, registry)
+        chosen = next((candidate for candidate in named if candidate.accepted), None)
+        if chosen is not None:
+            return _decision(chosen, wish.why, wish.by, judged, problem, device, registry)
+        error = _unavailable(wish, named, judged, problem, device, registry)
+        if settings.on_unavailable == "error":
+            raise error
+        note = f", after {wish.name} ({wish.by}) could not be used: {error.rule}"
+    chosen = next((candidate for candidate in judged if candidate.accepted), None)
+    if chosen is None:
+        rule = f"no backend can run {problem.scheme.name} experts here: {problem}; on {device}"
+        raise NoBackendError(f"{rule}\n{table(judged)}\n", _way_out(judged), problem.layer, judged)
+    because = f"first in the order of the newest stock vLLM that can run here{note}"
+    return _decision(chosen, "estimate", because, judged, problem, device, registry)
+
+
+def _judge(backend: Backend, problem: Problem, device: Device, settings: Settings) -> Candidate:
+    reasons = list(backend.check(problem, device).reasons)
+    if backend.name in settings.disable:
+        detail = f"disabled by {settings.source('disable')}"
+        reasons.append(Reason("disabled", detail, "take it out of the setting disable"))
+    consumed, declared = backend.activations(problem), problem.scheme.activations
+    if consumed not in ("16bit", declared) and not settings.allow_activation_quantization:
+        detail = f"would quantise activations to {consumed}; the layer's are {declared}"
+        reasons.append(Reason("activation_quantization", detail, "set allow_activation_quantization to allow it"))
+    verdict = Rejected(tuple(reasons)) if reasons else Accepted()
+    return Candidate(backend.name, verdict, backend.estimate(problem, device))
+
+
+def _wish(problem: Problem, settings: Settings, moe_backend: str) -> _Wish | None:
+    override = first_match(settings.overrides, problem.layer)
+    if override is not None and override.backend != AUTO:
+        by = f"override {override.pattern!r} from {settings.source('overrides')}"
+        return _Wish(override.backend, "override", by)
+    if override is None and settings.backend != AUTO:
+        over = f", which goes before --moe-backend {moe_backend}" if moe_backend not in (AUTO, settings.backend) else ""
+        return _Wish(settings.backend, "user", f"{settings.source('backend')}{over}")
+    if override is None and moe_backend != AUTO:
+        return _Wish(moe_backend, "user", f"--moe-backend {moe_backend}")
+    return None
+
+
+def _named(name: str, judged: tuple[Candidate, ...], registry: Registry) -> list[Candidate]:
+    """Candidates that the name means: the backend of that name, else those which vLLM calls so."""
+    own = [candidate for candidate in judged if candidate.backend == name]
+    return own or [candidate for candidate in judged if name in registry[candidate.backend].vllm_names]
+
+
+def _unavailable(
+    wish: _Wish,
+    named: list[Candidate],
+    judged: tuple[Candidate, ...],
+    problem: Problem,
+    device: Device,
+    registry: Registry,
+) -> NoBackendError:
+    scheme = problem.scheme.name
+    if named:
+        reasons = "; ".join(str(reason) for candidate in named for reason in candidate.reasons)
+        rule = f"{wish.name} ({wish.by}) cannot run this layer on {device}: {reasons}"
+    elif wish.name in registry.broken:
+        rule = f"{wish.name} ({wish.by}) could not be loaded: {registry.broken[wish.name]}"
+    else:
+        valid = ", ".join([AUTO, *registry.names(scheme)])
+        rule = f"{wish.name} ({wish.by}) is no backend for {scheme} experts; valid are {valid}"
+    remedy = "Choose an accepted one, or auto, or set on_unavailable=fallback"
+    return NoBackendError(f"{rule}\nEvery candidate for {problem}:\n{table(judged)}\n", remedy, problem.layer, judged)
+
+
+def _way_out(judged: tuple[Candidate, ...]) -> str:
+    """The remedies of the candidate that has the fewest reasons against it, when each of them has one."""
+    fixable = [candidate for candidate in judged if all(reason.remedy for reason in candidate.reasons)]
+    if not fixable:
+        return ""
+    nearest = min(fixable, key=lambda candidate: len(candidate.reasons))
+    return f"Nearest is {nearest.backend}: {'; '.join(reason.remedy for reason in nearest.reasons)}"
+
+
+def _decision(
+    chosen: Candidate,
+    why: Why,
+    because: str,
+    judged: tuple[Candidate, ...],
+    problem: Problem,
+    device: Device,
+    registry: Registry,
+) -> Decision:
+    backend = registry[chosen.backend]
+    plan = backend.plan(problem, device)
+    return Decision(problem, chosen.backend, why, because, plan, backend.numerics(problem), judged)

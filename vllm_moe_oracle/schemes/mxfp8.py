@@ -1,0 +1,192 @@
+"""MXFP8: e4m3 codes with one e8m0 scale per 32 input features.
+
+Source of the formats: OCP Microscaling Formats (MX) specification v1.0, sections 5.2 (MXFP8), 5.4 (E8M0) and 6.3
+(conversion), and OCP 8-bit Floating Point specification v1.0 (e4m3: bias 7, largest 448, no infinities).
+
+Canonical tensors of a layer: ``w13`` `[E, R, H]` and ``w2`` `[E, H, I]` in float8_e4m3fn, ``w13_scale``
+`[E, R, H/32]` and ``w2_scale`` `[E, H, I/32]` in uint8, optional ``w13_bias`` `[E, R]` and ``w2_bias`` `[E, H]`. R is
+2 I (gate rows, then up rows) or I when the experts are not gated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from ..oracle.problem import MX_BLOCK, Problem
+
+ScaleRule = Literal["ceil", "floor", "llm-compressor"]
+
+E4M3_MAX = 448.0
+E8M0_BIAS = 127
+E8M0_MAX = 254
+"""Largest scale code that is a number: 2**127."""
+E8M0_NAN = 255
+
+# Names of the parameters that vLLM's loaders fill, and their canonical names.
+PARAMETERS = {
+    "w13_weight": "w13",
+    "w2_weight": "w2",
+    "w13_weight_scale": "w13_scale",
+    "w2_weight_scale": "w2_scale",
+    "w13_bias": "w13_bias",
+    "w2_bias": "w2_bias",
+}
+
+
+def shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Shapes of the canonical tensors of the layer on this rank, by canonical name."""
+    experts, hidden, inner, rows = (
+        problem.local_experts, problem.hidden_size, problem.intermediate_size, problem.w13_rows
+    )  # fmt: skip
+    found: dict[str, tuple[int, ...]] = {
+        "w13": (experts, rows, hidden),
+        "w2": (experts, hidden, inner),
+        "w13_scale": (experts, rows, hidden // MX_BLOCK),
+        "w2_scale": (experts, hidden, inner // MX_BLOCK),
+    }
+    if problem.has_bias:
+        found |= {"w13_bias": (experts, rows), "w2_bias": (experts, hidden)}
+    return found
+
+
+def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor]:
+    """A layer's loaded parameters as canonical tensors. ModelOpt's layout is the canonical one: nothing is copied.
+
+    Args:
+        parameters: by the names in `PARAMETERS`; others are not looked at.
+        problem: the layer, whose shapes the tensors must have.
+
+    Raises:
+        CheckpointError: a tensor is missing, has the wrong dtype or shape, or a scale is the NaN code 255.
+    """
+    names = {canonical: name for name, canonical in PARAMETERS.items()}
+    found = {}
+    for canonical, shape in shapes(problem).items():
+        name = names[canonical]
+        tensor = parameters.get(name)
+        if tensor is None:
+            remedy = f"The layer's parameters are {', '.join(sorted(parameters))}"
+            raise CheckpointError(f"{name} is missing", remedy, problem.layer)
+        expected = _dtypes(canonical, tensor)
+        if tensor.dtype not in expected:
+            words = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected)
+            raise CheckpointError(f"{name} is {tensor.dtype}, MXFP8 stores it as {words}", where=problem.layer)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}", where=problem.layer)
+        found[canonical] = tensor.data
+    for canonical in ("w13_scale", "w2_scale"):
+        bad = int((found[canonical] == E8M0_NAN).sum())
+        if bad:
+            rule = f"{bad} of {found[canonical].numel()} scales in {names[canonical]} are NaN (e8m0 code 255)"
+            raise CheckpointError(rule, "The checkpoint is damaged, or a scale was never loaded", problem.layer)
+    return found
+
+
+def _dtypes(canonical: str, tensor: Tensor) -> tuple[torch.dtype, ...]:
+    if canonical.endswith("_bias"):
+        return (tensor.dtype,) if tensor.dtype.is_floating_point else (torch.bfloat16, torch.float16, torch.float32)
+    return (torch.uint8,) if canonical.endswith("_scale") else (torch.float8_e4m3fn,)
+
+
+def scale_exponents(amax: Tensor, rule: ScaleRule = "ceil") -> Tensor:
+    """The e8m0 code of each block from its largest magnitude.
+
+    ``ceil``: ceil(log2(amax / 448)), vLLM's own: nothing saturates. ``floor``: floor(log2(amax)) - 8, the
+    specification's section 6.3: values above 448 times the scale saturate. ``llm-compressor``: as floor, after amax was
+    rounded up to the next power of two where its significand is at least 1.75, as the compressed-tensors package does.
+    All are exact: no logarithm is taken.
+
+    Args:
+        amax: any shape, floating point, not negative.
+        rule: which rule.
+
+    Returns:
+        uint8 of the same shape; a block of zeros gets 0 (2**-127), one with NaN or an infinity gets 255.
+    """
+    # amax = mantissa * 2**exponent with mantissa in [0.5, 1); 448 = 0.875 * 2**9.
+    mantissa, exponent = torch.frexp(amax.to(torch.float32))
+    code = exponent.to(torch.int32) - 9 + E8M0_BIAS
+    if rule == "ceil":
+        code = code + (mantissa > 0.875)
+    elif rule == "llm-compressor":
+        code = code + (mantissa >= 0.875)
+    elif rule != "floor":
+        raise ValueError(f"unknown scale rule {rule!r}; valid are ceil, floor, llm-compressor")
+    code = code.clamp(0, E8M0_MAX)
+    code = torch.where(amax == 0, torch.zeros_like(code), code)
+    return torch.where(torch.isfinite(amax), code, torch.full_like(code, E8M0_NAN)).to(torch.uint8)
+
+
+def scale_values(codes: Tensor) -> Tensor:
+    """The float32 values 2**(code - 127) of e8m0 codes, exact for every code: 0 is a subnormal, 255 is NaN.
+
+    The bits are placed rather than computed: exponentials of subnormal results are not exact on every device.
+    """
+    bits = codes.to(torch.int32) << 23
+    bits = torch.where(codes == 0, torch.full_like(bits, 0x00400000), bits)
+    bits = torch.where(codes == E8M0_NAN, torch.full_like(bits, 0x7FC00000), bits)
+    return bits.view(torch.float32)
+
+
+def quantise(values: Tensor, rule: ScaleRule = "ceil") -> tuple[Tensor, Tensor]:
+    """Real values to MXFP8, in one vectorised pass; e4m3 rounds to nearest even and saturates at 448.
+
+    Args:
+        values: `[..., K]`, floating point, K a multiple of 32.
+        rule: how a block's scale follows from its largest magnitude; see `scale_exponents`.
+
+    Returns:
+        float8_e4m3fn codes `[..., K]` and uint8 scales `[..., K/32]`.
+
+    Raises:
+        ValueError: K is no multiple of 32.
+    """
+    blocks = _blocks(values.to(torch.float32))
+    codes = scale_exponents(blocks.abs().amax(-1), rule)
+    # ldexp rather than a division: 1 / 2**127 is subnormal, and some devices flush it to zero.
+    scaled = torch.ldexp(blocks, (E8M0_BIAS - codes.to(torch.int32)).unsqueeze(-1))
+    scaled = torch.where((codes == E8M0_NAN).unsqueeze(-1), torch.full_like(scaled, torch.nan), scaled)
+    elements = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return elements.view(values.shape), codes
+
+
+def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """MXFP8 to real values.
+
+    Exact in float64 for every pair of codes, and in float32 and bfloat16 wherever the product is representable; beyond
+    their largest number it is an infinity (scale 2**127 with codes of 2 and more).
+
+    Args:
+        codes: float8_e4m3fn `[..., K]`.
+        scales: uint8 `[..., K/32]`.
+        dtype: of the result.
+
+    Returns:
+        `[..., K]`. Allocates the result and float32 scales, nothing else as large as the result for float32.
+    """
+    work = torch.float64 if dtype == torch.float64 else torch.float32
+    values = codes.to(work)
+    _blocks(values).mul_(scale_values(scales).to(work).unsqueeze(-1))
+    return values.to(dtype)
+
+
+def dequantise_expert(expert: Mapping[str, Tensor], which: Literal["w13", "w2"]) -> Tensor:
+    """One weight matrix of one expert, float32 `[N, K]`, from the canonical tensors of that expert."""
+    return dequantise(expert[which], expert[f"{which}_scale"])
+
+
+def round_trip(values: Tensor) -> Tensor:
+    """Activations quantised to MXFP8 by the ceil rule and back, as dynamic W8A8 layers see them; float32 `[..., K]`."""
+    return dequantise(*quantise(values))
+
+
+def _blocks(values: Tensor) -> Tensor:
+    if values.shape[-1] % MX_BLOCK:
+        rest = values.shape[-1] % MX_BLOCK
+        raise ValueError(f"{values.shape[-1]} values are no multiple of the MX block {MX_BLOCK} (remainder {rest})")
+    return values.view(*values.shape[:-1], values.shape[-1] // MX_BLOCK, MX_BLOCK)

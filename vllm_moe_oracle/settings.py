@@ -1,0 +1,200 @@
+"""Every setting of the plugin: name, type, default, help. The only reader of the environment.
+
+A setting comes, later ones over earlier ones, from its default, from the environment variable ``MOE_ORACLE_<NAME>``,
+from vLLM's ``--additional-config '{"moe_oracle": {"<name>": ...}}'``, and in the command line tool from ``--set
+name=value``. An unknown name, or a value that a setting cannot take, is an error that lists what is valid; nothing is
+ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from .errors import SettingError
+from .oracle.overrides import Override, parse
+
+PREFIX = "MOE_ORACLE_"
+SECTION = "moe_oracle"
+AUTO = "auto"
+
+OnUnavailable = Literal["error", "fallback"]
+Activations = Literal["checkpoint", "16bit"]
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+def _boolean(value: object, where: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower()
+    if word in _TRUE or word in _FALSE:
+        return word in _TRUE
+    raise SettingError(f"{value!r} is no truth value", f"Write one of {', '.join(sorted(_TRUE | _FALSE))}", where)
+
+
+def _name(value: object, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise SettingError(f"{value!r} is not a name", where=where)
+    return value.strip()
+
+
+def _path(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise SettingError(f"{value!r} is not a path", where=where)
+    return value
+
+
+def _names(value: object, where: str) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [part for part in value.split(",") if part.strip()]
+    if not isinstance(value, list | tuple):
+        raise SettingError(f"{value!r} is no list of names", "Separate names with commas", where)
+    return tuple(_name(part, where) for part in value)
+
+
+def _overrides(value: object, where: str) -> tuple[Override, ...]:
+    if isinstance(value, str):
+        value = [part for part in value.split(";") if part.strip()]
+    if isinstance(value, Mapping):
+        pairs = [(str(pattern), str(backend)) for pattern, backend in value.items()]
+    elif isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        # The last "=" separates: an expression may hold one, a backend's name does not.
+        pairs = [(before, after) for before, _, after in (str(part).rpartition("=") for part in value)]
+    else:
+        remedy = (
+            r'Write re:layers\.[0-9]\.=marlin (several with ";"), or a JSON object {"re:layers\\.[0-9]\\.": "marlin"}'
+        )
+        raise SettingError(f"{value!r} is no list of overrides", remedy, where)
+    return tuple(parse(pattern, backend, where) for pattern, backend in pairs)
+
+
+def _one_of(words: tuple[str, ...]) -> Callable[[object, str], str]:
+    def read(value: object, where: str) -> str:
+        word = str(value).strip().lower()
+        if word in words:
+            return word
+        raise SettingError(f"{value!r} is not one of {', '.join(words)}", where=where)
+
+    return read
+
+
+def _setting(default: Any, read: Callable[[object, str], Any], help: str, metavar: str) -> Any:
+    return field(default=default, metadata={"read": read, "help": help, "metavar": metavar})
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user asked for. `sources` says where each setting that is not at its default came from."""
+
+    enabled: bool = _setting(True, _boolean, "use the plugin; 0 leaves vLLM as it is", "0|1")
+    force: bool = _setting(
+        False, _boolean, "serve vLLM releases outside the tested range instead of standing down", "0|1"
+    )
+    strict: bool = _setting(False, _boolean, "a reason to stand down is an error instead", "0|1")
+    backend: str = _setting(AUTO, _name, "backend for every layer, or auto; goes before vLLM's --moe-backend", "NAME")
+    overrides: tuple[Override, ...] = _setting(
+        (),
+        _overrides,
+        "backends for the layers whose name matches a regular expression; goes before all",
+        "RE=NAME;...",
+    )
+    disable: tuple[str, ...] = _setting((), _names, "backends that are no candidates", "NAME,...")
+    on_unavailable: OnUnavailable = _setting(
+        "error",
+        _one_of(get_args(OnUnavailable)),
+        "what an explicitly chosen backend that cannot run leads to; a fallback is logged",
+        "error|fallback",
+    )
+    activations: Activations = _setting(
+        "checkpoint",
+        _one_of(get_args(Activations)),
+        "precision of the experts' inputs: what the checkpoint declares, or left in the model's 16 bits",
+        "checkpoint|16bit",
+    )
+    allow_activation_quantization: bool = _setting(
+        False, _boolean, "also offer backends that quantise activations which nobody asked to quantise", "0|1"
+    )
+    report: str = _setting("", _path, "file that each process appends its decisions to, one JSON object a line", "PATH")
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def source(self, name: str) -> str:
+        """Where the setting's value came from: ``default`` or the place that set it."""
+        return self.sources.get(name, "default")
+
+
+FIELDS: Mapping[str, dataclasses.Field[Any]] = MappingProxyType(
+    {item.name: item for item in dataclasses.fields(Settings) if "read" in item.metadata}
+)
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return PREFIX + name.upper()
+
+
+def _unknown(name: str, valid: list[str], where: str) -> SettingError:
+    close = difflib.get_close_matches(name, valid, n=1)
+    guess = f"Did you mean {close[0]}? " if close else ""
+    return SettingError(f"unknown setting {name!r}", f"{guess}Valid are {', '.join(valid)}", where)
+
+
+def load(
+    environment: Mapping[str, str] | None = None,
+    additional_config: object = None,
+    assignments: Mapping[str, str] | None = None,
+) -> Settings:
+    """The settings in force.
+
+    Args:
+        environment: environment variables; None reads the process's own.
+        additional_config: vLLM's ``additional_config``; our part is its key ``moe_oracle``.
+        assignments: ``--set`` of the command line tool, by setting name.
+
+    Raises:
+        SettingError: an unknown name, or a value that the setting cannot take.
+    """
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+
+    def put(name: str, value: object, where: str) -> None:
+        values[name] = FIELDS[name].metadata["read"](value, where)
+        sources[name] = where
+
+    variables = {variable(name): name for name in FIELDS}
+    for key, value in sorted((os.environ if environment is None else environment).items()):
+        if key.startswith(PREFIX):
+            if key not in variables:
+                raise _unknown(key, sorted(variables), "environment")
+            put(variables[key], value, f"environment variable {key}")
+
+    for name, value in _section(additional_config).items():
+        where = f"--additional-config {SECTION}.{name}"
+        if name not in FIELDS:
+            raise _unknown(name, sorted(FIELDS), f"--additional-config {SECTION}")
+        put(name, value, where)
+
+    for name, word in (assignments or {}).items():
+        if name not in FIELDS:
+            raise _unknown(name, sorted(FIELDS), "--set")
+        put(name, word, f"--set {name}")
+    return Settings(**values, sources=MappingProxyType(sources))
+
+
+def _section(additional_config: object) -> Mapping[str, object]:
+    section = additional_config.get(SECTION, {}) if isinstance(additional_config, Mapping) else {}
+    if not isinstance(section, Mapping):
+        remedy = 'Write {"moe_oracle": {"backend": "emulation"}}'
+        raise SettingError(f"{section!r} is no JSON object", remedy, f"--additional-config {SECTION}")
+    return section
+
+
+def environment(name: str) -> str | None:
+    """A variable that is not ours, for the few places that have to look at one."""
+    return os.environ.get(name)
