@@ -1,0 +1,475 @@
+"""Writes tiny random checkpoints of mixture-of-experts models, with a tokenizer, from nothing but a seed.
+
+    python tests/checkpoints.py OUT_DIR [--arch qwen3_moe] [--format mxfp8] [--tag modelopt] [--seed 0] ...
+
+The folder can be served by vLLM and read by transformers. Nothing is downloaded.
+
+The model recites its alphabet: after `c` it says `d`. That is not a toy for its own sake. A comparison of greedy tokens
+is only worth something if rounding cannot change them and a wrong expert does, and a plain random model has neither
+property: the gap between its two best logits is often below the error of bf16 arithmetic, and so is, now and then, the
+gap between the last expert that its router takes and the first that it leaves. Hence:
+
+* The hidden space is split into two orthogonal halves (of a random rotation, so that no weight is zero). Embeddings are
+  orthogonal vectors of the first half; attention and experts write into the second. The router reads the first half
+  only, where nothing disturbs the token, so each token's experts win by a wide margin, in every layer and context.
+* The experts' output is longer than the embedding, and the row of `lm_head` for a token is the final state of its
+  predecessor, measured with a float32 run. So the right next token leads the others by 2.5 or more, while the error of
+  bf16 arithmetic in a logit stays below 0.06. Experts that compute something else move logits by 0.3 (one scale of one
+  expert, off by one exponent) to 6 (gate and up swapped: texts part within a dozen tokens). Measured, seeds 0 to 6.
+* Logits are scaled so that the best token has a probability well below 1: logprobs stay sensitive to small errors.
+
+The quantiser is this file's own (numpy, exact): it shares no code with the package that the checkpoints test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import string
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+Format = Literal["mxfp8", "bf16"]
+Tag = Literal["modelopt", "modelopt_mxfp8", "mxfp8", "legacy", "legacy_producer"]
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+BLOCK = 32
+"""Consecutive elements along K that share one MXFP8 scale."""
+
+SPECIAL_TOKENS = ("<unk>", "</s>", "<pad>")
+ALPHABET = string.ascii_lowercase + string.digits + " .,!?'\"-:;()/+*=%&@#$_<>\n"
+VOCABULARY = (*SPECIAL_TOKENS, *ALPHABET)
+"""64 tokens: three special ones, then single characters. The model's next token is the next one of ALPHABET, cyclic."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Dimensions of a tiny model; ValueError where blocks of 32, heads or experts do not come out even."""
+
+    layers: int = 2
+    hidden: int = 128
+    intermediate: int = 64
+    experts: int = 8
+    top_k: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+
+    def __post_init__(self) -> None:
+        attention = self.heads * self.head_dim
+        for name, value in (
+            ("hidden", self.hidden),
+            ("intermediate", self.intermediate),
+            ("heads * head_dim", attention),
+        ):
+            if value <= 0 or value % BLOCK:
+                raise ValueError(f"{name} is {value}: not a multiple of {BLOCK}, the size of a block")
+        if self.hidden < 2 * len(VOCABULARY):
+            raise ValueError(f"hidden is {self.hidden}: at least {2 * len(VOCABULARY)} needed, twice the vocabulary")
+        if not 0 < self.top_k <= self.experts:
+            raise ValueError(f"top_k is {self.top_k}: must be from 1 to {self.experts}, the number of experts")
+        if self.kv_heads <= 0 or self.heads % self.kv_heads:
+            raise ValueError(f"heads is {self.heads}: not a multiple of {self.kv_heads}, the number of kv_heads")
+
+
+@dataclass
+class Model:
+    """What an architecture's function returns.
+
+    config: what stands in config.json, without dtype and quantisation.
+    tensors: checkpoint name -> float32 array; weights are [N, K]. `lm_head.weight` is filled in by `write_checkpoint`.
+    experts, linears: modules (names without `.weight`) that a quantised checkpoint stores in blocks.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, Array]
+    experts: set[str] = field(default_factory=set)
+    linears: set[str] = field(default_factory=set)
+
+
+class Maker:
+    """Random tensors with the properties that this module's docstring promises; the parts of any architecture."""
+
+    def __init__(self, size: Size, rng: np.random.Generator) -> None:
+        self.size = size
+        self.rng = rng
+        half = size.hidden // 2
+        rotation, _ = np.linalg.qr(rng.standard_normal((size.hidden, size.hidden)))
+        self._tokens = rotation[:, : len(VOCABULARY)]  # [hidden, V], orthonormal
+        self._written = rotation[:, half:]  # [hidden, hidden - half], orthonormal: where layers write
+
+    def embedding(self) -> Array:
+        """[V, hidden]; elements have a root mean square of 1, so that rounding is far from subnormals."""
+        return _f32(self._tokens.T * math.sqrt(self.size.hidden))
+
+    def norm(self, width: int) -> Array:
+        """[width] weights of an RMS norm, not all alike: one that is ignored is noticed."""
+        return _f32(self.rng.uniform(0.75, 1.25, width))
+
+    def linear(self, n: int, k: int, gain: float = 1.0) -> Array:
+        """[n, k]; inputs of unit root mean square give outputs of `gain`."""
+        # Columns of different size make the scales of neighbouring blocks differ: scales in a wrong order are noticed.
+        spread = np.exp2(self.rng.uniform(-1.5, 1.5, (1, k // BLOCK))).repeat(BLOCK, axis=1)
+        weights = self.rng.standard_normal((n, k)) * spread
+        return _f32(weights * gain / math.sqrt(np.square(weights).sum(axis=1).mean()))
+
+    def writing(self, k: int, gain: float) -> Array:
+        """[hidden, k] that writes into the second half; the output is `gain` times as long as an embedding."""
+        weights = self.linear(self._written.shape[1], k, gain * math.sqrt(self.size.hidden / self._written.shape[1]))
+        return _f32(self._written @ weights)
+
+    def router(self, norm: Array) -> Array:
+        """[experts, hidden]: each token has `top_k` experts of its own, with logits of 4, 3.5, 3, ..., the others 0.
+
+        norm: weights of the RMS norm in front of the router, [hidden].
+        """
+        logits = np.zeros((self.size.experts, len(VOCABULARY)))
+        for token in range(len(VOCABULARY)):
+            for rank, expert in enumerate(self.rng.permutation(self.size.experts)[: self.size.top_k]):
+                logits[expert, token] = max(4.0 - 0.5 * rank, 1.0) + self.rng.uniform(-0.2, 0.2)
+        return _f32(logits @ self._tokens.T / norm / math.sqrt(self.size.hidden))
+
+    def add_experts(self, model: Model, prefix: str, *, gated: bool = True, gain: float, bias: bool = False) -> None:
+        """Adds `{prefix}.{expert}.{gate,up,down}_proj.weight` (and `.bias`) for all experts to `model`."""
+        hidden, intermediate = self.size.hidden, self.size.intermediate
+        for expert in range(self.size.experts):
+            tensors = {
+                # A root mean square of 4 in front of the activation: far from both its linear part and its other half,
+                # so that swapped gate and up give another result.
+                "up_proj": self.linear(intermediate, hidden, 1.0 if gated else 4.0),
+                "down_proj": self.writing(intermediate, gain),
+            }
+            if gated:
+                tensors["gate_proj"] = self.linear(intermediate, hidden, 4.0)
+            for projection, weight in tensors.items():
+                module = f"{prefix}.{expert}.{projection}"
+                model.tensors[f"{module}.weight"] = weight
+                model.experts.add(module)
+                if bias:
+                    model.tensors[f"{module}.bias"] = _f32(self.rng.uniform(-1, 1, weight.shape[0]))
+
+
+def qwen3_moe(size: Size, rng: np.random.Generator) -> Model:
+    """Qwen3-MoE as published (`Qwen3MoeForCausalLM`): gated SiLU experts without biases, normalised top-k weights."""
+    make = Maker(size, rng)
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "decoder_sparse_step": 1,
+        "head_dim": size.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": size.hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": 2 * size.intermediate,
+        "max_position_embeddings": 512,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": size.intermediate,
+        "norm_topk_prob": True,
+        "num_attention_heads": size.heads,
+        "num_experts": size.experts,
+        "num_experts_per_tok": size.top_k,
+        "num_hidden_layers": size.layers,
+        "num_key_value_heads": size.kv_heads,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+    }
+    model = Model(config, {"model.embed_tokens.weight": make.embedding(), "model.norm.weight": make.norm(size.hidden)})
+    for index in range(size.layers):
+        layer = f"model.layers.{index}"
+        router_norm = make.norm(size.hidden)
+        model.tensors |= {
+            f"{layer}.input_layernorm.weight": make.norm(size.hidden),
+            f"{layer}.post_attention_layernorm.weight": router_norm,
+            f"{layer}.self_attn.q_norm.weight": make.norm(size.head_dim),
+            f"{layer}.self_attn.k_norm.weight": make.norm(size.head_dim),
+            f"{layer}.self_attn.q_proj.weight": make.linear(size.heads * size.head_dim, size.hidden),
+            f"{layer}.self_attn.k_proj.weight": make.linear(size.kv_heads * size.head_dim, size.hidden),
+            f"{layer}.self_attn.v_proj.weight": make.linear(size.kv_heads * size.head_dim, size.hidden),
+            # Attention mixes tokens, which the fitted lm_head does not know of: enough to see, too little to decide.
+            f"{layer}.self_attn.o_proj.weight": make.writing(size.heads * size.head_dim, 0.15),
+            f"{layer}.mlp.gate.weight": make.router(router_norm),
+        }
+        model.linears |= {f"{layer}.self_attn.{name}_proj" for name in "qkvo"}
+        make.add_experts(model, f"{layer}.mlp.experts", gain=2.0)
+    return model
+
+
+ARCHITECTURES: Mapping[str, Callable[[Size, np.random.Generator], Model]] = {"qwen3_moe": qwen3_moe}
+"""Name -> function; a new architecture is a function and a line here."""
+
+
+# --- MXFP8 -----------------------------------------------------------------------------------------------------------
+
+
+def quantise_mxfp8(weights: Array) -> tuple[Bytes, Bytes]:
+    """Blocks of 32 along the last dimension: e4m3 codes and e8m0 scale bytes.
+
+    The scale's exponent is ceil(log2(amax / 448)), clamped to [-127, 127]: the smallest with which no element
+    saturates. Elements are rounded to the nearest code, ties to even. A block of zeros gets the smallest scale
+    (byte 0), as with vLLM's own quantiser.
+
+    weights: finite, [..., K], K a multiple of 32. Returns uint8 [..., K] and uint8 [..., K / 32].
+    """
+    if weights.shape[-1] % BLOCK:
+        raise ValueError(f"K is {weights.shape[-1]}: not a multiple of {BLOCK}")
+    blocks = weights.astype(np.float64).reshape(*weights.shape[:-1], -1, BLOCK)
+    # frexp gives amax / 448 = fraction * 2**exponent with fraction in [0.5, 1): log2's ceiling without log2's rounding.
+    fraction, exponent = np.frexp(np.abs(blocks).max(axis=-1) / 448.0)
+    exponent = np.clip(np.where(fraction == 0.5, exponent - 1, exponent), -127, 127)
+    exponent = np.where(fraction == 0.0, -127, exponent)
+    codes = _encode_e4m3(np.ldexp(blocks, -exponent[..., None]))
+    return codes.reshape(weights.shape), (exponent + 127).astype(np.uint8)
+
+
+# e4m3 (no infinities): 4 exponent bits of bias 7, 3 mantissa bits; code 0x7f is NaN, so 0x7e = 448 is the largest.
+_E4M3 = np.array(
+    [math.ldexp(m, -9) if e == 0 else math.ldexp(8 + m, e - 10) for e in range(16) for m in range(8)][:127]
+)
+
+
+def _encode_e4m3(values: npt.NDArray[np.float64]) -> Bytes:
+    """Nearest e4m3 code, ties to even, saturating at 448."""
+    magnitude = np.minimum(np.abs(values), 448.0)
+    upper = np.searchsorted(_E4M3, magnitude).clip(1, 126)  # _E4M3[upper - 1] < magnitude <= _E4M3[upper], or 0
+    below, above = magnitude - _E4M3[upper - 1], _E4M3[upper] - magnitude
+    # Codes grow with their values, so the even one of two neighbours has the even mantissa.
+    take_upper = (above < below) | ((above == below) & (upper % 2 == 0))
+    codes = np.where(take_upper, upper, upper - 1).astype(np.uint8)
+    return codes | np.where(np.signbit(values), 0x80, 0).astype(np.uint8)
+
+
+# --- Files -----------------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(
+    path: Path | str,
+    *,
+    arch: str = "qwen3_moe",
+    format: Format = "mxfp8",
+    tag: Tag = "modelopt",
+    dtype: Dtype = "bfloat16",
+    quantise_linears: bool = True,
+    size: Size | None = None,
+    seed: int = 0,
+) -> Path:
+    """Writes config.json, model.safetensors and the tokenizer's files into the folder `path` and returns it.
+
+    arch: a key of ARCHITECTURES.
+    format: "mxfp8" stores each quantised module as e4m3 `.weight` [N, K] and uint8 `.weight_scale` [N, K / 32];
+        "bf16" stores the same weights, not quantised, in `dtype`.
+    tag: how the config says that it is MXFP8. "modelopt" is what ModelOpt writes into config.json, "modelopt_mxfp8"
+        names vLLM's method, "mxfp8" is the form with `ignored_layers`, and the legacy ones use hf_quant_config.json:
+        "legacy" as stock vLLM reads it, "legacy_producer" as ModelOpt writes it (stock 0.32 refuses that:
+        "Unknown ModelOpt quant algo: MXFP8").
+    dtype: of everything that is not quantised: router, norms, embeddings, lm_head, biases.
+    quantise_linears: whether attention projections are quantised too, or only experts.
+
+    Raises ValueError for an unknown choice, or a dimension that blocks of 32 do not divide.
+    """
+    for name, value, valid in (
+        ("arch", arch, tuple(ARCHITECTURES)),
+        ("format", format, get_args(Format)),
+        ("tag", tag, get_args(Tag)),
+        ("dtype", dtype, get_args(Dtype)),
+    ):
+        if value not in valid:
+            raise ValueError(f"{name} is {value!r}; valid: {', '.join(valid)}")
+    import torch
+    from safetensors.torch import save_file
+
+    size = size or Size()
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    model = ARCHITECTURES[arch](size, np.random.default_rng(seed))
+    model.config |= {
+        "vocab_size": len(VOCABULARY),
+        "bos_token_id": None,
+        "eos_token_id": VOCABULARY.index("</s>"),
+        "pad_token_id": VOCABULARY.index("<pad>"),
+        "use_cache": True,
+    }
+    model.tensors["lm_head.weight"] = _fit_head(model)
+
+    quantised = model.experts | (model.linears if quantise_linears else set())
+    if format == "bf16":
+        quantised = set()
+    tensors: dict[str, torch.Tensor] = {}
+    for name, array in sorted(model.tensors.items()):
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and module in quantised:
+            codes, scales = quantise_mxfp8(array)
+            tensors[name] = torch.from_numpy(codes).view(torch.float8_e4m3fn)
+            tensors[f"{module}.weight_scale"] = torch.from_numpy(scales)
+        else:
+            tensors[name] = torch.from_numpy(array).to(getattr(torch, dtype))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+    config = {**model.config, "dtype": dtype}
+    legacy = path / "hf_quant_config.json"
+    legacy.unlink(missing_ok=True)
+    if format == "mxfp8":
+        # What ModelOpt lists: the modules left in 16 bits that a quantiser could have taken.
+        ignored = ["lm_head", *(n.removesuffix(".weight") for n in sorted(model.tensors) if n.endswith(".gate.weight"))]
+        ignored += [] if quantise_linears else sorted(model.linears)
+        if tag in ("legacy", "legacy_producer"):
+            _write_json(legacy, _legacy_quantisation(ignored, tag))
+        else:
+            config["quantization_config"] = _quantisation(ignored, tag)
+    _write_json(path / "config.json", config)
+    _write_json(path / "generation_config.json", {"eos_token_id": model.config["eos_token_id"], "do_sample": False})
+    write_tokenizer(path)
+    return path
+
+
+def write_tokenizer(path: Path) -> None:
+    """One token for each character of ALPHABET (text is lowercased first), `<unk>` for any other; no BOS is added."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.save(str(path / "tokenizer.json"))
+    _write_json(
+        path / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "unk_token": "<unk>",
+            "eos_token": "</s>",
+            "pad_token": "<pad>",
+            "model_max_length": 512,
+            "clean_up_tokenization_spaces": False,
+        },
+    )
+
+
+def encode(text: str) -> list[int]:
+    """Token ids of `text`, as the written tokenizer gives them."""
+    return [VOCABULARY.index(c) if c in ALPHABET else VOCABULARY.index("<unk>") for c in text.lower()]
+
+
+def recite(text: str, count: int) -> str:
+    """The `count` characters that the model says after `text`, which must not be empty."""
+    start = ALPHABET.index(text.lower()[-1])
+    return "".join(ALPHABET[(start + 1 + i) % len(ALPHABET)] for i in range(count))
+
+
+def rewrite_tensors(source: Path | str, target: Path | str, edit: Callable[[dict[str, Any]], None]) -> Path:
+    """Copies a checkpoint from `source` to `target` with `edit(tensors)` applied to its name -> torch tensor mapping.
+
+    For tests that inject faults: swapped tensors, wrong scales, missing names, wrong dtypes or shapes.
+    """
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    source, target = Path(source), Path(target)
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    tensors = load_file(source / "model.safetensors")
+    edit(tensors)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def _fit_head(model: Model) -> Array:
+    """[V, hidden]: the row of a token is proportional to the model's final state after the token's predecessor."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    hidden = model.config["hidden_size"]
+    head = torch.zeros(len(VOCABULARY), hidden)
+    with tempfile.TemporaryDirectory() as folder:
+        _write_json(Path(folder, "config.json"), {**model.config, "dtype": "float32"})
+        tensors = {name: torch.from_numpy(array) for name, array in model.tensors.items()}
+        save_file({**tensors, "lm_head.weight": head}, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+        fitted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            states = fitted.base_model(torch.arange(len(VOCABULARY))[:, None]).last_hidden_state[:, 0]
+    first = len(SPECIAL_TOKENS)
+    # A logit of 6 after the right predecessor: a probability of about 0.85 among logits of the others around 0 +- 0.6.
+    head[first:] = torch.roll(states[first:], 1, dims=0) * 6.0 / states[first:].square().sum(-1).mean()
+    # Special tokens have no predecessor: small logits, never the best.
+    head[:first] = head[first:].mean(0) * torch.tensor([[0.9], [1.0], [1.1]])
+    return head.numpy()
+
+
+def _quantisation(ignored: list[str], tag: Tag) -> dict[str, Any]:
+    if tag == "mxfp8":
+        return {
+            "quant_method": "mxfp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": [1, BLOCK],
+            "ignored_layers": ignored,
+        }
+    producer = {"producer": {"name": "modelopt", "version": "0.40.0"}} if tag == "modelopt" else {}
+    return {"quant_method": tag, "quant_algo": "MXFP8", "ignore": ignored, **producer}
+
+
+def _legacy_quantisation(ignored: list[str], tag: Tag) -> dict[str, Any]:
+    body = {"quant_algo": "MXFP8", "kv_cache_quant_algo": None, "group_size": BLOCK, "exclude_modules": ignored}
+    if tag == "legacy_producer":
+        return {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": body}
+    return {"quant_method": "modelopt", "quantization": body}
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _f32(array: npt.NDArray[np.float64]) -> Array:
+    return np.ascontiguousarray(array, dtype=np.float32)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns an exit status."""
+    parser = argparse.ArgumentParser(description="Writes a tiny random mixture-of-experts checkpoint.")
+    parser.add_argument("path", type=Path, metavar="OUT_DIR")
+    parser.add_argument("--arch", choices=sorted(ARCHITECTURES), default="qwen3_moe")
+    parser.add_argument("--format", choices=get_args(Format), default="mxfp8")
+    parser.add_argument("--tag", choices=get_args(Tag), default="modelopt", help="how the config says MXFP8")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16", help="of what is not quantised")
+    parser.add_argument("--experts-only", action="store_true", help="leave attention projections unquantised")
+    parser.add_argument("--seed", type=int, default=0)
+    for name, value in vars(Size()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help=f"default {value}")
+    options = parser.parse_args(arguments)
+    try:
+        path = write_checkpoint(
+            options.path,
+            arch=options.arch,
+            format=options.format,
+            tag=options.tag,
+            dtype=options.dtype,
+            quantise_linears=not options.experts_only,
+            size=replace(Size(), **{name: getattr(options, name) for name in vars(Size())}),
+            seed=options.seed,
+        )
+    except ValueError as error:
+        print(f"checkpoints.py: error: {error}", file=sys.stderr)
+        return 2
+    print(f"{path}: {sum(f.stat().st_size for f in path.iterdir())} bytes", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
