@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, "Tensor"]
 """Weights of one layer, or of one expert, by canonical name: ``w13``, ``w2``, ``w13_scale``, ``w2_scale``, and where
-the checkpoint has them ``w13_bias``, ``w2_bias``, ``w13_zero_point``, ``w2_zero_point``, ``w13_order``, ``w2_order``."""
+the checkpoint has them ``w13_bias``, ``w2_bias``, ``w13_zero_point``, ``w2_zero_point``, ``w13_order``, ``w2_order``.
+"""
 
 
 class Forward(Protocol):
@@ -59,6 +60,7 @@ class Backend(ABC):
         rules: what `limits` cannot say.
         vllm_names: values of vLLM's ``--moe-backend`` that mean this backend.
         stock_class: name of the vLLM expert class that it wraps, which is asked too before it runs; "" when none.
+        monolithic: it routes inside its kernel: given router logits instead of routed ids.
     """
 
     name: ClassVar[str]
@@ -67,6 +69,7 @@ class Backend(ABC):
     rules: ClassVar[tuple[Rule, ...]] = ()
     vllm_names: ClassVar[tuple[str, ...]] = ()
     stock_class: ClassVar[str] = ""
+    monolithic: ClassVar[bool] = False
 
     def plan(self, problem: Problem, device: Device) -> Plan:
         """How the shard meets the kernel. Without padding unless a backend says otherwise."""

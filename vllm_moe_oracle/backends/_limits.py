@@ -39,7 +39,7 @@ class Limits:
     Attributes:
         devices: kinds of device; see `Device.kind`.
         capabilities: half-open ranges of CUDA compute capability times ten, e.g. ``((80, 90), (90, 100))``; empty for
-            devices without one.
+            any. Not asked of devices without one.
         packages: packages that must be installed, with their lowest version ("" for any).
         features: instruction sets that the device must have.
         dtypes: model dtypes.
@@ -105,7 +105,7 @@ def _device_reasons(limits: Limits, device: Device) -> list[Reason]:
     reasons = []
     if device.kind not in limits.devices:
         reasons.append(Reason("device", f"runs on {_joined(limits.devices)}, this is {device}"))
-    elif limits.capabilities and not any(low <= device.capability < high for low, high in limits.capabilities):
+    elif device.kind == "cuda" and limits.capabilities and not any(low <= device.capability < high for low, high in limits.capabilities):
         detail = f"needs compute capability {_spans(limits.capabilities)}; {device.name} has sm_{device.capability}"
         reasons.append(Reason("capability", detail))
     for package, lowest in limits.packages.items():

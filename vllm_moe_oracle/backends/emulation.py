@@ -42,7 +42,16 @@ class Emulation(Backend):
         Rule(
             "activation.meaning",
             lambda problem, device: not _parameters_have_meaning(problem.activation),
-            lambda problem, device: f"alpha and beta have no meaning for {problem.activation}",
+            lambda problem, device: f"some of alpha, beta and limit has no meaning for {problem.activation}",
+        ),
+        Rule(
+            "activations",
+            lambda problem, device: problem.scheme.activations not in ("16bit", problem.scheme.name),
+            lambda problem, device: (
+                f"quantises activations of {problem.scheme.name} experts to {problem.scheme.name} only, "
+                f"the checkpoint declares {problem.scheme.activations}"
+            ),
+            "set activations=16bit to leave them as they are",
         ),
     )
 
@@ -108,10 +117,11 @@ def forward(
         expert = {name: tensor[slot] for name, tensor in tensors.items()}
         token, choice = torch.nonzero(slots == slot, as_tuple=True)
         weight = topk_weights[token, choice].to(torch.float32).unsqueeze(-1)
-        inputs = x[token].to(torch.float32)
+        inputs = x[token]
         if problem.routing.weight_on_input:
-            # The weighted input is what vLLM hands to its kernels: in the model's dtype.
-            inputs = (inputs * weight).to(x.dtype).to(torch.float32)
+            # As vLLM's prepare step does it: both factors and the product in the model's dtype.
+            inputs = inputs * weight.to(x.dtype)
+        inputs = inputs.to(torch.float32)
         if quantised:
             inputs = scheme.round_trip(inputs)
         hidden = inputs @ scheme.dequantise_expert(expert, "w13").T

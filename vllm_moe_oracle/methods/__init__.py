@@ -1,0 +1,7 @@
+"""Quantisation configs and methods that take the place of vLLM's own, and the life cycle of their layers."""
+
+CONFIGS = {
+    "modelopt_mxfp8": "vllm_moe_oracle.methods.modelopt:ModelOptMxFp8Config",
+    "mxfp8": "vllm_moe_oracle.methods.modelopt:ModelOptMxFp8Config",
+}
+"""Config class by quantisation name, imported when vLLM first asks for it."""

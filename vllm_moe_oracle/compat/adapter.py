@@ -1,0 +1,278 @@
+"""What the rest of the project asks of vLLM, in the language of the newest tested release."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import vllm
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
+from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig, FusedMoEQuantDesc
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+
+from ..backends import Backend, Forward
+from ..errors import OracleError
+from ..oracle.problem import MX_BLOCK, Activation, Parallel, Problem, Routing, Scheme
+from .experts import FunctionExperts
+
+_FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+
+STOCK_EXPERTS = {
+    "MarlinExperts": "experts.marlin_moe",
+    "BatchedMarlinExperts": "experts.marlin_moe",
+    "DeepGemmExperts": "experts.deep_gemm_moe",
+    "HummingIndexedExperts": "experts.fused_humming_moe",
+    "HummingGroupedExperts": "experts.fused_humming_moe",
+    "TrtLlmFp8ExpertsModular": "experts.trtllm_fp8_moe",
+    "TrtLlmFp8ExpertsMonolithic": "experts.trtllm_fp8_moe",
+}
+"""Module of each stock expert class, below vLLM's package of fused MoE layers."""
+
+_OAI_DEFAULTS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
+"""gpt-oss's constants, which vLLM's kernels for ``swigluoai`` have built in."""
+
+
+class Adapter:
+    """One era of vLLM. Older eras subclass and override what differs."""
+
+    # --- the running engine -----------------------------------------------------------------------
+
+    def version(self) -> str:
+        """vLLM's version."""
+        return str(vllm.__version__)
+
+    def additional_config(self) -> object:
+        """``--additional-config`` of the engine that is being built."""
+        return get_current_vllm_config().additional_config
+
+    def moe_layer_names(self) -> list[str]:
+        """Names of every MoE layer that the model being loaded has, ours or not."""
+        return list(get_current_vllm_config().compilation_config.static_all_moe_layers)
+
+    def batch_invariant(self) -> bool:
+        """Whether the user asked for batch invariance."""
+        import vllm.envs as envs
+
+        return bool(envs.VLLM_BATCH_INVARIANT)
+
+    # --- vLLM's layer config to our problem -------------------------------------------------------
+
+    def problem(self, moe: Any, layer: Any, name: str, scheme: Scheme) -> Problem:
+        """One MoE layer of this rank as a problem.
+
+        Args:
+            moe: vLLM's `FusedMoEConfig`.
+            layer: the layer under construction, or None where vLLM does not hand it out; routing details are then
+                unknown.
+            name: the layer's name.
+            scheme: what the checkpoint holds.
+        """
+        parallel = moe.moe_parallel_config
+        return Problem(
+            layer=name,
+            scheme=scheme,
+            num_experts=moe.num_experts,
+            local_experts=moe.num_local_experts,
+            top_k=moe.experts_per_token,
+            hidden_size=moe.hidden_dim,
+            intermediate_size=moe.intermediate_size_per_partition,
+            activation=self.activation(moe),
+            has_bias=bool(moe.has_bias),
+            dtype=str(moe.in_dtype).removeprefix("torch."),
+            routing=self.routing(moe, layer),
+            parallel=Parallel(
+                tp=parallel.tp_size,
+                ep=parallel.ep_size if parallel.use_ep else 1,
+                dp=parallel.dp_size,
+                format="batched" if parallel.use_batched_activation_format else "standard",
+            ),
+            lora=bool(moe.is_lora_enabled),
+            eplb=bool(parallel.enable_eplb),
+            batch_invariant=self.batch_invariant(),
+        )
+
+    def activation(self, moe: Any) -> Activation:
+        """The layer's activation with its parameters."""
+        name = str(moe.activation.value)
+        gated = bool(moe.is_act_and_mul)
+        interleaved = name == "swigluoai"
+        name = name.removesuffix("_no_mul").removesuffix("_uninterleave")
+        alpha, beta, limit = self.activation_parameters(moe)
+        if name == "swigluoai":
+            alpha = _OAI_DEFAULTS["alpha"] if alpha is None else alpha
+            beta = _OAI_DEFAULTS["beta"] if beta is None else beta
+            limit = _OAI_DEFAULTS["limit"] if limit is None else limit
+        return Activation(name, gated, alpha, beta, limit, interleaved)
+
+    def activation_parameters(self, moe: Any) -> tuple[float | None, float | None, float | None]:
+        """Alpha, beta and limit as the model set them."""
+        return moe.swiglu_alpha, moe.swiglu_beta, moe.swiglu_limit
+
+    def routing(self, moe: Any, layer: Any) -> Routing:
+        """How the layer's tokens choose experts."""
+        method = moe.routing_method.name.lower()
+        if layer is None:
+            return Routing(method=method)
+        return Routing(
+            method=method,
+            scoring=layer.scoring_func,
+            renormalize=bool(layer.renormalize),
+            num_groups=layer.num_expert_group if layer.use_grouped_topk else None,
+            top_k_groups=layer.topk_group if layer.use_grouped_topk else None,
+            correction_bias=layer.e_score_correction_bias is not None,
+            weight_on_input=bool(layer.apply_router_weight_on_input),
+            hashed=bool(moe.has_hash_routing),
+        )
+
+    # --- our tensors to vLLM's kernel -------------------------------------------------------------
+
+    def quant_config(self, problem: Problem, tensors: Mapping[str, Tensor]) -> Any:
+        """vLLM's `FusedMoEQuantConfig` with the layer's scales and biases in their slots.
+
+        Args:
+            problem: the layer.
+            tensors: kernel tensors by canonical name.
+        """
+        weights = {"mxfp8": "mxfp8", "mxfp4": "mxfp4", "wna16": f"int{problem.scheme.bits}"}[problem.scheme.name]
+        # Activations are described as they enter vLLM's prepare step, which must leave them alone.
+        inputs = FusedMoEQuantDesc()
+        w1, w2 = (
+            FusedMoEQuantDesc(
+                dtype=weights,
+                scale=tensors[f"{name}_scale"],
+                zp=tensors.get(f"{name}_zero_point"),
+                bias=tensors.get(f"{name}_bias"),
+            )
+            for name in ("w13", "w2")
+        )
+        activation = problem.activation
+        wanted = {
+            "_a1": inputs,
+            "_a2": FusedMoEQuantDesc(),
+            "_w1": w1,
+            "_w2": w2,
+            "is_scale_swizzled": False,
+            "gemm1_alpha": activation.alpha,
+            "gemm1_beta": activation.beta,
+            "gemm1_clamp_limit": activation.limit,
+            "mx_alignment": MX_BLOCK if problem.scheme.name == "mxfp8" else 0,
+        }
+        known = {item.name for item in dataclasses.fields(FusedMoEQuantConfig)}
+        return FusedMoEQuantConfig(**{key: value for key, value in wanted.items() if key in known})
+
+    def function_experts(self, moe: Any, quant_config: Any, forward: Forward) -> Any:
+        """Experts over a plain function."""
+        return FunctionExperts(moe, quant_config, forward)
+
+    def experts_class(self, backend: Backend) -> Any:
+        """The class of the experts that a backend will build, which stock code asks before weights are there."""
+        return self.stock_class(backend.stock_class) if backend.stock_class else FunctionExperts
+
+    def kernel(self, moe: Any, quant_config: Any, layer: Any, experts: Any) -> Any:
+        """vLLM's modular kernel around experts, with the prepare and finalise steps of this deployment."""
+        prepare = maybe_make_prepare_finalize(
+            moe=moe,
+            quant_config=quant_config,
+            routing_tables=layer._expert_routing_tables(),
+            allow_new_interface=True,
+            use_monolithic=experts.is_monolithic(),
+        )
+        return FusedMoEKernel(prepare, experts)
+
+    def apply(
+        self, kernel: Any, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, extra: Mapping[str, Any]
+    ) -> Any:
+        """Runs a modular kernel on routed tokens.
+
+        Args:
+            kernel: from `kernel`.
+            layer: the layer.
+            x: `[M, hidden]`.
+            topk_weights: `[M, top_k]`.
+            topk_ids: `[M, top_k]`.
+            extra: what else vLLM passed to the method's `apply`, by name (shared experts and their input).
+        """
+        return kernel.apply(
+            x,
+            layer.w13_weight,
+            layer.w2_weight,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            activation=layer.activation,
+            global_num_experts=layer.global_num_experts,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            **_accepted(kernel.apply, extra),
+        )
+
+    def apply_monolithic(
+        self, kernel: Any, layer: Any, x: Tensor, router_logits: Tensor, extra: Mapping[str, Any]
+    ) -> Any:
+        """Runs a kernel that routes itself.
+
+        Args:
+            kernel: from `kernel`.
+            layer: the layer.
+            x: `[M, hidden]`.
+            router_logits: `[M, num_experts]`.
+            extra: what else vLLM passed to the method's `apply_monolithic`, by name (token ids).
+        """
+        extra = {
+            "routing_sink": getattr(layer, "routing_sink", None),
+            "hash_indices_table": getattr(layer, "hash_indices_table", None),
+            **extra,
+        }
+        return kernel.apply_monolithic(
+            x,
+            layer.w13_weight,
+            layer.w2_weight,
+            router_logits,
+            activation=layer.activation,
+            global_num_experts=layer.global_num_experts,
+            expert_map=layer.expert_map,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            num_expert_group=layer.num_expert_group,
+            topk_group=layer.topk_group,
+            e_score_correction_bias=layer.e_score_correction_bias,
+            routed_scaling_factor=layer.routed_scaling_factor,
+            **_accepted(kernel.apply_monolithic, extra),
+        )
+
+    def stock_class(self, name: str) -> Any:
+        """vLLM's own expert class of that name.
+
+        Raises:
+            OracleError: this release has none.
+        """
+        module = STOCK_EXPERTS.get(name)
+        found = getattr(importlib.import_module(f"{_FUSED_MOE}.{module}"), name, None) if module else None
+        if found is None:
+            raise OracleError(f"vLLM {self.version()} has no expert class {name}")
+        return found
+
+    def stock_experts(self, class_name: str, moe: Any, quant_config: Any, **kwargs: Any) -> Any:
+        """An instance of vLLM's own expert class."""
+        return self.stock_class(class_name)(moe, quant_config, **kwargs)
+
+    # --- parameters -------------------------------------------------------------------------------
+
+    def parameters(self, layer: Any) -> Iterator[tuple[str, Tensor]]:
+        """The layer's own parameters, by name."""
+        yield from layer.named_parameters(recurse=False)
+
+
+def _accepted(function: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of `extra` that a bound method knows."""
+    known = _parameters(function.__func__)
+    return {name: value for name, value in extra.items() if name in known}
+
+
+@cache
+def _parameters(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)

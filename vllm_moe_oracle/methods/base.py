@@ -1,0 +1,210 @@
+"""The life of a quantised MoE layer: decided when its method is made, converted after loading, run by vLLM's kernel.
+
+`OracleMoEMethod` is mixed in before a stock method class, whose registration of parameters and whose name (vLLM's
+loaders branch on it) stay. The decision falls in the constructor: an explicit choice that cannot run is an error before
+any weight is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+from .. import device, schemes, settings
+from ..backends import Backend, Forward
+from ..compat import adapter
+from ..errors import LifecycleError
+from ..oracle.decision import Decision
+from ..oracle.oracle import decide
+from ..oracle.problem import Scheme
+from ..oracle.registry import default_registry
+from . import engagement
+
+_PROCESSED = "_already_called_process_weights_after_loading"
+"""vLLM's own mark of a converted layer: its layer-wise reload takes it away before it converts fresh weights."""
+
+_under_construction: ContextVar[tuple[Any, str] | None] = ContextVar(
+    "moe_oracle_layer_under_construction", default=None
+)
+
+
+@contextmanager
+def under_construction(layer: Any, name: str) -> Iterator[None]:
+    """Lets the method that is made inside know which layer it is for; vLLM's constructors do not say."""
+    token = _under_construction.set((layer, name))
+    try:
+        yield
+    finally:
+        _under_construction.reset(token)
+
+
+class LayerTensors(Mapping[str, Tensor]):
+    """The kernel tensors of a layer by canonical name, looked up anew each time: a reload may replace parameters."""
+
+    def __init__(self, layer: torch.nn.Module, names: Mapping[str, str]) -> None:
+        """
+        Args:
+            layer: whose parameters they are.
+            names: parameter name by canonical name.
+        """
+        self._layer = layer
+        self._names = dict(names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = getattr(self._layer, self._names[name])
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class OracleMoEMethod(FusedMoEMethodBase):
+    """Mixed in before a stock method class; see the module."""
+
+    decision: Decision
+    backend: Backend
+    moe: Any
+    moe_kernel: Any
+    moe_quant_config: Any
+
+    def decide(self, moe: Any, scheme: Scheme) -> None:
+        """Decides which backend runs the layer, and says so.
+
+        Args:
+            moe: vLLM's `FusedMoEConfig`.
+            scheme: what the checkpoint holds.
+
+        Raises:
+            NoBackendError: no backend can, or the one asked for cannot.
+            SettingError: a setting cannot be read.
+        """
+        FusedMoEMethodBase.__init__(self, moe)
+        layer, name = _under_construction.get() or (None, "")
+        chosen = settings.load(additional_config=adapter().additional_config())
+        if chosen.activations == "16bit":
+            scheme = dataclasses.replace(scheme, activations="16bit")
+        problem = adapter().problem(moe, layer, name or getattr(layer, "layer_name", ""), scheme)
+        self.decision = decide(problem, device.detect(), chosen, moe.moe_backend)
+        self.backend = default_registry()[self.decision.backend]
+        self.experts_cls = adapter().experts_class(self.backend)
+        engagement.decided(self.decision, chosen)
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether the kernel routes tokens itself."""
+        return self.backend.monolithic
+
+    def create_weights(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
+        """Registers the checkpoint's parameters as the stock class does, and biases where it forgets them."""
+        super().create_weights(layer, num_experts, *args, **kwargs)
+        if self.moe.has_bias:
+            self._register_biases(layer, kwargs)
+
+    def _register_biases(self, layer: Any, extra: Mapping[str, Any]) -> None:
+        problem = self.decision.problem
+        for name, rows in (("w13_bias", problem.w13_rows), ("w2_bias", problem.hidden_size)):
+            if hasattr(layer, name):
+                continue
+            # Zeros: a rank other than the first may leave the second product's bias to the first.
+            data = torch.zeros(problem.local_experts, rows, dtype=layer.params_dtype)
+            parameter = torch.nn.Parameter(data, requires_grad=False)
+            for key, value in extra.items():
+                if key == "weight_loader":
+                    setattr(parameter, key, value)
+            layer.register_parameter(name, parameter)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Converts loaded weights for the backend, expert by expert, and builds the kernel. A second call changes
+        nothing.
+
+        Raises:
+            CheckpointError: a tensor is missing, misshapen, of the wrong dtype, or damaged. Nothing has been converted.
+        """
+        if getattr(layer, _PROCESSED, False):
+            return
+        problem, plan = self.decision.problem, self.decision.plan
+        scheme = schemes.module(problem.scheme.name)
+        parameters = dict(adapter().parameters(layer))
+        canonical = scheme.read(parameters, problem)
+        names = {
+            canonical_name: name for name, canonical_name in scheme.PARAMETERS.items() if canonical_name in canonical
+        }
+        for expert in range(problem.local_experts):
+            before = {name: tensor[expert] for name, tensor in canonical.items()}
+            for name, tensor in self.backend.convert(before, problem, plan).items():
+                if tensor is before[name]:
+                    continue
+                if tensor.shape != before[name].shape or tensor.dtype != before[name].dtype:
+                    rule = f"{self.backend.name} changes {name} from {_kind(before[name])} to {_kind(tensor)}"
+                    raise LifecycleError(rule, "Its storage must be planned before weights are loaded", problem.layer)
+                before[name].copy_(tensor)
+        if self.moe_kernel is None:
+            tensors = LayerTensors(layer, names)
+            self.moe_quant_config = adapter().quant_config(problem, tensors)
+            experts = self.backend.experts(tensors, problem, plan, _Builder(self.moe, self.moe_quant_config))
+            self.moe_kernel = adapter().kernel(self.moe, self.moe_quant_config, layer, experts)
+        setattr(layer, _PROCESSED, True)
+        engagement.converted(self.decision)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+        """The layer's quant config: never None, scales and biases in their slots."""
+        if self.moe_quant_config is None:
+            problem = self.decision.problem
+            scheme = schemes.module(problem.scheme.name)
+            names = {canonical: name for name, canonical in scheme.PARAMETERS.items() if hasattr(layer, name)}
+            return adapter().quant_config(problem, LayerTensors(layer, names))
+        return self.moe_quant_config
+
+    @property
+    def supports_eplb(self) -> bool:
+        """Whether experts may move while serving: every tensor of every backend that says so has experts outermost."""
+        return self.backend.limits.eplb
+
+    def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Runs the experts on routed tokens; `x` is `[M, hidden]`."""
+        kernel = self._ready(layer)
+        extra = dict(zip(("shared_experts", "shared_experts_input"), args, strict=False)) | kwargs
+        return adapter().apply(kernel, layer, x, topk_weights, topk_ids, extra)
+
+    def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Routes tokens and runs the experts in one kernel; `x` is `[M, hidden]`, `router_logits` `[M, experts]`."""
+        kernel = self._ready(layer)
+        extra = dict(zip(("input_ids",), args, strict=False)) | kwargs
+        return adapter().apply_monolithic(kernel, layer, x, router_logits, extra)
+
+    def _ready(self, layer: Any) -> Any:
+        if self.moe_kernel is None:
+            rule = "the layer was run before its weights were converted"
+            raise LifecycleError(rule, "Call process_weights_after_loading first", self.decision.problem.layer)
+        return self.moe_kernel
+
+
+class _Builder:
+    """vLLM's side of making experts; see `vllm_moe_oracle.backends.Builder`."""
+
+    def __init__(self, moe: Any, quant_config: Any) -> None:
+        self._moe = moe
+        self._quant_config = quant_config
+
+    def from_function(self, forward: Forward) -> Any:
+        """Experts over a plain function."""
+        return adapter().function_experts(self._moe, self._quant_config, forward)
+
+    def stock(self, class_name: str, **kwargs: Any) -> Any:
+        """An instance of vLLM's own expert class of that name."""
+        return adapter().stock_experts(class_name, self._moe, self._quant_config, **kwargs)
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,121 @@
+"""Proof that the plugin is engaged: which layers were decided, which were converted, and of how many.
+
+Each process logs one line for each group of layers with equal problem and decision, and one when the last of its layers
+is ready. With the `report` setting it also appends one JSON object for the model to a file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .. import __version__, device
+from ..compat import adapter
+from ..oracle.decision import Decision
+from ..settings import Settings
+
+logger = logging.getLogger("vllm.moe_oracle")
+
+
+class _Model:
+    """The layers of the model that this process is loading."""
+
+    def __init__(self) -> None:
+        self.decisions: dict[str, Decision] = {}
+        self.waiting: set[str] = set()
+        self.settings: Settings | None = None
+        self.said: set[tuple[Any, ...]] = set()
+
+
+_model = _Model()
+
+
+def decided(decision: Decision, settings: Settings) -> None:
+    """Notes a layer's decision; logs it when it is the first of its kind."""
+    global _model
+    layer = decision.problem.layer
+    if layer in _model.decisions and not _model.waiting:
+        _model = _Model()  # a second model in the same process: a draft model, a test
+    _model.decisions[layer] = decision
+    _model.waiting.add(layer)
+    _model.settings = settings
+    kind = (decision.problem.key(), decision.backend, decision.why)
+    if kind not in _model.said:
+        _model.said.add(kind)
+        logger.info("moe_oracle: %s: %s", layer, decision.problem)
+        logger.info("moe_oracle: %s: %s", layer, decision.summary())
+
+
+def converted(decision: Decision) -> None:
+    """Notes that a layer is ready; after the last one says how many of the model's MoE layers are ours."""
+    _model.waiting.discard(decision.problem.layer)
+    if _model.waiting:
+        return
+    layers = adapter().moe_layer_names()
+    total = max(len(layers), len(_model.decisions))
+    counts = Counter(each.backend for each in _model.decisions.values())
+    words = ", ".join(f"{backend} x {count}" for backend, count in sorted(counts.items()))
+    logger.info("moe_oracle: %d of %d MoE layers run through the oracle: %s", len(_model.decisions), total, words)
+    if _model.settings is not None and _model.settings.report:
+        write_report(Path(_model.settings.report), total)
+
+
+def record(total: int) -> dict[str, Any]:
+    """What was decided for the model, as JSON's own types.
+
+    Args:
+        total: MoE layers of the model, ours or not.
+    """
+    groups: dict[tuple[Any, ...], list[Decision]] = {}
+    for decision in _model.decisions.values():
+        groups.setdefault((decision.problem.key(), decision.backend, decision.because), []).append(decision)
+    return {
+        "moe_oracle": __version__,
+        "vllm": adapter().version(),
+        "process": os.getpid(),
+        "program": Path(sys.argv[0]).name,
+        "device": msgspec.to_builtins(device.detect()),
+        "moe_layers": total,
+        "served": len(_model.decisions),
+        "groups": [
+            {
+                "layers": [each.problem.layer for each in group],
+                "count": len(group),
+                "problem": msgspec.to_builtins(group[0].problem),
+                "decision": {
+                    "backend": group[0].backend,
+                    "why": group[0].why,
+                    "because": group[0].because,
+                    "numerics": str(group[0].numerics),
+                    "plan": msgspec.to_builtins(group[0].plan),
+                },
+                "candidates": [
+                    {
+                        "backend": candidate.backend,
+                        "accepted": candidate.accepted,
+                        "reasons": msgspec.to_builtins(candidate.reasons),
+                    }
+                    for candidate in group[0].candidates
+                ],
+            }
+            for group in groups.values()
+        ],
+    }
+
+
+def write_report(path: Path, total: int) -> None:
+    """Appends the record as one line; a file that cannot be written is a warning, never a failed start."""
+    line = json.dumps(record(total)) + "\n"
+    try:
+        # One write of one line in append mode: several ranks may share the file.
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+    except OSError as error:
+        logger.warning("moe_oracle: the report %s could not be written: %s", path, error.strerror)

@@ -1,0 +1,34 @@
+"""ModelOpt's MXFP8 checkpoints, and those of the same layout that are tagged ``mxfp8``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.model_executor.layers.quantization import modelopt as stock
+
+from ..oracle.problem import MX_BLOCK, Scheme
+from .base import OracleMoEMethod, under_construction
+
+SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="modelopt", activations="mxfp8")
+"""ModelOpt's MXFP8 quantises weights and, while serving, activations (W8A8)."""
+
+
+class ModelOptMxFp8FusedMoE(OracleMoEMethod, stock.ModelOptMxFp8FusedMoE):
+    """MoE layers. Takes the place of the stock class of the same name."""
+
+    def __init__(self, quant_config: Any, moe_config: Any) -> None:
+        # Not the stock constructor: it would choose a backend by its own list, and raise where that has none.
+        self.quant_config = quant_config
+        self.weight_block_size = [1, MX_BLOCK]
+        self.decide(moe_config, SCHEME)
+
+
+class ModelOptMxFp8Config(stock.ModelOptMxFp8Config):
+    """The stock config with this project's MoE method; everything else in the checkpoint stays the stock classes'."""
+
+    FusedMoEMethodCls = ModelOptMxFp8FusedMoE
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """The method for a layer; see the stock class."""
+        with under_construction(layer, prefix):
+            return super().get_quant_method(layer, prefix)
