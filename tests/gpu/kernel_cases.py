@@ -1,0 +1,171 @@
+"""Random canonical MoE weights and a float32 reference for the kernels' GPU tests.
+
+Shares no code with `vllm_moe_oracle.kernels` or `vllm_moe_oracle.layouts`: weights are built from their values' bits with
+tables and arithmetic of this file's own, and the layer is a plain loop over slots' experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def e4m3_table() -> torch.Tensor:
+    """The 256 values of e4m3fn from its definition: bias 7, subnormals, no infinities."""
+    values = []
+    for code in range(256):
+        exponent, mantissa = code >> 3 & 15, code & 7
+        value = mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        values.append(-value if code & 128 else value)
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer to test. group 0: one scale per row; spread: exponents of the e8m0 scales (low, high)."""
+
+    name: str
+    format: str
+    group: int = 32
+    activation: str = "silu"
+    zero_points: bool = False
+    bias: bool = False
+    experts: int = 8
+    top_k: int = 2
+    hidden: int = 256
+    inner: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    limit: float | None = None
+    spread: tuple[int, int] = (110, 124)
+
+    @property
+    def gated(self) -> bool:
+        return self.activation != "relu2"
+
+
+@dataclass
+class Layer:
+    """Canonical tensors per projection ("w13", "w2") and the same matrices in float32, as the format defines them."""
+
+    codes: dict[str, torch.Tensor] = field(default_factory=dict)
+    scales: dict[str, torch.Tensor] = field(default_factory=dict)
+    zeros: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    bias: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    matrix: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def make_layer(case: Case, seed: int = 0) -> Layer:
+    """Random canonical weights on the CPU: every code (NaN codes of e4m3 excepted), scales over the case's spread."""
+    generator = torch.Generator().manual_seed(seed)
+    layer = Layer()
+
+    def integers(low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int64)
+
+    four = case.format in ("int4", "mxfp4")
+    for which in ("w13", "w2"):
+        rows, columns = (case.hidden, case.inner) if which == "w2" else (case.inner * (1 + case.gated), case.hidden)
+        shape = (case.experts, rows, columns)
+        codes = integers(0, 16 if four else 256, shape)
+        if case.format == "mxfp8":
+            codes = torch.where(codes & 127 == 127, codes - 1, codes)
+        group = case.group or columns
+        groups = (case.experts, rows, columns // group)
+        zeros = None
+        if case.format.startswith("mx"):
+            scales = integers(*case.spread, groups).to(torch.uint8)
+            factor = torch.exp2(scales.double() - 127)
+            table = torch.tensor(E2M1 + [-v for v in E2M1], dtype=torch.float64) if four else e4m3_table()
+            values = table[codes]
+        else:
+            scales = (torch.rand(groups, generator=generator) * 0.02 + 0.002).to(case.dtype)
+            factor = scales.double()
+            middle = 8 if four else 128
+            zero = torch.full(groups, middle)
+            if case.zero_points:
+                zero = integers(0, 2 * middle, groups)
+                zero[:, :2] = torch.tensor([0, 2 * middle - 1])[None, :, None]
+                zeros = zero.to(torch.uint8)
+            values = (codes - zero.repeat_interleave(group, 2)).double()
+        layer.matrix[which] = (values * factor.repeat_interleave(group, 2)).float()
+        layer.codes[which] = (codes[..., 0::2] | codes[..., 1::2] << 4 if four else codes).to(torch.uint8)
+        layer.scales[which] = scales
+        layer.zeros[which] = zeros
+        layer.bias[which] = torch.randn(case.experts, rows, generator=generator) if case.bias else None
+    return layer
+
+
+def mxfp8_values(x: torch.Tensor) -> torch.Tensor:
+    """x (float32) as MXFP8-dynamic activations: nearest e4m3 of x / 2**ceil(log2(amax / 448)), in float64, per 32."""
+    groups = x.double().reshape(*x.shape[:-1], -1, 32)
+    amax = groups.abs().amax(-1, keepdim=True)
+    mantissa, exponent = torch.frexp(amax / 448)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
+    unit = torch.exp2(exponent.double())
+    scaled = groups / unit
+    # The spacing of e4m3 around a value: 2**(floor(log2 |v|) - 3), at least that of its subnormals; round half to even.
+    spacing = torch.exp2(torch.floor(torch.log2(scaled.abs().clamp(min=2.0**-6))) - 3)
+    return (torch.round(scaled / spacing) * spacing * unit).float().reshape(x.shape)
+
+
+def reference(case: Case, layer: Layer, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, *,
+              weight_on_input: bool = False, quantise: bool = False) -> torch.Tensor:  # fmt: skip
+    """The layer in float32 for local ids (negative: nothing), h rounded to the activations' dtype; any device."""
+    rows = x.float()
+    if quantise:
+        rows = mxfp8_values(rows)
+    out = torch.zeros_like(rows)
+    w13, w2 = (layer.matrix[which].to(x.device) for which in ("w13", "w2"))
+    for choice in range(ids.shape[1]):
+        for expert in range(case.experts):
+            picked = (ids[:, choice] == expert).nonzero()[:, 0]
+            if not len(picked):
+                continue
+            scale = router[picked, choice].float()[:, None]
+            y = (rows[picked] * scale if weight_on_input else rows[picked]) @ w13[expert].T
+            if case.bias:
+                y = y + layer.bias["w13"][expert].to(x.device)
+            if case.gated:
+                gate, up = y[:, : case.inner], y[:, case.inner :]
+                if case.limit is not None:
+                    gate, up = torch.clamp(gate, max=case.limit), torch.clamp(up, -case.limit, case.limit)
+                if case.activation == "swigluoai":
+                    h = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+                elif case.activation == "silu":
+                    h = gate / (1 + torch.exp(-gate)) * up
+                elif case.activation == "gelu":
+                    h = 0.5 * gate * (1 + torch.erf(gate / 2**0.5)) * up
+                else:
+                    h = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+            else:
+                h = torch.relu(y) ** 2
+            h = h.to(x.dtype).float()
+            if quantise:
+                h = mxfp8_values(h)
+            y = h @ w2[expert].T
+            if case.bias:
+                y = y + layer.bias["w2"][expert].to(x.device)
+            out[picked] += y if weight_on_input else y * scale
+    return out
+
+
+CASES = [
+    Case("int4-g128", "int4", 128, hidden=384, inner=256),
+    Case("int4-g64-zero-gelu", "int4", 64, "gelu", zero_points=True, hidden=320, inner=192),
+    Case("int4-g32-zero-bias", "int4", 32, zero_points=True, bias=True, hidden=288, inner=96, top_k=3),
+    Case("int4-row", "int4", 0, "gelu_tanh", hidden=256, inner=160),
+    Case("int4-row-zero", "int4", 0, zero_points=True),
+    Case("int4-g128-fp16-zero", "int4", 128, zero_points=True, dtype=torch.float16),
+    Case("int8-g128", "int8", 128, hidden=384, inner=256),
+    Case("int8-g32-zero", "int8", 32, zero_points=True, hidden=288, inner=96),
+    Case("int8-row-fp16", "int8", 0, "relu2", dtype=torch.float16),
+    Case("mxfp4-swigluoai", "mxfp4", 32, "swigluoai", bias=True, limit=7.0, experts=16, top_k=4, hidden=320, inner=160),
+    Case("mxfp4-fp16", "mxfp4", 32, dtype=torch.float16, hidden=256, inner=192),
+    Case("mxfp8", "mxfp8", 32, experts=16, top_k=4, hidden=416, inner=224),
+    Case("mxfp8-relu2", "mxfp8", 32, "relu2", hidden=352, inner=288, top_k=3),
+    Case("mxfp8-wide-scales", "mxfp8", 32, spread=(100, 128)),
+    Case("mxfp8-fp16", "mxfp8", 32, dtype=torch.float16, spread=(105, 116)),
+]

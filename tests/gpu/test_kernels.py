@@ -1,0 +1,254 @@
+"""The fused MoE kernels on a GPU against a float32 reference that shares no code with them.
+
+Tolerances come from the formats. Rounding to p significant bits has a root mean square of at most eps / sqrt(12), eps =
+2**(1 - p): that is UNIT. A layer rounds h, each slot's row, the sum, and with group scales on wide tiles the weights;
+four independent roundings give 2 UNIT, and half a UNIT more is left for float32 accumulation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import CASES, Case, Layer, make_layer, reference
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+from vllm_moe_oracle.kernels import config as configs  # noqa: E402
+from vllm_moe_oracle.kernels import fused_moe as fm  # noqa: E402
+from vllm_moe_oracle.kernels import gemm  # noqa: E402
+from vllm_moe_oracle.kernels.config import Config, Tile  # noqa: E402
+from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, load_expert  # noqa: E402
+
+TOKENS = (1, 2, 3, 17, 129, 513)
+UNIT = {dtype: torch.finfo(dtype).eps / 12**0.5 for dtype in (torch.bfloat16, torch.float16)}
+_layers: dict[str, tuple[Layer, OwnWeights]] = {}
+
+
+def layer_of(case: Case) -> tuple[Layer, OwnWeights]:
+    """The case's layer, canonical and stored; stored tensors are poisoned before they are filled."""
+    if case.name not in _layers:
+        layer = make_layer(case)
+        weights = allocate(case.format, case.experts, case.hidden, case.inner, gated=case.gated, group=case.group,
+                           dtype=case.dtype, zero_points=case.zero_points, bias=case.bias, device="cuda")  # fmt: skip
+        for matrix in (weights.w13, weights.w2):
+            for tensor in matrix.tensors():
+                tensor.view(torch.uint8).fill_(0xA5)
+        for which in ("w13", "w2"):
+            for expert in range(case.experts):
+                parts = (layer.codes, layer.scales, layer.zeros, layer.bias)
+                load_expert(weights, which, expert, *(
+                    None if part[which] is None else part[which][expert].cuda() for part in parts
+                ))  # fmt: skip
+        _layers[case.name] = layer, weights
+    return _layers[case.name]
+
+
+def inputs(case: Case, tokens: int, routing: str = "random", outliers: bool = True):
+    """x with 1 % of its channels 50 times larger, router weights, int32 ids: random, "one" expert, some "negative"."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, case.hidden, generator=generator)
+    if outliers:
+        x[:, torch.randperm(case.hidden, generator=generator)[: max(1, case.hidden // 100)]] *= 50
+    ids = torch.rand(tokens, case.experts, generator=generator).argsort(1)[:, : case.top_k]
+    if routing == "one":
+        ids = torch.full_like(ids, case.experts - 1)
+    elif routing == "negative":
+        ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.4, -1, ids)
+        ids[0] = -1
+    router = torch.rand(tokens, case.top_k, generator=generator) + 0.1
+    return x.to("cuda", case.dtype), router.cuda(), ids.to("cuda", torch.int32)
+
+
+def call(weights, x, router, ids, case: Case, config: Config | None = None, **options):
+    """fused_moe with poisoned workspace and output; checks that the counters are left at zero."""
+    quantise = options.get("quantise_activations", False)
+    config = (
+        configs.INVARIANT if options.get("batch_invariant") else config or configs.choose(weights, *ids.shape[::-1])
+    )
+    plan = fm.plan_workspace(weights, ids.shape[0], ids.shape[1], config, quantise=quantise)
+    workspace = torch.full((plan.nbytes,), 0xFF, dtype=torch.uint8, device="cuda")
+    counters = torch.zeros(max(1, plan.counters), dtype=torch.int32, device="cuda")
+    out = torch.full_like(x, float("nan"))
+    fm.fused_moe(x, weights, router, ids, activation=case.activation, limit=case.limit, workspace=workspace,
+                 counters=counters, out=out, config=config, **options)  # fmt: skip
+    assert not counters.any()
+    return out
+
+
+def check(out, expected, dtype):
+    assert torch.isfinite(out).all()
+    error = (out.float() - expected).double()
+    scale = expected.double().norm()
+    if scale == 0:
+        assert not out.any()
+        return
+    assert error.norm() / scale <= 2.5 * UNIT[dtype]
+    assert error.abs().max() <= 2 * torch.finfo(dtype).eps * expected.abs().max()
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_layer(case, tokens):
+    layer, weights = layer_of(case)
+    x, router, ids = inputs(case, tokens)
+    out = call(weights, x, router, ids, case)
+    check(out, reference(case, layer, x, router, ids), case.dtype)
+    assert torch.equal(out, call(weights, x, router, ids, case))
+
+
+@pytest.mark.parametrize("routing", ["one", "negative"])
+@pytest.mark.parametrize("tokens", (1, 3, 17, 129))
+@pytest.mark.parametrize("case", [CASES[0], CASES[9], CASES[11]], ids=lambda case: case.name)
+def test_routing(case, tokens, routing):
+    layer, weights = layer_of(case)
+    x, router, ids = inputs(case, tokens, routing)
+    out = call(weights, x, router, ids.long(), case)
+    check(out, reference(case, layer, x, router, ids), case.dtype)
+
+
+@pytest.mark.parametrize("tokens", (1, 17, 129))
+def test_expert_map(tokens):
+    case = CASES[11]
+    layer, weights = layer_of(case)
+    x, router, _ = inputs(case, tokens)
+    generator = torch.Generator().manual_seed(5)
+    expert_map = torch.full((2 * case.experts,), -1, dtype=torch.int32)
+    expert_map[torch.randperm(2 * case.experts, generator=generator)[: case.experts]] = torch.arange(
+        case.experts, dtype=torch.int32
+    )
+    ids = torch.rand(tokens, 2 * case.experts, generator=generator).argsort(1)[:, : case.top_k].int()
+    ids[tokens // 2, 0] = -1
+    out = call(weights, x, router, ids.cuda(), case, expert_map=expert_map.cuda())
+    local = torch.where(ids >= 0, expert_map[ids.clamp(min=0).long()], -1)
+    check(out, reference(case, layer, x, router, local.cuda()), case.dtype)
+
+
+def test_no_tokens():
+    case = CASES[0]
+    x, router, ids = inputs(case, 0)
+    assert call(layer_of(case)[1], x, router, ids, case).shape == (0, case.hidden)
+
+
+@pytest.mark.parametrize("tokens", (1, 17, 129))
+@pytest.mark.parametrize("case", [CASES[11], CASES[12], CASES[14]], ids=lambda case: case.name)
+def test_quantised_activations(case, tokens):
+    layer, weights = layer_of(case)
+    x, router, ids = inputs(case, tokens)
+    out = call(weights, x, router, ids, case, quantise_activations=True)
+    # A last-place difference of h can move one e4m3 value by its spacing, 2**-3 at most, in a few of many elements.
+    check(out, reference(case, layer, x, router, ids, quantise=True), torch.bfloat16)
+
+
+@pytest.mark.parametrize("tokens", (1, 17, 129))
+def test_router_weight_on_input(tokens):
+    case = CASES[0]
+    layer, weights = layer_of(case)
+    x, router, ids = inputs(case, tokens)
+    out = call(weights, x, router, ids, case, apply_router_weight_on_input=True)
+    check(out, reference(case, layer, x, router, ids, weight_on_input=True), case.dtype)
+
+
+TILES = {
+    "split-fused": Config(Tile(16, 64, 128, split=2), Tile(16, 128, 128, split=2), inline=True, fuse_sum=True),
+    "split-lists": Config(Tile(16, 128, 128, split=3), Tile(16, 64, 128, split=2), fuse_sum=True, prefetch=True),
+    "deep": Config(Tile(16, 64, 256, stages=3), Tile(16, 128, 256, stages=3), inline=True, prefetch=True),
+    "32": Config(Tile(32, 128, 128, stages=3), Tile(32, 64, 128, stages=3), fuse_sum=True),
+    "64": Config(Tile(64, 128, 128, stages=3), Tile(64, 128, 64, stages=3)),
+    "128": Config(Tile(128, 128, 64, warps=8, stages=3), Tile(128, 128, 64, warps=8, stages=3)),
+    "256": Config(Tile(256, 128, 64, warps=8, stages=3), Tile(256, 128, 64, warps=8, stages=3)),
+}
+
+
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[9], CASES[11]], ids=lambda case: case.name)
+def test_tiles(case, tiles):
+    layer, weights = layer_of(case)
+    config = TILES[tiles]
+    for tokens in (3, 16) if config.inline else (3, 40, 300):
+        x, router, ids = inputs(case, tokens, "negative")
+        check(call(weights, x, router, ids, case, config), reference(case, layer, x, router, ids), case.dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_batch_invariance(case):
+    _, weights = layer_of(case)
+    x, router, ids = inputs(case, 257)
+    alone = call(weights, x[:1], router[:1], ids[:1], case, batch_invariant=True)
+    for tokens in (4, 16, 64, 257):
+        out = call(weights, x[:tokens], router[:tokens], ids[:tokens], case, batch_invariant=True)
+        assert torch.equal(out[:1], alone)
+
+
+@pytest.mark.parametrize("tile", [Tile(16, 64, 128), Tile(64, 128, 64)], ids=["narrow", "wide"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_one_hot_rows_give_back_the_weights(case, tile):
+    """h = one-hot rows makes the second product return single weights: decoding must be exact to the last bit."""
+    layer, weights = layer_of(case)
+    matrix, slots, expert = weights.w2, case.inner, 1
+    h = torch.eye(slots, device="cuda", dtype=case.dtype)
+    ids = torch.full((slots, 1), expert, device="cuda", dtype=torch.int32)
+    ones = torch.ones(slots, 1, device="cuda")
+    counts = torch.zeros(case.experts, device="cuda", dtype=torch.int32)
+    counts[expert] = slots
+    out = torch.full((slots, case.hidden), float("nan"), device="cuda", dtype=case.dtype)
+    tiles = -(-case.hidden // tile.bn)
+    gemm.down[(fm.max_blocks(slots, case.experts, tile.bm) * tiles,)](
+        h, *fm._pointers(matrix, ids), out, out, ids, ids, ones, torch.arange(slots, device="cuda", dtype=torch.int32),
+        counts, out, counts, counts, slots, tiles, case.experts, case.inner, case.hidden, out.stride(0),
+        matrix.codes.shape[1], matrix.codes.shape[2], fm._word_stride(matrix), TOP_K=1, FORMAT=case.format,
+        GROUP=case.group, HAS_MAP=False, WEIGHT_INPUT=False, INLINE=0, EP=16, FUSE_SUM=False, PREFETCH=False, PDL=False,
+        **{**fm._flags(weights, matrix, tile), "HAS_BIAS": False}, **fm._options(tile, False),
+    )  # fmt: skip
+    assert torch.equal(out.T, layer.matrix["w2"][expert].cuda().to(case.dtype))
+
+
+def test_graph_replay():
+    case = CASES[9]
+    layer, weights = layer_of(case)
+    for tokens in (2, 40):
+        x, router, ids = inputs(case, tokens)
+        config = configs.choose(weights, case.top_k, tokens)
+        plan = fm.plan_workspace(weights, tokens, case.top_k, config)
+        workspace = torch.empty(plan.nbytes, dtype=torch.uint8, device="cuda")
+        counters = torch.zeros(max(1, plan.counters), dtype=torch.int32, device="cuda")
+        out = torch.empty_like(x)
+        arguments = {"activation": case.activation, "limit": case.limit, "workspace": workspace, "counters": counters}
+        fm.fused_moe(x, weights, router, ids, out=out, **arguments)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(3):
+                fm.fused_moe(x, weights, router, ids, out=out, **arguments)
+        for seed in range(3):
+            fresh = inputs(replace(case), tokens + 100 + seed)
+            for target, source in zip((x, router, ids), fresh, strict=True):
+                target.copy_(source[:tokens])
+            out.fill_(float("nan"))
+            graph.replay()
+            check(out, reference(case, layer, x, router, ids), case.dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_reference_beside_the_launcher(case):
+    layer, weights = layer_of(case)
+    x, router, ids = inputs(case, 17, "negative")
+    out = fm.fused_moe_reference(x, weights, router, ids, activation=case.activation, limit=case.limit)
+    check(out, reference(case, layer, x, router, ids), case.dtype)
+
+
+def test_errors():
+    case = CASES[0]
+    _, weights = layer_of(case)
+    x, router, ids = inputs(case, 4)
+    with pytest.raises(ValueError, match="unknown activation"):
+        call(weights, x, router, ids, replace(case, activation="tanh"))
+    with pytest.raises(ValueError, match="not fit"):
+        call(weights, x, router, ids, replace(case, activation="relu2"))
+    with pytest.raises(ValueError, match="expected"):
+        call(weights, x[:, :32].contiguous(), router, ids, case)
+    with pytest.raises(ValueError, match="workspace of"):
+        fm.fused_moe(x, weights, router, ids, activation="silu", workspace=torch.empty(16, device="cuda"),
+                     counters=torch.zeros(1, dtype=torch.int32, device="cuda"), out=torch.empty_like(x))  # fmt: skip

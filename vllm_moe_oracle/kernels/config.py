@@ -1,0 +1,120 @@
+"""Tile configurations: what may vary with the number of tokens while the weights stay as they are stored."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .weights import OwnWeights, bits_of
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile of one product: bm tokens, bn weight rows, bk columns a step; `split` programs share a tile's columns.
+
+    `stages` is Triton's num_stages. `registers` caps registers per thread, 0 leaves it to the compiler.
+    """
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int = 4
+    stages: int = 4
+    split: int = 1
+    registers: int = 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one call runs.
+
+    inline: routing inside the two products (few slots), else a sorting kernel first. fuse_sum: the second product also
+    sums over top-k, else a third kernel does. prefetch: programs ask for their weights to be brought into the L2 ahead.
+    """
+
+    gate_up: Tile
+    down: Tile
+    inline: bool = False
+    fuse_sum: bool = False
+    prefetch: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Config:
+        """Inverse of `to_json`."""
+        return Config(**{**value, "gate_up": Tile(**value["gate_up"]), "down": Tile(**value["down"])})
+
+
+# Inline routing compares all pairs of slots, so its cost grows with their square.
+INLINE_SLOTS = 64
+
+# One configuration for every number of tokens: a token's sums then run over the same columns in the same order.
+INVARIANT = Config(gate_up=Tile(32, 128, 128, stages=3), down=Tile(32, 128, 128, stages=3))
+
+
+def active_experts(experts: int, top_k: int, tokens: int) -> float:
+    """Expected number of experts that get a token under uniform routing."""
+    return experts * (1.0 - (1.0 - min(top_k, experts) / experts) ** tokens)
+
+
+def shape_key(weights: OwnWeights, top_k: int) -> str:
+    """The name of a layer's shape in the table of measured configurations."""
+    kind = "gated" if weights.gated else "plain"
+    return f"{weights.experts}x{top_k} {weights.hidden}x{weights.intermediate} {kind}"
+
+
+@functools.cache
+def measured_table() -> dict[str, Any]:
+    """Measured configurations: format and group -> shape -> list of {"tokens": most tokens, "config": ...}."""
+    path = Path(__file__).with_name("tiles.json")
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def heuristic(weights: OwnWeights, top_k: int, tokens: int) -> Config:
+    """A configuration for a shape that was not measured, from the expected rows per active expert."""
+    slots = tokens * top_k
+    active = max(1.0, active_experts(weights.experts, top_k, tokens))
+    rows = slots / active
+    bits = bits_of(weights.format)
+    inline = slots <= INLINE_SLOTS
+    if rows <= 12:
+        down = Tile(16, 128, 128, stages=4)
+        tiles = active * -(-weights.w13.rows // 128)
+        up = Tile(16, 64, 128, stages=5) if tiles < 256 else down
+        if active * -(-weights.w2.rows // 128) < 256:
+            down = Tile(16, 64, 128, stages=5)
+        if inline:
+            split = 1
+            while split < 4 and active * -(-weights.w13.rows // 64) * split < 132 and weights.hidden >= 1024 * split:
+                split *= 2
+            up = replace(up, split=split)
+        return Config(up, down, inline=inline, fuse_sum=inline, prefetch=inline)
+    if rows <= 28:
+        tile = Tile(32, 128, 128, stages=4 if bits == 4 else 3)
+    elif rows <= 60:
+        tile = Tile(64, 128, 128, stages=3)
+    elif rows <= 160:
+        tile = Tile(128, 128, 64, warps=8, stages=3)
+    else:
+        tile = Tile(256, 128, 64, warps=8, stages=3)
+    return Config(tile, tile)
+
+
+def choose(weights: OwnWeights, top_k: int, tokens: int) -> Config:
+    """The measured configuration for this shape and number of tokens, else the heuristic's."""
+    name = weights.format if weights.format.startswith("mx") else f"{weights.format} g{weights.group}"
+    for row in measured_table().get(name, {}).get(shape_key(weights, top_k), ()):
+        if tokens <= row["tokens"]:
+            return _from_table(json.dumps(row["config"], sort_keys=True))
+    return heuristic(weights, top_k, tokens)
+
+
+@functools.cache
+def _from_table(text: str) -> Config:
+    return Config.from_json(json.loads(text))

@@ -1,0 +1,308 @@
+"""Device functions that turn stored codes into the register operand of a matrix instruction.
+
+The storage is `layouts/order.py`'s. Each function takes the bytes of a tile, `[chunk rows, chunks * 2048]`, and gives
+16-bit floats that a reshape and a transpose put into rows and columns without moving a value between lanes.
+
+The bit tricks: a code OR-ed into the mantissa of 128 (bfloat16) or 1024 (float16) is that number plus the code; e2m1
+and e4m3 bits moved to bfloat16's exponent and mantissa are the value times 2**-126 or 2**-120, subnormals included
+(IEEE 754 and OCP Microscaling Formats 1.0 have the same structure). The factor returns with the scale. The two NaN codes
+of e4m3 decode to +-480.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def u4_bf16(x, CENTERED: tl.constexpr):
+    """Words of 8 codes to bfloat16 `code - 8`, or `code + 128` when not CENTERED; two results of four per word."""
+    if CENTERED:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, one, z;
+            mov.b32 one, 0x3f803f80;
+            mov.b32 z, 0xc308c308;
+            lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $0, $0, one, z;
+            shr.u32 a, $4, 4;
+            lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $1, $1, one, z;
+            shr.u32 a, $4, 8;
+            lop3.b32 $2, a, 0x000f000f, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $2, $2, one, z;
+            shr.u32 a, $4, 12;
+            lop3.b32 $3, a, 0x000f000f, 0x43004300, 0xEA;
+            fma.rn.bf16x2 $3, $3, one, z;
+            }
+            """,
+            constraints="=&r,=&r,=&r,=&r,r",
+            args=[x],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a;
+            lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xEA;
+            shr.u32 a, $4, 4;
+            lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xEA;
+            shr.u32 a, $4, 8;
+            lop3.b32 $2, a, 0x000f000f, 0x43004300, 0xEA;
+            shr.u32 a, $4, 12;
+            lop3.b32 $3, a, 0x000f000f, 0x43004300, 0xEA;
+            }
+            """,
+            constraints="=&r,=&r,=&r,=&r,r",
+            args=[x],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def u4_fp16(x, CENTERED: tl.constexpr):
+    """Words of 8 codes to float16 `code - 8`, or `code + 1024` when not CENTERED; two results of four per word."""
+    if CENTERED:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, z;
+            mov.b32 z, 0xe408e408;
+            lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xEA;
+            add.f16x2 $0, $0, z;
+            shr.u32 a, $4, 4;
+            lop3.b32 $1, a, 0x000f000f, 0x64006400, 0xEA;
+            add.f16x2 $1, $1, z;
+            shr.u32 a, $4, 8;
+            lop3.b32 $2, a, 0x000f000f, 0x64006400, 0xEA;
+            add.f16x2 $2, $2, z;
+            shr.u32 a, $4, 12;
+            lop3.b32 $3, a, 0x000f000f, 0x64006400, 0xEA;
+            add.f16x2 $3, $3, z;
+            }
+            """,
+            constraints="=&r,=&r,=&r,=&r,r",
+            args=[x],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a;
+            lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xEA;
+            shr.u32 a, $4, 4;
+            lop3.b32 $1, a, 0x000f000f, 0x64006400, 0xEA;
+            shr.u32 a, $4, 8;
+            lop3.b32 $2, a, 0x000f000f, 0x64006400, 0xEA;
+            shr.u32 a, $4, 12;
+            lop3.b32 $3, a, 0x000f000f, 0x64006400, 0xEA;
+            }
+            """,
+            constraints="=&r,=&r,=&r,=&r,r",
+            args=[x],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def s8_bf16(x):
+    """Words of 4 two's complement bytes to bfloat16: (128 + low seven bits) - (128 or, when negative, 256)."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, s, m;
+        mov.b32 m, 0xbf80bf80;
+        shr.u32 a, $2, 8;
+        lop3.b32 $0, a, 0x007f007f, 0x43004300, 0xEA;
+        lop3.b32 s, a, 0x00800080, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $0, s, m, $0;
+        lop3.b32 $1, $2, 0x007f007f, 0x43004300, 0xEA;
+        lop3.b32 s, $2, 0x00800080, 0x43004300, 0xEA;
+        fma.rn.bf16x2 $1, s, m, $1;
+        }
+        """,
+        constraints="=&r,=&r,r",
+        args=[x],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def s8_fp16(x):
+    """Words of 4 two's complement bytes to float16: the code under 1024's mantissa, less 1152."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, z;
+        mov.b32 z, 0xe480e480;
+        shr.u32 a, $2, 8;
+        lop3.b32 $0, a, 0x00ff00ff, 0x64806480, 0x6A;
+        add.f16x2 $0, $0, z;
+        lop3.b32 $1, $2, 0x00ff00ff, 0x64806480, 0x6A;
+        add.f16x2 $1, $1, z;
+        }
+        """,
+        constraints="=&r,=&r,r",
+        args=[x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def e2m1_bf16(x):
+    """Words of 8 bit-permuted e2m1 codes to bfloat16 `value * 2**-126`; two results of four per word."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 b, c, d;
+        shl.b32 b, $4, 3;
+        shl.b32 c, $4, 6;
+        shl.b32 d, $4, 1;
+        and.b32 d, d, 0x80008000;
+        and.b32 $1, b, 0x81c081c0;
+        and.b32 $2, c, 0x81c081c0;
+        shr.u32 b, $4, 3;
+        shr.u32 c, $4, 7;
+        and.b32 $0, $4, 0x81c081c0;
+        lop3.b32 d, b, 0x01800180, d, 0xEA;
+        lop3.b32 $3, c, 0x00400040, d, 0xEA;
+        }
+        """,
+        constraints="=&r,=&r,=&r,=&r,r",
+        args=[x],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def e4m3_bf16(x):
+    """Words of 4 e4m3 codes to bfloat16 `value * 2**-120`."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, s;
+        and.b32 a, $2, 0x7f007f00;
+        shr.u32 a, a, 4;
+        lop3.b32 $0, $2, 0x80008000, a, 0xEA;
+        shl.b32 s, $2, 8;
+        and.b32 a, s, 0x7f007f00;
+        shr.u32 a, a, 4;
+        lop3.b32 $1, s, 0x80008000, a, 0xEA;
+        }
+        """,
+        constraints="=&r,=&r,r",
+        args=[x],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def e8m0_words_bf16(words):
+    """int32 words of four e8m0 bytes to four bfloat16 powers of two `2**(byte - 127)` (a byte of 0 gives 0)."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b;
+        prmt.b32 a, $4, 0, 0x5140;
+        prmt.b32 b, $4, 0, 0x7362;
+        shl.b32 a, a, 7;
+        shl.b32 b, b, 7;
+        mov.b32 {$0, $1}, a;
+        mov.b32 {$2, $3}, b;
+        }
+        """,
+        constraints="=h,=h,=h,=h,r",
+        args=[words],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def low_half(words, FP16: tl.constexpr):
+    """The 16-bit float in the low half of int32 words."""
+    half = (words & 0xFFFF).to(tl.int16)
+    if FP16:
+        return half.to(tl.float16, bitcast=True)
+    else:
+        return half.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def high_half(words, FP16: tl.constexpr):
+    """The 16-bit float in the high half of int32 words."""
+    half = (words >> 16).to(tl.int16)
+    if FP16:
+        return half.to(tl.float16, bitcast=True)
+    else:
+        return half.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def decode_codes(packed, FORMAT: tl.constexpr, FP16: tl.constexpr, HAS_ZERO: tl.constexpr, RC: tl.constexpr,
+                 KC: tl.constexpr):  # fmt: skip
+    """Bytes `[RC, KC * 2048]` of RC x KC chunks to 16-bit floats `[RC * 64, KC * chunk columns]` in register order.
+
+    FORMAT "int4": code - 8, or code + 128 (float16: + 1024) with HAS_ZERO; "int8": code - 128; "mxfp4": value * 2**-126;
+    "mxfp8": value * 2**-120 (always bfloat16).
+    """
+    if FORMAT == "int4" or FORMAT == "mxfp4":
+        if FORMAT == "mxfp4":
+            a, b = e2m1_bf16(packed)
+        elif FP16:
+            a, b = u4_fp16(packed, not HAS_ZERO)
+        else:
+            a, b = u4_bf16(packed, not HAS_ZERO)
+        w = tl.join(a, b).reshape(RC, KC, 4, 8, 4, 4, 2, 2, 2)
+        return w.trans(0, 2, 6, 3, 1, 5, 8, 4, 7).reshape(RC * 64, KC * 64)
+    else:
+        if FORMAT == "mxfp8":
+            w = e4m3_bf16(packed)
+        elif FP16:
+            w = s8_fp16(packed)
+        else:
+            w = s8_bf16(packed)
+        w = w.reshape(RC, KC, 4, 8, 4, 2, 2, 2, 2)
+        return w.trans(0, 2, 7, 3, 1, 5, 6, 4, 8).reshape(RC * 64, KC * 32)
+
+
+@triton.jit
+def decode_mx_scales(words, RC: tl.constexpr, KB: tl.constexpr, GROUPS: tl.constexpr):
+    """int32 `[RC, KB, 64]` to bfloat16 `[RC * 64, KB * GROUPS]`; GROUPS (1, 2 or 4) scales of each word are used."""
+    a, b, c, d = e8m0_words_bf16(words)
+    if GROUPS == 4:
+        joined = tl.join(tl.join(a, c), tl.join(b, d))
+    elif GROUPS == 2:
+        joined = tl.join(a, b)
+    else:
+        joined = a
+    scale = joined.reshape(RC, KB, 4, 8, 2, GROUPS).trans(0, 2, 4, 3, 1, 5)
+    return scale.reshape(RC * 64, KB * GROUPS)
+
+
+@triton.jit
+def decode_group_values(words, FP16: tl.constexpr, RC: tl.constexpr, GROUPS: tl.constexpr):
+    """int32 `[RC, GROUPS, 32]` to 16-bit floats `[RC * 64, GROUPS]`."""
+    joined = tl.join(low_half(words, FP16), high_half(words, FP16))
+    return joined.reshape(RC, GROUPS, 4, 8, 2).trans(0, 2, 4, 3, 1).reshape(RC * 64, GROUPS)

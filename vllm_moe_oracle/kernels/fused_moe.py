@@ -1,0 +1,367 @@
+"""The launcher: a fused MoE layer over quantised weights, in two to five kernels and no allocation.
+
+    weights = allocate("mxfp4", experts, hidden, intermediate, bias=True, device="cuda")   # then load_expert(...)
+    config = choose(weights, top_k, tokens)
+    plan = plan_workspace(weights, tokens, top_k, config)
+    fused_moe(x, weights, topk_weights, topk_ids, activation="swigluoai", workspace=buffer, counters=counters, out=out)
+
+All launches go to the current CUDA stream, depend only on shapes, and are safe to capture in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from . import gemm, route
+from .config import INVARIANT, Config, Tile, choose
+from .weights import Matrix, OwnWeights, dequantise_expert, restore_expert
+
+# Name -> (kernel's name, alpha, beta): a gated activation is gate * sigmoid(alpha * gate) * (up + beta), or gelu.
+_GATED = {
+    "silu": ("swiglu", 1.0, 0.0),
+    "swigluoai": ("swiglu", 1.702, 1.0),
+    "gelu": ("gelu", 1.0, 0.0),
+    "gelu_tanh": ("gelu_tanh", 1.0, 0.0),
+}
+ACTIVATIONS = (*_GATED, "relu2")
+
+_ALIGN = 256
+
+
+@dataclass(frozen=True)
+class WorkspacePlan:
+    """Byte offsets of the parts of a workspace, its size in bytes, and the int32 elements of `counters`."""
+
+    h: int
+    partial: int
+    quantised: int
+    counts: int
+    sorted: int
+    scratch: int
+    nbytes: int
+    counters: int
+    token_counters: int
+
+
+def max_blocks(slots: int, experts: int, bm: int) -> int:
+    """The most blocks of up to bm slots of one expert that any routing of `slots` slots can give."""
+    active = min(slots, experts)
+    return active + (slots - active) // bm
+
+
+def _tiles(rows: int, tile: Tile) -> int:
+    return -(-rows // tile.bn)
+
+
+def plan_workspace(
+    weights: OwnWeights, tokens: int, top_k: int, config: Config | None = None, *, quantise: bool = False
+) -> WorkspacePlan:
+    """What `fused_moe` needs besides its inputs, for this many tokens.
+
+    `workspace` is any contiguous CUDA buffer of at least `nbytes` bytes, 16-byte aligned, with any content. `counters` is
+    int32, at least `counters` elements, zero before the first call; every call leaves it zero. Calls that may run at
+    the same time need a pair each. quantise: with MXFP8-dynamic activations.
+    """
+    config = config or choose(weights, top_k, tokens)
+    slots = tokens * top_k
+    sizes = [slots * weights.intermediate * 2, slots * weights.hidden * 2, tokens * weights.hidden * 2 * quantise]
+    sizes += [0, 0] if config.inline else [weights.experts * 4, slots * 4]
+    scratch, counters = 0, 0
+    for tile, rows in ((config.gate_up, weights.w13.rows), (config.down, weights.w2.rows)):
+        if tile.split > 1:
+            programs = max_blocks(slots, weights.experts, tile.bm) * _tiles(rows, tile)
+            scratch = max(scratch, programs * tile.split * tile.bn * tile.bm * 4)
+            counters = max(counters, programs)
+    offsets = [0]
+    for size in (*sizes, scratch):
+        offsets.append(offsets[-1] + -(-size // _ALIGN) * _ALIGN)
+    token_counters = tokens * _tiles(weights.hidden, config.down) if config.fuse_sum else 0
+    return WorkspacePlan(*offsets, counters=counters + token_counters, token_counters=counters)
+
+
+def _view(workspace: torch.Tensor, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    flat = workspace.view(torch.uint8).view(-1)
+    return flat[at : at + count * dtype.itemsize].view(dtype)
+
+
+def _power_of_two(value: int, least: int) -> int:
+    return max(least, 1 << (value - 1).bit_length())
+
+
+def _promote(weights: OwnWeights, tile: Tile) -> bool:
+    """Scales on float32 group sums: more exact and fewer instructions, as long as the accumulators are few."""
+    return weights.group > 0 and not weights.format.startswith("mx") and weights.group % tile.bk == 0 and tile.bm <= 32
+
+
+def _flags(weights: OwnWeights, matrix: Matrix, tile: Tile) -> dict[str, object]:
+    return {
+        "HAS_ZERO": matrix.zeros is not None,
+        "HAS_ROW_SCALE": matrix.row_scale is not None,
+        "HAS_BIAS": matrix.bias is not None,
+        "EVEN_K": matrix.columns % tile.bk == 0,
+        "PROMOTE": _promote(weights, tile),
+        "SPLIT": tile.split,
+        "BM": tile.bm,
+        "BN": tile.bn,
+        "BK": tile.bk,
+    }
+
+
+def _pointers(matrix: Matrix, absent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    tensors = (matrix.codes, matrix.scales, matrix.zeros, matrix.row_scale, matrix.bias)
+    return tuple(absent if tensor is None else tensor for tensor in tensors)
+
+
+def _word_stride(matrix: Matrix) -> int:
+    """int32 words per expert of scales and zero points, which have the same shape where both exist."""
+    words = matrix.scales if matrix.scales is not None else matrix.zeros
+    return 0 if words is None else words.stride(0)
+
+
+def _options(tile: Tile, pdl: bool) -> dict[str, object]:
+    options: dict[str, object] = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": pdl}
+    if tile.registers:
+        options["maxnreg"] = tile.registers
+    return options
+
+
+def _check(x: torch.Tensor, weights: OwnWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: str,
+           out: torch.Tensor) -> None:  # fmt: skip
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}; the kernels know {', '.join(ACTIVATIONS)}")
+    if (activation != "relu2") != weights.gated:
+        kind = "gated" if weights.gated else "not gated"
+        raise ValueError(f"activation {activation!r} does not fit weights that are {kind}")
+    if x.dim() != 2 or x.shape[1] != weights.hidden or x.stride(1) != 1:
+        raise ValueError(f"x has shape {tuple(x.shape)}; expected [tokens, {weights.hidden}] with contiguous rows")
+    if x.dtype != weights.dtype or out.dtype != x.dtype:
+        raise ValueError(f"x is {x.dtype}, out {out.dtype}; the weights were stored for {weights.dtype}")
+    if out.shape != x.shape or out.stride(1) != 1:
+        raise ValueError(f"out has shape {tuple(out.shape)}; expected {tuple(x.shape)} with contiguous rows")
+    if topk_ids.dim() != 2 or topk_ids.shape[0] != x.shape[0] or topk_ids.shape != topk_weights.shape:
+        raise ValueError(
+            f"topk_ids {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)} must both be "
+            f"[{x.shape[0]}, top_k]"
+        )
+    if not (topk_ids.is_contiguous() and topk_weights.is_contiguous()):
+        raise ValueError("topk_ids and topk_weights must be contiguous")
+
+
+def fused_moe(
+    x: torch.Tensor,
+    weights: OwnWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    activation: str,
+    workspace: torch.Tensor,
+    counters: torch.Tensor,
+    out: torch.Tensor,
+    alpha: float | None = None,
+    beta: float | None = None,
+    limit: float | None = None,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    quantise_activations: bool = False,
+    config: Config | None = None,
+    batch_invariant: bool = False,
+    pdl: bool | None = None,
+) -> torch.Tensor:
+    """out[t] = sum over j of topk_weights[t, j] * expert(topk_ids[t, j])(x[t]); returns out.
+
+    x, out: [tokens, hidden] bfloat16 or float16, rows contiguous. topk_ids: int32 or int64 [tokens, top_k], global ids
+    when `expert_map` (int32 [global experts], -1 for experts elsewhere) is given; a negative id adds nothing.
+    topk_weights: any float dtype [tokens, top_k]. workspace, counters: `plan_workspace`, for the same `config` and
+    tokens. activation: one of ACTIVATIONS; alpha and beta default to the activation's own; limit clamps gate (above)
+    and up (both sides). quantise_activations: x and h pass through MXFP8 (e4m3, ceil-log2 e8m0 scales per 32).
+    batch_invariant: one configuration for all numbers of tokens, so a token's result does not depend on its company.
+    pdl: programmatic dependent launch; by default on from compute capability 9.0. Raises ValueError on what does not fit.
+    """
+    _check(x, weights, topk_weights, topk_ids, activation, out)
+    tokens, top_k = topk_ids.shape
+    if tokens == 0:
+        return out
+    if batch_invariant:
+        config = INVARIANT
+    config = config or choose(weights, top_k, tokens)
+    plan = plan_workspace(weights, tokens, top_k, config, quantise=quantise_activations)
+    available = workspace.numel() * workspace.element_size()
+    if available < plan.nbytes or counters.numel() < plan.counters:
+        raise ValueError(
+            f"workspace of {available} bytes and {counters.numel()} counters; {tokens} tokens need {plan.nbytes} bytes "
+            f"and {plan.counters} counters (plan_workspace)"
+        )
+    if pdl is None:
+        pdl = torch.cuda.get_device_capability(x.device)[0] >= 9
+    prefetch = config.prefetch and pdl
+    name, own_alpha, own_beta = _GATED.get(activation, ("relu2", 1.0, 0.0))
+    slots, hidden, inner, experts = tokens * top_k, weights.hidden, weights.intermediate, weights.experts
+    ids_map = topk_ids if expert_map is None else expert_map
+    has_map = expert_map is not None
+    h = _view(workspace, plan.h, slots * inner, x.dtype)
+    partial = _view(workspace, plan.partial, slots * hidden, x.dtype)
+    scratch = workspace.view(torch.uint8).view(-1)[plan.scratch :].view(torch.float32) if plan.counters else x
+    token_counters = counters[plan.token_counters :]
+    x_stride = x.stride(0)
+    if quantise_activations:
+        source, x = x, _view(workspace, plan.quantised, tokens * hidden, x.dtype)
+        gemm.round_trip_rows[(tokens, -(-hidden // 1024))](
+            source, x, hidden, x_stride, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl
+        )
+        x_stride = hidden
+    if config.inline:
+        counts = ordered = topk_ids
+        inline = _power_of_two(slots, 16)
+    else:
+        counts = _view(workspace, plan.counts, experts, torch.int32)
+        ordered = _view(workspace, plan.sorted, slots, torch.int32)
+        inline = 0
+        route.sort_slots[(experts,)](
+            topk_ids, ids_map, counts, ordered, slots, HAS_MAP=has_map, CHUNK=2048 if slots > 1024 else 1024, PDL=pdl,
+            num_warps=8 if slots > 1024 else 4, launch_pdl=pdl,
+        )  # fmt: skip
+    w13, w2 = weights.w13, weights.w2
+    shared = {
+        "TOP_K": top_k, "FORMAT": weights.format, "GROUP": weights.group, "HAS_MAP": has_map,
+        "WEIGHT_INPUT": apply_router_weight_on_input, "INLINE": inline, "EP": _power_of_two(experts, 16),
+        "PREFETCH": prefetch, "PDL": pdl,
+    }  # fmt: skip
+    tile = config.gate_up
+    tiles = _tiles(w13.rows, tile)
+    gemm.gate_up[(max_blocks(slots, experts, tile.bm) * tiles * tile.split,)](
+        x, *_pointers(w13, topk_ids), h, topk_ids, ids_map, topk_weights, ordered, counts, scratch, counters,
+        slots, tiles, experts, x_stride, hidden, inner, w13.codes.shape[1], w13.codes.shape[2], _word_stride(w13),
+        own_alpha if alpha is None else alpha, own_beta if beta is None else beta, limit or 0.0,
+        GATED=weights.gated, ACTIVATION=name, HAS_LIMIT=limit is not None, QUANTISE=quantise_activations,
+        **shared, **_flags(weights, w13, tile), **_options(tile, pdl),
+    )  # fmt: skip
+    tile = config.down
+    tiles = _tiles(w2.rows, tile)
+    gemm.down[(max_blocks(slots, experts, tile.bm) * tiles * tile.split,)](
+        h, *_pointers(w2, topk_ids), partial, out, topk_ids, ids_map, topk_weights, ordered, counts, scratch, counters,
+        token_counters, slots, tiles, experts, inner, hidden, out.stride(0), w2.codes.shape[1], w2.codes.shape[2],
+        _word_stride(w2), FUSE_SUM=config.fuse_sum, **shared, **_flags(weights, w2, tile), **_options(tile, pdl),
+    )  # fmt: skip
+    if not config.fuse_sum:
+        block = 1024 if tokens >= 64 else 512
+        gemm.sum_slots[(tokens, -(-hidden // block))](
+            partial, out, topk_ids, ids_map, hidden, out.stride(0), TOP_K=top_k, HAS_MAP=has_map, BLOCK=block, PDL=pdl,
+            num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
+    return out
+
+
+def fused_moe_reference(
+    x: torch.Tensor,
+    weights: OwnWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    activation: str,
+    alpha: float | None = None,
+    beta: float | None = None,
+    limit: float | None = None,
+    expert_map: torch.Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    quantise_activations: bool = False,
+) -> torch.Tensor:
+    """What `fused_moe` computes, in plain torch and float32, on any device; h is rounded as the kernels round it."""
+    name, own_alpha, own_beta = _GATED.get(activation, ("relu2", 1.0, 0.0))
+    alpha, beta = own_alpha if alpha is None else alpha, own_beta if beta is None else beta
+    ids = topk_ids.long()
+    if expert_map is not None:
+        ids = torch.where(ids >= 0, expert_map.long()[ids.clamp(min=0)], -1)
+    rows = mx_round_trip_reference(x.float()) if quantise_activations else x.float()
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in ids.unique().tolist():
+        if expert < 0:
+            continue
+        token, choice = (ids == expert).nonzero(as_tuple=True)
+        router = topk_weights[token, choice].float()[:, None]
+        w13, w2 = (dequantise_expert(weights, which, expert) for which in ("w13", "w2"))
+        b13, b2 = (restore_expert(weights, which, expert)[3] for which in ("w13", "w2"))
+        y = rows[token] @ w13.T
+        if apply_router_weight_on_input:
+            y = y * router
+        y = y if b13 is None else y + b13
+        if name == "relu2":
+            h = torch.relu(y).square()
+        else:
+            gate, up = y.chunk(2, dim=1)
+            if limit is not None:
+                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            if name == "swiglu":
+                h = gate * torch.sigmoid(alpha * gate) * (up + beta)
+            else:
+                h = torch.nn.functional.gelu(gate, approximate="tanh" if name == "gelu_tanh" else "none") * up
+        h = h.to(x.dtype).float()
+        if quantise_activations:
+            h = mx_round_trip_reference(h)
+        y = h @ w2.T
+        y = y if b2 is None else y + b2
+        out.index_add_(0, token, y if apply_router_weight_on_input else y * router)
+    return out.to(x.dtype)
+
+
+def mx_round_trip_reference(x: torch.Tensor) -> torch.Tensor:
+    """float32 `[..., K]` to MXFP8 and back: e4m3 with one scale 2**ceil(log2(amax / 448)) per 32 columns."""
+    groups = x.unflatten(-1, (-1, 32))
+    amax = groups.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny).double()
+    exponent = torch.ceil(torch.log2(amax / 448.0)).clamp(-127, 127)
+    codes = (groups.double() / torch.exp2(exponent)).clamp(-448, 448).float().to(torch.float8_e4m3fn)
+    return (codes.double() * torch.exp2(exponent)).float().flatten(-2)
+
+
+def warmup(
+    weights: OwnWeights,
+    top_k: int,
+    tokens: Iterable[int],
+    *,
+    activation: str,
+    limit: float | None = None,
+    expert_map: torch.Tensor | None = None,
+    ids_dtype: torch.dtype = torch.int32,
+    topk_weights_dtype: torch.dtype = torch.float32,
+    apply_router_weight_on_input: bool = False,
+    quantise_activations: bool = False,
+    batch_invariant: bool = False,
+) -> int:
+    """Compiles (or loads from Triton's cache) every kernel that `fused_moe` will use for these numbers of tokens.
+
+    Runs each distinct variant once on zeros, on the weights' device, in memory of its own; the other arguments must be
+    those of the later calls. Returns the number of variants. Kernels are not specialised on the number of tokens, so
+    any other number of tokens with the same configuration is covered too.
+    """
+    device = weights.w13.codes.device
+    seen = set()
+    for count in tokens:
+        config = INVARIANT if batch_invariant else choose(weights, top_k, count)
+        slots = count * top_k
+        inline = _power_of_two(slots, 16) if config.inline else 0
+        variant = (config, inline, slots > 1024, count >= 64)
+        if count == 0 or variant in seen:
+            continue
+        seen.add(variant)
+        x = torch.zeros(count, weights.hidden, dtype=weights.dtype, device=device)
+        ids = torch.arange(slots, device=device, dtype=ids_dtype).view(count, top_k)
+        ids = ids % (weights.experts if expert_map is None else expert_map.numel())
+        plan = plan_workspace(weights, count, top_k, config, quantise=quantise_activations)
+        fused_moe(
+            x,
+            weights,
+            torch.zeros(count, top_k, dtype=topk_weights_dtype, device=device),
+            ids,
+            activation=activation,
+            limit=limit,
+            workspace=torch.empty(plan.nbytes, dtype=torch.uint8, device=device),
+            counters=torch.zeros(max(1, plan.counters), dtype=torch.int32, device=device),
+            out=torch.empty_like(x),
+            expert_map=expert_map,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+            quantise_activations=quantise_activations,
+            config=config,
+        )
+    return len(seen)

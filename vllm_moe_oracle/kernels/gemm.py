@@ -1,0 +1,391 @@
+"""The two matrix products of a fused MoE layer, on stored quantised weights: one templated body per role.
+
+`gate_up` computes `h = activation(x @ w13.T + b13)` for the slots of each expert, `down` computes `h @ w2.T + b2` times
+the router weights, and sums over top-k. The weights are the first operand of every product (`y.T = w @ x.T`), decoded in
+registers: `wgmma` then reads them from there, and token tiles may be as small as 16.
+
+Both kernels take a one-dimensional grid of `blocks * tiles along N * SPLIT` programs, the last fastest. `counters` must
+be zero when a kernel starts and is zero again when it ends. With PDL a kernel starts while its predecessor still runs
+and waits (`griddepcontrol.wait`) before it reads what the predecessor wrote; routing ids and weights are older than
+that, because every program of `gate_up` has itself waited before it lets `down` start.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .decode import decode_codes, decode_group_values, decode_mx_scales
+from .route import block_from_ids, block_from_lists, local_ids
+
+
+@triton.jit
+def prefetch_l2(pointer, size):
+    """One thread asks for `size` bytes (a multiple of 16) at `pointer` (16-byte aligned) to be brought into the L2."""
+    tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred p;
+        .reg .b32 t;
+        mov.u32 t, %tid.x;
+        setp.eq.u32 p, t, 0;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }
+        """,
+        constraints="=r,l,r",
+        args=[pointer.to(tl.int64), size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def mx_round_trip(x, GROUP_AXIS: tl.constexpr):
+    """float32 -> MXFP8 (e4m3, one e8m0 scale per slice along GROUP_AXIS) -> float32.
+
+    The scale's exponent is ceil(log2(amax / 448)), limited to [-127, 127], as vLLM's MXFP8 quantisation has it.
+    """
+    amax = tl.maximum(tl.max(tl.abs(x), axis=GROUP_AXIS, keep_dims=True), 1.1754943508222875e-38)
+    # 448 = 1.75 * 2**8, so the ceiling steps where amax's mantissa passes 1.75: exact, unlike a division and a logarithm.
+    bits = amax.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    exponent = tl.minimum(tl.maximum(exponent, -127), 127)
+    # Two factors each way, because 2**-127 and 2**127 times a value need not be normal numbers.
+    half = exponent >> 1
+    rest = exponent - half
+    down = x * ((127 - half) << 23).to(tl.float32, bitcast=True) * ((127 - rest) << 23).to(tl.float32, bitcast=True)
+    code = tl.minimum(tl.maximum(down, -448.0), 448.0).to(tl.float8e4nv).to(tl.float32)
+    return code * ((127 + half) << 23).to(tl.float32, bitcast=True) * ((127 + rest) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks, columns, step_begin, step_end,
+               FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr,
+               PROMOTE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """`w @ x.T` over K steps [step_begin, step_end) of BK columns: float32 [BN, BM].
+
+    x_rows: pointers [BM] to rows of `columns` 16-bit floats; x_valid [BM]. w_ptr: one expert's codes; s_ptr, z_ptr: its
+    scale and zero-point words. GROUP: columns per scale, 0 for one scale per row (left to the caller). PROMOTE: scales
+    multiply float32 group sums instead of the weights.
+    """
+    RC: tl.constexpr = BN // 64
+    CK: tl.constexpr = 64 if FORMAT == "int4" or FORMAT == "mxfp4" else 32
+    KC: tl.constexpr = BK // CK
+    MX: tl.constexpr = FORMAT == "mxfp4" or FORMAT == "mxfp8"
+    FP16: tl.constexpr = x_rows.dtype.element_ty == tl.float16
+    k = tl.arange(0, BK)
+    kw = tl.arange(0, KC * 2048)
+    # A last tile that is half empty computes its last chunk of rows twice; the caller masks what it stores.
+    rc = tl.minimum(tile_n * RC + tl.arange(0, RC), n_chunks - 1)
+    w_ptrs = w_ptr + rc[:, None] * (k_chunks * 2048) + (step_begin * (KC * 2048) + kw)[None, :]
+    x_ptrs = x_rows[:, None] + (step_begin * BK + k)[None, :]
+    acc = tl.zeros((BN, BM), tl.float32)
+    for step in range(step_begin, step_end):
+        if EVEN_K:
+            x = tl.load(x_ptrs, mask=x_valid[:, None], other=0.0)
+            packed = tl.load(w_ptrs)
+        else:
+            x = tl.load(x_ptrs, mask=x_valid[:, None] & (step * BK + k < columns)[None, :], other=0.0)
+            packed = tl.load(w_ptrs, mask=(step * KC + kw // 2048 < k_chunks)[None, :], other=0)
+        w = decode_codes(packed, FORMAT, FP16 and not MX, HAS_ZERO, RC, KC)
+        if MX:
+            KB: tl.constexpr = (BK + 127) // 128
+            PER_WORD: tl.constexpr = 4 if BK >= 128 else BK // 32
+            k_blocks = (columns + 127) // 128
+            block = step * BK // 128 + tl.arange(0, KB)
+            s_ptrs = s_ptr + rc[:, None, None] * (k_blocks * 64) + block[None, :, None] * 64
+            s_ptrs = s_ptrs + tl.arange(0, 64)[None, None, :]
+            if KB > 1 and not EVEN_K:
+                words = tl.load(s_ptrs, mask=(block < k_blocks)[None, :, None], other=0)
+            else:
+                words = tl.load(s_ptrs)
+            if PER_WORD < 4:
+                words = words >> ((step * BK % 128) // 4)
+            scale = decode_mx_scales(words, RC, KB, PER_WORD)
+            scale = scale.expand_dims(2).broadcast_to(BN, BK // 32, 32).reshape(BN, BK)
+            w = w * scale
+        elif GROUP > 0:
+            GROUPS: tl.constexpr = (BK + GROUP - 1) // GROUP
+            groups = columns // GROUP
+            group = step * BK // GROUP + tl.arange(0, GROUPS)
+            s_offsets = rc[:, None, None] * (groups * 32) + group[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+            if EVEN_K or GROUPS == 1:
+                words = tl.load(s_ptr + s_offsets)
+            else:
+                words = tl.load(s_ptr + s_offsets, mask=(group < groups)[None, :, None], other=0)
+            if HAS_ZERO:
+                if EVEN_K or GROUPS == 1:
+                    zero_words = tl.load(z_ptr + s_offsets)
+                else:
+                    zero_words = tl.load(z_ptr + s_offsets, mask=(group < groups)[None, :, None], other=0)
+                zero = decode_group_values(zero_words, FP16, RC, GROUPS)
+                w = w - zero.expand_dims(2).broadcast_to(BN, GROUPS, BK // GROUPS).reshape(BN, BK)
+            scale = decode_group_values(words, FP16, RC, GROUPS)
+            if not PROMOTE:
+                w = w * scale.expand_dims(2).broadcast_to(BN, GROUPS, BK // GROUPS).reshape(BN, BK)
+        elif HAS_ZERO:
+            z_offsets = rc[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
+            zero = decode_group_values(tl.load(z_ptr + z_offsets), FP16, RC, 1)
+            w = w - zero.broadcast_to(BN, BK)
+        if MX and FP16:
+            # float16 activations are exactly two bfloat16 terms; e8m0 scales have no room in float16.
+            high = x.to(tl.bfloat16)
+            low = (x.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
+            acc = tl.dot(w, high.T, acc)
+            acc = tl.dot(w, low.T, acc)
+        elif PROMOTE:
+            acc += tl.dot(w, x.T) * scale.reshape(BN).to(tl.float32)[:, None]
+        else:
+            acc = tl.dot(w, x.T, acc)
+        x_ptrs += BK
+        w_ptrs += KC * 2048
+    return acc
+
+
+@triton.jit
+def sum_splits(acc, scratch_ptr, counter_ptr, tile, split, BM: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr):
+    """Adds the SPLIT partial tiles of a tile in a fixed order, in the program that arrives last.
+
+    Returns (sum, whether this program is that one). scratch: float32 [tiles, SPLIT, BN, BM].
+    """
+    offsets = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+    base = scratch_ptr + tile.to(tl.int64) * (SPLIT * BN * BM)
+    tl.store(base + split * (BN * BM) + offsets, acc)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu")
+    last = arrived == SPLIT - 1
+    if last:
+        acc = tl.zeros((BN, BM), tl.float32)
+        for other in tl.static_range(SPLIT):
+            acc += tl.load(base + other * (BN * BM) + offsets, cache_modifier=".cg")
+        tl.store(counter_ptr + tile, 0)
+    return acc, last
+
+
+@triton.jit
+def split_steps(columns, split, BK: tl.constexpr, SPLIT: tl.constexpr):
+    """K steps [begin, end) of split number `split`."""
+    steps = (columns + BK - 1) // BK
+    if SPLIT == 1:
+        return 0, steps
+    else:
+        each = (steps + SPLIT - 1) // SPLIT
+        return split * each, tl.minimum(steps, split * each + each)
+
+
+@triton.jit
+def prefetch_tile(w_ptr, tile_n, n_chunks, k_chunks, BN: tl.constexpr):
+    """Asks for the codes of a tile, all of K, which are contiguous."""
+    first = tile_n * (BN // 64)
+    chunks = tl.minimum(BN // 64, n_chunks - first) * k_chunks
+    prefetch_l2(w_ptr + first * (k_chunks * 2048), chunks * 2048)
+
+
+@triton.jit
+def activate(gate, up, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr):
+    """Gated activations in float32: "swiglu" is gate * sigmoid(alpha * gate) * (up + beta), after limits if any."""
+    if HAS_LIMIT:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+    if ACTIVATION == "swiglu":
+        return gate / (1.0 + tl.exp(-alpha * gate)) * (up + beta)
+    elif ACTIVATION == "gelu":
+        return gate * 0.5 * (1.0 + libdevice.erf(gate * 0.7071067811865476)) * up
+    else:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        return gate * 0.5 * (1.0 + libdevice.tanh(inner)) * up
+
+
+@triton.jit(do_not_specialize=["slots", "tiles", "alpha", "beta", "limit"])
+def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr, map_ptr, topk_weights_ptr, sorted_ptr,
+            counts_ptr, scratch_ptr, counter_ptr, slots, tiles, experts, x_stride, columns, inner, n_chunks, k_chunks,
+            s_stride, alpha, beta, limit,
+            TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+            HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, GATED: tl.constexpr,
+            ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, WEIGHT_INPUT: tl.constexpr, QUANTISE: tl.constexpr,
+            EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, INLINE: tl.constexpr, EP: tl.constexpr, PREFETCH: tl.constexpr,
+            PDL: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """h[slot] = activation(x[slot // TOP_K] @ w13[expert].T + b13[expert]) for every slot with a local expert.
+
+    x [tokens, columns] 16-bit, row stride x_stride; h [slots, inner], x's dtype. w, s, z, row_scale, bias: the tensors of
+    `Matrix` (weights.py), s_stride the int32 words per expert of s and z; n_chunks, k_chunks: chunks along N and K.
+    INLINE = P > 0: routing from ids (slots <= P); otherwise from `sort_slots`' lists, EP >= experts. QUANTISE: h goes
+    through MXFP8. WEIGHT_INPUT: router weights multiply the input. tiles: programs along N.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    pid = tl.program_id(0)
+    split = pid % SPLIT
+    tile_n = pid // SPLIT % tiles
+    block = pid // (SPLIT * tiles)
+    if INLINE > 0:
+        expert, slot, found, blocks = block_from_ids(ids_ptr, map_ptr, slots, block, HAS_MAP, INLINE, BM)
+    else:
+        expert, slot, found, blocks = block_from_lists(sorted_ptr, counts_ptr, experts, block, EP, BM)
+    if block >= blocks:
+        return
+    e64 = expert.to(tl.int64)
+    w_ptr += e64 * n_chunks * k_chunks * 2048
+    if PREFETCH:
+        prefetch_tile(w_ptr, tile_n, n_chunks, k_chunks, BN)
+    token = slot // TOP_K
+    x_rows = x_ptr + token.to(tl.int64) * x_stride
+    begin, end = split_steps(columns, split, BK, SPLIT)
+    acc = accumulate(x_rows, found, w_ptr, s_ptr + e64 * s_stride, z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks,
+                     columns, begin, end, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, BM, BN, BK)  # fmt: skip
+    if SPLIT > 1:
+        acc, last = sum_splits(acc, scratch_ptr, counter_ptr, pid // SPLIT, split, BM, BN, SPLIT)
+        if not last:
+            return
+    n = tile_n * BN + tl.arange(0, BN)
+    rows = n_chunks * 64
+    if HAS_ROW_SCALE:
+        acc *= tl.load(row_scale_ptr + e64 * rows + n, mask=n < rows, other=0.0)[:, None]
+    if WEIGHT_INPUT:
+        acc *= tl.load(topk_weights_ptr + slot, mask=found, other=0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + e64 * rows + n, mask=n < rows, other=0.0)[:, None]
+    if GATED:
+        OUT: tl.constexpr = BN // 2
+        gate, up = tl.split(acc.reshape(BN // 16, 2, 8, BM).trans(0, 2, 3, 1))
+        value = activate(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT).reshape(OUT, BM)
+    else:
+        OUT: tl.constexpr = BN
+        positive = tl.maximum(acc, 0.0)
+        value = positive * positive
+    value = value.to(h_ptr.dtype.element_ty)
+    if QUANTISE:
+        grouped = value.to(tl.float32).reshape(OUT // 32, 32, BM)
+        value = mx_round_trip(grouped, 1).reshape(OUT, BM).to(h_ptr.dtype.element_ty)
+    column = tile_n * OUT + tl.arange(0, OUT)
+    h_ptrs = h_ptr + slot.to(tl.int64)[None, :] * inner + column[:, None]
+    tl.store(h_ptrs, value, mask=found[None, :] & (column < inner)[:, None])
+
+
+@triton.jit
+def needed(ids_ptr, map_ptr, token, mask, HAS_MAP: tl.constexpr, TOP_K: tl.constexpr):
+    """How many slots of each token have a local expert, int32, token's shape."""
+    count = tl.zeros_like(token)
+    for j in tl.static_range(TOP_K):
+        count += (local_ids(ids_ptr, map_ptr, token * TOP_K + j, mask, HAS_MAP) >= 0).to(tl.int32)
+    return count
+
+
+@triton.jit(do_not_specialize=["slots", "tiles"])
+def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_ptr, ids_ptr, map_ptr, topk_weights_ptr,
+         sorted_ptr, counts_ptr, scratch_ptr, counter_ptr, token_counter_ptr, slots, tiles, experts, columns, hidden,
+         out_stride, n_chunks, k_chunks, s_stride,
+         TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+         HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
+         EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, INLINE: tl.constexpr, EP: tl.constexpr, FUSE_SUM: tl.constexpr,
+         PREFETCH: tl.constexpr, PDL: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+         BK: tl.constexpr):  # fmt: skip
+    """partial[slot] = (h[slot] @ w2[expert].T + b2[expert]) * router weight; with FUSE_SUM also out[token] = their sum.
+
+    h [slots, columns]; partial [slots, hidden] and out [tokens, hidden] of h's dtype. FUSE_SUM: for each token and tile
+    the program that arrives last adds the token's partial rows in the order of its choices, so the result does not
+    depend on who that is; tokens without a local expert get zeros. WEIGHT_INPUT: weights were applied to the input.
+    """
+    pid = tl.program_id(0)
+    split = pid % SPLIT
+    tile_n = pid // SPLIT % tiles
+    block = pid // (SPLIT * tiles)
+    if INLINE > 0:
+        expert, slot, found, blocks = block_from_ids(ids_ptr, map_ptr, slots, block, HAS_MAP, INLINE, BM)
+    else:
+        expert, slot, found, blocks = block_from_lists(sorted_ptr, counts_ptr, experts, block, EP, BM)
+    e64 = expert.to(tl.int64)
+    w_ptr += e64 * n_chunks * k_chunks * 2048
+    if PREFETCH and block < blocks:
+        prefetch_tile(w_ptr, tile_n, n_chunks, k_chunks, BN)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    n = tile_n * BN + tl.arange(0, BN)
+    token = slot // TOP_K
+    if FUSE_SUM and pid < SPLIT * tiles and split == 0:
+        for first in range(0, slots // TOP_K, BM):
+            empty = first + tl.arange(0, BM)
+            inside = empty < slots // TOP_K
+            empty_mask = inside & (needed(ids_ptr, map_ptr, empty, inside, HAS_MAP, TOP_K) == 0)
+            zero_ptrs = out_ptr + empty.to(tl.int64)[None, :] * out_stride + n[:, None]
+            zeros = tl.zeros((BN, BM), out_ptr.dtype.element_ty)
+            tl.store(zero_ptrs, zeros, mask=empty_mask[None, :] & (n < hidden)[:, None])
+    if block >= blocks:
+        return
+    h_rows = h_ptr + slot.to(tl.int64) * columns
+    begin, end = split_steps(columns, split, BK, SPLIT)
+    acc = accumulate(h_rows, found, w_ptr, s_ptr + e64 * s_stride, z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks,
+                     columns, begin, end, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, BM, BN, BK)  # fmt: skip
+    if SPLIT > 1:
+        acc, last = sum_splits(acc, scratch_ptr, counter_ptr, pid // SPLIT, split, BM, BN, SPLIT)
+        if not last:
+            return
+    rows = n_chunks * 64
+    if HAS_ROW_SCALE:
+        acc *= tl.load(row_scale_ptr + e64 * rows + n, mask=n < rows, other=0.0)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + e64 * rows + n, mask=n < rows, other=0.0)[:, None]
+    if not WEIGHT_INPUT:
+        acc *= tl.load(topk_weights_ptr + slot, mask=found, other=0.0).to(tl.float32)[None, :]
+    value = acc.to(partial_ptr.dtype.element_ty)
+    offsets = slot.to(tl.int64)[None, :] * hidden + n[:, None]
+    mask = found[None, :] & (n < hidden)[:, None]
+    tl.store(partial_ptr + offsets, value, mask=mask)
+    if FUSE_SUM:
+        wanted = needed(ids_ptr, map_ptr, token, found, HAS_MAP, TOP_K)
+        counter_ptrs = token_counter_ptr + token * tiles + tile_n
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter_ptrs, 1, mask=found, sem="acq_rel", scope="gpu")
+        finish = found & (arrived == wanted - 1)
+        tl.debug_barrier()
+        if tl.max(finish.to(tl.int32), axis=0) > 0:
+            total = tl.zeros((BN, BM), tl.float32)
+            for j in tl.static_range(TOP_K):
+                other = token * TOP_K + j
+                valid = finish & (local_ids(ids_ptr, map_ptr, other, finish, HAS_MAP) >= 0)
+                others = partial_ptr + other.to(tl.int64)[None, :] * hidden + n[:, None]
+                part = tl.load(others, mask=valid[None, :] & (n < hidden)[:, None], other=0.0, cache_modifier=".cg")
+                total += part.to(tl.float32)
+            out_ptrs = out_ptr + token.to(tl.int64)[None, :] * out_stride + n[:, None]
+            tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=finish[None, :] & (n < hidden)[:, None])
+            tl.store(counter_ptrs, tl.zeros_like(arrived), mask=finish)
+
+
+@triton.jit
+def sum_slots(partial_ptr, out_ptr, ids_ptr, map_ptr, hidden, out_stride, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
+              BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """out[token] = sum of the token's partial rows that have a local expert, in the order of its choices, in float32.
+
+    partial [tokens * TOP_K, hidden], out [tokens, hidden]; grid (tokens, ceil(hidden / BLOCK)).
+    """
+    token = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        slot = token * TOP_K + j
+        valid = local_ids(ids_ptr, map_ptr, slot, slot >= 0, HAS_MAP) >= 0
+        mask = (column < hidden) & valid
+        part = tl.load(partial_ptr + slot.to(tl.int64) * hidden + column, mask=mask, other=0.0)
+        total += part.to(tl.float32)
+    out = out_ptr + token.to(tl.int64) * out_stride + column
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=column < hidden)
+
+
+@triton.jit
+def round_trip_rows(x_ptr, out_ptr, columns, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out = x through MXFP8 and back (`mx_round_trip` per 32 columns); grid (rows, ceil(columns / BLOCK))."""
+    if PDL:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + column, mask=column < columns, other=0.0)
+    value = mx_round_trip(x.to(tl.float32).reshape(BLOCK // 32, 32), 1).reshape(BLOCK)
+    tl.store(out_ptr + row * columns + column, value.to(out_ptr.dtype.element_ty), mask=column < columns)

@@ -1,0 +1,253 @@
+"""Quantised MoE weights in the storage that the kernels read: allocation, conversion of one expert, and the way back.
+
+Canonical weights come in: MXFP8 e4m3 bytes `[N, K]` + e8m0 `[N, K/32]`; MXFP4 `[N, K/2]` (low nibble first) + e8m0
+`[N, K/32]`; int8 codes `[N, K]` or int4 codes `[N, K/2]` (unsigned, low nibble first) + scales `[N, K/g]` + zero points
+uint8 `[N, K/g]` or none (then the zero point is `2**(bits-1)`). w13 has gate rows then up rows, or just one half when
+the layer is not gated. A weight is `(code - zero point) * scale`, and `code * 2**(scale - 127)` for the MX formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..layouts import order
+
+FORMATS = ("int4", "int8", "mxfp4", "mxfp8")
+
+# The power of two by which decoded MX products exceed the weight over its row's largest scale: order.py stores the
+# largest scale as 254, that is 2**127, and decode.py gives e2m1 times 2**-126 and e4m3 times 2**-120.
+_MX_EXCESS = {"mxfp4": 1, "mxfp8": 7}
+
+
+def bits_of(format: str) -> int:
+    """Bits per code of a format: 4 or 8."""
+    if format not in FORMATS:
+        raise ValueError(f"unknown weight format {format!r}; the kernels know {', '.join(FORMATS)}")
+    return 4 if format in ("int4", "mxfp4") else 8
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One projection's stored tensors for all experts; the logical matrix of each expert is `[rows, columns]`.
+
+    codes uint8 `[E, N/64, K/chunk, 2048]`; scales int32 `[E, N/64, K/128, 64]` (MX) or `[E, N/64, K/g, 32]` (group
+    scales), zeros like group scales; row_scale float32 `[E, N]` (MX; one scale per row); bias float32 `[E, N]`. N is
+    padded to a multiple of 64 with zeros. Absent tensors are None.
+    """
+
+    rows: int
+    columns: int
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    zeros: torch.Tensor | None
+    row_scale: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All stored tensors."""
+        for tensor in (self.codes, self.scales, self.zeros, self.row_scale, self.bias):
+            if tensor is not None:
+                yield tensor
+
+
+@dataclass(frozen=True)
+class OwnWeights:
+    """A layer's weights as the kernels read them. `group` is the columns per scale, 0 for one scale per row.
+
+    `dtype` is the activations' dtype, bfloat16 or float16 (group scales and zero points are stored in it).
+    """
+
+    format: str
+    group: int
+    dtype: torch.dtype
+    gated: bool
+    w13: Matrix
+    w2: Matrix
+
+    @property
+    def experts(self) -> int:
+        """Local experts."""
+        return self.w13.codes.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        """Columns of w13 and rows of w2."""
+        return self.w13.columns
+
+    @property
+    def intermediate(self) -> int:
+        """Columns of w2."""
+        return self.w2.columns
+
+    def nbytes(self) -> int:
+        """Bytes of all stored tensors."""
+        return sum(t.numel() * t.element_size() for matrix in (self.w13, self.w2) for t in matrix.tensors())
+
+
+def check_problem(format: str, hidden: int, intermediate: int, group: int, dtype: torch.dtype) -> list[str]:
+    """Every reason why the kernels cannot hold such a layer; an empty list when they can. `group` as in OwnWeights."""
+    reasons = []
+    if format not in FORMATS:
+        reasons.append(f"weight format {format!r} is none of {', '.join(FORMATS)}")
+    if dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"activation dtype {dtype} is neither bfloat16 nor float16")
+    for name, size in (("hidden size", hidden), ("intermediate size", intermediate)):
+        if size <= 0 or size % 32:
+            reasons.append(f"{name} {size} is not a positive multiple of 32")
+        if group and size % group:
+            reasons.append(f"{name} {size} is not a multiple of the scale group {group}")
+    allowed = (32,) if format in ("mxfp4", "mxfp8") else (0, 32, 64, 128)
+    if group not in allowed:
+        reasons.append(f"scale group {group} is none of {allowed} (0: one scale per row)")
+    return reasons
+
+
+def allocate(format: str, experts: int, hidden: int, intermediate: int, *, gated: bool = True, group: int = 32,
+             dtype: torch.dtype = torch.bfloat16, zero_points: bool = False, bias: bool = False,
+             device: torch.device | str | None = None) -> OwnWeights:  # fmt: skip
+    """Empty storage for a layer; fill it with `load_expert`. Raises ValueError with every rule that the layer breaks."""
+    reasons = check_problem(format, hidden, intermediate, group, dtype)
+    if zero_points and format not in ("int4", "int8"):
+        reasons.append(f"zero points do not exist in {format}")
+    if reasons:
+        raise ValueError("; ".join(reasons))
+    mx = format.startswith("mx")
+
+    def matrix(rows: int, columns: int) -> Matrix:
+        padded = order.padded_rows(rows)
+        groups = order.group_scale_shape(rows, max(1, columns // group if group else 1))
+        words = {"dtype": torch.int32, "device": device}
+        floats = {"dtype": torch.float32, "device": device}
+        scales = None
+        if mx:
+            scales = torch.empty(experts, *order.mx_scale_shape(rows, columns), **words)
+        elif group:
+            scales = torch.empty(experts, *groups, **words)
+        return Matrix(
+            rows=rows,
+            columns=columns,
+            codes=torch.empty(
+                experts, *order.chunk_shape(rows, columns, bits_of(format)), dtype=torch.uint8, device=device
+            ),
+            scales=scales,
+            zeros=torch.empty(experts, *groups, **words) if zero_points else None,
+            row_scale=torch.empty(experts, padded, **floats) if mx or not group else None,
+            bias=torch.zeros(experts, padded, **floats) if bias else None,
+        )
+
+    w13 = matrix(intermediate * (2 if gated else 1), hidden)
+    return OwnWeights(format, group, dtype, gated, w13, matrix(hidden, intermediate))
+
+
+def _zero_offset(format: str, dtype: torch.dtype) -> int:
+    """What decode.py adds to a code when the layer has zero points."""
+    if format == "int8":
+        return -128
+    return 128 if dtype == torch.bfloat16 else 1024
+
+
+def load_expert(weights: OwnWeights, which: str, expert: int, codes: torch.Tensor, scales: torch.Tensor,
+                zero_points: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> None:  # fmt: skip
+    """Stores one expert's canonical tensors; `which` is "w13" or "w2". Needs memory for that one matrix at most.
+
+    codes uint8 `[N, K * bits / 8]` (or float8_e4m3fn), scales `[N, K/g]`, zero_points uint8 `[N, K/g]`, bias `[N]`.
+    """
+    matrix = weights.w13 if which == "w13" else weights.w2
+    bits = bits_of(weights.format)
+    expected = (matrix.rows, matrix.columns * bits // 8)
+    if tuple(codes.shape) != expected:
+        raise ValueError(f"{which} codes of expert {expert} have shape {tuple(codes.shape)}; expected {expected}")
+    expected = (matrix.rows, matrix.columns // weights.group if weights.group else 1)
+    if tuple(scales.shape) != expected:
+        raise ValueError(f"{which} scales of expert {expert} have shape {tuple(scales.shape)}; expected {expected}")
+    if (zero_points is not None) != (matrix.zeros is not None) or (bias is not None) != (matrix.bias is not None):
+        raise ValueError(f"{which} of expert {expert}: zero points and biases must match what was allocated")
+    interleave = order.interleave_gate_up if which == "w13" and weights.gated else torch.Tensor.contiguous
+    codes = interleave(codes.view(torch.uint8))
+    scales = interleave(scales)
+    target = matrix.codes[expert]
+    if weights.format == "int4":
+        order.shuffle_int4(codes, target)
+    elif weights.format == "mxfp4":
+        order.shuffle_e2m1(codes, target)
+    else:
+        order.shuffle_bytes(codes, target, offset=weights.format == "int8")
+    padding = (0, target.shape[0] * 64 - matrix.rows)
+    if weights.format.startswith("mx"):
+        assert matrix.scales is not None and matrix.row_scale is not None
+        words, largest = order.shuffle_mx_scales(scales.view(torch.uint8))
+        matrix.scales[expert].copy_(words)
+        factor = torch.exp2(largest.double() - 127 - _MX_EXCESS[weights.format])
+        matrix.row_scale[expert].copy_(factor.masked_fill(largest == 255, float("nan")))
+    elif weights.group:
+        assert matrix.scales is not None
+        matrix.scales[expert].copy_(order.shuffle_group_scales(scales.to(weights.dtype)))
+    else:
+        assert matrix.row_scale is not None
+        matrix.row_scale[expert].copy_(torch.nn.functional.pad(scales[:, 0].float(), padding))
+    if zero_points is not None and matrix.zeros is not None:
+        offset = _zero_offset(weights.format, weights.dtype)
+        values = (interleave(zero_points).to(torch.int32) + offset).to(weights.dtype)
+        matrix.zeros[expert].copy_(order.shuffle_group_scales(values))
+    if bias is not None and matrix.bias is not None:
+        matrix.bias[expert].copy_(torch.nn.functional.pad(interleave(bias).float(), padding))
+
+
+def restore_expert(
+    weights: OwnWeights, which: str, expert: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Inverse of `load_expert`: canonical codes, scales, zero points and bias of one expert.
+
+    Group scales come back in `weights.dtype`, scales per row and biases in float32.
+    """
+    matrix = weights.w13 if which == "w13" else weights.w2
+    rows, columns = matrix.rows, matrix.columns
+    restore = order.deinterleave_gate_up if which == "w13" and weights.gated else torch.Tensor.contiguous
+    stored = matrix.codes[expert]
+    if weights.format == "int4":
+        codes = order.unshuffle_int4(stored, rows, columns)
+    elif weights.format == "mxfp4":
+        codes = order.unshuffle_e2m1(stored, rows, columns)
+    else:
+        codes = order.unshuffle_bytes(stored, rows, columns, offset=weights.format == "int8")
+    if weights.format.startswith("mx"):
+        assert matrix.scales is not None and matrix.row_scale is not None
+        exponent = torch.log2(matrix.row_scale[expert].double()) + 127 + _MX_EXCESS[weights.format]
+        largest = exponent.nan_to_num(255.0).round().to(torch.uint8)
+        scales = order.unshuffle_mx_scales(matrix.scales[expert], largest, rows, columns)
+    elif weights.group:
+        assert matrix.scales is not None
+        scales = order.unshuffle_group_scales(matrix.scales[expert], rows, weights.dtype)
+    else:
+        assert matrix.row_scale is not None
+        scales = matrix.row_scale[expert, :rows, None]
+    zero_points = None
+    if matrix.zeros is not None:
+        values = order.unshuffle_group_scales(matrix.zeros[expert], rows, weights.dtype).to(torch.int32)
+        zero_points = restore((values - _zero_offset(weights.format, weights.dtype)).to(torch.uint8))
+    bias = None if matrix.bias is None else restore(matrix.bias[expert, :rows])
+    return restore(codes), restore(scales), zero_points, bias
+
+
+def dequantise_expert(weights: OwnWeights, which: str, expert: int) -> torch.Tensor:
+    """One expert's matrix in float32, canonical row order; for references, not for speed."""
+    codes, scales, zero_points, _ = restore_expert(weights, which, expert)
+    matrix = weights.w13 if which == "w13" else weights.w2
+    if bits_of(weights.format) == 4:
+        codes = order.split_nibbles(codes)
+    if weights.format == "mxfp4":
+        magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
+        values = magnitudes[(codes & 7).long()] * (1.0 - 2.0 * (codes >> 3))
+    elif weights.format == "mxfp8":
+        values = codes.view(torch.float8_e4m3fn).float()
+    else:
+        zero: torch.Tensor | float = 2.0 ** (bits_of(weights.format) - 1)
+        if zero_points is not None:
+            zero = zero_points.float().repeat_interleave(matrix.columns // zero_points.shape[1], dim=1)
+        values = codes.float() - zero
+    if weights.format.startswith("mx"):
+        scales = torch.exp2(scales.float() - 127)
+    return values * scales.float().repeat_interleave(matrix.columns // scales.shape[1], dim=1)
