@@ -7,7 +7,7 @@ checkpoint's activations are MXFP8.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..oracle.decision import Numerics, Plan
@@ -112,11 +112,8 @@ def forward(
     quantised = problem.scheme.activations != "16bit"
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     slots = _local_slots(topk_ids, expert_map, problem)
-    present = torch.unique(slots)
-    for slot in present[present >= 0].tolist():
+    for slot, token, weight, chosen in _work(slots, topk_weights, tensors["w13"].shape[0]):
         expert = {name: tensor[slot] for name, tensor in tensors.items()}
-        token, choice = torch.nonzero(slots == slot, as_tuple=True)
-        weight = topk_weights[token, choice].to(torch.float32).unsqueeze(-1)
         inputs = x[token]
         if problem.routing.weight_on_input:
             # As vLLM's prepare step does it: both factors and the product in the model's dtype.
@@ -134,14 +131,40 @@ def forward(
             result += expert["w2_bias"].to(torch.float32)
         if not problem.routing.weight_on_input:
             result *= weight
+        if chosen is not None:
+            result.masked_fill_(~chosen, 0.0)
         total.index_add_(0, token, result)
     out.copy_(total)
 
 
+def _work(slots: Tensor, topk_weights: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
+    """What each expert has to do: its slot, its tokens `[m]`, their weights `[m, 1]`, and which of them are meant.
+
+    While a CUDA graph is captured no size may depend on data: every expert then gets every token, and a mask `[m, 1]`
+    says which count. Otherwise an expert gets its own tokens, and the mask is None.
+    """
+    import torch
+
+    if slots.is_cuda and torch.cuda.is_current_stream_capturing():
+        token = torch.arange(slots.shape[0], device=slots.device)
+        for slot in range(experts):
+            mine = slots == slot
+            weight = (topk_weights * mine).sum(-1, keepdim=True, dtype=torch.float32)
+            yield slot, token, weight, mine.any(-1, keepdim=True)
+        return
+    present = torch.unique(slots)
+    for slot in present[present >= 0].tolist():
+        token, choice = torch.nonzero(slots == slot, as_tuple=True)
+        yield slot, token, topk_weights[token, choice].to(torch.float32).unsqueeze(-1), None
+
+
 def _local_slots(topk_ids: Tensor, expert_map: Tensor | None, problem: Problem) -> Tensor:
     """Local slot of each choice, -1 where there is none here; `[M, top_k]` int64."""
+    import torch
+
     ids = topk_ids.long()
-    if ids.numel() and (int(ids.max()) >= problem.num_experts or int(ids.min()) < -1):
+    capturing = ids.is_cuda and torch.cuda.is_current_stream_capturing()  # reading an id back would break the capture
+    if not capturing and ids.numel() and (int(ids.max()) >= problem.num_experts or int(ids.min()) < -1):
         rule = f"expert ids span {int(ids.min())} to {int(ids.max())}; valid are -1 to {problem.num_experts - 1}"
         raise ValueError(f"{problem.layer}: {rule}")
     if expert_map is None:

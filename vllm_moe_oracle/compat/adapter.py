@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Any
 
 import vllm
@@ -36,6 +35,10 @@ STOCK_EXPERTS = {
 
 _OAI_DEFAULTS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
 """gpt-oss's constants, which vLLM's kernels for ``swigluoai`` have built in."""
+
+# Read once: on a CPU the compiler traces through `apply`, and a signature is nothing that it can look at.
+_APPLY = frozenset(inspect.signature(FusedMoEKernel.apply).parameters)
+_APPLY_MONOLITHIC = frozenset(inspect.signature(FusedMoEKernel.apply_monolithic).parameters)
 
 
 class Adapter:
@@ -208,7 +211,7 @@ class Adapter:
             global_num_experts=layer.global_num_experts,
             expert_map=layer.expert_map,
             apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            **_accepted(kernel.apply, extra),
+            **_accepted(_APPLY, extra),
         )
 
     def apply_monolithic(
@@ -241,7 +244,7 @@ class Adapter:
             topk_group=layer.topk_group,
             e_score_correction_bias=layer.e_score_correction_bias,
             routed_scaling_factor=layer.routed_scaling_factor,
-            **_accepted(kernel.apply_monolithic, extra),
+            **_accepted(_APPLY_MONOLITHIC, extra),
         )
 
     def stock_class(self, name: str) -> Any:
@@ -267,12 +270,5 @@ class Adapter:
         yield from layer.named_parameters(recurse=False)
 
 
-def _accepted(function: Any, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of `extra` that a bound method knows."""
-    known = _parameters(function.__func__)
-    return {name: value for name, value in extra.items() if name in known}
-
-
-@cache
-def _parameters(function: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
+def _accepted(names: frozenset[str], extra: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in extra.items() if name in names}
