@@ -1,0 +1,5 @@
+"""One module is one command: its function `command`, under the module's name.
+
+Every module is imported whenever the tool starts, so it imports what its work needs inside the function: `--help` and
+`explain` must not wait for torch.
+"""

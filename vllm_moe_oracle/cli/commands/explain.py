@@ -1,0 +1,247 @@
+"""`explain`: which backend each MoE layer of a checkpoint gets on a machine, with every candidate's every reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...device import names
+
+if TYPE_CHECKING:
+    from ...checkpoint import Layers
+    from ...oracle.decision import Candidate, Decision
+    from ...oracle.problem import Device, Problem
+    from ...settings import Settings
+
+NO_BACKEND = 3
+"""Exit status when a group of layers has no backend."""
+
+
+def command(
+    path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a bare config.json.", metavar="PATH")],
+    device: Annotated[
+        str,
+        typer.Option(
+            help=f"auto (this machine), {', '.join(names())}, or the JSON file of a device.", metavar="NAME|FILE"
+        ),
+    ] = "auto",
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", metavar="N")] = 1,
+    ep: Annotated[bool, typer.Option("--ep", help="The ranks hold different experts instead of parts of each.")] = (
+        False
+    ),
+    moe_backend: Annotated[str, typer.Option(help="As vLLM's --moe-backend.", metavar="NAME")] = "auto",
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting of the plugin, e.g. backend=emulation. Repeatable.", metavar="KEY=VALUE"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say which backend each MoE layer of a checkpoint gets, and why.
+
+    Reads the checkpoint's config only; needs no GPU, no torch and no vLLM.
+
+    \b
+    Examples:
+      vllm-moe-oracle explain ~/models/Qwen3-30B-A3B-MXFP8 --device nvidia-h200
+      vllm-moe-oracle explain config.json --device nvidia-h200 --tp 2
+      vllm-moe-oracle explain config.json --set 'overrides=re:layers\\.[0-9]\\.=emulation' --json
+
+    \b
+    Exit status:
+      0  every group of layers has a backend
+      3  a group has none; the table is printed all the same
+      2  the input cannot be used; one line on standard error says what and where
+    """
+    from ... import checkpoint, settings
+    from ...errors import SettingError
+    from .. import output
+
+    if tp < 1:
+        raise SettingError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")
+    chosen = settings.load(assignments=_assignments(assignments or []))
+    machine = _device(device)
+    layers = checkpoint.layers(checkpoint.read(path), tp, ep)
+    _check_all_used(chosen, layers)
+    groups = _groups([_as_asked(problem, chosen) for problem in layers.problems], machine, chosen, moe_backend)
+    notes = [*layers.notes, *_notes(chosen)]
+    if as_json:
+        output.print_json({"vllm": _vllm(machine), "device": machine, "groups": [group.to_json() for group in groups]})
+        for group in groups:
+            if group.decision is None:
+                output.remark("error", f"{group.layers}: {group.failure}")
+        for note in notes:
+            output.remark("note", note)
+    else:
+        _print(groups, notes, machine, tp, ep)
+    if any(group.decision is None for group in groups):
+        raise typer.Exit(NO_BACKEND)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Group:
+    """Layers that are equal and get equal answers.
+
+    `decision` is the first layer's, or None with the reason in `failure`.
+    """
+
+    names: tuple[str, ...]
+    problem: Problem
+    decision: Decision | None
+    failure: str
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def layers(self) -> str:
+        from ...checkpoint import compact
+
+        return compact(self.names)
+
+    def to_json(self) -> dict[str, Any]:
+        decision = self.decision
+        return {
+            "layers": self.layers,
+            "count": len(self.names),
+            "problem": self.problem,
+            "decision": None
+            if decision is None
+            else {
+                "backend": decision.backend,
+                "why": decision.why,
+                "numerics": str(decision.numerics),
+                "plan": decision.plan,
+            },
+            "candidates": [
+                {"backend": candidate.backend, "accepted": candidate.accepted, "reasons": candidate.reasons}
+                for candidate in self.candidates
+            ],
+        }
+
+
+def _assignments(words: list[str]) -> dict[str, str]:
+    from ...errors import SettingError
+
+    found: dict[str, str] = {}
+    for word in words:
+        name, separator, value = word.partition("=")
+        if not separator:
+            raise SettingError(f"{word!r} has no =", "Write --set backend=emulation", "--set")
+        if name in found:
+            remedy = "Separate several overrides with ;" if name == "overrides" else ""
+            raise SettingError(f"{name} is given twice", remedy, "--set")
+        found[name] = value
+    return found
+
+
+def _device(word: str) -> Device:
+    from ... import device
+
+    if word == "auto":
+        return device.detect()
+    if word not in device.names() and (word.endswith(".json") or "/" in word or Path(word).is_file()):
+        return device.read(Path(word))
+    return device.named(word)
+
+
+def _as_asked(problem: Problem, settings: Settings) -> Problem:
+    if settings.activations == "checkpoint":
+        return problem
+    return dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activations=settings.activations))
+
+
+def _check_all_used(settings: Settings, layers: Layers) -> None:
+    """Refuses settings that would change nothing, which a misspelt name and a stale expression both do."""
+    from ...checkpoint import compact
+    from ...errors import SettingError
+    from ...oracle.registry import default_registry
+
+    found = [problem.layer for problem in layers.problems]
+    for override in settings.overrides:
+        if not any(map(override.matches, found)):
+            rule = f"override {override.pattern!r} matches none of the {len(found)} quantised MoE layers"
+            remedy = f"They are {compact(found)}" if found else ""
+            raise SettingError(rule, remedy, settings.source("overrides"))
+    known = {backend.name for backend in default_registry()} | set(default_registry().broken)
+    for name in settings.disable:
+        if name not in known:
+            remedy = f"There are {', '.join(sorted(known))}"
+            raise SettingError(f"{name!r} is no backend", remedy, settings.source("disable"))
+
+
+def _groups(problems: list[Problem], device: Device, settings: Settings, moe_backend: str) -> list[_Group]:
+    """Layers by equal problem and equal outcome, in the order of their first layer."""
+    from ...errors import NoBackendError
+    from ...oracle.oracle import decide
+
+    groups: dict[object, _Group] = {}
+    for problem in problems:
+        decision, failure = None, ""
+        try:
+            decision = decide(problem, device, settings, moe_backend)
+            judged = decision.candidates
+        except NoBackendError as error:
+            judged = error.candidates
+            scheme = problem.scheme.name
+            # The error's further lines are the table, which is printed anyway.
+            failure = error.rule.split("\n")[0] if judged else f"this release has no backend for {scheme} experts yet"
+        same = decision and dataclasses.replace(decision, problem=problem.key())
+        key = (problem.key(), same, failure)
+        before = groups.get(key, _Group((), problem, decision, failure, judged))
+        groups[key] = dataclasses.replace(before, names=(*before.names, problem.layer))
+    return list(groups.values())
+
+
+def _notes(settings: Settings) -> list[str]:
+    if settings.enabled:
+        return []
+    return [f"the plugin is switched off by {settings.source('enabled')}: vLLM would choose by itself"]
+
+
+def _vllm(device: Device) -> str | None:
+    """The vLLM that the answer is for: the machine's, else the one that is installed here."""
+    from ...device import installed_packages
+
+    return device.packages.get("vllm") or installed_packages().get("vllm")
+
+
+def _print(groups: list[_Group], notes: list[str], device: Device, tp: int, ep: bool) -> None:
+    from .. import output
+
+    vllm = _vllm(device)
+    ranks = "one rank" if tp == 1 else f"{'expert' if ep else 'tensor'} parallelism over {tp} ranks"
+    output.show(f"{device}, {f'vLLM {vllm}' if vllm else 'vLLM not installed'}, {ranks}")
+    for group in groups:
+        count = "1 layer" if len(group.names) == 1 else f"{len(group.names)} layers"
+        output.show(f"\n{count}: {group.layers}", output.facts(_facts(group)))
+        if group.candidates:
+            output.show("", output.table(("candidate", "verdict", "reasons"), _rows(group.candidates), indent=2))
+    for note in notes:
+        output.show(f"\nnote: {note}")
+
+
+def _facts(group: _Group) -> list[tuple[str, str]]:
+    rows = [("problem", str(group.problem))]
+    if group.decision is None:
+        return [*rows, ("backend", "none"), ("why", group.failure)]
+    decision = group.decision
+    plan = decision.plan
+    sizes = f"hidden {plan.hidden_size}, intermediate {plan.intermediate_size}"
+    rows += [
+        ("backend", decision.backend),
+        ("why", f"{decision.why}: {decision.because}"),
+        ("numerics", str(decision.numerics)),
+        ("plan", f"{sizes}: {'; '.join(plan.notes) or 'as in the checkpoint'}"),
+    ]
+    return rows
+
+
+def _rows(candidates: tuple[Candidate, ...]) -> list[tuple[str, str, str]]:
+    rows = []
+    for candidate in candidates:
+        verdict = "accepted" if candidate.accepted else "rejected"
+        reasons = [str(reason) for reason in candidate.reasons] or [""]
+        rows.append((candidate.backend, verdict, reasons[0]))
+        rows += [("", "", reason) for reason in reasons[1:]]
+    return rows

@@ -1,0 +1,61 @@
+"""The entry point: finds the commands, and turns every error that is raised on purpose into one line and status 2."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from ..errors import OracleError
+from . import commands
+
+UNUSABLE = 2
+"""Exit status when the input cannot be used; also click's own for a wrong option."""
+
+app = typer.Typer(
+    name="vllm-moe-oracle",
+    help="Says which kernels vLLM's quantised mixture-of-experts layers get on a machine, and why.",
+    no_args_is_help=True,
+    add_completion=False,
+    # Plain help and usage errors: readable in a log, and rich is not imported for them.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"vllm-moe-oracle {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = (
+        False
+    ),
+) -> None:
+    pass
+
+
+for _module in pkgutil.iter_modules(commands.__path__):
+    app.command(_module.name)(importlib.import_module(f"{commands.__name__}.{_module.name}").command)
+
+
+def main() -> None:
+    """Runs the command line tool; ends the process with the command's exit status."""
+    try:
+        app(prog_name="vllm-moe-oracle")
+    except OracleError as error:
+        # One line: what tools and people grep for. A message's table, where it has one, belongs to the command.
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(UNUSABLE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Printing: JSON alone on standard output, or tables that stay readable without a terminal; remarks go to stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+
+def show(*parts: Any) -> None:
+    """Prints for people: no markup (names hold brackets), no escape codes unless standard output is a terminal."""
+    console = Console(markup=False, highlight=False, emoji=False)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    # rich fills every line of a table up to the width; a log does not want that.
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+
+
+def print_json(data: object) -> None:
+    """Writes data as JSON, indented, and nothing else, to standard output."""
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
+
+
+def remark(kind: str, text: str) -> None:
+    """One line to standard error: ``error: ...`` or ``note: ...``."""
+    print(f"{kind}: {' '.join(text.split())}", file=sys.stderr)
+
+
+def facts(rows: Iterable[tuple[str, str]], indent: int = 2) -> Table:
+    """Names and values in two columns; values are wrapped, never cut."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(" " * indent + name, Text(value))
+    return table
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]], indent: int = 0) -> Padding:
+    """A table whose last column takes the room that is left; cells are wrapped, never cut."""
+    made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
+    names = list(columns)
+    for name in names[:-1]:
+        made.add_column(name, overflow="fold")
+    made.add_column(names[-1], overflow="fold", ratio=1)
+    for row in rows:
+        made.add_row(*(Text(cell) for cell in row))
+    return Padding(made, (0, 0, 0, indent))

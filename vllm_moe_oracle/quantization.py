@@ -1,0 +1,444 @@
+"""What a checkpoint's quantisation config says about the experts of a layer: one small reader a family of configs.
+
+A reader takes the config once and returns a function from a layer's names to one of three answers: a `Scheme`; a
+`Foreign` format, which is quantised but none of ours; or None, when the layer's experts are left in the model's dtype.
+No reader needs torch or vLLM.
+
+The fields are those that vLLM reads; how each family matches names is written at its reader.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import translate
+from typing import Any
+
+from .errors import CheckpointError
+from .oracle.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A format that vLLM may know and this project does not.
+
+    Attributes:
+        format: its name as the checkpoint writes it.
+    """
+
+    format: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNames:
+    """What the experts of one layer are called.
+
+    Attributes:
+        modules: names of the experts' module: vLLM's first, then those that checkpoints use for the same.
+        projections: names of one expert's matrices; one tuple for each convention.
+    """
+
+    modules: tuple[str, ...]
+    projections: tuple[tuple[str, ...], ...]
+
+    def matrices(self) -> Iterable[tuple[str, ...]]:
+        """For every name and every convention, the full names of the matrices of expert 0."""
+        for module in self.modules:
+            for names in self.projections:
+                yield tuple(f"{module}.0.{name}" for name in names)
+
+    def match(self, matches: Callable[[str], bool]) -> bool:
+        """Whether the predicate holds for the module, or for every matrix of an expert."""
+        return any(map(matches, self.modules)) or any(all(map(matches, names)) for names in self.matrices())
+
+
+Answer = Scheme | Foreign | None
+SchemeOf = Callable[[LayerNames], Answer]
+
+
+def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
+    """The function that says what the experts of a layer are stored as.
+
+    Args:
+        config: the checkpoint's ``quantization_config``, or its ``hf_quant_config.json``.
+        where: file and field, for messages.
+
+    Raises:
+        CheckpointError: an unknown method, or a field that is missing or has a value that it cannot have.
+    """
+    method = _word(config, "quant_method", where).replace("_", "-")
+    nested = config.get("quantization")
+    producer = config.get("producer")
+    if not method and (
+        isinstance(nested, Mapping) or (isinstance(producer, Mapping) and producer.get("name") == "modelopt")
+    ):
+        # hf_quant_config.json, which older ModelOpt releases write, carries no quant_method.
+        method = "modelopt"
+    if not method:
+        raise CheckpointError("there is no quant_method", f"Known are {', '.join(METHODS)}", where)
+    if method not in METHODS:
+        rule = f"unknown quant_method {shown(config['quant_method'])}"
+        raise CheckpointError(rule, f"Known are {', '.join(METHODS)}", where)
+    return METHODS[method](config, where)
+
+
+# --- ModelOpt, and MiniMax's tag for the same tensors -----------------------------------------------------------------
+
+
+def _modelopt(config: Mapping[str, Any], where: str) -> SchemeOf:
+    """NVIDIA ModelOpt: fields at the top (config.json) or under ``quantization`` (hf_quant_config.json).
+
+    Exclusions are names or wildcards over modules; a name also excludes everything below it.
+    """
+    nested = config.get("quantization")
+    if nested is not None and not isinstance(nested, Mapping):
+        raise CheckpointError(f"quantization is {shown(nested)}, not an object", where=where)
+    fields = config if nested is None else nested
+    method = _word(config, "quant_method", where)
+    algo = _word(fields, "quant_algo", where).upper() or ("MXFP8" if method == "modelopt_mxfp8" else "")
+    excluded = _excluded(_names(fields, ("ignore", "exclude_modules", "ignored_layers"), where))
+    if algo == "MIXED_PRECISION":
+        return _modelopt_mixed(fields, excluded, where)
+    if not algo:
+        raise CheckpointError("there is no quant_algo", "ModelOpt writes it beside quant_method", where)
+    activations = _modelopt_activations(config, where)
+    scheme = _modelopt_scheme(algo, activations)
+    if isinstance(scheme, Foreign) and algo not in _MODELOPT_OTHERS:
+        known = ", ".join(("MXFP8", "MIXED_PRECISION", *_MODELOPT_OTHERS))
+        raise CheckpointError(f"unknown quant_algo {shown(algo)}", f"Known are {known}", where)
+    return lambda layer: None if layer.match(excluded) else scheme
+
+
+_MODELOPT_OTHERS = (
+    "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_BLOCK_SCALES", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ",
+    "W4A16_AWQ", "W4A8_AWQ", "W8A16", "W8A8_SQ_PER_CHANNEL", "MXFP4", "W4A8_MXFP4_FP8",
+)  # fmt: skip
+
+
+def _modelopt_scheme(algo: str, activations: ActivationPrecision) -> Scheme | Foreign:
+    if algo == "MXFP8":
+        return Scheme("mxfp8", 8, MX_BLOCK, "modelopt", activations=activations)
+    return Foreign(algo)
+
+
+def _modelopt_activations(config: Mapping[str, Any], where: str) -> ActivationPrecision:
+    """Newer releases list what they quantised in ``config_groups``; without it, ModelOpt's MXFP8 is W8A8."""
+    groups = _groups(config, where)
+    if groups and all("input_activations" in group and group["input_activations"] is None for group in groups):
+        return "16bit"
+    return "mxfp8"
+
+
+def _modelopt_mixed(fields: Mapping[str, Any], excluded: Callable[[str], bool], where: str) -> SchemeOf:
+    """One algorithm per module, by name, by the name of one of its matrices, or by a wildcard."""
+    recipes = fields.get("quantized_layers")
+    if not isinstance(recipes, Mapping) or not recipes:
+        raise CheckpointError("quant_algo MIXED_PRECISION needs an object quantized_layers", where=where)
+    algos: dict[str, str] = {}
+    for name, recipe in recipes.items():
+        if not isinstance(recipe, Mapping):
+            raise CheckpointError(f"quantized_layers.{name} is {shown(recipe)}, not an object", where=where)
+        algos[name] = _word(recipe, "quant_algo", where).upper()
+        if not algos[name]:
+            raise CheckpointError(f"quantized_layers.{name} has no quant_algo", where=where)
+    wildcards = [(re.compile(translate(name)), algo) for name, algo in algos.items() if _is_wildcard(name)]
+    below: dict[str, set[str]] = {}
+    for name, algo in algos.items():
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            below.setdefault(".".join(parts[:end]), set()).add(algo)
+
+    def of(layer: LayerNames) -> Answer:
+        if layer.match(excluded):
+            return None
+        found = _mixed_algos(layer, algos, below) or {
+            algo for expression, algo in wildcards if layer.match(_matches(expression))
+        }
+        if len(found) > 1:
+            rule = f"the matrices of one layer have different quant_algo: {', '.join(sorted(found))}"
+            raise CheckpointError(rule, where=f"{where}, {layer.modules[0]}")
+        return _modelopt_scheme(found.pop(), "mxfp8") if found else None
+
+    return of
+
+
+def _mixed_algos(layer: LayerNames, algos: Mapping[str, str], below: Mapping[str, set[str]]) -> set[str]:
+    """Algorithms under the layer's own name, below it, or under its matrices' names beside it (``mlp.gate_proj``)."""
+    for found in (
+        {algos[name] for name in layer.modules if name in algos},
+        {algo for name in layer.modules for algo in below.get(name, ())},
+    ):
+        if found:
+            return found
+    parents = [name.removesuffix("experts") for name in layer.modules]
+    beside = [f"{parent}{name}" for parent in parents for names in layer.projections for name in names]
+    return {algos[name] for name in beside if name in algos}
+
+
+def _mxfp8(config: Mapping[str, Any], where: str) -> SchemeOf:
+    """MiniMax's tag: ModelOpt's tensors, with the exclusions under ``ignored_layers``."""
+    return _modelopt({"quant_algo": "MXFP8", **config}, where)
+
+
+def _other_modelopt(config: Mapping[str, Any], where: str) -> SchemeOf:
+    return _modelopt({"quant_algo": "NVFP4", **config}, where)
+
+
+# --- compressed-tensors -----------------------------------------------------------------------------------------------
+
+
+def _compressed_tensors(config: Mapping[str, Any], where: str) -> SchemeOf:
+    """llm-compressor: groups of targets, each with its weights' and inputs' format.
+
+    A name in ``ignore`` or ``targets`` is a module's full name, or a regular expression after ``re:`` that matches from
+    the start; a target may also be a class, and ``Linear`` means experts too.
+    """
+    ignored = _compressed_predicate(_names(config, ("ignore",), where), where)
+    groups = []
+    for group in _groups(config, where):
+        targets = _names(group, ("targets",), where)
+        classes = {"Linear", "FusedMoE", "RoutedExperts"} & set(targets)
+        predicate = _compressed_predicate(targets, where)
+        groups.append((classes, predicate, _compressed_scheme(group, config.get("format"), where)))
+    if not groups:
+        raise CheckpointError("there are no config_groups", where=where)
+
+    def of(layer: LayerNames) -> Answer:
+        if layer.match(ignored):
+            return None
+        by_name = (scheme for _, predicate, scheme in groups if layer.match(predicate))
+        by_class = (scheme for classes, _, scheme in groups if classes)
+        return next(by_name, next(by_class, None))
+
+    return of
+
+
+def _compressed_predicate(names: Iterable[str], where: str) -> Callable[[str], bool]:
+    plain = {name for name in names if not name.startswith("re:")}
+    expressions = [_expression(name[3:], where) for name in names if name.startswith("re:")]
+    return lambda name: name in plain or any(expression.match(name) for expression in expressions)
+
+
+def _compressed_scheme(group: Mapping[str, Any], common_format: object, where: str) -> Answer:
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if weights is None:
+        return None
+    for name, part in (("weights", weights), ("input_activations", inputs)):
+        if part is not None and not isinstance(part, Mapping):
+            raise CheckpointError(f"config_groups: {name} is {shown(part)}, not an object", where=where)
+    kind, bits = _word(weights, "type", where), _integer(weights, "num_bits", where)
+    strategy = _word(weights, "strategy", where)
+    layout = str(group.get("format") or common_format or "")
+    group_size = -1 if strategy == "channel" else _integer(weights, "group_size", where, default=-1)
+    symmetric = _boolean(weights, "symmetric", where, default=True)
+    if kind == "float" and strategy == "group" and group_size == MX_BLOCK and symmetric:
+        # A float8 of groups of 32 whose scales are no e8m0 is not MX; 4-bit scales have no other type in vLLM.
+        if bits == 8 and _is_e8m0(weights.get("scale_dtype"), layout):
+            return Scheme("mxfp8", 8, MX_BLOCK, "compressed-tensors", activations=_compressed_activations(inputs))
+        if bits == 4:
+            return Scheme("mxfp4", 4, MX_BLOCK, "compressed-tensors", activations=_compressed_activations(inputs))
+    if kind == "int" and inputs is None and strategy in ("group", "channel") and layout == "pack-quantized":
+        orders: dict[object, ActOrder] = {None: "none", False: "none", "group": "group", True: "group"}
+        orders |= {"static": "static", "weight": "static"}
+        actorder = weights.get("actorder")
+        order = orders.get(actorder.lower() if isinstance(actorder, str) else actorder)
+        if order is None:
+            raise CheckpointError(f"config_groups: unknown actorder {shown(actorder)}", where=where)
+        return Scheme("wna16", bits, group_size, "compressed-tensors", not symmetric, order)
+    words = (layout or "compressed-tensors", f"{bits}-bit {kind or 'of no type'}", f"strategy {strategy or 'unknown'}")
+    return Foreign(" ".join(words))
+
+
+def _is_e8m0(scale_dtype: object, layout: str) -> bool:
+    # Either "torch.uint8" or "uint8"; the format's name is enough where a release left the type out.
+    return str(scale_dtype).removeprefix("torch.") == "uint8" or (scale_dtype is None and layout == "mxfp8-quantized")
+
+
+def _compressed_activations(inputs: Mapping[str, Any] | None) -> ActivationPrecision:
+    if inputs is None:
+        return "16bit"
+    if inputs.get("num_bits") == 4:
+        return "mxfp4"
+    return "mxfp8" if inputs.get("group_size") == MX_BLOCK else "fp8"
+
+
+# --- GPTQ and AWQ -----------------------------------------------------------------------------------------------------
+
+
+def _gptq(config: Mapping[str, Any], where: str) -> SchemeOf:
+    """AutoGPTQ and GPTQModel. ``dynamic`` overrides modules by regular expression; ``-:`` before it excludes them."""
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise CheckpointError(f"dynamic is {shown(dynamic)}, not an object", where=where)
+    rules = [
+        (_expression(pattern.removeprefix("-:").removeprefix("+:"), where), pattern.startswith("-:"), override)
+        for pattern, override in dynamic.items()
+    ]
+    scheme = _gptq_scheme(config, where)
+
+    def of(layer: LayerNames) -> Answer:
+        for expression, excludes, override in rules:
+            if layer.match(_matches(expression)):
+                if excludes or override is False:
+                    return None
+                if isinstance(override, Mapping):
+                    return _gptq_scheme({**config, **override}, where)
+        return scheme
+
+    return of
+
+
+def _gptq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
+    order: ActOrder = "group" if _boolean(config, "desc_act", where, default=False) else "none"
+    asymmetric = not _boolean(config, "sym", where, default=True)
+    bits, group = _integer(config, "bits", where), _integer(config, "group_size", where)
+    return Scheme("wna16", bits, group, "gptq", asymmetric, order)
+
+
+def _awq(config: Mapping[str, Any], where: str) -> SchemeOf:
+    """AutoAWQ; an entry of ``modules_to_not_convert`` excludes every module whose name holds it."""
+    bits = _integer(config, "w_bit" if "w_bit" in config else "bits", where)
+    group = _integer(config, "q_group_size" if "q_group_size" in config else "group_size", where)
+    scheme = Scheme("wna16", bits, group, "awq", zero_points=_boolean(config, "zero_point", where, default=True))
+    excluded = _names(config, ("modules_to_not_convert",), where)
+    return lambda layer: None if layer.match(lambda name: any(part in name for part in excluded)) else scheme
+
+
+# --- MXFP4 of gpt-oss -------------------------------------------------------------------------------------------------
+
+
+def _mxfp4(config: Mapping[str, Any], where: str) -> SchemeOf:
+    """gpt-oss: only experts are quantised, and ``modules_to_not_convert`` lists everything else."""
+    excluded = _excluded(_names(config, ("modules_to_not_convert", "ignored_layers"), where))
+    scheme = Scheme("mxfp4", 4, MX_BLOCK, "gpt_oss")
+    return lambda layer: None if layer.match(excluded) else scheme
+
+
+def _foreign(config: Mapping[str, Any], where: str) -> SchemeOf:
+    method = Foreign(str(config["quant_method"]))
+    return lambda layer: method
+
+
+METHODS: Mapping[str, Callable[[Mapping[str, Any], str], SchemeOf]] = {
+    "modelopt": _modelopt,
+    "modelopt-mxfp8": _modelopt,
+    "modelopt-mixed": _modelopt,
+    "modelopt-fp4": _other_modelopt,
+    "mxfp8": _mxfp8,
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
+    "mxfp4": _mxfp4,
+    "gpt-oss-mxfp4": _mxfp4,
+    # Formats that vLLM serves and that are none of ours: named, so that the answer is not "unknown".
+    "fp8": _foreign,
+    "fbgemm-fp8": _foreign,
+    "quark": _foreign,
+    "auto-round": _foreign,
+    "bitsandbytes": _foreign,
+    "experts-int8": _foreign,
+    "torchao": _foreign,
+}
+
+
+# --- fields -----------------------------------------------------------------------------------------------------------
+
+
+def _excluded(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """A predicate over names: a wildcard must match all of a name; a plain name, itself and everything below it.
+
+    A plain name may be abbreviated from the left (``mlp.experts``). It never matches part of a component:
+    ``model.layers.1`` excludes nothing of layer 10, and neither does ``model.layers.1*``, ModelOpt's way of writing a
+    module with everything below it.
+    """
+    plain: set[str] = set()
+    expressions: list[re.Pattern[str]] = []
+    for pattern in patterns:
+        stem = pattern.removesuffix("*")
+        if pattern.startswith("re:"):
+            expressions.append(_expression(pattern[3:], "exclusions"))
+        elif not _is_wildcard(stem) and stem[-1:].isdigit():
+            plain.add(stem)
+        elif _is_wildcard(pattern):
+            expressions.append(re.compile(translate(pattern)))
+        else:
+            plain.add(pattern)
+
+    def matches(name: str) -> bool:
+        # Lists of tens of thousands of names are usual: every run of components is looked up, no name is scanned.
+        parts = name.split(".")
+        runs = (".".join(parts[start:end]) for start in range(len(parts)) for end in range(start + 1, len(parts) + 1))
+        return any(run in plain for run in runs) or any(expression.match(name) for expression in expressions)
+
+    return matches
+
+
+def _matches(expression: re.Pattern[str]) -> Callable[[str], bool]:
+    return lambda name: expression.match(name) is not None
+
+
+def _is_wildcard(pattern: str) -> bool:
+    return any(sign in pattern for sign in "*?[")
+
+
+def shown(value: object) -> str:
+    """A value for a message: short, whatever a file holds."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _word(config: Mapping[str, Any], name: str, where: str) -> str:
+    value = config.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise CheckpointError(f"{name} is {shown(value)}, not a word", where=where)
+    return value.strip().lower()
+
+
+def _boolean(config: Mapping[str, Any], name: str, where: str, default: bool) -> bool:
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{name} is {shown(value)}, neither true nor false", where=where)
+    return value
+
+
+def _integer(config: Mapping[str, Any], name: str, where: str, default: int | None = None) -> int:
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not (value == -1 or 0 < value < 1 << 20):
+        raise CheckpointError(f"{name} is {shown(value)}, not a width or a group size", where=where)
+    return value
+
+
+def _names(config: Mapping[str, Any], fields: Iterable[str], where: str) -> list[str]:
+    """The lists of names under any of the fields, joined."""
+    names: list[str] = []
+    for field in fields:
+        value = config.get(field)
+        if value is None:
+            continue
+        if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+            raise CheckpointError(f"{field} is {shown(value)}, not a list of names", where=where)
+        names += value
+    return names
+
+
+def _groups(config: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+    groups = config.get("config_groups")
+    if groups is None:
+        return []
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise CheckpointError("config_groups is not an object of objects", where=where)
+    return list(groups.values())
+
+
+def _expression(pattern: str, where: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(f"{shown(pattern)} is no regular expression: {error}", where=where) from error
