@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from ..oracle.oracle import decide
 from ..oracle.problem import Scheme
 from ..oracle.registry import default_registry
 from . import engagement
+
+if TYPE_CHECKING:
+    from ..compat.adapter import Adapter
 
 _PROCESSED = "_already_called_process_weights_after_loading"
 """vLLM's own mark of a converted layer: its layer-wise reload takes it away before it converts fresh weights."""
@@ -77,6 +80,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
     moe: Any
     moe_kernel: Any
     moe_quant_config: Any
+    release: Adapter
 
     def decide(self, moe: Any, scheme: Scheme) -> None:
         """Decides which backend runs the layer, and says so.
@@ -90,14 +94,16 @@ class OracleMoEMethod(FusedMoEMethodBase):
             SettingError: a setting cannot be read.
         """
         FusedMoEMethodBase.__init__(self, moe)
+        # Kept, so that `apply` calls nothing that is cached: on a CPU the compiler traces through it.
+        self.release = adapter()
         layer, name = _under_construction.get() or (None, "")
-        chosen = settings.load(additional_config=adapter().additional_config())
+        chosen = settings.load(additional_config=self.release.additional_config())
         if chosen.activations == "16bit":
             scheme = dataclasses.replace(scheme, activations="16bit")
-        problem = adapter().problem(moe, layer, name or getattr(layer, "layer_name", ""), scheme)
+        problem = self.release.problem(moe, layer, name or getattr(layer, "layer_name", ""), scheme)
         self.decision = decide(problem, device.detect(), chosen, moe.moe_backend)
         self.backend = default_registry()[self.decision.backend]
-        self.experts_cls = adapter().experts_class(self.backend)
+        self.experts_cls = self.release.experts_class(self.backend)
         engagement.decided(self.decision, chosen)
 
     @property
@@ -135,7 +141,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             return
         problem, plan = self.decision.problem, self.decision.plan
         scheme = schemes.module(problem.scheme.name)
-        parameters = dict(adapter().parameters(layer))
+        parameters = dict(self.release.parameters(layer))
         canonical = scheme.read(parameters, problem)
         names = {
             canonical_name: name for name, canonical_name in scheme.PARAMETERS.items() if canonical_name in canonical
@@ -151,9 +157,11 @@ class OracleMoEMethod(FusedMoEMethodBase):
                 before[name].copy_(tensor)
         if self.moe_kernel is None:
             tensors = LayerTensors(layer, names)
-            self.moe_quant_config = adapter().quant_config(problem, tensors)
-            experts = self.backend.experts(tensors, problem, plan, _Builder(self.moe, self.moe_quant_config))
-            self.moe_kernel = adapter().kernel(self.moe, self.moe_quant_config, layer, experts)
+            self.moe_quant_config = self.release.quant_config(problem, tensors)
+            experts = self.backend.experts(
+                tensors, problem, plan, _Builder(self.release, self.moe, self.moe_quant_config)
+            )
+            self.moe_kernel = self.release.kernel(self.moe, self.moe_quant_config, layer, experts)
         setattr(layer, _PROCESSED, True)
         engagement.converted(self.decision)
 
@@ -163,7 +171,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             problem = self.decision.problem
             scheme = schemes.module(problem.scheme.name)
             names = {canonical: name for name, canonical in scheme.PARAMETERS.items() if hasattr(layer, name)}
-            return adapter().quant_config(problem, LayerTensors(layer, names))
+            return self.release.quant_config(problem, LayerTensors(layer, names))
         return self.moe_quant_config
 
     @property
@@ -175,13 +183,13 @@ class OracleMoEMethod(FusedMoEMethodBase):
         """Runs the experts on routed tokens; `x` is `[M, hidden]`."""
         kernel = self._ready(layer)
         extra = dict(zip(("shared_experts", "shared_experts_input"), args, strict=False)) | kwargs
-        return adapter().apply(kernel, layer, x, topk_weights, topk_ids, extra)
+        return self.release.apply(kernel, layer, x, topk_weights, topk_ids, extra)
 
     def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Routes tokens and runs the experts in one kernel; `x` is `[M, hidden]`, `router_logits` `[M, experts]`."""
         kernel = self._ready(layer)
         extra = dict(zip(("input_ids",), args, strict=False)) | kwargs
-        return adapter().apply_monolithic(kernel, layer, x, router_logits, extra)
+        return self.release.apply_monolithic(kernel, layer, x, router_logits, extra)
 
     def _ready(self, layer: Any) -> Any:
         if self.moe_kernel is None:
@@ -193,17 +201,18 @@ class OracleMoEMethod(FusedMoEMethodBase):
 class _Builder:
     """vLLM's side of making experts; see `vllm_moe_oracle.backends.Builder`."""
 
-    def __init__(self, moe: Any, quant_config: Any) -> None:
+    def __init__(self, release: Adapter, moe: Any, quant_config: Any) -> None:
+        self._release = release
         self._moe = moe
         self._quant_config = quant_config
 
     def from_function(self, forward: Forward) -> Any:
         """Experts over a plain function."""
-        return adapter().function_experts(self._moe, self._quant_config, forward)
+        return self._release.function_experts(self._moe, self._quant_config, forward)
 
     def stock(self, class_name: str, **kwargs: Any) -> Any:
         """An instance of vLLM's own expert class of that name."""
-        return adapter().stock_experts(class_name, self._moe, self._quant_config, **kwargs)
+        return self._release.stock_experts(class_name, self._moe, self._quant_config, **kwargs)
 
 
 def _kind(tensor: Tensor) -> str:

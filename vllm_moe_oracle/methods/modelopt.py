@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.model_executor.layers.quantization import modelopt as stock
+from vllm.platforms import current_platform
 
 from ..oracle.problem import MX_BLOCK, Scheme
 from .base import OracleMoEMethod, under_construction
@@ -27,6 +29,12 @@ class ModelOptMxFp8Config(stock.ModelOptMxFp8Config):
     """The stock config with this project's MoE method; everything else in the checkpoint stays the stock classes'."""
 
     FusedMoEMethodCls = ModelOptMxFp8FusedMoE
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Dtypes of the model. On a CPU, where both the experts and vLLM's linear layers are emulated, also float16 and
+        float32."""
+        supported = list(super().get_supported_act_dtypes())
+        return [*supported, torch.float16, torch.float32] if current_platform.is_cpu() else supported
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method for a layer; see the stock class."""
