@@ -97,14 +97,17 @@ class Backend(ABC):
     def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
         """Kernel tensors of one expert from its canonical ones.
 
+        Called once with meta tensors before weights are loaded, to learn the storage that the layer needs, and once for
+        each expert afterwards: no shape, and no branch, may depend on values.
+
         Args:
             expert: canonical tensors of one expert, without the leading expert dimension. Not modified.
             problem: the layer.
             plan: this backend's own plan for it.
 
         Returns:
-            Tensors under the same names, of the same shape and dtype for every expert. A tensor that the kernel takes
-            as it is may be the very one that came in.
+            Tensors by name, of the same shape and dtype for every expert. One that the kernel takes as it is may be the
+            very one that came in. What the kernel does not need is left out; names that were not there are added.
         """
 
     @abstractmethod
