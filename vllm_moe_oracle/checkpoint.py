@@ -17,7 +17,7 @@ from typing import Any
 
 from .errors import CheckpointError
 from .oracle.problem import Activation, Parallel, Problem, Routing, Scheme
-from .quantization import Foreign, LayerNames, reader, shown
+from .quantization import Foreign, LayerNames, reader, shown, vllm_name
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 TOP_K = (
@@ -83,12 +83,14 @@ class Layers:
         problems: one for each layer whose experts are stored in a scheme that this project reads, in order.
         unquantised: names of layers whose experts the quantisation config leaves out.
         foreign: names of layers whose experts are quantised in another format, with the format.
+        method: vLLM's name for the checkpoint's quantisation, e.g. ``modelopt_mxfp8``.
         notes: what a reader of the answer should know about how it was made, one sentence each.
     """
 
     problems: tuple[Problem, ...]
     unquantised: tuple[str, ...]
     foreign: Mapping[str, str]
+    method: str
     notes: tuple[str, ...]
 
 
@@ -163,7 +165,8 @@ def layers(config: Config, tp: int = 1, expert_parallel: bool = False) -> Layers
         formats = ", ".join(dict.fromkeys(foreign.values()))
         rule = f"its experts are stored as {formats}, which this release does not read"
         raise CheckpointError(rule, "It reads MXFP8, MXFP4 and 16-bit-activation integer formats", where)
-    return Layers(tuple(problems), tuple(unquantised), foreign, tuple(_notes(config, unquantised, foreign)))
+    notes = tuple(_notes(config, unquantised, foreign))
+    return Layers(tuple(problems), tuple(unquantised), foreign, vllm_name(config.quantization[0]), notes)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

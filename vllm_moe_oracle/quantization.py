@@ -67,20 +67,32 @@ def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
     Raises:
         CheckpointError: an unknown method, or a field that is missing or has a value that it cannot have.
     """
-    method = _word(config, "quant_method", where).replace("_", "-")
-    nested = config.get("quantization")
-    producer = config.get("producer")
-    if not method and (
-        isinstance(nested, Mapping) or (isinstance(producer, Mapping) and producer.get("name") == "modelopt")
-    ):
-        # hf_quant_config.json, which older ModelOpt releases write, carries no quant_method.
-        method = "modelopt"
+    method = _method(config, where)
     if not method:
         raise CheckpointError("there is no quant_method", f"Known are {', '.join(METHODS)}", where)
     if method not in METHODS:
         rule = f"unknown quant_method {shown(config['quant_method'])}"
         raise CheckpointError(rule, f"Known are {', '.join(METHODS)}", where)
     return METHODS[method](config, where)
+
+
+def _method(config: Mapping[str, Any], where: str) -> str:
+    """The quant_method, with hyphens. hf_quant_config.json, which older ModelOpt releases write, carries none."""
+    method = _word(config, "quant_method", where).replace("_", "-")
+    producer = config.get("producer")
+    by_modelopt = isinstance(producer, Mapping) and producer.get("name") == "modelopt"
+    return "modelopt" if not method and (by_modelopt or isinstance(config.get("quantization"), Mapping)) else method
+
+
+def vllm_name(config: Mapping[str, Any]) -> str:
+    """vLLM's name for the quantisation of a config that `reader` took."""
+    method = _method(config, "")
+    if not method.startswith("modelopt"):
+        return method
+    nested = config.get("quantization")
+    algo = _word(nested if isinstance(nested, Mapping) else config, "quant_algo", "").upper()
+    names = {"MXFP8": "modelopt_mxfp8", "": method.replace("-", "_"), "MIXED_PRECISION": "modelopt_mixed"}
+    return names.get(algo, "modelopt_fp4" if "NVFP4" in algo else "modelopt")
 
 
 # --- ModelOpt, and MiniMax's tag for the same tensors -----------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,7 +67,7 @@ def command(
     layers = checkpoint.layers(checkpoint.read(path), tp, ep)
     _check_all_used(chosen, layers)
     groups = _groups([_as_asked(problem, chosen) for problem in layers.problems], machine, chosen, moe_backend)
-    notes = [*layers.notes, *_notes(chosen)]
+    notes = [*layers.notes, *_notes(chosen, layers.method, groups)]
     if as_json:
         output.print_json({"vllm": _vllm(machine), "device": machine, "groups": [group.to_json() for group in groups]})
         for group in groups:
@@ -155,7 +156,6 @@ def _check_all_used(settings: Settings, layers: Layers) -> None:
     """Refuses settings that would change nothing, which a misspelt name and a stale expression both do."""
     from ...checkpoint import compact
     from ...errors import SettingError
-    from ...oracle.registry import default_registry
 
     found = [problem.layer for problem in layers.problems]
     for override in settings.overrides:
@@ -163,11 +163,6 @@ def _check_all_used(settings: Settings, layers: Layers) -> None:
             rule = f"override {override.pattern!r} matches none of the {len(found)} quantised MoE layers"
             remedy = f"They are {compact(found)}" if found else ""
             raise SettingError(rule, remedy, settings.source("overrides"))
-    known = {backend.name for backend in default_registry()} | set(default_registry().broken)
-    for name in settings.disable:
-        if name not in known:
-            remedy = f"There are {', '.join(sorted(known))}"
-            raise SettingError(f"{name!r} is no backend", remedy, settings.source("disable"))
 
 
 def _groups(problems: list[Problem], device: Device, settings: Settings, moe_backend: str) -> list[_Group]:
@@ -193,10 +188,14 @@ def _groups(problems: list[Problem], device: Device, settings: Settings, moe_bac
     return list(groups.values())
 
 
-def _notes(settings: Settings) -> list[str]:
-    if settings.enabled:
-        return []
-    return [f"the plugin is switched off by {settings.source('enabled')}: vLLM would choose by itself"]
+def _notes(settings: Settings, method: str, groups: list[_Group]) -> Iterator[str]:
+    """Why a server would not do what this answer says, where that is known."""
+    from ...methods import CONFIGS
+
+    if not settings.enabled:
+        yield f"the plugin is switched off by {settings.source('enabled')}: vLLM would choose by itself"
+    elif method not in CONFIGS and any(group.decision for group in groups):
+        yield f"this release's plugin does not serve vLLM's {method} checkpoints yet: vLLM would choose by itself"
 
 
 def _vllm(device: Device) -> str | None:

@@ -1,0 +1,142 @@
+"""`status`: what is installed, whether the plugin serves it, with which settings, methods, patches and backends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ...plugin import PluginState
+    from ...settings import Settings
+
+
+def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Say what is installed, whether the plugin is active, and with which settings, methods, patches and backends.
+
+    The plugin is registered in this process as vLLM would do it, so this takes as long as importing vLLM's parts.
+    "device" of the JSON can be handed to explain --device on another machine.
+
+    \b
+    Examples:
+      vllm-moe-oracle status
+      vllm-moe-oracle status --json > here.json
+
+    \b
+    Exit status:
+      0  the report was made, whether or not the plugin is active
+      2  a setting has an unknown name or a value that it cannot take
+    """
+    from ... import settings
+    from ...errors import SettingError
+    from .. import output
+    from ..main import UNUSABLE
+
+    chosen, error = None, ""
+    try:
+        chosen = settings.load()
+    except SettingError as problem:
+        error = str(problem)
+    report = _report(chosen)
+    if as_json:
+        output.print_json(report)
+    else:
+        _print(report)
+    if error:
+        output.remark("error", error)
+        raise typer.Exit(UNUSABLE)
+
+
+def _report(chosen: Settings | None) -> dict[str, Any]:
+    from ... import device, settings
+    from ...oracle.registry import default_registry
+
+    state = _plugin()
+    registry = default_registry()
+    return {
+        "versions": _versions(),
+        "plugin": state,
+        "settings": None
+        if chosen is None
+        else {
+            name: {"value": getattr(chosen, name), "source": chosen.source(name), "help": field.metadata["help"]}
+            for name, field in settings.FIELDS.items()
+        },
+        "backends": [
+            {"name": backend.name, "schemes": backend.schemes, "origin": registry.origin(backend.name)}
+            for backend in registry
+        ],
+        "broken_backends": registry.broken,
+        "device": device.detect(),
+        # Nothing is measured yet, so nothing is kept.
+        "cache": None,
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    """Versions by name; None for what is not installed."""
+    import platform
+    from importlib import metadata
+
+    from ... import __version__
+    from ...device import installed_packages
+
+    installed = installed_packages()
+    try:
+        triton: str | None = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = None
+    return {
+        "vllm-moe-oracle": __version__,
+        "vllm": installed.get("vllm"),
+        "torch": installed.get("torch"),
+        "triton": triton,
+        "python": platform.python_version(),
+    }
+
+
+def _plugin() -> PluginState:
+    """Registers the plugin here, as vLLM does in its processes, and says what came of it."""
+    import contextlib
+    import sys
+
+    from ... import plugin
+
+    # vLLM's logger writes to standard output, which belongs to the report. With the setting strict, a stand-down is
+    # raised; its reason is in the state all the same.
+    with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(Exception):
+        plugin.register()
+    return plugin.state()
+
+
+def _print(report: dict[str, Any]) -> None:
+    from .. import output
+
+    state: PluginState = report["plugin"]
+    output.show(output.facts(((name, version or "not installed") for name, version in report["versions"].items()), 0))
+    facts = [
+        ("plugin", f"{'active' if state.active else 'not active'}: {state.reason}"),
+        ("methods", ", ".join(state.methods) or "none"),
+        ("patches", ", ".join(state.patches) or "none"),
+        ("device", str(report["device"])),
+        ("cache", report["cache"] or "none"),
+    ]
+    output.show("", output.facts(facts, 0), "")
+    if report["settings"] is not None:
+        rows = [(name, _shown(setting["value"]), setting["source"]) for name, setting in report["settings"].items()]
+        output.show(output.table(("setting", "value", "from"), rows), "")
+    backends = [(backend["name"], ", ".join(backend["schemes"]), backend["origin"]) for backend in report["backends"]]
+    backends += [(name, "broken", reason) for name, reason in report["broken_backends"].items()]
+    output.show(output.table(("backend", "schemes", "from"), backends))
+
+
+def _shown(value: object) -> str:
+    """A setting's value as it would be written."""
+    from ...oracle.overrides import Override
+
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    if isinstance(value, tuple):
+        parts = [f"re:{item.pattern}={item.backend}" if isinstance(item, Override) else str(item) for item in value]
+        return (";" if any(isinstance(item, Override) for item in value) else ",").join(parts) or "none"
+    return str(value) or "none"
