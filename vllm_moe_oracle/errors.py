@@ -25,7 +25,10 @@ class OracleError(Exception):
 
     def __str__(self) -> str:
         message = f"{self.where}: {self.rule}" if self.where else self.rule
-        return f"{message}. {self.remedy}" if self.remedy else message
+        if not self.remedy:
+            return message.rstrip("\n")
+        # A table closes with a line break of its own.
+        return f"{message}{'' if message.endswith(chr(10)) else '. '}{self.remedy}"
 
     def __reduce__(self) -> tuple[type[OracleError], tuple[str, str, str]]:
         # vLLM sends a worker's exception to the engine by pickle; the default would drop remedy and where.

@@ -63,7 +63,7 @@ def _overrides(value: object, where: str) -> tuple[Override, ...]:
     if isinstance(value, str):
         value = [part for part in value.split(";") if part.strip()]
     if isinstance(value, Mapping):
-        pairs = [(str(pattern), str(backend)) for pattern, backend in value.items()]
+        pairs = [(_name(pattern, where), _name(backend, where)) for pattern, backend in value.items()]
     elif isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
         # The last "=" separates: an expression may hold one, a backend's name does not.
         pairs = [(before, after) for before, _, after in (str(part).rpartition("=") for part in value)]
@@ -174,17 +174,16 @@ def load(
                 raise _unknown(key, sorted(variables), "environment")
             put(variables[key], value, f"environment variable {key}")
 
-    for name, value in _section(additional_config).items():
-        where = f"--additional-config {SECTION}.{name}"
+    for name, setting in _section(additional_config).items():
         if name not in FIELDS:
-            raise _unknown(name, sorted(FIELDS), f"--additional-config {SECTION}")
-        put(name, value, where)
+            raise _unknown(str(name), sorted(FIELDS), f"--additional-config {SECTION}")
+        put(name, setting, f"--additional-config {SECTION}.{name}")
 
     for name, word in (assignments or {}).items():
         if name not in FIELDS:
             raise _unknown(name, sorted(FIELDS), "--set")
         put(name, word, f"--set {name}")
-    return Settings(**values, sources=MappingProxyType(sources))
+    return Settings(**values, sources=sources)
 
 
 def _section(additional_config: object) -> Mapping[str, object]:

@@ -105,7 +105,11 @@ def _device_reasons(limits: Limits, device: Device) -> list[Reason]:
     reasons = []
     if device.kind not in limits.devices:
         reasons.append(Reason("device", f"runs on {_joined(limits.devices)}, this is {device}"))
-    elif device.kind == "cuda" and limits.capabilities and not any(low <= device.capability < high for low, high in limits.capabilities):
+    elif (
+        device.kind == "cuda"
+        and limits.capabilities
+        and not any(low <= device.capability < high for low, high in limits.capabilities)
+    ):
         detail = f"needs compute capability {_spans(limits.capabilities)}; {device.name} has sm_{device.capability}"
         reasons.append(Reason("capability", detail))
     for package, lowest in limits.packages.items():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from .problem import Problem
 
 Why = Literal["user", "override", "measured", "estimate"]
@@ -28,8 +30,8 @@ class Reason:
         return f"{self.detail} ({self.remedy})" if self.remedy else self.detail
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+# Structs with a tag, where everything else here is a dataclass: a JSON reader has to tell the two verdicts apart.
+class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
     """The candidate can run the layer."""
 
     @property
@@ -38,8 +40,7 @@ class Accepted:
         return ()
 
 
-@dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     """The candidate cannot run the layer; `reasons` holds every rule that fails, not the first."""
 
     reasons: tuple[Reason, ...]
@@ -138,6 +139,8 @@ class Decision:
 
 def table(candidates: tuple[Candidate, ...]) -> str:
     """All candidates with all their reasons, as plain lines for an error message or a log."""
+    if not candidates:
+        return "  none: no backend knows the scheme"
     width = max((len(candidate.backend) for candidate in candidates), default=0)
     lines = []
     for candidate in candidates:

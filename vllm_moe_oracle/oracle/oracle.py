@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..backends import Backend
-from ..errors import NoBackendError
+from ..errors import NoBackendError, SettingError
 from ..settings import AUTO, Settings
 from .decision import Accepted, Candidate, Decision, Reason, Rejected, Why, table
 from .overrides import first_match
@@ -25,8 +25,17 @@ class _Wish:
 def candidates(
     problem: Problem, device: Device, settings: Settings, registry: Registry | None = None
 ) -> tuple[Candidate, ...]:
-    """The verdict of every backend that knows the problem's scheme: accepted ones first, each part in static order."""
+    """The verdict of every backend that knows the problem's scheme: accepted ones first, each part in static order.
+
+    Raises:
+        SettingError: the setting `disable` names something that is no backend.
+    """
     registry = registry if registry is not None else default_registry()
+    unknown = [name for name in settings.disable if name not in registry and name not in registry.broken]
+    if unknown:
+        rule = f"{', '.join(map(repr, unknown))} cannot be disabled: there is no such backend"
+        remedy = f"Valid are {', '.join(sorted(backend.name for backend in registry))}"
+        raise SettingError(rule, remedy, settings.source("disable"))
     judged = [_judge(backend, problem, device, settings) for backend in registry.for_scheme(problem.scheme.name)]
     return tuple(sorted(judged, key=lambda candidate: (not candidate.accepted, candidate.rank, candidate.backend)))
 
@@ -53,6 +62,7 @@ def decide(
     Raises:
         NoBackendError: no backend can run the layer, or the one that was chosen explicitly cannot (and
             ``on_unavailable`` is not ``fallback``). The message holds every candidate's every reason.
+        SettingError: the setting `disable` names something that is no backend.
     """
     registry = registry if registry is not None else default_registry()
     judged = candidates(problem, device, settings, registry)
@@ -63,35 +73,44 @@ def decide(
         chosen = next((candidate for candidate in named if candidate.accepted), None)
         if chosen is not None:
             return _decision(chosen, wish.why, wish.by, judged, problem, device, registry)
-        error = _unavailable(wish, named, judged, problem, device, registry)
+        rule = _unavailable(wish, named, problem, device, registry)
         if settings.on_unavailable == "error":
-            raise error
-        note = f", after {wish.name} ({wish.by}) could not be used: {error.rule}"
+            remedy = _way_out(judged)
+            if any(candidate.accepted for candidate in judged):
+                remedy = "Choose an accepted one, or auto, or set on_unavailable=fallback"
+            rule = f"{rule}\nEvery candidate for {problem}:\n{table(judged)}\n"
+            raise NoBackendError(rule, remedy, problem.layer, judged)
+        note = f"; not what was asked for: {rule}"
     chosen = next((candidate for candidate in judged if candidate.accepted), None)
     if chosen is None:
-        rule = f"no backend can run {problem.scheme.name} experts here: {problem}; on {device}"
+        rule = f"no backend can run {problem.scheme.name} experts here: {problem}; on {device}{note}"
         raise NoBackendError(f"{rule}\n{table(judged)}\n", _way_out(judged), problem.layer, judged)
     because = f"first in the order of the newest stock vLLM that can run here{note}"
     return _decision(chosen, "estimate", because, judged, problem, device, registry)
 
 
 def _judge(backend: Backend, problem: Problem, device: Device, settings: Settings) -> Candidate:
-    reasons = list(backend.check(problem, device).reasons)
+    try:
+        reasons = list(backend.check(problem, device).reasons)
+        consumed, declared = backend.activations(problem), problem.scheme.activations
+        rank = backend.estimate(problem, device)
+    except Exception as error:  # a stranger's backend must not take the others down
+        reason = Reason("defect", f"asking it failed with {type(error).__name__}: {error}")
+        return Candidate(backend.name, Rejected((reason,)), 0.0)
     if backend.name in settings.disable:
         detail = f"disabled by {settings.source('disable')}"
         reasons.append(Reason("disabled", detail, "take it out of the setting disable"))
-    consumed, declared = backend.activations(problem), problem.scheme.activations
     if consumed not in ("16bit", declared) and not settings.allow_activation_quantization:
         detail = f"would quantise activations to {consumed}; the layer's are {declared}"
         reasons.append(Reason("activation_quantization", detail, "set allow_activation_quantization to allow it"))
     verdict = Rejected(tuple(reasons)) if reasons else Accepted()
-    return Candidate(backend.name, verdict, backend.estimate(problem, device))
+    return Candidate(backend.name, verdict, rank)
 
 
 def _wish(problem: Problem, settings: Settings, moe_backend: str) -> _Wish | None:
     override = first_match(settings.overrides, problem.layer)
     if override is not None and override.backend != AUTO:
-        by = f"override {override.pattern!r} from {settings.source('overrides')}"
+        by = f"override re:{override.pattern} from {settings.source('overrides')}"
         return _Wish(override.backend, "override", by)
     if override is None and settings.backend != AUTO:
         over = f", which goes before --moe-backend {moe_backend}" if moe_backend not in (AUTO, settings.backend) else ""
@@ -107,25 +126,18 @@ def _named(name: str, judged: tuple[Candidate, ...], registry: Registry) -> list
     return own or [candidate for candidate in judged if name in registry[candidate.backend].vllm_names]
 
 
-def _unavailable(
-    wish: _Wish,
-    named: list[Candidate],
-    judged: tuple[Candidate, ...],
-    problem: Problem,
-    device: Device,
-    registry: Registry,
-) -> NoBackendError:
+def _unavailable(wish: _Wish, named: list[Candidate], problem: Problem, device: Device, registry: Registry) -> str:
+    """Why the explicit choice cannot be followed, in one line."""
     scheme = problem.scheme.name
     if named:
         reasons = "; ".join(str(reason) for candidate in named for reason in candidate.reasons)
-        rule = f"{wish.name} ({wish.by}) cannot run this layer on {device}: {reasons}"
-    elif wish.name in registry.broken:
-        rule = f"{wish.name} ({wish.by}) could not be loaded: {registry.broken[wish.name]}"
-    else:
-        valid = ", ".join([AUTO, *registry.names(scheme)])
-        rule = f"{wish.name} ({wish.by}) is no backend for {scheme} experts; valid are {valid}"
-    remedy = "Choose an accepted one, or auto, or set on_unavailable=fallback"
-    return NoBackendError(f"{rule}\nEvery candidate for {problem}:\n{table(judged)}\n", remedy, problem.layer, judged)
+        return f"{wish.name} ({wish.by}) cannot run this layer on {device}: {reasons}"
+    if wish.name in registry.broken:
+        return f"{wish.name} ({wish.by}) could not be loaded: {registry.broken[wish.name]}"
+    valid = ", ".join([AUTO, *registry.names(scheme)])
+    rule = f"{wish.name} ({wish.by}) is no backend for {scheme} experts; valid are {valid}"
+    # An entry point need not have the name of its backend.
+    return f"{rule}; entry points that could not be loaded: {', '.join(registry.broken)}" if registry.broken else rule
 
 
 def _way_out(judged: tuple[Candidate, ...]) -> str:

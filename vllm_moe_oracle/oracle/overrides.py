@@ -42,8 +42,8 @@ def parse(pattern: str, backend: str, where: str) -> Override:
         raise SettingError("an override needs a pattern and a backend", r"Write re:layers\.[0-9]\.=marlin", where)
     try:
         re.compile(pattern)
-    except re.error as error:
-        raise SettingError(f"{pattern!r} is no regular expression: {error}", where=where) from error
+    except (re.error, OverflowError, RecursionError) as error:
+        raise SettingError(f"re:{pattern} is no regular expression: {error}", where=where) from error
     return Override(pattern, backend.strip())
 
 

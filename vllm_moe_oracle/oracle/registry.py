@@ -12,10 +12,12 @@ import pkgutil
 from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from typing import get_args
 
 from .. import backends as builtin_package
-from ..backends import Backend
+from ..backends import Backend, Limits
 from ..errors import RegistryError
+from ..settings import AUTO
 from .problem import SchemeName
 
 ENTRY_POINT_GROUP = "vllm_moe_oracle.backends"
@@ -54,6 +56,7 @@ class Registry:
         missing = [name for name in ("name", "schemes", "limits") if not hasattr(backend, name)]
         if missing:
             raise RegistryError(f"the backend does not set {', '.join(missing)}", where=origin)
+        _require_usable(backend, origin)
         if backend.name in self._backends:
             rule = f"the name {backend.name!r} is taken by {self._origin[backend.name]}"
             raise RegistryError(rule, "Choose another name", origin)
@@ -66,7 +69,8 @@ class Registry:
             origin = f"entry point {point.name!r} = {point.value}"
             try:
                 self.add(point.load(), origin)
-            except Exception as error:  # a stranger's import can raise anything; recorded, shown, raised when chosen
+            # A stranger's import can raise anything; it is recorded, shown, and raised when chosen.
+            except (Exception, SystemExit) as error:
                 self.broken[point.name] = f"{type(error).__name__}: {error}"
 
     def __getitem__(self, name: str) -> Backend:
@@ -92,6 +96,23 @@ class Registry:
     def names(self, scheme: SchemeName) -> list[str]:
         """Every name that selects a backend of the scheme: its own and vLLM's, sorted."""
         return sorted({name for backend in self.for_scheme(scheme) for name in (backend.name, *backend.vllm_names)})
+
+
+def _require_usable(backend: Backend, origin: str) -> None:
+    """Refuses what would be found by accident or never: a lone string's letters, the name that means no choice."""
+    if not isinstance(backend.name, str) or not backend.name.strip() or backend.name == AUTO:
+        raise RegistryError(f"{backend.name!r} cannot be a backend's name", where=origin)
+    known = get_args(SchemeName)
+    lists: dict[str, object] = {"schemes": backend.schemes, "vllm_names": backend.vllm_names}
+    for field, words in lists.items():
+        if not isinstance(words, tuple) or not all(isinstance(word, str) for word in words):
+            raise RegistryError(f"{field} is {words!r}", f"Write a tuple of names: {field} = (...,)", origin)
+    unknown = [scheme for scheme in backend.schemes if scheme not in known]
+    if unknown or not backend.schemes:
+        rule = f"schemes holds {', '.join(unknown) or 'nothing'}; valid are {', '.join(known)}"
+        raise RegistryError(rule, where=origin)
+    if not isinstance(backend.limits, Limits):
+        raise RegistryError(f"limits is {type(backend.limits).__name__}, expected Limits", where=origin)
 
 
 def discover(points: Iterable[EntryPoint] = ()) -> Registry:

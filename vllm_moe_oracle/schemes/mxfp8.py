@@ -62,8 +62,12 @@ def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor
         problem: the layer, whose shapes the tensors must have.
 
     Raises:
-        CheckpointError: a tensor is missing, has the wrong dtype or shape, or a scale is the NaN code 255.
+        CheckpointError: a tensor is missing, has the wrong dtype or shape, a scale is the NaN code 255, or the rows of
+            the first product alternate gate and up, which no MXFP8 checkpoint is known to do.
     """
+    if problem.activation.interleaved:
+        rule = "the rows of w13_weight alternate gate and up; MXFP8 is read as gate rows, then up rows"
+        raise CheckpointError(rule, where=problem.layer)
     names = {canonical: name for name, canonical in PARAMETERS.items()}
     found = {}
     for canonical, shape in shapes(problem).items():
@@ -72,7 +76,7 @@ def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor
         if tensor is None:
             remedy = f"The layer's parameters are {', '.join(sorted(parameters))}"
             raise CheckpointError(f"{name} is missing", remedy, problem.layer)
-        expected = _dtypes(canonical, tensor)
+        expected = _dtypes(canonical)
         if tensor.dtype not in expected:
             words = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected)
             raise CheckpointError(f"{name} is {tensor.dtype}, MXFP8 stores it as {words}", where=problem.layer)
@@ -87,9 +91,9 @@ def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor
     return found
 
 
-def _dtypes(canonical: str, tensor: Tensor) -> tuple[torch.dtype, ...]:
+def _dtypes(canonical: str) -> tuple[torch.dtype, ...]:
     if canonical.endswith("_bias"):
-        return (tensor.dtype,) if tensor.dtype.is_floating_point else (torch.bfloat16, torch.float16, torch.float32)
+        return (torch.bfloat16, torch.float16, torch.float32)
     return (torch.uint8,) if canonical.endswith("_scale") else (torch.float8_e4m3fn,)
 
 
@@ -170,8 +174,10 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32
         `[..., K]`. Allocates the result and float32 scales, nothing else as large as the result for float32.
     """
     work = torch.float64 if dtype == torch.float64 else torch.float32
+    # Scales first: their temporaries are gone before the large tensor is there.
+    factors = scale_values(scales).to(work).unsqueeze(-1)
     values = codes.to(work)
-    _blocks(values).mul_(scale_values(scales).to(work).unsqueeze(-1))
+    _blocks(values).mul_(factors)
     return values.to(dtype)
 
 
