@@ -84,7 +84,7 @@ def read(path: Path) -> Device:
         device = msgspec.convert(inner, Device)
     except OSError as error:
         raise SettingError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise SettingError(f"is no device: {error}", 'It needs at least "kind" and "name"', str(path)) from error
     valid = [field.name for field in dataclasses.fields(Device)]
     unknown = [key for key in inner if key not in valid]

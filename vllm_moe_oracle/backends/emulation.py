@@ -149,7 +149,7 @@ def _work(slots: Tensor, topk_weights: Tensor, experts: int) -> Iterator[tuple[i
         token = torch.arange(slots.shape[0], device=slots.device)
         for slot in range(experts):
             mine = slots == slot
-            weight = (topk_weights * mine).sum(-1, keepdim=True, dtype=torch.float32)
+            weight = topk_weights.masked_fill(~mine, 0.0).sum(-1, keepdim=True, dtype=torch.float32)
             yield slot, token, weight, mine.any(-1, keepdim=True)
         return
     present = torch.unique(slots)

@@ -1,0 +1,138 @@
+"""Shard arithmetic: properties, and the words that users read."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from cases import INT4_G128, MXFP8, problem
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from vllm_moe_oracle.oracle.planner import (
+    cut_in_words,
+    group_reasons,
+    padded,
+    round_up,
+    scale_group,
+    ways_out,
+    working_tp_sizes,
+)
+from vllm_moe_oracle.oracle.problem import Scheme
+
+SIZES = st.integers(1, 20000)
+MULTIPLES = st.sampled_from([1, 2, 8, 16, 32, 64, 96, 128, 256, 512])
+
+
+@given(SIZES, MULTIPLES)
+def test_rounding_up_gives_the_smallest_multiple_that_is_enough(value: int, multiple: int) -> None:
+    rounded = round_up(value, multiple)
+    assert rounded % multiple == 0
+    assert rounded - multiple < value <= rounded
+
+
+@given(SIZES, SIZES, MULTIPLES, MULTIPLES)
+def test_padding_is_minimal_and_noted_exactly_where_it_happens(
+    hidden: int, inner: int, hidden_multiple: int, inner_multiple: int
+) -> None:
+    layer = problem(hidden_size=hidden, intermediate_size=inner)
+    plan = padded(layer, hidden_multiple, inner_multiple)
+    for name, real, kernel, multiple in (
+        ("hidden", hidden, plan.hidden_size, hidden_multiple),
+        ("intermediate", inner, plan.intermediate_size, inner_multiple),
+    ):
+        assert kernel % multiple == 0 and kernel - multiple < real <= kernel
+        notes = [note for note in plan.notes if note.startswith(f"{name} size {real} is")]
+        assert notes == (
+            [f"{name} size {real} is zero-padded to {kernel}, the next multiple of {multiple}"] * (kernel != real)
+        )
+    assert plan.pads(layer) is bool(plan.notes)
+
+
+def test_without_multiples_nothing_is_padded() -> None:
+    layer = problem(hidden_size=2688, intermediate_size=1856)
+    assert padded(layer).notes == () and not padded(layer).pads(layer)
+
+
+@pytest.mark.parametrize(("inner", "expected"), [(1856, 1920), (928, 1024)])
+def test_nemotron_nano_is_padded_to_whole_tiles(inner: int, expected: int) -> None:
+    plan = padded(problem(hidden_size=2688, intermediate_size=inner), 128, 128)
+    assert (plan.hidden_size, plan.intermediate_size) == (2688, expected)
+    assert plan.notes == (f"intermediate size {inner} is zero-padded to {expected}, the next multiple of 128",)
+
+
+@given(SIZES, MULTIPLES, st.integers(0, 64))
+def test_working_sizes_are_exactly_the_powers_of_two_that_divide(full: int, multiple: int, limit: int) -> None:
+    found = working_tp_sizes(full, multiple, limit)
+    expected = [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= limit and full % (size * multiple) == 0]
+    assert found == expected
+
+
+@given(st.sampled_from([2, 4, 8, 16]), st.integers(1, 4000), MULTIPLES, st.sampled_from([1, 4, 128]))
+def test_every_way_out_really_works(tp: int, shard: int, multiple: int, experts: int) -> None:
+    layer = problem(intermediate_size=shard, tp=tp, experts=experts, top_k=1)
+    words = ways_out(layer, multiple)
+    full = shard * tp
+    # TP 1 is a way whenever the whole size is a multiple; then, and only then, is there any way.
+    assert bool(words) is (full % multiple == 0)
+    assume(words)
+    size = int(words.removeprefix("TP ").split()[0])
+    assert size < tp and full % size == 0 and (full // size) % multiple == 0
+    assert ("expert parallelism" in words) is (experts >= tp)
+
+
+def test_without_a_cut_there_is_no_other_cut_to_offer() -> None:
+    assert ways_out(problem(intermediate_size=100), 64) == ""
+
+
+def test_the_shard_that_splits_a_scale_group_is_refused_with_numbers_and_ways_out() -> None:
+    (reason,) = group_reasons(problem(scheme=INT4_G128, intermediate_size=320, tp=2))
+    assert reason.code == "group.intermediate"
+    assert reason.detail == "intermediate size 640 / 2 = 320 is no multiple of the scale group 128 (320 mod 128 = 64)"
+    assert reason.remedy == "TP 1 or expert parallelism over the 2 ranks (--enable-expert-parallel) would work"
+
+
+def test_the_largest_smaller_cut_is_offered() -> None:
+    # Qwen3-30B-A3B in int4 with groups of 128: 768 / 4 = 192 splits a group, 768 / 2 = 384 does not.
+    (reason,) = group_reasons(problem(scheme=INT4_G128, intermediate_size=192, tp=4))
+    assert "768 / 4 = 192" in reason.detail and "192 mod 128 = 64" in reason.detail
+    assert reason.remedy.startswith("TP 2 or expert parallelism over the 4 ranks")
+    assert group_reasons(problem(scheme=INT4_G128, intermediate_size=384, tp=2)) == []
+
+
+def test_expert_parallelism_keeps_the_size_and_the_groups() -> None:
+    assert group_reasons(problem(scheme=INT4_G128, intermediate_size=640, ep=2, local_experts=64)) == []
+
+
+def test_both_sizes_are_reported_when_both_fail() -> None:
+    reasons = group_reasons(problem(scheme=MXFP8, hidden_size=100, intermediate_size=50))
+    assert [reason.code for reason in reasons] == ["group.hidden", "group.intermediate"]
+    assert "100 mod 32 = 4" in reasons[0].detail and "50 mod 32 = 18" in reasons[1].detail
+    assert [reason.remedy for reason in reasons] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "group"),
+    [
+        (MXFP8, 32),
+        (Scheme("mxfp4", 4, 32, "gpt-oss"), 32),
+        (INT4_G128, 128),
+        (Scheme("wna16", 4, 32, "gptq"), 32),
+        (Scheme("wna16", 8, -1, "gptq"), 1),
+    ],
+)
+def test_scale_groups(scheme: Scheme, group: int) -> None:
+    layer = problem(scheme=scheme, intermediate_size=group * 7, hidden_size=group * 3)
+    assert scale_group(layer) == group
+    assert group_reasons(layer) == []
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 4000))
+def test_the_cut_in_words_is_true(tp: int, shard: int) -> None:
+    words = cut_in_words(problem(intermediate_size=shard, tp=tp))
+    if tp == 1:
+        assert words == str(shard)
+    else:
+        left, _, result = words.partition(" = ")
+        full, _, ranks = left.partition(" / ")
+        assert math.prod((int(result), int(ranks))) == int(full) and int(result) == shard
