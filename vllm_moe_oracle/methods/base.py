@@ -25,7 +25,7 @@ from ..oracle.decision import Decision
 from ..oracle.oracle import decide
 from ..oracle.problem import Scheme
 from ..oracle.registry import default_registry
-from . import engagement
+from . import engagement, storage
 
 if TYPE_CHECKING:
     from ..compat.adapter import Adapter
@@ -114,8 +114,15 @@ class OracleMoEMethod(FusedMoEMethodBase):
     def create_weights(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
         """Registers the checkpoint's parameters as the stock class does, and biases where it forgets them."""
         super().create_weights(layer, num_experts, *args, **kwargs)
-        if self.moe.has_bias:
+        problem = self.decision.problem
+        if problem.has_bias:
             self._register_biases(layer, kwargs)
+        shapes = self._scheme().shapes(problem)
+        names = self._names(shapes)
+        raw = {own: getattr(layer, name).data for own, name in names.items()}
+        for own, kind in storage.kinds_after(self._convert, raw).items():
+            if own in names:
+                storage.make_room(getattr(layer, names[own]), kind)
 
     def _register_biases(self, layer: Any, extra: Mapping[str, Any]) -> None:
         problem = self.decision.problem
@@ -139,39 +146,40 @@ class OracleMoEMethod(FusedMoEMethodBase):
         """
         if getattr(layer, _PROCESSED, False):
             return
-        problem, plan = self.decision.problem, self.decision.plan
-        scheme = schemes.module(problem.scheme.name)
-        parameters = dict(self.release.parameters(layer))
-        canonical = scheme.read(parameters, problem)
-        names = {
-            canonical_name: name for name, canonical_name in scheme.PARAMETERS.items() if canonical_name in canonical
-        }
-        for expert in range(problem.local_experts):
-            before = {name: tensor[expert] for name, tensor in canonical.items()}
-            for name, tensor in self.backend.convert(before, problem, plan).items():
-                if tensor is before[name]:
-                    continue
-                if tensor.shape != before[name].shape or tensor.dtype != before[name].dtype:
-                    rule = f"{self.backend.name} changes {name} from {_kind(before[name])} to {_kind(tensor)}"
-                    raise LifecycleError(rule, "Its storage must be planned before weights are loaded", problem.layer)
-                before[name].copy_(tensor)
+        problem = self.decision.problem
+        canonical = self._scheme().read(dict(self.release.parameters(layer)), problem)
+        names = self._names(canonical)
+        kernel_names = storage.convert_in_place(layer, names, self._convert)
+        for name in kernel_names.values():
+            parameter = getattr(layer, name)
+            if not hasattr(parameter, "weight_loader"):
+                storage.refuse_loading(parameter, problem.layer)
         if self.moe_kernel is None:
-            tensors = LayerTensors(layer, names)
+            # Built once: after a reload vLLM copies fresh values into the tensors that this kernel, and any captured
+            # graph, already looks at.
+            tensors = LayerTensors(layer, kernel_names)
             self.moe_quant_config = self.release.quant_config(problem, tensors)
-            experts = self.backend.experts(
-                tensors, problem, plan, _Builder(self.release, self.moe, self.moe_quant_config)
-            )
+            builder = _Builder(self.release, self.moe, self.moe_quant_config)
+            experts = self.backend.experts(tensors, problem, self.decision.plan, builder)
             self.moe_kernel = self.release.kernel(self.moe, self.moe_quant_config, layer, experts)
         setattr(layer, _PROCESSED, True)
         engagement.converted(self.decision)
 
+    def _scheme(self) -> Any:
+        return schemes.module(self.decision.problem.scheme.name)
+
+    def _names(self, canonical: Mapping[str, Any]) -> dict[str, str]:
+        """Parameter name by canonical name."""
+        return {own: name for name, own in self._scheme().PARAMETERS.items() if own in canonical}
+
+    def _convert(self, expert: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.backend.convert(expert, self.decision.problem, self.decision.plan)
+
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """The layer's quant config: never None, scales and biases in their slots."""
         if self.moe_quant_config is None:
-            problem = self.decision.problem
-            scheme = schemes.module(problem.scheme.name)
-            names = {canonical: name for name, canonical in scheme.PARAMETERS.items() if hasattr(layer, name)}
-            return self.release.quant_config(problem, LayerTensors(layer, names))
+            present = {own: name for name, own in self._scheme().PARAMETERS.items() if hasattr(layer, name)}
+            return self.release.quant_config(self.decision.problem, LayerTensors(layer, present))
         return self.moe_quant_config
 
     @property
@@ -213,7 +221,3 @@ class _Builder:
     def stock(self, class_name: str, **kwargs: Any) -> Any:
         """An instance of vLLM's own expert class of that name."""
         return self._release.stock_experts(class_name, self._moe, self._quant_config, **kwargs)
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

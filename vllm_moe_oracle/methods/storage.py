@@ -1,0 +1,157 @@
+"""The storage of a layer's weights: one slot an expert, which holds the checkpoint's tensor first, the kernel's later.
+
+Conversion goes expert by expert and in place, so that its peak is one expert, not a second layer. Where a kernel's
+tensor is larger than the checkpoint's (padding), slots are made large enough before anything is loaded; the loaders see
+parameters of the checkpoint's own shape, strided over the slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import LifecycleError
+
+Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+_ALIGNMENT = 16
+"""Bytes that every expert's slot is aligned to: the widest load of a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Shape and dtype of one expert's tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Kind:
+        """The kind of a tensor of one expert."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one expert's tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+def kinds_after(convert: Convert, experts: Mapping[str, Tensor]) -> dict[str, Kind]:
+    """What a conversion makes of one expert, learnt from tensors without data.
+
+    Args:
+        convert: from canonical tensors of one expert to kernel tensors.
+        experts: canonical tensors of the layer, `[local_experts, ...]` each; only shapes and dtypes are looked at.
+    """
+    empty = {name: torch.empty(each.shape[1:], dtype=each.dtype, device="meta") for name, each in experts.items()}
+    return {name: Kind.of(tensor) for name, tensor in convert(empty).items()}
+
+
+def make_room(parameter: nn.Parameter, kind: Kind) -> None:
+    """Lays a parameter that is not loaded yet over slots that can hold `kind` as well.
+
+    Args:
+        parameter: `[local_experts, ...]`; its data are replaced, its shape and dtype stay.
+        kind: what each expert's slot must be able to hold.
+    """
+    raw = Kind.of(parameter.data[0])
+    if kind.nbytes <= raw.nbytes and raw.nbytes % kind.dtype.itemsize == 0:
+        return
+    slot = -(-max(kind.nbytes, raw.nbytes) // _ALIGNMENT) * _ALIGNMENT
+    memory = torch.zeros(parameter.shape[0], slot, dtype=torch.uint8, device=parameter.device)
+    parameter.data = _view(memory, raw)
+
+
+def convert_in_place(layer: nn.Module, names: Mapping[str, str], convert: Convert) -> dict[str, str]:
+    """Converts a layer's loaded parameters, expert by expert.
+
+    A kernel tensor takes the parameter's place under its name; parameters that the kernel does not need are dropped.
+
+    Args:
+        layer: whose parameters they are.
+        names: parameter name by canonical name.
+        convert: from canonical tensors of one expert to kernel tensors.
+
+    Returns:
+        Parameter name by kernel tensor name.
+
+    Raises:
+        LifecycleError: an expert's tensors came out in another shape or dtype than the first's. Nothing that was
+            converted before is usable; the layer says so when it is run.
+    """
+    raw = {name: getattr(layer, parameter).data for name, parameter in names.items()}
+    count = next(iter(raw.values())).shape[0]
+    kinds = kinds_after(convert, raw)
+    memory = {
+        name: _memory(raw.get(name), count, kind, next(iter(raw.values())).device) for name, kind in kinds.items()
+    }
+    changed: set[str] = set()
+    for index in range(count):
+        before = {name: tensor[index] for name, tensor in raw.items()}
+        after = convert(before)
+        ready = {}
+        for name, tensor in after.items():
+            if Kind.of(tensor) != kinds.get(name):
+                rule = f"expert {index}'s {name} became {Kind.of(tensor)}, the first one's is {kinds.get(name)}"
+                raise LifecycleError(rule, "The backend's conversion depends on values, which its contract forbids")
+            if tensor is not before.get(name):
+                # A view of what is about to be overwritten must be copied out first.
+                shared = any(
+                    tensor.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in raw.values()
+                )
+                ready[name] = tensor.clone() if shared else tensor
+        for name, tensor in ready.items():
+            _view(memory[name][index : index + 1], kinds[name])[0].copy_(tensor)
+        changed |= ready.keys()
+    for name in raw.keys() - kinds.keys():
+        delattr(layer, names[name])
+    for name in changed:
+        parameter = names.get(name, name)
+        _replace(layer, parameter, _view(memory[name], kinds[name]))
+    return {name: names.get(name, name) for name in kinds}
+
+
+def refuse_loading(parameter: nn.Parameter, layer: str) -> None:
+    """Makes loading checkpoint weights into a converted parameter an error; vLLM's reload goes another way.
+
+    Args:
+        parameter: a kernel tensor.
+        layer: the layer's name, for the message.
+    """
+
+    def weight_loader(*args: Any, **kwargs: Any) -> None:
+        rule = "checkpoint weights were loaded into a layer whose weights are in the kernel's layout already"
+        raise LifecycleError(rule, "Reload through vLLM's reload_weights, which starts from fresh parameters", layer)
+
+    parameter.weight_loader = weight_loader  # type: ignore[attr-defined]
+
+
+def _view(memory: Tensor, kind: Kind) -> Tensor:
+    """`[experts, *kind.shape]` over the first bytes of each row of uint8 `[experts, slot]`."""
+    return torch.unflatten(memory[:, : kind.nbytes].view(kind.dtype), 1, kind.shape)
+
+
+def _memory(raw: Tensor | None, count: int, kind: Kind, device: torch.device) -> Tensor:
+    """uint8 `[experts, slot]`: the raw tensor's own memory where the kind fits into it, new memory otherwise."""
+    if raw is not None and raw[0].is_contiguous():
+        storage = torch.empty(0, dtype=torch.uint8, device=device).set_(raw.untyped_storage())
+        offset = raw.storage_offset() * raw.element_size()
+        slot = raw.stride(0) * raw.element_size() if count > 1 else storage.numel() - offset
+        if kind.nbytes <= slot and slot % kind.dtype.itemsize == 0 and offset % kind.dtype.itemsize == 0:
+            return storage.as_strided((count, kind.nbytes), (slot, 1), offset)
+    return torch.empty(count, kind.nbytes, dtype=torch.uint8, device=device)
+
+
+def _replace(layer: nn.Module, name: str, data: Tensor) -> None:
+    """The one place where a layer's parameter is replaced or added."""
+    if name in layer._parameters:
+        delattr(layer, name)
+    layer.register_parameter(name, nn.Parameter(data, requires_grad=False))
