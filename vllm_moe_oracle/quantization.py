@@ -43,8 +43,9 @@ class LayerNames:
     projections: tuple[tuple[str, ...], ...]
 
     def matrices(self) -> Iterable[tuple[str, ...]]:
-        """For every name and every convention, the full names of the matrices of expert 0."""
+        """For every name and every convention, the full names of an expert's matrices: those of expert 0, or fused."""
         for module in self.modules:
+            yield (f"{module}.gate_up_proj", f"{module}.down_proj")
             for names in self.projections:
                 yield tuple(f"{module}.0.{name}" for name in names)
 
@@ -109,7 +110,7 @@ def _modelopt(config: Mapping[str, Any], where: str) -> SchemeOf:
     fields = config if nested is None else nested
     method = _word(config, "quant_method", where)
     algo = _word(fields, "quant_algo", where).upper() or ("MXFP8" if method == "modelopt_mxfp8" else "")
-    excluded = _excluded(_names(fields, ("ignore", "exclude_modules", "ignored_layers"), where))
+    excluded = _excluded(_names(fields, ("ignore", "exclude_modules", "ignored_layers"), where), where)
     if algo == "MIXED_PRECISION":
         return _modelopt_mixed(fields, excluded, where)
     if not algo:
@@ -322,7 +323,7 @@ def _awq(config: Mapping[str, Any], where: str) -> SchemeOf:
 
 def _mxfp4(config: Mapping[str, Any], where: str) -> SchemeOf:
     """gpt-oss: only experts are quantised, and ``modules_to_not_convert`` lists everything else."""
-    excluded = _excluded(_names(config, ("modules_to_not_convert", "ignored_layers"), where))
+    excluded = _excluded(_names(config, ("modules_to_not_convert", "ignored_layers"), where), where)
     scheme = Scheme("mxfp4", 4, MX_BLOCK, "gpt_oss")
     return lambda layer: None if layer.match(excluded) else scheme
 
@@ -357,7 +358,7 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any], str], SchemeOf]] = {
 # --- fields -----------------------------------------------------------------------------------------------------------
 
 
-def _excluded(patterns: Iterable[str]) -> Callable[[str], bool]:
+def _excluded(patterns: Iterable[str], where: str) -> Callable[[str], bool]:
     """A predicate over names: a wildcard must match all of a name; a plain name, itself and everything below it.
 
     A plain name may be abbreviated from the left (``mlp.experts``). It never matches part of a component:
@@ -369,7 +370,7 @@ def _excluded(patterns: Iterable[str]) -> Callable[[str], bool]:
     for pattern in patterns:
         stem = pattern.removesuffix("*")
         if pattern.startswith("re:"):
-            expressions.append(_expression(pattern[3:], "exclusions"))
+            expressions.append(_expression(pattern[3:], where))
         elif not _is_wildcard(stem) and stem[-1:].isdigit():
             plain.add(stem)
         elif _is_wildcard(pattern):

@@ -160,7 +160,7 @@ def _check_all_used(settings: Settings, layers: Layers) -> None:
     found = [problem.layer for problem in layers.problems]
     for override in settings.overrides:
         if not any(map(override.matches, found)):
-            rule = f"override {override.pattern!r} matches none of the {len(found)} quantised MoE layers"
+            rule = f"override re:{override.pattern} matches none of the {len(found)} quantised MoE layers"
             remedy = f"They are {compact(found)}" if found else ""
             raise SettingError(rule, remedy, settings.source("overrides"))
 

@@ -1,0 +1,600 @@
+"""What a checkpoint's config says about its MoE layers: real models' configs, every spelling of the quantisation, and
+files that are damaged or hostile."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vllm_moe_oracle.checkpoint import MAX_BYTES, Layers, compact, layers, read
+from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.oracle.problem import Activation, Parallel, Problem, Scheme
+
+CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head", "*.mlp.gate", "*self_attn*"]}
+MXFP8 = Scheme("mxfp8", 8, 32, "modelopt", activations="mxfp8")
+
+
+def config(name: str = "qwen3-30b-a3b", **changes: Any) -> dict[str, Any]:
+    """A published model's config; `changes` replace fields, None removes one."""
+    data = json.loads((CONFIGS / f"{name}.json").read_text())
+    data.update(changes)
+    return {key: value for key, value in data.items() if value is not None}
+
+
+def quantised(name: str = "qwen3-30b-a3b", **changes: Any) -> dict[str, Any]:
+    """The same as ModelOpt writes it after quantising to MXFP8."""
+    return config(name, **{"quantization_config": MODELOPT, **changes})
+
+
+@pytest.fixture
+def explain(tmp_path: Path) -> Any:
+    """Reads a config as a checkpoint folder with that config.json, and what else is given by file name."""
+
+    def run(data: dict[str, Any], tp: int = 1, ep: bool = False, **files: Any) -> Layers:
+        (tmp_path / "config.json").write_text(json.dumps(data))
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        return layers(read(tmp_path), tp, ep)
+
+    return run
+
+
+# --- published models -------------------------------------------------------------------------------------------------
+
+
+# Layers as vLLM names them, experts, top-k, hidden size, intermediate size: from the models' published configs.
+MODELS = {
+    "qwen3-30b-a3b": ("model.layers.0-47.mlp.experts", 128, 8, 2048, 768),
+    "qwen3-235b-a22b": ("model.layers.0-93.mlp.experts", 128, 8, 4096, 1536),
+    "qwen3-vl-30b-a3b": ("language_model.model.layers.0-47.mlp.experts", 128, 8, 2048, 768),
+    "minimax-m2": ("model.layers.0-61.mlp.experts", 256, 8, 3072, 1536),
+    "nemotron-3-nano-30b-a3b": (
+        "model.layers.1,3,6,8,10,13,15,17,20,22,24,27,29,31,34,36,38,40,43,45,47,49,51.mixer.experts",
+        128, 6, 2688, 1856,
+    ),
+    "deepseek-v3": ("model.layers.3-60.mlp.experts", 256, 8, 7168, 2048),
+    "kimi-k2-thinking": ("model.layers.1-60.mlp.experts", 384, 8, 7168, 2048),
+    "gpt-oss-20b": ("model.layers.0-23.mlp.experts", 32, 4, 2880, 2880),
+    "mixtral-8x7b": ("model.layers.0-31.block_sparse_moe.experts", 8, 2, 4096, 14336),
+    "glm-4.5": ("model.layers.3-91.mlp.experts", 160, 8, 5120, 1536),
+    "llama-4-maverick": (
+        f"language_model.model.layers.{','.join(map(str, range(1, 48, 2)))}.feed_forward.experts", 128, 1, 5120, 8192,
+    ),
+}  # fmt: skip
+
+
+def test_every_published_config_has_an_expectation() -> None:
+    assert {path.stem for path in CONFIGS.glob("*.json")} == set(MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_published_model_quantised_to_mxfp8_is_read(name: str, explain: Any) -> None:
+    found = explain(quantised(name))
+    names, experts, top_k, hidden, intermediate = MODELS[name]
+    assert compact(problem.layer for problem in found.problems) == names
+    assert len({problem.key() for problem in found.problems}) == 1
+    problem = found.problems[0]
+    shape = (problem.num_experts, problem.top_k, problem.hidden_size, problem.intermediate_size)
+    assert shape == (experts, top_k, hidden, intermediate)
+    assert problem.scheme == MXFP8
+    assert (problem.local_experts, problem.parallel, problem.dtype) == (experts, Parallel(), "bfloat16")
+    assert not found.unquantised and not found.foreign
+
+
+@pytest.mark.parametrize(
+    ("name", "activation", "bias"),
+    [
+        ("qwen3-30b-a3b", Activation("silu"), False),
+        ("nemotron-3-nano-30b-a3b", Activation("relu2", gated=False), False),
+        ("gpt-oss-20b", Activation("swigluoai", True, 1.702, 1.0, 7.0, interleaved=True), True),
+    ],
+)
+def test_activation_and_biases(name: str, activation: Activation, bias: bool, explain: Any) -> None:
+    problem = explain(quantised(name)).problems[0]
+    assert (problem.activation, problem.has_bias) == (activation, bias)
+
+
+def test_parameters_of_an_activation_are_the_models_own(explain: Any) -> None:
+    # MiniMax-M3: the same function with its own parameters, gate and up in two halves.
+    changes = {"model_type": "minimax_m3", "hidden_act": "swigluoai", "swiglu_alpha": 1.5, "swiglu_limit": 6}
+    problem = explain(quantised(**changes)).problems[0]
+    assert problem.activation == Activation("swigluoai", True, 1.5, 1.0, 6.0)
+    assert explain(quantised(swiglu_limit=10.0)).problems[0].activation == Activation("silu", limit=10.0)
+
+
+def test_a_clamp_that_only_some_layers_have_makes_two_kinds_of_layers(explain: Any) -> None:
+    found = explain(quantised(swiglu_limits=[0.0] * 47 + [7.0])).problems
+    assert [problem.activation.limit for problem in found] == [None] * 47 + [7.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "scoring", "renormalize", "groups", "bias"),
+    [
+        ("qwen3-30b-a3b", "renormalizenaive", "softmax", True, (None, None), False),
+        ("minimax-m2", "minimax2", "sigmoid", True, (None, None), True),
+        ("nemotron-3-nano-30b-a3b", "deepseekv3", "sigmoid", True, (1, 1), True),
+        ("deepseek-v3", "deepseekv3", "sigmoid", True, (8, 4), True),
+        ("kimi-k2-thinking", "deepseekv3", "sigmoid", True, (1, 1), True),
+        ("mixtral-8x7b", "renormalizenaive", "softmax", True, (None, None), False),
+        ("glm-4.5", "deepseekv3", "sigmoid", True, (1, 1), True),
+        ("llama-4-maverick", "llama4", "sigmoid", False, (None, None), False),
+    ],
+)
+def test_routing(
+    name: str, method: str, scoring: str, renormalize: bool, groups: tuple[int | None, ...], bias: bool, explain: Any
+) -> None:
+    routing = explain(quantised(name)).problems[0].routing
+    assert (routing.method, routing.scoring, routing.renormalize) == (method, scoring, renormalize)
+    assert ((routing.num_groups, routing.top_k_groups), routing.correction_bias) == (groups, bias)
+    assert routing.weight_on_input == (name == "llama-4-maverick")
+
+
+def test_multi_token_prediction_layers_are_said_to_be_missing(explain: Any) -> None:
+    assert any("multi-token-prediction" in note for note in explain(quantised("deepseek-v3")).notes)
+    assert explain(quantised()).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"decoder_sparse_step": 2}, list(range(1, 48, 2))),
+        ({"mlp_only_layers": [0, 1, 2]}, list(range(3, 48))),
+        ({"first_k_dense_replace": 1, "moe_layer_freq": 4}, list(range(4, 48, 4))),
+        ({"moe_layer_freq": [0, 1] + [1] * 46}, list(range(1, 48))),
+        ({"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 45}, list(range(3, 48))),
+        ({"layers_block_type": ["mamba", "moe", "attention", "moe"] * 12}, list(range(1, 48, 2))),
+        ({"moe_layers_enum": "4, 5,6"}, [4, 5, 6]),
+        ({"is_moe_layer": [False] + [True] * 47}, list(range(1, 48))),
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": 4, "moe_layer_interval": 1}, [1, 2, 3, 4]),
+        ({"expert_layer_period": 2, "expert_layer_offset": 1}, list(range(1, 48, 2))),
+        ({"num_dense_layers": 40}, list(range(40, 48))),
+    ],
+)
+def test_every_way_of_saying_which_layers_have_experts(
+    changes: dict[str, Any], expected: list[int], explain: Any
+) -> None:
+    found = explain(quantised(**changes)).problems
+    assert [int(problem.layer.split(".")[2]) for problem in found] == expected
+
+
+def test_layers_may_differ_in_size(explain: Any) -> None:
+    found = explain(quantised(num_experts=[64] * 8 + [128] * 40)).problems
+    assert [problem.num_experts for problem in found] == [64] * 8 + [128] * 40
+
+
+def test_experts_in_a_latent_space_are_narrower_than_the_hidden_state(explain: Any) -> None:
+    assert explain(quantised("nemotron-3-nano-30b-a3b", moe_latent_size=1024)).problems[0].hidden_size == 1024
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "dtype"),
+    [
+        ("torch_dtype", "float16", "float16"),
+        ("torch_dtype", "float32", "bfloat16"),
+        ("dtype", "torch.float16", "float16"),
+    ],
+)
+def test_dtype_is_the_one_that_vllm_serves_in(field: str, value: str, dtype: str, explain: Any) -> None:
+    assert explain(quantised(**{"torch_dtype": None, field: value})).problems[0].dtype == dtype
+
+
+# --- what a rank holds ------------------------------------------------------------------------------------------------
+
+
+def test_tensor_parallelism_cuts_the_intermediate_size(explain: Any) -> None:
+    problem = explain(quantised("nemotron-3-nano-30b-a3b"), tp=2).problems[0]
+    assert (problem.intermediate_size, problem.full_intermediate_size, problem.local_experts) == (928, 1856, 128)
+    assert problem.parallel == Parallel(tp=2)
+
+
+def test_expert_parallelism_gives_whole_experts(explain: Any) -> None:
+    problem = explain(quantised(), tp=8, ep=True).problems[0]
+    assert (problem.intermediate_size, problem.num_experts, problem.local_experts) == (768, 128, 16)
+    assert problem.parallel == Parallel(tp=1, ep=8)
+
+
+def test_an_uneven_split_of_experts_is_judged_by_the_fullest_rank(explain: Any) -> None:
+    assert explain(quantised(), tp=3, ep=True).problems[0].local_experts == 43
+
+
+def test_one_rank_with_expert_parallelism_is_one_rank(explain: Any) -> None:
+    assert explain(quantised(), tp=1, ep=True).problems == explain(quantised()).problems
+
+
+def test_a_cut_that_does_not_divide_is_refused_with_the_numbers_and_a_way_out(explain: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"over 5 ranks .* 768 \(768 mod 5 = 3\)\. TP 4 divides it, or .* --ep"):
+        explain(quantised(), tp=5)
+    with pytest.raises(CheckpointError, match="over 16 ranks leaves ranks without one of the 8 experts"):
+        explain(quantised("mixtral-8x7b"), tp=16, ep=True)
+
+
+# --- spellings of MXFP8 -----------------------------------------------------------------------------------------------
+
+
+def group(weights: dict[str, Any], inputs: object = None, targets: tuple[str, ...] = ("Linear",)) -> dict[str, Any]:
+    """A compressed-tensors config group."""
+    return {"targets": list(targets), "weights": weights, "input_activations": inputs}
+
+
+CT_MXFP8 = {
+    "num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True,
+    "scale_dtype": "torch.uint8",
+}  # fmt: skip
+CT_INPUTS = {**CT_MXFP8, "dynamic": True}
+
+
+def compressed(*groups: dict[str, Any], format: str = "mxfp8-quantized", **more: Any) -> dict[str, Any]:
+    """A compressed-tensors quantization_config."""
+    named = {f"group_{index}": item for index, item in enumerate(groups)}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": named, **more}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "activations", "packing", "method"),
+    [
+        (MODELOPT, "mxfp8", "modelopt", "modelopt_mxfp8"),
+        ({"quant_method": "modelopt", "quant_algo": "mxfp8"}, "mxfp8", "modelopt", "modelopt_mxfp8"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "MXFP8"}}, "mxfp8", "modelopt", "modelopt_mxfp8"),
+        ({"quant_method": "modelopt_mxfp8", "quant_algo": "MXFP8"}, "mxfp8", "modelopt", "modelopt_mxfp8"),
+        ({"quant_method": "modelopt_mxfp8"}, "mxfp8", "modelopt", "modelopt_mxfp8"),
+        ({"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}, "mxfp8", "modelopt", "mxfp8"),
+        ({"quant_method": "mxfp8", "ignored_layers": None}, "mxfp8", "modelopt", "mxfp8"),
+        (
+            {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": {"quant_algo": "MXFP8"}},
+            "mxfp8", "modelopt", "modelopt_mxfp8",
+        ),
+        (MODELOPT | {"config_groups": {"group_0": group({"num_bits": 8})}}, "16bit", "modelopt", "modelopt_mxfp8"),
+        (
+            MODELOPT | {"config_groups": {"group_0": group({"num_bits": 8}, {"num_bits": 8})}},
+            "mxfp8", "modelopt", "modelopt_mxfp8",
+        ),
+        (compressed(group(CT_MXFP8)), "16bit", "compressed-tensors", "compressed-tensors"),
+        (compressed(group(CT_MXFP8, CT_INPUTS)), "mxfp8", "compressed-tensors", "compressed-tensors"),
+        (
+            compressed(group({**CT_MXFP8, "scale_dtype": "uint8"}, CT_INPUTS)) | {"quant_method": "compressed_tensors"},
+            "mxfp8", "compressed-tensors", "compressed-tensors",
+        ),
+    ],
+)  # fmt: skip
+def test_every_spelling_of_mxfp8(
+    quantization: dict[str, Any], activations: Any, packing: str, method: str, explain: Any
+) -> None:
+    found = explain(quantised(quantization_config=quantization))
+    assert {problem.scheme for problem in found.problems} == {Scheme("mxfp8", 8, 32, packing, activations=activations)}
+    assert (len(found.problems), found.method) == (48, method)
+
+
+def test_older_modelopt_keeps_the_quantisation_in_a_file_of_its_own(explain: Any) -> None:
+    inner = {"quant_algo": "MXFP8", "kv_cache_quant_algo": None, "exclude_modules": ["model.layers.0*"]}
+    beside = {"producer": {"name": "modelopt"}, "quantization": inner}
+    found = explain(config(), hf_quant_config=beside)
+    assert (len(found.problems), found.unquantised) == (47, ("model.layers.0.mlp.experts",))
+
+
+def test_config_json_goes_before_the_other_file_as_in_vllm(explain: Any) -> None:
+    beside = {"quantization": {"quant_algo": "NVFP4"}}
+    assert explain(quantised(), hf_quant_config=beside).problems[0].scheme == MXFP8
+
+
+def test_a_bare_config_needs_no_folder(tmp_path: Path) -> None:
+    file = tmp_path / "anything.txt"
+    file.write_text(json.dumps(quantised()))
+    assert len(layers(read(file)).problems) == 48
+
+
+def test_a_multimodal_models_quantisation_may_stand_in_its_language_part(explain: Any) -> None:
+    data = config("qwen3-vl-30b-a3b")
+    data["text_config"]["quantization_config"] = MODELOPT
+    assert len(explain(data).problems) == 48
+
+
+# --- layers that are left out -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "left_out"),
+    [
+        ("model.layers.1.mlp.experts", [1]),
+        ("model.layers.1", [1]),  # and nothing of layers 10 to 19
+        ("model.layers.1*", [1]),
+        ("model.layers.1.*", [1]),
+        ("model.layers.1.mlp*", [1]),
+        ("layers.1.mlp", [1]),
+        ("*.layers.1.mlp.experts.*", [1]),
+        ("re:model\\.layers\\.[0-3]\\.", [0, 1, 2, 3]),
+        ("*", list(range(48))),
+        ("mlp.experts", list(range(48))),
+        ("lm_head", []),
+        ("model.layers.*.mlp.gate", []),
+        ("*gate*", []),
+        ("*self_attn*", []),
+        ("mlp.shared_experts", []),
+    ],
+)
+def test_patterns_of_excluded_modules(pattern: str, left_out: list[int], explain: Any) -> None:
+    for spelling in ("ignore", "exclude_modules"):
+        quantization = {"quant_method": "modelopt", "quant_algo": "MXFP8", spelling: [pattern]}
+        found = explain(quantised(quantization_config=quantization))
+        assert found.unquantised == tuple(f"model.layers.{index}.mlp.experts" for index in left_out)
+        assert len(found.problems) == 48 - len(left_out)
+        assert any("unquantised" in note for note in found.notes) == bool(left_out)
+
+
+def test_an_exclusion_may_use_the_checkpoints_name_of_a_module(explain: Any) -> None:
+    quantization = MODELOPT | {"ignore": ["backbone.layers.1.mixer*"]}
+    found = explain(quantised("nemotron-3-nano-30b-a3b", quantization_config=quantization))
+    assert found.unquantised == ("model.layers.1.mixer.experts",)
+    quantization = {"quant_method": "mxfp8", "ignored_layers": ["model.layers.7.block_sparse_moe"]}
+    assert explain(quantised("minimax-m2", quantization_config=quantization)).unquantised == (
+        "model.layers.7.mlp.experts",
+    )
+    quantization = MODELOPT | {"ignore": ["model.language_model.layers.2.mlp.experts"]}
+    found = explain(quantised("qwen3-vl-30b-a3b", quantization_config=quantization))
+    assert found.unquantised == ("language_model.model.layers.2.mlp.experts",)
+
+
+def test_an_expert_is_left_out_when_all_its_matrices_are(explain: Any) -> None:
+    names = [f"model.layers.5.mlp.experts.0.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    assert explain(quantised(quantization_config=MODELOPT | {"ignore": names})).unquantised == (
+        "model.layers.5.mlp.experts",
+    )
+    assert explain(quantised(quantization_config=MODELOPT | {"ignore": names[:2]})).unquantised == ()
+
+
+def test_compressed_tensors_ignores_and_targets_by_name_and_expression(explain: Any) -> None:
+    quantization = compressed(group(CT_MXFP8), ignore=["lm_head", r"re:.*layers\.[01]\.mlp\.experts.*"])
+    assert len(explain(quantised(quantization_config=quantization)).unquantised) == 2
+    targets = (r"re:.*layers\.[0-9]\..*experts.*(gate|up|down)_proj$",)
+    found = explain(quantised(quantization_config=compressed(group(CT_MXFP8, targets=targets))))
+    assert (len(found.problems), len(found.unquantised)) == (10, 38)
+
+
+def test_a_long_list_of_excluded_matrices_is_read(explain: Any) -> None:
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}"
+        for layer in range(24)
+        for expert in range(128)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ]
+    assert len(explain(quantised(quantization_config=MODELOPT | {"ignore": names})).unquantised) == 24
+
+
+# --- mixed and other formats ------------------------------------------------------------------------------------------
+
+
+def mixed(**recipes: str) -> dict[str, Any]:
+    """ModelOpt's mixed precision: algorithm by module, with __ for dots."""
+    recipe = {name.replace("__", "."): {"quant_algo": algo} for name, algo in recipes.items()}
+    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": recipe}
+
+
+def test_mixed_precision_is_read_layer_by_layer(explain: Any) -> None:
+    quantization = mixed(
+        model__layers__0__mlp__experts="MXFP8",
+        model__layers__1__mlp__experts__0__gate_proj="MXFP8",
+        model__layers__2__mlp__gate_proj="mxfp8",
+        model__layers__3__mlp__experts="NVFP4",
+        model__layers__4__mlp__shared_expert__gate_proj="MXFP8",
+        **{"model__layers__5__mlp__experts*": "MXFP8"},
+    )
+    found = explain(quantised(quantization_config=quantization))
+    assert [problem.layer.split(".")[2] for problem in found.problems] == ["0", "1", "2", "5"]
+    assert found.foreign == {"model.layers.3.mlp.experts": "NVFP4"}
+    assert len(found.unquantised) == 43
+    assert any("1 MoE layer has experts in NVFP4" in note for note in found.notes)
+    assert found.method == "modelopt_mixed"
+
+
+def test_mixed_precision_may_keep_its_layers_in_the_other_file(explain: Any) -> None:
+    recipe = {"model.layers.0.mlp.experts": {"quant_algo": "MXFP8"}}
+    beside = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": recipe}}
+    short = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+    assert len(explain(quantised(quantization_config=short), hf_quant_config=beside).problems) == 1
+
+
+def test_matrices_of_one_layer_in_two_formats_are_refused(explain: Any) -> None:
+    quantization = mixed(
+        model__layers__0__mlp__experts__0__gate_proj="MXFP8", model__layers__0__mlp__experts__0__down_proj="FP8"
+    )
+    with pytest.raises(CheckpointError, match=r"different quant_algo: FP8, MXFP8"):
+        explain(quantised(quantization_config=quantization))
+
+
+PACKED = "pack-quantized"
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "scheme"),
+    [
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True},
+            Scheme("wna16", 4, 128, "gptq", False, "group"),
+        ),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "modules_to_not_convert": None},
+            Scheme("wna16", 4, 64, "awq", True),
+        ),
+        (compressed(group(INT4), format=PACKED), Scheme("wna16", 4, 128, "compressed-tensors")),
+        (
+            compressed(group(INT4 | {"strategy": "channel", "group_size": None, "actorder": "static"}), format=PACKED),
+            Scheme("wna16", 4, -1, "compressed-tensors", False, "static"),
+        ),
+        (
+            compressed(group({**CT_MXFP8, "num_bits": 4}, {**CT_INPUTS, "num_bits": 4}), format="mxfp4-pack-quantized"),
+            Scheme("mxfp4", 4, 32, "compressed-tensors", activations="mxfp4"),
+        ),
+        ({"quant_method": "mxfp4"}, Scheme("mxfp4", 4, 32, "gpt_oss")),
+    ],
+)  # fmt: skip
+def test_other_formats_of_this_project(quantization: dict[str, Any], scheme: Scheme, explain: Any) -> None:
+    found = explain(quantised(quantization_config=quantization))
+    assert {problem.scheme for problem in found.problems} == {scheme}
+
+
+@pytest.mark.parametrize("name", ["kimi-k2-thinking", "gpt-oss-20b"])
+def test_published_quantised_models(name: str, explain: Any) -> None:
+    scheme = {
+        "kimi-k2-thinking": Scheme("wna16", 4, 32, "compressed-tensors"),
+        "gpt-oss-20b": Scheme("mxfp4", 4, 32, "gpt_oss"),
+    }[name]
+    assert {problem.scheme for problem in explain(config(name)).problems} == {scheme}
+
+
+def test_gptq_may_leave_modules_out_and_give_others_another_group(explain: Any) -> None:
+    quantization = {
+        "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True,
+        "dynamic": {r"-:.*layers\.0\..*": {}, r"+:.*layers\.1\..*": {"group_size": 64}},
+    }  # fmt: skip
+    found = explain(quantised(quantization_config=quantization))
+    assert found.unquantised == ("model.layers.0.mlp.experts",)
+    assert [problem.scheme.group_size for problem in found.problems[:2]] == [64, 128]
+
+
+# --- input that cannot be used ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": None}, "has no MoE layers: none of num_experts, "),
+        ({"num_experts": 0}, "has no MoE layers"),
+        ({"mlp_only_layers": list(range(48))}, "none of the 48 layers has experts"),
+        ({"num_experts": -128}, "num_experts is -128, not between 1 and"),
+        ({"num_experts": 1e30}, "num_experts is 1e\\+30, not an integer"),
+        ({"num_experts": 10**30}, "num_experts is 1000.*, not between 1 and 65536"),
+        ({"num_experts": "many"}, "num_experts is 'many', not an integer"),
+        ({"num_experts": True}, "num_experts is True, not an integer"),
+        ({"num_experts": [128]}, "num_experts is None, not an integer"),
+        ({"num_experts_per_tok": None}, "none of num_experts_per_tok, .* is set"),
+        ({"num_experts_per_tok": 129}, "top-129 of 128 experts"),
+        ({"num_experts_per_tok": 8.5}, "num_experts_per_tok is 8.5"),
+        ({"hidden_size": {}}, "hidden_size is {}, not an integer"),
+        ({"hidden_size": 0}, "hidden_size is 0, not between"),
+        ({"moe_intermediate_size": -1}, "moe_intermediate_size is -1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, not between 1 and 4096"),
+        ({"num_hidden_layers": None}, "none of num_hidden_layers, "),
+        ({"decoder_sparse_step": "often"}, "decoder_sparse_step is 'often'"),
+        ({"hidden_act": 3}, "the activation is 3, not a name"),
+        ({"swiglu_limit": "high"}, "swiglu_limit is 'high', not a number"),
+        ({"torch_dtype": "int3"}, "unknown dtype 'int3'"),
+        ({"text_config": [1]}, r"text_config is \[1\], not an object"),
+        ({"block_configs": [{}]}, "block_configs .* does not read"),
+        ({"hybrid_override_pattern": "E" * 5000}, "has 5000 layers, more than 4096"),
+        ({"quantization_config": None}, "there is no quantization_config and no hf_quant_config.json"),
+        ({"quantization_config": "MXFP8"}, "quantization_config is 'MXFP8', not an object"),
+        ({"quantization_config": {}}, "there is no quant_method. Known are modelopt, "),
+        ({"quantization_config": {"quant_method": "fancy8"}}, "unknown quant_method 'fancy8'. Known are modelopt, "),
+        ({"quantization_config": {"quant_method": 8}}, "quant_method is 8, not a word"),
+        ({"quantization_config": {"quant_method": "modelopt"}}, "there is no quant_algo"),
+        ({"quantization_config": MODELOPT | {"quant_algo": "MXFP7"}}, "unknown quant_algo 'MXFP7'. Known are MXFP8, "),
+        ({"quantization_config": MODELOPT | {"quant_algo": "NVFP4"}}, "stored as NVFP4, which this release does not"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "stored as fp8, which this release does not read"),
+        ({"quantization_config": MODELOPT | {"ignore": "lm_head"}}, "ignore is 'lm_head', not a list of names"),
+        ({"quantization_config": MODELOPT | {"ignore": [1]}}, r"ignore is \[1\], not a list of names"),
+        ({"quantization_config": MODELOPT | {"ignore": ["re:("]}}, "is no regular expression"),
+        ({"quantization_config": MODELOPT | {"config_groups": []}}, "config_groups is not an object of objects"),
+        ({"quantization_config": {"quant_method": "modelopt", "quantization": 1}}, "quantization is 1, not an object"),
+        ({"quantization_config": MODELOPT | {"quant_algo": "MIXED_PRECISION"}}, "needs an object quantized_layers"),
+        ({"quantization_config": mixed(a="")}, "quantized_layers.a has no quant_algo"),
+        ({"quantization_config": compressed()}, "there are no config_groups"),
+        ({"quantization_config": compressed(group({"type": "float"}))}, "num_bits is None"),
+        ({"quantization_config": compressed(group(CT_MXFP8, [1]))}, r"input_activations is \[1\]"),
+        ({"quantization_config": compressed(group({**CT_MXFP8, "group_size": 16}))}, "8-bit float.* does not read"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": "4"}}, "bits is '4', not a width"),
+    ],
+)
+def test_unusable_configs_say_what_and_where(
+    changes: dict[str, Any], message: str, explain: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        explain(quantised(**changes))
+    assert caught.value.where.startswith(str(tmp_path / "config.json"))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not JSON: Expecting value"),
+        (b"{", "is not JSON"),
+        (b"\xff\xfe\x00{", "is not JSON"),
+        (b"[1, 2]", r"holds \[1, 2\], not a JSON object"),
+        (b"null", "holds None, not a JSON object"),
+        (b"[" * 200_000, "is nested too deeply"),
+        (b'{"a":' * 200_000, "is nested too deeply"),
+        (b'{"num_experts": ' + b"9" * 10_000 + b"}", "is not JSON"),
+    ],
+)
+def test_files_that_are_no_config(content: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        layers(read(file))
+
+
+def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere: no such file or folder\. Give a checkpoint's folder"):
+        read(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"the folder has no config\.json"):
+        read(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match="is no regular file"):
+        read(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="is no regular file"):
+        read(tmp_path / "pipe")
+    large = tmp_path / "large.json"
+    with large.open("wb") as file:
+        file.truncate(MAX_BYTES + 1)
+    with pytest.raises(CheckpointError, match="has 67108865 bytes"):
+        read(large)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+PLACES = [("top", name) for name in sorted({key for path in MODELS for key in config(path)})] + [
+    ("quantization", name)
+    for name in (
+        "quant_method", "quant_algo", "ignore", "exclude_modules", "quantization", "config_groups",
+        "quantized_layers", "producer", "format", "bits", "group_size", "dynamic", "sym", "desc_act", "zero_point",
+        "modules_to_not_convert",
+    )
+]  # fmt: skip
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_value_in_any_field_is_read_or_refused_by_name(data: st.DataObject, tmp_path: Path) -> None:
+    """A hostile file gets an answer or a CheckpointError, never another exception."""
+    made = copy.deepcopy(quantised(data.draw(st.sampled_from(sorted(MODELS)))))
+    starts = [
+        MODELOPT,
+        {"quant_method": "gptq", "bits": 4, "group_size": 32},
+        compressed(group(CT_MXFP8)),
+        mixed(a="MXFP8"),
+    ]
+    made["quantization_config"] = copy.deepcopy(data.draw(st.sampled_from(starts)))
+    for place, name in data.draw(st.lists(st.sampled_from(PLACES), min_size=1, max_size=3)):
+        (made if place == "top" else made["quantization_config"])[name] = data.draw(JSON)
+        if not isinstance(made.get("quantization_config"), dict):
+            break
+    (tmp_path / "config.json").write_text(json.dumps(made))
+    try:
+        found = layers(read(tmp_path), data.draw(st.sampled_from([1, 2, 3])), data.draw(st.booleans()))
+    except CheckpointError as error:
+        assert "\n" not in str(error)
+    else:
+        assert all(isinstance(problem, Problem) for problem in found.problems)

@@ -1,0 +1,336 @@
+"""The command line tool as its users meet it: answers, exit statuses, one-line errors, JSON for other tools."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllm_moe_oracle import __version__
+from vllm_moe_oracle.cli import main as cli
+from vllm_moe_oracle.device import named
+from vllm_moe_oracle.oracle.decision import Plan
+from vllm_moe_oracle.oracle.problem import Device, Problem
+
+CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}
+
+Run = Callable[..., "Result"]
+
+
+class Result:
+    """What a run left: exit status, standard output, standard error."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+
+    @property
+    def json(self) -> Any:
+        """Standard output, which must be JSON and nothing else."""
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the tool in this process, in a terminal of 80 columns that is none."""
+    for name in [*os.environ]:
+        if name.startswith("MOE_ORACLE_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["vllm-moe-oracle", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        written = capsys.readouterr()
+        return Result(int(ended.value.code or 0), written.out, written.err)
+
+    return call
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a published model's config as ModelOpt would after quantising to MXFP8; fields can be replaced."""
+
+    def made(name: str = "qwen3-30b-a3b", **changes: Any) -> Path:
+        data = json.loads((CONFIGS / f"{name}.json").read_text())
+        data["quantization_config"] = MODELOPT
+        data.update(changes)
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
+        return path
+
+    return made
+
+
+# --- explain ----------------------------------------------------------------------------------------------------------
+
+
+def test_explain_answers_for_a_machine_that_is_elsewhere(run: Run, write: Callable[..., Path]) -> None:
+    result = run("explain", write(), "--device", "nvidia-h200")
+    assert (result.status, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[0] == "NVIDIA H200 (sm_90), vLLM 0.33.0, one rank"
+    assert lines[2] == "48 layers: model.layers.0-47.mlp.experts"
+    for word in ("problem", "backend", "why", "numerics", "plan"):
+        assert any(line.startswith(f"  {word} ") for line in lines), word
+    assert re.search(r"^  candidate +verdict +reasons$", result.out, re.MULTILINE)
+    assert re.search(r"^  emulation +accepted$", result.out, re.MULTILINE)
+
+
+def test_tables_without_a_terminal_are_plain_and_fit_80_columns(run: Run, write: Callable[..., Path]) -> None:
+    result = run("explain", write(dtype="float16"), "--device", "cpu", "--set", "disable=emulation")
+    assert "\x1b" not in result.out
+    assert all(len(line) <= 80 and line == line.rstrip() for line in result.out.splitlines())
+    # Wrapped, not cut: all words of a reason are there.
+    assert "disabled by --set disable (take it out of the setting disable)" in " ".join(result.out.split())
+
+
+def test_explain_reads_a_checkpoints_folder(run: Run, write: Callable[..., Path]) -> None:
+    assert run("explain", write().parent, "--device", "cpu").out.startswith("CPU (cpu), vLLM ")
+
+
+def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Callable[..., Path]) -> None:
+    result = run("explain", write(), "--device", "nvidia-h200", "--tp", 2, "--json")
+    assert (result.status, result.err) == (0, "")
+    data = result.json
+    assert list(data) == ["vllm", "device", "groups"]
+    assert data["vllm"] == "0.33.0"
+    assert msgspec.convert(data["device"], Device) == named("nvidia-h200")
+    (group,) = data["groups"]
+    assert list(group) == ["layers", "count", "problem", "decision", "candidates"]
+    assert (group["layers"], group["count"]) == ("model.layers.0-47.mlp.experts", 48)
+    problem = msgspec.convert(group["problem"], Problem)
+    assert (problem.intermediate_size, problem.parallel.tp, problem.layer) == (384, 2, "model.layers.0.mlp.experts")
+    assert list(group["decision"]) == ["backend", "why", "numerics", "plan"]
+    assert group["decision"]["why"] == "estimate"
+    assert isinstance(group["decision"]["numerics"], str)
+    assert msgspec.convert(group["decision"]["plan"], Plan).hidden_size == 2048
+    names = [candidate["backend"] for candidate in group["candidates"]]
+    assert "emulation" in names and group["decision"]["backend"] == names[0]
+    for candidate in group["candidates"]:
+        assert list(candidate) == ["backend", "accepted", "reasons"]
+        assert candidate["accepted"] is (candidate["reasons"] == [])
+        assert all(list(reason) == ["code", "detail", "remedy"] for reason in candidate["reasons"])
+
+
+def test_a_group_without_a_backend_ends_with_3_and_still_prints_the_table(run: Run, write: Callable[..., Path]) -> None:
+    # 2880 / 60 = 48 is no multiple of the 32 elements that share a scale.
+    arguments = ("explain", write("gpt-oss-20b"), "--device", "nvidia-h200", "--tp", 60)
+    result = run(*arguments)
+    assert result.status == 3
+    text = " ".join(result.out.split())
+    assert "backend none" in text and "no backend can run mxfp8 experts here" in text
+    assert "2880 / 60 = 48 is no multiple of the scale group 32 (48 mod 32 = 16)" in text
+    assert "(TP 2 would work)" in text
+    result = run(*arguments, "--json")
+    assert result.status == 3
+    (group,) = result.json["groups"]
+    assert group["decision"] is None
+    codes = {reason["code"] for candidate in group["candidates"] for reason in candidate["reasons"]}
+    assert "group.intermediate" in codes
+    assert result.err.startswith("error: model.layers.0-23.mlp.experts: no backend can run mxfp8 experts here")
+    assert result.err.count("\n") == 2  # the second says that the config names no dtype
+
+
+def test_a_scheme_without_backends_is_said_to_have_none_yet(run: Run) -> None:
+    result = run("explain", CONFIGS / "kimi-k2-thinking.json", "--device", "nvidia-h200")
+    data = run("explain", CONFIGS / "kimi-k2-thinking.json", "--device", "nvidia-h200", "--json").json
+    if data["groups"][0]["candidates"]:
+        pytest.skip("this release has backends for wna16")
+    assert result.status == 3
+    assert "this release has no backend for wna16 experts yet" in result.out
+    assert data["groups"][0]["decision"] is None
+
+
+def test_an_explicit_choice_that_is_not_known_is_refused_with_the_valid_names(
+    run: Run, write: Callable[..., Path]
+) -> None:
+    result = run("explain", write(), "--device", "cpu", "--moe-backend", "flashinfer_cutlass")
+    assert result.status == 3
+    assert "flashinfer_cutlass (--moe-backend flashinfer_cutlass)" in " ".join(result.out.split())
+    assert run("explain", write(), "--device", "cpu", "--moe-backend", "emulation").status == 0
+
+
+def test_an_override_gives_its_layers_a_group_of_their_own(run: Run, write: Callable[..., Path]) -> None:
+    override = r"overrides=re:layers\.[0-9]\.=emulation"
+    result = run("explain", write(), "--device", "cpu", "--set", override, "--json")
+    groups = result.json["groups"]
+    assert [(group["layers"], group["decision"]["why"]) for group in groups] == [
+        ("model.layers.0-9.mlp.experts", "override"),
+        ("model.layers.10-47.mlp.experts", "estimate"),
+    ]
+
+
+def test_expert_parallelism_keeps_the_intermediate_size(run: Run, write: Callable[..., Path]) -> None:
+    result = run("explain", write(), "--device", "nvidia-h200", "--tp", 8, "--ep", "--json")
+    problem = result.json["groups"][0]["problem"]
+    assert (problem["intermediate_size"], problem["local_experts"], problem["parallel"]["ep"]) == (768, 16, 8)
+
+
+def test_layers_that_are_left_out_are_counted(run: Run, write: Callable[..., Path]) -> None:
+    path = write(quantization_config=MODELOPT | {"ignore": ["model.layers.0*", "model.layers.47*"]})
+    note = "2 MoE layers have unquantised experts, which vLLM serves itself: model.layers.0,47.mlp.experts"
+    result = run("explain", path, "--device", "cpu")
+    assert result.status == 0 and f"note: {note}" in " ".join(result.out.split())
+    result = run("explain", path, "--device", "cpu", "--json")
+    assert result.json["groups"][0]["count"] == 46 and result.err == f"note: {note}\n"
+
+
+def test_a_checkpoint_whose_experts_are_all_left_out_needs_no_backend(run: Run, write: Callable[..., Path]) -> None:
+    path = write(quantization_config=MODELOPT | {"ignore": ["*.experts"]})
+    result = run("explain", path, "--device", "cpu")
+    assert result.status == 0 and "48 MoE layers have unquantised experts" in result.out
+
+
+def test_what_the_plugin_would_not_do_is_said(
+    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_ORACLE_ENABLED", "0")
+    result = run("explain", write(), "--device", "cpu")
+    assert "the plugin is switched off by environment variable MOE_ORACLE_ENABLED" in " ".join(result.out.split())
+
+
+def test_activations_left_in_16_bits_change_the_problem(run: Run, write: Callable[..., Path]) -> None:
+    result = run("explain", write(), "--device", "cpu", "--set", "activations=16bit", "--json")
+    assert result.json["groups"][0]["problem"]["scheme"]["activations"] == "16bit"
+
+
+def test_a_device_can_come_from_a_file(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+    file = tmp_path / "there.json"
+    file.write_text('{"device": {"kind": "cuda", "name": "NVIDIA H300", "capability": 95}}')
+    data = run("explain", write(), "--device", file, "--json").json
+    assert (data["device"]["name"], data["device"]["capability"]) == ("NVIDIA H300", 95)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere",), "nowhere: no such file or folder. Give a checkpoint's folder or its config.json"),
+        (("CONFIG", "--tp", "5"), "does not divide the experts' intermediate size 768 (768 mod 5 = 3)"),
+        (("CONFIG", "--tp", "0"), "--tp: 0 ranks are not possible"),
+        (("CONFIG", "--device", "nvidia-h2000"), "--device: unknown device 'nvidia-h2000'. Valid are auto, "),
+        (("CONFIG", "--device", "missing.json"), "missing.json: cannot be read: No such file"),
+        (("CONFIG", "--set", "backend"), "--set: 'backend' has no =. Write --set backend=emulation"),
+        (("CONFIG", "--set", "bakend=emulation"), "--set: unknown setting 'bakend'. Did you mean backend?"),
+        (("CONFIG", "--set", "enabled=perhaps"), "'perhaps' is no truth value"),
+        (("CONFIG", "--set", "backend=a", "--set", "backend=b"), "--set: backend is given twice"),
+        (("CONFIG", "--set", r"overrides=rs\.99\.=emulation"), r"re:rs\.99\. matches none of the 48 quantised MoE layers"),
+        (("CONFIG", "--set", "overrides=(=emulation"), "is no regular expression"),
+        (("CONFIG", "--set", "disable=nothing"), "'nothing'"),
+    ],
+)  # fmt: skip
+def test_unusable_input_ends_with_2_and_one_line(
+    arguments: tuple[str, ...], message: str, run: Run, write: Callable[..., Path]
+) -> None:
+    path = write()
+    given = [str(path) if word == "CONFIG" else word for word in arguments]
+    if "--device" not in given:
+        given += ["--device", "cpu"]
+    for more in ([], ["--json"]):
+        result = run("explain", *given, *more)
+        assert (result.status, result.out) == (2, "")
+        assert result.err.startswith("error: ") and result.err.count("\n") == 1
+        assert message in result.err
+
+
+def test_a_bad_variable_is_an_error_too(run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_ORACLE_BAKEND", "emulation")
+    result = run("explain", write(), "--device", "cpu")
+    assert result.status == 2 and "Did you mean MOE_ORACLE_BACKEND?" in result.err
+
+
+@pytest.mark.parametrize(("name", "tp", "status"), [("qwen3-30b-a3b", 2, 0), ("nemotron-3-nano-30b-a3b", 2, 0)])
+def test_models_from_users_reports(name: str, tp: int, status: int, run: Run, write: Callable[..., Path]) -> None:
+    assert run("explain", write(name), "--device", "nvidia-h200", "--tp", tp).status == status
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def python(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("MOE_ORACLE_")}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], env=clean | environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_explain_imports_neither_torch_nor_vllm(write: Callable[..., Path]) -> None:
+    code = (
+        "import sys\n"
+        "from vllm_moe_oracle.cli import main\n"
+        f"sys.argv = ['vllm-moe-oracle', 'explain', {str(write())!r}, '--device', 'nvidia-h200']\n"
+        "try:\n    main.main()\nexcept SystemExit as ended:\n    assert not ended.code\n"
+        "print(sorted({'torch', 'vllm', 'transformers', 'triton', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    ended = python("-c", code)
+    assert (ended.returncode, ended.stderr.strip()) == (0, "[]")
+
+
+def test_help_and_version(run: Run) -> None:
+    assert run("--version").out == f"vllm-moe-oracle {__version__}\n"
+    result = run("--help")
+    assert result.status == 0 and "explain" in result.out and "status" in result.out
+    for name in ("explain", "status"):
+        text = run(name, "--help").out
+        assert "Example" in text and "Exit status" in text
+    assert run().status == 2
+
+
+# --- status -----------------------------------------------------------------------------------------------------------
+
+
+def test_status_reports_this_installation(tmp_path: Path) -> None:
+    ended = python("-m", "vllm_moe_oracle.cli.main", "status", "--json", MOE_ORACLE_BACKEND="emulation")
+    assert ended.returncode == 0, ended.stderr
+    data = json.loads(ended.stdout)
+    assert data["versions"]["vllm-moe-oracle"] == __version__
+    assert set(data["versions"]) == {"vllm-moe-oracle", "vllm", "torch", "triton", "python"}
+    assert set(data["plugin"]) == {"active", "reason", "vllm", "methods", "patches"}
+    assert data["plugin"]["active"] is bool(data["plugin"]["methods"])
+    backend = data["settings"]["backend"]
+    assert (backend["value"], backend["source"]) == ("emulation", "environment variable MOE_ORACLE_BACKEND")
+    assert data["settings"]["strict"]["source"] == "default"
+    assert {"name": "emulation", "schemes": ["mxfp8"]}.items() <= data["backends"][0].items() or len(
+        data["backends"]
+    ) > 1
+    assert data["broken_backends"] == {} and data["cache"] is None
+    # What it says of this machine can be asked about on another one.
+    file = tmp_path / "here.json"
+    file.write_text(ended.stdout)
+    there = python("-m", "vllm_moe_oracle.cli.main", "explain", "nowhere", "--device", file)
+    assert "nowhere: no such file" in there.stderr
+
+
+def test_status_shows_why_the_plugin_is_off_and_a_setting_that_is_wrong() -> None:
+    ended = python("-m", "vllm_moe_oracle.cli.main", "status", MOE_ORACLE_BAKEND="emulation", COLUMNS="80")
+    assert ended.returncode == 2
+    assert "not active" in ended.stdout and "\x1b" not in ended.stdout
+    assert "error: environment: unknown setting 'MOE_ORACLE_BAKEND'. Did you mean MOE_ORACLE_BACKEND?" in ended.stderr
+    assert all(len(line) <= 80 for line in ended.stdout.splitlines())
+
+
+def test_status_without_vllm(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['vllm'] = sys.modules['torch'] = None\n"
+        "from vllm_moe_oracle import device\n"
+        "device.installed_packages = lambda: {}\n"
+        "from vllm_moe_oracle.cli import main\n"
+        "sys.argv = ['vllm-moe-oracle', 'status', '--json']\n"
+        "main.main()\n"
+    )
+    ended = python("-c", code)
+    assert ended.returncode == 0, ended.stderr
+    data = json.loads(ended.stdout)
+    assert data["versions"]["vllm"] is None and data["plugin"]["active"] is False
+    assert "not installed" in data["plugin"]["reason"] and data["device"]["kind"] == "cpu"
