@@ -32,19 +32,26 @@ bin=$root/.venv/bin
 work=$(mktemp -d "${TMPDIR:-/tmp}/moe-oracle-serve.XXXXXX")
 log=$work/server.log
 server=""
-
-alive() { [ -n "$server" ] && kill -0 -- "-$server" 2>/dev/null; }
+healthy=""
 
 # The server has a process group of its own (set -m below): one signal reaches its engine and its workers too.
+# Zombies do not count: where nobody collects them (many containers), they stay in the group for ever.
+alive() {
+    [ -n "$server" ] && { sed -n 's/^.*) //p' /proc/[0-9]*/stat 2>/dev/null || true; } |
+        awk -v group="$server" '$3 == group && $1 != "Z" { found = 1 } END { exit !found }'
+}
+
 stop_server() {
+    local grace=3 # a vLLM that is still starting ignores the signal, and has nothing to lose
+    if [ -n "$healthy" ]; then grace=20; fi
     if alive; then
         kill -TERM -- "-$server" 2>/dev/null || true
-        for _ in $(seq 100); do
+        for _ in $(seq $((grace * 5))); do
             alive || break
             sleep 0.2
         done
         if alive; then
-            say "the server did not stop within 20 s: killing it"
+            if [ -n "$healthy" ]; then say "the server did not stop within $grace s: killing it"; fi
             kill -KILL -- "-$server" 2>/dev/null || true
         fi
     fi
@@ -56,7 +63,10 @@ finish() {
     local status=$?
     trap - EXIT INT TERM HUP
     stop_server
-    if [ "$status" -eq 0 ]; then rm -rf "$work"; fi
+    case $status in
+        0 | 129 | 130 | 143) rm -rf "$work" ;;
+        *) printf 'serve: left for a look: %s\n' "$work" >&2 ;;
+    esac
     exit "$status"
 }
 trap finish EXIT
@@ -113,6 +123,7 @@ until "$bin/python" -c 'import sys, urllib.request; urllib.request.urlopen(sys.a
     if [ $((waited % 10)) -eq 9 ]; then say "  waiting for its health ($((waited + 1)) s) ..."; fi
     sleep 1
 done
+healthy=yes
 say "healthy after $((SECONDS - began)) s"
 
 say "asking for a completion of '$prompt'"
@@ -147,7 +158,7 @@ fi
 say "right: this model was made to recite its alphabet, and experts that computed something else would not"
 
 say "what the plugin logged:"
-grep -o 'moe_oracle.*' "$log" | sed 's/^/  /' | sort -u || say "  nothing"
+grep -o 'moe_oracle.*' "$log" | awk '!seen[$0]++ { print "  " $0 }' || say "  nothing"
 
 if [ -s "$MOE_ORACLE_REPORT" ]; then
     say "what it decided:"
