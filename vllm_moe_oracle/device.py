@@ -109,9 +109,12 @@ def installed_packages() -> dict[str, str]:
 
 @cache
 def detect() -> Device:
-    """This machine. Asks torch where it is installed (which initialises no CUDA context); without torch it is a CPU."""
+    """This machine. Asks torch where it is installed (which initialises no CUDA context); without torch it is a CPU.
+
+    Importing torch takes seconds, so it is asked only where the system shows a GPU.
+    """
     packages = installed_packages()
-    if "torch" in packages:
+    if "torch" in packages and _gpu_is_visible():
         import torch
 
         if torch.version.hip is not None:
@@ -129,6 +132,11 @@ def detect() -> Device:
                 packages=packages,
             )
     return Device("cpu", _cpu_name(), features=_cpu_features(), packages=packages)
+
+
+def _gpu_is_visible() -> bool:
+    """Whether there is a device node through which every CUDA or ROCm program goes: NVIDIA, WSL, Tegra, AMD."""
+    return any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "nvhost-gpu", "nvmap", "kfd"))
 
 
 def _cpu_info() -> dict[str, str]:
