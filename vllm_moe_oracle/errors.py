@@ -62,6 +62,10 @@ class RegistryError(OracleError):
     """A backend cannot be registered: a broken import, a wrong type, a duplicate name."""
 
 
+class SelfCheckError(OracleError, RuntimeError):
+    """A kernel disagrees with the reference on the loaded weights, and nothing else may be taken instead."""
+
+
 class LifecycleError(OracleError, RuntimeError):
     """Weights were loaded into, or read from, a layer that is not in the state that this needs."""
 

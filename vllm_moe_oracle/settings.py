@@ -25,6 +25,7 @@ AUTO = "auto"
 
 OnUnavailable = Literal["error", "fallback"]
 Activations = Literal["checkpoint", "16bit"]
+SelfCheck = Literal["off", "group", "all", "strict"]
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -120,6 +121,13 @@ class Settings:
     )
     allow_activation_quantization: bool = _setting(
         False, _boolean, "also offer backends that quantise activations which nobody asked to quantise", "0|1"
+    )
+    self_check: SelfCheck = _setting(
+        "group",
+        _one_of(get_args(SelfCheck)),
+        "compare kernels with the reference at load: not, one layer of each group, every layer, or one layer of each "
+        "group with a refusal to start where it fails",
+        "off|group|all|strict",
     )
     report: str = _setting("", _path, "file that each process appends its decisions to, one JSON object a line", "PATH")
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)

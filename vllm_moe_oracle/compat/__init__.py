@@ -1,26 +1,24 @@
 """The only files that know a vLLM version.
 
-`supported` says whether an installed release can be served. `adapter` gives the functions that speak that release's
-language; it imports vLLM, so only code that runs inside vLLM calls it.
+`check` says whether an installed release can be served. `adapter` gives the functions that speak that release's
+language; it imports vLLM, so only code that runs inside vLLM calls it. The releases and their eras are in `eras`.
 """
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
 from typing import TYPE_CHECKING
 
 from packaging.version import InvalidVersion, Version
 
 from ..errors import StandDown
+from .eras import CPU_RELEASES, ERAS, RELEASES, Era, Support, era_of, support, table
 
 if TYPE_CHECKING:
     from .adapter import Adapter
 
-RELEASES = (
-    "0.22.1", "0.23.0", "0.24.0", "0.25.1", "0.26.0", "0.27.1",
-    "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0",
-)  # fmt: skip
-"""Releases that the plugin is tested with, oldest first."""
+__all__ = ["CPU_RELEASES", "ERAS", "RELEASES", "Era", "Support", "adapter", "check", "era_of", "support", "table"]
 
 
 def check(version: str, force: bool = False) -> None:
@@ -49,6 +47,8 @@ def check(version: str, force: bool = False) -> None:
 @cache
 def adapter() -> Adapter:
     """The adapter of the vLLM release in this process. Imports vLLM."""
-    from .adapter import Adapter
+    import vllm
 
-    return Adapter()
+    module, _, name = era_of(str(vllm.__version__)).adapter.partition(":")
+    found: Adapter = getattr(importlib.import_module(module), name)()
+    return found

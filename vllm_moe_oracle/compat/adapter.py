@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import vllm
 from torch import Tensor
@@ -14,24 +14,12 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig, FusedMoEQuantDesc
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import make_moe_prepare_and_finalize_no_dp_ep
 
 from ..backends import Backend, Forward
 from ..errors import OracleError
 from ..oracle.problem import MX_BLOCK, Activation, Parallel, Problem, Routing, Scheme
 from .experts import FunctionExperts
-
-_FUSED_MOE = "vllm.model_executor.layers.fused_moe"
-
-STOCK_EXPERTS = {
-    "MarlinExperts": "experts.marlin_moe",
-    "BatchedMarlinExperts": "experts.marlin_moe",
-    "DeepGemmExperts": "experts.deep_gemm_moe",
-    "HummingIndexedExperts": "experts.fused_humming_moe",
-    "HummingGroupedExperts": "experts.fused_humming_moe",
-    "TrtLlmFp8ExpertsModular": "experts.trtllm_fp8_moe",
-    "TrtLlmFp8ExpertsMonolithic": "experts.trtllm_fp8_moe",
-}
-"""Module of each stock expert class, below vLLM's package of fused MoE layers."""
 
 _OAI_DEFAULTS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
 """gpt-oss's constants, which vLLM's kernels for ``swigluoai`` have built in."""
@@ -42,7 +30,23 @@ _APPLY_MONOLITHIC = frozenset(inspect.signature(FusedMoEKernel.apply_monolithic)
 
 
 class Adapter:
-    """One era of vLLM. Older eras subclass and override what differs."""
+    """The newest era of vLLM. Older eras subclass it, in `older`, and override what differs.
+
+    Attributes:
+        stock_experts_classes: ``module:Class`` of each stock expert class that can be built, by class name.
+    """
+
+    stock_experts_classes: ClassVar[Mapping[str, str]] = {
+        "MarlinExperts": "vllm.model_executor.layers.fused_moe.experts.marlin_moe:MarlinExperts",
+        "BatchedMarlinExperts": "vllm.model_executor.layers.fused_moe.experts.marlin_moe:BatchedMarlinExperts",
+        "DeepGemmExperts": "vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe:DeepGemmExperts",
+        "HummingIndexedExperts": "vllm.model_executor.layers.fused_moe.experts.fused_humming_moe:HummingIndexedExperts",
+        "HummingGroupedExperts": "vllm.model_executor.layers.fused_moe.experts.fused_humming_moe:HummingGroupedExperts",
+        "TrtLlmFp8ExpertsModular": "vllm.model_executor.layers.fused_moe.experts.trtllm_fp8_moe:TrtLlmFp8ExpertsModular",
+        "TrtLlmFp8ExpertsMonolithic": (
+            "vllm.model_executor.layers.fused_moe.experts.trtllm_fp8_moe:TrtLlmFp8ExpertsMonolithic"
+        ),
+    }
 
     # --- the running engine -----------------------------------------------------------------------
 
@@ -130,8 +134,12 @@ class Adapter:
             top_k_groups=layer.topk_group if layer.use_grouped_topk else None,
             correction_bias=layer.e_score_correction_bias is not None,
             weight_on_input=bool(layer.apply_router_weight_on_input),
-            hashed=bool(moe.has_hash_routing),
+            hashed=self.hashed(moe, layer),
         )
+
+    def hashed(self, moe: Any, layer: Any) -> bool:
+        """Whether experts come from a table over token ids, which a kernel that routes itself has to be given."""
+        return bool(moe.has_hash_routing)
 
     # --- our tensors to vLLM's kernel -------------------------------------------------------------
 
@@ -155,19 +163,18 @@ class Adapter:
             for name in ("w13", "w2")
         )
         activation = problem.activation
-        wanted = {
-            "_a1": inputs,
-            "_a2": FusedMoEQuantDesc(),
-            "_w1": w1,
-            "_w2": w2,
-            "is_scale_swizzled": False,
-            "gemm1_alpha": activation.alpha,
-            "gemm1_beta": activation.beta,
-            "gemm1_clamp_limit": activation.limit,
-            "mx_alignment": MX_BLOCK if problem.scheme.name == "mxfp8" else 0,
-        }
-        known = {item.name for item in dataclasses.fields(FusedMoEQuantConfig)}
-        return FusedMoEQuantConfig(**{key: value for key, value in wanted.items() if key in known})
+        # By keyword: the order of the fields, and of the parameters of vLLM's own helpers, moves.
+        return FusedMoEQuantConfig(
+            _a1=inputs,
+            _a2=FusedMoEQuantDesc(),
+            _w1=w1,
+            _w2=w2,
+            is_scale_swizzled=False,
+            gemm1_alpha=activation.alpha,
+            gemm1_beta=activation.beta,
+            gemm1_clamp_limit=activation.limit,
+            mx_alignment=MX_BLOCK if problem.scheme.name == "mxfp8" else 0,
+        )
 
     def function_experts(self, moe: Any, quant_config: Any, forward: Forward) -> Any:
         """Experts over a plain function."""
@@ -187,6 +194,45 @@ class Adapter:
             use_monolithic=experts.is_monolithic(),
         )
         return FusedMoEKernel(prepare, experts)
+
+    def lone_config(self, moe: Any, problem: Problem) -> Any:
+        """A copy of vLLM's `FusedMoEConfig` for a layer on this rank alone with the problem's number of experts."""
+        config = copy.copy(moe)
+        parallel = copy.copy(moe.moe_parallel_config)
+        parallel.dp_size = parallel.ep_size = parallel.pcp_size = 1
+        parallel.dp_rank = parallel.ep_rank = parallel.pcp_rank = 0
+        parallel.use_ep = parallel.enable_eplb = False
+        config.moe_parallel_config = parallel
+        config.num_experts = config.num_local_experts = config.num_logical_experts = problem.num_experts
+        config.experts_per_token = problem.top_k
+        return config
+
+    def run_alone(
+        self, experts: Any, layer: Any, tensors: Mapping[str, Tensor], x: Tensor, weights: Tensor, ids: Tensor
+    ) -> Tensor:
+        """Runs modular experts on routed tokens, with no other rank and no shared experts around them.
+
+        Args:
+            experts: what a backend built for `layer`.
+            layer: the module that holds `tensors`; experts may have left something on it.
+            tensors: kernel tensors by canonical name.
+            x: `[M, hidden]`.
+            weights: `[M, top_k]` float32.
+            ids: `[M, top_k]` int32.
+        """
+        kernel = FusedMoEKernel(make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False), experts)
+        result = kernel.apply(
+            x,
+            tensors["w13"],
+            tensors["w2"],
+            topk_weights=weights,
+            topk_ids=ids,
+            activation=experts.moe_config.activation,
+            global_num_experts=experts.moe_config.num_experts,
+            expert_map=None,
+            apply_router_weight_on_input=False,
+        )
+        return cast(Tensor, result)
 
     def apply(
         self, kernel: Any, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, extra: Mapping[str, Any]
@@ -253,11 +299,10 @@ class Adapter:
         Raises:
             OracleError: this release has none.
         """
-        module = STOCK_EXPERTS.get(name)
-        found = getattr(importlib.import_module(f"{_FUSED_MOE}.{module}"), name, None) if module else None
-        if found is None:
-            raise OracleError(f"vLLM {self.version()} has no expert class {name}")
-        return found
+        if name not in self.stock_experts_classes:
+            raise OracleError(f"vLLM {self.version()} has no expert class {name} that could be used here")
+        module, _, attribute = self.stock_experts_classes[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
 
     def stock_experts(self, class_name: str, moe: Any, quant_config: Any, **kwargs: Any) -> Any:
         """An instance of vLLM's own expert class."""
@@ -268,6 +313,15 @@ class Adapter:
     def parameters(self, layer: Any) -> Iterator[tuple[str, Tensor]]:
         """The layer's own parameters, by name."""
         yield from layer.named_parameters(recurse=False)
+
+    def bias_loader(self, layer: Any, loader: Any) -> Any:
+        """What loads the biases of single experts.
+
+        Args:
+            layer: the layer.
+            loader: its own loader of weights.
+        """
+        return loader
 
 
 def _accepted(names: frozenset[str], extra: Mapping[str, Any]) -> dict[str, Any]:

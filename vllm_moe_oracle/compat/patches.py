@@ -1,12 +1,25 @@
-"""One place for every change to stock objects: named, idempotent, undoable, listed by ``status``."""
+"""One place for every change to stock objects: named, idempotent, undoable, listed by ``status``.
+
+A patch whose owner lies in a module that is not imported yet waits for it: importing vLLM's quantisation modules takes
+seconds, which a process that never needs them must not pay.
+"""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from ..errors import OracleError
+
+logger = logging.getLogger("vllm.moe_oracle")
 
 _ABSENT = object()
 
@@ -48,24 +61,62 @@ class Patch:
             setattr(self.owner, self.key, value)
 
 
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """A patch to a module's contents, applied as soon as the module is there.
+
+    Attributes:
+        name: as for `Patch`.
+        module: the module's name.
+        make: from the module to the patch; None when there is nothing to do in it.
+    """
+
+    name: str
+    module: str
+    make: Callable[[ModuleType], Patch | None]
+
+
 class PatchManager:
     """Applies patches once and gives the very objects back."""
 
     def __init__(self) -> None:
         self._applied: dict[str, tuple[Patch, Any]] = {}
+        self._waiting: dict[str, Deferred] = {}
+        self._failed: dict[str, str] = {}
+        self._finder = _AfterImport(self._imported)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the patches in force, in the order in which they were applied."""
         return tuple(self._applied)
 
-    def apply(self, patch: Patch) -> None:
-        """Applies a patch; one of the same name that is in force already stays as it is."""
-        if patch.name in self._applied:
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Names of the patches whose module is not imported yet."""
+        return tuple(self._waiting)
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Why, by name, patches that had waited could not be applied."""
+        return dict(self._failed)
+
+    def apply(self, patch: Patch | Deferred) -> None:
+        """Applies a patch, now or when its module is imported; one of the same name stays as it is.
+
+        Raises:
+            AttributeError: the module is there, and has not what is to be patched.
+        """
+        if patch.name in self._applied or patch.name in self._waiting:
             return
-        original = patch.get()
-        patch.put(patch.replacement)
-        self._applied[patch.name] = (patch, original)
+        if isinstance(patch, Patch):
+            self._put(patch)
+        elif patch.module in sys.modules:
+            self._make(patch, sys.modules[patch.module])
+        else:
+            self._waiting[patch.name] = patch
+            self._finder.modules.add(patch.module)
+            if self._finder not in sys.meta_path:
+                sys.meta_path.insert(0, self._finder)
 
     def undo(self) -> None:
         """Takes every patch back, last one first.
@@ -73,6 +124,9 @@ class PatchManager:
         Raises:
             OracleError: somebody replaced our replacement in the meantime. It is left as it is, the others are undone.
         """
+        self._waiting.clear()
+        self._failed.clear()
+        self._stop_watching()
         foreign = []
         for name, (patch, original) in reversed(self._applied.items()):
             if patch.get() is patch.replacement:
@@ -82,3 +136,123 @@ class PatchManager:
         self._applied.clear()
         if foreign:
             raise OracleError(f"not undone, because another package patched over them: {', '.join(foreign)}")
+
+    def _put(self, patch: Patch) -> None:
+        original = patch.get()
+        patch.put(patch.replacement)
+        self._applied[patch.name] = (patch, original)
+
+    def _make(self, deferred: Deferred, module: ModuleType) -> None:
+        patch = deferred.make(module)
+        if patch is not None:
+            self._put(patch)
+
+    def _imported(self, module: ModuleType) -> None:
+        for name, deferred in list(self._waiting.items()):
+            if deferred.module != module.__name__:
+                continue
+            del self._waiting[name]
+            try:
+                self._make(deferred, module)
+            except Exception as error:  # this runs inside vLLM's import of its own module, which must not fail
+                self._failed[name] = f"{type(error).__name__}: {error}"
+                logger.warning("moe_oracle: patch %r could not be applied: %s", name, self._failed[name])
+        if not self._waiting:
+            self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        self._finder.modules.clear()
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls back after modules were imported. Their specs and loaders stay those of the finder that found them."""
+
+    def __init__(self, imported: Callable[[ModuleType], None]) -> None:
+        self.modules: set[str] = set()
+        self._imported = imported
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec that the other finders give, with a loader that calls back."""
+        if fullname not in self.modules:
+            return None
+        for finder in sys.meta_path:
+            if finder is self:
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                self._watch(spec.loader)
+                return spec
+        return None
+
+    def _watch(self, loader: Any) -> None:
+        run = getattr(loader, "exec_module", None)
+        if run is None:
+            return
+
+        def run_and_tell(module: ModuleType) -> None:
+            run(module)
+            del loader.exec_module  # the instance's own; that of its class is back
+            self._imported(module)
+
+        loader.exec_module = run_and_tell
+
+
+def transplant(name: str, stock: str, ours: str) -> Deferred:
+    """Makes every construction of a stock class give an instance of ours, wherever the stock class is named.
+
+    The class object stays, with its name and for `isinstance`; only its constructor changes, and gives a new instance
+    of just this class to ours. (Its `__new__` would be the other way, but a class from which a `__new__` was taken
+    away again cannot be constructed with arguments any more.)
+
+    Args:
+        name: the patch's name.
+        stock: ``module:Class`` to replace.
+        ours: ``module:Class`` of a subclass of it, imported at the first construction.
+    """
+    module_name, _, class_name = stock.partition(":")
+
+    def make(module: ModuleType) -> Patch:
+        stock_class = getattr(module, class_name)
+        original = stock_class.__init__
+
+        @functools.wraps(original)
+        def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+            if type(self) is not stock_class:
+                original(self, *args, **kwargs)
+                return
+            our_module, _, our_name = ours.partition(":")
+            our_class = getattr(importlib.import_module(our_module), our_name)
+            self.__class__ = our_class
+            our_class.__init__(self, *args, **kwargs)
+
+        return Patch(name, stock_class, "__init__", construct)
+
+    return Deferred(name, module_name, make)
+
+
+def around(name: str, path: str, wrapper: Callable[..., Any]) -> Deferred:
+    """Calls `wrapper` in place of a stock function or method, with the original in front of the arguments.
+
+    Args:
+        name: the patch's name.
+        path: ``module:function`` or ``module:Class.method``.
+        wrapper: called as ``wrapper(original, *args, **kwargs)``.
+    """
+    module_name, _, attribute = path.partition(":")
+    *owners, key = attribute.split(".")
+
+    def make(module: ModuleType) -> Patch:
+        owner: Any = functools.reduce(getattr, owners, module)
+        original = getattr(owner, key)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        return Patch(name, owner, key, wrapped)
+
+    return Deferred(name, module_name, make)

@@ -3,37 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
-from .patches import Patch
+from .construction import under_construction
+from .eras import era_of
+from .patches import Deferred, Patch, around, transplant
 from .quantizations import LazyConfigs
 
 
-def patches_for(version: str, configs: dict[str, str]) -> Iterator[Patch]:
+def patches_for(version: str, configs: dict[str, str], methods: dict[str, str]) -> Iterator[Patch | Deferred]:
     """Every patch for a vLLM release.
 
     Args:
         version: vLLM's version.
         configs: ``module:Class`` of our quantisation configs by name.
+        methods: ``module:Class`` of our methods by that of the stock method that it takes the place of.
     """
     yield _registry(configs)
-    yield from _cpu_linear()
+    yield around("name of the layer under construction", f"{era_of(version).layer}.__init__", _construct_layer)
+    for stock, ours in methods.items():
+        yield transplant(f"every {stock.partition(':')[2]}", stock, ours)
+    yield around(
+        "MXFP8 in ModelOpt's hf_quant_config.json",
+        "vllm.transformers_utils.model_arch_config_convertor:ModelArchConfigConvertorBase._normalize_quantization_config",
+        _nested_mxfp8,
+    )
+    yield Deferred("MXFP8 linear on CPU", "vllm.model_executor.kernels.linear", _cpu_linear)
 
 
 def _registry(configs: dict[str, str]) -> Patch:
     from vllm.model_executor.layers import quantization
 
-    key = "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG"
-    return Patch("quantization registry", quantization, key, LazyConfigs(getattr(quantization, key), configs))
+    table = quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG
+    return Patch(
+        "quantization registry", quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", LazyConfigs(table, configs)
+    )
 
 
-def _cpu_linear() -> Iterator[Patch]:
+def _construct_layer(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Methods that vLLM constructs itself, past the registry, are told which layer they are for."""
+    with under_construction(self):
+        original(self, *args, **kwargs)
+
+
+def _nested_mxfp8(original: Any, self: Any, config: Any) -> Any:
+    """vLLM refuses the file that ModelOpt writes when its algorithm is MXFP8, which its config class can read."""
+    try:
+        return original(self, config)
+    except ValueError:
+        found = getattr(config, "quantization_config", None)
+        nested = found.get("quantization") if isinstance(found, dict) else None
+        if not isinstance(nested, dict) or str(nested.get("quant_algo")).upper() != "MXFP8":
+            raise
+        found["quant_method"] = "modelopt_mxfp8"
+        return found
+
+
+def _cpu_linear(linear: ModuleType) -> Patch | None:
     """vLLM's emulation of MXFP8 linear layers runs on a CPU, but its table for CPUs does not offer it."""
     from vllm.platforms import PlatformEnum, current_platform
 
-    if not current_platform.is_cpu():
-        return
-    from vllm.model_executor.kernels import linear
-
     table = linear._POSSIBLE_MXFP8_KERNELS
-    if PlatformEnum.CPU not in table:
-        yield Patch("MXFP8 linear on CPU", table, PlatformEnum.CPU, [linear.EmulationMxfp8LinearKernel])
+    if not current_platform.is_cpu() or PlatformEnum.CPU in table:
+        return None
+    return Patch("MXFP8 linear on CPU", table, PlatformEnum.CPU, [linear.EmulationMxfp8LinearKernel])

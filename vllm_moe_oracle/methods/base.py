@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,34 +16,22 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from .. import device, schemes, settings
-from ..backends import Backend, Forward
+from ..backends import Backend
 from ..compat import adapter
+from ..compat.construction import current_layer
 from ..errors import LifecycleError
 from ..oracle.decision import Decision
 from ..oracle.oracle import decide
 from ..oracle.problem import Scheme
 from ..oracle.registry import default_registry
-from . import engagement, storage
+from . import engagement, selfcheck, storage
+from .builder import VllmBuilder
 
 if TYPE_CHECKING:
     from ..compat.adapter import Adapter
 
 _PROCESSED = "_already_called_process_weights_after_loading"
 """vLLM's own mark of a converted layer: its layer-wise reload takes it away before it converts fresh weights."""
-
-_under_construction: ContextVar[tuple[Any, str] | None] = ContextVar(
-    "moe_oracle_layer_under_construction", default=None
-)
-
-
-@contextmanager
-def under_construction(layer: Any, name: str) -> Iterator[None]:
-    """Lets the method that is made inside know which layer it is for; vLLM's constructors do not say."""
-    token = _under_construction.set((layer, name))
-    try:
-        yield
-    finally:
-        _under_construction.reset(token)
 
 
 class LayerTensors(Mapping[str, Tensor]):
@@ -81,6 +67,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
     moe_kernel: Any
     moe_quant_config: Any
     release: Adapter
+    settings: settings.Settings
 
     def decide(self, moe: Any, scheme: Scheme) -> None:
         """Decides which backend runs the layer, and says so.
@@ -96,11 +83,11 @@ class OracleMoEMethod(FusedMoEMethodBase):
         FusedMoEMethodBase.__init__(self, moe)
         # Kept, so that `apply` calls nothing that is cached: on a CPU the compiler traces through it.
         self.release = adapter()
-        layer, name = _under_construction.get() or (None, "")
-        chosen = settings.load(additional_config=self.release.additional_config())
+        layer, name = current_layer()
+        self.settings = chosen = settings.load(additional_config=self.release.additional_config())
         if chosen.activations == "16bit":
             scheme = dataclasses.replace(scheme, activations="16bit")
-        problem = self.release.problem(moe, layer, name or getattr(layer, "layer_name", ""), scheme)
+        problem = self.release.problem(moe, layer, name, scheme)
         self.decision = decide(problem, device.detect(), chosen, moe.moe_backend)
         self.backend = default_registry()[self.decision.backend]
         self.experts_cls = self.release.experts_class(self.backend)
@@ -132,9 +119,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
             # Zeros: a rank other than the first may leave the second product's bias to the first.
             data = torch.zeros(problem.local_experts, rows, dtype=layer.params_dtype)
             parameter = torch.nn.Parameter(data, requires_grad=False)
-            for key, value in extra.items():
-                if key == "weight_loader":
-                    setattr(parameter, key, value)
+            if "weight_loader" in extra:
+                parameter.weight_loader = self.release.bias_loader(layer, extra["weight_loader"])  # type: ignore[attr-defined]
             layer.register_parameter(name, parameter)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -148,6 +134,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             return
         problem = self.decision.problem
         canonical = self._scheme().read(dict(self.release.parameters(layer)), problem)
+        selfcheck.settle(self, canonical)
         names = self._names(canonical)
         kernel_names = storage.convert_in_place(layer, names, self._convert)
         for name in kernel_names.values():
@@ -159,7 +146,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             # graph, already looks at.
             tensors = LayerTensors(layer, kernel_names)
             self.moe_quant_config = self.release.quant_config(problem, tensors)
-            builder = _Builder(self.release, self.moe, self.moe_quant_config)
+            builder = VllmBuilder(self.release, self.moe, self.moe_quant_config)
             experts = self.backend.experts(tensors, problem, self.decision.plan, builder)
             self.moe_kernel = self.release.kernel(self.moe, self.moe_quant_config, layer, experts)
         setattr(layer, _PROCESSED, True)
@@ -204,20 +191,3 @@ class OracleMoEMethod(FusedMoEMethodBase):
             rule = "the layer was run before its weights were converted"
             raise LifecycleError(rule, "Call process_weights_after_loading first", self.decision.problem.layer)
         return self.moe_kernel
-
-
-class _Builder:
-    """vLLM's side of making experts; see `vllm_moe_oracle.backends.Builder`."""
-
-    def __init__(self, release: Adapter, moe: Any, quant_config: Any) -> None:
-        self._release = release
-        self._moe = moe
-        self._quant_config = quant_config
-
-    def from_function(self, forward: Forward) -> Any:
-        """Experts over a plain function."""
-        return self._release.function_experts(self._moe, self._quant_config, forward)
-
-    def stock(self, class_name: str, **kwargs: Any) -> Any:
-        """An instance of vLLM's own expert class of that name."""
-        return self._release.stock_experts(class_name, self._moe, self._quant_config, **kwargs)

@@ -8,8 +8,9 @@ import torch
 from vllm.model_executor.layers.quantization import modelopt as stock
 from vllm.platforms import current_platform
 
+from ..compat.construction import under_construction
 from ..oracle.problem import MX_BLOCK, Scheme
-from .base import OracleMoEMethod, under_construction
+from .base import OracleMoEMethod
 
 SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="modelopt", activations="mxfp8")
 """ModelOpt's MXFP8 quantises weights and, while serving, activations (W8A8)."""
@@ -40,3 +41,18 @@ class ModelOptMxFp8Config(stock.ModelOptMxFp8Config):
         """The method for a layer; see the stock class."""
         with under_construction(layer, prefix):
             return super().get_quant_method(layer, prefix)
+
+
+class Mxfp8Config(ModelOptMxFp8Config):
+    """For checkpoints tagged ``mxfp8``: the same tensors, and a config that need not name the algorithm."""
+
+    @classmethod
+    def override_quantization_method(cls, *args: Any, **kwargs: Any) -> None:
+        """Claims no checkpoint: the tag itself leads here, and some releases refuse claims under this name."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """Reads the checkpoint's config; not every release knows the form without an algorithm."""
+        if not config.get("quantization") and not config.get("quant_algo"):
+            config = {**config, "quant_algo": "MXFP8", "ignore": config.get("ignored_layers") or []}
+        return super().from_config(config)

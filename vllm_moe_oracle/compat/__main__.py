@@ -1,0 +1,31 @@
+"""Prints the table of supported vLLM releases: ``python -m vllm_moe_oracle.compat``.
+
+With ``--releases`` it prints the tested releases, with ``--cpu`` those that a model is served with, as JSON, for a CI's
+matrix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from .eras import CPU_RELEASES, RELEASES, table
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="python -m vllm_moe_oracle.compat", description=__doc__.splitlines()[0])
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--releases", action="store_true", help="the tested releases, as a JSON list")
+    kind.add_argument("--cpu", action="store_true", help="the releases that a model is served with, as a JSON list")
+    chosen = parser.parse_args()
+    if chosen.releases:
+        print(json.dumps(RELEASES))
+    elif chosen.cpu:
+        print(json.dumps(CPU_RELEASES))
+    else:
+        print(table())
+
+
+if __name__ == "__main__":
+    main()

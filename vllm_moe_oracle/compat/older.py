@@ -1,0 +1,81 @@
+"""The eras before the newest, each a step further back: what was different then, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .adapter import Adapter
+
+
+class BeforeHashFlag(Adapter):
+    """0.28 to 0.30: the layer's config does not say whether routing is by hash."""
+
+    def hashed(self, moe: Any, layer: Any) -> bool:
+        """Only DeepSeek-V4 routes by hash, in some of its layers; which ones is not known here."""
+        return bool(layer.scoring_func == "sqrtsoftplus")
+
+
+class BeforeFreeHumming(BeforeHashFlag):
+    """0.27: the constructors of Humming's experts take the layer, and read their tensors from it."""
+
+    stock_experts_classes = {
+        name: path for name, path in Adapter.stock_experts_classes.items() if not name.startswith("Humming")
+    }
+
+
+class BeforeExpertBiases(BeforeFreeHumming):
+    """0.24 to 0.26: the layer's loader drops the biases of single experts without a word."""
+
+    def bias_loader(self, layer: Any, loader: Any) -> Any:
+        """A loader for biases; what comes for all experts at once goes to the layer's own."""
+
+        def load(
+            param: Any,
+            loaded_weight: Tensor,
+            weight_name: str,
+            shard_id: str,
+            expert_id: int,
+            return_success: bool = False,
+        ) -> bool | None:
+            if loaded_weight.ndim != 1:
+                done: bool | None = loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
+                return done
+            local = layer._map_global_expert_id_to_local_expert_id(expert_id)
+            if local != -1:
+                _load_bias(param.data[local], loaded_weight, shard_id, layer.moe_config)
+            return local != -1 if return_success else None
+
+        return load
+
+
+class BeforeRoutedExperts(BeforeExpertBiases):
+    """0.22 and 0.23: one class, `FusedMoE`, is layer, router and runner."""
+
+    def activation_parameters(self, moe: Any) -> tuple[float | None, float | None, float | None]:
+        """Only the limit can be set by a model."""
+        return None, None, moe.swiglu_limit
+
+    def hashed(self, moe: Any, layer: Any) -> bool:
+        """The layer has the table, where there is one."""
+        return layer.hash_indices_table is not None
+
+
+def _load_bias(target: Tensor, bias: Tensor, shard_id: str, moe: Any) -> None:
+    """Copies the bias of one projection (w1 gate, w3 up, w2 down) of one expert.
+
+    Args:
+        target: `[rows]` of this rank, gate and up one after the other.
+        bias: `[rows]` of all tensor-parallel ranks.
+        shard_id: the projection.
+        moe: vLLM's `FusedMoEConfig`.
+    """
+    if shard_id != "w2":
+        # What this rank has of it may be padded, what the checkpoint has is not.
+        rows = bias.shape[0] // moe.moe_parallel_config.tp_size
+        bias = bias.narrow(0, rows * moe.moe_parallel_config.tp_rank, rows)
+        half = target.shape[0] // 2
+        if moe.is_act_and_mul:
+            target = target[half:] if shard_id == "w3" else target[:half]
+    target[: bias.shape[0]].copy_(bias)

@@ -1,0 +1,269 @@
+"""The self-check: a few tokens through the chosen kernel and through the dequantised reference, before a layer is used.
+
+A few experts are taken from the loaded weights and converted into a layer of their own, so that the check needs no
+second copy, the loaded weights stay as they are, and another backend can still be taken when this one fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .. import device
+from ..backends import Backend, Tensors
+from ..backends.emulation import forward
+from ..errors import SelfCheckError
+from ..oracle.decision import Decision, Plan, Reason, Rejected
+from ..oracle.problem import Parallel, Problem, Routing
+from ..oracle.registry import default_registry
+from ..settings import Settings
+from . import storage
+from .builder import VllmBuilder
+
+if TYPE_CHECKING:
+    from ..compat.adapter import Adapter
+
+logger = logging.getLogger("vllm.moe_oracle")
+
+TOKENS = 8
+EXPERTS = 4
+"""Experts that are tried, or as many as a token chooses where that is more."""
+
+_ROUNDINGS = 5
+"""Places where a kernel may round to the model's dtype on the way from input to output: a dequantised weight, the first
+product, the activation, the second product, the sum over experts."""
+_UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+_FORMAT_ERROR = {"16bit": 0.0, "mxfp8": 2.0**-4, "fp8": 2.0**-4, "mxfp4": 2.0**-2}
+"""Relative error of one rounding in the format of the activations: kernel and reference round values that differ in the
+last bit to neighbouring codes."""
+_FLOAT32_SUMS = 1e-4
+"""Two float32 sums over some thousand terms in different orders: 2**-24 times the square root of their number, with
+room for cancellation. Only matters to float32 models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the check found.
+
+    Attributes:
+        error: largest relative L2 error over the tokens.
+        tolerance: what the formats allow.
+        seconds: what it took, compilation included.
+        skipped: why nothing was compared; "" when something was.
+    """
+
+    error: float
+    tolerance: float
+    seconds: float
+    skipped: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the kernel agrees with the reference. NaN does not."""
+        return bool(self.skipped) or self.error <= self.tolerance
+
+    def __str__(self) -> str:
+        if self.skipped:
+            return f"not checked: {self.skipped}"
+        return f"relative error {self.error:.2e}, allowed {self.tolerance:.2e}"
+
+
+def tolerance(backend: Backend, problem: Problem) -> float:
+    """Largest relative L2 error of a token's output that the formats explain."""
+    rounding = _ROUNDINGS * _UNIT_ROUNDOFF[problem.dtype]
+    return rounding + _FORMAT_ERROR[backend.activations(problem)] + _FLOAT32_SUMS
+
+
+def sample(problem: Problem) -> list[int]:
+    """Local experts that are tried: the first, the last, and some evenly between."""
+    count = min(problem.local_experts, max(EXPERTS, problem.top_k))
+    if count == 1:
+        return [0]
+    return sorted({round(index * (problem.local_experts - 1) / (count - 1)) for index in range(count)})
+
+
+def run(backend: Backend, problem: Problem, plan: Plan, canonical: Tensors, moe: Any, release: Adapter) -> Result:
+    """Compares a backend's kernel with the reference on a few experts of a layer.
+
+    Args:
+        backend: whose conversion and kernel are tried.
+        problem: the layer.
+        plan: the backend's plan for it.
+        canonical: the layer's loaded weights, `[local_experts, ...]` each; not modified.
+        moe: vLLM's `FusedMoEConfig` of the layer.
+        release: vLLM's side.
+    """
+    start = time.perf_counter()
+    limit = tolerance(backend, problem)
+    if backend.monolithic:
+        return Result(0.0, limit, 0.0, skipped="the kernel routes itself, and its routing has no reference yet")
+    picked = torch.tensor(sample(problem), device=canonical["w13"].device)
+    experts = {
+        name: tensor.view(torch.uint8).index_select(0, picked).view(tensor.dtype) for name, tensor in canonical.items()
+    }
+    small = dataclasses.replace(
+        problem,
+        num_experts=len(picked),
+        local_experts=len(picked),
+        top_k=min(problem.top_k, len(picked)),
+        parallel=Parallel(tp=problem.parallel.tp),
+        routing=Routing(),
+        lora=False,
+        eplb=False,
+    )
+    # The reference sees activations in the precision in which this backend consumes them.
+    reference = dataclasses.replace(
+        small, scheme=dataclasses.replace(small.scheme, activations=backend.activations(problem))
+    )
+    x, weights, ids = tokens(reference, experts)
+    expected = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    forward(experts, reference, expected, x, weights, ids)
+    actual = _through_kernel(backend, small, plan, experts, x, weights, ids, moe, release)
+    error = token_error(actual, expected)
+    return Result(error, limit, time.perf_counter() - start)
+
+
+def tokens(problem: Problem, experts: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs that show every fault: `x` `[TOKENS, hidden]`, weights and ids `[TOKENS, top_k]`.
+
+    The first token is zero, so that its output is what the biases make of it. The others are so large that the
+    activation is away from where alpha, beta and limit do not matter: the first product's values are about as large as
+    the limit, or 2 where there is none.
+    """
+    device = experts["w13"].device
+    # Everything is named: while it loads a model, vLLM sets torch's default device and dtype to the model's.
+    generator = torch.Generator("cpu").manual_seed(0)
+    random: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    x = torch.randn(TOKENS, problem.hidden_size, **random).to(device)
+    rows = _first_product(problem, experts, x)
+    scale = (problem.activation.limit or 2.0) / max(rows.square().mean().sqrt().item(), 1e-30)
+    x = (x * scale).to(getattr(torch, problem.dtype))
+    x[0] = 0
+    first, choice = torch.arange(TOKENS, device=device)[:, None], torch.arange(problem.top_k, device=device)[None, :]
+    ids = (first + choice) % problem.num_experts
+    weights = torch.rand(TOKENS, problem.top_k, **random) + 0.5
+    weights /= weights.sum(-1, keepdim=True)
+    return x, weights.to(device), ids.to(torch.int32)
+
+
+def _first_product(problem: Problem, experts: Tensors, x: Tensor) -> Tensor:
+    from .. import schemes
+
+    expert = {name: tensor[0] for name, tensor in experts.items()}
+    weights: Tensor = schemes.module(problem.scheme.name).dequantise_expert(expert, "w13")
+    return x @ weights.T
+
+
+def token_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest relative L2 error over tokens; a token whose expected output is zero must be zero. NaN stays NaN."""
+    difference = (actual.float() - expected.float()).norm(dim=-1)
+    size = expected.float().norm(dim=-1)
+    relative = torch.where(size > 0, difference / size.clamp(min=1e-30), difference)
+    return relative.max().item()
+
+
+def _through_kernel(
+    backend: Backend,
+    problem: Problem,
+    plan: Plan,
+    experts: Tensors,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    moe: Any,
+    release: Adapter,
+) -> Tensor:
+    """The output `[TOKENS, hidden]` of a layer of its own that holds only these experts."""
+    layer = nn.Module()
+    for name, tensor in experts.items():
+        layer.register_parameter(name, nn.Parameter(tensor.clone(), requires_grad=False))
+    names = storage.convert_in_place(
+        layer, {name: name for name in experts}, lambda expert: backend.convert(expert, problem, plan)
+    )
+    tensors = {name: getattr(layer, parameter).data for name, parameter in names.items()}
+    config = release.lone_config(moe, problem)
+    quant_config = release.quant_config(problem, tensors)
+    made = backend.experts(tensors, problem, plan, VllmBuilder(release, config, quant_config))
+    return release.run_alone(made, layer, tensors, x, weights, ids)
+
+
+class Checked(Protocol):
+    """What `settle` needs of a method, and may change."""
+
+    decision: Decision
+    backend: Backend
+    settings: Settings
+    release: Adapter
+    moe: Any
+
+
+_Group = tuple[Problem, str]
+_results: dict[_Group, Result | str] = {}
+"""What this process found for each problem and backend: a result, or what the backend raised."""
+
+
+def settle(method: Checked, canonical: Tensors) -> None:
+    """Checks a method's backend on its loaded weights, and takes the next candidate where it fails.
+
+    Args:
+        method: its backend and decision are changed when another candidate is taken.
+        canonical: the layer's loaded weights, `[local_experts, ...]` each.
+
+    Raises:
+        SelfCheckError: the backend fails, and it was chosen explicitly, or the check is strict, or nothing is left.
+    """
+    mode = method.settings.self_check
+    if mode == "off":
+        return
+    while True:
+        problem, name = method.decision.problem, method.backend.name
+        group = (problem.key(), name)
+        if mode == "all" or group not in _results:
+            _results[group] = _try(method, canonical)
+            logger.info("moe_oracle: %s: self-check of %s: %s", problem.layer, name, _results[group])
+        result = _results[group]
+        if isinstance(result, Result) and result.passed:
+            return
+        found = f"{name} fails its self-check on {problem}: {result}"
+        following = _next(method.decision, name)
+        if mode == "strict" or method.decision.why in ("user", "override") or following is None:
+            remedy = "Choose another backend, and report this with the model's name; MOE_ORACLE_SELF_CHECK=off skips it"
+            raise SelfCheckError(found, remedy, problem.layer)
+        logger.error("moe_oracle: %s: %s; taking %s instead", problem.layer, found, following)
+        method.decision = _without(method.decision, name, str(result), following)
+        method.backend = default_registry()[following]
+        method.decision = dataclasses.replace(
+            method.decision,
+            plan=method.backend.plan(problem, device.detect()),
+            numerics=method.backend.numerics(problem),
+        )
+
+
+def _try(method: Checked, canonical: Tensors) -> Result | str:
+    problem, plan = method.decision.problem, method.decision.plan
+    try:
+        return run(method.backend, problem, plan, canonical, method.moe, method.release)
+    except Exception as error:  # a backend that crashes is a backend that fails; the error becomes the reason
+        logger.exception("moe_oracle: %s: %s raised in its self-check", problem.layer, method.backend.name)
+        return f"{type(error).__name__}: {error}"
+
+
+def _next(decision: Decision, failed: str) -> str | None:
+    """The best accepted candidate that has not failed."""
+    return next((each.backend for each in decision.candidates if each.accepted and each.backend != failed), None)
+
+
+def _without(decision: Decision, failed: str, why: str, following: str) -> Decision:
+    """The decision for `following`, with the failed candidate rejected."""
+    verdict = Rejected((Reason("self_check", f"failed its self-check on the loaded weights: {why}"),))
+    candidates = tuple(
+        dataclasses.replace(each, verdict=verdict) if each.backend == failed else each for each in decision.candidates
+    )
+    because = f"{failed}, which came first, failed its self-check on the loaded weights"
+    return dataclasses.replace(decision, backend=following, because=because, candidates=candidates)
