@@ -93,6 +93,8 @@ url=http://127.0.0.1:$port
 
 export VLLM_PLUGINS=moe_oracle
 export MOE_ORACLE_REPORT=$work/report.jsonl
+# The server is on this machine, whatever proxy leads to others.
+export no_proxy=127.0.0.1${no_proxy:+,$no_proxy}
 # A small KV cache, no download and no usage statistics.
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 

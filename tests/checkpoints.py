@@ -227,7 +227,7 @@ def quantise_mxfp8(weights: Array) -> tuple[Bytes, Bytes]:
     """
     if weights.shape[-1] % BLOCK:
         raise ValueError(f"K is {weights.shape[-1]}: not a multiple of {BLOCK}")
-    blocks = weights.astype(np.float64).reshape(*weights.shape[:-1], -1, BLOCK)
+    blocks = weights.astype(np.float64).reshape(*weights.shape[:-1], weights.shape[-1] // BLOCK, BLOCK)
     # frexp gives amax / 448 = fraction * 2**exponent with fraction in [0.5, 1): log2's ceiling without log2's rounding.
     fraction, exponent = np.frexp(np.abs(blocks).max(axis=-1) / 448.0)
     exponent = np.clip(np.where(fraction == 0.5, exponent - 1, exponent), -127, 127)

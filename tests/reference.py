@@ -74,7 +74,7 @@ def decode_e8m0(codes: Codes) -> Array:
 def decode_e2m1(packed: Codes) -> Array:
     """uint8 [..., K / 2], two e2m1 codes in a byte with the low nibble first, to float64 [..., K]."""
     packed = _as_bytes(packed)
-    return _E2M1[np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)]
+    return _E2M1[np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])]
 
 
 def dequantise(values: Array, scales: Array, block: int = BLOCK) -> Array:
@@ -138,7 +138,7 @@ def quantise_mxfp8(values: npt.ArrayLike, rule: Rule = "ceil") -> tuple[Codes, C
     values = np.asarray(values, dtype=np.float64)
     if values.shape[-1] % BLOCK:
         raise ValueError(f"K is {values.shape[-1]}: not a multiple of {BLOCK}")
-    blocks = values.reshape(*values.shape[:-1], -1, BLOCK)
+    blocks = values.reshape(*values.shape[:-1], values.shape[-1] // BLOCK, BLOCK)
     amax = np.abs(blocks).max(axis=-1, initial=0.0)
     exponents = np.array([mxfp8_exponent(float(a), rule) for a in amax.flat], dtype=np.int64).reshape(amax.shape)
     codes = encode_e4m3(blocks * np.exp2(-exponents.astype(np.float64))[..., None]).reshape(values.shape)

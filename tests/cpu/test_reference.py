@@ -148,6 +148,13 @@ def test_quantisation_error_is_at_most_half_a_step() -> None:
     assert (error <= 2.0**-4 * np.maximum(np.abs(x), floor)).all()
 
 
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 32), (3, 0)])
+def test_nothing_to_quantise(shape: tuple[int, ...]) -> None:
+    codes, scales = reference.quantise_mxfp8(np.zeros(shape))
+    assert codes.shape == shape and scales.shape == (*shape[:-1], shape[-1] // 32)
+    assert reference.dequantise_mxfp8(codes, scales).shape == shape
+
+
 def test_quantise_refuses_incomplete_blocks() -> None:
     with pytest.raises(ValueError, match="48"):
         reference.quantise_mxfp8(np.zeros((1, 48)))
