@@ -112,8 +112,9 @@ def scale_exponents(amax: Tensor, rule: ScaleRule = "ceil") -> Tensor:
     Returns:
         uint8 of the same shape; a block of zeros gets 0 (2**-127), one with NaN or an infinity gets 255.
     """
+    amax = amax.to(torch.float32)
     # amax = mantissa * 2**exponent with mantissa in [0.5, 1); 448 = 0.875 * 2**9.
-    mantissa, exponent = torch.frexp(amax.to(torch.float32))
+    mantissa, exponent = torch.frexp(amax)
     code = exponent.to(torch.int32) - 9 + E8M0_BIAS
     if rule == "ceil":
         code = code + (mantissa > 0.875)
