@@ -7,7 +7,8 @@ error at import would make the plugin disappear without a word.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from .errors import OracleError, StandDown
@@ -28,6 +29,8 @@ class PluginState:
         vllm: vLLM's version; None when it is not installed.
         methods: quantisation names that are ours.
         patches: names of the patches in force.
+        waiting: names of the patches that wait for vLLM to import what they change.
+        failed: why, by name, patches that had waited could not be applied.
     """
 
     active: bool
@@ -35,6 +38,8 @@ class PluginState:
     vllm: str | None = None
     methods: tuple[str, ...] = ()
     patches: tuple[str, ...] = ()
+    waiting: tuple[str, ...] = ()
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -48,7 +53,10 @@ _process = _Process()
 
 def state() -> PluginState:
     """Whether the plugin serves this process, and why not."""
-    return _process.state
+    patches = _process.patches
+    if patches is None:
+        return _process.state
+    return replace(_process.state, patches=patches.names, waiting=patches.waiting, failed=patches.failed)
 
 
 def register() -> None:
@@ -90,13 +98,13 @@ def _register(chosen: object) -> None:
     from .compat.registration import patches_for
 
     try:
-        for patch in patches_for(version, methods.CONFIGS):
+        for patch in patches_for(version, methods.CONFIGS, methods.METHODS):
             patches.apply(patch)
     except Exception:
         patches.undo()
         raise
     _process.patches = patches
-    _process.state = PluginState(True, "registered", version, tuple(sorted(methods.CONFIGS)), patches.names)
+    _process.state = PluginState(True, "registered", version, tuple(sorted(methods.CONFIGS)))
     logger.info("moe_oracle: active on vLLM %s", version)
 
 

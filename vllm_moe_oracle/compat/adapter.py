@@ -42,7 +42,9 @@ class Adapter:
         "DeepGemmExperts": "vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe:DeepGemmExperts",
         "HummingIndexedExperts": "vllm.model_executor.layers.fused_moe.experts.fused_humming_moe:HummingIndexedExperts",
         "HummingGroupedExperts": "vllm.model_executor.layers.fused_moe.experts.fused_humming_moe:HummingGroupedExperts",
-        "TrtLlmFp8ExpertsModular": "vllm.model_executor.layers.fused_moe.experts.trtllm_fp8_moe:TrtLlmFp8ExpertsModular",
+        "TrtLlmFp8ExpertsModular": (
+            "vllm.model_executor.layers.fused_moe.experts.trtllm_fp8_moe:TrtLlmFp8ExpertsModular"
+        ),
         "TrtLlmFp8ExpertsMonolithic": (
             "vllm.model_executor.layers.fused_moe.experts.trtllm_fp8_moe:TrtLlmFp8ExpertsMonolithic"
         ),

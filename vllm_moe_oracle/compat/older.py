@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ class BeforeHashFlag(Adapter):
 class BeforeFreeHumming(BeforeHashFlag):
     """0.27: the constructors of Humming's experts take the layer, and read their tensors from it."""
 
-    stock_experts_classes = {
+    stock_experts_classes: ClassVar[Mapping[str, str]] = {
         name: path for name, path in Adapter.stock_experts_classes.items() if not name.startswith("Humming")
     }
 

@@ -53,7 +53,9 @@ def _nested_mxfp8(original: Any, self: Any, config: Any) -> Any:
         return original(self, config)
     except ValueError:
         found = getattr(config, "quantization_config", None)
-        nested = found.get("quantization") if isinstance(found, dict) else None
+        if not isinstance(found, dict):
+            raise
+        nested = found.get("quantization")
         if not isinstance(nested, dict) or str(nested.get("quant_algo")).upper() != "MXFP8":
             raise
         found["quant_method"] = "modelopt_mxfp8"
