@@ -77,9 +77,13 @@ trap 'exit 129' HUP
 fail() {
     printf 'serve: FAILED: %s\n' "$1" >&2
     if [ -s "$log" ]; then
-        printf '       last lines of %s:\n' "$log" >&2
+        # vLLM's last error is that another process failed: the cause stands further up.
+        printf '       errors and the plugin in %s:\n' "$log" >&2
+        grep -oE 'moe_oracle.*|[A-Za-z.]*(Error|Exception): .*' "$log" | awk '!seen[$0]++' | head -n 15 |
+            cut -c 1-400 | sed 's/^/       | /' >&2 || true
+        printf '       its last lines:\n' >&2
         # Without the list of HTTP routes, which would leave no room for anything else.
-        grep -v ' Route: ' "$log" | tail -n 30 | sed 's/^/       | /' >&2
+        grep -v ' Route: ' "$log" | tail -n 20 | sed 's/^/       | /' >&2
     fi
     exit 1
 }
