@@ -1,0 +1,80 @@
+"""Runs in a process of its own: loads checkpoints into vLLM one after the other, generates, prints what came out.
+
+    python tests/e2e/generate.py JOBS.json RESULTS.json
+
+A job is an object: ``checkpoint``, ``dtype``, ``prompt`` (token ids), ``tokens`` (how many), ``oracle`` (settings of
+the plugin), and ``experts`` (keywords that every MoE layer of the model gets on top of its own: biases, another
+activation). A result has ``tokens``, ``logprobs`` (one list over the vocabulary for each token) and ``layers`` (what
+the plugin says about its layers), or ``error``.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def with_experts(**keywords: Any) -> None:
+    """Gives the MoE layers of Qwen3-MoE models more keywords: biases and activations that this family does not have."""
+    from vllm.model_executor.models import qwen3_moe
+
+    name = "FusedMoEFactory" if hasattr(qwen3_moe, "FusedMoEFactory") else "FusedMoE"
+    factory = getattr(qwen3_moe, name)
+    original = getattr(factory, "func", factory)
+    setattr(qwen3_moe, name, functools.partial(original, **keywords) if keywords else original)
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """One job; see the module."""
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    with_experts(**job.get("experts", {}))
+    llm = None
+    try:
+        llm = LLM(
+            model=job["checkpoint"],
+            dtype=job["dtype"],
+            max_model_len=64,
+            max_num_seqs=2,
+            max_logprobs=-1,
+            enforce_eager=job.get("eager", True),
+            gpu_memory_utilization=0.2,
+            additional_config={"moe_oracle": job.get("oracle", {})},
+        )
+        parameters = SamplingParams(
+            max_tokens=job["tokens"], temperature=0.0, logprobs=-1, ignore_eos=True, detokenize=False
+        )
+        output = llm.generate([{"prompt_token_ids": job["prompt"]}], parameters, use_tqdm=False)[0].outputs[0]
+        assert output.logprobs is not None
+        rows = [[row[token].logprob for token in sorted(row)] for row in output.logprobs]
+        from vllm_moe_oracle.methods import engagement
+
+        return {"tokens": list(output.token_ids), "logprobs": rows, "layers": engagement.record(0)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def main() -> None:
+    jobs, results = map(Path, sys.argv[1:3])
+    found = []
+    for job in json.loads(jobs.read_text()):
+        found.append(run(job))
+        results.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

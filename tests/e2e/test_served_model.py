@@ -1,0 +1,271 @@
+"""A tiny MXFP8 model served through vLLM and the plugin equals float32 transformers with dequantised weights.
+
+Tolerances. Both sides compute the same real function; they differ in roundings alone. Per layer about 12 results are
+rounded to the working precision (two norms, q, k, v, attention, its projection, router, two products, activation, sum
+over experts, residual), plus embedding and head: n = 12 * layers + 2 roundings with relative error u each. Independent
+errors add as sqrt(n) u; dot products of K terms in another order add sqrt(K) u for float32. A logit is as large as 6
+here (the head is fitted so), so a logprob may differ by 6 sqrt(n) (1 + sqrt(K)) u, doubled because a logprob is the
+difference of two logits. With activations in MXFP8, a value that differs by e on the two sides may round to neighbouring
+codes, s = 2**-3 of itself apart: a share e / s of K values does, and moves the vector by sqrt(e s), or, when e is so
+small that hardly any does, by the one that does, s / sqrt(K). Two vectors are quantised per layer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import numpy as np
+import pytest
+import reference
+import torch
+
+pytest.importorskip("vllm", reason="serving needs vLLM")
+
+LAYERS, HIDDEN, LOGIT = 2, 128, 6.0
+ROUNDINGS = 12 * LAYERS + 2
+PROMPT = [5, 6, 7, 8, 9, 10]
+TOKENS = 6
+OAI = {"alpha": 1.702, "beta": 1.0, "limit": 2.0}
+
+
+def tolerance(dtype: str, mxfp8_activations: bool) -> float:
+    unit = {"float32": 2.0**-24, "bfloat16": 2.0**-9}[dtype]
+    # In bfloat16 sums are in float32: only results are rounded.
+    order = 1 + math.sqrt(HIDDEN) if dtype == "float32" else 1
+    spread = math.sqrt(ROUNDINGS) * order * unit
+    flips = 0.0
+    if mxfp8_activations:
+        step = 2.0**-3
+        flips = math.sqrt(2 * LAYERS) * max(math.sqrt(spread * step), step / math.sqrt(HIDDEN))
+    return 2 * LOGIT * (spread + flips)
+
+
+def experts_of(name: str) -> bool:
+    return ".mlp.experts." in name
+
+
+def swap_gate_and_up(tensors: dict[str, Any]) -> None:
+    for name in [each for each in tensors if experts_of(each) and ".gate_proj." in each]:
+        other = name.replace(".gate_proj.", ".up_proj.")
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+def shift_scales(tensors: dict[str, Any]) -> None:
+    """Every scale of the down projections of one expert a layer is one exponent too large."""
+    for name in tensors:
+        if experts_of(name) and ".experts.3.down_proj.weight_scale" in name:
+            tensors[name] += 1
+
+
+def drop_down_bias(tensors: dict[str, Any]) -> None:
+    for name in tensors:
+        if experts_of(name) and name.endswith("down_proj.bias"):
+            tensors[name].zero_()
+
+
+def add_biases(tensors: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(7)
+    for name in [each for each in tensors if experts_of(each) and each.endswith("_proj.weight")]:
+        rows = tensors[name].shape[0]
+        tensors[name.removesuffix("weight") + "bias"] = torch.randn(rows, generator=generator) * 0.5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> dict[str, Path]:
+    plain = folder / "plain"
+    checkpoints.write_checkpoint(plain)
+    made = {"plain": plain}
+    edits = {"swapped": swap_gate_and_up, "shifted": shift_scales, "biased": add_biases}
+    for name, edit in edits.items():
+        made[name] = checkpoints.rewrite_tensors(plain, folder / name, edit)
+    made["unbiased"] = checkpoints.rewrite_tensors(made["biased"], folder / "unbiased", drop_down_bias)
+    return made
+
+
+def job(checkpoint: Path, dtype: str = "float32", activations: str = "16bit", **more: Any) -> dict[str, Any]:
+    return {
+        "checkpoint": str(checkpoint),
+        "dtype": dtype,
+        "prompt": PROMPT,
+        "tokens": TOKENS,
+        "oracle": {"activations": activations},
+        **more,
+    }
+
+
+def oai(**changes: float) -> dict[str, Any]:
+    values = {**OAI, **changes}
+    return {
+        "experts": {
+            "has_bias": True,
+            "activation": "swigluoai_uninterleave",
+            "swiglu_alpha": values["alpha"],
+            "swiglu_beta": values["beta"],
+            "swiglu_limit": values["limit"],
+        }
+    }
+
+
+@pytest.fixture(scope="module")
+def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
+    """Every job of this file in one process: importing vLLM is most of the time."""
+    jobs = {
+        "float32": job(models["plain"]),
+        "float32 swapped": job(models["swapped"]),
+        "float32 shifted": job(models["shifted"]),
+        "float32 mxfp8": job(models["plain"], activations="checkpoint"),
+        "float32 mxfp8 swapped": job(models["swapped"], activations="checkpoint"),
+        "float32 mxfp8 shifted": job(models["shifted"], activations="checkpoint"),
+        "bfloat16": job(models["plain"], "bfloat16"),
+        "bfloat16 swapped": job(models["swapped"], "bfloat16"),
+        "bfloat16 shifted": job(models["shifted"], "bfloat16"),
+        "compiled": job(models["plain"], "bfloat16", "checkpoint", eager=False),
+        "oai": job(models["biased"], **oai()),
+        "oai without bias": job(models["unbiased"], **oai()),
+        "oai wrong alpha": job(models["biased"], **oai(alpha=1.5)),
+        "oai wrong beta": job(models["biased"], **oai(beta=0.0)),
+        "oai wrong limit": job(models["biased"], **oai(limit=7.0)),
+    }
+    (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("generate.py")),
+        folder / "jobs.json",
+        folder / "results.json",
+    ]
+    environment = {**os.environ, "VLLM_PLUGINS": "moe_oracle"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = json.loads((folder / "results.json").read_text())
+    return dict(zip(jobs, results, strict=True))
+
+
+def transformers_run(model: torch.nn.Module) -> reference.Continuation:
+    return reference.greedy(model, PROMPT, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path]) -> dict[str, reference.Continuation]:
+    return {
+        "16bit": transformers_run(reference.load_transformers(models["plain"])),
+        "mxfp8": transformers_run(reference.load_transformers(models["plain"], quantise_activations="ceil")),
+        "oai": transformers_run(oai_transformers(models)),
+    }
+
+
+def oai_transformers(models: dict[str, Path]) -> torch.nn.Module:
+    """Float32 transformers whose experts are computed by the float64 reference, with biases and SwiGLU-OAI."""
+    model = reference.load_transformers(models["plain"])
+    weights = reference.read_weights(models["biased"])
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "gate_up_proj", None), "ndim", 0) != 3:
+            continue
+        experts = range(module.gate_up_proj.shape[0])
+        halves = [[weights[f"{name}.{expert}.{half}_proj.bias"] for half in ("gate", "up")] for expert in experts]
+        w13_bias = np.stack([np.concatenate(pair) for pair in halves])
+        w2_bias = np.stack([weights[f"{name}.{expert}.down_proj.bias"] for expert in experts])
+        module.forward = partial(oai_experts, module, w13_bias, w2_bias)  # type: ignore[method-assign]
+    return model
+
+
+def oai_experts(
+    module: Any, w13_bias: Any, w2_bias: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    y = reference.moe(
+        hidden.numpy(),
+        module.gate_up_proj.detach().numpy(),
+        module.down_proj.detach().numpy(),
+        index.numpy(),
+        weights.float().numpy(),
+        activation="swigluoai",
+        b13=w13_bias,
+        b2=w2_bias,
+        **OAI,
+    )
+    return torch.from_numpy(y).to(hidden.dtype)
+
+
+def difference(result: dict[str, Any], continuation: reference.Continuation) -> float:
+    """Largest difference of a logprob, over the generated positions and the whole vocabulary."""
+    assert "error" not in result, result["error"]
+    start = len(PROMPT) - 1
+    wanted = continuation.logprobs[start : start + TOKENS]
+    largest = float(np.abs(np.array(result["logprobs"]) - wanted).max())
+    print(f"largest difference of a logprob {largest:.2e}")
+    return largest
+
+
+CASES = [
+    ("float32", "16bit", "float32", False),
+    ("float32 mxfp8", "mxfp8", "float32", True),
+    ("bfloat16", "16bit", "bfloat16", False),
+    ("compiled", "mxfp8", "bfloat16", True),
+    ("oai", "oai", "float32", False),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "dtype", "mxfp8"), CASES, ids=[case[0] for case in CASES])
+def test_tokens_and_logprobs_equal_transformers(
+    served: dict[str, dict[str, Any]],
+    expected: dict[str, reference.Continuation],
+    name: str,
+    kind: str,
+    dtype: str,
+    mxfp8: bool,
+) -> None:
+    assert difference(served[name], expected[kind]) <= tolerance(dtype, mxfp8)
+    assert served[name]["tokens"] == expected[kind].tokens
+
+
+FAULTS = [
+    ("float32 swapped", "16bit", "float32", False),
+    ("float32 shifted", "16bit", "float32", False),
+    ("float32 mxfp8 swapped", "mxfp8", "float32", True),
+    ("float32 mxfp8 shifted", "mxfp8", "float32", True),
+    ("bfloat16 swapped", "16bit", "bfloat16", False),
+    ("bfloat16 shifted", "16bit", "bfloat16", False),
+    ("oai without bias", "oai", "float32", False),
+    ("oai wrong alpha", "oai", "float32", False),
+    ("oai wrong beta", "oai", "float32", False),
+    ("oai wrong limit", "oai", "float32", False),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "dtype", "mxfp8"), FAULTS, ids=[fault[0] for fault in FAULTS])
+def test_an_injected_fault_does_not_go_unnoticed(
+    served: dict[str, dict[str, Any]],
+    expected: dict[str, reference.Continuation],
+    name: str,
+    kind: str,
+    dtype: str,
+    mxfp8: bool,
+) -> None:
+    assert difference(served[name], expected[kind]) > tolerance(dtype, mxfp8)
+
+
+def test_every_moe_layer_runs_through_the_oracle(served: dict[str, dict[str, Any]]) -> None:
+    record = served["float32"]["layers"]
+    assert record["served"] == LAYERS
+    assert [group["decision"]["backend"] for group in record["groups"]] == ["emulation"]
+
+
+def test_what_the_layers_compute_with_is_said(served: dict[str, dict[str, Any]]) -> None:
+    declared = served["float32 mxfp8"]["layers"]["groups"][0]
+    overridden = served["float32"]["layers"]["groups"][0]
+    assert declared["problem"]["scheme"]["activations"] == "mxfp8"
+    assert overridden["problem"]["scheme"]["activations"] == "16bit"
+    assert "MXFP8" in declared["decision"]["numerics"]
+    assert "MXFP8" not in overridden["decision"]["numerics"]
