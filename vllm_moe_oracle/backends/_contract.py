@@ -46,8 +46,17 @@ class Builder(Protocol):
     def from_function(self, forward: Forward) -> Any:
         """Experts that call a plain function with routed tokens; vLLM prepares and finalises around it."""
 
-    def stock(self, class_name: str, **kwargs: Any) -> Any:
-        """An instance of vLLM's own expert class of that name, built for this layer."""
+    def stock(self, class_name: str, *, weights: str = "", inputs: str = "", plan: Plan | None = None) -> Any:
+        """An instance of vLLM's own expert class of that name, built for this layer.
+
+        Args:
+            class_name: e.g. ``MarlinExperts``.
+            weights: what the class must believe of the weights' type, in vLLM's words (``fp8``, ``mxfp8``...); "" for
+                the scheme's own name.
+            inputs: the type to which vLLM's prepare step quantises activations before the class gets them; "" when it
+                must leave them alone.
+            plan: given when the class, and the layer that calls it, must see padded sizes.
+        """
 
 
 class Backend(ABC):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, cast
 
+import torch
 import vllm
 from torch import Tensor
 from vllm.config import get_current_vllm_config
@@ -15,9 +17,11 @@ from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepar
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig, FusedMoEQuantDesc
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import make_moe_prepare_and_finalize_no_dp_ep
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
 from ..backends import Backend, Forward
 from ..errors import OracleError
+from ..oracle.decision import Plan
 from ..oracle.problem import MX_BLOCK, Activation, Parallel, Problem, Routing, Scheme
 from .experts import FunctionExperts
 
@@ -188,6 +192,8 @@ class Adapter:
 
     def kernel(self, moe: Any, quant_config: Any, layer: Any, experts: Any) -> Any:
         """vLLM's modular kernel around experts, with the prepare and finalise steps of this deployment."""
+        # A backend may describe activations to its own experts otherwise than the scheme does.
+        quant_config = getattr(experts, "quant_config", None) or quant_config
         prepare = maybe_make_prepare_finalize(
             moe=moe,
             quant_config=quant_config,
@@ -306,9 +312,32 @@ class Adapter:
         module, _, attribute = self.stock_experts_classes[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
 
-    def stock_experts(self, class_name: str, moe: Any, quant_config: Any, **kwargs: Any) -> Any:
-        """An instance of vLLM's own expert class."""
-        return self.stock_class(class_name)(moe, quant_config, **kwargs)
+    def stock_experts(
+        self,
+        class_name: str,
+        moe: Any,
+        quant_config: Any,
+        *,
+        weights: str = "",
+        inputs: str = "",
+        plan: Plan | None = None,
+    ) -> Any:
+        """An instance of vLLM's own expert class.
+
+        Args:
+            class_name: a key of `STOCK_EXPERTS`.
+            moe: vLLM's `FusedMoEConfig`. Given a plan, its sizes become the plan's, as stock code does it: vLLM's
+                runner then pads what goes in and crops what comes out.
+            quant_config: from `quant_config`.
+            weights: see `vllm_moe_oracle.backends.Builder.stock`.
+            inputs: see there.
+            plan: see there.
+        """
+        if plan is not None:
+            moe.hidden_dim = plan.hidden_size
+            moe.intermediate_size_per_partition = plan.intermediate_size
+        described = described_for_stock(quant_config, weights, inputs)
+        return self.stock_class(class_name)(moe, described)
 
     # --- parameters -------------------------------------------------------------------------------
 
@@ -324,6 +353,29 @@ class Adapter:
             loader: its own loader of weights.
         """
         return loader
+
+
+_TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""Types that vLLM's quant config knows as torch dtypes; the others go by their names."""
+
+
+def described_for_stock(quant_config: Any, weights: str, inputs: str) -> Any:
+    """A quant config with the same tensors under another description of types.
+
+    Args:
+        quant_config: vLLM's `FusedMoEQuantConfig`.
+        weights: type of the weights; "" leaves it.
+        inputs: type that activations are quantised to before the experts; "" leaves them alone.
+    """
+    changes: dict[str, Any] = {}
+    if weights:
+        for name in ("_w1", "_w2"):
+            changes[name] = dataclasses.replace(getattr(quant_config, name), dtype=_TYPES.get(weights, weights))
+    if inputs:
+        shape = GroupShape(1, MX_BLOCK) if inputs.startswith("mx") else None
+        for name in ("_a1", "_a2"):
+            changes[name] = FusedMoEQuantDesc(dtype=_TYPES.get(inputs, inputs), shape=shape)
+    return dataclasses.replace(quant_config, **changes) if changes else quant_config
 
 
 def _accepted(names: frozenset[str], extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,74 @@
+"""Orders 8-bit weight codes for kernels that feed 16-bit tensor cores from registers, and back.
+
+Marlin and Humming store a matrix `[N, K]` in tiles of 16 columns (K) x 64 rows (N), 1024 bytes each, such that each of
+the 32 lanes of a warp finds in 32 consecutive bytes what it holds of the four 16x16 operands of `mma.m16n8k16`, or of
+the `wgmma` operand of the same register layout (PTX ISA, "Matrix Fragments for mma.m16n8k16"). With row
+``n = 64 n' + 16 tile + 8 half + g`` and column ``k = 16 k' + 8 k8 + 2 t + parity``, lane ``4 g + t`` holds 32 bytes in
+one of these orders, last varying fastest:
+
+* ``interleaved``: tile, half, parity, k8. Marlin's for 8-bit codes, and Humming's. Two masks take the two values of a
+  16-bit pair out of a word.
+* ``transposed``: tile, k8, parity, half. Humming's before 0.1.17 where it uses wgmma (sm_90).
+* ``plain``: tile, half, k8, parity. Humming's where the hardware converts 8-bit floats itself.
+
+Sources: vLLM's operator ``gptq_marlin_repack``, and the kernel ``weight_repack_nk`` in the package humming-kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Order = Literal["interleaved", "transposed", "plain"]
+
+TILE_ROWS = 64
+TILE_COLUMNS = 16
+
+# Dimensions of the split matrix: 0 n', 1 tile, 2 half, 3 g, 4 k', 5 k8, 6 t, 7 parity.
+_LANE = (4, 0, 3, 6)
+_BYTES: dict[Order, tuple[int, int, int, int]] = {
+    "interleaved": (1, 2, 7, 5),
+    "transposed": (1, 5, 7, 2),
+    "plain": (1, 2, 5, 7),
+}
+
+
+def pack_tiles(codes: Tensor, order: Order = "interleaved") -> Tensor:
+    """Orders 8-bit codes for register-fed 16-bit tensor cores.
+
+    Args:
+        codes: any dtype of one byte, `[N, K]`; N a multiple of 64, K of 16.
+        order: order of the bytes of a lane; see the module.
+
+    Returns:
+        int32 `[K/16, 4 N]`.
+
+    Raises:
+        ValueError: N or K does not fit.
+    """
+    rows, columns = codes.shape
+    if rows % TILE_ROWS or columns % TILE_COLUMNS:
+        raise ValueError(f"[{rows}, {columns}] codes are no whole tiles of {TILE_ROWS} rows x {TILE_COLUMNS} columns")
+    split = codes.contiguous().view(torch.uint8).view(rows // 64, 4, 2, 8, columns // 16, 2, 4, 2)
+    return split.permute(*_LANE, *_BYTES[order]).reshape(columns // 16, rows * 16).view(torch.int32)
+
+
+def unpack_tiles(packed: Tensor, dtype: torch.dtype = torch.uint8, order: Order = "interleaved") -> Tensor:
+    """Inverse of `pack_tiles`.
+
+    Args:
+        packed: int32 `[K/16, 4 N]`.
+        dtype: of the codes, one byte wide.
+        order: the order it was packed in.
+
+    Returns:
+        `[N, K]` of `dtype`.
+    """
+    tiles, words = packed.shape
+    sizes = (words // 256, 4, 2, 8, tiles, 2, 4, 2)
+    permutation = (*_LANE, *_BYTES[order])
+    split = packed.contiguous().view(torch.uint8).view([sizes[each] for each in permutation])
+    back = [permutation.index(each) for each in range(8)]
+    return split.permute(back).reshape(words // 4, tiles * 16).view(dtype)

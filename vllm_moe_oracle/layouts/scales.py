@@ -1,0 +1,88 @@
+"""Orders scales and biases for kernels of others, and back.
+
+Sources: vLLM's ``marlin_permute_scales``, ``marlin_permute_bias`` and ``mxfp8_marlin_process_scales``; the package
+humming-kernels, ``transform_humming_weight_scale``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROUP_ROWS = 64
+BIAS_ROWS = 32
+
+
+def order_group_scales(scales: Tensor) -> Tensor:
+    """Orders a matrix's group scales for `mma` fragments: within 64 rows, those of equal remainder by 8 are neighbours.
+
+    Args:
+        scales: any dtype, `[N, G]`; N a multiple of 64.
+
+    Returns:
+        `[G, N]`: row ``8 j + i`` of each 64 at place ``8 i + j``.
+
+    Raises:
+        ValueError: N does not fit.
+    """
+    rows, groups = scales.shape
+    if rows % GROUP_ROWS:
+        raise ValueError(f"the scales of {rows} rows are no multiple of {GROUP_ROWS} rows")
+    split = _bytes(scales).T.reshape(groups, rows // GROUP_ROWS, 8, 8)
+    return split.transpose(-1, -2).reshape(groups, rows).view(scales.dtype)
+
+
+def restore_group_scales(ordered: Tensor) -> Tensor:
+    """Inverse of `order_group_scales`: `[N, G]`."""
+    groups, rows = ordered.shape
+    split = _bytes(ordered).reshape(groups, rows // GROUP_ROWS, 8, 8)
+    return split.transpose(-1, -2).reshape(groups, rows).T.contiguous().view(ordered.dtype)
+
+
+def order_marlin_mx_scales(scales: Tensor) -> Tensor:
+    """As `order_group_scales`, with the second and third of every four exchanged: Marlin unpacks e8m0 codes two by two.
+
+    Args:
+        scales: e8m0 codes of one byte, `[N, G]`; N a multiple of 64.
+
+    Returns:
+        `[G, N]`.
+    """
+    return _exchange(order_group_scales(scales))
+
+
+def restore_marlin_mx_scales(ordered: Tensor) -> Tensor:
+    """Inverse of `order_marlin_mx_scales`: `[N, G]`."""
+    return restore_group_scales(_exchange(ordered))
+
+
+def order_bias(bias: Tensor) -> Tensor:
+    """Orders a bias as an accumulator holds its columns: within 32, pair ``i`` of every 8 are neighbours.
+
+    Args:
+        bias: any dtype, `[N]`; N a multiple of 32.
+
+    Returns:
+        `[N]`.
+
+    Raises:
+        ValueError: N does not fit.
+    """
+    if bias.shape[0] % BIAS_ROWS:
+        raise ValueError(f"a bias of {bias.shape[0]} is no multiple of {BIAS_ROWS}")
+    return bias.reshape(-1, 4, 4, 2).transpose(1, 2).reshape(bias.shape)
+
+
+def restore_bias(ordered: Tensor) -> Tensor:
+    """Inverse of `order_bias`, which is its own: both of its dimensions that change places have size 4."""
+    return order_bias(ordered)
+
+
+def _exchange(codes: Tensor) -> Tensor:
+    quads = _bytes(codes).reshape(*codes.shape[:-1], -1, 2, 2)
+    return quads.transpose(-1, -2).reshape(codes.shape).view(codes.dtype)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """One-byte codes as uint8: 8-bit floats know few operations."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
