@@ -33,12 +33,17 @@ MAX_EXPERTS = 1 << 16
 MAX_WIDTH = 1 << 24
 MAX_BYTES = 64 << 20
 
-# Where vLLM keeps the experts inside a decoder layer; "mlp" unless listed. MiniMax-M2's attribute is called
-# block_sparse_moe, but the name that vLLM gives its experts says mlp.
+# Where vLLM keeps the experts inside a decoder layer; "mlp" unless listed, "" for the layer itself. MiniMax-M2's
+# attribute is called block_sparse_moe, but the name that vLLM gives its experts says mlp.
 _BLOCKS = {
+    "deepseek_v4": "ffn",
+    "deepseek_v41": "ffn",
+    "gemma4_text": "",
     "granitemoe": "block_sparse_moe",
     "granitemoehybrid": "block_sparse_moe",
     "granitemoeshared": "block_sparse_moe",
+    "minimax_m3": "block_sparse_moe",
+    "minimax_m3_text": "block_sparse_moe",
     "mixtral": "block_sparse_moe",
     "phimoe": "block_sparse_moe",
     "jamba": "feed_forward",
@@ -50,7 +55,7 @@ _BLOCKS = {
     "step3_text": "moe",
     "step3p5": "moe",
 }
-_CHECKPOINT_BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "mixer", "moe")
+_CHECKPOINT_BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "mixer", "moe")
 
 # Expert matrices' names in checkpoints: gate, up, down by one convention or the other; without a gate.
 _GATED_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -67,7 +72,14 @@ _CORRECTED = frozenset(
     {"nemotron_h", "nemotron_h_puzzle", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "mimo_v2", "mimo_v2_flash",
      "exaone_moe", "ernie4_5_moe"}
 )  # fmt: skip
-_RENORMALISED = frozenset({"mixtral", "gpt_oss", "minimax_m2", "minimax_m3", "ernie4_5_moe", "laguna"})
+_RENORMALISED = frozenset(
+    {"mixtral", "gpt_oss", "minimax_m2", "minimax_m3", "minimax_m3_text", "ernie4_5_moe", "laguna", "gemma4_text"}
+)
+_SOFTPLUS = frozenset({"deepseek_v4", "deepseek_v41"})
+_CUSTOM = {"llama4": "llama4", "llama4_text": "llama4", "gemma4_text": "custom"}
+
+# Models whose code computes gpt-oss's activation, whatever hidden_act says.
+_SWIGLUOAI = frozenset({"gpt_oss", "minimax_m3", "minimax_m3_text"})
 
 _GPT_OSS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
 """Parameters of gpt-oss's activation where a config names the activation and not its parameters."""
@@ -304,8 +316,8 @@ def _layer_names(config: Config, index: int) -> LayerNames:
     block = _BLOCKS.get(kind, "mlp")
     root = "language_model.model" if config.nested else "model"
     roots = ["model.language_model", "language_model", "model"] if config.nested else ["backbone"]
-    modules = [f"{root}.layers.{index}.{block}.experts"]
-    modules += [f"{other}.layers.{index}.{block}.experts" for other in roots]
+    inside = f"{index}.{block}.experts" if block else f"{index}.experts"
+    modules = [f"{place}.layers.{inside}" for place in (root, *roots)]
     modules += [f"{root}.layers.{index}.{other}.experts" for other in _CHECKPOINT_BLOCKS if other != block]
     return LayerNames(tuple(modules), _PLAIN_PROJECTIONS if kind in _UNGATED else _GATED_PROJECTIONS)
 
@@ -367,8 +379,7 @@ def _activation(config: Config, index: int) -> Activation:
     )
     if kind in _UNGATED:
         return Activation(name, gated=False)
-    if kind == "gpt_oss" or name == "swigluoai":
-        # gpt-oss's config says silu; its code computes the variant with alpha, beta and limit.
+    if kind in _SWIGLUOAI or name == "swigluoai":
         return Activation(
             "swigluoai",
             alpha=_GPT_OSS["alpha"] if alpha is None else alpha,
@@ -383,7 +394,8 @@ def _activation(config: Config, index: int) -> Activation:
 def _routing(config: Config, index: int) -> Routing:
     model, where, kind = config.model, str(config.path), _model_type(config)
     fields = ("scoring_func", "score_func", "score_function", "moe_router_activation")
-    word = next((model[name] for name in fields if isinstance(model.get(name), str)), "softmax")
+    word = next((model[name] for name in fields if isinstance(model.get(name), str)), "")
+    word = word or ("sqrtsoftplus" if kind in _SOFTPLUS else "softmax")
     scoring = "sigmoid" if kind in _SIGMOID else word.lower()
     renormalised = next((model[name] for name in ("norm_topk_prob", "route_norm") if name in model), True)
     renormalise = (kind in _RENORMALISED or renormalised is not False) and not kind.startswith("llama4")
@@ -393,22 +405,24 @@ def _routing(config: Config, index: int) -> Routing:
         or any(model.get(name) is True for name in ("use_routing_bias", "moe_router_enable_expert_bias"))
     )
     groups = _count(model, "n_group", where)
+    hashed = index < (_count(model, "num_hash_layers", where) or 0)
     return Routing(
         method=_routing_method(kind, scoring, renormalise, groups, corrected),
         scoring=scoring,
         renormalize=renormalise,
         num_groups=groups,
         top_k_groups=_count(model, "topk_group", where) if groups else None,
-        correction_bias=corrected,
+        # Experts from a table are not chosen by score.
+        correction_bias=corrected and not hashed,
         weight_on_input=kind.startswith("llama4"),
-        hashed=index < (_count(model, "num_hash_layers", where) or 0),
+        hashed=hashed,
     )
 
 
 def _routing_method(kind: str, scoring: str, renormalise: bool, groups: int | None, corrected: bool) -> str:
     """vLLM's name for the routing, lower case."""
-    if kind.startswith("llama4"):
-        return "llama4"
+    if kind in _CUSTOM:
+        return _CUSTOM[kind]
     if scoring == "sqrtsoftplus":
         return "deepseekv4" if renormalise else "unspecified"
     if corrected:

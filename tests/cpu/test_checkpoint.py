@@ -57,6 +57,7 @@ MODELS = {
     "qwen3-235b-a22b": ("model.layers.0-93.mlp.experts", 128, 8, 4096, 1536),
     "qwen3-vl-30b-a3b": ("language_model.model.layers.0-47.mlp.experts", 128, 8, 2048, 768),
     "minimax-m2": ("model.layers.0-61.mlp.experts", 256, 8, 3072, 1536),
+    "minimax-m3": ("language_model.model.layers.3-59.block_sparse_moe.experts", 128, 4, 6144, 3072),
     "nemotron-3-nano-30b-a3b": (
         "model.layers.1,3,6,8,10,13,15,17,20,22,24,27,29,31,34,36,38,40,43,45,47,49,51.mixer.experts",
         128, 6, 2688, 1856,
@@ -96,6 +97,7 @@ def test_a_published_model_quantised_to_mxfp8_is_read(name: str, explain: Any) -
         ("qwen3-30b-a3b", Activation("silu"), False),
         ("nemotron-3-nano-30b-a3b", Activation("relu2", gated=False), False),
         ("gpt-oss-20b", Activation("swigluoai", True, 1.702, 1.0, 7.0, interleaved=True), True),
+        ("minimax-m3", Activation("swigluoai", True, 1.702, 1.0, 7.0), False),
     ],
 )
 def test_activation_and_biases(name: str, activation: Activation, bias: bool, explain: Any) -> None:
@@ -104,7 +106,6 @@ def test_activation_and_biases(name: str, activation: Activation, bias: bool, ex
 
 
 def test_parameters_of_an_activation_are_the_models_own(explain: Any) -> None:
-    # MiniMax-M3: the same function with its own parameters, gate and up in two halves.
     changes = {"model_type": "minimax_m3", "hidden_act": "swigluoai", "swiglu_alpha": 1.5, "swiglu_limit": 6}
     problem = explain(quantised(**changes)).problems[0]
     assert problem.activation == Activation("swigluoai", True, 1.5, 1.0, 6.0)
@@ -121,6 +122,7 @@ def test_a_clamp_that_only_some_layers_have_makes_two_kinds_of_layers(explain: A
     [
         ("qwen3-30b-a3b", "renormalizenaive", "softmax", True, (None, None), False),
         ("minimax-m2", "minimax2", "sigmoid", True, (None, None), True),
+        ("minimax-m3", "minimax2", "sigmoid", True, (None, None), True),
         ("nemotron-3-nano-30b-a3b", "deepseekv3", "sigmoid", True, (1, 1), True),
         ("deepseek-v3", "deepseekv3", "sigmoid", True, (8, 4), True),
         ("kimi-k2-thinking", "deepseekv3", "sigmoid", True, (1, 1), True),
@@ -136,6 +138,15 @@ def test_routing(
     assert (routing.method, routing.scoring, routing.renormalize) == (method, scoring, renormalize)
     assert ((routing.num_groups, routing.top_k_groups), routing.correction_bias) == (groups, bias)
     assert routing.weight_on_input == (name == "llama-4-maverick")
+
+
+def test_routing_by_table_and_by_square_root_of_softplus(explain: Any) -> None:
+    data = quantised("deepseek-v3", model_type="deepseek_v4", scoring_func="sqrtsoftplus", num_hash_layers=4)
+    first, *_, last = explain(data).problems
+    assert first.layer == "model.layers.3.ffn.experts"
+    assert (first.routing.hashed, first.routing.correction_bias) == (True, False)
+    assert (last.routing.hashed, last.routing.correction_bias) == (False, True)
+    assert {first.routing.method, last.routing.method} == {"deepseekv4"}
 
 
 def test_multi_token_prediction_layers_are_said_to_be_missing(explain: Any) -> None:

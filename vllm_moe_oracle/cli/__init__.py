@@ -1,1 +1,6 @@
 """The command line tool. One file in `commands` is one command; nothing else has to be edited for a new one."""
+
+UNUSABLE = 2
+"""Exit status when the input cannot be used; also click's own for a wrong option."""
+NO_BACKEND = 3
+"""Exit status when the answer was given and some layers have no backend."""

@@ -11,10 +11,7 @@ import typer
 
 from .. import __version__
 from ..errors import OracleError
-from . import commands
-
-UNUSABLE = 2
-"""Exit status when the input cannot be used; also click's own for a wrong option."""
+from . import UNUSABLE, commands
 
 app = typer.Typer(
     name="vllm-moe-oracle",

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from ...oracle.problem import Device, Problem
     from ...settings import Settings
 
-NO_BACKEND = 3
-"""Exit status when a group of layers has no backend."""
-
 
 def command(
     path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a bare config.json.", metavar="PATH")],
@@ -58,7 +55,7 @@ def command(
     """
     from ... import checkpoint, settings
     from ...errors import SettingError
-    from .. import output
+    from .. import NO_BACKEND, output
 
     if tp < 1:
         raise SettingError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what is installed, whether the plugin is active, and with which settings, methods, patches and backends.
 
-    The plugin is registered in this process as vLLM would do it, so this takes as long as importing vLLM's parts.
+    The plugin is registered in this process as vLLM would do it, without a model or a GPU.
     "device" of the JSON can be handed to explain --device on another machine.
 
     \b
@@ -29,8 +29,7 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     """
     from ... import settings
     from ...errors import SettingError
-    from .. import output
-    from ..main import UNUSABLE
+    from .. import UNUSABLE, output
 
     chosen, error = None, ""
     try:
@@ -118,9 +117,12 @@ def _print(report: dict[str, Any]) -> None:
         ("plugin", f"{'active' if state.active else 'not active'}: {state.reason}"),
         ("methods", ", ".join(state.methods) or "none"),
         ("patches", ", ".join(state.patches) or "none"),
+        # Applied when vLLM imports what they change, which this process does not.
+        ("waiting", ", ".join(state.waiting) or "none"),
         ("device", str(report["device"])),
         ("cache", report["cache"] or "none"),
     ]
+    facts += [("failed", f"{name}: {reason}") for name, reason in state.failed.items()]
     output.show("", output.facts(facts, 0), "")
     if report["settings"] is not None:
         rows = [(name, _shown(setting["value"]), setting["source"]) for name, setting in report["settings"].items()]
