@@ -1,7 +1,7 @@
 """Random canonical MoE weights and a float32 reference for the kernels' GPU tests.
 
-Shares no code with `vllm_moe_oracle.kernels` or `vllm_moe_oracle.layouts`: weights are built from their values' bits with
-tables and arithmetic of this file's own, and the layer is a plain loop over slots' experts.
+Shares no code with `vllm_moe_oracle.kernels` or `vllm_moe_oracle.layouts`: weights are built from their values' bits
+with tables and arithmetic of this file's own, and the layer is a plain loop over slots' experts.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def make_layer(case: Case, seed: int = 0) -> Layer:
             table = torch.tensor(E2M1 + [-v for v in E2M1], dtype=torch.float64) if four else e4m3_table()
             values = table[codes]
         else:
-            scales = (torch.rand(groups, generator=generator) * 0.02 + 0.002).to(case.dtype)
-            factor = scales.double()
             middle = 8 if four else 128
+            scales = ((torch.rand(groups, generator=generator) * 0.16 + 0.016) / middle).to(case.dtype)
+            factor = scales.double()
             zero = torch.full(groups, middle)
             if case.zero_points:
                 zero = integers(0, 2 * middle, groups)
@@ -159,9 +159,9 @@ CASES = [
     Case("int4-row", "int4", 0, "gelu_tanh", hidden=256, inner=160),
     Case("int4-row-zero", "int4", 0, zero_points=True),
     Case("int4-g128-fp16-zero", "int4", 128, zero_points=True, dtype=torch.float16),
-    Case("int8-g128", "int8", 128, hidden=384, inner=256),
+    Case("int8-g128-relu2", "int8", 128, "relu2", hidden=384, inner=256),
     Case("int8-g32-zero", "int8", 32, zero_points=True, hidden=288, inner=96),
-    Case("int8-row-fp16", "int8", 0, "relu2", dtype=torch.float16),
+    Case("int8-row-fp16", "int8", 0, dtype=torch.float16),
     Case("mxfp4-swigluoai", "mxfp4", 32, "swigluoai", bias=True, limit=7.0, experts=16, top_k=4, hidden=320, inner=160),
     Case("mxfp4-fp16", "mxfp4", 32, dtype=torch.float16, hidden=256, inner=192),
     Case("mxfp8", "mxfp8", 32, experts=16, top_k=4, hidden=416, inner=224),

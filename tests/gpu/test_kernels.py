@@ -19,11 +19,12 @@ if not torch.cuda.is_available():
 
 from vllm_moe_oracle.kernels import config as configs  # noqa: E402
 from vllm_moe_oracle.kernels import fused_moe as fm  # noqa: E402
-from vllm_moe_oracle.kernels import gemm  # noqa: E402
+from vllm_moe_oracle.kernels import gemm, route  # noqa: E402
 from vllm_moe_oracle.kernels.config import Config, Tile  # noqa: E402
 from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, load_expert  # noqa: E402
 
 TOKENS = (1, 2, 3, 17, 129, 513)
+MANY_TOKENS = 2200  # more than 8192 slots of top-4: the list of blocks then has a kernel of its own
 UNIT = {dtype: torch.finfo(dtype).eps / 12**0.5 for dtype in (torch.bfloat16, torch.float16)}
 _layers: dict[str, tuple[Layer, OwnWeights]] = {}
 
@@ -127,6 +128,40 @@ def test_expert_map(tokens):
     check(out, reference(case, layer, x, router, local.cuda()), case.dtype)
 
 
+def test_many_tokens():
+    case = CASES[11]
+    layer, weights = layer_of(case)
+    x, router, ids = inputs(case, MANY_TOKENS, "negative")
+    check(call(weights, x, router, ids, case), reference(case, layer, x, router, ids), case.dtype)
+
+
+@pytest.mark.parametrize("experts", (1, 8, 100, 128, 384, 512))
+@pytest.mark.parametrize("tokens", (3, 16, 64, 512, 3000))
+def test_lists_of_slots_and_blocks(experts, tokens):
+    top_k, bm = min(8, experts), 16
+    slots = tokens * top_k
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-1, experts, (slots,), generator=generator, dtype=torch.int32)
+    blocks = fm.max_blocks(slots, experts, bm)
+    table, ordered, counts = (torch.full((n,), -7, dtype=torch.int32, device="cuda") for n in (blocks * 4, slots, experts))
+    chunk, in_one = fm._sort_variant(slots)
+    lists = {"EP": fm._power_of_two(experts, 16), "BM": bm, "PDL": False}
+    device_ids = ids.cuda()
+    route.sort_slots[(experts,)](device_ids, device_ids, counts, ordered, table, slots, experts, blocks, HAS_MAP=False,
+                                 CHUNK=chunk, TABLE=in_one, **lists)  # fmt: skip
+    if not in_one:
+        route.list_blocks[(experts,)](counts, table, experts, blocks, **lists)
+    expected, start = [], 0
+    by_expert = [(ids == expert).nonzero()[:, 0].tolist() for expert in range(experts)]
+    for expert, mine in enumerate(by_expert):
+        expected += [[expert, start + at, min(bm, len(mine) - at)] for at in range(0, len(mine), bm)]
+        start += len(mine)
+    table = table.view(blocks, 4).cpu()
+    assert ordered[:start].tolist() == sum(by_expert, [])
+    assert table[: len(expected), :3].tolist() == expected
+    assert (table[len(expected) :, 0] == -1).all()
+
+
 def test_no_tokens():
     case = CASES[0]
     x, router, ids = inputs(case, 0)
@@ -153,9 +188,10 @@ def test_router_weight_on_input(tokens):
 
 
 TILES = {
-    "split-fused": Config(Tile(16, 64, 128, split=2), Tile(16, 128, 128, split=2), inline=True, fuse_sum=True),
+    "split-fused": Config(Tile(16, 64, 128, split=2), Tile(16, 128, 128, split=2), per_slot=True, fuse_sum=True),
     "split-lists": Config(Tile(16, 128, 128, split=3), Tile(16, 64, 128, split=2), fuse_sum=True, prefetch=True),
-    "deep": Config(Tile(16, 64, 256, stages=3), Tile(16, 128, 256, stages=3), inline=True, prefetch=True),
+    "deep": Config(Tile(16, 64, 256, stages=3), Tile(16, 128, 256, stages=3), per_slot=True, prefetch=True),
+    "capped": Config(Tile(16, 128, 128, stages=3, registers=96, promote=False), Tile(16, 128, 128, registers=128)),
     "32": Config(Tile(32, 128, 128, stages=3), Tile(32, 64, 128, stages=3), fuse_sum=True),
     "64": Config(Tile(64, 128, 128, stages=3), Tile(64, 128, 64, stages=3)),
     "128": Config(Tile(128, 128, 64, warps=8, stages=3), Tile(128, 128, 64, warps=8, stages=3)),
@@ -168,7 +204,7 @@ TILES = {
 def test_tiles(case, tiles):
     layer, weights = layer_of(case)
     config = TILES[tiles]
-    for tokens in (3, 16) if config.inline else (3, 40, 300):
+    for tokens in (3, 16) if config.per_slot else (3, 40, 300):
         x, router, ids = inputs(case, tokens, "negative")
         check(call(weights, x, router, ids, case, config), reference(case, layer, x, router, ids), case.dtype)
 
@@ -192,16 +228,18 @@ def test_one_hot_rows_give_back_the_weights(case, tile):
     h = torch.eye(slots, device="cuda", dtype=case.dtype)
     ids = torch.full((slots, 1), expert, device="cuda", dtype=torch.int32)
     ones = torch.ones(slots, 1, device="cuda")
-    counts = torch.zeros(case.experts, device="cuda", dtype=torch.int32)
-    counts[expert] = slots
+    blocks = -(-slots // tile.bm)
+    first = torch.arange(blocks, device="cuda", dtype=torch.int32) * tile.bm
+    rows = (slots - first).clamp(max=tile.bm)
+    table = torch.stack((torch.full_like(first, expert), first, rows, first), dim=1).contiguous()
+    order = torch.arange(slots, device="cuda", dtype=torch.int32)
     out = torch.full((slots, case.hidden), float("nan"), device="cuda", dtype=case.dtype)
     tiles = -(-case.hidden // tile.bn)
-    gemm.down[(fm.max_blocks(slots, case.experts, tile.bm) * tiles,)](
-        h, *fm._pointers(matrix, ids), out, out, ids, ids, ones, torch.arange(slots, device="cuda", dtype=torch.int32),
-        counts, out, counts, counts, slots, tiles, case.experts, case.inner, case.hidden, out.stride(0),
-        matrix.codes.shape[1], matrix.codes.shape[2], fm._word_stride(matrix), TOP_K=1, FORMAT=case.format,
-        GROUP=case.group, HAS_MAP=False, WEIGHT_INPUT=False, INLINE=0, EP=16, FUSE_SUM=False, PREFETCH=False, PDL=False,
-        **{**fm._flags(weights, matrix, tile), "HAS_BIAS": False}, **fm._options(tile, False),
+    gemm.down[(blocks * tiles,)](
+        h, *fm._pointers(matrix, ids), out, out, ids, ids, ones, order, table, out, table, table, slots, tiles, case.inner,
+        case.hidden, out.stride(0), matrix.codes.shape[1], matrix.codes.shape[2], fm._word_stride(matrix), TOP_K=1,
+        FORMAT=case.format, GROUP=case.group, HAS_MAP=False, WEIGHT_INPUT=False, PER_SLOT=False, FUSE_SUM=False,
+        PDL=False, **{**fm._flags(weights, matrix, tile), "HAS_BIAS": False}, **fm._options(tile, False),
     )  # fmt: skip
     assert torch.equal(out.T, layer.matrix["w2"][expert].cuda().to(case.dtype))
 

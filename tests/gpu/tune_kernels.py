@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+import triton
 
 from vllm_moe_oracle.kernels import config as configs
 from vllm_moe_oracle.kernels.config import Config, Tile
@@ -99,16 +100,16 @@ def time_us(run, flush: torch.Tensor, replays: int = 12) -> float:
     return statistics.median(times[2:])
 
 
-def tiles(scheme: str, rows: float) -> list[Tile]:
+def tiles(scheme: str, rows: float, tokens: int) -> list[Tile]:
     """Candidate tiles for about this many rows per active expert."""
-    four = scheme.startswith(("int4", "mxfp4"))
+    integers = scheme.startswith("int")
     found = []
     if rows <= 24:
-        for bn, bk, stages in ((64, 128, 4), (64, 128, 6), (64, 256, 3), (64, 256, 4), (128, 128, 3), (128, 128, 4),
-                               (128, 128, 5), (128, 256, 3), (64, 64, 6)):  # fmt: skip
-            if four or bk < 256 or bn < 128:
-                found.append(Tile(16, bn, bk, stages=stages))
-        found.append(Tile(16, 128, 128, warps=8, stages=4))
+        for bn, bk, stages, registers in NARROW:
+            if bk < 256 or bn < 128 or not scheme.endswith("8"):
+                found.append(Tile(16, bn, bk, stages=stages, registers=registers))
+        if integers:
+            found += [replace(t, promote=False) for t in found if t.bk <= 128]
     if 6 < rows <= 80:
         found += [Tile(32, 128, 128, stages=s) for s in (3, 4)] + [Tile(32, 64, 128, stages=4)]
         found += [Tile(32, 128, 64, stages=4), Tile(32, 256, 64, warps=8, stages=4)]
@@ -120,25 +121,25 @@ def tiles(scheme: str, rows: float) -> list[Tile]:
         found += [Tile(128, 128, 128, warps=8, stages=3), Tile(128, 64, 64, stages=3), Tile(128, 256, 64, warps=8)]
     if rows > 90:
         found += [Tile(256, 128, 64, warps=8, stages=s) for s in (3, 4)]
+    if tokens <= 4:
+        found += [replace(t, split=s) for t in found if t.promote and not t.registers and t.bn == 64 for s in (2, 4)]
     return found
+
+
+# bn, bk, stages, cap on registers (0: none) of the 16-token tiles
+NARROW = ((64, 128, 4, 0), (64, 128, 6, 0), (64, 256, 3, 0), (64, 256, 4, 0), (128, 128, 3, 0), (128, 128, 3, 96),
+          (128, 128, 3, 128), (128, 128, 4, 128), (128, 256, 3, 0), (64, 64, 6, 0))  # fmt: skip
 
 
 def candidates(scheme: str, weights: OwnWeights, shape: str, tokens: int) -> list[Tile]:
+    """Tiles to try for a cell and a number of tokens."""
     top_k = SHAPES[shape][1]
-    active = configs.active_experts(weights.experts, top_k, tokens)
-    rows = tokens * top_k / active
-    found = tiles(scheme, rows)
-    if active * -(-weights.w13.rows // 64) < 264:
-        found += [replace(t, split=s) for t in found[:4] for s in (2, 4)]
-    return found
+    return tiles(scheme, tokens * top_k / configs.active_experts(weights.experts, top_k, tokens), tokens)
 
 
-def options_of(tokens: int, top_k: int) -> list[dict[str, bool]]:
-    if tokens * top_k > 256:
-        return [{}]
-    grid = [{"inline": i, "fuse_sum": f, "prefetch": p} for i in (True, False) for f in (True, False)
-            for p in (True, False)]  # fmt: skip
-    return [o for o in grid if not (o["inline"] and tokens * top_k > 128)]
+def options_of(tokens: int) -> list[dict[str, bool]]:
+    """Settings other than tiles to try in the end."""
+    return [{"prefetch": True}, {"prefetch": False}, {"fuse_sum": True}] if tokens <= 2 else [{}]
 
 
 def compile_some(jobs: list[tuple[str, str, int, Config]]) -> None:
@@ -163,9 +164,60 @@ def precompile(jobs: list[tuple[str, str, int, Config]], processes: int) -> None
         worker.join()
 
 
-def base(tokens: int, top_k: int, tile: Tile) -> Config:
-    few = tokens * top_k <= configs.INLINE_SLOTS
-    return Config(tile, tile, inline=few, fuse_sum=few, prefetch=few)
+def base(tokens: int, tile: Tile) -> Config:
+    """Both products with one tile."""
+    return Config(tile, tile, per_slot=tokens <= PER_SLOT_TOKENS and tile.bm == 16, prefetch=tokens <= 2)
+
+
+PER_SLOT_TOKENS = 4
+
+
+class Timer:
+    """Times configurations of one cell and number of tokens, each once."""
+
+    def __init__(self, weights: OwnWeights, scheme: str, shape: str, tokens: int, flush: torch.Tensor) -> None:
+        self.weights, self.scheme, self.shape, self.tokens, self.flush = weights, scheme, shape, tokens, flush
+        self.times: dict[Config, float] = {}
+
+    def __call__(self, config: Config) -> float:
+        if config not in self.times:
+            try:
+                self.times[config] = time_us(prepare(self.weights, self.shape, self.tokens, config), self.flush)
+            except (RuntimeError, triton.TritonError) as error:
+                torch.cuda.synchronize()  # an error that broke the device ends the run here
+                name = f"{self.scheme} {self.shape} {self.tokens} {config}"
+                print(f"{name}: {type(error).__name__} {error}"[:300], flush=True)
+                self.times[config] = float("inf")
+        return self.times[config]
+
+    def search(self, found: list[Tile]) -> Config:
+        """Both tiles together, then each alone among tiles of the same bm, then the options."""
+        best = min((base(self.tokens, tile) for tile in found), key=self)
+        # Tiles of another bm get a chance of their own: the best pair need not contain the best common tile.
+        starts = {tile.bm: base(self.tokens, tile) for tile in sorted(found, key=lambda t: -self(base(self.tokens, t)))}
+        for start in starts.values():
+            if self(start) > 1.15 * self(best):
+                continue
+            for _ in range(2):
+                same = [tile for tile in found if tile.bm == start.gate_up.bm]
+                start = min((replace(start, down=tile) for tile in same), key=self)
+                start = min((replace(start, gate_up=tile) for tile in same), key=self)
+            best = min(best, start, key=self)
+        best = min((replace(best, **option) for option in options_of(self.tokens)), key=self)
+        if best.per_slot and self.tokens > 1:
+            best = min(best, replace(best, per_slot=False, prefetch=False), key=self)
+        return best
+
+
+def describe(config: Config) -> str:
+    """A configuration in a few characters."""
+    parts = [
+        f"{t.bm}x{t.bn}x{t.bk}w{t.warps}s{t.stages}" + (f"/{t.split}" if t.split > 1 else "")
+        + (f"r{t.registers}" if t.registers else "") + ("" if t.promote else "-")
+        for t in (config.gate_up, config.down)
+    ]  # fmt: skip
+    flags = "".join(name[0] for name in ("per_slot", "fuse_sum", "prefetch") if getattr(config, name))
+    return f"{parts[0]:22s} {parts[1]:22s} {flags}"
 
 
 def main() -> None:
@@ -184,12 +236,10 @@ def main() -> None:
         weights = stored(scheme, shape, "meta")
         seen = set()
         for tokens in counts:
-            top_k = SHAPES[shape][1]
             for tile in candidates(scheme, weights, shape, tokens):
-                config = base(tokens, top_k, tile)
-                slots = 1 << max(4, (tokens * top_k - 1).bit_length()) if config.inline else 0
-                if (config, slots) not in seen:
-                    seen.add((config, slots))
+                config = base(tokens, tile)
+                if config not in seen:
+                    seen.add(config)
                     jobs.append((scheme, shape, tokens, config))
     print(f"{len(jobs)} configurations to compile", flush=True)
     precompile(jobs, args.processes)
@@ -198,37 +248,21 @@ def main() -> None:
     rows = []
     for scheme, shape in cells:
         weights = stored(scheme, shape)
-        top_k = SHAPES[shape][1]
         for tokens in counts:
             if time.time() - start > args.seconds:
                 break
-            times: dict[Config, float] = {}
-
-            def measure(config: Config) -> float:
-                if config not in times:
-                    try:
-                        times[config] = time_us(prepare(weights, shape, tokens, config), flush)
-                    except Exception as error:
-                        print(f"{scheme} {shape} {tokens} {config}: {type(error).__name__} {error}"[:200], flush=True)
-                        times[config] = float("inf")
-                return times[config]
-
-            found = candidates(scheme, weights, shape, tokens)
-            best = min((base(tokens, top_k, tile) for tile in found), key=measure)
-            for _ in range(2):
-                best = min((replace(best, down=tile) for tile in found), key=measure)
-                best = min((replace(best, gate_up=tile) for tile in found), key=measure)
-            best = min((replace(best, **option) for option in options_of(tokens, top_k)), key=measure)
-            no_pdl = time_us(prepare(weights, shape, tokens, best, pdl=False), flush)
-            ranked = sorted(times.items(), key=lambda item: item[1])
-            rows.append({"scheme": scheme, "shape": shape, "tokens": tokens, "us": times[best], "no_pdl": no_pdl,
+            timer = Timer(weights, scheme, shape, tokens, flush)
+            best = timer.search(candidates(scheme, weights, shape, tokens))
+            ranked = sorted(timer.times.items(), key=lambda item: item[1])
+            rows.append({"scheme": scheme, "shape": shape, "tokens": tokens, "us": timer(best),
                          "config": best.to_json(),
-                         "others": [[round(us, 1), config.to_json()] for config, us in ranked[:60]]})  # fmt: skip
-            tile = [f"{t.bm}x{t.bn}x{t.bk}w{t.warps}s{t.stages}/{t.split}" for t in (best.gate_up, best.down)]
-            flags = "".join(name[0] for name in ("inline", "fuse_sum", "prefetch") if getattr(best, name))
-            print(f"{scheme:9s} {shape:14s} {tokens:5d} {times[best]:7.1f} us, no pdl {no_pdl:7.1f}  {tile[0]:18s} "
-                  f"{tile[1]:18s} {flags:3s} of {len(times)}", flush=True)  # fmt: skip
+                         "others": [[round(us, 1), describe(config)] for config, us in ranked[:25]]})  # fmt: skip
+            print(
+                f"{scheme:9s} {shape:14s} {tokens:5d} {timer(best):7.1f} us  {describe(best)} of {len(ranked)}",
+                flush=True,
+            )
             Path(args.json).write_text(json.dumps(rows))
+        timer = None
         del weights
         torch.cuda.empty_cache()
     print(f"{time.time() - start:.0f} s")

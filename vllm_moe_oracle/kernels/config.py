@@ -15,7 +15,8 @@ from .weights import OwnWeights, bits_of
 class Tile:
     """Tile of one product: bm tokens, bn weight rows, bk columns a step; `split` programs share a tile's columns.
 
-    `stages` is Triton's num_stages. `registers` caps registers per thread, 0 leaves it to the compiler.
+    `stages` is Triton's num_stages. `registers` caps registers per thread, 0 leaves it to the compiler. `promote`: group
+    scales of integer weights multiply float32 sums (where a group is whole steps and bm <= 32), not the weights.
     """
 
     bm: int
@@ -25,21 +26,27 @@ class Tile:
     stages: int = 4
     split: int = 1
     registers: int = 0
+    promote: bool = True
 
 
 @dataclass(frozen=True)
 class Config:
     """How one call runs.
 
-    inline: routing inside the two products (few slots), else a sorting kernel first. fuse_sum: the second product also
-    sums over top-k, else a third kernel does. prefetch: programs ask for their weights to be brought into the L2 ahead.
+    per_slot: every slot is a tile of its own and no list of slots is made (few tokens). fuse_sum: the second product
+    also sums over top-k, else a third kernel does. prefetch: the first product asks for the second's weights to be
+    brought into the L2. Both tiles must have the same bm, because they share one list.
     """
 
     gate_up: Tile
     down: Tile
-    inline: bool = False
+    per_slot: bool = False
     fuse_sum: bool = False
     prefetch: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gate_up.bm != self.down.bm:
+            raise ValueError(f"the two products' tiles have {self.gate_up.bm} and {self.down.bm} tokens; must be equal")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -50,9 +57,6 @@ class Config:
         """Inverse of `to_json`."""
         return Config(**{**value, "gate_up": Tile(**value["gate_up"]), "down": Tile(**value["down"])})
 
-
-# Inline routing compares all pairs of slots, so its cost grows with their square.
-INLINE_SLOTS = 64
 
 # One configuration for every number of tokens: a token's sums then run over the same columns in the same order.
 INVARIANT = Config(gate_up=Tile(32, 128, 128, stages=3), down=Tile(32, 128, 128, stages=3))
@@ -78,25 +82,21 @@ def measured_table() -> dict[str, Any]:
 
 def heuristic(weights: OwnWeights, top_k: int, tokens: int) -> Config:
     """A configuration for a shape that was not measured, from the expected rows per active expert."""
-    slots = tokens * top_k
     active = max(1.0, active_experts(weights.experts, top_k, tokens))
-    rows = slots / active
-    bits = bits_of(weights.format)
-    inline = slots <= INLINE_SLOTS
+    rows = tokens * top_k / active
     if rows <= 12:
-        down = Tile(16, 128, 128, stages=4)
-        tiles = active * -(-weights.w13.rows // 128)
-        up = Tile(16, 64, 128, stages=5) if tiles < 256 else down
-        if active * -(-weights.w2.rows // 128) < 256:
-            down = Tile(16, 64, 128, stages=5)
-        if inline:
-            split = 1
-            while split < 4 and active * -(-weights.w13.rows // 64) * split < 132 and weights.hidden >= 1024 * split:
-                split *= 2
-            up = replace(up, split=split)
-        return Config(up, down, inline=inline, fuse_sum=inline, prefetch=inline)
+        up, down = (
+            Tile(16, 128, 128, stages=3) if active * -(-rows_ // 128) >= 512 else Tile(16, 64, 128, stages=4)
+            for rows_ in (weights.w13.rows, weights.w2.rows)
+        )
+        if tokens > 2:
+            return Config(up, down)
+        split = 1
+        while split < 4 and active * -(-weights.w13.rows // 64) * split < 264 and weights.hidden >= 1024 * split:
+            split *= 2
+        return Config(replace(up, split=split), down, per_slot=True, prefetch=True)
     if rows <= 28:
-        tile = Tile(32, 128, 128, stages=4 if bits == 4 else 3)
+        tile = Tile(32, 128, 128, stages=4 if bits_of(weights.format) == 4 else 3)
     elif rows <= 60:
         tile = Tile(64, 128, 128, stages=3)
     elif rows <= 160:

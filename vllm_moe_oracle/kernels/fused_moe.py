@@ -40,6 +40,7 @@ class WorkspacePlan:
     quantised: int
     counts: int
     sorted: int
+    blocks: int
     scratch: int
     nbytes: int
     counters: int
@@ -50,6 +51,10 @@ def max_blocks(slots: int, experts: int, bm: int) -> int:
     """The most blocks of up to bm slots of one expert that any routing of `slots` slots can give."""
     active = min(slots, experts)
     return active + (slots - active) // bm
+
+
+def _blocks(config: Config, slots: int, experts: int) -> int:
+    return slots if config.per_slot else max_blocks(slots, experts, config.gate_up.bm)
 
 
 def _tiles(rows: int, tile: Tile) -> int:
@@ -68,11 +73,12 @@ def plan_workspace(
     config = config or choose(weights, top_k, tokens)
     slots = tokens * top_k
     sizes = [slots * weights.intermediate * 2, slots * weights.hidden * 2, tokens * weights.hidden * 2 * quantise]
-    sizes += [0, 0] if config.inline else [weights.experts * 4, slots * 4]
+    listed = 0 if config.per_slot else max_blocks(slots, weights.experts, config.gate_up.bm)
+    sizes += [weights.experts * 4 * (not config.per_slot), slots * 4 * (not config.per_slot), listed * 16]
     scratch, counters = 0, 0
     for tile, rows in ((config.gate_up, weights.w13.rows), (config.down, weights.w2.rows)):
         if tile.split > 1:
-            programs = max_blocks(slots, weights.experts, tile.bm) * _tiles(rows, tile)
+            programs = _blocks(config, slots, weights.experts) * _tiles(rows, tile)
             scratch = max(scratch, programs * tile.split * tile.bn * tile.bm * 4)
             counters = max(counters, programs)
     offsets = [0]
@@ -91,9 +97,16 @@ def _power_of_two(value: int, least: int) -> int:
     return max(least, 1 << (value - 1).bit_length())
 
 
+def _sort_variant(slots: int) -> tuple[int, bool]:
+    """Slots per step of the sorting kernel, and whether it writes the table of blocks itself."""
+    return (256 if slots <= 256 else 1024), slots <= 8192
+
+
 def _promote(weights: OwnWeights, tile: Tile) -> bool:
     """Scales on float32 group sums: more exact and fewer instructions, as long as the accumulators are few."""
-    return weights.group > 0 and not weights.format.startswith("mx") and weights.group % tile.bk == 0 and tile.bm <= 32
+    if not tile.promote or tile.bm > 32 or weights.format.startswith("mx"):
+        return False
+    return weights.group > 0 and weights.group % tile.bk == 0
 
 
 def _flags(weights: OwnWeights, matrix: Matrix, tile: Tile) -> dict[str, object]:
@@ -103,6 +116,7 @@ def _flags(weights: OwnWeights, matrix: Matrix, tile: Tile) -> dict[str, object]
         "HAS_BIAS": matrix.bias is not None,
         "EVEN_K": matrix.columns % tile.bk == 0,
         "PROMOTE": _promote(weights, tile),
+        "STAGES": tile.stages,
         "SPLIT": tile.split,
         "BM": tile.bm,
         "BN": tile.bn,
@@ -196,7 +210,6 @@ def fused_moe(
         )
     if pdl is None:
         pdl = torch.cuda.get_device_capability(x.device)[0] >= 9
-    prefetch = config.prefetch and pdl
     name, own_alpha, own_beta = _GATED.get(activation, ("relu2", 1.0, 0.0))
     slots, hidden, inner, experts = tokens * top_k, weights.hidden, weights.intermediate, weights.experts
     ids_map = topk_ids if expert_map is None else expert_map
@@ -212,37 +225,41 @@ def fused_moe(
             source, x, hidden, x_stride, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl
         )
         x_stride = hidden
-    if config.inline:
-        counts = ordered = topk_ids
-        inline = _power_of_two(slots, 16)
-    else:
-        counts = _view(workspace, plan.counts, experts, torch.int32)
+    blocks = _blocks(config, slots, experts)
+    ordered = table = topk_ids
+    if not config.per_slot:
         ordered = _view(workspace, plan.sorted, slots, torch.int32)
-        inline = 0
+        table = _view(workspace, plan.blocks, blocks * 4, torch.int32)
+        counts = _view(workspace, plan.counts, experts, torch.int32)
+        chunk, in_one = _sort_variant(slots)
+        lists = {"EP": _power_of_two(experts, 16), "BM": config.gate_up.bm, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl}
         route.sort_slots[(experts,)](
-            topk_ids, ids_map, counts, ordered, slots, HAS_MAP=has_map, CHUNK=2048 if slots > 1024 else 1024, PDL=pdl,
-            num_warps=8 if slots > 1024 else 4, launch_pdl=pdl,
+            topk_ids, ids_map, counts, ordered, table, slots, experts, blocks, HAS_MAP=has_map, CHUNK=chunk,
+            TABLE=in_one, **lists,
         )  # fmt: skip
+        if not in_one:
+            route.list_blocks[(experts,)](counts, table, experts, blocks, **lists)
     w13, w2 = weights.w13, weights.w2
     shared = {
         "TOP_K": top_k, "FORMAT": weights.format, "GROUP": weights.group, "HAS_MAP": has_map,
-        "WEIGHT_INPUT": apply_router_weight_on_input, "INLINE": inline, "EP": _power_of_two(experts, 16),
-        "PREFETCH": prefetch, "PDL": pdl,
+        "WEIGHT_INPUT": apply_router_weight_on_input, "PER_SLOT": config.per_slot, "PDL": pdl,
     }  # fmt: skip
     tile = config.gate_up
     tiles = _tiles(w13.rows, tile)
-    gemm.gate_up[(max_blocks(slots, experts, tile.bm) * tiles * tile.split,)](
-        x, *_pointers(w13, topk_ids), h, topk_ids, ids_map, topk_weights, ordered, counts, scratch, counters,
-        slots, tiles, experts, x_stride, hidden, inner, w13.codes.shape[1], w13.codes.shape[2], _word_stride(w13),
+    gemm.gate_up[(blocks * tiles * tile.split,)](
+        x, *_pointers(w13, topk_ids), h, topk_ids, ids_map, topk_weights, ordered, table, scratch, counters,
+        w2.codes, w2.codes if w2.scales is None else w2.scales, tiles, x_stride, hidden, inner, w13.codes.shape[1],
+        w13.codes.shape[2], _word_stride(w13), w2.codes.shape[1] * w2.codes.shape[2], _word_stride(w2),
         own_alpha if alpha is None else alpha, own_beta if beta is None else beta, limit or 0.0,
         GATED=weights.gated, ACTIVATION=name, HAS_LIMIT=limit is not None, QUANTISE=quantise_activations,
+        PREFETCH=config.prefetch and pdl,
         **shared, **_flags(weights, w13, tile), **_options(tile, pdl),
     )  # fmt: skip
     tile = config.down
     tiles = _tiles(w2.rows, tile)
-    gemm.down[(max_blocks(slots, experts, tile.bm) * tiles * tile.split,)](
-        h, *_pointers(w2, topk_ids), partial, out, topk_ids, ids_map, topk_weights, ordered, counts, scratch, counters,
-        token_counters, slots, tiles, experts, inner, hidden, out.stride(0), w2.codes.shape[1], w2.codes.shape[2],
+    gemm.down[(blocks * tiles * tile.split,)](
+        h, *_pointers(w2, topk_ids), partial, out, topk_ids, ids_map, topk_weights, ordered, table, scratch, counters,
+        token_counters, tokens, tiles, inner, hidden, out.stride(0), w2.codes.shape[1], w2.codes.shape[2],
         _word_stride(w2), FUSE_SUM=config.fuse_sum, **shared, **_flags(weights, w2, tile), **_options(tile, pdl),
     )  # fmt: skip
     if not config.fuse_sum:
@@ -340,8 +357,7 @@ def warmup(
     for count in tokens:
         config = INVARIANT if batch_invariant else choose(weights, top_k, count)
         slots = count * top_k
-        inline = _power_of_two(slots, 16) if config.inline else 0
-        variant = (config, inline, slots > 1024, count >= 64)
+        variant = (config, _sort_variant(slots), count >= 64)
         if count == 0 or variant in seen:
             continue
         seen.add(variant)

@@ -18,7 +18,7 @@ from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .decode import decode_codes, decode_group_values, decode_mx_scales
-from .route import block_from_ids, block_from_lists, local_ids
+from .route import block_slots, find_block, local_ids
 
 
 @triton.jit
@@ -65,7 +65,8 @@ def mx_round_trip(x, GROUP_AXIS: tl.constexpr):
 @triton.jit
 def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks, columns, step_begin, step_end,
                FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr,
-               PROMOTE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+               PROMOTE: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+               BK: tl.constexpr):  # fmt: skip
     """`w @ x.T` over K steps [step_begin, step_end) of BK columns: float32 [BN, BM].
 
     x_rows: pointers [BM] to rows of `columns` 16-bit floats; x_valid [BM]. w_ptr: one expert's codes; s_ptr, z_ptr: its
@@ -84,7 +85,8 @@ def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks,
     w_ptrs = w_ptr + rc[:, None] * (k_chunks * 2048) + (step_begin * (KC * 2048) + kw)[None, :]
     x_ptrs = x_rows[:, None] + (step_begin * BK + k)[None, :]
     acc = tl.zeros((BN, BM), tl.float32)
-    for step in range(step_begin, step_end):
+    # num_stages on the loop makes Triton load the scales of promoted sums ahead too, which feed no product.
+    for step in tl.range(step_begin, step_end, num_stages=STAGES):
         if EVEN_K:
             x = tl.load(x_ptrs, mask=x_valid[:, None], other=0.0)
             packed = tl.load(w_ptrs)
@@ -178,11 +180,12 @@ def split_steps(columns, split, BK: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def prefetch_tile(w_ptr, tile_n, n_chunks, k_chunks, BN: tl.constexpr):
-    """Asks for the codes of a tile, all of K, which are contiguous."""
-    first = tile_n * (BN // 64)
-    chunks = tl.minimum(BN // 64, n_chunks - first) * k_chunks
-    prefetch_l2(w_ptr + first * (k_chunks * 2048), chunks * 2048)
+def prefetch_share(pointer, units, unit_bytes: tl.constexpr, part, parts):
+    """Asks for part number `part` of `parts` of `units * unit_bytes` bytes at a byte pointer."""
+    each = (units + parts - 1) // parts
+    first = part * each
+    if first < units:
+        prefetch_l2(pointer + first.to(tl.int64) * unit_bytes, tl.minimum(each, units - first) * unit_bytes)
 
 
 @triton.jit
@@ -200,21 +203,23 @@ def activate(gate, up, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: 
         return gate * 0.5 * (1.0 + libdevice.tanh(inner)) * up
 
 
-@triton.jit(do_not_specialize=["slots", "tiles", "alpha", "beta", "limit"])
+@triton.jit(do_not_specialize=["tiles", "alpha", "beta", "limit"])
 def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr, map_ptr, topk_weights_ptr, sorted_ptr,
-            counts_ptr, scratch_ptr, counter_ptr, slots, tiles, experts, x_stride, columns, inner, n_chunks, k_chunks,
-            s_stride, alpha, beta, limit,
+            blocks_ptr, scratch_ptr, counter_ptr, w2_ptr, s2_ptr, tiles, x_stride, columns, inner, n_chunks, k_chunks,
+            s_stride, w2_chunks, s2_stride, alpha, beta, limit,
             TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
             HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, GATED: tl.constexpr,
             ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, WEIGHT_INPUT: tl.constexpr, QUANTISE: tl.constexpr,
-            EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, INLINE: tl.constexpr, EP: tl.constexpr, PREFETCH: tl.constexpr,
-            PDL: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+            EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, PER_SLOT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+            STAGES: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+            BK: tl.constexpr):  # fmt: skip
     """h[slot] = activation(x[slot // TOP_K] @ w13[expert].T + b13[expert]) for every slot with a local expert.
 
     x [tokens, columns] 16-bit, row stride x_stride; h [slots, inner], x's dtype. w, s, z, row_scale, bias: the tensors of
     `Matrix` (weights.py), s_stride the int32 words per expert of s and z; n_chunks, k_chunks: chunks along N and K.
-    INLINE = P > 0: routing from ids (slots <= P); otherwise from `sort_slots`' lists, EP >= experts. QUANTISE: h goes
-    through MXFP8. WEIGHT_INPUT: router weights multiply the input. tiles: programs along N.
+    PER_SLOT, sorted, blocks: `find_block`. QUANTISE: h goes through MXFP8. WEIGHT_INPUT: router weights multiply the
+    input. tiles: programs along N. PREFETCH: the programs of a block ask for the expert's w2 (w2_chunks chunks and
+    s2_stride words an expert) to be brought into the L2 while they stream w13.
     """
     if PDL:
         gdc_wait()
@@ -223,33 +228,36 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
     split = pid % SPLIT
     tile_n = pid // SPLIT % tiles
     block = pid // (SPLIT * tiles)
-    if INLINE > 0:
-        expert, slot, found, blocks = block_from_ids(ids_ptr, map_ptr, slots, block, HAS_MAP, INLINE, BM)
-    else:
-        expert, slot, found, blocks = block_from_lists(sorted_ptr, counts_ptr, experts, block, EP, BM)
-    if block >= blocks:
+    expert, start, rows = find_block(ids_ptr, map_ptr, sorted_ptr, blocks_ptr, block, HAS_MAP, PER_SLOT, BM)
+    if expert < 0:
         return
     e64 = expert.to(tl.int64)
     w_ptr += e64 * n_chunks * k_chunks * 2048
+    slot, found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM)
     if PREFETCH:
-        prefetch_tile(w_ptr, tile_n, n_chunks, k_chunks, BN)
+        part = tile_n * SPLIT + split
+        prefetch_share(w2_ptr + e64 * w2_chunks * 2048, w2_chunks, 2048, part, tiles * SPLIT)
+        if s2_stride > 0:
+            s2_bytes = (s2_ptr + e64 * s2_stride).to(tl.pointer_type(tl.uint8))
+            prefetch_share(s2_bytes, s2_stride // 32, 128, part, tiles * SPLIT)
     token = slot // TOP_K
     x_rows = x_ptr + token.to(tl.int64) * x_stride
     begin, end = split_steps(columns, split, BK, SPLIT)
     acc = accumulate(x_rows, found, w_ptr, s_ptr + e64 * s_stride, z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks,
-                     columns, begin, end, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, BM, BN, BK)  # fmt: skip
+                     columns, begin, end, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, STAGES, BM, BN,
+                     BK)  # fmt: skip
     if SPLIT > 1:
         acc, last = sum_splits(acc, scratch_ptr, counter_ptr, pid // SPLIT, split, BM, BN, SPLIT)
         if not last:
             return
     n = tile_n * BN + tl.arange(0, BN)
-    rows = n_chunks * 64
+    padded = n_chunks * 64
     if HAS_ROW_SCALE:
-        acc *= tl.load(row_scale_ptr + e64 * rows + n, mask=n < rows, other=0.0)[:, None]
+        acc *= tl.load(row_scale_ptr + e64 * padded + n, mask=n < padded, other=0.0)[:, None]
     if WEIGHT_INPUT:
         acc *= tl.load(topk_weights_ptr + slot, mask=found, other=0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + e64 * rows + n, mask=n < rows, other=0.0)[:, None]
+        acc += tl.load(bias_ptr + e64 * padded + n, mask=n < padded, other=0.0)[:, None]
     if GATED:
         OUT: tl.constexpr = BN // 2
         gate, up = tl.split(acc.reshape(BN // 16, 2, 8, BM).trans(0, 2, 3, 1))
@@ -276,14 +284,14 @@ def needed(ids_ptr, map_ptr, token, mask, HAS_MAP: tl.constexpr, TOP_K: tl.const
     return count
 
 
-@triton.jit(do_not_specialize=["slots", "tiles"])
+@triton.jit(do_not_specialize=["tokens", "tiles"])
 def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_ptr, ids_ptr, map_ptr, topk_weights_ptr,
-         sorted_ptr, counts_ptr, scratch_ptr, counter_ptr, token_counter_ptr, slots, tiles, experts, columns, hidden,
+         sorted_ptr, blocks_ptr, scratch_ptr, counter_ptr, token_counter_ptr, tokens, tiles, columns, hidden,
          out_stride, n_chunks, k_chunks, s_stride,
          TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
          HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
-         EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, INLINE: tl.constexpr, EP: tl.constexpr, FUSE_SUM: tl.constexpr,
-         PREFETCH: tl.constexpr, PDL: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+         EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, PER_SLOT: tl.constexpr, FUSE_SUM: tl.constexpr,
+         PDL: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
          BK: tl.constexpr):  # fmt: skip
     """partial[slot] = (h[slot] @ w2[expert].T + b2[expert]) * router weight; with FUSE_SUM also out[token] = their sum.
 
@@ -295,42 +303,39 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
     split = pid % SPLIT
     tile_n = pid // SPLIT % tiles
     block = pid // (SPLIT * tiles)
-    if INLINE > 0:
-        expert, slot, found, blocks = block_from_ids(ids_ptr, map_ptr, slots, block, HAS_MAP, INLINE, BM)
-    else:
-        expert, slot, found, blocks = block_from_lists(sorted_ptr, counts_ptr, experts, block, EP, BM)
-    e64 = expert.to(tl.int64)
-    w_ptr += e64 * n_chunks * k_chunks * 2048
-    if PREFETCH and block < blocks:
-        prefetch_tile(w_ptr, tile_n, n_chunks, k_chunks, BN)
+    expert, start, rows = find_block(ids_ptr, map_ptr, sorted_ptr, blocks_ptr, block, HAS_MAP, PER_SLOT, BM)
+    slot, found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     n = tile_n * BN + tl.arange(0, BN)
     token = slot // TOP_K
     if FUSE_SUM and pid < SPLIT * tiles and split == 0:
-        for first in range(0, slots // TOP_K, BM):
+        for first in range(0, tokens, BM):
             empty = first + tl.arange(0, BM)
-            inside = empty < slots // TOP_K
+            inside = empty < tokens
             empty_mask = inside & (needed(ids_ptr, map_ptr, empty, inside, HAS_MAP, TOP_K) == 0)
             zero_ptrs = out_ptr + empty.to(tl.int64)[None, :] * out_stride + n[:, None]
             zeros = tl.zeros((BN, BM), out_ptr.dtype.element_ty)
             tl.store(zero_ptrs, zeros, mask=empty_mask[None, :] & (n < hidden)[:, None])
-    if block >= blocks:
+    if expert < 0:
         return
+    e64 = expert.to(tl.int64)
+    w_ptr += e64 * n_chunks * k_chunks * 2048
     h_rows = h_ptr + slot.to(tl.int64) * columns
     begin, end = split_steps(columns, split, BK, SPLIT)
     acc = accumulate(h_rows, found, w_ptr, s_ptr + e64 * s_stride, z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks,
-                     columns, begin, end, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, BM, BN, BK)  # fmt: skip
+                     columns, begin, end, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, STAGES, BM, BN,
+                     BK)  # fmt: skip
     if SPLIT > 1:
         acc, last = sum_splits(acc, scratch_ptr, counter_ptr, pid // SPLIT, split, BM, BN, SPLIT)
         if not last:
             return
-    rows = n_chunks * 64
+    padded = n_chunks * 64
     if HAS_ROW_SCALE:
-        acc *= tl.load(row_scale_ptr + e64 * rows + n, mask=n < rows, other=0.0)[:, None]
+        acc *= tl.load(row_scale_ptr + e64 * padded + n, mask=n < padded, other=0.0)[:, None]
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + e64 * rows + n, mask=n < rows, other=0.0)[:, None]
+        acc += tl.load(bias_ptr + e64 * padded + n, mask=n < padded, other=0.0)[:, None]
     if not WEIGHT_INPUT:
         acc *= tl.load(topk_weights_ptr + slot, mask=found, other=0.0).to(tl.float32)[None, :]
     value = acc.to(partial_ptr.dtype.element_ty)

@@ -1,0 +1,177 @@
+"""Compiles the fused MoE kernels for sm_90a without a GPU, as the launcher would launch them.
+
+`fused_moe` runs on CPU tensors with Triton's launch replaced by a recorder; each recorded launch is then compiled and its
+machine code inspected: no register spills, weights decoded in registers (`HGMMA R`, wgmma's register operand), no
+fallback to the older matrix instruction.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from vllm_moe_oracle.kernels import config as configs  # noqa: E402
+from vllm_moe_oracle.kernels.config import Config, Tile  # noqa: E402
+from vllm_moe_oracle.kernels.fused_moe import fused_moe, plan_workspace  # noqa: E402
+from vllm_moe_oracle.kernels.weights import allocate  # noqa: E402
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.int32: "*i32",
+    torch.int64: "*i64",
+}  # fmt: skip
+
+# format, group, hidden, intermediate, experts, top-k, activation, biases: small in experts, real in the rest
+LAYERS = {
+    "gptoss": ("mxfp4", 32, 2880, 2880, 32, 4, "swigluoai", True),
+    "qwen-mxfp8": ("mxfp8", 32, 2048, 768, 128, 8, "silu", False),
+    "qwen-int4": ("int4", 128, 2048, 768, 128, 8, "silu", False),
+    "qwen-int8": ("int8", 128, 2048, 768, 128, 8, "silu", False),
+    "kimi": ("int4", 32, 7168, 256, 384, 8, "silu", False),
+    "nemotron": ("mxfp8", 32, 2688, 1856, 128, 6, "relu2", False),
+}
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, layer: str, tokens: int, config: Config, **extra: Any) -> list[Any]:
+    """(kernel, positional arguments, keyword arguments) of every launch of one call."""
+    format, group, hidden, inner, experts, top_k, activation, bias = LAYERS[layer]
+    dtype = extra.pop("dtype", torch.bfloat16)
+    weights = allocate(format, 2, hidden, inner, gated=activation != "relu2", group=group, bias=bias, dtype=dtype,
+                       zero_points=extra.pop("zero_points", False))  # fmt: skip
+    plan = plan_workspace(weights, tokens, top_k, config, quantise=extra.get("quantise_activations", False))
+    recorded: list[Any] = []
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        recorded.append((self, args, kwargs))
+
+    monkeypatch.setattr(JITFunction, "run", record)
+    x = torch.zeros(tokens, hidden, dtype=dtype)
+    fused_moe(
+        x, weights, torch.zeros(tokens, top_k), torch.zeros(tokens, top_k, dtype=torch.int32), activation=activation,
+        workspace=torch.empty(plan.nbytes, dtype=torch.uint8), counters=torch.zeros(plan.counters + 1, dtype=torch.int32),
+        out=x.clone(), limit=7.0 if activation == "swigluoai" else None, config=config, pdl=True, **extra,
+    )  # fmt: skip
+    return recorded
+
+
+def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str, int]:
+    """Compiles one recorded launch for sm_90a: (compiled kernel, machine code, bytes of stack per thread)."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    positional = dict(zip(kernel.arg_names, args, strict=False))
+    options = {key: value for key, value in kwargs.items() if key not in kernel.arg_names}
+    for index, name in enumerate(kernel.arg_names):
+        value = positional[name] if name in positional else kwargs[name]
+        free = name not in kernel.do_not_specialize if hasattr(kernel, "do_not_specialize") else True
+        if name.isupper() or (isinstance(value, int) and value == 1 and free):
+            signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32" if isinstance(value, int) else "fp32"
+            if isinstance(value, int) and value % 16 == 0 and free:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    path = Path(compiled.asm["cubin_path"]) if "cubin_path" in compiled.asm else None
+    assert path is None
+    return compiled, *disassemble(compiled.asm["cubin"])
+
+
+def disassemble(cubin: bytes) -> tuple[str, int]:
+    import tempfile
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        run = [str(TOOLS / "cuobjdump"), "--dump-sass", "--dump-resource-usage", file.name]
+        text = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    stack = re.search(r"STACK:(\d+)", text)
+    assert stack
+    return text, int(stack[1])
+
+
+def check(monkeypatch: pytest.MonkeyPatch, layer: str, tokens: int, config: Config, **extra: Any) -> None:
+    for kernel, args, kwargs in launches(monkeypatch, layer, tokens, config, **extra):
+        compiled, code, stack = compile_launch(kernel, args, kwargs)
+        name = kernel.__name__
+        assert stack == 0, f"{name} of {layer} at {tokens} tokens spills {stack} bytes a thread: {config}"
+        assert not re.search(r"\b(STL|LDL)\b", code)
+        assert compiled.metadata.shared <= 227 * 1024
+        if name in ("gate_up", "down"):
+            products = re.findall(r"\bHGMMA\S* R\d+, (\S+)", code)
+            assert products, f"{name} of {layer} has no wgmma: {config}"
+            assert all(operand.startswith("R") for operand in products)
+            assert not re.search(r"\bHMMA", code)
+
+
+def shipped() -> Iterator[tuple[str, int, Config]]:
+    """Every measured configuration, and what the rule gives, for the layers above; each once."""
+    seen = set()
+    for layer, (format, group, hidden, inner, experts, top_k, activation, bias) in LAYERS.items():
+        weights = allocate(format, experts, hidden, inner, gated=activation != "relu2", group=group, bias=bias,
+                           device="meta")  # fmt: skip
+        for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384):
+            for config in (configs.choose(weights, top_k, tokens), configs.heuristic(weights, top_k, tokens)):
+                if (layer, config) not in seen:
+                    seen.add((layer, config))
+                    yield layer, tokens, config
+
+
+@pytest.mark.parametrize("layer", ["gptoss", "qwen-mxfp8", "qwen-int4"])
+def test_decode_kernels_compile(monkeypatch: pytest.MonkeyPatch, layer: str) -> None:
+    format, group, hidden, inner, experts, top_k, activation, bias = LAYERS[layer]
+    weights = allocate(format, experts, hidden, inner, group=group, bias=bias, device="meta")
+    check(monkeypatch, layer, 64, configs.choose(weights, top_k, 64))
+
+
+def test_split_and_fused_sum_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(Tile(16, 64, 128, split=2), Tile(16, 64, 128, split=2), per_slot=True, fuse_sum=True, prefetch=True)
+    check(monkeypatch, "qwen-int8", 1, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layer", "tokens", "config"), list(shipped()))
+def test_every_shipped_configuration_compiles(
+    monkeypatch: pytest.MonkeyPatch, layer: str, tokens: int, config: Config
+) -> None:
+    check(monkeypatch, layer, tokens, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", list(LAYERS))
+def test_invariant_configuration_compiles(monkeypatch: pytest.MonkeyPatch, layer: str) -> None:
+    check(monkeypatch, layer, 64, configs.INVARIANT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", list(LAYERS))
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_float16_compiles(monkeypatch: pytest.MonkeyPatch, layer: str, tokens: int) -> None:
+    format, group, hidden, inner, experts, top_k, activation, bias = LAYERS[layer]
+    weights = allocate(format, experts, hidden, inner, gated=activation != "relu2", group=group, bias=bias,
+                       device="meta")  # fmt: skip
+    zero_points = format.startswith("int")
+    check(monkeypatch, layer, tokens, configs.heuristic(weights, top_k, tokens), dtype=torch.float16,
+          zero_points=zero_points)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_quantised_activations_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    for layer in ("qwen-mxfp8", "nemotron"):
+        config = Config(Tile(16, 64, 128), Tile(16, 128, 128, stages=3), per_slot=True)
+        check(monkeypatch, layer, 2, config, quantise_activations=True)
