@@ -5,9 +5,9 @@ rounded to the working precision (two norms, q, k, v, attention, its projection,
 over experts, residual), plus embedding and head: n = 12 * layers + 2 roundings with relative error u each. Independent
 errors add as sqrt(n) u; dot products of K terms in another order add sqrt(K) u for float32. A logit is as large as 6
 here (the head is fitted so), so a logprob may differ by 6 sqrt(n) (1 + sqrt(K)) u, doubled because a logprob is the
-difference of two logits. With activations in MXFP8, a value that differs by e on the two sides may round to neighbouring
-codes, s = 2**-3 of itself apart: a share e / s of K values does, and moves the vector by sqrt(e s), or, when e is so
-small that hardly any does, by the one that does, s / sqrt(K). Two vectors are quantised per layer.
+difference of two logits. With activations in MXFP8, a value that differs by e on the two sides may round to
+neighbouring codes, s = 2**-3 of itself apart: a share e / s of K values does, and moves the vector by sqrt(e s), or,
+when e is so small that hardly any does, by the one that does, s / sqrt(K). Two vectors are quantised per layer.
 """
 
 from __future__ import annotations

@@ -1,0 +1,117 @@
+"""The generated parts of README.md: ``python tests/readme.py [--write]``; without it, says whether they are up to date.
+
+A part stands between ``<!-- name -->`` and ``<!-- /name -->`` and is made here from the code, or from committed
+measurements. `tests/cpu/test_readme.py` fails when one is stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+EXAMPLE = "examples/qwen3-30b-a3b-mxfp8.json"
+COSTS = ROOT / "tests" / "golden" / "costs.json"
+
+
+def explain() -> str:
+    """A real output of `explain`."""
+    words = ["explain", EXAMPLE, "--device", "nvidia-h200", "--tp", "2"]
+    code = "from vllm_moe_oracle.cli.main import main; main()"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MOE_ORACLE_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=ROOT,
+        env={**environment, "COLUMNS": "118", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    output = "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
+    return f"```\n$ vllm-moe-oracle {' '.join(words)}\n{output}\n```"
+
+
+def support_table() -> str:
+    """The supported vLLM releases."""
+    from vllm_moe_oracle.compat.eras import table
+
+    return table().strip()
+
+
+def settings() -> str:
+    """Every setting with its environment variable, values, default and help."""
+    from vllm_moe_oracle import settings as module
+
+    lines = ["| setting | variable | values | default | what it does |", "|---|---|---|---|---|"]
+    for name, field in module.FIELDS.items():
+        default = field.default
+        shown = "" if default in ((), "") else str(int(default)) if isinstance(default, bool) else str(default)
+        values = str(field.metadata["metavar"]).replace("|", " \\| ")
+        help_text = str(field.metadata["help"]).replace("|", "\\|")
+        cell = f"`{shown}`" if shown else "none"
+        lines.append(f"| `{name}` | `{module.variable(name)}` | {values} | {cell} | {help_text} |")
+    return "\n".join(lines)
+
+
+def numbers() -> str:
+    """What the plugin costs, from the committed measurement."""
+    costs = json.loads(COSTS.read_text())
+    lines = ["| what | measured |", "|---|---|"]
+    lines += [f"| {row['what']} | {row['value']:g} {row['unit']} |" for row in costs["rows"]]
+    return "\n".join([*lines, "", f"{costs['conditions']}. Repeat with `{costs['command']}`."])
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "explain": explain,
+    "support-table": support_table,
+    "settings": settings,
+    "numbers": numbers,
+}
+
+
+def pattern(name: str) -> re.Pattern[str]:
+    """What stands between a part's markers, markers included."""
+    return re.compile(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", re.DOTALL)
+
+
+def current(name: str, text: str) -> str:
+    """The part as it stands in the page.
+
+    Raises:
+        ValueError: the markers are missing.
+    """
+    found = pattern(name).search(text)
+    if found is None:
+        raise ValueError(f"README.md has no markers for {name!r}")
+    return found[1].strip()
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="bring the page up to date")
+    write = parser.parse_args().write
+    text = README.read_text(encoding="utf-8")
+    stale = []
+    for name, make in PARTS.items():
+        made = make()
+        if current(name, text) != made:
+            stale.append(name)
+            text = pattern(name).sub(
+                lambda found, name=name, made=made: f"<!-- {name} -->\n{made}\n<!-- /{name} -->", text
+            )
+    if write and stale:
+        README.write_text(text, encoding="utf-8")
+    print(f"{'written' if write else 'stale'}: {', '.join(stale)}" if stale else "up to date")
+    return int(bool(stale) and not write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
