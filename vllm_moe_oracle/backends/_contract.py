@@ -46,7 +46,16 @@ class Builder(Protocol):
     def from_function(self, forward: Forward) -> Any:
         """Experts that call a plain function with routed tokens; vLLM prepares and finalises around it."""
 
-    def stock(self, class_name: str, *, weights: str = "", inputs: str = "", plan: Plan | None = None) -> Any:
+    def stock(
+        self,
+        class_name: str,
+        *,
+        weights: str = "",
+        inputs: str = "",
+        plan: Plan | None = None,
+        problem: Problem | None = None,
+        tensors: Tensors | None = None,
+    ) -> Any:
         """An instance of vLLM's own expert class of that name, built for this layer.
 
         Args:
@@ -56,6 +65,8 @@ class Builder(Protocol):
             inputs: the type to which vLLM's prepare step quantises activations before the class gets them; "" when it
                 must leave them alone.
             plan: given when the class, and the layer that calls it, must see padded sizes.
+            problem: given to classes that read sizes from elsewhere than vLLM's two configs.
+            tensors: kernel tensors of the layer, given to the same classes.
         """
 
 

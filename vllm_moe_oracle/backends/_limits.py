@@ -117,7 +117,7 @@ def _device_reasons(limits: Limits, device: Device) -> list[Reason]:
         wanted = f"{package}>={lowest}" if lowest else package
         if installed is None:
             reasons.append(Reason("package", f"needs {wanted}, which is not installed", f"pip install '{wanted}'"))
-        elif lowest and not _at_least(installed, lowest):
+        elif lowest and not at_least(installed, lowest):
             detail = f"needs {wanted}; {installed} is installed"
             reasons.append(Reason("package", detail, f"pip install '{wanted}'"))
     missing = tuple(feature for feature in limits.features if feature not in device.features)
@@ -126,7 +126,8 @@ def _device_reasons(limits: Limits, device: Device) -> list[Reason]:
     return reasons
 
 
-def _at_least(installed: str, lowest: str) -> bool:
+def at_least(installed: str, lowest: str) -> bool:
+    """Whether a version is not older than another; one that cannot be read is."""
     try:
         return Version(installed) >= Version(lowest)
     except InvalidVersion:

@@ -23,6 +23,7 @@ from ..backends import Backend, Forward
 from ..errors import OracleError
 from ..oracle.decision import Plan
 from ..oracle.problem import MX_BLOCK, Activation, Parallel, Problem, Routing, Scheme
+from . import humming
 from .experts import FunctionExperts
 
 _OAI_DEFAULTS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
@@ -321,23 +322,52 @@ class Adapter:
         weights: str = "",
         inputs: str = "",
         plan: Plan | None = None,
+        problem: Problem | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> Any:
         """An instance of vLLM's own expert class.
 
         Args:
-            class_name: a key of `STOCK_EXPERTS`.
+            class_name: a key of `stock_experts_classes`.
             moe: vLLM's `FusedMoEConfig`. Given a plan, its sizes become the plan's, as stock code does it: vLLM's
                 runner then pads what goes in and crops what comes out.
             quant_config: from `quant_config`.
             weights: see `vllm_moe_oracle.backends.Builder.stock`.
             inputs: see there.
             plan: see there.
+            problem: see there.
+            tensors: see there.
         """
         if plan is not None:
             moe.hidden_dim = plan.hidden_size
             moe.intermediate_size_per_partition = plan.intermediate_size
+        found = self.stock_class(class_name)
         described = described_for_stock(quant_config, weights, inputs)
-        return self.stock_class(class_name)(moe, described)
+        if class_name.startswith("Humming"):
+            assert problem is not None and tensors is not None
+            return self.humming_experts(found, moe, described, problem, tensors)
+        return found(moe, described)
+
+    def humming_experts(
+        self, stock_class: Any, moe: Any, quant_config: Any, problem: Problem, tensors: Mapping[str, Tensor]
+    ) -> Any:
+        """Humming's experts, which want the library's own description of both matrices.
+
+        Args:
+            stock_class: one of vLLM's classes over Humming.
+            moe: vLLM's `FusedMoEConfig`.
+            quant_config: from `quant_config`.
+            problem: the layer.
+            tensors: kernel tensors of the layer by canonical name.
+        """
+        if "layer" in inspect.signature(stock_class.__init__).parameters:  # until 0.27
+            layer = humming.stand_in(problem, tensors, self.humming_intermediate_size(problem))
+            return stock_class(layer, moe, quant_config)
+        return stock_class(moe, humming.quant_config(quant_config, problem))
+
+    def humming_intermediate_size(self, problem: Problem) -> int:
+        """What Humming's experts take for the intermediate size, where they read it from a layer."""
+        return problem.intermediate_size
 
     # --- parameters -------------------------------------------------------------------------------
 

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
+from ..oracle.problem import Problem
 from .adapter import Adapter
 
 
 class BeforeHashFlag(Adapter):
-    """0.28 to 0.30: the layer's config does not say whether routing is by hash."""
+    """0.27 to 0.30: the layer's config does not say whether routing is by hash."""
 
     def hashed(self, moe: Any, layer: Any) -> bool:
         """Only DeepSeek-V4 routes by hash, in some of its layers; which ones is not known here."""
         return bool(layer.scoring_func == "sqrtsoftplus")
 
 
-class BeforeFreeHumming(BeforeHashFlag):
-    """0.27: the constructors of Humming's experts take the layer, and read their tensors from it."""
-
-    stock_experts_classes: ClassVar[Mapping[str, str]] = {
-        name: path for name, path in Adapter.stock_experts_classes.items() if not name.startswith("Humming")
-    }
-
-
-class BeforeExpertBiases(BeforeFreeHumming):
+class BeforeExpertBiases(BeforeHashFlag):
     """0.24 to 0.26: the layer's loader drops the biases of single experts without a word."""
+
+    def humming_intermediate_size(self, problem: Problem) -> int:
+        """Half the rows of the first product: they are taken for twice this number, gated or not."""
+        return problem.w13_rows // 2
 
     def bias_loader(self, layer: Any, loader: Any) -> Any:
         """A loader for biases; what comes for all experts at once goes to the layer's own."""

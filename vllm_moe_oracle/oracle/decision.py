@@ -61,11 +61,13 @@ class Plan:
         hidden_size: features of the hidden state that the kernel sees; at least the problem's.
         intermediate_size: features between the products that the kernel sees; at least the problem's.
         notes: what was padded and why, one sentence each; empty when the kernel takes the shard as it is.
+        layout: which of several orders of the same tensors the kernel of this machine reads; "" where there is one.
     """
 
     hidden_size: int
     intermediate_size: int
     notes: tuple[str, ...] = ()
+    layout: str = ""
 
     def pads(self, problem: Problem) -> bool:
         """Whether the kernel sees larger tensors than the checkpoint's shard."""

@@ -1,0 +1,120 @@
+"""What the Humming backends share: limits, layout, and how vLLM's classes are made.
+
+Weights and scales are those of the package humming-kernels for MXFP8 weights and 16-bit activations: e4m3 codes in
+register order, e8m0 scales. The library pads rows to a multiple of 256 and columns to one of 128, at the end of the
+matrix and not of its halves, and knows the unpadded sizes: nobody outside sees padded ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..oracle.decision import Numerics, Plan
+from ..oracle.planner import round_up
+from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
+from ._contract import Backend, Builder, Tensors
+from ._limits import Limits, Rule, at_least
+from ._stock import activation_rule, mxfp8_place, release
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_GROUPED_SINCE = (0, 30, 0)
+"""First vLLM release that runs experts of other ranks away from the indexed kernels."""
+
+_ONE_ORDER_SINCE = "0.1.17"
+"""First release of humming-kernels whose wgmma kernels read codes in the order of its mma kernels."""
+
+
+def grouped(problem: Problem, device: Device) -> bool:
+    """Whether vLLM runs the layer with Humming's grouped kernels rather than its indexed ones."""
+    return problem.parallel.ep > 1 and release(device) >= _GROUPED_SINCE
+
+
+class Humming(Backend):
+    """MXFP8 weights through one of vLLM's classes over Humming.
+
+    Attributes:
+        kind: ``indexed`` or ``grouped``: how the kernel finds a token's rows.
+    """
+
+    kind = "indexed"
+    schemes = ("mxfp8",)
+    vllm_names = ("humming",)
+    limits = Limits(
+        # From sm_100 on, the order of the codes depends on the CUDA compiler that the library finds.
+        capabilities=((80, 100),),
+        # Its float16 kernels squeeze the scales into five bits.
+        dtypes=("bfloat16",),
+        packages={"humming-kernels": "0.1.10", "vllm": "0.25.1"},
+        gated=("silu", "gelu", "gelu_tanh", "swigluoai"),
+        ungated=("silu", "gelu", "gelu_tanh", "relu2"),
+        parameters=True,
+        bias=True,
+        bits=(8,),
+        groups=(MX_BLOCK,),
+    )
+
+    def plan(self, problem: Problem, device: Device) -> Plan:
+        """The problem's own sizes: the kernels know what their tensors are padded with."""
+        old = not at_least(device.packages.get("humming-kernels", _ONE_ORDER_SINCE), _ONE_ORDER_SINCE)
+        order = "transposed" if old and device.capability // 10 == 9 else "interleaved"
+        return Plan(problem.hidden_size, problem.intermediate_size, layout=order)
+
+    def estimate(self, problem: Problem, device: Device) -> float:
+        """Directly before Marlin on sm_90, behind it elsewhere, as in stock 0.33.0."""
+        return mxfp8_place("humming" if self.kind == "indexed" else "humming_grouped", device)
+
+    def activations(self, problem: Problem) -> ActivationPrecision:
+        """The model's own dtype."""
+        return "16bit"
+
+    def numerics(self, problem: Problem) -> Numerics:
+        """Exact weights."""
+        return Numerics("converted exactly to bfloat16, scaled there", f"left in {problem.dtype}")
+
+    def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
+        """Pads and orders codes, scales and biases.
+
+        Returns:
+            ``w13`` int32 `[K/16, 4 N]`, ``w13_scale`` float8_e8m0fnu `[K/32, N]`, ``w13_bias`` `[N]` in the model's
+            dtype, and the same of ``w2``, with N and K padded.
+        """
+        import torch
+
+        from ..layouts.pack import pack_tiles
+        from ..layouts.pad import pad_columns, pad_rows
+        from ..layouts.scales import order_bias, order_group_scales
+
+        converted = {}
+        for name in ("w13", "w2"):
+            codes, scales = expert[name], expert[f"{name}_scale"]
+            rows, columns = round_up(codes.shape[0], 256), round_up(codes.shape[1], 128)
+            codes = pad_rows(pad_columns(codes, columns), rows)
+            converted[name] = pack_tiles(codes, "transposed" if plan.layout == "transposed" else "interleaved")
+            scales = pad_rows(pad_columns(scales, columns // MX_BLOCK), rows)
+            converted[f"{name}_scale"] = order_group_scales(scales).view(torch.float8_e8m0fnu)
+            if f"{name}_bias" in expert:
+                bias = expert[f"{name}_bias"].to(getattr(torch, problem.dtype))
+                converted[f"{name}_bias"] = order_bias(pad_rows(bias, rows))
+        return converted
+
+    def experts(self, tensors: Tensors, problem: Problem, plan: Plan, builder: Builder) -> Any:
+        """The stock class, with the library's description of both matrices."""
+        return builder.stock(self.stock_class, problem=problem, tensors=tensors)
+
+
+def kind_rule(kind: str) -> Rule:
+    """vLLM itself decides between the indexed and the grouped kernels."""
+    return Rule(
+        "humming.kind",
+        lambda problem, device: grouped(problem, device) == (kind == "indexed"),
+        lambda problem, device: (
+            f"vLLM runs Humming's {'grouped' if grouped(problem, device) else 'indexed'} kernels "
+            f"for expert parallelism over {problem.parallel.ep} ranks"
+        ),
+    )
+
+
+RULES = (activation_rule(swigluoai_since=(0, 28, 0)),)
+"""Rules of both kinds."""

@@ -1,0 +1,112 @@
+"""What vLLM's Humming experts want to know in all their eras, in the words of the installed humming-kernels.
+
+Until 0.27 the classes take a layer and read everything from it; since 0.28 they get the library's layer configs inside
+their quant config. The library itself moved its description of a layer from a method over a layer to a function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ..backends import Tensors
+from ..oracle.problem import MX_BLOCK, Problem
+
+ROW_MULTIPLE = 256
+COLUMN_MULTIPLE = 128
+"""What stock pads rows and columns of both matrices to."""
+
+_QUANT_CONFIG_MODULES = (
+    "vllm.model_executor.layers.quantization.utils.humming",
+    "vllm.model_executor.layers.quantization.utils.humming_utils",
+)
+
+
+def matrix_shapes(problem: Problem) -> dict[str, tuple[int, int]]:
+    """Rows and columns of both matrices of an expert, unpadded."""
+    return {
+        "w13": (problem.w13_rows, problem.hidden_size),
+        "w2": (problem.hidden_size, problem.intermediate_size),
+    }
+
+
+def _schemas() -> tuple[Any, Any]:
+    """The library's schemas of MXFP8 weights and of activations that are left alone."""
+    schema, dtypes = importlib.import_module("humming.schema"), importlib.import_module("humming.dtypes")
+    weights = schema.HummingWeightSchema(
+        b_dtype=dtypes.float8e4m3, bs_dtype=dtypes.float8e8m0, weight_scale_group_size=MX_BLOCK
+    )
+    return weights, schema.HummingInputSchema()
+
+
+def _described(rows: int, columns: int, experts: int, bias: bool, dtype: str, name: str = "") -> Any:
+    """The library's description of one matrix of all experts."""
+    weights, inputs = _schemas()
+    sizes: dict[str, Any] = {
+        "shape_n": rows,
+        "shape_k": columns,
+        "weight_schema": weights,
+        "input_schema": inputs,
+        "num_experts": experts or None,
+        "pad_n_to_multiple": ROW_MULTIPLE,
+        "pad_k_to_multiple": COLUMN_MULTIPLE,
+        "has_bias": bias,
+        "torch_dtype": getattr(torch, dtype),
+    }
+    if importlib.util.find_spec("humming.transform") is not None:
+        return importlib.import_module("humming.transform").prepare_layer_config(**sizes)
+    method = importlib.import_module("humming.layer").HummingMethod
+    return method.prepare_layer_meta(layer=SimpleNamespace(), sublayer_name=name, **sizes)
+
+
+def configs(problem: Problem) -> dict[str, Any]:
+    """The library's descriptions of both matrices of a layer, by canonical name. Asks the current device."""
+    return {
+        name: _described(rows, columns, problem.local_experts, problem.has_bias, problem.dtype, name)
+        for name, (rows, columns) in matrix_shapes(problem).items()
+    }
+
+
+def quant_config(stock: Any, problem: Problem) -> Any:
+    """vLLM's quant config of Humming's experts, since 0.28: any other's fields, and the library's descriptions.
+
+    Args:
+        stock: vLLM's `FusedMoEQuantConfig` with the layer's scales and biases.
+        problem: the layer.
+    """
+    module = next(name for name in _QUANT_CONFIG_MODULES if importlib.util.find_spec(name) is not None)
+    known = {each.name: getattr(stock, each.name) for each in dataclasses.fields(stock)}
+    described = configs(problem)
+    found = importlib.import_module(module).HummingMoEQuantConfig
+    return found(**known, w1_humming_config=described["w13"], w2_humming_config=described["w2"])
+
+
+def stand_in(problem: Problem, tensors: Tensors, inner: int) -> Any:
+    """What the classes before 0.28 read from a layer, and nothing else: the layer itself stays as it is.
+
+    Args:
+        problem: the layer.
+        tensors: kernel tensors of the layer by canonical name.
+        inner: what the class must take for the intermediate size.
+    """
+    attributes: dict[str, Any] = {
+        "humming_metas": configs(problem),
+        "local_num_experts": problem.local_experts,
+        "global_num_experts": problem.num_experts,
+        "intermediate_size_per_partition": inner,
+        "hidden_size": problem.hidden_size,
+        "params_dtype": getattr(torch, problem.dtype),
+        "locks": torch.zeros(1024, dtype=torch.int32, device=tensors["w13"].device),
+    }
+    return SimpleNamespace(**attributes, **{_parameter_name(name): tensor for name, tensor in tensors.items()})
+
+
+def _parameter_name(name: str) -> str:
+    """The library's name of a kernel tensor of a layer."""
+    matrix, _, kind = name.partition("_")
+    return f"{matrix}_bias" if kind == "bias" else f"{matrix}_weight{f'_{kind}' if kind else ''}"
