@@ -115,7 +115,7 @@ def _modelopt(config: Mapping[str, Any], where: str) -> SchemeOf:
         return _modelopt_mixed(fields, excluded, where)
     if not algo:
         raise CheckpointError("there is no quant_algo", "ModelOpt writes it beside quant_method", where)
-    activations = _modelopt_activations(config, where)
+    activations = modelopt_activations(config, where)
     scheme = _modelopt_scheme(algo, activations)
     if isinstance(scheme, Foreign) and algo not in _MODELOPT_OTHERS:
         known = ", ".join(("MXFP8", "MIXED_PRECISION", *_MODELOPT_OTHERS))
@@ -135,8 +135,14 @@ def _modelopt_scheme(algo: str, activations: ActivationPrecision) -> Scheme | Fo
     return Foreign(algo)
 
 
-def _modelopt_activations(config: Mapping[str, Any], where: str) -> ActivationPrecision:
-    """Newer releases list what they quantised in ``config_groups``; without it, ModelOpt's MXFP8 is W8A8."""
+def modelopt_activations(config: Mapping[str, Any], where: str = "quantization_config") -> ActivationPrecision:
+    """Precision of activations that a ModelOpt MXFP8 config declares.
+
+    Newer releases of ModelOpt list what they quantised in ``config_groups``; without it, its MXFP8 is W8A8.
+
+    Raises:
+        CheckpointError: ``config_groups`` is not what ModelOpt writes.
+    """
     groups = _groups(config, where)
     if groups and all("input_activations" in group and group["input_activations"] is None for group in groups):
         return "16bit"

@@ -45,6 +45,12 @@ class Emulation(Backend):
             lambda problem, device: f"some of alpha, beta and limit has no meaning for {problem.activation}",
         ),
         Rule(
+            "vllm.ungated",
+            lambda problem, device: device.kind == "cpu" and not problem.activation.gated,
+            lambda problem, device: f"vLLM builds no layer of non-gated experts ({problem.activation.name}) on a CPU",
+            "serve it on a GPU",
+        ),
+        Rule(
             "activations",
             lambda problem, device: problem.scheme.activations not in ("16bit", problem.scheme.name),
             lambda problem, device: (

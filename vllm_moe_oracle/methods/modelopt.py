@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from vllm.model_executor.layers.quantization import modelopt as stock
 from vllm.platforms import current_platform
 
 from ..compat.construction import under_construction
-from ..oracle.problem import MX_BLOCK, Scheme
+from ..oracle.problem import MX_BLOCK, ActivationPrecision, Scheme
+from ..quantization import modelopt_activations
 from .base import OracleMoEMethod
 
 SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="modelopt", activations="mxfp8")
@@ -23,13 +25,23 @@ class ModelOptMxFp8FusedMoE(OracleMoEMethod, stock.ModelOptMxFp8FusedMoE):
         # Not the stock constructor: it would choose a backend by its own list, and raise where that has none.
         self.quant_config = quant_config
         self.weight_block_size = [1, MX_BLOCK]
-        self.decide(moe_config, SCHEME)
+        activations = getattr(quant_config, "activations", SCHEME.activations)
+        self.decide(moe_config, dataclasses.replace(SCHEME, activations=activations))
 
 
 class ModelOptMxFp8Config(stock.ModelOptMxFp8Config):
     """The stock config with this project's MoE method; everything else in the checkpoint stays the stock classes'."""
 
     FusedMoEMethodCls = ModelOptMxFp8FusedMoE
+    activations: ActivationPrecision = SCHEME.activations
+    """What the checkpoint declares for the experts' inputs."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """The config object of a checkpoint; the stock class does not keep what is said about activations."""
+        made = super().from_config(config)
+        made.activations = modelopt_activations(config)
+        return made
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Dtypes of the model. On a CPU, where both the experts and vLLM's linear layers are emulated, also float16 and
