@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from cases import CPU, MXFP8, MXFP8_W8A8, problem
+from cases import CPU, H200, MXFP8, MXFP8_W8A8, problem
 from compare import Layer, moe_bound, outside
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -140,7 +140,7 @@ def case(layer: Problem, seed: int = 0, tokens: int = M) -> Case:
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_activation_in_every_precision(name: str, bias: bool, dtype: str, scheme: Any) -> None:
     layer = layer_of(activation=ACTIVATIONS[name], has_bias=bias, dtype=dtype, scheme=scheme)
-    assert BACKEND.check(layer, CPU) == Accepted()
+    assert BACKEND.check(layer, H200) == Accepted()
     made = case(layer)
     assert made.verdict(made.run()) == ""
 
@@ -425,3 +425,9 @@ def test_numerics_say_what_happens_to_activations() -> None:
     assert "model's dtype" in left.activations and "MXFP8" in quantised.activations
     assert BACKEND.activations(layer_of()) == "16bit" and BACKEND.activations(layer_of(scheme=MXFP8_W8A8)) == "mxfp8"
     assert left.accumulate == "float32"
+
+
+def test_non_gated_experts_on_a_cpu_are_refused_because_vllm_builds_no_such_layer() -> None:
+    layer = layer_of(activation=Activation("relu2", gated=False))
+    assert [reason.code for reason in BACKEND.check(layer, CPU).reasons] == ["vllm.ungated"]
+    assert BACKEND.check(layer, H200) == Accepted()
