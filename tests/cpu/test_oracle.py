@@ -319,7 +319,7 @@ def test_emulation_refuses_activations_that_it_would_quantise_otherwise(activati
 )
 def test_emulation_refuses_parameters_that_have_no_meaning(activation: Activation) -> None:
     (verdict,) = (
-        c for c in candidates(problem(activation=activation), CPU, settings(), discover()) if c.backend == "emulation"
+        c for c in candidates(problem(activation=activation), H200, settings(), discover()) if c.backend == "emulation"
     )
     assert [reason.code for reason in verdict.reasons] == ["activation.meaning"]
 
