@@ -53,6 +53,7 @@ class Builder(Protocol):
         weights: str = "",
         inputs: str = "",
         plan: Plan | None = None,
+        scales: tuple[Tensor, ...] = (),
         problem: Problem | None = None,
         tensors: Tensors | None = None,
     ) -> Any:
@@ -65,6 +66,7 @@ class Builder(Protocol):
             inputs: the type to which vLLM's prepare step quantises activations before the class gets them; "" when it
                 must leave them alone.
             plan: given when the class, and the layer that calls it, must see padded sizes.
+            scales: of both weights as the class wants to see them; empty when they are what `tensors` has.
             problem: given to classes that read sizes from elsewhere than vLLM's two configs.
             tensors: kernel tensors of the layer, given to the same classes.
         """

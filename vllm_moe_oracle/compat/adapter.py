@@ -322,6 +322,7 @@ class Adapter:
         weights: str = "",
         inputs: str = "",
         plan: Plan | None = None,
+        scales: tuple[Tensor, ...] = (),
         problem: Problem | None = None,
         tensors: Mapping[str, Tensor] | None = None,
     ) -> Any:
@@ -335,6 +336,7 @@ class Adapter:
             weights: see `vllm_moe_oracle.backends.Builder.stock`.
             inputs: see there.
             plan: see there.
+            scales: see there.
             problem: see there.
             tensors: see there.
         """
@@ -342,7 +344,7 @@ class Adapter:
             moe.hidden_dim = plan.hidden_size
             moe.intermediate_size_per_partition = plan.intermediate_size
         found = self.stock_class(class_name)
-        described = described_for_stock(quant_config, weights, inputs)
+        described = described_for_stock(quant_config, weights, inputs, scales)
         if class_name.startswith("Humming"):
             assert problem is not None and tensors is not None
             return self.humming_experts(found, moe, described, problem, tensors)
@@ -389,18 +391,22 @@ _TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 """Types that vLLM's quant config knows as torch dtypes; the others go by their names."""
 
 
-def described_for_stock(quant_config: Any, weights: str, inputs: str) -> Any:
+def described_for_stock(quant_config: Any, weights: str, inputs: str, scales: tuple[Tensor, ...] = ()) -> Any:
     """A quant config with the same tensors under another description of types.
 
     Args:
         quant_config: vLLM's `FusedMoEQuantConfig`.
         weights: type of the weights; "" leaves it.
         inputs: type that activations are quantised to before the experts; "" leaves them alone.
+        scales: of both weights; empty leaves them.
     """
     changes: dict[str, Any] = {}
-    if weights:
-        for name in ("_w1", "_w2"):
-            changes[name] = dataclasses.replace(getattr(quant_config, name), dtype=_TYPES.get(weights, weights))
+    for index, name in enumerate(("_w1", "_w2")):
+        replaced: dict[str, Any] = {"dtype": _TYPES.get(weights, weights)} if weights else {}
+        if scales:
+            replaced["scale"] = scales[index]
+        if replaced:
+            changes[name] = dataclasses.replace(getattr(quant_config, name), **replaced)
     if inputs:
         shape = GroupShape(1, MX_BLOCK) if inputs.startswith("mx") else None
         for name in ("_a1", "_a2"):

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 
-def pad_columns(tensor: Tensor, columns: int) -> Tensor:
-    """Appends zeros to the last dimension until it has `columns`; the very tensor where it has them already.
+def pad_columns(tensor: Tensor, columns: int, value: int = 0) -> Tensor:
+    """Appends `value` to the last dimension until it has `columns`; the very tensor where it has them already.
 
     Raises:
         ValueError: there are more than `columns`.
     """
-    return _pad(tensor, tensor.dim() - 1, columns)
+    return _pad(tensor, tensor.dim() - 1, columns, value)
 
 
 def crop_columns(tensor: Tensor, columns: int) -> Tensor:
@@ -24,13 +24,14 @@ def crop_columns(tensor: Tensor, columns: int) -> Tensor:
     return tensor[..., :columns]
 
 
-def pad_rows(tensor: Tensor, rows: int, halves: int = 1) -> Tensor:
-    """Appends zeros to the first dimension, or to each of its halves.
+def pad_rows(tensor: Tensor, rows: int, halves: int = 1, value: int = 0) -> Tensor:
+    """Appends `value` to the first dimension, or to each of its halves.
 
     Args:
         tensor: `[halves * r, ...]`.
         rows: rows of each half afterwards.
         halves: 2 for a gated w13, else 1.
+        value: what is appended; the byte itself for types of one byte.
 
     Returns:
         `[halves * rows, ...]`; the very tensor where nothing is to be added.
@@ -40,7 +41,7 @@ def pad_rows(tensor: Tensor, rows: int, halves: int = 1) -> Tensor:
     """
     if tensor.shape[0] == halves * rows:
         return tensor
-    return _pad(_halves(tensor, halves), 1, rows).flatten(0, 1)
+    return _pad(_halves(tensor, halves), 1, rows, value).flatten(0, 1)
 
 
 def crop_rows(tensor: Tensor, rows: int, halves: int = 1) -> Tensor:
@@ -52,7 +53,7 @@ def _halves(tensor: Tensor, halves: int) -> Tensor:
     return tensor.reshape(halves, tensor.shape[0] // halves, *tensor.shape[1:])
 
 
-def _pad(tensor: Tensor, dimension: int, size: int) -> Tensor:
+def _pad(tensor: Tensor, dimension: int, size: int, value: int) -> Tensor:
     missing = size - tensor.shape[dimension]
     if missing < 0:
         raise ValueError(f"{tensor.shape[dimension]} do not fit into {size}")
@@ -61,4 +62,4 @@ def _pad(tensor: Tensor, dimension: int, size: int) -> Tensor:
     # 8-bit floats know neither padding nor concatenation on every device: pad their bytes.
     raw = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
     padding = [0, 0] * (tensor.dim() - 1 - dimension) + [0, missing]
-    return torch.nn.functional.pad(raw, padding).view(tensor.dtype)
+    return torch.nn.functional.pad(raw, padding, value=value).view(tensor.dtype)

@@ -1,7 +1,8 @@
 """Orders scales and biases for kernels of others, and back.
 
 Sources: vLLM's ``marlin_permute_scales``, ``marlin_permute_bias`` and ``mxfp8_marlin_process_scales``; the package
-humming-kernels, ``transform_humming_weight_scale``.
+humming-kernels, ``transform_humming_weight_scale``; NVIDIA's PTX ISA, scale factors of ``tcgen05.mma``, for the tiles of
+128 rows x 4 scales; DeepGEMM, ``get_mn_major_tma_aligned_packed_ue8m0_tensor``.
 """
 
 from __future__ import annotations
@@ -76,6 +77,57 @@ def order_bias(bias: Tensor) -> Tensor:
 def restore_bias(ordered: Tensor) -> Tensor:
     """Inverse of `order_bias`, which is its own: both of its dimensions that change places have size 4."""
     return order_bias(ordered)
+
+
+def tile_scales(scales: Tensor) -> Tensor:
+    """Orders scales in tiles of 128 rows x 4, as block-scaled tensor cores of sm_100 read them.
+
+    Args:
+        scales: of one byte each, `[N, G]`; N a multiple of 128, G of 4.
+
+    Returns:
+        The same shape: 512 bytes a tile, tiles along G first; row ``32 i + j`` of a tile at place ``16 j + 4 i``.
+
+    Raises:
+        ValueError: N or G does not fit.
+    """
+    rows, groups = scales.shape
+    if rows % 128 or groups % 4:
+        raise ValueError(f"[{rows}, {groups}] scales are no whole tiles of 128 rows x 4")
+    split = _bytes(scales).reshape(rows // 128, 4, 32, groups // 4, 4)
+    return split.transpose(1, 3).reshape(rows, groups).view(scales.dtype)
+
+
+def untile_scales(tiled: Tensor) -> Tensor:
+    """Inverse of `tile_scales`."""
+    rows, groups = tiled.shape
+    split = _bytes(tiled).reshape(rows // 128, groups // 4, 32, 4, 4)
+    return split.transpose(1, 3).reshape(rows, groups).view(tiled.dtype)
+
+
+def pack_scales(scales: Tensor) -> Tensor:
+    """Packs four scales of a row into a word, rows outermost in memory last: DeepGEMM's for e8m0.
+
+    Args:
+        scales: uint8 `[N, G]`; N a multiple of 4, which 16-byte copies ask for.
+
+    Returns:
+        int32 `[ceil(G/4), N]`, the first scale in the lowest byte; missing ones are zero. Its transpose is what
+        DeepGEMM takes: `[N, ceil(G/4)]` with rows next to each other.
+
+    Raises:
+        ValueError: N does not fit.
+    """
+    rows, groups = scales.shape
+    if rows % 4:
+        raise ValueError(f"the scales of {rows} rows are no multiple of 4 rows")
+    padded = torch.nn.functional.pad(scales, (0, -groups % 4))
+    return padded.contiguous().view(torch.int32).T.contiguous()
+
+
+def unpack_scales(packed: Tensor, groups: int) -> Tensor:
+    """Inverse of `pack_scales`: uint8 `[N, groups]`."""
+    return packed.T.contiguous().view(torch.uint8)[:, :groups]
 
 
 def _exchange(codes: Tensor) -> Tensor:

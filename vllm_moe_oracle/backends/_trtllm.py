@@ -1,0 +1,133 @@
+"""What the two FlashInfer TRTLLM-gen backends for MXFP8 share: limits, padding, layout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..oracle.decision import Numerics, Plan
+from ..oracle.planner import padded
+from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
+from ._contract import Backend, Builder, Tensors
+from ._limits import Limits, Rule
+from ._stock import activation_rule, mxfp8_place, release
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HIDDEN_MULTIPLE = 256
+INTERMEDIATE_MULTIPLE = 128
+ONE = 127
+"""The e8m0 code of 1.0, which padded scales get."""
+
+# FlashInfer 0.7.2, trtllm_fused_moe_kernel_launcher.cu, `check_routing` of the block-scale launcher: it is run for
+# routed ids too, as if they came from renormalised top-k.
+EXPERTS_MULTIPLE = 4
+MAX_TOP_K = 32
+
+
+def limits(ungated: tuple[str, ...], max_experts: int, routing_methods: tuple[str, ...] | None) -> Limits:
+    """The limits of both, with what is different between them.
+
+    Args:
+        ungated: activations of non-gated experts.
+        max_experts: most experts over all ranks.
+        routing_methods: what the kernel routes by itself; None when it is given routed ids.
+    """
+    return Limits(
+        capabilities=((100, 110),),
+        packages={"flashinfer-python": "", "vllm": "0.23.0"},
+        dtypes=("bfloat16",),
+        gated=("silu", "swigluoai"),
+        ungated=ungated,
+        parameters=True,
+        # The kernel has biases; vLLM's classes do not pass them.
+        bias=False,
+        bits=(8,),
+        groups=(MX_BLOCK,),
+        hidden_multiple=HIDDEN_MULTIPLE,
+        intermediate_multiple=INTERMEDIATE_MULTIPLE,
+        experts_multiple=EXPERTS_MULTIPLE,
+        max_experts=max_experts,
+        max_top_k=MAX_TOP_K,
+        routing_methods=routing_methods,
+    )
+
+
+RULES = (
+    activation_rule(swigluoai_since=(0, 25, 1)),
+    Rule(
+        "activation.parameters.since",
+        lambda problem, device: problem.activation.limit is not None and not _passes_limits(device),
+        lambda problem, device: f"passes the limit {problem.activation.limit:g} to its kernel since vLLM 0.25.1",
+    ),
+    Rule(
+        "experts.more_than_top_k",
+        lambda problem, device: problem.top_k >= problem.num_experts,
+        lambda problem, device: (
+            f"needs more experts than a token chooses, the layer has {problem.num_experts} and top-{problem.top_k}"
+        ),
+    ),
+)
+"""Rules of both."""
+
+
+def _passes_limits(device: Device) -> bool:
+    return release(device) >= (0, 25, 1)
+
+
+class Trtllm(Backend):
+    """MXFP8 weights and activations through one of vLLM's classes over FlashInfer's TRTLLM-gen kernels."""
+
+    schemes = ("mxfp8",)
+    vllm_names = ("flashinfer_trtllm",)
+
+    def plan(self, problem: Problem, device: Device) -> Plan:
+        """Both sizes, zero-padded: hidden to 256, intermediate to 128, as stock 0.33.0 does."""
+        return padded(problem, HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE)
+
+    def estimate(self, problem: Problem, device: Device) -> float:
+        """Stock 0.33.0's first, the monolithic class before the modular one."""
+        return mxfp8_place("trtllm_monolithic" if self.monolithic else "trtllm", device)
+
+    def activations(self, problem: Problem) -> ActivationPrecision:
+        """MXFP8 in both products."""
+        return "mxfp8"
+
+    def numerics(self, problem: Problem) -> Numerics:
+        """Block-scaled tensor cores."""
+        return Numerics("MXFP8, in block-scaled tensor cores", "quantised to MXFP8 per token, in both products")
+
+    def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
+        """Pads, swaps and alternates gate and up (gated experts only), shuffles rows, tiles scales.
+
+        Returns:
+            ``w13`` float8_e4m3fn `[R, H]`, ``w2`` `[H, I]`, their scales uint8 `[R, H/32]` and `[H, I/32]`, with the
+            plan's padded sizes.
+        """
+        import torch
+
+        from ..layouts.pad import pad_columns, pad_rows
+        from ..layouts.rows import alternate_halves, shuffle_rows, swap_halves
+        from ..layouts.scales import tile_scales
+
+        gated = problem.activation.gated
+        hidden, inner, halves = plan.hidden_size, plan.intermediate_size, 2 if gated else 1
+        full = {
+            "w13": pad_rows(pad_columns(expert["w13"], hidden), inner, halves),
+            "w13_scale": pad_rows(pad_columns(expert["w13_scale"], hidden // MX_BLOCK, ONE), inner, halves, ONE),
+            "w2": pad_rows(pad_columns(expert["w2"], inner), hidden),
+            "w2_scale": pad_rows(pad_columns(expert["w2_scale"], inner // MX_BLOCK, ONE), hidden, value=ONE),
+        }
+        converted = {}
+        for name, tensor in full.items():
+            codes = tensor.view(torch.uint8)
+            if gated and name.startswith("w13"):
+                # The kernel's first half is up, its second gate; a non-gated first product has no halves.
+                codes = alternate_halves(swap_halves(codes))
+            codes = shuffle_rows(codes)
+            converted[name] = tile_scales(codes) if name.endswith("_scale") else codes.view(tensor.dtype)
+        return converted
+
+    def experts(self, tensors: Tensors, problem: Problem, plan: Plan, builder: Builder) -> Any:
+        """The stock class; vLLM's prepare step quantises what goes in."""
+        return builder.stock(self.stock_class, inputs="mxfp8", plan=plan)
