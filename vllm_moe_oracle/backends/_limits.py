@@ -134,10 +134,6 @@ def at_least(installed: str, lowest: str) -> bool:
         return False
 
 
-_HALVES_ONLY = ("mxfp8",)
-"""Schemes whose reader does not reorder rows; see `vllm_moe_oracle.schemes.mxfp8.read`."""
-
-
 def _format_reasons(limits: Limits, problem: Problem) -> list[Reason]:
     reasons = []
     scheme = problem.scheme
@@ -149,9 +145,6 @@ def _format_reasons(limits: Limits, problem: Problem) -> list[Reason]:
     if limits.groups and scheme.group_size not in limits.groups:
         detail = f"takes scale groups of {_joined(limits.groups)}, the checkpoint has {scheme.group_size}"
         reasons.append(Reason("group", detail))
-    if problem.activation.interleaved and scheme.name in _HALVES_ONLY:
-        detail = f"{scheme.name} is read as gate rows, then up rows; the rows of this layer alternate gate and up"
-        reasons.append(Reason("interleaved", detail))
     if scheme.zero_points and not limits.zero_points:
         reasons.append(Reason("zero_points", "does not apply zero points, the checkpoint has them"))
     if scheme.act_order not in limits.act_orders:
