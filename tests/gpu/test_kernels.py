@@ -71,7 +71,9 @@ def call(weights, x, router, ids, case: Case, config: Config | None = None, **op
         configs.INVARIANT if options.get("batch_invariant") else config or configs.choose(weights, *ids.shape[::-1])
     )
     plan = fm.plan_workspace(weights, ids.shape[0], ids.shape[1], config, quantise=quantise)
-    workspace = torch.full((plan.nbytes,), 0xFF, dtype=torch.uint8, device="cuda")
+    # As floats both bytes are NaN or huge; as integers one is negative, the other far out of range.
+    poison = (0xFF, 0x7F)[ids.shape[0] % 2]
+    workspace = torch.full((plan.nbytes,), poison, dtype=torch.uint8, device="cuda")
     counters = torch.zeros(max(1, plan.counters), dtype=torch.int32, device="cuda")
     out = torch.full_like(x, float("nan"))
     fm.fused_moe(x, weights, router, ids, activation=case.activation, limit=case.limit, workspace=workspace,
@@ -143,7 +145,9 @@ def test_lists_of_slots_and_blocks(experts, tokens):
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-1, experts, (slots,), generator=generator, dtype=torch.int32)
     blocks = fm.max_blocks(slots, experts, bm)
-    table, ordered, counts = (torch.full((n,), -7, dtype=torch.int32, device="cuda") for n in (blocks * 4, slots, experts))
+    table, ordered, counts = (
+        torch.full((n,), -7, dtype=torch.int32, device="cuda") for n in (blocks * 4, slots, experts)
+    )
     chunk, in_one = fm._sort_variant(slots)
     lists = {"EP": fm._power_of_two(experts, 16), "BM": bm, "PDL": False}
     device_ids = ids.cuda()
@@ -191,6 +195,8 @@ TILES = {
     "split-fused": Config(Tile(16, 64, 128, split=2), Tile(16, 128, 128, split=2), per_slot=True, fuse_sum=True),
     "split-lists": Config(Tile(16, 128, 128, split=3), Tile(16, 64, 128, split=2), fuse_sum=True, prefetch=True),
     "deep": Config(Tile(16, 64, 256, stages=3), Tile(16, 128, 256, stages=3), per_slot=True, prefetch=True),
+    "fold": Config(Tile(8, 64, 128, fold=2, warps=8), Tile(8, 64, 128, fold=2), per_slot=True, prefetch=True),
+    "fold-lists": Config(Tile(4, 64, 64, fold=4, split=2), Tile(4, 64, 128, fold=4, warps=8), fuse_sum=True),
     "capped": Config(Tile(16, 128, 128, stages=3, registers=96, promote=False), Tile(16, 128, 128, registers=128)),
     "32": Config(Tile(32, 128, 128, stages=3), Tile(32, 64, 128, stages=3), fuse_sum=True),
     "64": Config(Tile(64, 128, 128, stages=3), Tile(64, 128, 64, stages=3)),

@@ -121,8 +121,10 @@ def tiles(scheme: str, rows: float, tokens: int) -> list[Tile]:
         found += [Tile(128, 128, 128, warps=8, stages=3), Tile(128, 64, 64, stages=3), Tile(128, 256, 64, warps=8)]
     if rows > 90:
         found += [Tile(256, 128, 64, warps=8, stages=s) for s in (3, 4)]
-    if tokens <= 4:
-        found += [replace(t, split=s) for t in found if t.promote and not t.registers and t.bn == 64 for s in (2, 4)]
+    if rows <= 3:
+        found += [Tile(8, 64, 128, stages=4, fold=2), Tile(8, 64, 128, stages=4, fold=2, warps=8)]
+        found += [Tile(4, 64, 128, stages=3, fold=4, warps=8), Tile(4, 64, 128, stages=3, fold=4, warps=16)]
+        found += [Tile(8, 128, 128, stages=3, fold=2, warps=8), Tile(8, 64, 64, stages=4, fold=2, warps=4)]
     return found
 
 
@@ -166,7 +168,7 @@ def precompile(jobs: list[tuple[str, str, int, Config]], processes: int) -> None
 
 def base(tokens: int, tile: Tile) -> Config:
     """Both products with one tile."""
-    return Config(tile, tile, per_slot=tokens <= PER_SLOT_TOKENS and tile.bm == 16, prefetch=tokens <= 2)
+    return Config(tile, tile, per_slot=tokens <= PER_SLOT_TOKENS and tile.bm <= 16)
 
 
 PER_SLOT_TOKENS = 4
@@ -193,6 +195,14 @@ class Timer:
     def search(self, found: list[Tile]) -> Config:
         """Both tiles together, then each alone among tiles of the same bm, then the options."""
         best = min((base(self.tokens, tile) for tile in found), key=self)
+        if best.per_slot:
+            for _ in range(2):
+                best = min((replace(best, down=tile) for tile in found if tile.bm <= 16), key=self)
+                best = min((replace(best, gate_up=tile) for tile in found if tile.bm <= 16), key=self)
+            best = min((replace(best, **option) for option in options_of(self.tokens)), key=self)
+            if self.tokens > 1 and best.gate_up.bm == best.down.bm:
+                best = min(best, replace(best, per_slot=False, prefetch=False), key=self)
+            return best
         # Tiles of another bm get a chance of their own: the best pair need not contain the best common tile.
         starts = {tile.bm: base(self.tokens, tile) for tile in sorted(found, key=lambda t: -self(base(self.tokens, t)))}
         for start in starts.values():
@@ -203,9 +213,6 @@ class Timer:
                 start = min((replace(start, down=tile) for tile in same), key=self)
                 start = min((replace(start, gate_up=tile) for tile in same), key=self)
             best = min(best, start, key=self)
-        best = min((replace(best, **option) for option in options_of(self.tokens)), key=self)
-        if best.per_slot and self.tokens > 1:
-            best = min(best, replace(best, per_slot=False, prefetch=False), key=self)
         return best
 
 
@@ -213,6 +220,7 @@ def describe(config: Config) -> str:
     """A configuration in a few characters."""
     parts = [
         f"{t.bm}x{t.bn}x{t.bk}w{t.warps}s{t.stages}" + (f"/{t.split}" if t.split > 1 else "")
+        + (f"*{t.fold}" if t.fold > 1 else "")
         + (f"r{t.registers}" if t.registers else "") + ("" if t.promote else "-")
         for t in (config.gate_up, config.down)
     ]  # fmt: skip

@@ -15,6 +15,7 @@ from .weights import OwnWeights, bits_of
 class Tile:
     """Tile of one product: bm tokens, bn weight rows, bk columns a step; `split` programs share a tile's columns.
 
+    `fold` parts of the columns are multiplied side by side in one program (gemm.accumulate); bm * fold is at least 16.
     `stages` is Triton's num_stages. `registers` caps registers per thread, 0 leaves it to the compiler. `promote`: group
     scales of integer weights multiply float32 sums (where a group is whole steps and bm <= 32), not the weights.
     """
@@ -27,6 +28,11 @@ class Tile:
     split: int = 1
     registers: int = 0
     promote: bool = True
+    fold: int = 1
+
+    def __post_init__(self) -> None:
+        if self.bm * self.fold < 16 or self.bn % 64 or self.bk % 32:
+            raise ValueError(f"{self}: needs bm * fold >= 16, bn a multiple of 64, bk a multiple of 32")
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class Config:
 
     per_slot: every slot is a tile of its own and no list of slots is made (few tokens). fuse_sum: the second product
     also sums over top-k, else a third kernel does. prefetch: the first product asks for the second's weights to be
-    brought into the L2. Both tiles must have the same bm, because they share one list.
+    brought into the L2. Unless per_slot, both tiles must have the same bm, because they share one list.
     """
 
     gate_up: Tile
@@ -45,7 +51,7 @@ class Config:
     prefetch: bool = False
 
     def __post_init__(self) -> None:
-        if self.gate_up.bm != self.down.bm:
+        if self.gate_up.bm != self.down.bm and not self.per_slot:
             raise ValueError(f"the two products' tiles have {self.gate_up.bm} and {self.down.bm} tokens; must be equal")
 
     def to_json(self) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def _sort_variant(slots: int) -> tuple[int, bool]:
 
 def _promote(weights: OwnWeights, tile: Tile) -> bool:
     """Scales on float32 group sums: more exact and fewer instructions, as long as the accumulators are few."""
-    if not tile.promote or tile.bm > 32 or weights.format.startswith("mx"):
+    if not tile.promote or tile.bm * tile.fold > 32 or weights.format.startswith("mx"):
         return False
     return weights.group > 0 and weights.group % tile.bk == 0
 
@@ -114,10 +114,11 @@ def _flags(weights: OwnWeights, matrix: Matrix, tile: Tile) -> dict[str, object]
         "HAS_ZERO": matrix.zeros is not None,
         "HAS_ROW_SCALE": matrix.row_scale is not None,
         "HAS_BIAS": matrix.bias is not None,
-        "EVEN_K": matrix.columns % tile.bk == 0,
+        "EVEN_K": matrix.columns % (tile.bk * tile.fold) == 0,
         "PROMOTE": _promote(weights, tile),
         "STAGES": tile.stages,
         "SPLIT": tile.split,
+        "FOLD": tile.fold,
         "BM": tile.bm,
         "BN": tile.bn,
         "BK": tile.bk,
@@ -232,7 +233,13 @@ def fused_moe(
         table = _view(workspace, plan.blocks, blocks * 4, torch.int32)
         counts = _view(workspace, plan.counts, experts, torch.int32)
         chunk, in_one = _sort_variant(slots)
-        lists = {"EP": _power_of_two(experts, 16), "BM": config.gate_up.bm, "PDL": pdl, "num_warps": 4, "launch_pdl": pdl}
+        lists = {
+            "EP": _power_of_two(experts, 16),
+            "BM": config.gate_up.bm,
+            "PDL": pdl,
+            "num_warps": 4,
+            "launch_pdl": pdl,
+        }
         route.sort_slots[(experts,)](
             topk_ids, ids_map, counts, ordered, table, slots, experts, blocks, HAS_MAP=has_map, CHUNK=chunk,
             TABLE=in_one, **lists,

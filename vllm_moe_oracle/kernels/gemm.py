@@ -63,76 +63,91 @@ def mx_round_trip(x, GROUP_AXIS: tl.constexpr):
 
 
 @triton.jit
-def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks, columns, step_begin, step_end,
+def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks, columns, split,
                FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr,
-               PROMOTE: tl.constexpr, STAGES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-               BK: tl.constexpr):  # fmt: skip
-    """`w @ x.T` over K steps [step_begin, step_end) of BK columns: float32 [BN, BM].
+               PROMOTE: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr,
+               BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """`w @ x.T` over part number `split` of SPLIT of the columns: float32 [BN, BM].
 
-    x_rows: pointers [BM] to rows of `columns` 16-bit floats; x_valid [BM]. w_ptr: one expert's codes; s_ptr, z_ptr: its
+    x_rows: pointers [FOLD * BM] to rows of `columns` 16-bit floats; x_valid alike. w_ptr: one expert's codes; s_ptr, z_ptr: its
     scale and zero-point words. GROUP: columns per scale, 0 for one scale per row (left to the caller). PROMOTE: scales
     multiply float32 group sums instead of the weights.
+
+    FOLD > 1 puts FOLD parts of the columns side by side: FOLD * BN rows of weights times FOLD * BM rows of x in one
+    product, of which the blocks on the diagonal are wanted. The rest is wasted on a matrix unit that idles with few
+    tokens, and the warps and loads in flight for BN rows multiply without a second program.
     """
-    RC: tl.constexpr = BN // 64
+    RC: tl.constexpr = BN // 64 * FOLD
     CK: tl.constexpr = 64 if FORMAT == "int4" or FORMAT == "mxfp4" else 32
     KC: tl.constexpr = BK // CK
     MX: tl.constexpr = FORMAT == "mxfp4" or FORMAT == "mxfp8"
     FP16: tl.constexpr = x_rows.dtype.element_ty == tl.float16
+    VN: tl.constexpr = BN * FOLD
+    VM: tl.constexpr = BM * FOLD
     k = tl.arange(0, BK)
     kw = tl.arange(0, KC * 2048)
+    fold_steps = ((columns + BK - 1) // BK + FOLD - 1) // FOLD
+    part_steps = (fold_steps + SPLIT - 1) // SPLIT
+    begin = split * part_steps
+    end = tl.minimum(fold_steps, begin + part_steps)
+    # First step of each chunk of rows and of each row of x.
+    w_fold = tl.arange(0, RC) // (BN // 64) * fold_steps
+    x_fold = tl.arange(0, VM) // BM * fold_steps
     # A last tile that is half empty computes its last chunk of rows twice; the caller masks what it stores.
-    rc = tl.minimum(tile_n * RC + tl.arange(0, RC), n_chunks - 1)
-    w_ptrs = w_ptr + rc[:, None] * (k_chunks * 2048) + (step_begin * (KC * 2048) + kw)[None, :]
-    x_ptrs = x_rows[:, None] + (step_begin * BK + k)[None, :]
-    acc = tl.zeros((BN, BM), tl.float32)
+    rc = tl.minimum(tile_n * (BN // 64) + tl.arange(0, RC) % (BN // 64), n_chunks - 1)
+    w_ptrs = w_ptr + (rc * (k_chunks * 2048))[:, None] + ((w_fold + begin) * (KC * 2048))[:, None] + kw[None, :]
+    x_ptrs = x_rows[:, None] + ((x_fold + begin) * BK)[:, None] + k[None, :]
+    acc = tl.zeros((VN, VM), tl.float32)
     # num_stages on the loop makes Triton load the scales of promoted sums ahead too, which feed no product.
-    for step in tl.range(step_begin, step_end, num_stages=STAGES):
+    for step in tl.range(begin, end, num_stages=STAGES):
         if EVEN_K:
             x = tl.load(x_ptrs, mask=x_valid[:, None], other=0.0)
             packed = tl.load(w_ptrs)
         else:
-            x = tl.load(x_ptrs, mask=x_valid[:, None] & (step * BK + k < columns)[None, :], other=0.0)
-            packed = tl.load(w_ptrs, mask=(step * KC + kw // 2048 < k_chunks)[None, :], other=0)
+            x = tl.load(
+                x_ptrs, mask=x_valid[:, None] & ((x_fold + step)[:, None] * BK + k[None, :] < columns), other=0.0
+            )
+            packed = tl.load(w_ptrs, mask=(w_fold + step)[:, None] * KC + (kw // 2048)[None, :] < k_chunks, other=0)
         w = decode_codes(packed, FORMAT, FP16 and not MX, HAS_ZERO, RC, KC)
         if MX:
             KB: tl.constexpr = (BK + 127) // 128
             PER_WORD: tl.constexpr = 4 if BK >= 128 else BK // 32
             k_blocks = (columns + 127) // 128
-            block = step * BK // 128 + tl.arange(0, KB)
-            s_ptrs = s_ptr + rc[:, None, None] * (k_blocks * 64) + block[None, :, None] * 64
-            s_ptrs = s_ptrs + tl.arange(0, 64)[None, None, :]
-            if KB > 1 and not EVEN_K:
-                words = tl.load(s_ptrs, mask=(block < k_blocks)[None, :, None], other=0)
+            block = ((w_fold + step) * BK // 128)[:, None] + tl.arange(0, KB)[None, :]
+            s_ptrs = s_ptr + (rc[:, None] * k_blocks + block)[:, :, None] * 64 + tl.arange(0, 64)[None, None, :]
+            if (KB > 1 or FOLD > 1) and not EVEN_K:
+                words = tl.load(s_ptrs, mask=(block < k_blocks)[:, :, None], other=0)
             else:
                 words = tl.load(s_ptrs)
             if PER_WORD < 4:
-                words = words >> ((step * BK % 128) // 4)
+                words = words >> ((w_fold + step) * BK % 128 // 4)[:, None, None]
             scale = decode_mx_scales(words, RC, KB, PER_WORD)
-            scale = scale.expand_dims(2).broadcast_to(BN, BK // 32, 32).reshape(BN, BK)
+            scale = scale.expand_dims(2).broadcast_to(VN, BK // 32, 32).reshape(VN, BK)
             w = w * scale
         elif GROUP > 0:
             GROUPS: tl.constexpr = (BK + GROUP - 1) // GROUP
             groups = columns // GROUP
-            group = step * BK // GROUP + tl.arange(0, GROUPS)
-            s_offsets = rc[:, None, None] * (groups * 32) + group[None, :, None] * 32 + tl.arange(0, 32)[None, None, :]
-            if EVEN_K or GROUPS == 1:
+            group = ((w_fold + step) * BK // GROUP)[:, None] + tl.arange(0, GROUPS)[None, :]
+            s_offsets = (rc[:, None] * groups + group)[:, :, None] * 32 + tl.arange(0, 32)[None, None, :]
+            inside = (group < groups)[:, :, None]
+            if EVEN_K:
                 words = tl.load(s_ptr + s_offsets)
             else:
-                words = tl.load(s_ptr + s_offsets, mask=(group < groups)[None, :, None], other=0)
+                words = tl.load(s_ptr + s_offsets, mask=inside, other=0)
             if HAS_ZERO:
-                if EVEN_K or GROUPS == 1:
+                if EVEN_K:
                     zero_words = tl.load(z_ptr + s_offsets)
                 else:
-                    zero_words = tl.load(z_ptr + s_offsets, mask=(group < groups)[None, :, None], other=0)
+                    zero_words = tl.load(z_ptr + s_offsets, mask=inside, other=0)
                 zero = decode_group_values(zero_words, FP16, RC, GROUPS)
-                w = w - zero.expand_dims(2).broadcast_to(BN, GROUPS, BK // GROUPS).reshape(BN, BK)
+                w = w - zero.expand_dims(2).broadcast_to(VN, GROUPS, BK // GROUPS).reshape(VN, BK)
             scale = decode_group_values(words, FP16, RC, GROUPS)
             if not PROMOTE:
-                w = w * scale.expand_dims(2).broadcast_to(BN, GROUPS, BK // GROUPS).reshape(BN, BK)
+                w = w * scale.expand_dims(2).broadcast_to(VN, GROUPS, BK // GROUPS).reshape(VN, BK)
         elif HAS_ZERO:
             z_offsets = rc[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
             zero = decode_group_values(tl.load(z_ptr + z_offsets), FP16, RC, 1)
-            w = w - zero.broadcast_to(BN, BK)
+            w = w - zero.broadcast_to(VN, BK)
         if MX and FP16:
             # float16 activations are exactly two bfloat16 terms; e8m0 scales have no room in float16.
             high = x.to(tl.bfloat16)
@@ -140,11 +155,16 @@ def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks,
             acc = tl.dot(w, high.T, acc)
             acc = tl.dot(w, low.T, acc)
         elif PROMOTE:
-            acc += tl.dot(w, x.T) * scale.reshape(BN).to(tl.float32)[:, None]
+            acc += tl.dot(w, x.T) * scale.reshape(VN).to(tl.float32)[:, None]
         else:
             acc = tl.dot(w, x.T, acc)
         x_ptrs += BK
         w_ptrs += KC * 2048
+    if FOLD > 1:
+        i = tl.arange(0, FOLD)
+        diagonal = i[:, None, None, None] == i[None, None, :, None]
+        acc = tl.where(diagonal, acc.reshape(FOLD, BN, FOLD, BM), 0.0)
+        acc = tl.sum(tl.sum(acc, axis=2), axis=0)
     return acc
 
 
@@ -166,17 +186,6 @@ def sum_splits(acc, scratch_ptr, counter_ptr, tile, split, BM: tl.constexpr, BN:
             acc += tl.load(base + other * (BN * BM) + offsets, cache_modifier=".cg")
         tl.store(counter_ptr + tile, 0)
     return acc, last
-
-
-@triton.jit
-def split_steps(columns, split, BK: tl.constexpr, SPLIT: tl.constexpr):
-    """K steps [begin, end) of split number `split`."""
-    steps = (columns + BK - 1) // BK
-    if SPLIT == 1:
-        return 0, steps
-    else:
-        each = (steps + SPLIT - 1) // SPLIT
-        return split * each, tl.minimum(steps, split * each + each)
 
 
 @triton.jit
@@ -211,7 +220,7 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
             HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, GATED: tl.constexpr,
             ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, WEIGHT_INPUT: tl.constexpr, QUANTISE: tl.constexpr,
             EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, PER_SLOT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
-            STAGES: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+            STAGES: tl.constexpr, SPLIT: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
             BK: tl.constexpr):  # fmt: skip
     """h[slot] = activation(x[slot // TOP_K] @ w13[expert].T + b13[expert]) for every slot with a local expert.
 
@@ -228,23 +237,22 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
     split = pid % SPLIT
     tile_n = pid // SPLIT % tiles
     block = pid // (SPLIT * tiles)
-    expert, start, rows = find_block(ids_ptr, map_ptr, sorted_ptr, blocks_ptr, block, HAS_MAP, PER_SLOT, BM)
+    expert, start, rows = find_block(ids_ptr, map_ptr, blocks_ptr, block, HAS_MAP, PER_SLOT)
     if expert < 0:
         return
     e64 = expert.to(tl.int64)
     w_ptr += e64 * n_chunks * k_chunks * 2048
-    slot, found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM)
+    slot, found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, 1)
+    x_slot, x_found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, FOLD)
     if PREFETCH:
         part = tile_n * SPLIT + split
         prefetch_share(w2_ptr + e64 * w2_chunks * 2048, w2_chunks, 2048, part, tiles * SPLIT)
         if s2_stride > 0:
             s2_bytes = (s2_ptr + e64 * s2_stride).to(tl.pointer_type(tl.uint8))
             prefetch_share(s2_bytes, s2_stride // 32, 128, part, tiles * SPLIT)
-    token = slot // TOP_K
-    x_rows = x_ptr + token.to(tl.int64) * x_stride
-    begin, end = split_steps(columns, split, BK, SPLIT)
-    acc = accumulate(x_rows, found, w_ptr, s_ptr + e64 * s_stride, z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks,
-                     columns, begin, end, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, STAGES, BM, BN,
+    x_rows = x_ptr + (x_slot // TOP_K).to(tl.int64) * x_stride
+    acc = accumulate(x_rows, x_found, w_ptr, s_ptr + e64 * s_stride, z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks,
+                     columns, split, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, STAGES, SPLIT, FOLD, BM, BN,
                      BK)  # fmt: skip
     if SPLIT > 1:
         acc, last = sum_splits(acc, scratch_ptr, counter_ptr, pid // SPLIT, split, BM, BN, SPLIT)
@@ -291,8 +299,8 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
          TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
          HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
          EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, PER_SLOT: tl.constexpr, FUSE_SUM: tl.constexpr,
-         PDL: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-         BK: tl.constexpr):  # fmt: skip
+         PDL: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr,
+         BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """partial[slot] = (h[slot] @ w2[expert].T + b2[expert]) * router weight; with FUSE_SUM also out[token] = their sum.
 
     h [slots, columns]; partial [slots, hidden] and out [tokens, hidden] of h's dtype. FUSE_SUM: for each token and tile
@@ -303,8 +311,9 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
     split = pid % SPLIT
     tile_n = pid // SPLIT % tiles
     block = pid // (SPLIT * tiles)
-    expert, start, rows = find_block(ids_ptr, map_ptr, sorted_ptr, blocks_ptr, block, HAS_MAP, PER_SLOT, BM)
-    slot, found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM)
+    expert, start, rows = find_block(ids_ptr, map_ptr, blocks_ptr, block, HAS_MAP, PER_SLOT)
+    slot, found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, 1)
+    x_slot, x_found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, FOLD)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -322,10 +331,9 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
         return
     e64 = expert.to(tl.int64)
     w_ptr += e64 * n_chunks * k_chunks * 2048
-    h_rows = h_ptr + slot.to(tl.int64) * columns
-    begin, end = split_steps(columns, split, BK, SPLIT)
-    acc = accumulate(h_rows, found, w_ptr, s_ptr + e64 * s_stride, z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks,
-                     columns, begin, end, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, STAGES, BM, BN,
+    h_rows = h_ptr + x_slot.to(tl.int64) * columns
+    acc = accumulate(h_rows, x_found, w_ptr, s_ptr + e64 * s_stride, z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks,
+                     columns, split, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, STAGES, SPLIT, FOLD, BM, BN,
                      BK)  # fmt: skip
     if SPLIT > 1:
         acc, last = sum_splits(acc, scratch_ptr, counter_ptr, pid // SPLIT, split, BM, BN, SPLIT)

@@ -23,23 +23,24 @@ def local_ids(ids_ptr, map_ptr, offsets, mask, HAS_MAP: tl.constexpr):
 
 
 @triton.jit
-def find_block(ids_ptr, map_ptr, sorted_ptr, blocks_ptr, block, HAS_MAP: tl.constexpr, PER_SLOT: tl.constexpr,
-               BM: tl.constexpr):  # fmt: skip
-    """(expert or -1, first index, rows) of block number `block`; `block_slots` turns them into slots.
+def find_block(ids_ptr, map_ptr, blocks_ptr, block, HAS_MAP: tl.constexpr, PER_SLOT: tl.constexpr):
+    """(expert or -1, first index, rows or 0) of block number `block`; `block_slots` turns them into slots.
 
     PER_SLOT: block number = slot number. Otherwise blocks is int32 [blocks, 4] as `sort_slots` writes it.
     """
     if PER_SLOT:
         return local_ids(ids_ptr, map_ptr, block, block >= 0, HAS_MAP), block, 1
     else:
+        # Entries without an expert have nothing else either.
         entry = blocks_ptr + block * 4
-        return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        expert = tl.load(entry)
+        return expert, tl.load(entry + 1), tl.where(expert >= 0, tl.load(entry + 2), 0)
 
 
 @triton.jit
-def block_slots(sorted_ptr, start, rows, PER_SLOT: tl.constexpr, BM: tl.constexpr):
-    """Slots int32 [BM] of a block and which of them exist [BM]."""
-    m = tl.arange(0, BM)
+def block_slots(sorted_ptr, start, rows, PER_SLOT: tl.constexpr, BM: tl.constexpr, FOLD: tl.constexpr):
+    """Slots int32 [FOLD * BM] of a block, FOLD times over, and which of them exist."""
+    m = tl.arange(0, FOLD * BM) % BM
     found = m < rows
     if PER_SLOT:
         return tl.where(found, start, 0), found
