@@ -49,10 +49,17 @@ ERAS = (
     ),
     Era(
         "0.27",
+        "vllm_moe_oracle.compat.older:BeforeFreeHumming",
+        _LAYER,
+        ("0.27.1",),
+        "the layer's loader knows biases of single experts",
+    ),
+    Era(
+        "0.28",
         "vllm_moe_oracle.compat.older:BeforeHashFlag",
         _LAYER,
-        ("0.27.1", "0.28.0", "0.29.0", "0.30.0"),
-        "the layer's loader knows biases of single experts",
+        ("0.28.0", "0.29.0", "0.30.0"),
+        "Humming's experts no longer take the layer",
     ),
     Era(
         "0.31",

@@ -91,10 +91,6 @@ class FunctionExperts(mk.FusedMoEExpertsModular):
         """-1 in the expert map is understood."""
         return True
 
-    def supports_chunking(self) -> bool:
-        """Any number of tokens is taken at once."""
-        return False
-
     def finalize_weight_and_reduce_impl(self) -> Any:
         """Nothing is left to do: the function applies the router's weights and sums over experts."""
         return TopKWeightAndReduceNoOP()

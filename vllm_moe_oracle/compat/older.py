@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from ..oracle.problem import Problem
+from . import humming
 from .adapter import Adapter
 
 
 class BeforeHashFlag(Adapter):
-    """0.27 to 0.30: the layer's config does not say whether routing is by hash."""
+    """0.28 to 0.30: the layer's config does not say whether routing is by hash."""
 
     def hashed(self, moe: Any, layer: Any) -> bool:
         """Only DeepSeek-V4 routes by hash, in some of its layers; which ones is not known here."""
         return bool(layer.scoring_func == "sqrtsoftplus")
 
 
-class BeforeExpertBiases(BeforeHashFlag):
+class BeforeFreeHumming(BeforeHashFlag):
+    """0.27: the constructors of Humming's experts take the layer, and read their tensors from it."""
+
+    def humming_experts(
+        self, stock_class: Any, moe: Any, quant_config: Any, problem: Problem, tensors: Mapping[str, Tensor]
+    ) -> Any:
+        """Experts over a stand-in for the layer; see `Adapter.humming_experts`."""
+        layer = humming.stand_in(problem, tensors, self.humming_intermediate_size(problem))
+        return stock_class(layer, moe, quant_config)
+
+    def humming_intermediate_size(self, problem: Problem) -> int:
+        """What the classes take for the intermediate size."""
+        return problem.intermediate_size
+
+
+class BeforeExpertBiases(BeforeFreeHumming):
     """0.24 to 0.26: the layer's loader drops the biases of single experts without a word."""
 
     def humming_intermediate_size(self, problem: Problem) -> int:

@@ -184,11 +184,12 @@ class _AfterImport(MetaPathFinder):
                 continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
-                self._watch(spec.loader)
+                self._watch(spec)
                 return spec
         return None
 
-    def _watch(self, loader: Any) -> None:
+    def _watch(self, spec: ModuleSpec) -> None:
+        loader: Any = spec.loader
         run = getattr(loader, "exec_module", None)
         if run is None:
             return

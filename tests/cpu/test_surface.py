@@ -1,0 +1,183 @@
+"""Every use of vLLM is borne out by the sources of the oldest and the newest release (all with ``-m matrix``)."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import releases
+import surface
+
+from vllm_moe_oracle.compat import RELEASES, stock
+
+EDGES = (RELEASES[0], RELEASES[-1])
+
+each_release = pytest.mark.parametrize(
+    "release", [pytest.param(each, marks=() if each in EDGES else pytest.mark.matrix) for each in RELEASES]
+)
+
+SAMPLE = (
+    # What we use, of the newest release: the file below ``vllm`` that defines it, and the name.
+    ("model_executor/layers/fused_moe/config.py", "hidden_dim"),
+    ("model_executor/layers/fused_moe/config.py", "has_hash_routing"),
+    ("model_executor/layers/fused_moe/config.py", "use_batched_activation_format"),
+    ("model_executor/layers/fused_moe/config.py", "mx_alignment"),
+    ("model_executor/layers/fused_moe/routed_experts.py", "_expert_routing_tables"),
+    ("model_executor/layers/fused_moe/routed_experts.py", "routing_sink"),
+    ("model_executor/layers/fused_moe/routed_experts.py", "e_score_correction_bias"),
+    ("model_executor/layers/fused_moe/modular_kernel.py", "workspace_shapes"),
+    ("model_executor/layers/fused_moe/modular_kernel.py", "apply_monolithic"),
+    ("model_executor/layers/fused_moe/modular_kernel.py", "moe_problem_size"),
+    ("model_executor/layers/fused_moe/all2all_utils.py", "use_monolithic"),
+    ("model_executor/layers/fused_moe/fused_moe_method_base.py", "supports_eplb"),
+    ("model_executor/layers/fused_moe/fused_moe_method_base.py", "shared_experts_input"),
+    ("model_executor/layers/fused_moe/fused_moe_method_base.py", "moe_kernel"),
+    ("model_executor/layers/quantization/modelopt.py", "FusedMoEMethodCls"),
+    ("model_executor/layers/quantization/modelopt.py", "w13_weight_scale"),
+    ("model_executor/layers/quantization/__init__.py", "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG"),
+    ("model_executor/kernels/linear/__init__.py", "_POSSIBLE_MXFP8_KERNELS"),
+    ("model_executor/model_loader/reload/layerwise.py", "_already_called_process_weights_after_loading"),
+    ("config/compilation.py", "static_all_moe_layers"),
+    ("transformers_utils/model_arch_config_convertor.py", "_normalize_quantization_config"),
+    ("envs.py", "VLLM_BATCH_INVARIANT"),
+)
+
+
+@pytest.fixture
+def sources(release: str) -> surface.Sources:
+    """The sources of a release."""
+    return surface.Sources(releases.sources(release))
+
+
+@each_release
+def test_sources_bear_out_every_use(release: str, sources: surface.Sources) -> None:
+    problems = surface.check(release, sources)
+    assert not problems, "\n" + "\n".join(map(str, problems))
+    assert len(sources.used) > 100
+
+
+def _renamed(root: Path, file: str, name: str) -> str:
+    text = (root / file).read_text()
+    assert re.search(rf"\b{name}\b", text), f"{file} has no {name}"
+    return re.sub(rf"\b{name}\b", f"{name}_renamed", text)
+
+
+def _lines(name: str) -> set[tuple[str, int]]:
+    """Where our code uses a name: as an attribute, a keyword, an import, a method, in a string."""
+    found = set()
+    for file in (*surface.our_files(), *surface._files("schemes")):
+        for node in ast.walk(file.tree):
+            words: list[str] = []
+            if isinstance(node, ast.Attribute):
+                words = [node.attr]
+            elif isinstance(node, ast.Call):
+                words = [each.arg or "" for each in node.keywords]
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                words = [each.name for each in node.names]
+            elif isinstance(node, ast.FunctionDef | ast.arg):
+                words = [node.name if isinstance(node, ast.FunctionDef) else node.arg]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                words = re.findall(r"\w+", node.value)
+            if name in words:
+                found.add((file.name, node.lineno))
+    return found
+
+
+@pytest.mark.parametrize(("file", "name"), SAMPLE, ids=[name for _, name in SAMPLE])
+def test_a_renamed_attribute_is_named_with_our_line(file: str, name: str) -> None:
+    release = RELEASES[-1]
+    root = releases.sources(release)
+    path = f"vllm/{file}"
+    problems = surface.check(release, surface.Sources(root, {path: _renamed(root, path, name)}))
+    assert problems
+    assert {(each.file, each.line) for each in problems} & _lines(name), "\n".join(map(str, problems))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_renamed_attribute_is_noticed(release: str, sources: surface.Sources) -> None:
+    root = releases.sources(release)
+    assert not surface.check(release, sources)
+    unnoticed = [
+        (file, name)
+        for file, name in sorted(sources.used)
+        if not name.startswith("__")
+        and not surface.check(release, surface.Sources(root, {file: _renamed(root, file, name)}))
+    ]
+    assert not unnoticed
+
+
+def test_a_copy_with_a_renamed_attribute_on_disk_fails(tmp_path: Path) -> None:
+    release = RELEASES[-1]
+    copy = tmp_path / "copy"
+    shutil.copytree(releases.sources(release), copy)
+    file = copy / "vllm/model_executor/layers/fused_moe/config.py"
+    file.write_text(_renamed(copy, "vllm/model_executor/layers/fused_moe/config.py", "experts_per_token"))
+    said = "\n".join(map(str, surface.check(release, surface.Sources(copy))))
+    assert re.search(r"vllm_moe_oracle/compat/adapter\.py:\d+: vLLM .* has no experts_per_token", said), said
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def f(thing: Any) -> None:\n    thing.size\n", "thing is annotated with Any; declare"),
+        ("def f(thing: Any) -> None:\n    thing(1)\n", "thing is called, but cannot be followed"),
+        ("def f(moe: Any) -> None:\n    moe.no_such_field\n", "has no no_such_field"),
+        ("def f(moe: Any) -> None:\n    moe.moe_parallel_config.no_such_size\n", "has no no_such_size"),
+        ("def f(layer: Any) -> None:\n    getattr(layer, 'fresh', None)\n", "fresh is asked for with a default"),
+        ("from vllm.nowhere import x\n", "no module vllm.nowhere"),
+        ("from vllm.config import nothing_of_the_kind\n", "has no nothing_of_the_kind"),
+        ("PLACE = 'vllm.config:NoSuchConfig'\n", "has no NoSuchConfig"),
+        (
+            "from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantDesc as D\nMADE = D(scales=1)\n",
+            "has no parameter scales",
+        ),
+        (
+            "from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel\nK = FusedMoEKernel(1)\n",
+            "needs fused_experts",
+        ),
+        (
+            "import vllm.model_executor.layers.fused_moe.modular_kernel as mk\n"
+            "class E(mk.FusedMoEExpertsModular):\n    def no_such_hook(self) -> None: ...\n",
+            "E.no_such_hook overrides nothing",
+        ),
+        (
+            "import vllm.model_executor.layers.fused_moe.modular_kernel as mk\n"
+            "class E(mk.FusedMoEExpertsModular):\n    def workspace_shapes(self, M: int) -> None: ...\n",
+            "E.workspace_shapes does not take",
+        ),
+        (
+            "from vllm.model_executor.layers.fused_moe import modular_kernel as mk\n"
+            "class E(mk.FusedMoEExpertsModular): ...\n",
+            "does not define the abstract apply",
+        ),
+    ],
+)
+def test_what_cannot_be_proven_is_a_problem(code: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = RELEASES[-1]
+    file = surface.OurFile("vllm_moe_oracle/compat/example.py", ast.parse(code))
+    eras = next(each for each in surface.our_files() if each.name.endswith("compat/eras.py"))
+    caches = (surface._our_classes, surface._our_bases, surface._heirs, surface._called_on_self)
+    with monkeypatch.context() as patch:
+        patch.setattr(surface, "our_files", lambda: (file, eras))
+        for each in caches:
+            each.cache_clear()
+        problems = surface.check(release, surface.Sources(releases.sources(release)))
+    for each in caches:
+        each.cache_clear()
+    assert any(message in str(each) for each in problems), problems
+    assert all(each.file == file.name and each.line > 0 for each in problems)
+
+
+def test_every_declaration_is_used() -> None:
+    arguments = {node.arg for file in surface.our_files() for node in ast.walk(file.tree) if isinstance(node, ast.arg)}
+    assert {*stock.TYPES, *stock.NOT_STOCK} <= arguments
+    for name in (*stock.STRINGS, *stock.REGISTERED, *stock.OPTIONAL, *stock.PATHS, *stock.OURS):
+        assert surface.uses_of_string(name), f"compat/stock.py declares {name!r}, which nothing uses"
+    defined = {
+        node.name for file in surface.our_files() for node in ast.walk(file.tree) if isinstance(node, ast.FunctionDef)
+    }
+    assert set(stock.HOOKS) <= defined

@@ -1,0 +1,102 @@
+"""What of vLLM this project leans on that the code alone does not say: types behind ``Any``, names in strings.
+
+Nothing here runs in a server. `tests/surface.py` follows every use of vLLM in `compat/`, `methods/` and the backends
+through the sources of each supported release; where its own reading ends, it asks these tables, and it fails when
+something that is used is neither found nor declared.
+"""
+
+from __future__ import annotations
+
+_FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+_MODELOPT = "vllm.model_executor.layers.quantization.modelopt"
+
+LAYER = "LAYER"
+"""Stands for the class of MoE layers of the era."""
+
+TYPES = {
+    "moe": f"{_FUSED_MOE}.config:FusedMoEConfig",
+    "moe_config": f"{_FUSED_MOE}.config:FusedMoEConfig",
+    "layer": LAYER,
+    "kernel": f"{_FUSED_MOE}.modular_kernel:FusedMoEKernel",
+    "experts": f"{_FUSED_MOE}.modular_kernel:FusedMoEExpertsModular",
+    "quant_config": f"{_FUSED_MOE}.config:FusedMoEQuantConfig",
+    "linear": "vllm.model_executor.kernels.linear",
+    "loader": f"{LAYER}.weight_loader",
+}
+"""Class, ``module:Class``, of parameters and variables that are annotated with ``Any``, by their name."""
+
+VALUES = {
+    "vllm.platforms:current_platform": "vllm.platforms.interface:Platform",
+}
+"""Class of values that vLLM does not annotate."""
+
+NOT_STOCK = {
+    "param": "torch.nn.Parameter",
+    "config": "a Hugging Face config, or a dict from a checkpoint",
+    "self": "of a wrapped stock method; only handed on",
+    "original": "a wrapped stock function; called with what it was called with",
+    "stock_class": "one of vLLM's expert classes; `stock_experts_classes` names them all",
+    "backend": "one of ours",
+    "problem": "one of ours",
+}
+"""Names annotated with ``Any`` that are none of vLLM's objects, and what they are."""
+
+REGISTERED = {
+    name: f"{_MODELOPT}:ModelOptMxFp8FusedMoE.create_weights"
+    for name in ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale")
+}
+"""Attributes of a layer that a stock method registers there: where the name stands."""
+
+_NOW = "9999"
+
+OPTIONAL = {
+    "routing_sink": (("0.32", _NOW),),
+    "hash_indices_table": (("0.22", "0.23"), ("0.33", _NOW)),
+    "quant_config": (("0.22", _NOW),),
+}
+"""Attributes that are asked for with a default: first and last minor release of the ranges that have them."""
+
+STRINGS = {
+    "_already_called_process_weights_after_loading": ("vllm.model_executor.model_loader.reload.layerwise",),
+    "shared_experts": (
+        f"{_FUSED_MOE}.fused_moe_method_base:FusedMoEMethodBase.apply",
+        f"{_FUSED_MOE}.modular_kernel:FusedMoEKernel.apply",
+    ),
+    "shared_experts_input": (
+        f"{_FUSED_MOE}.fused_moe_method_base:FusedMoEMethodBase.apply",
+        f"{_FUSED_MOE}.modular_kernel:FusedMoEKernel.apply",
+    ),
+    "input_ids": (f"{_FUSED_MOE}.fused_moe_method_base:FusedMoEMethodBase.apply_monolithic",),
+    "weight_loader": (f"{_MODELOPT}:ModelOptMxFp8FusedMoE.create_weights",),
+    "w13_weight": (f"{_MODELOPT}:ModelOptMxFp8FusedMoE.create_weights",),
+    "w2_weight": (f"{_MODELOPT}:ModelOptMxFp8FusedMoE.create_weights",),
+    "w13_weight_scale": (f"{_MODELOPT}:ModelOptMxFp8FusedMoE.create_weights",),
+    "w2_weight_scale": (f"{_MODELOPT}:ModelOptMxFp8FusedMoE.create_weights",),
+    "modelopt_mxfp8": ("vllm.model_executor.layers.quantization",),
+    "mxfp8": ("vllm.model_executor.layers.quantization",),
+    "swigluoai": (f"{_FUSED_MOE}.activation:MoEActivation",),
+    "sqrtsoftplus": (f"{_FUSED_MOE}.config",),
+}
+"""Strings in our code that are names in vLLM's: the modules, classes or functions in which each must stand."""
+
+PASSED_ON = {
+    "FusedMoEKernel.apply": ("shared_experts", "shared_experts_input"),
+    "FusedMoEKernel.apply_monolithic": ("input_ids", "routing_sink", "hash_indices_table"),
+}
+"""Keywords that a call with ``**`` may add."""
+
+PATHS = {
+    "vllm.model_executor.layers.quantization.utils.humming_utils": (("0.22", "0.30"),),
+    "vllm.model_executor.layers.quantization.utils.humming": (("0.31", _NOW),),
+}
+"""Modules that not every release has, and that are looked for before they are imported: the ranges that have them."""
+
+HOOKS = {
+    "supports_expert_map": (("0.22", "0.22"),),
+}
+"""Methods of vLLM's classes that we define and that not every release calls: the ranges that do."""
+
+OURS = {
+    "weight_block_size": "read from the method by stock conversions of later releases",
+}
+"""Attributes that we set on our subclasses of stock classes, and that the oldest releases do not know."""
