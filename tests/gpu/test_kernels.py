@@ -197,6 +197,8 @@ TILES = {
     "deep": Config(Tile(16, 64, 256, stages=3), Tile(16, 128, 256, stages=3), per_slot=True, prefetch=True),
     "fold": Config(Tile(8, 64, 128, fold=2, warps=8), Tile(8, 64, 128, fold=2), per_slot=True, prefetch=True),
     "fold-lists": Config(Tile(4, 64, 64, fold=4, split=2), Tile(4, 64, 128, fold=4, warps=8), fuse_sum=True),
+    "fold-rows": Config(Tile(8, 32, 128, fold=2), Tile(4, 16, 128, fold=4, stages=3), per_slot=True),
+    "fold-rows-lists": Config(Tile(8, 32, 128, fold=2), Tile(8, 32, 64, fold=2), fuse_sum=True),
     "capped": Config(Tile(16, 128, 128, stages=3, registers=96, promote=False), Tile(16, 128, 128, registers=128)),
     "32": Config(Tile(32, 128, 128, stages=3), Tile(32, 64, 128, stages=3), fuse_sum=True),
     "64": Config(Tile(64, 128, 128, stages=3), Tile(64, 128, 64, stages=3)),

@@ -31,8 +31,8 @@ class Tile:
     fold: int = 1
 
     def __post_init__(self) -> None:
-        if self.bm * self.fold < 16 or self.bn % 64 or self.bk % 32:
-            raise ValueError(f"{self}: needs bm * fold >= 16, bn a multiple of 64, bk a multiple of 32")
+        if self.bm * self.fold < 16 or self.bn % 16 or self.bn * self.fold % 64 or self.bk % 32:
+            raise ValueError(f"{self}: needs bm * fold >= 16, bn * fold a multiple of 64, bk a multiple of 32")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Device functions that turn stored codes into the register operand of a matrix instruction.
 
-The storage is `layouts/order.py`'s. Each function takes the bytes of a tile, `[chunk rows, chunks * 2048]`, and gives
+The storage is `layouts/order.py`'s. Each function takes the bytes of a tile, `[chunks of rows, chunks of columns, warp, 512]`, and gives
 16-bit floats that a reshape and a transpose put into rows and columns without moving a value between lanes.
 
 The bit tricks: a code OR-ed into the mantissa of 128 (bfloat16) or 1024 (float16) is that number plus the code; e2m1
@@ -262,7 +262,7 @@ def high_half(words, FP16: tl.constexpr):
 @triton.jit
 def decode_codes(packed, FORMAT: tl.constexpr, FP16: tl.constexpr, HAS_ZERO: tl.constexpr, RC: tl.constexpr,
                  KC: tl.constexpr):  # fmt: skip
-    """Bytes `[RC, KC * 2048]` of RC x KC chunks to 16-bit floats `[RC * 64, KC * chunk columns]` in register order.
+    """Bytes `[RC, KC, 4, 512]` of RC x KC chunks to 16-bit floats `[RC * 64, KC * chunk columns]` in register order.
 
     FORMAT "int4": code - 8, or code + 128 (float16: + 1024) with HAS_ZERO; "int8": code - 128; "mxfp4": value * 2**-126;
     "mxfp8": value * 2**-120 (always bfloat16).
@@ -289,7 +289,7 @@ def decode_codes(packed, FORMAT: tl.constexpr, FP16: tl.constexpr, HAS_ZERO: tl.
 
 @triton.jit
 def decode_mx_scales(words, RC: tl.constexpr, KB: tl.constexpr, GROUPS: tl.constexpr):
-    """int32 `[RC, KB, 64]` to bfloat16 `[RC * 64, KB * GROUPS]`; GROUPS (1, 2 or 4) scales of each word are used."""
+    """int32 `[RC, KB, 4, 16]` to bfloat16 `[RC * 64, KB * GROUPS]`; GROUPS (1, 2 or 4) scales of each word are used."""
     a, b, c, d = e8m0_words_bf16(words)
     if GROUPS == 4:
         joined = tl.join(tl.join(a, c), tl.join(b, d))
@@ -303,6 +303,6 @@ def decode_mx_scales(words, RC: tl.constexpr, KB: tl.constexpr, GROUPS: tl.const
 
 @triton.jit
 def decode_group_values(words, FP16: tl.constexpr, RC: tl.constexpr, GROUPS: tl.constexpr):
-    """int32 `[RC, GROUPS, 32]` to 16-bit floats `[RC * 64, GROUPS]`."""
+    """int32 `[RC, GROUPS, 4, 8]` to 16-bit floats `[RC * 64, GROUPS]`."""
     joined = tl.join(low_half(words, FP16), high_half(words, FP16))
     return joined.reshape(RC, GROUPS, 4, 8, 2).trans(0, 2, 4, 3, 1).reshape(RC * 64, GROUPS)

@@ -77,26 +77,31 @@ def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks,
     product, of which the blocks on the diagonal are wanted. The rest is wasted on a matrix unit that idles with few
     tokens, and the warps and loads in flight for BN rows multiply without a second program.
     """
-    RC: tl.constexpr = BN // 64 * FOLD
+    RC: tl.constexpr = BN * FOLD // 64
     CK: tl.constexpr = 64 if FORMAT == "int4" or FORMAT == "mxfp4" else 32
     KC: tl.constexpr = BK // CK
     MX: tl.constexpr = FORMAT == "mxfp4" or FORMAT == "mxfp8"
+    WORDS: tl.constexpr = 16 if MX else 8
     FP16: tl.constexpr = x_rows.dtype.element_ty == tl.float16
     VN: tl.constexpr = BN * FOLD
     VM: tl.constexpr = BM * FOLD
     k = tl.arange(0, BK)
-    kw = tl.arange(0, KC * 2048)
     fold_steps = ((columns + BK - 1) // BK + FOLD - 1) // FOLD
     part_steps = (fold_steps + SPLIT - 1) // SPLIT
     begin = split * part_steps
     end = tl.minimum(fold_steps, begin + part_steps)
-    # First step of each chunk of rows and of each row of x.
-    w_fold = tl.arange(0, RC) // (BN // 64) * fold_steps
     x_fold = tl.arange(0, VM) // BM * fold_steps
-    # A last tile that is half empty computes its last chunk of rows twice; the caller masks what it stores.
-    rc = tl.minimum(tile_n * (BN // 64) + tl.arange(0, RC) % (BN // 64), n_chunks - 1)
-    w_ptrs = w_ptr + (rc * (k_chunks * 2048))[:, None] + ((w_fold + begin) * (KC * 2048))[:, None] + kw[None, :]
     x_ptrs = x_rows[:, None] + ((x_fold + begin) * BK)[:, None] + k[None, :]
+    # A warp holds 16 rows; tiles of fewer than 64 rows are put together from parts of chunks. A last tile that is not
+    # full computes its last rows twice; the caller masks what it stores. Dimensions: chunk of rows, chunk or group of
+    # columns, warp, byte or word.
+    warp = (tl.arange(0, RC)[:, None] * 4 + tl.arange(0, 4)[None, :])[:, None, :, None]
+    fold = warp // (BN // 16) * fold_steps
+    row = tl.minimum(tile_n * (BN // 16) + warp % (BN // 16), n_chunks * 4 - 1)
+    chunk = tl.arange(0, KC)[None, :, None, None]
+    w_ptrs = w_ptr + row // 4 * (k_chunks * 2048) + row % 4 * 512 + (fold + begin) * (KC * 2048)
+    w_ptrs = w_ptrs + chunk * 2048 + tl.arange(0, 512)[None, None, None, :]
+    lane = row % 4 * WORDS + tl.arange(0, WORDS)[None, None, None, :]
     acc = tl.zeros((VN, VM), tl.float32)
     # num_stages on the loop makes Triton load the scales of promoted sums ahead too, which feed no product.
     for step in tl.range(begin, end, num_stages=STAGES):
@@ -107,29 +112,29 @@ def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks,
             x = tl.load(
                 x_ptrs, mask=x_valid[:, None] & ((x_fold + step)[:, None] * BK + k[None, :] < columns), other=0.0
             )
-            packed = tl.load(w_ptrs, mask=(w_fold + step)[:, None] * KC + (kw // 2048)[None, :] < k_chunks, other=0)
+            packed = tl.load(w_ptrs, mask=(fold + step) * KC + chunk < k_chunks, other=0)
         w = decode_codes(packed, FORMAT, FP16 and not MX, HAS_ZERO, RC, KC)
         if MX:
             KB: tl.constexpr = (BK + 127) // 128
             PER_WORD: tl.constexpr = 4 if BK >= 128 else BK // 32
             k_blocks = (columns + 127) // 128
-            block = ((w_fold + step) * BK // 128)[:, None] + tl.arange(0, KB)[None, :]
-            s_ptrs = s_ptr + (rc[:, None] * k_blocks + block)[:, :, None] * 64 + tl.arange(0, 64)[None, None, :]
+            block = (fold + step) * BK // 128 + tl.arange(0, KB)[None, :, None, None]
+            s_ptrs = s_ptr + (row // 4 * k_blocks + block) * 64 + lane
             if (KB > 1 or FOLD > 1) and not EVEN_K:
-                words = tl.load(s_ptrs, mask=(block < k_blocks)[:, :, None], other=0)
+                words = tl.load(s_ptrs, mask=block < k_blocks, other=0)
             else:
                 words = tl.load(s_ptrs)
             if PER_WORD < 4:
-                words = words >> ((w_fold + step) * BK % 128 // 4)[:, None, None]
+                words = words >> ((fold + step) * BK % 128 // 4)
             scale = decode_mx_scales(words, RC, KB, PER_WORD)
             scale = scale.expand_dims(2).broadcast_to(VN, BK // 32, 32).reshape(VN, BK)
             w = w * scale
         elif GROUP > 0:
             GROUPS: tl.constexpr = (BK + GROUP - 1) // GROUP
             groups = columns // GROUP
-            group = ((w_fold + step) * BK // GROUP)[:, None] + tl.arange(0, GROUPS)[None, :]
-            s_offsets = (rc[:, None] * groups + group)[:, :, None] * 32 + tl.arange(0, 32)[None, None, :]
-            inside = (group < groups)[:, :, None]
+            group = (fold + step) * BK // GROUP + tl.arange(0, GROUPS)[None, :, None, None]
+            s_offsets = (row // 4 * groups + group) * 32 + lane
+            inside = group < groups
             if EVEN_K:
                 words = tl.load(s_ptr + s_offsets)
             else:
@@ -145,8 +150,8 @@ def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks,
             if not PROMOTE:
                 w = w * scale.expand_dims(2).broadcast_to(VN, GROUPS, BK // GROUPS).reshape(VN, BK)
         elif HAS_ZERO:
-            z_offsets = rc[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
-            zero = decode_group_values(tl.load(z_ptr + z_offsets), FP16, RC, 1)
+            zero_words = tl.load(z_ptr + row // 4 * 32 + lane)
+            zero = decode_group_values(zero_words, FP16, RC, 1)
             w = w - zero.broadcast_to(VN, BK)
         if MX and FP16:
             # float16 activations are exactly two bfloat16 terms; e8m0 scales have no room in float16.
@@ -228,7 +233,7 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
     `Matrix` (weights.py), s_stride the int32 words per expert of s and z; n_chunks, k_chunks: chunks along N and K.
     PER_SLOT, sorted, blocks: `find_block`. QUANTISE: h goes through MXFP8. WEIGHT_INPUT: router weights multiply the
     input. tiles: programs along N. PREFETCH: the programs of a block ask for the expert's w2 (w2_chunks chunks and
-    s2_stride words an expert) to be brought into the L2 while they stream w13.
+    s2_stride words an expert) to be brought into the L2 once they have streamed w13.
     """
     if PDL:
         gdc_wait()
@@ -244,16 +249,16 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
     w_ptr += e64 * n_chunks * k_chunks * 2048
     slot, found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, 1)
     x_slot, x_found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, FOLD)
+    x_rows = x_ptr + (x_slot // TOP_K).to(tl.int64) * x_stride
+    acc = accumulate(x_rows, x_found, w_ptr, s_ptr + e64 * s_stride, z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks,
+                     columns, split, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, STAGES, SPLIT, FOLD, BM, BN,
+                     BK)  # fmt: skip
     if PREFETCH:
         part = tile_n * SPLIT + split
         prefetch_share(w2_ptr + e64 * w2_chunks * 2048, w2_chunks, 2048, part, tiles * SPLIT)
         if s2_stride > 0:
             s2_bytes = (s2_ptr + e64 * s2_stride).to(tl.pointer_type(tl.uint8))
             prefetch_share(s2_bytes, s2_stride // 32, 128, part, tiles * SPLIT)
-    x_rows = x_ptr + (x_slot // TOP_K).to(tl.int64) * x_stride
-    acc = accumulate(x_rows, x_found, w_ptr, s_ptr + e64 * s_stride, z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks,
-                     columns, split, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, STAGES, SPLIT, FOLD, BM, BN,
-                     BK)  # fmt: skip
     if SPLIT > 1:
         acc, last = sum_splits(acc, scratch_ptr, counter_ptr, pid // SPLIT, split, BM, BN, SPLIT)
         if not last:
