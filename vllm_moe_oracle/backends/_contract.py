@@ -40,11 +40,41 @@ class Forward(Protocol):
     ) -> None: ...
 
 
+class ScratchForward(Protocol):
+    """As `Forward`, with scratch memory.
+
+    Args:
+        workspace: contiguous uint8, at least as many bytes as were asked for, any content, 16-byte aligned.
+    """
+
+    def __call__(
+        self,
+        out: Tensor,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        workspace: Tensor,
+    ) -> None: ...
+
+
 class Builder(Protocol):
     """What vLLM's side offers a backend for making the object that vLLM's modular kernel runs."""
 
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens that a call may have."""
+
     def from_function(self, forward: Forward) -> Any:
         """Experts that call a plain function with routed tokens; vLLM prepares and finalises around it."""
+
+    def from_scratch_function(self, forward: ScratchForward, nbytes: Callable[[int, int], int]) -> Any:
+        """As `from_function`, for a function that needs scratch memory, which comes from vLLM's workspaces.
+
+        Args:
+            forward: the function.
+            nbytes: bytes of scratch memory for a number of tokens and of experts per token.
+        """
 
     def stock(
         self,

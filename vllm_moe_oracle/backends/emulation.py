@@ -112,6 +112,26 @@ def forward(
     """
     import torch
 
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # a process may allow TF32, which keeps 10 of 23 bits
+    try:
+        total = _sum_over_experts(tensors, problem, x, topk_weights, topk_ids, expert_map)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    out.copy_(total)
+
+
+def _sum_over_experts(
+    tensors: Tensors,
+    problem: Problem,
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+) -> Tensor:
+    """The weighted sum over each token's experts, float32 `[M, hidden]`."""
+    import torch
+
     from .. import schemes
 
     scheme = schemes.module(problem.scheme.name)
@@ -140,7 +160,7 @@ def forward(
         if chosen is not None:
             result.masked_fill_(~chosen, 0.0)
         total.index_add_(0, token, result)
-    out.copy_(total)
+    return total
 
 
 def _work(slots: Tensor, topk_weights: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:

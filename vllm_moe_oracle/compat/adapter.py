@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
@@ -19,7 +19,7 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import make_moe_prepare_and_finalize_no_dp_ep
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
-from ..backends import Backend, Forward
+from ..backends import Backend, Forward, ScratchForward
 from ..errors import OracleError
 from ..oracle.decision import Plan
 from ..oracle.problem import MX_BLOCK, Activation, Parallel, Problem, Routing, Scheme
@@ -183,9 +183,20 @@ class Adapter:
             mx_alignment=MX_BLOCK if problem.scheme.name == "mxfp8" else 0,
         )
 
-    def function_experts(self, moe: Any, quant_config: Any, forward: Forward) -> Any:
-        """Experts over a plain function."""
-        return FunctionExperts(moe, quant_config, forward)
+    def function_experts(
+        self,
+        moe: Any,
+        quant_config: Any,
+        forward: Forward | ScratchForward,
+        nbytes: Callable[[int, int], int] | None = None,
+    ) -> Any:
+        """Experts over a plain function; with `nbytes`, over one that needs scratch memory."""
+        return FunctionExperts(moe, quant_config, forward, nbytes)
+
+    def max_tokens(self, moe: Any) -> int:
+        """Most tokens that a call of a layer may have: the scheduler's limit on every data-parallel rank together."""
+        config = get_current_vllm_config()
+        return int(config.scheduler_config.max_num_batched_tokens) * int(moe.moe_parallel_config.dp_size)
 
     def experts_class(self, backend: Backend) -> Any:
         """The class of the experts that a backend will build, which stock code asks before weights are there."""

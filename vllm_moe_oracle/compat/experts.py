@@ -7,6 +7,7 @@ which on a CPU traces through the MoE layer.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -15,7 +16,7 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
-from ..backends import Forward
+from ..backends import Forward, ScratchForward
 
 NAMESPACE = "vllm_moe_oracle"
 
@@ -23,8 +24,9 @@ NAMESPACE = "vllm_moe_oracle"
 class _Runner:
     """Holds a function so that the operator can find it by number, for as long as its layer lives."""
 
-    def __init__(self, forward: Forward) -> None:
-        self.forward = forward
+    def __init__(self, forward: Forward | ScratchForward, scratch: bool) -> None:
+        self.forward: Any = forward
+        self.scratch = scratch
         self.handle = next(_handles)
         _runners[self.handle] = self
 
@@ -33,16 +35,32 @@ _handles = itertools.count()
 _runners: WeakValueDictionary[int, _Runner] = WeakValueDictionary()
 
 
-@torch.library.custom_op(f"{NAMESPACE}::run_experts", mutates_args=("out",))
+@torch.library.custom_op(f"{NAMESPACE}::run_experts", mutates_args=("out", "workspace"))
 def run_experts(
-    out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, handle: int
+    out: Tensor,
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    workspace: Tensor,
+    handle: int,
 ) -> None:
-    """Calls the function behind `handle`; arguments as for `Forward`."""
-    _runners[handle].forward(out, x, topk_weights, topk_ids, expert_map)
+    """Calls the function behind `handle`; arguments as for `ScratchForward`."""
+    runner = _runners[handle]
+    scratch = (workspace.view(torch.uint8),) if runner.scratch else ()
+    runner.forward(out, x, topk_weights, topk_ids, expert_map, *scratch)
 
 
 @run_experts.register_fake
-def _(out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, handle: int) -> None:
+def _(
+    out: Tensor,
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    workspace: Tensor,
+    handle: int,
+) -> None:
     return None
 
 
@@ -53,9 +71,16 @@ class FunctionExperts(mk.FusedMoEExpertsModular):
     checked the layer.
     """
 
-    def __init__(self, moe_config: Any, quant_config: Any, forward: Forward) -> None:
+    def __init__(
+        self,
+        moe_config: Any,
+        quant_config: Any,
+        forward: Forward | ScratchForward,
+        nbytes: Callable[[int, int], int] | None = None,
+    ) -> None:
         super().__init__(moe_config, quant_config)
-        self.runner = _Runner(forward)
+        self.runner = _Runner(forward, nbytes is not None)
+        self.nbytes = nbytes
 
     @property
     def expects_unquantized_inputs(self) -> bool:
@@ -106,8 +131,10 @@ class FunctionExperts(mk.FusedMoEExpertsModular):
         expert_tokens_meta: Any,
         activation: Any,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """No workspaces; the output is `[M, K]`."""
-        return (0,), (0,), (M, K)
+        """Scratch memory in the second workspace (vLLM lays the output into the first); the output is `[M, K]`."""
+        # vLLM's workspaces are of the model's dtype, 2 bytes and more.
+        scratch = 0 if self.nbytes is None else -(-self.nbytes(M, topk) // 2)
+        return (0,), (scratch,), (M, K)
 
     def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
         """Experts, tokens, rows of the first product, hidden size, experts per token."""
@@ -137,5 +164,11 @@ class FunctionExperts(mk.FusedMoEExpertsModular):
             # vLLM's prepare step has multiplied the input already.
             topk_weights = torch.ones_like(topk_weights)
         torch.ops.vllm_moe_oracle.run_experts(
-            output, hidden_states, topk_weights, topk_ids, expert_map, self.runner.handle
+            output,
+            hidden_states,
+            topk_weights,
+            topk_ids,
+            expert_map,
+            output.new_empty(0) if workspace2 is None else workspace2,
+            self.runner.handle,
         )

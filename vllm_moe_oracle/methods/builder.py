@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..backends import Forward
+from ..backends import Forward, ScratchForward
 
 if TYPE_CHECKING:
     from ..compat.adapter import Adapter
@@ -21,6 +22,15 @@ class VllmBuilder:
     def from_function(self, forward: Forward) -> Any:
         """Experts over a plain function."""
         return self._release.function_experts(self._moe, self._quant_config, forward)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens that a call may have."""
+        return self._release.max_tokens(self._moe)
+
+    def from_scratch_function(self, forward: ScratchForward, nbytes: Callable[[int, int], int]) -> Any:
+        """Experts over a function with scratch memory."""
+        return self._release.function_experts(self._moe, self._quant_config, forward, nbytes)
 
     def stock(self, class_name: str, **kwargs: Any) -> Any:
         """An instance of vLLM's own expert class of that name."""

@@ -1,0 +1,127 @@
+"""What the backends over this project's own kernels share: storage, workspaces and the call, for every format."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..oracle.decision import Plan
+from ..oracle.problem import Device, Problem
+from ._contract import Backend, Builder, Tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..kernels.weights import Matrix, OwnWeights
+
+HOPPER = ((90, 91),)
+"""Where the kernels are compiled, tested and measured."""
+
+_PARTS = ("scale", "zero_point", "row_scale", "bias")
+
+
+class OwnBackend(Backend):
+    """Experts over `vllm_moe_oracle.kernels.fused_moe`; a subclass names the weight format and its limits."""
+
+    place: ClassVar[float] = 900.0
+
+    def estimate(self, problem: Problem, device: Device) -> float:
+        """After every kernel that stock vLLM would take: without measurements the stock choice stands."""
+        return self.place
+
+    def weight_format(self, problem: Problem) -> str:
+        """The kernels' name of the layer's weight format."""
+        return problem.scheme.name if problem.scheme.name != "wna16" else f"int{problem.scheme.bits}"
+
+    def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
+        """The kernels' storage order; see `vllm_moe_oracle.kernels.weights.Matrix` for shapes and dtypes."""
+        from ..kernels.weights import load_expert
+
+        one = self._allocate(problem, 1, expert["w13"].device)
+        converted = {}
+        for name, matrix in (("w13", one.w13), ("w2", one.w2)):
+            load_expert(
+                one, name, 0, expert[name], expert[f"{name}_scale"],
+                expert.get(f"{name}_zero_point"), expert.get(f"{name}_bias"),
+            )  # fmt: skip
+            converted[name] = matrix.codes[0]
+            parts = dict(zip(_PARTS, (matrix.scales, matrix.zeros, matrix.row_scale, matrix.bias), strict=True))
+            converted |= {f"{name}_{part}": tensor[0] for part, tensor in parts.items() if tensor is not None}
+        return converted
+
+    def _allocate(self, problem: Problem, experts: int, device: Any) -> OwnWeights:
+        import torch
+
+        from ..kernels.weights import allocate
+
+        scheme = problem.scheme
+        return allocate(
+            self.weight_format(problem),
+            experts,
+            problem.hidden_size,
+            problem.intermediate_size,
+            gated=problem.activation.gated,
+            group=max(scheme.group_size, 0),
+            dtype=getattr(torch, problem.dtype),
+            zero_points=scheme.zero_points,
+            bias=problem.has_bias,
+            device=device,
+        )
+
+    def experts(self, tensors: Tensors, problem: Problem, plan: Plan, builder: Builder) -> Any:
+        """Experts over the kernels, with vLLM's workspaces as their scratch memory."""
+        import torch
+
+        from ..kernels.config import INVARIANT
+        from ..kernels.fused_moe import fused_moe, plan_workspace
+
+        config = INVARIANT if problem.batch_invariant else None
+        quantise = self.activations(problem) != "16bit"
+        blank = self._allocate(problem, problem.local_experts, "meta")
+        # Zero before the first call, and every call leaves it zero: one buffer, made once, outside any graph.
+        sizes = [1 << power for power in range(builder.max_tokens.bit_length() + 1)]
+        most = max(plan_workspace(blank, size, problem.top_k, config, quantise=quantise).counters for size in sizes)
+        counters = torch.zeros(most, dtype=torch.int32, device=tensors["w13"].device)
+        activation = problem.activation
+
+        def nbytes(tokens: int, top_k: int) -> int:
+            return plan_workspace(blank, tokens, top_k, config, quantise=quantise).nbytes
+
+        def run(
+            out: Tensor,
+            x: Tensor,
+            topk_weights: Tensor,
+            topk_ids: Tensor,
+            expert_map: Tensor | None,
+            workspace: Tensor,
+        ) -> None:
+            fused_moe(
+                x,
+                self._stored(tensors, blank),
+                topk_weights,
+                topk_ids,
+                activation=activation.name,
+                alpha=activation.alpha,
+                beta=activation.beta,
+                limit=activation.limit,
+                workspace=workspace,
+                counters=counters,
+                out=out,
+                expert_map=expert_map,
+                quantise_activations=quantise,
+                config=config,
+            )
+
+        return builder.from_scratch_function(run, nbytes)
+
+    def _stored(self, tensors: Tensors, blank: OwnWeights) -> OwnWeights:
+        import dataclasses
+
+        return dataclasses.replace(
+            blank, w13=self._matrix(tensors, "w13", blank.w13), w2=self._matrix(tensors, "w2", blank.w2)
+        )
+
+    def _matrix(self, tensors: Tensors, name: str, blank: Matrix) -> Matrix:
+        from ..kernels.weights import Matrix
+
+        scales, zeros, row_scale, bias = (tensors.get(f"{name}_{part}") for part in _PARTS)
+        return Matrix(blank.rows, blank.columns, tensors[name], scales, zeros, row_scale, bias)
