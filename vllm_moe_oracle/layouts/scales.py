@@ -1,7 +1,7 @@
 """Orders scales and biases for kernels of others, and back.
 
 Sources: vLLM's ``marlin_permute_scales``, ``marlin_permute_bias`` and ``mxfp8_marlin_process_scales``; the package
-humming-kernels, ``transform_humming_weight_scale``; NVIDIA's PTX ISA, scale factors of ``tcgen05.mma``, for the tiles of
+humming-kernels, ``transform_humming_weight_scale``; NVIDIA's PTX ISA, scale factors of ``tcgen05.mma``, for tiles of
 128 rows x 4 scales; DeepGEMM, ``get_mn_major_tma_aligned_packed_ue8m0_tensor``.
 """
 

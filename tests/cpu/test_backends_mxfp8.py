@@ -1,0 +1,381 @@
+"""MXFP8 backends over vLLM's kernels: what they say, and what their conversions make of an expert."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from cases import GPT_OSS, MXFP8, MXFP8_W8A8, RELU2, SILU, problem
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_moe_oracle.backends import Backend
+from vllm_moe_oracle.layouts import rows as row_orders
+from vllm_moe_oracle.layouts import scales as scale_orders
+from vllm_moe_oracle.layouts.pack import unpack_tiles
+from vllm_moe_oracle.layouts.pad import crop_columns, crop_rows
+from vllm_moe_oracle.oracle.decision import Plan, Rejected
+from vllm_moe_oracle.oracle.problem import Activation, Device, Problem, Routing
+from vllm_moe_oracle.oracle.registry import default_registry
+
+PACKAGES = {
+    "vllm": "0.33.0", "torch": "2.14.0", "humming-kernels": "0.1.19", "flashinfer-python": "0.7.2.post1"
+}  # fmt: skip
+NAMES = (
+    "marlin_mxfp8",
+    "humming_mxfp8",
+    "humming_mxfp8_grouped",
+    "trtllm_mxfp8",
+    "trtllm_mxfp8_monolithic",
+    "deep_gemm_mxfp8",
+)
+RENORMALIZE = Routing(method="renormalize")
+
+
+def gpu(capability: int, **packages: str) -> Device:
+    return Device("cuda", f"a card of sm_{capability}", capability, packages=PACKAGES | packages)
+
+
+def backend(name: str) -> Backend:
+    return default_registry()[name]
+
+
+def codes_of(verdict: Any) -> set[str]:
+    return {reason.code for reason in verdict.reasons}
+
+
+def layer(**changes: Any) -> Problem:
+    return problem(**({"scheme": MXFP8_W8A8, "routing": RENORMALIZE} | changes))
+
+
+HOME = {"marlin_mxfp8": 80, "humming_mxfp8": 90, "humming_mxfp8_grouped": 90}
+
+
+def at_home(name: str) -> Device:
+    return gpu(HOME.get(name, 100))
+
+
+def usual(name: str, **changes: Any) -> Problem:
+    """A layer that the backend takes."""
+    return layer(**({"ep": 4, "local_experts": 32} if name == "humming_mxfp8_grouped" else {}) | changes)
+
+
+# --- What they take ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_usual_layer_is_taken_at_home(name: str) -> None:
+    assert backend(name).check(usual(name), at_home(name)).reasons == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("marlin_mxfp8", {80, 86, 89, 90, 100, 103, 120, 121}),
+        ("humming_mxfp8", {80, 86, 89, 90}),
+        ("humming_mxfp8_grouped", {80, 86, 89, 90}),
+        ("trtllm_mxfp8", {100, 103}),
+        ("trtllm_mxfp8_monolithic", {100, 103}),
+        ("deep_gemm_mxfp8", {100, 103}),
+    ],
+)
+def test_capabilities(name: str, taken: set[int]) -> None:
+    every = {75, 80, 86, 89, 90, 100, 103, 120, 121}
+    refused = {each: backend(name).check(usual(name), gpu(each)) for each in every - taken}
+    assert all("capability" in codes_of(verdict) for verdict in refused.values())
+    assert {each for each in every if not backend(name).check(usual(name), gpu(each)).reasons} == taken
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_float16_and_batched_activations_are_refused(name: str) -> None:
+    assert "dtype" in codes_of(backend(name).check(usual(name, dtype="float16"), at_home(name)))
+    assert "format" in codes_of(backend(name).check(usual(name, ep=4, format="batched"), at_home(name)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_biases_reach_the_kernel_or_the_layer_is_refused(name: str) -> None:
+    verdict = backend(name).check(usual(name, has_bias=True), at_home(name))
+    assert codes_of(verdict) == (set() if name in HOME else {"bias"})
+
+
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [
+        ("marlin_mxfp8", set()),
+        ("humming_mxfp8", set()),
+        ("trtllm_mxfp8", {"activation"}),
+        ("trtllm_mxfp8_monolithic", set()),
+        ("deep_gemm_mxfp8", {"activation"}),
+    ],
+)
+def test_non_gated_experts(name: str, codes: set[str]) -> None:
+    nemotron = usual(name, activation=RELU2, hidden_size=2688, intermediate_size=1856, top_k=6)
+    assert codes_of(backend(name).check(nemotron, at_home(name))) == codes
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("activation", "taken"),
+    [
+        (GPT_OSS, True),
+        (Activation("silu", limit=7.0), True),
+        (Activation("silu", alpha=1.0, beta=0.0), True),
+        (Activation("silu", alpha=1.702), False),
+        (Activation("swigluoai", alpha=1.702, beta=1.0), False),
+    ],
+)
+def test_parameters_reach_the_kernel_or_the_layer_is_refused(name: str, activation: Activation, taken: bool) -> None:
+    verdict = backend(name).check(usual(name, activation=activation), at_home(name))
+    assert codes_of(verdict) == (set() if taken else {"activation.parameters"})
+
+
+@pytest.mark.parametrize(
+    ("name", "since"),
+    [
+        ("marlin_mxfp8", "0.24.0"),
+        ("humming_mxfp8", "0.28.0"),
+        ("trtllm_mxfp8", "0.25.1"),
+        ("deep_gemm_mxfp8", "0.24.0"),
+    ],
+)
+def test_swigluoai_is_taken_since(name: str, since: str) -> None:
+    home = at_home(name)
+    before = {"0.24.0": "0.23.0", "0.25.1": "0.24.0", "0.28.0": "0.27.1"}[since]
+    for version, taken in ((since, True), (before, False)):
+        device = dataclasses.replace(home, packages=home.packages | {"vllm": version})
+        reasons = backend(name).check(usual(name, activation=GPT_OSS), device).reasons
+        assert ("activation.parameters" not in {reason.code for reason in reasons}) == taken
+        assert taken or f"only since vLLM {since}" in " ".join(map(str, reasons))
+
+
+def test_humming_runs_where_vllm_itself_runs_it() -> None:
+    alone, spread = layer(), layer(ep=4, local_experts=32)
+    new, old = gpu(90), gpu(90, vllm="0.26.0", **{"humming-kernels": "0.1.10"})
+    table = [
+        (backend(name).check(each, device).reasons == ())
+        for device in (new, old)
+        for each in (alone, spread)
+        for name in ("humming_mxfp8", "humming_mxfp8_grouped")
+    ]
+    assert table == [True, False, False, True, True, False, True, False]
+    reason = str(backend("humming_mxfp8").check(spread, new).reasons[0])
+    assert reason == "vLLM runs Humming's grouped kernels for expert parallelism over 4 ranks"
+
+
+def test_humming_needs_its_package() -> None:
+    without = dataclasses.replace(gpu(90), packages={"vllm": "0.33.0"})
+    reason = backend("humming_mxfp8").check(layer(), without).reasons[0]
+    assert reason.code == "package" and "humming-kernels>=0.1.10" in str(reason)
+    too_old = gpu(90, vllm="0.24.0")
+    assert codes_of(backend("humming_mxfp8").check(layer(), too_old)) == {"package"}
+
+
+def test_humming_reads_another_order_before_its_wgmma_kernels_changed() -> None:
+    kinds = {
+        (capability, version): backend("humming_mxfp8")
+        .plan(layer(), gpu(capability, **{"humming-kernels": version}))
+        .layout
+        for capability in (80, 90)
+        for version in ("0.1.10", "0.1.16", "0.1.17", "0.1.19")
+    }
+    assert {key for key, kind in kinds.items() if kind == "transposed"} == {(90, "0.1.10"), (90, "0.1.16")}
+
+
+@pytest.mark.parametrize("top_k", [8, 11, 32])
+def test_the_limit_of_ten_experts_per_token_is_deep_seeks_alone(top_k: int) -> None:
+    for name in ("trtllm_mxfp8", "trtllm_mxfp8_monolithic"):
+        assert backend(name).check(layer(top_k=top_k), gpu(100)).reasons == ()
+    assert codes_of(backend("trtllm_mxfp8").check(layer(top_k=33), gpu(100))) == {"top_k.max"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "codes"),
+    [
+        ({"experts": 130}, {"experts.multiple"}),
+        ({"experts": 516}, {"experts.max"}),
+        ({"experts": 8, "top_k": 8}, {"experts.more_than_top_k"}),
+        ({"routing": Routing(method="topk")}, {"routing"}),
+        ({"routing": Routing(method="renormalize", hashed=True)}, {"routing.hashed"}),
+        ({"routing": Routing(method="deepseekv3")}, {"routing.groups"}),
+        ({"routing": Routing(method="deepseekv3", num_groups=8, top_k_groups=4)}, set()),
+        ({"routing": Routing(method="deepseekv3", num_groups=8, top_k_groups=5)}, {"routing.top_k_groups"}),
+        ({"routing": Routing(method="deepseekv3", num_groups=1, top_k_groups=1), "top_k": 9}, {"routing.top_k"}),
+        (
+            {"routing": Routing(method="deepseekv3", num_groups=1, top_k_groups=1), "top_k": 22, "experts": 512},
+            set(),
+        ),
+    ],
+)
+def test_what_routes_inside_its_kernel(changes: dict[str, Any], codes: set[str]) -> None:
+    assert codes_of(backend("trtllm_mxfp8_monolithic").check(layer(**changes), gpu(100))) == codes
+
+
+def test_the_modular_class_is_given_routed_ids() -> None:
+    for changes in ({"routing": Routing(method="topk")}, {"routing": Routing(method="deepseekv3")}, {"experts": 1024}):
+        assert backend("trtllm_mxfp8").check(layer(**changes), gpu(100)).reasons == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "inner", "plan"),
+    [
+        ("marlin_mxfp8", 2688, 1856, (2688, 1856)),
+        ("marlin_mxfp8", 2688, 928, (2688, 960)),
+        ("humming_mxfp8", 2688, 1856, (2688, 1856)),
+        ("trtllm_mxfp8_monolithic", 2688, 1856, (2816, 1920)),
+        ("deep_gemm_mxfp8", 2048, 96, (2048, 128)),
+    ],
+)
+def test_padding(name: str, hidden: int, inner: int, plan: tuple[int, int]) -> None:
+    chosen = layer(hidden_size=hidden, intermediate_size=inner)
+    found = backend(name).plan(chosen, at_home(name))
+    assert (found.hidden_size, found.intermediate_size) == plan
+    assert bool(found.notes) == found.pads(chosen)
+    assert backend(name).check(chosen, at_home(name)).reasons == ()
+
+
+@pytest.mark.parametrize("name", ["marlin_mxfp8", "deep_gemm_mxfp8"])
+def test_hidden_sizes_that_are_no_multiple_of_128(name: str) -> None:
+    verdict = backend(name).check(layer(hidden_size=2880), at_home(name))
+    assert isinstance(verdict, Rejected)
+    assert str(verdict.reasons[0]) == "hidden size 2880 is no multiple of 128 (2880 mod 128 = 64)"
+
+
+def test_the_order_is_stocks() -> None:
+    def order(capability: int, each: Problem) -> list[str]:
+        device = gpu(capability)
+        return sorted(NAMES, key=lambda name: backend(name).estimate(each, device))
+
+    front = ["trtllm_mxfp8_monolithic", "trtllm_mxfp8", "deep_gemm_mxfp8"]
+    humming = ["humming_mxfp8_grouped", "humming_mxfp8"]
+    assert order(90, layer()) == [*front, *humming, "marlin_mxfp8"]
+    for capability in (80, 89, 100, 103, 120, 121):
+        assert order(capability, layer()) == [*front, "marlin_mxfp8", *humming]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_they_compute_with(name: str) -> None:
+    weight_only = name in HOME
+    assert backend(name).activations(layer()) == ("16bit" if weight_only else "mxfp8")
+    words = str(backend(name).numerics(layer()))
+    assert ("left in bfloat16" if weight_only else "quantised to MXFP8 per token") in words
+
+
+# --- What they make of an expert -----------------------------------------------------------------------------------
+
+
+def expert(each: Problem, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random canonical tensors of one expert, every code among them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int, high: int = 256) -> torch.Tensor:
+        return torch.randint(0, high, shape, dtype=torch.uint8, generator=generator)
+
+    rows, hidden, inner = each.w13_rows, each.hidden_size, each.intermediate_size
+    found = {
+        "w13": random(rows, hidden).view(torch.float8_e4m3fn),
+        "w2": random(hidden, inner).view(torch.float8_e4m3fn),
+        "w13_scale": random(rows, hidden // 32, high=255),
+        "w2_scale": random(hidden, inner // 32, high=255),
+    }
+    if each.has_bias:
+        found["w13_bias"] = torch.randn(rows, generator=generator).bfloat16()
+        found["w2_bias"] = torch.randn(hidden, generator=generator).bfloat16()
+    return found
+
+
+def undone(name: str, converted: dict[str, torch.Tensor], each: Problem, plan: Plan) -> dict[str, torch.Tensor]:
+    """The canonical tensors that a conversion came from, through the layouts' inverses."""
+    halves = 2 if each.activation.gated else 1
+    found = {}
+    for key, tensor in converted.items():
+        matrix, _, kind = key.partition("_")
+        if name.startswith("trtllm"):
+            plain = tensor.view(torch.uint8)
+            plain = scale_orders.untile_scales(plain) if kind else plain
+            plain = row_orders.unshuffle_rows(plain)
+            if halves == 2 and matrix == "w13":
+                plain = row_orders.swap_halves(row_orders.separate_halves(plain))
+        elif name == "deep_gemm_mxfp8":
+            groups = (plan.hidden_size if matrix == "w13" else plan.intermediate_size) // 32
+            plain = scale_orders.unpack_scales(tensor, groups) if kind else tensor.view(torch.uint8)
+        elif kind == "bias":
+            plain = scale_orders.restore_bias(tensor)
+        elif kind:
+            restore = (
+                scale_orders.restore_marlin_mx_scales if name == "marlin_mxfp8" else scale_orders.restore_group_scales
+            )
+            plain = restore(tensor.view(torch.uint8))
+        else:
+            plain = unpack_tiles(tensor, order="transposed" if plan.layout == "transposed" else "interleaved")
+        rows = each.intermediate_size if matrix == "w13" else each.hidden_size
+        if name.startswith("humming"):
+            # It pads at the end of the matrix, not of its halves.
+            plain = crop_rows(plain, each.w13_rows if matrix == "w13" else rows)
+        else:
+            plain = crop_rows(plain, rows, halves if matrix == "w13" else 1)
+        columns = each.hidden_size if matrix == "w13" else each.intermediate_size
+        if kind != "bias":
+            plain = crop_columns(plain, columns // 32 if kind else columns)
+        found[key] = plain
+    return found
+
+
+@given(
+    name=st.sampled_from(NAMES),
+    hidden=st.sampled_from((128, 256, 384)),
+    inner=st.sampled_from((32, 64, 96, 160, 256)),
+    gated=st.booleans(),
+    has_bias=st.booleans(),
+    old=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_nothing_is_lost(name: str, hidden: int, inner: int, gated: bool, has_bias: bool, old: bool, seed: int) -> None:
+    each = layer(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        activation=SILU if gated else RELU2,
+        has_bias=has_bias and name in HOME,
+    )
+    home = at_home(name)
+    if old:
+        home = dataclasses.replace(home, packages=home.packages | {"humming-kernels": "0.1.10"})
+    plan = backend(name).plan(each, home)
+    original = expert(each, seed)
+    kept = {key: tensor.clone() for key, tensor in original.items()}
+    converted = backend(name).convert(original, each, plan)
+    found = undone(name, converted, each, plan)
+    assert found.keys() == original.keys()
+    for key, tensor in original.items():
+        assert torch.equal(found[key].contiguous().view(torch.uint8), tensor.view(torch.uint8)), key
+        assert torch.equal(kept[key].view(torch.uint8), tensor.view(torch.uint8)), f"{key} was modified"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("activation", [SILU, RELU2])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_kinds_are_known_without_data(name: str, activation: Activation, has_bias: bool) -> None:
+    each = layer(hidden_size=384, intermediate_size=96, activation=activation, has_bias=has_bias and name in HOME)
+    plan = backend(name).plan(each, at_home(name))
+    real = expert(each)
+    empty = {key: torch.empty_like(tensor, device="meta") for key, tensor in real.items()}
+    kinds = [
+        {key: (tensor.shape, tensor.dtype) for key, tensor in backend(name).convert(source, each, plan).items()}
+        for source in (real, empty)
+    ]
+    assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("name", ["marlin_mxfp8", "humming_mxfp8"])
+def test_biases_are_given_in_the_models_dtype(name: str) -> None:
+    each = layer(hidden_size=128, intermediate_size=64, has_bias=True)
+    source = expert(each)
+    source["w13_bias"] = source["w13_bias"].float()
+    converted = backend(name).convert(source, each, backend(name).plan(each, at_home(name)))
+    assert converted["w13_bias"].dtype == converted["w2_bias"].dtype == torch.bfloat16
+
+
+def test_schemes_without_activation_quantisation_are_theirs_too() -> None:
+    each = layer(scheme=MXFP8)
+    assert backend("marlin_mxfp8").check(each, gpu(80)).reasons == ()

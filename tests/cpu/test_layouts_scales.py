@@ -1,0 +1,124 @@
+"""Orders of scales, biases and rows for kernels of others: inverses, and vLLM's own functions byte for byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_moe_oracle.layouts import rows as row_orders
+from vllm_moe_oracle.layouts import scales as orders
+
+UTILS = "vllm.model_executor.layers.quantization.utils"
+
+
+def codes(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@given(rows=st.integers(1, 6), groups=st.integers(1, 11), seed=st.integers(0, 2**31))
+def test_group_scales_come_back(rows: int, groups: int, seed: int) -> None:
+    original = codes(64 * rows, groups, seed=seed)
+    assert torch.equal(orders.restore_group_scales(orders.order_group_scales(original)), original)
+    assert torch.equal(orders.restore_marlin_mx_scales(orders.order_marlin_mx_scales(original)), original)
+    floats = original.to(torch.bfloat16)
+    assert torch.equal(orders.restore_group_scales(orders.order_group_scales(floats)), floats)
+
+
+@given(blocks=st.integers(1, 9), seed=st.integers(0, 2**31))
+def test_biases_come_back(blocks: int, seed: int) -> None:
+    original = codes(32 * blocks, seed=seed).to(torch.bfloat16)
+    assert torch.equal(orders.restore_bias(orders.order_bias(original)), original)
+
+
+@given(rows=st.integers(1, 4), groups=st.integers(1, 5), seed=st.integers(0, 2**31))
+def test_tiled_scales_come_back(rows: int, groups: int, seed: int) -> None:
+    original = codes(128 * rows, 4 * groups, seed=seed)
+    assert torch.equal(orders.untile_scales(orders.tile_scales(original)), original)
+
+
+@given(rows=st.integers(1, 40), groups=st.integers(1, 13), seed=st.integers(0, 2**31))
+def test_packed_scales_come_back(rows: int, groups: int, seed: int) -> None:
+    original = codes(4 * rows, groups, seed=seed)
+    packed = orders.pack_scales(original)
+    assert packed.shape == (-(-groups // 4), 4 * rows) and packed.dtype == torch.int32 and packed.is_contiguous()
+    assert torch.equal(orders.unpack_scales(packed, groups), original)
+
+
+@given(blocks=st.integers(1, 5), columns=st.integers(1, 7), seed=st.integers(0, 2**31))
+def test_rows_come_back(blocks: int, columns: int, seed: int) -> None:
+    original = codes(32 * blocks, columns, seed=seed)
+    assert torch.equal(row_orders.unshuffle_rows(row_orders.shuffle_rows(original)), original)
+    assert torch.equal(row_orders.separate_halves(row_orders.alternate_halves(original)), original)
+    assert torch.equal(row_orders.swap_halves(row_orders.swap_halves(original)), original)
+
+
+def test_rows_move_as_the_kernels_documentation_says() -> None:
+    numbers = torch.arange(64)
+    assert row_orders.alternate_halves(numbers)[:4].tolist() == [0, 32, 1, 33]
+    assert row_orders.swap_halves(numbers)[[0, 31, 32]].tolist() == [32, 63, 0]
+    # FlashInfer's table srcToDstBlk32RowMap: row i of 32 goes to table[i].
+    table = [0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27]
+    table += [4, 12, 20, 28, 5, 13, 21, 29, 6, 14, 22, 30, 7, 15, 23, 31]
+    shuffled = row_orders.shuffle_rows(numbers)
+    assert [shuffled[table[row]].item() for row in range(32)] == list(range(32))
+    assert [shuffled[32 + table[row]].item() for row in range(32)] == list(range(32, 64))
+
+
+def every_scale_code() -> torch.Tensor:
+    """All e8m0 codes that are numbers, and more, `[256, 4]`."""
+    found = codes(256, 4) % 255
+    found.view(-1)[:255] = torch.arange(255, dtype=torch.uint8)
+    return found
+
+
+def test_marlins_scales_are_vllms_byte_for_byte() -> None:
+    general: Any = pytest.importorskip(f"{UTILS}.marlin_utils")
+    floats: Any = pytest.importorskip(f"{UTILS}.marlin_utils_fp8")
+    original = every_scale_code()
+    values = original.view(torch.float8_e8m0fnu).to(torch.bfloat16).T.contiguous()
+    permuted = general.marlin_permute_scales(values, size_k=128, size_n=256, group_size=32)
+    assert torch.equal(orders.order_group_scales(original.view(torch.float8_e8m0fnu).to(torch.bfloat16)), permuted)
+    expected = floats.mxfp8_marlin_process_scales(permuted).view(torch.uint8)
+    assert torch.equal(orders.order_marlin_mx_scales(original), expected)
+
+
+def test_marlins_biases_are_vllms() -> None:
+    general: Any = pytest.importorskip(f"{UTILS}.marlin_utils")
+    bias = torch.randn(224, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(orders.order_bias(bias), general.marlin_permute_bias(bias))
+
+
+def test_tiled_scales_are_vllms_byte_for_byte() -> None:
+    mxfp8: Any = pytest.importorskip(f"{UTILS}.mxfp8_utils")
+    original = codes(384, 12)
+    expected = mxfp8.swizzle_mxfp8_scale(original, M=384, K=12 * 32)
+    assert torch.equal(orders.tile_scales(original).view(-1), expected.view(-1))
+
+
+def test_packed_scales_are_what_deep_gemm_makes_of_vllms_float32_scales() -> None:
+    """vLLM gives DeepGEMM float32 scales, of which it takes the exponent's bits, four rows' neighbours to a word."""
+    fp8: Any = pytest.importorskip(f"{UTILS}.fp8_utils")
+    original = every_scale_code()
+    as_floats = fp8._upcast_e8m0_to_fp32(original)
+    exponents = (as_floats.view(torch.int32) >> 23).to(torch.int64)
+    words = sum(exponents[:, place::4] << (8 * place) for place in range(4))
+    assert torch.equal(orders.pack_scales(original).T.to(torch.int64) & 0xFFFFFFFF, words)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "message"),
+    [
+        (orders.order_group_scales, (63, 2), "63 rows are no multiple of 64"),
+        (orders.order_bias, (33,), "33 is no multiple of 32"),
+        (orders.tile_scales, (128, 3), r"\[128, 3\].*128 rows x 4"),
+        (orders.pack_scales, (6, 4), "6 rows are no multiple of 4"),
+        (row_orders.shuffle_rows, (48, 2), "48 rows are no multiple of 32"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_its_numbers(function: Any, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        function(codes(*shape))
