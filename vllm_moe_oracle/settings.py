@@ -26,6 +26,8 @@ AUTO = "auto"
 OnUnavailable = Literal["error", "fallback"]
 Activations = Literal["checkpoint", "16bit"]
 SelfCheck = Literal["off", "group", "all", "strict"]
+ScaleRule = Literal["ceil", "floor", "llm-compressor"]
+"""The rules of `vllm_moe_oracle.schemes.mxfp8.scale_exponents`, which imports torch."""
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -128,6 +130,13 @@ class Settings:
         "compare kernels with the reference at load: not, one layer of each group, every layer, or one layer of each "
         "group with a refusal to start where it fails",
         "off|group|all|strict",
+    )
+    mxfp8_scale_rule: ScaleRule = _setting(
+        "ceil",
+        _one_of(get_args(ScaleRule)),
+        "how experts that are quantised to MXFP8 while they load get their scales: as vLLM, as the MX specification, or "
+        "as the compressed-tensors package",
+        "ceil|floor|llm-compressor",
     )
     report: str = _setting("", _path, "file that each process appends its decisions to, one JSON object a line", "PATH")
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 
 _PROCESSED = "_already_called_process_weights_after_loading"
 """vLLM's own mark of a converted layer: its layer-wise reload takes it away before it converts fresh weights."""
+
+State = Literal["raw", "converting", "converted"]
+STATE = "moe_oracle_state"
+"""Attribute of a layer: ``raw`` while the checkpoint's tensors are loaded, ``converted`` when the kernel's are in their
+place and it may run, ``converting`` in between, and for good when the conversion failed."""
 
 
 class LayerTensors(Mapping[str, Tensor]):
@@ -104,8 +109,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
         problem = self.decision.problem
         if problem.has_bias:
             self._register_biases(layer, kwargs)
-        shapes = self._scheme().shapes(problem)
-        names = self._names(shapes)
+        self._enter(layer, "raw")
+        names = self._names(self._scheme().shapes(problem))
         raw = {own: getattr(layer, name).data for own, name in names.items()}
         for own, kind in storage.kinds_after(self._convert, raw).items():
             if own in names:
@@ -117,7 +122,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
             if hasattr(layer, name):
                 continue
             # Zeros: a rank other than the first may leave the second product's bias to the first.
-            data = torch.zeros(problem.local_experts, rows, dtype=layer.params_dtype)
+            data = torch.zeros(
+                problem.local_experts, rows, dtype=layer.params_dtype, device=layer.w13_weight.device
+            )
             parameter = torch.nn.Parameter(data, requires_grad=False)
             if "weight_loader" in extra:
                 parameter.weight_loader = self.release.bias_loader(layer, extra["weight_loader"])  # type: ignore[attr-defined]
@@ -130,11 +137,13 @@ class OracleMoEMethod(FusedMoEMethodBase):
         Raises:
             CheckpointError: a tensor is missing, misshapen, of the wrong dtype, or damaged. Nothing has been converted.
         """
-        if getattr(layer, _PROCESSED, False):
+        if self._is_processed(layer):
             return
+        self._enter(layer, "converting")
         problem = self.decision.problem
         canonical = self._scheme().read(dict(self.release.parameters(layer)), problem)
-        selfcheck.settle(self, canonical)
+        selfcheck.settle(self, canonical, fixed=self.moe_kernel is not None)
+        self.experts_cls = self.release.experts_class(self.backend)
         names = self._names(canonical)
         kernel_names = storage.convert_in_place(layer, names, self._convert)
         for name in kernel_names.values():
@@ -150,7 +159,16 @@ class OracleMoEMethod(FusedMoEMethodBase):
             experts = self.backend.experts(tensors, problem, self.decision.plan, builder)
             self.moe_kernel = self.release.kernel(self.moe, self.moe_quant_config, layer, experts)
         setattr(layer, _PROCESSED, True)
+        self._enter(layer, "converted")
         engagement.converted(self.decision)
+
+    @staticmethod
+    def _is_processed(layer: Any) -> bool:
+        return bool(getattr(layer, _PROCESSED, False))
+
+    @staticmethod
+    def _enter(layer: Any, state: State) -> None:
+        setattr(layer, STATE, state)
 
     def _scheme(self) -> Any:
         return schemes.module(self.decision.problem.scheme.name)
@@ -187,7 +205,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
         return self.release.apply_monolithic(kernel, layer, x, router_logits, extra)
 
     def _ready(self, layer: Any) -> Any:
-        if self.moe_kernel is None:
-            rule = "the layer was run before its weights were converted"
-            raise LifecycleError(rule, "Call process_weights_after_loading first", self.decision.problem.layer)
+        state = getattr(layer, STATE, "raw")
+        if state != "converted" or self.moe_kernel is None:
+            rule = f"the layer was run before its weights were converted; they are {state}"
+            remedy = "Call process_weights_after_loading first; where that failed, its error says why"
+            raise LifecycleError(rule, remedy, self.decision.problem.layer)
         return self.moe_kernel

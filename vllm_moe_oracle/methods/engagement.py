@@ -55,7 +55,11 @@ def decided(decision: Decision, settings: Settings) -> None:
 
 def converted(decision: Decision) -> None:
     """Notes that a layer is ready; after the last one says how many of the model's MoE layers are ours."""
-    _model.waiting.discard(decision.problem.layer)
+    layer = decision.problem.layer
+    _model.decisions[layer] = decision  # the self-check may have taken another candidate
+    if layer not in _model.waiting:
+        return  # its weights were reloaded
+    _model.waiting.discard(layer)
     if _model.waiting:
         return
     layers = adapter().moe_layer_names()

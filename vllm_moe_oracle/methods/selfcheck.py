@@ -208,12 +208,13 @@ _results: dict[_Group, Result | str] = {}
 """What this process found for each problem and backend: a result, or what the backend raised."""
 
 
-def settle(method: Checked, canonical: Tensors) -> None:
+def settle(method: Checked, canonical: Tensors, fixed: bool = False) -> None:
     """Checks a method's backend on its loaded weights, and takes the next candidate where it fails.
 
     Args:
         method: its backend and decision are changed when another candidate is taken.
         canonical: the layer's loaded weights, `[local_experts, ...]` each.
+        fixed: the kernel is built already, and weights are loaded into it anew: no other candidate can be taken.
 
     Raises:
         SelfCheckError: the backend fails, and it was chosen explicitly, or the check is strict, or nothing is left.
@@ -232,7 +233,7 @@ def settle(method: Checked, canonical: Tensors) -> None:
             return
         found = f"{name} fails its self-check on {problem}: {result}"
         following = _next(method.decision, name)
-        if mode == "strict" or method.decision.why in ("user", "override") or following is None:
+        if fixed or mode == "strict" or method.decision.why in ("user", "override") or following is None:
             remedy = "Choose another backend, and report this with the model's name; MOE_ORACLE_SELF_CHECK=off skips it"
             raise SelfCheckError(found, remedy, problem.layer)
         logger.error("moe_oracle: %s: %s; taking %s instead", problem.layer, found, following)

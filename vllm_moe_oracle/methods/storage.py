@@ -63,11 +63,23 @@ def make_room(parameter: nn.Parameter, kind: Kind) -> None:
         kind: what each expert's slot must be able to hold.
     """
     raw = Kind.of(parameter.data[0])
-    if kind.nbytes <= raw.nbytes and raw.nbytes % kind.dtype.itemsize == 0:
-        return
-    slot = -(-max(kind.nbytes, raw.nbytes) // _ALIGNMENT) * _ALIGNMENT
-    memory = torch.zeros(parameter.shape[0], slot, dtype=torch.uint8, device=parameter.device)
-    parameter.data = _view(memory, raw)
+    if not _fits(raw, kind):
+        parameter.data = allocate(parameter.shape[0], raw, kind, parameter.device)
+
+
+def allocate(count: int, raw: Kind, kind: Kind | None, device: torch.device) -> Tensor:
+    """Zeros of one kind over slots that can hold another as well: `[count, *raw.shape]`.
+
+    Args:
+        count: number of experts.
+        raw: what is written first.
+        kind: what each expert's slot must be able to hold later; None when that is nothing.
+        device: where.
+    """
+    slot = raw.nbytes
+    if kind is not None and not _fits(raw, kind):
+        slot = -(-max(kind.nbytes, raw.nbytes) // _ALIGNMENT) * _ALIGNMENT
+    return _view(torch.zeros(count, slot, dtype=torch.uint8, device=device), raw)
 
 
 def convert_in_place(layer: nn.Module, names: Mapping[str, str], convert: Convert) -> dict[str, str]:
@@ -115,7 +127,7 @@ def convert_in_place(layer: nn.Module, names: Mapping[str, str], convert: Conver
         delattr(layer, names[name])
     for name in changed:
         parameter = names.get(name, name)
-        _replace(layer, parameter, _view(memory[name], kinds[name]))
+        replace(layer, parameter, _view(memory[name], kinds[name]))
     return {name: names.get(name, name) for name in kinds}
 
 
@@ -134,6 +146,24 @@ def refuse_loading(parameter: nn.Parameter, layer: str) -> None:
     parameter.weight_loader = weight_loader  # type: ignore[attr-defined]
 
 
+def replace(layer: nn.Module, name: str, data: Tensor) -> None:
+    """Replaces a parameter of a layer, or adds it; the one place where that happens.
+
+    Args:
+        layer: the layer.
+        name: the parameter's name.
+        data: what it holds from now on. Attributes of the old one, its loader first of all, are gone.
+    """
+    if name in layer._parameters:
+        delattr(layer, name)
+    layer.register_parameter(name, nn.Parameter(data, requires_grad=False))
+
+
+def _fits(raw: Kind, kind: Kind) -> bool:
+    """Whether experts of one kind, one right after the other, leave each its room for the other kind."""
+    return kind.nbytes <= raw.nbytes and raw.nbytes % kind.dtype.itemsize == 0
+
+
 def _view(memory: Tensor, kind: Kind) -> Tensor:
     """`[experts, *kind.shape]` over the first bytes of each row of uint8 `[experts, slot]`."""
     return torch.unflatten(memory[:, : kind.nbytes].view(kind.dtype), 1, kind.shape)
@@ -148,10 +178,3 @@ def _memory(raw: Tensor | None, count: int, kind: Kind, device: torch.device) ->
         if kind.nbytes <= slot and slot % kind.dtype.itemsize == 0 and offset % kind.dtype.itemsize == 0:
             return storage.as_strided((count, kind.nbytes), (slot, 1), offset)
     return torch.empty(count, kind.nbytes, dtype=torch.uint8, device=device)
-
-
-def _replace(layer: nn.Module, name: str, data: Tensor) -> None:
-    """The one place where a layer's parameter is replaced or added."""
-    if name in layer._parameters:
-        delattr(layer, name)
-    layer.register_parameter(name, nn.Parameter(data, requires_grad=False))

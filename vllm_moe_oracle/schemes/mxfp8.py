@@ -27,6 +27,11 @@ E8M0_MAX = 254
 """Largest scale code that is a number: 2**127."""
 E8M0_NAN = 255
 
+PASS_BYTES = 48 << 20
+"""Most memory that one pass of `quantise_into` takes beside its arguments, unless one row of all experts takes more."""
+_TEMPORARIES = 5
+"""Float32 tensors of the size of its input that `quantise` has at one time."""
+
 # Names of the parameters that vLLM's loaders fill, and their canonical names.
 PARAMETERS = {
     "w13_weight": "w13",
@@ -158,6 +163,29 @@ def quantise(values: Tensor, rule: ScaleRule = "ceil") -> tuple[Tensor, Tensor]:
     scaled = torch.where((codes == E8M0_NAN).unsqueeze(-1), torch.full_like(scaled, torch.nan), scaled)
     elements = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return elements.view(values.shape), codes
+
+
+def quantise_into(values: Tensor, codes: Tensor, scales: Tensor, rule: ScaleRule = "ceil") -> None:
+    """As `quantise`, for a whole layer and into tensors that are there, in bounded memory.
+
+    Every pass takes the same rows of all experts at once, as many as keep a pass's temporaries below `PASS_BYTES`.
+
+    Args:
+        values: `[E, N, K]`, floating point, K a multiple of 32.
+        codes: float8_e4m3fn `[E, N, K]`, overwritten; experts may lie any distance apart.
+        scales: uint8 `[E, N, K/32]`, overwritten; likewise.
+        rule: see `scale_exponents`.
+
+    Raises:
+        ValueError: K is no multiple of 32.
+    """
+    experts, rows, columns = values.shape
+    step = max(1, PASS_BYTES // (_TEMPORARIES * 4 * max(1, experts * columns)))
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        elements, exponents = quantise(values[:, part].contiguous(), rule)
+        codes[:, part] = elements
+        scales[:, part] = exponents
 
 
 def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,0 +1,149 @@
+"""MXFP8 made while a 16-bit checkpoint loads: vLLM's ``--quantization mxfp8``.
+
+vLLM holds a layer's checkpoint tensors back until it has them all; then its 16-bit weights exist, are quantised here,
+tensor by tensor, and are gone. From there on the layer is one of an MXFP8 checkpoint. Linear layers stay vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.quantization.online import mxfp8 as stock
+from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
+from vllm.model_executor.utils import set_weight_attrs
+
+from ..compat.construction import current_layer
+from ..errors import CheckpointError
+from ..oracle.problem import MX_BLOCK, Scheme
+from ..schemes import mxfp8
+from . import storage
+from .base import OracleMoEMethod
+
+SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="online", activations="mxfp8")
+"""vLLM's own online MXFP8 is W8A8: it asks for kernels that quantise activations too."""
+
+
+def require_blocks(name: str, **sizes: int) -> None:
+    """Refuses input sizes that blocks do not divide.
+
+    Args:
+        name: the layer's name.
+        sizes: input features of its matrices on this rank, by what they are, with underscores for blanks.
+
+    Raises:
+        CheckpointError: one is no multiple of 32; all that are not are named.
+    """
+    wrong = {what.replace("_", " "): size for what, size in sizes.items() if size % MX_BLOCK}
+    if wrong:
+        numbers = ", ".join(f"{what} {size} (remainder {size % MX_BLOCK})" for what, size in wrong.items())
+        rule = f"MXFP8 needs input sizes that are multiples of {MX_BLOCK}, and has {numbers} on this rank"
+        remedy = "Serve it with fewer tensor-parallel ranks, or leave it out by quantization_config's ignore"
+        raise CheckpointError(rule, remedy, name)
+
+
+class Mxfp8OnlineMoEMethod(OracleMoEMethod, stock.Mxfp8OnlineMoEMethod):
+    """MoE layers of a 16-bit checkpoint. Takes the place of the stock class of the same name."""
+
+    def __init__(self, *, moe: Any = None, layer: Any = None) -> None:
+        """
+        Args:
+            moe: vLLM's `FusedMoEConfig`; releases before 0.30 give the layer instead.
+            layer: the layer.
+
+        Raises:
+            CheckpointError: an input size that blocks of 32 do not divide.
+        """
+        config = layer.moe_config if moe is None else moe
+        require_blocks(
+            current_layer()[1],
+            hidden_size=config.hidden_dim,
+            intermediate_size=config.intermediate_size_per_partition,
+        )
+        # The stock class's base, not the class itself: that would choose a backend by its own list.
+        super(stock.Mxfp8OnlineMoEMethod, self).__init__(config)
+        self.weight_block_size = [1, MX_BLOCK]
+        self.weight_scale_name = "weight_scale"
+        self.decide(config, SCHEME)
+
+    def create_weights(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
+        """Registers 16-bit weights without data, which vLLM fills, and hands back here, when it has them all.
+
+        A layer whose checkpoint is quantised otherwise (vLLM calls this requantisation) gets that checkpoint's
+        parameters instead.
+        """
+        if self._source() is not None:
+            super(OracleMoEMethod, self).create_weights(layer, num_experts, *args, **kwargs)
+            self._enter(layer, "raw")
+            return
+        problem = self.decision.problem
+        dtype = kwargs.get("params_dtype", getattr(torch, problem.dtype))
+        layer.num_experts = num_experts
+        layer.orig_dtype = layer.params_dtype = dtype
+        layer.weight_block_size = self.weight_block_size
+        layer.w13_input_scale = layer.w2_input_scale = None
+        shapes = mxfp8.shapes(problem)
+        for own in ("w13", "w2"):
+            parameter = torch.nn.Parameter(torch.empty(shapes[own], dtype=dtype, device="meta"), requires_grad=False)
+            layer.register_parameter(f"{own}_weight", parameter)
+            set_weight_attrs(parameter, {name: value for name, value in kwargs.items() if name != "params_dtype"})
+        if problem.has_bias:
+            self._register_biases(layer, kwargs)
+        self._enter(layer, "raw")
+        initialize_online_processing(layer)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Quantises the loaded weights, then converts them as those of a checkpoint. A second call changes nothing.
+
+        Raises:
+            CheckpointError: a weight is NaN or infinite. Nothing has been converted.
+        """
+        if self._is_processed(layer):
+            return
+        self._enter(layer, "converting")
+        if self._source() is None:
+            weights = {own: getattr(layer, f"{own}_weight") for own in ("w13", "w2")}
+        else:
+            weights = dict(zip(("w13", "w2"), self.get_weights_for_quantization(layer), strict=True))
+        self._quantise(layer, weights)
+        super().process_weights_after_loading(layer)
+        if self._source() is not None:
+            self.release_requantization_source_weights(layer)
+
+    def _source(self) -> Any:
+        """The method of the checkpoint's own quantisation, or None; releases before 0.33 know no such thing."""
+        return getattr(self, "requantization_source", None)
+
+    def _quantise(self, layer: Any, weights: dict[str, Tensor]) -> None:
+        """Puts codes and scales in the weights' place, in storage that has room for the kernel's layout."""
+        kinds = self._kernel_kinds(layer, weights)
+        for own in list(weights):
+            values = weights.pop(own)
+            codes, scales = (
+                storage.allocate(values.shape[0], raw, kinds.get(name), values.device)
+                for name, raw in (
+                    (own, storage.Kind(tuple(values.shape[1:]), torch.float8_e4m3fn)),
+                    (f"{own}_scale", storage.Kind(_scales(values), torch.uint8)),
+                )
+            )
+            mxfp8.quantise_into(values.data, codes, scales, self.settings.mxfp8_scale_rule)
+            storage.replace(layer, f"{own}_weight", codes)
+            storage.replace(layer, f"{own}_weight_scale", scales)
+            if isinstance(values, torch.nn.Parameter):
+                # vLLM holds on to the parameter for a while longer; its memory is needed now.
+                values.data = values.data.new_empty(0)
+
+    def _kernel_kinds(self, layer: Any, weights: Mapping[str, Tensor]) -> dict[str, storage.Kind]:
+        """What the backend's conversion will make of one expert."""
+        empty = {name: getattr(layer, name) for name in ("w13_bias", "w2_bias") if hasattr(layer, name)}
+        for own, values in weights.items():
+            empty[own] = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device="meta")
+            empty[f"{own}_scale"] = torch.empty((values.shape[0], *_scales(values)), dtype=torch.uint8, device="meta")
+        return storage.kinds_after(self._convert, empty)
+
+
+def _scales(values: Tensor) -> tuple[int, int]:
+    """Shape of the scales of one expert's `[N, K]` matrix."""
+    return values.shape[-2], values.shape[-1] // MX_BLOCK
