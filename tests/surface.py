@@ -798,21 +798,34 @@ class _Check:
 
     def _function(self, node: Function, outer: Mapping[str, Thing]) -> None:
         names = dict(outer)
-        for parameter in (
-            *node.args.posonlyargs,
-            *node.args.args,
-            *node.args.kwonlyargs,
-            *filter(None, (node.args.vararg, node.args.kwarg)),
-        ):
+        outside, self.function = self.function, node.name
+        for parameter in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
             names[parameter.arg] = self._parameter(parameter)
+        for rest in filter(None, (node.args.vararg, node.args.kwarg)):
+            names[rest.arg] = OTHER
         if self.own and node.args.args and node.args.args[0].arg in ("self", "cls"):
             names[node.args.args[0].arg] = Own(self.own)
         for default in (*node.args.defaults, *filter(None, node.args.kw_defaults), *node.decorator_list):
             self._value(default, names)
         self._body(node.body, names)
+        self.function = outside
+
+    def _narrowed(self, expression: str) -> Thing | None:
+        """What is declared of an expression in the function that is being followed."""
+        path = stock.NARROWED.get(f"{self.file.name.partition('/')[2]}:{self.function}:{expression}")
+        if path is None:
+            return None
+        try:
+            found = self.sources.path(path)
+        except Missing as error:
+            return Unknown(str(error))
+        return Instance(found) if isinstance(found, Class) else found
 
     def _parameter(self, parameter: ast.arg) -> Thing:
         annotation = ast.unparse(parameter.annotation) if parameter.annotation else ""
+        narrowed = self._narrowed(parameter.arg)
+        if narrowed is not None:
+            return narrowed
         if annotation in ("Any", "Any | None", "object"):
             return self.declared(parameter.arg)
         return self.declared(parameter.arg) if annotation == "ModuleType" and parameter.arg in stock.TYPES else OTHER
@@ -884,12 +897,26 @@ class _Check:
             owner = self._value(target.value, names)
             if isinstance(owner, Own):
                 self._set_on_own(target, owner)
-            else:
+            elif not (self._is_layer(owner) and self._stock_sets(target.attr)):
                 self._attribute(owner, target.attr, target)
         elif isinstance(target, ast.Starred):
             self._target(target.value, OTHER, names)
         else:
             self._value(target, names)
+
+    def _is_layer(self, owner: Thing) -> bool:
+        return isinstance(owner, Instance) and f"{owner.of.module.name}:{owner.of.name}" == self.era.layer
+
+    def _stock_sets(self, name: str) -> bool:
+        """Whether the stock classes behind the class that is being followed set an attribute on the layer too."""
+        for base in self._stock_bases(self.own) if self.own else []:
+            for each in self.sources.mro(base):
+                for node in ast.walk(each.node) if isinstance(each, Class) else ():
+                    if isinstance(node, ast.Attribute) and node.attr == name and ast.unparse(node.value) == "layer":
+                        assert isinstance(each, Class)
+                        self.sources.used.add((each.module.file, name))
+                        return True
+        return False
 
     def _set_on_own(self, target: ast.Attribute, owner: Own) -> None:
         """What we set on an object that stock code looks at: stock code speaks of it, or we do."""
@@ -929,7 +956,8 @@ class _Check:
         if isinstance(node, ast.Name):
             return names.get(node.id, OTHER)
         if isinstance(node, ast.Attribute):
-            return self._attribute(self._value(node.value, names), node.attr, node)
+            found = self._attribute(self._value(node.value, names), node.attr, node)
+            return self._narrowed(ast.unparse(node)) or found
         if isinstance(node, ast.Call):
             return self._call(node, names)
         if isinstance(node, ast.Constant):
@@ -980,8 +1008,7 @@ class _Check:
         if isinstance(owner, Unknown):
             self.report(node, f"cannot tell what {owner.what} is; declare it in compat/stock.py, for .{name}")
             return OTHER
-        layer = isinstance(owner, Instance) and f"{owner.of.module.name}:{owner.of.name}" == self.era.layer
-        if layer and name in stock.REGISTERED:
+        if self._is_layer(owner) and name in stock.REGISTERED:
             return OTHER
         try:
             return self.sources.use(owner, name)
@@ -995,6 +1022,8 @@ class _Check:
     def _of_own(self, owner: Own, name: str, node: ast.AST) -> Thing:
         if not owner.super_only and self._own_member(owner.name, name):
             return OTHER
+        if not self._within(stock.OPTIONAL.get(name, _ALWAYS)):
+            return OTHER  # behind a question whether it is there
         result: Thing = OTHER
         # What is mixed in before stock classes finds them behind itself only in the classes that mix it in.
         for cls in _heirs(owner.name) if owner.super_only else (owner.name,):
@@ -1016,6 +1045,9 @@ class _Check:
     def _call(self, node: ast.Call, names: dict[str, Thing]) -> Thing:
         text = ast.unparse(node.func)
         if text == "super" and self.own:
+            after = self._value(node.args[0], names) if node.args else OTHER
+            if isinstance(after, Class):  # of a stock class: what it inherits from
+                return next((Instance(each) for each in self.sources.mro(after)[1:] if isinstance(each, Class)), OTHER)
             return Own(self.own, super_only=True)
         arguments = [self._value(each, names) for each in node.args]
         for keyword in node.keywords:
@@ -1047,14 +1079,15 @@ class _Check:
 
     def _by_name(self, node: ast.Call, how: str, owner: Thing) -> Thing:
         name = node.args[1]
-        if not isinstance(name, ast.Constant) or not isinstance(owner, Instance | Class | Module | Undeclared):
+        if not isinstance(name, ast.Constant) or not isinstance(owner, Instance | Class | Module | Undeclared | Own):
             return OTHER  # names in variables stand in stock.STRINGS
         if how == "getattr" and len(node.args) == 2:
             return self._attribute(owner, name.value, node)
-        if how == "getattr" and isinstance(owner, Instance):
+        if how == "getattr" and isinstance(owner, Instance | Own):
             ranges = stock.OPTIONAL.get(name.value)
             if ranges is None:
-                if any(self._own_member(each, name.value) for each in _our_classes()):
+                own = isinstance(owner, Own) and not self._stock_bases(owner.name)
+                if own or any(self._own_member(each, name.value) for each in _our_classes()):
                     return OTHER
                 self.report(node, f"{name.value} is asked for with a default; declare in compat/stock.py who has it")
                 return OTHER

@@ -77,6 +77,8 @@ def _lines(name: str) -> set[tuple[str, int]]:
                 words = [each.arg or "" for each in node.keywords]
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 words = [each.name for each in node.names]
+            elif isinstance(node, ast.Assign):
+                words = [each.id for each in node.targets if isinstance(each, ast.Name)]
             elif isinstance(node, ast.FunctionDef | ast.arg):
                 words = [node.name if isinstance(node, ast.FunctionDef) else node.arg]
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):

@@ -30,6 +30,14 @@ VALUES = {
 }
 """Class of values that vLLM does not annotate."""
 
+NARROWED: dict[str, str] = {
+    "compat/registration.py:_online_linear:layer": "vllm.model_executor.layers.linear:LinearBase",
+    "methods/compressed_tensors.py:declared_activations:layer.quant_config": (
+        "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
+    ),
+}
+"""Class of an expression in one function, where it is narrower than or other than elsewhere: file, function, text."""
+
 NOT_STOCK = {
     "param": "torch.nn.Parameter",
     "config": "a Hugging Face config, or a dict from a checkpoint",
@@ -53,8 +61,13 @@ OPTIONAL = {
     "routing_sink": (("0.32", _NOW),),
     "hash_indices_table": (("0.22", "0.23"), ("0.33", _NOW)),
     "quant_config": (("0.22", _NOW),),
+    "prefix": (("0.22", _NOW),),
+    "ckpt_down_proj_name": (("0.25", _NOW),),
+    "requantization_source": (("0.33", _NOW),),
+    "get_weights_for_quantization": (("0.33", _NOW),),
+    "release_requantization_source_weights": (("0.33", _NOW),),
 }
-"""Attributes that are asked for with a default: first and last minor release of the ranges that have them."""
+"""Attributes that are asked for with a default, or behind a question: first and last minor release that have them."""
 
 STRINGS = {
     "_already_called_process_weights_after_loading": ("vllm.model_executor.model_loader.reload.layerwise",),
