@@ -1,0 +1,84 @@
+"""MXFP8 backends over vLLM's kernels on a GPU: conversions byte for byte those of stock, outputs those of a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+import mxfp8_table as table
+from mxfp8_table import Case
+
+from vllm_moe_oracle import device
+from vllm_moe_oracle.oracle.problem import Activation, Problem, Scheme
+from vllm_moe_oracle.oracle.registry import default_registry
+
+CASES = (
+    Case("padded_silu", 8, 2, 256, 96, "silu"),
+    Case("whole_silu", 8, 2, 512, 256, "silu"),
+    Case("whole_relu2", 8, 2, 256, 128, "relu2_no_mul"),
+    Case("padded_relu2", 8, 2, 384, 160, "relu2_no_mul"),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    table.join_alone("cuda")
+    yield
+
+
+def problem(case: Case) -> Problem:
+    name = case.activation.removesuffix("_no_mul")
+    return Problem(
+        layer="model.layers.0.mlp.experts",
+        scheme=Scheme("mxfp8", bits=8, group_size=32, packing="modelopt", activations="mxfp8"),
+        num_experts=case.experts,
+        local_experts=case.experts,
+        top_k=case.top_k,
+        hidden_size=case.hidden,
+        intermediate_size=case.inner,
+        activation=Activation(name, case.gated),
+        has_bias=case.bias,
+    )
+
+
+def parameters(layer: Any) -> dict[str, torch.Tensor]:
+    names = {"w13": "w13_weight", "w2": "w2_weight"} | {
+        f"{each}_scale": f"{each}_weight_scale" for each in ("w13", "w2")
+    }
+    return {own: getattr(layer, name).data for own, name in names.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", ["marlin_mxfp8", "humming_mxfp8"])
+def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
+    raw = table.checkpoint(case, "cuda")
+    try:
+        built = table.build(case, raw, "cuda", table.STOCK[name])
+    except (RuntimeError, ValueError, AssertionError) as error:
+        pytest.skip(f"stock cannot convert it: {error}")
+    expected = {own: tensor.clone() for own, tensor in parameters(built.layer).items()}
+    built.close()
+    backend = default_registry()[name]
+    chosen = problem(case)
+    plan = backend.plan(chosen, device.detect())
+    canonical = {own: raw[parameter] for own, parameter in (
+        ("w13", "w13_weight"), ("w2", "w2_weight"), ("w13_scale", "w13_weight_scale"), ("w2_scale", "w2_weight_scale")
+    )}  # fmt: skip
+    for expert in range(case.experts):
+        found = backend.convert({own: tensor[expert] for own, tensor in canonical.items()}, chosen, plan)
+        for own, tensor in found.items():
+            theirs = expected[own][expert]
+            assert tensor.dtype == theirs.dtype and tensor.shape == theirs.shape, own
+            assert torch.equal(tensor.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)), own
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_accepted_backend_agrees_with_the_reference(case: Case) -> None:
+    rows = table.rows_of(case, "cuda", set(), (1, 7, 64))
+    assert rows and all(row["pass"] for row in rows), rows
