@@ -41,7 +41,10 @@ Array = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
 Format = Literal["mxfp8", "bf16"]
-Tag = Literal["modelopt", "modelopt_mxfp8", "mxfp8", "legacy", "legacy_producer"]
+Tag = Literal[
+    "modelopt", "modelopt_mxfp8", "mxfp8", "mixed", "compressed-tensors", "compressed-tensors-a16", "legacy",
+    "legacy_producer",
+]  # fmt: skip
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 BLOCK = 32
@@ -273,7 +276,9 @@ def write_checkpoint(
     format: "mxfp8" stores each quantised module as e4m3 `.weight` [N, K] and uint8 `.weight_scale` [N, K / 32];
         "bf16" stores the same weights, not quantised, in `dtype`.
     tag: how the config says that it is MXFP8. "modelopt" is what ModelOpt writes into config.json, "modelopt_mxfp8"
-        names vLLM's method, "mxfp8" is the form with `ignored_layers`, and the legacy ones use hf_quant_config.json:
+        names vLLM's method, "mxfp8" is the form with `ignored_layers`, "mixed" is ModelOpt's mixed precision, in which
+        the experts of the last layer are not quantised, the compressed-tensors ones are llm-compressor's (with
+        activations in 16 bits, where the tag ends so), and the legacy ones use hf_quant_config.json:
         "legacy" as stock vLLM reads it, "legacy_producer" as ModelOpt writes it (stock 0.32 refuses that:
         "Unknown ModelOpt quant algo: MXFP8").
     dtype: of everything that is not quantised: router, norms, embeddings, lm_head, biases.
@@ -306,6 +311,9 @@ def write_checkpoint(
     model.tensors["lm_head.weight"] = _fit_head(model)
 
     quantised = model.experts | (model.linears if quantise_linears else set())
+    if tag == "mixed":
+        last = f"model.layers.{size.layers - 1}."
+        quantised -= {module for module in model.experts if module.startswith(last)}
     if format == "bf16":
         quantised = set()
     tensors: dict[str, torch.Tensor] = {}
@@ -326,7 +334,11 @@ def write_checkpoint(
         # What ModelOpt lists: the modules left in 16 bits that a quantiser could have taken.
         ignored = ["lm_head", *(n.removesuffix(".weight") for n in sorted(model.tensors) if n.endswith(".gate.weight"))]
         ignored += [] if quantise_linears else sorted(model.linears)
-        if tag in ("legacy", "legacy_producer"):
+        if tag == "mixed":
+            config["quantization_config"] = _mixed_quantisation(sorted(quantised), ignored)
+        elif tag.startswith("compressed-tensors"):
+            config["quantization_config"] = _compressed_quantisation(ignored, tag)
+        elif tag in ("legacy", "legacy_producer"):
             _write_json(legacy, _legacy_quantisation(ignored, tag))
         else:
             config["quantization_config"] = _quantisation(ignored, tag)
@@ -423,6 +435,40 @@ def _quantisation(ignored: list[str], tag: Tag) -> dict[str, Any]:
         }
     producer = {"producer": {"name": "modelopt", "version": "0.40.0"}} if tag == "modelopt" else {}
     return {"quant_method": tag, "quant_algo": "MXFP8", "ignore": ignored, **producer}
+
+
+def _mixed_quantisation(quantised: list[str], ignored: list[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {module: {"quant_algo": "MXFP8", "group_size": BLOCK} for module in quantised},
+        "ignore": ignored,
+        "producer": {"name": "modelopt", "version": "0.40.0"},
+    }
+
+
+def _compressed_quantisation(ignored: list[str], tag: Tag) -> dict[str, Any]:
+    """What llm-compressor writes for its presets MXFP8 and MXFP8A16."""
+    common = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": BLOCK, "strategy": "group"}
+    common |= {"block_structure": None, "actorder": None, "scale_dtype": "torch.uint8", "zp_dtype": None}
+    weights = {**common, "dynamic": False, "observer": "memoryless_minmax", "observer_kwargs": {}}
+    inputs = {**common, "dynamic": True, "observer": None, "observer_kwargs": {}}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None if tag.endswith("-a16") else inputs,
+        "output_activations": None,
+        "format": "mxfp8-quantized",
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp8-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "ignore": ignored,
+    }
 
 
 def _legacy_quantisation(ignored: list[str], tag: Tag) -> dict[str, Any]:

@@ -3,15 +3,17 @@
     python tests/e2e/generate.py JOBS.json RESULTS.json
 
 A job is an object: ``checkpoint``, ``dtype``, ``prompt`` (token ids), ``tokens`` (how many), ``oracle`` (settings of
-the plugin), and ``experts`` (keywords that every MoE layer of the model gets on top of its own: biases, another
-activation). A result has ``tokens``, ``logprobs`` (one list over the vocabulary for each token) and ``layers`` (what
-the plugin says about its layers), or ``error``.
+the plugin), ``engine`` (more arguments of vLLM's `LLM`), and ``experts`` (keywords that every MoE layer of the model
+gets on top of its own: biases, another activation). A result has ``tokens``, ``logprobs`` (one list over the vocabulary
+for each token), ``layers`` (what the plugin says about its layers) and ``digests`` (SHA-256 of the bytes of each
+parameter of the MoE layers, by name), or ``error``.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import hashlib
 import json
 import os
 import sys
@@ -33,6 +35,22 @@ def with_experts(**keywords: Any) -> None:
     setattr(qwen3_moe, name, functools.partial(original, **keywords) if keywords else original)
 
 
+def model_of(llm: Any) -> Any:
+    """The torch module of an engine that runs in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def digests(model: Any) -> dict[str, str]:
+    """SHA-256 of the bytes of each parameter of a MoE layer, by name."""
+    import torch
+
+    return {
+        name: hashlib.sha256(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, parameter in model.named_parameters()
+        if ".mlp.experts" in name
+    }
+
+
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """One job; see the module."""
     from vllm import LLM, SamplingParams
@@ -50,6 +68,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             enforce_eager=job.get("eager", True),
             gpu_memory_utilization=0.2,
             additional_config={"moe_oracle": job.get("oracle", {})},
+            **job.get("engine", {}),
         )
         parameters = SamplingParams(
             max_tokens=job["tokens"], temperature=0.0, logprobs=-1, ignore_eos=True, detokenize=False
@@ -59,7 +78,12 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         rows = [[row[token].logprob for token in sorted(row)] for row in output.logprobs]
         from vllm_moe_oracle.methods import engagement
 
-        return {"tokens": list(output.token_ids), "logprobs": rows, "layers": engagement.record(0)}
+        return {
+            "tokens": list(output.token_ids),
+            "logprobs": rows,
+            "layers": engagement.record(0),
+            "digests": digests(model_of(llm)),
+        }
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:

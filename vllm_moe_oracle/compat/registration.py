@@ -29,11 +29,6 @@ def patches_for(version: str, configs: dict[str, str], methods: dict[str, str]) 
         "vllm.transformers_utils.model_arch_config_convertor:ModelArchConfigConvertorBase._normalize_quantization_config",
         _nested_mxfp8,
     )
-    yield around(
-        "sizes of online MXFP8 linear layers",
-        "vllm.model_executor.layers.quantization.online.mxfp8:Mxfp8OnlineLinearMethod.create_weights",
-        _online_linear,
-    )
     yield Deferred("MXFP8 linear on CPU", "vllm.model_executor.kernels.linear", _cpu_linear)
 
 
@@ -65,14 +60,6 @@ def _nested_mxfp8(original: Any, self: Any, config: Any) -> Any:
             raise
         found["quant_method"] = "modelopt_mxfp8"
         return found
-
-
-def _online_linear(original: Any, self: Any, layer: Any, input_size_per_partition: int, *args: Any, **more: Any) -> None:
-    """Input sizes that blocks do not divide are refused with the layer's name."""
-    from ..methods.online import require_blocks
-
-    require_blocks(str(getattr(layer, "prefix", "")), input_size=input_size_per_partition)
-    original(self, layer, input_size_per_partition, *args, **more)
 
 
 def _cpu_linear(linear: ModuleType) -> Patch | None:

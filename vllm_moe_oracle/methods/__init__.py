@@ -13,6 +13,9 @@ METHODS = {
     "vllm.model_executor.layers.quantization.online.mxfp8:Mxfp8OnlineMoEMethod": (
         "vllm_moe_oracle.methods.online:Mxfp8OnlineMoEMethod"
     ),
+    "vllm.model_executor.layers.quantization.online.mxfp8:Mxfp8OnlineLinearMethod": (
+        "vllm_moe_oracle.methods.online:Mxfp8OnlineLinearMethod"
+    ),
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
     ".compressed_tensors_moe_w8a8_mxfp8:CompressedTensorsW8A8Mxfp8MoEMethod": (
         "vllm_moe_oracle.methods.compressed_tensors:CompressedTensorsW8A8Mxfp8MoEMethod"

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from .. import device, schemes, settings
 from ..backends import Backend
-from ..compat import adapter
+from ..compat import current_adapter
 from ..compat.construction import current_layer
 from ..errors import LifecycleError
 from ..oracle.decision import Decision
@@ -87,7 +87,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         """
         FusedMoEMethodBase.__init__(self, moe)
         # Kept, so that `apply` calls nothing that is cached: on a CPU the compiler traces through it.
-        self.release = adapter()
+        self.release = current_adapter()
         layer, name = current_layer()
         self.settings = chosen = settings.load(additional_config=self.release.additional_config())
         if chosen.activations == "16bit":
@@ -122,9 +122,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             if hasattr(layer, name):
                 continue
             # Zeros: a rank other than the first may leave the second product's bias to the first.
-            data = torch.zeros(
-                problem.local_experts, rows, dtype=layer.params_dtype, device=layer.w13_weight.device
-            )
+            data = torch.zeros(problem.local_experts, rows, dtype=layer.params_dtype, device=layer.w13_weight.device)
             parameter = torch.nn.Parameter(data, requires_grad=False)
             if "weight_loader" in extra:
                 parameter.weight_loader = self.release.bias_loader(layer, extra["weight_loader"])  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from .. import __version__, device
-from ..compat import adapter
+from ..compat import current_adapter
 from ..oracle.decision import Decision
 from ..settings import Settings
 
@@ -62,7 +62,7 @@ def converted(decision: Decision) -> None:
     _model.waiting.discard(layer)
     if _model.waiting:
         return
-    layers = adapter().moe_layer_names()
+    layers = current_adapter().moe_layer_names()
     total = max(len(layers), len(_model.decisions))
     counts = Counter(each.backend for each in _model.decisions.values())
     words = ", ".join(f"{backend} x {count}" for backend, count in sorted(counts.items()))
@@ -82,7 +82,7 @@ def record(total: int) -> dict[str, Any]:
         groups.setdefault((decision.problem.key(), decision.backend, decision.because), []).append(decision)
     return {
         "moe_oracle": __version__,
-        "vllm": adapter().version(),
+        "vllm": current_adapter().version(),
         "process": os.getpid(),
         "program": Path(sys.argv[0]).name,
         "device": msgspec.to_builtins(device.detect()),

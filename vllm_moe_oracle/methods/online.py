@@ -1,7 +1,8 @@
 """MXFP8 made while a 16-bit checkpoint loads: vLLM's ``--quantization mxfp8``.
 
 vLLM holds a layer's checkpoint tensors back until it has them all; then its 16-bit weights exist, are quantised here,
-tensor by tensor, and are gone. From there on the layer is one of an MXFP8 checkpoint. Linear layers stay vLLM's.
+tensor by tensor, and are gone. From there on the layer is one of an MXFP8 checkpoint. Linear layers stay vLLM's, with a
+better message.
 """
 
 from __future__ import annotations
@@ -42,6 +43,19 @@ def require_blocks(name: str, **sizes: int) -> None:
         rule = f"MXFP8 needs input sizes that are multiples of {MX_BLOCK}, and has {numbers} on this rank"
         remedy = "Serve it with fewer tensor-parallel ranks, or leave it out by quantization_config's ignore"
         raise CheckpointError(rule, remedy, name)
+
+
+class Mxfp8OnlineLinearMethod(stock.Mxfp8OnlineLinearMethod):
+    """Linear layers of a 16-bit checkpoint: vLLM's own method."""
+
+    def create_weights(self, layer: Any, input_size_per_partition: int, *args: Any, **kwargs: Any) -> None:
+        """As the stock method, which refuses input sizes that blocks do not divide without saying where.
+
+        Raises:
+            CheckpointError: the input size is no multiple of 32.
+        """
+        require_blocks(_linear_name(layer), input_size=input_size_per_partition)
+        super().create_weights(layer, input_size_per_partition, *args, **kwargs)
 
 
 class Mxfp8OnlineMoEMethod(OracleMoEMethod, stock.Mxfp8OnlineMoEMethod):
@@ -147,3 +161,8 @@ class Mxfp8OnlineMoEMethod(OracleMoEMethod, stock.Mxfp8OnlineMoEMethod):
 def _scales(values: Tensor) -> tuple[int, int]:
     """Shape of the scales of one expert's `[N, K]` matrix."""
     return values.shape[-2], values.shape[-1] // MX_BLOCK
+
+
+def _linear_name(linear: Any) -> str:
+    """A linear layer's name."""
+    return str(getattr(linear, "prefix", ""))

@@ -1,0 +1,212 @@
+"""The other ways to MXFP8 experts: quantised while a 16-bit checkpoint loads, llm-compressor's files, mixed precision.
+
+Online quantisation is compared to the bit with checkpoints that hold the same weights, quantised by code that is not
+ours: the exact quantiser of `checkpoints`, which follows vLLM's rule, and the compressed-tensors package's own
+compressor. What is served is compared with float32 transformers as in `test_served_model`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import numpy as np
+import pytest
+import reference
+import torch
+from e2e.test_served_model import PROMPT, TOKENS, difference, tolerance
+
+pytest.importorskip("vllm", reason="serving needs vLLM")
+
+IGNORED = ["lm_head", "re:.*\\.mlp\\.gate$"]
+"""vLLM's online frontend quantises the router too, which no checkpoint of these tests does."""
+
+
+def quantise_offline(source: Path, target: Path, name: str) -> Path:
+    """The 16-bit checkpoint as an MXFP8 one, made by the compressor of that name."""
+    tag: Any = "compressed-tensors" if name == "compressed-tensors" else "modelopt"
+    written = checkpoints.write_checkpoint(target.with_name(f"{target.name}-first"), tag=tag)
+    from safetensors.torch import load_file
+
+    weights = load_file(source / "model.safetensors")
+    compress = {"exact": by_definition, "compressed-tensors": by_compressed_tensors}[name]
+
+    def edit(tensors: dict[str, Any]) -> None:
+        for scales in [each for each in tensors if each.endswith(".weight_scale")]:
+            weight = scales.removesuffix("_scale")
+            tensors[weight], tensors[scales] = compress(weights[weight])
+
+    return checkpoints.rewrite_tensors(written, target, edit)
+
+
+def by_definition(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, scales = checkpoints.quantise_mxfp8(weight.float().numpy())
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales)
+
+
+def by_compressed_tensors(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    from compressed_tensors.compressors import MXFP8QuantizationCompressor
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    scheme = preset_name_to_scheme("MXFP8", ["Linear"])
+    assert scheme.weights is not None
+    blocks = weight.unflatten(-1, (-1, 32))
+    scale, zero_point = calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights)
+    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}
+    made = MXFP8QuantizationCompressor.compress(state, scheme)
+    return made["weight"], made["weight_scale"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("online")
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> dict[str, Path]:
+    plain = checkpoints.write_checkpoint(folder / "plain", format="bf16")
+    return {
+        "plain": plain,
+        "exact": quantise_offline(plain, folder / "exact", "exact"),
+        "compressed": quantise_offline(plain, folder / "compressed", "compressed-tensors"),
+        "weight only": checkpoints.write_checkpoint(folder / "weight-only", tag="compressed-tensors-a16"),
+        "mixed": checkpoints.write_checkpoint(folder / "mixed", tag="mixed"),
+    }
+
+
+def job(checkpoint: Path, engine: dict[str, Any] | None = None, **oracle: Any) -> dict[str, Any]:
+    return {
+        "checkpoint": str(checkpoint), "dtype": "bfloat16", "prompt": PROMPT, "tokens": TOKENS,
+        "engine": engine or {}, "oracle": oracle,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
+    """Every job of this file in one process: importing vLLM is most of the time."""
+    online = {"quantization": "mxfp8", "quantization_config": {"ignore": IGNORED}}
+
+    def narrow(**sizes: int) -> dict[str, Any]:
+        return {**online, "hf_overrides": sizes, "load_format": "dummy"}
+
+    jobs = {
+        "online": job(models["plain"], online),
+        "offline": job(models["exact"]),
+        "online llm-compressor": job(models["plain"], online, mxfp8_scale_rule="llm-compressor"),
+        "compressed": job(models["compressed"]),
+        "weight only": job(models["weight only"]),
+        "mixed": job(models["mixed"], activations="16bit"),
+        "narrow experts": job(models["plain"], narrow(moe_intermediate_size=80)),
+        "narrow heads": job(models["plain"], narrow(head_dim=20)),
+    }
+    (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("generate.py")),
+        folder / "jobs.json",
+        folder / "results.json",
+    ]
+    environment = {**os.environ, "VLLM_PLUGINS": "moe_oracle"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = json.loads((folder / "results.json").read_text())
+    return dict(zip(jobs, results, strict=True))
+
+
+# --- Online -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("online", "offline"), [("online", "offline"), ("online llm-compressor", "compressed")], ids=["ceil", "llm"]
+)
+def test_weights_quantised_while_loading_are_those_of_a_checkpoint_to_the_bit(
+    served: dict[str, dict[str, Any]], online: str, offline: str
+) -> None:
+    assert "error" not in served[online] and "error" not in served[offline]
+    assert len(served[online]["digests"]) == 8
+    assert served[online]["digests"] == served[offline]["digests"]
+
+
+def test_the_two_rules_make_different_weights(served: dict[str, dict[str, Any]]) -> None:
+    assert served["online"]["digests"] != served["online llm-compressor"]["digests"]
+
+
+def test_a_model_quantised_while_loading_says_what_its_checkpoint_would(served: dict[str, dict[str, Any]]) -> None:
+    assert served["online"]["tokens"] == served["offline"]["tokens"]
+    np.testing.assert_array_equal(served["online"]["logprobs"], served["offline"]["logprobs"])
+
+
+def test_online_experts_are_w8a8_as_vllm_has_them(served: dict[str, dict[str, Any]]) -> None:
+    record = served["online"]["layers"]
+    assert record["served"] == 2
+    assert [group["problem"]["scheme"]["activations"] for group in record["groups"]] == ["mxfp8"]
+    assert [group["problem"]["scheme"]["packing"] for group in record["groups"]] == ["online"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("narrow experts", ("model.layers.0.mlp.experts", "intermediate size 80 (remainder 16)")),
+        ("narrow heads", ("model.layers.0.self_attn.o_proj", "input size 80 (remainder 16)")),
+    ],
+    ids=["experts", "linear"],
+)
+def test_sizes_that_blocks_do_not_divide_are_refused_before_loading(
+    served: dict[str, dict[str, Any]], name: str, words: tuple[str, ...]
+) -> None:
+    for word in (*words, "multiples of 32"):
+        assert word in served[name]["error"]
+
+
+# --- llm-compressor's files -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"), [("compressed", "ceil"), ("weight only", None), ("online", "ceil")], ids=["w8a8", "a16", "online"]
+)
+def test_tokens_and_logprobs_equal_transformers(
+    served: dict[str, dict[str, Any]], models: dict[str, Path], name: str, rule: Any
+) -> None:
+    checkpoint = models["exact" if name == "online" else name]
+    model = reference.load_transformers(checkpoint, quantise_activations=rule)
+    expected = reference.greedy(model, PROMPT, TOKENS)
+    assert difference(served[name], expected) <= tolerance("bfloat16", rule is not None)
+    assert served[name]["tokens"] == expected.tokens
+
+
+@pytest.mark.parametrize(("name", "activations"), [("compressed", "mxfp8"), ("weight only", "16bit")])
+def test_activations_are_what_the_checkpoint_declares(
+    served: dict[str, dict[str, Any]], name: str, activations: str
+) -> None:
+    record = served[name]["layers"]
+    assert record["served"] == 2
+    assert [group["problem"]["scheme"] for group in record["groups"]] == [
+        {
+            "name": "mxfp8", "bits": 8, "group_size": 32, "packing": "compressed-tensors", "zero_points": False,
+            "act_order": "none", "activations": activations,
+        }
+    ]  # fmt: skip
+
+
+# --- Mixed precision --------------------------------------------------------------------------------------------------
+
+
+def test_each_layer_of_a_mixed_checkpoint_decides_for_itself(served: dict[str, dict[str, Any]]) -> None:
+    record = served["mixed"]["layers"]
+    assert [group["layers"] for group in record["groups"]] == [["model.layers.0.mlp.experts"]]
+    names = {name.rpartition(".")[2] for name in served["mixed"]["digests"] if ".layers.1." in name}
+    assert names == {"w13_weight", "w2_weight"}
+
+
+def test_a_mixed_checkpoint_says_what_transformers_say(
+    served: dict[str, dict[str, Any]], models: dict[str, Path]
+) -> None:
+    expected = reference.greedy(reference.load_transformers(models["mixed"]), PROMPT, TOKENS)
+    assert difference(served["mixed"], expected) <= tolerance("bfloat16", False)
+    assert served["mixed"]["tokens"] == expected.tokens
