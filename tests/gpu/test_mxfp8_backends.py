@@ -1,9 +1,8 @@
-"""MXFP8 backends over vLLM's kernels on a GPU: conversions byte for byte those of stock, outputs those of a reference."""
+"""MXFP8 backends over vLLM's kernels on a GPU: conversions as stock's byte for byte, outputs as a reference's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -47,11 +46,12 @@ def problem(case: Case) -> Problem:
     )
 
 
-def parameters(layer: Any) -> dict[str, torch.Tensor]:
-    names = {"w13": "w13_weight", "w2": "w2_weight"} | {
-        f"{each}_scale": f"{each}_weight_scale" for each in ("w13", "w2")
-    }
-    return {own: getattr(layer, name).data for own, name in names.items()}
+NAMES = {
+    "w13": "w13_weight",
+    "w2": "w2_weight",
+    "w13_scale": "w13_weight_scale",
+    "w2_scale": "w2_weight_scale",
+}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -62,14 +62,13 @@ def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
         built = table.build(case, raw, "cuda", table.STOCK[name])
     except (RuntimeError, ValueError, AssertionError) as error:
         pytest.skip(f"stock cannot convert it: {error}")
-    expected = {own: tensor.clone() for own, tensor in parameters(built.layer).items()}
+    stored = {own: getattr(built.layer, parameter).data for own, parameter in NAMES.items()}
+    expected = {own: tensor.clone() for own, tensor in stored.items()}
     built.close()
     backend = default_registry()[name]
     chosen = problem(case)
     plan = backend.plan(chosen, device.detect())
-    canonical = {own: raw[parameter] for own, parameter in (
-        ("w13", "w13_weight"), ("w2", "w2_weight"), ("w13_scale", "w13_weight_scale"), ("w2_scale", "w2_weight_scale")
-    )}  # fmt: skip
+    canonical = {own: raw[parameter] for own, parameter in NAMES.items()}
     for expert in range(case.experts):
         found = backend.convert({own: tensor[expert] for own, tensor in canonical.items()}, chosen, plan)
         for own, tensor in found.items():

@@ -106,10 +106,12 @@ def tiles(scheme: str, rows: float, tokens: int) -> list[Tile]:
     found = []
     if rows <= 24:
         for bn, bk, stages, registers in NARROW:
-            if bk < 256 or bn < 128 or not scheme.endswith("8"):
+            if bk < 256 or bn < 128 or not scheme.startswith(("int8", "mxfp8")):
                 found.append(Tile(16, bn, bk, stages=stages, registers=registers))
+        found += [Tile(16, 128, 128, stages=3, registers=128, split=s) for s in (2, 3)]
+        found.append(Tile(16, 64, 128, split=2))
         if integers:
-            found += [replace(t, promote=False) for t in found if t.bk <= 128]
+            found += [replace(t, promote=False) for t in found if t.bk <= 128 and t.bn == 128]
     if 6 < rows <= 80:
         found += [Tile(32, 128, 128, stages=s) for s in (3, 4)] + [Tile(32, 64, 128, stages=4)]
         found += [Tile(32, 128, 64, stages=4), Tile(32, 256, 64, warps=8, stages=4)]
@@ -120,17 +122,16 @@ def tiles(scheme: str, rows: float, tokens: int) -> list[Tile]:
         found += [Tile(64, 128, 128, stages=3), Tile(64, 128, 64, stages=4), Tile(64, 64, 128, stages=3)]
         found += [Tile(64, 128, 128, warps=8, stages=3), Tile(64, 256, 64, warps=8, stages=3)]
         found += [Tile(64, 128, 64, stages=3), Tile(64, 64, 64, stages=4)]
+        found += [Tile(32, 256, 128, warps=8, stages=3), Tile(64, 256, 128, warps=8, stages=2)]
     if rows > 40:
         found += [Tile(128, 128, 64, warps=8, stages=s) for s in (3, 4)]
         found += [Tile(128, 128, 128, warps=8, stages=3), Tile(128, 64, 64, stages=3), Tile(128, 256, 64, warps=8)]
     if rows > 90:
         found += [Tile(256, 128, 64, warps=8, stages=s) for s in (3, 4)]
     if rows <= 3:
-        found += [Tile(8, 64, 128, stages=4, fold=2), Tile(8, 64, 128, stages=4, fold=2, warps=8)]
-        found += [Tile(4, 64, 128, stages=3, fold=4, warps=8), Tile(4, 64, 128, stages=3, fold=4, warps=16)]
-        found += [Tile(8, 128, 128, stages=3, fold=2, warps=8), Tile(8, 64, 64, stages=4, fold=2, warps=4)]
+        found += [Tile(8, 64, 128, stages=4, fold=2), Tile(8, 64, 64, stages=4, fold=2)]
+        found.append(Tile(4, 64, 128, stages=3, fold=4, warps=8))
         found += [Tile(8, 32, 128, stages=s, fold=2) for s in (3, 5)] + [Tile(4, 32, 128, stages=3, fold=4)]
-        found += [Tile(4, 32, 128, stages=3, fold=4, warps=8)]
     return found
 
 
