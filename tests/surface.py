@@ -452,10 +452,13 @@ def _asked_of_self(node: ast.ClassDef) -> frozenset[str]:
 def _loads_of_self(node: ast.ClassDef, name: str) -> bool:
     """Whether a class reads an attribute of ``self``."""
     return any(
-        isinstance(each, ast.Attribute)
-        and each.attr == name
-        and isinstance(each.ctx, ast.Load)
-        and ast.unparse(each.value) == "self"
+        (
+            isinstance(each, ast.Attribute)
+            and each.attr == name
+            and isinstance(each.ctx, ast.Load)
+            and ast.unparse(each.value) == "self"
+        )
+        or (isinstance(each, ast.Call) and ast.unparse(each).startswith(f"getattr(self, {name!r}"))
         for each in ast.walk(node)
     )
 
@@ -1086,7 +1089,10 @@ class _Check:
         if how == "getattr" and isinstance(owner, Instance | Own):
             ranges = stock.OPTIONAL.get(name.value)
             if ranges is None:
-                own = isinstance(owner, Own) and not self._stock_bases(owner.name)
+                own = isinstance(owner, Own) and (
+                    not self._stock_bases(owner.name)
+                    or any(name.value in _set_on_self(_our_classes()[each][1]) for each in _our_bases(owner.name))
+                )
                 if own or any(self._own_member(each, name.value) for each in _our_classes()):
                     return OTHER
                 self.report(node, f"{name.value} is asked for with a default; declare in compat/stock.py who has it")

@@ -1,6 +1,6 @@
 """The only files that know a vLLM version.
 
-`check` says whether an installed release can be served. `adapter` gives the functions that speak that release's
+`check` says whether an installed release can be served. `current_adapter` gives the functions that speak that release's
 language; it imports vLLM, so only code that runs inside vLLM calls it. The releases and their eras are in `eras`.
 """
 
@@ -18,7 +18,18 @@ from .eras import CPU_RELEASES, ERAS, RELEASES, Era, Support, era_of, support, t
 if TYPE_CHECKING:
     from .adapter import Adapter
 
-__all__ = ["CPU_RELEASES", "ERAS", "RELEASES", "Era", "Support", "adapter", "check", "era_of", "support", "table"]
+__all__ = [
+    "CPU_RELEASES",
+    "ERAS",
+    "RELEASES",
+    "Era",
+    "Support",
+    "check",
+    "current_adapter",
+    "era_of",
+    "support",
+    "table",
+]
 
 
 def check(version: str, force: bool = False) -> None:
@@ -45,7 +56,7 @@ def check(version: str, force: bool = False) -> None:
 
 
 @cache
-def adapter() -> Adapter:
+def current_adapter() -> Adapter:
     """The adapter of the vLLM release in this process. Imports vLLM."""
     import vllm
 

@@ -44,6 +44,8 @@ class Patch:
         """What is in place now. A class is asked for its own attributes only, so that undoing adds none."""
         if isinstance(self.owner, MutableMapping):
             return self.owner.get(self.key, _ABSENT)
+        if self.key == "__class__":
+            return type(self.owner)
         if isinstance(self.owner, type):
             return self.owner.__dict__.get(self.key, _ABSENT)
         return getattr(self.owner, self.key, _ABSENT)
@@ -205,9 +207,9 @@ class _AfterImport(MetaPathFinder):
 def transplant(name: str, stock: str, ours: str) -> Deferred:
     """Makes every construction of a stock class give an instance of ours, wherever the stock class is named.
 
-    The class object stays, with its name and for `isinstance`; only its constructor changes, and gives a new instance
-    of just this class to ours. (Its `__new__` would be the other way, but a class from which a `__new__` was taken
-    away again cannot be constructed with arguments any more.)
+    Nothing in the class changes, and it stays what `isinstance` asks for; only calling it becomes something else, and
+    that is its metaclass's business. (A ``__new__`` would do the same, but a class from which one was taken away again
+    cannot be constructed with arguments any more.)
 
     Args:
         name: the patch's name.
@@ -218,19 +220,20 @@ def transplant(name: str, stock: str, ours: str) -> Deferred:
 
     def make(module: ModuleType) -> Patch:
         stock_class = getattr(module, class_name)
-        original = stock_class.__init__
+        metaclass: Any = type(stock_class)
 
-        @functools.wraps(original)
-        def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-            if type(self) is not stock_class:
-                original(self, *args, **kwargs)
-                return
-            our_module, _, our_name = ours.partition(":")
-            our_class = getattr(importlib.import_module(our_module), our_name)
-            self.__class__ = our_class
-            our_class.__init__(self, *args, **kwargs)
+        class Redirecting(metaclass):  # type: ignore[misc]
+            def __init__(cls, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+                cls.__class__ = metaclass  # a subclass, made while this is in force, is an ordinary class
 
-        return Patch(name, stock_class, "__init__", construct)
+            def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+                if cls is not stock_class:
+                    return super().__call__(*args, **kwargs)
+                our_module, _, our_name = ours.partition(":")
+                return getattr(importlib.import_module(our_module), our_name)(*args, **kwargs)
+
+        return Patch(name, stock_class, "__class__", Redirecting)
 
     return Deferred(name, module_name, make)
 

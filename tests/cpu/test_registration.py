@@ -1,0 +1,77 @@
+"""On the sources of the oldest and the newest release (all with ``-m matrix``), vLLM itself arrives at our methods.
+
+Each release gets a process of its own, which imports that release's Python; see `release_probe`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import releases
+
+from vllm_moe_oracle.compat import RELEASES, era_of
+
+pytest.importorskip("vllm", reason="the packages that vLLM imports come with an installed vLLM")
+
+ROOT = Path(__file__).resolve().parents[2]
+EDGES = (RELEASES[0], RELEASES[-1])
+each_release = pytest.mark.parametrize(
+    "release", [pytest.param(each, marks=() if each in EDGES else pytest.mark.matrix) for each in RELEASES]
+)
+
+SHIMS = {
+    # What fails when the newest era's adapter serves an older release, and the era before which it does.
+    "activation_parameters": "0.24",
+    "hash_routing": "0.31",
+    "layer_runs": "0.27",
+}
+
+
+@functools.cache
+def probed(release: str) -> dict[str, Any]:
+    """What the process on a release's sources found; one for all tests."""
+    folder = releases.cache() / "probes"
+    folder.mkdir(exist_ok=True)
+    results = folder / f"{release}-{os.getpid()}.json"
+    sources = releases.sources(release)
+    path = [str(sources), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    command = [sys.executable, str(ROOT / "tests" / "release_probe.py"), str(results)]
+    process = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert process.returncode == 0, process.stderr[-4000:]
+    found: dict[str, Any] = json.loads(results.read_text())
+    results.unlink()
+    assert found["version"] == release
+    assert Path(found["file"]).is_relative_to(sources)
+    return found
+
+
+@each_release
+def test_the_plugin_is_what_vllm_uses(release: str) -> None:
+    checks = probed(release)["checks"]
+    failed = {name: outcome for name, outcome in checks.items() if outcome != "ok"}
+    assert not failed, "\n".join(f"{name}: {outcome}" for name, outcome in failed.items())
+    assert len(checks) >= 11
+
+
+@each_release
+@pytest.mark.parametrize("shim", SHIMS)
+def test_without_its_shim_an_older_release_fails(release: str, shim: str) -> None:
+    outcome = probed(release)["without_shims"][shim]
+    needed = tuple(map(int, era_of(release).first.split("."))) < tuple(map(int, SHIMS[shim].split(".")))
+    assert (outcome != "ok") is needed, outcome
+
+
+def test_the_entry_point_is_where_vllm_looks() -> None:
+    points = importlib.metadata.entry_points(group="vllm.general_plugins")
+    assert "vllm_moe_oracle.plugin:register" in {each.value for each in points}
+    assert importlib.util.find_spec("vllm_moe_oracle.plugin") is not None
