@@ -1,8 +1,8 @@
 """Emulation: torch only, on any device; the ground truth for every other backend and the default on a CPU.
 
 Weights are dequantised one expert and one matrix at a time, exactly, to float32; all products, sums and activations are
-in float32. What enters a product is rounded only where the layer says so: to the model's dtype, or to MXFP8 when the
-checkpoint's activations are MXFP8.
+in float32. What enters a product is rounded only where the layer says so: to the model's dtype, or to MXFP8 or MXFP4
+when the checkpoint's activations are that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..oracle.decision import Numerics, Plan
-from ..oracle.problem import Activation, ActivationPrecision, Device, Problem
+from ..oracle.problem import Activation, ActivationPrecision, Device, Problem, SchemeName
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
 
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_ROUNDED: dict[str, tuple[SchemeName, ...]] = {"mxfp8": ("mxfp8",), "mxfp4": ("mxfp8", "mxfp4")}
+"""Formats in which the inputs of a scheme's products may come."""
+
+
 class Emulation(Backend):
     """Dequantise, multiply, add: slow and right."""
 
     name = "emulation"
-    schemes = ("mxfp8",)
+    schemes = ("mxfp8", "wna16")
     vllm_names = ("emulation",)
     limits = Limits(
         devices=("cpu", "cuda", "rocm", "xpu"),
@@ -32,7 +36,7 @@ class Emulation(Backend):
         ungated=("silu", "gelu", "gelu_tanh", "relu2"),
         parameters=True,
         bias=True,
-        bits=(),
+        bits=(4, 8),
         zero_points=True,
         act_orders=("none", "group", "static"),
         weight_on_input=True,
@@ -52,10 +56,10 @@ class Emulation(Backend):
         ),
         Rule(
             "activations",
-            lambda problem, device: problem.scheme.activations not in ("16bit", problem.scheme.name),
+            lambda problem, device: problem.scheme.activations not in ("16bit", *_ROUNDED[problem.scheme.name]),
             lambda problem, device: (
-                f"quantises activations of {problem.scheme.name} experts to {problem.scheme.name} only, "
-                f"the checkpoint declares {problem.scheme.activations}"
+                f"quantises activations of {problem.scheme.name} experts to {' or '.join(_ROUNDED[problem.scheme.name])} "
+                f"only, the checkpoint declares {problem.scheme.activations}"
             ),
             "set activations=16bit to leave them as they are",
         ),
@@ -71,7 +75,8 @@ class Emulation(Backend):
 
     def numerics(self, problem: Problem) -> Numerics:
         """Exact weights, float32 everywhere else."""
-        kind = "left in the model's dtype" if problem.scheme.activations == "16bit" else "quantised to MXFP8 per token"
+        declared = problem.scheme.activations
+        kind = "left in the model's dtype" if declared == "16bit" else f"quantised to {declared.upper()} per token"
         return Numerics("dequantised exactly to float32", kind)
 
     def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
@@ -136,6 +141,7 @@ def _sum_over_experts(
 
     scheme = schemes.module(problem.scheme.name)
     quantised = problem.scheme.activations != "16bit"
+    inputs_scheme = schemes.module(problem.scheme.activations) if quantised else scheme
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     slots = _local_slots(topk_ids, expert_map, problem)
     for slot, token, weight, chosen in _work(slots, topk_weights, tensors["w13"].shape[0]):
@@ -146,12 +152,12 @@ def _sum_over_experts(
             inputs = inputs * weight.to(x.dtype)
         inputs = inputs.to(torch.float32)
         if quantised:
-            inputs = scheme.round_trip(inputs)
+            inputs = inputs_scheme.round_trip(inputs)
         hidden = inputs @ scheme.dequantise_expert(expert, "w13").T
         if "w13_bias" in expert:
             hidden += expert["w13_bias"].to(torch.float32)
         hidden = activate(hidden, problem.activation)
-        hidden = scheme.round_trip(hidden) if quantised else hidden.to(x.dtype).to(torch.float32)
+        hidden = inputs_scheme.round_trip(hidden) if quantised else hidden.to(x.dtype).to(torch.float32)
         result = hidden @ scheme.dequantise_expert(expert, "w2").T
         if "w2_bias" in expert:
             result += expert["w2_bias"].to(torch.float32)
@@ -196,6 +202,13 @@ def _local_slots(topk_ids: Tensor, expert_map: Tensor | None, problem: Problem) 
     if expert_map is None:
         return ids
     return expert_map.long()[ids.clamp(min=0)].masked_fill(ids < 0, -1)
+
+
+def _possible_activations(problem: Problem) -> str:
+    name = problem.scheme.name
+    if name == "wna16":
+        return f"leaves activations of {name} experts in the model's dtype"
+    return f"quantises activations of {name} experts to {name} only"
 
 
 def _parameters_have_meaning(activation: Activation) -> bool:

@@ -25,7 +25,47 @@ def scale_group(problem: Problem) -> int:
     """Input features that share one scale in the second product on this rank; 1 where no group can be cut."""
     if problem.scheme.name in ("mxfp8", "mxfp4"):
         return MX_BLOCK
-    return max(problem.scheme.group_size, 1)
+    return max(loaded_group(problem), 1)
+
+
+def loaded_group(problem: Problem) -> int:
+    """Input features that share one scale in the tensors that vLLM loads; -1 for one scale per output row.
+
+    This is the checkpoint's group but for the packing ``moe_wna16``: vLLM halves its group, and repeats the scales,
+    until it divides both sizes, but not below 32.
+    """
+    group = problem.scheme.group_size
+    if problem.scheme.packing == "moe_wna16":
+        while group % 2 == 0 and group >= 64 and (problem.hidden_size % group or problem.intermediate_size % group):
+            group //= 2
+    return group
+
+
+def has_order(problem: Problem) -> bool:
+    """Whether the input features of the layer's matrices are reordered when they are multiplied.
+
+    With act order ``static`` the groups are of neighbours, and only the order of quantising was another; with one scale
+    per output row, no order changes anything.
+    """
+    return problem.scheme.act_order == "group" and problem.scheme.group_size != -1
+
+
+def has_group_index(problem: Problem) -> bool:
+    """Whether the second product needs to be told the group of each of its input features.
+
+    With act order ``group`` a group's features are anywhere, so a rank that holds some of the features holds some of
+    every group: it needs the scales of all groups, and their number in the shard is not the group's size.
+    """
+    return has_order(problem) and problem.parallel.tp > 1
+
+
+def scale_columns(problem: Problem) -> tuple[int, int]:
+    """Scales per output row of the first and of the second product on this rank."""
+    group = loaded_group(problem)
+    if group == -1:
+        return 1, 1
+    inner = problem.full_intermediate_size if has_group_index(problem) else problem.intermediate_size
+    return problem.hidden_size // group, inner // group
 
 
 def cut_in_words(problem: Problem) -> str:
@@ -51,7 +91,8 @@ def ways_out(problem: Problem, multiple: int) -> str:
 def group_reasons(problem: Problem) -> list[Reason]:
     """Why the checkpoint's scale groups do not survive the cut; empty when they do.
 
-    A rank that holds part of a group would need the other ranks' codes to know what the scale belongs to.
+    A rank's scales are a slice of the checkpoint's: they begin and end with a group. With act order ``group`` every
+    rank holds all scales, and only the whole size must be a multiple.
     """
     group = scale_group(problem)
     reasons = []
@@ -61,6 +102,15 @@ def group_reasons(problem: Problem) -> list[Reason]:
             f"({problem.hidden_size} mod {group} = {problem.hidden_size % group})"
         )
         reasons.append(Reason("group.hidden", detail))
+    if has_group_index(problem):
+        rest = problem.full_intermediate_size % group
+        if rest:
+            detail = (
+                f"intermediate size {problem.full_intermediate_size} is no multiple of the scale group {group} "
+                f"({problem.full_intermediate_size} mod {group} = {rest})"
+            )
+            reasons.append(Reason("group.intermediate", detail))
+        return reasons
     rest = problem.intermediate_size % group
     if rest:
         detail = (
@@ -69,6 +119,37 @@ def group_reasons(problem: Problem) -> list[Reason]:
         )
         reasons.append(Reason("group.intermediate", detail, ways_out(problem, group)))
     return reasons
+
+
+def codes_per_word(problem: Problem) -> int:
+    """Integer codes that no cut may separate: those of one packed word, and at least those of one byte."""
+    scheme = problem.scheme
+    if scheme.name != "wna16" or scheme.bits not in (4, 8):
+        return 1
+    return (8 if scheme.packing in ("moe_wna16", "compressed-tensors-int") else 32) // scheme.bits
+
+
+def packing_reasons(problem: Problem) -> list[Reason]:
+    """Why the packed words of integer codes do not survive the cut; empty when they do.
+
+    Some packings put the codes of neighbouring input features into one word, some those of neighbouring rows, and zero
+    points are always packed by rows: both sizes must be whole words in all of them.
+    """
+    codes = codes_per_word(problem)
+    sizes = (
+        ("hidden", problem.hidden_size, str(problem.hidden_size), ""),
+        ("intermediate", problem.intermediate_size, cut_in_words(problem), ways_out(problem, codes)),
+    )
+    return [
+        Reason(
+            f"packing.{name}",
+            f"{name} size {words} is no multiple of the {codes} codes in one word of the packing "
+            f"{problem.scheme.packing} ({size} mod {codes} = {size % codes})",
+            remedy,
+        )
+        for name, size, words, remedy in sizes
+        if size % codes
+    ]
 
 
 def padded(problem: Problem, hidden_multiple: int = 1, intermediate_multiple: int = 1) -> Plan:

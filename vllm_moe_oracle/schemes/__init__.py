@@ -1,7 +1,7 @@
 """Checkpoint formats of expert weights: one module a scheme, each with the same four functions.
 
 ``read`` turns a layer's parameters into canonical tensors, ``dequantise`` gives one expert's two weight matrices,
-``quantise`` makes codes and scales from real values, ``round_trip`` quantises activations and back.
+``quantise`` makes codes and scales from real values. A scheme that quantises activations has ``round_trip`` for them.
 """
 
 from __future__ import annotations
