@@ -45,10 +45,12 @@ class _Stripper(ast.NodeTransformer):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:
         return node if node.module == "__future__" else None
 
-    def visit_If(self, node: ast.If) -> ast.AST:
+    def visit_If(self, node: Any) -> ast.AST:
         self.generic_visit(node)
         node.body = node.body or [ast.Pass()]
         return node
+
+    visit_Try = visit_With = visit_For = visit_ExceptHandler = visit_If
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         self.generic_visit(node)

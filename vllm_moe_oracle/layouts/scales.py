@@ -127,7 +127,7 @@ def pack_scales(scales: Tensor) -> Tensor:
 
 def unpack_scales(packed: Tensor, groups: int) -> Tensor:
     """Inverse of `pack_scales`: uint8 `[N, groups]`."""
-    return packed.T.contiguous().view(torch.uint8)[:, :groups]
+    return packed.T.flatten().view(torch.uint8).view(packed.shape[1], -1)[:, :groups]
 
 
 def _exchange(codes: Tensor) -> Tensor:

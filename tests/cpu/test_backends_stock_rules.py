@@ -1,0 +1,447 @@
+"""Limits of MXFP8 backends against the stock classes that run them, in every supported release that has them.
+
+Pieces of each release run from its sources; see `stock_code`. Where a backend refuses what stock's class claims, the
+reason stands in `STRICTER`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from cases import MXFP8_W8A8, problem
+from releases import ReleaseUnavailable, sources
+from stock_code import FUSED_MOE, QUANTIZATION, Platform, load, tree
+
+from vllm_moe_oracle.backends import Backend
+from vllm_moe_oracle.compat import RELEASES
+from vllm_moe_oracle.layouts.pack import pack_tiles
+from vllm_moe_oracle.oracle.problem import Activation, Device, Problem, Routing
+from vllm_moe_oracle.oracle.registry import default_registry
+
+CLASSES = {
+    "marlin_mxfp8": ("marlin_moe", "MarlinExperts"),
+    "humming_mxfp8": ("fused_humming_moe", "HummingIndexedExperts"),
+    "humming_mxfp8_grouped": ("fused_humming_moe", "HummingGroupedExperts"),
+    "trtllm_mxfp8": ("trtllm_fp8_moe", "TrtLlmFp8ExpertsModular"),
+    "trtllm_mxfp8_monolithic": ("trtllm_fp8_moe", "TrtLlmFp8ExpertsMonolithic"),
+    "deep_gemm_mxfp8": ("deep_gemm_moe", "DeepGemmExperts"),
+}
+STOCK_NAMES = {
+    "marlin_mxfp8": "MARLIN",
+    "humming_mxfp8": "HUMMING",
+    "humming_mxfp8_grouped": "HUMMING",
+    "trtllm_mxfp8": "FLASHINFER_TRTLLM",
+    "trtllm_mxfp8_monolithic": "FLASHINFER_TRTLLM",
+    "deep_gemm_mxfp8": "DEEPGEMM",
+}
+CAPABILITIES = (75, 80, 86, 89, 90, 100, 103, 110, 120, 121)
+ACTIVATIONS = {
+    "silu": Activation("silu"),
+    "gelu": Activation("gelu"),
+    "gelu_tanh": Activation("gelu_tanh"),
+    "swigluoai_uninterleave": Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0),
+    "silu_no_mul": Activation("silu", gated=False),
+    "gelu_no_mul": Activation("gelu", gated=False),
+    "gelu_tanh_no_mul": Activation("gelu_tanh", gated=False),
+    "relu2_no_mul": Activation("relu2", gated=False),
+}
+
+_SM75 = "bfloat16 needs sm_80, and the kernels have no float16 with e8m0 scales"
+STRICTER: dict[tuple[str, str | int], str] = {
+    ("marlin_mxfp8", 75): _SM75,
+    ("humming_mxfp8", 75): _SM75,
+    ("humming_mxfp8_grouped", 75): _SM75,
+    **{
+        (name, capability): "the order of the codes depends on the CUDA compiler that the library finds"
+        for name in ("humming_mxfp8", "humming_mxfp8_grouped")
+        for capability in (100, 103, 110, 120, 121)
+    },
+    ("trtllm_mxfp8", "relu2_no_mul"): "the class claims it and never passes the activation to the kernel",
+}
+"""What is refused although stock's class claims it: capability or activation, and why."""
+
+
+def stock(release: str, name: str, capability: int = 100) -> tuple[Any, dict[str, Any]]:
+    """A stock class of a release on a device of some capability, and the names of its file."""
+    try:
+        activation = load(release, f"{FUSED_MOE}/activation.py", current_platform=Platform(capability))
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    platform = Platform(capability)
+    given = {key: activation[key] for key in ("MoEActivation", "apply_moe_activation_supported")}
+    file, class_name = CLASSES[name]
+    names = load(
+        release, f"{FUSED_MOE}/experts/{file}.py", current_platform=platform,
+        is_deep_gemm_supported=platform.support_deep_gemm, **given,
+    )  # fmt: skip
+    return names[class_name], names
+
+
+def offered(release: str, name: str) -> bool:
+    """Whether stock's MXFP8 oracle of the release knows the kernel."""
+    try:
+        file = tree(release, f"{FUSED_MOE}/oracle/mxfp8.py")
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    listed = next(
+        node.value
+        for node in file.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "_SUPPORTED_BACKENDS"
+    )
+    assert isinstance(listed, ast.Tuple)
+    return STOCK_NAMES[name] in [each.attr for each in listed.elts if isinstance(each, ast.Attribute)]
+
+
+def machine(release: str, capability: int) -> Device:
+    packages = {"vllm": release, "humming-kernels": "0.1.19", "flashinfer-python": "0.7.2.post1"}
+    return Device("cuda", f"sm_{capability}", capability, packages=packages)
+
+
+def layer(name: str, release: str, **changes: Any) -> Problem:
+    grouped = name == "humming_mxfp8_grouped"
+    parallel = {"ep": 4, "local_experts": 32} if grouped else {}
+    return problem(**({"scheme": MXFP8_W8A8, "routing": Routing(method="renormalize")} | parallel | changes))
+
+
+def backend(name: str) -> Backend:
+    return default_registry()[name]
+
+
+def refused(name: str, release: str, capability: int, **changes: Any) -> set[str]:
+    verdict = backend(name).check(layer(name, release, **changes), machine(release, capability))
+    return {reason.code for reason in verdict.reasons}
+
+
+HOME = {"marlin_mxfp8": 80, "humming_mxfp8": 90, "humming_mxfp8_grouped": 90}
+every_release = pytest.mark.parametrize("release", RELEASES)
+every_backend = pytest.mark.parametrize("name", CLASSES)
+
+
+@every_release
+@every_backend
+def test_a_release_that_does_not_offer_the_kernel_is_refused(name: str, release: str) -> None:
+    known = offered(release, name)
+    codes = refused(name, release, HOME.get(name, 100))
+    if name == "humming_mxfp8_grouped" and "humming.kind" in codes:
+        # Before 0.30 vLLM's grouped kernels ran only where an environment variable asked for them.
+        assert tuple(map(int, release.split("."))) < (0, 30, 0)
+        return
+    if name.startswith("trtllm") and release == "0.22.1":
+        # Offered there; its class passes groups of 0 to a kernel that wants none, and takes SiLU alone.
+        assert known and "package" in codes
+        return
+    assert ("package" not in codes) == known
+
+
+@every_release
+@every_backend
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_capabilities(name: str, release: str, capability: int) -> None:
+    if not offered(release, name):
+        pytest.skip("the release does not offer it")
+    found, names = stock(release, name, capability)
+    claimed = bool(found._supports_current_device()) and bool(
+        found._supports_quant_scheme(names["kMxfp8Static"], names["kMxfp8Dynamic"])
+    )
+    ours = "capability" not in refused(name, release, capability)
+    if (name, capability) in STRICTER:
+        assert claimed and not ours
+    else:
+        assert ours == claimed
+
+
+@every_release
+@every_backend
+def test_activations(name: str, release: str) -> None:
+    if not offered(release, name):
+        pytest.skip("the release does not offer it")
+    found, names = stock(release, name, HOME.get(name, 100))
+    for stock_name, activation in ACTIVATIONS.items():
+        member = [each for each in names["MoEActivation"] if each.value == stock_name]
+        claimed = bool(member) and bool(found._supports_activation(member[0]))
+        if not activation.gated:
+            claimed = claimed and bool(found._supports_no_act_and_mul())
+        codes = refused(name, release, HOME.get(name, 100), activation=activation)
+        ours = not codes & {"activation", "activation.parameters", "activation.parameters.since"}
+        if (name, stock_name) in STRICTER:
+            assert claimed and not ours
+        else:
+            assert ours == claimed, stock_name
+
+
+@every_release
+def test_routing_inside_the_kernel(release: str) -> None:
+    name = "trtllm_mxfp8_monolithic"
+    methods = enumeration(release, f"{FUSED_MOE}/config.py", "RoutingMethodType")
+    found, names = stock(release, name)
+    names["RoutingMethodType"] = type("Methods", (), {method: method for method in methods})
+    for method in methods:
+        claimed = found._supports_routing_method(method, names["kMxfp8Static"], names["kMxfp8Dynamic"])
+        routing = Routing(method=method.lower(), num_groups=8, top_k_groups=4)
+        ours = "routing" not in refused(name, release, 100, routing=routing)
+        # `Simulated` is vLLM's own load test; 0.22.1's kernel is not offered here at all.
+        assert ours == claimed or method == "Simulated" or (release == "0.22.1" and method == "Sigmoid"), method
+
+
+def enumeration(release: str, path: str, name: str) -> list[str]:
+    """Members of an enumeration of a release."""
+    try:
+        classes = [node for node in tree(release, path).body if isinstance(node, ast.ClassDef)]
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    return [
+        target.id
+        for statement in next(node.body for node in classes if node.name == name)
+        for target in (statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)])
+        if isinstance(target, ast.Name)
+    ]
+
+
+@functools.cache
+def function(release: str, path: str, *names: str) -> str:
+    """Source of a function, or of a method, without spaces that do not matter."""
+    try:
+        node: Any = tree(release, path)
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    for name in names:
+        node = next(each for each in node.body if getattr(each, "name", "") == name)
+    return ast.unparse(node)
+
+
+TRTLLM = f"{FUSED_MOE}/experts/trtllm_fp8_moe.py"
+
+
+@every_release
+def test_what_the_trtllm_classes_pass(release: str) -> None:
+    monolithic = function(release, TRTLLM, "TrtLlmFp8ExpertsMonolithic", "_apply_block_scale")
+    modular = function(release, TRTLLM, "TrtLlmFp8ExpertsModular", "apply")
+    assert "activation_type=" not in modular and "'activation_type'" not in modular
+    assert "bias" not in modular.replace("routing_bias", "")
+    assert "gemm1_bias" not in monolithic and "w1_bias" not in monolithic
+    assert "global_num_experts % 4 == 0" in monolithic and "global_num_experts <= 512" in monolithic
+    if release == "0.22.1":
+        assert "self.topk <= 10" in monolithic and "n_group=num_expert_group or 0" in monolithic
+        return
+    assert "kwargs['activation_type'] = activation_type" in monolithic
+    assert "n_group = num_expert_group or None" in monolithic
+    # The limit on experts per token stands in the branch of DeepSeek's FP8, after the one of MXFP8.
+    limit = re.search(r"self\.topk <= \d+", monolithic)
+    assert limit and monolithic.index("Fp8QuantizationType.MxFp8") < limit.start()
+    assert monolithic.index("Fp8QuantizationType.DeepSeekFp8") > monolithic.index("if is_mxfp8")
+    passes_parameters = "gemm1_clamp_limit=self.gemm1_clamp_limit" in monolithic
+    assert passes_parameters == (tuple(map(int, release.split("."))) >= (0, 25, 1))
+
+
+@every_release
+def test_marlin_is_given_biases_and_parameters(release: str) -> None:
+    path = f"{FUSED_MOE}/experts/marlin_moe.py"
+    apply = function(release, path, "MarlinExperts", "apply")
+    assert "bias1=self.w1_bias" in apply and "bias2=self.w2_bias" in apply
+    new = "activation_config=self.activation_config" in apply
+    assert new or "clamp_limit=self.gemm1_clamp_limit" in apply
+    if tuple(map(int, release.split("."))) >= (0, 24, 0):
+        assert new or "gemm1_alpha=self.gemm1_alpha" in apply
+
+
+@every_release
+def test_deep_gemm_adds_no_biases(release: str) -> None:
+    assert "bias" not in function(release, f"{FUSED_MOE}/experts/deep_gemm_moe.py", "DeepGemmExperts")
+
+
+@every_release
+def test_marlins_padding(release: str) -> None:
+    try:
+        names = load(release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b)
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    if "marlin_moe_padded_intermediate" not in names:
+        assert tuple(map(int, release.split("."))) < (0, 25, 1)
+        return
+    for inner in range(32, 2049, 32):
+        plan = backend("marlin_mxfp8").plan(
+            layer("marlin_mxfp8", release, intermediate_size=inner), machine(release, 80)
+        )
+        assert plan.intermediate_size == names["marlin_moe_padded_intermediate"](inner, 32)
+
+
+def test_trtllms_padding() -> None:
+    source = function("0.33.0", f"{QUANTIZATION}/utils/flashinfer_utils.py", "prepare_fp8_moe_layer_for_fi")
+    assert "min_alignment=128, hidden_alignment=256" in source
+
+
+# --- Conversions ----------------------------------------------------------------------------------------------------
+
+
+def random_layer(gated: bool, hidden: int, inner: int) -> dict[str, torch.Tensor]:
+    """Canonical tensors of three experts."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, high: int = 256) -> torch.Tensor:
+        return torch.randint(0, high, shape, dtype=torch.uint8, generator=generator)
+
+    rows = inner * (2 if gated else 1)
+    return {
+        "w13": random(3, rows, hidden).view(torch.float8_e4m3fn),
+        "w2": random(3, hidden, inner).view(torch.float8_e4m3fn),
+        "w13_scale": random(3, rows, hidden // 32, high=255),
+        "w2_scale": random(3, hidden, inner // 32, high=255),
+    }
+
+
+def converted(name: str, canonical: dict[str, torch.Tensor], each: Problem, release: str) -> dict[str, torch.Tensor]:
+    plan = backend(name).plan(each, machine(release, HOME.get(name, 100)))
+    experts = [
+        backend(name).convert({key: tensor[index] for key, tensor in canonical.items()}, each, plan)
+        for index in range(3)
+    ]
+    return {key: torch.stack([expert[key].view(torch.uint8) for expert in experts]) for key in experts[0]}
+
+
+class Operators:
+    """vLLM's operators where they repack. The tests of the layout prove this one against PTX and stock's reference."""
+
+    @staticmethod
+    def gptq_marlin_repack(b_q_weight: torch.Tensor, size_k: int, size_n: int, num_bits: int, **extra: Any) -> Any:
+        """Codes `[K/4, N]` of four columns a word."""
+        assert num_bits == 8 and b_q_weight.shape == (size_k // 4, size_n)
+        return pack_tiles(b_q_weight.T.contiguous().view(torch.uint8))
+
+
+@every_release
+@pytest.mark.parametrize(
+    ("gated", "hidden", "inner"), [(True, 256, 64), (True, 128, 192), (False, 256, 128), (True, 128, 96)]
+)
+def test_marlins_conversion_is_stocks(release: str, gated: bool, hidden: int, inner: int) -> None:
+    number = tuple(map(int, release.split(".")))
+    if inner % 64 and number < (0, 25, 1):
+        pytest.skip("stock does not pad yet")
+    try:
+        general = load(release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b)
+        given = {
+            key: general[key] for key in ("marlin_permute_scales", "marlin_moe_padded_intermediate") if key in general
+        }
+        names = load(release, f"{QUANTIZATION}/utils/marlin_utils_fp8.py", ops=Operators, **given)
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    canonical = random_layer(gated, hidden, inner)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        theirs = names["prepare_mxfp8_moe_layer_for_marlin"](
+            type("Layer", (), {})(), *(canonical[key] for key in ("w13", "w2", "w13_scale", "w2_scale"))
+        )
+    finally:
+        torch.set_default_dtype(default)
+    activation = Activation("silu") if gated else Activation("relu2", gated=False)
+    each = layer("marlin_mxfp8", release, hidden_size=hidden, intermediate_size=inner, activation=activation)
+    ours = converted("marlin_mxfp8", canonical, each, release)
+    for key, tensor in zip(("w13", "w2", "w13_scale", "w2_scale"), theirs, strict=True):
+        assert torch.equal(ours[key].flatten(), tensor.contiguous().view(torch.uint8).flatten()), key
+
+
+def flashinfer_functions() -> dict[str, Any]:
+    """FlashInfer's row orders, from its documentation, and vLLM's own tiling of scales.
+
+    ``srcToDstBlk32RowMap`` of `flashinfer/utils.py` says where each row of 32 goes for tiles of 128.
+    """
+    table = [8 * (row % 4) + row // 4 for row in range(32)]
+
+    def shuffled(matrix: torch.Tensor, tile: int) -> torch.Tensor:
+        assert tile == 128 and matrix.dim() == 2
+        order = torch.empty(matrix.shape[0], dtype=torch.long)
+        for row in range(matrix.shape[0]):
+            order[row - row % 32 + table[row % 32]] = row
+        return order
+
+    def alternating(matrix: torch.Tensor) -> torch.Tensor:
+        half = matrix.shape[0] // 2
+        return torch.tensor([row for pair in zip(range(half), range(half, 2 * half), strict=True) for row in pair])
+
+    swizzle = load("0.33.0", f"{QUANTIZATION}/utils/mxfp8_utils.py", MXFP8_BLOCK_SIZE=32)["swizzle_mxfp8_scale"]
+
+    def interleaved(scales: torch.Tensor) -> torch.Tensor:
+        return torch.stack([swizzle(each, M=each.shape[0], K=each.shape[1] * 32) for each in scales])
+
+    return {
+        "get_shuffle_matrix_a_row_indices": shuffled,
+        "get_reorder_rows_for_gated_act_gemm_row_indices": alternating,
+        "block_scale_interleave": interleaved,
+        "round_up": lambda a, b: -(-a // b) * b,
+    }
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("hidden", "inner"), [(256, 128), (384, 160), (128, 96)])
+def test_trtllms_conversion_is_stocks(gated: bool, hidden: int, inner: int) -> None:
+    try:
+        given = flashinfer_functions()
+        names = load("0.33.0", f"{QUANTIZATION}/utils/flashinfer_utils.py", **given)
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    canonical = random_layer(gated, hidden, inner)
+    config = type("Config", (), {"is_act_and_mul": gated})()
+    activation = type("Kind", (), {"is_gated": gated})()
+    stock_layer = type("Layer", (), {"moe_config": config, "weight_block_size": [1, 32], "activation": activation})()
+    theirs = names["prepare_fp8_moe_layer_for_fi"](
+        layer=stock_layer, w13=canonical["w13"].view(torch.uint8).view(torch.float8_e4m3fn), w2=canonical["w2"],
+        w13_scale=canonical["w13_scale"], w13_input_scale=None, w2_scale=canonical["w2_scale"], w2_input_scale=None,
+        is_trtllm=True,
+    )  # fmt: skip
+    ours_activation = Activation("silu") if gated else Activation("relu2", gated=False)
+    each = layer("trtllm_mxfp8", "0.33.0", hidden_size=hidden, intermediate_size=inner, activation=ours_activation)
+    ours = converted("trtllm_mxfp8_monolithic", canonical, each, "0.33.0")
+    plan = backend("trtllm_mxfp8_monolithic").plan(each, machine("0.33.0", 100))
+    assert (config.hidden_dim, config.intermediate_size_per_partition) == (plan.hidden_size, plan.intermediate_size)
+    for key, tensor in zip(("w13", "w2", "w13_scale", "w2_scale"), theirs, strict=True):
+        assert ours[key].shape == tensor.shape
+        assert torch.equal(ours[key], tensor.contiguous().view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("release", [each for each in RELEASES if each not in ("0.22.1", "0.23.0")])
+def test_deep_gemms_conversion_is_stocks(release: str) -> None:
+    """Up to DeepGEMM's own function, which gets float32 scales and the recipe; what it makes of them is in the test of
+    `pack_scales`."""
+    calls: list[dict[str, Any]] = []
+
+    def transform(**keywords: Any) -> torch.Tensor:
+        calls.append(keywords)
+        scales: torch.Tensor = keywords["sf"]
+        return scales
+
+    try:
+        names = load(
+            release, f"{QUANTIZATION}/utils/fp8_utils.py", transform_sf_into_required_layout=transform,
+            is_deep_gemm_e8m0_used=lambda: True,
+        )  # fmt: skip
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    canonical = random_layer(True, 256, 128)
+    w13, w2, w13_scale, w2_scale = names["prepare_fp8_moe_layer_for_deepgemm"](
+        canonical["w13"], canonical["w2"], canonical["w13_scale"], canonical["w2_scale"], (1, 32)
+    )
+    assert w13 is canonical["w13"] and w2 is canonical["w2"]
+    assert [(call["mn"], call["k"], call["recipe"]) for call in calls] == [
+        (256, 256, (1, 1, 32)),
+        (256, 128, (1, 1, 32)),
+    ]
+    each = layer("deep_gemm_mxfp8", release, hidden_size=256, intermediate_size=128)
+    ours = converted("deep_gemm_mxfp8", canonical, each, release)
+    for key, floats in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
+        exponents = (floats.view(torch.int32) >> 23).to(torch.uint8)
+        words = ours[key].view(torch.int32).transpose(-1, -2).flatten().view(torch.uint8)
+        assert torch.equal(words, exponents.flatten())
+    assert math.prod(ours["w13"].shape) == canonical["w13"].numel()
+
+
+def test_sources_are_there() -> None:
+    try:
+        assert all((sources(release) / "vllm").is_dir() for release in RELEASES)
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
