@@ -17,7 +17,7 @@ from typing import Any
 
 from .errors import CheckpointError
 from .oracle.problem import Activation, Parallel, Problem, Routing, Scheme
-from .quantization import Foreign, LayerNames, reader, shown, vllm_name
+from .quantization import GATED_PROJECTIONS, PLAIN_PROJECTIONS, Foreign, LayerNames, reader, shown, vllm_name
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 TOP_K = (
@@ -56,10 +56,6 @@ _BLOCKS = {
     "step3p5": "moe",
 }
 _CHECKPOINT_BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "mixer", "moe")
-
-# Expert matrices' names in checkpoints: gate, up, down by one convention or the other; without a gate.
-_GATED_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-_PLAIN_PROJECTIONS = (("up_proj", "down_proj"), ("w1", "w2"))
 
 # Experts without a gate, routers that score by sigmoid whatever the config says, routers with a bias for choosing, and
 # routers that always renormalise: these models' code decides it, no field does.
@@ -319,7 +315,7 @@ def _layer_names(config: Config, index: int) -> LayerNames:
     inside = f"{index}.{block}.experts" if block else f"{index}.experts"
     modules = [f"{place}.layers.{inside}" for place in (root, *roots)]
     modules += [f"{root}.layers.{index}.{other}.experts" for other in _CHECKPOINT_BLOCKS if other != block]
-    return LayerNames(tuple(modules), _PLAIN_PROJECTIONS if kind in _UNGATED else _GATED_PROJECTIONS)
+    return LayerNames(tuple(modules), PLAIN_PROJECTIONS if kind in _UNGATED else GATED_PROJECTIONS)
 
 
 # --- one layer --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,10 @@ from typing import Any
 from .errors import CheckpointError
 from .oracle.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme
 
+GATED_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+PLAIN_PROJECTIONS = (("up_proj", "down_proj"), ("w1", "w2"))
+"""Names of an expert's matrices in checkpoints, by one convention or the other: gate, up, down; and without a gate."""
+
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
@@ -150,49 +154,82 @@ def modelopt_activations(config: Mapping[str, Any], where: str = "quantization_c
 
 
 def _modelopt_mixed(fields: Mapping[str, Any], excluded: Callable[[str], bool], where: str) -> SchemeOf:
-    """One algorithm per module, by name, by the name of one of its matrices, or by a wildcard."""
-    recipes = fields.get("quantized_layers")
-    if not isinstance(recipes, Mapping) or not recipes:
-        raise CheckpointError("quant_algo MIXED_PRECISION needs an object quantized_layers", where=where)
-    algos: dict[str, str] = {}
-    for name, recipe in recipes.items():
-        if not isinstance(recipe, Mapping):
-            raise CheckpointError(f"quantized_layers.{name} is {shown(recipe)}, not an object", where=where)
-        algos[name] = _word(recipe, "quant_algo", where).upper()
-        if not algos[name]:
-            raise CheckpointError(f"quantized_layers.{name} has no quant_algo", where=where)
-    wildcards = [(re.compile(translate(name)), algo) for name, algo in algos.items() if _is_wildcard(name)]
-    below: dict[str, set[str]] = {}
-    for name, algo in algos.items():
-        parts = name.split(".")
-        for end in range(1, len(parts)):
-            below.setdefault(".".join(parts[:end]), set()).add(algo)
+    """One algorithm per module; see `MixedAlgorithms`."""
+    algorithms = MixedAlgorithms.read(fields.get("quantized_layers"), where)
 
     def of(layer: LayerNames) -> Answer:
         if layer.match(excluded):
             return None
-        found = _mixed_algos(layer, algos, below) or {
-            algo for expression, algo in wildcards if layer.match(_matches(expression))
-        }
-        if len(found) > 1:
-            rule = f"the matrices of one layer have different quant_algo: {', '.join(sorted(found))}"
-            raise CheckpointError(rule, where=f"{where}, {layer.modules[0]}")
-        return _modelopt_scheme(found.pop(), "mxfp8") if found else None
+        algo = algorithms.of(layer)
+        return _modelopt_scheme(algo, "mxfp8") if algo else None
 
     return of
 
 
-def _mixed_algos(layer: LayerNames, algos: Mapping[str, str], below: Mapping[str, set[str]]) -> set[str]:
-    """Algorithms under the layer's own name, below it, or under its matrices' names beside it (``mlp.gate_proj``)."""
-    for found in (
-        {algos[name] for name in layer.modules if name in algos},
-        {algo for name in layer.modules for algo in below.get(name, ())},
-    ):
-        if found:
-            return found
-    parents = [name.removesuffix("experts") for name in layer.modules]
-    beside = [f"{parent}{name}" for parent in parents for names in layer.projections for name in names]
-    return {algos[name] for name in beside if name in algos}
+@dataclass(frozen=True, slots=True)
+class MixedAlgorithms:
+    """Which algorithm ModelOpt's mixed precision gives a layer's experts: by their module's name, by the name of one of
+    their matrices, or by a wildcard.
+
+    Attributes:
+        algos: algorithm, in upper case, by name.
+        below: algorithms of everything below a name.
+        wildcards: names with wildcards, as expressions, with their algorithms.
+        where: file and field, for messages.
+    """
+
+    algos: Mapping[str, str]
+    below: Mapping[str, set[str]]
+    wildcards: tuple[tuple[re.Pattern[str], str], ...]
+    where: str
+
+    @classmethod
+    def read(cls, recipes: object, where: str) -> MixedAlgorithms:
+        """From the field ``quantized_layers``.
+
+        Raises:
+            CheckpointError: it is not what ModelOpt writes.
+        """
+        if not isinstance(recipes, Mapping) or not recipes:
+            raise CheckpointError("quant_algo MIXED_PRECISION needs an object quantized_layers", where=where)
+        algos: dict[str, str] = {}
+        for name, recipe in recipes.items():
+            if not isinstance(recipe, Mapping):
+                raise CheckpointError(f"quantized_layers.{name} is {shown(recipe)}, not an object", where=where)
+            algos[name] = _word(recipe, "quant_algo", where).upper()
+            if not algos[name]:
+                raise CheckpointError(f"quantized_layers.{name} has no quant_algo", where=where)
+        below: dict[str, set[str]] = {}
+        for name, algo in algos.items():
+            parts = name.split(".")
+            for end in range(1, len(parts)):
+                below.setdefault(".".join(parts[:end]), set()).add(algo)
+        wildcards = ((re.compile(translate(name)), algo) for name, algo in algos.items() if _is_wildcard(name))
+        return cls(algos, below, tuple(wildcards), where)
+
+    def of(self, layer: LayerNames) -> str | None:
+        """The layer's algorithm; None when its experts are not quantised.
+
+        Raises:
+            CheckpointError: matrices of the layer have different ones.
+        """
+        found = self._named(layer) or {algo for expression, algo in self.wildcards if layer.match(_matches(expression))}
+        if len(found) > 1:
+            rule = f"the matrices of one layer have different quant_algo: {', '.join(sorted(found))}"
+            raise CheckpointError(rule, where=f"{self.where}, {layer.modules[0]}")
+        return found.pop() if found else None
+
+    def _named(self, layer: LayerNames) -> set[str]:
+        """Algorithms under the layer's name, below it, or under its matrices' names beside it (``mlp.gate_proj``)."""
+        for found in (
+            {self.algos[name] for name in layer.modules if name in self.algos},
+            {algo for name in layer.modules for algo in self.below.get(name, ())},
+        ):
+            if found:
+                return found
+        parents = [name.removesuffix("experts") for name in layer.modules]
+        beside = [f"{parent}{name}" for parent in parents for names in layer.projections for name in names]
+        return {self.algos[name] for name in beside if name in self.algos}
 
 
 def _mxfp8(config: Mapping[str, Any], where: str) -> SchemeOf:

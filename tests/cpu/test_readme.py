@@ -26,4 +26,4 @@ def test_every_setting_that_it_names_exists() -> None:
     from vllm_moe_oracle import settings
 
     variables = {settings.variable(name) for name in settings.FIELDS}
-    assert set(re.findall(r"MOE_ORACLE_[A-Z_]+", TEXT)) <= variables
+    assert set(re.findall(r"MOE_ORACLE_[A-Z0-9_]+", TEXT)) <= variables

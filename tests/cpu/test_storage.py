@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peak import Peak
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_moe_oracle.errors import LifecycleError
 from vllm_moe_oracle.methods import storage
@@ -129,35 +129,11 @@ def test_loading_into_converted_storage_is_an_error() -> None:
         layer.w13_weight.weight_loader(layer.w13_weight, torch.zeros(1))
 
 
-class Peak(TorchDispatchMode):
-    """Largest sum of storage bytes that were allocated inside and alive at the same time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
-        import weakref
-
-        result = function(*arguments, **(keywords or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor) and not tensor.is_meta:
-                memory = tensor.untyped_storage()
-                if memory.data_ptr() not in self.alive and memory.nbytes():
-                    self.alive[memory.data_ptr()] = memory.nbytes()
-                    weakref.finalize(memory, self.alive.pop, memory.data_ptr(), None)
-                    self.peak = max(self.peak, sum(self.alive.values()))
-        return result
-
-
 @pytest.mark.parametrize("experts", [4, 32])
 def test_peak_memory_is_one_expert_however_many_there_are(experts: int) -> None:
     rows, columns = 64, 128
     layer = make_layer(experts, rows, columns)
-    own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-    with Peak() as peak:
-        peak.alive.update(dict.fromkeys(own, 0))  # the layer's own memory is not extra
+    with Peak(*layer.parameters()) as peak:
         storage.convert_in_place(layer, NAMES, lambda expert: {**expert, "w13": expert["w13"].flip(0)})
     # flip allocates the expert's codes once; nothing may scale with the number of experts.
     assert peak.peak <= 2 * rows * columns

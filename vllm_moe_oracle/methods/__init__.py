@@ -2,6 +2,7 @@
 
 CONFIGS = {
     "modelopt_mxfp8": "vllm_moe_oracle.methods.modelopt:ModelOptMxFp8Config",
+    "modelopt_mixed": "vllm_moe_oracle.methods.modelopt:ModelOptMixedPrecisionConfig",
     "mxfp8": "vllm_moe_oracle.methods.modelopt:Mxfp8Config",
 }
 """Config class by quantisation name, imported when vLLM first asks for it."""

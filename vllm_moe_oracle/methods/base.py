@@ -139,10 +139,10 @@ class OracleMoEMethod(FusedMoEMethodBase):
             return
         self._enter(layer, "converting")
         problem = self.decision.problem
-        canonical = self._scheme().read(dict(self.release.parameters(layer)), problem)
-        selfcheck.settle(self, canonical, fixed=self.moe_kernel is not None)
+        raw = self._scheme().read(dict(self.release.parameters(layer)), problem)
+        selfcheck.settle(self, raw, fixed=self.moe_kernel is not None)
         self.experts_cls = self.release.experts_class(self.backend)
-        names = self._names(canonical)
+        names = self._names(raw)
         kernel_names = storage.convert_in_place(layer, names, self._convert)
         for name in kernel_names.values():
             parameter = getattr(layer, name)
@@ -173,16 +173,20 @@ class OracleMoEMethod(FusedMoEMethodBase):
 
     def _names(self, canonical: Mapping[str, Any]) -> dict[str, str]:
         """Parameter name by canonical name."""
-        return {own: name for name, own in self._scheme().PARAMETERS.items() if own in canonical}
+        found = self._scheme().parameters_of(self.decision.problem).items()
+        return {own: name for own, name in found if own in canonical}
 
     def _convert(self, expert: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self.backend.convert(expert, self.decision.problem, self.decision.plan)
+        """From the checkpoint's tensors of one expert to the kernel's."""
+        problem = self.decision.problem
+        return self.backend.convert(self._scheme().canonical_expert(expert, problem), problem, self.decision.plan)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """The layer's quant config: never None, scales and biases in their slots."""
         if self.moe_quant_config is None:
-            present = {own: name for name, own in self._scheme().PARAMETERS.items() if hasattr(layer, name)}
-            return self.release.quant_config(self.decision.problem, LayerTensors(layer, present))
+            problem = self.decision.problem
+            present = {own: name for own, name in self._scheme().parameters_of(problem).items() if hasattr(layer, name)}
+            return self.release.quant_config(problem, LayerTensors(layer, present))
         return self.moe_quant_config
 
     @property

@@ -1,8 +1,9 @@
-"""ModelOpt's MXFP8 checkpoints, and those of the same layout that are tagged ``mxfp8``."""
+"""ModelOpt's MXFP8 checkpoints, MXFP8 in its mixed precision, and checkpoints of the same layout tagged ``mxfp8``."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from vllm.platforms import current_platform
 
 from ..compat.construction import under_construction
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Scheme
-from ..quantization import modelopt_activations
+from ..quantization import GATED_PROJECTIONS, PLAIN_PROJECTIONS, LayerNames, MixedAlgorithms, modelopt_activations
 from .base import OracleMoEMethod
 
 SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="modelopt", activations="mxfp8")
@@ -46,8 +47,7 @@ class ModelOptMxFp8Config(stock.ModelOptMxFp8Config):
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Dtypes of the model. On a CPU, where both the experts and vLLM's linear layers are emulated, also float16 and
         float32."""
-        supported = list(super().get_supported_act_dtypes())
-        return [*supported, torch.float16, torch.float32] if current_platform.is_cpu() else supported
+        return _with_emulated(super().get_supported_act_dtypes())
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method for a layer; see the stock class."""
@@ -68,3 +68,43 @@ class Mxfp8Config(ModelOptMxFp8Config):
         if not config.get("quantization") and not config.get("quant_algo"):
             config = {**config, "quant_algo": "MXFP8", "ignore": config.get("ignored_layers") or []}
         return super().from_config(config)
+
+
+class ModelOptMixedPrecisionConfig(stock.ModelOptMixedPrecisionConfig):
+    """The stock config of mixed precision, which decides for each MoE layer as `explain` does.
+
+    The stock class takes the algorithm of the first matrix that it finds for the whole layer, takes that of a shared
+    expert for that of the routed ones, and knows no wildcards.
+    """
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Dtypes of the model; see `ModelOptMxFp8Config`."""
+        return _with_emulated(super().get_supported_act_dtypes())
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """The method for a layer; see the stock class."""
+        with under_construction(layer, prefix):
+            return super().get_quant_method(layer, prefix)
+
+    def _resolve_quant_algo(self, prefix: str) -> str | None:
+        """The algorithm of a module; stock code asks.
+
+        Raises:
+            CheckpointError: matrices of a MoE layer have different algorithms.
+        """
+        if prefix.rpartition(".")[2] != "experts":
+            algo: str | None = super()._resolve_quant_algo(prefix)
+            return algo
+        recipes, algorithms = getattr(self, "_algorithms", (None, None))
+        if recipes is not self.quantized_layers or algorithms is None:  # vLLM renames layers when it has the model
+            algorithms = MixedAlgorithms.read(self.quantized_layers, "quantization_config")
+            self._algorithms = self.quantized_layers, algorithms
+        # Whether the experts have a gate is not known here.
+        projections = GATED_PROJECTIONS + PLAIN_PROJECTIONS
+        return algorithms.of(LayerNames(tuple(self._quantized_layer_prefix_candidates(prefix)), projections))
+
+
+def _with_emulated(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
+    """With those that only emulation takes, on a CPU."""
+    supported = list(dtypes)
+    return [*supported, torch.float16, torch.float32] if current_platform.is_cpu() else supported

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .. import device
+from .. import device, schemes
 from ..backends import Backend, Tensors
 from ..backends.emulation import forward
 from ..errors import SelfCheckError
@@ -88,14 +88,14 @@ def sample(problem: Problem) -> list[int]:
     return sorted({round(index * (problem.local_experts - 1) / (count - 1)) for index in range(count)})
 
 
-def run(backend: Backend, problem: Problem, plan: Plan, canonical: Tensors, moe: Any, release: Adapter) -> Result:
+def run(backend: Backend, problem: Problem, plan: Plan, raw: Tensors, moe: Any, release: Adapter) -> Result:
     """Compares a backend's kernel with the reference on a few experts of a layer.
 
     Args:
         backend: whose conversion and kernel are tried.
         problem: the layer.
         plan: the backend's plan for it.
-        canonical: the layer's loaded weights, `[local_experts, ...]` each; not modified.
+        raw: the layer's loaded weights as the scheme's `read` found them, `[local_experts, ...]` each; not modified.
         moe: vLLM's `FusedMoEConfig` of the layer.
         release: vLLM's side.
     """
@@ -103,10 +103,8 @@ def run(backend: Backend, problem: Problem, plan: Plan, canonical: Tensors, moe:
     limit = tolerance(backend, problem)
     if backend.monolithic:
         return Result(0.0, limit, 0.0, skipped="the kernel routes itself, and its routing has no reference yet")
-    picked = torch.tensor(sample(problem), device=canonical["w13"].device)
-    experts = {
-        name: tensor.view(torch.uint8).index_select(0, picked).view(tensor.dtype) for name, tensor in canonical.items()
-    }
+    picked = sample(problem)
+    experts = canonical(problem, raw, picked)
     small = dataclasses.replace(
         problem,
         num_experts=len(picked),
@@ -127,6 +125,16 @@ def run(backend: Backend, problem: Problem, plan: Plan, canonical: Tensors, moe:
     actual = _through_kernel(backend, small, plan, experts, x, weights, ids, moe, release)
     error = token_error(actual, expected)
     return Result(error, limit, time.perf_counter() - start)
+
+
+def canonical(problem: Problem, raw: Tensors, experts: list[int]) -> dict[str, Tensor]:
+    """Canonical tensors of a few experts of a layer, `[len(experts), ...]` each, from those that `read` found."""
+    scheme = schemes.module(problem.scheme.name)
+    made = [scheme.canonical_expert({name: each[index] for name, each in raw.items()}, problem) for index in experts]
+    # As bytes: not every type of 8 bits can be stacked.
+    return {
+        name: torch.stack([one[name].view(torch.uint8) for one in made]).view(made[0][name].dtype) for name in made[0]
+    }
 
 
 def tokens(problem: Problem, experts: Tensors) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,8 +161,6 @@ def tokens(problem: Problem, experts: Tensors) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _first_product(problem: Problem, experts: Tensors, x: Tensor) -> Tensor:
-    from .. import schemes
-
     expert = {name: tensor[0] for name, tensor in experts.items()}
     weights: Tensor = schemes.module(problem.scheme.name).dequantise_expert(expert, "w13")
     return x @ weights.T
@@ -208,12 +214,12 @@ _results: dict[_Group, Result | str] = {}
 """What this process found for each problem and backend: a result, or what the backend raised."""
 
 
-def settle(method: Checked, canonical: Tensors, fixed: bool = False) -> None:
+def settle(method: Checked, raw: Tensors, fixed: bool = False) -> None:
     """Checks a method's backend on its loaded weights, and takes the next candidate where it fails.
 
     Args:
         method: its backend and decision are changed when another candidate is taken.
-        canonical: the layer's loaded weights, `[local_experts, ...]` each.
+        raw: the layer's loaded weights as the scheme's `read` found them, `[local_experts, ...]` each.
         fixed: the kernel is built already, and weights are loaded into it anew: no other candidate can be taken.
 
     Raises:
@@ -226,7 +232,7 @@ def settle(method: Checked, canonical: Tensors, fixed: bool = False) -> None:
         problem, name = method.decision.problem, method.backend.name
         group = (problem.key(), name)
         if mode == "all" or group not in _results:
-            _results[group] = _try(method, canonical)
+            _results[group] = _try(method, raw)
             logger.info("moe_oracle: %s: self-check of %s: %s", problem.layer, name, _results[group])
         result = _results[group]
         if isinstance(result, Result) and result.passed:
@@ -246,10 +252,10 @@ def settle(method: Checked, canonical: Tensors, fixed: bool = False) -> None:
         )
 
 
-def _try(method: Checked, canonical: Tensors) -> Result | str:
+def _try(method: Checked, raw: Tensors) -> Result | str:
     problem, plan = method.decision.problem, method.decision.plan
     try:
-        return run(method.backend, problem, plan, canonical, method.moe, method.release)
+        return run(method.backend, problem, plan, raw, method.moe, method.release)
     except Exception as error:  # a backend that crashes is a backend that fails; the error becomes the reason
         logger.exception("moe_oracle: %s: %s raised in its self-check", problem.layer, method.backend.name)
         return f"{type(error).__name__}: {error}"

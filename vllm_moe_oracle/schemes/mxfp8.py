@@ -10,6 +10,7 @@ Canonical tensors of a layer: ``w13`` `[E, R, H]` and ``w2`` `[E, H, I]` in floa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -41,6 +42,16 @@ PARAMETERS = {
     "w13_bias": "w13_bias",
     "w2_bias": "w2_bias",
 }
+
+
+def parameters_of(problem: Problem) -> dict[str, str]:
+    """Parameter name by canonical name, of the parameters that the layer is read from."""
+    return {canonical: name for name, canonical in PARAMETERS.items() if canonical in shapes(problem)}
+
+
+def canonical_expert(expert: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor]:
+    """Canonical tensors of one expert from those that `read` found; here they are the same."""
+    return dict(expert)
 
 
 def shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
@@ -102,17 +113,19 @@ def _dtypes(canonical: str) -> tuple[torch.dtype, ...]:
     return (torch.uint8,) if canonical.endswith("_scale") else (torch.float8_e4m3fn,)
 
 
-def scale_exponents(amax: Tensor, rule: ScaleRule = "ceil") -> Tensor:
+def scale_exponents(amax: Tensor, rule: ScaleRule = "ceil", largest: float = E4M3_MAX) -> Tensor:
     """The e8m0 code of each block from its largest magnitude.
 
     ``ceil``: ceil(log2(amax / 448)), vLLM's own: nothing saturates. ``floor``: floor(log2(amax)) - 8, the
     specification's section 6.3: values above 448 times the scale saturate. ``llm-compressor``: as floor, after amax was
     rounded up to the next power of two where its significand is at least 1.75, as the compressed-tensors package does.
+    (In float16 that package gives blocks whose scale float16 cannot hold, those of zeros included, the scale 1.)
     All are exact: no logarithm is taken.
 
     Args:
         amax: any shape, floating point, not negative.
         rule: which rule.
+        largest: largest element of the format: 448 of e4m3 above, and likewise for another.
 
     Returns:
         uint8 of the same shape; a block of zeros gets 0 (2**-127), one with NaN or an infinity gets 255.
@@ -120,9 +133,10 @@ def scale_exponents(amax: Tensor, rule: ScaleRule = "ceil") -> Tensor:
     amax = amax.to(torch.float32)
     # amax = mantissa * 2**exponent with mantissa in [0.5, 1); 448 = 0.875 * 2**9.
     mantissa, exponent = torch.frexp(amax)
-    code = exponent.to(torch.int32) - 9 + E8M0_BIAS
+    most, binade = math.frexp(largest)
+    code = exponent.to(torch.int32) - binade + E8M0_BIAS
     if rule == "ceil":
-        code = code + (mantissa > 0.875)
+        code = code + (mantissa > most)
     elif rule == "llm-compressor":
         code = code + (mantissa >= 0.875)
     elif rule != "floor":

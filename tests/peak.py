@@ -1,0 +1,41 @@
+"""How much memory a piece of torch code takes at most, on any device."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Peak(TorchDispatchMode):
+    """Counts inside `with`.
+
+    Attributes:
+        peak: largest sum of bytes of storages that were allocated inside and alive at the same time.
+        calls: operations of torch.
+    """
+
+    def __init__(self, *own: Tensor) -> None:
+        """
+        Args:
+            own: tensors whose memory does not count, because it was there before.
+        """
+        super().__init__()
+        self._alive = {tensor.untyped_storage().data_ptr(): 0 for tensor in own if not tensor.is_meta}
+        self.peak = 0
+        self.calls = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        """Runs an operation and looks at what it made."""
+        self.calls += 1
+        result = function(*arguments, **(keywords or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                memory = tensor.untyped_storage()
+                if memory.data_ptr() not in self._alive and memory.nbytes():
+                    self._alive[memory.data_ptr()] = memory.nbytes()
+                    weakref.finalize(memory, self._alive.pop, memory.data_ptr(), None)
+                    self.peak = max(self.peak, sum(self._alive.values()))
+        return result
