@@ -88,11 +88,18 @@ def exists(release: str, path: str) -> bool:
 
 
 @functools.cache
-def _code(release: str, path: str) -> Any:
+def _code(release: str, path: str) -> tuple[Any, frozenset[str]]:
+    """A file's code without its imports, and the names that they would have bound."""
     module = ast.parse((sources(release) / path).read_text(encoding="utf-8"))
+    bound = frozenset(
+        (alias.asname or alias.name).split(".")[0]
+        for node in ast.walk(module)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    )
     classes = {node.name for node in module.body if isinstance(node, ast.ClassDef)}
     stripped = ast.fix_missing_locations(_Stripper(classes).visit(module))
-    return compile(stripped, f"{release}/{path}", "exec")
+    return compile(stripped, f"{release}/{path}", "exec"), bound
 
 
 def load(release: str, path: str, **given: Any) -> dict[str, Any]:
@@ -105,11 +112,15 @@ def load(release: str, path: str, **given: Any) -> dict[str, Any]:
     """
     import builtins
 
-    names = _Names(
-        __builtins__=vars(builtins), __name__=__name__, torch=torch, math=math, Enum=enum.Enum, IntEnum=enum.IntEnum,
-        dataclass=dataclasses.dataclass, replace=dataclasses.replace, **given,
-    )  # fmt: skip
-    exec(_code(release, path), names)
+    real = {
+        "torch": torch, "math": math, "Enum": enum.Enum, "IntEnum": enum.IntEnum, "dataclass": dataclasses.dataclass,
+        "replace": dataclasses.replace,
+    }  # fmt: skip
+    code, bound = _code(release, path)
+    # The body of a class asks its globals in a way that does not ask `__missing__`.
+    imported = {name: MagicMock(name=name) for name in bound}
+    names = _Names({"__builtins__": vars(builtins), "__name__": __name__, **imported, **real, **given})
+    exec(code, names)
     return names
 
 
@@ -118,6 +129,7 @@ class Platform:
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
+        self.device_name = f"sm_{capability}"
 
     def is_cuda(self) -> bool:
         """A CUDA device."""
