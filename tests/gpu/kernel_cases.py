@@ -156,6 +156,7 @@ CASES = [
     Case("int4-g128", "int4", 128, hidden=384, inner=256),
     Case("int4-g64-zero-gelu", "int4", 64, "gelu", zero_points=True, hidden=320, inner=192),
     Case("int4-g32-zero-bias", "int4", 32, zero_points=True, bias=True, hidden=288, inner=96, top_k=3),
+    Case("int4-g32", "int4", 32, hidden=288, inner=96, experts=16, top_k=4),
     Case("int4-row", "int4", 0, "gelu_tanh", hidden=256, inner=160),
     Case("int4-row-zero", "int4", 0, zero_points=True),
     Case("int4-g128-fp16-zero", "int4", 128, zero_points=True, dtype=torch.float16),
@@ -169,3 +170,8 @@ CASES = [
     Case("mxfp8-wide-scales", "mxfp8", 32, spread=(100, 128)),
     Case("mxfp8-fp16", "mxfp8", 32, dtype=torch.float16, spread=(105, 116)),
 ]
+
+
+def by_name(*names: str) -> list[Case]:
+    """Cases of these names."""
+    return [next(case for case in CASES if case.name == name) for name in names]

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import CASES, Case, Layer, make_layer, reference
+from kernel_cases import CASES, Case, Layer, by_name, make_layer, reference
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -105,7 +105,7 @@ def test_layer(case, tokens):
 
 @pytest.mark.parametrize("routing", ["one", "negative"])
 @pytest.mark.parametrize("tokens", (1, 3, 17, 129))
-@pytest.mark.parametrize("case", [CASES[0], CASES[9], CASES[11]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", by_name("int4-g128", "mxfp4-swigluoai", "mxfp8"), ids=lambda case: case.name)
 def test_routing(case, tokens, routing):
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, tokens, routing)
@@ -115,7 +115,7 @@ def test_routing(case, tokens, routing):
 
 @pytest.mark.parametrize("tokens", (1, 17, 129))
 def test_expert_map(tokens):
-    case = CASES[11]
+    case = by_name("mxfp8")[0]
     layer, weights = layer_of(case)
     x, router, _ = inputs(case, tokens)
     generator = torch.Generator().manual_seed(5)
@@ -131,7 +131,7 @@ def test_expert_map(tokens):
 
 
 def test_many_tokens():
-    case = CASES[11]
+    case = by_name("mxfp8")[0]
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, MANY_TOKENS, "negative")
     check(call(weights, x, router, ids, case), reference(case, layer, x, router, ids), case.dtype)
@@ -161,19 +161,19 @@ def test_lists_of_slots_and_blocks(experts, tokens):
         expected += [[expert, start + at, min(bm, len(mine) - at)] for at in range(0, len(mine), bm)]
         start += len(mine)
     table = table.view(blocks, 4).cpu()
-    assert ordered[:start].tolist() == sum(by_expert, [])
+    assert ordered[:start].tolist() == [slot for mine in by_expert for slot in mine]
     assert table[: len(expected), :3].tolist() == expected
     assert (table[len(expected) :, 0] == -1).all()
 
 
 def test_no_tokens():
-    case = CASES[0]
+    case = by_name("int4-g128")[0]
     x, router, ids = inputs(case, 0)
     assert call(layer_of(case)[1], x, router, ids, case).shape == (0, case.hidden)
 
 
 @pytest.mark.parametrize("tokens", (1, 17, 129))
-@pytest.mark.parametrize("case", [CASES[11], CASES[12], CASES[14]], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", by_name("mxfp8", "mxfp8-relu2", "mxfp8-fp16"), ids=lambda case: case.name)
 def test_quantised_activations(case, tokens):
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, tokens)
@@ -184,7 +184,7 @@ def test_quantised_activations(case, tokens):
 
 @pytest.mark.parametrize("tokens", (1, 17, 129))
 def test_router_weight_on_input(tokens):
-    case = CASES[0]
+    case = by_name("int4-g128")[0]
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, tokens)
     out = call(weights, x, router, ids, case, apply_router_weight_on_input=True)
@@ -208,7 +208,11 @@ TILES = {
 
 
 @pytest.mark.parametrize("tiles", TILES)
-@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[9], CASES[11]], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    by_name("int4-g128", "int4-g32", "int4-g32-zero-bias", "int8-g128-relu2", "mxfp4-swigluoai", "mxfp8"),
+    ids=lambda case: case.name,
+)
 def test_tiles(case, tiles):
     layer, weights = layer_of(case)
     config = TILES[tiles]
@@ -253,7 +257,7 @@ def test_one_hot_rows_give_back_the_weights(case, tile):
 
 
 def test_graph_replay():
-    case = CASES[9]
+    case = by_name("mxfp4-swigluoai")[0]
     layer, weights = layer_of(case)
     for tokens in (2, 40):
         x, router, ids = inputs(case, tokens)
@@ -286,7 +290,7 @@ def test_reference_beside_the_launcher(case):
 
 
 def test_errors():
-    case = CASES[0]
+    case = by_name("int4-g128")[0]
     _, weights = layer_of(case)
     x, router, ids = inputs(case, 4)
     with pytest.raises(ValueError, match="unknown activation"):

@@ -67,6 +67,56 @@ def u4_bf16(x, CENTERED: tl.constexpr):
 
 
 @triton.jit
+def u4_subnormal(x):
+    """Words of 8 codes to bfloat16 `code * 2**-133`, codes as the mantissas of subnormal numbers: masks only."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a;
+        and.b32 $0, $4, 0x000f000f;
+        shr.u32 a, $4, 4;
+        and.b32 $1, a, 0x000f000f;
+        shr.u32 a, $4, 8;
+        and.b32 $2, a, 0x000f000f;
+        shr.u32 a, $4, 12;
+        and.b32 $3, a, 0x000f000f;
+        }
+        """,
+        constraints="=&r,=&r,=&r,=&r,r",
+        args=[x],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def times_minus_2_pow_minus_130(words):
+    """Both bfloat16 halves of int32 words times -2**-130: eight times a stored scale's 2**-133, negative."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a; mov.b32 a, 0x80088008; mul.rn.bf16x2 $0, $1, a; }",
+        constraints="=r,r",
+        args=[words],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def fused_multiply_add(a, b, c):
+    """bfloat16 a * b + c, rounded once."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;",
+        constraints="=r,r,r,r",
+        args=[a, b, c],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
 def u4_fp16(x, CENTERED: tl.constexpr):
     """Words of 8 codes to float16 `code - 8`, or `code + 1024` when not CENTERED; two results of four per word."""
     if CENTERED:
@@ -260,16 +310,18 @@ def high_half(words, FP16: tl.constexpr):
 
 
 @triton.jit
-def decode_codes(packed, FORMAT: tl.constexpr, FP16: tl.constexpr, HAS_ZERO: tl.constexpr, RC: tl.constexpr,
-                 KC: tl.constexpr):  # fmt: skip
+def decode_codes(packed, FORMAT: tl.constexpr, FP16: tl.constexpr, HAS_ZERO: tl.constexpr, RAW: tl.constexpr,
+                 RC: tl.constexpr, KC: tl.constexpr):  # fmt: skip
     """Bytes `[RC, KC, 4, 512]` of RC x KC chunks to 16-bit floats `[RC * 64, KC * chunk columns]` in register order.
 
-    FORMAT "int4": code - 8, or code + 128 (float16: + 1024) with HAS_ZERO; "int8": code - 128; "mxfp4": value * 2**-126;
-    "mxfp8": value * 2**-120 (always bfloat16).
+    FORMAT "int4": code * 2**-133 if RAW, else code - 8, or code + 128 (float16: + 1024) with HAS_ZERO; "int8": code - 128;
+    "mxfp4": value * 2**-126; "mxfp8": value * 2**-120 (always bfloat16).
     """
     if FORMAT == "int4" or FORMAT == "mxfp4":
         if FORMAT == "mxfp4":
             a, b = e2m1_bf16(packed)
+        elif RAW:
+            a, b = u4_subnormal(packed)
         elif FP16:
             a, b = u4_fp16(packed, not HAS_ZERO)
         else:

@@ -17,7 +17,13 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .decode import decode_codes, decode_group_values, decode_mx_scales
+from .decode import (
+    decode_codes,
+    decode_group_values,
+    decode_mx_scales,
+    fused_multiply_add,
+    times_minus_2_pow_minus_130,
+)
 from .route import block_slots, find_block, local_ids
 
 
@@ -83,6 +89,8 @@ def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks,
     MX: tl.constexpr = FORMAT == "mxfp4" or FORMAT == "mxfp8"
     WORDS: tl.constexpr = 16 if MX else 8
     FP16: tl.constexpr = x_rows.dtype.element_ty == tl.float16
+    # Stored scales are the scales times a row's power of two (weights.py), up to 2**127.
+    REBASED: tl.constexpr = FORMAT == "int4" and GROUP > 0 and not HAS_ZERO and not FP16
     VN: tl.constexpr = BN * FOLD
     VM: tl.constexpr = BM * FOLD
     k = tl.arange(0, BK)
@@ -113,7 +121,7 @@ def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks,
                 x_ptrs, mask=x_valid[:, None] & ((x_fold + step)[:, None] * BK + k[None, :] < columns), other=0.0
             )
             packed = tl.load(w_ptrs, mask=(fold + step) * KC + chunk < k_chunks, other=0)
-        w = decode_codes(packed, FORMAT, FP16 and not MX, HAS_ZERO, RC, KC)
+        w = decode_codes(packed, FORMAT, FP16 and not MX, HAS_ZERO, REBASED and not PROMOTE, RC, KC)
         if MX:
             KB: tl.constexpr = (BK + 127) // 128
             PER_WORD: tl.constexpr = 4 if BK >= 128 else BK // 32
@@ -147,7 +155,15 @@ def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks,
                 zero = decode_group_values(zero_words, FP16, RC, GROUPS)
                 w = w - zero.expand_dims(2).broadcast_to(VN, GROUPS, BK // GROUPS).reshape(VN, BK)
             scale = decode_group_values(words, FP16, RC, GROUPS)
-            if not PROMOTE:
+            if REBASED and not PROMOTE:
+                # (code - 8) * scale, rounded once: 8 scales is exact, and code * 2**-133 costs no arithmetic.
+                offset = decode_group_values(times_minus_2_pow_minus_130(words), FP16, RC, GROUPS)
+                w = fused_multiply_add(
+                    w,
+                    scale.expand_dims(2).broadcast_to(VN, GROUPS, BK // GROUPS).reshape(VN, BK),
+                    offset.expand_dims(2).broadcast_to(VN, GROUPS, BK // GROUPS).reshape(VN, BK),
+                )
+            elif not PROMOTE:
                 w = w * scale.expand_dims(2).broadcast_to(VN, GROUPS, BK // GROUPS).reshape(VN, BK)
         elif HAS_ZERO:
             zero_words = tl.load(z_ptr + row // 4 * 32 + lane)
@@ -160,7 +176,10 @@ def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks,
             acc = tl.dot(w, high.T, acc)
             acc = tl.dot(w, low.T, acc)
         elif PROMOTE:
-            acc += tl.dot(w, x.T) * scale.reshape(VN).to(tl.float32)[:, None]
+            factor = scale.reshape(VN).to(tl.float32)
+            if REBASED:
+                factor *= 9.183549615799121e-41  # 2**-133
+            acc += tl.dot(w, x.T) * factor[:, None]
         else:
             acc = tl.dot(w, x.T, acc)
         x_ptrs += BK

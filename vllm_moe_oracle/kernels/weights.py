@@ -22,6 +22,14 @@ FORMATS = ("int4", "int8", "mxfp4", "mxfp8")
 _MX_EXCESS = {"mxfp4": 1, "mxfp8": 7}
 
 
+def rebased(format: str, group: int, dtype: torch.dtype, zero_points: bool) -> bool:
+    """Whether group scales are stored times a power of two per row, the row's largest near 2**127.
+
+    The kernels then multiply codes as subnormal numbers (code * 2**-133) by them; row_scale takes the power back.
+    """
+    return format == "int4" and group > 0 and dtype == torch.bfloat16 and not zero_points
+
+
 def bits_of(format: str) -> int:
     """Bits per code of a format: 4 or 8."""
     if format not in FORMATS:
@@ -34,7 +42,7 @@ class Matrix:
     """One projection's stored tensors for all experts; the logical matrix of each expert is `[rows, columns]`.
 
     codes uint8 `[E, N/64, K/chunk, 2048]`; scales int32 `[E, N/64, K/128, 64]` (MX) or `[E, N/64, K/g, 32]` (group
-    scales), zeros like group scales; row_scale float32 `[E, N]` (MX; one scale per row); bias float32 `[E, N]`. N is
+    scales), zeros like group scales; row_scale float32 `[E, N]` (MX; one scale per row; `rebased`); bias float32 `[E, N]`. N is
     padded to a multiple of 64 with zeros. Absent tensors are None.
     """
 
@@ -115,6 +123,7 @@ def allocate(format: str, experts: int, hidden: int, intermediate: int, *, gated
     if reasons:
         raise ValueError("; ".join(reasons))
     mx = format.startswith("mx")
+    per_row = mx or not group or rebased(format, group, dtype, zero_points)
 
     def matrix(rows: int, columns: int) -> Matrix:
         padded = order.padded_rows(rows)
@@ -134,7 +143,7 @@ def allocate(format: str, experts: int, hidden: int, intermediate: int, *, gated
             ),
             scales=scales,
             zeros=torch.empty(experts, *groups, **words) if zero_points else None,
-            row_scale=torch.empty(experts, padded, **floats) if mx or not group else None,
+            row_scale=torch.empty(experts, padded, **floats) if per_row else None,
             bias=torch.zeros(experts, padded, **floats) if bias else None,
         )
 
@@ -184,7 +193,13 @@ def load_expert(weights: OwnWeights, which: str, expert: int, codes: torch.Tenso
         matrix.row_scale[expert].copy_(factor.masked_fill(largest == 255, float("nan")))
     elif weights.group:
         assert matrix.scales is not None
-        matrix.scales[expert].copy_(order.shuffle_group_scales(scales.to(weights.dtype)))
+        scales = scales.to(weights.dtype)
+        if matrix.row_scale is not None:
+            exponents = torch.frexp(scales.float().abs().amax(dim=1)).exponent
+            scales = torch.ldexp(scales.double(), (127 - exponents)[:, None]).to(weights.dtype)
+            factor = torch.exp2((exponents + 6).double())
+            matrix.row_scale[expert].copy_(torch.nn.functional.pad(factor, padding))
+        matrix.scales[expert].copy_(order.shuffle_group_scales(scales))
     else:
         assert matrix.row_scale is not None
         matrix.row_scale[expert].copy_(torch.nn.functional.pad(scales[:, 0].float(), padding))
@@ -221,6 +236,8 @@ def restore_expert(
     elif weights.group:
         assert matrix.scales is not None
         scales = order.unshuffle_group_scales(matrix.scales[expert], rows, weights.dtype)
+        if matrix.row_scale is not None:
+            scales = (scales.double() * matrix.row_scale[expert, :rows, None].double() * 2.0**-133).to(weights.dtype)
     else:
         assert matrix.row_scale is not None
         scales = matrix.row_scale[expert, :rows, None]
