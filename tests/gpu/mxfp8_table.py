@@ -80,7 +80,8 @@ CASES = {
         Case("nemotron_relu2", *_NEMOTRON, "relu2_no_mul"),
         Case("nemotron_relu2_bias", *_NEMOTRON, "relu2_no_mul", bias=True),
         Case("qwen3_swigluoai_bias", *_QWEN3, "swigluoai_uninterleave", bias=True, alpha=1.702, beta=1.0, limit=7.0),
-        Case("tiny", 8, 2, 256, 96, "silu"),
+        Case("tiny_silu", 8, 2, 256, 96, "silu"),
+        Case("tiny_swigluoai", 8, 2, 256, 96, "swigluoai_uninterleave", bias=True, alpha=1.702, beta=1.0, limit=7.0),
     )
 }
 STOCK = {"marlin_mxfp8": "marlin", "humming_mxfp8": "humming"}
@@ -475,7 +476,7 @@ def main() -> None:
     parser.add_argument("--json", help="file to write; - for none")
     args = parser.parse_args()
     tokens = tuple(int(each) for each in args.tokens.split(","))
-    names = args.layer or [name for name in CASES if name != "tiny"]
+    names = args.layer or [name for name in CASES if not name.startswith("tiny")]
     if len(names) == 1:
         join_alone(args.device)
         rows = rows_of(CASES[names[0]], args.device, set(args.backend), tokens)
