@@ -90,21 +90,18 @@ def heuristic(weights: OwnWeights, top_k: int, tokens: int) -> Config:
     """A configuration for a shape that was not measured, from the expected rows per active expert."""
     active = max(1.0, active_experts(weights.experts, top_k, tokens))
     rows = tokens * top_k / active
+    four = bits_of(weights.format) == 4
+    if tokens <= 2:
+        few = active * -(-weights.w13.rows // 64) < 264
+        up = Tile(8, 32, 128, fold=2) if few else Tile(8, 64, 128, fold=2)
+        return Config(up, Tile(8, 64, 128, fold=2), per_slot=True)
     if rows <= 12:
-        up, down = (
-            Tile(16, 128, 128, stages=3) if active * -(-rows_ // 128) >= 512 else Tile(16, 64, 128, stages=4)
-            for rows_ in (weights.w13.rows, weights.w2.rows)
-        )
-        if tokens > 2:
-            return Config(up, down)
-        split = 1
-        while split < 4 and active * -(-weights.w13.rows // 64) * split < 264 and weights.hidden >= 1024 * split:
-            split *= 2
-        return Config(replace(up, split=split), down, per_slot=True, prefetch=True)
+        wide = Tile(16, 128, 128, stages=3, registers=128)
+        return Config(wide if four else Tile(16, 64, 128), wide, per_slot=tokens <= 4)
     if rows <= 28:
-        tile = Tile(32, 128, 128, stages=4 if bits_of(weights.format) == 4 else 3)
+        tile = Tile(32, 128, 128, stages=3, registers=128) if four else Tile(32, 128, 64)
     elif rows <= 60:
-        tile = Tile(64, 128, 128, stages=3)
+        tile = Tile(64, 128, 64) if four else Tile(64, 128, 128, warps=8, stages=3)
     elif rows <= 160:
         tile = Tile(128, 128, 64, warps=8, stages=3)
     else:
