@@ -186,15 +186,12 @@ def engine(**settings: Any) -> Iterator[None]:
 
 
 def _distributed() -> None:
-    import torch
     from vllm import distributed
-    from vllm.v1.worker import workspace
 
     if not distributed.parallel_state.model_parallel_is_initialized():
         place = tempfile.mkdtemp()
         distributed.init_distributed_environment(1, 0, f"file://{place}/rendezvous", 0, "gloo")
         distributed.initialize_model_parallel(1, 1)
-        workspace.init_workspace_manager(torch.device("cpu"))
 
 
 def moe_layer(config: Any, **keywords: Any) -> Any:
@@ -478,29 +475,33 @@ def check_hash_routing() -> None:
         assert layer.quant_method.decision.problem.routing.hashed is expected
 
 
-def _newest() -> Any:
-    from vllm_moe_oracle.compat.adapter import Adapter
-
-    return Adapter
+SHIMS = {
+    "bias_loader": "layer_runs",
+    "modular_kernel": "layer_runs",
+    "activation_parameters": "activation_parameters",
+    "hashed": "hash_routing",
+}
+"""Methods of the adapters that are different in older eras, and the check that shows what each is for."""
 
 
 def _without_shims() -> dict[str, str]:
-    """What becomes of the checks when the newest era's adapter serves this release: ``ok``, or the error."""
+    """What becomes of a check when one method of the release's adapter is the newest era's: ``ok``, or the error."""
+    from vllm_moe_oracle.compat import current_adapter
+    from vllm_moe_oracle.compat.adapter import Adapter
     from vllm_moe_oracle.methods import base
 
-    newest, real = _newest()(), base.current_adapter
     found = {}
-    base.current_adapter = lambda: newest
-    try:
-        for name in ("layer_runs", "activation_parameters", "hash_routing"):
-            try:
-                globals()[f"check_{name}"]()
-                found[name] = "ok"
-            except Exception as error:
-                found[name] = f"{type(error).__name__}: {error}"
-            gc.collect()
-    finally:
-        base.current_adapter = real
+    for method, check in SHIMS.items():
+        without = type("Without", (type(current_adapter()),), {method: getattr(Adapter, method)})()
+        base.current_adapter = lambda without=without: without
+        try:
+            globals()[f"check_{check}"]()
+            found[method] = "ok"
+        except Exception as error:
+            found[method] = f"{type(error).__name__}: {error}"
+        finally:
+            base.current_adapter = current_adapter
+        gc.collect()
     return found
 
 

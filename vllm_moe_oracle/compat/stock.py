@@ -106,8 +106,10 @@ PATHS = {
 
 HOOKS = {
     "supports_expert_map": (("0.22", "0.22"),),
+    "supports_pre_processed_weights": (("0.30", _NOW),),
+    "has_unpadded_output": (("0.24", _NOW),),
 }
-"""Methods of vLLM's classes that we define and that not every release calls: the ranges that do."""
+"""Methods and attributes of vLLM's classes that we define and that not every release calls: the ranges that do."""
 
 OURS = {
     "weight_block_size": "read from the method by stock conversions of later releases",
