@@ -21,7 +21,7 @@ from ..backends.emulation import forward
 from ..errors import SelfCheckError
 from ..oracle.decision import Decision, Plan, Reason, Rejected
 from ..oracle.problem import Parallel, Problem, Routing
-from ..oracle.registry import default_registry
+from ..oracle.registry import Registry, default_registry
 from ..settings import Settings
 from . import storage
 from .builder import VllmBuilder
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.moe_oracle")
 
 TOKENS = 8
+_LARGEST_SCALE = 254
+"""The e8m0 code of 2**127; 255 is NaN."""
 EXPERTS = 4
 """Experts that are tried, or as many as a token chooses where that is more."""
 
@@ -105,6 +107,7 @@ def run(backend: Backend, problem: Problem, plan: Plan, raw: Tensors, moe: Any, 
         return Result(0.0, limit, 0.0, skipped="the kernel routes itself, and its routing has no reference yet")
     picked = sample(problem)
     experts = canonical(problem, raw, picked)
+    make_telling(experts, problem)
     small = dataclasses.replace(
         problem,
         num_experts=len(picked),
@@ -137,33 +140,61 @@ def canonical(problem: Problem, raw: Tensors, experts: list[int]) -> dict[str, T
     }
 
 
+def make_telling(experts: dict[str, Tensor], problem: Problem) -> None:
+    """Changes a layer's weights so that every fault of a kernel shows, whatever the model's own are like.
+
+    Biases become as large as what they are added to: a model's may be zeros, or too small to be missed. Every other
+    e8m0 scale, at random, becomes one exponent larger: a model's may be all alike, so that their order did not matter.
+
+    Args:
+        experts: canonical tensors, `[experts, ...]` each; entries are replaced.
+        problem: the layer.
+    """
+    for name in ("w13_scale", "w2_scale"):
+        if experts[name].dtype == torch.uint8:
+            more = _random(experts[name], seed=1) > 0
+            experts[name] = experts[name].clamp(max=_LARGEST_SCALE - 1) + more.to(torch.uint8)
+    if problem.has_bias:
+        # Of the first product, for inputs as `tokens` makes them; of the second, for activations around 1, but less than
+        # all of it, which would drown what alpha does.
+        second = _dequantised(problem, experts, "w2").square().sum(-1).mean().sqrt().item()
+        sizes = {"w13_bias": 1.0, "w2_bias": 0.3 * second}
+        for name, size in sizes.items():
+            experts[name] = (_random(experts[name], seed=2) * size).to(experts[name].dtype)
+
+
 def tokens(problem: Problem, experts: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs that show every fault: `x` `[TOKENS, hidden]`, weights and ids `[TOKENS, top_k]`.
 
-    The first token is zero, so that its output is what the biases make of it. The others are so large that the
-    activation is away from where alpha, beta and limit do not matter: the first product's values are about as large as
-    the limit, or 2 where there is none.
+    The first token is zero, so that its output is what the biases make of it. The others lead to first products of
+    different sizes (root mean square): around 1 alpha and beta matter most, beyond the limit the limit does.
     """
     device = experts["w13"].device
-    # Everything is named: while it loads a model, vLLM sets torch's default device and dtype to the model's.
-    generator = torch.Generator("cpu").manual_seed(0)
-    random: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
-    x = torch.randn(TOKENS, problem.hidden_size, **random).to(device)
-    rows = _first_product(problem, experts, x)
-    scale = (problem.activation.limit or 2.0) / max(rows.square().mean().sqrt().item(), 1e-30)
-    x = (x * scale).to(getattr(torch, problem.dtype))
-    x[0] = 0
+    x = _random(torch.empty(TOKENS, problem.hidden_size, device=device), seed=0)
+    rows = x @ _dequantised(problem, experts, "w13").T
+    limit = problem.activation.limit or 2.0
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, limit, limit, 2 * limit], dtype=torch.float32, device=device)
+    x = x * (sizes / max(rows.square().mean().sqrt().item(), 1e-30)).unsqueeze(-1)
     first, choice = torch.arange(TOKENS, device=device)[:, None], torch.arange(problem.top_k, device=device)[None, :]
     ids = (first + choice) % problem.num_experts
-    weights = torch.rand(TOKENS, problem.top_k, **random) + 0.5
+    weights = _random(torch.empty(TOKENS, problem.top_k, device=device), seed=3).abs() + 0.5
     weights /= weights.sum(-1, keepdim=True)
-    return x, weights.to(device), ids.to(torch.int32)
+    return x.to(getattr(torch, problem.dtype)), weights, ids.to(torch.int32)
 
 
-def _first_product(problem: Problem, experts: Tensors, x: Tensor) -> Tensor:
-    expert = {name: tensor[0] for name, tensor in experts.items()}
-    weights: Tensor = schemes.module(problem.scheme.name).dequantise_expert(expert, "w13")
-    return x @ weights.T
+def _random(like: Tensor, seed: int) -> Tensor:
+    """Normal float32 numbers of a tensor's shape, on its device; the same on every device."""
+    # Everything is named: while it loads a model, vLLM sets torch's default device and dtype to the model's.
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float32, device="cpu").to(like.device)
+
+
+def _dequantised(problem: Problem, experts: Tensors, which: str) -> Tensor:
+    """One weight matrix of the first expert, float32 `[N, K]`."""
+    weights: Tensor = schemes.module(problem.scheme.name).dequantise_expert(
+        {name: tensor[0] for name, tensor in experts.items()}, which
+    )
+    return weights
 
 
 def token_error(actual: Tensor, expected: Tensor) -> float:
@@ -214,13 +245,14 @@ _results: dict[_Group, Result | str] = {}
 """What this process found for each problem and backend: a result, or what the backend raised."""
 
 
-def settle(method: Checked, raw: Tensors, fixed: bool = False) -> None:
+def settle(method: Checked, raw: Tensors, fixed: bool = False, registry: Registry | None = None) -> None:
     """Checks a method's backend on its loaded weights, and takes the next candidate where it fails.
 
     Args:
         method: its backend and decision are changed when another candidate is taken.
         raw: the layer's loaded weights as the scheme's `read` found them, `[local_experts, ...]` each.
         fixed: the kernel is built already, and weights are loaded into it anew: no other candidate can be taken.
+        registry: the backends that the decision speaks of; None for this process's own.
 
     Raises:
         SelfCheckError: the backend fails, and it was chosen explicitly, or the check is strict, or nothing is left.
@@ -244,7 +276,7 @@ def settle(method: Checked, raw: Tensors, fixed: bool = False) -> None:
             raise SelfCheckError(found, remedy, problem.layer)
         logger.error("moe_oracle: %s: %s; taking %s instead", problem.layer, found, following)
         method.decision = _without(method.decision, name, str(result), following)
-        method.backend = default_registry()[following]
+        method.backend = (registry or default_registry())[following]
         method.decision = dataclasses.replace(
             method.decision,
             plan=method.backend.plan(problem, device.detect()),
