@@ -12,13 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_moe_oracle.backends import Backend
+from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.layouts import rows as row_orders
 from vllm_moe_oracle.layouts import scales as scale_orders
 from vllm_moe_oracle.layouts.pack import unpack_tiles
 from vllm_moe_oracle.layouts.pad import crop_columns, crop_rows
 from vllm_moe_oracle.oracle.decision import Plan, Rejected
+from vllm_moe_oracle.oracle.oracle import decide
+from vllm_moe_oracle.oracle.overrides import Override
 from vllm_moe_oracle.oracle.problem import Activation, Device, Problem, Routing
 from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.settings import Settings
 
 PACKAGES = {
     "vllm": "0.33.0", "torch": "2.14.0", "humming-kernels": "0.1.19", "flashinfer-python": "0.7.2.post1"
@@ -379,3 +383,53 @@ def test_biases_are_given_in_the_models_dtype(name: str) -> None:
 def test_schemes_without_activation_quantisation_are_theirs_too() -> None:
     each = layer(scheme=MXFP8)
     assert backend("marlin_mxfp8").check(each, gpu(80)).reasons == ()
+
+
+# --- Explicit choices ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "chosen"),
+    [
+        ("marlin", 90, "marlin_mxfp8"),
+        ("humming", 90, "humming_mxfp8"),
+        ("emulation", 90, "emulation"),
+        ("flashinfer_trtllm", 100, "trtllm_mxfp8_monolithic"),
+        ("deep_gemm", 103, "deep_gemm_mxfp8"),
+        ("humming_mxfp8", 80, "humming_mxfp8"),
+        ("auto", 90, "humming_mxfp8"),
+    ],
+)
+def test_vllms_names_choose_as_in_stock(name: str, capability: int, chosen: str) -> None:
+    decision = decide(layer(), gpu(capability), Settings(), moe_backend=name)
+    assert decision.backend == chosen
+    assert decision.why == ("estimate" if name == "auto" else "user")
+
+
+def test_a_kernel_that_is_not_for_this_card_is_refused_with_its_reason_before_weights() -> None:
+    with pytest.raises(NoBackendError, match=r"needs compute capability .*sm_100.*sm_90"):
+        decide(layer(), gpu(90), Settings(), moe_backend="flashinfer_trtllm")
+
+
+def test_a_name_of_another_format_is_refused_with_the_valid_ones() -> None:
+    with pytest.raises(NoBackendError) as caught:
+        decide(layer(), gpu(90), Settings(), moe_backend="flashinfer_cutlass")
+    words = str(caught.value)
+    for name in ("auto", "deep_gemm", "emulation", "flashinfer_trtllm", "humming", "marlin"):
+        assert name in words
+
+
+def test_when_everything_is_switched_off_every_candidate_says_so() -> None:
+    names = tuple(each.name for each in default_registry() if "mxfp8" in each.schemes)
+    with pytest.raises(NoBackendError) as caught:
+        decide(layer(hidden_size=4096, intermediate_size=1536), gpu(90), Settings(disable=names))
+    words = str(caught.value)
+    assert all(name in words for name in names) and words.count("disabled by") == len(names)
+
+
+def test_layers_may_choose_for_themselves() -> None:
+    settings = Settings(overrides=(Override(r"layers\.[0-9]\.", "marlin"),))
+    chosen = {
+        index: decide(layer(layer=f"model.layers.{index}.mlp.experts"), gpu(90), settings).backend for index in (9, 10)
+    }
+    assert chosen == {9: "marlin_mxfp8", 10: "humming_mxfp8"}

@@ -26,6 +26,10 @@ _ONE_ORDER_SINCE = "0.1.17"
 """First release of humming-kernels whose wgmma kernels read codes in the order of its mma kernels."""
 
 
+_ONE = 127
+"""The e8m0 code of 1.0, which padded scales get."""
+
+
 def grouped(problem: Problem, device: Device) -> bool:
     """Whether vLLM runs the layer with Humming's grouped kernels rather than its indexed ones."""
     return problem.parallel.ep > 1 and release(device) >= _GROUPED_SINCE
@@ -92,7 +96,7 @@ class Humming(Backend):
             rows, columns = round_up(codes.shape[0], 256), round_up(codes.shape[1], 128)
             codes = pad_rows(pad_columns(codes, columns), rows)
             converted[name] = pack_tiles(codes, "transposed" if plan.layout == "transposed" else "interleaved")
-            scales = pad_rows(pad_columns(scales, columns // MX_BLOCK), rows)
+            scales = pad_rows(pad_columns(scales, columns // MX_BLOCK, _ONE), rows, value=_ONE)
             converted[f"{name}_scale"] = order_group_scales(scales).view(torch.float8_e8m0fnu)
             if f"{name}_bias" in expert:
                 bias = expert[f"{name}_bias"].to(getattr(torch, problem.dtype))
