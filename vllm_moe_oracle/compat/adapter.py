@@ -65,6 +65,10 @@ class Adapter:
         """``--additional-config`` of the engine that is being built."""
         return get_current_vllm_config().additional_config
 
+    def weights_are_made_up(self) -> bool:
+        """Whether no checkpoint will be read (``--load-format dummy``)."""
+        return str(get_current_vllm_config().load_config.load_format) == "dummy"
+
     def moe_layer_names(self) -> list[str]:
         """Names of every MoE layer that the model being loaded has, ours or not."""
         return list(get_current_vllm_config().compilation_config.static_all_moe_layers)
@@ -219,6 +223,10 @@ class Adapter:
         """vLLM's modular kernel of its two parts."""
         return FusedMoEKernel(prepare, experts)
 
+    def is_monolithic(self, backend: Backend) -> bool:
+        """Whether vLLM has to hand over router logits instead of routed tokens."""
+        return backend.monolithic
+
     def lone_config(self, moe: Any, problem: Problem) -> Any:
         """A copy of vLLM's `FusedMoEConfig` for a layer on this rank alone with the problem's number of experts."""
         config = copy.copy(moe)
@@ -245,8 +253,10 @@ class Adapter:
             ids: `[M, top_k]` int32.
         """
         kernel = self.modular_kernel(make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False), experts)
+        hidden = x.shape[-1]
         result = kernel.apply(
-            x,
+            # Padded and cropped as vLLM's runner does it for kernels that want a larger hidden size.
+            torch.nn.functional.pad(x, (0, max(experts.moe_config.hidden_dim - hidden, 0))),
             tensors["w13"],
             tensors["w2"],
             topk_weights=weights,
@@ -256,7 +266,7 @@ class Adapter:
             expert_map=None,
             apply_router_weight_on_input=False,
         )
-        return cast(Tensor, result)
+        return cast(Tensor, result)[..., :hidden]
 
     def apply(
         self, kernel: Any, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, extra: Mapping[str, Any]
