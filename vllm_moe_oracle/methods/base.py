@@ -24,7 +24,7 @@ from ..oracle.decision import Decision
 from ..oracle.oracle import decide
 from ..oracle.problem import Scheme
 from ..oracle.registry import default_registry
-from . import engagement, selfcheck, storage
+from . import engagement, loading, selfcheck, storage
 from .builder import VllmBuilder
 
 if TYPE_CHECKING:
@@ -101,12 +101,16 @@ class OracleMoEMethod(FusedMoEMethodBase):
     @property
     def is_monolithic(self) -> bool:
         """Whether the kernel routes tokens itself."""
-        return self.backend.monolithic
+        return self.release.is_monolithic(self.backend)
 
     def create_weights(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
         """Registers the checkpoint's parameters as the stock class does, and biases where it forgets them."""
-        super().create_weights(layer, num_experts, *args, **kwargs)
         problem = self.decision.problem
+        own_loader = kwargs.get("weight_loader")
+        unloaded = getattr(self._scheme(), "UNLOADED", {})
+        if own_loader is not None and unloaded:
+            kwargs["weight_loader"] = loading.checked(own_loader, problem)
+        super().create_weights(layer, num_experts, *args, **kwargs)
         if problem.has_bias:
             self._register_biases(layer, kwargs)
         self._enter(layer, "raw")
@@ -115,6 +119,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
         for own, kind in storage.kinds_after(self._convert, raw).items():
             if own in names:
                 storage.make_room(getattr(layer, names[own]), kind)
+        if not self.release.weights_are_made_up():
+            loading.mark_unloaded({own: getattr(layer, name) for own, name in names.items()}, unloaded)
 
     def _register_biases(self, layer: Any, extra: Mapping[str, Any]) -> None:
         problem = self.decision.problem

@@ -54,6 +54,11 @@ def canonical_expert(expert: Mapping[str, Tensor], problem: Problem) -> dict[str
     return dict(expert)
 
 
+_E4M3_NAN = 0x7F
+UNLOADED = {"w13": _E4M3_NAN, "w2": _E4M3_NAN, "w13_scale": E8M0_NAN, "w2_scale": E8M0_NAN}
+"""Bytes that no checkpoint holds, for what was not loaded yet."""
+
+
 def shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
     """Shapes of the canonical tensors of the layer on this rank, by canonical name."""
     experts, hidden, inner, rows = (
@@ -99,6 +104,16 @@ def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}", where=problem.layer)
         found[canonical] = tensor.data
+    for canonical, halves in (("w13", 2 if problem.activation.gated else 1), ("w2", 1)):
+        # One element of each matrix is looked at: one that was never loaded is NaN throughout.
+        heads = found[canonical].view(torch.uint8)[:, :: found[canonical].shape[1] // halves, 0]
+        missing = ((heads == _E4M3_NAN).nonzero()).tolist()
+        if missing:
+            expert, half = missing[0]
+            matrix = "down" if canonical == "w2" else ("gate" if half == 0 else "up") if halves == 2 else "up"
+            rule = f"the {matrix} projection of local expert {expert} was never loaded"
+            remedy = f"The checkpoint lacks it, or names it differently ({len(missing)} such in {names[canonical]})"
+            raise CheckpointError(rule, remedy, problem.layer)
     for canonical in ("w13_scale", "w2_scale"):
         # The largest code first: counting needs a temporary of eight bytes a scale.
         bad = int((found[canonical] == E8M0_NAN).sum()) if int(found[canonical].amax()) == E8M0_NAN else 0
