@@ -40,7 +40,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
-Format = Literal["mxfp8", "bf16"]
+Format = Literal["mxfp8", "bf16", "mxfp4"]
 Tag = Literal[
     "modelopt", "modelopt_mxfp8", "mxfp8", "mixed", "compressed-tensors", "compressed-tensors-a16", "legacy",
     "legacy_producer",
@@ -48,7 +48,7 @@ Tag = Literal[
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 BLOCK = 32
-"""Consecutive elements along K that share one MXFP8 scale."""
+"""Consecutive elements along K that share one MXFP8 or MXFP4 scale."""
 
 SPECIAL_TOKENS = ("<unk>", "</s>", "<pad>")
 ALPHABET = string.ascii_lowercase + string.digits + " .,!?'\"-:;()/+*=%&@#$_<>\n"
@@ -93,12 +93,14 @@ class Model:
     config: what stands in config.json, without dtype and quantisation.
     tensors: checkpoint name -> float32 array; weights are [N, K]. `lm_head.weight` is filled in by `write_checkpoint`.
     experts, linears: modules (names without `.weight`) that a quantised checkpoint stores in blocks.
+    fused: tensors [E, K, N] of all experts at once (gpt-oss), for the same.
     """
 
     config: dict[str, Any]
     tensors: dict[str, Array]
     experts: set[str] = field(default_factory=set)
     linears: set[str] = field(default_factory=set)
+    fused: set[str] = field(default_factory=set)
 
 
 class Maker:
@@ -131,6 +133,11 @@ class Maker:
         """[hidden, k] that writes into the second half; the output is `gain` times as long as an embedding."""
         weights = self.linear(self._written.shape[1], k, gain * math.sqrt(self.size.hidden / self._written.shape[1]))
         return _f32(self._written @ weights)
+
+    def written_bias(self, gain: float) -> Array:
+        """[hidden] in the second half, `gain` times as long as an embedding."""
+        bias = self._written @ self.rng.standard_normal(self._written.shape[1])
+        return _f32(bias * gain * math.sqrt(self.size.hidden) / np.linalg.norm(bias))
 
     def router(self, norm: Array) -> Array:
         """[experts, hidden]: each token has `top_k` experts of its own, with logits of 4, 3.5, 3, ..., the others 0.
@@ -212,7 +219,82 @@ def qwen3_moe(size: Size, rng: np.random.Generator) -> Model:
     return model
 
 
-ARCHITECTURES: Mapping[str, Callable[[Size, np.random.Generator], Model]] = {"qwen3_moe": qwen3_moe}
+def gpt_oss(size: Size, rng: np.random.Generator) -> Model:
+    """gpt-oss as published (`GptOssForCausalLM`): SwiGLU-OAI experts with biases whose rows alternate gate and up, a
+    biased router, attention sinks, and a sliding window in every other layer that a few tokens fill."""
+    make = Maker(size, rng)
+    kinds = ["full_attention" if index % 2 else "sliding_attention" for index in range(size.layers)]
+    config = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "experts_per_token": size.top_k,
+        "head_dim": size.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": size.hidden,
+        "initial_context_length": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": size.intermediate,
+        "layer_types": kinds,
+        "max_position_embeddings": 512,
+        "num_attention_heads": size.heads,
+        "num_experts_per_tok": size.top_k,
+        "num_hidden_layers": size.layers,
+        "num_key_value_heads": size.kv_heads,
+        "num_local_experts": size.experts,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "rope_theta": 150000,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 4,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+    }
+    model = Model(config, {"model.embed_tokens.weight": make.embedding(), "model.norm.weight": make.norm(size.hidden)})
+    for index in range(size.layers):
+        layer = f"model.layers.{index}"
+        router_norm = make.norm(size.hidden)
+        model.tensors |= {
+            f"{layer}.input_layernorm.weight": make.norm(size.hidden),
+            f"{layer}.post_attention_layernorm.weight": router_norm,
+            f"{layer}.self_attn.sinks": _f32(rng.uniform(-1, 1, size.heads)),
+            f"{layer}.self_attn.o_proj.weight": make.writing(size.heads * size.head_dim, 0.15),
+            f"{layer}.self_attn.o_proj.bias": make.written_bias(0.05),
+            f"{layer}.mlp.router.weight": make.router(router_norm),
+            f"{layer}.mlp.router.bias": _f32(rng.uniform(-0.2, 0.2, size.experts)),
+        }
+        for name, heads in (("q", size.heads), ("k", size.kv_heads), ("v", size.kv_heads)):
+            rows = heads * size.head_dim
+            model.tensors[f"{layer}.self_attn.{name}_proj.weight"] = make.linear(rows, size.hidden)
+            model.tensors[f"{layer}.self_attn.{name}_proj.bias"] = _f32(rng.uniform(-0.5, 0.5, rows))
+        model.linears |= {f"{layer}.self_attn.{name}_proj" for name in "qkvo"}
+        # A root mean square of 4 in front of the activation, on both sides: one in twelve is beyond the limit of 7.
+        rows = 2 * size.intermediate
+        gate_up = [make.linear(rows, size.hidden, 4.0).T for _ in range(size.experts)]
+        down = [make.writing(size.intermediate, 0.5).T for _ in range(size.experts)]
+        experts = f"{layer}.mlp.experts"
+        model.tensors |= {
+            f"{experts}.gate_up_proj": np.ascontiguousarray(np.stack(gate_up)),
+            f"{experts}.gate_up_proj_bias": _f32(rng.uniform(-2, 2, (size.experts, rows))),
+            f"{experts}.down_proj": np.ascontiguousarray(np.stack(down)),
+            f"{experts}.down_proj_bias": np.stack([make.written_bias(0.5) for _ in range(size.experts)]),
+        }
+        model.fused |= {f"{experts}.gate_up_proj", f"{experts}.down_proj"}
+    return model
+
+
+ARCHITECTURES: Mapping[str, Callable[[Size, np.random.Generator], Model]] = {
+    "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss
+}  # fmt: skip
 """Name -> function; a new architecture is a function and a line here."""
 
 
@@ -256,6 +338,41 @@ def _encode_e4m3(values: npt.NDArray[np.float64]) -> Bytes:
     return codes | np.where(np.signbit(values), 0x80, 0).astype(np.uint8)
 
 
+# --- MXFP4 -----------------------------------------------------------------------------------------------------------
+
+_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def quantise_mxfp4(weights: Array) -> tuple[Bytes, Bytes]:
+    """Blocks of 32 along the last dimension: e2m1 codes, two a byte with the first in the low nibble, and e8m0 bytes.
+
+    The scale's exponent is floor(log2(amax)) - 2, as in the MX specification's section 6.3: elements above 6 times the
+    scale saturate. Elements are rounded to the nearest code, ties to even. A block of zeros gets the scale byte 0.
+
+    weights: finite, [..., K], K a multiple of 32. Returns uint8 [..., K / 2] and uint8 [..., K / 32].
+    """
+    if weights.shape[-1] % BLOCK:
+        raise ValueError(f"K is {weights.shape[-1]}: not a multiple of {BLOCK}")
+    blocks = weights.astype(np.float64).reshape(*weights.shape[:-1], weights.shape[-1] // BLOCK, BLOCK)
+    amax = np.abs(blocks).max(axis=-1)
+    exponent = np.where(amax == 0.0, -127, np.clip(np.frexp(amax)[1] - 1 - 2, -127, 127))
+    scaled = np.ldexp(blocks, -exponent[..., None])
+    magnitude = np.minimum(np.abs(scaled), 6.0)
+    upper = np.searchsorted(_E2M1, magnitude).clip(1, 7)  # _E2M1[upper - 1] < magnitude <= _E2M1[upper], or 0
+    below, above = magnitude - _E2M1[upper - 1], _E2M1[upper] - magnitude
+    take_upper = (above < below) | ((above == below) & (upper % 2 == 0))
+    codes = np.where(take_upper, upper, upper - 1) | np.where(np.signbit(scaled), 8, 0)
+    pairs = codes.astype(np.uint8).reshape(*weights.shape[:-1], weights.shape[-1] // 2, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4), (exponent + 127).astype(np.uint8)
+
+
+def _decode_mxfp4(codes: Bytes, scales: Bytes) -> Array:
+    """[..., K / 2] codes and [..., K / 32] scales as numbers [..., K]."""
+    each = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+    values = np.where(each >= 8, -_E2M1[each & 7], _E2M1[each & 7])
+    return _f32(np.ldexp(values, scales.astype(np.int64).repeat(BLOCK, axis=-1) - 127))
+
+
 # --- Files -----------------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +391,9 @@ def write_checkpoint(
 
     arch: a key of ARCHITECTURES.
     format: "mxfp8" stores each quantised module as e4m3 `.weight` [N, K] and uint8 `.weight_scale` [N, K / 32];
-        "bf16" stores the same weights, not quantised, in `dtype`.
+        "mxfp4" quantises experts only: gpt-oss's as OpenAI publishes them, uint8 `_blocks` [E, N, K / 32, 16] and
+        `_scales` [E, N, K / 32], others as uint8 `.weight` [N, K / 2] and `.weight_scale` [N, K / 32], both under the
+        method "mxfp4"; "bf16" stores the same weights, not quantised, in `dtype`.
     tag: how the config says that it is MXFP8. "modelopt" is what ModelOpt writes into config.json, "modelopt_mxfp8"
         names vLLM's method, "mxfp8" is the form with `ignored_layers`, "mixed" is ModelOpt's mixed precision, in which
         the experts of the last layer are not quantised, the compressed-tensors ones are llm-compressor's (with
@@ -294,6 +413,8 @@ def write_checkpoint(
     ):
         if value not in valid:
             raise ValueError(f"{name} is {value!r}; valid: {', '.join(valid)}")
+    if arch == "gpt_oss" and format == "mxfp8":
+        raise ValueError("format is 'mxfp8': nobody publishes gpt_oss so; valid: mxfp4, bf16")
     import torch
     from safetensors.torch import save_file
 
@@ -308,17 +429,20 @@ def write_checkpoint(
         "pad_token_id": VOCABULARY.index("<pad>"),
         "use_cache": True,
     }
+    blocks = _to_mxfp4(model) if format == "mxfp4" else {}
     model.tensors["lm_head.weight"] = _fit_head(model)
 
     quantised = model.experts | (model.linears if quantise_linears else set())
     if tag == "mixed":
         last = f"model.layers.{size.layers - 1}."
         quantised -= {module for module in model.experts if module.startswith(last)}
-    if format == "bf16":
+    if format != "mxfp8":
         quantised = set()
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = {name: torch.from_numpy(array) for name, array in blocks.items()}
     for name, array in sorted(model.tensors.items()):
         module = name.removesuffix(".weight")
+        if format == "mxfp4" and (name in model.fused or (module in model.experts and name != module)):
+            continue
         if name.endswith(".weight") and module in quantised:
             codes, scales = quantise_mxfp8(array)
             tensors[name] = torch.from_numpy(codes).view(torch.float8_e4m3fn)
@@ -342,10 +466,32 @@ def write_checkpoint(
             _write_json(legacy, _legacy_quantisation(ignored, tag))
         else:
             config["quantization_config"] = _quantisation(ignored, tag)
+    if format == "mxfp4":
+        # As OpenAI writes it, with what its models do not quantise.
+        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        config["quantization_config"] = {"modules_to_not_convert": kept, "quant_method": "mxfp4"}
     _write_json(path / "config.json", config)
     _write_json(path / "generation_config.json", {"eos_token_id": model.config["eos_token_id"], "do_sample": False})
     write_tokenizer(path)
     return path
+
+
+def _to_mxfp4(model: Model) -> dict[str, Bytes]:
+    """The experts' tensors as a checkpoint in MXFP4 stores them; `model` keeps what they mean.
+
+    The head is fitted to the model that is served: a step of e2m1 is so large that the original is another model.
+    """
+    found: dict[str, Bytes] = {}
+    for name in sorted(model.fused):
+        codes, scales = quantise_mxfp4(np.ascontiguousarray(model.tensors[name].swapaxes(1, 2)))
+        model.tensors[name] = np.ascontiguousarray(_decode_mxfp4(codes, scales).swapaxes(1, 2))
+        found[f"{name}_blocks"] = codes.reshape(*scales.shape, BLOCK // 2)
+        found[f"{name}_scales"] = scales
+    for module in sorted(model.experts):
+        codes, scales = quantise_mxfp4(model.tensors[f"{module}.weight"])
+        model.tensors[f"{module}.weight"] = _decode_mxfp4(codes, scales)
+        found |= {f"{module}.weight": codes, f"{module}.weight_scale": scales}
+    return found
 
 
 def write_tokenizer(path: Path) -> None:

@@ -323,9 +323,10 @@ class Continuation:
 
 
 def read_weights(checkpoint: Path | str) -> dict[str, npt.NDArray[Any]]:
-    """All tensors of model.safetensors, MXFP8 ones dequantised (their `.weight_scale` is gone), as float32.
+    """All tensors of model.safetensors, MXFP8 and MXFP4 ones dequantised (their scales are gone), as float32.
 
-    Exact: e4m3 times a power of two fits into float32, unless the exponent leaves its range.
+    Exact: e4m3 or e2m1 times a power of two fits into float32, unless the exponent leaves its range. gpt-oss's
+    `_blocks` [E, N, K / 32, 16] and `_scales` become the [E, K, N] that transformers has under the plain name.
     Raises ValueError for an e4m3 tensor without scales.
     """
     import torch
@@ -336,9 +337,17 @@ def read_weights(checkpoint: Path | str) -> dict[str, npt.NDArray[Any]]:
         names = set(file.keys())
         for name in sorted(names):
             tensor = file.get_tensor(name)
-            if name.endswith(".weight_scale"):
+            if name.endswith((".weight_scale", "_scales")):
                 continue
-            if tensor.dtype == torch.float8_e4m3fn:
+            if name.endswith("_blocks"):
+                scales = file.get_tensor(f"{name.removesuffix('_blocks')}_scales").numpy()
+                codes = tensor.numpy().reshape(*scales.shape[:2], 16 * scales.shape[2])
+                values = dequantise_mxfp4(codes, scales).astype(np.float32)
+                weights[name.removesuffix("_blocks")] = np.ascontiguousarray(values.swapaxes(1, 2))
+            elif tensor.dtype == torch.uint8:
+                weights[name] = dequantise_mxfp4(tensor.numpy(), file.get_tensor(f"{name}_scale").numpy())
+                weights[name] = weights[name].astype(np.float32)
+            elif tensor.dtype == torch.float8_e4m3fn:
                 if f"{name}_scale" not in names:
                     raise ValueError(f"{checkpoint}: {name} is e4m3 and {name}_scale is missing")
                 scales = file.get_tensor(f"{name}_scale")

@@ -18,16 +18,18 @@ from ._limits import Limits, Rule
 if TYPE_CHECKING:
     from torch import Tensor
 
+_ROUNDED: dict[str, tuple[SchemeName, ...]] = {"mxfp8": ("mxfp8",), "mxfp4": ("mxfp8", "mxfp4"), "wna16": ()}
+"""Formats to which the inputs of a scheme's products may be quantised."""
 
-_ROUNDED: dict[str, tuple[SchemeName, ...]] = {"mxfp8": ("mxfp8",), "mxfp4": ("mxfp8", "mxfp4")}
-"""Formats in which the inputs of a scheme's products may come."""
+_FORMATS: dict[ActivationPrecision, SchemeName] = {"mxfp8": "mxfp8", "mxfp4": "mxfp4"}
+"""The scheme whose module rounds activations of that precision."""
 
 
 class Emulation(Backend):
     """Dequantise, multiply, add: slow and right."""
 
     name = "emulation"
-    schemes = ("mxfp8", "wna16")
+    schemes = ("mxfp8", "mxfp4", "wna16")
     vllm_names = ("emulation",)
     limits = Limits(
         devices=("cpu", "cuda", "rocm", "xpu"),
@@ -58,8 +60,7 @@ class Emulation(Backend):
             "activations",
             lambda problem, device: problem.scheme.activations not in ("16bit", *_ROUNDED[problem.scheme.name]),
             lambda problem, device: (
-                f"quantises activations of {problem.scheme.name} experts to {' or '.join(_ROUNDED[problem.scheme.name])} "
-                f"only, the checkpoint declares {problem.scheme.activations}"
+                f"{_possible_activations(problem)}, the checkpoint declares {problem.scheme.activations}"
             ),
             "set activations=16bit to leave them as they are",
         ),
@@ -140,8 +141,9 @@ def _sum_over_experts(
     from .. import schemes
 
     scheme = schemes.module(problem.scheme.name)
-    quantised = problem.scheme.activations != "16bit"
-    inputs_scheme = schemes.module(problem.scheme.activations) if quantised else scheme
+    declared = problem.scheme.activations
+    quantised = declared != "16bit"
+    inputs_scheme = schemes.module(_FORMATS[declared]) if quantised else scheme
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     slots = _local_slots(topk_ids, expert_map, problem)
     for slot, token, weight, chosen in _work(slots, topk_weights, tensors["w13"].shape[0]):
@@ -206,9 +208,9 @@ def _local_slots(topk_ids: Tensor, expert_map: Tensor | None, problem: Problem) 
 
 def _possible_activations(problem: Problem) -> str:
     name = problem.scheme.name
-    if name == "wna16":
+    if not _ROUNDED[name]:
         return f"leaves activations of {name} experts in the model's dtype"
-    return f"quantises activations of {name} experts to {name} only"
+    return f"quantises activations of {name} experts to {' or '.join(_ROUNDED[name])} only"
 
 
 def _parameters_have_meaning(activation: Activation) -> bool:

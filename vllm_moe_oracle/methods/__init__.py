@@ -1,8 +1,10 @@
 """Quantisation configs and methods that take the place of vLLM's own, and the life cycle of their layers."""
 
 CONFIGS = {
+    "gpt_oss_mxfp4": "vllm_moe_oracle.methods.mxfp4:GptOssMxfp4Config",
     "modelopt_mxfp8": "vllm_moe_oracle.methods.modelopt:ModelOptMxFp8Config",
     "modelopt_mixed": "vllm_moe_oracle.methods.modelopt:ModelOptMixedPrecisionConfig",
+    "mxfp4": "vllm_moe_oracle.methods.mxfp4:Mxfp4Config",
     "mxfp8": "vllm_moe_oracle.methods.modelopt:Mxfp8Config",
 }
 """Config class by quantisation name, imported when vLLM first asks for it."""

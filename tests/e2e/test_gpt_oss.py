@@ -1,0 +1,178 @@
+"""A tiny gpt-oss in MXFP4, as OpenAI publishes it, served through vLLM and the plugin equals float32 transformers.
+
+Real config class, biases, sinks, sliding window, yarn; and a model whose rows of gate and up stand apart (the method
+``mxfp4``). The tolerance is that of `test_served_model`, whose derivation holds here: about 12 results a layer are
+rounded, logits are as large as 6.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import numpy as np
+import pytest
+import reference
+import torch
+
+pytest.importorskip("vllm", reason="serving needs vLLM")
+
+SIZE = replace(checkpoints.Size(), top_k=4)
+LOGIT = 6.0
+ROUNDINGS = 12 * SIZE.layers + 2
+PROMPT = [5, 6, 7, 8, 9, 10]
+TOKENS = 4
+
+
+def tolerance(dtype: str) -> float:
+    unit = {"float32": 2.0**-24, "bfloat16": 2.0**-9}[dtype]
+    # In bfloat16 sums are in float32: only results are rounded.
+    order = 1 + math.sqrt(SIZE.hidden) if dtype == "float32" else 1
+    return 2 * LOGIT * math.sqrt(ROUNDINGS) * order * unit
+
+
+Edit = Callable[[str, Any], Any]
+
+
+def only(suffixes: tuple[str, ...], change: Callable[[Any], Any]) -> Edit:
+    """Changes the experts' tensors whose name has one of the endings."""
+    return lambda name, tensor: change(tensor) if name.endswith(suffixes) else tensor
+
+
+def swap_neighbours(rows: Any) -> Any:
+    """Gate for up and up for gate."""
+    return rows.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)
+
+
+def shift_one_expert(scales: Any) -> Any:
+    scales[3] += 1
+    return scales
+
+
+FAULTS: dict[str, Edit] = {
+    "gate and up swapped": only(("gate_up_proj_blocks", "gate_up_proj_scales", "gate_up_proj_bias"), swap_neighbours),
+    "a scale off by one exponent": only(("down_proj_scales",), shift_one_expert),
+    "no bias of down": only(("down_proj_bias",), torch.zeros_like),
+}
+"""More of them, on one layer, in tests/cpu."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gpt_oss")
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> dict[str, Path]:
+    right = checkpoints.write_checkpoint(folder / "right", arch="gpt_oss", format="mxfp4", size=SIZE)
+    halves = checkpoints.write_checkpoint(folder / "halves", format="mxfp4", size=SIZE)
+    made = {"right": right, "halves": halves}
+    for fault, edit in FAULTS.items():
+
+        def change(tensors: dict[str, Any], edit: Edit = edit) -> None:
+            for name in tensors:
+                tensors[name] = edit(name, tensors[name])
+
+        made[fault] = checkpoints.rewrite_tensors(right, folder / fault.replace(" ", "_"), change)
+    return made
+
+
+def job(checkpoint: Path, dtype: str = "float32", tokens: int = TOKENS) -> dict[str, Any]:
+    return {"checkpoint": str(checkpoint), "dtype": dtype, "prompt": PROMPT, "tokens": tokens}
+
+
+@pytest.fixture(scope="module")
+def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
+    """Every job of this file in one process: importing vLLM is most of the time."""
+    jobs = {
+        "float32": job(models["right"]),
+        "bfloat16": job(models["right"], "bfloat16"),
+        "halves": job(models["halves"]),
+        **{fault: job(models[fault], tokens=1) for fault in FAULTS},
+    }
+    (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
+    command = [
+        sys.executable, str(Path(__file__).with_name("generate.py")), folder / "jobs.json", folder / "results.json"
+    ]  # fmt: skip
+    environment = {**os.environ, "VLLM_PLUGINS": "moe_oracle"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = json.loads((folder / "results.json").read_text())
+    return dict(zip(jobs, results, strict=True))
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path]) -> dict[str, reference.Continuation]:
+    return {
+        name: reference.greedy(reference.load_transformers(models[name]), PROMPT, TOKENS)
+        for name in ("right", "halves")
+    }
+
+
+def difference(result: dict[str, Any], continuation: reference.Continuation) -> float:
+    """Largest difference of a logprob, over the generated positions and the whole vocabulary."""
+    assert "error" not in result, result["error"]
+    start = len(PROMPT) - 1
+    found = np.array(result["logprobs"])
+    largest = float(np.abs(found - continuation.logprobs[start : start + len(found)]).max())
+    print(f"largest difference of a logprob {largest:.2e}")
+    return largest
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "dtype"),
+    [("float32", "right", "float32"), ("bfloat16", "right", "bfloat16"), ("halves", "halves", "float32")],
+)
+def test_tokens_and_logprobs_equal_transformers(
+    served: dict[str, dict[str, Any]],
+    expected: dict[str, reference.Continuation],
+    name: str,
+    model: str,
+    dtype: str,
+) -> None:
+    assert difference(served[name], expected[model]) <= tolerance(dtype)
+    assert served[name]["tokens"] == expected[model].tokens
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_injected_fault_does_not_go_unnoticed(
+    served: dict[str, dict[str, Any]], expected: dict[str, reference.Continuation], fault: str
+) -> None:
+    assert difference(served[fault], expected["right"]) > tolerance("float32")
+
+
+@pytest.mark.parametrize("name", ["float32", "halves"])
+def test_every_moe_layer_runs_through_the_oracle(served: dict[str, dict[str, Any]], name: str) -> None:
+    record = served[name]["layers"]
+    assert record["served"] == SIZE.layers
+    (group,) = record["groups"]
+    assert group["decision"]["backend"] == "emulation"
+    problem = group["problem"]
+    assert problem["scheme"]["name"] == "mxfp4" and problem["scheme"]["activations"] == "16bit"
+    assert problem["has_bias"] == (name == "float32")
+    assert problem["activation"]["interleaved"] == (name == "float32")
+    assert (problem["hidden_size"], problem["intermediate_size"]) == (SIZE.hidden, SIZE.intermediate)
+
+
+def test_the_limit_of_the_activation_is_reached(models: dict[str, Path]) -> None:
+    """Otherwise a kernel that ignores it would pass."""
+    model = reference.load_transformers(models["right"])
+    seen: list[float] = []
+
+    def watch(module: Any, inputs: Any) -> None:
+        first = inputs[0] @ module.gate_up_proj[0] + module.gate_up_proj_bias[0]
+        seen.append(float(first.abs().max()))
+
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(watch)
+    reference.greedy(model, PROMPT)
+    assert len(seen) == SIZE.layers and min(seen) > 7.0
