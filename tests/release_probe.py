@@ -196,6 +196,11 @@ def _distributed() -> None:
 
 def moe_layer(config: Any, **keywords: Any) -> Any:
     """A MoE layer as a model makes it; the part of it that has the experts."""
+    return moe_layer_and_router(config, **keywords)[0]
+
+
+def moe_layer_and_router(config: Any, **keywords: Any) -> tuple[Any, Any]:
+    """The same, with the part that chooses experts."""
     import torch
     from vllm.model_executor.layers import fused_moe
 
@@ -210,7 +215,7 @@ def moe_layer(config: Any, **keywords: Any) -> Any:
         prefix=NAME,
         **keywords,
     )
-    return getattr(made, "routed_experts", made)
+    return getattr(made, "routed_experts", made), made.router
 
 
 def ours(layer: Any, config: str = "") -> None:
@@ -408,16 +413,45 @@ def check_layer_runs() -> None:
         shares = torch.rand(TOKENS, TOP_K, generator=generator)
         given = {"shared_experts": None, "shared_experts_input": None}
         found = method.apply(layer=layer, x=x.clone(), topk_weights=shares, topk_ids=ids, **given)
-        expected = torch.zeros(TOKENS, HIDDEN)
-        for token in range(TOKENS):
-            for expert, share in zip(ids[token].tolist(), shares[token], strict=True):
-                one = {name: values[expert] for name, values in weights.items()}
-                gate = one["gate"] @ x[token] + one["gate_bias"]
-                up = one["up"] @ x[token] + one["up_bias"]
-                expected[token] += share * (one["down"] @ (gate * gate.sigmoid() * up) + one["down_bias"])
-        error = ((found - expected).norm() / expected.norm()).item()
-        assert error < 1e-5, error
+        _close(found, weights, x, ids, shares)
         assert current_adapter().moe_layer_names()
+
+
+def check_layer_routes() -> None:
+    """From router logits on, as vLLM's runner does it: through its router, or in the method where that routes."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    with engine(backend="emulation", activations="16bit"):
+        layer, router = moe_layer_and_router(quant_config(CHECKPOINTS["mxfp8"]), has_bias=True)
+        method = layer.quant_method
+        weights = _load(layer, generator)
+        method.process_weights_after_loading(layer)
+        x = torch.randn(TOKENS, HIDDEN, generator=generator)
+        logits = torch.randn(TOKENS, EXPERTS, generator=generator)
+        if method.is_monolithic:
+            found = method.apply_monolithic(layer=layer, x=x.clone(), router_logits=logits, input_ids=None)
+        else:
+            shares, ids = router.select_experts(hidden_states=x, router_logits=logits)
+            given = {"shared_experts": None, "shared_experts_input": None}
+            found = method.apply(layer=layer, x=x.clone(), topk_weights=shares, topk_ids=ids, **given)
+        shares, ids = logits.softmax(-1).topk(TOP_K)
+        _close(found, weights, x, ids, shares / shares.sum(-1, keepdim=True))
+
+
+def _close(found: Any, weights: dict[str, Any], x: Any, ids: Any, shares: Any) -> None:
+    """Experts' output against their formula."""
+    import torch
+
+    expected = torch.zeros(TOKENS, HIDDEN)
+    for token in range(TOKENS):
+        for expert, share in zip(ids[token].tolist(), shares[token], strict=True):
+            one = {name: values[expert] for name, values in weights.items()}
+            gate = one["gate"] @ x[token] + one["gate_bias"]
+            up = one["up"] @ x[token] + one["up_bias"]
+            expected[token] += share * (one["down"] @ (gate * gate.sigmoid() * up) + one["down_bias"])
+    error = ((found - expected).norm() / expected.norm()).item()
+    assert error < 1e-5, error
 
 
 def _load(layer: Any, generator: Any) -> dict[str, Any]:
@@ -478,6 +512,7 @@ def check_hash_routing() -> None:
 SHIMS = {
     "bias_loader": "layer_runs",
     "modular_kernel": "layer_runs",
+    "is_monolithic": "layer_routes",
     "activation_parameters": "activation_parameters",
     "hashed": "hash_routing",
 }
@@ -560,6 +595,7 @@ def main() -> None:
         "online",
         "compressed_tensors",
         "layer_runs",
+        "layer_routes",
         "activation_parameters",
         "hash_routing",
     ):

@@ -655,10 +655,17 @@ class _Check:
 
     def declared(self, name: str) -> Thing:
         """The type of something annotated with Any."""
-        path = stock.TYPES.get(name)
-        if path is None:
+        paths = stock.TYPES.get(name)
+        if paths is None:
             return OTHER if name in stock.NOT_STOCK else Undeclared(name)
-        path = path.replace(stock.LAYER, self.era.layer)
+        found: Thing = Unknown(name)
+        for path in paths if isinstance(paths, tuple) else (paths,):
+            found = self._declared_at(path.replace(stock.LAYER, self.era.layer))
+            if not isinstance(found, Unknown):
+                break
+        return found
+
+    def _declared_at(self, path: str) -> Thing:
         try:
             module, _, attributes = path.partition(":")
             found = self.sources.find(module)
@@ -667,7 +674,7 @@ class _Check:
         except Missing as error:
             return Unknown(str(error))
         if isinstance(found, Callable_):
-            return Callable_(found.module, found.node, found.name, bound=True)
+            return Callable_(found.module, found.node, found.name, bound="." in attributes)
         return Instance(found) if isinstance(found, Class) else found
 
     # --- walking --------------------------------------------------------------------------------------

@@ -28,7 +28,13 @@ each_release = pytest.mark.parametrize(
     "release", [pytest.param(each, marks=() if each in EDGES else pytest.mark.matrix) for each in RELEASES]
 )
 
-SHIMS = {"activation_parameters": "0.24", "hashed": "0.31", "bias_loader": "0.27", "modular_kernel": "0.30"}
+SHIMS = {
+    "activation_parameters": "0.24",
+    "hashed": "0.31",
+    "bias_loader": "0.27",
+    "modular_kernel": "0.30",
+    "is_monolithic": "0.30",
+}
 """Methods of the adapters, and the era since which the newest way of each is right."""
 
 
@@ -36,6 +42,7 @@ SHIM_ERRORS = {
     "activation_parameters": "no attribute 'swiglu_alpha'",
     "hashed": "no attribute 'has_hash_routing'",
     "modular_kernel": "WorkspaceManager not initialized",
+    "is_monolithic": "topk_softmax",
     "bias_loader": "AssertionError: 0.",  # the loaders drop the biases without a word: the numbers are wrong
 }
 

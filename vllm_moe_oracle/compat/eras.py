@@ -56,7 +56,7 @@ ERAS = (
     ),
     Era(
         "0.28",
-        "vllm_moe_oracle.compat.older:BeforeCpuBuffers",
+        "vllm_moe_oracle.compat.older:BeforeModularCpu",
         _LAYER,
         ("0.28.0", "0.29.0"),
         "Humming's experts no longer take the layer",

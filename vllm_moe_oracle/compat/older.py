@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
+from ..backends import Backend
 from ..oracle.problem import Problem
 from . import humming
 from .adapter import Adapter
@@ -23,8 +24,45 @@ class BeforeHashFlag(Adapter):
         return bool(layer.scoring_func == "sqrtsoftplus")
 
 
-class BeforeCpuBuffers(BeforeHashFlag):
-    """0.28 and 0.29: the modular kernel's buffers come from a workspace that a CPU's worker does not have."""
+class BeforeModularCpu(BeforeHashFlag):
+    """0.28 and 0.29: on a CPU the stock experts route themselves; the router and the modular kernel's workspace are
+    for GPUs."""
+
+    def is_monolithic(self, backend: Backend) -> bool:
+        """On a CPU all are asked like those that route themselves; `apply_monolithic` does it for them."""
+        return backend.monolithic or bool(current_platform.is_cpu())
+
+    def apply_monolithic(
+        self, kernel: Any, layer: Any, x: Tensor, router_logits: Tensor, extra: Mapping[str, Any]
+    ) -> Any:
+        """Runs a kernel on router logits; see `Adapter.apply_monolithic`."""
+        if kernel.is_monolithic:
+            return super().apply_monolithic(kernel, layer, x, router_logits, extra)
+        weights, ids = self.route(self.cpu_router(), layer, x, router_logits)
+        return self.apply(kernel, layer, x, weights, ids, {})
+
+    def cpu_router(self) -> Any:
+        """vLLM's routing for CPUs."""
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import select_experts
+
+        return select_experts
+
+    def route(self, select_experts: Any, layer: Any, x: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and ids, `[M, top_k]`, of the experts that tokens choose."""
+        weights, ids = select_experts(
+            hidden_states=x,
+            router_logits=router_logits,
+            top_k=layer.top_k,
+            use_grouped_topk=layer.use_grouped_topk,
+            renormalize=layer.renormalize,
+            topk_group=layer.topk_group,
+            num_expert_group=layer.num_expert_group,
+            custom_routing_function=layer.custom_routing_function,
+            scoring_func=layer.scoring_func,
+            routed_scaling_factor=layer.routed_scaling_factor,
+            e_score_correction_bias=layer.e_score_correction_bias,
+        )
+        return weights, ids
 
     def modular_kernel(self, prepare: Any, experts: Any) -> Any:
         """vLLM's modular kernel; on a CPU with buffers of its own."""
@@ -34,8 +72,14 @@ class BeforeCpuBuffers(BeforeHashFlag):
         return kernel
 
 
-class BeforeFreeHumming(BeforeCpuBuffers):
+class BeforeFreeHumming(BeforeModularCpu):
     """0.27: the constructors of Humming's experts take the layer, and read their tensors from it."""
+
+    def cpu_router(self) -> Any:
+        """vLLM's routing for CPUs."""
+        from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
+
+        return select_experts
 
     def humming_experts(
         self, stock_class: Any, moe: Any, quant_config: Any, problem: Problem, tensors: Mapping[str, Tensor]

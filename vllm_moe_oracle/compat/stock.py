@@ -22,8 +22,13 @@ TYPES = {
     "quant_config": f"{_FUSED_MOE}.config:FusedMoEQuantConfig",
     "linear": "vllm.model_executor.kernels.linear",
     "loader": f"{LAYER}.weight_loader",
+    "select_experts": (
+        f"{_FUSED_MOE}.experts.cpu_moe:select_experts",
+        f"{_FUSED_MOE}.cpu_fused_moe:select_experts",
+    ),
 }
-"""Class, ``module:Class``, of parameters and variables that are annotated with ``Any``, by their name."""
+"""Class, ``module:Class``, of parameters and variables that are annotated with ``Any``, by their name; of several the
+first that is there."""
 
 VALUES = {
     "vllm.platforms:current_platform": "vllm.platforms.interface:Platform",
