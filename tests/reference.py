@@ -150,6 +150,79 @@ def fake_quantise_mxfp8(values: npt.ArrayLike, rule: Rule = "ceil") -> Array:
     return dequantise_mxfp8(*quantise_mxfp8(values, rule))
 
 
+# --- Integer weights -------------------------------------------------------------------------------------------------
+
+Integers = npt.NDArray[np.int64]
+
+# Where AutoAWQ puts each column of a word, counted from the word's lowest bits; 8 bit as vLLM's awq_pack does it.
+_AWQ_POSITIONS = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 2, 1, 3)}
+
+
+def _place(
+    packing: str, bits: int, row: Integers, column: Integers, zeros: bool
+) -> tuple[Integers, Integers, Integers]:
+    """Where the file has the code of a row (output) and column (input): index of a word in two dimensions, position in
+    it. Zero points have a group in place of the column, and are packed by rows in every packed format."""
+    if packing == "compressed-tensors-int":
+        return row, column, np.zeros_like(row + column)
+    in_word = (8 if packing == "moe_wna16" else 32) // bits
+    if packing == "awq":
+        return column, row // in_word, np.array(_AWQ_POSITIONS[bits])[row % in_word]
+    if packing in ("gptq", "gptq_v2"):
+        return (column, row // in_word, row % in_word) if zeros else (column // in_word, row, column % in_word)
+    if packing in ("moe_wna16", "compressed-tensors"):
+        return (row // in_word, column, row % in_word) if zeros else (row, column // in_word, column % in_word)
+    raise ValueError(f"unknown packing {packing!r}")
+
+
+def unpack_integers(
+    packing: str, bits: int, packed: npt.NDArray[Any], shape: tuple[int, int], zeros: bool = False
+) -> Integers:
+    """The unsigned codes [N, K] of one matrix, or its zero points [N, G], as a file of that packing holds them.
+
+    packed: int32; uint8 for "moe_wna16"; int8 in two's complement for "compressed-tensors-int", whose codes come out
+    2 ** (bits - 1) larger. Zero points of "gptq" are stored one less, word by word: 2 ** 32 - 1 stands for 0, then 0.
+    """
+    words = packed.astype(np.int64)
+    if packing == "compressed-tensors-int":
+        return words + 2 ** (bits - 1)
+    words = words % 2 ** (8 * packed.itemsize)
+    if zeros and packing == "gptq":
+        words = (words + sum(2 ** (bits * place) for place in range(32 // bits))) % 2**32
+    row, column = np.indices(shape, dtype=np.int64)
+    first, second, position = _place(packing, bits, row, column, zeros)
+    return (words[first, second] // 2 ** (bits * position)) % 2**bits
+
+
+def pack_integers(packing: str, bits: int, codes: Integers, zeros: bool = False) -> npt.NDArray[Any]:
+    """Inverse of `unpack_integers`."""
+    if packing == "compressed-tensors-int":
+        return (codes - 2 ** (bits - 1)).astype(np.int8)
+    row, column = np.indices(codes.shape, dtype=np.int64)
+    first, second, position = _place(packing, bits, row, column, zeros)
+    words = np.zeros((int(first.max()) + 1, int(second.max()) + 1), dtype=np.int64)
+    np.add.at(words, (first, second), codes * 2 ** (bits * position))
+    if packing == "moe_wna16":
+        return words.astype(np.uint8)
+    if zeros and packing == "gptq":
+        words = (words - sum(2 ** (bits * place) for place in range(32 // bits))) % 2**32
+    return words.astype(np.uint32).view(np.int32)
+
+
+def dequantise_integers(
+    codes: Integers, scales: Array, bits: int, zeros: Integers | None = None, groups: Integers | None = None
+) -> Array:
+    """Codes [N, K], scales [N, G] and zero points [N, G] (none: 2 ** (bits - 1)) to float64 [N, K].
+
+    groups: [K], the group of each input (GPTQ's g_idx); without, groups are of neighbours and of equal size.
+    """
+    inputs = codes.shape[1]
+    if groups is None:
+        groups = np.arange(inputs) // (inputs // scales.shape[1])
+    middle = np.full(scales.shape, 2 ** (bits - 1)) if zeros is None else zeros
+    return (codes - middle[:, groups]).astype(np.float64) * scales[:, groups]
+
+
 # --- One MoE layer ---------------------------------------------------------------------------------------------------
 
 

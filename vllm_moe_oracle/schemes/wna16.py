@@ -22,74 +22,35 @@ How checkpoints and vLLM's parameters pack the same is in `_packings`; `Scheme.p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..oracle.planner import group_reasons, has_group_index, has_order, loaded_group, packing_reasons, scale_columns
+from ..oracle.planner import has_group_index, has_order
 from ..oracle.problem import Problem
 from ._packings import (
-    PACKINGS,
     Layout,
-    Packing,
     codes_from_canonical,
     codes_to_canonical,
     join_bytes,
-    raw_shapes,
     split_bytes,
     zeros_from_canonical,
     zeros_to_canonical,
 )
+from ._wna16_parameters import MATRICES, Matrix, layout_of_expert, packing_of, parameters, read, sizes, suffixes_of
 
-Matrix = Literal["w13", "w2"]
-MATRICES: tuple[Matrix, Matrix] = ("w13", "w2")
-
-_REAL = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def _suffixes(packing: Packing) -> dict[str, str]:
-    """Canonical suffix by parameter suffix."""
-    return {
-        packing.weight: "",
-        packing.scale: "_scale",
-        packing.zero_point: "_zero_point",
-        packing.group_index: "_order",
-        "bias": "_bias",
-    }
-
-
-# Names of the parameters that vLLM's loaders fill in any packing, and their canonical names.
-PARAMETERS = {
-    f"{matrix}_{suffix}": f"{matrix}{canonical}"
-    for packing in PACKINGS.values()
-    for suffix, canonical in _suffixes(packing).items()
-    for matrix in MATRICES
-}
-
-
-def packing_of(problem: Problem) -> Packing:
-    """How the layer's parameters are packed.
-
-    Raises:
-        CheckpointError: the packing has no reader, or the width of codes has none.
-    """
-    scheme = problem.scheme
-    if scheme.packing not in PACKINGS:
-        raise CheckpointError(f"unknown packing {scheme.packing!r}", f"Known are {', '.join(PACKINGS)}", problem.layer)
-    if scheme.bits not in (4, 8):
-        raise CheckpointError(f"codes of {scheme.bits} bits cannot be read, only of 4 and 8", where=problem.layer)
-    return PACKINGS[scheme.packing]
-
-
-def sizes(problem: Problem) -> dict[Matrix, tuple[int, int, int]]:
-    """Rows, input features and scales per row of each matrix on this rank."""
-    first, second = scale_columns(problem)
-    return {
-        "w13": (problem.w13_rows, problem.hidden_size, first),
-        "w2": (problem.hidden_size, problem.intermediate_size, second),
-    }
+__all__ = [
+    "canonical",
+    "canonical_expert",
+    "dequantise",
+    "dequantise_expert",
+    "parameters",
+    "quantise",
+    "read",
+    "shapes",
+    "write",
+]
 
 
 def shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
@@ -103,235 +64,27 @@ def shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
             "_order": (columns,),
             "_bias": (rows,),
         }
-        kept = _suffixes_of(problem)
+        kept = suffixes_of(problem)
         found |= {f"{matrix}{suffix}": (problem.local_experts, *each[suffix]) for suffix in kept}
     if has_group_index(problem):
         found["w2_group_index"] = (problem.local_experts, problem.intermediate_size)
     return found
 
 
-def _suffixes_of(problem: Problem) -> list[str]:
-    """Suffixes of the canonical tensors that the layer's parameters hold."""
-    optional = {
-        "_zero_point": problem.scheme.zero_points, "_order": has_order(problem), "_bias": problem.has_bias
-    }  # fmt: skip
-    return ["", "_scale", *(suffix for suffix, there in optional.items() if there)]
-
-
-def parameters_of(problem: Problem) -> dict[str, str]:
-    """Parameter name by canonical name, of exactly the parameters that the layer is read from.
-
-    A symmetric GPTQ layer's ``qzeros`` and the ``g_idx`` of a layer without act order are not among them: files carry
-    both, and they say nothing.
-    """
-    kept = _suffixes_of(problem)
-    return {
-        f"{matrix}{canonical}": f"{matrix}_{suffix}"
-        for matrix in MATRICES
-        for suffix, canonical in _suffixes(packing_of(problem)).items()
-        if canonical in kept
-    }
-
-
-# --- Reading ----------------------------------------------------------------------------------------------------------
-
-
-class Raw(NamedTuple):
-    """A layer's parameters as they are packed, checked.
-
-    Attributes:
-        tensors: by canonical name, `[E, ...]` each; the parameters' own memory.
-        layout: order of the dimensions of codes, scales and zero points.
-    """
-
-    tensors: dict[str, Tensor]
-    layout: Layout
-
-
-def layout_of(parameters: Mapping[str, Tensor], problem: Problem, is_transposed: bool | None = None) -> Layout:
-    """Whether a layer's parameters are `[E, N, K]` or transposed, known and never guessed.
-
-    vLLM loads compressed-tensors transposed up to 0.26 and as they are from 0.31, and marks its parameters with an
-    attribute ``is_transposed``. Without any such word the shapes decide, but only where each matrix of codes can be
-    read in one way.
+def canonical_expert(expert: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor]:
+    """Canonical tensors of one expert from those that `read` found. No shape depends on values: meta tensors work.
 
     Args:
-        parameters: by vLLM's names; only shapes and the attribute are looked at.
+        expert: packed tensors by canonical name, without the leading expert dimension. Not modified.
         problem: the layer.
-        is_transposed: what the caller knows; None for nothing.
-
-    Raises:
-        CheckpointError: what is known contradicts itself or the shapes, the shapes fit no layout, or they fit both and
-            nothing else is known. Also a parameter that is missing.
-    """
-    _check_problem(problem)
-    packing, names = packing_of(problem), parameters_of(problem)
-    known: dict[str, bool] = {} if is_transposed is None else {"is_transposed": is_transposed}
-    for canonical, name in names.items():
-        mark = getattr(_present(parameters, name, problem), "is_transposed", None)
-        if mark is not None and not canonical.endswith(("_order", "_bias")):
-            known[f"{name}.is_transposed"] = bool(mark)
-    if len(set(known.values())) > 1:
-        words = ", ".join(f"{name} is {value}" for name, value in known.items())
-        raise CheckpointError(f"parameters contradict each other: {words}", where=problem.layer)
-    fitting = {matrix: _fitting(parameters[names[matrix]], matrix, packing, problem) for matrix in MATRICES}
-    if known:
-        layout: Layout = "k_first" if next(iter(known.values())) else "n_first"
-        if layout not in packing.layouts:
-            rule = (
-                f"{next(iter(known))} is {layout == 'k_first'}, the packing {problem.scheme.packing} is the other way"
-            )
-            raise CheckpointError(rule, where=problem.layer)
-        return layout
-    if len(packing.layouts) == 1:
-        return packing.layouts[0]
-    for matrix, layouts in fitting.items():
-        if len(layouts) != 1:
-            shape = list(parameters[names[matrix]].shape)
-            wanted = " nor ".join(f"{list(_expected(problem, each)[matrix])}" for each in packing.layouts)
-            rule = f"{names[matrix]} {shape} can be read with either dimension first"
-            if not layouts:
-                rule = f"{names[matrix]} has shape {shape}, expected neither {wanted}"
-            remedy = "" if not layouts else "Say which with is_transposed (True: input features first)"
-            raise CheckpointError(rule, remedy, problem.layer)
-    if fitting["w13"] != fitting["w2"]:
-        rule = f"{names['w13']} and {names['w2']} have their dimensions in different orders"
-        raise CheckpointError(rule, where=problem.layer)
-    return fitting["w13"][0]
-
-
-def _fitting(tensor: Tensor, matrix: Matrix, packing: Packing, problem: Problem) -> list[Layout]:
-    return [layout for layout in packing.layouts if tuple(tensor.shape) == _expected(problem, layout)[matrix]]
-
-
-def _present(parameters: Mapping[str, Tensor], name: str, problem: Problem) -> Tensor:
-    if name not in parameters:
-        remedy = f"The layer's parameters are {', '.join(sorted(parameters))}"
-        raise CheckpointError(f"{name} is missing", remedy, problem.layer)
-    return parameters[name]
-
-
-def _expected(problem: Problem, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Shapes of the packed tensors of a layer by canonical name."""
-    packing, kept = packing_of(problem), _suffixes_of(problem)
-    found: dict[str, tuple[int, ...]] = {}
-    for matrix, (rows, columns, groups) in sizes(problem).items():
-        each = raw_shapes(packing, layout, problem.scheme.bits, rows, columns, groups) | {"_bias": (rows,)}
-        found |= {f"{matrix}{suffix}": (problem.local_experts, *each[suffix]) for suffix in kept}
-    return found
-
-
-def raw(parameters: Mapping[str, Tensor], problem: Problem, is_transposed: bool | None = None) -> Raw:
-    """A layer's loaded parameters, checked and not converted: nothing is copied.
-
-    Args:
-        parameters: by vLLM's names; those that the scheme has no use for are not looked at.
-        problem: the layer.
-        is_transposed: see `layout_of`.
-
-    Raises:
-        CheckpointError: groups or packed words do not survive the cut; a tensor is missing, or has the wrong dtype or
-            shape, or values that cannot be; the layout is not known; or rows alternate gate and up.
-    """
-    layout = layout_of(parameters, problem, is_transposed)
-    found = check_shapes(parameters, problem, layout)
-    for matrix in MATRICES:
-        _check_scales(found[f"{matrix}_scale"], matrix, problem)
-        if has_order(problem):
-            _check_group_index(found[f"{matrix}_order"], matrix, problem)
-        if packing_of(problem).signed and problem.scheme.bits == 4:
-            names = [name for name in (matrix, f"{matrix}_zero_point") if name in found]
-            for name in names:
-                _check_range(found[name], name, problem)
-    return Raw(found, layout)
-
-
-def check_shapes(parameters: Mapping[str, Tensor], problem: Problem, layout: Layout) -> dict[str, Tensor]:
-    """The parameters by canonical name, with their dtypes and shapes checked, and no value looked at.
-
-    Raises:
-        CheckpointError: as for `raw`.
-    """
-    _check_problem(problem)
-    packing, expected = packing_of(problem), _expected(problem, layout)
-    found = {}
-    for canonical, name in parameters_of(problem).items():
-        tensor = _present(parameters, name, problem)
-        dtypes = _dtypes(canonical, packing)
-        if tensor.dtype not in dtypes:
-            words = " or ".join(_word(dtype) for dtype in dtypes)
-            rule = f"{name} is {_word(tensor.dtype)}, the packing {problem.scheme.packing} stores it as {words}"
-            raise CheckpointError(rule, where=problem.layer)
-        if tuple(tensor.shape) != expected[canonical]:
-            rule = f"{name} has shape {list(tensor.shape)}, expected {list(expected[canonical])}"
-            raise CheckpointError(rule, where=problem.layer)
-        found[canonical] = tensor.data
-    return found
-
-
-def _check_problem(problem: Problem) -> None:
-    if problem.activation.interleaved:
-        rule = "the rows of the first product alternate gate and up; WNA16 is read as gate rows, then up rows"
-        raise CheckpointError(rule, where=problem.layer)
-    reasons = group_reasons(problem) + packing_reasons(problem)
-    if reasons:
-        remedy = next((reason.remedy for reason in reasons if reason.remedy), "")
-        raise CheckpointError("; ".join(reason.detail for reason in reasons), remedy, problem.layer)
-
-
-def _dtypes(canonical: str, packing: Packing) -> tuple[torch.dtype, ...]:
-    if canonical.endswith(("_scale", "_bias")):
-        return _REAL
-    return (torch.int32,) if canonical.endswith("_order") else (packing.word,)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _check_scales(scales: Tensor, matrix: str, problem: Problem) -> None:
-    bad = int((~torch.isfinite(scales)).sum())
-    if bad:
-        rule = f"{bad} of {scales.numel()} scales of {matrix} are NaN or infinite"
-        raise CheckpointError(rule, "The checkpoint is damaged, or a scale was never loaded", problem.layer)
-
-
-def _check_range(values: Tensor, name: str, problem: Problem) -> None:
-    low, high = (int(end) for end in torch.aminmax(values))
-    if low < -8 or high > 7:
-        raise CheckpointError(f"{name} has values from {low} to {high}; int4 is -8 to 7", where=problem.layer)
-
-
-def _check_group_index(groups: Tensor, matrix: Matrix, problem: Problem) -> None:
-    """Every group must exist and have no more features than a group has; exactly as many where all of them are here."""
-    size, count = problem.scheme.group_size, sizes(problem)[matrix][2]
-    low, high = (int(end) for end in torch.aminmax(groups))
-    remedy = "The checkpoint is damaged, or its group index was never loaded"
-    if low < 0 or high >= count:
-        rule = f"the group index of {matrix} spans {low} to {high}; there are {count} groups of {size}"
-        raise CheckpointError(rule, remedy, problem.layer)
-    members = torch.zeros(groups.shape[0], count, dtype=torch.int32, device=groups.device)
-    members.scatter_add_(1, groups.long(), torch.ones_like(groups))
-    wrong = members > size if matrix == "w2" and has_group_index(problem) else members != size
-    if wrong.any():
-        expert, group = (int(place) for place in wrong.nonzero()[0])
-        found = int(members[expert, group])
-        rule = f"group {group} of expert {expert}'s {matrix} has {found} input features, a group has {size}"
-        raise CheckpointError(rule, remedy, problem.layer)
-
-
-def canonical_expert(expert: Mapping[str, Tensor], problem: Problem, layout: Layout) -> dict[str, Tensor]:
-    """Canonical tensors of one expert from its packed ones. Nothing depends on values but values: meta tensors work.
-
-    Args:
-        expert: packed tensors by canonical name, without the leading expert dimension, as in `Raw.tensors`. Not
-            modified.
-        problem: the layer.
-        layout: of the packed tensors, from `layout_of`.
 
     Returns:
         Tensors by canonical name, all contiguous. What was canonical before may be the very memory that came in.
+
+    Raises:
+        CheckpointError: the shapes are not those of the packing.
     """
+    layout = layout_of_expert(expert, problem)
     packing, bits = packing_of(problem), problem.scheme.bits
     found: dict[str, Tensor] = {}
     for matrix in MATRICES:
@@ -354,45 +107,44 @@ def canonical_expert(expert: Mapping[str, Tensor], problem: Problem, layout: Lay
     return found
 
 
-def read(parameters: Mapping[str, Tensor], problem: Problem, is_transposed: bool | None = None) -> dict[str, Tensor]:
-    """A layer's loaded parameters as canonical tensors, a second copy of the layer: for a few experts, tests and tools.
-
-    A server converts one expert at a time, with `raw` and `canonical_expert`.
+def canonical(given: Mapping[str, Tensor], problem: Problem, is_transposed: bool | None = None) -> dict[str, Tensor]:
+    """A layer's loaded parameters as canonical tensors: a second copy of the layer, for tests and tools.
 
     Args:
-        parameters: by vLLM's names, see `parameters_of`; others are not looked at.
-        problem: the layer, whose shapes the tensors must have.
-        is_transposed: see `layout_of`.
+        given: parameters by the names in `parameters`.
+        problem: the layer.
+        is_transposed: see `read`.
 
     Raises:
-        CheckpointError: see `raw`.
+        CheckpointError: see `read`.
     """
-    tensors, layout = raw(parameters, problem, is_transposed)
+    raw = read(given, problem, is_transposed)
     experts = [
-        canonical_expert({name: tensor[index] for name, tensor in tensors.items()}, problem, layout)
+        canonical_expert({name: tensor[index] for name, tensor in raw.items()}, problem)
         for index in range(problem.local_experts)
     ]
     return {name: torch.stack([expert[name] for expert in experts]) for name in shapes(problem)}
 
 
-def write(canonical: Mapping[str, Tensor], problem: Problem, is_transposed: bool | None = None) -> dict[str, Tensor]:
-    """Inverse of `read`: parameters by vLLM's names. For tests and tools.
+def write(tensors: Mapping[str, Tensor], problem: Problem, is_transposed: bool | None = None) -> dict[str, Tensor]:
+    """Inverse of `canonical`: parameters by vLLM's names. For tests and tools.
 
     Args:
-        canonical: canonical tensors of the layer, in the shapes of `shapes`.
+        tensors: canonical tensors of the layer, in the shapes of `shapes`.
         problem: the layer; its scheme says which packing is written.
         is_transposed: the layout, where the packing has two: None for that of files, `[E, N, K]`.
 
     Raises:
         CheckpointError: the packing is unknown, or has no such layout.
     """
-    packing, bits, names = packing_of(problem), problem.scheme.bits, parameters_of(problem)
+    packing, bits = packing_of(problem), problem.scheme.bits
+    names = {own: name for name, own in parameters(problem).items()}
     layout: Layout = packing.layouts[-1] if is_transposed is None else "k_first" if is_transposed else "n_first"
     if layout not in packing.layouts:
         raise CheckpointError(f"the packing {problem.scheme.packing} is never {layout}", where=problem.layer)
     written: dict[str, list[Tensor]] = {name: [] for name in names.values()}
     for index in range(problem.local_experts):
-        expert = {name: tensor[index] for name, tensor in canonical.items()}
+        expert = {name: tensor[index] for name, tensor in tensors.items()}
         for matrix in MATRICES:
             codes, scale = expert[matrix], expert[f"{matrix}_scale"]
             parts = {matrix: codes, f"{matrix}_scale": scale if layout == "n_first" else scale.T}
@@ -410,9 +162,9 @@ def write(canonical: Mapping[str, Tensor], problem: Problem, is_transposed: bool
                 parts[f"{matrix}_zero_point"] = zeros_from_canonical(zeros, packing, layout, bits)
             if problem.has_bias:
                 parts[f"{matrix}_bias"] = expert[f"{matrix}_bias"]
-            for name, tensor in parts.items():
-                written[names[name]].append(tensor)
-    return {name: torch.stack(tensors) for name, tensors in written.items()}
+            for own, part in parts.items():
+                written[names[own]].append(part)
+    return {name: torch.stack(experts) for name, experts in written.items()}
 
 
 # --- Codes and numbers ------------------------------------------------------------------------------------------------
@@ -527,10 +279,3 @@ def quantise(
     codes = ((blocks / steps.unsqueeze(-1)).round() + zeros.unsqueeze(-1)).clamp(0, largest).to(torch.uint8)
     packed = join_bytes(codes.view(rows, columns), bits).contiguous()
     return packed, scales, zeros.to(torch.uint8) if zero_points else None
-
-
-__all__ = [
-    "MATRICES", "PACKINGS", "PARAMETERS", "Layout", "Matrix", "Packing", "Raw", "canonical_expert", "check_shapes",
-    "dequantise", "dequantise_expert", "layout_of", "loaded_group", "packing_of", "parameters_of", "quantise", "raw",
-    "read", "shapes", "sizes", "write",
-]  # fmt: skip
