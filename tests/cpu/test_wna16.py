@@ -165,6 +165,13 @@ def test_scales_are_cut_with_their_groups_unless_features_are_out_of_order() -> 
     assert scale_columns(channel) == (1, 1) and not has_order(channel) and not has_group_index(channel)
 
 
+def test_groups_out_of_order_are_not_halved() -> None:
+    ordered = Scheme("wna16", 4, 128, "moe_wna16", act_order="group")
+    part = problem(scheme=ordered, intermediate_size=320, tp=2)
+    assert loaded_group(part) == 128 and scale_columns(part) == (16, 5)
+    assert loaded_group(problem(scheme=dataclasses.replace(ordered, act_order="none"), intermediate_size=320)) == 64
+
+
 def test_with_act_order_only_the_whole_size_must_be_whole_groups() -> None:
     scheme = dataclasses.replace(INT4_G128, act_order="group")
     assert group_reasons(problem(scheme=scheme, intermediate_size=320, tp=2)) == []

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from wna16_layers import PACKINGS, TWO_LAYOUTS, Contents, contents_of, layer_of
@@ -111,6 +111,7 @@ def any_canonical(layer: Problem, seed: int) -> dict[str, Tensor]:
     return made
 
 
+@settings(max_examples=60)
 @given(layers())
 def test_reading_what_was_written_changes_nothing(case: tuple[Problem, bool | None, int]) -> None:
     layer, transposed, seed = case
@@ -339,12 +340,22 @@ def test_matrices_of_different_orders_are_refused() -> None:
         wna16.read(one | {"w13_weight_scale": other["w13_weight_scale"]}, layer)
 
 
+@settings(max_examples=60)
 @given(layers())
 def test_one_experts_tensors_leave_no_choice(case: tuple[Problem, bool | None, int]) -> None:
     # What canonical_expert takes from the shapes is what reading found out from everything.
     layer, transposed, seed = case
     loaded = wna16.write(any_canonical(layer, seed), layer, transposed)
     raw = wna16.read(loaded, layer, transposed)
+    # Nothing was copied to read it, and what comes out is known without data.
+    assert all(raw[own].data_ptr() == loaded[name].data_ptr() for name, own in wna16.parameters(layer).items())
+    expert = {name: tensor[0] for name, tensor in raw.items()}
+    real = wna16.canonical_expert(expert, layer)
+    empty = wna16.canonical_expert({name: tensor.to("meta") for name, tensor in expert.items()}, layer)
+    assert {name: (each.shape, each.dtype) for name, each in real.items()} == {
+        name: (each.shape, each.dtype) for name, each in empty.items()
+    }
+    assert all(each.is_contiguous() for each in real.values())
     found = layout_of_expert({name: tensor[0] for name, tensor in raw.items()}, layer)
     assert found == layout_of(loaded, layer, transposed)
 
@@ -476,7 +487,7 @@ def test_layers_that_no_packing_holds_are_refused() -> None:
             wna16.read({}, layer)
 
 
-# --- In place, expert by expert ---------------------------------------------------------------------------------------
+# --- One expert at a time, in place ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ["none", "group"])

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, "Tensor"]
 """Weights of one layer, or of one expert, by canonical name: ``w13``, ``w2``, ``w13_scale``, ``w2_scale``, and where
-the checkpoint has them ``w13_bias``, ``w2_bias``, ``w13_zero_point``, ``w2_zero_point``, ``w13_order``, ``w2_order``.
+the checkpoint has them ``w13_bias``, ``w2_bias``, ``w13_zero_point``, ``w2_zero_point``, ``w13_order``, ``w2_order``,
+``w2_group_index``. Each scheme's module says what is in them.
 """
 
 

@@ -32,10 +32,10 @@ def loaded_group(problem: Problem) -> int:
     """Input features that share one scale in the tensors that vLLM loads; -1 for one scale per output row.
 
     This is the checkpoint's group but for the packing ``moe_wna16``: vLLM halves its group, and repeats the scales,
-    until it divides both sizes, but not below 32.
+    until it divides both sizes, but not below 32. Groups of features that are no neighbours cannot be halved.
     """
     group = problem.scheme.group_size
-    if problem.scheme.packing == "moe_wna16":
+    if problem.scheme.packing == "moe_wna16" and not has_order(problem):
         while group % 2 == 0 and group >= 64 and (problem.hidden_size % group or problem.intermediate_size % group):
             group //= 2
     return group

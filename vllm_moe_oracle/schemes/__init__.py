@@ -1,7 +1,8 @@
-"""Checkpoint formats of expert weights: one module a scheme, each with the same four functions.
+"""Checkpoint formats of expert weights: one module a scheme, each with the same functions.
 
-``read`` turns a layer's parameters into canonical tensors, ``dequantise`` gives one expert's two weight matrices,
-``quantise`` makes codes and scales from real values. A scheme that quantises activations has ``round_trip`` for them.
+``parameters`` names what vLLM's loaders fill, ``read`` checks it, ``canonical_expert`` makes one expert's canonical
+tensors of it, whose shapes are in ``shapes``. ``dequantise_expert`` gives one of an expert's two weight matrices,
+``quantise`` makes codes and scales from real values. A format that activations may have has ``round_trip`` for them.
 """
 
 from __future__ import annotations
