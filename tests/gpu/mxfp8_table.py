@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -340,7 +341,13 @@ def join_alone(device: str) -> None:
     init_workspace_manager(torch.device(f"{device}:0" if device == "cuda" else device))
 
 
-def rows_of(case: Case, device: str, only: set[str], tokens: tuple[int, ...]) -> list[dict[str, Any]]:
+def rows_of(
+    case: Case,
+    device: str,
+    only: set[str],
+    tokens: tuple[int, ...],
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
     """The rows of one layer; `join_alone` must have been called.
 
     Args:
@@ -348,6 +355,7 @@ def rows_of(case: Case, device: str, only: set[str], tokens: tuple[int, ...]) ->
         device: ``cuda`` or ``cpu``.
         only: backends; all accepted ones when empty.
         tokens: how many tokens a call has.
+        keep: called with the rows so far after each: a kernel may take the process down.
     """
     import vllm
 
@@ -414,6 +422,7 @@ def rows_of(case: Case, device: str, only: set[str], tokens: tuple[int, ...]) ->
             row |= {"failure": f"{type(error).__name__}: {error}"[:400], "pass": False}
         rows.append(row)
         print_row(row)
+        keep(rows)
         if device == "cuda":
             torch.cuda.empty_cache()
     plugin.unregister()
@@ -458,26 +467,33 @@ def conditions() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def in_processes(names: list[str], extra: list[str]) -> list[dict[str, Any]]:
-    """Runs each layer in a process of its own, all at once: kernels are compiled on many cores."""
+def in_processes(names: list[str], only: set[str], extra: list[str]) -> list[dict[str, Any]]:
+    """Runs each layer in processes of its own, all at once: kernels are compiled on many cores, and one that writes
+    where it must not harms no other backend."""
+    import vllm_moe_oracle.device as machine
+
     folder = Path(tempfile.mkdtemp())
     running = {}
     for name in names:
-        command = [sys.executable, __file__, "--layer", name, "--json", str(folder / f"{name}.json"), *extra]
-        log = (folder / f"{name}.log").open("w")
-        running[name] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    rows = []
-    for name, process in running.items():
+        found = [each for each in accepted(CASES[name], machine.detect()) if not only or each in only]
+        together = [each for each in found if each in STOCK or each == "emulation"]
+        for group in filter(None, (together, *([each] for each in found if each not in together))):
+            key = f"{name}.{group[0]}"
+            command = [sys.executable, __file__, "--layer", name, "--json", str(folder / f"{key}.json"), *extra]
+            command += [word for each in group for word in ("--backend", each)]
+            log = (folder / f"{key}.log").open("w")
+            running[name, group[0]] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    rows: list[dict[str, Any]] = []
+    for (name, first), process in running.items():
         process.wait()
-        text = (folder / f"{name}.log").read_text()
-        lines = [line for line in text.splitlines() if line.startswith(f"{name} ")]
-        print("\n".join(lines), flush=True)
-        file = folder / f"{name}.json"
+        text = (folder / f"{name}.{first}.log").read_text()
+        print("\n".join(line for line in text.splitlines() if line.startswith(f"{name} ")), flush=True)
+        file = folder / f"{name}.{first}.json"
         if file.exists():
             rows += json.loads(file.read_text())["rows"]
         else:
-            print(f"{name}: no result\n{text[-3000:]}", flush=True)
-            rows.append({"layer": name, "backend": "", "failure": text[-400:], "pass": False})
+            print(f"{name} {first}: no result\n{text[-2000:]}", flush=True)
+            rows.append({"layer": name, "backend": first, "failure": text[-400:], "pass": False})
     return rows
 
 
@@ -491,18 +507,21 @@ def main() -> None:
     parser.add_argument("--json", help="file to write; - for none")
     args = parser.parse_args()
     tokens = tuple(int(each) for each in args.tokens.split(","))
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        if args.json and args.json != "-":
+            Path(args.json).write_text(json.dumps({"conditions": conditions(), "rows": rows}, indent=1) + "\n")
+
     names = args.layer or [name for name in CASES if not name.startswith("tiny")]
     if len(names) == 1:
         join_alone(args.device)
-        rows = rows_of(CASES[names[0]], args.device, set(args.backend), tokens)
+        rows = rows_of(CASES[names[0]], args.device, set(args.backend), tokens, keep)
     else:
-        extra = ["--tokens", args.tokens, "--device", args.device]
-        rows = in_processes(names, extra + [word for each in args.backend for word in ("--backend", each)])
-    if args.json and args.json != "-":
-        Path(args.json).write_text(json.dumps({"conditions": conditions(), "rows": rows}, indent=1) + "\n")
+        rows = in_processes(names, set(args.backend), ["--tokens", args.tokens, "--device", args.device])
+    keep(rows)
     failed = [f"{row['layer']} {row['backend']}" for row in rows if not row["pass"]]
     print(
-        f"{len(rows) - len(failed)} of {len(rows)} rows pass{': not ' if failed else ''}{', '.join(failed)}", flush=True
+        f"{len(rows) - len(failed)} of {len(rows)} rows pass{'; not ' if failed else ''}{', '.join(failed)}", flush=True
     )
     sys.exit(bool(failed))
 

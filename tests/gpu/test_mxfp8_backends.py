@@ -78,6 +78,13 @@ def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_accepted_backend_agrees_with_the_reference(case: Case) -> None:
-    rows = table.rows_of(case, "cuda", set(), (1, 7, 64))
-    assert rows and all(row["pass"] for row in rows), rows
+def test_backends_over_vllms_kernels_agree_with_the_reference(case: Case) -> None:
+    rows = table.rows_of(case, "cuda", {*table.STOCK, "emulation"}, (1, 7, 64))
+    assert len(rows) == 3 and not [row["failure"] for row in rows if "failure" in row]
+    for row in rows:
+        for count, modes in row["error"].items():
+            # Small layers have few values to average over: one token's error is up to a third above the mean.
+            assert max(modes.values()) <= 4 / 3 * table.LIMIT, (row["backend"], count, modes)
+            assert modes["graph"] <= 1.01 * modes["eager"], (row["backend"], count, modes)
+        for count, error in row.get("stock_error", {}).items():
+            assert max(row["error"][count].values()) <= table.RATIO * error, (row["backend"], count)
