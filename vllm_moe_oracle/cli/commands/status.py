@@ -48,12 +48,16 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def _report(chosen: Settings | None) -> dict[str, Any]:
     from ... import device, settings
+    from ...compat import support
     from ...oracle.registry import default_registry
 
     state = _plugin()
     registry = default_registry()
+    versions = _versions()
+    vllm = versions["vllm"]
     return {
-        "versions": _versions(),
+        "versions": versions,
+        "support": None if vllm is None else support(vllm),
         "plugin": state,
         "settings": None
         if chosen is None
@@ -115,6 +119,7 @@ def _print(report: dict[str, Any]) -> None:
     output.show(output.facts(((name, version or "not installed") for name, version in report["versions"].items()), 0))
     facts = [
         ("plugin", f"{'active' if state.active else 'not active'}: {state.reason}"),
+        ("tested", str(report["support"] or "nothing: vLLM is not installed")),
         ("methods", ", ".join(state.methods) or "none"),
         ("patches", ", ".join(state.patches) or "none"),
         # Applied when vLLM imports what they change, which this process does not.
