@@ -248,8 +248,8 @@ def test_one_hot_rows_give_back_the_weights(case, tile):
     out = torch.full((slots, case.hidden), float("nan"), device="cuda", dtype=case.dtype)
     tiles = -(-case.hidden // tile.bn)
     gemm.down[(blocks * tiles,)](
-        h, *fm._pointers(matrix, ids), out, out, ids, ids, ones, order, table, out, table, table, slots, tiles, case.inner,
-        case.hidden, out.stride(0), matrix.codes.shape[1], matrix.codes.shape[2], fm._word_stride(matrix), TOP_K=1,
+        h, *fm._pointers(matrix, ids), out, out, ids, ids, ones, order, table, out, table, table, slots, tiles,
+        case.inner, case.hidden, out.stride(0), *matrix.codes.shape[1:3], fm._word_stride(matrix), TOP_K=1,
         FORMAT=case.format, GROUP=case.group, HAS_MAP=False, WEIGHT_INPUT=False, PER_SLOT=False, FUSE_SUM=False,
         PDL=False, **{**fm._flags(weights, matrix, tile), "HAS_BIAS": False}, **fm._options(tile, False),
     )  # fmt: skip

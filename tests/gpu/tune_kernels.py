@@ -2,9 +2,10 @@
 
     python tests/gpu/tune_kernels.py --cell mxfp8:qwen3_30b --tokens 1,16,256 --json sweep.json
 
-A cell is scheme:shape (mxfp8, mxfp4, int<bits>_<group>; the shapes below). One process per CPU core compiles first, then
-one process times: whole layer in a CUDA graph, L2 flushed before each replay, median of the replays, in microseconds.
-Per number of tokens the second product's tile is searched with the first's fixed, then the first's, then the options.
+A cell is scheme:shape (mxfp8, mxfp4, int<bits>_<group>; the shapes below). One process per CPU core compiles first,
+then one process times: whole layer in a CUDA graph, L2 flushed before each replay, median of the replays, in
+microseconds. Per number of tokens the second product's tile is searched with the first's fixed, then the first's, then
+the options.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from .weights import OwnWeights, bits_of
 class Tile:
     """Tile of one product: bm tokens, bn weight rows, bk columns a step; `split` programs share a tile's columns.
 
-    `fold` parts of the columns are multiplied side by side in one program (gemm.accumulate); bm * fold is at least 16.
-    `stages` is Triton's num_stages. `registers` caps registers per thread, 0 leaves it to the compiler. `promote`: group
-    scales of integer weights multiply float32 sums (where a group is whole steps and bm <= 32), not the weights.
+    `fold` parts of the columns are multiplied side by side in one program (gemm.accumulate): bm * fold must be at least
+    16 and bn * fold a multiple of 64. `stages` is Triton's num_stages. `registers` caps registers per thread, 0 leaves
+    it to the compiler. `promote`: group scales of integer weights multiply float32 sums (where a group is whole steps
+    and bm <= 32), not the weights.
     """
 
     bm: int

@@ -1,12 +1,13 @@
 """Device functions that turn stored codes into the register operand of a matrix instruction.
 
-The storage is `layouts/order.py`'s. Each function takes the bytes of a tile, `[chunks of rows, chunks of columns, warp, 512]`, and gives
-16-bit floats that a reshape and a transpose put into rows and columns without moving a value between lanes.
+The storage is `layouts/order.py`'s. Each function takes the bytes of a tile, `[chunks of rows, chunks of columns, warp,
+512]`, and gives 16-bit floats that a reshape and a transpose put into rows and columns without moving a value between
+lanes.
 
-The bit tricks: a code OR-ed into the mantissa of 128 (bfloat16) or 1024 (float16) is that number plus the code; e2m1
-and e4m3 bits moved to bfloat16's exponent and mantissa are the value times 2**-126 or 2**-120, subnormals included
-(IEEE 754 and OCP Microscaling Formats 1.0 have the same structure). The factor returns with the scale. The two NaN codes
-of e4m3 decode to +-480.
+The bit tricks: a code OR-ed into the mantissa of 128 (bfloat16) or 1024 (float16) is that number plus the code; a code
+alone is the mantissa of a subnormal number; e2m1 and e4m3 bits moved to bfloat16's exponent and mantissa are the value
+times 2**-126 or 2**-120, subnormals included (IEEE 754 and OCP Microscaling Formats 1.0 have the same structure). The
+factors return with the scales. The two NaN codes of e4m3 decode to +-480.
 """
 
 from __future__ import annotations
@@ -314,8 +315,8 @@ def decode_codes(packed, FORMAT: tl.constexpr, FP16: tl.constexpr, HAS_ZERO: tl.
                  RC: tl.constexpr, KC: tl.constexpr):  # fmt: skip
     """Bytes `[RC, KC, 4, 512]` of RC x KC chunks to 16-bit floats `[RC * 64, KC * chunk columns]` in register order.
 
-    FORMAT "int4": code * 2**-133 if RAW, else code - 8, or code + 128 (float16: + 1024) with HAS_ZERO; "int8": code - 128;
-    "mxfp4": value * 2**-126; "mxfp8": value * 2**-120 (always bfloat16).
+    FORMAT "int4": code * 2**-133 if RAW, else code - 8, or code + 128 (float16: + 1024) with HAS_ZERO; "int8": code -
+    128; "mxfp4": value * 2**-126; "mxfp8": value * 2**-120 (always bfloat16).
     """
     if FORMAT == "int4" or FORMAT == "mxfp4":
         if FORMAT == "mxfp4":

@@ -66,8 +66,8 @@ def plan_workspace(
 ) -> WorkspacePlan:
     """What `fused_moe` needs besides its inputs, for this many tokens.
 
-    `workspace` is any contiguous CUDA buffer of at least `nbytes` bytes, 16-byte aligned, with any content. `counters` is
-    int32, at least `counters` elements, zero before the first call; every call leaves it zero. Calls that may run at
+    `workspace` is any contiguous CUDA buffer of at least `nbytes` bytes, 16-byte aligned, with any content. `counters`
+    is int32, at least `counters` elements, zero before the first call; every call leaves it zero. Calls that may run at
     the same time need a pair each. quantise: with MXFP8-dynamic activations.
     """
     config = config or choose(weights, top_k, tokens)
@@ -136,8 +136,13 @@ def _word_stride(matrix: Matrix) -> int:
     return 0 if words is None else words.stride(0)
 
 
+def _launch(pdl: bool) -> dict[str, object]:
+    # Triton 3.10 will change the default of enable_fp_fusion; 3.9 warns when it is left out.
+    return {"launch_pdl": pdl, "enable_fp_fusion": True}
+
+
 def _options(tile: Tile, pdl: bool) -> dict[str, object]:
-    options: dict[str, object] = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": pdl}
+    options: dict[str, object] = {"num_warps": tile.warps, "num_stages": tile.stages, **_launch(pdl)}
     if tile.registers:
         options["maxnreg"] = tile.registers
     return options
@@ -193,7 +198,8 @@ def fused_moe(
     tokens. activation: one of ACTIVATIONS; alpha and beta default to the activation's own; limit clamps gate (above)
     and up (both sides). quantise_activations: x and h pass through MXFP8 (e4m3, ceil-log2 e8m0 scales per 32).
     batch_invariant: one configuration for all numbers of tokens, so a token's result does not depend on its company.
-    pdl: programmatic dependent launch; by default on from compute capability 9.0. Raises ValueError on what does not fit.
+    pdl: programmatic dependent launch; by default on from compute capability 9.0. Raises ValueError on what does not
+    fit.
     """
     _check(x, weights, topk_weights, topk_ids, activation, out)
     tokens, top_k = topk_ids.shape
@@ -223,7 +229,7 @@ def fused_moe(
     if quantise_activations:
         source, x = x, _view(workspace, plan.quantised, tokens * hidden, x.dtype)
         gemm.round_trip_rows[(tokens, -(-hidden // 1024))](
-            source, x, hidden, x_stride, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl
+            source, x, hidden, x_stride, BLOCK=1024, PDL=pdl, num_warps=4, **_launch(pdl)
         )
         x_stride = hidden
     blocks = _blocks(config, slots, experts)
@@ -238,7 +244,7 @@ def fused_moe(
             "BM": config.gate_up.bm,
             "PDL": pdl,
             "num_warps": 4,
-            "launch_pdl": pdl,
+            **_launch(pdl),
         }
         route.sort_slots[(experts,)](
             topk_ids, ids_map, counts, ordered, table, slots, experts, blocks, HAS_MAP=has_map, CHUNK=chunk,
@@ -273,7 +279,7 @@ def fused_moe(
         block = 1024 if tokens >= 64 else 512
         gemm.sum_slots[(tokens, -(-hidden // block))](
             partial, out, topk_ids, ids_map, hidden, out.stride(0), TOP_K=top_k, HAS_MAP=has_map, BLOCK=block, PDL=pdl,
-            num_warps=4, launch_pdl=pdl,
+            num_warps=4, **_launch(pdl),
         )  # fmt: skip
     return out
 

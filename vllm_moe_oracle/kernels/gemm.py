@@ -1,8 +1,8 @@
 """The two matrix products of a fused MoE layer, on stored quantised weights: one templated body per role.
 
-`gate_up` computes `h = activation(x @ w13.T + b13)` for the slots of each expert, `down` computes `h @ w2.T + b2` times
-the router weights, and sums over top-k. The weights are the first operand of every product (`y.T = w @ x.T`), decoded in
-registers: `wgmma` then reads them from there, and token tiles may be as small as 16.
+`gate_up` computes `h = activation(x @ w13.T + b13)` for the slots of each expert, `down` computes `h @ w2.T + b2`
+times the router weights, and sums over top-k. The weights are the first operand of every product (`y.T = w @ x.T`),
+decoded in registers: `wgmma` then reads them from there, and token tiles may be as small as 16.
 
 Both kernels take a one-dimensional grid of `blocks * tiles along N * SPLIT` programs, the last fastest. `counters` must
 be zero when a kernel starts and is zero again when it ends. With PDL a kernel starts while its predecessor still runs
@@ -56,7 +56,7 @@ def mx_round_trip(x, GROUP_AXIS: tl.constexpr):
     The scale's exponent is ceil(log2(amax / 448)), limited to [-127, 127], as vLLM's MXFP8 quantisation has it.
     """
     amax = tl.maximum(tl.max(tl.abs(x), axis=GROUP_AXIS, keep_dims=True), 1.1754943508222875e-38)
-    # 448 = 1.75 * 2**8, so the ceiling steps where amax's mantissa passes 1.75: exact, unlike a division and a logarithm.
+    # 448 = 1.75 * 2**8, so the ceiling steps where amax's mantissa passes 1.75: exact, unlike a quotient's logarithm.
     bits = amax.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.minimum(tl.maximum(exponent, -127), 127)
@@ -75,9 +75,9 @@ def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks,
                BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """`w @ x.T` over part number `split` of SPLIT of the columns: float32 [BN, BM].
 
-    x_rows: pointers [FOLD * BM] to rows of `columns` 16-bit floats; x_valid alike. w_ptr: one expert's codes; s_ptr, z_ptr: its
-    scale and zero-point words. GROUP: columns per scale, 0 for one scale per row (left to the caller). PROMOTE: scales
-    multiply float32 group sums instead of the weights.
+    x_rows: pointers [FOLD * BM] to rows of `columns` 16-bit floats; x_valid alike. w_ptr: one expert's codes; s_ptr,
+    z_ptr: its scale and zero-point words. GROUP: columns per scale, 0 for one scale per row (left to the caller).
+    PROMOTE: scales multiply float32 group sums instead of the weights.
 
     FOLD > 1 puts FOLD parts of the columns side by side: FOLD * BN rows of weights times FOLD * BM rows of x in one
     product, of which the blocks on the diagonal are wanted. The rest is wasted on a matrix unit that idles with few
@@ -143,15 +143,9 @@ def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks,
             group = (fold + step) * BK // GROUP + tl.arange(0, GROUPS)[None, :, None, None]
             s_offsets = (row // 4 * groups + group) * 32 + lane
             inside = group < groups
-            if EVEN_K:
-                words = tl.load(s_ptr + s_offsets)
-            else:
-                words = tl.load(s_ptr + s_offsets, mask=inside, other=0)
+            words = tl.load(s_ptr + s_offsets) if EVEN_K else tl.load(s_ptr + s_offsets, mask=inside, other=0)
             if HAS_ZERO:
-                if EVEN_K:
-                    zero_words = tl.load(z_ptr + s_offsets)
-                else:
-                    zero_words = tl.load(z_ptr + s_offsets, mask=inside, other=0)
+                zero_words = tl.load(z_ptr + s_offsets, mask=inside, other=0)
                 zero = decode_group_values(zero_words, FP16, RC, GROUPS)
                 w = w - zero.expand_dims(2).broadcast_to(VN, GROUPS, BK // GROUPS).reshape(VN, BK)
             scale = decode_group_values(words, FP16, RC, GROUPS)
@@ -243,13 +237,13 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
             TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
             HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, GATED: tl.constexpr,
             ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, WEIGHT_INPUT: tl.constexpr, QUANTISE: tl.constexpr,
-            EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, PER_SLOT: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
-            STAGES: tl.constexpr, SPLIT: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-            BK: tl.constexpr):  # fmt: skip
+            EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, PER_SLOT: tl.constexpr, PREFETCH: tl.constexpr,
+            PDL: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr,
+            BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """h[slot] = activation(x[slot // TOP_K] @ w13[expert].T + b13[expert]) for every slot with a local expert.
 
-    x [tokens, columns] 16-bit, row stride x_stride; h [slots, inner], x's dtype. w, s, z, row_scale, bias: the tensors of
-    `Matrix` (weights.py), s_stride the int32 words per expert of s and z; n_chunks, k_chunks: chunks along N and K.
+    x [tokens, columns] 16-bit, row stride x_stride; h [slots, inner], x's dtype. w, s, z, row_scale, bias: the tensors
+    of `Matrix` (weights.py), s_stride the int32 words per expert of s and z; n_chunks, k_chunks: chunks along N and K.
     PER_SLOT, sorted, blocks: `find_block`. QUANTISE: h goes through MXFP8. WEIGHT_INPUT: router weights multiply the
     input. tiles: programs along N. PREFETCH: the programs of a block ask for the expert's w2 (w2_chunks chunks and
     s2_stride words an expert) to be brought into the L2 once they have streamed w13.

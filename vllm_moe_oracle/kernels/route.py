@@ -2,8 +2,8 @@
 
 A *slot* is one (token, choice) pair, numbered `token * top_k + choice`; `topk_ids` in memory is the experts of all
 slots. A *block* is up to BM slots of one expert. Slots with an id that is negative, or that `expert_map` sends to a
-negative local id, belong to no block. With few tokens every slot is a block of its own, and no list is needed; otherwise
-`sort_slots` lists slots by expert and blocks, so that a product's program finds its work with one load.
+negative local id, belong to no block. With few tokens every slot is a block of its own, and no list is needed;
+otherwise `sort_slots` lists slots by expert and blocks, so that a product's program finds its work with one load.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def sort_slots(ids_ptr, map_ptr, counts_ptr, sorted_ptr, blocks_ptr, slots, expe
                PDL: tl.constexpr):  # fmt: skip
     """Lists the slots by local expert, stably: one program per expert, grid `(experts,)`.
 
-    ids [slots]; sorted int32 [slots] (its first sum(counts) entries are written). Each program counts the slots of lower
-    experts itself, so no program waits for another. TABLE: also writes blocks, int32 [most, 4]; otherwise counts, int32
-    [experts], for `list_blocks`. EP >= experts.
+    ids [slots]; sorted int32 [slots] (its first sum(counts) entries are written). Each program counts the slots of
+    lower experts itself, so no program waits for another. TABLE: also writes blocks, int32 [most, 4]; otherwise counts,
+    int32 [experts], for `list_blocks`. EP >= experts.
     """
     if PDL:
         gdc_wait()

@@ -42,8 +42,8 @@ class Matrix:
     """One projection's stored tensors for all experts; the logical matrix of each expert is `[rows, columns]`.
 
     codes uint8 `[E, N/64, K/chunk, 2048]`; scales int32 `[E, N/64, K/128, 64]` (MX) or `[E, N/64, K/g, 32]` (group
-    scales), zeros like group scales; row_scale float32 `[E, N]` (MX; one scale per row; `rebased`); bias float32 `[E, N]`. N is
-    padded to a multiple of 64 with zeros. Absent tensors are None.
+    scales), zeros like group scales; row_scale float32 `[E, N]` (MX; one scale per row; `rebased`); bias float32 `[E,
+    N]`. N is padded to a multiple of 64 with zeros. Absent tensors are None.
     """
 
     rows: int
@@ -116,7 +116,7 @@ def check_problem(format: str, hidden: int, intermediate: int, group: int, dtype
 def allocate(format: str, experts: int, hidden: int, intermediate: int, *, gated: bool = True, group: int = 32,
              dtype: torch.dtype = torch.bfloat16, zero_points: bool = False, bias: bool = False,
              device: torch.device | str | None = None) -> OwnWeights:  # fmt: skip
-    """Empty storage for a layer; fill it with `load_expert`. Raises ValueError with every rule that the layer breaks."""
+    """Empty storage for a layer; fill it with `load_expert`. Raises ValueError with each rule that the layer breaks."""
     reasons = check_problem(format, hidden, intermediate, group, dtype)
     if zero_points and format not in ("int4", "int8"):
         reasons.append(f"zero points do not exist in {format}")

@@ -1,8 +1,8 @@
 """Orders canonical quantised weights into the storage that our kernels read, and back.
 
 One matrix `[N, K]` becomes chunks of 64 rows x 64 K (4 bit) or 64 rows x 32 K (8 bit), 2048 bytes each, in the order
-`[N/64][K/chunk][warp 4][g 8][t 4][16 bytes]`. Lane `4 g + t` of warp `w` finds in its 16 bytes exactly the elements that
-it holds of the register operand of `wgmma.m64nNk16` (PTX ISA, "Register Fragments for wgmma": rows `16 w + g` and
+`[N/64][K/chunk][warp 4][g 8][t 4][16 bytes]`. Lane `4 g + t` of warp `w` finds in its 16 bytes exactly the elements
+that it holds of the register operand of `wgmma.m64nNk16` (PTX ISA, "Register Fragments for wgmma": rows `16 w + g` and
 `16 w + g + 8`, columns `2 t`, `2 t + 1`, `2 t + 8`, `2 t + 9` of every 16), so a 16-byte shared-memory load needs no
 exchange between lanes afterwards. The same storage serves every tile size.
 
@@ -167,8 +167,8 @@ def shuffle_mx_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     """Rebases e8m0 scales, uint8 `[N, K/32]`, per row and orders them for the kernels.
 
     Returns int32 words `[N/64, K/128, 64]` (one word = the four scales of a row's 128 columns; rows in the order
-    `[warp 4][g 8][half 2]`) and the rows' largest scales, uint8 `[N/64 * 64]`. A stored byte is `scale - largest + 254`,
-    so no product of a weight and its scale leaves bfloat16's range, whatever the checkpoint's exponents are.
+    `[warp 4][g 8][half 2]`) and the rows' largest scales, uint8 `[N/64 * 64]`. A stored byte is `scale - largest +
+    254`, so no product of a weight and its scale leaves bfloat16's range, whatever the checkpoint's exponents are.
     """
     largest = scales.amax(dim=1)
     rebased = (scales.to(torch.int16) - largest.to(torch.int16)[:, None] + 254).to(torch.uint8)

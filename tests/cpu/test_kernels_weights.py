@@ -1,0 +1,164 @@
+"""The kernels' weights, configurations and reference, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+from kernel_cases import CASES, Case, Layer, by_name, make_layer, reference  # noqa: E402
+
+from vllm_moe_oracle.kernels import config as configs  # noqa: E402
+from vllm_moe_oracle.kernels import fused_moe as fm  # noqa: E402
+from vllm_moe_oracle.kernels import weights as kernel_weights  # noqa: E402
+from vllm_moe_oracle.kernels.config import Config, Tile  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The tensors are small: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def stored(case: Case, layer: Layer) -> kernel_weights.OwnWeights:
+    weights = kernel_weights.allocate(
+        case.format, case.experts, case.hidden, case.inner, gated=case.gated, group=case.group, dtype=case.dtype,
+        zero_points=case.zero_points, bias=case.bias,
+    )  # fmt: skip
+    for which in ("w13", "w2"):
+        for expert in range(case.experts):
+            parts = (layer.codes, layer.scales, layer.zeros, layer.bias)
+            tensors = [None if part[which] is None else part[which][expert] for part in parts]
+            kernel_weights.load_expert(weights, which, expert, *tensors)
+    return weights
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_weights_come_back(case: Case) -> None:
+    layer = make_layer(case)
+    weights = stored(case, layer)
+    for which in ("w13", "w2"):
+        for expert in (0, case.experts - 1):
+            restored = kernel_weights.restore_expert(weights, which, expert)
+            for tensor, part in zip(restored, (layer.codes, layer.scales, layer.zeros, layer.bias), strict=True):
+                assert (tensor is None) == (part[which] is None)
+                if tensor is not None:
+                    assert torch.equal(tensor.float(), part[which][expert].float())
+            values = kernel_weights.dequantise_expert(weights, which, expert)
+            assert torch.equal(values, layer.matrix[which][expert])
+
+
+FEW = ("int4-g32-zero-bias", "int8-row-fp16", "mxfp4-swigluoai", "mxfp8-relu2", "int4-g64-zero-gelu")
+
+
+@pytest.mark.parametrize("quantise", [False, True])
+@pytest.mark.parametrize("case", by_name(*FEW), ids=lambda case: case.name)
+def test_reference_agrees_with_an_independent_one(case: Case, quantise: bool) -> None:
+    layer = make_layer(case)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(9, case.hidden, generator=generator).to(case.dtype)
+    ids = torch.randint(-1, case.experts, (9, case.top_k), generator=generator)
+    router = torch.rand(9, case.top_k, generator=generator)
+    out = fm.fused_moe_reference(x, stored(case, layer), router, ids, activation=case.activation, limit=case.limit,
+                                 quantise_activations=quantise)  # fmt: skip
+    expected = reference(case, layer, x, router, ids, quantise=quantise)
+    # Both round h alike; only the output's rounding differs.
+    assert (out.float() - expected).norm() <= torch.finfo(case.dtype).eps / 12**0.5 * expected.norm()
+
+
+def test_extreme_mx_scales_come_back() -> None:
+    weights = kernel_weights.allocate("mxfp8", 1, 64, 64, gated=False)
+    codes = torch.arange(64 * 64).view(64, 64).to(torch.uint8)
+    scales = torch.tensor([[0, 254], [254, 0], [0, 0], [255, 1], [127, 255]], dtype=torch.uint8).repeat(13, 1)[:64]
+    kernel_weights.load_expert(weights, "w13", 0, codes, scales)
+    restored = kernel_weights.restore_expert(weights, "w13", 0)
+    assert torch.equal(restored[0], codes)
+    assert torch.equal(restored[1], scales)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("fp5", 64, 64, 32, torch.bfloat16), "weight format"),
+        (("int4", 48, 64, 32, torch.bfloat16), "hidden size 48"),
+        (("int4", 192, 128, 128, torch.bfloat16), "hidden size 192 is not a multiple of the scale group 128"),
+        (("mxfp4", 64, 64, 64, torch.bfloat16), "scale group 64"),
+        (("int8", 64, 64, 64, torch.float32), "float32"),
+    ],
+)
+def test_every_broken_rule_is_reported(arguments: tuple[Any, ...], words: str) -> None:
+    assert any(words in reason for reason in kernel_weights.check_problem(*arguments))
+    format, hidden, inner, group, dtype = arguments
+    with pytest.raises(ValueError, match=words.split()[0]):
+        kernel_weights.allocate(format, 1, hidden, inner, group=group, dtype=dtype)
+
+
+def test_wrong_tensors_are_refused() -> None:
+    weights = kernel_weights.allocate("int4", 1, 64, 64, group=32)
+    scales = torch.ones(128, 2)
+    with pytest.raises(ValueError, match="codes of expert 0"):
+        kernel_weights.load_expert(weights, "w13", 0, torch.zeros(128, 64, dtype=torch.uint8), scales)
+    with pytest.raises(ValueError, match="scales of expert 0"):
+        kernel_weights.load_expert(weights, "w13", 0, torch.zeros(128, 32, dtype=torch.uint8), scales[:, :1])
+    with pytest.raises(ValueError, match="zero points and biases"):
+        kernel_weights.load_expert(weights, "w13", 0, torch.zeros(128, 32, dtype=torch.uint8), scales, scales.byte())
+
+
+def layers() -> list[tuple[kernel_weights.OwnWeights, int]]:
+    shapes = [(128, 8, 2048, 768), (32, 4, 2880, 2880), (384, 8, 7168, 256), (8, 2, 256, 96), (64, 1, 4096, 14336)]
+    return [
+        (kernel_weights.allocate(format, experts, hidden, inner, group=group, device="meta"), top_k)
+        for experts, top_k, hidden, inner in shapes
+        for format, group in (("mxfp8", 32), ("mxfp4", 32), ("int4", 32), ("int8", 32))
+    ]
+
+
+def test_every_number_of_tokens_has_a_configuration() -> None:
+    for weights, top_k in layers():
+        for tokens in (1, 2, 3, 4, 5, 7, 16, 33, 64, 100, 256, 513, 1000, 4096, 20000):
+            config = configs.choose(weights, top_k, tokens)
+            assert Config.from_json(json.loads(json.dumps(config.to_json()))) == config
+            plan = fm.plan_workspace(weights, tokens, top_k, config)
+            slots = tokens * top_k
+            assert plan.partial - plan.h >= slots * weights.intermediate * 2
+            assert plan.nbytes >= plan.scratch >= plan.partial + slots * weights.hidden * 2
+            assert all(offset % 256 == 0 for offset in (plan.h, plan.partial, plan.sorted, plan.blocks, plan.scratch))
+
+
+def test_measured_table_is_in_order() -> None:
+    for shapes in configs.measured_table().values():
+        for rows in shapes.values():
+            counts = [row["tokens"] for row in rows]
+            assert counts == sorted(set(counts))
+            for row in rows:
+                Config.from_json(row["config"])
+
+
+def test_impossible_tiles_are_refused() -> None:
+    with pytest.raises(ValueError, match="bm \\* fold"):
+        Tile(8, 64, 128)
+    with pytest.raises(ValueError, match="bn \\* fold"):
+        Tile(16, 32, 128)
+    with pytest.raises(ValueError, match="must be equal"):
+        Config(Tile(16, 64, 128), Tile(32, 64, 128))
+
+
+def test_blocks_are_enough_for_any_routing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for experts, slots, bm in ((1, 1, 16), (4, 100, 16), (128, 64, 16), (3, 17, 32), (5, 161, 32)):
+        most = fm.max_blocks(slots, experts, bm)
+        for _ in range(50):
+            counts = torch.bincount(torch.randint(0, experts, (slots,), generator=generator), minlength=experts)
+            assert int((-(-counts // bm)).sum()) <= most
+        assert -(-slots // bm) <= most

@@ -1,0 +1,152 @@
+"""The stored order of quantised weights: every byte comes back, and each lane's bytes are what the kernels decode."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from vllm_moe_oracle.layouts import order  # noqa: E402
+
+ROWS = st.integers(1, 200)
+BLOCKS = st.integers(1, 9)  # of 32 columns
+SEEDS = st.integers(0, 2**31)
+
+
+def random_bytes(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(deadline=None, max_examples=20)
+@given(ROWS, BLOCKS, SEEDS)
+def test_four_bit_codes_come_back(rows: int, blocks: int, seed: int) -> None:
+    codes = random_bytes(seed, rows, blocks * 16)
+    for shuffle, unshuffle in (
+        (order.shuffle_int4, order.unshuffle_int4),
+        (order.shuffle_e2m1, order.unshuffle_e2m1),
+    ):
+        stored = shuffle(codes)
+        assert stored.shape == order.chunk_shape(rows, blocks * 32, 4)
+        assert torch.equal(unshuffle(stored, rows, blocks * 32), codes)
+        target = torch.full(stored.shape, 0xA5, dtype=torch.uint8)
+        assert shuffle(codes, target) is target
+        assert torch.equal(target, stored)
+
+
+@settings(deadline=None, max_examples=20)
+@given(ROWS, BLOCKS, SEEDS, st.booleans())
+def test_bytes_come_back(rows: int, blocks: int, seed: int, offset: bool) -> None:
+    codes = random_bytes(seed, rows, blocks * 32)
+    stored = order.shuffle_bytes(codes, offset=offset)
+    assert stored.shape == order.chunk_shape(rows, blocks * 32, 8)
+    assert torch.equal(order.unshuffle_bytes(stored, rows, blocks * 32, offset=offset), codes)
+
+
+@settings(deadline=None, max_examples=20)
+@given(ROWS, BLOCKS, SEEDS)
+def test_mx_scales_come_back(rows: int, blocks: int, seed: int) -> None:
+    scales = random_bytes(seed, rows, blocks)
+    words, largest = order.shuffle_mx_scales(scales)
+    assert words.shape == order.mx_scale_shape(rows, blocks * 32)
+    assert torch.equal(order.unshuffle_mx_scales(words, largest, rows, blocks * 32), scales)
+    assert torch.equal(largest[:rows], scales.amax(1))
+
+
+@settings(deadline=None, max_examples=20)
+@given(ROWS, BLOCKS, SEEDS, st.sampled_from([torch.bfloat16, torch.float16]))
+def test_group_scales_come_back(rows: int, groups: int, seed: int, dtype: torch.dtype) -> None:
+    scales = torch.randn(rows, groups, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    words = order.shuffle_group_scales(scales)
+    assert words.shape == order.group_scale_shape(rows, groups)
+    assert torch.equal(order.unshuffle_group_scales(words, rows, dtype), scales)
+
+
+@pytest.mark.parametrize("rows", [16, 64, 1536])
+def test_gate_and_up_rows_interleave(rows: int) -> None:
+    matrix = torch.arange(rows * 3).view(rows, 3)
+    stored = order.interleave_gate_up(matrix)
+    assert torch.equal(stored, matrix[order.interleaved_rows(rows)])
+    assert torch.equal(order.deinterleave_gate_up(stored), matrix)
+    assert stored[:16, 0].tolist() == [3 * r for r in (*range(8), *range(rows // 2, rows // 2 + 8))]
+
+
+def fragment(warp: int, g: int, t: int, step: int) -> list[tuple[int, int]]:
+    """(row, column) of the eight elements that a lane holds of 16 columns of wgmma's register operand, in the order of
+    its registers; PTX ISA, fragment of matrix A for .bf16."""
+    return [
+        (16 * warp + g + 8 * half, 16 * step + 2 * t + 8 * k8 + par)
+        for k8 in range(2) for half in range(2) for par in range(2)
+    ]  # fmt: skip
+
+
+LANES = [(warp, g, t) for warp in range(4) for g in (0, 3, 7) for t in range(4)]
+
+
+def test_int4_words_decode_to_the_operand() -> None:
+    """The kernels mask nibbles 0 and 4, then 1 and 5, 2 and 6, 3 and 7 of a word into four registers."""
+    codes = random_bytes(1, 64, 32)
+    matrix = order.split_nibbles(codes)
+    words = order.shuffle_int4(codes).view(4, 8, 4, 4, 4).view(torch.int32)[..., 0]
+    for warp, g, t in LANES:
+        for step in range(4):
+            word = int(words[warp, g, t, step]) & 0xFFFFFFFF
+            values = [word >> 4 * register + 16 * half & 15 for register in range(4) for half in range(2)]
+            assert values == [int(matrix[place]) for place in fragment(warp, g, t, step)]
+
+
+def test_e2m1_words_decode_to_the_operand() -> None:
+    """Shifted left by 0, 3 and 6 and masked with 0x81c0, a halfword is bfloat16 value * 2**-126; the fourth is pieced
+    together from what is left."""
+    codes = random_bytes(2, 64, 32)
+    matrix = order.split_nibbles(codes)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    words = order.shuffle_e2m1(codes).view(4, 8, 4, 4, 4).view(torch.int32)[..., 0]
+
+    def bfloat16(bits: int) -> float:
+        signed = bits & 0xFFFF
+        return float(torch.tensor(signed - 65536 if signed > 32767 else signed).short().view(torch.bfloat16)) * 2.0**126
+
+    for warp, g, t in LANES:
+        for step in range(4):
+            word = int(words[warp, g, t, step]) & 0xFFFFFFFF
+            last = word << 1 & 0x80008000 | word >> 3 & 0x01800180 | word >> 7 & 0x00400040
+            registers = [word & 0x81C081C0, word << 3 & 0x81C081C0, word << 6 & 0x81C081C0, last]
+            values = [bfloat16(register >> 16 * half) for register in registers for half in range(2)]
+            assert values == [float(table[int(matrix[place])]) for place in fragment(warp, g, t, step)]
+
+
+def test_bytes_decode_to_the_operand() -> None:
+    """Bytes 1 and 3 of a word are one register, bytes 0 and 2 the next."""
+    codes = random_bytes(3, 64, 32)
+    words = order.shuffle_bytes(codes).view(4, 8, 4, 4, 4)
+    for warp, g, t in LANES:
+        for step in range(2):
+            values = []
+            for k8 in range(2):
+                word = words[warp, g, t, 2 * step + k8].tolist()
+                values += [word[1], word[3], word[0], word[2]]
+            assert values == [int(codes[place]) for place in fragment(warp, g, t, step)]
+
+
+def test_chunks_tile_the_matrix() -> None:
+    """Chunk [i, j] is the chunk of rows 64 i and columns 64 j (or 32 j) by itself."""
+    codes = random_bytes(4, 128, 96)
+    eight = order.shuffle_bytes(codes)
+    four = order.shuffle_int4(codes)
+    for i in range(2):
+        for j in range(3):
+            assert torch.equal(
+                eight[i, j], order.shuffle_bytes(codes[64 * i : 64 * i + 64, 32 * j : 32 * j + 32])[0, 0]
+            )
+            assert torch.equal(four[i, j], order.shuffle_int4(codes[64 * i : 64 * i + 64, 32 * j : 32 * j + 32])[0, 0])
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="3 bits"):
+        order.chunk_columns(3)
+    with pytest.raises(ValueError, match="24 rows"):
+        order.interleaved_rows(24)
+    with pytest.raises(ValueError, match="float32"):
+        order.shuffle_group_scales(torch.zeros(64, 2))
