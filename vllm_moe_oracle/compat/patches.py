@@ -222,7 +222,7 @@ def transplant(name: str, stock: str, ours: str) -> Deferred:
         stock_class = getattr(module, class_name)
         metaclass: Any = type(stock_class)
 
-        class Redirecting(metaclass):  # type: ignore[misc]
+        class Redirecting(metaclass):
             def __init__(cls, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **kwargs)
                 cls.__class__ = metaclass  # a subclass, made while this is in force, is an ordinary class
