@@ -101,10 +101,16 @@ def join_bytes(codes: Tensor, bits: int) -> Tensor:
     return codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4
 
 
-def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def dense(tensor: Tensor) -> Tensor:
+    """Contiguous, with the strides that a new tensor of its shape has; the same memory where that is so already."""
+    # Through one dimension: a matrix of one row or one column counts as contiguous whatever its strides are, and then
+    # cannot be viewed as another dtype.
+    return tensor.contiguous().flatten().view(tensor.shape)
+
+
+def _as(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """The memory of a matrix, row after row, as another dtype; columns become more or fewer."""
-    # Through one dimension: a matrix of one row or one column counts as contiguous whatever its strides are.
-    return tensor.contiguous().flatten().view(dtype).view(tensor.shape[0], -1)
+    return dense(matrix).view(dtype)
 
 
 def _split_words(words: Tensor, bits: int, interleaved: bool) -> Tensor:
@@ -137,46 +143,46 @@ def codes_to_canonical(raw: Tensor, packing: Packing, layout: Layout, bits: int)
     """Packed codes of a matrix to uint8 `[N, K * bits / 8]`; may share memory with `raw`."""
     if packing.signed:
         matrix = raw if layout == "n_first" else raw.T
-        return join_bytes(_offset_binary(matrix, bits), bits).contiguous()
+        return dense(join_bytes(_offset_binary(matrix, bits), bits))
     if packing.along == "K":
         return _as(raw if layout == "n_first" else raw.T, torch.uint8)
     by_columns = _split_words(raw if layout == "k_first" else raw.T, bits, packing.interleaved)
-    return join_bytes(by_columns.T, bits).contiguous()
+    return dense(join_bytes(by_columns.T, bits))
 
 
 def codes_from_canonical(codes: Tensor, packing: Packing, layout: Layout, bits: int) -> Tensor:
     """Inverse of `codes_to_canonical`."""
     if packing.signed:
         matrix = _twos_complement(split_bytes(codes, bits), bits)
-        return (matrix if layout == "n_first" else matrix.T).contiguous()
+        return dense(matrix if layout == "n_first" else matrix.T)
     if packing.along == "K":
         words = _as(codes, packing.word)
-        return (words if layout == "n_first" else words.T).contiguous()
+        return dense(words if layout == "n_first" else words.T)
     words = _join_words(split_bytes(codes, bits).T, bits, packing)
-    return (words if layout == "k_first" else words.T).contiguous()
+    return dense(words if layout == "k_first" else words.T)
 
 
 def zeros_to_canonical(raw: Tensor, packing: Packing, layout: Layout, bits: int) -> Tensor:
     """Packed zero points of a matrix to uint8 `[N, G]`."""
     if packing.signed:
-        return _offset_binary(raw if layout == "n_first" else raw.T, bits).contiguous()
+        return dense(_offset_binary(raw if layout == "n_first" else raw.T, bits))
     words = raw if layout == "k_first" else raw.T
     if packing.off_by_one:
         # The word as one number, carries included: the inverse of how tools subtract. A zero point of 0 is stored as
         # all ones and borrows from its neighbour, which adding one to each code by itself would not give back.
         words = words + _ones(bits)
-    return _split_words(words, bits, packing.interleaved).T.contiguous()
+    return dense(_split_words(words, bits, packing.interleaved).T)
 
 
 def zeros_from_canonical(zeros: Tensor, packing: Packing, layout: Layout, bits: int) -> Tensor:
     """Inverse of `zeros_to_canonical`."""
     if packing.signed:
         matrix = _twos_complement(zeros, bits)
-        return (matrix if layout == "n_first" else matrix.T).contiguous()
+        return dense(matrix if layout == "n_first" else matrix.T)
     words = _join_words(zeros.T, bits, packing)
     if packing.off_by_one:
         words = words - _ones(bits)
-    return (words if layout == "k_first" else words.T).contiguous()
+    return dense(words if layout == "k_first" else words.T)
 
 
 def _offset_binary(values: Tensor, bits: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..oracle.planner import group_reasons, has_group_index, has_order, packing_reasons, scale_columns
+from ..oracle.planner import group_reasons, has_order, packing_reasons, scale_columns
 from ..oracle.problem import Problem
 from ._packings import PACKINGS, Layout, Packing, raw_shapes
 
@@ -232,8 +232,9 @@ def _check_range(values: Tensor, name: str, problem: Problem) -> None:
 
 
 def _check_group_index(groups: Tensor, name: str, problem: Problem) -> None:
-    """Every group must exist and have no more features than a group has; exactly as many where all of them are here."""
-    size, partial = problem.scheme.group_size, name.startswith("w2") and has_group_index(problem)
+    """Every group must exist, and none have more features than a group has. Where all features are here, that means
+    exactly as many; a rank may have fewer."""
+    size = problem.scheme.group_size
     count = sizes(problem)["w2" if name.startswith("w2") else "w13"][2]
     low, high = (int(end) for end in torch.aminmax(groups))
     remedy = "The checkpoint is damaged, or its group index was never loaded"
@@ -242,7 +243,7 @@ def _check_group_index(groups: Tensor, name: str, problem: Problem) -> None:
         raise CheckpointError(rule, remedy, problem.layer)
     members = torch.zeros(groups.shape[0], count, dtype=torch.int32, device=groups.device)
     members.scatter_add_(1, groups.long(), torch.ones_like(groups))
-    wrong = members > size if partial else members != size
+    wrong = members > size
     if wrong.any():
         expert, group = (int(place) for place in wrong.nonzero()[0])
         rule = f"{name} gives group {group} of expert {expert} {int(members[expert, group])} input features, not {size}"

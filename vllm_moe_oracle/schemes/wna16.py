@@ -33,6 +33,7 @@ from ._packings import (
     Layout,
     codes_from_canonical,
     codes_to_canonical,
+    dense,
     join_bytes,
     split_bytes,
     zeros_from_canonical,
@@ -79,7 +80,7 @@ def canonical_expert(expert: Mapping[str, Tensor], problem: Problem) -> dict[str
         problem: the layer.
 
     Returns:
-        Tensors by canonical name, all contiguous. What was canonical before may be the very memory that came in.
+        Tensors by canonical name, all dense. What was canonical before may be the very memory that came in.
 
     Raises:
         CheckpointError: the shapes are not those of the packing.
@@ -93,12 +94,12 @@ def canonical_expert(expert: Mapping[str, Tensor], problem: Problem) -> dict[str
         if has_order(problem):
             groups = expert[f"{matrix}_order"]
             order = groups.argsort(stable=True)
-            codes = join_bytes(split_bytes(codes, bits).index_select(1, order), bits).contiguous()
+            codes = dense(join_bytes(split_bytes(codes, bits).index_select(1, order), bits))
             found[f"{matrix}_order"] = order.to(torch.int32)
             if matrix == "w2" and has_group_index(problem):
                 found["w2_group_index"] = groups.index_select(0, order)
         found[matrix] = codes
-        found[f"{matrix}_scale"] = scale.contiguous() if layout == "n_first" else scale.T.contiguous()
+        found[f"{matrix}_scale"] = dense(scale if layout == "n_first" else scale.T)
         if problem.scheme.zero_points:
             zeros = expert[f"{matrix}_zero_point"]
             found[f"{matrix}_zero_point"] = zeros_to_canonical(zeros, packing, layout, bits)
@@ -277,5 +278,5 @@ def quantise(
     steps = scales.to(torch.float32)
     zeros = (-low / steps).round().clamp(0, largest) if zero_points else torch.full_like(steps, 1 << bits - 1)
     codes = ((blocks / steps.unsqueeze(-1)).round() + zeros.unsqueeze(-1)).clamp(0, largest).to(torch.uint8)
-    packed = join_bytes(codes.view(rows, columns), bits).contiguous()
+    packed = dense(join_bytes(codes.view(rows, columns), bits))
     return packed, scales, zeros.to(torch.uint8) if zero_points else None
