@@ -145,6 +145,47 @@ def quantise_mxfp8(values: npt.ArrayLike, rule: Rule = "ceil") -> tuple[Codes, C
     return codes, (exponents + 127).astype(np.uint8)
 
 
+def encode_e2m1(values: npt.ArrayLike) -> Codes:
+    """The nearest e2m1 code of each value, one a byte, ties to the even code, saturating at +-6; a plain search."""
+    values = np.asarray(values, dtype=np.float64)
+    flat = np.abs(values.reshape(-1, 1))
+    distance = np.abs(np.minimum(flat, 6.0) - _E2M1[:8])
+    nearest = distance.argmin(axis=1)  # the lower code of a tie
+    following = np.minimum(nearest + 1, 7)
+    rows = np.arange(len(flat))
+    tie = (following != nearest) & (distance[rows, following] == distance[rows, nearest])
+    codes = np.where(tie & (nearest % 2 == 1), following, nearest).astype(np.uint8)
+    return (codes | np.where(np.signbit(values.reshape(-1)), 8, 0).astype(np.uint8)).reshape(values.shape)
+
+
+def mxfp4_exponent(amax: float, rule: Rule = "ceil") -> int:
+    """The exponent of a block's scale, from -127 to 127; a block of zeros has -127.
+
+    "ceil": the smallest with amax / 2**exponent <= 6; "floor": floor(log2(amax)) - 2, as in the MX specification.
+    """
+    if amax == 0.0:
+        return -127
+    exponent = math.frexp(amax)[1] - 1 - 2
+    if rule == "ceil":
+        exponent += math.ldexp(amax, -exponent) > 6.0
+    return max(-127, min(127, exponent))
+
+
+def quantise_mxfp4(values: npt.ArrayLike, rule: Rule = "ceil") -> tuple[Codes, Codes]:
+    """[..., K] to uint8 e2m1 pairs [..., K / 2], low nibble first, and uint8 e8m0 scales [..., K / 32]."""
+    values = np.asarray(values, dtype=np.float64)
+    blocks = values.reshape(*values.shape[:-1], values.shape[-1] // BLOCK, BLOCK)
+    amax = np.abs(blocks).max(axis=-1, initial=0.0)
+    exponents = np.array([mxfp4_exponent(float(a), rule) for a in amax.flat], dtype=np.int64).reshape(amax.shape)
+    codes = encode_e2m1(blocks * np.exp2(-exponents.astype(np.float64))[..., None]).reshape(values.shape)
+    return codes[..., 0::2] + 16 * codes[..., 1::2], (exponents + 127).astype(np.uint8)
+
+
+def fake_quantise_mxfp4(values: npt.ArrayLike, rule: Rule = "ceil") -> Array:
+    """[..., K] rounded to what MXFP4 can hold, as float64."""
+    return dequantise_mxfp4(*quantise_mxfp4(values, rule))
+
+
 def fake_quantise_mxfp8(values: npt.ArrayLike, rule: Rule = "ceil") -> Array:
     """[..., K] rounded to what MXFP8 can hold, as float64."""
     return dequantise_mxfp8(*quantise_mxfp8(values, rule))
