@@ -241,6 +241,8 @@ def main() -> None:
     parser.add_argument("--cell", action="append", required=True)
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512")
     parser.add_argument("--json", required=True)
+    parser.add_argument("--refine", action="append", type=lambda text: Tile(*map(int, text.split(","))), default=[],
+                        help="bm,bn,bk,warps,stages: only try these tiles in place of the ones in use")  # fmt: skip
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=480, help="stop timing after this long")
     args = parser.parse_args()
@@ -252,8 +254,9 @@ def main() -> None:
         weights = stored(scheme, shape, "meta")
         seen = set()
         for tokens in counts:
-            for tile in candidates(scheme, weights, shape, tokens):
-                config = base(tokens, tile)
+            current = configs.choose(weights, SHAPES[shape][1], tokens)
+            found = args.refine or candidates(scheme, weights, shape, tokens)
+            for config in [base(tokens, tile) for tile in found] + [current] * bool(args.refine):
                 if config not in seen:
                     seen.add(config)
                     jobs.append((scheme, shape, tokens, config))
@@ -268,7 +271,13 @@ def main() -> None:
             if time.time() - start > args.seconds:
                 break
             timer = Timer(weights, scheme, shape, tokens, flush)
-            best = timer.search(candidates(scheme, weights, shape, tokens))
+            if args.refine:
+                best = configs.choose(weights, SHAPES[shape][1], tokens)
+                for name in ("down", "gate_up"):
+                    near = [best, *(replace(best, **{name: t}) for t in args.refine if t.bm == getattr(best, name).bm)]
+                    best = min(near, key=timer)
+            else:
+                best = timer.search(candidates(scheme, weights, shape, tokens))
             ranked = sorted(timer.times.items(), key=lambda item: item[1])
             rows.append({"scheme": scheme, "shape": shape, "tokens": tokens, "us": timer(best),
                          "config": best.to_json(),

@@ -80,7 +80,8 @@ def plan_workspace(
         if tile.split > 1:
             programs = _blocks(config, slots, weights.experts) * _tiles(rows, tile)
             scratch = max(scratch, programs * tile.split * tile.bn * tile.bm * 4)
-            counters = max(counters, programs)
+            # Rounded up: Triton compiles a variant of its own for a pointer that is not aligned to 16 bytes.
+            counters = max(counters, -(-programs // 4) * 4)
     offsets = [0]
     for size in (*sizes, scratch):
         offsets.append(offsets[-1] + -(-size // _ALIGN) * _ALIGN)
@@ -223,7 +224,7 @@ def fused_moe(
     has_map = expert_map is not None
     h = _view(workspace, plan.h, slots * inner, x.dtype)
     partial = _view(workspace, plan.partial, slots * hidden, x.dtype)
-    scratch = workspace.view(torch.uint8).view(-1)[plan.scratch :].view(torch.float32) if plan.counters else x
+    scratch = _view(workspace, plan.scratch, (plan.nbytes - plan.scratch) // 4, torch.float32)
     token_counters = counters[plan.token_counters :]
     x_stride = x.stride(0)
     if quantise_activations:
