@@ -77,6 +77,23 @@ def test_stock_experts_take_what_they_are_given(release: str, sources: surface.S
         assert signature.positional[: len(wanted)] == wanted, (name, signature.positional)
 
 
+@each_release
+def test_the_stand_in_for_a_layer_has_what_humming_reads(release: str, sources: surface.Sources) -> None:
+    if not surface._Check(release, sources)._within([("0.22", "0.27")]):
+        return
+    module = sources.find("vllm.model_executor.layers.fused_moe.experts.fused_humming_moe")
+    assert isinstance(module, surface.Module)
+    read = {
+        node.attr
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("layer", "self.layer")
+    }
+    ours = next(file for file in surface.our_files() if file.name.endswith("compat/humming.py"))
+    function = next(node for node in ours.tree.body if isinstance(node, ast.FunctionDef) and node.name == "stand_in")
+    given = {node.value for node in ast.walk(function) if isinstance(node, ast.Constant)}
+    assert read and read - {"activation", "expert_map"} <= given, read - given
+
+
 def _renamed(root: Path, file: str, name: str) -> str:
     text = (root / file).read_text()
     assert re.search(rf"\b{name}\b", text), f"{file} has no {name}"

@@ -97,10 +97,12 @@ def stand_in(problem: Problem, tensors: Tensors, inner: int) -> Any:
     attributes: dict[str, Any] = {
         "humming_metas": configs(problem),
         "local_num_experts": problem.local_experts,
+        "num_experts": problem.local_experts,
         "global_num_experts": problem.num_experts,
         "intermediate_size_per_partition": inner,
         "hidden_size": problem.hidden_size,
         "params_dtype": getattr(torch, problem.dtype),
+        "param_dtype": getattr(torch, problem.dtype),
         "locks": torch.zeros(1024, dtype=torch.int32, device=tensors["w13"].device),
     }
     return SimpleNamespace(**attributes, **{_parameter_name(name): tensor for name, tensor in tensors.items()})

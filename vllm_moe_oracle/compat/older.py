@@ -86,7 +86,16 @@ class BeforeFreeHumming(BeforeModularCpu):
     ) -> Any:
         """Experts over a stand-in for the layer; see `Adapter.humming_experts`."""
         layer = humming.stand_in(problem, tensors, self.humming_intermediate_size(problem))
-        return stock_class(layer, moe, quant_config)
+        experts = stock_class(layer, moe, quant_config)
+        run = experts.apply
+
+        def apply(**arguments: Any) -> Any:
+            # Until 0.24 these two are read from the layer, not from the arguments.
+            layer.activation, layer.expert_map = arguments["activation"], arguments["expert_map"]
+            return run(**arguments)
+
+        experts.apply = apply
+        return experts
 
     def humming_intermediate_size(self, problem: Problem) -> int:
         """What the classes take for the intermediate size."""
