@@ -174,7 +174,7 @@ def checkpoint(case: Case, device: str) -> dict[str, torch.Tensor]:
         "w2_weight_scale": random(115, 120, case.experts, case.hidden, case.inner // 32),
     }
     if case.bias:
-        raw |= {"w13_bias": normal(case.experts, rows), "w2_bias": normal(case.experts, case.hidden) * 4}
+        raw |= {"w13_bias": normal(case.experts, rows) * 3, "w2_bias": normal(case.experts, case.hidden) * 30}
     return raw
 
 
@@ -288,6 +288,7 @@ def captured(built: Built, case: Case, tokens: int, real: tuple[torch.Tensor, ..
     """The output of a CUDA graph that was captured on other inputs of the same shapes."""
     static = inputs(case, tokens, "cuda", seed=1)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             built(*static)
