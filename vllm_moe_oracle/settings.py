@@ -2,8 +2,9 @@
 
 A setting comes, later ones over earlier ones, from its default, from the environment variable ``MOE_ORACLE_<NAME>``,
 from vLLM's ``--additional-config '{"moe_oracle": {"<name>": ...}}'``, and in the command line tool from ``--set
-name=value``. An unknown name, or a value that a setting cannot take, is an error that lists what is valid; nothing is
-ignored.
+name=value``. Those that are settled before there is an engine (`enabled`, `force`, `strict`) are refused in
+``--additional-config``. An unknown name, or a value that a setting cannot take, is an error that lists what is valid;
+nothing is ignored.
 """
 
 from __future__ import annotations
@@ -88,19 +89,20 @@ def _one_of(words: tuple[str, ...]) -> Callable[[object, str], str]:
     return read
 
 
-def _setting(default: Any, read: Callable[[object, str], Any], help: str, metavar: str) -> Any:
-    return field(default=default, metadata={"read": read, "help": help, "metavar": metavar})
+def _setting(default: Any, read: Callable[[object, str], Any], help: str, metavar: str, early: bool = False) -> Any:
+    """A field; `early` when it counts before there is an engine whose ``--additional-config`` could set it."""
+    return field(default=default, metadata={"read": read, "help": help, "metavar": metavar, "early": early})
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the user asked for. `sources` says where each setting that is not at its default came from."""
 
-    enabled: bool = _setting(True, _boolean, "use the plugin; 0 leaves vLLM as it is", "0|1")
+    enabled: bool = _setting(True, _boolean, "use the plugin; 0 leaves vLLM as it is", "0|1", early=True)
     force: bool = _setting(
-        False, _boolean, "serve vLLM releases outside the tested range instead of standing down", "0|1"
+        False, _boolean, "serve vLLM releases outside the tested range instead of standing down", "0|1", early=True
     )
-    strict: bool = _setting(False, _boolean, "a reason to stand down is an error instead", "0|1")
+    strict: bool = _setting(False, _boolean, "a reason to stand down is an error instead", "0|1", early=True)
     backend: str = _setting(AUTO, _name, "backend for every layer, or auto; goes before vLLM's --moe-backend", "NAME")
     overrides: tuple[Override, ...] = _setting(
         (),
@@ -134,8 +136,8 @@ class Settings:
     mxfp8_scale_rule: ScaleRule = _setting(
         "ceil",
         _one_of(get_args(ScaleRule)),
-        "how experts that are quantised to MXFP8 while they load get their scales: as vLLM, as the MX specification, or "
-        "as the compressed-tensors package",
+        "how experts that are quantised to MXFP8 while they load get their scales: as vLLM, as the MX specification, "
+        "or as the compressed-tensors package",
         "ceil|floor|llm-compressor",
     )
     report: str = _setting("", _path, "file that each process appends its decisions to, one JSON object a line", "PATH")
@@ -194,6 +196,9 @@ def load(
     for name, setting in _section(additional_config).items():
         if name not in FIELDS:
             raise _unknown(str(name), sorted(FIELDS), f"--additional-config {SECTION}")
+        if FIELDS[name].metadata["early"]:
+            rule = "this is settled when the process starts, before an engine has a config"
+            raise SettingError(rule, f"Set {variable(name)} instead", f"--additional-config {SECTION}.{name}")
         put(name, setting, f"--additional-config {SECTION}.{name}")
 
     for name, word in (assignments or {}).items():
@@ -201,6 +206,19 @@ def load(
             raise _unknown(name, sorted(FIELDS), "--set")
         put(name, word, f"--set {name}")
     return Settings(**values, sources=sources)
+
+
+def strict_wanted(environment: Mapping[str, str] | None = None) -> bool:
+    """The setting `strict` by itself, however wrong the others are; a value that cannot be read counts as set.
+
+    Args:
+        environment: environment variables; None reads the process's own.
+    """
+    value = (os.environ if environment is None else environment).get(variable("strict"))
+    try:
+        return value is not None and _boolean(value, "")
+    except SettingError:
+        return True
 
 
 def _section(additional_config: object) -> Mapping[str, object]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_moe_oracle.errors import SettingError
 from vllm_moe_oracle.oracle.overrides import Override, first_match, parse
-from vllm_moe_oracle.settings import FIELDS, Settings, environment, load, variable
+from vllm_moe_oracle.settings import FIELDS, Settings, environment, load, strict_wanted, variable
 
 BOOLEANS = [name for name, field in FIELDS.items() if field.type in ("bool", bool)]
 
@@ -39,7 +39,8 @@ def test_every_setting_has_a_help_text_and_a_variable(name: str) -> None:
      ("off", False), (True, True), (False, False), (1, True), (0, False)],
 )  # fmt: skip
 def test_truth_values(name: str, word: object, value: bool) -> None:
-    assert getattr(load({}, {"moe_oracle": {name: word}}), name) is value
+    if not FIELDS[name].metadata["early"]:
+        assert getattr(load({}, {"moe_oracle": {name: word}}), name) is value
     if isinstance(word, str):
         assert getattr(load({variable(name): word}), name) is value
 
@@ -103,9 +104,10 @@ BAD: list[tuple[str, object, str]] = [
 
 @pytest.mark.parametrize(("name", "value", "message"), BAD)
 def test_values_that_cannot_be_taken_are_errors_that_name_the_place(name: str, value: object, message: str) -> None:
-    with pytest.raises(SettingError, match=message) as caught:
-        load({}, {"moe_oracle": {name: value}})
-    assert caught.value.where == f"--additional-config moe_oracle.{name}"
+    if not FIELDS[name].metadata["early"]:
+        with pytest.raises(SettingError, match=message) as caught:
+            load({}, {"moe_oracle": {name: value}})
+        assert caught.value.where == f"--additional-config moe_oracle.{name}"
     if isinstance(value, str):
         with pytest.raises(SettingError, match=message) as caught:
             load({variable(name): value})
@@ -161,6 +163,23 @@ def test_a_config_without_our_section_changes_nothing(config: object) -> None:
     assert load({}, config) == Settings()
 
 
+@pytest.mark.parametrize("name", ["enabled", "force", "strict"])
+@pytest.mark.parametrize("value", [True, False, "perhaps"])
+def test_what_is_settled_before_there_is_an_engine_cannot_come_from_its_config(name: str, value: object) -> None:
+    with pytest.raises(SettingError, match=f"Set {variable(name)} instead") as caught:
+        load({}, {"moe_oracle": {name: value}})
+    assert caught.value.where == f"--additional-config moe_oracle.{name}"
+    assert getattr(load({variable(name): "1"}), name) is True
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"), [(None, False), ("0", False), ("off", False), ("1", True), ("perhaps", True), ("", True)]
+)
+def test_strict_can_be_read_whatever_the_others_are(value: str | None, wanted: bool) -> None:
+    others = {"MOE_ORACLE_BAKEND": "x"}
+    assert strict_wanted(others if value is None else others | {"MOE_ORACLE_STRICT": value}) is wanted
+
+
 # --- Precedence ------------------------------------------------------------------------------------------------------
 
 
@@ -177,11 +196,11 @@ def test_the_command_line_goes_before_the_config_and_that_before_the_environment
 
 def test_a_bad_value_is_an_error_even_where_a_later_source_would_replace_it() -> None:
     with pytest.raises(SettingError, match="MOE_ORACLE_STRICT"):
-        load({"MOE_ORACLE_STRICT": "perhaps"}, {"moe_oracle": {"strict": True}})
+        load({"MOE_ORACLE_STRICT": "perhaps"}, None, {"strict": "1"})
 
 
 def test_settings_compare_by_value_and_not_by_source() -> None:
-    assert load({"MOE_ORACLE_STRICT": "1"}) == load({}, {"moe_oracle": {"strict": True}})
+    assert load({"MOE_ORACLE_BACKEND": "a"}) == load({}, {"moe_oracle": {"backend": "a"}})
     assert hash(load({"MOE_ORACLE_STRICT": "1"})) == hash(load({}, None, {"strict": "yes"}))
 
 
