@@ -25,6 +25,19 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
+SMALL: dict[str, Any] = {
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 64,
+    "max_logprobs": -1,
+    "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": 16 << 20,
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+}
+"""Arguments of vLLM's `LLM` for a tiny model that starts fast."""
+
+
 def with_experts(**keywords: Any) -> None:
     """Gives the MoE layers of Qwen3-MoE models more keywords: biases and activations that this family does not have."""
     from vllm.model_executor.models import qwen3_moe
@@ -51,9 +64,20 @@ def digests(model: Any) -> dict[str, str]:
     }
 
 
+def say(llm: Any, prompt: list[int], count: int) -> dict[str, Any]:
+    """The likeliest next tokens, and for each the logprobs of the whole vocabulary."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(max_tokens=count, temperature=0.0, logprobs=-1, ignore_eos=True, detokenize=False)
+    output = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)[0].outputs[0]
+    assert output.logprobs is not None
+    rows = [[row[token].logprob for token in sorted(row)] for row in output.logprobs]
+    return {"tokens": list(output.token_ids), "logprobs": rows}
+
+
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """One job; see the module."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     with_experts(**job.get("experts", {}))
@@ -62,28 +86,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         llm = LLM(
             model=job["checkpoint"],
             dtype=job["dtype"],
-            max_model_len=64,
-            max_num_seqs=2,
-            max_logprobs=-1,
-            enforce_eager=job.get("eager", True),
-            gpu_memory_utilization=0.2,
             additional_config={"moe_oracle": job.get("oracle", {})},
-            **job.get("engine", {}),
+            **SMALL | {"enforce_eager": job.get("eager", True)} | job.get("engine", {}),
         )
-        parameters = SamplingParams(
-            max_tokens=job["tokens"], temperature=0.0, logprobs=-1, ignore_eos=True, detokenize=False
-        )
-        output = llm.generate([{"prompt_token_ids": job["prompt"]}], parameters, use_tqdm=False)[0].outputs[0]
-        assert output.logprobs is not None
-        rows = [[row[token].logprob for token in sorted(row)] for row in output.logprobs]
+        said = say(llm, job["prompt"], job["tokens"])
         from vllm_moe_oracle.methods import engagement
 
-        return {
-            "tokens": list(output.token_ids),
-            "logprobs": rows,
-            "layers": engagement.record(0),
-            "digests": digests(model_of(llm)),
-        }
+        return {**said, "layers": engagement.record(0), "digests": digests(model_of(llm))}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:

@@ -1,0 +1,65 @@
+"""A backend for tests whose kernel layout is as far from the checkpoint's as a layout can be.
+
+Rows are reversed and both dimensions padded (other than zeros, so that padding that is read is noticed); scales are
+transposed and one byte wider; a tensor that no checkpoint has is added. It computes like the emulation, which it gives
+the canonical tensors, made back from its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from vllm_moe_oracle.backends.emulation import Emulation, forward
+from vllm_moe_oracle.oracle.problem import Problem
+
+ROWS, COLUMNS = 3, 5
+"""Padding of the weights."""
+_DIRT = 0x55
+
+
+class Permuted(Emulation):
+    """See the module."""
+
+    name = "permuted"
+    vllm_names = ()
+
+    def estimate(self, problem: Problem, device: Any) -> float:
+        """Before the emulation."""
+        return 1.0
+
+    def convert(self, expert: Any, problem: Problem, plan: Any) -> dict[str, Tensor]:
+        """To the layout of this module."""
+        made = dict(expert)
+        for name in ("w13", "w2"):
+            codes = expert[name].view(torch.uint8).flip(0)
+            made[name] = pad(codes, (0, COLUMNS, 0, ROWS), value=_DIRT).view(torch.float8_e4m3fn)
+            made[f"{name}_scale"] = expert[f"{name}_scale"].T.to(torch.int16).contiguous()
+        made["w13_sums"] = expert["w13"].view(torch.uint8).to(torch.int64).sum(-1)
+        return made
+
+    def experts(self, tensors: Any, problem: Problem, plan: Any, builder: Any) -> Any:
+        """Experts over the emulation's function."""
+
+        def run(*arguments: Any) -> None:
+            forward(canonical(tensors), problem, *arguments)
+
+        return builder.from_function(run)
+
+
+def canonical(tensors: Any) -> dict[str, Tensor]:
+    """The canonical tensors of a layer from those of this layout.
+
+    Raises:
+        AssertionError: the sums do not belong to the weights.
+    """
+    made = {name: tensor for name, tensor in tensors.items() if name != "w13_sums"}
+    for name in ("w13", "w2"):
+        codes = tensors[name].view(torch.uint8)[:, :-ROWS, :-COLUMNS].flip(1)
+        made[name] = codes.contiguous().view(torch.float8_e4m3fn)
+        made[f"{name}_scale"] = tensors[f"{name}_scale"].transpose(1, 2).to(torch.uint8)
+    assert torch.equal(tensors["w13_sums"], made["w13"].view(torch.uint8).to(torch.int64).sum(-1))
+    return made
