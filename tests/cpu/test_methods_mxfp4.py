@@ -1,0 +1,171 @@
+"""MXFP4 inside vLLM: configs and methods are the stock classes' heirs, tensors arrive as the files have them, also by a
+reload, and devices for which there is no kernel keep stock vLLM's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cases
+import checkpoints
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("vllm", reason="vLLM's own classes are asked")
+
+from vllm.model_executor.layers.quantization import mxfp4 as stock
+
+from vllm_moe_oracle import methods, settings
+from vllm_moe_oracle.methods import mxfp4
+from vllm_moe_oracle.methods.base import OracleMoEMethod
+
+CONFIGS = {"mxfp4": mxfp4.Mxfp4Config, "gpt_oss_mxfp4": mxfp4.GptOssMxfp4Config}
+METHODS = (mxfp4.Mxfp4MoEMethod, mxfp4.GptOssMxfp4MoEMethod)
+PUBLISHED = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+
+# --- Classes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_takes_the_place_of_the_stock_one(name: str) -> None:
+    ours = CONFIGS[name]
+    assert methods.CONFIGS[name] == f"{ours.__module__}:{ours.__name__}"
+    assert issubclass(ours, getattr(stock, ours.__name__))
+    assert ours.get_name() == name
+    made = ours.from_config(PUBLISHED)
+    assert type(pickle.loads(pickle.dumps(made))) is ours
+
+
+def test_only_gpt_oss_is_claimed_by_its_name() -> None:
+    def claim(model_type: str) -> str | None:
+        config = SimpleNamespace(model_type=model_type)
+        found: str | None = mxfp4.GptOssMxfp4Config.override_quantization_method(PUBLISHED, None, hf_config=config)
+        return found
+
+    assert (claim("gpt_oss"), claim("qwen3_moe")) == ("gpt_oss_mxfp4", None)
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_emulated_dtypes_are_offered_on_a_cpu_only(name: str, cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mxfp4, "current_platform", SimpleNamespace(is_cpu=lambda: cpu))
+    more = [torch.float16, torch.float32] if cpu else []
+    assert CONFIGS[name].from_config(PUBLISHED).get_supported_act_dtypes() == [torch.bfloat16, *more]
+
+
+@pytest.mark.parametrize("ours", METHODS)
+def test_a_method_keeps_what_vllms_loaders_look_at(ours: type[Any]) -> None:
+    assert issubclass(ours, OracleMoEMethod) and issubclass(ours, getattr(stock, ours.__name__))
+    weight_dtype = "gpt_oss_mxfp4" if "GptOss" in ours.__name__ else "mxfp4"
+    made = ours.__new__(ours)
+    assert made.weight_dtype == weight_dtype
+    assert not (made.skip_forward_padding or made.has_unpadded_output or made.supports_pre_processed_weights)
+
+
+@pytest.mark.parametrize("ours", METHODS)
+@pytest.mark.parametrize("sizes", [(2880, 2880), (2880, 1440), (96, 32)])
+def test_no_size_is_rounded_up(ours: type[Any], sizes: tuple[int, int]) -> None:
+    alone = type("Alone", (), {"__getattr__": lambda self, name: False})()  # no all-to-all of any name
+    made = ours.__new__(ours)
+    assert made.maybe_roundup_sizes(*sizes, torch.bfloat16, alone) == sizes
+
+
+# --- Who serves ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A machine that is no CPU; the settings may be changed."""
+    chosen: dict[str, Any] = {}
+    monkeypatch.setattr(mxfp4, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(mxfp4, "get_current_vllm_config", lambda: SimpleNamespace(additional_config={}))
+    monkeypatch.setattr(mxfp4.settings, "load", lambda **_: settings.Settings(**chosen))
+    only = cases.registry([cases.backend("emulation", schemes=("mxfp4",))])
+    monkeypatch.setattr(mxfp4, "default_registry", lambda: only)
+    return chosen
+
+
+def test_stock_vllm_serves_where_only_emulation_could(gpu: dict[str, Any]) -> None:
+    assert mxfp4.left_to_stock()
+
+
+def test_a_backend_that_was_asked_for_is_not_left_to_stock(gpu: dict[str, Any]) -> None:
+    gpu["backend"] = "emulation"
+    assert not mxfp4.left_to_stock()
+
+
+def test_a_kernel_of_ours_ends_it(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    more = cases.registry([cases.backend(name, schemes=("mxfp4",)) for name in ("emulation", "kernel")])
+    monkeypatch.setattr(mxfp4, "default_registry", lambda: more)
+    assert not mxfp4.left_to_stock()
+
+
+def test_on_a_cpu_the_oracle_decides() -> None:
+    assert not mxfp4.left_to_stock()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_other_layers_are_the_stock_classes_business(name: str) -> None:
+    assert CONFIGS[name].from_config(PUBLISHED).get_quant_method(torch.nn.Linear(1, 1), "lm_head") is None
+
+
+# --- Tensors ---------------------------------------------------------------------------------------------------------
+
+
+def digest(array: np.ndarray[Any, Any]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
+
+
+def wanted(checkpoint: Path) -> dict[str, str]:
+    """Digests of what the experts' parameters must hold, from the file alone, in plain numpy."""
+    # As bytes: numpy has no bfloat16. Each element of a bias is two of them.
+    loaded = load_file(checkpoint / "model.safetensors")
+    tensors = {name: tensor.unsqueeze(-1).view(torch.uint8).numpy() for name, tensor in loaded.items()}
+    layers = {name.partition(".mlp.")[0] for name in tensors if ".mlp.experts" in name}
+    found = {}
+    for layer in layers:
+        for matrix, name in (("gate_up_proj", "w13"), ("down_proj", "w2")):
+            for part, suffix in (("_blocks", "_weight"), ("_scales", "_weight_scale"), ("_bias", "_bias")):
+                array = tensors[f"{layer}.mlp.experts.{matrix}{part}"]
+                if name == "w13":
+                    array = np.concatenate([array[:, 0::2], array[:, 1::2]], axis=1)
+                found[f"{layer}.{name}{suffix}"] = digest(array)
+    return found
+
+
+def held(step: dict[str, Any]) -> dict[str, str]:
+    """What a step's model held, by layer and parameter."""
+    return {f"{n.partition('.mlp.')[0]}.{n.rpartition('.')[2]}": value for n, value in step["digests"].items()}
+
+
+def test_gpt_oss_is_loaded_as_the_file_has_it_and_reloaded_at_the_same_addresses(tmp_path: Path) -> None:
+    size = replace(checkpoints.Size(), top_k=4)
+    first, second = (
+        checkpoints.write_checkpoint(tmp_path / str(seed), arch="gpt_oss", format="mxfp4", size=size, seed=seed)
+        for seed in range(2)
+    )
+    steps = [["process"], ["reload", str(second)], ["load", str(first)], ["reload", str(first)]]
+    job = {"checkpoint": str(first), "backend": "emulation", "engine": {}, "steps": steps}
+    (tmp_path / "jobs.json").write_text(json.dumps([job]))
+    script = Path(__file__).parents[1] / "e2e" / "lifecycle.py"
+    command = [sys.executable, str(script), tmp_path / "jobs.json", tmp_path / "results.json"]
+    environment = {**os.environ, "VLLM_PLUGINS": "moe_oracle"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    loaded, reloaded, refused, back = json.loads((tmp_path / "results.json").read_text())[0]
+    assert held(loaded) == wanted(first) == held(back)
+    assert held(reloaded) == wanted(second) != wanted(first)
+    assert loaded["addresses"] == reloaded["addresses"] == back["addresses"]
+    assert "LifecycleError" in refused["error"]
+    for step in (loaded, reloaded, back):
+        assert "error" not in step and step["states"] == ["converted"] * size.layers
