@@ -365,7 +365,7 @@ class Sources:
             for each in self.mro(cls):
                 if isinstance(each, Foreign) and _real_has(each.name, name):
                     return OTHER
-            if name in ("__init__", "__name__", "__dict__", "__class__", "__module__"):
+            if name.startswith("__") and hasattr(type, name):
                 return OTHER
             raise Missing(f"{cls} ({cls.module.file}) has no {name}")
         owner, statement = found
@@ -919,14 +919,18 @@ class _Check:
 
     def _stock_sets(self, name: str) -> bool:
         """Whether the stock classes behind the class that is being followed set an attribute on the layer too."""
-        for base in self._stock_bases(self.own) if self.own else []:
-            for each in self.sources.mro(base):
-                for node in ast.walk(each.node) if isinstance(each, Class) else ():
-                    if isinstance(node, ast.Attribute) and node.attr == name and ast.unparse(node.value) == "layer":
-                        assert isinstance(each, Class)
-                        self.sources.used.add((each.module.file, name))
-                        return True
-        return False
+        bases = self._stock_bases(self.own) if self.own else []
+        sets = {
+            each
+            for base in bases
+            for each in self.sources.mro(base)
+            if isinstance(each, Class)
+            for node in ast.walk(each.node)
+            if isinstance(node, ast.Attribute) and node.attr == name and ast.unparse(node.value) == "layer"
+        }
+        if len({each.module.file for each in sets}) == 1:
+            self.sources.used.update((each.module.file, name) for each in sets)
+        return bool(sets)
 
     def _set_on_own(self, target: ast.Attribute, owner: Own) -> None:
         """What we set on an object that stock code looks at: stock code speaks of it, or we do."""
@@ -1031,6 +1035,14 @@ class _Check:
                 self.report(node, str(error))
             return OTHER
 
+    def _note(self, bases: list[Class], cls: str, name: str) -> None:
+        """Remembers an inherited name that we use, unless another class would answer for it."""
+        defining = {each for base in bases for each in self.sources.mro(base) if isinstance(each, Class)}
+        defining = {each for each in defining if name in _members(each.node) or name in _set_on_self(each.node)}
+        ours = any(name in _set_on_self(_our_classes()[each][1]) for each in _our_bases(cls))
+        if len(defining) == 1 and not ours:
+            self.sources.used.update((each.module.file, name) for each in defining)
+
     def _of_own(self, owner: Own, name: str, node: ast.AST) -> Thing:
         if not owner.super_only and self._own_member(owner.name, name):
             return OTHER
@@ -1044,7 +1056,10 @@ class _Check:
                 continue
             for base in bases:
                 try:
-                    result = self.sources.use(base if owner.super_only else Instance(base), name)
+                    result = self.sources.attribute(base if owner.super_only else Instance(base), name)
+                    self._note(bases, cls, name)
+                    if owner.super_only and isinstance(result, Callable_) and _is_abstract(result.node):
+                        self.report(node, f"{result.name} ({result.module.file}) is abstract, nothing overrides it")
                     break
                 except Missing:
                     continue
@@ -1076,10 +1091,7 @@ class _Check:
             self.report(node, f"{node.func.id} is called, but cannot be followed; see compat/stock.py: {what}")
             return OTHER
         if isinstance(function, Callable_):
-            inherited = text.startswith("super().")
-            if inherited and any("abstractmethod" in ast.unparse(each) for each in function.node.decorator_list):
-                self.report(node, f"{function.name} ({function.module.file}) is abstract, nothing overrides it")
-            bound = function.bound or (inherited and not _is_static(function.node))
+            bound = function.bound or (text.startswith("super().") and not _is_static(function.node))
             self._signature(node, _Signature(function.node, bound), function)
             return self.sources.annotated(function.module, function.node.returns, function.name)
         if isinstance(function, Class):
@@ -1146,6 +1158,10 @@ class _Check:
 
 _ALWAYS = (("0", "9999"),)
 _PATH = re.compile(r"vllm(\.[A-Za-z_]\w*){2,}|vllm(\.[A-Za-z_]\w*)*:[A-Za-z_][\w.]*", re.ASCII)
+
+
+def _is_abstract(node: Function) -> bool:
+    return any("abstractmethod" in ast.unparse(each) for each in node.decorator_list)
 
 
 def _is_static(node: Function) -> bool:
