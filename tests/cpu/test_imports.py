@@ -184,7 +184,8 @@ def test_what_explaining_needs_names_no_torch_at_import(module: str) -> None:
 # --- Who may ask what ------------------------------------------------------------------------------------------------
 
 HARDWARE = re.compile(
-    r"torch\.cuda\.(is_available|device_count|get_device_\w+|mem_get_info)|torch\.(version|backends)\.(hip|cuda)"
+    r"torch\.cuda\.(is_available|device_count|get_device_\w+|mem_get_info)|torch\.version\.(hip|cuda)"
+    r"|torch\.backends\.cuda\.is_\w+"  # its other attributes are settings, not questions
     r"|platform\.(processor|machine|uname|node)|torch\.cpu\.\w+|os\.cpu_count"
 )
 

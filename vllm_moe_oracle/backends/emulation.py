@@ -8,6 +8,7 @@ when the checkpoint's activations are that.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..oracle.decision import Numerics, Plan
@@ -116,15 +117,29 @@ def forward(
     Raises:
         ValueError: an id is neither -1 nor below the number of experts.
     """
+
+    with _exact_products():
+        total = _sum_over_experts(tensors, problem, x, topk_weights, topk_ids, expert_map)
+    out.copy_(total)
+
+
+@contextmanager
+def _exact_products() -> Iterator[None]:
+    """Float32 products in float32, whatever the process allows: TF32 keeps 10 of 23 bits, bfloat16 7.
+
+    By torch's settings of each library: those for all libraries refuse to be read once anybody has used these.
+    """
     import torch
 
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # a process may allow TF32, which keeps 10 of 23 bits
+    libraries: list[Any] = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined]
+    before = [library.fp32_precision for library in libraries]
     try:
-        total = _sum_over_experts(tensors, problem, x, topk_weights, topk_ids, expert_map)
+        for library in libraries:
+            library.fp32_precision = "ieee"
+        yield
     finally:
-        torch.set_float32_matmul_precision(precision)
-    out.copy_(total)
+        for library, precision in zip(libraries, before, strict=True):
+            library.fp32_precision = precision
 
 
 def _sum_over_experts(

@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig, FusedMoEQuantDesc
-from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat, FusedMoEKernel
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import make_moe_prepare_and_finalize_no_dp_ep
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
@@ -25,6 +25,9 @@ from ..oracle.decision import Plan
 from ..oracle.problem import MX_BLOCK, Activation, Parallel, Problem, Routing, Scheme
 from . import humming
 from .experts import FunctionExperts
+
+_STOCK_KEYS = {"mxfp8": ("kMxfp8Static", "kMxfp8Dynamic")}
+"""Names by which vLLM's oracle asks its expert classes about a scheme: weights and activations."""
 
 _OAI_DEFAULTS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
 """gpt-oss's constants, which vLLM's kernels for ``swigluoai`` have built in."""
@@ -64,6 +67,34 @@ class Adapter:
     def additional_config(self) -> object:
         """``--additional-config`` of the engine that is being built."""
         return get_current_vllm_config().additional_config
+
+    def beyond_us(self, moe: Any) -> list[str]:
+        """What a layer is asked to do that only stock vLLM's own methods are known to do."""
+        batched = moe.moe_parallel_config.use_batched_activation_format
+        return ["LoRA on experts"] * bool(moe.is_lora_enabled) + ["a batched all-to-all"] * bool(batched)
+
+    def stock_objection(self, backend: Backend, moe: Any, scheme: Scheme) -> str:
+        """Why the stock class that a backend wraps would refuse the layer; "" when it would not, or gives no answer.
+
+        Args:
+            backend: the backend.
+            moe: vLLM's `FusedMoEConfig` of the layer.
+            scheme: what the checkpoint holds.
+        """
+        keys = _STOCK_KEYS.get(scheme.name)
+        if not backend.stock_class or keys is None:
+            return ""
+        from vllm.model_executor.layers.quantization.utils import quant_utils
+
+        weights, inputs = (getattr(quant_utils, name) for name in keys)
+        batched = moe.moe_parallel_config.use_batched_activation_format
+        layout = FusedMoEActivationFormat.BatchedExperts if batched else FusedMoEActivationFormat.Standard
+        found = self.experts_class(backend)
+        try:
+            supported, reason = found.is_supported_config(found, moe, weights, inputs, layout)
+        except NotImplementedError:  # some classes of older releases leave the question open
+            return ""
+        return "" if supported else str(reason)
 
     def weights_are_made_up(self) -> bool:
         """Whether no checkpoint will be read (``--load-format dummy``)."""

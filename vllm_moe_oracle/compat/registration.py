@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from ..errors import StandDown
 from .construction import under_construction
 from .eras import era_of
 from .patches import Deferred, Patch, around, transplant
@@ -20,6 +21,11 @@ def patches_for(version: str, configs: dict[str, str], methods: dict[str, str]) 
         configs: ``module:Class`` of our quantisation configs by name.
         methods: ``module:Class`` of our methods by that of the stock method that it takes the place of.
     """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_rocm() or current_platform.is_xpu():
+        rule = f"no backend knows {current_platform.device_name or 'this platform'}'s own kernels for these formats"
+        raise StandDown(rule, "Stock vLLM serves them there")
     yield _registry(configs)
     yield around("name of the layer under construction", f"{era_of(version).layer}.__init__", _construct_layer)
     for stock, ours in methods.items():

@@ -8,6 +8,7 @@ any weight is read.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +20,7 @@ from .. import device, schemes, settings
 from ..backends import Backend
 from ..compat import current_adapter
 from ..compat.construction import current_layer
-from ..errors import LifecycleError
+from ..errors import LifecycleError, NoBackendError
 from ..oracle.decision import Decision
 from ..oracle.oracle import decide
 from ..oracle.problem import Scheme
@@ -29,6 +30,8 @@ from .builder import VllmBuilder
 
 if TYPE_CHECKING:
     from ..compat.adapter import Adapter
+
+logger = logging.getLogger("vllm.moe_oracle")
 
 _PROCESSED = "_already_called_process_weights_after_loading"
 """vLLM's own mark of a converted layer: its layer-wise reload takes it away before it converts fresh weights."""
@@ -74,6 +77,23 @@ class OracleMoEMethod(FusedMoEMethodBase):
     release: Adapter
     settings: settings.Settings
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An instance, or one of the stock class where stock vLLM has to serve the layer.
+
+        LoRA adapters and batched all-to-all kernels are what no backend here has been proven with; stock classes have.
+        """
+        asked = [*args, *kwargs.values()]
+        moe = next((getattr(each, "moe_config", each) for each in asked if _is_layer_config(each)), None)
+        wanted = [] if moe is None else current_adapter().beyond_us(moe)
+        if not wanted or _is_explicit():
+            return super().__new__(cls)
+        stock = next(base for base in cls.__mro__ if not issubclass(base, OracleMoEMethod))
+        name = current_layer()[1]
+        logger.warning("moe_oracle: %s: %s: left to stock vLLM's %s", name, " and ".join(wanted), stock.__name__)
+        made = stock.__new__(stock)
+        stock.__init__(made, *args, **kwargs)
+        return made
+
     def decide(self, moe: Any, scheme: Scheme) -> None:
         """Decides which backend runs the layer, and says so.
 
@@ -95,8 +115,28 @@ class OracleMoEMethod(FusedMoEMethodBase):
         problem = self.release.problem(moe, layer, name, scheme)
         self.decision = decide(problem, device.detect(), chosen, moe.moe_backend)
         self.backend = default_registry()[self.decision.backend]
+        selfcheck.ask_stock(self)
         self.experts_cls = self.release.experts_class(self.backend)
         engagement.decided(self.decision, chosen)
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, int]:
+        """Sizes of the tensors that vLLM hands to the layer: the layer's own.
+
+        Raises:
+            NoBackendError: an all-to-all wants larger ones, which no backend was asked about.
+        """
+        rounded: tuple[int, int] = super().maybe_roundup_sizes(
+            hidden_size, intermediate_size_per_partition, *args, **kwargs
+        )
+        if tuple(rounded) != (hidden_size, intermediate_size_per_partition):
+            rule = (
+                f"vLLM's all-to-all rounds hidden size {hidden_size} and intermediate size "
+                f"{intermediate_size_per_partition} up to {rounded[0]} and {rounded[1]}; no backend loads such a layer"
+            )
+            raise NoBackendError(rule, "Choose another --all2all-backend", self.decision.problem.layer)
+        return rounded
 
     @property
     def is_monolithic(self) -> bool:
@@ -119,8 +159,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
         for own, kind in storage.kinds_after(self._convert, raw).items():
             if own in names:
                 storage.make_room(getattr(layer, names[own]), kind)
-        if not self.release.weights_are_made_up():
-            loading.mark_unloaded({own: getattr(layer, name) for own, name in names.items()}, unloaded)
+        if self.release.weights_are_made_up():
+            unloaded = getattr(self._scheme(), "MADE_UP", {})
+        loading.fill({own: getattr(layer, name) for own, name in names.items()}, unloaded)
 
     def _register_biases(self, layer: Any, extra: Mapping[str, Any]) -> None:
         problem = self.decision.problem
@@ -219,3 +260,13 @@ class OracleMoEMethod(FusedMoEMethodBase):
             remedy = "Call process_weights_after_loading first; where that failed, its error says why"
             raise LifecycleError(rule, remedy, self.decision.problem.layer)
         return self.moe_kernel
+
+
+def _is_layer_config(value: Any) -> bool:
+    return hasattr(getattr(value, "moe_config", value), "moe_parallel_config")
+
+
+def _is_explicit() -> bool:
+    """Whether the user named backends of ours: then what they cannot do is an error, not stock vLLM's."""
+    chosen = settings.load(additional_config=current_adapter().additional_config())
+    return chosen.backend != settings.AUTO or bool(chosen.overrides)

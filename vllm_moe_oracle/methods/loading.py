@@ -94,8 +94,9 @@ def _shape(parameter: nn.Parameter, problem: Problem, shard_id: str) -> tuple[in
     return None
 
 
-def mark_unloaded(parameters: Mapping[str, nn.Parameter], codes: Mapping[str, int]) -> None:
-    """Fills parameters with a code that no checkpoint holds, so that what was never loaded is noticed.
+def fill(parameters: Mapping[str, nn.Parameter], codes: Mapping[str, int]) -> None:
+    """Fills parameters with a byte: one that no checkpoint holds, so that what was never loaded is noticed, or a usable
+    one where none will be read.
 
     Args:
         parameters: by canonical name.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import device, schemes
 from ..backends import Backend, Tensors
 from ..backends.emulation import forward
-from ..errors import SelfCheckError
+from ..errors import NoBackendError, SelfCheckError
 from ..oracle.decision import Decision, Plan, Reason, Rejected
 from ..oracle.problem import Parallel, Problem, Routing
 from ..oracle.registry import Registry, default_registry
@@ -155,8 +155,8 @@ def make_telling(experts: dict[str, Tensor], problem: Problem) -> None:
             more = _random(experts[name], seed=1) > 0
             experts[name] = experts[name].clamp(max=_LARGEST_SCALE - 1) + more.to(torch.uint8)
     if problem.has_bias:
-        # Of the first product, for inputs as `tokens` makes them; of the second, for activations around 1, but less than
-        # all of it, which would drown what alpha does.
+        # Of the first product, for inputs as `tokens` makes them; a part of the second, for activations around 1: all
+        # of it would drown what alpha does.
         second = _dequantised(problem, experts, "w2").square().sum(-1).mean().sqrt().item()
         sizes = {"w13_bias": 1.0, "w2_bias": 0.3 * second}
         for name, size in sizes.items():
@@ -245,6 +245,29 @@ _results: dict[_Group, Result | str] = {}
 """What this process found for each problem and backend: a result, or what the backend raised."""
 
 
+def ask_stock(method: Checked) -> None:
+    """Asks the stock class that the chosen backend wraps whether it would run the layer; its answer wins.
+
+    Args:
+        method: its backend and decision are changed when the stock class refuses.
+
+    Raises:
+        NoBackendError: it refuses, and the backend was chosen explicitly, or nothing is left.
+    """
+    while True:
+        problem, name = method.decision.problem, method.backend.name
+        objection = method.release.stock_objection(method.backend, method.moe, problem.scheme)
+        if not objection:
+            return
+        found = f"vLLM's {method.backend.stock_class} refuses what {name} accepts: {objection}"
+        following = _next(method.decision, name)
+        if method.decision.why in ("user", "override") or following is None:
+            raise NoBackendError(found, "Choose another backend", problem.layer, method.decision.candidates)
+        logger.error("moe_oracle: %s: %s; a defect of our rules. Taking %s instead", problem.layer, found, following)
+        because = f"{name}, which came first, is refused by vLLM's own class"
+        _take(method, Reason("stock", found), because, following, default_registry())
+
+
 def settle(method: Checked, raw: Tensors, fixed: bool = False, registry: Registry | None = None) -> None:
     """Checks a method's backend on its loaded weights, and takes the next candidate where it fails.
 
@@ -275,13 +298,9 @@ def settle(method: Checked, raw: Tensors, fixed: bool = False, registry: Registr
             remedy = "Choose another backend, and report this with the model's name; MOE_ORACLE_SELF_CHECK=off skips it"
             raise SelfCheckError(found, remedy, problem.layer)
         logger.error("moe_oracle: %s: %s; taking %s instead", problem.layer, found, following)
-        method.decision = _without(method.decision, name, str(result), following)
-        method.backend = (registry or default_registry())[following]
-        method.decision = dataclasses.replace(
-            method.decision,
-            plan=method.backend.plan(problem, device.detect()),
-            numerics=method.backend.numerics(problem),
-        )
+        reason = Reason("self_check", f"failed its self-check on the loaded weights: {result}")
+        because = f"{name}, which came first, failed its self-check on the loaded weights"
+        _take(method, reason, because, following, registry or default_registry())
 
 
 def _try(method: Checked, raw: Tensors) -> Result | str:
@@ -298,11 +317,19 @@ def _next(decision: Decision, failed: str) -> str | None:
     return next((each.backend for each in decision.candidates if each.accepted and each.backend != failed), None)
 
 
-def _without(decision: Decision, failed: str, why: str, following: str) -> Decision:
-    """The decision for `following`, with the failed candidate rejected."""
-    verdict = Rejected((Reason("self_check", f"failed its self-check on the loaded weights: {why}"),))
+def _take(method: Checked, reason: Reason, because: str, following: str, registry: Registry) -> None:
+    """Makes `following` the method's backend, and says in the decision why the one before it is not."""
+    failed = method.backend.name
     candidates = tuple(
-        dataclasses.replace(each, verdict=verdict) if each.backend == failed else each for each in decision.candidates
+        dataclasses.replace(each, verdict=Rejected((reason,))) if each.backend == failed else each
+        for each in method.decision.candidates
     )
-    because = f"{failed}, which came first, failed its self-check on the loaded weights"
-    return dataclasses.replace(decision, backend=following, because=because, candidates=candidates)
+    method.backend = registry[following]
+    method.decision = dataclasses.replace(
+        method.decision,
+        backend=following,
+        because=because,
+        candidates=candidates,
+        plan=method.backend.plan(method.decision.problem, device.detect()),
+        numerics=method.backend.numerics(method.decision.problem),
+    )

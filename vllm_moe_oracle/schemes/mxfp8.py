@@ -57,6 +57,8 @@ def canonical_expert(expert: Mapping[str, Tensor], problem: Problem) -> dict[str
 _E4M3_NAN = 0x7F
 UNLOADED = {"w13": _E4M3_NAN, "w2": _E4M3_NAN, "w13_scale": E8M0_NAN, "w2_scale": E8M0_NAN}
 """Bytes that no checkpoint holds, for what was not loaded yet."""
+MADE_UP = {"w13_scale": E8M0_BIAS - 7, "w2_scale": E8M0_BIAS - 7}
+"""Bytes for a model without a checkpoint, whose other weights vLLM makes up."""
 
 
 def shapes(problem: Problem) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,107 @@
+"""What no backend of this project is proven with stays stock vLLM's, and what vLLM's own class refuses is not run."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cases import H200, problem
+
+from vllm_moe_oracle.errors import NoBackendError
+from vllm_moe_oracle.oracle.oracle import decide
+from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.settings import load
+
+pytest.importorskip("vllm", reason="methods subclass vLLM's")
+
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+from vllm_moe_oracle.methods import base, selfcheck
+from vllm_moe_oracle.methods.base import OracleMoEMethod
+
+
+class Stock(FusedMoEMethodBase):  # type: ignore[misc]
+    """Stands for the stock method class."""
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Not asked here."""
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """Not asked here."""
+
+    def __init__(self, quant_config: Any, moe_config: Any) -> None:
+        self.made_with = quant_config, moe_config
+
+
+class Ours(OracleMoEMethod, Stock):  # type: ignore[misc]
+    """Stands for a method of this project."""
+
+    def __init__(self, quant_config: Any, moe_config: Any) -> None:
+        self.ours = True
+
+
+def config(lora: bool = False, batched: bool = False) -> Any:
+    parallel = SimpleNamespace(use_batched_activation_format=batched)
+    return SimpleNamespace(moe_parallel_config=parallel, is_lora_enabled=lora)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"), [({"lora": True}, "LoRA on experts"), ({"batched": True}, "a batched all-to-all")]
+)
+def test_a_layer_beyond_us_is_stock_vllms_and_is_said_to_be(
+    asked: dict[str, bool], words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(base, "_is_explicit", lambda: False)
+    caplog.set_level(logging.WARNING, "vllm.moe_oracle")
+    logging.getLogger("vllm").propagate = True
+    made = Ours(quant_config="config", moe_config=config(**asked))
+    assert type(made) is Stock
+    assert made.made_with[0] == "config"
+    assert f"{words}: left to stock vLLM's Stock" in caplog.text
+
+
+def test_an_explicit_choice_is_not_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_is_explicit", lambda: True)
+    assert type(Ours(quant_config=None, moe_config=config(lora=True))) is Ours
+
+
+def test_any_other_layer_is_ours() -> None:
+    assert type(Ours(quant_config=None, moe_config=config())) is Ours
+
+
+def chosen(environment: dict[str, str], objections: dict[str, str]) -> Any:
+    """A method that was decided on an H200, before a vLLM whose classes object by backend name."""
+    decision = decide(problem(), H200, load(environment))
+    release = SimpleNamespace(stock_objection=lambda backend, moe, scheme: objections.get(backend.name, ""))
+    return SimpleNamespace(
+        decision=decision, backend=default_registry()[decision.backend], release=release, moe=None, settings=load({})
+    )
+
+
+def test_what_vllms_own_class_refuses_is_not_run_and_called_a_defect(caplog: pytest.LogCaptureFixture) -> None:
+    first = chosen({}, {}).decision.backend
+    logging.getLogger("vllm").propagate = True
+    method = chosen({}, {first: "kernel does not support Tuesdays"})
+    selfcheck.ask_stock(method)
+    assert method.backend.name == method.decision.backend != first
+    assert method.decision.plan == method.backend.plan(method.decision.problem, H200)
+    refused = next(each for each in method.decision.candidates if each.backend == first)
+    assert [reason.code for reason in refused.reasons] == ["stock"]
+    assert "Tuesdays" in refused.reasons[0].detail
+    assert "a defect of our rules" in caplog.text
+
+
+def test_an_explicit_choice_that_vllms_own_class_refuses_is_an_error() -> None:
+    method = chosen({"MOE_ORACLE_BACKEND": "marlin_mxfp8"}, {"marlin_mxfp8": "kernel does not support Tuesdays"})
+    with pytest.raises(NoBackendError, match=r"MarlinExperts refuses what marlin_mxfp8 accepts: .*Tuesdays"):
+        selfcheck.ask_stock(method)
+
+
+def test_a_class_that_agrees_changes_nothing() -> None:
+    method = chosen({}, {})
+    before = dataclasses.replace(method.decision)
+    selfcheck.ask_stock(method)
+    assert method.decision == before
