@@ -340,6 +340,14 @@ def test_a_scale_that_is_nan_is_named_and_counted(name: str) -> None:
         mxfp4.read(given_tensors, LAYER)
 
 
+@pytest.mark.parametrize("name", mxfp4.UNLOADED)
+def test_scales_that_were_never_loaded_are_noticed(name: str) -> None:
+    given_tensors = parameters()
+    given_tensors[mxfp4.parameters_of(LAYER)[name]][2].fill_(mxfp4.UNLOADED[name])
+    with pytest.raises(CheckpointError, match="never loaded"):
+        mxfp4.read(given_tensors, LAYER)
+
+
 # --- Rows that alternate ---------------------------------------------------------------------------------------------
 
 

@@ -36,6 +36,15 @@ class _Mxfp4MoEMethod(OracleMoEMethod):
         # Not the stock constructors: they would choose a backend by their own lists, and raise where those have none.
         self.decide(moe, self.scheme)
 
+    def create_weights(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
+        """Registers the checkpoint's parameters as the stock class does, with a loader for biases that takes those of
+        single experts in every release."""
+        super().create_weights(layer, num_experts, *args, **kwargs)
+        for name in ("w13_bias", "w2_bias") if self.decision.problem.has_bias else ():
+            parameter = getattr(layer, name)
+            if hasattr(parameter, "weight_loader"):
+                parameter.weight_loader = self.release.bias_loader(layer, parameter.weight_loader)
+
     @property
     def supports_pre_processed_weights(self) -> bool:
         """vLLM's cache of converted weights knows the layouts of the stock classes only."""

@@ -39,6 +39,11 @@ PARAMETERS = {
 }
 _PACKED = {"w13_weight": "w13_weight_packed", "w2_weight": "w2_weight_packed"}
 
+UNLOADED = {"w13_scale": E8M0_NAN, "w2_scale": E8M0_NAN}
+"""Bytes that no checkpoint holds, for what was not loaded yet; every byte of weights is a pair of numbers."""
+MADE_UP = {"w13_scale": E8M0_BIAS - 7, "w2_scale": E8M0_BIAS - 7}
+"""Bytes for a model without a checkpoint, whose other weights vLLM makes up."""
+
 
 def parameters_of(problem: Problem) -> dict[str, str]:
     """Parameter name by canonical name, of the parameters that the layer is read from."""
