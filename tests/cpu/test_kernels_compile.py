@@ -174,3 +174,12 @@ def test_quantised_activations_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     for layer in ("qwen-mxfp8", "nemotron"):
         config = Config(Tile(16, 64, 128), Tile(16, 128, 128, stages=3), per_slot=True)
         check(monkeypatch, layer, 2, config, quantise_activations=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 2, 16, 256])
+def test_quantised_activations_have_configurations(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    weights = allocate("mxfp8", 128, 2048, 768, device="meta")
+    config = configs.choose(weights, 8, tokens, quantise=True)
+    assert configs.quantisable(weights, config)
+    check(monkeypatch, "qwen-mxfp8", tokens, config, quantise_activations=True)

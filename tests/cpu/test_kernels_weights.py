@@ -128,6 +128,7 @@ def test_every_number_of_tokens_has_a_configuration() -> None:
     for weights, top_k in layers():
         for tokens in (1, 2, 3, 4, 5, 7, 16, 33, 64, 100, 256, 513, 1000, 4096, 20000):
             config = configs.choose(weights, top_k, tokens)
+            assert configs.quantisable(weights, configs.choose(weights, top_k, tokens, quantise=True))
             assert Config.from_json(json.loads(json.dumps(config.to_json()))) == config
             plan = fm.plan_workspace(weights, tokens, top_k, config)
             slots = tokens * top_k

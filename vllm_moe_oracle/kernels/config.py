@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +97,11 @@ def heuristic(weights: OwnWeights, top_k: int, tokens: int) -> Config:
         up = Tile(8, 32, 128, fold=2) if few else Tile(8, 64, 128, fold=2)
         return Config(up, Tile(8, 64, 128, fold=2), per_slot=True)
     if rows <= 12:
-        wide = Tile(16, 128, 128, stages=3, registers=128)
+        # Under a cap of 128 registers, promoted sums spill in Triton 3.9.
+        wide = Tile(16, 128, 128, stages=3, registers=0 if weights.format == "int8" else 128, promote=False)
         return Config(wide if four else Tile(16, 64, 128), wide, per_slot=tokens <= 4)
     if rows <= 28:
-        tile = Tile(32, 128, 128, stages=3, registers=128) if four else Tile(32, 128, 64)
+        tile = Tile(32, 128, 128, stages=3) if four else Tile(32, 128, 64)
     elif rows <= 60:
         tile = Tile(64, 128, 64) if four else Tile(64, 128, 128, warps=8, stages=3)
     elif rows <= 160:
@@ -110,13 +111,25 @@ def heuristic(weights: OwnWeights, top_k: int, tokens: int) -> Config:
     return Config(tile, tile)
 
 
-def choose(weights: OwnWeights, top_k: int, tokens: int) -> Config:
-    """The measured configuration for this shape and number of tokens, else the heuristic's."""
+def choose(weights: OwnWeights, top_k: int, tokens: int, *, quantise: bool = False) -> Config:
+    """The measured configuration for this shape and number of tokens, else the rule's.
+
+    quantise: for MXFP8-dynamic activations, whose groups of 32 columns of h must lie within a tile.
+    """
     name = weights.format if weights.format.startswith("mx") else f"{weights.format} g{weights.group}"
+    config = heuristic(weights, top_k, tokens)
     for row in measured_table().get(name, {}).get(shape_key(weights, top_k), ()):
         if tokens <= row["tokens"]:
-            return _from_table(json.dumps(row["config"], sort_keys=True))
-    return heuristic(weights, top_k, tokens)
+            config = _from_table(json.dumps(row["config"], sort_keys=True))
+            break
+    if quantise and not quantisable(weights, config):
+        config = replace(config, gate_up=replace(config.gate_up, bn=64))
+    return config
+
+
+def quantisable(weights: OwnWeights, config: Config) -> bool:
+    """Whether a tile of the first product holds whole groups of 32 columns of h."""
+    return config.gate_up.bn // (2 if weights.gated else 1) % 32 == 0
 
 
 @functools.cache

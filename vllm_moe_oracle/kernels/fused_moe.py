@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from . import gemm, route
-from .config import INVARIANT, Config, Tile, choose
+from .config import INVARIANT, Config, Tile, choose, quantisable
 from .weights import Matrix, OwnWeights, dequantise_expert, restore_expert
 
 # Name -> (kernel's name, alpha, beta): a gated activation is gate * sigmoid(alpha * gate) * (up + beta), or gelu.
@@ -70,7 +70,7 @@ def plan_workspace(
     is int32, at least `counters` elements, zero before the first call; every call leaves it zero. Calls that may run at
     the same time need a pair each. quantise: with MXFP8-dynamic activations.
     """
-    config = config or choose(weights, top_k, tokens)
+    config = config or choose(weights, top_k, tokens, quantise=quantise)
     slots = tokens * top_k
     sizes = [slots * weights.intermediate * 2, slots * weights.hidden * 2, tokens * weights.hidden * 2 * quantise]
     listed = 0 if config.per_slot else max_blocks(slots, weights.experts, config.gate_up.bm)
@@ -208,7 +208,11 @@ def fused_moe(
         return out
     if batch_invariant:
         config = INVARIANT
-    config = config or choose(weights, top_k, tokens)
+    config = config or choose(weights, top_k, tokens, quantise=quantise_activations)
+    if quantise_activations and not quantisable(weights, config):
+        raise ValueError(
+            f"{config.gate_up} does not hold whole groups of 32 columns of h, which are quantised together"
+        )
     plan = plan_workspace(weights, tokens, top_k, config, quantise=quantise_activations)
     available = workspace.numel() * workspace.element_size()
     if available < plan.nbytes or counters.numel() < plan.counters:
@@ -369,7 +373,7 @@ def warmup(
     device = weights.w13.codes.device
     seen = set()
     for count in tokens:
-        config = INVARIANT if batch_invariant else choose(weights, top_k, count)
+        config = INVARIANT if batch_invariant else choose(weights, top_k, count, quantise=quantise_activations)
         slots = count * top_k
         variant = (config, _sort_variant(slots), count >= 64)
         if count == 0 or variant in seen:
