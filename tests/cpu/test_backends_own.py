@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CPU, GPT_OSS, H200, MXFP8, RELU2, SILU, problem
+from cases import CPU, GPT_OSS, H200, RELU2, SILU, problem
 
 from vllm_moe_oracle.backends import Builder, Tensors
 from vllm_moe_oracle.backends.own_mxfp8 import BACKEND
-from vllm_moe_oracle.backends.own_mxfp8_w8a8 import BACKEND as W8A8
 from vllm_moe_oracle.kernels.weights import dequantise_expert
 from vllm_moe_oracle.oracle.oracle import decide
 from vllm_moe_oracle.oracle.problem import Device
@@ -84,14 +83,6 @@ def test_without_measurements_they_are_taken_only_by_name() -> None:
     assert decide(layer, H200, load({"MOE_ORACLE_BACKEND": "own_mxfp8"})).backend == "own_mxfp8"
 
 
-def test_activations_are_quantised_only_where_the_checkpoint_says_so() -> None:
-    declared = problem(scheme=dataclasses.replace(MXFP8, activations="mxfp8"))
-    chosen = load({"MOE_ORACLE_BACKEND": "own_mxfp8_w8a8"})
-    assert decide(declared, H200, chosen).backend == W8A8.name
-    reasons = {each.backend: each.reasons for each in decide(problem(), H200, load({})).candidates}
-    assert [reason.code for reason in reasons[W8A8.name]] == ["activation_quantization"]
-
-
 class Recorder:
     """Stands for vLLM's side: keeps the function that a backend hands over."""
 
@@ -118,5 +109,4 @@ def test_the_kernels_are_given_everything_that_the_layer_has(monkeypatch: pytest
     run(x.clone(), x, torch.ones(5, 2), ids, None, scratch)
     assert (seen["activation"], seen["alpha"], seen["beta"], seen["limit"]) == ("swigluoai", 1.702, 1.0, 7.0)
     assert seen["args"][1].w13.bias is not None
-    assert not seen["quantise_activations"]
     assert scratch.numel() > 0

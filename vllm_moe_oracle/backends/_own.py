@@ -75,16 +75,15 @@ class OwnBackend(Backend):
         from ..kernels.fused_moe import fused_moe, plan_workspace
 
         config = INVARIANT if problem.batch_invariant else None
-        quantise = self.activations(problem) != "16bit"
         blank = self._allocate(problem, problem.local_experts, "meta")
         # Zero before the first call, and every call leaves it zero: one buffer, made once, outside any graph.
         sizes = [1 << power for power in range(builder.max_tokens.bit_length() + 1)]
-        most = max(plan_workspace(blank, size, problem.top_k, config, quantise=quantise).counters for size in sizes)
+        most = max(plan_workspace(blank, size, problem.top_k, config).counters for size in sizes)
         counters = torch.zeros(most, dtype=torch.int32, device=tensors["w13"].device)
         activation = problem.activation
 
         def nbytes(tokens: int, top_k: int) -> int:
-            return plan_workspace(blank, tokens, top_k, config, quantise=quantise).nbytes
+            return plan_workspace(blank, tokens, top_k, config).nbytes
 
         def run(
             out: Tensor,
@@ -107,7 +106,6 @@ class OwnBackend(Backend):
                 counters=counters,
                 out=out,
                 expert_map=expert_map,
-                quantise_activations=quantise,
                 config=config,
             )
 
