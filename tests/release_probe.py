@@ -439,8 +439,72 @@ def check_layer_routes() -> None:
         _close(found, weights, x, ids, shares / shares.sum(-1, keepdim=True))
 
 
-def _close(found: Any, weights: dict[str, Any], x: Any, ids: Any, shares: Any) -> None:
-    """Experts' output against their formula."""
+def check_mxfp4() -> None:
+    """Both methods, loaded as models do it: gpt-oss's experts at once and with alternating rows, others one by one."""
+    import torch
+
+    halves = [*range(0, 2 * INTERMEDIATE, 2), *range(1, 2 * INTERMEDIATE, 2)]
+    for name, order in (("gpt_oss_mxfp4", halves), ("mxfp4", list(range(2 * INTERMEDIATE)))):
+        generator = torch.Generator().manual_seed(2)
+        with engine(backend="emulation"):
+            at_once = name == "gpt_oss_mxfp4"
+            layer = moe_layer(_mxfp4_config(name), has_bias=True, activation="swigluoai" if at_once else "silu")
+            ours(layer)
+            method = layer.quant_method
+            weights = _load_mxfp4(layer, at_once, order, generator)
+            method.process_weights_after_loading(layer)
+            x = torch.randn(TOKENS, HIDDEN, generator=generator)
+            ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)]).int()
+            shares = torch.rand(TOKENS, TOP_K, generator=generator)
+            given = {"shared_experts": None, "shared_experts_input": None}
+            found = method.apply(layer=layer, x=x.clone(), topk_weights=shares, topk_ids=ids, **given)
+            _close(found, weights, x, ids, shares, oai=at_once)
+
+
+def _mxfp4_config(name: str) -> Any:
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    return get_quantization_config(name).from_config({"quant_method": "mxfp4"})
+
+
+def _load_mxfp4(layer: Any, at_once: bool, order: list[int], generator: Any) -> dict[str, Any]:
+    """Random tensors through the layer's own loaders; dequantised, with gate and up apart."""
+    import torch
+
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    values = torch.cat([values, -values])
+    parameters, dense = dict(layer.named_parameters()), {}
+    for stock, rows, columns in (("w13", 2 * INTERMEDIATE, HIDDEN), ("w2", HIDDEN, INTERMEDIATE)):
+        codes = torch.randint(0, 256, (EXPERTS, rows, columns // 2), generator=generator).to(torch.uint8)
+        scales = torch.randint(120, 125, (EXPERTS, rows, columns // 32), generator=generator).to(torch.uint8)
+        bias = torch.randn(EXPERTS, rows, generator=generator).bfloat16()
+        for kind, tensor in (("weight", codes), ("weight_scale", scales), ("bias", bias)):
+            parameter = parameters[f"{stock}_{kind}"]
+            if at_once:
+                parameter.weight_loader(
+                    parameter, tensor, weight_name=f"{NAME}.{stock}_{kind}", shard_id=None, expert_id=None
+                )
+                continue
+            for expert in range(EXPERTS):
+                one = tensor[expert]
+                parts = {"w2": one} if stock == "w2" else {"w1": one[:INTERMEDIATE], "w3": one[INTERMEDIATE:]}
+                for shard, part in parts.items():
+                    parameter.weight_loader(
+                        parameter, part, f"{NAME}.{stock}_{kind}", shard_id=shard, expert_id=expert, return_success=True
+                    )
+        pairs = torch.stack((values[(codes & 15).int()], values[(codes >> 4).int()]), -1).flatten(-2)
+        matrix = pairs * (scales.float() - 127).exp2().repeat_interleave(32, dim=-1)
+        if stock == "w2":
+            dense |= {"down": matrix, "down_bias": bias.float()}
+            continue
+        matrix, biases = matrix[:, order], bias.float()[:, order]
+        dense |= {"gate": matrix[:, :INTERMEDIATE], "up": matrix[:, INTERMEDIATE:]}
+        dense |= {"gate_bias": biases[:, :INTERMEDIATE], "up_bias": biases[:, INTERMEDIATE:]}
+    return dense
+
+
+def _close(found: Any, weights: dict[str, Any], x: Any, ids: Any, shares: Any, oai: bool = False) -> None:
+    """Experts' output against their formula: SiLU's, or gpt-oss's."""
     import torch
 
     expected = torch.zeros(TOKENS, HIDDEN)
@@ -449,7 +513,10 @@ def _close(found: Any, weights: dict[str, Any], x: Any, ids: Any, shares: Any) -
             one = {name: values[expert] for name, values in weights.items()}
             gate = one["gate"] @ x[token] + one["gate_bias"]
             up = one["up"] @ x[token] + one["up_bias"]
-            expected[token] += share * (one["down"] @ (gate * gate.sigmoid() * up) + one["down_bias"])
+            alpha = 1.0
+            if oai:
+                alpha, gate, up = 1.702, gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
+            expected[token] += share * (one["down"] @ (gate * (alpha * gate).sigmoid() * up) + one["down_bias"])
     error = ((found - expected).norm() / expected.norm()).item()
     assert error < 1e-5, error
 
@@ -596,6 +663,7 @@ def main() -> None:
         "compressed_tensors",
         "layer_runs",
         "layer_routes",
+        "mxfp4",
         "activation_parameters",
         "hash_routing",
     ):
