@@ -75,7 +75,7 @@ def split_nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 def join_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """Inverse of `split_nibbles`."""
-    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    low, high = torch.unflatten(codes, -1, (codes.shape[-1] // 2, 2)).unbind(-1)
     return low | (high << 4)
 
 
@@ -88,7 +88,7 @@ def _pad(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 def _fragments4(codes: torch.Tensor) -> torch.Tensor:
     """Codes uint8 `[N, K]` to `[N/64, K/64, warp, g, t, word, par, k8, half]`."""
-    rows, columns, _ = chunk_shape(*codes.shape, 4)
+    rows, columns, _ = chunk_shape(codes.shape[0], codes.shape[1], 4)
     view = _pad(codes, rows * 64, columns * 64).view(rows, 4, 2, 8, columns, 4, 2, 4, 2)
     return view.permute(0, 4, 1, 3, 7, 5, 8, 6, 2)
 
@@ -143,7 +143,7 @@ def shuffle_bytes(codes: torch.Tensor, out: torch.Tensor | None = None, *, offse
 
     With `offset` (integer codes) each byte is stored as two's complement of `code - 128`; e4m3 bytes stay as they are.
     """
-    rows, columns, _ = chunk_shape(*codes.shape, 8)
+    rows, columns, _ = chunk_shape(codes.shape[0], codes.shape[1], 8)
     view = _pad(codes ^ 128 if offset else codes, rows * 64, columns * 32).view(rows, 4, 2, 8, columns, 4, 4, 2)
     # [N/64, 4, half, g, K/32, word, t, par] -> [N/64, K/32, warp, g, t, word, par, half], half 1 in the lower byte.
     shuffled = view.permute(0, 4, 1, 3, 6, 5, 7, 2).flip(-1).reshape(rows, columns, CHUNK_BYTES)
