@@ -110,7 +110,7 @@ def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Callab
     assert (group["layers"], group["count"]) == ("model.layers.0-47.mlp.experts", 48)
     problem = msgspec.convert(group["problem"], Problem)
     assert (problem.intermediate_size, problem.parallel.tp, problem.layer) == (384, 2, "model.layers.0.mlp.experts")
-    assert list(group["decision"]) == ["backend", "why", "numerics", "plan"]
+    assert list(group["decision"]) == ["backend", "why", "because", "numerics", "plan"]
     assert group["decision"]["why"] == "estimate"
     assert isinstance(group["decision"]["numerics"], str)
     assert msgspec.convert(group["decision"]["plan"], Plan).hidden_size == 2048
@@ -158,6 +158,30 @@ def test_an_explicit_choice_that_is_not_known_is_refused_with_the_valid_names(
     assert result.status == 3
     assert "flashinfer_cutlass (--moe-backend flashinfer_cutlass)" in " ".join(result.out.split())
     assert run("explain", write(), "--device", "cpu", "--moe-backend", "emulation").status == 0
+
+
+def test_the_remedy_of_a_refusal_is_kept(run: Run, write: Callable[..., Path]) -> None:
+    arguments = ("explain", write(), "--device", "cpu", "--set", "backend=marlin_mxfp8")
+    remedy = "Choose an accepted one, or auto, or set on_unavailable=fallback"
+    assert remedy in " ".join(run(*arguments).out.split())
+    assert remedy in run(*arguments, "--json").err
+
+
+def test_a_fallback_is_seen_in_json_and_on_standard_error(run: Run, write: Callable[..., Path]) -> None:
+    arguments = ("--set", "backend=marlin_mxfp8", "--set", "on_unavailable=fallback", "--json")
+    result = run("explain", write(), "--device", "cpu", *arguments)
+    assert "not what was asked for: marlin_mxfp8" in result.json["groups"][0]["decision"]["because"]
+    assert result.err.startswith("note: ") and "not what was asked for" in result.err
+
+
+def test_a_broken_backend_of_a_third_party_is_noted(
+    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_moe_oracle.oracle.registry import default_registry
+
+    monkeypatch.setitem(default_registry().broken, "theirs", "ImportError: no")
+    result = run("explain", write(), "--device", "cpu")
+    assert "backend of the entry point theirs could not be loaded: ImportError: no" in " ".join(result.out.split())
 
 
 def test_an_override_gives_its_layers_a_group_of_their_own(run: Run, write: Callable[..., Path]) -> None:
@@ -326,8 +350,9 @@ def test_status_without_vllm(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "sys.modules['vllm'] = sys.modules['torch'] = None\n"
-        "from vllm_moe_oracle import device\n"
+        "from vllm_moe_oracle import device, plugin\n"
         "device.installed_packages = lambda: {}\n"
+        "plugin._vllm_version = lambda: None\n"
         "from vllm_moe_oracle.cli import main\n"
         "sys.argv = ['vllm-moe-oracle', 'status', '--json']\n"
         "main.main()\n"

@@ -440,3 +440,26 @@ def test_the_registry_of_the_process_is_used_when_none_is_given(monkeypatch: pyt
     only.add(FAST, "test")
     monkeypatch.setattr("vllm_moe_oracle.oracle.oracle.default_registry", lambda: only)
     assert decide(problem(), H200, settings()).backend == "fast"
+
+
+# --- What is decided but not as it should be ------------------------------------------------------------------------
+
+
+def test_the_reference_on_a_gpu_is_regretted_and_says_what_comes_next() -> None:
+    some = registry([backend("emulation"), refusing("far", "a", "b"), refusing("near", "c")])
+    decision = decide(problem(), H200, settings(), registry=some)
+    assert (decision.backend, decision.regretted) == ("emulation", True)
+    assert "no kernel for NVIDIA H200 (sm_90) can run the layer" in decision.because
+    assert "nearest is near: near refuses by c for 2048" in decision.because
+    assert "order of the newest stock vLLM" not in decision.because
+
+
+def test_the_reference_is_not_regretted_on_a_cpu_or_when_it_was_asked_for() -> None:
+    some = registry([backend("emulation"), refusing("near", "c")])
+    assert not decide(problem(), CPU, settings(), registry=some).regretted
+    assert not decide(problem(), H200, settings(backend="emulation"), registry=some).regretted
+    assert not decide(problem(), H200, settings(), registry=THREE).regretted
+
+
+def test_a_fallback_is_regretted() -> None:
+    assert decide(problem(), H200, settings(backend="none", on_unavailable="fallback"), registry=THREE).regretted

@@ -213,6 +213,10 @@ def test_a_class_is_as_good_as_an_instance() -> None:
 def test_the_registry_of_the_process_is_made_once_from_the_installed_entry_points(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(
+        "vllm_moe_oracle.oracle.registry.logger.warning", lambda text, *parts: said.append(text % parts)
+    )
     asked: list[dict[str, Any]] = []
 
     def installed(**selection: Any) -> list[EntryPoint]:
@@ -225,5 +229,6 @@ def test_the_registry_of_the_process_is_made_once_from_the_installed_entry_point
         assert default_registry() is default_registry()
         assert list(default_registry().broken) == ["a", "b"]
         assert asked == [{"group": "vllm_moe_oracle.backends"}]
+        assert [line.split(" could not be loaded: ")[0][-1] for line in said] == ["a", "b"]
     finally:
         default_registry.cache_clear()

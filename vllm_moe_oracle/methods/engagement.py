@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sys
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import msgspec
 from .. import __version__, device
 from ..compat import current_adapter
 from ..oracle.decision import Decision
+from ..oracle.overrides import override_error, unmatched
 from ..settings import Settings
 
 logger = logging.getLogger("vllm.moe_oracle")
@@ -38,23 +41,41 @@ _model = _Model()
 
 
 def decided(decision: Decision, settings: Settings) -> None:
-    """Notes a layer's decision; logs it when it is the first of its kind."""
+    """Notes a layer's decision; logs it when it is the first of its kind, and at WARNING where it is regretted."""
     global _model
     layer = decision.problem.layer
-    if layer in _model.decisions and not _model.waiting:
-        _model = _Model()  # a second model in the same process: a draft model, a test
+    if _is_of_another_model(layer):
+        _model = _Model()  # a draft model, a test, or another try after a model that failed
     _model.decisions[layer] = decision
     _model.waiting.add(layer)
     _model.settings = settings
-    kind = (decision.problem.key(), decision.backend, decision.why)
-    if kind not in _model.said:
-        _model.said.add(kind)
-        logger.info("moe_oracle: %s: %s", layer, decision.problem)
-        logger.info("moe_oracle: %s: %s", layer, decision.summary())
+    kind = (decision.problem.key(), decision.backend, decision.because)
+    if kind in _model.said:
+        return
+    _model.said.add(kind)
+    level = logging.WARNING if decision.regretted else logging.INFO
+    logger.info("moe_oracle: %s: %s", layer, decision.problem)
+    logger.log(level, "moe_oracle: %s: %s", layer, decision.summary())
+
+
+def _is_of_another_model(layer: str) -> bool:
+    """Whether the layers noted so far belong to another model: one has the same name, or the one being loaded, whose
+    layers enter their names one after the other, has them not."""
+    names = set(current_adapter().moe_layer_names())
+    return layer in _model.decisions or any(_listed(each, names) is None for each in _model.decisions)
+
+
+def _listed(layer: str, names: Collection[str]) -> str | None:
+    """The name under which vLLM lists a layer: the module's own, or its parent's."""
+    return next((each for each in (layer, layer.rpartition(".")[0]) if each in names), None)
 
 
 def converted(decision: Decision) -> None:
-    """Notes that a layer is ready; after the last one says how many of the model's MoE layers are ours."""
+    """Notes that a layer is ready; after the last one says how many of the model's MoE layers are ours, and which not.
+
+    Raises:
+        SettingError: an override matches none of the model's layers, and the setting `strict` is on.
+    """
     layer = decision.problem.layer
     _model.decisions[layer] = decision  # the self-check may have taken another candidate
     if layer not in _model.waiting:
@@ -63,12 +84,27 @@ def converted(decision: Decision) -> None:
     if _model.waiting:
         return
     layers = current_adapter().moe_layer_names()
-    total = max(len(layers), len(_model.decisions))
+    ours = {_listed(each, layers) for each in _model.decisions}
+    others = [each for each in layers if each not in ours]
+    total = len(_model.decisions) + len(others)
     counts = Counter(each.backend for each in _model.decisions.values())
     words = ", ".join(f"{backend} x {count}" for backend, count in sorted(counts.items()))
     logger.info("moe_oracle: %d of %d MoE layers run through the oracle: %s", len(_model.decisions), total, words)
-    if _model.settings is not None and _model.settings.report:
-        write_report(Path(_model.settings.report), total)
+    if others:
+        why = "unquantised, in a format that is not served here, or left to it for a reason given before"
+        logger.warning("moe_oracle: %d MoE layers are stock vLLM's: %s: %s", len(others), why, ", ".join(others))
+    if _model.settings is not None:
+        _check_overrides(_model.settings)
+        if _model.settings.report:
+            write_report(Path(_model.settings.report), total)
+
+
+def _check_overrides(settings: Settings) -> None:
+    for override in unmatched(settings.overrides, _model.decisions):
+        error = override_error(override, _model.decisions, settings.source("overrides"))
+        if settings.strict:
+            raise error
+        logger.warning("moe_oracle: %s", error)
 
 
 def record(total: int) -> dict[str, Any]:
@@ -83,6 +119,8 @@ def record(total: int) -> dict[str, Any]:
     return {
         "moe_oracle": __version__,
         "vllm": current_adapter().version(),
+        **_rank(),
+        "host": socket.gethostname(),
         "process": os.getpid(),
         "program": Path(sys.argv[0]).name,
         "device": msgspec.to_builtins(device.detect()),
@@ -112,6 +150,15 @@ def record(total: int) -> dict[str, Any]:
             for group in groups.values()
         ],
     }
+
+
+def _rank() -> dict[str, int]:
+    """Which of the processes that hold the model this is; rank 0 of 1 where none but this does."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return {"rank": 0, "ranks": 1}
+    return {"rank": dist.get_rank(), "ranks": dist.get_world_size()}
 
 
 def write_report(path: Path, total: int) -> None:

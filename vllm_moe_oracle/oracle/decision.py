@@ -123,6 +123,7 @@ class Decision:
         plan: the winner's shard plan.
         numerics: what the winner computes with.
         candidates: the verdict of every backend that knows the scheme, best first, rejected ones after.
+        regretted: it is not what was asked for, or no kernel for this device can run the layer.
     """
 
     problem: Problem
@@ -132,6 +133,7 @@ class Decision:
     plan: Plan
     numerics: Numerics
     candidates: tuple[Candidate, ...]
+    regretted: bool = False
 
     def summary(self) -> str:
         """One line for a log."""

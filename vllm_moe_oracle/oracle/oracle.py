@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from ..backends import Backend
@@ -11,6 +12,9 @@ from .decision import Accepted, Candidate, Decision, Reason, Rejected, Why, tabl
 from .overrides import first_match
 from .problem import Device, Problem
 from .registry import Registry, default_registry
+
+REFERENCE = "emulation"
+"""The backend that computes expert by expert what the format says, on any device: what is taken when no kernel can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +89,12 @@ def decide(
     if chosen is None:
         rule = f"no backend can run {problem.scheme.name} experts here: {problem}; on {device}{note}"
         raise NoBackendError(f"{rule}\n{table(judged)}\n", _way_out(judged), problem.layer, judged)
-    because = f"first in the order of the newest stock vLLM that can run here{note}"
-    return _decision(chosen, "estimate", because, judged, problem, device, registry)
+    because = "first in the order of the newest stock vLLM that can run here"
+    slow = chosen.backend == REFERENCE and device.kind != "cpu"
+    if slow:
+        because = f"no kernel for {device} can run the layer; {REFERENCE} runs it slowly{_nearest_miss(judged)}"
+    decision = _decision(chosen, "estimate", f"{because}{note}", judged, problem, device, registry)
+    return dataclasses.replace(decision, regretted=slow or bool(note))
 
 
 def _judge(backend: Backend, problem: Problem, device: Device, settings: Settings) -> Candidate:
@@ -147,6 +155,15 @@ def _way_out(judged: tuple[Candidate, ...]) -> str:
         return ""
     nearest = min(fixable, key=lambda candidate: len(candidate.reasons))
     return f"Nearest is {nearest.backend}: {'; '.join(reason.remedy for reason in nearest.reasons)}"
+
+
+def _nearest_miss(judged: tuple[Candidate, ...]) -> str:
+    """Why the candidate that comes next does not win: the one with the fewest reasons against it, the best of these."""
+    missed = [candidate for candidate in judged if not candidate.accepted]
+    if not missed:
+        return ""
+    nearest = min(missed, key=lambda candidate: (len(candidate.reasons), candidate.rank))
+    return f"; nearest is {nearest.backend}: {'; '.join(map(str, nearest.reasons))}"
 
 
 def _decision(

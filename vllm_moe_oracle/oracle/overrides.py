@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ..errors import SettingError
@@ -50,3 +50,22 @@ def parse(pattern: str, backend: str, where: str) -> Override:
 def first_match(overrides: Iterable[Override], layer: str) -> Override | None:
     """The first override, in the order given, that matches the layer."""
     return next((override for override in overrides if override.matches(layer)), None)
+
+
+def unmatched(overrides: Iterable[Override], layers: Iterable[str]) -> list[Override]:
+    """The overrides that match none of the layers, which a misspelt name and a stale expression both do."""
+    names = list(layers)
+    return [override for override in overrides if not any(map(override.matches, names))]
+
+
+def override_error(override: Override, layers: Collection[str], where: str, named: str = "") -> SettingError:
+    """What is to be said about an override that matches nothing.
+
+    Args:
+        override: one of `unmatched`.
+        layers: names of the layers that it could have matched.
+        where: the setting's source.
+        named: the layers' names in short; "" where all are written out.
+    """
+    rule = f"override re:{override.pattern} matches none of the {len(layers)} quantised MoE layers"
+    return SettingError(rule, f"They are {named or ', '.join(layers)}" if layers else "", where)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import pkgutil
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -19,6 +20,8 @@ from ..backends import Backend, Limits
 from ..errors import RegistryError
 from ..settings import AUTO
 from .problem import SchemeName
+
+logger = logging.getLogger("vllm.moe_oracle")
 
 ENTRY_POINT_GROUP = "vllm_moe_oracle.backends"
 
@@ -135,5 +138,8 @@ def discover(points: Iterable[EntryPoint] = ()) -> Registry:
 
 @cache
 def default_registry() -> Registry:
-    """The registry of this process: discovered once, third parties' entry points included."""
-    return discover(sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name))
+    """The registry of this process: discovered once, third parties' entry points included; warns of broken ones."""
+    found = discover(sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name))
+    for name, reason in found.broken.items():
+        logger.warning("moe_oracle: the backend of the entry point %s could not be loaded: %s", name, reason)
+    return found

@@ -108,6 +108,7 @@ class _Group:
             else {
                 "backend": decision.backend,
                 "why": decision.why,
+                "because": decision.because,
                 "numerics": str(decision.numerics),
                 "plan": decision.plan,
             },
@@ -152,14 +153,11 @@ def _as_asked(problem: Problem, settings: Settings) -> Problem:
 def _check_all_used(settings: Settings, layers: Layers) -> None:
     """Refuses settings that would change nothing, which a misspelt name and a stale expression both do."""
     from ...checkpoint import compact
-    from ...errors import SettingError
+    from ...oracle.overrides import override_error, unmatched
 
     found = [problem.layer for problem in layers.problems]
-    for override in settings.overrides:
-        if not any(map(override.matches, found)):
-            rule = f"override re:{override.pattern} matches none of the {len(found)} quantised MoE layers"
-            remedy = f"They are {compact(found)}" if found else ""
-            raise SettingError(rule, remedy, settings.source("overrides"))
+    for override in unmatched(settings.overrides, found):
+        raise override_error(override, found, settings.source("overrides"), compact(found))
 
 
 def _groups(problems: list[Problem], device: Device, settings: Settings, moe_backend: str) -> list[_Group]:
@@ -178,6 +176,8 @@ def _groups(problems: list[Problem], device: Device, settings: Settings, moe_bac
             scheme = problem.scheme.name
             # The error's further lines are the table, which is printed anyway.
             failure = error.rule.split("\n")[0] if judged else f"this release has no backend for {scheme} experts yet"
+            if judged and error.remedy:
+                failure = f"{failure}. {error.remedy}"
         same = decision and dataclasses.replace(decision, problem=problem.key())
         key = (problem.key(), same, failure)
         before = groups.get(key, _Group((), problem, decision, failure, judged))
@@ -188,7 +188,13 @@ def _groups(problems: list[Problem], device: Device, settings: Settings, moe_bac
 def _notes(settings: Settings, method: str, groups: list[_Group]) -> Iterator[str]:
     """Why a server would not do what this answer says, where that is known."""
     from ...methods import CONFIGS
+    from ...oracle.registry import default_registry
 
+    for group in groups:
+        if group.decision is not None and group.decision.regretted:
+            yield f"{group.layers}: {group.decision.because}"
+    for name, reason in default_registry().broken.items():
+        yield f"the backend of the entry point {name} could not be loaded: {reason}"
     if not settings.enabled:
         yield f"the plugin is switched off by {settings.source('enabled')}: vLLM would choose by itself"
     elif method not in CONFIGS and any(group.decision for group in groups):
