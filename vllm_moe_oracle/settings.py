@@ -232,3 +232,11 @@ def _section(additional_config: object) -> Mapping[str, object]:
 def environment(name: str) -> str | None:
     """A variable that is not ours, for the few places that have to look at one."""
     return os.environ.get(name)
+
+
+def not_selected() -> str:
+    """How vLLM's ``VLLM_PLUGINS`` leaves this plugin out, in words; "" when it does not."""
+    chosen = environment("VLLM_PLUGINS")
+    if chosen is None or SECTION in chosen.split(","):
+        return ""
+    return f"not selected by VLLM_PLUGINS={chosen!r}"

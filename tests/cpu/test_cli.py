@@ -160,6 +160,47 @@ def test_an_explicit_choice_that_is_not_known_is_refused_with_the_valid_names(
     assert run("explain", write(), "--device", "cpu", "--moe-backend", "emulation").status == 0
 
 
+def test_every_checkpoint_that_is_served_gets_no_note_that_it_is_not(
+    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_moe_oracle import methods
+
+    said = "does not serve mxfp8 in vLLM's modelopt_mxfp8 checkpoints"
+    assert said not in " ".join(run("explain", write(), "--device", "cpu").out.split())
+    monkeypatch.delitem(methods.SERVED, "modelopt_mxfp8")
+    assert said in " ".join(run("explain", write(), "--device", "cpu").out.split())
+
+
+def test_the_served_names_are_the_registered_ones_and_the_readmes() -> None:
+    from vllm_moe_oracle.methods import CONFIGS, SERVED
+
+    assert set(SERVED) == {*CONFIGS, "compressed-tensors"}
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert [name for name in SERVED if f"`{name}`" not in text] == []
+    assert SERVED["compressed-tensors"] == ("mxfp8",)
+
+
+def test_a_release_that_is_not_supported_is_noted(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+    file = tmp_path / "there.json"
+    file.write_text('{"kind": "cpu", "name": "there", "packages": {"vllm": "0.40.0"}}')
+    result = run("explain", write(), "--device", file)
+    assert "the plugin would stand down" in " ".join(result.out.split())
+    assert "the plugin would stand down" not in run("explain", write(), "--device", file, "--set", "force=1").out
+
+
+@pytest.mark.parametrize(("plugins", "selected"), [("", False), ("other", False), ("other,moe_oracle", True)])
+def test_what_vllm_selects_is_said(
+    plugins: str, selected: bool, run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    said = f"not selected by VLLM_PLUGINS={plugins!r}"
+    assert (said in " ".join(run("explain", write(), "--device", "cpu").out.split())) is not selected
+    if not selected:
+        assert run("status", "--json").json["plugin"] | {"vllm": None} == {
+            "active": False, "reason": said, "vllm": None, "methods": [], "patches": [], "waiting": [], "failed": {}
+        }  # fmt: skip
+
+
 def test_the_remedy_of_a_refusal_is_kept(run: Run, write: Callable[..., Path]) -> None:
     arguments = ("explain", write(), "--device", "cpu", "--set", "backend=marlin_mxfp8")
     remedy = "Choose an accepted one, or auto, or set on_unavailable=fallback"

@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="the methods' room imports torch")
 from cases import H200, backend, problem, refusing, registry
 
 from vllm_moe_oracle.errors import SettingError
-from vllm_moe_oracle.methods import engagement
+from vllm_moe_oracle.methods import engagement, selfcheck
 from vllm_moe_oracle.oracle.decision import Decision
 from vllm_moe_oracle.oracle.oracle import decide
 from vllm_moe_oracle.settings import Settings, load
@@ -150,3 +150,24 @@ def test_a_record_says_which_rank_of_how_many_it_is_of(release: Release, monkeyp
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     found = engagement.record(1)
     assert (found["rank"], found["ranks"]) == (3, 4)
+
+
+def test_what_a_self_check_found_holds_for_one_load_only(release: Release, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[Any, Any] = {}
+    monkeypatch.setattr(selfcheck, "_results", found)
+    one, two = build(release, names(2), load({}))
+    found["group"] = "failed"
+    engagement.converted(one)
+    assert found
+    engagement.converted(two)
+    assert not found  # the load is over
+    for _ in range(2):
+        found["group"] = "failed"
+        engagement.converted(one)
+        assert found
+        engagement.converted(two)
+        assert not found  # a reload, and one more
+    build(release, names(2, "other"), load({}))
+    found["group"] = "failed"
+    build(release, names(2, "another"), load({}))
+    assert not found  # the model before it failed

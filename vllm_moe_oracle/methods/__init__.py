@@ -25,3 +25,14 @@ METHODS = {
     ),
 }
 """Our method by the stock one that vLLM constructs in places where it never asks its registry."""
+
+SERVED = {
+    "compressed-tensors": ("mxfp8",),
+    "gpt_oss_mxfp4": ("mxfp4",),
+    "modelopt_mixed": ("mxfp8",),
+    "modelopt_mxfp8": ("mxfp8",),
+    "mxfp4": ("mxfp4",),
+    "mxfp8": ("mxfp8",),
+}
+"""Schemes whose MoE layers get our methods, by vLLM's name for the checkpoint's quantisation; through `CONFIGS`
+or, where vLLM keeps its own config class, through `METHODS`."""

@@ -23,6 +23,7 @@ from ..compat import current_adapter
 from ..oracle.decision import Decision
 from ..oracle.overrides import override_error, unmatched
 from ..settings import Settings
+from . import selfcheck
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -33,6 +34,7 @@ class _Model:
     def __init__(self) -> None:
         self.decisions: dict[str, Decision] = {}
         self.waiting: set[str] = set()
+        self.reloaded: set[str] = set()
         self.settings: Settings | None = None
         self.said: set[tuple[Any, ...]] = set()
 
@@ -45,6 +47,7 @@ def decided(decision: Decision, settings: Settings) -> None:
     global _model
     layer = decision.problem.layer
     if _is_of_another_model(layer):
+        selfcheck.forget()
         _model = _Model()  # a draft model, a test, or another try after a model that failed
     _model.decisions[layer] = decision
     _model.waiting.add(layer)
@@ -78,11 +81,16 @@ def converted(decision: Decision) -> None:
     """
     layer = decision.problem.layer
     _model.decisions[layer] = decision  # the self-check may have taken another candidate
-    if layer not in _model.waiting:
-        return  # its weights were reloaded
+    if layer not in _model.waiting:  # its weights were reloaded
+        _model.reloaded.add(layer)
+        if _model.reloaded >= set(_model.decisions):
+            _model.reloaded.clear()
+            selfcheck.forget()
+        return
     _model.waiting.discard(layer)
     if _model.waiting:
         return
+    selfcheck.forget()
     layers = current_adapter().moe_layer_names()
     ours = {_listed(each, layers) for each in _model.decisions}
     others = [each for each in layers if each not in ours]

@@ -242,7 +242,12 @@ class Checked(Protocol):
 
 _Group = tuple[Problem, str]
 _results: dict[_Group, Result | str] = {}
-"""What this process found for each problem and backend: a result, or what the backend raised."""
+"""What was found for each problem and backend while weights were loaded: a result, or what the backend raised."""
+
+
+def forget() -> None:
+    """Ends a load: what was found does not hold for other weights, be they another model's or reloaded ones."""
+    _results.clear()
 
 
 def ask_stock(method: Checked) -> None:

@@ -64,7 +64,7 @@ def command(
     layers = checkpoint.layers(checkpoint.read(path), tp, ep)
     _check_all_used(chosen, layers)
     groups = _groups([_as_asked(problem, chosen) for problem in layers.problems], machine, chosen, moe_backend)
-    notes = [*layers.notes, *_notes(chosen, layers.method, groups)]
+    notes = [*layers.notes, *_notes(chosen, layers.method, groups, machine)]
     if as_json:
         output.print_json({"vllm": _vllm(machine), "device": machine, "groups": [group.to_json() for group in groups]})
         for group in groups:
@@ -185,10 +185,13 @@ def _groups(problems: list[Problem], device: Device, settings: Settings, moe_bac
     return list(groups.values())
 
 
-def _notes(settings: Settings, method: str, groups: list[_Group]) -> Iterator[str]:
+def _notes(settings: Settings, method: str, groups: list[_Group], device: Device) -> Iterator[str]:
     """Why a server would not do what this answer says, where that is known."""
-    from ...methods import CONFIGS
+    from ...compat import check
+    from ...errors import StandDown
+    from ...methods import SERVED
     from ...oracle.registry import default_registry
+    from ...settings import not_selected
 
     for group in groups:
         if group.decision is not None and group.decision.regretted:
@@ -197,8 +200,17 @@ def _notes(settings: Settings, method: str, groups: list[_Group]) -> Iterator[st
         yield f"the backend of the entry point {name} could not be loaded: {reason}"
     if not settings.enabled:
         yield f"the plugin is switched off by {settings.source('enabled')}: vLLM would choose by itself"
-    elif method not in CONFIGS and any(group.decision for group in groups):
-        yield f"this release's plugin does not serve vLLM's {method} checkpoints yet: vLLM would choose by itself"
+        return
+    if (vllm := _vllm(device)) is not None:
+        try:
+            check(vllm, settings.force)
+        except StandDown as error:
+            yield f"the plugin would stand down, and vLLM choose by itself: {error}"
+    if excluding := not_selected():
+        yield f"the plugin is {excluding}: vLLM would choose by itself"
+    schemes = {group.problem.scheme.name for group in groups if group.decision}
+    for scheme in sorted(schemes.difference(SERVED.get(method, ()))):
+        yield f"the plugin does not serve {scheme} in vLLM's {method} checkpoints yet: vLLM would choose by itself"
 
 
 def _vllm(device: Device) -> str | None:

@@ -104,7 +104,10 @@ def _plugin() -> PluginState:
     import sys
 
     from ... import plugin
+    from ...settings import not_selected
 
+    if reason := not_selected():
+        return plugin.PluginState(False, reason, _versions()["vllm"])
     # vLLM's logger writes to standard output, which belongs to the report. With the setting strict, a stand-down is
     # raised; its reason is in the state all the same.
     with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(Exception):
