@@ -8,6 +8,7 @@ field says (a model type whose code decides it) stands in the few tables at the 
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -130,7 +131,11 @@ def read(path: Path) -> Config:
     Raises:
         CheckpointError: a file that is missing, cannot be read, is too large, or holds no JSON object.
     """
-    if not path.exists():
+    try:
+        found = path.exists()
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a null byte
+        raise CheckpointError(f"cannot be a path: {error.strerror if isinstance(error, OSError) else error}") from error
+    if not found:
         remedy = "Give a checkpoint's folder or its config.json; nothing is downloaded"
         raise CheckpointError("no such file or folder", remedy, str(path))
     file = path / "config.json" if path.is_dir() else path
@@ -254,6 +259,9 @@ def _moe_layers(config: Config) -> dict[int, LayerNames]:
     total = len(pattern) if isinstance(pattern, str) else _integer(model, LAYERS, where, MAX_LAYERS)
     if total > MAX_LAYERS:
         raise CheckpointError(f"hybrid_override_pattern has {total} layers, more than {MAX_LAYERS}", where=where)
+    if all(not model.get(name) for name in EXPERTS) and any(model.get(name) == 0 for name in EXPERTS):
+        name = next(name for name in EXPERTS if model.get(name) == 0)
+        raise CheckpointError(f"it has no MoE layers: {name} is 0", where=where)
     if not any(model.get(name) for name in EXPERTS):
         raise CheckpointError(f"it has no MoE layers: none of {', '.join(EXPERTS)} is set", where=where)
     indices = [index for index in range(total) if _has_experts(model, index, where)]
@@ -369,6 +377,8 @@ def _activation(config: Config, index: int) -> Activation:
         raise CheckpointError(f"the activation is {shown(word)}, not a name", where=where)
     aliases = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "relu_squared": "relu2"}
     name = word.strip().lower().removesuffix("_no_mul")
+    if not re.fullmatch("[a-z0-9_]+", name):
+        raise CheckpointError(f"the activation {shown(word)!a} is not a name", where=where)
     name = aliases.get(name, name).removesuffix("_uninterleave")
     alpha, beta, limit = (
         _real(model, (f"swiglu_{part}", f"swiglu_{part}s"), where, index) for part in ("alpha", "beta", "limit")

@@ -201,6 +201,14 @@ def test_what_vllm_selects_is_said(
         }  # fmt: skip
 
 
+@pytest.mark.parametrize("word", ["Marlin", "MARLIN", "marlin"])
+def test_moe_backend_is_read_as_vllm_reads_it(word: str, run: Run, write: Callable[..., Path]) -> None:
+    result = run("explain", write(), "--device", "nvidia-h200", "--moe-backend", word, "--json")
+    assert result.json["groups"][0]["decision"]["backend"] == "marlin_mxfp8"
+    result = run("explain", write(), "--device", "nvidia-b200", "--moe-backend", "flashinfer-trtllm", "--json")
+    assert result.json["groups"][0]["decision"]["backend"].startswith("trtllm_mxfp8")
+
+
 def test_the_remedy_of_a_refusal_is_kept(run: Run, write: Callable[..., Path]) -> None:
     arguments = ("explain", write(), "--device", "cpu", "--set", "backend=marlin_mxfp8")
     remedy = "Choose an accepted one, or auto, or set on_unavailable=fallback"
@@ -305,6 +313,22 @@ def test_unusable_input_ends_with_2_and_one_line(
         assert (result.status, result.out) == (2, "")
         assert result.err.startswith("error: ") and result.err.count("\n") == 1
         assert message in result.err
+
+
+@pytest.mark.parametrize("word", ["\ud800", "\x1b[31msilu", "si lu", ""])
+def test_an_activation_that_is_no_name_is_refused_in_plain_letters(
+    word: str, run: Run, write: Callable[..., Path]
+) -> None:
+    result = run("explain", write(hidden_act=word), "--device", "cpu")
+    assert (result.status, result.out, result.err.count("\n")) == (2, "", 1) and result.err.isascii()
+    assert "\x1b" not in result.err
+
+
+def test_a_path_that_is_too_long_and_a_count_of_no_experts_are_one_line(run: Run, write: Callable[..., Path]) -> None:
+    result = run("explain", "a" * 5000, "--device", "cpu")
+    assert (result.status, result.err.count("\n")) == (2, 1) and "cannot be a path" in result.err
+    result = run("explain", write(num_experts=0), "--device", "cpu")
+    assert result.status == 2 and "it has no MoE layers: num_experts is 0" in result.err
 
 
 def test_a_bad_variable_is_an_error_too(run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,9 +150,11 @@ def test_fallback_with_nothing_left_says_what_was_asked_for_too() -> None:
 
 
 def test_an_unknown_name_lists_the_valid_ones() -> None:
-    with pytest.raises(NoBackendError, match="valid are auto, fast, other, shared, slow, slow_in_vllm") as caught:
+    with pytest.raises(NoBackendError, match="valid are auto, shared, slow_in_vllm;") as caught:
         decide(problem(), H200, settings(), moe_backend="flashinfer_cutlass", registry=THREE)
     assert "--moe-backend flashinfer_cutlass" in str(caught.value)
+    with pytest.raises(NoBackendError, match="valid are auto, fast, other, shared, slow, slow_in_vllm"):
+        decide(problem(), H200, settings(backend="flashinfer_cutlass"), registry=THREE)
 
 
 def test_an_unknown_name_can_fall_back() -> None:

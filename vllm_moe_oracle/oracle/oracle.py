@@ -19,11 +19,12 @@ REFERENCE = "emulation"
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    """An explicit choice: the backend's name, what kind of choice it is, and who made it."""
+    """An explicit choice: the backend's name, what kind of choice it is, who made it, whether by vLLM's own option."""
 
     name: str
     why: Why
     by: str
+    stock: bool = False
 
 
 def candidates(
@@ -124,7 +125,7 @@ def _wish(problem: Problem, settings: Settings, moe_backend: str) -> _Wish | Non
         over = f", which goes before --moe-backend {moe_backend}" if moe_backend not in (AUTO, settings.backend) else ""
         return _Wish(settings.backend, "user", f"{settings.source('backend')}{over}")
     if override is None and moe_backend != AUTO:
-        return _Wish(moe_backend, "user", f"--moe-backend {moe_backend}")
+        return _Wish(moe_backend, "user", f"--moe-backend {moe_backend}", stock=True)
     return None
 
 
@@ -142,8 +143,12 @@ def _unavailable(wish: _Wish, named: list[Candidate], problem: Problem, device: 
         return f"{wish.name} ({wish.by}) cannot run this layer on {device}: {reasons}"
     if wish.name in registry.broken:
         return f"{wish.name} ({wish.by}) could not be loaded: {registry.broken[wish.name]}"
-    valid = ", ".join([AUTO, *registry.names(scheme)])
-    rule = f"{wish.name} ({wish.by}) is no backend for {scheme} experts; valid are {valid}"
+    names = registry.names(scheme)
+    if wish.stock:  # vLLM refuses every name but its own
+        names = sorted({name for backend in registry.for_scheme(scheme) for name in backend.vllm_names})
+    rule = f"{wish.name} ({wish.by}) is no backend for {scheme} experts; valid are {', '.join([AUTO, *names])}"
+    if wish.stock:
+        rule += "; this project's own names go into the setting backend"
     # An entry point need not have the name of its backend.
     return f"{rule}; entry points that could not be loaded: {', '.join(registry.broken)}" if registry.broken else rule
 

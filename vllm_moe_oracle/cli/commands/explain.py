@@ -62,6 +62,7 @@ def command(
     chosen = settings.load(assignments=_assignments(assignments or []))
     machine = _device(device)
     layers = checkpoint.layers(checkpoint.read(path), tp, ep)
+    moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
     _check_all_used(chosen, layers)
     groups = _groups([_as_asked(problem, chosen) for problem in layers.problems], machine, chosen, moe_backend)
     notes = [*layers.notes, *_notes(chosen, layers.method, groups, machine)]
