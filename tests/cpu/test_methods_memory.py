@@ -136,3 +136,19 @@ def test_states_are_explicit_and_guarded(monkeypatch: pytest.MonkeyPatch) -> Non
             parameter = getattr(layer, name)
             with pytest.raises(LifecycleError, match="in the kernel's layout already"):
                 parameter.weight_loader(parameter, torch.zeros(1), name, shard_id="w1", expert_id=0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_tensor_parallel_rank_adds_the_second_bias(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer()
+    layer.params_dtype = torch.bfloat16  # type: ignore[assignment]
+    with inside_vllm(Emulation(), monkeypatch, experts=2) as config:
+        config.has_bias = True
+        config.moe_parallel_config.tp_size, config.moe_parallel_config.tp_rank = 2, rank
+        method = created(config, layer)
+        load(layer)
+        layer.w2_bias.data.fill_(3.0)
+        layer.w13_bias.data.fill_(5.0)
+        method.process_weights_after_loading(layer)
+    assert bool((layer.w2_bias == (3.0 if rank == 0 else 0.0)).all())
+    assert bool((layer.w13_bias == 5.0).all())

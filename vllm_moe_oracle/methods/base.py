@@ -187,6 +187,10 @@ class OracleMoEMethod(FusedMoEMethodBase):
         self._enter(layer, "converting")
         problem = self.decision.problem
         raw = self._scheme().read(dict(self.release.parameters(layer)), problem)
+        parallel = self.moe.moe_parallel_config
+        if "w2_bias" in raw and parallel.tp_size > 1 and parallel.tp_rank > 0:
+            # vLLM sums the ranks' outputs, and its loader gives every rank the whole bias of the second product.
+            raw["w2_bias"].zero_()
         selfcheck.settle(self, raw, fixed=self.moe_kernel is not None)
         self.experts_cls = self.release.experts_class(self.backend)
         names = self._names(raw)
