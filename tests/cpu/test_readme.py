@@ -27,3 +27,9 @@ def test_every_setting_that_it_names_exists() -> None:
 
     variables = {settings.variable(name) for name in settings.FIELDS}
     assert set(re.findall(r"MOE_ORACLE_[A-Z0-9_]+", TEXT)) <= variables
+
+
+def test_the_ci_takes_its_releases_from_the_adapters() -> None:
+    workflow = (readme.ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    assert "python -m vllm_moe_oracle.compat --releases)" in workflow
+    assert re.findall(r"\b0\.\d\d\.\d\b", workflow) == []
