@@ -335,6 +335,8 @@ def _problem(config: Config, index: int, name: str, scheme: Scheme, tp: int, exp
     width = _integer(model, WIDTH, where, MAX_WIDTH, index)
     # Experts of Nemotron-3-Super work in a latent space that is smaller than the hidden state.
     hidden = _integer(model, ("moe_latent_size", "hidden_size", "n_embd", "d_model"), where, MAX_WIDTH)
+    heads = model.get("num_attention_heads")
+    heads = heads if isinstance(heads, int) and heads > 0 else 0
     local = experts
     parallel = Parallel(ep=tp) if expert_parallel else Parallel(tp=tp)
     if expert_parallel:
@@ -345,10 +347,14 @@ def _problem(config: Config, index: int, name: str, scheme: Scheme, tp: int, exp
         local = -(-experts // tp)
     elif width % tp:
         rule = f"tensor parallelism over {tp} ranks does not divide the experts' intermediate size {width}"
-        divisors = [size for size in range(tp - 1, 0, -1) if width % size == 0][:1]
+        fitting = [size for size in range(tp - 1, 0, -1) if width % size == 0 and not heads % size]
         rule += f" ({width} mod {tp} = {width % tp})"
-        remedy = f"TP {divisors[0]} divides it, or cut by experts with --ep"
+        remedy = f"TP {fitting[0]} divides it, or cut by experts with --ep"
         raise CheckpointError(rule, remedy, where)
+    elif heads % tp:
+        fitting = [size for size in range(tp - 1, 0, -1) if not heads % size and not width % size]
+        rule = f"vLLM refuses {tp} ranks, which do not divide the {heads} attention heads ({heads} mod {tp} = "
+        raise CheckpointError(f"{rule}{heads % tp})", f"{fitting[0]} would do", where)
     try:
         return Problem(
             layer=name,

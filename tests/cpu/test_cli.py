@@ -124,7 +124,7 @@ def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Callab
 
 def test_a_group_without_a_backend_ends_with_3_and_still_prints_the_table(run: Run, write: Callable[..., Path]) -> None:
     # 2880 / 60 = 48 is no multiple of the 32 elements that share a scale.
-    arguments = ("explain", write("gpt-oss-20b"), "--device", "nvidia-h200", "--tp", 60)
+    arguments = ("explain", write("gpt-oss-20b", num_attention_heads=60), "--device", "nvidia-h200", "--tp", 60)
     result = run(*arguments)
     assert result.status == 3
     text = " ".join(result.out.split())
@@ -289,6 +289,8 @@ def test_a_device_can_come_from_a_file(run: Run, write: Callable[..., Path], tmp
     [
         (("nowhere",), "nowhere: no such file or folder. Give a checkpoint's folder or its config.json"),
         (("CONFIG", "--tp", "5"), "does not divide the experts' intermediate size 768 (768 mod 5 = 3)"),
+        (("CONFIG", "--tp", "7"), "TP 4 divides it"),
+        (("CONFIG", "--tp", "24"), "do not divide the 32 attention heads (32 mod 24 = 8). 16 would do"),
         (("CONFIG", "--tp", "0"), "--tp: 0 ranks are not possible"),
         (("CONFIG", "--device", "nvidia-h2000"), "--device: unknown device 'nvidia-h2000'. Valid are auto, "),
         (("CONFIG", "--device", "missing.json"), "missing.json: cannot be read: No such file"),
