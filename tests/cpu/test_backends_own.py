@@ -110,3 +110,17 @@ def test_the_kernels_are_given_everything_that_the_layer_has(monkeypatch: pytest
     assert (seen["activation"], seen["alpha"], seen["beta"], seen["limit"]) == ("swigluoai", 1.702, 1.0, 7.0)
     assert seen["args"][1].w13.bias is not None
     assert scratch.numel() > 0
+
+
+def test_scratch_memory_never_shrinks_with_fewer_tokens_than_vllm_planned_for() -> None:
+    layer = problem(experts=8, top_k=2, hidden_size=256, intermediate_size=128)
+    weights = canonical(layer)
+    plan = BACKEND.plan(layer, H200)
+    experts = [BACKEND.convert({key: each[i] for key, each in weights.items()}, layer, plan) for i in range(8)]
+    tensors: Tensors = {key: torch.stack([each[key] for each in experts]) for key in experts[0]}
+    recorder = Recorder()
+    recorder.max_tokens = 300
+    _, nbytes = BACKEND.experts(tensors, layer, plan, recorder)  # type: ignore[arg-type]
+    needs = [nbytes(tokens, 2) for tokens in range(301)]
+    assert needs == sorted(needs)
+    assert needs[0] == 0 < needs[1]

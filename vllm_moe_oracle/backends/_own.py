@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..oracle.decision import Plan
@@ -76,14 +77,20 @@ class OwnBackend(Backend):
 
         config = INVARIANT if problem.batch_invariant else None
         blank = self._allocate(problem, problem.local_experts, "meta")
+        # Tiles change with the number of tokens, so neither need grows steadily with it; beyond 1024 tokens the tiles
+        # are the largest there are. vLLM sizes its workspaces once, for the most tokens.
+        small = range(1, min(builder.max_tokens, 1024) + 1)
+        plans = [plan_workspace(blank, size, problem.top_k, config) for size in small]
+        most_bytes = list(itertools.accumulate((plan.nbytes for plan in plans), max))
         # Zero before the first call, and every call leaves it zero: one buffer, made once, outside any graph.
-        sizes = [1 << power for power in range(builder.max_tokens.bit_length() + 1)]
-        most = max(plan_workspace(blank, size, problem.top_k, config).counters for size in sizes)
-        counters = torch.zeros(most, dtype=torch.int32, device=tensors["w13"].device)
+        sizes = [1 << power for power in range(10, builder.max_tokens.bit_length() + 1)]
+        plans += [plan_workspace(blank, size, problem.top_k, config) for size in sizes]
+        counters = torch.zeros(max(plan.counters for plan in plans), dtype=torch.int32, device=tensors["w13"].device)
         activation = problem.activation
 
         def nbytes(tokens: int, top_k: int) -> int:
-            return plan_workspace(blank, tokens, top_k, config).nbytes
+            below = most_bytes[min(tokens, len(most_bytes)) - 1] if tokens else 0
+            return max(below, plan_workspace(blank, tokens, top_k, config).nbytes if tokens else 0)
 
         def run(
             out: Tensor,

@@ -312,6 +312,8 @@ def _try(method: Checked, raw: Tensors) -> Result | str:
     problem, plan = method.decision.problem, method.decision.plan
     try:
         return run(method.backend, problem, plan, raw, method.moe, method.release)
+    except torch.OutOfMemoryError:  # says nothing about the backend, and another one would need as much
+        raise
     except Exception as error:  # a backend that crashes is a backend that fails; the error becomes the reason
         logger.exception("moe_oracle: %s: %s raised in its self-check", problem.layer, method.backend.name)
         return f"{type(error).__name__}: {error}"
