@@ -174,6 +174,3 @@ class Backend(ABC):
             plan: this backend's own plan for it.
             builder: vLLM's side.
         """
-
-
-BackendFactory = Callable[[], Backend]

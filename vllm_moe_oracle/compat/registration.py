@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import StandDown
+from . import retired
 from .construction import under_construction
 from .eras import era_of
 from .patches import Deferred, Patch, around, transplant
@@ -26,6 +27,7 @@ def patches_for(version: str, configs: dict[str, str], methods: dict[str, str]) 
     if current_platform.is_rocm() or current_platform.is_xpu():
         rule = f"no backend knows {current_platform.device_name or 'this platform'}'s own kernels for these formats"
         raise StandDown(rule, "Stock vLLM serves them there")
+    retired.warn(version)
     yield _registry(configs)
     yield around("name of the layer under construction", f"{era_of(version).layer}.__init__", _construct_layer)
     for stock, ours in methods.items():
