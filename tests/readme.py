@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 EXAMPLE = "examples/qwen3-30b-a3b-mxfp8.json"
+KERNELS = ROOT / "tests" / "golden" / "h200" / "kernels-vllm-0.33.0.json"
 COSTS = ROOT / "tests" / "golden" / "costs.json"
 
 
@@ -68,11 +70,39 @@ def numbers() -> str:
     return "\n".join([*lines, "", f"{costs['conditions']}. Repeat with `{costs['command']}`."])
 
 
+def kernels() -> str:
+    """Our kernels against stock's default, from the committed benchmark."""
+    data = json.loads(KERNELS.read_text())
+    spans = {"1": (1, 1), "2 to 4": (2, 4), "8 to 64": (8, 64), "128 to 512": (128, 512)}
+    lines = [
+        "| weights | layers | " + " | ".join(f"{span} token{'s' * (span != '1')}" for span in spans) + " |",
+        "|---" * 6 + "|",
+    ]
+    for name in ("int4", "int8", "mxfp8", "mxfp4"):
+        rows = [row["us"] for row in data["rows"] if row["cell"].startswith(name)]
+        cells = []
+        for low, high in spans.values():
+            ratios = [
+                us["auto"] / us["ours"] for row in rows for tokens, us in row.items() if low <= int(tokens) <= high
+            ]
+            cells.append(f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        lines.append(f"| {name} | {len(rows)} | {' | '.join(cells)} |")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Stock's default time over ours: geometric mean (worst to best layer and token count). Stock's default for "
+            "MXFP4 includes softmax and top-k.",
+        ]
+    )
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "explain": explain,
     "support-table": support_table,
     "settings": settings,
     "numbers": numbers,
+    "kernels": kernels,
 }
 
 

@@ -114,8 +114,8 @@ def kind_rule(kind: str) -> Rule:
         "humming.kind",
         lambda problem, device: grouped(problem, device) == (kind == "indexed"),
         lambda problem, device: (
-            f"vLLM runs Humming's {'grouped' if grouped(problem, device) else 'indexed'} kernels "
-            f"for expert parallelism over {problem.parallel.ep} ranks"
+            f"vLLM runs Humming's {'grouped' if grouped(problem, device) else 'indexed'} kernels where experts are "
+            + (f"spread over {problem.parallel.ep} ranks" if problem.parallel.ep > 1 else "not spread over ranks")
         ),
     )
 
