@@ -36,7 +36,6 @@ VALUES = {
 """Class of values that vLLM does not annotate."""
 
 NARROWED: dict[str, str] = {
-    "compat/registration.py:_online_linear:layer": "vllm.model_executor.layers.linear:LinearBase",
     "methods/compressed_tensors.py:declared_activations:layer.quant_config": (
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
     ),
