@@ -1,7 +1,10 @@
-"""The generated parts of README.md: ``python tests/readme.py [--write]``; without it, says whether they are up to date.
+"""The generated parts of README.md and of the CI's workflow: ``python tests/readme.py [--write]``.
+
+Without ``--write`` it says whether they are up to date.
 
 A part stands between ``<!-- name -->`` and ``<!-- /name -->`` and is made here from the code, or from committed
-measurements. `tests/cpu/test_readme.py` fails when one is stale.
+measurements. In the workflow, the lists of releases in front of ``# supported releases`` and ``# served releases`` are
+the adapters'. `tests/cpu/test_readme.py` fails when anything is stale.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 EXAMPLE = "examples/qwen3-30b-a3b-mxfp8.json"
 KERNELS = ROOT / "tests" / "golden" / "h200" / "kernels-vllm-0.33.0.json"
 COSTS = ROOT / "tests" / "golden" / "costs.json"
@@ -123,6 +127,21 @@ def current(name: str, text: str) -> str:
     return found[1].strip()
 
 
+def workflow(text: str) -> str:
+    """The workflow with the adapters' lists of releases.
+
+    Raises:
+        ValueError: a list is missing.
+    """
+    from vllm_moe_oracle.compat.eras import CPU_RELEASES, RELEASES
+
+    for mark, releases in {"supported releases": RELEASES, "served releases": CPU_RELEASES}.items():
+        text, found = re.subn(rf"release: \[.*?\] # {mark}", f"release: {json.dumps(list(releases))} # {mark}", text)
+        if found != 1:
+            raise ValueError(f"{WORKFLOW.name} has {found} lists of {mark}; it needs one")
+    return text
+
+
 def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -137,6 +156,11 @@ def main() -> int:
             text = pattern(name).sub(
                 lambda found, name=name, made=made: f"<!-- {name} -->\n{made}\n<!-- /{name} -->", text
             )
+    jobs = WORKFLOW.read_text(encoding="utf-8")
+    if workflow(jobs) != jobs:
+        stale.append(WORKFLOW.name)
+        if write:
+            WORKFLOW.write_text(workflow(jobs), encoding="utf-8")
     if write and stale:
         README.write_text(text, encoding="utf-8")
     print(f"{'written' if write else 'stale'}: {', '.join(stale)}" if stale else "up to date")
