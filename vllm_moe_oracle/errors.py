@@ -66,6 +66,10 @@ class SelfCheckError(OracleError, RuntimeError):
     """A kernel disagrees with the reference on the loaded weights, and nothing else may be taken instead."""
 
 
+class AgreementError(OracleError, RuntimeError):
+    """The ranks of a model could not agree: one failed, died, did not come, or was asked something else."""
+
+
 class LifecycleError(OracleError, RuntimeError):
     """Weights were loaded into, or read from, a layer that is not in the state that this needs."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -41,6 +42,16 @@ def _boolean(value: object, where: str) -> bool:
     if word in _TRUE or word in _FALSE:
         return word in _TRUE
     raise SettingError(f"{value!r} is no truth value", f"Write one of {', '.join(sorted(_TRUE | _FALSE))}", where)
+
+
+def _seconds(value: object, where: str) -> float:
+    try:
+        seconds = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise SettingError(f"{value!r} is no time in seconds", "Write a number above 0", where)
+    return seconds
 
 
 def _name(value: object, where: str) -> str:
@@ -139,6 +150,12 @@ class Settings:
         "how experts that are quantised to MXFP8 while they load get their scales: as vLLM, as the MX specification, "
         "or as the compressed-tensors package",
         "ceil|floor|llm-compressor",
+    )
+    agreement_seconds: float = _setting(
+        600.0,
+        _seconds,
+        "how long a rank waits for the others, which may still load or check, before it gives up with an error",
+        "SECONDS",
     )
     report: str = _setting("", _path, "file that each process appends its decisions to, one JSON object a line", "PATH")
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
