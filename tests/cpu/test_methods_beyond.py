@@ -75,7 +75,7 @@ def test_any_other_layer_is_ours() -> None:
 def chosen(environment: dict[str, str], objections: dict[str, str]) -> Any:
     """A method that was decided on an H200, before a vLLM whose classes object by backend name."""
     decision = decide(problem(), H200, load(environment))
-    release = SimpleNamespace(stock_objection=lambda backend, moe, scheme: objections.get(backend.name, ""))
+    release = SimpleNamespace(stock_objection=lambda backend, moe, problem: objections.get(backend.name, ""))
     return SimpleNamespace(
         decision=decision, backend=default_registry()[decision.backend], release=release, moe=None, settings=load({})
     )

@@ -83,6 +83,7 @@ class Builder(Protocol):
         *,
         weights: str = "",
         inputs: str = "",
+        swizzled: bool = False,
         plan: Plan | None = None,
         scales: tuple[Tensor, ...] = (),
         problem: Problem | None = None,
@@ -94,8 +95,9 @@ class Builder(Protocol):
             class_name: e.g. ``MarlinExperts``.
             weights: what the class must believe of the weights' type, in vLLM's words (``fp8``, ``mxfp8``...); "" for
                 the scheme's own name.
-            inputs: the type to which vLLM's prepare step quantises activations before the class gets them; "" when it
-                must leave them alone.
+            inputs: the type to which vLLM's prepare step quantises activations before the class gets them (``mxfp8``,
+                ``fp8_block128``: one scale per 128); "" when it must leave them alone.
+            swizzled: the prepare step orders the activations' scales in tiles of 128 rows x 4.
             plan: given when the class, and the layer that calls it, must see padded sizes.
             scales: of both weights as the class wants to see them; empty when they are what `tensors` has.
             problem: given to classes that read sizes from elsewhere than vLLM's two configs.

@@ -41,6 +41,64 @@ def mxfp8_place(name: str, device: Device) -> float:
     return place
 
 
+# vllm/model_executor/layers/fused_moe/oracle/mxfp4.py of 0.33.0: `_get_priority_backends_for_gpt_oss` and
+# `_get_priority_backends`, spaced out; within a backend the order of `backend_to_kernel_cls`. What both lists have,
+# both have in the same order.
+MXFP4_ORDER = {
+    "trtllm_bf16_monolithic": 10.0,
+    "trtllm_bf16": 11.0,
+    "trtllm_mxfp8_monolithic": 20.0,
+    "trtllm_mxfp8": 21.0,
+    "deep_gemm": 25.0,
+    "triton_monolithic": 30.0,
+    "triton": 31.0,
+    "cutlass_bf16": 40.0,
+    "cutlass_mxfp8": 41.0,
+    "marlin": 60.0,
+    "marlin_batched": 61.0,
+    "humming_batched": 70.0,
+    "humming_grouped": 71.0,
+    "humming": 72.0,
+    "cpu": 80.0,
+    "triton_unfused": 90.0,
+}
+"""Places of the stock kernels for MXFP4 in the order of vLLM 0.33.0, lower first. The unfused Triton kernels are in
+neither list: stock runs them only where they are asked for."""
+
+_NOT_FOR_OTHERS = (
+    "trtllm_bf16_monolithic",
+    "trtllm_bf16",
+    "triton_monolithic",
+    "triton",
+    "cutlass_bf16",
+    "cutlass_mxfp8",
+)
+"""What stock offers gpt-oss's checkpoints alone, of itself; other models get it after everything else."""
+_AFTER_EVERYTHING = 200.0
+
+
+def mxfp4_place(name: str, problem: Problem, device: Device) -> float:
+    """Place of a stock kernel among those of MXFP4, as vLLM 0.33.0 orders them for the layer on the device.
+
+    Args:
+        name: a key of `MXFP4_ORDER`.
+        problem: the layer: stock has one list for gpt-oss's checkpoints and one for all others.
+        device: the machine.
+    """
+    place = MXFP4_ORDER[name]
+    if problem.scheme.packing != "gpt_oss" and name in _NOT_FOR_OTHERS:
+        return _AFTER_EVERYTHING + place
+    if device.kind != "cuda":
+        return place
+    if name.startswith("humming") and device.capability in _HUMMING_PREFERRED:
+        # `prioritize_humming`: directly before Marlin.
+        return MXFP4_ORDER["marlin"] - 10.0 + (place - MXFP4_ORDER["humming_batched"])
+    if name in ("triton_monolithic", "triton") and device.capability // 10 == 12:
+        # Little shared memory: behind Marlin there.
+        return MXFP4_ORDER["marlin_batched"] + (place - MXFP4_ORDER["triton_monolithic"] + 1.0)
+    return place
+
+
 def release(device: Device) -> tuple[int, ...]:
     """vLLM's version on the machine as numbers; one that is unknown counts as the newest."""
     try:

@@ -15,7 +15,11 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig, FusedMoEQuantDesc
-from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat, FusedMoEKernel
+from vllm.model_executor.layers.fused_moe.modular_kernel import (
+    FusedMoEActivationFormat,
+    FusedMoEExperts,
+    FusedMoEKernel,
+)
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import make_moe_prepare_and_finalize_no_dp_ep
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
@@ -26,8 +30,11 @@ from ..oracle.problem import MX_BLOCK, Activation, Parallel, Problem, Routing, S
 from . import humming
 from .experts import FunctionExperts
 
-_STOCK_KEYS = {"mxfp8": ("kMxfp8Static", "kMxfp8Dynamic")}
-"""Names by which vLLM's oracle asks its expert classes about a scheme: weights and activations."""
+_STOCK_WEIGHTS = {"mxfp8": "kMxfp8Static", "mxfp4": "kMxfp4Static"}
+"""Names by which vLLM's oracles ask their expert classes about a scheme's weights."""
+
+_STOCK_INPUTS = {"mxfp8": "kMxfp8Dynamic", "fp8": "kFp8Dynamic128Sym", "mxfp4": "kMxfp4Dynamic"}
+"""The same for the precision in which a backend consumes activations; None for the model's own."""
 
 _OAI_DEFAULTS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
 """gpt-oss's constants, which vLLM's kernels for ``swigluoai`` have built in."""
@@ -56,6 +63,14 @@ class Adapter:
         "TrtLlmFp8ExpertsMonolithic": (
             "vllm.model_executor.layers.fused_moe.experts.trtllm_fp8_moe:TrtLlmFp8ExpertsMonolithic"
         ),
+        "TrtLlmMxfp4ExpertsModular": (
+            "vllm.model_executor.layers.fused_moe.experts.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsModular"
+        ),
+        "TrtLlmMxfp4ExpertsMonolithic": (
+            "vllm.model_executor.layers.fused_moe.experts.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsMonolithic"
+        ),
+        "FlashInferExperts": "vllm.model_executor.layers.fused_moe.experts.flashinfer_cutlass_moe:FlashInferExperts",
+        "DeepGemmFP4Experts": "vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe:DeepGemmFP4Experts",
     }
 
     # --- the running engine -----------------------------------------------------------------------
@@ -73,20 +88,23 @@ class Adapter:
         batched = moe.moe_parallel_config.use_batched_activation_format
         return ["LoRA on experts"] * bool(moe.is_lora_enabled) + ["a batched all-to-all"] * bool(batched)
 
-    def stock_objection(self, backend: Backend, moe: Any, scheme: Scheme) -> str:
+    def stock_objection(self, backend: Backend, moe: Any, problem: Problem) -> str:
         """Why the stock class that a backend wraps would refuse the layer; "" when it would not, or gives no answer.
 
         Args:
             backend: the backend.
             moe: vLLM's `FusedMoEConfig` of the layer.
-            scheme: what the checkpoint holds.
+            problem: the layer.
         """
-        keys = _STOCK_KEYS.get(scheme.name)
-        if not backend.stock_class or keys is None:
+        scheme = problem.scheme.name
+        if not backend.stock_class or scheme not in _STOCK_WEIGHTS:
             return ""
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
-        weights, inputs = (getattr(quant_utils, name) for name in keys)
+        # vLLM's MXFP8 oracle asks every class about W8A8, also those that leave activations alone.
+        name = _STOCK_INPUTS.get("mxfp8" if scheme == "mxfp8" else backend.activations(problem))
+        weights = getattr(quant_utils, _STOCK_WEIGHTS[scheme])
+        inputs = None if name is None else getattr(quant_utils, name)
         batched = moe.moe_parallel_config.use_batched_activation_format
         layout = FusedMoEActivationFormat.BatchedExperts if batched else FusedMoEActivationFormat.Standard
         found = self.experts_class(backend)
@@ -377,6 +395,7 @@ class Adapter:
         *,
         weights: str = "",
         inputs: str = "",
+        swizzled: bool = False,
         plan: Plan | None = None,
         scales: tuple[Tensor, ...] = (),
         problem: Problem | None = None,
@@ -391,6 +410,7 @@ class Adapter:
             quant_config: from `quant_config`.
             weights: see `vllm_moe_oracle.backends.Builder.stock`.
             inputs: see there.
+            swizzled: see there.
             plan: see there.
             scales: see there.
             problem: see there.
@@ -400,11 +420,15 @@ class Adapter:
             moe.hidden_dim = plan.hidden_size
             moe.intermediate_size_per_partition = plan.intermediate_size
         found = self.stock_class(class_name)
-        described = described_for_stock(quant_config, weights, inputs, scales)
+        described = described_for_stock(quant_config, weights, inputs, scales, swizzled)
         if class_name.startswith("Humming"):
             assert problem is not None and tensors is not None
             return self.humming_experts(found, moe, described, problem, tensors)
-        return found(moe, described)
+        experts = found.__new__(found)
+        # Classes that share a base of their own with a second class do not call this one; what it sets, others read.
+        FusedMoEExperts.__init__(experts, moe, described)
+        found.__init__(experts, moe, described)
+        return experts
 
     def humming_experts(
         self, stock_class: Any, moe: Any, quant_config: Any, problem: Problem, tensors: Mapping[str, Tensor]
@@ -447,7 +471,16 @@ _TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 """Types that vLLM's quant config knows as torch dtypes; the others go by their names."""
 
 
-def described_for_stock(quant_config: Any, weights: str, inputs: str, scales: tuple[Tensor, ...] = ()) -> Any:
+_INPUTS: dict[str, tuple[Any, tuple[int, int] | None]] = {
+    "mxfp8": ("mxfp8", (1, MX_BLOCK)),
+    "fp8_block128": (torch.float8_e4m3fn, (128, 128)),
+}
+"""Type and group of activations by the names that `Builder.stock` knows."""
+
+
+def described_for_stock(
+    quant_config: Any, weights: str, inputs: str, scales: tuple[Tensor, ...] = (), swizzled: bool = False
+) -> Any:
     """A quant config with the same tensors under another description of types.
 
     Args:
@@ -455,6 +488,7 @@ def described_for_stock(quant_config: Any, weights: str, inputs: str, scales: tu
         weights: type of the weights; "" leaves it.
         inputs: type that activations are quantised to before the experts; "" leaves them alone.
         scales: of both weights; empty leaves them.
+        swizzled: vLLM's prepare step orders the activations' scales in tiles.
     """
     changes: dict[str, Any] = {}
     for index, name in enumerate(("_w1", "_w2")):
@@ -464,9 +498,13 @@ def described_for_stock(quant_config: Any, weights: str, inputs: str, scales: tu
         if replaced:
             changes[name] = dataclasses.replace(getattr(quant_config, name), **replaced)
     if inputs:
-        shape = GroupShape(1, MX_BLOCK) if inputs.startswith("mx") else None
+        dtype, group = _INPUTS[inputs]
+        # A group says to stock's classes that the weights have the same one; MXFP4's have another type.
+        told = None if group is None or (dtype == "mxfp8" and quant_config._w1.dtype == "mxfp4") else GroupShape(*group)
         for name in ("_a1", "_a2"):
-            changes[name] = FusedMoEQuantDesc(dtype=_TYPES.get(inputs, inputs), shape=shape)
+            changes[name] = FusedMoEQuantDesc(dtype=dtype, shape=told)
+    if swizzled:
+        changes["is_scale_swizzled"] = True
     return dataclasses.replace(quant_config, **changes) if changes else quant_config
 
 

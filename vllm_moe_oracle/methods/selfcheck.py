@@ -261,7 +261,7 @@ def ask_stock(method: Checked) -> None:
     """
     while True:
         problem, name = method.decision.problem, method.backend.name
-        objection = method.release.stock_objection(method.backend, method.moe, problem.scheme)
+        objection = method.release.stock_objection(method.backend, method.moe, problem)
         if not objection:
             return
         found = f"vLLM's {method.backend.stock_class} refuses what {name} accepts: {objection}"
