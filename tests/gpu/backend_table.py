@@ -1,0 +1,716 @@
+"""Every backend that the oracle accepts on this GPU, through vLLM's MoE layer, against a float32 reference.
+
+    python tests/gpu/backend_table.py --scheme mxfp8 --json table.json     every layer, in processes of their own
+    python tests/gpu/backend_table.py --scheme mxfp8 --layer qwen3_silu    one layer, in this process
+
+What a scheme's layers are is data in ``table_<scheme>.py`` beside this file: `Table`. For each layer the same random
+weights go through stock vLLM's own method first (``--moe-backend`` of each class that a backend wraps), then through
+the plugin's method with each accepted backend, eager and under a CUDA graph that was captured on other inputs. An error
+is the relative L2 distance of all tokens' outputs from the reference, which shares no code with the package; for
+backends that quantise activations, as the checkpoint declares, the reference does so too. Then a rank of expert
+parallelism is played: an expert map says that every other expert is elsewhere, which must add nothing, and that the
+others are in other places. Also measured: peak memory beyond what was there before while weights are converted; what a
+second self-check takes, when kernels are compiled; and what a self-check says when the conversion is broken on purpose.
+
+`PASS` asks at most 6e-3, at most 1.2 times the error of the stock class that the backend wraps, where it wraps one and
+stock could run the layer, at most one expert plus 64 MiB for the conversion, at most 150 ms for the self-check, and
+that it finds every fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_PLUGINS", "")  # registered by hand, after stock has run
+os.environ.setdefault("MOE_ORACLE_SELF_CHECK", "off")
+
+import torch
+
+from vllm_moe_oracle.oracle.problem import Activation, Problem, Scheme
+
+TOKENS = (1, 7, 64, 513)
+SPREAD_TOKENS = 64
+LIMIT = 6e-3
+RATIO = 1.2
+CONVERSION_SLACK_MIB = 64
+SELF_CHECK_SECONDS = 0.15
+PROCESSES = 16
+
+Raw = dict[str, torch.Tensor]
+"""A layer's checkpoint by vLLM's names of parameters, `[experts, ...]` each."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One MoE layer; `activation` in vLLM's words."""
+
+    name: str
+    scheme: Scheme
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+    activation: str = "silu"
+    bias: bool = False
+    alpha: float | None = None
+    beta: float | None = None
+    limit: float | None = None
+
+    @property
+    def gated(self) -> bool:
+        """Two halves of rows in the first product."""
+        return not self.activation.endswith("_no_mul")
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Rows of both matrices."""
+        return {"w13": self.inner * (2 if self.gated else 1), "w2": self.hidden}
+
+    @property
+    def columns(self) -> dict[str, int]:
+        """Columns of both matrices."""
+        return {"w13": self.hidden, "w2": self.inner}
+
+    def problem(self) -> Problem:
+        """The layer as the oracle sees it."""
+        name = self.activation.removesuffix("_no_mul").removesuffix("_uninterleave")
+        return Problem(
+            layer="model.layers.0.mlp.experts",
+            scheme=self.scheme,
+            num_experts=self.experts,
+            local_experts=self.experts,
+            top_k=self.top_k,
+            hidden_size=self.hidden,
+            intermediate_size=self.inner,
+            has_bias=self.bias,
+            activation=Activation(name, self.gated, self.alpha, self.beta, self.limit),
+        )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Random weights of a layer.
+
+    Attributes:
+        raw: as vLLM would have loaded them; biases are ``w13_bias`` and ``w2_bias``. Where a release registers a
+            parameter with its last two dimensions exchanged, it gets them so.
+        matrix: float32 weights `[N, K]` of ``w13`` or ``w2`` of one expert, by the scheme's definition.
+    """
+
+    raw: Raw
+    matrix: Callable[[str, int], torch.Tensor]
+
+    @property
+    def expert_mib(self) -> float:
+        """One expert as the checkpoint has it."""
+        return sum(each[0].nbytes for each in self.raw.values()) / 2**20
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a scheme brings.
+
+    Attributes:
+        cases: the layers; those whose names begin with ``tiny`` only run when they are asked for.
+        checkpoint: random weights of a layer on a device; biases about as large as the products.
+        quantisation: vLLM's config of such a checkpoint, stock's own, or the plugin's once that is registered.
+        stock: vLLM's ``--moe-backend`` for the class that a backend wraps.
+        rounded: how inputs of products are rounded for backends that quantise activations, by their precision.
+        before_conversion: makes stock vLLM do what its method alone would not, on a layer with loaded weights.
+        after_conversion: the same, on a converted layer.
+    """
+
+    cases: Mapping[str, Case]
+    checkpoint: Callable[[Case, str], Checkpoint]
+    quantisation: Callable[[Case], Any]
+    stock: Mapping[str, str]
+    rounded: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+    before_conversion: Callable[[Any, Case, Raw, str], None] = lambda layer, case, raw, moe_backend: None
+    after_conversion: Callable[[Any, Case, Raw, str], None] = lambda layer, case, raw, moe_backend: None
+
+
+def by_name(cases: tuple[Case, ...]) -> dict[str, Case]:
+    """Cases by their names."""
+    return {case.name: case for case in cases}
+
+
+def table_of(scheme: str) -> Table:
+    """The table of a scheme."""
+    found: Table = importlib.import_module(f"table_{scheme}").TABLE
+    return found
+
+
+# --- The reference --------------------------------------------------------------------------------------------------
+
+
+def reference(
+    case: Case,
+    checkpoint: Checkpoint,
+    calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    enter: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
+) -> list[torch.Tensor]:
+    """What the layer gives for some calls, in float32: `[M, hidden]` each.
+
+    Args:
+        case: the layer.
+        checkpoint: its weights.
+        calls: `x` `[M, hidden]` bfloat16, weights `[M, top_k]` float32, ids `[M, top_k]`, -1 for an expert elsewhere.
+        enter: what becomes of both products' inputs.
+    """
+    x, weights, ids = (torch.cat(each) for each in zip(*calls, strict=True))
+    out = torch.zeros(x.shape[0], case.hidden, dtype=torch.float32, device=x.device)
+    for expert in filter(lambda each: each >= 0, ids.unique().tolist()):
+        token, choice = (ids == expert).nonzero(as_tuple=True)
+        hidden = enter(x[token].float()) @ checkpoint.matrix("w13", expert).T
+        if case.bias:
+            hidden += checkpoint.raw["w13_bias"][expert].float()
+        result = enter(_activate(case, hidden)) @ checkpoint.matrix("w2", expert).T
+        if case.bias:
+            result += checkpoint.raw["w2_bias"][expert].float()
+        out.index_add_(0, token, result * weights[token, choice].unsqueeze(-1))
+    return list(out.split([each[0].shape[0] for each in calls]))
+
+
+def _activate(case: Case, hidden: torch.Tensor) -> torch.Tensor:
+    if not case.gated:
+        return hidden.clamp(min=0) ** 2
+    gate, up = hidden[:, : case.inner], hidden[:, case.inner :]
+    if case.limit is not None:
+        gate, up = gate.clamp(max=case.limit), up.clamp(min=-case.limit, max=case.limit)
+    alpha, beta = (1.0 if case.alpha is None else case.alpha), (0.0 if case.beta is None else case.beta)
+    return gate / (1 + torch.exp(-alpha * gate)) * (up + beta)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative L2 distance; NaN when any value is."""
+    return float((actual.float() - expected).norm() / expected.norm())
+
+
+# --- Layers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Built:
+    """A layer with its weights; `convert` must be called before it is run."""
+
+    layer: Any
+    config: Any
+    context: Any
+    device: str
+    seconds: float = 0.0
+    peak: int = 0
+
+    @property
+    def method(self) -> Any:
+        """The layer's method."""
+        return self.layer.quant_method
+
+    def convert(self) -> None:
+        """Converts the weights, and measures it."""
+        before = 0
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        start = time.perf_counter()
+        with torch.device(self.device):
+            self.method.process_weights_after_loading(self.layer)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            self.peak = torch.cuda.max_memory_allocated() - before
+        self.seconds = time.perf_counter() - start
+
+    def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Runs the layer's method on routed tokens."""
+        from vllm.forward_context import set_forward_context
+
+        with set_forward_context(None, self.config, num_tokens=x.shape[0]):
+            output: torch.Tensor = self.method.apply(self.layer, x, weights, ids, None, None)
+        return output
+
+    def spread(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Runs the plugin's method as on a rank where each expert has another place, or none.
+
+        Args:
+            x: `[M, hidden]`.
+            weights: `[M, top_k]`.
+            ids: `[M, top_k]`.
+            places: int32 `[experts]`: the expert whose weights are meant, -1 for none.
+        """
+        from vllm.forward_context import set_forward_context
+
+        with set_forward_context(None, self.config, num_tokens=x.shape[0]):
+            seen = _Spread(self.layer, places)
+            output: torch.Tensor = self.method.release.apply(self.method.moe_kernel, seen, x, weights, ids, {})
+        return output
+
+    def close(self) -> None:
+        """Leaves vLLM's config context and frees the layer."""
+        self.context.__exit__(None, None, None)
+        self.layer = None
+
+
+class _Spread:
+    """A layer with another expert map."""
+
+    def __init__(self, layer: Any, places: torch.Tensor) -> None:
+        self._layer = layer
+        self.expert_map = places
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def build(table: Table, case: Case, checkpoint: Checkpoint, device: str, moe_backend: str, own: str = "") -> Built:
+    """A layer of vLLM with the checkpoint's weights, not converted yet.
+
+    Args:
+        table: of the case's scheme.
+        case: the layer.
+        checkpoint: its weights.
+        device: ``cuda`` or ``cpu``.
+        moe_backend: vLLM's ``--moe-backend``.
+        own: the plugin's backend; "" when stock's method is meant.
+    """
+    from vllm.config import DeviceConfig, KernelConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe import layer as moe_layer
+
+    factory = getattr(moe_layer, "FusedMoEFactory", None) or moe_layer.FusedMoE
+    extra = {"additional_config": {"moe_oracle": {"backend": own}}} if own else {}
+    config = VllmConfig(
+        device_config=DeviceConfig(device=device), kernel_config=KernelConfig(moe_backend=moe_backend), **extra
+    )
+    context = set_current_vllm_config(config)
+    context.__enter__()
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        runner = factory(
+            num_experts=case.experts, top_k=case.top_k, hidden_size=case.hidden, intermediate_size=case.inner,
+            params_dtype=torch.bfloat16, renormalize=True, quant_config=table.quantisation(case),
+            prefix="model.layers.0.mlp.experts", activation=case.activation, has_bias=case.bias,
+            ckpt_names=("gate_proj", "down_proj", "up_proj") if case.gated else ("up_proj", "down_proj", None),
+            swiglu_limit=case.limit, swiglu_alpha=case.alpha, swiglu_beta=case.beta,
+        )  # fmt: skip
+    layer = getattr(runner, "routed_experts", runner)
+    if not own:
+        table.before_conversion(layer, case, checkpoint.raw, moe_backend)
+    parameters = dict(layer.named_parameters())
+    for name, tensor in checkpoint.raw.items():
+        if name in parameters:
+            _fill(parameters[name].data, tensor, name)
+    return Built(layer, config, context, device)
+
+
+def _fill(target: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
+    """Copies a tensor into a parameter of its shape, or of its shape with the last two dimensions exchanged."""
+    if target.shape != tensor.shape and tensor.dim() == 3:
+        tensor = tensor.transpose(1, 2)
+    if target.shape != tensor.shape or target.element_size() != tensor.element_size():
+        raise ValueError(f"{name} is {list(tensor.shape)} {tensor.dtype}, vLLM has {list(target.shape)} {target.dtype}")
+    target.copy_(tensor)
+
+
+def inputs(case: Case, tokens: int, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random tokens with their experts: x, weights that sum to one, int32 ids."""
+    generator = torch.Generator(device=device).manual_seed(1000 * seed + tokens)
+    x = (torch.randn(tokens, case.hidden, device=device, generator=generator) * 0.5).bfloat16()
+    logits = torch.randn(tokens, case.experts, device=device, generator=generator)
+    weights, ids = torch.topk(torch.softmax(logits.float(), -1), case.top_k, dim=-1)
+    return x, weights / weights.sum(-1, keepdim=True), ids.to(torch.int32)
+
+
+def captured(built: Built, case: Case, tokens: int, real: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The output of a CUDA graph that was captured on other inputs of the same shapes."""
+    static = inputs(case, tokens, "cuda", seed=1)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            built(*static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = built(*static)
+    for target, source in zip(static, real, strict=True):
+        target.copy_(source)
+    graph.replay()
+    torch.cuda.synchronize()
+    return output.clone()
+
+
+# --- The self-check and what it must find -----------------------------------------------------------------------------
+
+
+def _rolled(tensor: torch.Tensor, dimension: int) -> torch.Tensor:
+    """As bytes where that is what it holds: 8-bit floats know few operations."""
+    view = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+    return view.roll(1, dimension).view(tensor.dtype)
+
+
+def _halves(expert: Raw) -> Raw:
+    names = ("w13", "w13_scale", "w13_zero_point", "w13_bias")
+    return {name: torch.cat(expert[name].chunk(2)[::-1]) for name in names if name in expert}
+
+
+def faults(case: Case) -> dict[str, Callable[[Raw], Raw]]:
+    """Conversions that go wrong: canonical tensors of an expert to those that are not as they should be."""
+    scheme = case.scheme
+    found: dict[str, Callable[[Raw], Raw]] = {
+        "scales of rows moved": lambda expert: {name: _rolled(expert[name], 0) for name in ("w13_scale", "w2_scale")},
+        "rows of w2 moved": lambda expert: {"w2": _rolled(expert["w2"], 0)},
+    }
+    if case.gated:
+        found["gate and up exchanged"] = _halves
+    if scheme.group_size != -1:
+        found["scales of groups moved"] = lambda expert: {"w13_scale": _rolled(expert["w13_scale"], 1)}
+    if scheme.zero_points:
+        middle = 1 << scheme.bits - 1
+        found["zero points left out"] = lambda expert: {
+            name: torch.full_like(expert[name], middle) for name in ("w13_zero_point", "w2_zero_point")
+        }
+    if scheme.act_order == "group":
+        found["order left out"] = lambda expert: {
+            name: torch.arange(expert[name].numel(), dtype=expert[name].dtype, device=expert[name].device)
+            for name in ("w13_order", "w2_order")
+        }
+    if case.bias:
+        found["w13's biases left out"] = lambda expert: {"w13_bias": torch.zeros_like(expert["w13_bias"])}
+        found["w2's biases left out"] = lambda expert: {"w2_bias": torch.zeros_like(expert["w2_bias"])}
+    return found
+
+
+class _Faulty:
+    """A backend whose conversion gets other tensors than it should."""
+
+    def __init__(self, backend: Any, fault: Callable[[Raw], Raw]) -> None:
+        self._backend, self._fault = backend, fault
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def convert(self, expert: Mapping[str, torch.Tensor], problem: Any, plan: Any) -> Any:
+        """Of the wrong tensors."""
+        return self._backend.convert({**expert, **self._fault(dict(expert))}, problem, plan)
+
+
+def self_check(built: Built, case: Case) -> dict[str, Any]:
+    """What the self-check says of the layer's backend, and of the same backend with each fault. Before conversion."""
+    from vllm_moe_oracle import schemes
+    from vllm_moe_oracle.methods import selfcheck
+
+    method = built.method
+    problem = method.decision.problem
+    raw = schemes.module(problem.scheme.name).read(dict(method.release.parameters(built.layer)), problem)
+
+    def run(backend: Any) -> Any:
+        with torch.device(built.device):
+            result = selfcheck.run(backend, problem, method.decision.plan, raw, method.moe, method.release)
+        if built.device == "cuda":
+            torch.cuda.synchronize()
+        return result
+
+    first, second = run(method.backend), run(method.backend)
+    found: dict[str, Any] = {"tolerance": float(f"{second.tolerance:.3e}"), "first_seconds": round(first.seconds, 3)}
+    if second.skipped:
+        return found | {"skipped": second.skipped}
+    found |= {"error": float(f"{second.error:.3e}"), "seconds": round(second.seconds, 4), "passed": second.passed}
+    results = {name: run(_Faulty(method.backend, fault)) for name, fault in faults(case).items()}
+    found["faults"] = {name: float(f"{result.error:.3e}") for name, result in results.items()}
+    found["missed"] = [name for name, result in results.items() if result.passed]
+    return found
+
+
+# --- The table ------------------------------------------------------------------------------------------------------
+
+
+def accepted(case: Case, machine: Any) -> dict[str, str]:
+    """The backends that the oracle accepts for the layer on a machine, and the precision of their activations."""
+    from vllm_moe_oracle import settings
+    from vllm_moe_oracle.oracle.oracle import candidates
+    from vllm_moe_oracle.oracle.registry import default_registry
+
+    problem, registry = case.problem(), default_registry()
+    return {
+        each.backend: registry[each.backend].activations(problem)
+        for each in candidates(problem, machine, settings.load())
+        if each.accepted
+    }
+
+
+def join_alone(device: str) -> None:
+    """vLLM's process groups for this process alone, and its workspaces."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device=device))):
+        store = f"file://{tempfile.mkdtemp()}/store"
+        init_distributed_environment(1, 0, store, 0, "nccl" if device == "cuda" else "gloo")
+        initialize_model_parallel(1, 1)
+    init_workspace_manager(torch.device(f"{device}:0" if device == "cuda" else device))
+
+
+def rows_of(
+    table: Table,
+    case: Case,
+    device: str,
+    only: set[str],
+    tokens: tuple[int, ...],
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+) -> list[dict[str, Any]]:
+    """The rows of one layer; `join_alone` must have been called.
+
+    Args:
+        table: of the case's scheme.
+        case: the layer.
+        device: ``cuda`` or ``cpu``.
+        only: backends; all accepted ones when empty.
+        tokens: how many tokens a call has.
+        keep: called with the rows so far after each: a kernel may take the process down.
+    """
+    import vllm
+
+    import vllm_moe_oracle.device as machine
+    from vllm_moe_oracle import plugin
+
+    plugin.unregister()
+    backends = {name: kind for name, kind in accepted(case, machine.detect()).items() if not only or name in only}
+    checkpoint = table.checkpoint(case, device)
+    real = {count: inputs(case, count, device) for count in tokens}
+    places = torch.arange(case.experts, dtype=torch.int32, device=device).flip(0)
+    places[::2] = -1
+    spread = inputs(case, SPREAD_TOKENS, device, seed=2)
+    placed = (*spread[:2], places[spread[2].long()])
+    targets: dict[str, dict[int, torch.Tensor]] = {}
+    for kind in {*backends.values(), "16bit"}:
+        calls = reference(case, checkpoint, [*real.values(), placed], table.rounded.get(kind, lambda values: values))
+        targets[kind] = dict(zip((*tokens, 0), calls, strict=True))
+
+    stock: dict[str, dict[int, float]] = {}
+    stock_errors: dict[str, str] = {}
+    for name, moe_backend in table.stock.items():
+        if name not in backends:
+            continue
+        try:
+            built = build(table, case, checkpoint, device, moe_backend)
+            built.convert()
+            table.after_conversion(built.layer, case, checkpoint.raw, moe_backend)
+            stock[name] = {count: relative_error(built(*real[count]), targets["16bit"][count]) for count in tokens}
+            stock[name][0] = built.peak
+            built.close()
+        except Exception as error:  # that stock cannot run a layer is a result
+            stock_errors[name] = f"{type(error).__name__}: {error}"[:200]
+
+    plugin.register()
+    state = plugin.state()
+    if not state.active:
+        raise SystemExit(f"the plugin stands down: {state.reason}")
+    rows = []
+    for name, kind in backends.items():
+        expected = targets[kind]
+        row: dict[str, Any] = {"layer": case.name, "backend": name, "vllm": vllm.__version__, "activations": kind}
+        start = time.perf_counter()
+        try:
+            built = build(table, case, checkpoint, device, "auto", own=name)
+            row["self_check"] = self_check(built, case)
+            built.convert()
+            row["experts"] = type(built.method.moe_kernel.fused_experts).__name__
+            row["convert_seconds"], row["convert_peak_mib"] = round(built.seconds, 3), round(built.peak / 2**20, 1)
+            row["one_expert_mib"] = round(checkpoint.expert_mib, 1)
+            kernel_bytes = sum(each.untyped_storage().nbytes() for each in built.layer.parameters())
+            row["kernel_mib"] = round(kernel_bytes / 2**20)
+            row["checkpoint_mib"] = round(checkpoint.expert_mib * case.experts)
+            row["error"] = {}
+            for count in tokens:
+                eager = built(*real[count])
+                found = {"eager": relative_error(eager, expected[count])}
+                if device == "cuda":
+                    found["graph"] = relative_error(captured(built, case, count, real[count]), expected[count])
+                row["error"][count] = {mode: float(f"{value:.3e}") for mode, value in found.items()}
+            row["spread_error"] = float(f"{relative_error(built.spread(*spread, places), expected[0]):.3e}")
+            if name in stock:
+                row["stock_error"] = {count: float(f"{stock[name][count]:.3e}") for count in tokens}
+                row["stock_convert_peak_mib"] = round(stock[name][0] / 2**20, 1)
+            if name in stock_errors:
+                row["stock_failure"] = stock_errors[name]
+            row["broken"] = broken(row)
+            row["pass"] = not row["broken"]
+            built.close()
+        except Exception as error:
+            row |= {"failure": f"{type(error).__name__}: {error}"[:400], "pass": False}
+        row["seconds"] = round(time.perf_counter() - start, 1)
+        rows.append(row)
+        print_row(row)
+        keep(rows)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    plugin.unregister()
+    return rows
+
+
+def broken(row: dict[str, Any]) -> list[str]:
+    """The module's rules that a row does not keep; empty when it passes."""
+    found = []
+    if row["convert_peak_mib"] > row["one_expert_mib"] + CONVERSION_SLACK_MIB:
+        found.append("conversion's peak")
+    for count, modes in row["error"].items():
+        stock = row.get("stock_error", {}).get(count)
+        allowed = LIMIT if stock is None else min(LIMIT, RATIO * stock)
+        # NaN is not within any limit.
+        found += [f"{mode} at {count}" for mode, error in modes.items() if not error <= allowed]
+    if not row["spread_error"] <= LIMIT:
+        found.append("spread experts")
+    check = row["self_check"]
+    if "skipped" not in check:
+        found += [f"self-check misses: {name}" for name in check["missed"]]
+        found += ["self-check"] * (not check["passed"])
+        found += ["self-check's time"] * (check["seconds"] > SELF_CHECK_SECONDS)
+    return found
+
+
+def print_row(row: dict[str, Any]) -> None:
+    """One line of the table."""
+    where = f"{row['layer']:22} {row['backend']:22}"
+    if "failure" in row:
+        print(f"{where} FAIL {row['failure']}", flush=True)
+        return
+    errors = "  ".join(
+        f"{count}: {'/'.join(f'{value:.2e}' for value in modes.values())}"
+        + (f" (stock {row['stock_error'][count]:.2e})" if "stock_error" in row else "")
+        for count, modes in row["error"].items()
+    )
+    check = row["self_check"]
+    words = check.get("skipped") or f"{1e3 * check['seconds']:.0f} ms, {len(check['faults'])} faults"
+    memory = f"peak {row['convert_peak_mib']} of {row['one_expert_mib']}+{CONVERSION_SLACK_MIB} MiB"
+    mark = "PASS" if row["pass"] else f"FAIL ({'; '.join(row['broken'])})"
+    print(f"{where} {mark} {errors}  spread {row['spread_error']:.2e}  {memory}  self-check {words}", flush=True)
+
+
+def conditions(scheme: str) -> dict[str, Any]:
+    """What the numbers depend on."""
+    from vllm_moe_oracle import device
+
+    found = device.detect()
+    return {
+        "gpu": found.name, "capability": found.capability, "packages": dict(found.packages), "torch": torch.__version__,
+        "cuda": torch.version.cuda, "limit": LIMIT, "ratio_to_stock": RATIO, "dtype": "bfloat16",
+        "self_check_seconds": SELF_CHECK_SECONDS, "conversion_slack_mib": CONVERSION_SLACK_MIB,
+        "error": "relative L2 over all tokens against float32", "date": time.strftime("%Y-%m-%d"),
+        "command": f"python tests/gpu/backend_table.py --scheme {scheme} --json FILE",
+    }  # fmt: skip
+
+
+def in_processes(
+    scheme: str, names: list[str], only: set[str], extra: list[str], processes: int, seconds: float
+) -> list[dict[str, Any]]:
+    """Runs each layer in processes of its own, many at once: kernels are compiled on many cores, and one that writes
+    where it must not harms no other backend.
+
+    Args:
+        scheme: whose table.
+        names: layers.
+        only: backends; all when empty.
+        extra: arguments of each process.
+        processes: how many at once.
+        seconds: after which what still runs is ended, and says so in its row.
+    """
+    import vllm_moe_oracle.device as machine
+
+    table, folder = table_of(scheme), Path(tempfile.mkdtemp())
+    waiting = []
+    for name in names:
+        found = [each for each in accepted(table.cases[name], machine.detect()) if not only or each in only]
+        together = [each for each in found if each in table.stock or each == "emulation"]
+        waiting += [(name, group) for group in (together, *([each] for each in found if each not in together)) if group]
+    # What compiles longest comes first.
+    waiting.sort(key=lambda each: len(each[1]) > 1 or not each[1][0].startswith("own"))
+    deadline = time.monotonic() + seconds
+    running: dict[tuple[str, str], tuple[list[str], Any]] = {}
+    rows: list[dict[str, Any]] = []
+    while waiting or running:
+        while waiting and len(running) < processes:
+            name, group = waiting.pop(0)
+            file = folder / f"{name}.{group[0]}.json"
+            command = [sys.executable, __file__, "--scheme", scheme, "--layer", name, "--json", str(file), *extra]
+            command += [word for each in group for word in ("--backend", each)]
+            log = file.with_suffix(".log").open("w")
+            running[name, group[0]] = group, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        time.sleep(0.2)
+        late = time.monotonic() > deadline
+        for (name, first), (group, process) in list(running.items()):
+            if process.poll() is None and not late:
+                continue
+            process.kill()
+            process.wait()
+            del running[name, first]
+            file = folder / f"{name}.{first}.json"
+            text = file.with_suffix(".log").read_text()
+            print("\n".join(line for line in text.splitlines() if line.startswith(f"{name} ")), flush=True)
+            done = json.loads(file.read_text())["rows"] if file.exists() else []
+            rows += done
+            why = f"no result after {seconds:.0f} s: " if late else "no result: "
+            missing = [each for each in group if each not in {row["backend"] for row in done}]
+            for backend in missing:
+                rows.append({"layer": name, "backend": backend, "failure": why + text[-400:], "pass": False})
+            if missing:
+                print(f"{name} {', '.join(missing)}: {why}\n{text[-2000:]}", flush=True)
+    order = list(table.cases)
+    return sorted(rows, key=lambda row: (order.index(row["layer"]), row["backend"]))
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scheme", required=True, help="mxfp8, wna16...: the name of a table beside this file")
+    parser.add_argument("--layer", action="append", help="a name of a case; every one that is not tiny by default")
+    parser.add_argument("--backend", action="append", default=[])
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", help="file to write; - for none")
+    parser.add_argument("--processes", type=int, default=PROCESSES)
+    parser.add_argument("--seconds", type=float, default=540, help="after which what still runs is given up")
+    args = parser.parse_args()
+    tokens = tuple(int(each) for each in args.tokens.split(","))
+    table = table_of(args.scheme)
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        if args.json and args.json != "-":
+            content = {"conditions": conditions(args.scheme), "rows": rows}
+            Path(args.json).write_text(json.dumps(content, indent=1) + "\n")
+
+    names = args.layer or [name for name in table.cases if not name.startswith("tiny")]
+    for name in names:
+        if name not in table.cases:
+            parser.error(f"no layer {name}; there are {', '.join(table.cases)}")
+    if len(names) == 1:
+        join_alone(args.device)
+        rows = rows_of(table, table.cases[names[0]], args.device, set(args.backend), tokens, keep)
+    else:
+        extra = ["--tokens", args.tokens, "--device", args.device]
+        rows = in_processes(args.scheme, names, set(args.backend), extra, args.processes, args.seconds)
+    keep(rows)
+    failed = [f"{row['layer']} {row['backend']}" for row in rows if not row["pass"]]
+    print(
+        f"{len(rows) - len(failed)} of {len(rows)} rows pass{'; not ' if failed else ''}{', '.join(failed)}", flush=True
+    )
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    # A table's file imports this one by name: it must be the same module.
+    sys.modules["backend_table"] = sys.modules["__main__"]
+    main()
