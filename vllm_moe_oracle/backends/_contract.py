@@ -140,6 +140,11 @@ class Backend(ABC):
         """Static place in the order of candidates, lower first: where nothing was measured, the order of the newest
         stock vLLM."""
 
+    def measured(self, problem: Problem, device: Device) -> str:
+        """The measurement, in words, to which it owes its place for such a layer on such a machine; "" where its place
+        is stock vLLM's. Whoever returns something says where the figures are kept."""
+        return ""
+
     @abstractmethod
     def activations(self, problem: Problem) -> ActivationPrecision:
         """Precision in which the experts' inputs enter the products."""
@@ -147,6 +152,11 @@ class Backend(ABC):
     @abstractmethod
     def numerics(self, problem: Problem) -> Numerics:
         """What the backend computes with, in words."""
+
+    def layout(self, problem: Problem, plan: Plan) -> str:
+        """Name of what `convert` makes: two backends that give the same name make the same tensors, to the bit, and can
+        run the same layer by turns. Its own, unless a backend says otherwise."""
+        return f"{self.name} {plan.hidden_size}x{plan.intermediate_size} {plan.layout}".rstrip()
 
     @abstractmethod
     def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:

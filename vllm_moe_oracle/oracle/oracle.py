@@ -9,6 +9,7 @@ from ..backends import Backend
 from ..errors import NoBackendError, SettingError
 from ..settings import AUTO, Settings
 from .decision import Accepted, Candidate, Decision, Reason, Rejected, Why, table
+from .measured import Choice, Evidence, choose
 from .overrides import first_match
 from .problem import Device, Problem
 from .registry import Registry, default_registry
@@ -51,11 +52,12 @@ def decide(
     settings: Settings,
     moe_backend: str = AUTO,
     registry: Registry | None = None,
+    evidence: Evidence | None = None,
 ) -> Decision:
     """Decides which backend runs a layer.
 
-    An override for the layer goes before the `backend` setting, that before vLLM's ``--moe-backend``, and any of them
-    before the static order.
+    An override for the layer goes before the `backend` setting, that before vLLM's ``--moe-backend``, any of them
+    before measurements, and these before the static order.
 
     Args:
         problem: the layer on this rank.
@@ -63,6 +65,7 @@ def decide(
         settings: what the user asked for.
         moe_backend: vLLM's ``--moe-backend``.
         registry: the backends; None for this process's own.
+        evidence: what was measured of this layer on such a machine; None when nothing was looked for.
 
     Raises:
         NoBackendError: no backend can run the layer, or the one that was chosen explicitly cannot (and
@@ -90,11 +93,13 @@ def decide(
     if chosen is None:
         rule = f"no backend can run {problem.scheme.name} experts here: {problem}; on {device}{note}"
         raise NoBackendError(f"{rule}\n{table(judged)}\n", _way_out(judged), problem.layer, judged)
-    because = "first in the order of the newest stock vLLM that can run here"
+    measured = registry[chosen.backend].measured(problem, device)
+    because = measured or "first in the order of the newest stock vLLM that can run here"
     slow = chosen.backend == REFERENCE and device.kind != "cpu"
     if slow:
         because = f"no kernel for {device} can run the layer; {REFERENCE} runs it slowly{_nearest_miss(judged)}"
-    decision = _decision(chosen, "estimate", f"{because}{note}", judged, problem, device, registry)
+    why: Why = "measured" if measured else "estimate"
+    decision = _decision(chosen, why, f"{because}{note}", judged, problem, device, registry)
     return dataclasses.replace(decision, regretted=slow or bool(note))
 
 
