@@ -1,15 +1,16 @@
-"""Orders of 8-bit codes: every byte comes back, and each lands where the fragment of `mma.m16n8k16` has it."""
+"""Orders of 8-bit and 4-bit codes: every one comes back, and each lands where the fragment of `mma.m16n8k16` has it."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_moe_oracle.layouts.pack import Order, pack_tiles, unpack_tiles
+from vllm_moe_oracle.layouts.pack import Order, pack_nibbles, pack_tiles, unpack_nibbles, unpack_tiles
 
 ORDERS: tuple[Order, ...] = ("interleaved", "transposed", "plain")
 
@@ -72,3 +73,51 @@ def test_shapes_are_learnt_without_data() -> None:
 def test_what_is_no_whole_tile_is_refused_with_both_numbers(shape: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=rf"\[{shape[0]}, {shape[1]}\].*64 rows x 16 columns"):
         pack_tiles(codes(*shape))
+
+
+@given(
+    tiles=st.tuples(st.integers(1, 5), st.integers(1, 9)),
+    order=st.sampled_from(("interleaved", "transposed")),
+    seed=st.integers(0, 2**31),
+)
+def test_every_nibble_comes_back(tiles: tuple[int, int], order: Any, seed: int) -> None:
+    original = codes(64 * tiles[0], 8 * tiles[1], seed)
+    packed = pack_nibbles(original, order)
+    assert packed.dtype == torch.int32 and packed.shape == (tiles[1], 128 * tiles[0]) and packed.is_contiguous()
+    assert torch.equal(unpack_nibbles(packed, order), original)
+
+
+@pytest.mark.parametrize("order", ["interleaved", "transposed"])
+def test_a_lane_holds_its_fragment_of_nibbles(order: Any) -> None:
+    rows, columns = 128, 32
+    original = codes(rows, columns // 2)
+    nibbles = torch.stack((original & 15, original >> 4), -1).flatten(-2).tolist()
+    packed = pack_nibbles(original, order).view(columns // 16, rows // 64, 32, 4).tolist()
+    for tile_k, tile_n, lane, tile in itertools.product(range(columns // 16), range(rows // 64), range(32), range(4)):
+        group, thread = divmod(lane, 4)
+        loops = {
+            "interleaved": [(h, k8, p) for p in range(2) for h in range(2) for k8 in range(2)],
+            "transposed": [(h, k8, p) for p in range(2) for k8 in range(2) for h in range(2)],
+        }[order]
+        word = packed[tile_k][tile_n][lane][tile]
+        for place, (half, k8, parity) in enumerate(loops):
+            row = 64 * tile_n + 16 * tile + 8 * half + group
+            assert (word >> 4 * place) & 15 == nibbles[row][16 * tile_k + 8 * k8 + 2 * thread + parity]
+
+
+def test_vllms_own_reference_of_the_marlin_order_of_nibbles_agrees() -> None:
+    reference = pytest.importorskip("vllm.model_executor.layers.quantization.utils.marlin_utils_test")
+    original = codes(192, 48)
+    columns_first = torch.stack((original & 15, original >> 4), -1).flatten(-2).T.to(torch.int32).contiguous()
+    expected = reference.marlin_weights(columns_first, 96, 192, 4, reference.get_weight_perm(4))
+    assert torch.equal(pack_nibbles(original), expected)
+
+
+def test_shapes_of_nibbles_are_learnt_without_data() -> None:
+    assert pack_nibbles(torch.empty(64, 16, dtype=torch.uint8, device="meta")).shape == (2, 128)
+
+
+@pytest.mark.parametrize("shape", [(63, 8), (64, 12), (32, 8)])
+def test_nibbles_that_are_no_whole_tile_are_refused_with_both_numbers(shape: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=rf"\[{shape[0]}, {2 * shape[1]}\].*64 rows x 16 columns"):
+        pack_nibbles(codes(*shape))

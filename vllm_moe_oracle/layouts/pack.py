@@ -1,15 +1,18 @@
-"""Orders 8-bit weight codes for kernels that feed 16-bit tensor cores from registers, and back.
+"""Orders 8-bit and 4-bit weight codes for kernels that feed 16-bit tensor cores from registers, and back.
 
-Marlin and Humming store a matrix `[N, K]` in tiles of 16 columns (K) x 64 rows (N), 1024 bytes each, such that each of
-the 32 lanes of a warp finds in 32 consecutive bytes what it holds of the four 16x16 operands of `mma.m16n8k16`, or of
+Marlin and Humming store a matrix `[N, K]` in tiles of 16 columns (K) x 64 rows (N), 1024 codes each, such that each of
+the 32 lanes of a warp finds in 32 consecutive codes what it holds of the four 16x16 operands of `mma.m16n8k16`, or of
 the `wgmma` operand of the same register layout (PTX ISA, "Matrix Fragments for mma.m16n8k16"). With row
-``n = 64 n' + 16 tile + 8 half + g`` and column ``k = 16 k' + 8 k8 + 2 t + parity``, lane ``4 g + t`` holds 32 bytes in
-one of these orders, last varying fastest:
+``n = 64 n' + 16 tile + 8 half + g`` and column ``k = 16 k' + 8 k8 + 2 t + parity``, lane ``4 g + t`` holds 32 codes in
+one of these orders, last varying fastest; of 4-bit codes eight are in a word, the first in its lowest bits:
 
 * ``interleaved``: tile, half, parity, k8. Marlin's for 8-bit codes, and Humming's. Two masks take the two values of a
   16-bit pair out of a word.
 * ``transposed``: tile, k8, parity, half. Humming's before 0.1.17 where it uses wgmma (sm_90).
-* ``plain``: tile, half, k8, parity. Humming's where the hardware converts 8-bit floats itself.
+* ``plain``: tile, half, k8, parity. Humming's where the hardware converts 8-bit floats itself. Not of 4-bit codes.
+
+4-bit codes have the parity first: ``interleaved`` is tile, parity, half, k8; ``transposed`` tile, parity, k8, half. One
+mask then takes a 16-bit pair out of a word, and shifts by four the next.
 
 Sources: vLLM's operator ``gptq_marlin_repack``, and the kernel ``weight_repack_nk`` in the package humming-kernels.
 """
@@ -33,6 +36,8 @@ _BYTES: dict[Order, tuple[int, int, int, int]] = {
     "transposed": (1, 5, 7, 2),
     "plain": (1, 2, 5, 7),
 }
+# The same of a matrix of bytes, each with both parities: the bytes of one parity, and the two codes of each.
+_PAIRS = {"interleaved": (2, 5), "transposed": (5, 2)}
 
 
 def pack_tiles(codes: Tensor, order: Order = "interleaved") -> Tensor:
@@ -72,3 +77,44 @@ def unpack_tiles(packed: Tensor, dtype: torch.dtype = torch.uint8, order: Order 
     split = packed.contiguous().view(torch.uint8).view([sizes[each] for each in permutation])
     back = [permutation.index(each) for each in range(8)]
     return split.permute(back).reshape(words // 4, tiles * 16).view(dtype)
+
+
+def pack_nibbles(codes: Tensor, order: Literal["interleaved", "transposed"] = "interleaved") -> Tensor:
+    """Orders 4-bit codes for register-fed 16-bit tensor cores.
+
+    Args:
+        codes: uint8 `[N, K/2]`, two codes a byte, low nibble first; N a multiple of 64, K of 16.
+        order: order of the codes of a lane; see the module.
+
+    Returns:
+        int32 `[K/16, 2 N]`.
+
+    Raises:
+        ValueError: N or K does not fit.
+    """
+    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    if rows % TILE_ROWS or columns % TILE_COLUMNS:
+        raise ValueError(f"[{rows}, {columns}] codes are no whole tiles of {TILE_ROWS} rows x {TILE_COLUMNS} columns")
+    split = codes.reshape(rows // 64, 4, 2, 8, columns // 16, 2, 4)
+    first, second = split.permute(*_LANE, 1, *_PAIRS[order]).unbind(-1)
+    even, odd = (first & 15) | (second << 4), (first >> 4) | (second & 240)
+    return torch.stack((even, odd), dim=-2).reshape(columns // 16, rows * 8).view(torch.int32)
+
+
+def unpack_nibbles(packed: Tensor, order: Literal["interleaved", "transposed"] = "interleaved") -> Tensor:
+    """Inverse of `pack_nibbles`.
+
+    Args:
+        packed: int32 `[K/16, 2 N]`.
+        order: the order it was packed in.
+
+    Returns:
+        uint8 `[N, K/2]`, low nibble first.
+    """
+    tiles, words = packed.shape
+    split = packed.contiguous().view(torch.uint8).view(tiles, words // 128, 8, 4, 4, 2, 2)
+    even, odd = split.unbind(-2)
+    pairs = torch.stack(((even & 15) | (odd << 4), (even >> 4) | (odd & 240)), dim=-1)
+    permutation = (*_LANE, 1, *_PAIRS[order])
+    back = [permutation.index(each) for each in range(7)]
+    return pairs.permute(back).reshape(words // 2, tiles * 8)
