@@ -15,10 +15,12 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from .errors import SettingError
+from .oracle import objectives
 from .oracle.overrides import Override, parse
 
 PREFIX = "MOE_ORACLE_"
@@ -52,6 +54,23 @@ def _seconds(value: object, where: str) -> float:
     if not 0 < seconds < math.inf:
         raise SettingError(f"{value!r} is no time in seconds", "Write a number above 0", where)
     return seconds
+
+
+def _part(value: object, where: str) -> float:
+    text = str(value).strip()
+    try:
+        part = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        part = math.nan
+    if isinstance(value, bool) or not 0 <= part < 1:
+        raise SettingError(f"{value!r} is no part of a whole", "Write a number from 0 to 1, or a percentage: 3%", where)
+    return part
+
+
+def _objective(value: object, where: str) -> str:
+    if isinstance(value, Mapping):
+        value = ",".join(f"{tokens}:{weight}" for tokens, weight in value.items())
+    return objectives.parse(_name(value, where), where).name
 
 
 def _name(value: object, where: str) -> str:
@@ -157,6 +176,27 @@ class Settings:
         "how long a rank waits for the others, which may still load or check, before it gives up with an error",
         "SECONDS",
     )
+    measured: bool = _setting(True, _boolean, "choose by measurements, where there are some of such a machine", "0|1")
+    objective: str = _setting(
+        "balanced",
+        _objective,
+        "numbers of tokens that a measured choice is for: decode (1 to 256), prefill (512 to 4096), balanced (half and "
+        "half), or weights by number of tokens",
+        "decode|prefill|balanced|TOKENS:WEIGHT,...",
+    )
+    margin: float = _setting(
+        0.03, _part, "by what part a backend must be faster than the one that comes first, to be taken instead", "PART"
+    )
+    second_copy: bool = _setting(
+        False,
+        _boolean,
+        "let a layer keep its weights for two backends, one for few tokens and one for many, where that is faster",
+        "0|1",
+    )
+    cache: str = _setting(
+        "", _path, "folder of the measurements that tune keeps; by default the user's cache folder", "DIR"
+    )
+    profile: str = _setting("", _path, "file of measurements that goes before the cache; never written", "FILE")
     report: str = _setting("", _path, "file that each process appends its decisions to, one JSON object a line", "PATH")
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
@@ -249,6 +289,23 @@ def _section(additional_config: object) -> Mapping[str, object]:
 def environment(name: str) -> str | None:
     """A variable that is not ours, for the few places that have to look at one."""
     return os.environ.get(name)
+
+
+def cache_folder(settings: Settings) -> Path:
+    """Where measurements are kept: the setting `cache`, or the user's cache folder by the XDG rules.
+
+    Raises:
+        SettingError: there is no home folder to put it into.
+    """
+    if settings.cache:
+        return Path(settings.cache).expanduser()
+    base = environment("XDG_CACHE_HOME")
+    if base and Path(base).is_absolute():  # the XDG rules: relative paths are to be ignored
+        return Path(base) / "vllm-moe-oracle"
+    try:
+        return Path.home() / ".cache" / "vllm-moe-oracle"
+    except RuntimeError as error:
+        raise SettingError(f"there is no cache folder: {error}", "Set MOE_ORACLE_CACHE to one", "cache") from error
 
 
 def not_selected() -> str:

@@ -17,7 +17,7 @@ PACKAGE = "vllm_moe_oracle"
 
 # Each room, and the rooms that its modules may import. A room is the longest prefix here that a module's name has.
 BASE = {"errors", "oracle.problem", "oracle.decision", "oracle.planner"}
-PURE = BASE | {"oracle.overrides", "settings"}
+PURE = BASE | {"oracle.overrides", "oracle.objectives", "settings"}
 TENSORS = BASE | {"schemes", "layouts", "kernels"}
 DECIDING = PURE | TENSORS | {"backends", "oracle"}
 SERVING = DECIDING | {"", "device", "checkpoint", "quantization", "measure", "profiles", "compat", "methods"}
@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "oracle.decision": {"oracle.problem", "errors"},
     "oracle.planner": BASE,
     "oracle.overrides": {"errors"},
-    "settings": {"errors", "oracle.overrides"},
+    "oracle.objectives": {"errors"},
+    "settings": {"errors", "oracle.overrides", "oracle.objectives"},
     "device": {"errors", "oracle.problem"},
     "quantization": BASE,
     "checkpoint": BASE | {"quantization"},

@@ -112,6 +112,45 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """One backend of a layer that runs several, by number of tokens.
+
+    Attributes:
+        backend: its name.
+        most: the largest number of tokens that it runs; None for the last step, which has no end.
+    """
+
+    backend: str
+    most: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a decision by measurement was made of. Times are medians in microseconds under uniform routing.
+
+    Attributes:
+        objective: which numbers of tokens counted.
+        source: where the measurements come from.
+        against: the first of the static order that was measured.
+        gain: part of `against`'s time that the winner saves, over the objective; 0 where `against` won.
+        best: the fastest candidate at each measured number of tokens.
+        loses: numbers of tokens where the winner is slower than another by more than the margin: the number, the other,
+            and by what part of the other's time.
+        times: of each candidate that was compared, by number of tokens.
+        remarks: how the place of measurement differs, and what was not compared.
+    """
+
+    objective: str
+    source: str
+    against: str
+    gain: float
+    best: tuple[tuple[int, str], ...]
+    loses: tuple[tuple[int, str, float], ...]
+    times: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """The winner for one layer, with everything that led to it.
 
@@ -124,6 +163,9 @@ class Decision:
         numerics: what the winner computes with.
         candidates: the verdict of every backend that knows the scheme, best first, rejected ones after.
         regretted: it is not what was asked for, or no kernel for this device can run the layer.
+        measured: what was measured, where that decided.
+        steps: which backend runs up to which number of tokens, where the layer runs more than one; `backend` is among
+            them.
     """
 
     problem: Problem
@@ -134,6 +176,8 @@ class Decision:
     numerics: Numerics
     candidates: tuple[Candidate, ...]
     regretted: bool = False
+    measured: Measured | None = None
+    steps: tuple[Step, ...] = ()
 
     def summary(self) -> str:
         """One line for a log."""

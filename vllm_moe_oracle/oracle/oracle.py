@@ -10,6 +10,7 @@ from ..errors import NoBackendError, SettingError
 from ..settings import AUTO, Settings
 from .decision import Accepted, Candidate, Decision, Reason, Rejected, Why, table
 from .measured import Choice, Evidence, choose
+from .objectives import parse
 from .overrides import first_match
 from .problem import Device, Problem
 from .registry import Registry, default_registry
@@ -99,8 +100,58 @@ def decide(
     if slow:
         because = f"no kernel for {device} can run the layer; {REFERENCE} runs it slowly{_nearest_miss(judged)}"
     why: Why = "measured" if measured else "estimate"
+    choice = Choice(chosen.backend, "")
+    if evidence is not None and chosen.backend != REFERENCE:
+        choice = _choice(evidence, chosen, judged, problem, device, settings, registry)
+    if choice.measured is not None:
+        chosen = next(candidate for candidate in judged if candidate.backend == choice.backend)
+        why, because = "measured", choice.because
+    elif choice.because:
+        because = f"{because}; {choice.because}"
     decision = _decision(chosen, why, f"{because}{note}", judged, problem, device, registry)
-    return dataclasses.replace(decision, regretted=slow or bool(note))
+    return dataclasses.replace(decision, regretted=slow or bool(note), measured=choice.measured, steps=choice.steps)
+
+
+def comparable(
+    static: Candidate, judged: tuple[Candidate, ...], problem: Problem, registry: Registry
+) -> tuple[str, ...]:
+    """Names of the accepted candidates that compute as the static choice does, in static order, it first.
+
+    Only speed is decided by measurement: a candidate that takes activations in another precision gives other numbers.
+
+    Args:
+        static: the first accepted candidate.
+        judged: all candidates, in static order.
+        problem: the layer.
+        registry: the backends.
+    """
+    precision = registry[static.backend].activations(problem)
+    accepted = [each.backend for each in judged if each.accepted and each.backend != REFERENCE]
+    return tuple(name for name in accepted if registry[name].activations(problem) == precision)
+
+
+def _choice(
+    evidence: Evidence,
+    static: Candidate,
+    judged: tuple[Candidate, ...],
+    problem: Problem,
+    device: Device,
+    settings: Settings,
+    registry: Registry,
+) -> Choice:
+    """What measurements choose for the layer."""
+
+    def together(one: str, other: str) -> bool:
+        """Whether two backends may run the layer by turns."""
+        pair = registry[one], registry[other]
+        # With data parallelism ranks step together, with EPLB experts move; a kernel that routes is given other inputs.
+        if problem.parallel.dp > 1 or problem.eplb or any(backend.monolithic for backend in pair):
+            return False
+        layouts = {backend.layout(problem, backend.plan(problem, device)) for backend in pair}
+        return settings.second_copy or len(layouts) == 1
+
+    names = comparable(static, judged, problem, registry)
+    return choose(evidence, names, parse(settings.objective), settings.margin, together)
 
 
 def _judge(backend: Backend, problem: Problem, device: Device, settings: Settings) -> Candidate:
