@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import re
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -130,6 +131,7 @@ def detect() -> Device:
                 properties.multi_processor_count,
                 round(properties.total_memory / 2**30, 1),
                 packages=packages,
+                driver=_driver(),
             )
     return Device("cpu", _cpu_name(), features=_cpu_features(), packages=packages)
 
@@ -137,6 +139,15 @@ def detect() -> Device:
 def _gpu_is_visible() -> bool:
     """Whether there is a device node through which every CUDA or ROCm program goes: NVIDIA, WSL, Tegra, AMD."""
     return any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "nvhost-gpu", "nvmap", "kfd"))
+
+
+def _driver() -> str:
+    """Version of NVIDIA's kernel module; "" where it does not say (WSL, some containers)."""
+    try:
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return ""
+    return found.group() if found else ""
 
 
 def _cpu_info() -> dict[str, str]:

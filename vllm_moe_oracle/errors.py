@@ -70,6 +70,10 @@ class AgreementError(OracleError, RuntimeError):
     """The ranks of a model could not agree: one failed, died, did not come, or was asked something else."""
 
 
+class MeasurementError(OracleError, ValueError):
+    """Measurements cannot be read, kept or taken: a damaged file, a full disk, no GPU. Serving goes on without them."""
+
+
 class LifecycleError(OracleError, RuntimeError):
     """Weights were loaded into, or read from, a layer that is not in the state that this needs."""
 

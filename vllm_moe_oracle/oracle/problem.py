@@ -210,6 +210,7 @@ class Device:
         features: instruction sets that rules ask for, e.g. ``amx_bf16``, ``avx512f``.
         packages: versions of installed packages that backends need, by distribution name. A package that is not
             installed is absent.
+        driver: version of the GPU's driver; "" when unknown.
     """
 
     kind: str
@@ -219,6 +220,7 @@ class Device:
     memory_gib: float = 0.0
     features: tuple[str, ...] = ()
     packages: dict[str, str] = field(default_factory=dict, hash=False)
+    driver: str = ""
 
     def __str__(self) -> str:
         return f"{self.name} (sm_{self.capability})" if self.kind == "cuda" else f"{self.name} ({self.kind})"

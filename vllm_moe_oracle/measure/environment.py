@@ -1,0 +1,134 @@
+"""Where a measurement was taken, and whether it says anything about another place.
+
+A hard difference (another GPU, another release of vLLM or of a kernel library) makes measurements void. A soft one
+(torch, Triton, the driver, another commit of the same release, this project's kernels) leaves them in use, and is said.
+What one of the two places does not know is not compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import msgspec
+from packaging.version import InvalidVersion, Version
+
+from ..oracle.problem import Device
+
+LIBRARIES = ("vllm", "humming-kernels", "flashinfer-python", "deep-gemm")
+"""Packages with the kernels that vLLM runs: another release may be faster or slower."""
+
+COMPILERS = ("torch", "triton")
+"""Packages that compile or launch kernels."""
+
+
+class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One place.
+
+    Attributes:
+        gpu: the product's name.
+        capability: compute capability times ten.
+        sm_count: multiprocessors; a part of a card has fewer.
+        packages: versions of `LIBRARIES` and `COMPILERS` that are installed.
+        driver: version of the GPU's driver; "" when unknown.
+        kernels: hash of the sources of this project's kernels; "" when unknown.
+    """
+
+    gpu: str
+    capability: int = 0
+    sm_count: int = 0
+    packages: dict[str, str] = {}
+    driver: str = ""
+    kernels: str = ""
+
+    @property
+    def key(self) -> str:
+        """The environment as JSON, always the same for the same environment."""
+        return msgspec.json.encode(self, order="deterministic").decode()
+
+    def __str__(self) -> str:
+        vllm = self.packages.get("vllm")
+        return f"{self.gpu}, vLLM {vllm}" if vllm else self.gpu
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """How a place of measurement differs from another; both empty when in nothing that is known.
+
+    Attributes:
+        hard: what makes the measurements void.
+        soft: what does not.
+    """
+
+    hard: tuple[str, ...]
+    soft: tuple[str, ...]
+
+
+def of(device: Device) -> Environment:
+    """The environment of a device: this machine's own, or one that somebody described."""
+    names = (*LIBRARIES, *COMPILERS)
+    return Environment(
+        gpu=device.name,
+        capability=device.capability,
+        sm_count=device.sm_count,
+        packages={name: device.packages[name] for name in names if name in device.packages},
+        driver=device.driver,
+        kernels=kernel_sources(),
+    )
+
+
+def differences(there: Environment, here: Environment) -> Differences:
+    """How the place of a measurement differs.
+
+    Args:
+        there: where it was taken.
+        here: where it is to be used.
+    """
+    hard = [
+        f"{what} {old}, here {new}"
+        for what, old, new in (
+            ("measured on", there.gpu, here.gpu),
+            ("compute capability", there.capability, here.capability),
+            ("multiprocessors", there.sm_count, here.sm_count),
+        )
+        if old and new and old != new
+    ]
+    soft: list[str] = []
+    for name, old, new in _both(there.packages, here.packages, LIBRARIES):
+        (hard if _release(old) != _release(new) else soft).append(f"{name} {old}, here {new}")
+    soft += [f"{name} {old}, here {new}" for name, old, new in _both(there.packages, here.packages, COMPILERS)]
+    if there.driver and here.driver and there.driver != here.driver:
+        soft.append(f"driver {there.driver}, here {here.driver}")
+    if there.kernels and here.kernels and there.kernels != here.kernels:
+        soft.append("other sources of this project's kernels")
+    return Differences(tuple(hard), tuple(soft))
+
+
+def _both(there: Mapping[str, str], here: Mapping[str, str], names: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    """Packages that both have, in different versions. Where one lacks it, no backend that needs it is in both."""
+    return [(n, there[n], here[n]) for n in names if n in there and n in here and there[n] != here[n]]
+
+
+def _release(version: str) -> object:
+    """What a release is known by: without local parts and development suffixes, which name a commit."""
+    try:
+        parsed = Version(version)
+    except InvalidVersion:
+        return version
+    return parsed.release, parsed.pre, parsed.post
+
+
+@cache
+def kernel_sources() -> str:
+    """Hash of the sources of this project's kernels and of their table of tiles: what compiles to the same."""
+    folder = Path(__file__).parents[1] / "kernels"
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".py", ".json"))
+    digest = hashlib.sha256()
+    for path in files:
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()[:16]

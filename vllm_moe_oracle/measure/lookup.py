@@ -1,0 +1,110 @@
+"""Finding the measurements that hold for a layer on a machine: the user's profile, the cache, the shipped profiles.
+
+The first place that has usable measurements of the layer's cell answers alone: times from two places are not compared
+with each other. Whatever cannot be read is a remark, never an error: serving does not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from ..errors import MeasurementError, SettingError
+from ..oracle.measured import Evidence
+from ..oracle.problem import Device, Problem
+from ..oracle.registry import default_registry
+from ..settings import Settings, cache_folder
+from . import environment, profile
+from .cells import Cell, Sample, cell_of
+from .environment import Environment
+from .store import Store
+
+_Found = tuple[Environment, list[Sample]]
+
+
+def evidence(problem: Problem, device: Device, settings: Settings) -> Evidence | None:
+    """What was measured of a layer and holds on a machine; None when measurements are switched off or cannot be.
+
+    Args:
+        problem: the layer.
+        device: the machine.
+        settings: where to look.
+
+    Returns:
+        Times from one place, or none with remarks that say why what was found is not used.
+    """
+    if not settings.measured or device.kind != "cuda":
+        return None
+    cell, here = cell_of(problem), environment.of(device)
+    remarks: list[str] = []
+    for name, look in _places(settings):
+        try:
+            found = look(cell)
+        except (MeasurementError, SettingError) as error:
+            remarks.append(f"{name} is not used: {error}")
+            continue
+        best = _closest(name, found, here, remarks)
+        if best is None:
+            continue
+        there, samples, soft = best
+        made = _evidence(f"{name} ({there})", samples, problem)
+        if soft:
+            remarks.insert(0, f"measured with {', '.join(soft)}")
+        return Evidence(made.times, made.source, made.failures, tuple(remarks))
+    return Evidence(remarks=tuple(remarks))
+
+
+def _places(settings: Settings) -> Iterator[tuple[str, Callable[[Cell], Iterable[_Found]]]]:
+    if settings.profile:
+        yield f"the profile {settings.profile}", lambda cell: _in([_read(settings.profile)], cell)
+    yield "the cache", lambda cell: Store(cache_folder(settings)).samples(cell)
+    yield "the shipped profile", lambda cell: _in(profile.shipped(), cell)
+
+
+@lru_cache(maxsize=4)
+def _read(path: str) -> profile.Profile:
+    return profile.read(Path(path).expanduser())
+
+
+def _in(profiles: Iterable[profile.Profile], cell: Cell) -> Iterator[_Found]:
+    for each in profiles:
+        if samples := each.samples(cell):
+            yield each.environment, samples
+
+
+def _closest(
+    name: str, found: Iterable[_Found], here: Environment, remarks: list[str]
+) -> tuple[Environment, list[Sample], tuple[str, ...]] | None:
+    """The measurements from the place that is most like here, the newest of equals; notes those that are void."""
+    best: tuple[Environment, list[Sample], tuple[str, ...]] | None = None
+    void: list[str] = []
+    for there, samples in found:
+        differences = environment.differences(there, here)
+        if differences.hard:
+            void.append(", ".join(differences.hard))
+        elif best is None or len(differences.soft) < len(best[2]):
+            best = there, samples, differences.soft
+    if best is None and void:
+        remarks.append(f"measurements in {name} are ignored: {'; '.join(dict.fromkeys(void))}")
+    return best
+
+
+def _evidence(source: str, samples: Iterable[Sample], problem: Problem) -> Evidence:
+    """Times by backend. One that takes activations in another precision than it would now was another kernel; so was
+    one that chose experts itself, where the others did not."""
+    registry = default_registry()
+    kept: list[Sample] = []
+    for sample in samples:
+        known = sample.backend in registry
+        if known and registry[sample.backend].activations(problem) == sample.activations:
+            kept.append(sample)
+    timed = [sample for sample in kept if not sample.failure]
+    routed = {sample.backend for sample in timed if sample.router}
+    if routed and len(routed) < len({sample.backend for sample in timed}):
+        timed = [sample for sample in timed if sample.router]
+    times: dict[str, dict[str, dict[int, float]]] = {}
+    for sample in timed:
+        times.setdefault(sample.backend, {}).setdefault(sample.routing, {})[sample.tokens] = sample.us
+    failures = {sample.backend: sample.failure for sample in kept if sample.failure and sample.backend not in times}
+    return Evidence(times, source, failures)
