@@ -19,7 +19,7 @@ pytest.importorskip("vllm", reason="methods subclass vLLM's")
 
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from vllm_moe_oracle.methods import base, selfcheck
+from vllm_moe_oracle.methods import base, choice
 from vllm_moe_oracle.methods.base import OracleMoEMethod
 
 
@@ -85,7 +85,7 @@ def test_what_vllms_own_class_refuses_is_not_run_and_called_a_defect(caplog: pyt
     first = chosen({}, {}).decision.backend
     logging.getLogger("vllm").propagate = True
     method = chosen({}, {first: "kernel does not support Tuesdays"})
-    selfcheck.ask_stock(method)
+    choice.ask_stock(method)
     assert method.backend.name == method.decision.backend != first
     assert method.decision.plan == method.backend.plan(method.decision.problem, H200)
     refused = next(each for each in method.decision.candidates if each.backend == first)
@@ -97,11 +97,11 @@ def test_what_vllms_own_class_refuses_is_not_run_and_called_a_defect(caplog: pyt
 def test_an_explicit_choice_that_vllms_own_class_refuses_is_an_error() -> None:
     method = chosen({"MOE_ORACLE_BACKEND": "marlin_mxfp8"}, {"marlin_mxfp8": "kernel does not support Tuesdays"})
     with pytest.raises(NoBackendError, match=r"MarlinExperts refuses what marlin_mxfp8 accepts: .*Tuesdays"):
-        selfcheck.ask_stock(method)
+        choice.ask_stock(method)
 
 
 def test_a_class_that_agrees_changes_nothing() -> None:
     method = chosen({}, {})
     before = dataclasses.replace(method.decision)
-    selfcheck.ask_stock(method)
+    choice.ask_stock(method)
     assert method.decision == before

@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ranks
 import torch
 from cases import CPU, GPT_OSS, MXFP8, MXFP8_W8A8, RELU2, SILU, problem, registry
 from torch import Tensor
@@ -22,7 +24,8 @@ pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular k
 from vllm_moe_oracle.backends.emulation import Emulation, forward
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.errors import SelfCheckError
-from vllm_moe_oracle.methods import selfcheck
+from vllm_moe_oracle.methods import choice, selfcheck
+from vllm_moe_oracle.methods.agreement import Group
 from vllm_moe_oracle.oracle.oracle import decide
 from vllm_moe_oracle.oracle.problem import Problem
 from vllm_moe_oracle.schemes import mxfp8
@@ -271,6 +274,7 @@ def test_nothing_stays_in_memory() -> None:
 @pytest.fixture(autouse=True)
 def no_results_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(selfcheck, "_results", {})
+    monkeypatch.setattr(choice, "_agreed", {})
     yield
 
 
@@ -281,7 +285,7 @@ class Method(SimpleNamespace):
     """What `settle` sees of a layer's method."""
 
     @classmethod
-    def of(cls, backends: Any, layer: Problem, **settings: Any) -> Method:
+    def of(cls, backends: Any, layer: Problem, group: Group | None = None, **settings: Any) -> Method:
         chosen = Settings(**settings)
         decision = decide(layer, CPU, chosen, registry=backends)
         return cls(
@@ -290,6 +294,7 @@ class Method(SimpleNamespace):
             settings=chosen,
             release=current_adapter(),
             moe=moe_config(layer),
+            group=group or Group(),
         )
 
 
@@ -393,6 +398,79 @@ def test_a_failure_is_remembered_for_the_group_and_not_for_another() -> None:
     another = LAYERS["silu, 16 bit"]
     selfcheck.settle(Method.of(backends, another), weights(another), registry=backends)
     assert (first.runs, other.runs) == (2, 2)
+
+
+# --- Several ranks ----------------------------------------------------------------------------------------------------
+
+
+def settled(processes: Any, faults: dict[str, list[int]], locals_: list[int], settings: dict[str, Any]) -> Any:
+    """What a rank ends with whose layer has `locals_[rank]` experts of 5; `faults` names the ranks on which a backend's
+    kernel is wrong, dies or runs out of memory."""
+    group = Group(processes, 60.0)
+
+    def swap(expert: dict[str, Tensor], layer: Problem) -> dict[str, Tensor]:
+        if group.rank in faults.get("dies", []) and expert["w13"].device.type != "meta":
+            ranks.die()
+        if group.rank in faults.get("memory", []):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return swap_halves(expert, layer) if group.rank in faults.get("first", []) else expert
+
+    def swap_too(expert: dict[str, Tensor], layer: Problem) -> dict[str, Tensor]:
+        return swap_halves(expert, layer) if group.rank in faults.get("second", []) else expert
+
+    backends = [Faulty("first", swap), Faulty("second", swap_too), Faulty("third")]
+    for rank, backend in enumerate(backends):
+        backend.rank = rank
+    found = []
+    for index in range(3):
+        base = LAYERS["silu"]
+        layer = dataclasses.replace(
+            base,
+            layer=f"model.layers.{index}.mlp.experts",
+            num_experts=5,
+            local_experts=locals_[group.rank],
+            parallel=dataclasses.replace(base.parallel, ep=len(locals_)),
+        )
+        method = Method.of(registry(backends), layer, group, **settings)
+        loaded = {name: tensor[: layer.local_experts] for name, tensor in weights(base).items()}
+        selfcheck.settle(method, loaded, registry=registry(backends))
+        reasons = {each.backend: each.reasons[0].detail for each in method.decision.candidates if not each.accepted}
+        found.append([method.backend.name, reasons])
+    return {"found": found, "runs": [backend.runs for backend in backends]}
+
+
+@pytest.mark.parametrize("locals_", [[3, 2], [2, 3]])
+def test_a_fault_on_one_rank_takes_the_next_candidate_on_all(tmp_path: Path, locals_: list[int]) -> None:
+    first, second = ranks.run(settled, 2, tmp_path, {"first": [1]}, locals_, {})
+    assert [name for name, _ in first["found"]] == [name for name, _ in second["found"]] == ["second"] * 3
+    for each in (first, second):
+        assert each["runs"] == [1, 1, 0]
+        for _, reasons in each["found"]:
+            assert "rank 1: relative error" in reasons["first"] and "rank 0" not in reasons["first"]
+
+
+def test_faults_of_different_candidates_on_different_ranks(tmp_path: Path) -> None:
+    for each in ranks.run(settled, 3, tmp_path, {"first": [2], "second": [0, 1]}, [2, 2, 1], {"self_check": "all"}):
+        assert [name for name, _ in each["found"]] == ["third"] * 3
+        assert "rank 0: " in each["found"][0][1]["second"] and "rank 1: " in each["found"][0][1]["second"]
+        assert each["runs"] == [3, 3, 3]
+
+
+def test_a_strict_check_that_fails_on_one_rank_refuses_on_all(tmp_path: Path) -> None:
+    for each in ranks.run(settled, 2, tmp_path, {"first": [1]}, [3, 2], {"self_check": "strict"}):
+        assert each["raised"] == "SelfCheckError"
+        assert "first fails its self-check" in each["message"] and "rank 1: relative error" in each["message"]
+
+
+def test_a_rank_that_dies_or_runs_out_of_memory_in_its_check_is_an_error_on_the_other(tmp_path: Path) -> None:
+    (tmp_path / "dies").mkdir()
+    first, second = ranks.run(settled, 2, tmp_path / "dies", {"dies": [1]}, [3, 2], {})
+    assert second is None
+    assert first["raised"] == "AgreementError" and "the connection to rank 1 was lost" in first["message"]
+    (tmp_path / "memory").mkdir()
+    first, second = ranks.run(settled, 2, tmp_path / "memory", {"memory": [0]}, [3, 2], {})
+    assert first["raised"] == "OutOfMemoryError"
+    assert second["raised"] == "AgreementError" and "rank 0 gave up" in second["message"]
 
 
 def test_off_checks_nothing_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:

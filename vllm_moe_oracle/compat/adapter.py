@@ -13,6 +13,7 @@ import torch
 import vllm
 from torch import Tensor
 from vllm.config import get_current_vllm_config
+from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig, FusedMoEQuantDesc
 from vllm.model_executor.layers.fused_moe.modular_kernel import (
@@ -127,6 +128,16 @@ class Adapter:
         import vllm.envs as envs
 
         return bool(envs.VLLM_BATCH_INVARIANT)
+
+    def peers(self) -> Any:
+        """torch's CPU group of the ranks that hold parts of this process's layers, data-parallel ones included; None
+        where there are no others, or where ranks join while others serve (elastic expert parallelism)."""
+        if not parallel_state.model_parallel_is_initialized():
+            return None
+        if get_current_vllm_config().parallel_config.enable_elastic_ep:
+            return None
+        group = parallel_state._EP or parallel_state.get_tp_group()
+        return group.cpu_group if group.world_size > 1 else None
 
     # --- vLLM's layer config to our problem -------------------------------------------------------
 

@@ -75,28 +75,25 @@ def gather(group: Group, topic: str, make: Callable[[], Any]) -> list[Any]:
     try:
         value = json.loads(json.dumps(make()))
     except Exception as error:
-        _tell(group, topic, f"{type(error).__name__}: {error}")
+        tell(group, topic, error)
         raise
     if group.size == 1:
         return [value]
     deadline = time.monotonic() + group.seconds
     sent = _send(group, {"topic": topic, "value": value})
-    values: list[Any] = []
-    for rank in range(group.size):
-        if rank == group.rank:
-            values.append(value)
-            continue
-        message = _receive(group, rank, topic, deadline)
+    try:
+        messages = {rank: _receive(group, rank, topic, deadline) for rank in sent}
+    except AgreementError:
+        _last_words(group, sent, topic)
+        raise
+    _sent(sent, group, topic, deadline)
+    for rank, message in messages.items():
         if "raised" in message:
             raise AgreementError(f"rank {rank} gave up at {message['topic']}: {message['raised']}", "", topic)
         if message["topic"] != topic:
             rule = f"rank {rank} is at {message['topic']!r}, rank {group.rank} at {topic!r}"
             raise AgreementError(rule, "Give all ranks the same model, settings and version of this plugin")
-        values.append(message["value"])
-    for rank, works in sent.items():
-        for work in works:
-            _wait(work, group, rank, topic, deadline)
-    return values
+    return [value if rank == group.rank else messages[rank]["value"] for rank in range(group.size)]
 
 
 def same(group: Group, topic: str, value: Any) -> None:
@@ -110,10 +107,24 @@ def same(group: Group, topic: str, value: Any) -> None:
     Raises:
         AgreementError: ranks have different ones, and as for `gather`.
     """
-    values = gather(group, topic, lambda: value)
+    compare(topic, "", gather(group, topic, lambda: value))
+
+
+def compare(topic: str, what: str, values: list[Any]) -> None:
+    """Makes sure that what `gather` found is the same on every rank.
+
+    Args:
+        topic: what it was about.
+        what: the name of what is compared, for the message.
+        values: by rank.
+
+    Raises:
+        AgreementError: ranks have different ones.
+    """
     other = next((rank for rank, each in enumerate(values) if each != values[0]), None)
     if other is not None:
-        rule = f"rank 0 has {json.dumps(values[0])}, rank {other} has {json.dumps(values[other])}"
+        name = f"{what} " if what else ""
+        rule = f"rank 0 has {name}{json.dumps(values[0])}, rank {other} has {name}{json.dumps(values[other])}"
         raise AgreementError(rule, "Give all ranks the same settings", topic)
 
 
@@ -126,17 +137,40 @@ def best_for_all(orders: list[list[str]]) -> str | None:
     return next((name for name in orders[0] if all(name in order for order in orders)), None)
 
 
-def _tell(group: Group, topic: str, raised: str) -> None:
-    """Tells the others that this rank is about to raise; one that is gone is not waited for."""
+def tell(group: Group, topic: str, error: Exception) -> None:
+    """Tells the other ranks that this one is about to raise; `gather` does it for what is raised inside it.
+
+    Args:
+        group: the ranks. One that does not listen is not waited for beyond a few seconds.
+        topic: at which the others are.
+        error: what will be raised.
+    """
     if group.size == 1:
         return
-    deadline = time.monotonic() + min(_LAST_WORDS, group.seconds)
     try:
-        for rank, works in _send(group, {"topic": topic, "raised": raised}).items():
-            for work in works:
-                _wait(work, group, rank, topic, deadline)
+        sent = _send(group, {"topic": topic, "raised": f"{type(error).__name__}: {error}"})
     except AgreementError:  # the others will notice in their own time; what this rank raises matters more
         return
+    _last_words(group, sent, topic, listen=True)
+
+
+def _last_words(group: Group, sent: dict[int, list[Any]], topic: str, listen: bool = False) -> None:
+    """Lets every rank that listens take what it was sent, before this one raises; nobody is waited for for long.
+
+    Args:
+        group: the ranks.
+        sent: from `_send`.
+        topic: what it was about.
+        listen: take what the others send, too: gloo takes a message off its sender only when somebody does.
+    """
+    deadline = time.monotonic() + min(_LAST_WORDS, group.seconds)
+    for rank, works in sent.items():
+        try:
+            if listen:
+                _receive(group, rank, topic, deadline)
+            _sent({rank: works}, group, topic, deadline)
+        except AgreementError:  # one that is gone, or that will notice in its own time
+            continue
 
 
 def _send(group: Group, message: dict[str, Any]) -> dict[int, list[Any]]:
@@ -153,6 +187,13 @@ def _send(group: Group, message: dict[str, Any]) -> dict[int, list[Any]]:
             # With the tensors, which must live until they were sent.
             sent[rank] = [(work, length, content) for work in works]
     return sent
+
+
+def _sent(sent: dict[int, list[Any]], group: Group, topic: str, deadline: float) -> None:
+    """Waits until what `_send` started has arrived."""
+    for rank, works in sent.items():
+        for work in works:
+            _wait(work, group, rank, topic, deadline)
 
 
 def _receive(group: Group, rank: int, topic: str, deadline: float) -> dict[str, Any]:

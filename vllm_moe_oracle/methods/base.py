@@ -23,9 +23,8 @@ from ..compat.construction import current_layer
 from ..errors import LifecycleError, NoBackendError
 from ..oracle.decision import Decision
 from ..oracle.oracle import decide
-from ..oracle.problem import Scheme
-from ..oracle.registry import default_registry
-from . import engagement, loading, selfcheck, storage
+from ..oracle.problem import Problem, Scheme
+from . import agreement, choice, engagement, loading, selfcheck, storage
 from .builder import VllmBuilder
 
 if TYPE_CHECKING:
@@ -76,11 +75,15 @@ class OracleMoEMethod(FusedMoEMethodBase):
     moe_quant_config: Any
     release: Adapter
     settings: settings.Settings
+    group: agreement.Group
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An instance, or one of the stock class where stock vLLM has to serve the layer.
 
         LoRA adapters and batched all-to-all kernels are what no backend here has been proven with; stock classes have.
+
+        Raises:
+            NoBackendError: the stock class has to serve the layer, and cannot read its checkpoint.
         """
         asked = [*args, *kwargs.values()]
         moe = next((getattr(each, "moe_config", each) for each in asked if _is_layer_config(each)), None)
@@ -89,10 +92,24 @@ class OracleMoEMethod(FusedMoEMethodBase):
             return super().__new__(cls)
         stock = next(base for base in cls.__mro__ if not issubclass(base, OracleMoEMethod))
         name = current_layer()[1]
+        objection = cls.beyond_stock(*args, **kwargs)
+        if objection:
+            rule = f"{' and '.join(wanted)} would be left to stock vLLM's {stock.__name__}, which {objection}"
+            raise NoBackendError(rule, "Serve without", name)
         logger.warning("moe_oracle: %s: %s: left to stock vLLM's %s", name, " and ".join(wanted), stock.__name__)
         made = stock.__new__(stock)
         stock.__init__(made, *args, **kwargs)
         return made
+
+    @classmethod
+    def beyond_stock(cls, *args: Any, **kwargs: Any) -> str:
+        """Why the stock class cannot take this one's place with what the checkpoint holds; "" when it can.
+
+        Args:
+            args: what the constructor is called with.
+            kwargs: likewise.
+        """
+        return ""
 
     def decide(self, moe: Any, scheme: Scheme) -> None:
         """Decides which backend runs the layer, and says so.
@@ -103,6 +120,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
 
         Raises:
             NoBackendError: no backend can, or the one asked for cannot.
+            AgreementError: the ranks of the layer cannot agree on one.
             SettingError: a setting cannot be read.
         """
         FusedMoEMethodBase.__init__(self, moe)
@@ -112,10 +130,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
         self.settings = chosen = settings.load(additional_config=self.release.additional_config())
         if chosen.activations == "16bit":
             scheme = dataclasses.replace(scheme, activations="16bit")
-        problem = self.release.problem(moe, layer, name, scheme)
-        self.decision = decide(problem, device.detect(), chosen, moe.moe_backend)
-        self.backend = default_registry()[self.decision.backend]
-        selfcheck.ask_stock(self)
+        problem = self._refined(self.release.problem(moe, layer, name, scheme))
+        self.group = agreement.Group(self.release.peers(), chosen.agreement_seconds)
+        choice.choose(self, name, lambda: decide(problem, device.detect(), chosen, moe.moe_backend))
         self.experts_cls = self.release.experts_class(self.backend)
         engagement.decided(self.decision, chosen)
 
@@ -144,6 +161,16 @@ class OracleMoEMethod(FusedMoEMethodBase):
         return self.release.is_monolithic(self.backend)
 
     def create_weights(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
+        """Registers the checkpoint's parameters, with room for what the kernel will need in their place."""
+        self._register(layer, num_experts, *args, **kwargs)
+        self._enter(layer, "raw")
+        self._make_room(layer)
+
+    def _refined(self, problem: Problem) -> Problem:
+        """The problem with what this kind of checkpoint knows better than vLLM's config of the layer."""
+        return problem
+
+    def _register(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
         """Registers the checkpoint's parameters as the stock class does, and biases where it forgets them."""
         problem = self.decision.problem
         own_loader = kwargs.get("weight_loader")
@@ -153,8 +180,11 @@ class OracleMoEMethod(FusedMoEMethodBase):
         super().create_weights(layer, num_experts, *args, **kwargs)
         if problem.has_bias:
             self._register_biases(layer, kwargs)
-        self._enter(layer, "raw")
-        names = self._names(self._scheme().shapes(problem))
+
+    def _make_room(self, layer: Any) -> None:
+        """Makes slots as large as the kernel's tensors are, and fills them with what no checkpoint holds."""
+        unloaded = getattr(self._scheme(), "UNLOADED", {})
+        names = self._names(self._scheme().shapes(self.decision.problem))
         raw = {own: getattr(layer, name).data for own, name in names.items()}
         for own, kind in storage.kinds_after(self._convert, raw).items():
             if own in names:
@@ -186,7 +216,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             return
         self._enter(layer, "converting")
         problem = self.decision.problem
-        raw = self._scheme().read(dict(self.release.parameters(layer)), problem)
+        raw = self._read(layer)
         parallel = self.moe.moe_parallel_config
         if "w2_bias" in raw and parallel.tp_size > 1 and parallel.tp_rank > 0:
             # vLLM sums the ranks' outputs, and its loader gives every rank the whole bias of the second product.
@@ -210,6 +240,11 @@ class OracleMoEMethod(FusedMoEMethodBase):
         setattr(layer, _PROCESSED, True)
         self._enter(layer, "converted")
         engagement.converted(self.decision)
+
+    def _read(self, layer: Any) -> dict[str, Tensor]:
+        """The layer's loaded parameters by canonical name, checked."""
+        found: dict[str, Tensor] = self._scheme().read(dict(self.release.parameters(layer)), self.decision.problem)
+        return found
 
     @staticmethod
     def _is_processed(layer: Any) -> bool:

@@ -23,7 +23,7 @@ from ..compat import current_adapter
 from ..oracle.decision import Decision
 from ..oracle.overrides import override_error, unmatched
 from ..settings import Settings
-from . import selfcheck
+from . import choice, selfcheck
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -47,7 +47,7 @@ def decided(decision: Decision, settings: Settings) -> None:
     global _model
     layer = decision.problem.layer
     if _is_of_another_model(layer):
-        selfcheck.forget()
+        _forget()
         _model = _Model()  # a draft model, a test, or another try after a model that failed
     _model.decisions[layer] = decision
     _model.waiting.add(layer)
@@ -59,6 +59,12 @@ def decided(decision: Decision, settings: Settings) -> None:
     level = logging.WARNING if decision.regretted else logging.INFO
     logger.info("moe_oracle: %s: %s", layer, decision.problem)
     logger.log(level, "moe_oracle: %s: %s", layer, decision.summary())
+
+
+def _forget() -> None:
+    """Ends a load: what ranks found out about its layers holds for no other."""
+    choice.forget()
+    selfcheck.forget()
 
 
 def _is_of_another_model(layer: str) -> bool:
@@ -85,12 +91,12 @@ def converted(decision: Decision) -> None:
         _model.reloaded.add(layer)
         if _model.reloaded >= set(_model.decisions):
             _model.reloaded.clear()
-            selfcheck.forget()
+            _forget()
         return
     _model.waiting.discard(layer)
     if _model.waiting:
         return
-    selfcheck.forget()
+    _forget()
     layers = current_adapter().moe_layer_names()
     ours = {_listed(each, layers) for each in _model.decisions}
     others = [each for each in layers if each not in ours]

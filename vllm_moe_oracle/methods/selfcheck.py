@@ -10,21 +10,21 @@ import dataclasses
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import device, schemes
+from .. import schemes
 from ..backends import Backend, Tensors
 from ..backends.emulation import forward
-from ..errors import NoBackendError, SelfCheckError
-from ..oracle.decision import Decision, Plan, Reason, Rejected
+from ..errors import SelfCheckError
+from ..oracle.decision import Plan, Reason
 from ..oracle.problem import Parallel, Problem, Routing
 from ..oracle.registry import Registry, default_registry
-from ..settings import Settings
-from . import storage
+from . import agreement, storage
 from .builder import VllmBuilder
+from .choice import Chooser, remaining, take
 
 if TYPE_CHECKING:
     from ..compat.adapter import Adapter
@@ -74,6 +74,21 @@ class Result:
         if self.skipped:
             return f"not checked: {self.skipped}"
         return f"relative error {self.error:.2e}, allowed {self.tolerance:.2e}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks found together.
+
+    Attributes:
+        said: what was found, or what the backend raised; of several ranks those that it failed on.
+        passed: it is right on every rank.
+        left: backends that every rank could take instead, best first.
+    """
+
+    said: str
+    passed: bool
+    left: tuple[str, ...]
 
 
 def tolerance(backend: Backend, problem: Problem) -> float:
@@ -230,19 +245,9 @@ def _through_kernel(
     return release.run_alone(made, layer, tensors, x, weights, ids)
 
 
-class Checked(Protocol):
-    """What `settle` needs of a method, and may change."""
-
-    decision: Decision
-    backend: Backend
-    settings: Settings
-    release: Adapter
-    moe: Any
-
-
 _Group = tuple[Problem, str]
-_results: dict[_Group, Result | str] = {}
-"""What was found for each problem and backend while weights were loaded: a result, or what the backend raised."""
+_results: dict[_Group, Verdict] = {}
+"""What all ranks found for each problem and backend while weights were loaded."""
 
 
 def forget() -> None:
@@ -250,31 +255,8 @@ def forget() -> None:
     _results.clear()
 
 
-def ask_stock(method: Checked) -> None:
-    """Asks the stock class that the chosen backend wraps whether it would run the layer; its answer wins.
-
-    Args:
-        method: its backend and decision are changed when the stock class refuses.
-
-    Raises:
-        NoBackendError: it refuses, and the backend was chosen explicitly, or nothing is left.
-    """
-    while True:
-        problem, name = method.decision.problem, method.backend.name
-        objection = method.release.stock_objection(method.backend, method.moe, problem)
-        if not objection:
-            return
-        found = f"vLLM's {method.backend.stock_class} refuses what {name} accepts: {objection}"
-        following = _next(method.decision, name)
-        if method.decision.why in ("user", "override") or following is None:
-            raise NoBackendError(found, "Choose another backend", problem.layer, method.decision.candidates)
-        logger.error("moe_oracle: %s: %s; a defect of our rules. Taking %s instead", problem.layer, found, following)
-        because = f"{name}, which came first, is refused by vLLM's own class"
-        _take(method, Reason("stock", found), because, following, default_registry())
-
-
-def settle(method: Checked, raw: Tensors, fixed: bool = False, registry: Registry | None = None) -> None:
-    """Checks a method's backend on its loaded weights, and takes the next candidate where it fails.
+def settle(method: Chooser, raw: Tensors, fixed: bool = False, registry: Registry | None = None) -> None:
+    """Checks a method's backend on its loaded weights, and takes the next candidate where it fails on any rank.
 
     Args:
         method: its backend and decision are changed when another candidate is taken.
@@ -284,6 +266,7 @@ def settle(method: Checked, raw: Tensors, fixed: bool = False, registry: Registr
 
     Raises:
         SelfCheckError: the backend fails, and it was chosen explicitly, or the check is strict, or nothing is left.
+        AgreementError: another rank could not check.
     """
     mode = method.settings.self_check
     if mode == "off":
@@ -292,23 +275,39 @@ def settle(method: Checked, raw: Tensors, fixed: bool = False, registry: Registr
         problem, name = method.decision.problem, method.backend.name
         group = (problem.key(), name)
         if mode == "all" or group not in _results:
-            _results[group] = _try(method, raw)
-            logger.info("moe_oracle: %s: self-check of %s: %s", problem.layer, name, _results[group])
-        result = _results[group]
-        if isinstance(result, Result) and result.passed:
+            _results[group] = _on_all_ranks(method, raw)
+            logger.info("moe_oracle: %s: self-check of %s: %s", problem.layer, name, _results[group].said)
+        verdict = _results[group]
+        if verdict.passed:
             return
-        found = f"{name} fails its self-check on {problem}: {result}"
-        following = _next(method.decision, name)
-        if fixed or mode == "strict" or method.decision.why in ("user", "override") or following is None:
+        found = f"{name} fails its self-check on {problem}: {verdict.said}"
+        if fixed or mode == "strict" or method.decision.why in ("user", "override") or not verdict.left:
             remedy = "Choose another backend, and report this with the model's name; MOE_ORACLE_SELF_CHECK=off skips it"
             raise SelfCheckError(found, remedy, problem.layer)
+        following = verdict.left[0]
         logger.error("moe_oracle: %s: %s; taking %s instead", problem.layer, found, following)
-        reason = Reason("self_check", f"failed its self-check on the loaded weights: {result}")
+        reason = Reason("self_check", f"failed its self-check on the loaded weights: {verdict.said}")
         because = f"{name}, which came first, failed its self-check on the loaded weights"
-        _take(method, reason, because, following, registry or default_registry())
+        take(method, reason, because, following, registry or default_registry())
 
 
-def _try(method: Checked, raw: Tensors) -> Result | str:
+def _on_all_ranks(method: Chooser, raw: Tensors) -> Verdict:
+    """Tries the method's backend here, and hears what the other ranks of the layer found with their experts."""
+    problem, name = method.decision.problem, method.backend.name
+
+    def found() -> dict[str, Any]:
+        result = _try(method, raw)
+        passed = isinstance(result, Result) and result.passed
+        return {"passed": passed, "said": str(result), "left": remaining(method.decision, name)}
+
+    ranks = agreement.gather(method.group, f"the self-check of {name} for {problem.layer}", found)
+    failed = {rank: each["said"] for rank, each in enumerate(ranks) if not each["passed"]}
+    said = "; ".join(f"rank {rank}: {words}" if len(ranks) > 1 else words for rank, words in failed.items())
+    left = [each for each in ranks[0]["left"] if all(each in other["left"] for other in ranks)]
+    return Verdict(said or ranks[method.group.rank]["said"], not failed, tuple(left))
+
+
+def _try(method: Chooser, raw: Tensors) -> Result | str:
     problem, plan = method.decision.problem, method.decision.plan
     try:
         return run(method.backend, problem, plan, raw, method.moe, method.release)
@@ -317,26 +316,3 @@ def _try(method: Checked, raw: Tensors) -> Result | str:
     except Exception as error:  # a backend that crashes is a backend that fails; the error becomes the reason
         logger.exception("moe_oracle: %s: %s raised in its self-check", problem.layer, method.backend.name)
         return f"{type(error).__name__}: {error}"
-
-
-def _next(decision: Decision, failed: str) -> str | None:
-    """The best accepted candidate that has not failed."""
-    return next((each.backend for each in decision.candidates if each.accepted and each.backend != failed), None)
-
-
-def _take(method: Checked, reason: Reason, because: str, following: str, registry: Registry) -> None:
-    """Makes `following` the method's backend, and says in the decision why the one before it is not."""
-    failed = method.backend.name
-    candidates = tuple(
-        dataclasses.replace(each, verdict=Rejected((reason,))) if each.backend == failed else each
-        for each in method.decision.candidates
-    )
-    method.backend = registry[following]
-    method.decision = dataclasses.replace(
-        method.decision,
-        backend=following,
-        because=because,
-        candidates=candidates,
-        plan=method.backend.plan(method.decision.problem, device.detect()),
-        numerics=method.backend.numerics(method.decision.problem),
-    )
