@@ -2,15 +2,16 @@
 
 On Blackwell its codes stay in rows, with columns padded to 256, and its scales are the tiles of `scales.tile_scales`.
 
-Sources: triton_kernels, ``tensor_details/layout_details/hopper_value.py`` (for wgmma) and ``hopper_scale.py`` (for eight
-warps), in the generation that vLLM brings.
+Sources: triton_kernels, ``tensor_details/layout_details/hopper_value.py`` (for wgmma) and ``hopper_scale.py`` (for
+eight warps), in the generation that vLLM brings.
 
 Codes: row ``16 a + 8 w + 2 t + s`` and byte ``32 b + 8 q + 4 v + u`` of a row (two columns a byte) come to row
 ``4 a + t`` and, last varying fastest, ``b, s, u, q``; the four bytes ``(v, w)`` make a word. Its lower half holds their
 low nibbles, its upper half their high ones, each with its bits where a mask and at most three shifts leave them where
 bfloat16 has them (`_BITS`).
 
-Scales: row ``256 a + 128 b + 16 w + 8 c + d`` and group ``2 e + f`` come to row ``8 a + w`` and place ``e, b, d, f, c``.
+Scales: row ``256 a + 128 b + 16 w + 8 c + d`` and group ``2 e + f`` come to row ``8 a + w`` and place ``e, b, d, f,
+c``.
 """
 
 from __future__ import annotations
