@@ -25,14 +25,19 @@ _GROUPED_SINCE = (0, 30, 0)
 _ONE_ORDER_SINCE = "0.1.17"
 """First release of humming-kernels whose wgmma kernels read codes in the order of its mma kernels."""
 
-
-_ONE = 127
+ONE = 127
 """The e8m0 code of 1.0, which padded scales get."""
 
 
 def grouped(problem: Problem, device: Device) -> bool:
     """Whether vLLM runs the layer with Humming's grouped kernels rather than its indexed ones."""
     return problem.parallel.ep > 1 and release(device) >= _GROUPED_SINCE
+
+
+def code_order(device: Device) -> str:
+    """The order of a lane's codes that the installed kernels read; see `vllm_moe_oracle.layouts.pack`."""
+    old = not at_least(device.packages.get("humming-kernels", _ONE_ORDER_SINCE), _ONE_ORDER_SINCE)
+    return "transposed" if old and device.capability // 10 == 9 else "interleaved"
 
 
 class Humming(Backend):
@@ -61,9 +66,7 @@ class Humming(Backend):
 
     def plan(self, problem: Problem, device: Device) -> Plan:
         """The problem's own sizes: the kernels know what their tensors are padded with."""
-        old = not at_least(device.packages.get("humming-kernels", _ONE_ORDER_SINCE), _ONE_ORDER_SINCE)
-        order = "transposed" if old and device.capability // 10 == 9 else "interleaved"
-        return Plan(problem.hidden_size, problem.intermediate_size, layout=order)
+        return Plan(problem.hidden_size, problem.intermediate_size, layout=code_order(device))
 
     def estimate(self, problem: Problem, device: Device) -> float:
         """Directly before Marlin on sm_90, behind it elsewhere, as in stock 0.33.0."""
@@ -96,7 +99,7 @@ class Humming(Backend):
             rows, columns = round_up(codes.shape[0], 256), round_up(codes.shape[1], 128)
             codes = pad_rows(pad_columns(codes, columns), rows)
             converted[name] = pack_tiles(codes, "transposed" if plan.layout == "transposed" else "interleaved")
-            scales = pad_rows(pad_columns(scales, columns // MX_BLOCK, _ONE), rows, value=_ONE)
+            scales = pad_rows(pad_columns(scales, columns // MX_BLOCK, ONE), rows, value=ONE)
             converted[f"{name}_scale"] = order_group_scales(scales).view(torch.float8_e8m0fnu)
             if f"{name}_bias" in expert:
                 bias = expert[f"{name}_bias"].to(getattr(torch, problem.dtype))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..backends import Tensors
+from ..oracle.planner import loaded_group
 from ..oracle.problem import MX_BLOCK, Problem
 
 ROW_MULTIPLE = 256
@@ -35,28 +36,38 @@ def matrix_shapes(problem: Problem) -> dict[str, tuple[int, int]]:
     }
 
 
-def _schemas() -> tuple[Any, Any]:
-    """The library's schemas of MXFP8 weights and of activations that are left alone."""
+def _schemas(problem: Problem) -> tuple[Any, Any]:
+    """The library's schemas of the layer's weights, and of activations that are left alone."""
     schema, dtypes = importlib.import_module("humming.schema"), importlib.import_module("humming.dtypes")
-    weights = schema.HummingWeightSchema(
-        b_dtype=dtypes.float8e4m3, bs_dtype=dtypes.float8e8m0, weight_scale_group_size=MX_BLOCK
-    )
+    scheme = problem.scheme
+    if scheme.name == "wna16":
+        weights = schema.HummingWeightSchema(
+            b_dtype=dtypes.DataType.from_str(f"uint{scheme.bits}"),
+            weight_scale_group_size=max(loaded_group(problem), 0),
+            has_zero_point=scheme.zero_points,
+        )
+    else:
+        weights = schema.HummingWeightSchema(
+            b_dtype=dtypes.float4e2m1 if scheme.name == "mxfp4" else dtypes.float8e4m3,
+            bs_dtype=dtypes.float8e8m0,
+            weight_scale_group_size=MX_BLOCK,
+        )
     return weights, schema.HummingInputSchema()
 
 
-def _described(rows: int, columns: int, experts: int, bias: bool, dtype: str, name: str = "") -> Any:
+def _described(rows: int, columns: int, problem: Problem, name: str) -> Any:
     """The library's description of one matrix of all experts."""
-    weights, inputs = _schemas()
+    weights, inputs = _schemas(problem)
     sizes: dict[str, Any] = {
         "shape_n": rows,
         "shape_k": columns,
         "weight_schema": weights,
         "input_schema": inputs,
-        "num_experts": experts or None,
+        "num_experts": problem.local_experts,
         "pad_n_to_multiple": ROW_MULTIPLE,
         "pad_k_to_multiple": COLUMN_MULTIPLE,
-        "has_bias": bias,
-        "torch_dtype": getattr(torch, dtype),
+        "has_bias": problem.has_bias,
+        "torch_dtype": getattr(torch, problem.dtype),
     }
     if importlib.util.find_spec("humming.transform") is not None:
         return importlib.import_module("humming.transform").prepare_layer_config(**sizes)
@@ -67,7 +78,7 @@ def _described(rows: int, columns: int, experts: int, bias: bool, dtype: str, na
 def configs(problem: Problem) -> dict[str, Any]:
     """The library's descriptions of both matrices of a layer, by canonical name. Asks the current device."""
     return {
-        name: _described(rows, columns, problem.local_experts, problem.has_bias, problem.dtype, name)
+        name: _described(rows, columns, problem, name)
         for name, (rows, columns) in matrix_shapes(problem).items()
     }
 
@@ -111,4 +122,4 @@ def stand_in(problem: Problem, tensors: Tensors, inner: int) -> Any:
 def _parameter_name(name: str) -> str:
     """The library's name of a kernel tensor of a layer."""
     matrix, _, kind = name.partition("_")
-    return f"{matrix}_bias" if kind == "bias" else f"{matrix}_weight{f'_{kind}' if kind else ''}"
+    return name if kind in ("bias", "zero_point") else f"{matrix}_weight{f'_{kind}' if kind else ''}"
