@@ -1,4 +1,4 @@
-"""What the two FlashInfer TRTLLM-gen backends for MXFP8 share: limits, padding, layout."""
+"""What the FlashInfer TRTLLM-gen backends share: limits and padding of those for MXFP8, and one layout for all."""
 
 from __future__ import annotations
 
@@ -53,6 +53,29 @@ def limits(ungated: tuple[str, ...], max_experts: int, routing_methods: tuple[st
     )
 
 
+def _even_split(problem: Problem) -> bool:
+    return problem.num_experts % problem.parallel.ep == 0
+
+
+EVEN_SPLIT = Rule(
+    "expert_parallel.uneven",
+    lambda problem, device: not _even_split(problem),
+    lambda problem, device: (
+        f"takes a rank's first expert for its rank times its number of experts, which is wrong where "
+        f"{problem.num_experts} experts are spread unevenly over {problem.parallel.ep} ranks "
+        f"({problem.num_experts} mod {problem.parallel.ep} = {problem.num_experts % problem.parallel.ep})"
+    ),
+)
+"""vLLM's classes over FlashInfer give the kernel no map of experts."""
+
+MORE_EXPERTS_THAN_TOP_K = Rule(
+    "experts.more_than_top_k",
+    lambda problem, device: problem.top_k >= problem.num_experts,
+    lambda problem, device: (
+        f"needs more experts than a token chooses, the layer has {problem.num_experts} and top-{problem.top_k}"
+    ),
+)
+
 RULES = (
     activation_rule(swigluoai_since=(0, 25, 1)),
     Rule(
@@ -60,13 +83,8 @@ RULES = (
         lambda problem, device: problem.activation.limit is not None and not _passes_limits(device),
         lambda problem, device: f"passes the limit {problem.activation.limit:g} to its kernel since vLLM 0.25.1",
     ),
-    Rule(
-        "experts.more_than_top_k",
-        lambda problem, device: problem.top_k >= problem.num_experts,
-        lambda problem, device: (
-            f"needs more experts than a token chooses, the layer has {problem.num_experts} and top-{problem.top_k}"
-        ),
-    ),
+    MORE_EXPERTS_THAN_TOP_K,
+    EVEN_SPLIT,
 )
 """Rules of both."""
 
@@ -104,30 +122,49 @@ class Trtllm(Backend):
             ``w13`` float8_e4m3fn `[R, H]`, ``w2`` `[H, I]`, their scales uint8 `[R, H/32]` and `[H, I/32]`, with the
             plan's padded sizes.
         """
-        import torch
-
-        from ..layouts.pad import pad_columns, pad_rows
-        from ..layouts.rows import alternate_halves, shuffle_rows, swap_halves
-        from ..layouts.scales import tile_scales
-
-        gated = problem.activation.gated
-        hidden, inner, halves = plan.hidden_size, plan.intermediate_size, 2 if gated else 1
-        full = {
-            "w13": pad_rows(pad_columns(expert["w13"], hidden), inner, halves),
-            "w13_scale": pad_rows(pad_columns(expert["w13_scale"], hidden // MX_BLOCK, ONE), inner, halves, ONE),
-            "w2": pad_rows(pad_columns(expert["w2"], inner), hidden),
-            "w2_scale": pad_rows(pad_columns(expert["w2_scale"], inner // MX_BLOCK, ONE), hidden, value=ONE),
-        }
-        converted = {}
-        for name, tensor in full.items():
-            codes = tensor.view(torch.uint8)
-            if gated and name.startswith("w13"):
-                # The kernel's first half is up, its second gate; a non-gated first product has no halves.
-                codes = alternate_halves(swap_halves(codes))
-            codes = shuffle_rows(codes)
-            converted[name] = tile_scales(codes) if name.endswith("_scale") else codes.view(tensor.dtype)
-        return converted
+        return arranged(expert, problem, plan)
 
     def experts(self, tensors: Tensors, problem: Problem, plan: Plan, builder: Builder) -> Any:
         """The stock class; vLLM's prepare step quantises what goes in."""
         return builder.stock(self.stock_class, inputs="mxfp8", plan=plan)
+
+
+def arranged(expert: Tensors, problem: Problem, plan: Plan, per_byte: int = 1) -> dict[str, Tensor]:
+    """One expert's tensors as TRTLLM-gen reads them: padded, gate and up swapped and alternating (gated experts only),
+    rows shuffled, scales in tiles.
+
+    Args:
+        expert: canonical tensors of one expert.
+        problem: the layer.
+        plan: the sizes that they are zero-padded to.
+        per_byte: weights in a byte: 1 for MXFP8, 2 for MXFP4.
+
+    Returns:
+        The tensors by the same names, shapes with the plan's sizes, biases in float32.
+    """
+    import torch
+
+    from ..layouts.pad import pad_columns, pad_rows
+    from ..layouts.rows import alternate_halves, shuffle_rows, swap_halves
+    from ..layouts.scales import tile_scales
+
+    gated = problem.activation.gated
+    hidden, inner, halves = plan.hidden_size, plan.intermediate_size, 2 if gated else 1
+    full = {
+        "w13": pad_rows(pad_columns(expert["w13"], hidden // per_byte), inner, halves),
+        "w13_scale": pad_rows(pad_columns(expert["w13_scale"], hidden // MX_BLOCK, ONE), inner, halves, ONE),
+        "w2": pad_rows(pad_columns(expert["w2"], inner // per_byte), hidden),
+        "w2_scale": pad_rows(pad_columns(expert["w2_scale"], inner // MX_BLOCK, ONE), hidden, value=ONE),
+    }
+    if "w13_bias" in expert:
+        full["w13_bias"] = pad_rows(expert["w13_bias"].to(torch.float32), inner, halves)
+        full["w2_bias"] = pad_rows(expert["w2_bias"].to(torch.float32), hidden)
+    converted = {}
+    for name, tensor in full.items():
+        values = tensor if name.endswith("_bias") else tensor.view(torch.uint8)
+        if gated and name.startswith("w13"):
+            # The kernel's first half is up, its second gate; a non-gated first product has no halves.
+            values = alternate_halves(swap_halves(values))
+        values = shuffle_rows(values)
+        converted[name] = tile_scales(values) if name.endswith("_scale") else values.view(tensor.dtype)
+    return converted

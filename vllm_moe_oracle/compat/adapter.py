@@ -439,7 +439,21 @@ class Adapter:
         # Classes that share a base of their own with a second class do not call this one; what it sets, others read.
         FusedMoEExperts.__init__(experts, moe, described)
         found.__init__(experts, moe, described)
+        if plan is not None:
+            self.widen_output(experts, moe, plan)
         return experts
+
+    def widen_output(self, experts: Any, moe: Any, plan: Plan) -> None:
+        """Makes classes that crop their output themselves leave that to vLLM's runner, as all others do: what comes
+        between, an all-to-all for one, counts on one width.
+
+        Args:
+            experts: one of vLLM's own.
+            moe: vLLM's `FusedMoEConfig`.
+            plan: the sizes that the kernel sees.
+        """
+        if hasattr(experts, "hidden_dim_unpadded"):
+            experts.hidden_dim_unpadded = plan.hidden_size
 
     def humming_experts(
         self, stock_class: Any, moe: Any, quant_config: Any, problem: Problem, tensors: Mapping[str, Tensor]

@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.platforms import current_platform
 
 from ..backends import Backend
+from ..oracle.decision import Plan
 from ..oracle.problem import Problem
 from . import humming
 from .adapter import Adapter
@@ -141,6 +142,12 @@ class BeforeRoutedExperts(BeforeExpertBiases):
     def hashed(self, moe: Any, layer: Any) -> bool:
         """The layer has the table, where there is one."""
         return layer.hash_indices_table is not None
+
+    def widen_output(self, experts: Any, moe: Any, plan: Plan) -> None:
+        """See `Adapter.widen_output`. Here vLLM's runner knows the classes, and takes their width from its config."""
+        super().widen_output(experts, moe, plan)
+        if hasattr(experts, "hidden_dim_unpadded"):
+            moe.hidden_dim_unpadded = plan.hidden_size
 
 
 def _buffers(

@@ -1,0 +1,481 @@
+"""FlashInfer's and DeepGEMM's backends for MXFP4 against the stock classes, paddings and conversions behind them, in
+every supported release.
+
+Pieces of each release run from its sources; see `stock_code`. Where a backend refuses what stock's class claims, the
+reason stands in `STRICTER`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from cases import problem
+from releases import ReleaseUnavailable
+from stock_code import FUSED_MOE, QUANTIZATION, Platform, load, tree
+
+from vllm_moe_oracle.backends import Backend
+from vllm_moe_oracle.compat import RELEASES
+from vllm_moe_oracle.layouts import mixed
+from vllm_moe_oracle.oracle.problem import Activation, Device, Problem, Routing, Scheme
+from vllm_moe_oracle.oracle.registry import default_registry
+
+CLASSES = {
+    "trtllm_mxfp4": ("trtllm_mxfp4_moe", "TrtLlmMxfp4ExpertsModular"),
+    "trtllm_mxfp4_monolithic": ("trtllm_mxfp4_moe", "TrtLlmMxfp4ExpertsMonolithic"),
+    "trtllm_mxfp4_a8": ("trtllm_mxfp4_moe", "TrtLlmMxfp4ExpertsModular"),
+    "trtllm_mxfp4_a8_monolithic": ("trtllm_mxfp4_moe", "TrtLlmMxfp4ExpertsMonolithic"),
+    "cutlass_mxfp4": ("flashinfer_cutlass_moe", "FlashInferExperts"),
+    "cutlass_mxfp4_a8": ("flashinfer_cutlass_moe", "FlashInferExperts"),
+    "deep_gemm_mxfp4": ("deep_gemm_moe", "DeepGemmFP4Experts"),
+}
+STOCK_NAMES = {
+    "trtllm_mxfp4": "FLASHINFER_TRTLLM_MXFP4_BF16",
+    "trtllm_mxfp4_monolithic": "FLASHINFER_TRTLLM_MXFP4_BF16",
+    "trtllm_mxfp4_a8": "FLASHINFER_TRTLLM_MXFP4_MXFP8",
+    "trtllm_mxfp4_a8_monolithic": "FLASHINFER_TRTLLM_MXFP4_MXFP8",
+    "cutlass_mxfp4": "FLASHINFER_CUTLASS_MXFP4_BF16",
+    "cutlass_mxfp4_a8": "FLASHINFER_CUTLASS_MXFP4_MXFP8",
+    "deep_gemm_mxfp4": "DEEPGEMM_MXFP4",
+}
+INPUT_KEYS = {"16bit": None, "mxfp8": "kMxfp8Dynamic", "fp8": "kFp8Dynamic128Sym"}
+CAPABILITIES = (75, 80, 86, 89, 90, 100, 103, 110, 120, 121)
+GPT_OSS = Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0, interleaved=True)
+ACTIVATIONS = {
+    "silu": Activation("silu"),
+    "gelu": Activation("gelu"),
+    "gelu_tanh": Activation("gelu_tanh"),
+    "swigluoai": GPT_OSS,
+    "swigluoai_uninterleave": dataclasses.replace(GPT_OSS, interleaved=False),
+    "silu_no_mul": Activation("silu", gated=False),
+    "relu2_no_mul": Activation("relu2", gated=False),
+}
+_UNSEEN = "no checkpoint in MXFP4 has it, and the class was never run with it"
+STRICTER: dict[tuple[str, str | int], str] = {
+    **{("cutlass_mxfp4" + kind, "gelu_tanh"): _UNSEEN for kind in ("", "_a8")},
+    **{
+        ("cutlass_mxfp4" + kind, "relu2_no_mul"): "stock's conversion takes the rows for two halves"
+        for kind in ("", "_a8")
+    },
+    **{("deep_gemm_mxfp4", capability): "FP8 x FP4 products were not seen to run there" for capability in (120, 121)},
+}
+"""What is refused although stock's class claims it: capability or activation, and why."""
+
+HOME = {"cutlass_mxfp4": 90}
+every_release = pytest.mark.parametrize("release", RELEASES)
+every_backend = pytest.mark.parametrize("name", CLASSES)
+
+
+def number(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))
+
+
+class Recent(Platform):
+    """What vLLM's CUDA platform says of DeepGEMM since 0.24."""
+
+    def support_deep_gemm(self) -> bool:
+        return super().support_deep_gemm() or self.capability // 10 == 12
+
+
+def stock(release: str, name: str, capability: int) -> tuple[Any, dict[str, Any]]:
+    """A stock class of a release on a device of some capability, and the names of its file."""
+    platform = (Recent if number(release) >= (0, 24) else Platform)(capability)
+    try:
+        activation = load(release, f"{FUSED_MOE}/activation.py", current_platform=platform)
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    file, class_name = CLASSES[name]
+    found = load(
+        release, f"{FUSED_MOE}/experts/{file}.py", current_platform=platform,
+        MoEActivation=activation["MoEActivation"], is_deep_gemm_supported=platform.support_deep_gemm,
+        has_flashinfer=lambda: True, has_flashinfer_cutlass_fused_moe=lambda: True,
+    )  # fmt: skip
+    return found[class_name], found
+
+
+def backend(name: str) -> Backend:
+    return default_registry()[name]
+
+
+def machine(release: str, capability: int, flashinfer: str = "0.7.2.post1") -> Device:
+    packages = {"vllm": release, "flashinfer-python": flashinfer}
+    return Device("cuda", f"sm_{capability}", capability, packages=packages)
+
+
+def layer(name: str, packing: str = "gpt_oss", **changes: Any) -> Problem:
+    """A layer whose checkpoint declares the precision that the backend consumes."""
+    activation = Activation("silu") if name.startswith("deep_gemm") or packing != "gpt_oss" else GPT_OSS
+    scheme = Scheme("mxfp4", 4, 32, packing)
+    usual = {"scheme": scheme, "activation": activation, "routing": Routing(method="renormalize")}
+    made = problem(**usual | changes)
+    return dataclasses.replace(made, scheme=dataclasses.replace(scheme, activations=backend(name).activations(made)))
+
+
+def refused(name: str, release: str, capability: int, **changes: Any) -> set[str]:
+    verdict = backend(name).check(layer(name, **changes), machine(release, capability))
+    return {reason.code for reason in verdict.reasons}
+
+
+def keys(name: str, names: dict[str, Any]) -> tuple[Any, Any]:
+    """What stock's oracle asks the class about: keys of weights and activations."""
+    inputs = INPUT_KEYS[backend(name).activations(layer(name))]
+    return names["kMxfp4Static"], None if inputs is None else names[inputs]
+
+
+@every_release
+@every_backend
+def test_every_release_has_the_kernel(name: str, release: str) -> None:
+    try:
+        file = tree(release, f"{FUSED_MOE}/oracle/mxfp4.py")
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    members = next(node for node in file.body if isinstance(node, ast.ClassDef) and node.name == "Mxfp4MoeBackend")
+    known = {
+        target.id
+        for statement in members.body if isinstance(statement, ast.Assign)
+        for target in statement.targets if isinstance(target, ast.Name)
+    }  # fmt: skip
+    assert STOCK_NAMES[name] in known
+    home = HOME.get(name, 100)
+    without = name == "deep_gemm_mxfp4" and number(release) < (0, 24)
+    assert refused(name, release, home) == ({"package"} if without else set())
+
+
+@every_release
+@every_backend
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_capabilities(name: str, release: str, capability: int) -> None:
+    found, names = stock(release, name, capability)
+    claimed = bool(found._supports_current_device()) and bool(found._supports_quant_scheme(*keys(name, names)))
+    ours = "capability" not in refused(name, release, capability)
+    if (name, capability) in STRICTER and (claimed or number(release) < (0, 24)):
+        assert not ours
+    else:
+        assert ours == claimed
+
+
+@every_release
+@every_backend
+def test_activations(name: str, release: str) -> None:
+    home = HOME.get(name, 100)
+    found, names = stock(release, name, home)
+    for stock_name, activation in ACTIVATIONS.items():
+        member = [each for each in names["MoEActivation"] if each.value == stock_name]
+        claimed = bool(member) and bool(found._supports_activation(member[0]))
+        if not activation.gated:
+            claimed = claimed and bool(found._supports_no_act_and_mul())
+        codes = refused(name, release, home, activation=activation)
+        ours = not {code for code in codes if code.startswith("activation")}
+        if (name, stock_name) in STRICTER:
+            assert not ours
+        elif name.startswith("cutlass") and stock_name == "silu" and number(release) < (0, 28):
+            # Claimed, and computed with gpt-oss's constants.
+            assert claimed and "activation.parameters.since" in codes
+        else:
+            assert ours == claimed, stock_name
+
+
+@every_release
+@pytest.mark.parametrize("name", ["trtllm_mxfp4_monolithic", "trtllm_mxfp4_a8_monolithic"])
+def test_routing_inside_the_kernel(release: str, name: str) -> None:
+    found, names = stock(release, name, 100)
+    methods = load(release, f"{FUSED_MOE}/config.py")["RoutingMethodType"]
+    names["RoutingMethodType"] = methods
+    for method in methods:
+        claimed = found._supports_routing_method(method, *keys(name, names))
+        routing = Routing(method=method.name.lower(), num_groups=8, top_k_groups=4)
+        codes = refused(name, release, 100, routing=routing)
+        assert (not {"routing", "routing.since"} & codes) == claimed, method
+
+
+# --- What the classes pass ------------------------------------------------------------------------------------------
+
+
+def source(release: str, file: str, *names: str) -> str:
+    """Source of a class or of a method."""
+    try:
+        node: Any = tree(release, f"{FUSED_MOE}/experts/{file}.py")
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    for name in names:
+        node = next(each for each in node.body if getattr(each, "name", "") == name)
+    return ast.unparse(node)
+
+
+@every_release
+def test_trtllms_classes_pass_biases_and_parameters(release: str) -> None:
+    for kind in ("Modular", "Monolithic"):
+        text = source(release, "trtllm_mxfp4_moe", f"TrtLlmMxfp4Experts{kind}").replace("'", "").replace(": ", "=")
+        for given in ("gemm1_bias=self.w1_bias", "gemm2_bias=self.w2_bias", "gemm1_alpha=self.gemm1_alpha",
+                      "gemm1_beta=self.gemm1_beta", "gemm1_clamp_limit=self.gemm1_clamp_limit"):  # fmt: skip
+            assert given in text, (kind, given)
+        # A rank's first expert: an even split is assumed.
+        assert "self.ep_rank * self.local_num_experts" in text or "self.moe_config.ep_rank * local_num_experts" in text
+    monolithic = source(release, "trtllm_mxfp4_moe", "TrtLlmMxfp4ExpertsMonolithic")
+    assert "routing_method_type=self.routing_method_type" in monolithic
+    base = source(release, "trtllm_mxfp4_moe", "TrtLlmMxfp4ExpertsBase")
+    assert "self.routing_method_type = moe_config.routing_method" in base
+    assert "super().__init__" not in base  # why the adapter runs the base initialiser
+    passes_all = number(release) >= (0, 27, 1)
+    for given in ("routing_bias=e_score_correction_bias", "routed_scaling_factor=routed_scaling_factor"):
+        assert (given in monolithic) == passes_all
+
+
+@every_release
+def test_cutlass_has_gpt_oss_s_constants_built_in_until_0_28(release: str) -> None:
+    made = source(release, "flashinfer_cutlass_moe", "FlashInferExperts", "__init__")
+    constants = "[1.702] * self.num_experts" in made and "[7.0] * self.num_experts" in made
+    assert constants == (number(release) < (0, 28))
+    apply = source(release, "flashinfer_cutlass_moe", "FlashInferExperts", "apply")
+    for given in ("fc1_expert_biases = self.w1_bias", "swiglu_alpha = self.gemm1_alpha", "ep_rank=self.ep_rank"):
+        assert given in apply
+
+
+@every_release
+def test_deep_gemm_adds_no_biases_and_passes_the_limit(release: str) -> None:
+    text = source(release, "deep_gemm_moe", "DeepGemmFP4Experts")
+    assert "bias" not in text and "alpha" not in text.replace("alphas", "")
+    assert "clamp_limit=self.gemm1_clamp_limit" in text and "_ACT_BLOCK_K = 128" in text
+
+
+# --- Padding --------------------------------------------------------------------------------------------------------
+
+
+@every_release
+@every_backend
+def test_sizes_are_rounded_as_stock_rounds_them(release: str, name: str) -> None:
+    try:
+        names = load(
+            release, f"{FUSED_MOE}/oracle/mxfp4.py", current_platform=Platform(100),
+            round_up=lambda a, b: -(-a // b) * b, triton_kernels_version=None, get_triton_kernels_version=lambda: None,
+        )  # fmt: skip
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    kind = names["Mxfp4MoeBackend"][STOCK_NAMES[name]]
+    rounded = names["mxfp4_round_up_hidden_size_and_intermediate_size"]
+    for hidden, inner in ((2880, 2880), (2880, 1440), (2880, 736), (2880, 384), (7168, 256), (2048, 768), (96, 32)):
+        each = layer(name, hidden_size=hidden, intermediate_size=inner)
+        plan = backend(name).plan(each, machine(release, HOME.get(name, 100)))
+        found = (plan.hidden_size, plan.intermediate_size)
+        expected = tuple(rounded(kind, hidden, inner))
+        if name.startswith("deep_gemm") and expected != found:
+            # Before stock rounded for DeepGEMM, it rounded to 64, which its packed scales do not take.
+            assert expected == (hidden, -(-inner // 64) * 64)
+            continue
+        assert found == expected
+        assert bool(plan.notes) == (found != (hidden, inner))
+
+
+# --- Conversions ----------------------------------------------------------------------------------------------------
+
+EXPERTS = 3
+
+
+def random_layer(hidden: int, inner: int, biases: bool) -> dict[str, torch.Tensor]:
+    """Canonical tensors: gate rows, then up rows."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, high: int = 256) -> torch.Tensor:
+        return torch.randint(0, high, shape, dtype=torch.uint8, generator=generator)
+
+    made = {
+        "w13": random(EXPERTS, 2 * inner, hidden // 2),
+        "w2": random(EXPERTS, hidden, inner // 2),
+        "w13_scale": random(EXPERTS, 2 * inner, hidden // 32, high=255),
+        "w2_scale": random(EXPERTS, hidden, inner // 32, high=255),
+    }
+    if biases:
+        made["w13_bias"] = torch.randn(EXPERTS, 2 * inner, generator=generator).bfloat16()
+        made["w2_bias"] = torch.randn(EXPERTS, hidden, generator=generator).bfloat16()
+    return made
+
+
+def converted(name: str, canonical: dict[str, torch.Tensor], each: Problem, device: Device) -> dict[str, torch.Tensor]:
+    plan = backend(name).plan(each, device)
+    experts = [
+        backend(name).convert({key: tensor[index] for key, tensor in canonical.items()}, each, plan)
+        for index in range(EXPERTS)
+    ]
+    return {key: torch.stack([expert[key] for expert in experts]) for key in experts[0]}
+
+
+def padded_as_stock_loads(canonical: dict[str, torch.Tensor], plan: Any) -> dict[str, torch.Tensor]:
+    """What stock's parameters hold after loading: larger, with zeros; but for our scales of padding, which are 1."""
+    hidden, inner = plan.hidden_size, plan.intermediate_size
+    shapes = {
+        "w13": (2, inner, hidden // 2), "w13_scale": (2, inner, hidden // 32), "w13_bias": (2, inner),
+        "w2": (1, hidden, inner // 2), "w2_scale": (1, hidden, inner // 32), "w2_bias": (1, hidden),
+    }  # fmt: skip
+    found = {}
+    for name, tensor in canonical.items():
+        halves, *sizes = shapes[name]
+        split = tensor.unflatten(1, (halves, -1))
+        large = torch.full((EXPERTS, halves, *sizes), 127 if name.endswith("_scale") else 0, dtype=tensor.dtype)
+        large[(slice(None), slice(None), *(slice(size) for size in split.shape[2:]))] = split
+        found[name] = large.flatten(1, 2)
+    return found
+
+
+def alternating(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows g0, u0, g1, u1, ... of a layer's first product."""
+    return tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
+
+
+def tiled(scales: torch.Tensor) -> torch.Tensor:
+    """FlashInfer's ``block_scale_interleave``, from its documentation: tiles of 128 rows x 4, element by element."""
+    flat = scales if scales.dim() == 3 else scales[None]
+    out = []
+    for matrix in flat:
+        rows, columns = matrix.shape
+        result = torch.empty(rows * columns, dtype=matrix.dtype)
+        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        tile = (row // 128) * (columns // 4) + column // 4
+        place = tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + column % 4
+        result[place.flatten()] = matrix.flatten()
+        out.append(result)
+    return torch.cat(out)
+
+
+def row_order(cache: Any, matrix: torch.Tensor, tile: int, num_elts_per_sf: int | None = None) -> torch.Tensor:
+    """FlashInfer's ``get_w2_permute_indices_with_cache`` for tiles of 128, from ``srcToDstBlk32RowMap``."""
+    assert tile == 128 and matrix.dim() == 2 and num_elts_per_sf in (None, 16)
+    table = [8 * (row % 4) + row // 4 for row in range(32)]
+    order = torch.empty(matrix.shape[0], dtype=torch.long)
+    for row in range(matrix.shape[0]):
+        order[row - row % 32 + table[row % 32]] = row
+    return order
+
+
+def stock_conversions(release: str, generation: str) -> dict[str, Any]:
+    """Stock's functions, with stand-ins for FlashInfer's."""
+
+    def woven_codes(weight: torch.Tensor, kind: str = "fp4") -> torch.Tensor:
+        assert kind == "fp4" and weight.is_contiguous()
+        # The tests of the layout prove this one against the CUDA kernel.
+        return torch.stack([mixed.weave_codes(each, generation) for each in weight])  # type: ignore[arg-type]
+
+    def woven_scales(scales: torch.Tensor, group_size: int = 32) -> torch.Tensor:
+        experts, rows, columns = scales.shape
+        if generation == "woven":
+            return scales.reshape(experts, rows, columns // 4, 4).permute(0, 2, 1, 3).reshape(experts, columns // 4, -1)
+        split = scales.reshape(experts, rows // 64, 4, 16, columns // 4, 4)
+        return split.permute(0, 1, 4, 3, 2, 5).reshape(experts, rows // 64, columns // 4, 16, 16)
+
+    def swapped(tensor: torch.Tensor) -> torch.Tensor:
+        gate, up = tensor.chunk(2, dim=1)
+        return torch.cat([up, gate], dim=1)
+
+    try:
+        return load(
+            release, f"{FUSED_MOE}/oracle/mxfp4.py", current_platform=Platform(100),
+            get_triton_kernels_version=lambda: None, nvfp4_block_scale_interleave=tiled, block_scale_interleave=tiled,
+            get_w2_permute_indices_with_cache=row_order, swap_w13_to_w31=swapped,
+            interleave_moe_weights_for_sm90_mixed_gemm=woven_codes,
+            interleave_moe_scales_for_sm90_mixed_gemm=woven_scales,
+        )  # fmt: skip
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+
+
+SIZES = ((256, 128), (384, 160), (128, 96))
+GENERATIONS = {"woven": "0.6.17", "scattered": "0.6.18"}
+
+
+def same(ours: dict[str, torch.Tensor], theirs: Any) -> None:
+    for key, tensor in zip(("w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias"), theirs, strict=True):
+        assert (key in ours) == (tensor is not None), key
+        if tensor is not None:
+            assert ours[key].dtype == tensor.dtype and ours[key].numel() == tensor.numel(), key
+            assert torch.equal(*(each.contiguous().view(torch.uint8).flatten() for each in (ours[key], tensor))), key
+
+
+@every_release
+@pytest.mark.parametrize("name", [each for each in CLASSES if not each.startswith("deep_gemm")])
+@pytest.mark.parametrize(("hidden", "inner"), SIZES)
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_gpt_oss_s_conversion_is_stocks(release: str, name: str, hidden: int, inner: int, generation: str) -> None:
+    if generation == "woven" and name != "cutlass_mxfp4":
+        pytest.skip("one layout for every FlashInfer")
+    names = stock_conversions(release, generation)
+    device = machine(release, HOME.get(name, 100), GENERATIONS[generation])
+    each = layer(name, hidden_size=hidden, intermediate_size=inner, has_bias=True)
+    canonical = random_layer(hidden, inner, biases=True)
+    large = padded_as_stock_loads(canonical, backend(name).plan(each, device))
+    given = {key: alternating(tensor) if key.startswith("w13") else tensor for key, tensor in large.items()}
+    theirs = names["convert_gpt_oss_weight_to_mxfp4_moe_kernel_format"](
+        mxfp4_backend=names["Mxfp4MoeBackend"][STOCK_NAMES[name]], layer=None, _cache_permute_indices={},
+        w13_weight=given["w13"], w2_weight=given["w2"], w13_weight_scale=given["w13_scale"],
+        w2_weight_scale=given["w2_scale"], w13_bias=given["w13_bias"], w2_bias=given["w2_bias"],
+    )  # fmt: skip
+    same(converted(name, canonical, each, device), theirs)
+
+
+@every_release
+@pytest.mark.parametrize("name", [each for each in CLASSES if not each.startswith("deep_gemm")])
+@pytest.mark.parametrize(("hidden", "inner"), SIZES)
+@pytest.mark.parametrize("biases", [False, True])
+def test_other_models_conversion_is_stocks(release: str, name: str, hidden: int, inner: int, biases: bool) -> None:
+    names = stock_conversions(release, "scattered")
+    device = machine(release, HOME.get(name, 100))
+    if name.startswith("cutlass") and number(release) < (0, 28):
+        pytest.skip("stock converts for CUTLASS only for gpt-oss here")
+    each = layer(name, packing="mxfp4", hidden_size=hidden, intermediate_size=inner, has_bias=biases)
+    canonical = random_layer(hidden, inner, biases)
+    given = padded_as_stock_loads(canonical, backend(name).plan(each, device))
+    theirs = names["convert_weight_to_mxfp4_moe_kernel_format"](
+        mxfp4_backend=names["Mxfp4MoeBackend"][STOCK_NAMES[name]], layer=None, _cache_permute_indices={},
+        w13_weight=given["w13"], w2_weight=given["w2"], w13_weight_scale=given["w13_scale"],
+        w2_weight_scale=given["w2_scale"], w13_bias=given.get("w13_bias"), w2_bias=given.get("w2_bias"),
+    )  # fmt: skip
+    same(converted(name, canonical, each, device), theirs)
+
+
+@every_release
+def test_deep_gemms_conversion_is_stocks(release: str) -> None:
+    """Up to DeepGEMM's own function, which gets float32 scales and the recipe; what it makes of them is in the test of
+    `pack_scales`."""
+    calls: list[dict[str, Any]] = []
+
+    def transform(**keywords: Any) -> torch.Tensor:
+        calls.append(keywords)
+        found: torch.Tensor = keywords["sf"]
+        return found
+
+    try:
+        helper = load(
+            release, f"{QUANTIZATION}/utils/fp8_utils.py", transform_sf_into_required_layout=transform,
+            is_deep_gemm_e8m0_used=lambda: True,
+        )  # fmt: skip
+        names = load(
+            release, f"{FUSED_MOE}/oracle/mxfp4.py", current_platform=Platform(100),
+            get_triton_kernels_version=lambda: None,
+            deepgemm_post_process_weight_scale_block=helper.get("deepgemm_post_process_weight_scale_block"),
+            deepgemm_post_process_fp8_weight_block=helper.get("deepgemm_post_process_fp8_weight_block"),
+            transform_sf_into_required_layout=transform,
+            _upcast_e8m0_to_fp32=helper.get("_upcast_e8m0_to_fp32"),
+        )  # fmt: skip
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    device = machine(release, 100)
+    each = layer("deep_gemm_mxfp4", packing="mxfp4", hidden_size=256, intermediate_size=128)
+    canonical = random_layer(256, 128, biases=False)
+    w13, w2, *theirs = names["convert_weight_to_mxfp4_moe_kernel_format"](
+        mxfp4_backend=names["Mxfp4MoeBackend"].DEEPGEMM_MXFP4, layer=None, _cache_permute_indices={},
+        w13_weight=canonical["w13"], w2_weight=canonical["w2"], w13_weight_scale=canonical["w13_scale"],
+        w2_weight_scale=canonical["w2_scale"],
+    )[:4]  # fmt: skip
+    ours = converted("deep_gemm_mxfp4", canonical, each, device)
+    assert torch.equal(w13, ours["w13"]) and torch.equal(w2, ours["w2"])
+    if number(release) < (0, 24):
+        # Float32 scales, which DeepGEMM packs at every call; the release is refused.
+        assert not calls and "package" in refused("deep_gemm_mxfp4", release, 100)
+        return
+    assert [(call["mn"], call["k"], call["num_groups"]) for call in calls] == [(256, 256, 3), (256, 128, 3)]
+    for key, floats in zip(("w13_scale", "w2_scale"), theirs, strict=True):
+        assert floats.dtype == torch.float32
+        exponents = (floats.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+        words = ours[key].transpose(-1, -2).flatten().view(torch.uint8)
+        assert torch.equal(words, exponents.flatten())

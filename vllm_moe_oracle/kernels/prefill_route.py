@@ -1,0 +1,82 @@
+"""Sorts many slots by expert: three short launches, none of which reads all slots in one program.
+
+Words as in `route.py`. The slots are cut into chunks; `count_slots` counts each chunk's slots per expert, `add_chunks`
+turns the counts of an expert into positions of its chunks, `place_slots` writes the lists and the table of blocks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .route import local_ids, write_blocks
+
+
+@triton.jit(do_not_specialize=["slots"])
+def count_slots(ids_ptr, map_ptr, counts_ptr, slots, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, EP: tl.constexpr,
+                PDL: tl.constexpr):  # fmt: skip
+    """counts[chunk, expert], int32 [chunks, EP]: the chunk's slots of each local expert; grid `(chunks,)`."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    chunk = tl.program_id(0)
+    p = chunk * CHUNK + tl.arange(0, CHUNK)
+    ids = local_ids(ids_ptr, map_ptr, p, p < slots, HAS_MAP)
+    counts = tl.histogram(tl.maximum(ids, 0), EP, mask=ids >= 0)
+    tl.store(counts_ptr + chunk * EP + tl.arange(0, EP), counts)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def add_chunks(counts_ptr, totals_ptr, chunks, BLOCK: tl.constexpr, EP: tl.constexpr, PDL: tl.constexpr):
+    """Replaces counts[:, expert] by the sums of the chunks before; totals[expert] = the whole sum; grid `(EP,)`."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.program_id(0)
+    total = 0
+    for first in range(0, chunks, BLOCK):
+        chunk = first + tl.arange(0, BLOCK)
+        ptrs = counts_ptr + chunk * EP + expert
+        counts = tl.load(ptrs, mask=chunk < chunks, other=0)
+        tl.store(ptrs, total + tl.cumsum(counts, axis=0) - counts, mask=chunk < chunks)
+        total += tl.sum(counts, axis=0)
+    tl.store(totals_ptr + expert, total)
+
+
+@triton.jit(do_not_specialize=["slots", "chunks", "experts", "most"])
+def place_slots(ids_ptr, map_ptr, topk_weights_ptr, counts_ptr, totals_ptr, sorted_ptr, routers_ptr, blocks_ptr, slots,
+                chunks, experts, most, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
+                PDL: tl.constexpr):  # fmt: skip
+    """sorted, int32 [slots]: slots by expert, stably; routers, float32 [slots]: their router weights; the blocks.
+
+    blocks: int32 [most, 4] as `route.write_blocks` writes it. Grid `(max(chunks, experts),)`.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    totals = tl.load(totals_ptr + tl.arange(0, EP))
+    starts = tl.cumsum(totals, axis=0) - totals
+    if program < chunks:
+        p = program * CHUNK + tl.arange(0, CHUNK)
+        ids = local_ids(ids_ptr, map_ptr, p, p < slots, HAS_MAP)
+        found = ids >= 0
+        expert = tl.maximum(ids, 0)
+        position = tl.gather(starts, expert, 0) + tl.load(counts_ptr + program * EP + expert, mask=found, other=0)
+        # The rank among the chunk's slots of the same expert, by comparing all pairs.
+        for first in tl.static_range(0, CHUNK, 32):
+            q = program * CHUNK + first + tl.arange(0, 32)
+            others = local_ids(ids_ptr, map_ptr, q, q < slots, HAS_MAP)
+            before = (others[None, :] == ids[:, None]) & (q[None, :] < p[:, None])
+            position += tl.sum(before.to(tl.int32), axis=1)
+        tl.store(sorted_ptr + position, p, mask=found)
+        router = tl.load(topk_weights_ptr + p, mask=found, other=0.0).to(tl.float32)
+        tl.store(routers_ptr + position, router, mask=found)
+    if program < experts:
+        e = tl.arange(0, EP)
+        each = (totals + BM - 1) // BM
+        start = tl.sum(tl.where(e == program, starts, 0), axis=0)
+        count = tl.sum(tl.where(e == program, totals, 0), axis=0)
+        before = tl.sum(tl.where(e < program, each, 0), axis=0)
+        write_blocks(blocks_ptr, program, experts, start, count, before, tl.sum(each, axis=0), most, BM)
