@@ -35,6 +35,9 @@ logger = logging.getLogger("vllm.moe_oracle")
 _PROCESSED = "_already_called_process_weights_after_loading"
 """vLLM's own mark of a converted layer: its layer-wise reload takes it away before it converts fresh weights."""
 
+_READ_BY_VLLM = {"w13": "w13_weight", "w2": "w2_weight"}
+"""Parameters that vLLM's own code looks for on a layer that runs, by canonical name, whatever a checkpoint calls them."""
+
 State = Literal["raw", "converting", "converted"]
 STATE = "moe_oracle_state"
 """Attribute of a layer: ``raw`` while the checkpoint's tensors are loaded, ``converted`` when the kernel's are in their
@@ -224,7 +227,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         selfcheck.settle(self, raw, fixed=self.moe_kernel is not None)
         self.experts_cls = self.release.experts_class(self.backend)
         names = self._names(raw)
-        kernel_names = storage.convert_in_place(layer, names, self._convert)
+        kernel_names = storage.rename(layer, storage.convert_in_place(layer, names, self._convert), _READ_BY_VLLM)
         for name in kernel_names.values():
             parameter = getattr(layer, name)
             if not hasattr(parameter, "weight_loader"):

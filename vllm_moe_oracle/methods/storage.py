@@ -131,6 +131,28 @@ def convert_in_place(layer: nn.Module, names: Mapping[str, str], convert: Conver
     return {name: names.get(name, name) for name in kinds}
 
 
+def rename(layer: nn.Module, names: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:
+    """Gives parameters other names; their memory stays where it is.
+
+    Args:
+        layer: whose parameters they are.
+        names: parameter name by canonical name.
+        wanted: new parameter names by canonical name, for some of them.
+
+    Returns:
+        Parameter name by canonical name afterwards.
+    """
+    found = dict(names)
+    for canonical in names.keys() & wanted.keys():
+        old, new = names[canonical], wanted[canonical]
+        if old != new:
+            data = getattr(layer, old).data
+            delattr(layer, old)
+            replace(layer, new, data)
+            found[canonical] = new
+    return found
+
+
 def refuse_loading(parameter: nn.Parameter, layer: str) -> None:
     """Makes loading checkpoint weights into a converted parameter an error; vLLM's reload goes another way.
 
