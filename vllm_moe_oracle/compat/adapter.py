@@ -343,6 +343,66 @@ class Adapter:
         """
         return kernel.apply(
             x,
+    def logits_dtype(self, moe: Any) -> torch.dtype:
+        """Type of the router's logits that a layer hands over.
+
+        Args:
+            moe: vLLM's `FusedMoEConfig` of the layer.
+        """
+        return cast(torch.dtype, moe.router_logits_dtype or moe.in_dtype)
+
+    def run_alone_routing(
+        self,
+        experts: Any,
+        tensors: Mapping[str, Tensor],
+        x: Tensor,
+        problem: Problem,
+        logits: Tensor,
+        bias: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """Runs monolithic experts on router logits; otherwise as `run_alone`.
+
+        Args:
+            experts: what a backend built.
+            tensors: kernel tensors by canonical name.
+            x: `[M, hidden]`.
+            problem: the lone layer.
+            logits: `[M, experts]`.
+            bias: correction bias, float32 `[experts]`, or None.
+            scale: the layer's scaling factor.
+        """
+        kernel = self.modular_kernel(make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=True), experts)
+        hidden = x.shape[-1]
+        result = kernel.apply_monolithic(
+            torch.nn.functional.pad(x, (0, max(experts.moe_config.hidden_dim - hidden, 0))),
+            tensors["w13"],
+            tensors["w2"],
+            logits.to(x.device),
+            activation=experts.moe_config.activation,
+            global_num_experts=problem.num_experts,
+            expert_map=None,
+            apply_router_weight_on_input=False,
+            num_expert_group=problem.routing.num_groups,
+            topk_group=problem.routing.top_k_groups,
+            e_score_correction_bias=None if bias is None else bias.to(x.device),
+            routed_scaling_factor=scale,
+            **_accepted(_APPLY_MONOLITHIC, {"routing_sink": None}),
+        )
+        return cast(Tensor, result)[..., :hidden]
+
+    def sorting(self, moe: Any) -> Any:
+        """vLLM's own stand-in for an all-to-all that sorts tokens by expert, on this rank alone.
+
+        Args:
+            moe: from `lone_config`.
+        """
+        from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import BatchedPrepareAndFinalize
+
+        return BatchedPrepareAndFinalize(
+            max_num_tokens=moe.max_num_tokens, num_local_experts=moe.num_local_experts, num_dispatchers=1, rank=0
+        )
+
             layer.w13_weight,
             layer.w2_weight,
             topk_weights=topk_weights,

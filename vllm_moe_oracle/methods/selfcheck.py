@@ -22,7 +22,7 @@ from ..errors import SelfCheckError
 from ..oracle.decision import Plan, Reason
 from ..oracle.problem import Parallel, Problem, Routing
 from ..oracle.registry import Registry, default_registry
-from . import agreement, storage
+from . import agreement, routing, storage
 from .builder import VllmBuilder
 from .choice import Chooser, remaining, take
 
@@ -41,12 +41,16 @@ _ROUNDINGS = 5
 """Places where a kernel may round to the model's dtype on the way from input to output: a dequantised weight, the first
 product, the activation, the second product, the sum over experts."""
 _UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
-_FORMAT_ERROR = {"16bit": 0.0, "mxfp8": 2.0**-4, "fp8": 2.0**-4, "mxfp4": 2.0**-2}
+_FORMAT_ERROR = {"16bit": 0.0, "mxfp8": 2.0**-4, "fp8": 2.0**-4, "mxfp4": 2.0**-2, "int8": 2.0**-7}
 """Relative error of one rounding in the format of the activations: kernel and reference round values that differ in the
 last bit to neighbouring codes."""
 _FLOAT32_SUMS = 1e-4
 """Two float32 sums over some thousand terms in different orders: 2**-24 times the square root of their number, with
 room for cancellation. Only matters to float32 models."""
+
+
+Logits = tuple[Tensor, Tensor | None, float]
+"""Router logits `[M, E]`, correction bias `[E]` or none, scaling factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +97,24 @@ class Verdict:
 
 def tolerance(backend: Backend, problem: Problem) -> float:
     """Largest relative L2 error of a token's output that the formats explain."""
-    rounding = _ROUNDINGS * _UNIT_ROUNDOFF[problem.dtype]
+    # A kernel that routes may round its weights, too.
+    rounding = (_ROUNDINGS + backend.monolithic) * _UNIT_ROUNDOFF[problem.dtype]
     return rounding + _FORMAT_ERROR[backend.activations(problem)] + _FLOAT32_SUMS
 
 
-def sample(problem: Problem) -> list[int]:
-    """Local experts that are tried: the first, the last, and some evenly between."""
-    count = min(problem.local_experts, max(EXPERTS, problem.top_k))
+def sample(problem: Problem, needed: int = 0) -> list[int]:
+    """Local experts that are tried: the first, the last, and some evenly between.
+
+    Args:
+        problem: the layer.
+        needed: how many there must be, some of them twice where the rank has fewer; 0 for as many as a check of kernels
+            that are given routed tokens takes.
+    """
+    count = min(problem.local_experts, needed or max(EXPERTS, problem.top_k))
     if count == 1:
-        return [0]
-    return sorted({round(index * (problem.local_experts - 1) / (count - 1)) for index in range(count)})
+        return [0] * max(needed, 1)
+    found = sorted({round(index * (problem.local_experts - 1) / (count - 1)) for index in range(count)})
+    return [found[index % len(found)] for index in range(max(needed, len(found)))]
 
 
 def run(backend: Backend, problem: Problem, plan: Plan, raw: Tensors, moe: Any, release: Adapter) -> Result:
@@ -118,9 +130,10 @@ def run(backend: Backend, problem: Problem, plan: Plan, raw: Tensors, moe: Any, 
     """
     start = time.perf_counter()
     limit = tolerance(backend, problem)
-    if backend.monolithic:
-        return Result(0.0, limit, 0.0, skipped="the kernel routes itself, and its routing has no reference yet")
-    picked = sample(problem)
+    routes = backend.monolithic
+    if routes and routing.recipe(problem.routing) is None:
+        return Result(0.0, limit, 0.0, skipped=f"no reference for routing by {problem.routing.method}")
+    picked = sample(problem, routing.enough_experts(problem, backend.limits.experts_multiple) if routes else 0)
     experts = canonical(problem, raw, picked)
     make_telling(experts, problem)
     small = dataclasses.replace(
@@ -129,7 +142,7 @@ def run(backend: Backend, problem: Problem, plan: Plan, raw: Tensors, moe: Any, 
         local_experts=len(picked),
         top_k=min(problem.top_k, len(picked)),
         parallel=Parallel(tp=problem.parallel.tp),
-        routing=Routing(),
+        routing=problem.routing if routes else Routing(),
         lora=False,
         eplb=False,
     )
@@ -138,9 +151,17 @@ def run(backend: Backend, problem: Problem, plan: Plan, raw: Tensors, moe: Any, 
         small, scheme=dataclasses.replace(small.scheme, activations=backend.activations(problem))
     )
     x, weights, ids = tokens(reference, experts)
+    logits: Logits | None = None
+    if routes:
+        logits = routed = routing.telling(small.routing, small.top_k, TOKENS, len(picked), release.logits_dtype(moe))
+        weights, ids = (each.to(x.device) for each in routing.route(small.routing, small.top_k, *routed))
     expected = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     forward(experts, reference, expected, x, weights, ids)
-    actual = _through_kernel(backend, small, plan, experts, x, weights, ids, moe, release)
+    made, layer, tensors = _converted(backend, small, plan, experts, moe, release)
+    if logits is None:
+        actual = release.run_alone(made, layer, tensors, x, weights, ids)
+    else:
+        actual = release.run_alone_routing(made, tensors, x, small, *logits)
     error = token_error(actual, expected)
     return Result(error, limit, time.perf_counter() - start)
 
@@ -220,18 +241,10 @@ def token_error(actual: Tensor, expected: Tensor) -> float:
     return relative.max().item()
 
 
-def _through_kernel(
-    backend: Backend,
-    problem: Problem,
-    plan: Plan,
-    experts: Tensors,
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    moe: Any,
-    release: Adapter,
-) -> Tensor:
-    """The output `[TOKENS, hidden]` of a layer of its own that holds only these experts."""
+def _converted(
+    backend: Backend, problem: Problem, plan: Plan, experts: Tensors, moe: Any, release: Adapter
+) -> tuple[Any, nn.Module, Tensors]:
+    """A layer of its own that holds only these experts: what the backend built for it, its module, kernel tensors."""
     layer = nn.Module()
     for name, tensor in experts.items():
         layer.register_parameter(name, nn.Parameter(tensor.clone(), requires_grad=False))
@@ -241,8 +254,7 @@ def _through_kernel(
     tensors = {name: getattr(layer, parameter).data for name, parameter in names.items()}
     config = release.lone_config(moe, problem)
     quant_config = release.quant_config(problem, tensors)
-    made = backend.experts(tensors, problem, plan, VllmBuilder(release, config, quant_config))
-    return release.run_alone(made, layer, tensors, x, weights, ids)
+    return backend.experts(tensors, problem, plan, VllmBuilder(release, config, quant_config)), layer, tensors
 
 
 _Group = tuple[Problem, str]
