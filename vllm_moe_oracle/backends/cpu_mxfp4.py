@@ -1,0 +1,149 @@
+"""vLLM's MXFP4 experts on x86 CPUs with AVX-512 and its bfloat16 instructions.
+
+vLLM's class over the operator asks for AMX, and takes gpt-oss's rows only as they alternate; the operator itself needs
+neither. It is compiled into vLLM's library for CPUs that have AVX512_BF16, picks AMX where there is any, and gives the
+same numbers without (oneDNN limited to AVX512_CORE_BF16). So it is called here without the class; that it is right on
+the machine at hand is what the self-check is for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..errors import OracleError
+from ..oracle.decision import Numerics, Plan
+from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
+from ._contract import Backend, Builder, Tensors
+from ._limits import Limits, Rule
+from ._stock import mxfp4_place
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MXFP4 = 4
+"""The operator's number of the format: ``CPUQuantMethod.MXFP4``."""
+_SILU, _SWIGLU = 0, 1
+"""Its numbers of activations, since 0.33: ``CPUActMethod``. Before, alpha and limit say that it is SwiGLU-OAI."""
+
+
+def _reaches(problem: Problem) -> bool:
+    activation = problem.activation
+    if activation.name == "swigluoai":
+        return activation.alpha is not None and activation.limit is not None and activation.beta == 1.0
+    return activation.alpha in (None, 1.0) and activation.beta in (None, 0.0) and activation.limit is None
+
+
+class CpuMxfp4(Backend):
+    """Weights become bfloat16 in registers."""
+
+    name = "cpu_mxfp4"
+    schemes = ("mxfp4",)
+    vllm_names = ("cpu",)
+    limits = Limits(
+        devices=("cpu",),
+        features=("avx512f", "avx512_bf16"),
+        packages={"vllm": "0.27.1"},
+        # With float16 the operator ends the process.
+        dtypes=("bfloat16",),
+        gated=("silu", "swigluoai"),
+        parameters=True,
+        bias=True,
+        bits=(4,),
+        groups=(MX_BLOCK,),
+        hidden_multiple=MX_BLOCK,
+        intermediate_multiple=MX_BLOCK,
+    )
+    rules = (
+        Rule(
+            "activation.parameters",
+            lambda problem, device: not _reaches(problem),
+            lambda problem, device: (
+                f"takes alpha and limit of swigluoai, whose beta is 1, and nothing of silu; the layer has "
+                f"{problem.activation}"
+            ),
+        ),
+    )
+
+    def estimate(self, problem: Problem, device: Device) -> float:
+        """Stock's only one on a CPU."""
+        return mxfp4_place("cpu", problem, device)
+
+    def activations(self, problem: Problem) -> ActivationPrecision:
+        """The model's own dtype."""
+        return "16bit"
+
+    def numerics(self, problem: Problem) -> Numerics:
+        """Exact weights; the activation's output is rounded to bfloat16."""
+        return Numerics("converted exactly to bfloat16, scaled there", f"left in {problem.dtype}")
+
+    def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
+        """Orders codes and scales; rows of ``swigluoai`` alternate gate and up, as the operator wants them.
+
+        Returns:
+            ``w13`` uint8 `[R, H/2]`, ``w2`` uint8 `[H, I/2]`, scales uint8 `[R, H/32]` and `[H, I/32]`, biases float32.
+        """
+        import torch
+
+        from ..layouts.cpu import order_block_scales, pack_row_pairs
+        from ..layouts.rows import alternate_halves
+
+        alternate = problem.activation.name == "swigluoai"
+        converted = {}
+        for name, tensor in expert.items():
+            rows = alternate_halves(tensor) if alternate and name.startswith("w13") else tensor
+            if name.endswith("_bias"):
+                converted[name] = rows.to(torch.float32)
+            else:
+                converted[name] = order_block_scales(rows) if name.endswith("_scale") else pack_row_pairs(rows)
+        return converted
+
+    def experts(self, tensors: Tensors, problem: Problem, plan: Plan, builder: Builder) -> Any:
+        """Experts over the operator.
+
+        Raises:
+            OracleError: this build of vLLM does not have it.
+        """
+        import torch
+
+        operator = getattr(torch.ops._C, "fused_experts_cpu", None)
+        if operator is None:
+            rule = "vLLM's library for this CPU has no operator fused_experts_cpu"
+            raise OracleError(rule, "Choose another backend", problem.layer)
+        operator = operator.default
+        activation = problem.activation
+        swiglu = activation.name == "swigluoai"
+        # By name: arguments come and go between releases, and until 0.29 the output is returned.
+        known = {argument.name for argument in operator._schema.arguments}
+        constant: dict[str, Any] = {
+            "inplace": False, "moe_comp_method": _MXFP4, "w1_zero": None, "w2_zero": None, "a1_scale": None,
+            "block_size": None, "alpha": activation.alpha if swiglu else None,
+            "limit": activation.limit if swiglu else None, "is_vnni": True, "act_method": _SWIGLU if swiglu else _SILU,
+        }  # fmt: skip
+        constant = {name: value for name, value in constant.items() if name in known}
+
+        def run(out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> None:
+            if x.shape[0] == 0:
+                return
+            slots, weights = topk_ids.to(torch.int32), topk_weights.to(torch.float32)
+            if expert_map is not None:
+                slots = expert_map.to(torch.int32)[slots.clamp(min=0).long()].masked_fill(slots < 0, -1)
+            # The operator knows no empty slots: they go to an expert that is there, times zero.
+            weights = weights.masked_fill(slots < 0, 0.0).contiguous()
+            slots = slots.clamp(min=0).contiguous()
+            given = {
+                "hidden_states": x.contiguous(), "w1": tensors["w13"], "w2": tensors["w2"], "topk_weights": weights,
+                "topk_ids": slots, "w1_scale": tensors["w13_scale"], "w2_scale": tensors["w2_scale"],
+                "w1_bias": tensors.get("w13_bias"), "w2_bias": tensors.get("w2_bias"),
+            }  # fmt: skip
+            if "out" not in known:
+                out.copy_(operator(**given, **constant))
+                return
+            target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+            operator(out=target, **given, **constant)
+            if target is not out:
+                out.copy_(target)
+
+        return builder.from_function(run)
+
+
+BACKEND = CpuMxfp4()
