@@ -85,7 +85,7 @@ def register() -> None:
 
 
 def _register(chosen: Settings, version: str | None) -> None:
-    from . import compat, methods
+    from . import compat, methods, records
 
     if not chosen.enabled:
         _process.state = PluginState(False, f"switched off by {chosen.source('enabled')}", version)
@@ -95,24 +95,29 @@ def _register(chosen: Settings, version: str | None) -> None:
         raise StandDown("vLLM is not installed")
     compat.check(version, chosen.force)
     from .compat.patches import PatchManager
+    from .compat.quantizations import offered
     from .compat.registration import patches_for
 
     patches = PatchManager()
     try:
-        for patch in patches_for(version, methods.CONFIGS, methods.METHODS):
+        for patch in patches_for(version, methods.CONFIGS, methods.METHODS, methods.NEEDS):
             patches.apply(patch)
     except Exception:
         patches.undo()
         raise
+    records.open_folder()
     _process.patches = patches
-    _process.state = PluginState(True, "registered", version, tuple(sorted(methods.CONFIGS)))
+    _process.state = PluginState(True, "registered", version, tuple(sorted(offered(methods.CONFIGS, methods.NEEDS))))
     logger.info("moe_oracle: active on vLLM %s", version)
 
 
 def unregister() -> None:
     """Gives vLLM its own objects back; layers that were built keep running. For tests and notebooks."""
     if _process.patches is not None:
+        from . import records
+
         _process.patches.undo()
+        records.close_folder()
     _process.patches = None
     _process.state = PluginState(False, "unregistered", _process.state.vllm)
 

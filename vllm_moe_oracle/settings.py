@@ -26,6 +26,8 @@ from .oracle.overrides import Override, parse
 PREFIX = "MOE_ORACLE_"
 SECTION = "moe_oracle"
 AUTO = "auto"
+_RECORDS = "_MOE_ORACLE_RECORDS"
+"""No setting: one process of a server sets it for those that it starts."""
 
 OnUnavailable = Literal["error", "fallback"]
 Activations = Literal["checkpoint", "16bit"]
@@ -289,6 +291,19 @@ def _section(additional_config: object) -> Mapping[str, object]:
 def environment(name: str) -> str | None:
     """A variable that is not ours, for the few places that have to look at one."""
     return os.environ.get(name)
+
+
+def records_folder() -> str | None:
+    """Where the processes of one server leave their decisions for its metrics endpoint; None where there is no such."""
+    return os.environ.get(_RECORDS)
+
+
+def set_records_folder(folder: str | None) -> None:
+    """Names that folder to this process and those that it starts; None takes the name away."""
+    if folder is None:
+        os.environ.pop(_RECORDS, None)
+    else:
+        os.environ[_RECORDS] = folder
 
 
 def cache_folder(settings: Settings) -> Path:

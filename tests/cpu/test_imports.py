@@ -20,7 +20,14 @@ BASE = {"errors", "oracle.problem", "oracle.decision", "oracle.planner"}
 PURE = BASE | {"oracle.overrides", "oracle.objectives", "settings"}
 TENSORS = BASE | {"schemes", "layouts", "kernels"}
 DECIDING = PURE | TENSORS | {"backends", "oracle"}
-SERVING = DECIDING | {"", "device", "checkpoint", "quantization", "measure", "profiles", "compat", "methods"}
+SERVING = (
+    DECIDING
+    | {"", "device", "records", "checkpoint", "quantization", "measure", "profiles"}
+    | {
+        "compat",
+        "methods",
+    }
+)
 MAY_IMPORT: dict[str, set[str]] = {
     "": set(),
     "errors": {"oracle.decision"},  # for a type only
@@ -30,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "oracle.overrides": {"errors"},
     "oracle.objectives": {"errors"},
     "settings": {"errors", "oracle.overrides", "oracle.objectives"},
+    "records": {"settings"},
     "device": {"errors", "oracle.problem"},
     "quantization": BASE,
     "checkpoint": BASE | {"quantization"},
@@ -40,7 +48,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "oracle": PURE | {"backends", "oracle"},
     "profiles": BASE,
     "measure": DECIDING | {"", "device", "measure", "profiles"},
-    "compat": DECIDING | {"", "device", "quantization", "compat"},
+    # What measures builds layers as serving does; what serving asks of measurements knows nothing of that.
+    **{f"measure.{name}": SERVING for name in ("engine", "tuning", "benching")},
+    "compat": DECIDING | {"", "device", "records", "quantization", "compat"},
     "methods": SERVING,
     "plugin": SERVING,
     "cli": SERVING | {"plugin", "cli"},

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 from ..errors import StandDown
-from . import retired
+from . import metrics, retired
 from .construction import under_construction
 from .eras import era_of
-from .patches import Deferred, Patch, around, transplant
-from .quantizations import LazyConfigs
+from .patches import Deferred, Patch, around, transplant, wrapped_by
+from .quantizations import LazyConfigs, is_for_release, offered
 
 
-def patches_for(version: str, configs: dict[str, str], methods: dict[str, str]) -> Iterator[Patch | Deferred]:
+def patches_for(
+    version: str,
+    configs: Mapping[str, str | tuple[str, ...]],
+    methods: Mapping[str, str],
+    needs: Mapping[str, str],
+) -> Iterator[Patch | Deferred]:
     """Every patch for a vLLM release.
 
     Args:
         version: vLLM's version.
         configs: ``module:Class`` of our quantisation configs by name.
-        methods: ``module:Class`` of our methods by that of the stock method that it takes the place of.
+        methods: ``module:Class`` of our classes by that of the stock class that it takes the place of, and
+            ``module:function`` of our functions by ``module:Class.method`` of the stock one that each wraps.
+        needs: stock module by module of ours, of those that are not for every release.
     """
     from vllm.platforms import current_platform
 
@@ -28,14 +35,21 @@ def patches_for(version: str, configs: dict[str, str], methods: dict[str, str]) 
         rule = f"no backend knows {current_platform.device_name or 'this platform'}'s own kernels for these formats"
         raise StandDown(rule, "Stock vLLM serves them there")
     retired.warn(version)
-    yield _registry(configs)
+    yield _registry(offered(configs, needs))
     yield around("name of the layer under construction", f"{era_of(version).layer}.__init__", _construct_layer)
     for stock, ours in methods.items():
-        yield transplant(f"every {stock.partition(':')[2]}", stock, ours)
+        if is_for_release(ours, needs):
+            name = stock.partition(":")[2]
+            yield (wrapped_by if "." in name else transplant)(f"every {name}", stock, ours)
     yield around(
         "MXFP8 in ModelOpt's hf_quant_config.json",
         "vllm.transformers_utils.model_arch_config_convertor:ModelArchConfigConvertorBase._normalize_quantization_config",
         _nested_mxfp8,
+    )
+    yield around(
+        "decisions on the metrics endpoint",
+        "vllm.v1.metrics.prometheus:get_prometheus_registry",
+        metrics.with_decisions,
     )
     yield Deferred("MXFP8 linear on CPU", "vllm.model_executor.kernels.linear", _cpu_linear)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from .. import __version__, device
+from .. import __version__, device, records
 from ..compat import current_adapter
 from ..oracle.decision import Decision
 from ..oracle.overrides import override_error, unmatched
@@ -107,6 +107,7 @@ def converted(decision: Decision) -> None:
     if others:
         why = "unquantised, in a format that is not served here, or left to it for a reason given before"
         logger.warning("moe_oracle: %d MoE layers are stock vLLM's: %s: %s", len(others), why, ", ".join(others))
+    records.leave(record(total))
     if _model.settings is not None:
         _check_overrides(_model.settings)
         if _model.settings.report:

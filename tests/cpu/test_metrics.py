@@ -1,0 +1,169 @@
+"""What was decided reaches the metrics endpoint from the processes that hold the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client", reason="the endpoint is vLLM's, which brings it")
+
+import prometheus_client as prometheus
+
+from vllm_moe_oracle import __version__, records, settings
+from vllm_moe_oracle.compat import metrics
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    monkeypatch.setenv(settings._RECORDS, str(tmp_path))
+    yield tmp_path
+
+
+def record(layers: int = 2, rank: int = 0, backend: str = "fast", first: str = "model.layers.0.mlp") -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "served": layers,
+        "moe_layers": layers + 1,
+        "groups": [
+            {
+                "layers": [first] * layers,
+                "count": layers,
+                "problem": {"scheme": {"name": "mxfp8"}},
+                "decision": {"backend": backend, "why": "measured"},
+            }
+        ],
+    }
+
+
+def scrape() -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    registry = prometheus.CollectorRegistry()
+    assert metrics.with_decisions(lambda: registry) is registry
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+    }
+
+
+def info(rank: str, backend: str, layers: str = "2", first: str = "model.layers.0.mlp") -> Any:
+    labels = {
+        "version": __version__,
+        "rank": rank,
+        "scheme": "mxfp8",
+        "backend": backend,
+        "why": "measured",
+        "layers": layers,
+        "first_layer": first,
+    }
+    return "vllm:moe_oracle_info", tuple(sorted(labels.items()))
+
+
+def test_nothing_is_shown_without_a_folder_or_records(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scrape() == {}
+    monkeypatch.delenv(settings._RECORDS)
+    records.leave(record())
+    assert scrape() == {}
+    assert list(folder.iterdir()) == []
+
+
+def test_groups_and_counts_of_another_process_are_shown(folder: Path) -> None:
+    code = f"from vllm_moe_oracle import records; records.leave({record(rank=1)!r})"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    records.leave(record(layers=3))
+    assert scrape() == {
+        info("0", "fast", "3"): 1.0,
+        info("1", "fast"): 1.0,
+        ("vllm:moe_oracle_layers", (("rank", "0"), ("run_by", "moe_oracle"))): 3.0,
+        ("vllm:moe_oracle_layers", (("rank", "0"), ("run_by", "stock"))): 1.0,
+        ("vllm:moe_oracle_layers", (("rank", "1"), ("run_by", "moe_oracle"))): 2.0,
+        ("vllm:moe_oracle_layers", (("rank", "1"), ("run_by", "stock"))): 1.0,
+    }
+
+
+def test_the_text_of_the_endpoint_is_what_prometheus_reads(folder: Path) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    records.leave(record(first='an "odd" name\nof a layer'))
+    registry = prometheus.CollectorRegistry()
+    metrics.with_decisions(lambda: registry)
+    text = prometheus.generate_latest(registry).decode()
+    names = {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
+    assert names["vllm:moe_oracle_info"].labels["first_layer"] == 'an "odd" name\nof a layer'
+
+
+def test_a_reload_replaces_and_a_draft_model_is_added(folder: Path) -> None:
+    records.leave(record(backend="fast"))
+    records.leave(record(backend="other"))
+    records.leave(record(backend="fast", first="draft.layers.0.mlp"))
+    shown = {labels for name, labels in scrape() if name == "vllm:moe_oracle_info"}
+    assert shown == {info("0", "other")[1], info("0", "fast", first="draft.layers.0.mlp")[1]}
+
+
+def test_a_registry_gets_one_collector(folder: Path) -> None:
+    records.leave(record())
+    registry = prometheus.CollectorRegistry()
+    for _ in range(3):
+        metrics.with_decisions(lambda: registry)
+    families = [family.name for family in registry.collect()]
+    assert families == ["vllm:moe_oracle", "vllm:moe_oracle_layers"]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"groups": 3}', "[" * 100_000, '{"groups": [{"layers": []}]}', '{"groups": [7]}']
+)
+def test_what_is_no_record_is_passed_over(folder: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "1.json").write_text(content)
+    (folder / "2.json.part").write_text("{")
+    records.leave(record())
+    assert info("0", "fast") in scrape()
+
+
+def test_a_folder_that_is_gone_or_read_only_is_a_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(records.logger, "warning", lambda text, *words: said.append(text % words))
+    monkeypatch.setenv(settings._RECORDS, str(tmp_path / "gone"))
+    records.leave(record())
+    assert len(said) == 1 and "will miss on the metrics endpoint" in said[0]
+    assert scrape() == {}
+    monkeypatch.delenv(settings._RECORDS)
+    monkeypatch.setattr(tempfile, "mkdtemp", _no_space)
+    records.open_folder()
+    assert settings.records_folder() is None
+    assert "No space left on device" in said[1]
+
+
+def _no_space(**_: object) -> str:
+    raise OSError(28, "No space left on device")
+
+
+def test_the_first_process_makes_the_folder_and_takes_it_away() -> None:
+    code = (
+        "import os, subprocess, sys, json\n"
+        "from vllm_moe_oracle import records, settings\n"
+        "records.open_folder(); mine = settings.records_folder(); records.open_folder()\n"
+        "assert settings.records_folder() == mine and os.stat(mine).st_mode & 0o777 == 0o700\n"
+        "child = 'from vllm_moe_oracle import records, settings; records.open_folder(); "
+        "print(settings.records_folder())'\n"
+        "theirs = subprocess.run([sys.executable, '-c', child], capture_output=True, text=True, check=True).stdout\n"
+        "pid = os.fork()\n"
+        "if not pid: sys.exit(0)\n"
+        "os.waitpid(pid, 0)\n"
+        "print(json.dumps([mine, theirs.strip(), os.path.isdir(mine)]))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != settings._RECORDS}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    mine, theirs, there = json.loads(done.stdout)
+    assert mine == theirs and there  # neither the child nor the fork took it away
+    assert not os.path.exists(mine)
