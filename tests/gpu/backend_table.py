@@ -39,7 +39,7 @@ os.environ.setdefault("MOE_ORACLE_SELF_CHECK", "off")
 
 import torch
 
-from vllm_moe_oracle.oracle.problem import Activation, Problem, Scheme
+from vllm_moe_oracle.oracle.problem import Activation, Problem, Routing, Scheme
 
 TOKENS = (1, 7, 64, 513)
 SPREAD_TOKENS = 64
@@ -68,6 +68,12 @@ class Case:
     alpha: float | None = None
     beta: float | None = None
     limit: float | None = None
+    routing: Routing = field(default_factory=Routing)
+
+    @property
+    def interleaved(self) -> bool:
+        """The rows of the first product alternate gate and up, in the checkpoint too."""
+        return self.activation == "swigluoai"
 
     @property
     def gated(self) -> bool:
@@ -96,7 +102,8 @@ class Case:
             hidden_size=self.hidden,
             intermediate_size=self.inner,
             has_bias=self.bias,
-            activation=Activation(name, self.gated, self.alpha, self.beta, self.limit),
+            activation=Activation(name, self.gated, self.alpha, self.beta, self.limit, self.interleaved),
+            routing=self.routing,
         )
 
 
@@ -188,6 +195,8 @@ def _activate(case: Case, hidden: torch.Tensor) -> torch.Tensor:
     if not case.gated:
         return hidden.clamp(min=0) ** 2
     gate, up = hidden[:, : case.inner], hidden[:, case.inner :]
+    if case.interleaved:
+        gate, up = hidden[:, ::2], hidden[:, 1::2]
     if case.limit is not None:
         gate, up = gate.clamp(max=case.limit), up.clamp(min=-case.limit, max=case.limit)
     alpha, beta = (1.0 if case.alpha is None else case.alpha), (0.0 if case.beta is None else case.beta)
@@ -234,12 +243,25 @@ class Built:
         self.seconds = time.perf_counter() - start
 
     def __call__(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Runs the layer's method on routed tokens."""
+        """Runs the layer's method on routed tokens, padded and cropped as vLLM's runner does it; one that routes itself
+        is given logits that lead to these weights and ids."""
         from vllm.forward_context import set_forward_context
 
+        wide = self._padded(x)
         with set_forward_context(None, self.config, num_tokens=x.shape[0]):
-            output: torch.Tensor = self.method.apply(self.layer, x, weights, ids, None, None)
-        return output
+            if self.method.is_monolithic:
+                output: torch.Tensor = self.method.apply_monolithic(self.layer, wide, self._logits(weights, ids))
+            else:
+                output = self.method.apply(self.layer, wide, weights, ids, None, None)
+        return output[..., : x.shape[-1]]
+
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(x, (0, self.layer.moe_config.hidden_dim - x.shape[-1]))
+
+    def _logits(self, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Logits whose largest lead to the ids, and whose softmax is the weights, which sum to one."""
+        blank = torch.full((ids.shape[0], self.layer.moe_config.num_experts), -100.0, device=ids.device)
+        return blank.scatter(1, ids.long(), weights.log())
 
     def spread(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Runs the plugin's method as on a rank where each expert has another place, or none.
@@ -252,10 +274,15 @@ class Built:
         """
         from vllm.forward_context import set_forward_context
 
+        kernel, release, wide = self.method.moe_kernel, self.method.release, self._padded(x)
         with set_forward_context(None, self.config, num_tokens=x.shape[0]):
             seen = _Spread(self.layer, places)
-            output: torch.Tensor = self.method.release.apply(self.method.moe_kernel, seen, x, weights, ids, {})
-        return output
+            if self.method.is_monolithic:
+                logits = self._logits(weights, ids)
+                output: torch.Tensor = release.apply_monolithic(kernel, seen, wide, logits, {})
+            else:
+                output = release.apply(kernel, seen, wide, weights, ids, {})
+        return output[..., : x.shape[-1]]
 
     def close(self) -> None:
         """Leaves vLLM's config context and frees the layer."""
@@ -310,17 +337,25 @@ def build(table: Table, case: Case, checkpoint: Checkpoint, device: str, moe_bac
     parameters = dict(layer.named_parameters())
     for name, tensor in checkpoint.raw.items():
         if name in parameters:
-            _fill(parameters[name].data, tensor, name)
+            halves = 2 if name.startswith("w13") and case.gated and not case.interleaved else 1
+            _fill(parameters[name].data, tensor, name, halves)
     return Built(layer, config, context, device)
 
 
-def _fill(target: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
-    """Copies a tensor into a parameter of its shape, or of its shape with the last two dimensions exchanged."""
-    if target.shape != tensor.shape and tensor.dim() == 3:
+def _fill(target: torch.Tensor, tensor: torch.Tensor, name: str, halves: int) -> None:
+    """Copies a tensor into a parameter of its shape, of its shape with the last two dimensions exchanged, or of a
+    larger one, as stock pads it: with zeros, each half of the rows by itself."""
+    if target.dim() == 3 and target.shape == tensor.transpose(1, 2).shape:
         tensor = tensor.transpose(1, 2)
-    if target.shape != tensor.shape or target.element_size() != tensor.element_size():
+    larger = all(room >= size for room, size in zip(target.shape, tensor.shape, strict=True))
+    if not larger or target.element_size() != tensor.element_size():
         raise ValueError(f"{name} is {list(tensor.shape)} {tensor.dtype}, vLLM has {list(target.shape)} {target.dtype}")
-    target.copy_(tensor)
+    if target.shape == tensor.shape:
+        target.copy_(tensor)
+        return
+    target.zero_()
+    for room, part in zip(target.chunk(halves, 1), tensor.chunk(halves, 1), strict=True):
+        room[tuple(slice(size) for size in part.shape)].copy_(part)
 
 
 def inputs(case: Case, tokens: int, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
