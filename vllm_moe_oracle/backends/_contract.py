@@ -88,6 +88,7 @@ class Builder(Protocol):
         scales: tuple[Tensor, ...] = (),
         problem: Problem | None = None,
         tensors: Tensors | None = None,
+        group: int = 0,
     ) -> Any:
         """An instance of vLLM's own expert class of that name, built for this layer.
 
@@ -102,6 +103,7 @@ class Builder(Protocol):
             scales: of both weights as the class wants to see them; empty when they are what `tensors` has.
             problem: given to classes that read sizes from elsewhere than vLLM's two configs.
             tensors: kernel tensors of the layer, given to the same classes.
+            group: input features that share one scale, for classes that cannot tell it from their tensors.
         """
 
 
@@ -115,6 +117,7 @@ class Backend(ABC):
         rules: what `limits` cannot say.
         vllm_names: values of vLLM's ``--moe-backend`` that mean this backend.
         stock_class: name of the vLLM expert class that it wraps, which is asked too before it runs; "" when none.
+        asks_stock: False when that class is known to ask for more than its kernel needs; the self-check decides then.
         monolithic: it routes inside its kernel: given router logits instead of routed ids.
     """
 
@@ -124,6 +127,7 @@ class Backend(ABC):
     rules: ClassVar[tuple[Rule, ...]] = ()
     vllm_names: ClassVar[tuple[str, ...]] = ()
     stock_class: ClassVar[str] = ""
+    asks_stock: ClassVar[bool] = True
     monolithic: ClassVar[bool] = False
 
     def plan(self, problem: Problem, device: Device) -> Plan:

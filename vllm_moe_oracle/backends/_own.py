@@ -6,6 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..oracle.decision import Plan
+from ..oracle.planner import loaded_group
 from ..oracle.problem import Device, Problem
 from ._contract import Backend, Builder, Tensors
 
@@ -61,7 +62,7 @@ class OwnBackend(Backend):
             problem.hidden_size,
             problem.intermediate_size,
             gated=problem.activation.gated,
-            group=max(scheme.group_size, 0),
+            group=max(loaded_group(problem), 0),
             dtype=getattr(torch, problem.dtype),
             zero_points=scheme.zero_points,
             bias=problem.has_bias,

@@ -7,6 +7,9 @@ from packaging.version import InvalidVersion, Version
 from ..oracle.problem import Activation, Device, Problem
 from ._limits import Rule
 
+FROM_SM75 = ((75, 200),)
+"""Every CUDA device from Turing on."""
+
 FROM_SM80 = ((80, 200),)
 """Every CUDA device from Ampere on: kernels that carry PTX for compute capability 8.0."""
 
@@ -96,6 +99,35 @@ def mxfp4_place(name: str, problem: Problem, device: Device) -> float:
     if name in ("triton_monolithic", "triton") and device.capability // 10 == 12:
         # Little shared memory: behind Marlin there.
         return MXFP4_ORDER["marlin_batched"] + (place - MXFP4_ORDER["triton_monolithic"] + 1.0)
+    return place
+
+
+# vllm/model_executor/layers/fused_moe/oracle/int_wna16.py of 0.33.0: `_get_priority_backends`, spaced out; within a
+# backend the order of `backend_to_kernel_cls`.
+WNA16_ORDER = {
+    "marlin": 30.0,
+    "marlin_batched": 35.0,
+    "triton": 40.0,
+    "humming_batched": 60.0,
+    "humming_grouped": 61.0,
+    "humming": 62.0,
+    "trtllm_monolithic": 70.0,
+    "cpu": 80.0,
+}
+"""Places of the stock kernels for integer weights in the order of vLLM 0.33.0, lower first; FlashInfer's, which is
+first there and off unless the environment asks for it, behind what stock takes by itself."""
+
+
+def wna16_place(name: str, device: Device) -> float:
+    """Place of a stock kernel among those of integer weights, as vLLM 0.33.0 orders them on the device.
+
+    Args:
+        name: a key of `WNA16_ORDER`.
+        device: the machine.
+    """
+    place = WNA16_ORDER[name]
+    if name.startswith("humming") and device.kind == "cuda" and device.capability in _HUMMING_PREFERRED:
+        return _HUMMING_FIRST + (place - WNA16_ORDER["humming_batched"])
     return place
 
 

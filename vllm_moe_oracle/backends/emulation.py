@@ -9,20 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..oracle.decision import Numerics, Plan
-from ..oracle.problem import Activation, ActivationPrecision, Device, Problem, SchemeName
+from ..oracle.problem import Activation, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ROUNDED: dict[str, tuple[SchemeName, ...]] = {"mxfp8": ("mxfp8",), "mxfp4": ("mxfp8", "mxfp4"), "wna16": ()}
+_ROUNDED: dict[str, tuple[ActivationPrecision, ...]] = {
+    "mxfp8": ("mxfp8",),
+    "mxfp4": ("mxfp8", "fp8", "mxfp4"),
+    "wna16": (),
+}
 """Formats to which the inputs of a scheme's products may be quantised."""
 
-_FORMATS: dict[ActivationPrecision, SchemeName] = {"mxfp8": "mxfp8", "mxfp4": "mxfp4"}
+_FORMATS: dict[ActivationPrecision, Literal["mxfp8", "mxfp4", "fp8", "wna16"]] = {
+    "mxfp8": "mxfp8", "mxfp4": "mxfp4", "fp8": "fp8", "int8": "wna16"
+}  # fmt: skip
 """The scheme whose module rounds activations of that precision."""
 
 

@@ -31,7 +31,7 @@ from ..oracle.problem import MX_BLOCK, Activation, Parallel, Problem, Routing, S
 from . import humming
 from .experts import FunctionExperts
 
-_STOCK_WEIGHTS = {"mxfp8": "kMxfp8Static", "mxfp4": "kMxfp4Static"}
+_STOCK_WEIGHTS = {"mxfp8": "kMxfp8Static", "mxfp4": "kMxfp4Static", "int4": "kInt4Static", "int8": "kInt8Static"}
 """Names by which vLLM's oracles ask their expert classes about a scheme's weights."""
 
 _STOCK_INPUTS = {"mxfp8": "kMxfp8Dynamic", "fp8": "kFp8Dynamic128Sym", "mxfp4": "kMxfp4Dynamic"}
@@ -55,9 +55,21 @@ class Adapter:
     stock_experts_classes: ClassVar[Mapping[str, str]] = {
         "MarlinExperts": "vllm.model_executor.layers.fused_moe.experts.marlin_moe:MarlinExperts",
         "BatchedMarlinExperts": "vllm.model_executor.layers.fused_moe.experts.marlin_moe:BatchedMarlinExperts",
+        "CPUExpertsInt4": "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUExpertsInt4",
+        "TritonWNA16Experts": "vllm.model_executor.layers.fused_moe.experts.triton_moe:TritonWNA16Experts",
+        "TrtLlmMxint4ExpertsMonolithic": (
+            "vllm.model_executor.layers.fused_moe.experts.trtllm_mxint4_moe:TrtLlmMxint4ExpertsMonolithic"
+        ),
         "DeepGemmExperts": "vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe:DeepGemmExperts",
         "HummingIndexedExperts": "vllm.model_executor.layers.fused_moe.experts.fused_humming_moe:HummingIndexedExperts",
         "HummingGroupedExperts": "vllm.model_executor.layers.fused_moe.experts.fused_humming_moe:HummingGroupedExperts",
+        "OAITritonExperts": "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe:OAITritonExperts",
+        "UnfusedOAITritonExperts": (
+            "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe:UnfusedOAITritonExperts"
+        ),
+        "OAITritonMxfp4ExpertsMonolithic": (
+            "vllm.model_executor.layers.fused_moe.experts.gpt_oss_triton_kernels_moe:OAITritonMxfp4ExpertsMonolithic"
+        ),
         "TrtLlmFp8ExpertsModular": (
             "vllm.model_executor.layers.fused_moe.experts.trtllm_fp8_moe:TrtLlmFp8ExpertsModular"
         ),
@@ -98,13 +110,13 @@ class Adapter:
             problem: the layer.
         """
         scheme = problem.scheme.name
-        if not backend.stock_class or scheme not in _STOCK_WEIGHTS:
+        if not (backend.stock_class and backend.asks_stock):
             return ""
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
         # vLLM's MXFP8 oracle asks every class about W8A8, also those that leave activations alone.
         name = _STOCK_INPUTS.get("mxfp8" if scheme == "mxfp8" else backend.activations(problem))
-        weights = getattr(quant_utils, _STOCK_WEIGHTS[scheme])
+        weights = getattr(quant_utils, _stock_weights(backend, problem))
         inputs = None if name is None else getattr(quant_utils, name)
         batched = moe.moe_parallel_config.use_batched_activation_format
         layout = FusedMoEActivationFormat.BatchedExperts if batched else FusedMoEActivationFormat.Standard
@@ -123,12 +135,6 @@ class Adapter:
         """Names of every MoE layer that the model being loaded has, ours or not."""
         return list(get_current_vllm_config().compilation_config.static_all_moe_layers)
 
-    def batch_invariant(self) -> bool:
-        """Whether the user asked for batch invariance."""
-        import vllm.envs as envs
-
-        return bool(envs.VLLM_BATCH_INVARIANT)
-
     def peers(self) -> Any:
         """torch's CPU group of the ranks that hold parts of this process's layers, data-parallel ones included; None
         where there are no others, or where ranks join while others serve (elastic expert parallelism)."""
@@ -138,6 +144,12 @@ class Adapter:
             return None
         group = parallel_state._EP or parallel_state.get_tp_group()
         return group.cpu_group if group.world_size > 1 else None
+
+    def batch_invariant(self) -> bool:
+        """Whether the user asked for batch invariance."""
+        import vllm.envs as envs
+
+        return bool(envs.VLLM_BATCH_INVARIANT)
 
     # --- vLLM's layer config to our problem -------------------------------------------------------
 
@@ -312,7 +324,10 @@ class Adapter:
             weights: `[M, top_k]` float32.
             ids: `[M, top_k]` int32.
         """
-        kernel = self.modular_kernel(make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False), experts)
+        batched = experts.activation_format() == FusedMoEActivationFormat.BatchedExperts
+        unsorted = make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False)
+        prepare = self.sorting(experts.moe_config) if batched else unsorted
+        kernel = self.modular_kernel(prepare, experts)
         hidden = x.shape[-1]
         result = kernel.apply(
             # Padded and cropped as vLLM's runner does it for kernels that want a larger hidden size.
@@ -328,21 +343,6 @@ class Adapter:
         )
         return cast(Tensor, result)[..., :hidden]
 
-    def apply(
-        self, kernel: Any, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, extra: Mapping[str, Any]
-    ) -> Any:
-        """Runs a modular kernel on routed tokens.
-
-        Args:
-            kernel: from `kernel`.
-            layer: the layer.
-            x: `[M, hidden]`.
-            topk_weights: `[M, top_k]`.
-            topk_ids: `[M, top_k]`.
-            extra: what else vLLM passed to the method's `apply`, by name (shared experts and their input).
-        """
-        return kernel.apply(
-            x,
     def logits_dtype(self, moe: Any) -> torch.dtype:
         """Type of the router's logits that a layer hands over.
 
@@ -403,6 +403,21 @@ class Adapter:
             max_num_tokens=moe.max_num_tokens, num_local_experts=moe.num_local_experts, num_dispatchers=1, rank=0
         )
 
+    def apply(
+        self, kernel: Any, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, extra: Mapping[str, Any]
+    ) -> Any:
+        """Runs a modular kernel on routed tokens.
+
+        Args:
+            kernel: from `kernel`.
+            layer: the layer.
+            x: `[M, hidden]`.
+            topk_weights: `[M, top_k]`.
+            topk_ids: `[M, top_k]`.
+            extra: what else vLLM passed to the method's `apply`, by name (shared experts and their input).
+        """
+        return kernel.apply(
+            x,
             layer.w13_weight,
             layer.w2_weight,
             topk_weights=topk_weights,
@@ -471,6 +486,7 @@ class Adapter:
         scales: tuple[Tensor, ...] = (),
         problem: Problem | None = None,
         tensors: Mapping[str, Tensor] | None = None,
+        group: int = 0,
     ) -> Any:
         """An instance of vLLM's own expert class.
 
@@ -486,22 +502,45 @@ class Adapter:
             scales: see there.
             problem: see there.
             tensors: see there.
+            group: see there.
         """
         if plan is not None:
             moe.hidden_dim = plan.hidden_size
             moe.intermediate_size_per_partition = plan.intermediate_size
         found = self.stock_class(class_name)
-        described = described_for_stock(quant_config, weights, inputs, scales, swizzled)
+        described = described_for_stock(quant_config, weights, inputs, scales, swizzled, group)
         if class_name.startswith("Humming"):
             assert problem is not None and tensors is not None
             return self.humming_experts(found, moe, described, problem, tensors)
         experts = found.__new__(found)
         # Classes that share a base of their own with a second class do not call this one; what it sets, others read.
-        FusedMoEExperts.__init__(experts, moe, described)
-        found.__init__(experts, moe, described)
+        sizes = self.batched_sizes(found, moe)
+        FusedMoEExperts.__init__(experts, moe, described, **sizes)
+        found.__init__(experts, moe, described, **sizes, **self.orders(class_name, problem, tensors))
         if plan is not None:
             self.widen_output(experts, moe, plan)
         return experts
+
+    def batched_sizes(self, stock_class: Any, moe: Any) -> dict[str, int]:
+        """What classes want to know whose activations come sorted by expert: the room for each, as all-to-alls make it.
+
+        Args:
+            stock_class: one of vLLM's own.
+            moe: vLLM's `FusedMoEConfig`.
+        """
+        if stock_class.activation_format() != FusedMoEActivationFormat.BatchedExperts:
+            return {}
+        return {"max_num_tokens": moe.max_num_tokens, "num_dispatchers": moe.moe_parallel_config.ep_size}
+
+    def orders(self, class_name: str, problem: Problem | None, tensors: Mapping[str, Tensor] | None) -> dict[str, Any]:
+        """Arguments by which a class is told the order of input features.
+
+        Args:
+            class_name: of one of vLLM's own.
+            problem: the layer.
+            tensors: kernel tensors of the layer by canonical name.
+        """
+        return {}
 
     def widen_output(self, experts: Any, moe: Any, plan: Plan) -> None:
         """Makes classes that crop their output themselves leave that to vLLM's runner, as all others do: what comes
@@ -564,7 +603,12 @@ _INPUTS: dict[str, tuple[Any, tuple[int, int] | None]] = {
 
 
 def described_for_stock(
-    quant_config: Any, weights: str, inputs: str, scales: tuple[Tensor, ...] = (), swizzled: bool = False
+    quant_config: Any,
+    weights: str,
+    inputs: str,
+    scales: tuple[Tensor, ...] = (),
+    swizzled: bool = False,
+    group: int = 0,
 ) -> Any:
     """A quant config with the same tensors under another description of types.
 
@@ -574,23 +618,42 @@ def described_for_stock(
         inputs: type that activations are quantised to before the experts; "" leaves them alone.
         scales: of both weights; empty leaves them.
         swizzled: vLLM's prepare step orders the activations' scales in tiles.
+        group: input features that share one scale of the weights; 0 leaves it.
     """
     changes: dict[str, Any] = {}
     for index, name in enumerate(("_w1", "_w2")):
         replaced: dict[str, Any] = {"dtype": _TYPES.get(weights, weights)} if weights else {}
         if scales:
             replaced["scale"] = scales[index]
+        if group:
+            replaced["shape"] = GroupShape(0, group)
         if replaced:
             changes[name] = dataclasses.replace(getattr(quant_config, name), **replaced)
+    if group:
+        # Where stock's classes look for it, though it is the weights'.
+        for name in ("_a1", "_a2"):
+            changes[name] = dataclasses.replace(getattr(quant_config, name), shape=GroupShape(0, group))
     if inputs:
-        dtype, group = _INPUTS[inputs]
+        dtype, block = _INPUTS[inputs]
         # A group says to stock's classes that the weights have the same one; MXFP4's have another type.
-        told = None if group is None or (dtype == "mxfp8" and quant_config._w1.dtype == "mxfp4") else GroupShape(*group)
+        told = None if block is None or (dtype == "mxfp8" and quant_config._w1.dtype == "mxfp4") else GroupShape(*block)
         for name in ("_a1", "_a2"):
             changes[name] = FusedMoEQuantDesc(dtype=dtype, shape=told)
     if swizzled:
         changes["is_scale_swizzled"] = True
     return dataclasses.replace(quant_config, **changes) if changes else quant_config
+
+
+def _stock_weights(backend: Backend, problem: Problem) -> str:
+    """The name by which vLLM's oracle would ask about a layer's weights."""
+    scheme = problem.scheme
+    if scheme.name != "wna16":
+        return _STOCK_WEIGHTS[scheme.name]
+    # vLLM has names for groups of 32 and for zero points too. Only the class that takes nothing but groups of 32 asks
+    # for one of them; others of some releases do not know them, and run such layers all the same.
+    if backend.limits.groups == (32,):
+        return "kInt4Static32"
+    return _STOCK_WEIGHTS[f"int{scheme.bits}"]
 
 
 def _accepted(names: frozenset[str], extra: Mapping[str, Any]) -> dict[str, Any]:

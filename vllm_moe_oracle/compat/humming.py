@@ -77,10 +77,7 @@ def _described(rows: int, columns: int, problem: Problem, name: str) -> Any:
 
 def configs(problem: Problem) -> dict[str, Any]:
     """The library's descriptions of both matrices of a layer, by canonical name. Asks the current device."""
-    return {
-        name: _described(rows, columns, problem, name)
-        for name, (rows, columns) in matrix_shapes(problem).items()
-    }
+    return {name: _described(rows, columns, problem, name) for name, (rows, columns) in matrix_shapes(problem).items()}
 
 
 def quant_config(stock: Any, problem: Problem) -> Any:

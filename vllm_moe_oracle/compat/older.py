@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 
 from ..backends import Backend
 from ..oracle.decision import Plan
+from ..oracle.planner import has_group_index
 from ..oracle.problem import Problem
 from . import humming
 from .adapter import Adapter
@@ -27,7 +28,20 @@ class BeforeHashFlag(Adapter):
 
 class BeforeModularCpu(BeforeHashFlag):
     """0.28 and 0.29: on a CPU the stock experts route themselves; the router and the modular kernel's workspace are
-    for GPUs."""
+    for GPUs. Marlin reorders input features (act order) itself."""
+
+    def orders(self, class_name: str, problem: Problem | None, tensors: Mapping[str, Tensor] | None) -> dict[str, Any]:
+        """The features' order and groups, for Marlin; see `Adapter.orders`."""
+        if problem is None or tensors is None or "w13_order" not in tensors:
+            return {}
+        return {
+            "w13_g_idx": tensors["w13_group_index"],
+            "w2_g_idx": tensors["w2_group_index"],
+            "w13_g_idx_sort_indices": tensors["w13_order"],
+            "w2_g_idx_sort_indices": tensors["w2_order"],
+            # Whether each group has as many features here as everywhere.
+            "is_k_full": not has_group_index(problem),
+        }
 
     def is_monolithic(self, backend: Backend) -> bool:
         """On a CPU all are asked like those that route themselves; `apply_monolithic` does it for them."""

@@ -118,3 +118,30 @@ def unpack_nibbles(packed: Tensor, order: Literal["interleaved", "transposed"] =
     permutation = (*_LANE, 1, *_PAIRS[order])
     back = [permutation.index(each) for each in range(7)]
     return pairs.permute(back).reshape(words // 2, tiles * 8)
+
+
+def distances(codes: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """8-bit codes as distances from their zero point, for kernels that make bfloat16 of a byte by its exponent: from 0
+    upwards above it, from 255 downwards below. So they are different numbers, wherever the zero point lies.
+
+    Source: the kernel ``weight_repack_nk`` in the package humming-kernels, ``should_preprocess_for_int2fp``.
+
+    Args:
+        codes: uint8 `[N, K]`.
+        zeros: uint8 `[N, G]`, G a divisor of K; None for 128 everywhere.
+
+    Returns:
+        uint8 `[N, K]`: ``code - zero`` from the zero point on, ``255 - code`` below it.
+    """
+    if zeros is None:
+        return codes ^ torch.where(codes < 128, 255, 128).to(torch.uint8)
+    middle = zeros.repeat_interleave(codes.shape[1] // zeros.shape[1], dim=1)
+    return torch.where(codes >= middle, codes - middle, 255 - codes)
+
+
+def undo_distances(distances: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """Inverse of `distances`."""
+    if zeros is None:
+        return distances ^ torch.where(distances < 128, 128, 255).to(torch.uint8)
+    middle = zeros.repeat_interleave(distances.shape[1] // zeros.shape[1], dim=1)
+    return torch.where(distances <= 255 - middle, distances + middle, 255 - distances)

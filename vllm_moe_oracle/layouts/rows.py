@@ -51,3 +51,27 @@ def _transposed(matrix: Tensor, outer: int, inner: int) -> Tensor:
         raise ValueError(f"{rows} rows are no multiple of {SHUFFLE_ROWS}")
     split = matrix.reshape(rows // SHUFFLE_ROWS, outer, inner, *matrix.shape[1:])
     return split.transpose(1, 2).reshape(matrix.shape)
+
+
+def block_columns(matrix: Tensor, width: int) -> Tensor:
+    """Cuts a matrix into blocks of columns, which come one after the other: FlashInfer's ``convert_to_block_layout``.
+
+    Args:
+        matrix: `[N, K]`; K a multiple of `width`.
+        width: columns of a block.
+
+    Returns:
+        `[K/width, N, width]`.
+
+    Raises:
+        ValueError: K does not fit.
+    """
+    rows, columns = matrix.shape
+    if columns % width:
+        raise ValueError(f"{columns} columns are no whole blocks of {width}")
+    return matrix.reshape(rows, columns // width, width).transpose(0, 1).contiguous()
+
+
+def unblock_columns(blocks: Tensor) -> Tensor:
+    """Inverse of `block_columns`."""
+    return blocks.transpose(0, 1).flatten(1)

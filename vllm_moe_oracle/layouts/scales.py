@@ -1,7 +1,8 @@
 """Orders scales and biases for kernels of others, and back.
 
-Sources: vLLM's ``marlin_permute_scales``, ``marlin_permute_bias`` and ``mxfp8_marlin_process_scales``; the package
-humming-kernels, ``transform_humming_weight_scale``; NVIDIA's PTX ISA, scale factors of ``tcgen05.mma``, for tiles of
+Sources: vLLM's ``marlin_permute_scales``, ``marlin_permute_bias``, ``marlin_zero_points`` and
+``mxfp8_marlin_process_scales``; the package humming-kernels, ``transform_humming_weight_scale`` and
+``transform_humming_zero_point``; NVIDIA's PTX ISA, scale factors of ``tcgen05.mma``, for tiles of
 128 rows x 4 scales; DeepGEMM, ``get_mn_major_tma_aligned_packed_ue8m0_tensor``.
 """
 
@@ -77,6 +78,77 @@ def order_bias(bias: Tensor) -> Tensor:
 def restore_bias(ordered: Tensor) -> Tensor:
     """Inverse of `order_bias`, which is its own: both of its dimensions that change places have size 4."""
     return order_bias(ordered)
+
+
+def order_scales(scales: Tensor) -> Tensor:
+    """Orders a matrix's real scales: group scales as `order_group_scales`; one scale a row as `order_bias`, because it
+    multiplies an accumulator's columns.
+
+    Args:
+        scales: a real dtype, `[N, G]`; N a multiple of 64.
+
+    Returns:
+        `[G, N]`.
+
+    Raises:
+        ValueError: N does not fit.
+    """
+    return order_group_scales(scales) if scales.shape[1] > 1 else order_bias(scales[:, 0]).unsqueeze(0)
+
+
+def restore_scales(ordered: Tensor) -> Tensor:
+    """Inverse of `order_scales`: `[N, G]`."""
+    return restore_group_scales(ordered) if ordered.shape[0] > 1 else restore_bias(ordered[0]).unsqueeze(1)
+
+
+def order_zero_points(zeros: Tensor, bits: int, marlin: bool) -> Tensor:
+    """Orders and packs a matrix's zero points, as group scales even where there is one a row: they meet the codes.
+
+    Args:
+        zeros: uint8 `[N, G]`; N a multiple of 64.
+        bits: 4 or 8, of one zero point in a word.
+        marlin: Marlin's order in a word, in which the even ones of every 32 bits come first; else Humming's, which is
+            that of the rows.
+
+    Returns:
+        int32 `[G, N * bits / 32]`, the first in a word's lowest bits.
+
+    Raises:
+        ValueError: N does not fit.
+    """
+    ordered = order_group_scales(zeros)
+    if marlin:
+        ordered = ordered.unflatten(-1, (-1, 16 // bits, 2)).transpose(-1, -2).flatten(-3)
+    if bits == 4:
+        ordered = ordered[:, ::2] | ordered[:, 1::2] << 4
+    return ordered.contiguous().view(torch.int32)
+
+
+def restore_zero_points(packed: Tensor, bits: int, marlin: bool) -> Tensor:
+    """Inverse of `order_zero_points`: uint8 `[N, G]`."""
+    ordered = packed.contiguous().view(torch.uint8)
+    if bits == 4:
+        ordered = torch.stack((ordered & 15, ordered >> 4), dim=-1).flatten(-2)
+    if marlin:
+        ordered = ordered.unflatten(-1, (-1, 2, 16 // bits)).transpose(-1, -2).flatten(-3)
+    return restore_group_scales(ordered)
+
+
+def pair_rows(codes: Tensor) -> Tensor:
+    """Packs the 4-bit codes of neighbouring rows into bytes, the even row's in the low nibble.
+
+    Args:
+        codes: uint8 `[N, G]`; N even.
+
+    Returns:
+        uint8 `[N/2, G]`.
+    """
+    return codes[::2] | codes[1::2] << 4
+
+
+def unpair_rows(packed: Tensor) -> Tensor:
+    """Inverse of `pair_rows`."""
+    return torch.stack((packed & 15, packed >> 4), dim=1).flatten(0, 1)
 
 
 def tile_scales(scales: Tensor) -> Tensor:

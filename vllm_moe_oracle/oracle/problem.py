@@ -11,9 +11,21 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 SchemeName = Literal["mxfp8", "wna16", "mxfp4"]
-ActivationPrecision = Literal["16bit", "mxfp8", "mxfp4", "fp8"]
+ActivationPrecision = Literal["16bit", "mxfp8", "mxfp4", "fp8", "int8"]
 ActOrder = Literal["none", "group", "static"]
 ActivationFormat = Literal["standard", "batched"]
+
+_NO_COARSER: dict[ActivationPrecision, tuple[ActivationPrecision, ...]] = {"fp8": ("mxfp8",)}
+"""What answers a declared precision as well: the same numbers, with scales for smaller groups."""
+
+
+def answers(consumed: ActivationPrecision, declared: ActivationPrecision) -> bool:
+    """Whether a backend that takes activations in one precision does what a layer that declares another asked for.
+
+    Leaving activations in the model's own dtype always does: nobody loses what quantising would have cost.
+    """
+    return consumed in ("16bit", declared, *_NO_COARSER.get(declared, ()))
+
 
 MX_BLOCK = 32
 """Elements that share one e8m0 scale in every OCP microscaling (MX) format, specification v1.0, table 1."""
@@ -31,7 +43,8 @@ class Scheme:
         act_order: whether input features were reordered before grouping (GPTQ's ``desc_act``), and how.
         packing: the layout of the checkpoint's tensors, as the scheme's reader calls it.
         activations: the precision of the experts' inputs that the checkpoint declares; ``16bit`` is the model's own
-            dtype, ``mxfp8`` is e4m3 with one e8m0 scale per 32, computed from each token as it comes.
+            dtype, ``mxfp8`` is e4m3 with one e8m0 scale per 32, ``int8`` one scale a token, computed from each token as
+            it comes.
     """
 
     name: SchemeName
@@ -141,6 +154,8 @@ class Problem:
         lora: LoRA adapters may be applied to the experts.
         eplb: experts may move between ranks while serving (expert-parallel load balancing).
         batch_invariant: a token's output must not depend, to the bit, on what else is in the batch.
+        whole_intermediate_size: features between the two products over all ranks, where the ranks' shares are not
+            equal: `intermediate_size` is then the largest share, and the last rank has less. 0 where they are.
     """
 
     layer: str
@@ -158,6 +173,7 @@ class Problem:
     lora: bool = False
     eplb: bool = False
     batch_invariant: bool = False
+    whole_intermediate_size: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "local_experts", "top_k", "hidden_size", "intermediate_size"):
@@ -176,7 +192,7 @@ class Problem:
     @property
     def full_intermediate_size(self) -> int:
         """Intermediate size over all tensor-parallel ranks."""
-        return self.intermediate_size * self.parallel.tp
+        return self.whole_intermediate_size or self.intermediate_size * self.parallel.tp
 
     def key(self) -> Problem:
         """The problem without its layer's name: equal keys get equal decisions, unless an override names a layer."""

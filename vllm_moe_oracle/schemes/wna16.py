@@ -47,11 +47,22 @@ __all__ = [
     "dequantise",
     "dequantise_expert",
     "parameters",
+    "parameters_of",
     "quantise",
     "read",
+    "round_trip",
     "shapes",
     "write",
 ]
+
+
+UNLOADED = {f"{matrix}{suffix}": 0xFF for matrix in MATRICES for suffix in ("_scale", "_order")}
+"""Bytes that no checkpoint holds, NaN or the group -1, for what was not loaded yet; every word of codes is valid."""
+
+
+def parameters_of(problem: Problem) -> dict[str, str]:
+    """Parameter name by canonical name, of the parameters that the layer is read from."""
+    return {own: name for name, own in parameters(problem).items()}
 
 
 def shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
@@ -280,3 +291,16 @@ def quantise(
     codes = ((blocks / steps.unsqueeze(-1)).round() + zeros.unsqueeze(-1)).clamp(0, largest).to(torch.uint8)
     packed = dense(join_bytes(codes.view(rows, columns), bits))
     return packed, scales, zeros.to(torch.uint8) if zero_points else None
+
+
+def round_trip(values: Tensor) -> Tensor:
+    """Activations through int8 with one scale a token, as kernels for integer activations take them.
+
+    Args:
+        values: float32 `[M, K]`, finite.
+
+    Returns:
+        float32 `[M, K]`: the nearest multiples of a token's largest magnitude over 127.
+    """
+    steps = values.abs().amax(-1, keepdim=True) / 127
+    return (values / steps.clamp(min=torch.finfo(torch.float32).tiny)).round() * steps
