@@ -4,3 +4,5 @@ UNUSABLE = 2
 """Exit status when the input cannot be used; also click's own for a wrong option."""
 NO_BACKEND = 3
 """Exit status when the answer was given and some layers have no backend."""
+UNFINISHED = 4
+"""Exit status when a part of what was asked for could not be measured."""

@@ -55,6 +55,13 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backends: dict[str, Timing]
 
 
+class _Header(msgspec.Struct, frozen=True):
+    """What every version of the format has."""
+
+    format: str = ""
+    version: int = 0
+
+
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of measurements from one environment.
 
@@ -162,13 +169,15 @@ def read(path: Path) -> Profile:
             if status.st_size > MOST_BYTES:
                 raise MeasurementError(f"has {status.st_size} bytes, more than {MOST_BYTES}", where=where)
             data = file.read(MOST_BYTES + 1)
+    except MeasurementError:
+        raise
     except (OSError, ValueError) as error:
         raise MeasurementError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=where) from error
     try:
-        header = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-        if header.get("format", msgspec.Raw(b"")) != msgspec.json.encode(FORMAT):
+        header = msgspec.json.decode(data, type=_Header)
+        if header.format != FORMAT:
             raise MeasurementError("is no profile of measurements", remedy, where)
-        if (version := msgspec.json.decode(header.get("version", msgspec.Raw(b"0")))) != VERSION:
+        if (version := header.version) != VERSION:
             raise MeasurementError(
                 f"has version {version!r} of the format, this release reads {VERSION}", remedy, where
             )

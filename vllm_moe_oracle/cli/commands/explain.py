@@ -14,6 +14,7 @@ from ...device import names
 if TYPE_CHECKING:
     from ...checkpoint import Layers
     from ...oracle.decision import Candidate, Decision
+    from ...oracle.measured import Evidence
     from ...oracle.problem import Device, Problem
     from ...settings import Settings
 
@@ -56,10 +57,11 @@ def command(
     from ... import checkpoint, settings
     from ...errors import SettingError
     from .. import NO_BACKEND, output
+    from ..arguments import read_assignments
 
     if tp < 1:
         raise SettingError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")
-    chosen = settings.load(assignments=_assignments(assignments or []))
+    chosen = settings.load(assignments=read_assignments(assignments or []))
     machine = _device(device)
     layers = checkpoint.layers(checkpoint.read(path), tp, ep)
     moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
@@ -120,21 +122,6 @@ class _Group:
         }
 
 
-def _assignments(words: list[str]) -> dict[str, str]:
-    from ...errors import SettingError
-
-    found: dict[str, str] = {}
-    for word in words:
-        name, separator, value = word.partition("=")
-        if not separator:
-            raise SettingError(f"{word!r} has no =", "Write --set backend=emulation", "--set")
-        if name in found:
-            remedy = "Separate several overrides with ;" if name == "overrides" else ""
-            raise SettingError(f"{name} is given twice", remedy, "--set")
-        found[name] = value
-    return found
-
-
 def _device(word: str) -> Device:
     from ... import device
 
@@ -164,13 +151,17 @@ def _check_all_used(settings: Settings, layers: Layers) -> None:
 def _groups(problems: list[Problem], device: Device, settings: Settings, moe_backend: str) -> list[_Group]:
     """Layers by equal problem and equal outcome, in the order of their first layer."""
     from ...errors import NoBackendError
+    from ...measure import lookup
     from ...oracle.oracle import decide
 
     groups: dict[object, _Group] = {}
+    evidence: dict[Problem, Evidence | None] = {}
     for problem in problems:
         decision, failure = None, ""
+        if problem.key() not in evidence:
+            evidence[problem.key()] = lookup.evidence(problem, device, settings)
         try:
-            decision = decide(problem, device, settings, moe_backend)
+            decision = decide(problem, device, settings, moe_backend, evidence=evidence[problem.key()])
             judged = decision.candidates
         except NoBackendError as error:
             judged = error.candidates

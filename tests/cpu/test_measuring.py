@@ -1,0 +1,476 @@
+"""Measuring on the CPU: layers are built as serving builds them, checked before they are timed, and tuned resumably.
+
+The backends are the emulation with a delay, or with a fault; the clock is the host's. What is tested is everything but
+the figures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from cases import GPT_OSS, INT4_G128, MXFP8_W8A8, RELU2, problem, registry
+from torch import Tensor
+
+pytest.importorskip("vllm", reason="what is measured runs through vLLM's modular kernel")
+
+from vllm_moe_oracle import device, settings
+from vllm_moe_oracle.backends.emulation import Emulation, forward
+from vllm_moe_oracle.errors import MeasurementError
+from vllm_moe_oracle.measure import benching, engine, environment, lookup, profile, timing, tuning, weights
+from vllm_moe_oracle.measure.cells import Sample, cell_of
+from vllm_moe_oracle.measure.store import Store
+from vllm_moe_oracle.oracle import oracle as oracle_module
+from vllm_moe_oracle.oracle.problem import Activation, Problem, Scheme
+
+SMALL: dict[str, Any] = {"experts": 16, "top_k": 4, "hidden_size": 128, "intermediate_size": 64}
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160)
+MXFP4 = Scheme("mxfp4", 4, 32, "gpt_oss")
+INT4_G32 = dataclasses.replace(INT4_G128, group_size=32)
+
+
+class Slowed(Emulation):
+    """The emulation under another name, with a delay for some numbers of tokens, or with something worse."""
+
+    def __init__(
+        self, name: str, rank: float, delay: Callable[[int], float] = lambda tokens: 0.0, fault: str = ""
+    ) -> None:
+        self.name = name  # type: ignore[misc]
+        self.rank, self.delay, self.fault = rank, delay, fault
+
+    def estimate(self, problem: Problem, device: Any) -> float:
+        return self.rank
+
+    def activations(self, problem: Problem) -> Any:
+        return "16bit"
+
+    def convert(self, expert: Any, problem: Problem, plan: Any) -> dict[str, Tensor]:
+        if self.fault == "conversion":
+            raise RuntimeError("cannot convert\nand more")
+        return dict(expert)
+
+    def experts(self, tensors: Any, problem: Problem, plan: Any, builder: Any) -> Any:
+        exact = dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activations="16bit"))
+
+        def run(out: Tensor, x: Tensor, *rest: Any) -> None:
+            if self.fault == "crash" and x.shape[0] == 8:
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            if self.fault == "memory":
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            forward(tensors, exact, out, x, *rest)
+            if self.fault == "numbers":
+                out.mul_(1.05)
+            if self.fault == "nan":
+                out[-1, -1] = float("nan")
+            time.sleep(self.delay(x.shape[0]))
+
+        return builder.from_function(run)
+
+
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes these the only backends there are."""
+
+    def use(*made: Slowed) -> None:
+        found = registry([*made, Emulation()])
+        for module in (oracle_module, tuning, benching, lookup):
+            monkeypatch.setattr(module, "default_registry", lambda: found)
+
+    return use
+
+
+@pytest.fixture(scope="module")
+def ready() -> Iterator[engine.Engine]:
+    with engine.ready(device.detect(), 256) as made:
+        yield made
+
+
+HERE = dataclasses.replace(device.detect(), name="NVIDIA Pretended")
+
+
+# --- Layers -----------------------------------------------------------------------------------------------------------
+
+LAYERS = {
+    "mxfp8": problem(**SMALL),
+    "declared mxfp8": problem(**SMALL, scheme=MXFP8_W8A8),
+    "relu2": problem(**SMALL, activation=RELU2),
+    "gpt-oss": problem(**SMALL, scheme=MXFP4, activation=dataclasses.replace(GPT_OSS, interleaved=True), has_bias=True),
+    "int4": problem(**SMALL, scheme=INT4_G32),
+    "int8 per channel": problem(**SMALL, scheme=dataclasses.replace(INT4_G128, bits=8, group_size=-1)),
+    "zero points": problem(**SMALL, scheme=dataclasses.replace(INT4_G32, zero_points=True)),
+    "act order": problem(**SMALL, scheme=dataclasses.replace(INT4_G32, act_order="group", packing="gptq")),
+    "act order, shard": problem(**SMALL, scheme=dataclasses.replace(INT4_G32, act_order="group", packing="gptq"), tp=2),
+    "half": problem(**SMALL, dtype="float16"),
+    "spread": dataclasses.replace(problem(**SMALL, ep=4), local_experts=4),
+    "few experts": problem(**{**SMALL, "experts": 2, "top_k": 1}),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_kind_of_layer_is_built_and_right(ready: engine.Engine, name: str) -> None:
+    bench = ready.bench(LAYERS[name], [Slowed("one", 1.0)])
+    for routing in ("uniform", "skewed"):
+        (found,) = bench.measure(17, routing, 3)
+        assert bench.failures == {} and found.failure == ""
+        assert 0 < found.error < 6e-3  # a real comparison: bfloat16 outputs are not the float32 reference's
+        assert found.sound and found.replays == 3
+    bench.close()
+
+
+@pytest.mark.parametrize("fault", ["numbers", "nan", "conversion"])
+def test_what_is_wrong_is_not_timed(ready: engine.Engine, fault: str) -> None:
+    bench = ready.bench(LAYERS["mxfp8"], [Slowed("right", 1.0), Slowed("wrong", 2.0, fault=fault)])
+    found = {each.backend: each for each in bench.measure(8, "uniform", 3)}
+    assert found["right"].failure == "" and found["right"].us > 0
+    assert "wrong" in bench.failures and ("wrong" not in found or found["wrong"].us == 0)
+    assert "\n" not in bench.failures["wrong"]
+    bench.close()
+
+
+def test_the_reference_of_a_layer_is_not_the_layer(ready: engine.Engine) -> None:
+    """The check would see experts mixed up: the reference takes the experts that the tokens chose, not the first."""
+    bench = ready.bench(LAYERS["mxfp8"], [Slowed("one", 1.0)])
+    tokens = weights.tokens(LAYERS["mxfp8"], 8, "uniform", "cpu")
+    right = bench._reference(tokens, Slowed("one", 1.0))
+    other = dataclasses.replace(tokens, ids=(tokens.ids + 1) % 16)
+    assert (bench._reference(other, Slowed("one", 1.0)) - right).norm() > 0.5 * right.norm()
+    bench.close()
+
+
+def test_experts_repeat_in_memory_of_their_own() -> None:
+    few = torch.arange(6, dtype=torch.int32).view(3, 2)
+    many = weights.repeated(few, 7)
+    assert many.tolist() == [[0, 1], [2, 3], [4, 5]] * 2 + [[0, 1]]
+    assert many.is_contiguous()
+    codes = few.to(torch.float8_e4m3fn)
+    assert weights.repeated(codes, 4).dtype == torch.float8_e4m3fn
+
+
+def test_skewed_tokens_choose_few_experts_often() -> None:
+    layer = problem(experts=64, top_k=4, hidden_size=64, intermediate_size=64)
+    shares = {}
+    for routing in ("uniform", "skewed"):
+        ids = weights.tokens(layer, 2048, routing, "cpu").ids
+        assert all(len(set(row)) == 4 for row in ids.tolist())
+        counts = torch.bincount(ids.flatten().long(), minlength=64).sort(descending=True).values
+        shares[routing] = counts[:6].sum().item() / counts.sum().item()
+    assert shares["uniform"] < 0.12 < 0.35 < shares["skewed"]
+
+
+def test_functions_take_turns_in_changing_order() -> None:
+    order: list[str] = []
+    runs = {name: [lambda name=name: order.append(name)] for name in "abc"}
+    found = timing.compare(timing.HostClock(), runs, 8, 60.0)
+    assert {each.replays for each in found.values()} == {8}
+    rounds = [tuple(order[index : index + 3]) for index in range(0, len(order), 3)]
+    assert len(rounds) == 8 + timing.DROPPED and all(set(each) == set("abc") for each in rounds)
+    assert len(set(rounds)) > 2
+
+
+def test_copies_take_turns() -> None:
+    order: list[int] = []
+    timing.compare(timing.HostClock(), {"a": [lambda n=n: order.append(n) for n in range(3)]}, 4, 60.0)
+    assert order == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_time_limit_ends_the_rounds() -> None:
+    found = timing.compare(timing.HostClock(), {"a": [lambda: time.sleep(0.02)]}, 1000, 0.01)
+    assert found["a"].replays == 3
+
+
+# --- Tuning -----------------------------------------------------------------------------------------------------------
+
+
+def plan(**changes: Any) -> tuning.Plan:
+    return tuning.Plan(**{"buckets": BUCKETS, "routings": ("uniform",), "replays": 3, **changes})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = Store(tmp_path)
+    made.prepare()
+    return made
+
+
+def chosen(tmp_path: Path, **assignments: str) -> settings.Settings:
+    objective = {"objective": "1:1,160:1", "cache": str(tmp_path)}
+    return settings.load({}, assignments={**objective, **assignments})
+
+
+SLOW = Slowed("slow", 1.0, lambda tokens: 4e-3)
+FAST = Slowed("fast", 2.0)
+
+
+def test_tuning_decides_and_a_restart_decides_the_same(
+    backends: Callable[..., None], store: Store, tmp_path: Path
+) -> None:
+    backends(SLOW, FAST)
+    asked = chosen(tmp_path)
+    layer = LAYERS["mxfp8"]
+    before = oracle_module.decide(layer, HERE, asked, evidence=lookup.evidence(layer, HERE, asked))
+    assert (before.backend, before.why) == ("slow", "estimate")
+    outcomes = tuning.tune([layer, dataclasses.replace(layer, layer="another")], HERE, asked, store, plan())
+    (outcome,) = outcomes.values()  # layers of one cell are one
+    assert outcome.unfinished == "" and outcome.measured == 2 * len(BUCKETS)
+    decisions = [
+        oracle_module.decide(layer, HERE, asked, evidence=lookup.evidence(layer, HERE, asked)) for _ in range(2)
+    ]
+    assert decisions[0] == decisions[1]
+    assert (decisions[0].backend, decisions[0].why) == ("fast", "measured")
+    assert "the cache (NVIDIA Pretended" in decisions[0].because
+    assert decisions[0].measured is not None and {tokens for tokens, _ in decisions[0].measured.best} == set(BUCKETS)
+
+
+def test_what_was_measured_is_not_measured_again(backends: Callable[..., None], store: Store, tmp_path: Path) -> None:
+    backends(SLOW, FAST)
+    layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
+    first = tuning.tune([layer], HERE, asked, store, plan())
+    second = tuning.tune([layer], HERE, asked, store, plan())
+    assert [each.measured for each in second.values()] == [0]
+    assert {*second[cell_of(layer)].samples} == {*first[cell_of(layer)].samples}
+    more = tuning.tune([layer], HERE, asked, store, plan(buckets=(*BUCKETS, 192)))
+    assert more[cell_of(layer)].measured == 2
+    again = tuning.tune([layer], HERE, asked, store, plan(again=True))
+    assert again[cell_of(layer)].measured == 2 * len(BUCKETS)
+
+
+def test_a_profile_is_read_and_not_written(backends: Callable[..., None], store: Store, tmp_path: Path) -> None:
+    backends(SLOW, FAST)
+    layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
+    outcomes = tuning.tune([layer], HERE, asked, store, plan())
+    path = tmp_path / "profile.json"
+    made = profile.make(environment.of(HERE), {cell_of(layer): outcomes[cell_of(layer)].samples}, {"command": "x"})
+    profile.write(made, path)
+    before = path.read_bytes()
+    read = profile.read(path)
+    assert len(read.samples(cell_of(layer))) == 2 * len(BUCKETS)
+    empty = Store(tmp_path / "other")
+    empty.prepare()
+    found = tuning.tune([layer], HERE, asked, empty, plan(), [read])
+    assert found[cell_of(layer)].measured == 0 and empty.samples(cell_of(layer)) == []
+    assert path.read_bytes() == before
+    elsewhere = chosen(tmp_path / "nowhere", profile=str(path))
+    decision = oracle_module.decide(layer, HERE, elsewhere, evidence=lookup.evidence(layer, HERE, elsewhere))
+    assert decision.backend == "fast" and f"the profile {path}" in decision.because
+
+
+def test_a_spent_budget_leaves_the_static_choice_and_says_so(
+    backends: Callable[..., None], store: Store, tmp_path: Path
+) -> None:
+    backends(Slowed("slow", 1.0, lambda tokens: 0.05), FAST)
+    layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
+    begin = time.monotonic()
+    outcomes = tuning.tune([layer, LAYERS["int4"]], HERE, asked, store, plan(budget=1.0))
+    assert time.monotonic() - begin < 20
+    assert "were spent" in outcomes[cell_of(layer)].unfinished
+    decision = oracle_module.decide(layer, HERE, asked, evidence=lookup.evidence(layer, HERE, asked))
+    assert (decision.backend, decision.why) == ("slow", "estimate")
+    assert outcomes[cell_of(layer)].measured == 0 or "decide nothing" in decision.because
+
+
+def test_a_backend_that_fails_is_kept_as_failing(backends: Callable[..., None], store: Store, tmp_path: Path) -> None:
+    backends(Slowed("broken", 1.0, fault="numbers"), SLOW, Slowed("other", 3.0))
+    layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
+    outcomes = tuning.tune([layer], HERE, asked, store, plan())
+    failures = {each.backend: each.failure for each in outcomes[cell_of(layer)].samples if each.failure}
+    assert set(failures) == {"broken"} and "relative error" in failures["broken"]
+    assert tuning.tune([layer], HERE, asked, store, plan())[cell_of(layer)].measured == 0
+    decision = oracle_module.decide(layer, HERE, asked, evidence=lookup.evidence(layer, HERE, asked))
+    assert decision.backend == "other" and "broken" in decision.because
+
+
+def test_out_of_memory_is_no_verdict(backends: Callable[..., None], store: Store, tmp_path: Path) -> None:
+    backends(Slowed("large", 1.0, fault="memory"), FAST)
+    outcomes = tuning.tune([LAYERS["mxfp8"]], HERE, chosen(tmp_path), store, plan())
+    assert {each.backend for outcome in outcomes.values() for each in outcome.samples} == {"fast"}
+
+
+def test_a_broken_context_ends_the_run_and_the_next_goes_on(
+    backends: Callable[..., None], store: Store, tmp_path: Path
+) -> None:
+    backends(Slowed("crashing", 1.0, fault="crash"), FAST)
+    layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
+    with pytest.raises(MeasurementError, match="broke the GPU's context"):
+        tuning.tune([layer], HERE, asked, store, plan())
+    kept = [each for _, samples in store.samples(cell_of(layer)) for each in samples]
+    assert any("illegal memory access" in each.failure for each in kept)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "words"),
+    [
+        ((8192,), "1, 2, 4, 8, 16 missing"),
+        ((1, 2, 4, 8, 16, 32, 64, 128, 256, 8192), "nothing between 256 and 8192"),
+        ((1, 2, 4, 8, 16, 32), "fewer than 10"),
+    ],
+)
+def test_numbers_of_tokens_that_decide_nothing_are_refused(buckets: tuple[int, ...], words: str) -> None:
+    with pytest.raises(MeasurementError, match=words):
+        tuning.check_buckets(buckets)
+    tuning.check_buckets(tuning.BUCKETS)
+
+
+def test_compiling_beforehand_in_processes_of_their_own(store: Store, tmp_path: Path) -> None:
+    """With the real registry: what the processes run must be found there. A process that dies does no harm."""
+    steps: list[str] = []
+    layer = dataclasses.replace(LAYERS["mxfp8"], layer="named")
+    tuning._compile({cell_of(layer): layer}, HERE, settings.load({}), plan(jobs=1), lambda w, d, t: steps.append(w))
+    assert steps == []  # a CPU has no backend but the reference: nothing is compiled, and no process is waited for
+
+
+# --- Other places -----------------------------------------------------------------------------------------------------
+
+THERE = environment.Environment(
+    "NVIDIA H200",
+    90,
+    132,
+    {"vllm": "0.33.0", "flashinfer-python": "0.7.2", "humming-kernels": "0.1.19", "torch": "2.14.0", "triton": "3.9.0"},
+    "580.65",
+    "abc",
+)
+
+
+def differs(**changes: Any) -> environment.Differences:
+    packages = {**THERE.packages, **changes.pop("packages", {})}
+    return environment.differences(THERE, msgspec.structs.replace(THERE, packages=packages, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gpu": "NVIDIA H100"},
+        {"sm_count": 60},
+        {"packages": {"vllm": "0.32.0"}},
+        {"packages": {"flashinfer-python": "0.7.3"}},
+        {"packages": {"flashinfer-python": "0.7.2.post1"}},
+        {"packages": {"humming-kernels": "0.1.20"}},
+    ],
+)
+def test_hard_differences_void_measurements(changes: dict[str, Any]) -> None:
+    found = differs(**changes)
+    assert found.hard and not found.soft
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"packages": {"vllm": "0.33.0.dev7+gabc1234"}},
+        {"packages": {"vllm": "0.33.0+cu130"}},
+        {"packages": {"torch": "2.15.0"}},
+        {"packages": {"triton": "3.10.0"}},
+        {"driver": "581.1"},
+        {"kernels": "def"},
+    ],
+)
+def test_soft_differences_do_not(changes: dict[str, Any]) -> None:
+    found = differs(**changes)
+    assert found.soft and not found.hard
+
+
+def test_what_is_not_known_is_not_compared() -> None:
+    assert differs() == environment.Differences((), ())
+    assert differs(driver="", kernels="", sm_count=0) == environment.Differences((), ())
+    without = msgspec.structs.replace(THERE, packages={"vllm": "0.33.0"})
+    assert environment.differences(THERE, without) == environment.Differences((), ())
+
+
+@pytest.mark.parametrize(
+    ("changes", "used", "words"),
+    [
+        ({"gpu": "NVIDIA H100"}, False, "ignored: measured on NVIDIA H100"),
+        ({"packages": {"vllm": "0.31.0"}}, False, "ignored: vllm 0.31.0, here"),
+        ({"packages": {"vllm": f"{HERE.packages['vllm']}.dev3+g1234567"}}, True, "measured with vllm"),
+    ],
+)
+def test_another_places_cache_is_ignored_or_used_with_a_word(
+    backends: Callable[..., None], store: Store, tmp_path: Path, changes: dict[str, Any], used: bool, words: str
+) -> None:
+    backends(SLOW, FAST)
+    layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
+    here = environment.of(HERE)
+    packages = {**here.packages, **changes.get("packages", {})}
+    there = msgspec.structs.replace(here, gpu=changes.get("gpu", here.gpu), packages=packages)
+    times = {"slow": 100.0, "fast": 50.0}
+    store.add(
+        there,
+        cell_of(layer),
+        [
+            Sample(name, "16bit", count, "uniform", us, us * 0.99, us * 1.01, 9, 1e-3)
+            for name, us in times.items()
+            for count in BUCKETS
+        ],
+    )
+    decision = oracle_module.decide(layer, HERE, asked, evidence=lookup.evidence(layer, HERE, asked))
+    assert decision.backend == ("fast" if used else "slow")
+    assert words in decision.because
+
+
+def test_the_same_shard_of_another_model_is_the_same_cell() -> None:
+    one = problem(layer="a", intermediate_size=384, tp=2)
+    other = problem(layer="b", intermediate_size=384, scheme=dataclasses.replace(MXFP8_W8A8, packing="online"))
+    assert cell_of(one) == cell_of(other)
+    for changes in ({"hidden_size": 4096}, {"experts": 64}, {"has_bias": True}, {"dtype": "float16"}, {"ep": 2}):
+        assert cell_of(problem(**changes)) != cell_of(problem())
+    limited = dataclasses.replace(problem().activation, limit=7.0)
+    assert cell_of(problem(activation=limited)) != cell_of(problem())
+    assert cell_of(problem(activation=Activation("silu"))) == cell_of(problem())
+
+
+# --- Benchmarks -------------------------------------------------------------------------------------------------------
+
+
+def test_a_benchmark_has_everything_in_its_records(
+    backends: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends(SLOW, FAST)
+
+    class Stock:
+        """Stands for stock vLLM's layer, which a CPU cannot build."""
+
+        name = "StockExperts"
+
+        def __init__(self, *arguments: Any) -> None:
+            pass
+
+        def __call__(self, x: Tensor, *rest: Tensor) -> Tensor:
+            time.sleep(1e-3)
+            return x
+
+    from vllm_moe_oracle.compat import alone
+
+    monkeypatch.setattr(alone, "StockLayer", Stock)
+    records = [*benching.bench([LAYERS["mxfp8"]], HERE, chosen(tmp_path), benching.Plan((1, 16), replays=3))]
+    assert [record["tokens"] for record in records] == [1, 16]
+    for record in records:
+        assert set(record["us"]) == {"slow", "fast", "stock:auto"}
+        assert record["stock"] == {"stock:auto": "StockExperts"}
+        assert set(record["errors"]) == {"slow", "fast"}
+        assert record["choice"]["backend"] == "slow" and record["choice"]["behind_best"] > 0
+        assert record["failures"] == {}
+        json.loads(msgspec.json.encode(record))
+    assert benching.speedup(records, lambda record: record["us"]["fast"], "stock:auto") is not None
+
+
+def test_a_stock_layer_that_cannot_be_built_is_a_failure(backends: Callable[..., None], tmp_path: Path) -> None:
+    backends(FAST)
+    layer = dataclasses.replace(problem(**SMALL, ep=4), local_experts=4)
+    (record,) = benching.bench([layer], HERE, chosen(tmp_path), benching.Plan((4,), replays=3))
+    assert "has all experts" in record["failures"]["stock:auto"]
+    assert set(record["us"]) == {"fast"}
+
+
+def test_times_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    layer = {"name": "a layer"}
+    records = [
+        {"layer": layer, "tokens": n, "us": {"a": 1.0 * n, "stock:auto": 2.0 * n}, "floor_us": 0.5} for n in (1, 8)
+    ]
+    benching.plot(records, str(tmp_path / "times.svg"))
+    assert "a layer" in (tmp_path / "times.svg").read_text() or (tmp_path / "times.svg").stat().st_size > 1000

@@ -1,0 +1,192 @@
+"""`tune`: measures every accepted backend for a model's layers on this machine, and keeps what it finds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ...measure.cells import Cell
+    from ...measure.tuning import Outcome, Plan
+    from ...oracle.problem import Device
+    from ...settings import Settings
+
+
+def command(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A checkpoint's folder, a config.json, SCHEME:SHAPE[@tpN], or a SHAPE in all its formats.",
+            metavar="MODEL...",
+        ),
+    ] = None,
+    shapes: Annotated[
+        bool, typer.Option("--shapes", help="The layers of the public models that this package knows.")
+    ] = False,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", metavar="N")] = 1,
+    ep: Annotated[bool, typer.Option("--ep", help="The ranks hold different experts instead of parts of each.")] = (
+        False
+    ),
+    tokens: Annotated[str, typer.Option(help="Numbers of tokens.", metavar="N,...")] = "",
+    routing: Annotated[str, typer.Option(help="uniform, skewed, or both.", metavar="KIND,...")] = "uniform,skewed",
+    replays: Annotated[int, typer.Option(help="Timed replays of each, at most.", metavar="N")] = 20,
+    budget: Annotated[float | None, typer.Option(help="Seconds for everything.", metavar="SECONDS")] = None,
+    jobs: Annotated[int, typer.Option(help="Processes that compile kernels beforehand.", metavar="N")] = 0,
+    again: Annotated[bool, typer.Option("--again", help="Measure also what was measured before.")] = False,
+    export: Annotated[
+        Path | None, typer.Option(help="Write what is known of these layers here, as a profile.", metavar="FILE")
+    ] = None,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option(help="A profile whose measurements need not be repeated; only read.", metavar="FILE"),
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting of the plugin, e.g. cache=DIR. Repeatable.", metavar="KEY=VALUE"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure every accepted backend for a model's MoE layers on this machine, and keep it for serving.
+
+    Measured is what is missing: a run that was ended goes on where it stopped. Measurements are kept in the user's
+    cache (the setting cache) and used from the next start of a server on.
+
+    \b
+    Examples:
+      vllm-moe-oracle tune ~/models/gpt-oss-20b
+      vllm-moe-oracle tune mxfp4:gpt-oss-120b@tp2 --budget 60
+      vllm-moe-oracle tune --shapes --jobs 16 --export nvidia_h200.json
+
+    \b
+    Exit status:
+      0  everything is measured
+      2  the input, the cache or this machine cannot be used; one line on standard error says what
+      3  no backend can run one of the layers
+      4  the budget was spent, or a backend could not be measured; what was measured is kept
+    """
+    from ...errors import MeasurementError
+    from ...measure import profile as profiles
+    from ...measure import shapes as known_shapes
+    from ...measure import tuning
+    from ...measure.store import Store
+    from ...settings import cache_folder, load
+    from .. import NO_BACKEND, UNFINISHED, measuring, output
+    from ..arguments import read_assignments
+
+    chosen = load(assignments=read_assignments(assignments or []))
+    if not models and not shapes:
+        raise MeasurementError("no model is named", "Name one, or --shapes")
+    problems = measuring.problems(models, tp, ep) if models else []
+    problems += known_shapes.served() if shapes else []
+    plan = _plan(tokens, routing, replays, budget, jobs, again)
+    tuning.check_buckets(plan.buckets)
+    read = [profiles.read(each) for each in profile or []]
+    device = measuring.machine()
+    store = Store(cache_folder(chosen))
+    if said := store.prepare():
+        output.remark("note", said)
+    with measuring.progress(quiet=as_json and not sys.stderr.isatty()) as tell:
+        asked = [measuring.as_asked(each, chosen) for each in problems]
+        outcomes = tuning.tune(asked, device, chosen, store, plan, read, tell)
+    if export is not None:
+        from ...measure import environment
+
+        samples = {cell: outcome.samples for cell, outcome in outcomes.items() if outcome.samples}
+        command = "vllm-moe-oracle " + " ".join(sys.argv[1:])
+        profiles.write(profiles.make(environment.of(device), samples, _conditions(plan, command)), export)
+    results = _results(outcomes, device, chosen)
+    if as_json:
+        output.print_json({"device": device, "cache": str(store.path), "groups": results})
+    else:
+        _print(results, str(store.path))
+    for outcome in outcomes.values():
+        if outcome.unfinished:
+            output.remark("warning", f"{outcome.problem.layer}: {outcome.unfinished}")
+    if any(outcome.unfinished and not outcome.samples and not outcome.seconds for outcome in outcomes.values()):
+        raise typer.Exit(NO_BACKEND)
+    if any(outcome.unfinished or any(each.failure for each in outcome.samples) for outcome in outcomes.values()):
+        raise typer.Exit(UNFINISHED)
+
+
+def _plan(tokens: str, routing: str, replays: int, budget: float | None, jobs: int, again: bool) -> Plan:
+    from typing import get_args
+
+    from ...errors import MeasurementError
+    from ...measure.cells import RoutingKind
+    from ...measure.tuning import BUCKETS, Plan
+    from .. import measuring
+
+    kinds = tuple(word.strip() for word in routing.split(","))
+    if not set(kinds) <= set(get_args(RoutingKind)) or "uniform" not in kinds:
+        raise MeasurementError(f"{routing!r} is no routing", "Write uniform, or uniform,skewed", "--routing")
+    if replays < 3 or jobs < 0 or (budget is not None and not budget > 0):
+        rule = f"{replays} replays, {jobs} jobs, a budget of {budget} s cannot be"
+        raise MeasurementError(rule, "Give 3 replays or more, no negative number, and a budget above 0")
+    counts = measuring.counts(tokens) if tokens else BUCKETS
+    return Plan(counts, kinds, replays, 1.0, budget, jobs, again)  # type: ignore[arg-type]
+
+
+def _conditions(plan: Plan, command: str) -> dict[str, str]:
+    from ...measure import timing
+
+    return {
+        "command": command,
+        "method": (
+            f"CUDA graphs, {timing.FLUSH_BYTES >> 20} MiB written before each replay, backends in changing order, "
+            f"median and quartiles in microseconds of up to {plan.replays} replays"
+        ),
+    }
+
+
+def _results(outcomes: dict[Cell, Outcome], device: Device, settings: Settings) -> list[dict[str, Any]]:
+    """What the oracle makes of the measurements, one for each cell."""
+    from ...errors import NoBackendError
+    from ...measure import lookup
+    from ...oracle.oracle import decide
+
+    found = []
+    for cell, outcome in outcomes.items():
+        problem = outcome.problem
+        decision = None
+        try:
+            decision = decide(problem, device, settings, evidence=lookup.evidence(problem, device, settings))
+        except NoBackendError as error:
+            outcome.unfinished = outcome.unfinished or error.rule.split("\n")[0]
+        found.append(
+            {
+                "layer": problem.layer,
+                "cell": str(cell),
+                "measured": outcome.measured,
+                "seconds": round(outcome.seconds, 1),
+                "unfinished": outcome.unfinished,
+                "failures": {each.backend: each.failure for each in outcome.samples if each.failure},
+                "backend": None if decision is None else decision.backend,
+                "why": None if decision is None else decision.why,
+                "because": None if decision is None else decision.because,
+                "steps": [] if decision is None else decision.steps,
+                "times": {} if decision is None or decision.measured is None else _times(decision.measured.times),
+            }
+        )
+    return found
+
+
+def _times(times: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]) -> dict[str, dict[str, float]]:
+    return {name: {str(count): round(us, 2) for count, us in points} for name, points in times}
+
+
+def _print(results: list[dict[str, Any]], cache: str) -> None:
+    from .. import output
+
+    for result in results:
+        facts = [("layer", result["cell"]), ("measured", f"{result['measured']} times in {result['seconds']} s")]
+        facts += [("failed", f"{name}: {why}") for name, why in result["failures"].items()]
+        facts += [("backend", result["backend"] or "none"), ("why", f"{result['why']}: {result['because']}")]
+        output.show(f"\n{result['layer']}", output.facts(facts))
+        if result["times"]:
+            counts = list(next(iter(result["times"].values())))
+            rows = [[name, *(f"{us[count]:.0f}" for count in counts)] for name, us in result["times"].items()]
+            output.show("", output.table(("us by tokens", *counts), rows, indent=2))
+    output.show(f"\nkept in {cache}")

@@ -1,0 +1,112 @@
+"""What `tune` and `bench` share: which layers are meant, whether this machine can measure, and a progress bar."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..oracle.problem import Device, Problem
+    from ..settings import Settings
+
+
+def problems(models: Sequence[str], tp: int, ep: bool) -> list[Problem]:
+    """The layers that words mean: a checkpoint's folder or config.json, ``SCHEME:SHAPE[@tpN]``, or a shape's name in
+    all formats in which it is served.
+
+    Raises:
+        OracleError: a word means nothing.
+    """
+    from .. import checkpoint
+    from ..errors import MeasurementError
+    from ..measure import shapes
+
+    found: list[Problem] = []
+    for word in models:
+        if Path(word).exists() or "/" in word or word.endswith(".json"):
+            found += checkpoint.layers(checkpoint.read(Path(word)), tp, ep).problems
+        elif ":" in word:
+            found.append(shapes.parse(word if "@" in word or tp == 1 else f"{word}@tp{tp}"))
+        elif word in shapes.names():
+            of_it = [each for each in shapes.served() if each.layer.split(":")[1].split("@")[0] == word]
+            found += [each for each in of_it if tp == 1 or each.parallel.tp == tp]
+        else:
+            rule = f"{word!r} is no checkpoint's folder, no config.json and no name of a layer"
+            raise MeasurementError(rule, f"Names are SCHEME:SHAPE, with SHAPE one of {', '.join(shapes.names())}")
+    if not found:
+        raise MeasurementError("there are no layers to measure")
+    return found
+
+
+def as_asked(problem: Problem, settings: Settings) -> Problem:
+    """The layer with activations as the settings want them."""
+    if settings.activations == "checkpoint":
+        return problem
+    return dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activations=settings.activations))
+
+
+def machine() -> Device:
+    """This machine, which must be able to measure.
+
+    Raises:
+        MeasurementError: it has no NVIDIA GPU, or no vLLM.
+    """
+    from .. import device
+    from ..errors import MeasurementError
+
+    here = device.detect()
+    if here.kind != "cuda":
+        rule = f"there is no NVIDIA GPU here (this is {here})"
+        remedy = "Measure on the machine that serves, and carry its profile: tune --export FILE there, then set profile"
+        raise MeasurementError(rule, remedy)
+    if "vllm" not in here.packages:
+        raise MeasurementError("vLLM is not installed", "Install it: what is measured are its kernels, too")
+    return here
+
+
+def counts(words: str) -> tuple[int, ...]:
+    """Numbers of tokens from ``1,2,4``.
+
+    Raises:
+        MeasurementError: something is no number of tokens.
+    """
+    from ..errors import MeasurementError
+    from ..oracle.objectives import LARGEST
+
+    try:
+        found = tuple(sorted({int(word) for word in words.split(",")}))
+    except ValueError:
+        found = ()
+    if not found or found[0] < 1 or found[-1] > LARGEST:
+        raise MeasurementError(f"{words!r} is no list of numbers of tokens", "Write 1,2,4,8,...", "--tokens")
+    return found
+
+
+@contextlib.contextmanager
+def progress(quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error; without a terminal, a line for each new step."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    if quiet:
+        yield lambda words, done, total: None
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        last = [""]
+
+        def line(words: str, done: int, total: int) -> None:
+            if words != last[0]:
+                last[0] = words
+                print(f"[{done}/{total}] {words}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("starting")
+        yield lambda words, done, total: bar.update(task, description=words, completed=done, total=total)

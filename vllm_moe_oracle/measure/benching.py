@@ -1,0 +1,226 @@
+"""Benchmarks: every accepted backend of some layers, and stock vLLM's own layer, in one run; one record a cell.
+
+Nothing is kept but what is returned: figures to look at and to compare with, not to decide by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import NoBackendError
+from ..oracle.decision import Decision
+from ..oracle.oracle import decide
+from ..oracle.problem import Device, Problem
+from ..oracle.registry import default_registry
+from ..settings import Settings
+from . import engine, environment, lookup, shapes, timing
+from .cells import RoutingKind, cell_of
+from .floors import floor_us
+from .tuning import accepted
+
+STOCK = "stock:"
+"""Before vLLM's ``--moe-backend`` in the name of a stock layer: ``stock:auto`` is stock's default."""
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run.
+
+    Attributes:
+        counts: numbers of tokens.
+        routing: how tokens choose experts.
+        replays: how often each is timed, at most.
+        seconds: for how long that may go on at one number of tokens.
+        stock: vLLM's ``--moe-backend`` of each stock layer.
+        only: backends; all accepted ones when empty.
+    """
+
+    counts: tuple[int, ...]
+    routing: RoutingKind = "uniform"
+    replays: int = 30
+    seconds: float = 2.0
+    stock: tuple[str, ...] = ("auto",)
+    only: tuple[str, ...] = ()
+
+
+def conditions(device: Device, plan: Plan, command: str) -> Record:
+    """What the figures hold for, and how to repeat them."""
+    here = environment.of(device)
+    return {
+        "command": command,
+        "gpu": here.gpu,
+        "driver": here.driver,
+        "packages": here.packages,
+        "kernels": here.kernels,
+        "routing": plan.routing,
+        "method": (
+            f"CUDA graphs; {timing.FLUSH_BYTES >> 20} MiB written before each replay; layers under "
+            f"{engine.ROTATED_BYTES >> 20} MiB in several copies by turns; backends in changing order; medians and "
+            f"quartiles in microseconds of up to {plan.replays} replays; {engine.CHECKED} tokens of each call "
+            "compared with a float32 reference before"
+        ),
+    }
+
+
+def choice_at(decision: Decision, tokens: int) -> str:
+    """The backend that a decision runs at a number of tokens."""
+    for step in decision.steps:
+        if step.most is None or tokens <= step.most:
+            return step.backend
+    return decision.backend
+
+
+def bench(
+    problems: Sequence[Problem],
+    device: Device,
+    settings: Settings,
+    plan: Plan,
+    progress: Callable[[str, int, int], None] = lambda words, done, total: None,
+) -> Iterator[Record]:
+    """Measures; one record for each layer and number of tokens, as it is ready.
+
+    Args:
+        problems: layers.
+        device: this machine.
+        settings: for the oracle's choice, which is in the records.
+        plan: what to run.
+        progress: is told how it goes on.
+
+    Raises:
+        MeasurementError: nothing can be measured here.
+    """
+    total = len(problems) * len(plan.counts)
+    registry = default_registry()
+    with engine.ready(device, max(plan.counts)) as ready:
+        for number, problem in enumerate(problems):
+            names = [name for name in accepted(problem, device, settings) if not plan.only or name in plan.only]
+            progress(f"{problem.layer}: converting", number * len(plan.counts), total)
+            run = ready.bench(problem, [registry[name] for name in names])
+            stock = _add_stock(run, problem, device, plan)
+            for count in sorted(plan.counts, reverse=True):
+                run.warm(count, plan.routing)
+            decision = _decision(problem, device, settings)
+            for index, count in enumerate(sorted(plan.counts)):
+                progress(f"{problem.layer}: {count} tokens", number * len(plan.counts) + index, total)
+                yield _record(run, problem, device, plan, count, stock, decision)
+            run.close()
+    progress("done", total, total)
+
+
+def _add_stock(run: engine.Bench, problem: Problem, device: Device, plan: Plan) -> dict[str, str]:
+    """Adds stock vLLM's layers to a bench; vLLM's class by our name of it."""
+    from ..compat import alone
+
+    classes: dict[str, str] = {}
+    for name in plan.stock:
+        try:
+            layer = alone.StockLayer(problem, name, device.kind, max(plan.counts))
+        except Exception as error:  # that stock vLLM cannot build the layer is a result
+            run.fail(f"{STOCK}{name}", error)
+            continue
+        run.extra[f"{STOCK}{name}"] = layer
+        classes[f"{STOCK}{name}"] = layer.name
+    return classes
+
+
+def _decision(problem: Problem, device: Device, settings: Settings) -> Decision | None:
+    try:
+        return decide(problem, device, settings, evidence=lookup.evidence(problem, device, settings))
+    except NoBackendError:
+        return None
+
+
+def _record(
+    run: engine.Bench,
+    problem: Problem,
+    device: Device,
+    plan: Plan,
+    count: int,
+    stock: Mapping[str, str],
+    decision: Decision | None,
+) -> Record:
+    samples = {each.backend: each for each in run.measure(count, plan.routing, plan.replays, plan.seconds)}
+    timed = {name: each for name, each in samples.items() if not each.failure}
+    floor = floor_us(problem, count, device.name)
+    record: Record = {
+        "layer": shapes.to_json(problem),
+        "cell": cell_of(problem),
+        "tokens": count,
+        "us": {name: round(each.us, 2) for name, each in timed.items()},
+        "quartiles": {name: [round(each.low, 2), round(each.high, 2)] for name, each in timed.items()},
+        "replays": {name: each.replays for name, each in timed.items()},
+        "errors": {name: float(f"{each.error:.3g}") for name, each in timed.items() if name not in stock},
+        "failures": dict(run.failures),
+        "stock": dict(stock),
+        "router_included": run.routed,
+        "floor_us": None if floor is None else round(floor, 2),
+        "of_floor": None if floor is None else {name: round(floor / each.us, 3) for name, each in timed.items()},
+    }
+    if decision is not None:
+        name = choice_at(decision, count)
+        record["choice"] = {"backend": name, "why": decision.why}
+        ours = {each: us for each, us in record["us"].items() if each not in stock}
+        if name in ours:
+            best = min(ours.values())
+            record["choice"]["behind_best"] = round(ours[name] / best - 1, 4)
+            for each in stock:
+                if each in record["us"]:
+                    record["choice"][f"faster_than_{each}"] = round(record["us"][each] / ours[name], 3)
+    return record
+
+
+def speedup(records: Sequence[Record], ours: Callable[[Record], float | None], theirs: str) -> float | None:
+    """Geometric mean of a stock layer's time over ours, over the records that have both; None where none has.
+
+    Args:
+        records: of `bench`.
+        ours: the time of a record that counts as ours.
+        theirs: name of the stock layer.
+    """
+    ratios = []
+    for record in records:
+        own, other = ours(record), record["us"].get(theirs)
+        if own and other:
+            ratios.append(math.log(other / own))
+    return math.exp(math.fsum(ratios) / len(ratios)) if ratios else None
+
+
+def plot(records: Sequence[Record], path: str) -> None:
+    """Draws times over the number of tokens, one panel a layer, into a file of the kind that its name says.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    layers: dict[str, list[Record]] = {}
+    for record in records:
+        layers.setdefault(record["layer"]["name"], []).append(record)
+    columns = min(3, len(layers))
+    rows = -(-len(layers) // columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(6 * columns, 4.2 * rows), squeeze=False, layout="constrained"
+    )
+    for axis, (name, found) in zip(axes.flat, layers.items(), strict=False):
+        for backend in sorted({each for record in found for each in record["us"]}):
+            points = [(record["tokens"], record["us"][backend]) for record in found if backend in record["us"]]
+            style = "--" if backend.startswith(STOCK) else "-"
+            axis.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=backend)
+        floors = [(record["tokens"], record["floor_us"]) for record in found if record["floor_us"]]
+        if floors:
+            axis.plot(*zip(*floors, strict=True), ":", color="gray", label="floor")
+        axis.set(title=name, xlabel="tokens", ylabel="microseconds", xscale="log", yscale="log")
+        axis.grid(True, which="both", alpha=0.2)
+        axis.legend(fontsize=7)
+    for axis in list(axes.flat)[len(layers) :]:
+        axis.set_visible(False)
+    figure.savefig(path)
+    pyplot.close(figure)

@@ -1,0 +1,312 @@
+"""Layers to measure: each accepted backend's, built from a problem as serving does it, and checked before it is timed.
+
+The backend converts canonical experts and makes its experts with vLLM's builder; vLLM's modular kernel runs them. Only
+what an engine would have around a layer is made up (`compat.alone`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends import Backend
+from ..backends.emulation import forward
+from ..compat import current_adapter
+from ..errors import MeasurementError
+from ..methods import selfcheck
+from ..methods.builder import VllmBuilder
+from ..oracle.problem import Device, Problem
+from . import timing, weights
+from .cells import RoutingKind, Sample
+from .timing import Clock, Run
+from .weights import Tokens
+
+ROTATED_BYTES = 128 << 20
+"""Layers smaller than this exist several times, up to this size together: more than twice an H200's second-level
+cache."""
+_MOST_COPIES = 4
+CHECKED = 4
+"""Tokens of a call whose output is compared with the reference."""
+
+
+@contextmanager
+def ready(device: Device, most_tokens: int) -> Iterator[Engine]:
+    """An engine without a model in this process, for as long as the context lasts.
+
+    Args:
+        device: this machine.
+        most_tokens: most tokens of a call.
+
+    Raises:
+        MeasurementError: the machine has no GPU, or no vLLM that can be served.
+    """
+    try:
+        from ..compat import alone
+    except ImportError as error:
+        raise MeasurementError(f"vLLM cannot be imported: {error}", "Install it beside this package") from error
+    with alone.worker(device.kind, most_tokens) as config:
+        yield Engine(device, config, most_tokens)
+
+
+@dataclass
+class Engine:
+    """What layers are built in.
+
+    Attributes:
+        device: this machine.
+        config: vLLM's config, in force.
+        most_tokens: most tokens of a call.
+    """
+
+    device: Device
+    config: Any
+    most_tokens: int
+    clock: Clock = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.clock = timing.CudaClock() if self.device.kind == "cuda" else timing.HostClock()
+
+    def bench(self, problem: Problem, backends: Sequence[Backend]) -> Bench:
+        """A layer with each of some backends, ready to be timed. One that cannot be built is a failure of its own."""
+        return Bench(self, problem, backends)
+
+
+class Layer:
+    """One backend's layer, in as many copies as keep their weights out of the cache."""
+
+    def __init__(self, engine: Engine, problem: Problem, backend: Backend, experts: Mapping[str, Tensor]) -> None:
+        from ..compat import alone
+
+        release = current_adapter()
+        self._release, self._problem, self._backend = release, problem, backend
+        plan = backend.plan(problem, engine.device)
+        few = next(iter(experts.values())).shape[0]
+        converted = [
+            backend.convert({name: each[index] for name, each in experts.items()}, problem, plan)
+            for index in range(few)
+        ]
+        self.copies: list[tuple[Any, Any, int]] = []
+        size = sum(each.nbytes for each in converted[0].values()) * problem.local_experts
+        for _ in range(max(1, min(_MOST_COPIES, math.ceil(ROTATED_BYTES / max(size, 1))))):
+            tensors = {
+                name: weights.repeated(weights.stacked(tuple(each[name] for each in converted)), problem.local_experts)
+                for name in converted[0]
+            }
+            moe = alone.layer_config(problem, engine.device.kind, engine.most_tokens)
+            quant_config = release.quant_config(problem, tensors)
+            made = backend.experts(tensors, problem, plan, VllmBuilder(release, moe, quant_config))
+            layer = alone.layer_of(problem, moe, tensors)
+            kernel = release.kernel(moe, quant_config, layer, made)
+            self.copies.append((kernel, layer, int(moe.hidden_dim)))
+
+    def runs(self, engine: Engine, tokens: Tokens, routed: bool) -> list[Run]:
+        """Functions that run a copy each.
+
+        Args:
+            engine: where.
+            tokens: the inputs.
+            routed: experts are chosen from logits on the clock, by a kernel before the experts' where these do not.
+        """
+        return [self._run(engine, copy, tokens, routed) for copy in self.copies]
+
+    def _run(self, engine: Engine, copy: tuple[Any, Any, int], tokens: Tokens, routed: bool) -> Run:
+        from ..compat import alone
+
+        kernel, layer, width = copy
+        hidden = self._problem.hidden_size
+
+        def run() -> Tensor:
+            x = tokens.x if width <= hidden else torch.nn.functional.pad(tokens.x, (0, width - hidden))
+            with alone.forward(engine.config, x.shape[0]):
+                if self._backend.monolithic:
+                    result = self._release.apply_monolithic(kernel, layer, x, tokens.logits, {})
+                else:
+                    chosen = tokens.weights, tokens.ids
+                    if routed:
+                        chosen = alone.route(self._problem, tokens.x, tokens.logits)
+                    result = self._release.apply(kernel, layer, x, *chosen, {})
+            found: Tensor = result[..., :hidden]
+            return found
+
+        return run
+
+
+class Bench:
+    """A problem's layers by backend.
+
+    Attributes:
+        failures: why a backend is not timed, by name.
+        routed: experts are chosen on the clock, because one of the backends does it in its kernel.
+        extra: functions of x, weights, ids and logits that are timed beside the backends, by name.
+    """
+
+    def __init__(self, engine: Engine, problem: Problem, backends: Sequence[Backend]) -> None:
+        self.engine, self.problem = engine, problem
+        self.failures: dict[str, str] = {}
+        self.routed = any(backend.monolithic for backend in backends)
+        few = min(weights.DISTINCT, problem.local_experts)
+        self.experts = weights.canonical_experts(problem, engine.device.kind, few)
+        self._layers: dict[str, Layer] = {}
+        self._backends = {backend.name: backend for backend in backends}
+        self.extra: dict[str, Callable[..., Tensor]] = {}
+        for backend in backends:
+            try:
+                self._layers[backend.name] = Layer(engine, problem, backend, self.experts)
+            except Exception as error:  # whatever a kernel's library raises is why it is not timed
+                self.fail(backend.name, error)
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Notes that a backend cannot be timed."""
+        self.failures[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        self._layers.pop(name, None)
+        self.extra.pop(name, None)
+        free(self.engine.device)
+
+    @property
+    def names(self) -> list[str]:
+        """Backends that can be timed so far."""
+        return [*self._layers, *self.extra]
+
+    def warm(self, count: int, routing: RoutingKind = "uniform") -> None:
+        """Runs everything once at a number of tokens, which compiles what has to be compiled."""
+        tokens = weights.tokens(self.problem, count, routing, self.engine.device.kind)
+        for name in self.names:
+            try:
+                self._run_once(name, tokens)()
+                _wait(self.engine.device)
+            except Exception as error:
+                self.fail(name, error)
+
+    def _run_once(self, name: str, tokens: Tokens) -> Run:
+        if name in self._layers:
+            return self._layers[name].runs(self.engine, tokens, self.routed)[0]
+        layer = self.extra[name]
+        return lambda: layer(tokens.x, tokens.weights, tokens.ids, tokens.logits)
+
+    def measure(self, count: int, routing: RoutingKind, replays: int, seconds: float = math.inf) -> list[Sample]:
+        """Checks and times every backend at one number of tokens.
+
+        Args:
+            count: tokens.
+            routing: how they choose experts.
+            replays: how often each is timed, at most.
+            seconds: see `timing.compare`.
+        """
+        # First everything without a graph: a workspace that grows afterwards would leave graphs with the old one.
+        before = set(self.failures)
+        self.warm(count, routing)
+        tokens = weights.tokens(self.problem, count, routing, self.engine.device.kind)
+        prepared: dict[str, list[Run]] = {}
+        errors: dict[str, float] = {}
+        failed = [self._failed(name, count, routing) for name in self.failures if name not in before]
+        references: dict[str, Tensor] = {}
+        for name in self.names:
+            backend = self._backends.get(name)
+            try:
+                if backend is None:
+                    replay, output = self.engine.clock.prepare(self._run_once(name, tokens))
+                    prepared[name] = [replay]
+                    replay()
+                    if not bool(torch.isfinite(output.float()).all()):
+                        raise MeasurementError("its output is not finite")
+                    errors[name] = 0.0
+                    continue
+                graphs = [
+                    self.engine.clock.prepare(run) for run in self._layers[name].runs(self.engine, tokens, self.routed)
+                ]
+                prepared[name] = [replay for replay, _ in graphs]
+                precision = backend.activations(self.problem)
+                if precision not in references:
+                    references[precision] = self._reference(tokens, backend)
+                errors[name] = self._check(graphs[0], references[precision], backend)
+            except Exception as error:
+                prepared.pop(name, None)
+                self.fail(name, error)
+                failed.append(self._failed(name, count, routing))
+        times = timing.compare(self.engine.clock, prepared, replays, seconds) if prepared else {}
+        return failed + [
+            Sample(
+                backend=name,
+                activations=self._precision(name),
+                tokens=count,
+                routing=routing,
+                us=found.us,
+                low=found.low,
+                high=found.high,
+                replays=found.replays,
+                error=errors[name],
+                router=self.routed,
+            )
+            for name, found in times.items()
+        ]
+
+    def _failed(self, name: str, count: int, routing: RoutingKind) -> Sample:
+        return Sample(name, self._precision(name), count, routing, failure=self.failures[name])
+
+    def failed(self, count: int, routing: RoutingKind) -> list[Sample]:
+        """One sample for each backend that could not be built, at a number of tokens."""
+        return [self._failed(name, count, routing) for name in self.failures]
+
+    def _precision(self, name: str) -> str:
+        backend = self._backends.get(name)
+        return "" if backend is None else backend.activations(self.problem)
+
+    def _rows(self, count: int) -> list[int]:
+        """The tokens that are checked: the first, the last, and some evenly between."""
+        few = min(CHECKED, count)
+        return sorted({round(index * (count - 1) / max(few - 1, 1)) for index in range(few)})
+
+    def _reference(self, tokens: Tokens, backend: Backend) -> Tensor:
+        """What the checked tokens' outputs should be, with activations in the precision that a backend takes."""
+        problem, rows = self.problem, self._rows(tokens.x.shape[0])
+        few = next(iter(self.experts.values())).shape[0]
+        ids = tokens.ids[rows].long()
+        ids = torch.where(ids < problem.local_experts, ids % few, torch.full_like(ids, -1))
+        scheme = dataclasses.replace(problem.scheme, activations=backend.activations(problem))
+        small = dataclasses.replace(problem, scheme=scheme, num_experts=max(few, problem.top_k), local_experts=few)
+        expected = torch.empty(len(rows), problem.hidden_size, dtype=torch.float32, device=tokens.x.device)
+        forward(self.experts, small, expected, tokens.x[rows], tokens.weights[rows], ids.to(torch.int32))
+        return expected
+
+    def _check(self, graph: tuple[Run, Tensor], expected: Tensor, backend: Backend) -> float:
+        """The largest relative error of the checked tokens, after a replay over poisoned memory.
+
+        Raises:
+            MeasurementError: it is more than the formats allow, or an output is not a number.
+        """
+        replay, output = graph
+        if self.engine.device.kind == "cuda":
+            output.fill_(math.nan)  # what is not written stays so
+        replay()
+        error = selfcheck.token_error(output[self._rows(output.shape[0])], expected)
+        allowed = selfcheck.tolerance(backend, self.problem)
+        if not error <= allowed:
+            raise MeasurementError(f"relative error {error:.2e}, allowed {allowed:.2e}")
+        return error
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._layers.clear()
+        self.extra.clear()
+        self.experts = {}
+        free(self.engine.device)
+
+
+def free(device: Device) -> None:
+    """Gives memory back that nothing refers to."""
+    gc.collect()
+    if device.kind == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _wait(device: Device) -> None:
+    if device.kind == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,292 @@
+"""Tuning: every accepted backend of some layers, at every number of tokens that serving has, into the store.
+
+Measured is what is missing: a run that was ended goes on where it stopped. What must be compiled is compiled first, in
+several processes where that is asked for, so that no compilation is on the clock.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from ..errors import MeasurementError
+from ..oracle.measured import WIDEST_GAP
+from ..oracle.oracle import REFERENCE, candidates
+from ..oracle.problem import Device, Problem
+from ..oracle.registry import default_registry
+from ..settings import Settings
+from . import engine, environment
+from .cells import Cell, RoutingKind, Sample, cell_of
+from .environment import Environment
+from .profile import Profile
+from .store import Store
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Numbers of tokens: every decode batch's power of two, and prefill chunks up to vLLM's default limits."""
+
+LEAST_BUCKETS = 10
+_MUST = (1, 2, 4, 8, 16)
+_POISON = ("CUDA error", "illegal memory access", "device-side assert", "unspecified launch failure")
+"""In the message of an error after which no kernel of the process runs any more."""
+_OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")
+
+
+def check_buckets(buckets: Sequence[int]) -> None:
+    """Whether a choice can be made from measurements at these numbers of tokens.
+
+    Raises:
+        MeasurementError: small batches are missing, or neighbours are too far apart.
+    """
+    missing = [count for count in _MUST if count not in buckets]
+    gaps = [f"{low} and {high}" for low, high in pairwise(sorted(buckets)) if high > WIDEST_GAP * low]
+    if missing or gaps or len(buckets) < LEAST_BUCKETS:
+        found = [f"{', '.join(map(str, missing))} missing"] * bool(missing)
+        found += [f"nothing between {gap}" for gap in gaps]
+        found += [f"{len(buckets)} numbers of tokens, fewer than {LEAST_BUCKETS}"] * (len(buckets) < LEAST_BUCKETS)
+        remedy = f"Measure at least {', '.join(map(str, BUCKETS[:LEAST_BUCKETS]))} and the largest batch"
+        raise MeasurementError(f"no choice can be made from these numbers of tokens: {'; '.join(found)}", remedy)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to measure.
+
+    Attributes:
+        buckets: numbers of tokens.
+        routings: how tokens choose experts.
+        replays: how often each backend is timed at one number of tokens, at most.
+        seconds: for how long that may go on at one number of tokens, once each was timed three times.
+        budget: seconds for everything; None for no end.
+        jobs: processes that compile beforehand; 0 for none beside this one.
+        again: measure also what was measured.
+    """
+
+    buckets: tuple[int, ...] = BUCKETS
+    routings: tuple[RoutingKind, ...] = ("uniform", "skewed")
+    replays: int = 20
+    seconds: float = 1.0
+    budget: float | None = None
+    jobs: int = 0
+    again: bool = False
+
+
+@dataclass
+class Outcome:
+    """What became of one cell.
+
+    Attributes:
+        problem: a layer of it.
+        samples: what is known now.
+        measured: how many of these are new.
+        unfinished: why something is missing; "" when nothing is.
+        seconds: what it took.
+    """
+
+    problem: Problem
+    samples: list[Sample] = field(default_factory=list)
+    measured: int = 0
+    unfinished: str = ""
+    seconds: float = 0.0
+
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how many steps are done, and how many there are."""
+
+
+def groups(problems: Iterable[Problem]) -> dict[Cell, Problem]:
+    """One problem for each cell, in the order of the first of it."""
+    found: dict[Cell, Problem] = {}
+    for problem in problems:
+        found.setdefault(cell_of(problem), problem)
+    return found
+
+
+def accepted(problem: Problem, device: Device, settings: Settings) -> tuple[str, ...]:
+    """Names of the backends that can run a layer, in static order, without the reference."""
+    return tuple(
+        each.backend for each in candidates(problem, device, settings) if each.accepted and each.backend != REFERENCE
+    )
+
+
+def tune(
+    problems: Iterable[Problem],
+    device: Device,
+    settings: Settings,
+    store: Store | None,
+    plan: Plan,
+    known: Sequence[Profile] = (),
+    progress: Progress = lambda words, done, total: None,
+) -> dict[Cell, Outcome]:
+    """Measures what is missing, and keeps it.
+
+    Args:
+        problems: layers.
+        device: this machine.
+        settings: what the user asked for: disabled backends are not measured.
+        store: where measurements are kept; None keeps none.
+        plan: how much to measure.
+        known: profiles whose measurements need not be repeated; never written.
+        progress: is told how it goes on.
+
+    Raises:
+        MeasurementError: measurements cannot be kept, or a kernel broke the process. What was kept before is kept.
+    """
+    check_buckets(plan.buckets)
+    begin = time.monotonic()
+    here = environment.of(device)
+    cells = groups(problems)
+    outcomes = {cell: Outcome(problem) for cell, problem in cells.items()}
+    steps: dict[Cell, list[tuple[RoutingKind, int]]] = {}
+    for cell, problem in cells.items():
+        names = accepted(problem, device, settings)
+        if not names:
+            outcomes[cell].unfinished = "no backend but the reference can run it"
+            continue
+        outcomes[cell].samples = _known(cell, here, store, known)
+        have = {(each.backend, each.routing, each.tokens) for each in outcomes[cell].samples}
+        steps[cell] = [
+            (routing, count)
+            for routing in plan.routings
+            for count in plan.buckets
+            if plan.again or any((name, routing, count) not in have for name in names)
+        ]
+    total = sum(map(len, steps.values()))
+    if not total:
+        return outcomes
+    most = max(plan.buckets)
+    work = {cell: cells[cell] for cell, todo in steps.items() if todo}
+    if plan.jobs:
+        _compile(work, device, settings, plan, progress)
+    done = 0
+    with engine.ready(device, most) as ready:
+        for number, (cell, problem) in enumerate(work.items()):
+            started = time.monotonic()
+            left = None if plan.budget is None else plan.budget - (started - begin)
+            share = None if left is None else left / (len(work) - number)
+            before = done
+
+            def tell(words: str, extra: int, before: int = before) -> None:
+                progress(words, before + extra, total)
+
+            _measure(ready, cell, problem, steps[cell], share, here, settings, store, plan, outcomes[cell], tell)
+            outcomes[cell].seconds = time.monotonic() - started
+            done += len(steps[cell])
+    progress("done", total, total)
+    return outcomes
+
+
+def _known(cell: Cell, here: Environment, store: Store | None, profiles: Sequence[Profile]) -> list[Sample]:
+    """What was measured of a cell in this environment."""
+    found = [samples for profile in profiles if profile.environment == here for samples in [profile.samples(cell)]]
+    if store is not None:
+        found += [samples for there, samples in store.samples(cell) if there == here]
+    newest = {(each.backend, each.routing, each.tokens): each for samples in found for each in samples}
+    return [*newest.values()]
+
+
+def _measure(
+    ready: engine.Engine,
+    cell: Cell,
+    problem: Problem,
+    steps: Sequence[tuple[RoutingKind, int]],
+    seconds: float | None,
+    here: Environment,
+    settings: Settings,
+    store: Store | None,
+    plan: Plan,
+    outcome: Outcome,
+    progress: Callable[[str, int], None],
+) -> None:
+    begin = time.monotonic()
+
+    def over() -> bool:
+        return seconds is not None and time.monotonic() - begin > seconds
+
+    if seconds is not None and seconds <= 0:
+        outcome.unfinished = f"the budget was spent before it; {len(steps)} steps are missing"
+        return
+    registry = default_registry()
+    progress(f"{problem.layer}: converting", 0)
+    bench = ready.bench(problem, [registry[name] for name in accepted(problem, ready.device, settings)])
+    try:
+        # The largest first, so that vLLM's workspaces have their size before anything is captured.
+        progress(f"{problem.layer}: compiling", 0)
+        for count in sorted({count for _, count in steps}, reverse=True):
+            bench.warm(count)
+            if over():
+                break
+        for index, (routing, count) in enumerate(steps):
+            if over():
+                outcome.unfinished = (
+                    f"its {seconds:.0f} s were spent; {len(steps) - index} of {len(steps)} steps missing"
+                )
+                break
+            progress(f"{problem.layer}: {count} tokens, {routing}", index)
+            found = bench.measure(count, routing, plan.replays, plan.seconds)
+            gone = {sample.backend for sample in found}
+            found += [each for each in bench.failed(count, routing) if each.backend not in gone]
+            found = [each for each in found if not any(word in each.failure for word in _OUT_OF_MEMORY)]
+            if store is not None:
+                store.add(here, cell, found)
+            replaced = {(each.backend, each.routing, each.tokens) for each in found}
+            kept = [each for each in outcome.samples if (each.backend, each.routing, each.tokens) not in replaced]
+            outcome.samples = kept + found
+            outcome.measured += len(found)
+            if broken := [each for each in found if any(word in each.failure for word in _POISON)]:
+                rule = f"{broken[0].backend} broke the GPU's context at {count} tokens: {broken[0].failure}"
+                raise MeasurementError(rule, "Run the command again: it goes on without it", problem.layer)
+    finally:
+        bench.close()
+
+
+# --- Compiling beforehand ---------------------------------------------------------------------------------------------
+
+_Job = tuple[Problem, str, tuple[int, ...]]
+
+
+def _compile(work: Mapping[Cell, Problem], device: Device, settings: Settings, plan: Plan, progress: Progress) -> None:
+    """Runs every backend once at every number of tokens, in processes of their own: the caches of what compiles are on
+    disk. A process that dies takes nothing with it but its own time."""
+    jobs: list[_Job] = []
+    for problem in work.values():
+        for name in accepted(problem, device, settings):
+            # In parts, because one backend may compile for each number of tokens.
+            jobs += [(problem, name, plan.buckets[part::4]) for part in range(4)]
+    most = max(plan.buckets)
+    context = multiprocessing.get_context("spawn")
+    done = 0
+    try:
+        with ProcessPoolExecutor(plan.jobs, context, initializer=_quietly) as pool:
+            for _ in pool.map(_warm, jobs, [device] * len(jobs), [most] * len(jobs)):
+                done += 1
+                progress(f"compiling in {plan.jobs} processes", done, len(jobs))
+    except BrokenProcessPool:  # what is not compiled yet is compiled when it is measured
+        progress(f"a compiling process died after {done} of {len(jobs)} parts", done, len(jobs))
+
+
+def _quietly() -> None:
+    """The same remarks from sixteen processes help nobody."""
+    import logging
+
+    logging.disable(logging.WARNING)
+
+
+_held: list[object] = []
+
+
+def _warm(job: _Job, device: Device, most: int) -> None:
+    problem, name, buckets = job
+    if not _held:  # one engine a process, until the process ends
+        context = engine.ready(device, most)
+        _held.extend((context, context.__enter__()))
+    ready = _held[1]
+    assert isinstance(ready, engine.Engine)
+    bench = ready.bench(problem, [default_registry()[name]])
+    for count in sorted(buckets, reverse=True):
+        bench.warm(count)
+    bench.close()
