@@ -10,6 +10,7 @@ older release imports at the top of a module and that newer environments no long
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import importlib.abc
@@ -246,10 +247,26 @@ MIXED = {
 # --- Checks -------------------------------------------------------------------------------------------------------
 
 
+def our_configs() -> dict[str, str]:
+    """Our config by each name that this release knows."""
+    from vllm_moe_oracle import methods
+    from vllm_moe_oracle.compat.quantizations import offered
+
+    return offered(methods.CONFIGS, methods.NEEDS)
+
+
+def our_methods() -> dict[str, str]:
+    """Our class or function by the stock one, of this release."""
+    from vllm_moe_oracle import methods
+    from vllm_moe_oracle.compat.quantizations import is_for_release
+
+    return {stock: ours for stock, ours in methods.METHODS.items() if is_for_release(ours, methods.NEEDS)}
+
+
 def check_nothing_is_imported_for_it() -> None:
     """Registering imports none of vLLM's quantisation methods; the patches fall into place when they are imported."""
     load_plugins()
-    from vllm_moe_oracle import methods, plugin
+    from vllm_moe_oracle import plugin
 
     state = plugin.state()
     assert state.active, state
@@ -258,20 +275,23 @@ def check_nothing_is_imported_for_it() -> None:
     assert "vllm.model_executor.layers.fused_moe" not in sys.modules
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    for name, path in methods.CONFIGS.items():
+    for name, path in our_configs().items():
         found = get_quantization_config(name)
         assert f"{found.__module__}:{found.__qualname__}" == path, found
-    for path in methods.METHODS:
+    for path in our_methods():
         importlib.import_module(path.partition(":")[0])
     state = plugin.state()
     assert not state.failed, state.failed
-    for path in methods.METHODS:
+    assert set(state.methods) == set(our_configs())
+    for path in our_methods():
         assert f"every {path.partition(':')[2]}" in state.patches, state
     plugin.unregister()
     assert not [each for each in sys.meta_path if type(each).__module__.startswith("vllm_moe_oracle")]
-    for path in methods.METHODS:
-        module, _, name = path.partition(":")
-        assert not type(getattr(sys.modules[module], name)).__module__.startswith("vllm_moe_oracle")
+    for path in our_methods():
+        module, _, names = path.partition(":")
+        stock = functools.reduce(getattr, names.split("."), sys.modules[module])
+        assert not type(stock).__module__.startswith("vllm_moe_oracle")
+        assert stock.__module__ == module, stock
 
 
 def check_switched_off() -> None:
@@ -313,15 +333,15 @@ def check_undo() -> None:
     """Registering again and undoing gives the very objects back."""
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    from vllm_moe_oracle import methods, plugin
+    from vllm_moe_oracle import plugin
 
-    stock = {name: get_quantization_config(name) for name in methods.CONFIGS}
+    stock = {name: get_quantization_config(name) for name in our_configs()}
     before = photograph()
     for _ in range(2):
         load_plugins()
         state = plugin.state()
         assert state.active and not state.failed and not state.waiting, state
-        for name, path in methods.CONFIGS.items():
+        for name, path in our_configs().items():
             found = get_quantization_config(name)
             assert f"{found.__module__}:{found.__qualname__}" == path, found
         load_plugins()
@@ -648,10 +668,10 @@ def main() -> None:
     from vllm_moe_oracle.compat.registration import patches_for
 
     version = str(vllm.__version__)
-    for each in patches_for(version, methods.CONFIGS, methods.METHODS):
+    for each in patches_for(version, methods.CONFIGS, methods.METHODS, methods.NEEDS):
         importlib.import_module(getattr(each, "module", "vllm"))
     importlib.import_module("vllm.model_executor.layers.quantization").get_quantization_config("mxfp8")
-    for path in (*methods.CONFIGS.values(), *methods.METHODS.values()):
+    for path in (*our_configs().values(), *our_methods().values()):
         importlib.import_module(path.partition(":")[0])
     for name in ("switched_off", "stood_down", "undo"):
         checks[name] = _run(globals()[f"check_{name}"])

@@ -22,6 +22,8 @@ Array = npt.NDArray[Any]
 Matrix = Literal["w13", "w2"]
 
 PACKINGS = ("gptq", "gptq_v2", "awq", "moe_wna16", "compressed-tensors", "compressed-tensors-int")
+HALVED = ("moe_wna16", "gptq", "gptq_v2", "awq")
+"""Those whose groups are loaded as smaller ones where a cut asks for it."""
 TWO_LAYOUTS = ("compressed-tensors", "compressed-tensors-int")
 NAMES = {
     **dict.fromkeys(("gptq", "gptq_v2", "awq", "moe_wna16"), ("qweight", "scales", "qzeros", "g_idx")),
@@ -103,7 +105,7 @@ class Contents:
             if scheme.zero_points:
                 tensors[zero] = _stacked(packing, scheme.bits, self.zeros[matrix], zeros=True)
             rows, columns = (2, 1) if inputs_first else (1, 2)
-            if packing == "moe_wna16":
+            if packing in HALVED and scheme.act_order != "group":
                 repeats = scheme.group_size // effective_group(self.problem, ranks) if scheme.group_size > 0 else 1
                 for name in {scale, zero} & set(tensors):
                     tensors[name] = tensors[name].repeat_interleave(repeats, columns)
@@ -128,6 +130,39 @@ class Contents:
                 found[f"{matrix}_bias"] = bias.contiguous()
         return found
 
+    def files(self, packing: str = "") -> dict[tuple[int, str, str], Tensor]:
+        """What a tool writes: a tensor by expert, projection (w1 gate, w2 down, w3 up) and the end of its name.
+
+        Args:
+            packing: of the files; that of the problem where it is not given.
+        """
+        packing, scheme = packing or self.problem.scheme.packing, self.problem.scheme
+        codes, scale, zero, index = NAMES[packing]
+        inputs_first = packing in ("gptq", "gptq_v2", "awq")
+        found: dict[tuple[int, str, str], Tensor] = {}
+        for expert in range(self.problem.num_experts):
+            for shard, matrix, half in (("w1", "w13", 0), ("w3", "w13", 1), ("w2", "w2", 0)):
+                count = 2 if matrix == "w13" and self.problem.activation.gated else 1
+                if half >= count:
+                    continue
+                rows = self.codes[matrix].shape[1] // count
+                mine = slice(half * rows, (half + 1) * rows)
+                packed = reference.pack_integers(packing, scheme.bits, self.codes[matrix][expert][mine])
+                scales = self.scales[matrix][expert][mine]
+                tensors = {codes: torch.from_numpy(packed), scale: scales.T if inputs_first else scales}
+                if scheme.zero_points:
+                    zeros = reference.pack_integers(packing, scheme.bits, self.zeros[matrix][expert][mine], zeros=True)
+                    tensors[zero] = torch.from_numpy(zeros)
+                if scheme.act_order == "group" and scheme.group_size != -1:
+                    tensors[index] = torch.from_numpy(self.groups[matrix][expert]).to(torch.int32)
+                if packing == "compressed-tensors":
+                    shape = [rows, self.codes[matrix].shape[2]]
+                    tensors["weight_shape"] = torch.tensor(shape, dtype=torch.int64)
+                if self.biases:
+                    tensors["bias"] = self.biases[matrix][expert][mine]
+                found |= {(expert, shard, name): tensor.contiguous() for name, tensor in tensors.items()}
+        return found
+
     def on_rank(self, ranks: int) -> Problem:
         """The problem of one of `ranks` tensor-parallel ranks."""
         inner = self.problem.intermediate_size // ranks
@@ -135,7 +170,7 @@ class Contents:
 
 
 def effective_group(problem: Problem, ranks: int) -> int:
-    """The group that vLLM's MoeWNA16 loads scales in: halved until it divides both sizes."""
+    """The group in which scales of `HALVED` packings are loaded: halved until it divides both sizes."""
     group, inner = problem.scheme.group_size, problem.intermediate_size // ranks
     while group > 32 and (problem.hidden_size % group or inner % group):
         group //= 2

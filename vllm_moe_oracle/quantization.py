@@ -291,19 +291,36 @@ def _compressed_scheme(group: Mapping[str, Any], common_format: object, where: s
     if kind == "float" and strategy == "group" and group_size == MX_BLOCK and symmetric:
         # A float8 of groups of 32 whose scales are no e8m0 is not MX; 4-bit scales have no other type in vLLM.
         if bits == 8 and _is_e8m0(weights.get("scale_dtype"), layout):
-            return Scheme("mxfp8", 8, MX_BLOCK, "compressed-tensors", activations=_compressed_activations(inputs))
+            return Scheme("mxfp8", 8, MX_BLOCK, "compressed-tensors", activations=compressed_activations(inputs))
         if bits == 4:
-            return Scheme("mxfp4", 4, MX_BLOCK, "compressed-tensors", activations=_compressed_activations(inputs))
-    if kind == "int" and inputs is None and strategy in ("group", "channel") and layout == "pack-quantized":
-        orders: dict[object, ActOrder] = {None: "none", False: "none", "group": "group", True: "group"}
-        orders |= {"static": "static", "weight": "static"}
-        actorder = weights.get("actorder")
-        order = orders.get(actorder.lower() if isinstance(actorder, str) else actorder)
-        if order is None:
-            raise CheckpointError(f"config_groups: unknown actorder {shown(actorder)}", where=where)
-        return Scheme("wna16", bits, group_size, "compressed-tensors", not symmetric, order)
+            return Scheme("mxfp4", 4, MX_BLOCK, "compressed-tensors", activations=compressed_activations(inputs))
+    if kind == "int" and inputs is None and strategy in ("group", "channel") and layout in COMPRESSED_PACKINGS:
+        order = compressed_order(weights.get("actorder"), where)
+        return Scheme("wna16", bits, group_size, COMPRESSED_PACKINGS[layout], not symmetric, order)
     words = (layout or "compressed-tensors", f"{bits}-bit {kind or 'of no type'}", f"strategy {strategy or 'unknown'}")
     return Foreign(" ".join(words))
+
+
+COMPRESSED_PACKINGS = {
+    "pack-quantized": "compressed-tensors",
+    "int-quantized": "compressed-tensors-int",
+    "naive-quantized": "compressed-tensors-int",
+}
+"""The scheme's word for how integers are packed, by the format that compressed-tensors names."""
+
+
+def compressed_order(actorder: object, where: str) -> ActOrder:
+    """The order of input features that a compressed-tensors config declares (its `ActivationOrdering`).
+
+    Raises:
+        CheckpointError: a word that is none of its.
+    """
+    orders: dict[object, ActOrder] = {None: "none", False: "none", "group": "group", "dynamic": "group", True: "group"}
+    orders |= {"static": "static", "weight": "static"}
+    found = orders.get(actorder.lower() if isinstance(actorder, str) else actorder)
+    if found is None:
+        raise CheckpointError(f"config_groups: unknown actorder {shown(actorder)}", where=where)
+    return found
 
 
 def _is_e8m0(scale_dtype: object, layout: str) -> bool:
@@ -311,7 +328,12 @@ def _is_e8m0(scale_dtype: object, layout: str) -> bool:
     return str(scale_dtype).removeprefix("torch.") == "uint8" or (scale_dtype is None and layout == "mxfp8-quantized")
 
 
-def _compressed_activations(inputs: Mapping[str, Any] | None) -> ActivationPrecision:
+def compressed_activations(inputs: Mapping[str, Any] | None) -> ActivationPrecision:
+    """Precision of activations that a group of a compressed-tensors config declares.
+
+    Args:
+        inputs: its ``input_activations``; None for weights alone.
+    """
     if inputs is None:
         return "16bit"
     if inputs.get("num_bits") == 4:
@@ -323,7 +345,8 @@ def _compressed_activations(inputs: Mapping[str, Any] | None) -> ActivationPreci
 
 
 def _gptq(config: Mapping[str, Any], where: str) -> SchemeOf:
-    """AutoGPTQ and GPTQModel. ``dynamic`` overrides modules by regular expression; ``-:`` before it excludes them."""
+    """AutoGPTQ and GPTQModel. ``dynamic`` overrides modules by regular expression; ``-:`` before it excludes them. Of
+    ``modules_in_block_to_quantize``, where there is such a list, an entry is any part of a name."""
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, Mapping):
         raise CheckpointError(f"dynamic is {shown(dynamic)}, not an object", where=where)
@@ -331,7 +354,9 @@ def _gptq(config: Mapping[str, Any], where: str) -> SchemeOf:
         (_expression(pattern.removeprefix("-:").removeprefix("+:"), where), pattern.startswith("-:"), override)
         for pattern, override in dynamic.items()
     ]
-    scheme = _gptq_scheme(config, where)
+    quantised = _names(config, ("modules_in_block_to_quantize",), where)
+    full_names = frozenset(quantised)
+    scheme = gptq_scheme(config, where)
 
     def of(layer: LayerNames) -> Answer:
         for expression, excludes, override in rules:
@@ -339,24 +364,48 @@ def _gptq(config: Mapping[str, Any], where: str) -> SchemeOf:
                 if excludes or override is False:
                     return None
                 if isinstance(override, Mapping):
-                    return _gptq_scheme({**config, **override}, where)
+                    return gptq_scheme({**config, **override}, where)
+        if quantised and not layer.match(lambda name: name in full_names or any(part in name for part in quantised)):
+            return None
         return scheme
 
     return of
 
 
-def _gptq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
-    order: ActOrder = "group" if _boolean(config, "desc_act", where, default=False) else "none"
+def gptq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
+    """What a GPTQ config says of every module that it names no exception for.
+
+    With ``static_groups`` the groups are of neighbours, whatever the order in which features were quantised.
+    ``checkpoint_format`` says how zero points are stored: ``gptq_v2`` as they are, everything else less one.
+
+    Raises:
+        CheckpointError: a field that is missing or has a value that it cannot have.
+    """
+    ordered = _boolean(config, "desc_act", where, default=False)
+    static = _boolean(config, "static_groups", where, default=False)
+    order: ActOrder = "none" if not ordered else "static" if static else "group"
     asymmetric = not _boolean(config, "sym", where, default=True)
     bits, group = _integer(config, "bits", where), _integer(config, "group_size", where)
-    return Scheme("wna16", bits, group, "gptq", asymmetric, order)
+    stored = _word(config, "checkpoint_format", where) or _word(config, "format", where) or "gptq"
+    if stored not in ("gptq", "gptq_v2"):
+        raise CheckpointError(f"unknown checkpoint_format {shown(stored)}", "Known are gptq, gptq_v2", where)
+    return Scheme("wna16", bits, group, stored, asymmetric, order)
+
+
+def awq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
+    """What an AWQ config says of every module that it does not exclude.
+
+    Raises:
+        CheckpointError: a field that is missing or has a value that it cannot have.
+    """
+    bits = _integer(config, "w_bit" if "w_bit" in config else "bits", where)
+    group = _integer(config, "q_group_size" if "q_group_size" in config else "group_size", where)
+    return Scheme("wna16", bits, group, "awq", zero_points=_boolean(config, "zero_point", where, default=True))
 
 
 def _awq(config: Mapping[str, Any], where: str) -> SchemeOf:
     """AutoAWQ; an entry of ``modules_to_not_convert`` excludes every module whose name holds it."""
-    bits = _integer(config, "w_bit" if "w_bit" in config else "bits", where)
-    group = _integer(config, "q_group_size" if "q_group_size" in config else "group_size", where)
-    scheme = Scheme("wna16", bits, group, "awq", zero_points=_boolean(config, "zero_point", where, default=True))
+    scheme = awq_scheme(config, where)
     excluded = _names(config, ("modules_to_not_convert",), where)
     return lambda layer: None if layer.match(lambda name: any(part in name for part in excluded)) else scheme
 
@@ -472,16 +521,24 @@ def _integer(config: Mapping[str, Any], name: str, where: str, default: int | No
 
 
 def _names(config: Mapping[str, Any], fields: Iterable[str], where: str) -> list[str]:
-    """The lists of names under any of the fields, joined."""
+    """The lists of names under any of the fields, joined; lists may be of lists."""
     names: list[str] = []
     for field in fields:
-        value = config.get(field)
+        value = flattened(config.get(field))
         if value is None:
             continue
         if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
             raise CheckpointError(f"{field} is {shown(value)}, not a list of names", where=where)
         names += value
     return names
+
+
+def flattened(value: object) -> object:
+    """A list of lists, as GPTQ's tools write the modules of a block, as one list; anything else as it is."""
+    if not isinstance(value, list):
+        return value
+    inner = (flattened(item) for item in value)
+    return [name for item in inner for name in (item if isinstance(item, list) else [item])]
 
 
 def _groups(config: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from wna16_layers import PACKINGS, TWO_LAYOUTS, Contents, contents_of, layer_of
+from wna16_layers import HALVED, PACKINGS, TWO_LAYOUTS, Contents, contents_of, layer_of
 
 from vllm_moe_oracle.backends.emulation import BACKEND
 from vllm_moe_oracle.errors import CheckpointError
@@ -397,17 +397,17 @@ def test_a_group_that_the_cut_splits_is_read_where_every_rank_has_all_scales_and
         shards = [wna16.canonical(made.parameters(None, rank, 2), made.on_rank(2)) for rank in range(2)]
         second = np.concatenate([weights_of(shard, "w2") for shard in shards], axis=2)
         np.testing.assert_array_equal(second, made.weights("w2"))
-        plain = contents_of(layer_of(packing, group=128, **sizes))  # type: ignore[arg-type]
-        words = (
-            r"intermediate size 640 / 2 = 320 is no multiple of the scale group 128 \(320 mod 128 = 64\). "
-            r"TP 1 would work"
-        )
-        with pytest.raises(CheckpointError, match=words):
-            wna16.read(plain.parameters(), plain.on_rank(2))
+    plain = contents_of(layer_of("compressed-tensors", group=128, **sizes))  # type: ignore[arg-type]
+    words = (
+        r"intermediate size 640 / 2 = 320 is no multiple of the scale group 128 \(320 mod 128 = 64\). TP 1 would work"
+    )
+    with pytest.raises(CheckpointError, match=words):
+        wna16.read(plain.parameters(), plain.on_rank(2))
 
 
-def test_moe_wna16_is_read_with_the_group_that_vllm_loads() -> None:
-    layer = layer_of("moe_wna16", group=128, zero_points=True, hidden_size=128, intermediate_size=640)
+@pytest.mark.parametrize("packing", HALVED)
+def test_groups_are_made_smaller_where_stock_vllm_falls_back_to_moe_wna16(packing: str) -> None:
+    layer = layer_of(packing, group=128, zero_points=True, hidden_size=128, intermediate_size=640)
     made, part = contents_of(layer), contents_of(layer).on_rank(2)
     assert wna16.shapes(part)["w2_scale"] == (2, 128, 5) and wna16.shapes(part)["w13_scale"] == (2, 640, 2)
     shards = [wna16.canonical(made.parameters(None, rank, 2), part) for rank in range(2)]

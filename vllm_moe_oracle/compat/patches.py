@@ -257,6 +257,23 @@ def around(name: str, path: str, wrapper: Callable[..., Any]) -> Deferred:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return wrapper(original, *args, **kwargs)
 
-        return Patch(name, owner, key, wrapped)
+        is_static = isinstance(owner, type) and isinstance(owner.__dict__.get(key), staticmethod)
+        return Patch(name, owner, key, staticmethod(wrapped) if is_static else wrapped)
 
     return Deferred(name, module_name, make)
+
+
+def wrapped_by(name: str, stock: str, ours: str) -> Deferred:
+    """As `around`, with a wrapper that is imported at the first call.
+
+    Args:
+        name: the patch's name.
+        stock: ``module:function`` or ``module:Class.method``.
+        ours: ``module:function``, called with the stock one before the arguments.
+    """
+
+    def call(original: Any, *args: Any, **kwargs: Any) -> Any:
+        module, _, function = ours.partition(":")
+        return getattr(importlib.import_module(module), function)(original, *args, **kwargs)
+
+    return around(name, stock, call)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, MutableMapping
+import importlib.util
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 
@@ -40,3 +42,39 @@ class LazyConfigs(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len({*self.ours, *self.table})
+
+
+def offered(configs: Mapping[str, str | tuple[str, ...]], needs: Mapping[str, str]) -> dict[str, str]:
+    """``module:Class`` of our config by each name that this release knows and that one of our classes is for.
+
+    Args:
+        configs: one class, or several of which each release has one, by quantisation name.
+        needs: stock module by module of ours, of those that are not for every release.
+    """
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    found = {}
+    for name, paths in configs.items():
+        usable = [path for path in ((paths,) if isinstance(paths, str) else paths) if is_for_release(path, needs)]
+        if name in QUANTIZATION_METHODS and usable:
+            found[name] = usable[0]
+    return found
+
+
+def is_for_release(path: str, needs: Mapping[str, str]) -> bool:
+    """Whether this release has the stock module that one of ours is made for.
+
+    Args:
+        path: ``module:name`` of ours.
+        needs: see `offered`.
+    """
+    stock = needs.get(path.partition(":")[0])
+    return stock is None or _is_there(stock)
+
+
+def _is_there(module: str) -> bool:
+    """Whether a module of vLLM exists, by its file: looking it up would import the packages that it is in."""
+    package, *names = module.split(".")
+    found = importlib.util.find_spec(package)
+    places = [] if found is None else [Path(each).joinpath(*names) for each in found.submodule_search_locations or ()]
+    return any(place.with_suffix(".py").is_file() or (place / "__init__.py").is_file() for place in places)

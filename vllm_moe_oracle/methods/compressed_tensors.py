@@ -5,16 +5,31 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors as stock_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w8a8_mxfp8 as stock,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_wna16 as stock_wna16,
 )
 
 from ..compat.construction import current_layer
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Scheme
+from ..quantization import COMPRESSED_PACKINGS, compressed_order
 from .base import OracleMoEMethod
+from .gptq import refuse_act_order
+from .wna16 import Wna16MoEMethod, with_emulated
 
 SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="compressed-tensors", activations="mxfp8")
 """``mxfp8-quantized``: the tensors of ModelOpt's MXFP8 under the same names."""
+
+
+_WHERE = "quantization_config"
+PACKED = "pack-quantized"
+"""The one integer format that stock vLLM reads for experts."""
 
 
 class CompressedTensorsW8A8Mxfp8MoEMethod(OracleMoEMethod, stock.CompressedTensorsW8A8Mxfp8MoEMethod):
@@ -40,3 +55,136 @@ def declared_activations(layer: Any, name: str) -> ActivationPrecision:
     down = getattr(layer, "ckpt_down_proj_name", "down_proj")
     scheme = layer.quant_config.get_scheme_dict(layer, f"{name}.0.{down}")
     return "16bit" if scheme is not None and scheme.get("input_activations") is None else SCHEME.activations
+
+
+class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTensorsWNA16MoEMethod):
+    """MoE layers in integers with activations in 16 bits. Takes the place of the stock class of the same name, and of
+    the one for Marlin that older releases have beside it."""
+
+    def __init__(
+        self, weight_quant: Any, input_quant: Any, moe: Any, layer_name: str | None = None, *, form: str = PACKED
+    ) -> None:
+        # Not the stock constructor: it would choose a backend by its own list, and raise where that has none.
+        self.weight_quant = weight_quant
+        self.input_quant = input_quant
+        self.file_packing = COMPRESSED_PACKINGS[form]
+        self.decide(moe, integer_scheme(weight_quant, form))
+
+    @classmethod
+    def beyond_stock(cls, weight_quant: Any, input_quant: Any, moe: Any, *args: Any, form: str = PACKED) -> str:
+        """See `OracleMoEMethod.beyond_stock`."""
+        if form != PACKED:
+            return f"reads the format {PACKED} only, not {form}"
+        ordered = integer_scheme(weight_quant, form).act_order == "group"
+        return "does not know act order" if ordered and refuse_act_order is not None else ""
+
+
+def integer_scheme(weights: Any, form: str) -> Scheme:
+    """What a checkpoint holds for experts.
+
+    Args:
+        weights: the weights' `QuantizationArgs`.
+        form: the format that the config names, a key of `COMPRESSED_PACKINGS`.
+    """
+    group = -1 if _word(weights.strategy) == "channel" or weights.group_size is None else int(weights.group_size)
+    order = compressed_order(_word(weights.actorder), _WHERE)
+    return Scheme("wna16", int(weights.num_bits), group, COMPRESSED_PACKINGS[form], not weights.symmetric, order)
+
+
+class CompressedTensorsConfig(stock_config.CompressedTensorsConfig):
+    """The stock config, which refuses checkpoints as a whole for what its own kernels do not know: integers that are not
+    packed, and in newer releases act order. Here experts of that kind are served, and a linear layer is refused."""
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """Dtypes of the model. On a CPU, where experts are emulated, also float32."""
+        return with_emulated(super().get_supported_act_dtypes())
+
+    @classmethod
+    def _quantization_scheme_map_from_config(cls, config: dict[str, Any]) -> Any:
+        """What each target's weights and activations are; stock code asks."""
+        groups = config.get("config_groups") or {}
+        served = {name: _as_stock_takes_it(group, config.get("format")) for name, group in groups.items()}
+        found = super()._quantization_scheme_map_from_config({**config, "config_groups": served})
+        for name, group in groups.items():
+            if served[name] is group:
+                continue
+            for target in group["targets"]:
+                found[target]["weights"] = QuantizationArgs.model_validate(group["weights"])
+                found[target]["format"] = group.get("format") or config.get("format")
+        return found
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """The method for a layer; see the stock class.
+
+        Raises:
+            ValueError: a linear layer has act order, which vLLM's kernels no longer know.
+        """
+        if isinstance(layer, LinearBase) and refuse_act_order is not None:
+            weights = (self.get_scheme_dict(layer, prefix) or {}).get("weights")
+            if weights is not None and compressed_order(_word(weights.actorder), _WHERE) == "group":
+                rule = f"{prefix}: group/dynamic activation ordering (actorder={_word(weights.actorder)!r})"
+                raise ValueError(f"{rule} is not supported for linear layers by this vLLM release")
+        return super().get_quant_method(layer, prefix)
+
+
+def _as_stock_takes_it(group: dict[str, Any], common_format: Any) -> dict[str, Any]:
+    """A group of the config without what the stock reader refuses; the very group where it refuses nothing.
+
+    Args:
+        group: one of ``config_groups``.
+        common_format: that of the config, for a group without its own.
+    """
+    weights, form = group.get("weights"), group.get("format") or common_format
+    if not weights or weights.get("type") != "int" or group.get("input_activations"):
+        return group
+    ordered = compressed_order(weights.get("actorder"), _WHERE) == "group"
+    if form not in COMPRESSED_PACKINGS or (form == PACKED and not ordered):
+        return group
+    return {**group, "format": PACKED, "weights": {**weights, "actorder": None}}
+
+
+def get_moe_method(original: Any, quant_config: Any, layer: Any, layer_name: str) -> Any:
+    """Which method a MoE layer gets: ours for integers with activations in 16 bits, else stock vLLM's own answer.
+
+    Stock vLLM decides by the shapes that its own kernels take, and refuses formats and orders that they do not know.
+
+    Args:
+        original: the stock function.
+        quant_config: vLLM's `CompressedTensorsConfig`.
+        layer: the MoE layer.
+        layer_name: its name.
+    """
+    found = _integers(quant_config, layer, layer_name)
+    if found is not None:
+        weights, inputs, form = found
+        more = {} if form == PACKED else {"form": form}
+        made = CompressedTensorsWNA16MoEMethod(weights, inputs, layer.moe_config, **more)
+        if isinstance(made, Wna16MoEMethod):
+            return made
+    return original(quant_config, layer, layer_name)
+
+
+def _integers(quant_config: Any, layer: Any, layer_name: str) -> tuple[Any, Any, str] | None:
+    """Weights' and inputs' arguments and the format of a layer whose experts are all integers of 4 or 8 bits with
+    activations in 16 bits; None for any other layer."""
+    quant_config._add_fused_moe_to_target_scheme_map()
+    names = [
+        getattr(layer, f"ckpt_{each}_proj_name", f"{each}_proj") or f"{each}_proj" for each in ("gate", "up", "down")
+    ]
+    schemes = [quant_config.get_scheme_dict(layer, f"{layer_name}.0.{name}") for name in names]
+    first = schemes[-1]
+    if first is None or any(scheme != first for scheme in schemes):
+        return None
+    weights, inputs = first.get("weights"), first.get("input_activations")
+    form = _word(first.get("format"))
+    if weights is None or form not in COMPRESSED_PACKINGS or _word(weights.type) != "int":
+        return None
+    if not quant_config._is_wNa16_group_channel(weights, inputs) or weights.num_bits not in (4, 8):
+        return None
+    return weights, inputs, form
+
+
+def _word(value: Any) -> Any:
+    """What an enumeration's member of compressed-tensors stands for; anything else as it is."""
+    return getattr(value, "value", value)

@@ -6,8 +6,14 @@ the hidden size is never cut.
 
 from __future__ import annotations
 
+import dataclasses
+
 from .decision import Plan, Reason
 from .problem import MX_BLOCK, Problem
+
+
+_HALVED = ("moe_wna16", "gptq", "gptq_v2", "awq")
+"""Packings whose groups are made smaller where they do not survive a cut."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -31,11 +37,12 @@ def scale_group(problem: Problem) -> int:
 def loaded_group(problem: Problem) -> int:
     """Input features that share one scale in the tensors that vLLM loads; -1 for one scale per output row.
 
-    This is the checkpoint's group but for the packing ``moe_wna16``: vLLM halves its group, and repeats the scales,
-    until it divides both sizes, but not below 32. Groups of features that are no neighbours cannot be halved.
+    This is the checkpoint's group but for GPTQ's and AWQ's files: as vLLM's MoeWNA16 does it, to which stock vLLM falls
+    back with them, the group is halved, and the scales are repeated, until it divides both sizes, but not below 32.
+    Groups of features that are no neighbours cannot be halved.
     """
     group = problem.scheme.group_size
-    if problem.scheme.packing == "moe_wna16" and not has_order(problem):
+    if problem.scheme.packing in _HALVED and not has_order(problem):
         while group % 2 == 0 and group >= 64 and (problem.hidden_size % group or problem.intermediate_size % group):
             group //= 2
     return group
@@ -72,6 +79,8 @@ def cut_in_words(problem: Problem) -> str:
     """The shard's arithmetic: ``640 / 2 = 320``, or the size itself where nothing is cut."""
     if problem.parallel.tp == 1:
         return str(problem.intermediate_size)
+    if problem.whole_intermediate_size:
+        return f"{problem.intermediate_size}, the largest share of {problem.full_intermediate_size} in whole groups,"
     return f"{problem.full_intermediate_size} / {problem.parallel.tp} = {problem.intermediate_size}"
 
 
@@ -121,6 +130,24 @@ def group_reasons(problem: Problem) -> list[Reason]:
     return reasons
 
 
+def in_whole_blocks(problem: Problem) -> Problem:
+    """The problem with a share of whole blocks of 32 for each tensor-parallel rank, as gpt-oss's loader cuts it.
+
+    2880 features over 4 ranks are 736, 736, 736 and 672. The problem as it is where equal shares are whole already,
+    and where a rank would get nothing or blocks do not divide the whole: then it is refused by its numbers.
+    """
+    whole, ranks = problem.full_intermediate_size, problem.parallel.tp
+    share = round_up(-(-whole // ranks), MX_BLOCK)
+    if problem.intermediate_size % MX_BLOCK == 0 or whole % MX_BLOCK or share * (ranks - 1) >= whole:
+        return problem
+    return dataclasses.replace(problem, intermediate_size=share, whole_intermediate_size=whole)
+
+
+def share_of(problem: Problem, rank: int) -> int:
+    """Features between the two products that a tensor-parallel rank really has."""
+    return min(problem.intermediate_size, problem.full_intermediate_size - rank * problem.intermediate_size)
+
+
 def codes_per_word(problem: Problem) -> int:
     """Integer codes that no cut may separate: those of one packed word, and at least those of one byte."""
     scheme = problem.scheme
@@ -163,6 +190,12 @@ def padded(problem: Problem, hidden_multiple: int = 1, intermediate_multiple: in
     hidden = round_up(problem.hidden_size, hidden_multiple)
     intermediate = round_up(problem.intermediate_size, intermediate_multiple)
     notes = []
+    if problem.whole_intermediate_size:
+        last = share_of(problem, problem.parallel.tp - 1)
+        notes.append(
+            f"intermediate size {problem.full_intermediate_size} is cut in whole groups of {MX_BLOCK}: "
+            f"{problem.intermediate_size} on each of {problem.parallel.tp} ranks but the last, which has {last}"
+        )
     for name, real, kernel, multiple in (
         ("hidden", problem.hidden_size, hidden, hidden_multiple),
         ("intermediate", problem.intermediate_size, intermediate, intermediate_multiple),

@@ -19,7 +19,7 @@ from ._packings import PACKINGS, Layout, Packing, raw_shapes
 Matrix = Literal["w13", "w2"]
 MATRICES: tuple[Matrix, Matrix] = ("w13", "w2")
 
-_REAL = (torch.bfloat16, torch.float16, torch.float32)
+REAL = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _suffixes(packing: Packing) -> dict[str, str]:
@@ -210,7 +210,7 @@ def _check_problem(problem: Problem) -> None:
 
 def _dtypes(canonical: str, packing: Packing) -> tuple[torch.dtype, ...]:
     if canonical.endswith(("_scale", "_bias")):
-        return _REAL
+        return REAL
     return (torch.int32,) if canonical.endswith("_order") else (packing.word,)
 
 

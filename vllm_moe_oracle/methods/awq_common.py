@@ -1,0 +1,80 @@
+"""AWQ's checkpoints: what the config classes and methods of all releases share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+from ..compat.construction import under_construction
+from ..oracle.problem import Scheme
+from ..quantization import Answer, awq_scheme, flattened, reader
+from .wna16 import Wna16MoEMethod, experts_called, has_expert_biases, unquantised, with_emulated
+
+_WHERE = "quantization_config"
+
+
+def fields_of(config: Any) -> dict[str, Any]:
+    """A config object of vLLM's for AWQ, of any release, as the fields of a checkpoint's config."""
+    return {
+        "quant_method": "awq",
+        "bits": config.weight_bits,
+        "group_size": config.group_size,
+        "zero_point": config.zero_point,
+        "modules_to_not_convert": config.modules_to_not_convert,
+    }
+
+
+class AwqMoE(Wna16MoEMethod):
+    """Mixed in before a stock method class for AWQ."""
+
+    def __init__(self, quant_config: Any, moe: Any) -> None:
+        # Not the stock constructor: it would choose a backend by its own list, and raise where that has none.
+        self.quant_config = quant_config
+        self.file_packing = "awq"
+        self.bias_in_file = getattr(quant_config, "expert_biases", False)
+        self.decide(moe, awq_scheme(fields_of(quant_config), _WHERE))
+
+
+class AwqExperts:
+    """Mixed in before a stock config class for AWQ: its experts get this project's method, everything else stays the
+    stock class's."""
+
+    Method: type[Any]
+    """The method of its experts."""
+    expert_biases: bool = False
+    """The checkpoint holds biases of experts."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """The config object of a checkpoint; lists of modules may be lists of lists."""
+        listed = config.get("modules_to_not_convert")
+        stock_class: Any = super()
+        return stock_class.from_config({**config, "modules_to_not_convert": flattened(listed)})
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """Dtypes of the model. On a CPU, where experts are emulated, also float32."""
+        stock_class: Any = super()
+        return with_emulated(stock_class.get_supported_act_dtypes())
+
+    def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
+        """Looks at the names of the checkpoint's tensors, for what the config does not say."""
+        stock_class: Any = super()
+        stock_class.maybe_update_config(model_name, *args, **kwargs)
+        self.expert_biases = has_expert_biases(model_name, kwargs.get("revision"))
+
+    def scheme_of(self, prefix: str) -> Answer:
+        """What the experts of a layer are stored as, by the rules that `explain` knows too; None for not quantised."""
+        return reader(fields_of(self), _WHERE)(experts_called(prefix))
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """The method for a layer; see the stock class."""
+        if not isinstance(layer, RoutedExperts):
+            stock_class: Any = super()
+            return stock_class.get_quant_method(layer, prefix)
+        if not isinstance(self.scheme_of(prefix), Scheme):
+            return unquantised(layer.moe_config)
+        with under_construction(layer, prefix):
+            return self.Method(self, layer.moe_config)
