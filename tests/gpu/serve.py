@@ -1,10 +1,14 @@
-"""A whole model with random weights through vLLM on a GPU, by backend: start, self-check, decode step, prefill.
+"""A whole model with random weights through vLLM, without the plugin and with it: start, decode step, prefill.
 
-    python tests/gpu/serve.py --backend auto --backend own_mxfp8 --json serve.json
+    python tests/gpu/serve.py --model qwen3-mxfp8 --model qwen3-gptq --model gpt-oss --json serve.json
 
-Qwen3-30B-A3B's shape with fewer layers, MXFP8, weights that vLLM makes up (``--load-format dummy``), CUDA graphs on.
-Every backend runs in a process of its own; ``stock`` is vLLM without the plugin. A decode step is the slope of the time
-over the number of generated tokens, at each batch size; prefill is 32 prompts of 1024 tokens.
+Shapes of Qwen3-30B-A3B and gpt-oss-20b with fewer layers, weights that vLLM makes up (``--load-format dummy``), its own
+defaults: compiled, CUDA graphs on. Each mode runs in a process of its own: ``stock`` is vLLM without the plugin,
+``auto`` with it, and any other name is a backend of ours for every layer. The modes of a model share vLLM's compile
+cache, so that all but the first start warm. A decode step is the slope of the time over the number of generated tokens,
+at each batch size; prefill is 32 prompts of 1024 tokens. The JSON file is written after each mode.
+
+On a CPU a tiny model goes the same way: add ``--tiny``.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,84 +25,195 @@ import time
 from pathlib import Path
 from typing import Any
 
-CONFIG = Path(__file__).resolve().parents[2] / "examples" / "qwen3-30b-a3b-mxfp8.json"
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "tests" / "golden" / "configs"
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
+MODELS: dict[str, tuple[Path, dict[str, Any]]] = {
+    "qwen3-mxfp8": (ROOT / "examples" / "qwen3-30b-a3b-mxfp8.json", {}),
+    "qwen3-gptq": (CONFIGS / "qwen3-30b-a3b.json", {"quantization_config": GPTQ, "torch_dtype": "bfloat16"}),
+    "gpt-oss": (CONFIGS / "gpt-oss-20b.json", {"torch_dtype": "bfloat16"}),
+}
+"""Config and what is changed in it, by the name of `--model`."""
+
+TINY: dict[str, Any] = {
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512, "intermediate_size": 128,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+"""What makes a config one for a CPU; each family's own names of the rest are found in it."""
+_TINY_SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 8, "num_local_experts": 8,
+               "num_experts_per_tok": 2, "experts_per_token": 2}  # fmt: skip
+
+PREFILL = (32, 1024)
+BATCHES = (1, 8, 64)
+SHORT, LONG = 16, 144
+LAST_WORDS, ERRORS = 1500, 12
+"""Characters of the end of a log, and lines with an error's name, that are kept of a mode that failed."""
 
 
-def measure(folder: str, backend: str) -> dict[str, Any]:
+def config_of(model: str, layers: int, tiny: bool) -> dict[str, Any]:
+    """The model's config.json with so many layers."""
+    path, changes = MODELS[model]
+    config: dict[str, Any] = json.loads(path.read_text()) | changes | {"num_hidden_layers": layers}
+    if tiny:
+        config |= TINY | {key: value for key, value in _TINY_SIZES.items() if key in config}
+    if model == "gpt-oss":  # every other layer attends to a window
+        config["layer_types"] = ["sliding_attention" if index % 2 == 0 else "full_attention" for index in range(layers)]
+        config |= {"sliding_window": 128, "max_position_embeddings": 131072, "rope_theta": 150000}
+    return config
+
+
+def measure(folder: str, mode: str, tiny: bool) -> dict[str, Any]:
     """Loads the model and times it; in a process of its own."""
     from vllm import LLM, SamplingParams
 
-    oracle = {} if backend in ("stock", "auto") else {"backend": backend}
+    oracle = {} if mode in ("stock", "auto") else {"backend": mode}
+    memory = {"kv_cache_memory_bytes": 256 << 20} if tiny else {"gpu_memory_utilization": 0.6}
     begin = time.perf_counter()
-    llm = LLM(
+    llm: Any = LLM(
         model=folder,
         load_format="dummy",
         skip_tokenizer_init=True,
+        dtype="bfloat16",
         max_model_len=2048,
         max_num_seqs=64,
         max_num_batched_tokens=8192,
-        gpu_memory_utilization=0.6,
-        additional_config={"moe_oracle": oracle} if oracle else {},
         enable_prefix_caching=False,
+        **({"additional_config": {"moe_oracle": oracle}} if oracle else {}),
+        **memory,
     )
     found: dict[str, Any] = {"start_seconds": round(time.perf_counter() - begin, 1), "decode_ms": {}}
+    print("FOUND " + json.dumps(found), flush=True)
 
     def run(batch: int, prompt: int, tokens: int) -> float:
-        prompts = [{"prompt_token_ids": [(7 * row + at) % 1000 for at in range(prompt)]} for row in range(batch)]
+        prompts = [{"prompt_token_ids": [(7 * row + at) % 500 for at in range(prompt)]} for row in range(batch)]
         parameters = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
         llm.generate(prompts, parameters, use_tqdm=False)
         return time.perf_counter() - begin
 
-    for batch in (1, 8, 64):
+    repeats = 1 if tiny else 3
+    for batch in BATCHES:
         run(batch, 16, 8)
-        short, long = (min(run(batch, 16, tokens) for _ in range(2)) for tokens in (16, 144))
-        found["decode_ms"][batch] = round((long - short) / 128 * 1e3, 3)
-    run(32, 1024, 1)
-    found["prefill_tokens_per_second"] = round(32 * 1024 / min(run(32, 1024, 1) for _ in range(2)))
+        short, long = (min(run(batch, 16, tokens) for _ in range(repeats)) for tokens in (SHORT, LONG))
+        found["decode_ms"][str(batch)] = round((long - short) / (LONG - SHORT) * 1e3, 3)
+    run(*PREFILL, 1)
+    found["prefill_tokens_per_second"] = round(PREFILL[0] * PREFILL[1] / min(run(*PREFILL, 1) for _ in range(repeats)))
     return found
 
 
-def main() -> None:
+def run_mode(folder: Path, mode: str, tiny: bool, seconds: float) -> dict[str, Any]:
+    """One mode in a process of its own; what it found, or the end of what it said.
+
+    Args:
+        folder: the model's.
+        mode: see the module.
+        tiny: on a CPU.
+        seconds: after which it is ended, with every process that it started.
+    """
+    report = folder / f"{mode}.jsonl"
+    environment = os.environ | {
+        "VLLM_PLUGINS": "" if mode == "stock" else "moe_oracle",
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "MOE_ORACLE_REPORT": str(report),
+    }
+    command = [sys.executable, __file__, "--inner", str(folder), "--mode", mode, *(["--tiny"] if tiny else [])]
+    log = folder / f"{mode}.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            process.wait(seconds)
+            over = ""
+        except subprocess.TimeoutExpired:
+            over = f"ended after {seconds:.0f} s"
+        finally:
+            if process.poll() is None:  # its own session: nothing else is in it
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    said = log.read_text(errors="replace")
+    found = [line.removeprefix("FOUND ") for line in said.splitlines() if line.startswith("FOUND ")]
+    row: dict[str, Any] = {"mode": mode, **(json.loads(found[-1]) if found else {})}
+    if over or process.returncode:
+        row["error"] = over or f"exit status {process.returncode}"
+        row["end"] = "\n".join([*_errors(said)[:ERRORS], said[-LAST_WORDS:]])
+    if report.exists():
+        record = json.loads(report.read_text().splitlines()[-1])
+        row["served"] = f"{record['served']} of {record['moe_layers']}"
+        row["groups"] = [
+            {"layers": group["count"], **group["decision"], "problem": group["problem"]["scheme"]}
+            for group in record["groups"]
+        ]
+    row["said"] = [line.split("moe_oracle: ", 1)[1][:300] for line in said.splitlines() if "moe_oracle: " in line]
+    return row
+
+
+def _errors(said: str) -> list[str]:
+    return [line[:400] for line in said.splitlines() if re.search(r"\b[A-Za-z]*Error\b", line)]
+
+
+def conditions(chosen: argparse.Namespace) -> dict[str, Any]:
+    """What the numbers depend on."""
+    import torch
+    import vllm
+
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "layers": chosen.layers,
+        "decode": f"slope between {SHORT} and {LONG} tokens after prompts of 16, best of repeats, in ms per step",
+        "prefill": f"{PREFILL[0]} prompts of {PREFILL[1]} tokens, 8192 tokens a step at most",
+        "command": "python " + " ".join(["tests/gpu/serve.py", *sys.argv[1:]]),
+    }
+
+
+def line(model: str, row: dict[str, Any]) -> str:
+    """One row of the table that is printed last."""
+    steps = "  ".join(f"{row.get('decode_ms', {}).get(str(batch), float('nan')):8.3f}" for batch in BATCHES)
+    backends = ", ".join(sorted({group["backend"] for group in row.get("groups", [])}))
+    return (
+        f"{model:<12} {row['mode']:<16} {row.get('start_seconds', float('nan')):7.1f} s  {steps} ms  "
+        f"{row.get('prefill_tokens_per_second', 0):>8} tok/s  {backends} {row.get('error', '')}"
+    )
+
+
+def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", action="append", required=True)
+    parser.add_argument("--model", action="append", choices=list(MODELS), help="default: all")
+    parser.add_argument("--mode", action="append", help="stock, auto or a backend's name; default: stock and auto")
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=150.0, help="for each mode, after which it is ended")
+    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--inner", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.inner:
-        print("RESULT " + json.dumps(measure(chosen.inner, chosen.backend[0])), flush=True)
-        return
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        config = json.loads(CONFIG.read_text()) | {"num_hidden_layers": chosen.layers}
-        Path(folder, "config.json").write_text(json.dumps(config))
-        for backend in chosen.backend:
-            environment = os.environ | {"VLLM_PLUGINS": "" if backend == "stock" else "moe_oracle"}
-            command = [sys.executable, __file__, "--backend", backend, "--inner", folder]
-            done = subprocess.run(command, capture_output=True, text=True, env=environment)
-            output = done.stdout + done.stderr
-            row: dict[str, Any] = {"backend": backend}
-            result = re.search(r"^RESULT (.*)$", done.stdout, re.MULTILINE)
-            row |= json.loads(result[1]) if result else {"error": output[-1500:]}
-            said = [line.split("moe_oracle: ", 1)[1] for line in output.splitlines() if "moe_oracle: " in line]
-            row["said"] = [line[:300] for line in said]
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    import torch
-    import vllm
-
-    conditions = {
-        "gpu": torch.cuda.get_device_name(),
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "layers": chosen.layers,
-        "command": "python " + " ".join(["tests/gpu/serve.py", *sys.argv[1:]]),
-    }
-    if chosen.json:
-        chosen.json.write_text(json.dumps({"conditions": conditions, "rows": rows}, indent=1) + "\n")
+        print("FOUND " + json.dumps(measure(chosen.inner, chosen.mode[0], chosen.tiny)), flush=True)
+        return 0
+    found: dict[str, Any] = {"conditions": conditions(chosen), "models": {}}
+    lines = []
+    for model in chosen.model or MODELS:
+        rows = found["models"][model] = []
+        with tempfile.TemporaryDirectory() as folder:
+            config = config_of(model, chosen.layers, chosen.tiny)
+            Path(folder, "config.json").write_text(json.dumps(config))
+            for mode in chosen.mode or ("stock", "auto"):
+                begin = time.perf_counter()
+                row = run_mode(Path(folder), mode, chosen.tiny, chosen.seconds)
+                row["wall_seconds"] = round(time.perf_counter() - begin, 1)
+                rows.append(row)
+                lines.append(line(model, row))
+                print(lines[-1], flush=True)
+                if "error" in row:
+                    print(row["end"], flush=True)
+                if chosen.json:
+                    chosen.json.write_text(json.dumps(found, indent=1) + "\n")
+    print("\n".join(["", f"{'model':<12} {'mode':<16}     start    decode step at {BATCHES}  prefill", *lines]))
+    return int(any("error" in row for rows in found["models"].values() for row in rows))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
