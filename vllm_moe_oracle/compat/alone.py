@@ -161,7 +161,7 @@ class StockLayer:
             most_tokens: most tokens of a call.
 
         Raises:
-            MeasurementError: vLLM has no such layer.
+            MeasurementError: vLLM has no such layer, or would not build its own here.
         """
         if problem.local_experts != problem.num_experts:
             raise MeasurementError("stock vLLM's layer on one rank has all experts")
@@ -178,6 +178,8 @@ class StockLayer:
             finally:
                 torch.set_default_dtype(before)
         self.method = self.layer.quant_method
+        if hasattr(self.method, "decision"):
+            raise MeasurementError("the plugin is registered in this process: the layer is not stock vLLM's")
         kernel = getattr(self.method, "moe_kernel", None)
         self.name = type(self.method if kernel is None else kernel.fused_experts).__name__
         self.routes = bool(self.method.is_monolithic)

@@ -12,9 +12,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 FLUSH_BYTES = 256 << 20
 """Written before each replay: more than four times the second-level cache of any GPU that this project knows."""
@@ -45,8 +47,9 @@ class Timing:
 class CudaClock:
     """Times with CUDA events and graphs."""
 
-    def __init__(self) -> None:
-        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    @cached_property
+    def _flush(self) -> Tensor:
+        return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
     def prepare(self, run: Run) -> tuple[Run, Any]:
         """A function as a graph.

@@ -164,16 +164,16 @@ def tune(
         _compile(work, device, settings, plan, progress)
     done = 0
     with engine.ready(device, most) as ready:
-        for number, (cell, problem) in enumerate(work.items()):
+        for cell, problem in work.items():
             started = time.monotonic()
+            # One cell after the other, not a share for each: half of a cell's measurements decide nothing.
             left = None if plan.budget is None else plan.budget - (started - begin)
-            share = None if left is None else left / (len(work) - number)
             before = done
 
             def tell(words: str, extra: int, before: int = before) -> None:
                 progress(words, before + extra, total)
 
-            _measure(ready, cell, problem, steps[cell], share, here, settings, store, plan, outcomes[cell], tell)
+            _measure(ready, cell, problem, steps[cell], left, here, settings, store, plan, outcomes[cell], tell)
             outcomes[cell].seconds = time.monotonic() - started
             done += len(steps[cell])
     progress("done", total, total)

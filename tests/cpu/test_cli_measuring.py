@@ -1,0 +1,97 @@
+"""`tune` and `bench` as their users meet them: wrong input, machines that cannot measure, and a whole run pretended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import CONFIGS, Result, Run, run  # noqa: F401
+
+from vllm_moe_oracle import device
+from vllm_moe_oracle.measure import shapes
+from vllm_moe_oracle.measure.tuning import groups
+from vllm_moe_oracle.oracle.registry import default_registry
+
+GPT_OSS = CONFIGS / "gpt-oss-20b.json"
+
+
+@pytest.mark.parametrize("command", ["tune", "bench"])
+def test_without_a_gpu_one_line_says_so(run: Run, command: str, tmp_path: Path) -> None:  # noqa: F811
+    if device.detect().kind == "cuda":
+        pytest.skip("this machine has a GPU")
+    result = run(command, GPT_OSS, "--set", f"cache={tmp_path}")
+    assert result.status == 2 and result.out == ""
+    assert result.err.startswith("error: there is no NVIDIA GPU here") and result.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []  # nothing is made where nothing can be measured
+
+
+@pytest.mark.parametrize("command", ["tune", "bench"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "is named"),
+        (("no/such/model",), "no such file"),
+        (("mxfp8",), "is no checkpoint's folder"),
+        (("mxfp9:gpt-oss-20b",), "unknown scheme 'mxfp9'"),
+        (("mxfp8:gpt-oss-2b",), "Did you mean gpt-oss-20b"),
+        (("int4_g128:qwen3-30b-a3b@tp4",), "192 mod 128 = 64"),
+        (("mxfp8:qwen3-30b-a3b@tp7",), "cannot be cut into 7 parts"),
+        ((GPT_OSS, "--tokens", "1,x"), "no list of numbers of tokens"),
+        ((GPT_OSS, "--routing", "sideways"), "is no routing"),
+        ((GPT_OSS, "--replays", "1"), "replays"),
+        ((GPT_OSS, "--set", "objective=fast"), "no objective"),
+    ],
+)
+def test_wrong_input_is_one_line(run: Run, command: str, arguments: tuple[Any, ...], words: str) -> None:  # noqa: F811
+    result = run(command, *arguments)
+    assert result.status == 2 and result.out == ""
+    assert words in result.err and result.err.count("\n") == 1
+
+
+def test_tune_refuses_numbers_of_tokens_that_decide_nothing(run: Run) -> None:  # noqa: F811
+    result = run("tune", GPT_OSS, "--tokens", "8192")
+    assert result.status == 2 and "1, 2, 4, 8, 16 missing" in result.err
+
+
+def test_tune_refuses_what_is_no_profile(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "p.json").write_text("{}")
+    result = run("tune", GPT_OSS, "--profile", tmp_path / "p.json")
+    assert result.status == 2 and "is no profile of measurements" in result.err
+
+
+def test_every_shape_of_the_list_is_a_layer_that_some_backend_runs_on_an_h200() -> None:
+    from vllm_moe_oracle.settings import load
+
+    problems = shapes.served()
+    assert len(groups(problems)) == len(problems)  # no cell twice
+    for each in problems:
+        assert shapes.parse(each.layer) == each
+        backends = [name for name in default_registry() if name.schemes and each.scheme.name in name.schemes]
+        accepted = [name for name in backends if name.check(each, device.named("nvidia-h200")).reasons == ()]
+        assert accepted, each.layer
+    assert load({}).objective == "balanced"
+
+
+def test_the_shapes_are_those_of_the_models() -> None:
+    """By their config.json, as far as these are here."""
+    from vllm_moe_oracle import checkpoint
+
+    files = {"kimi-k2": "kimi-k2-thinking", "nemotron-3-nano": "nemotron-3-nano-30b-a3b"}
+    found = 0
+    for name in shapes.names():
+        path = CONFIGS / f"{files.get(name, name)}.json"
+        if not path.exists():
+            continue
+        found += 1
+        config = json.loads(path.read_text())
+        if "quantization_config" not in config or name == "deepseek-v3":
+            config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": []}
+        copy = dataclasses.replace(checkpoint.read(path), quantization=(config["quantization_config"], "a test"))
+        (theirs,) = {each.key() for each in checkpoint.layers(copy).problems}
+        ours = shapes.problem("mxfp4" if name.startswith("gpt") else "mxfp8", name)
+        for field in ("num_experts", "top_k", "hidden_size", "intermediate_size", "has_bias", "activation"):
+            assert getattr(ours, field) == getattr(theirs, field), (name, field)
+    assert found >= 9

@@ -1,0 +1,90 @@
+"""Measuring on a GPU: a clock that means something, every accepted backend of every scheme, tuning in its time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm_moe_oracle import device, settings
+from vllm_moe_oracle.measure import benching, engine, lookup, shapes, timing, tuning
+from vllm_moe_oracle.measure.floors import floor_us
+from vllm_moe_oracle.measure.store import Store
+from vllm_moe_oracle.oracle.oracle import decide
+
+pytestmark = pytest.mark.gpu
+
+CELLS = ("mxfp4:gpt-oss-20b", "mxfp8:qwen3-30b-a3b", "int4_g128:qwen3-30b-a3b", "int8_g128:qwen3-30b-a3b")
+
+
+def test_the_cache_is_cold_and_launches_are_not_on_the_clock() -> None:
+    clock = timing.CudaClock()
+    few = torch.empty(8 << 20, dtype=torch.float32, device="cuda")  # 32 MiB: it would fit into the cache
+    result = torch.empty_like(few)
+
+    def copy() -> object:
+        return torch.add(few, 1.0, out=result)
+
+    def nothing() -> object:
+        return result[:1].zero_()
+
+    runs = {name: [clock.prepare(run)[0]] for name, run in (("copy", copy), ("nothing", nothing))}
+    found = timing.compare(clock, runs, 30, 10.0)
+    # 64 MiB at no more than the memory's rate; from the cache it would take half of that.
+    assert found["copy"].us > 2 * few.nbytes / 4.8e12 * 1e6
+    assert found["nothing"].us < 12
+    assert (found["copy"].high - found["copy"].low) / found["copy"].us < 0.1
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_every_accepted_backend_is_built_checked_and_slower_than_the_floor(cell: str) -> None:
+    here, chosen, layer = device.detect(), settings.load({}), shapes.parse(cell)
+    (record, more) = benching.bench([layer], here, chosen, benching.Plan((1, 64), replays=7))
+    for each in (record, more):
+        assert set(tuning.accepted(layer, here, chosen)) <= set(each["us"]), each["failures"]
+        assert "stock:auto" in each["us"], each["failures"]
+        floor = floor_us(layer, each["tokens"], here.name)
+        # The expected number of experts is a mean; one draw has a few more or fewer.
+        assert floor is None or all(us > 0.8 * floor for us in each["us"].values())
+
+
+def test_the_same_layer_twice_takes_the_same_time() -> None:
+    here, layer = device.detect(), shapes.parse("mxfp8:qwen3-30b-a3b")
+    times = []
+    for _ in range(2):
+        records = benching.bench([layer], here, settings.load({}), benching.Plan((16,), replays=15, stock=()))
+        times.append(next(records)["us"])
+    for name, us in times[0].items():
+        assert times[1][name] == pytest.approx(us, rel=0.05), name
+
+
+def test_tuning_gpt_oss_20b_takes_less_than_three_minutes_and_decides(tmp_path: Path) -> None:
+    here, layer = device.detect(), shapes.parse("mxfp4:gpt-oss-20b")
+    store = Store(tmp_path)
+    store.prepare()
+    chosen = settings.load({}, assignments={"cache": str(tmp_path)})
+    begin = time.monotonic()
+    (outcome,) = tuning.tune([layer], here, chosen, store, tuning.Plan()).values()
+    assert time.monotonic() - begin < 180
+    assert outcome.unfinished == ""
+    begin = time.perf_counter()
+    found = lookup.evidence(layer, here, chosen)
+    assert time.perf_counter() - begin < 0.1
+    decision = decide(layer, here, chosen, evidence=found)
+    assert decision.why == "measured" and decision.measured is not None
+    again = tuning.tune([layer], here, chosen, store, tuning.Plan())
+    assert [each.measured for each in again.values()] == [0]
+
+
+def test_skewed_routing_is_no_slower_where_weights_are_the_time() -> None:
+    """Fewer experts are read: at 64 tokens of 128 experts almost all are read under uniform routing."""
+    here, layer = device.detect(), shapes.parse("mxfp8:qwen3-30b-a3b")
+    with engine.ready(here, 64) as ready:
+        bench = ready.bench(layer, [tuning.default_registry()["marlin_mxfp8"]])
+        uniform, skewed = (bench.measure(64, routing, 9)[0] for routing in ("uniform", "skewed"))
+        bench.close()
+    assert skewed.us < uniform.us
