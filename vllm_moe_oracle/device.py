@@ -26,6 +26,7 @@ PACKAGES = (
     "humming-kernels",
     "flashinfer-python",
     "deep-gemm",
+    "triton-kernels",
     "compressed-tensors",
     "amd-quark",
 )

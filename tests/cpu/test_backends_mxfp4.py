@@ -1,0 +1,516 @@
+"""MXFP4 backends that leave activations alone (Marlin, Humming, triton_kernels, CPU, our own): what they say, and what
+their conversions make of an expert."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from cases import GPT_OSS as HALVES
+from cases import RELU2, SILU, problem
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_moe_oracle.backends import Backend
+from vllm_moe_oracle.backends._mxfp4 import padded_expert
+from vllm_moe_oracle.backends.emulation import forward
+from vllm_moe_oracle.errors import NoBackendError, OracleError
+from vllm_moe_oracle.layouts import rows as row_orders
+from vllm_moe_oracle.layouts import scales as scale_orders
+from vllm_moe_oracle.layouts.cpu import restore_block_scales, unpack_row_pairs
+from vllm_moe_oracle.layouts.pack import unpack_nibbles
+from vllm_moe_oracle.layouts.pad import crop_columns, crop_rows
+from vllm_moe_oracle.layouts.triton_kernels import restore_hopper_scales, unpack_hopper_codes
+from vllm_moe_oracle.oracle.decision import Plan
+from vllm_moe_oracle.oracle.oracle import decide
+from vllm_moe_oracle.oracle.problem import Activation, Device, Problem, Routing, Scheme
+from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.schemes import mxfp4
+from vllm_moe_oracle.settings import Settings
+
+PACKAGES = {"vllm": "0.33.0", "torch": "2.14.0", "humming-kernels": "0.1.19"}
+GPT_OSS = dataclasses.replace(HALVES, interleaved=True)
+CPU = Device("cpu", "a CPU", features=("avx512f", "avx512_bf16"), packages={"vllm": "0.32.0"})
+TRITON = ("triton_mxfp4", "triton_mxfp4_monolithic", "triton_mxfp4_unfused")
+STOCK = ("marlin_mxfp4", "humming_mxfp4", "humming_mxfp4_grouped", *TRITON)
+NAMES = (*STOCK, "cpu_mxfp4", "own_mxfp4")
+BUILT_IN = ("marlin_mxfp4", "humming_mxfp4", "triton_mxfp4", "triton_mxfp4_monolithic")
+"""vLLM's kernels for alternating rows that have gpt-oss's constants built in."""
+HOME = {"marlin_mxfp4": 80}
+
+
+def gpu(capability: int, **packages: str) -> Device:
+    return Device("cuda", f"a card of sm_{capability}", capability, packages=PACKAGES | packages)
+
+
+def backend(name: str) -> Backend:
+    return default_registry()[name]
+
+
+def codes_of(verdict: Any) -> set[str]:
+    return {reason.code for reason in verdict.reasons}
+
+
+def at_home(name: str) -> Device:
+    return CPU if name == "cpu_mxfp4" else gpu(HOME.get(name, 90))
+
+
+def layer(**changes: Any) -> Problem:
+    """gpt-oss-20b's layer."""
+    usual = {
+        "scheme": Scheme("mxfp4", 4, 32, "gpt_oss"), "experts": 32, "top_k": 4, "hidden_size": 2880,
+        "intermediate_size": 2880, "activation": GPT_OSS, "has_bias": True, "routing": Routing("renormalize"),
+    }  # fmt: skip
+    return problem(**usual | changes)
+
+
+def usual(name: str, **changes: Any) -> Problem:
+    """A layer that the backend takes."""
+    spread = {"ep": 4, "local_experts": 8, "experts": 32} if name == "humming_mxfp4_grouped" else {}
+    made = layer(**{key: value for key, value in spread.items() if key != "local_experts"} | changes)
+    return dataclasses.replace(made, local_experts=made.num_experts // 4) if spread else made
+
+
+# --- What they take ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gpt_oss_is_taken_at_home(name: str) -> None:
+    assert backend(name).check(usual(name), at_home(name)).reasons == ()
+    assert backend(name).activations(usual(name)) == "16bit"
+    assert "left in bfloat16" in str(backend(name).numerics(usual(name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("marlin_mxfp4", {80, 86, 89, 90, 100, 103, 120, 121}),
+        ("humming_mxfp4", {80, 86, 89, 90}),
+        ("humming_mxfp4_grouped", {80, 86, 89, 90}),
+        ("own_mxfp4", {90}),
+        *((name, {90, 100, 103, 120, 121}) for name in TRITON),
+    ],
+)
+def test_capabilities(name: str, taken: set[int]) -> None:
+    every = {75, 80, 86, 89, 90, 100, 103, 120, 121}
+    assert {each for each in every if not backend(name).check(usual(name), gpu(each)).reasons} == taken
+    assert all("capability" in codes_of(backend(name).check(usual(name), gpu(each))) for each in every - taken)
+
+
+@pytest.mark.parametrize("name", TRITON)
+def test_triton_kernels_run_on_consumer_cards_since(name: str) -> None:
+    for capability, version, codes in (
+        (120, "0.31.0", {"capability.since"}),
+        (120, "0.32.0", set()),
+        (90, "0.31.0", set()),
+    ):
+        assert codes_of(backend(name).check(usual(name), gpu(capability, vllm=version))) == codes
+
+
+@pytest.mark.parametrize("name", TRITON)
+def test_another_generation_of_triton_kernels_is_refused_with_its_version(name: str) -> None:
+    reason = backend(name).check(usual(name), gpu(90, **{"triton-kernels": "3.8.0"})).reasons[0]
+    assert reason.code == "triton_kernels.generation" and "3.8.0 is installed" in str(reason)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_nobody_proved_is_refused(name: str) -> None:
+    def codes(**changes: Any) -> set[str]:
+        return codes_of(backend(name).check(usual(name, **changes), at_home(name)))
+
+    assert codes(lora=True) == {"lora"}
+    assert codes(eplb=True) == {"eplb"}
+    assert codes(batch_invariant=True) == (set() if name == "own_mxfp4" else {"batch_invariant"})
+    assert "format" in codes(ep=4, format="batched")
+    assert codes(dtype="float16") == (set() if name == "own_mxfp4" else {"dtype"})
+
+
+@pytest.mark.parametrize(
+    ("name", "activation", "taken"),
+    [
+        *((name, GPT_OSS, True) for name in NAMES),
+        *((name, dataclasses.replace(GPT_OSS, alpha=1.5), False) for name in BUILT_IN),
+        *((name, dataclasses.replace(GPT_OSS, limit=6.0), False) for name in BUILT_IN),
+        *((name, dataclasses.replace(GPT_OSS, beta=0.5), name == "own_mxfp4") for name in NAMES),
+        ("triton_mxfp4_unfused", dataclasses.replace(GPT_OSS, alpha=1.5, limit=6.0), True),
+        ("cpu_mxfp4", dataclasses.replace(GPT_OSS, alpha=1.5, limit=6.0), True),
+        ("own_mxfp4", dataclasses.replace(GPT_OSS, alpha=1.5, limit=6.0), True),
+        *((name, HALVES, name not in TRITON[:2]) for name in NAMES),
+        *((name, Activation("silu", limit=7.0), name not in (*TRITON[:2], "cpu_mxfp4")) for name in NAMES),
+        *((name, Activation("silu", alpha=1.702), name == "own_mxfp4") for name in NAMES),
+    ],
+)  # fmt: skip
+def test_parameters_reach_the_kernel_or_the_layer_is_refused(name: str, activation: Activation, taken: bool) -> None:
+    codes = codes_of(backend(name).check(usual(name, activation=activation, has_bias=False), at_home(name)))
+    assert codes <= {"activation", "activation.parameters"} and (not codes) == taken
+
+
+@pytest.mark.parametrize(("name", "codes"), [("marlin_mxfp4", set()), ("humming_mxfp4", set()), ("own_mxfp4", set())])
+def test_non_gated_experts_are_taken(name: str, codes: set[str]) -> None:
+    plain = usual(name, activation=RELU2, has_bias=False)
+    assert codes_of(backend(name).check(plain, at_home(name))) == codes
+
+
+@pytest.mark.parametrize("name", (*TRITON, "cpu_mxfp4"))
+def test_non_gated_experts_are_refused(name: str) -> None:
+    refused = backend(name).check(usual(name, activation=RELU2, has_bias=False), at_home(name))
+    assert "activation" in codes_of(refused)
+
+
+@pytest.mark.parametrize(
+    ("routing", "codes"),
+    [
+        (Routing("renormalizenaive"), set()),
+        (Routing("default"), {"routing"}),
+        (Routing("topk"), {"routing"}),
+        (Routing("renormalize", scoring="sigmoid"), {"routing.softmax"}),
+        (Routing("renormalize", correction_bias=True), {"routing.softmax"}),
+        (Routing("renormalize", num_groups=8, top_k_groups=4), {"routing.softmax"}),
+        (Routing("renormalize", hashed=True), {"routing.softmax"}),
+        (Routing("renormalize", weight_on_input=True), {"weight_on_input"}),
+    ],
+)
+def test_what_routes_inside_its_kernel(routing: Routing, codes: set[str]) -> None:
+    assert codes_of(backend("triton_mxfp4_monolithic").check(layer(routing=routing), gpu(90))) == codes
+    given_ids = backend("triton_mxfp4").check(layer(routing=routing), gpu(90))
+    assert codes_of(given_ids) == codes & {"weight_on_input"}
+
+
+def test_data_parallel_ranks_exchange_routed_tokens() -> None:
+    spread = layer(dp=2, ep=2)
+    assert codes_of(backend("triton_mxfp4_monolithic").check(spread, gpu(90))) == {"data_parallel"}
+    assert backend("triton_mxfp4").check(spread, gpu(90)).reasons == ()
+
+
+@pytest.mark.parametrize("name", ["triton_mxfp4", "triton_mxfp4_unfused"])
+def test_empty_slots_are_told_from_the_last_expert_since(name: str) -> None:
+    for version, codes in (("0.24.0", {"expert_parallel.since"}), ("0.25.1", set())):
+        assert codes_of(backend(name).check(layer(ep=4), gpu(90, vllm=version))) == codes
+    assert backend(name).check(layer(), gpu(90, vllm="0.24.0")).reasons == ()
+
+
+@pytest.mark.parametrize("name", TRITON)
+def test_six_experts_per_token_since(name: str) -> None:
+    for version, codes in (("0.24.0", {"top_k.power"}), ("0.25.1", set())):
+        assert codes_of(backend(name).check(layer(top_k=6), gpu(90, vllm=version))) == codes
+
+
+def test_the_cpu_kernel_needs_bfloat16_instructions_and_no_amx() -> None:
+    without = dataclasses.replace(CPU, features=("avx2", "avx512f"))
+    reason = backend("cpu_mxfp4").check(layer(), without).reasons[0]
+    assert reason.code == "feature" and "avx512_bf16" in str(reason)
+
+
+# --- Rounding: each backend's own, visible, and in numbers where it does not help -----------------------------------
+
+_SAME = (2880, 2880)
+
+
+@pytest.mark.parametrize(
+    ("name", "inner", "plan"),
+    [
+        ("marlin_mxfp4", 2880, (2944, 2880)),
+        ("marlin_mxfp4", 1440, (2944, 1472)),
+        ("marlin_mxfp4", 736, (2944, 768)),
+        ("marlin_mxfp4", 384, (2944, 384)),
+        *((name, 2880, _SAME) for name in (*TRITON, "humming_mxfp4", "own_mxfp4", "cpu_mxfp4")),
+        *((name, 736, (2880, 768)) for name in TRITON),
+        *((name, 736, (2880, 736)) for name in ("humming_mxfp4", "own_mxfp4", "cpu_mxfp4")),
+    ],
+)
+def test_padding(name: str, inner: int, plan: tuple[int, int]) -> None:
+    chosen = layer(intermediate_size=inner)
+    found = backend(name).plan(chosen, at_home(name))
+    assert (found.hidden_size, found.intermediate_size) == plan
+    assert bool(found.notes) == found.pads(chosen)
+    assert backend(name).check(chosen, at_home(name)).reasons == ()
+
+
+def test_rounding_is_in_the_decision() -> None:
+    decision = decide(layer(intermediate_size=736), gpu(80), Settings(), moe_backend="marlin")
+    assert decision.backend == "marlin_mxfp4"
+    for words in ("hidden size 2880 is zero-padded to 2944", "intermediate size 736 is zero-padded to 768"):
+        assert words in decision.summary()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("tp", "inner"), [(4, 720), (8, 360)])
+def test_a_cut_through_a_block_of_scales_is_refused_with_numbers(name: str, tp: int, inner: int) -> None:
+    reasons = backend(name).check(usual(name, tp=tp, intermediate_size=inner), at_home(name)).reasons
+    words = next(str(reason) for reason in reasons if reason.code == "group.intermediate")
+    assert f"2880 / {tp} = {inner}" in words and f"{inner} mod 32 = {inner % 32}" in words
+
+
+# --- The order of stock 0.33.0 --------------------------------------------------------------------------------------
+
+
+def order(capability: int, each: Problem) -> list[str]:
+    device = gpu(capability)
+    return sorted(STOCK, key=lambda name: backend(name).estimate(each, device))
+
+
+def test_the_order_is_stocks() -> None:
+    humming = ["humming_mxfp4_grouped", "humming_mxfp4"]
+    fused = ["triton_mxfp4_monolithic", "triton_mxfp4"]
+    assert order(90, layer()) == [*fused, *humming, "marlin_mxfp4", "triton_mxfp4_unfused"]
+    assert order(100, layer()) == [*fused, "marlin_mxfp4", *humming, "triton_mxfp4_unfused"]
+    assert order(120, layer()) == ["marlin_mxfp4", *fused, *humming, "triton_mxfp4_unfused"]
+    others = layer(scheme=Scheme("mxfp4", 4, 32, "mxfp4"))
+    assert order(90, others) == [*humming, "marlin_mxfp4", "triton_mxfp4_unfused", *fused]
+
+
+def test_our_own_kernels_come_first_where_they_were_timed_and_say_so() -> None:
+    decision = decide(layer(), gpu(90), Settings())
+    assert (decision.backend, decision.why) == ("own_mxfp4", "measured")
+    assert "on an H200" in decision.because
+    for changes in ({"intermediate_size": 1440}, {"activation": SILU}, {"batch_invariant": True}, {"experts": 64}):
+        assert backend("own_mxfp4").measured(layer(**changes), gpu(90)) == ""
+    assert backend("own_mxfp4").measured(layer(), gpu(80)) == ""
+
+
+def test_the_figures_are_those_of_the_measurement() -> None:
+    """The file that `measured` names: ours against stock's own choice, and against every kernel that was timed."""
+    import json
+    from pathlib import Path
+
+    kept = json.loads((Path(__file__).parents[1] / "golden/h200/kernels-vllm-0.33.0.json").read_text())
+    cells = [row for row in kept["rows"] if row["cell"].startswith("mxfp4:gptoss")]
+    assert len(cells) == 2
+    ratios = [each["auto"] / each["ours"] for row in cells for each in row["us"].values()]
+    assert round(min(ratios), 2) == 1.25 and round(max(ratios), 1) == 2.0
+    others = [min(us for name, us in each.items() if name != "ours") for row in cells for each in row["us"].values()]
+    ours = [each["ours"] for row in cells for each in row["us"].values()]
+    assert all(theirs >= mine for theirs, mine in zip(others, ours, strict=True))
+    assert {int(count) for row in cells for count in row["us"]} == {1 << power for power in range(10)}
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "chosen"),
+    [
+        ("marlin", gpu(90), "marlin_mxfp4"),
+        ("humming", gpu(90), "humming_mxfp4"),
+        ("triton", gpu(90), "triton_mxfp4_monolithic"),
+        ("triton_unfused", gpu(100), "triton_mxfp4_unfused"),
+        ("emulation", gpu(90), "emulation"),
+        ("cpu", CPU, "cpu_mxfp4"),
+        ("auto", CPU, "cpu_mxfp4"),
+        ("auto", gpu(89), "marlin_mxfp4"),
+    ],
+)
+def test_vllms_names_choose_as_in_stock(name: str, device: Device, chosen: str) -> None:
+    assert decide(layer(), device, Settings(), moe_backend=name).backend == chosen
+
+
+def test_batch_invariance_gets_a_kernel_that_is_proven_or_an_error_that_names_it() -> None:
+    assert decide(layer(batch_invariant=True), gpu(90), Settings(disable=("emulation",))).backend == "own_mxfp4"
+    with pytest.raises(NoBackendError) as caught:
+        decide(layer(batch_invariant=True), gpu(80), Settings(disable=("emulation",)))
+    lines = [line for line in str(caught.value).splitlines() if "batch invariance" in line]
+    assert len(lines) >= len(STOCK)
+
+
+# --- What they make of an expert ------------------------------------------------------------------------------------
+
+
+def expert(each: Problem, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random canonical tensors of one expert, every code and scale among them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int, high: int = 256) -> torch.Tensor:
+        return torch.randint(0, high, shape, dtype=torch.uint8, generator=generator)
+
+    rows, hidden, inner = each.w13_rows, each.hidden_size, each.intermediate_size
+    found = {
+        "w13": random(rows, hidden // 2),
+        "w2": random(hidden, inner // 2),
+        "w13_scale": random(rows, hidden // 32, high=255),
+        "w2_scale": random(hidden, inner // 32, high=255),
+    }
+    if each.has_bias:
+        found["w13_bias"] = torch.randn(rows, generator=generator).bfloat16()
+        found["w2_bias"] = torch.randn(hidden, generator=generator).bfloat16()
+    return found
+
+
+def undone(name: str, converted: dict[str, torch.Tensor], each: Problem, plan: Plan) -> dict[str, torch.Tensor]:
+    """The canonical tensors that a conversion came from, through the layouts' inverses."""
+    halves = 2 if each.activation.gated else 1
+    alternate = each.activation.interleaved or (name == "cpu_mxfp4" and each.activation.name == "swigluoai")
+    found = {}
+    for key, tensor in converted.items():
+        matrix, _, kind = key.partition("_")
+        rows = plan.intermediate_size * halves if matrix == "w13" else plan.hidden_size
+        columns = plan.hidden_size if matrix == "w13" else plan.intermediate_size
+        raw = tensor.view(torch.uint8) if kind == "scale" else tensor
+        if name == "cpu_mxfp4":
+            plain = {"": unpack_row_pairs, "scale": restore_block_scales, "bias": lambda bias: bias}[kind](raw)
+        elif name.startswith("triton") and plan.layout == "hopper":
+            plain = raw
+            if kind != "bias":
+                plain = (
+                    restore_hopper_scales(raw, rows, columns // 32) if kind else unpack_hopper_codes(raw, rows, columns)
+                )
+        elif name.startswith("triton"):
+            plain = crop_rows(scale_orders.untile_scales(raw), rows) if kind == "scale" else raw
+        elif kind == "bias":
+            plain = scale_orders.restore_bias(raw)
+        elif kind:
+            marlin = name == "marlin_mxfp4"
+            plain = (scale_orders.restore_marlin_mx_scales if marlin else scale_orders.restore_group_scales)(raw)
+        else:
+            plain = unpack_nibbles(raw, "transposed" if plan.layout == "transposed" else "interleaved")
+        if name.startswith("humming") and matrix == "w13":
+            plain = crop_rows(plain, each.w13_rows)
+        if alternate and matrix == "w13":
+            plain = row_orders.separate_halves(plain)
+        if matrix == "w13":
+            plain = crop_rows(plain, each.intermediate_size, halves)
+        else:
+            plain = crop_rows(plain, each.hidden_size)
+        if kind != "bias":
+            real = each.hidden_size if matrix == "w13" else each.intermediate_size
+            plain = crop_columns(plain, real // 32 if kind else real // 2)
+        found[key] = plain
+    return found
+
+
+@given(
+    name=st.sampled_from((*STOCK, "cpu_mxfp4")),
+    hidden=st.sampled_from((64, 128, 192, 320)),
+    inner=st.sampled_from((32, 64, 96, 160, 256)),
+    activation=st.sampled_from((SILU, GPT_OSS, HALVES, RELU2)),
+    has_bias=st.booleans(),
+    other=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_nothing_is_lost(
+    name: str, hidden: int, inner: int, activation: Activation, has_bias: bool, other: bool, seed: int
+) -> None:
+    each = layer(hidden_size=hidden, intermediate_size=inner, activation=activation, has_bias=has_bias)
+    home = at_home(name)
+    if other:
+        home = gpu(90, **{"humming-kernels": "0.1.10"}) if name.startswith("humming") else gpu(100)
+    plan = backend(name).plan(each, home)
+    original = expert(each, seed)
+    kept = {key: tensor.clone() for key, tensor in original.items()}
+    found = undone(name, backend(name).convert(original, each, plan), each, plan)
+    assert found.keys() == original.keys()
+    for key, tensor in original.items():
+        assert torch.equal(found[key].to(tensor.dtype), tensor), key
+        assert torch.equal(kept[key], tensor), f"{key} was modified"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("activation", [SILU, GPT_OSS])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_kinds_are_known_without_data(name: str, activation: Activation, has_bias: bool) -> None:
+    each = layer(hidden_size=320, intermediate_size=96, activation=activation, has_bias=has_bias)
+    plan = backend(name).plan(each, at_home(name))
+    real = expert(each)
+    empty = {key: torch.empty_like(tensor, device="meta") for key, tensor in real.items()}
+    kinds = [
+        {key: (tensor.shape, tensor.dtype) for key, tensor in backend(name).convert(source, each, plan).items()}
+        for source in (real, empty)
+    ]
+    assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("activation", [SILU, GPT_OSS, HALVES, RELU2])
+def test_padding_changes_nothing_whatever_is_in_the_padded_inputs(activation: Activation) -> None:
+    """Zeros in the weights alone must make it so: a kernel's padded activations may hold anything finite."""
+    small = layer(hidden_size=64, intermediate_size=96, experts=1, top_k=1, activation=activation)
+    plan = Plan(128, 160)
+    large = dataclasses.replace(small, hidden_size=128, intermediate_size=160)
+    original = expert(small)
+    for key in ("w13_scale", "w2_scale"):
+        original[key] = original[key] % 8 + 120
+    padded = padded_expert(original, small, plan)
+    if activation.interleaved:
+        padded = {k: row_orders.separate_halves(v) if k.startswith("w13") else v for k, v in padded.items()}
+    x = torch.randn(5, 64)
+    garbage = torch.cat((x, torch.full((5, 64), 3e4)), dim=-1)
+    results = []
+    for tensors, shape, inputs in ((original, small, x), (padded, large, garbage)):
+        out = torch.empty(5, shape.hidden_size)
+        stacked = {key: tensor[None] for key, tensor in tensors.items()}
+        exact = dataclasses.replace(shape, dtype="float32")
+        forward(stacked, exact, out, inputs, torch.ones(5, 1), torch.zeros(5, 1, dtype=torch.int32))
+        results.append(out)
+    # Sums of float32 in another order.
+    assert (results[1][:, :64] - results[0]).norm() <= 1e-6 * results[0].norm()
+    assert torch.equal(results[1][:, 64:], torch.zeros(5, 64))
+
+
+# --- Experts over functions -----------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Stands for vLLM's side: keeps the function that a backend hands over."""
+
+    max_tokens = 64
+
+    def from_function(self, run: Any) -> Any:
+        return run
+
+
+def cpu_operator_is_there() -> bool:
+    pytest.importorskip("vllm._custom_ops")
+    return hasattr(torch.ops._C, "fused_experts_cpu") and hasattr(torch.ops._C, "convert_scale_packed")
+
+
+@pytest.mark.parametrize("activation", [SILU, GPT_OSS, HALVES, dataclasses.replace(GPT_OSS, alpha=1.0, limit=3.0)])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("hidden", "inner"), [(32, 32), (288, 96), (320, 736)])
+@pytest.mark.parametrize("spread", [False, True])
+def test_the_cpu_kernel_is_right(activation: Activation, has_bias: bool, hidden: int, inner: int, spread: bool) -> None:
+    """Against the emulation. bfloat16 rounds at five places, each by 2**-9 on average less."""
+    if not cpu_operator_is_there():
+        pytest.skip("this build of vLLM has no MXFP4 experts for this CPU")
+    each = layer(
+        hidden_size=hidden, intermediate_size=inner, experts=8, top_k=2, activation=activation, has_bias=has_bias
+    )
+    chosen = backend("cpu_mxfp4")
+    plan = chosen.plan(each, CPU)
+    originals = [expert(each, seed) for seed in range(8)]
+    for one in originals:
+        for key in ("w13_scale", "w2_scale"):
+            one[key] = one[key] % 4 + 119
+    converted = [chosen.convert(one, each, plan) for one in originals]
+    tensors = {key: torch.stack([one[key] for one in converted]) for key in converted[0]}
+    run = chosen.experts(tensors, each, plan, Recorder())  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(21, hidden, generator=generator).bfloat16()
+    weights = torch.rand(21, 2, generator=generator)
+    ids = torch.stack([torch.randperm(8, generator=generator)[:2] for _ in range(21)]).int()
+    ids[0, 1], ids[1] = -1, -1
+    places = torch.tensor([3, -1, 0, 1, -1, 2, 5, 4], dtype=torch.int32) if spread else None
+    out, expected = torch.full_like(x, float("nan")), torch.empty(21, hidden)
+    run(out, x, weights, ids, places)
+    canonical = {key: torch.stack([one[key] for one in originals]) for key in originals[0]}
+    forward(canonical, each, expected, x, weights, ids, places)
+    assert not out[1].any()
+    assert (out.float() - expected).norm() / expected.norm() < 5 * 2.0**-9
+    run(out[:0], x[:0], weights[:0], ids[:0], places)
+
+
+def test_a_build_without_the_cpu_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "_C", object(), raising=False)
+    with pytest.raises(OracleError, match="no operator fused_experts_cpu"):
+        backend("cpu_mxfp4").experts({}, layer(), Plan(2880, 2880), Recorder())  # type: ignore[arg-type]
+
+
+def test_our_own_storage_holds_the_weights() -> None:
+    from vllm_moe_oracle.kernels.weights import dequantise_expert
+
+    each = layer(hidden_size=160, intermediate_size=96, experts=1, top_k=1)
+    one = expert(each)
+    for key in ("w13_scale", "w2_scale"):
+        one[key] = one[key] % 40 + 100
+    own = backend("own_mxfp4")
+    stored = own.convert(one, each, own.plan(each, gpu(90)))
+    blank = own._allocate(each, 1, "meta")  # type: ignore[attr-defined]
+    held = own._stored({key: tensor[None] for key, tensor in stored.items()}, blank)  # type: ignore[attr-defined]
+    for which in ("w13", "w2"):
+        assert torch.equal(dequantise_expert(held, which, 0), mxfp4.dequantise_expert(one, which))
