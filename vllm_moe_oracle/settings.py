@@ -172,6 +172,12 @@ class Settings:
         "or as the compressed-tensors package",
         "ceil|floor|llm-compressor",
     )
+    mxfp4_scale_rule: ScaleRule = _setting(
+        "llm-compressor",
+        _one_of(get_args(ScaleRule)),
+        "the same for experts that are quantised to MXFP4 while they load; vLLM does as the compressed-tensors package",
+        "ceil|floor|llm-compressor",
+    )
     agreement_seconds: float = _setting(
         600.0,
         _seconds,

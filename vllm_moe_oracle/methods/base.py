@@ -36,7 +36,7 @@ _PROCESSED = "_already_called_process_weights_after_loading"
 """vLLM's own mark of a converted layer: its layer-wise reload takes it away before it converts fresh weights."""
 
 _READ_BY_VLLM = {"w13": "w13_weight", "w2": "w2_weight"}
-"""Parameters that vLLM's own code looks for on a layer that runs, by canonical name, whatever a checkpoint calls them."""
+"""Parameters that vLLM's own code looks for on a layer that runs, by canonical name; a checkpoint may have others."""
 
 State = Literal["raw", "converting", "converted"]
 STATE = "moe_oracle_state"
@@ -142,13 +142,15 @@ class OracleMoEMethod(FusedMoEMethodBase):
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        """Sizes of the tensors that vLLM hands to the layer: the layer's own.
+        """Sizes of the tensors that vLLM hands to the layer: those of the checkpoint's tensors on this rank. What a
+        kernel wants is padded when they are converted, by the backend's own plan.
 
         Raises:
             NoBackendError: an all-to-all wants larger ones, which no backend was asked about.
         """
-        rounded: tuple[int, int] = super().maybe_roundup_sizes(
-            hidden_size, intermediate_size_per_partition, *args, **kwargs
+        # Not the stock class's, which rounds for a backend of its own.
+        rounded: tuple[int, int] = FusedMoEMethodBase.maybe_roundup_sizes(
+            self, hidden_size, intermediate_size_per_partition, *args, **kwargs
         )
         if tuple(rounded) != (hidden_size, intermediate_size_per_partition):
             rule = (
@@ -156,7 +158,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
                 f"{intermediate_size_per_partition} up to {rounded[0]} and {rounded[1]}; no backend loads such a layer"
             )
             raise NoBackendError(rule, "Choose another --all2all-backend", self.decision.problem.layer)
-        return rounded
+        return hidden_size, self.decision.problem.intermediate_size
 
     @property
     def is_monolithic(self) -> bool:
@@ -202,7 +204,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
             if hasattr(layer, name):
                 continue
             # Zeros: a rank other than the first may leave the second product's bias to the first.
-            data = torch.zeros(problem.local_experts, rows, dtype=layer.params_dtype, device=layer.w13_weight.device)
+            device_of = next(layer.parameters(recurse=False)).device
+            data = torch.zeros(problem.local_experts, rows, dtype=layer.params_dtype, device=device_of)
             parameter = torch.nn.Parameter(data, requires_grad=False)
             if "weight_loader" in extra:
                 parameter.weight_loader = self.release.bias_loader(layer, extra["weight_loader"])  # type: ignore[attr-defined]
@@ -239,6 +242,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             self.moe_quant_config = self.release.quant_config(problem, tensors)
             builder = VllmBuilder(self.release, self.moe, self.moe_quant_config)
             experts = self.backend.experts(tensors, problem, self.decision.plan, builder)
+            storage.keep(layer, builder.kept)
             self.moe_kernel = self.release.kernel(self.moe, self.moe_quant_config, layer, experts)
         setattr(layer, _PROCESSED, True)
         self._enter(layer, "converted")

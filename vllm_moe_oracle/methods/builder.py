@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from ..backends import Forward, ScratchForward
 
 if TYPE_CHECKING:
@@ -18,6 +20,13 @@ class VllmBuilder:
         self._release = release
         self._moe = moe
         self._quant_config = quant_config
+        self.kept: list[Tensor] = []
+        """Tensors beside the layer's weights that what was built holds on to."""
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Makes a tensor part of the layer."""
+        self.kept.append(tensor)
+        return tensor
 
     def from_function(self, forward: Forward) -> Any:
         """Experts over a plain function."""
@@ -34,4 +43,7 @@ class VllmBuilder:
 
     def stock(self, class_name: str, **kwargs: Any) -> Any:
         """An instance of vLLM's own expert class of that name."""
-        return self._release.stock_experts(class_name, self._moe, self._quant_config, **kwargs)
+        made = self._release.stock_experts(class_name, self._moe, self._quant_config, **kwargs)
+        # What stock constructors make for themselves, alpha and beta by expert for one, they do not make part of a layer.
+        self.kept += [value for value in vars(made).values() if isinstance(value, Tensor)]
+        return made

@@ -1,4 +1,5 @@
-"""gpt-oss's MXFP4 checkpoints, and those of other models that are tagged ``mxfp4``.
+"""gpt-oss's MXFP4 checkpoints, those of other models that are tagged ``mxfp4``, and experts in MXFP4 within FP8
+checkpoints (DeepSeek-V4).
 
 What vLLM's own class for ``mxfp4`` makes of a MoE layer moves: gpt-oss's method up to 0.26, another one from 0.27.1.
 Here each name has one method in every release; whether rows alternate gate and up is the activation's business.
@@ -6,44 +7,26 @@ Here each name has one method in every release; whether rows alternate gate and 
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config
+from torch import Tensor
 from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.quantization import mxfp4 as stock
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import current_platform
 
-from .. import settings
-from ..compat.construction import under_construction
-from ..oracle.problem import MX_BLOCK, Scheme
-from ..oracle.registry import default_registry
+from ..compat.construction import current_layer, under_construction
+from ..oracle.planner import in_whole_blocks, share_of
+from ..oracle.problem import MX_BLOCK, ActivationPrecision, Problem, Scheme
+from ..schemes.mxfp8 import E8M0_BIAS
 from .base import OracleMoEMethod
 
-logger = logging.getLogger("vllm.moe_oracle")
 
-
-class _Mxfp4MoEMethod(OracleMoEMethod):
-    """What both methods share: nothing is padded but by a backend's plan, which the stock classes do by a list."""
-
-    scheme: ClassVar[Scheme]
-    weight_dtype: str
-    """gpt-oss's loader asks for it: ``gpt_oss_mxfp4`` and ``mxfp4`` are packed."""
-
-    def __init__(self, moe: Any, *args: Any, **kwargs: Any) -> None:
-        # Not the stock constructors: they would choose a backend by their own lists, and raise where those have none.
-        self.decide(moe, self.scheme)
-
-    def create_weights(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
-        """Registers the checkpoint's parameters as the stock class does, with a loader for biases that takes those of
-        single experts in every release."""
-        super().create_weights(layer, num_experts, *args, **kwargs)
-        for name in ("w13_bias", "w2_bias") if self.decision.problem.has_bias else ():
-            parameter = getattr(layer, name)
-            if hasattr(parameter, "weight_loader"):
-                parameter.weight_loader = self.release.bias_loader(layer, parameter.weight_loader)
+class AnyMxfp4MoEMethod(OracleMoEMethod):
+    """What the methods for MXFP4 share: a backend's plan pads, which the stock classes do by a list; and gpt-oss's
+    loader cuts the intermediate size between blocks, so that the last rank may have less than the others."""
 
     @property
     def supports_pre_processed_weights(self) -> bool:
@@ -60,33 +43,109 @@ class _Mxfp4MoEMethod(OracleMoEMethod):
         """Whether the kernel crops its output itself."""
         return False
 
-    def maybe_roundup_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Sizes as they are, but for what the all-to-all needs; the stock classes round up for their own backend."""
-        sizes: tuple[int, int] = FusedMoEMethodBase.maybe_roundup_sizes(self, *args, **kwargs)
-        return sizes
+    def _refined(self, problem: Problem) -> Problem:
+        problem = super()._refined(problem)
+        # Rows that alternate come through gpt-oss's loader.
+        return in_whole_blocks(problem) if problem.activation.interleaved else problem
+
+    def _register(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
+        """As the stock class does, with a loader for biases that takes those of single experts in every release."""
+        super()._register(layer, num_experts, *args, **kwargs)
+        for name in ("w13_bias", "w2_bias") if self.decision.problem.has_bias else ():
+            parameter = getattr(layer, name)
+            if hasattr(parameter, "weight_loader"):
+                parameter.weight_loader = self.release.bias_loader(layer, parameter.weight_loader)
+
+    def _read(self, layer: Any) -> dict[str, Tensor]:
+        self._clear_beyond_share(layer)
+        return super()._read(layer)
+
+    def _clear_beyond_share(self, layer: Any) -> None:
+        """Makes what the last rank has no part of zero weights: nothing was loaded there."""
+        problem = self.decision.problem
+        share = share_of(problem, self.moe.moe_parallel_config.tp_rank) if problem.whole_intermediate_size else 0
+        if not 0 < share < problem.intermediate_size:
+            return
+        names = self._names(self._scheme().shapes(problem))
+        places: Mapping[str, tuple[Any, int]] = {
+            "w13": ((slice(None), slice(2 * share, None)), 0),
+            "w13_scale": ((slice(None), slice(2 * share, None)), E8M0_BIAS),
+            "w13_bias": ((slice(None), slice(2 * share, None)), 0),
+            "w2": ((..., slice(share // 2, None)), 0),
+            "w2_scale": ((..., slice(share // MX_BLOCK, None)), E8M0_BIAS),
+        }
+        for own, (place, value) in places.items():
+            if own in names:
+                getattr(layer, names[own]).data[place] = value
 
 
-class GptOssMxfp4MoEMethod(_Mxfp4MoEMethod, stock.GptOssMxfp4MoEMethod):
+class _TaggedMxfp4MoEMethod(AnyMxfp4MoEMethod):
+    """For checkpoints whose tensors have the names and shapes of gpt-oss's parameters in vLLM."""
+
+    packing: ClassVar[str]
+    weight_dtype: str
+    """gpt-oss's loader asks for it: ``gpt_oss_mxfp4`` and ``mxfp4`` are packed."""
+
+    def __init__(self, moe: Any, activation_key: Any = None, *args: Any, **kwargs: Any) -> None:
+        """
+        Args:
+            moe: vLLM's `FusedMoEConfig`.
+            activation_key: what the checkpoint declares for activations, in vLLM's words; since 0.32.
+            args: what later releases add.
+            kwargs: likewise.
+        """
+        # Not the stock constructors: they would choose a backend by their own lists, and raise where those have none.
+        self.decide(moe, mxfp4_scheme(self.packing, declared_by(current_layer()[0], activation_key)))
+
+
+class GptOssMxfp4MoEMethod(_TaggedMxfp4MoEMethod, stock.GptOssMxfp4MoEMethod):
     """MoE layers of gpt-oss. Takes the place of the stock class of the same name."""
 
-    scheme = Scheme("mxfp4", bits=4, group_size=MX_BLOCK, packing="gpt_oss")
+    packing = "gpt_oss"
     weight_dtype = "gpt_oss_mxfp4"
 
 
-class Mxfp4MoEMethod(_Mxfp4MoEMethod, stock.Mxfp4MoEMethod):
-    """MoE layers of other models. Takes the place of the stock class of the same name."""
+class Mxfp4MoEMethod(_TaggedMxfp4MoEMethod, stock.Mxfp4MoEMethod):
+    """MoE layers of other models. Takes the place of the stock class of the same name, which vLLM's FP8 configs
+    construct themselves."""
 
-    scheme = Scheme("mxfp4", bits=4, group_size=MX_BLOCK, packing="mxfp4")
+    packing = "mxfp4"
     weight_dtype = "mxfp4"
 
 
-def left_to_stock() -> bool:
-    """Whether stock vLLM's kernels serve MXFP4: on an accelerator, as long as no backend but emulation knows the format
-    and no backend was asked for."""
-    if current_platform.is_cpu() or any(each.name != "emulation" for each in default_registry().for_scheme("mxfp4")):
-        return False
-    chosen = settings.load(additional_config=get_current_vllm_config().additional_config)
-    return chosen.backend == "auto" and not chosen.overrides
+def mxfp4_scheme(packing: str, activations: ActivationPrecision = "16bit") -> Scheme:
+    """MXFP4 in a checkpoint.
+
+    Args:
+        packing: names and shapes of its tensors; see `schemes.mxfp4`.
+        activations: what it declares for the experts' inputs.
+    """
+    return Scheme("mxfp4", bits=4, group_size=MX_BLOCK, packing=packing, activations=activations)
+
+
+def declared_by(layer: Any, activation_key: Any) -> ActivationPrecision:
+    """What a checkpoint declares for the inputs of a layer's experts.
+
+    An FP8 config quantises activations dynamically, whatever a release's constructor says of it: DeepSeek-V4's is FP8
+    until 0.31 by its config alone, and ``mxfp8`` in 0.33 by a constant.
+
+    Args:
+        layer: the layer under construction; None where vLLM does not hand it out.
+        activation_key: vLLM's `QuantKey` of dynamic activations, or None.
+    """
+    if isinstance(getattr(layer, "quant_config", None), Fp8Config):
+        return "fp8"
+    return precision_of(activation_key)
+
+
+def precision_of(key: Any) -> ActivationPrecision:
+    """Our word for vLLM's `QuantKey` of dynamic activations; None is the model's own dtype."""
+    if key is None:
+        return "16bit"
+    group = tuple(key.scale.group_shape)
+    if key.dtype == torch.float8_e4m3fn:
+        return "mxfp8" if group == (1, MX_BLOCK) else "fp8"
+    return "mxfp4"
 
 
 class Mxfp4Config(stock.Mxfp4Config):
@@ -115,12 +174,9 @@ class GptOssMxfp4Config(stock.GptOssMxfp4Config):
         return _method(GptOssMxfp4MoEMethod, layer, prefix) or super().get_quant_method(layer, prefix)
 
 
-def _method(kind: type[_Mxfp4MoEMethod], layer: Any, prefix: str) -> _Mxfp4MoEMethod | None:
-    """Our method for a MoE layer; None for any other layer, and where stock vLLM serves."""
+def _method(kind: type[_TaggedMxfp4MoEMethod], layer: Any, prefix: str) -> _TaggedMxfp4MoEMethod | None:
+    """Our method for a MoE layer; None for any other layer."""
     if not isinstance(layer, RoutedExperts):
-        return None
-    if left_to_stock():
-        logger.info("moe_oracle: %s: no kernel for MXFP4 yet; stock vLLM serves this layer", prefix)
         return None
     with under_construction(layer, prefix):
         return kind(layer.moe_config)

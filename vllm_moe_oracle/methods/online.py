@@ -7,8 +7,8 @@ better message.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,11 +27,12 @@ SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="online", activati
 """vLLM's own online MXFP8 is W8A8: it asks for kernels that quantise activations too."""
 
 
-def require_blocks(name: str, **sizes: int) -> None:
+def require_blocks(name: str, format: str = "MXFP8", **sizes: int) -> None:
     """Refuses input sizes that blocks do not divide.
 
     Args:
         name: the layer's name.
+        format: what the layer is quantised to.
         sizes: input features of its matrices on this rank, by what they are, with underscores for blanks.
 
     Raises:
@@ -40,7 +41,7 @@ def require_blocks(name: str, **sizes: int) -> None:
     wrong = {what.replace("_", " "): size for what, size in sizes.items() if size % MX_BLOCK}
     if wrong:
         numbers = ", ".join(f"{what} {size} (remainder {size % MX_BLOCK})" for what, size in wrong.items())
-        rule = f"MXFP8 needs input sizes that are multiples of {MX_BLOCK}, and has {numbers} on this rank"
+        rule = f"{format} needs input sizes that are multiples of {MX_BLOCK}, and has {numbers} on this rank"
         remedy = "Serve it with fewer tensor-parallel ranks, or leave it out by quantization_config's ignore"
         raise CheckpointError(rule, remedy, name)
 
@@ -58,14 +59,26 @@ class Mxfp8OnlineLinearMethod(stock.Mxfp8OnlineLinearMethod):
         super().create_weights(layer, input_size_per_partition, *args, **kwargs)
 
 
-class Mxfp8OnlineMoEMethod(OracleMoEMethod, stock.Mxfp8OnlineMoEMethod):
-    """MoE layers of a 16-bit checkpoint. Takes the place of the stock class of the same name."""
+class OnlineMoEMethod(OracleMoEMethod):
+    """Mixed in before a stock class whose weights are quantised here, while they load.
 
-    def __init__(self, *, moe: Any = None, layer: Any = None) -> None:
-        """
+    Attributes:
+        scheme: what they become.
+        codes: dtype of the codes.
+        per_byte: codes in one element of that dtype.
+    """
+
+    scheme: ClassVar[Scheme]
+    codes: ClassVar[torch.dtype]
+    per_byte: ClassVar[int] = 1
+
+    def begin(self, initialise: Callable[[Any], None], moe: Any, layer: Any) -> None:
+        """What the constructors share.
+
         Args:
-            moe: vLLM's `FusedMoEConfig`; releases before 0.30 give the layer instead.
-            layer: the layer.
+            initialise: the constructor of the stock class's base.
+            moe: vLLM's `FusedMoEConfig`, or None.
+            layer: the layer, where there is no `moe`.
 
         Raises:
             CheckpointError: an input size that blocks of 32 do not divide.
@@ -73,14 +86,24 @@ class Mxfp8OnlineMoEMethod(OracleMoEMethod, stock.Mxfp8OnlineMoEMethod):
         config = layer.moe_config if moe is None else moe
         require_blocks(
             current_layer()[1],
+            self.scheme.name.upper(),
             hidden_size=config.hidden_dim,
             intermediate_size=config.intermediate_size_per_partition,
         )
-        # The stock class's base, not the class itself: that would choose a backend by its own list.
-        super(stock.Mxfp8OnlineMoEMethod, self).__init__(config)
+        initialise(config)
         self.weight_block_size = [1, MX_BLOCK]
         self.weight_scale_name = "weight_scale"
-        self.decide(config, SCHEME)
+        self.decide(config, self.scheme)
+
+    def quantise_into(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Quantises a layer's matrices in bounded memory.
+
+        Args:
+            values: `[E, N, K]`, 16-bit.
+            codes: `[E, N, K / per_byte]`, overwritten; experts may lie any distance apart.
+            scales: uint8 `[E, N, K/32]`, overwritten; likewise.
+        """
+        raise NotImplementedError
 
     def create_weights(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
         """Registers 16-bit weights without data, which vLLM fills, and hands back here, when it has them all.
@@ -98,9 +121,11 @@ class Mxfp8OnlineMoEMethod(OracleMoEMethod, stock.Mxfp8OnlineMoEMethod):
         layer.orig_dtype = layer.params_dtype = dtype
         layer.weight_block_size = self.weight_block_size
         layer.w13_input_scale = layer.w2_input_scale = None
-        shapes = mxfp8.shapes(problem)
+        shapes = self._scheme().shapes(problem)
         for own in ("w13", "w2"):
-            parameter = torch.nn.Parameter(torch.empty(shapes[own], dtype=dtype, device="meta"), requires_grad=False)
+            *outer, columns = shapes[own]
+            data = torch.empty(*outer, columns * self.per_byte, dtype=dtype, device="meta")
+            parameter = torch.nn.Parameter(data, requires_grad=False)
             layer.register_parameter(f"{own}_weight", parameter)
             set_weight_attrs(parameter, {name: value for name, value in kwargs.items() if name != "params_dtype"})
         if problem.has_bias:
@@ -138,11 +163,11 @@ class Mxfp8OnlineMoEMethod(OracleMoEMethod, stock.Mxfp8OnlineMoEMethod):
             codes, scales = (
                 storage.allocate(values.shape[0], raw, kinds.get(name), values.device)
                 for name, raw in (
-                    (own, storage.Kind(tuple(values.shape[1:]), torch.float8_e4m3fn)),
+                    (own, storage.Kind(self._packed(values), self.codes)),
                     (f"{own}_scale", storage.Kind(_scales(values), torch.uint8)),
                 )
             )
-            mxfp8.quantise_into(values.data, codes, scales, self.settings.mxfp8_scale_rule)
+            self.quantise_into(values.data, codes, scales)
             storage.replace(layer, f"{own}_weight", codes)
             storage.replace(layer, f"{own}_weight_scale", scales)
             if isinstance(values, torch.nn.Parameter):
@@ -153,9 +178,36 @@ class Mxfp8OnlineMoEMethod(OracleMoEMethod, stock.Mxfp8OnlineMoEMethod):
         """What the backend's conversion will make of one expert."""
         empty = {name: getattr(layer, name) for name in ("w13_bias", "w2_bias") if hasattr(layer, name)}
         for own, values in weights.items():
-            empty[own] = torch.empty(values.shape, dtype=torch.float8_e4m3fn, device="meta")
+            empty[own] = torch.empty((values.shape[0], *self._packed(values)), dtype=self.codes, device="meta")
             empty[f"{own}_scale"] = torch.empty((values.shape[0], *_scales(values)), dtype=torch.uint8, device="meta")
         return storage.kinds_after(self._convert, empty)
+
+    def _packed(self, values: Tensor) -> tuple[int, int]:
+        """Shape of the codes of one expert's `[N, K]` matrix."""
+        return values.shape[-2], values.shape[-1] // self.per_byte
+
+
+class Mxfp8OnlineMoEMethod(OnlineMoEMethod, stock.Mxfp8OnlineMoEMethod):
+    """MoE layers of a 16-bit checkpoint. Takes the place of the stock class of the same name."""
+
+    scheme = SCHEME
+    codes = torch.float8_e4m3fn
+
+    def __init__(self, *, moe: Any = None, layer: Any = None) -> None:
+        """
+        Args:
+            moe: vLLM's `FusedMoEConfig`; releases before 0.30 give the layer instead.
+            layer: the layer.
+
+        Raises:
+            CheckpointError: an input size that blocks of 32 do not divide.
+        """
+        # The stock class's base, not the class itself: that would choose a backend by its own list.
+        self.begin(super(stock.Mxfp8OnlineMoEMethod, self).__init__, moe, layer)
+
+    def quantise_into(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """To MXFP8; see `OnlineMoEMethod.quantise_into`."""
+        mxfp8.quantise_into(values, codes, scales, self.settings.mxfp8_scale_rule)
 
 
 def _scales(values: Tensor) -> tuple[int, int]:

@@ -7,7 +7,7 @@ parameters of the checkpoint's own shape, strided over the slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -179,6 +179,22 @@ def replace(layer: nn.Module, name: str, data: Tensor) -> None:
     if name in layer._parameters:
         delattr(layer, name)
     layer.register_parameter(name, nn.Parameter(data, requires_grad=False))
+
+
+def keep(layer: nn.Module, tensors: Iterable[Tensor]) -> None:
+    """Makes tensors that a kernel holds on to buffers of its layer, unless they are views of what the layer has.
+
+    vLLM's sleep of level 2 saves buffers and forgets everything else that was made while a model was loaded; its
+    layer-wise reload leaves those alone that no checkpoint has.
+
+    Args:
+        layer: the layer.
+        tensors: what the kernel holds on to.
+    """
+    known = {each.untyped_storage().data_ptr() for each in (*layer.parameters(), *layer.buffers())}
+    for index, tensor in enumerate(tensors):
+        if tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() not in known:
+            layer.register_buffer(f"moe_oracle_kept_{index}", tensor, persistent=False)
 
 
 def _fits(raw: Kind, kind: Kind) -> bool:

@@ -12,7 +12,7 @@ from .decision import Accepted, Candidate, Decision, Reason, Rejected, Why, tabl
 from .measured import Choice, Evidence, choose
 from .objectives import parse
 from .overrides import first_match
-from .problem import Device, Problem
+from .problem import Device, Problem, answers
 from .registry import Registry, default_registry
 
 REFERENCE = "emulation"
@@ -165,7 +165,7 @@ def _judge(backend: Backend, problem: Problem, device: Device, settings: Setting
     if backend.name in settings.disable:
         detail = f"disabled by {settings.source('disable')}"
         reasons.append(Reason("disabled", detail, "take it out of the setting disable"))
-    if consumed not in ("16bit", declared) and not settings.allow_activation_quantization:
+    if not answers(consumed, declared) and not settings.allow_activation_quantization:
         detail = f"would quantise activations to {consumed}; the layer's are {declared}"
         reasons.append(Reason("activation_quantization", detail, "set allow_activation_quantization to allow it"))
     verdict = Rejected(tuple(reasons)) if reasons else Accepted()

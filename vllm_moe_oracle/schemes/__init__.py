@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import Literal
 
 from ..oracle.problem import SchemeName
 
 
-def module(name: SchemeName) -> ModuleType:
-    """The module of a scheme; imports torch."""
+def module(name: SchemeName | Literal["fp8"]) -> ModuleType:
+    """The module of a scheme, or of a format that only activations have; imports torch."""
     return importlib.import_module(f"{__name__}.{name}")

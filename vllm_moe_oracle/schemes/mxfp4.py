@@ -25,6 +25,11 @@ from .mxfp8 import scale_exponents as mx_scale_exponents
 
 E2M1_MAX = 6.0
 
+PASS_BYTES = 64 << 20
+"""Most memory for the temporaries of one pass of `quantise_into`."""
+_TEMPORARIES = 8
+"""Tensors of float32, or of as many bytes in smaller ones, that a pass holds at once."""
+
 # Halfway between neighbouring magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6; a tie goes to the even one of two codes.
 _BOUNDARIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
@@ -47,7 +52,7 @@ MADE_UP = {"w13_scale": E8M0_BIAS - 7, "w2_scale": E8M0_BIAS - 7}
 
 def parameters_of(problem: Problem) -> dict[str, str]:
     """Parameter name by canonical name, of the parameters that the layer is read from."""
-    renamed = _PACKED if problem.scheme.packing == "compressed-tensors" else {}
+    renamed = _PACKED if problem.scheme.packing in ("compressed-tensors", "auto-round") else {}
     kept = shapes(problem)
     return {own: renamed.get(name, name) for name, own in PARAMETERS.items() if own in kept}
 
@@ -147,6 +152,27 @@ def quantise(values: Tensor, rule: ScaleRule = "ceil") -> tuple[Tensor, Tensor]:
     codes = encode(scaled).masked_fill_((scales == E8M0_NAN).unsqueeze(-1), 0)
     low, high = codes.view(*leading, columns // 2, 2).unbind(-1)
     return low | (high << 4), scales
+
+
+def quantise_into(values: Tensor, codes: Tensor, scales: Tensor, rule: ScaleRule = "ceil") -> None:
+    """As `quantise`, for a whole layer and into tensors that are there, in bounded memory.
+
+    Every pass takes the same rows of all experts at once, as many as keep a pass's temporaries below `PASS_BYTES`.
+
+    Args:
+        values: `[E, N, K]`, floating point, K a multiple of 32.
+        codes: uint8 `[E, N, K/2]`, overwritten; experts may lie any distance apart.
+        scales: uint8 `[E, N, K/32]`, overwritten; likewise.
+        rule: see `scale_exponents`.
+
+    Raises:
+        ValueError: K is no multiple of 32.
+    """
+    experts, rows, columns = values.shape
+    step = max(1, PASS_BYTES // (_TEMPORARIES * 4 * max(1, experts * columns)))
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        codes[:, part], scales[:, part] = quantise(values[:, part].contiguous(), rule)
 
 
 def scale_exponents(amax: Tensor, rule: ScaleRule = "ceil") -> Tensor:
