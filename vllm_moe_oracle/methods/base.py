@@ -135,7 +135,13 @@ class OracleMoEMethod(FusedMoEMethodBase):
             scheme = dataclasses.replace(scheme, activations="16bit")
         problem = self._refined(self.release.problem(moe, layer, name, scheme))
         self.group = agreement.Group(self.release.peers(), chosen.agreement_seconds)
-        choice.choose(self, name, lambda: decide(problem, device.detect(), chosen, moe.moe_backend))
+        choice.choose(
+            self,
+            name,
+            lambda: decide(
+                problem, device.detect(), chosen, moe.moe_backend, evidence=choice.evidence(problem, chosen)
+            ),
+        )
         self.experts_cls = self.release.experts_class(self.backend)
         engagement.decided(self.decision, chosen)
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .. import device
 from ..backends import Backend
 from ..errors import AgreementError, NoBackendError, OracleError
+from ..measure import lookup
 from ..oracle.decision import Decision, Reason, Rejected
+from ..oracle.measured import Evidence
 from ..oracle.problem import Problem
 from ..oracle.registry import Registry, default_registry
 from ..settings import Settings
@@ -39,9 +41,28 @@ _agreed: dict[_Kind, str] = {}
 """The backend that all ranks take for each kind of layer of the load: its problem, what decided, this rank's own."""
 
 
+_evidence: dict[Problem, Evidence | None] = {}
+"""What was measured of each kind of layer of the load. Kept: a cache that changes while weights are loaded must not
+part layers that are alike."""
+
+
 def forget() -> None:
     """Ends a load: other ranks may answer for another model, or find out something else."""
     _agreed.clear()
+    _evidence.clear()
+
+
+def evidence(problem: Problem, settings: Settings) -> Evidence | None:
+    """What was measured of a layer on this machine; the same for all layers of its kind, until `forget`.
+
+    Args:
+        problem: the layer.
+        settings: where to look.
+    """
+    key = problem.key()
+    if key not in _evidence:
+        _evidence[key] = lookup.evidence(problem, device.detect(), settings)
+    return _evidence[key]
 
 
 def choose(method: Chooser, layer: str, decide: Callable[[], Decision], registry: Registry | None = None) -> None:
@@ -162,4 +183,6 @@ def take(method: Chooser, reason: Reason, because: str, following: str, registry
         candidates=candidates,
         plan=method.backend.plan(method.decision.problem, device.detect()),
         numerics=method.backend.numerics(method.decision.problem),
+        measured=None,
+        steps=(),
     )
