@@ -53,11 +53,11 @@ def inside_vllm(backend: Any, monkeypatch: pytest.MonkeyPatch, experts: int = EX
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
-    from vllm_moe_oracle.methods import base
+    from vllm_moe_oracle.methods import choice
     from vllm_moe_oracle.oracle import oracle
 
     backends = registry([backend])
-    monkeypatch.setattr(base, "default_registry", lambda: backends)
+    monkeypatch.setattr(choice, "default_registry", lambda: backends)
     monkeypatch.setattr(oracle, "default_registry", lambda: backends)
     with set_current_vllm_config(VllmConfig(additional_config={"moe_oracle": {"self_check": "off"}})):
         yield FusedMoEConfig(

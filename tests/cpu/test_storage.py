@@ -165,6 +165,14 @@ def test_any_growth_keeps_every_value(
     assert int(layer.w13_weight.sum()) == int(filled.sum(dtype=torch.int64))
 
 
+def test_what_kernels_hold_on_to_is_part_of_the_layer_unless_it_is_already() -> None:
+    layer = make_layer()
+    own, view, blank = torch.ones(3), layer.w13_weight.data[1:], torch.empty(3, device="meta")
+    storage.keep(layer, [view, own, blank])
+    assert [each is own for each in layer.buffers()] == [True]
+    assert "moe_oracle_kept_1" not in layer.state_dict()
+
+
 @pytest.mark.parametrize("planned", [True, False])
 def test_a_smaller_layout_of_wider_numbers_gets_memory_that_it_can_be_read_from(planned: bool) -> None:
     layer = nn.Module()

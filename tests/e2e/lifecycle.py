@@ -78,11 +78,15 @@ class Served:
             layer.quant_method.process_weights_after_loading(layer)
 
     def forget(self) -> None:
-        """Bytes of another pattern in every parameter, in place."""
+        """Bytes of another pattern in every parameter, in place, and in whatever else was made with the model: all but
+        its buffers, which vLLM saves."""
+        import permuted
         import torch
 
-        for parameter in self.model.parameters():
-            parameter.data.view(torch.uint8).fill_(0x3C)
+        saved = {each.data_ptr() for each in self.model.buffers()}
+        held = [each for each in permuted.HELD if each.data_ptr() not in saved]
+        for tensor in (*self.model.parameters(), *held):
+            tensor.data.view(torch.uint8).fill_(0x3C)
 
     def half(self, checkpoint: str) -> None:
         """A reload in which the second layer's tensors turn out to be damaged."""

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 class VllmBuilder:
     """The `vllm_moe_oracle.backends.Builder` of one layer."""
 
-    def __init__(self, release: Adapter, moe: Any, quant_config: Any) -> None:
+    def __init__(self, release: Adapter, moe: Any, quant_config: Any, serves: bool = True) -> None:
+        self.serves = serves
+        """Whether the experts are for a layer that will serve, and not for trying them once."""
         self._release = release
         self._moe = moe
         self._quant_config = quant_config
@@ -44,6 +46,6 @@ class VllmBuilder:
     def stock(self, class_name: str, **kwargs: Any) -> Any:
         """An instance of vLLM's own expert class of that name."""
         made = self._release.stock_experts(class_name, self._moe, self._quant_config, **kwargs)
-        # What stock constructors make for themselves, alpha and beta by expert for one, they do not make part of a layer.
+        # What stock constructors make for themselves, alpha and beta of each expert for one, is no part of the layer.
         self.kept += [value for value in vars(made).values() if isinstance(value, Tensor)]
         return made
