@@ -92,11 +92,10 @@ def integer_scheme(weights: Any, form: str) -> Scheme:
 
 
 class CompressedTensorsConfig(stock_config.CompressedTensorsConfig):
-    """The stock config, which refuses checkpoints as a whole for what its own kernels do not know: integers that are not
-    packed, and in newer releases act order. Here experts of that kind are served, and a linear layer is refused."""
+    """The stock config, which refuses checkpoints as a whole for what its own kernels do not know: integers that are
+    not packed, and in newer releases act order. Here such experts are served, and such linear layers are refused."""
 
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Dtypes of the model. On a CPU, where experts are emulated, also float32."""
         return with_emulated(super().get_supported_act_dtypes())
 
