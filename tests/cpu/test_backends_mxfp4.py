@@ -34,11 +34,13 @@ PACKAGES = {"vllm": "0.33.0", "torch": "2.14.0", "humming-kernels": "0.1.19"}
 GPT_OSS = dataclasses.replace(HALVES, interleaved=True)
 CPU = Device("cpu", "a CPU", features=("avx512f", "avx512_bf16"), packages={"vllm": "0.32.0"})
 TRITON = ("triton_mxfp4", "triton_mxfp4_monolithic", "triton_mxfp4_unfused")
-STOCK = ("marlin_mxfp4", "humming_mxfp4", "humming_mxfp4_grouped", *TRITON)
+STOCK = ("marlin_mxfp4", "marlin_mxfp4_batched", "humming_mxfp4", "humming_mxfp4_grouped", *TRITON)
 NAMES = (*STOCK, "cpu_mxfp4", "own_mxfp4")
+SPREAD = ("humming_mxfp4_grouped", "marlin_mxfp4_batched")
+"""Those that only run where experts are spread over ranks."""
 BUILT_IN = ("marlin_mxfp4", "humming_mxfp4", "triton_mxfp4", "triton_mxfp4_monolithic")
 """vLLM's kernels for alternating rows that have gpt-oss's constants built in."""
-HOME = {"marlin_mxfp4": 80}
+HOME = {"marlin_mxfp4": 80, "marlin_mxfp4_batched": 80}
 
 
 def gpu(capability: int, **packages: str) -> Device:
@@ -68,8 +70,10 @@ def layer(**changes: Any) -> Problem:
 
 def usual(name: str, **changes: Any) -> Problem:
     """A layer that the backend takes."""
-    spread = {"ep": 4, "local_experts": 8, "experts": 32} if name == "humming_mxfp4_grouped" else {}
-    made = layer(**{key: value for key, value in spread.items() if key != "local_experts"} | changes)
+    spread: dict[str, Any] = {"ep": 4} if name in SPREAD else {}
+    if name == "marlin_mxfp4_batched":
+        spread["format"] = "batched"
+    made = layer(**spread | changes)
     return dataclasses.replace(made, local_experts=made.num_experts // 4) if spread else made
 
 
@@ -87,6 +91,7 @@ def test_gpt_oss_is_taken_at_home(name: str) -> None:
     ("name", "taken"),
     [
         ("marlin_mxfp4", {80, 86, 89, 90, 100, 103, 120, 121}),
+        ("marlin_mxfp4_batched", {80, 86, 89, 90, 100, 103, 120, 121}),
         ("humming_mxfp4", {80, 86, 89, 90}),
         ("humming_mxfp4_grouped", {80, 86, 89, 90}),
         ("own_mxfp4", {90}),
@@ -123,7 +128,8 @@ def test_what_nobody_proved_is_refused(name: str) -> None:
     assert codes(lora=True) == {"lora"}
     assert codes(eplb=True) == {"eplb"}
     assert codes(batch_invariant=True) == (set() if name == "own_mxfp4" else {"batch_invariant"})
-    assert "format" in codes(ep=4, format="batched")
+    other = "standard" if name == "marlin_mxfp4_batched" else "batched"
+    assert "format" in codes(ep=4, format=other)
     assert codes(dtype="float16") == (set() if name == "own_mxfp4" else {"dtype"})
 
 
@@ -252,13 +258,13 @@ def order(capability: int, each: Problem) -> list[str]:
 
 
 def test_the_order_is_stocks() -> None:
-    humming = ["humming_mxfp4_grouped", "humming_mxfp4"]
+    humming, marlin = ["humming_mxfp4_grouped", "humming_mxfp4"], ["marlin_mxfp4", "marlin_mxfp4_batched"]
     fused = ["triton_mxfp4_monolithic", "triton_mxfp4"]
-    assert order(90, layer()) == [*fused, *humming, "marlin_mxfp4", "triton_mxfp4_unfused"]
-    assert order(100, layer()) == [*fused, "marlin_mxfp4", *humming, "triton_mxfp4_unfused"]
-    assert order(120, layer()) == ["marlin_mxfp4", *fused, *humming, "triton_mxfp4_unfused"]
+    assert order(90, layer()) == [*fused, *humming, *marlin, "triton_mxfp4_unfused"]
+    assert order(100, layer()) == [*fused, *marlin, *humming, "triton_mxfp4_unfused"]
+    assert order(120, layer()) == [*marlin, *fused, *humming, "triton_mxfp4_unfused"]
     others = layer(scheme=Scheme("mxfp4", 4, 32, "mxfp4"))
-    assert order(90, others) == [*humming, "marlin_mxfp4", "triton_mxfp4_unfused", *fused]
+    assert order(90, others) == [*humming, *marlin, "triton_mxfp4_unfused", *fused]
 
 
 def test_our_own_kernels_come_first_where_they_were_timed_and_say_so() -> None:
@@ -357,7 +363,7 @@ def undone(name: str, converted: dict[str, torch.Tensor], each: Problem, plan: P
         elif kind == "bias":
             plain = scale_orders.restore_bias(raw)
         elif kind:
-            marlin = name == "marlin_mxfp4"
+            marlin = name.startswith("marlin")
             plain = (scale_orders.restore_marlin_mx_scales if marlin else scale_orders.restore_group_scales)(raw)
         else:
             plain = unpack_nibbles(raw, "transposed" if plan.layout == "transposed" else "interleaved")
