@@ -135,6 +135,7 @@ class Table:
         checkpoint: random weights of a layer on a device; biases about as large as the products.
         quantisation: vLLM's config of such a checkpoint, stock's own, or the plugin's once that is registered.
         stock: vLLM's ``--moe-backend`` for the class that a backend wraps.
+        load: fills a layer's parameters; None copies each tensor into the parameter of its name.
         rounded: how inputs of products are rounded for backends that quantise activations, by their precision.
         before_conversion: makes stock vLLM do what its method alone would not, on a layer with loaded weights.
         after_conversion: the same, on a converted layer.
@@ -144,6 +145,7 @@ class Table:
     checkpoint: Callable[[Case, str], Checkpoint]
     quantisation: Callable[[Case], Any]
     stock: Mapping[str, str]
+    load: Callable[[Any, Case, Raw], None] | None = None
     rounded: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
     before_conversion: Callable[[Any, Case, Raw, str], None] = lambda layer, case, raw, moe_backend: None
     after_conversion: Callable[[Any, Case, Raw, str], None] = lambda layer, case, raw, moe_backend: None
@@ -334,7 +336,9 @@ def build(table: Table, case: Case, checkpoint: Checkpoint, device: str, moe_bac
     layer = getattr(runner, "routed_experts", runner)
     if not own:
         table.before_conversion(layer, case, checkpoint.raw, moe_backend)
-    parameters = dict(layer.named_parameters())
+    if table.load is not None:
+        table.load(layer, case, checkpoint.raw)
+    parameters = dict(layer.named_parameters()) if table.load is None else {}
     for name, tensor in checkpoint.raw.items():
         if name in parameters:
             halves = 2 if name.startswith("w13") and case.gated and not case.interleaved else 1
@@ -471,6 +475,23 @@ def self_check(built: Built, case: Case) -> dict[str, Any]:
 # --- The table ------------------------------------------------------------------------------------------------------
 
 
+class _Compiled:
+    """Counts the kernels that Triton compiles, or loads from its cache, while it is entered."""
+
+    def __enter__(self) -> _Compiled:
+        from triton import knobs
+
+        self.count, self._runtime = 0, knobs.runtime
+        self._runtime.jit_post_compile_hook = self._counted
+        return self
+
+    def _counted(self, *args: Any, **kwargs: Any) -> None:
+        self.count += 1
+
+    def __exit__(self, *args: object) -> None:
+        self._runtime.jit_post_compile_hook = None
+
+
 def accepted(case: Case, machine: Any) -> dict[str, str]:
     """The backends that the oracle accepts for the layer on a machine, and the precision of their activations."""
     from vllm_moe_oracle import settings
@@ -521,6 +542,7 @@ def rows_of(
 
     import vllm_moe_oracle.device as machine
     from vllm_moe_oracle import plugin
+    from vllm_moe_oracle.oracle.registry import default_registry
 
     plugin.unregister()
     backends = {name: kind for name, kind in accepted(case, machine.detect()).items() if not only or name in only}
@@ -543,6 +565,9 @@ def rows_of(
         try:
             built = build(table, case, checkpoint, device, moe_backend)
             built.convert()
+            runs = type(getattr(built.method.moe_kernel, "fused_experts", None)).__name__
+            if runs != default_registry()[name].stock_class:
+                raise RuntimeError(f"stock runs {runs}")
             table.after_conversion(built.layer, case, checkpoint.raw, moe_backend)
             stock[name] = {count: relative_error(built(*real[count]), targets["16bit"][count]) for count in tokens}
             stock[name][0] = built.peak
@@ -571,12 +596,19 @@ def rows_of(
             row["checkpoint_mib"] = round(checkpoint.expert_mib * case.experts)
             row["error"] = {}
             for count in tokens:
-                eager = built(*real[count])
+                if device == "cuda":
+                    with _Compiled() as compiled:
+                        eager = built(*real[count])
+                    if compiled.count:
+                        row.setdefault("compiled", {})[count] = compiled.count
+                else:
+                    eager = built(*real[count])
                 found = {"eager": relative_error(eager, expected[count])}
                 if device == "cuda":
                     found["graph"] = relative_error(captured(built, case, count, real[count]), expected[count])
                 row["error"][count] = {mode: float(f"{value:.3e}") for mode, value in found.items()}
-            row["spread_error"] = float(f"{relative_error(built.spread(*spread, places), expected[0]):.3e}")
+            if default_registry()[name].limits.expert_parallel:
+                row["spread_error"] = float(f"{relative_error(built.spread(*spread, places), expected[0]):.3e}")
             if name in stock:
                 row["stock_error"] = {count: float(f"{stock[name][count]:.3e}") for count in tokens}
                 row["stock_convert_peak_mib"] = round(stock[name][0] / 2**20, 1)
@@ -607,7 +639,7 @@ def broken(row: dict[str, Any]) -> list[str]:
         allowed = LIMIT if stock is None else min(LIMIT, RATIO * stock)
         # NaN is not within any limit.
         found += [f"{mode} at {count}" for mode, error in modes.items() if not error <= allowed]
-    if not row["spread_error"] <= LIMIT:
+    if not row.get("spread_error", 0.0) <= LIMIT:
         found.append("spread experts")
     check = row["self_check"]
     if "skipped" not in check:
@@ -632,7 +664,9 @@ def print_row(row: dict[str, Any]) -> None:
     words = check.get("skipped") or f"{1e3 * check['seconds']:.0f} ms, {len(check['faults'])} faults"
     memory = f"peak {row['convert_peak_mib']} of {row['one_expert_mib']}+{CONVERSION_SLACK_MIB} MiB"
     mark = "PASS" if row["pass"] else f"FAIL ({'; '.join(row['broken'])})"
-    print(f"{where} {mark} {errors}  spread {row['spread_error']:.2e}  {memory}  self-check {words}", flush=True)
+    print(
+        f"{where} {mark} {errors}  spread {row.get('spread_error', 0.0):.2e}  {memory}  self-check {words}", flush=True
+    )
 
 
 def conditions(scheme: str) -> dict[str, Any]:

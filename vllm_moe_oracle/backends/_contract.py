@@ -66,6 +66,14 @@ class Builder(Protocol):
     def max_tokens(self) -> int:
         """Most tokens that a call may have."""
 
+    @property
+    def serves(self) -> bool:
+        """Whether the experts are for a layer that will serve, and not for trying them once."""
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Makes a tensor that the experts hold on to beside the weights part of the layer, and returns it: vLLM's sleep
+        gives the memory of everything else away."""
+
     def from_function(self, forward: Forward) -> Any:
         """Experts that call a plain function with routed tokens; vLLM prepares and finalises around it."""
 

@@ -9,6 +9,7 @@ from ..oracle.decision import Plan
 from ..oracle.planner import loaded_group
 from ..oracle.problem import Device, Problem
 from ._contract import Backend, Builder, Tensors
+from ._warmup import LOADING_BYTES, token_counts, warm_up
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,8 +87,10 @@ class OwnBackend(Backend):
         # Zero before the first call, and every call leaves it zero: one buffer, made once, outside any graph.
         sizes = [1 << power for power in range(10, builder.max_tokens.bit_length() + 1)]
         plans += [plan_workspace(blank, size, problem.top_k, config) for size in sizes]
-        counters = torch.zeros(max(plan.counters for plan in plans), dtype=torch.int32, device=tensors["w13"].device)
+        most = max(plan.counters for plan in plans)
+        counters = builder.keep(torch.zeros(most, dtype=torch.int32, device=tensors["w13"].device))
         activation = problem.activation
+        later = self._warm_up(tensors, blank, problem, builder, config)
 
         def nbytes(tokens: int, top_k: int) -> int:
             below = most_bytes[min(tokens, len(most_bytes)) - 1] if tokens else 0
@@ -101,9 +104,13 @@ class OwnBackend(Backend):
             expert_map: Tensor | None,
             workspace: Tensor,
         ) -> None:
+            weights = self._stored(tensors, blank)
+            if later and x.shape[0] >= later[-1] and not torch.cuda.is_current_stream_capturing():
+                warm_up(weights, problem, later)
+                later.clear()
             fused_moe(
                 x,
-                self._stored(tensors, blank),
+                weights,
                 topk_weights,
                 topk_ids,
                 activation=activation.name,
@@ -118,6 +125,22 @@ class OwnBackend(Backend):
             )
 
         return builder.from_scratch_function(run, nbytes)
+
+    def _warm_up(
+        self, tensors: Tensors, blank: OwnWeights, problem: Problem, builder: Builder, config: Any
+    ) -> list[int]:
+        """Compiles what calls with few tokens run. Returns the numbers of tokens for which that is still to be done."""
+        from ..kernels.fused_moe import plan_workspace
+
+        if not (builder.serves and tensors["w13"].is_cuda):
+            return []
+        counts = token_counts(builder.max_tokens)
+        needs = itertools.accumulate(
+            (plan_workspace(blank, count, problem.top_k, config).nbytes for count in counts), max
+        )
+        few = sum(need <= LOADING_BYTES for need in needs)
+        warm_up(self._stored(tensors, blank), problem, counts[:few])
+        return counts[few:]
 
     def _stored(self, tensors: Tensors, blank: OwnWeights) -> OwnWeights:
         import dataclasses

@@ -254,7 +254,8 @@ def _converted(
     tensors = {name: getattr(layer, parameter).data for name, parameter in names.items()}
     config = release.lone_config(moe, problem)
     quant_config = release.quant_config(problem, tensors)
-    return backend.experts(tensors, problem, plan, VllmBuilder(release, config, quant_config)), layer, tensors
+    builder = VllmBuilder(release, config, quant_config, serves=False)
+    return backend.experts(tensors, problem, plan, builder), layer, tensors
 
 
 _Group = tuple[Problem, str]
