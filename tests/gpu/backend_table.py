@@ -664,9 +664,8 @@ def print_row(row: dict[str, Any]) -> None:
     words = check.get("skipped") or f"{1e3 * check['seconds']:.0f} ms, {len(check['faults'])} faults"
     memory = f"peak {row['convert_peak_mib']} of {row['one_expert_mib']}+{CONVERSION_SLACK_MIB} MiB"
     mark = "PASS" if row["pass"] else f"FAIL ({'; '.join(row['broken'])})"
-    print(
-        f"{where} {mark} {errors}  spread {row.get('spread_error', 0.0):.2e}  {memory}  self-check {words}", flush=True
-    )
+    spread = f"spread {row['spread_error']:.2e}" if "spread_error" in row else "not spread"
+    print(f"{where} {mark} {errors}  {spread}  {memory}  self-check {words}", flush=True)
 
 
 def conditions(scheme: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Layers of integer experts for `backend_table`: what GPTQ, AWQ and compressed-tensors write, loaded as vLLM loads it."""
+"""Layers of integer experts for `backend_table`: files of GPTQ, AWQ and compressed-tensors, loaded as vLLM does it."""
 
 from __future__ import annotations
 
