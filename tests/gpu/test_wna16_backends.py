@@ -1,0 +1,106 @@
+"""Backends for integer weights over vLLM's kernels on a GPU: conversions as stock's byte for byte, kernels that the
+table of backends does not reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+import backend_table
+from backend_table import Built, Case
+from table_wna16 import CT, TABLE, _scheme
+
+from vllm_moe_oracle import device, plugin
+from vllm_moe_oracle.methods import selfcheck
+from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.schemes import wna16
+
+pytestmark = pytest.mark.gpu
+
+CASES = (
+    Case("g32", _scheme(CT, 4, 32), 8, 2, 256, 96),
+    Case("g128", _scheme(CT, 4, 128), 8, 2, 512, 256),
+    Case("channel", _scheme(CT, 8, -1), 8, 2, 256, 128),
+    Case("zeros", _scheme(CT, 4, 32, zeros=True), 8, 2, 256, 128),
+    Case("awq", _scheme("awq", 4, 64, zeros=True), 8, 2, 256, 128),
+    Case("bytes", _scheme("gptq", 8, 64), 8, 2, 256, 192),
+    Case("bias", _scheme("gptq", 4, 32), 8, 2, 256, 128, bias=True),
+    Case("relu2", _scheme(CT, 4, 32), 8, 2, 384, 192, "relu2_no_mul"),
+)
+WEIGHTS = ("weight_packed", "qweight", "weight")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    backend_table.join_alone("cuda")
+    yield
+
+
+def stored(built: Built) -> dict[str, Any]:
+    """The tensors that stock's expert class looks at, by canonical name."""
+    config = built.method.moe_kernel.fused_experts.quant_config
+    found = {}
+    for own, index in (("w13", 1), ("w2", 2)):
+        names = [f"{own}_{name}" for name in WEIGHTS if hasattr(built.layer, f"{own}_{name}")]
+        found[own] = getattr(built.layer, names[0])
+        for suffix, attribute in (("scale", "scale"), ("zero_point", "zp"), ("bias", "bias")):
+            found[f"{own}_{suffix}"] = getattr(config, f"w{index}_{attribute}")
+    return {name: tensor.data.clone() for name, tensor in found.items() if tensor is not None}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("name", ["marlin_wna16", "humming_wna16", "triton_wna16"])
+def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
+    backend, problem = default_registry()[name], case.problem()
+    if backend.check(problem, device.detect()).reasons:
+        pytest.skip("the backend does not take it")
+    checkpoint = TABLE.checkpoint(case, "cuda")
+    try:
+        built = backend_table.build(TABLE, case, checkpoint, "cuda", TABLE.stock[name])
+        built.convert()
+        if type(built.method.moe_kernel.fused_experts).__name__ != backend.stock_class:
+            pytest.skip("stock runs something else")
+        expected = stored(built)
+    except (RuntimeError, ValueError, AssertionError, AttributeError, NotImplementedError) as error:
+        pytest.skip(f"stock cannot convert it: {error}")
+    built.close()
+    plan = backend.plan(problem, device.detect())
+    if name == "triton_wna16" and plan.pads(problem):
+        pytest.skip("stock does not pad for Triton")
+    canonical = wna16.canonical(checkpoint.raw, problem, is_transposed=case.scheme.packing != CT)
+    for expert in range(case.experts):
+        found = backend.convert({own: tensor[expert] for own, tensor in canonical.items()}, problem, plan)
+        for own, tensor in found.items():
+            theirs = expected[own][expert]
+            assert tensor.shape == theirs.shape, own
+            assert torch.equal(tensor.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)), own
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_batched_marlin_agrees_with_the_reference_and_faults_show(case: Case) -> None:
+    backend = default_registry()["marlin_wna16_batched"]
+    plugin.register()
+    try:
+        built = backend_table.build(TABLE, case, TABLE.checkpoint(case, "cuda"), "cuda", "auto", own="emulation")
+        method = built.method
+        problem = method.decision.problem
+        raw = wna16.read(dict(method.release.parameters(built.layer)), problem)
+        plan = backend.plan(problem, device.detect())
+
+        def run(tried: Any) -> selfcheck.Result:
+            with torch.device("cuda"):
+                return selfcheck.run(tried, problem, plan, raw, method.moe, method.release)
+
+        result = run(backend)
+        assert result.passed and not result.skipped, str(result)
+        for name, fault in backend_table.faults(case).items():
+            assert not run(backend_table._Faulty(backend, fault)).passed, name
+        built.close()
+    finally:
+        plugin.unregister()
