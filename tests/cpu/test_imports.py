@@ -28,7 +28,7 @@ SERVING = (
         "methods",
     }
 )
-MEASURING = {f"measure.{name}" for name in ("engine", "tuning", "benching")}
+MEASURING = {f"measure.{name}" for name in ("engine", "tuning", "benching", "reporting", "plots")}
 MAY_IMPORT: dict[str, set[str]] = {
     "": set(),
     "errors": {"oracle.decision"},  # for a type only

@@ -1,0 +1,109 @@
+"""`report`: one HTML page from measurements and decisions."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ...measure.reporting import Content
+    from ...settings import Settings
+
+
+def command(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Files of bench --jsonl, of tune --export, or of the setting report; without any, this machine's "
+            "cache, or the shipped profile where that has nothing.",
+            metavar="FILE...",
+        ),
+    ] = None,
+    to: Annotated[Path, typer.Option("--output", "-o", help="The page.", metavar="FILE")] = Path(
+        "moe-oracle-report.html"
+    ),
+    svg: Annotated[
+        Path | None, typer.Option("--svg", help="Also write each plot as a file into this folder.", metavar="DIR")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A setting of the plugin, e.g. objective=decode. Repeatable.", metavar="KEY=VALUE"),
+    ] = None,
+) -> None:
+    """Make one page of what was measured and decided: times, speed-up over stock vLLM, choices and their reasons.
+
+    The page needs no network and follows the browser's light or dark theme. Needs the extra plot.
+
+    \b
+    Examples:
+      vllm-moe-oracle report
+      vllm-moe-oracle report bench.jsonl decisions.jsonl -o report.html --svg plots/
+
+    \b
+    Exit status:
+      0  the page was written
+      2  a file cannot be used, or nothing was measured; one line on standard error says what
+    """
+    from ...errors import MeasurementError
+    from ...measure import reporting
+    from ...settings import load
+    from .. import output
+    from ..arguments import read_assignments
+
+    _require("matplotlib", "jinja2")
+    chosen = load(assignments=read_assignments(assignments or []))
+    content = reporting.Content()
+    for path in files or []:
+        content += reporting.read(path, chosen)
+    if not files:
+        content = _own(chosen)
+    if not content.panels and not content.servers:
+        remedy = "Measure: vllm-moe-oracle tune MODEL, or bench MODEL --jsonl FILE; or name a file"
+        raise MeasurementError("there is nothing to report", remedy)
+    page, plots = reporting.page(content, "vllm-moe-oracle " + shlex.join(sys.argv[1:]))
+    _write(to, page)
+    for name, text in plots.items():
+        if svg is not None:
+            _write(svg / name, text)
+    for words, figure in reporting.tiles(content.panels):
+        output.show(f"{figure:>8}  {words}")
+    for note in content.notes:
+        output.remark("note", note)
+    output.show(f"written: {to}" + (f", and {len(plots)} plots in {svg}" if svg is not None else ""))
+
+
+def _own(settings: Settings) -> Content:
+    """What this machine measured; the shipped profiles where that is nothing."""
+    from ... import device
+    from ...measure import environment, reporting
+    from ...measure.store import Store
+    from ...settings import cache_folder
+
+    here = environment.of(device.detect())
+    found = Store(cache_folder(settings)).everything(here)
+    return reporting.kept(found, here, settings) if found else reporting.shipped(settings)
+
+
+def _require(*modules: str) -> None:
+    from importlib.util import find_spec
+
+    from ...errors import MeasurementError
+
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        raise MeasurementError(rule, "pip install 'vllm-moe-oracle[plot]'")
+
+
+def _write(path: Path, text: str) -> None:
+    from ...errors import MeasurementError
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MeasurementError(f"cannot be written: {error.strerror}", where=str(path)) from error

@@ -1,0 +1,524 @@
+"""What `report` shows: measurements and decisions from files, brought into one form, and the page made of them.
+
+Three kinds of file are read: records of `bench` and decision records of servers (one JSON object a line), and profiles.
+All may come from somebody else: they are checked field by field, and nothing of them reaches the page unescaped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .. import __version__
+from ..device import named, names
+from ..errors import MeasurementError, NoBackendError
+from ..oracle.decision import Decision
+from ..oracle.oracle import decide
+from ..oracle.problem import Device, Problem
+from ..settings import Settings
+from . import floors, lookup, profile, shapes
+from .benching import STOCK, choice_at
+from .cells import MOST_MICROSECONDS, Cell, Sample, cell_of
+from .environment import Environment
+
+DEFAULT = f"{STOCK}auto"
+"""The name of stock vLLM's default in records of `bench`."""
+
+SPANS = {"1": (1, 1), "2 to 4": (2, 4), "8 to 64": (8, 64), "128 to 512": (128, 512), "1024 and more": (1024, 1 << 40)}
+"""Numbers of tokens that are summed up together."""
+
+NEAR = 0.03
+"""A choice within this part of the fastest is as good as it: what two runs of the same kernel differ by."""
+
+TEMPLATE = Path(__file__).parent / "report.html"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A median and its quartiles, in microseconds."""
+
+    us: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One layer on one machine.
+
+    Attributes:
+        name: the layer.
+        words: its cell.
+        place: where it was measured.
+        times: by backend and number of tokens; stock vLLM's layers are among them, as ``stock:auto``.
+        floors: microseconds below which nothing comes, by number of tokens.
+        stock: vLLM's class by the name of a stock layer.
+        chosen: the oracle's choice by number of tokens.
+        why: what decided.
+        because: the same in a sentence; "" when the file does not say.
+        rejected: candidates that cannot run the layer, with every reason.
+        failures: why a backend has no times.
+    """
+
+    name: str
+    words: str
+    place: str
+    times: Mapping[str, Mapping[int, Point]]
+    floors: Mapping[int, float] = field(default_factory=dict)
+    stock: Mapping[str, str] = field(default_factory=dict)
+    chosen: Mapping[int, str] = field(default_factory=dict)
+    why: str = ""
+    because: str = ""
+    rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> list[int]:
+        """Numbers of tokens at which anything was measured."""
+        return sorted({count for points in self.times.values() for count in points})
+
+    def behind(self, count: int) -> float | None:
+        """By what part the choice takes longer than the fastest backend of ours; None where it was not measured."""
+        ours = [points[count].us for name, points in self.times.items() if count in points and name not in self.stock]
+        own = self._chosen(count)
+        return None if own is None else own / min(ours) - 1
+
+    def speedup(self, count: int) -> float | None:
+        """Time of stock vLLM's default over that of the choice; None where one of them was not measured."""
+        own, stock = self._chosen(count), self.times.get(DEFAULT, {}).get(count)
+        return None if own is None or stock is None else stock.us / own
+
+    def _chosen(self, count: int) -> float | None:
+        point = self.times.get(self.chosen.get(count, ""), {}).get(count)
+        return None if point is None else point.us
+
+
+@dataclass(frozen=True)
+class Server:
+    """What one process of a server decided.
+
+    Attributes:
+        title: which process, of which releases.
+        place: its device.
+        served: how many of the model's MoE layers run through the oracle, in words.
+        groups: one row for each group of layers: layers, format, backend, what decided, the reason, numerics.
+        rejected: candidates that could not run a group, with every reason, by group.
+    """
+
+    title: str
+    place: str
+    served: str
+    groups: tuple[tuple[str, ...], ...]
+    rejected: tuple[tuple[tuple[str, tuple[str, ...]], ...], ...]
+
+
+@dataclass(frozen=True)
+class Content:
+    """All that the page shows.
+
+    Attributes:
+        panels: layers that were measured.
+        servers: what servers decided.
+        conditions: how the measurements were taken: title, and names with values.
+        notes: what could not be shown, and why.
+    """
+
+    panels: tuple[Panel, ...] = ()
+    servers: tuple[Server, ...] = ()
+    conditions: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __add__(self, other: Content) -> Content:
+        return Content(
+            self.panels + other.panels,
+            self.servers + other.servers,
+            self.conditions + other.conditions,
+            self.notes + other.notes,
+        )
+
+
+# --- Reading --------------------------------------------------------------------------------------------------------
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    backend: str
+    why: str = ""
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """A record of `bench`, as far as it is shown."""
+
+    layer: dict[str, Any]
+    cell: Cell
+    tokens: int
+    us: dict[str, float]
+    quartiles: dict[str, tuple[float, float]] = {}
+    failures: dict[str, str] = {}
+    stock: dict[str, str] = {}
+    floor_us: float | None = None
+    choice: _Choice | None = None
+
+
+class _Reason(msgspec.Struct, frozen=True):
+    detail: str
+    remedy: str = ""
+
+
+class _Candidate(msgspec.Struct, frozen=True):
+    backend: str
+    accepted: bool
+    reasons: list[_Reason] = []
+
+
+class _Decided(msgspec.Struct, frozen=True):
+    backend: str
+    why: str
+    because: str
+    numerics: str = ""
+
+
+class _SchemeName(msgspec.Struct, frozen=True):
+    name: str
+    bits: int = 0
+
+
+class _Problem(msgspec.Struct, frozen=True):
+    scheme: _SchemeName
+
+
+class _Group(msgspec.Struct, frozen=True):
+    layers: list[str]
+    count: int
+    problem: _Problem
+    decision: _Decided
+    candidates: list[_Candidate] = []
+
+
+class _Machine(msgspec.Struct, frozen=True):
+    name: str
+
+
+class _Server(msgspec.Struct, frozen=True):
+    """A decision record of a server, as far as it is shown."""
+
+    moe_oracle: str
+    vllm: str | None
+    device: _Machine
+    groups: list[_Group]
+    moe_layers: int = 0
+    served: int = 0
+    rank: int = 0
+    ranks: int = 1
+    host: str = ""
+    process: int = 0
+
+
+def read(path: Path, settings: Settings) -> Content:
+    """What a file holds.
+
+    Args:
+        path: records of `bench`, decision records, or a profile.
+        settings: by which the choice from a profile is made.
+
+    Raises:
+        MeasurementError: it is none of these, or cannot be read.
+    """
+    try:
+        if path.stat().st_size > profile.MOST_BYTES:
+            raise MeasurementError(f"has more than {profile.MOST_BYTES} bytes", where=str(path))
+        data = path.read_bytes()
+    except OSError as error:
+        raise MeasurementError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    lines = [line for line in data.splitlines() if line.strip()]
+    if not lines:
+        raise MeasurementError("is empty", _KINDS, str(path))
+    first = _object(lines[0])
+    if first is None:
+        return _of_profile(profile.read(path), dataclasses.replace(settings, profile=str(path)), str(path))
+    if "conditions" in first or "us" in first:
+        return _of_bench(lines, path)
+    if "moe_oracle" in first and "groups" in first:
+        return Content(servers=tuple(_server(_typed(line, _Server, path, n)) for n, line in enumerate(lines, 1)))
+    if "format" in first:
+        return _of_profile(profile.read(path), dataclasses.replace(settings, profile=str(path)), str(path))
+    raise MeasurementError("is nothing that can be shown", _KINDS, str(path))
+
+
+_KINDS = "Give a file of bench --jsonl, of tune --export, or of the setting report"
+
+
+def shipped(settings: Settings) -> Content:
+    """The profiles in this package.
+
+    Raises:
+        MeasurementError: one is damaged.
+    """
+    content = Content()
+    for each in profile.shipped():
+        content += _of_profile(each, settings, "shipped with this package")
+    return content
+
+
+def kept(samples: Mapping[Cell, list[Sample]], environment: Environment, settings: Settings) -> Content:
+    """What the cache holds of an environment.
+
+    Args:
+        samples: by cell.
+        environment: where they were taken.
+        settings: by which the choice is made.
+    """
+    return _of_profile(profile.make(environment, samples, {}), settings, "this machine's cache")
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = msgspec.json.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _typed(line: bytes, kind: type[Any], path: Path, number: int) -> Any:
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MeasurementError(f"line {number} is no record: {error}", _KINDS, str(path)) from error
+
+
+def _of_bench(lines: Sequence[bytes], path: Path) -> Content:
+    conditions: list[tuple[str, tuple[tuple[str, str], ...]]] = []
+    place = "an unknown machine"
+    layers: dict[tuple[str, str, str], list[_Record]] = {}
+    for number, line in enumerate(lines, 1):
+        plain = _object(line)
+        if plain is not None and isinstance(head := plain.get("conditions"), dict):
+            conditions.append((str(path), tuple((str(name), _words(value)) for name, value in head.items())))
+            packages = head.get("packages")
+            version = packages.get("vllm") if isinstance(packages, dict) else None
+            place = f"{head.get('gpu', 'an unknown machine')}, vLLM {version or 'of an unknown release'}"
+            continue
+        record: _Record = _typed(line, _Record, path, number)
+        times = [*record.us.values(), *(each for pair in record.quartiles.values() for each in pair)]
+        if record.floor_us is not None:
+            times.append(record.floor_us)
+        if record.tokens < 1 or not all(0 < each < MOST_MICROSECONDS for each in times):
+            raise MeasurementError(f"line {number} has an impossible measurement", _KINDS, str(path))
+        layers.setdefault((str(record.layer.get("name", "a layer")), str(record.cell), place), []).append(record)
+    return Content(tuple(_panel(*key, found) for key, found in layers.items()), conditions=tuple(conditions))
+
+
+def _panel(name: str, words: str, place: str, records: Sequence[_Record]) -> Panel:
+    times: dict[str, dict[int, Point]] = {}
+    for record in records:
+        for backend, us in record.us.items():
+            low, high = record.quartiles.get(backend, (us, us))
+            times.setdefault(backend, {})[record.tokens] = Point(us, low, high)
+    stock = {key: value for record in records for key, value in record.stock.items()}
+    return Panel(
+        name=name,
+        words=words,
+        place=place,
+        times=times,
+        floors={record.tokens: record.floor_us for record in records if record.floor_us is not None},
+        stock=stock | {each: "" for each in times if each.startswith(STOCK) and each not in stock},
+        chosen={record.tokens: record.choice.backend for record in records if record.choice is not None},
+        why=next((record.choice.why for record in records if record.choice is not None), ""),
+        failures={key: value for record in records for key, value in record.failures.items() if key not in times},
+    )
+
+
+def _of_profile(found: profile.Profile, settings: Settings, source: str) -> Content:
+    """Panels of a profile, each with the choice that the oracle makes of it on such a machine."""
+    machine = _machine(found.environment)
+    known = {cell_of(problem): problem for problem in shapes.served()}
+    panels, notes = [], []
+    for entry in found.entries:
+        problem = known.get(entry.cell)
+        panel = _measured(found, entry.cell, problem)
+        if problem is None or machine is None:
+            notes.append(f"{panel.words}: no layer of a known model, so what the oracle chooses is not shown")
+            panels.append(panel)
+            continue
+        panels.append(_decided(panel, problem, machine, settings))
+    head = {**found.conditions, "environment": str(found.environment), "packages": _words(found.environment.packages)}
+    return Content(tuple(panels), conditions=((source, tuple(head.items())),), notes=tuple(notes))
+
+
+def _measured(found: profile.Profile, cell: Cell, problem: Problem | None) -> Panel:
+    times: dict[str, dict[int, Point]] = {}
+    failures: dict[str, str] = {}
+    for sample in found.samples(cell):
+        if sample.routing != "uniform":
+            continue
+        if sample.failure:
+            failures[sample.backend] = sample.failure
+        else:
+            times.setdefault(sample.backend, {})[sample.tokens] = Point(sample.us, sample.low, sample.high)
+    panel = Panel(
+        name=str(cell) if problem is None else problem.layer,
+        words=str(cell),
+        place=str(found.environment),
+        times=times,
+        failures=failures,
+    )
+    if problem is None:
+        return panel
+    least = {count: floors.floor_us(problem, count, found.environment.gpu) for count in panel.counts}
+    return dataclasses.replace(panel, floors={count: us for count, us in least.items() if us is not None})
+
+
+def _machine(environment: Environment) -> Device | None:
+    """The device of an environment, as far as it is described."""
+    described = [named(name) for name in names()]
+    found = next((each for each in described if each.name == environment.gpu), None)
+    return None if found is None else dataclasses.replace(found, packages=dict(environment.packages))
+
+
+def _decided(panel: Panel, problem: Problem, machine: Device, settings: Settings) -> Panel:
+    try:
+        decision: Decision = decide(problem, machine, settings, evidence=lookup.evidence(problem, machine, settings))
+    except NoBackendError as error:
+        return dataclasses.replace(panel, because=str(error))
+    return dataclasses.replace(
+        panel,
+        chosen={count: choice_at(decision, count) for count in panel.counts},
+        why=decision.why,
+        because=decision.because,
+        rejected=tuple(
+            (each.backend, tuple(map(str, each.reasons))) for each in decision.candidates if not each.accepted
+        ),
+    )
+
+
+def _server(found: _Server) -> Server:
+    rejected = []
+    rows = []
+    for group in found.groups:
+        layers = group.layers[0] if group.layers else "?"
+        more = f" and {group.count - 1} more" if group.count > 1 else ""
+        scheme = (
+            f"int{group.problem.scheme.bits}" if group.problem.scheme.name == "wna16" else group.problem.scheme.name
+        )
+        taken = group.decision
+        rows.append((f"{layers}{more}", scheme, taken.backend, taken.why, taken.because, taken.numerics))
+        rejected.append(
+            tuple(
+                (each.backend, tuple(f"{r.detail} ({r.remedy})" if r.remedy else r.detail for r in each.reasons))
+                for each in group.candidates
+                if not each.accepted
+            )
+        )
+    return Server(
+        title=f"rank {found.rank} of {found.ranks}, process {found.process} on {found.host or 'a machine'}: "
+        f"vLLM {found.vllm}, vllm-moe-oracle {found.moe_oracle}",
+        place=found.device.name,
+        served=f"{found.served} of {found.moe_layers} MoE layers run through the oracle",
+        groups=tuple(rows),
+        rejected=tuple(rejected),
+    )
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {each}" for name, each in value.items())
+    return str(value)
+
+
+# --- Summing up -----------------------------------------------------------------------------------------------------
+
+
+def tiles(panels: Iterable[Panel]) -> list[tuple[str, str]]:
+    """The figures at the top of the page: what is said, and the figure."""
+    panels = list(panels)
+    found = [("layers measured", str(len(panels)))]
+    behind = [each for panel in panels for count in panel.counts if (each := panel.behind(count)) is not None]
+    if behind:
+        near = sum(each <= NEAR for each in behind)
+        found.append((f"choices within {NEAR:.0%} of the fastest backend", f"{near / len(behind):.1%}"))
+        found.append(("furthest behind the fastest", f"{max(behind):.1%}"))
+    for span, (low, high) in SPANS.items():
+        ratios = [
+            each
+            for panel in panels
+            for count in panel.counts
+            if low <= count <= high and (each := panel.speedup(count)) is not None
+        ]
+        if ratios:
+            mean = statistics.geometric_mean(ratios)
+            found.append((f"stock's default over our choice, {span} token{'s' * (span != '1')}", f"{mean:.2f}×"))
+    return found
+
+
+def table(panel: Panel) -> tuple[list[str], list[list[str]]]:
+    """A panel's figures: column names and rows."""
+    backends = sorted(panel.times, key=lambda name: (name in panel.stock, name))
+    heads = ["tokens", "floor", *backends, "chosen", "behind", "over stock's default"]
+    rows = []
+    for count in panel.counts:
+        floor, behind, ratio = panel.floors.get(count), panel.behind(count), panel.speedup(count)
+        cells = [panel.times[name].get(count) for name in backends]
+        rows.append(
+            [
+                str(count),
+                "" if floor is None else _us(floor),
+                *("" if cell is None else _us(cell.us) for cell in cells),
+                panel.chosen.get(count, ""),
+                "" if behind is None else f"{behind:.1%}",
+                "" if ratio is None else f"{ratio:.2f}×",
+            ]
+        )
+    return heads, rows
+
+
+def _us(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def page(content: Content, command: str) -> tuple[str, dict[str, str]]:
+    """The page, and its plots by file name, each of which can be looked at by itself.
+
+    Args:
+        content: what to show.
+        command: what repeats it.
+
+    Raises:
+        ImportError: matplotlib or Jinja are not installed.
+    """
+    import jinja2
+    import markupsafe
+
+    from . import plots
+
+    palette = plots.palette(content.panels)
+    drawn: dict[str, str] = {}
+    if any(panel.speedup(count) is not None for panel in content.panels for count in panel.counts):
+        drawn["speed-up"] = plots.speedups(content.panels)
+    if any(panel.chosen for panel in content.panels):
+        drawn["choices"] = plots.choices(content.panels, palette)
+    shown = []
+    for number, panel in enumerate(content.panels):
+        name = f"times-{number + 1:02d}"
+        drawn[name] = plots.times(panel, palette)
+        heads, rows = table(panel)
+        shown.append({"panel": panel, "plot": name, "heads": heads, "rows": rows})
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    html = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        content=content,
+        tiles=tiles(content.panels),
+        shown=shown,
+        # Drawn here from numbers and escaped names; everything else on the page is escaped.
+        plots={name: markupsafe.Markup(plots.inline(svg, name)) for name, svg in drawn.items()},
+        style=markupsafe.Markup(plots.STYLE),
+        near=f"{NEAR:.0%}",
+        version=__version__,
+        made=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        command=command,
+    )
+    return html, {f"{name}.svg": plots.alone(svg) for name, svg in drawn.items()}
