@@ -1,0 +1,241 @@
+"""New weights under captured CUDA graphs, and sleep: outputs of the new weights, kernel tensors where they were.
+
+    python tests/gpu/reload.py --json reload.json
+    python tests/gpu/reload.py --only mxfp8:own_mxfp8
+
+Tiny random models of two seeds (tests/checkpoints.py), each in a process of its own. A model is started with the first
+checkpoint, its decode steps captured as CUDA graphs. Then, each time followed by the same prompt: vLLM's layer-wise
+reload with the second checkpoint; sleep of level 2 (vLLM's allocator gives all memory away), waking, reload with the
+first; sleep of level 1 and waking. What it says must be what a model says that was started with those weights, and no
+tensor of an expert layer may have moved. On a CPU (``--cpu``) the reload alone is tried, without graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS), str(TESTS / "e2e")]
+
+CASES = (
+    "mxfp8:auto", "mxfp8:marlin_mxfp8", "mxfp8:own_mxfp8", "online:own_mxfp8",
+    "mxfp4:auto", "mxfp4:marlin_mxfp4", "mxfp4:own_mxfp4",
+)  # fmt: skip
+"""Checkpoint and backend."""
+FORMATS = {"mxfp8": ("qwen3_moe", "mxfp8"), "online": ("qwen3_moe", "bf16"), "mxfp4": ("gpt_oss", "mxfp4")}
+"""Architecture and format of the checkpoint."""
+ENGINE: dict[str, dict[str, Any]] = {
+    "online": {"quantization": "mxfp8", "quantization_config": {"ignore": ["lm_head", "re:.*\\.mlp\\.gate$"]}}
+}
+PROMPT = [5, 6, 7, 8, 9, 10]
+TOKENS = 24
+TOLERANCE = 0.06
+"""Largest difference of a logprob between two runs of the same weights: what bf16 arithmetic in another order does to
+these models (tests/checkpoints.py); other weights of one expert move it by 0.3 and more."""
+
+
+def write(folder: Path, case: str, seed: int) -> str:
+    """The checkpoint of a case and seed."""
+    import checkpoints
+
+    arch, kind = FORMATS[case.partition(":")[0]]
+    size = checkpoints.Size(
+        layers=2, hidden=512, intermediate=256, experts=16, top_k=4, heads=8, kv_heads=2, head_dim=64
+    )
+    return str(
+        checkpoints.write_checkpoint(folder / f"{arch}-{kind}-{seed}", arch=arch, format=kind, seed=seed, size=size)
+    )
+
+
+class Served:
+    """A model in this process."""
+
+    def __init__(self, case: str, checkpoint: str, cpu: bool) -> None:
+        import generate
+        from vllm import LLM
+
+        kind, _, backend = case.partition(":")
+        graphs = {
+            "enforce_eager": False,
+            "enable_sleep_mode": True,
+            # Decode steps as whole graphs, nothing compiled: that only takes time here.
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [1, 2, 4],
+            },
+        }
+        self.say = generate.say
+        self.llm: Any = LLM(
+            model=checkpoint,
+            dtype="bfloat16",
+            **generate.SMALL | ({} if cpu else graphs) | ENGINE.get(kind, {}),
+            **({} if backend == "auto" else {"additional_config": {"moe_oracle": {"backend": backend}}}),
+        )
+        self.model = generate.model_of(self.llm)
+
+    def generate(self) -> dict[str, Any]:
+        """What it says; a prompt's cache does not outlive the weights."""
+        self.llm.reset_prefix_cache()
+        said: dict[str, Any] = self.say(self.llm, PROMPT, TOKENS)
+        return said
+
+    def addresses(self) -> dict[str, int]:
+        """Of every parameter and buffer of the expert layers."""
+        tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        return {name: tensor.data_ptr() for name, tensor in tensors.items() if ".experts" in name}
+
+    def backends(self) -> list[str]:
+        """Those of its layers."""
+        methods = [getattr(module, "quant_method", None) for module in self.model.modules()]
+        return sorted({method.backend.name for method in methods if hasattr(method, "decision")})
+
+    def reload(self, checkpoint: str) -> None:
+        """vLLM's layer-wise reload."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": checkpoint})
+
+
+def steps(case: str, paths: list[str], cpu: bool) -> dict[str, Any]:
+    """Everything that is done to the model that is started first."""
+    first, second = paths
+    served = Served(case, first, cpu)
+    found: dict[str, Any] = {"backends": served.backends(), "said": {}, "moved": {}}
+    before = served.addresses()
+
+    def note(step: str) -> None:
+        after = served.addresses()
+        found["moved"][step] = sorted(
+            name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+        )
+        found["said"][step] = served.generate()
+
+    note("start")
+    served.reload(second)
+    note("reload")
+    if not cpu:
+        served.llm.sleep(level=2)
+        served.llm.wake_up(tags=["weights"])
+        served.reload(first)
+        served.llm.wake_up(tags=["kv_cache"])
+        note("sleep 2")
+        served.llm.sleep(level=1)
+        served.llm.wake_up()
+        note("sleep 1")
+    return found
+
+
+def inner(case: str, paths: list[str], cpu: bool) -> dict[str, Any]:
+    """One process: all steps with two checkpoints, a fresh start with one."""
+    if len(paths) == 2:
+        return steps(case, paths, cpu)
+    served = Served(case, paths[0], cpu)
+    return {"backends": served.backends(), "said": {"start": served.generate()}}
+
+
+def run(case: str, paths: list[str], cpu: bool, seconds: float, folder: Path) -> dict[str, Any]:
+    """One process's result, or the end of what it printed under ``error``; ended after so many seconds."""
+    command = [sys.executable, __file__, "--only", case, "--inner", *paths, *(["--cpu"] if cpu else [])]
+    log = folder / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"VLLM_PLUGINS": "moe_oracle"},
+            start_new_session=True,
+        )
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its own session: nothing else is in it
+            process.wait()
+    said = log.read_text(errors="replace")
+    found = [line.removeprefix("FOUND ") for line in said.splitlines() if line.startswith("FOUND ")]
+    if found:
+        result: dict[str, Any] = json.loads(found[-1])
+        return result
+    errors = [line[:400] for line in said.splitlines() if "Error" in line]
+    return {"error": "\n".join([f"exit status {process.returncode}", *errors[:10], said[-800:]])}
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Largest difference of two logprobs; infinite where the tokens are different."""
+    if one["tokens"] != other["tokens"]:
+        return float("inf")
+    pairs = zip(one["logprobs"], other["logprobs"], strict=True)
+    return max(abs(a - b) for row, its in pairs for a, b in zip(row, its, strict=True))
+
+
+def judge(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """What is right and wrong with a case: `first` of all steps, `second` of a start with the second checkpoint."""
+    if "error" in first or "error" in second:
+        return {"passed": False, "error": first.get("error") or second.get("error")}
+    said, fresh = first["said"], second["said"]["start"]
+    expected = {"reload": fresh, "sleep 2": said["start"], "sleep 1": said["start"]}
+    differences = {step: difference(said[step], expected[step]) for step in expected if step in said}
+    moved = {step: names for step, names in first["moved"].items() if names}
+    other = difference(said["start"], fresh)  # else a reload that does nothing would pass
+    passed = other > TOLERANCE and not moved and all(each <= TOLERANCE for each in differences.values())
+    return {
+        "passed": passed,
+        "backends": first["backends"],
+        "differences": {
+            step: str(each) if each == float("inf") else round(each, 5) for step, each in differences.items()
+        },
+        "moved": moved,
+        "checkpoints_differ": other > TOLERANCE,
+    }
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for each process, after which it is ended")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--inner", nargs="+", help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.inner:
+        print("FOUND " + json.dumps(inner(chosen.only[0], chosen.inner, chosen.cpu)), flush=True)
+        return 0
+    rows: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for case in chosen.only or CASES:
+            begin = time.perf_counter()
+            paths = [write(Path(folder), case, seed) for seed in (0, 1)]
+            first = run(case, paths, chosen.cpu, chosen.seconds, Path(folder))
+            second = run(case, paths[1:], chosen.cpu, chosen.seconds, Path(folder))
+            rows[case] = {**judge(first, second), "seconds": round(time.perf_counter() - begin, 1)}
+            print(case, json.dumps(rows[case]), flush=True)
+            if chosen.json:
+                chosen.json.write_text(json.dumps({"conditions": conditions(), "cases": rows}, indent=1) + "\n")
+    print("\n".join(f"{'PASS' if row['passed'] else 'FAIL'} {case}" for case, row in rows.items()))
+    return int(not all(row["passed"] for row in rows.values()))
+
+
+def conditions() -> dict[str, Any]:
+    """What the results were seen with."""
+    import torch
+    import vllm
+
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "tolerance": TOLERANCE,
+        "command": "python " + " ".join(["tests/gpu/reload.py", *sys.argv[1:]]),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
