@@ -87,7 +87,9 @@ def _compressed_tensors_with_fp8(probe: Any) -> None:
 
 def _fp8(probe: Any) -> None:
     """An FP8 config that constructs the stock method for MXFP4 itself, since 0.24."""
-    config = probe.quant_config({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]})
+    config = probe.quant_config(
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    )
     if not hasattr(config, "store_dtype"):
         from vllm_moe_oracle.compat import current_adapter
 

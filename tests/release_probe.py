@@ -28,6 +28,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import mxfp4_probe
+
 os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 for variable in [each for each in os.environ if each.startswith(("MOE_ORACLE_", "VLLM_PLUGINS"))]:
@@ -210,11 +212,10 @@ def moe_layer_and_router(config: Any, **keywords: Any) -> tuple[Any, Any]:
         num_experts=EXPERTS,
         top_k=TOP_K,
         hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
         params_dtype=torch.float32,
         quant_config=config,
         prefix=NAME,
-        **keywords,
+        **{"intermediate_size": INTERMEDIATE, **keywords},
     )
     return getattr(made, "routed_experts", made), made.router
 
@@ -566,6 +567,108 @@ def _load(layer: Any, generator: Any) -> dict[str, Any]:
     return {name: torch.stack(values) for name, values in dense.items()}
 
 
+INTEGERS: tuple[tuple[str, str | None, dict[str, Any]], ...] = (
+    ("gptq", None, {}),
+    ("gptq", None, {"bits": 8, "act_order": "group", "zero_points": True, "bias": True}),
+    ("gptq_v2", "moe_wna16", {"zero_points": True, "group": 64}),
+    ("gptq", "moe_wna16", {"act_order": "group", "zero_points": True}),
+    ("awq", None, {"zero_points": True, "bias": True}),
+    ("awq", "moe_wna16", {"zero_points": True}),
+    ("compressed-tensors", None, {"zero_points": True, "bias": True}),
+    ("compressed-tensors", None, {"act_order": "group", "bits": 8}),
+    ("compressed-tensors-int", None, {"group": -1, "bits": 8}),
+)
+"""Packing, ``--quantization``, and what the layer is like."""
+
+
+def check_integers() -> None:
+    """Integer experts of every tool, from config to layer, loaded and run: the numbers of the very codes."""
+    for packing, quantization, kind in INTEGERS:
+        try:
+            _integers(packing, quantization, kind)
+        except Exception as error:
+            raise AssertionError(f"{packing} {quantization} {kind}") from error
+
+
+def _integers(packing: str, quantization: str | None, kind: dict[str, Any]) -> None:
+    import numpy as np
+    import reference
+    import torch
+    from wna16_layers import checkpoint_of, contents_of, layer_of
+
+    sizes = {"experts": EXPERTS, "top_k": TOP_K, "hidden_size": HIDDEN, "intermediate_size": 2 * INTERMEDIATE}
+    contents = contents_of(layer_of(packing, **kind, **sizes))
+    with engine(backend="emulation"):
+        config = _integer_config(checkpoint_of(contents.problem), quantization)
+        layer = moe_layer(config, has_bias=contents.problem.has_bias, intermediate_size=2 * INTERMEDIATE)
+        ours(layer)
+        parameters = dict(layer.named_parameters())
+        for (expert, shard, name), tensor in contents.files().items():
+            full = f"{'w2' if shard == 'w2' else 'w13'}_{name}"
+            done = parameters[full].weight_loader(
+                parameters[full], tensor, f"{NAME}.{full}", shard_id=shard, expert_id=expert, return_success=True
+            )
+            assert done is True, (full, done)
+        layer.quant_method.process_weights_after_loading(layer)
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(TOKENS, HIDDEN, generator=generator)
+        ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)]).int()
+        shares = torch.rand(TOKENS, TOP_K, generator=generator)
+        given = {"shared_experts": None, "shared_experts_input": None}
+        found = layer.quant_method.apply(layer=layer, x=x.clone(), topk_weights=shares, topk_ids=ids, **given)
+    biases = [contents.biases[name].double().numpy() if contents.biases else None for name in ("w13", "w2")]
+    expected = reference.moe(
+        x.numpy(), contents.weights("w13"), contents.weights("w2"), ids.numpy(), shares.numpy(),
+        activation="silu", b13=biases[0], b2=biases[1],
+    )  # fmt: skip
+    error = np.linalg.norm(found.numpy() - expected) / np.linalg.norm(expected)
+    assert error < 1e-5, error
+
+
+def _integer_config(checkpoint: dict[str, Any], quantization: str | None) -> Any:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+
+    if checkpoint["quant_method"] == "awq" and quantization is None and "cpu_awq" in QUANTIZATION_METHODS:
+        # That release has a config class of its own for AWQ on CPUs, which takes the place of the one for GPUs here.
+        config = get_quantization_config("awq_marlin").from_config(checkpoint)
+        config.packed_modules_mapping = {}
+        return config
+    return quant_config(checkpoint, quantization)
+
+
+def check_other_makers_of_integer_methods() -> None:
+    """Code that constructs the stock classes itself, as Intel's AutoRound does and the fallback from one to another."""
+    import importlib.util
+
+    from vllm.model_executor.layers.quantization import auto_gptq, moe_wna16
+
+    with engine(backend="emulation"):
+        moe = moe_layer(quant_config(MODELOPT)).moe_config
+        fields = {"lm_head_quantized": False, "full_config": {}}
+        config = auto_gptq.AutoGPTQConfig(
+            weight_bits=4, group_size=32, desc_act=False, is_sym=True, dynamic={}, **fields
+        )
+        methods = [auto_gptq.AutoGPTQMoEMethod(config, moe)]
+        plain = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
+        methods.append(moe_wna16.MoeWNA16Method(moe_wna16.MoeWNA16Config.from_config(plain), moe))
+        package = "vllm.model_executor.layers.quantization"
+        if importlib.util.find_spec(f"{package}.auto_awq"):
+            awq = importlib.import_module(f"{package}.auto_awq")
+            config = awq.AutoAWQConfig(
+                weight_bits=4, group_size=32, zero_point=True, modules_to_not_convert=[], **fields
+            )
+            methods.append(awq.AutoAWQMoEMethod(config, moe))
+        else:
+            awq = importlib.import_module(f"{package}.awq_marlin")
+            config = awq.AWQMarlinConfig(
+                weight_bits=4, group_size=32, zero_point=True, modules_to_not_convert=[], **fields
+            )
+            methods.append(awq.AWQMarlinMoEMethod(config, moe))
+    for method in methods:
+        assert type(method).__module__.startswith("vllm_moe_oracle.methods."), type(method)
+        assert method.decision.problem.scheme.bits == 4
+
+
 def check_activation_parameters() -> None:
     """A model's alpha, beta and limit reach the problem as far as the release lets a model set them."""
     import inspect
@@ -684,10 +787,15 @@ def main() -> None:
         "layer_runs",
         "layer_routes",
         "mxfp4",
+        "integers",
+        "other_makers_of_integer_methods",
         "activation_parameters",
         "hash_routing",
     ):
         checks[name] = _run(globals()[f"check_{name}"])
+        gc.collect()
+    for name, check in mxfp4_probe.checks(sys.modules["__main__"]).items():
+        checks[name] = _run(check)
         gc.collect()
     result = {
         "version": version,

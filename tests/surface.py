@@ -20,6 +20,7 @@ from typing import Any
 from packaging.version import Version
 
 from vllm_moe_oracle.compat import era_of, stock
+from vllm_moe_oracle.methods import NEEDS
 
 PACKAGE = Path(__file__).resolve().parent.parent / "vllm_moe_oracle"
 FOLDERS = ("compat", "methods", "backends")
@@ -603,6 +604,10 @@ class _Check:
         self.sources = sources
         self.era = era_of(release)
         self.problems: list[Problem] = []
+        # Ours that are for other releases are never imported in this one.
+        self.files = [file for file in our_files() if self._is_for_release(file)]
+        names = {file.name for file in self.files}
+        self.absent = {name for name, (file, _) in _our_classes().items() if file.name not in names}
         self.file = our_files()[0]
         self.globals: dict[str, Thing] = {}
         self.own: str | None = None
@@ -612,11 +617,20 @@ class _Check:
         """All problems."""
         self._era_line()
         self._strings()
-        for file in our_files():
+        for file in self.files:
             self.file = file
             if not file.name.endswith(("compat/stock.py", "compat/eras.py")):
                 self._follow(file)
         return self.problems
+
+    def _is_for_release(self, file: OurFile) -> bool:
+        needed = NEEDS.get(file.name.removesuffix(".py").replace("/", "."))
+        return needed is None or self.sources.module(needed) is not None
+
+    def _bases_of_heirs(self, name: str) -> list[Class]:
+        """vLLM's classes behind those of ours in which a mix-in ends up in this release."""
+        heirs = [each for each in _heirs(name) if each not in self.absent] or [name]
+        return list(dict.fromkeys(base for heir in heirs for base in self._stock_bases(heir)))
 
     def report(self, node: ast.AST | int, message: str) -> None:
         """Notes a problem at a place in the current file."""
@@ -919,7 +933,7 @@ class _Check:
 
     def _stock_sets(self, name: str) -> bool:
         """Whether the stock classes behind the class that is being followed set an attribute on the layer too."""
-        bases = self._stock_bases(self.own) if self.own else []
+        bases = self._bases_of_heirs(self.own) if self.own else []
         sets = {
             each
             for base in bases
@@ -934,7 +948,7 @@ class _Check:
 
     def _set_on_own(self, target: ast.Attribute, owner: Own) -> None:
         """What we set on an object that stock code looks at: stock code speaks of it, or we do."""
-        bases = self._stock_bases(owner.name)
+        bases = self._bases_of_heirs(owner.name)
         name = target.attr
         if not bases or name in stock.OURS or self._own_member(owner.name, name):
             return
@@ -1051,6 +1065,8 @@ class _Check:
         result: Thing = OTHER
         # What is mixed in before stock classes finds them behind itself only in the classes that mix it in.
         for cls in _heirs(owner.name) if owner.super_only else (owner.name,):
+            if cls in self.absent:
+                continue
             bases = self._stock_bases(cls)
             if not bases:
                 continue

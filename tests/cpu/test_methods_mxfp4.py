@@ -1,5 +1,5 @@
-"""MXFP4 inside vLLM: configs and methods are the stock classes' heirs, tensors arrive as the files have them, also by a
-reload, and devices for which there is no kernel keep stock vLLM's."""
+"""MXFP4 inside vLLM: configs and methods are the heirs of the stock classes, and tensors arrive as the files have them,
+also by a reload."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cases
 import checkpoints
 import numpy as np
 import pytest
@@ -24,8 +23,15 @@ from safetensors.torch import load_file
 pytest.importorskip("vllm", reason="vLLM's own classes are asked")
 
 from vllm.model_executor.layers.quantization import mxfp4 as stock
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    kFp8Dynamic128Sym,
+    kFp8DynamicTokenSym,
+    kMxfp4Dynamic,
+    kMxfp8Dynamic,
+)
 
-from vllm_moe_oracle import methods, settings
+from vllm_moe_oracle import methods
 from vllm_moe_oracle.methods import mxfp4
 from vllm_moe_oracle.methods.base import OracleMoEMethod
 
@@ -77,41 +83,22 @@ def test_a_method_keeps_what_vllms_loaders_look_at(ours: type[Any]) -> None:
 def test_no_size_is_rounded_up(ours: type[Any], sizes: tuple[int, int]) -> None:
     alone = type("Alone", (), {"__getattr__": lambda self, name: False})()  # no all-to-all of any name
     made = ours.__new__(ours)
+    made.decision = SimpleNamespace(problem=SimpleNamespace(intermediate_size=sizes[1]))
     assert made.maybe_roundup_sizes(*sizes, torch.bfloat16, alone) == sizes
 
 
-# --- Who serves ------------------------------------------------------------------------------------------------------
+# --- What is declared ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A machine that is no CPU; the settings may be changed."""
-    chosen: dict[str, Any] = {}
-    monkeypatch.setattr(mxfp4, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    monkeypatch.setattr(mxfp4, "get_current_vllm_config", lambda: SimpleNamespace(additional_config={}))
-    monkeypatch.setattr(mxfp4.settings, "load", lambda **_: settings.Settings(**chosen))
-    only = cases.registry([cases.backend("emulation", schemes=("mxfp4",))])
-    monkeypatch.setattr(mxfp4, "default_registry", lambda: only)
-    return chosen
-
-
-def test_stock_vllm_serves_where_only_emulation_could(gpu: dict[str, Any]) -> None:
-    assert mxfp4.left_to_stock()
-
-
-def test_a_backend_that_was_asked_for_is_not_left_to_stock(gpu: dict[str, Any]) -> None:
-    gpu["backend"] = "emulation"
-    assert not mxfp4.left_to_stock()
-
-
-def test_a_kernel_of_ours_ends_it(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    more = cases.registry([cases.backend(name, schemes=("mxfp4",)) for name in ("emulation", "kernel")])
-    monkeypatch.setattr(mxfp4, "default_registry", lambda: more)
-    assert not mxfp4.left_to_stock()
-
-
-def test_on_a_cpu_the_oracle_decides() -> None:
-    assert not mxfp4.left_to_stock()
+def test_an_fp8_config_declares_fp8_whatever_the_release_says_of_its_experts() -> None:
+    fp8 = Fp8Config(True, "dynamic", weight_block_size=[128, 128])
+    layer = SimpleNamespace(quant_config=fp8)
+    for key in (None, kMxfp8Dynamic):
+        assert mxfp4.declared_by(layer, key) == "fp8"
+    for key, expected in ((None, "16bit"), (kMxfp8Dynamic, "mxfp8"), (kMxfp4Dynamic, "mxfp4"),
+                          (kFp8DynamicTokenSym, "fp8"), (kFp8Dynamic128Sym, "fp8")):  # fmt: skip
+        assert mxfp4.declared_by(SimpleNamespace(quant_config=None), key) == expected
+        assert mxfp4.declared_by(None, key) == expected
 
 
 @pytest.mark.parametrize("name", CONFIGS)

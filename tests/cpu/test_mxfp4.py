@@ -4,6 +4,7 @@ a layer in either order of rows; and the experts that emulation computes from it
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.methods import storage
 from vllm_moe_oracle.oracle.decision import Accepted, Plan
 from vllm_moe_oracle.oracle.problem import Activation, Problem, Scheme
-from vllm_moe_oracle.schemes import mxfp4
+from vllm_moe_oracle.schemes import fp8, mxfp4
 
 RULES: tuple[Literal["ceil", "floor"], ...] = ("ceil", "floor")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -592,6 +593,7 @@ FAULTS: dict[str, Fault] = {
     "limit": activation(limit=None),
     "activations in mxfp8": scheme_of(activations="mxfp8"),
     "activations in mxfp4": scheme_of(activations="mxfp4"),
+    "activations in fp8": scheme_of(activations="fp8"),
 }
 
 
@@ -604,11 +606,40 @@ def test_an_injected_fault_is_outside_the_bound(fault: str) -> None:
     assert judge(made.run()) != ""
 
 
-@pytest.mark.parametrize("activations", ["fp8"])
+@pytest.mark.parametrize("activations", ["int8"])
 def test_activations_that_emulation_cannot_round_are_refused_with_what_it_can(activations: Any) -> None:
     layer = dataclasses.replace(LAYER, scheme=dataclasses.replace(GPT_OSS_SCHEME, activations=activations))
     (reason,) = BACKEND.check(layer, CPU).reasons
-    assert reason.code == "activations" and "mxfp8 or mxfp4" in reason.detail and activations in reason.detail
+    assert reason.code == "activations" and "mxfp8 or fp8 or mxfp4" in reason.detail and activations in reason.detail
+
+
+@pytest.mark.parametrize("columns", [32, 128, 160, 384])
+def test_fp8_activations_have_one_power_of_two_per_128(columns: int) -> None:
+    """Against a loop over groups in float64, with the code's value from its bits."""
+    generator = torch.Generator().manual_seed(columns)
+    values = torch.randn(3, columns, generator=generator) * torch.exp2(
+        torch.randint(-20, 20, (3, columns), generator=generator).float()
+    )
+    values[0, :20] = 0
+    values[1] = 0
+    found = fp8.round_trip(values)
+    assert found.shape == values.shape and found.dtype == torch.float32
+    numbers = [e4m3(code) for code in range(127)]
+    for row in range(3):
+        for start in range(0, columns, 128):
+            group = values[row, start : start + 128].tolist()
+            largest = max(map(abs, group))
+            scale = 2.0 ** max(math.ceil(math.log2(largest / 448)), -127) if largest else 1.0
+            for value, result in zip(group, found[row, start : start + 128].tolist(), strict=True):
+                nearest = min(numbers, key=lambda number: abs(abs(value) / scale - number))
+                assert abs(abs(result) / scale - abs(value) / scale) == abs(abs(value) / scale - nearest)
+                assert result == 0 or (result < 0) == (value < 0)
+
+
+def e4m3(code: int) -> float:
+    """A positive e4m3 number: 4 bits of exponent with bias 7, 3 of fraction."""
+    exponent, fraction = code >> 3, code & 7
+    return math.ldexp(fraction, -9) if exponent == 0 else math.ldexp(8 + fraction, exponent - 10)
 
 
 @pytest.mark.parametrize(("tp", "size"), [(4, 720), (8, 360)])

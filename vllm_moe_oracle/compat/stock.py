@@ -20,6 +20,7 @@ TYPES = {
     "kernel": f"{_FUSED_MOE}.modular_kernel:FusedMoEKernel",
     "experts": f"{_FUSED_MOE}.modular_kernel:FusedMoEExpertsModular",
     "quant_config": f"{_FUSED_MOE}.config:FusedMoEQuantConfig",
+    "key": "vllm.model_executor.layers.quantization.utils.quant_utils:QuantKey",
     "linear": "vllm.model_executor.kernels.linear",
     "loader": f"{LAYER}.weight_loader",
     "select_experts": (
@@ -36,6 +37,11 @@ VALUES = {
 """Class of values that vLLM does not annotate."""
 
 NARROWED: dict[str, str] = {
+    "compat/adapter.py:widen_output:experts": f"{_FUSED_MOE}.experts.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsModular",
+    "compat/older.py:widen_output:experts": f"{_FUSED_MOE}.experts.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsModular",
+    "methods/compressed_tensors_mxfp4.py:declared_inputs:layer.quant_config": (
+        "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
+    ),
     "methods/compressed_tensors.py:declared_activations:layer.quant_config": (
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
     ),

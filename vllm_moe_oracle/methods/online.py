@@ -7,12 +7,13 @@ better message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.quantization.online import mxfp8 as stock
+from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -59,7 +60,7 @@ class Mxfp8OnlineLinearMethod(stock.Mxfp8OnlineLinearMethod):
         super().create_weights(layer, input_size_per_partition, *args, **kwargs)
 
 
-class OnlineMoEMethod(OracleMoEMethod):
+class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
     """Mixed in before a stock class whose weights are quantised here, while they load.
 
     Attributes:
@@ -72,13 +73,11 @@ class OnlineMoEMethod(OracleMoEMethod):
     codes: ClassVar[torch.dtype]
     per_byte: ClassVar[int] = 1
 
-    def begin(self, initialise: Callable[[Any], None], moe: Any, layer: Any) -> None:
-        """What the constructors share.
-
+    def __init__(self, *, moe: Any = None, layer: Any = None) -> None:
+        """
         Args:
-            initialise: the constructor of the stock class's base.
-            moe: vLLM's `FusedMoEConfig`, or None.
-            layer: the layer, where there is no `moe`.
+            moe: vLLM's `FusedMoEConfig`; releases before 0.30 give the layer instead.
+            layer: the layer.
 
         Raises:
             CheckpointError: an input size that blocks of 32 do not divide.
@@ -90,7 +89,8 @@ class OnlineMoEMethod(OracleMoEMethod):
             hidden_size=config.hidden_dim,
             intermediate_size=config.intermediate_size_per_partition,
         )
-        initialise(config)
+        # Not the stock class's constructor: it would choose a backend by its own list.
+        OnlineMoEMethodBase.__init__(self, config)
         self.weight_block_size = [1, MX_BLOCK]
         self.weight_scale_name = "weight_scale"
         self.decide(config, self.scheme)
@@ -192,18 +192,6 @@ class Mxfp8OnlineMoEMethod(OnlineMoEMethod, stock.Mxfp8OnlineMoEMethod):
 
     scheme = SCHEME
     codes = torch.float8_e4m3fn
-
-    def __init__(self, *, moe: Any = None, layer: Any = None) -> None:
-        """
-        Args:
-            moe: vLLM's `FusedMoEConfig`; releases before 0.30 give the layer instead.
-            layer: the layer.
-
-        Raises:
-            CheckpointError: an input size that blocks of 32 do not divide.
-        """
-        # The stock class's base, not the class itself: that would choose a backend by its own list.
-        self.begin(super(stock.Mxfp8OnlineMoEMethod, self).__init__, moe, layer)
 
     def quantise_into(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
         """To MXFP8; see `OnlineMoEMethod.quantise_into`."""

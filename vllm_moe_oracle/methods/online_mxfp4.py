@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.quantization.online import mxfp4 as stock
@@ -22,18 +20,6 @@ class Mxfp4OnlineMoEMethod(OnlineMoEMethod, stock.Mxfp4OnlineMoEMethod):
     scheme = SCHEME
     codes = torch.uint8
     per_byte = 2
-
-    def __init__(self, *, moe: Any = None, layer: Any = None) -> None:
-        """
-        Args:
-            moe: vLLM's `FusedMoEConfig`; releases before 0.30 give the layer instead.
-            layer: the layer.
-
-        Raises:
-            CheckpointError: an input size that blocks of 32 do not divide.
-        """
-        # The stock class's base, not the class itself: that would choose a backend by its own list.
-        self.begin(super(stock.Mxfp4OnlineMoEMethod, self).__init__, moe, layer)
 
     def quantise_into(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
         """To MXFP4; see `OnlineMoEMethod.quantise_into`."""
