@@ -1,0 +1,580 @@
+"""Backends for integer weights: what they say, and what their conversions make of an expert. Kernels run elsewhere, but
+for the CPU's; what a conversion means is undone here and compared with what went in."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from cases import CPU, GPT_OSS, RELU2, SILU, problem
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_moe_oracle.backends import Backend
+from vllm_moe_oracle.backends.emulation import forward
+from vllm_moe_oracle.errors import NoBackendError
+from vllm_moe_oracle.kernels.weights import restore_expert
+from vllm_moe_oracle.layouts import blocks, pack, scales
+from vllm_moe_oracle.layouts import rows as row_orders
+from vllm_moe_oracle.layouts.pad import crop_columns, crop_rows
+from vllm_moe_oracle.oracle.decision import Plan
+from vllm_moe_oracle.oracle.oracle import decide
+from vllm_moe_oracle.oracle.planner import has_group_index, has_order, loaded_group
+from vllm_moe_oracle.oracle.problem import Activation, ActOrder, Device, Problem, Routing, Scheme
+from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.schemes import wna16
+from vllm_moe_oracle.settings import Settings
+
+PACKAGES = {"vllm": "0.33.0", "torch": "2.14.0", "humming-kernels": "0.1.19", "flashinfer-python": "0.7.2.post1"}
+NAMES = (
+    "marlin_wna16",
+    "marlin_wna16_batched",
+    "humming_wna16",
+    "humming_wna16_grouped",
+    "triton_wna16",
+    "trtllm_mxint4",
+    "cpu_int4",
+    "own_wna16",
+)
+AVX512 = dataclasses.replace(CPU, features=("avx2", "avx512f", "avx512_bf16"))
+
+
+def scheme(
+    bits: int = 4, group: int = 128, zeros: bool = False, order: ActOrder = "none", packing: str = "gptq"
+) -> Scheme:
+    return Scheme("wna16", bits, group, packing, zeros, order)
+
+
+def gpu(capability: int, **packages: str) -> Device:
+    return Device("cuda", f"a card of sm_{capability}", capability, packages=PACKAGES | packages)
+
+
+def backend(name: str) -> Backend:
+    return default_registry()[name]
+
+
+def home(name: str) -> Device:
+    return AVX512 if name == "cpu_int4" else gpu({"trtllm_mxint4": 100}.get(name, 90))
+
+
+def usual(name: str, **changes: Any) -> Problem:
+    """A layer that the backend takes at home."""
+    fields: dict[str, Any] = {"scheme": scheme(), "routing": Routing("renormalize")}
+    if name == "trtllm_mxint4":
+        fields["scheme"] = scheme(group=32)
+    if name == "humming_wna16_grouped":
+        fields |= {"ep": 4, "local_experts": 32}
+    if name == "marlin_wna16_batched":
+        fields |= {"format": "batched"}
+    return problem(**(fields | changes))
+
+
+def codes_of(name: str, device: Device | None = None, **changes: Any) -> set[str]:
+    reasons = backend(name).check(usual(name, **changes), device or home(name)).reasons
+    return {reason.code for reason in reasons}
+
+
+# --- What they take ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_usual_layer_is_taken_at_home(name: str) -> None:
+    assert codes_of(name) == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("marlin_wna16", {75, 80, 89, 90, 100, 103, 120, 121}),
+        ("marlin_wna16_batched", {75, 80, 89, 90, 100, 103, 120, 121}),
+        ("humming_wna16", {75, 80, 89, 90, 100, 103, 120, 121}),
+        ("triton_wna16", {75, 80, 89, 90, 100, 103, 120, 121}),
+        ("trtllm_mxint4", {100, 103}),
+        ("own_wna16", {90}),
+    ],
+)
+def test_capabilities(name: str, taken: set[int]) -> None:
+    every = (70, 75, 80, 89, 90, 100, 103, 120, 121)
+    assert {each for each in every if not codes_of(name, gpu(each))} == taken
+
+
+# name: bits, groups, zero points of 4 and of 8 bits, act orders, bias
+TAKES: dict[str, tuple[set[int], set[int], set[int], set[str], bool]] = {
+    "marlin_wna16": ({4, 8}, {-1, 32, 64, 128}, {4}, {"none", "static"}, True),
+    "marlin_wna16_batched": ({4, 8}, {-1, 32, 64, 128}, {4}, {"none", "static"}, True),
+    "humming_wna16": ({4, 8}, {-1, 32, 64, 128}, {4, 8}, {"none", "static"}, True),
+    "humming_wna16_grouped": ({4, 8}, {-1, 32, 64, 128}, {4, 8}, {"none", "static"}, True),
+    "triton_wna16": ({4, 8}, {-1, 32, 64, 128}, {4, 8}, {"none", "static"}, False),
+    "trtllm_mxint4": ({4}, {32}, set(), {"none", "static"}, False),
+    "cpu_int4": ({4}, {32, 64, 128}, set(), {"none", "static"}, False),
+    "own_wna16": ({4, 8}, {-1, 32, 64, 128}, {4, 8}, {"none", "static"}, True),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_of_the_format_they_take(name: str) -> None:
+    """Every cell of bits, group, zero points, act order and bias is taken or refused with the reasons of that cell."""
+    bits, groups, zeros, orders, bias = TAKES[name]
+    for width in (4, 8):
+        for group in (-1, 32, 64, 128):
+            for zero in (False, True):
+                for order in ("none", "static", "group"):
+                    for biased in (False, True):
+                        found = codes_of(name, scheme=scheme(width, group, zero, order), has_bias=biased)
+                        expected = set()
+                        expected |= set() if width in bits else {"bits"}
+                        expected |= set() if group in groups else {"group"}
+                        if zero and width not in zeros:
+                            expected |= {"zero_points.bits"} if zeros else {"zero_points"}
+                        if biased and not bias:
+                            expected |= {"bias"}
+                        if order == "group" and name.startswith("marlin"):
+                            # With one scale a row no order changes anything.
+                            expected |= {"act_order.until"} if group != -1 else set()
+                            expected |= {"act_order.zero_points"} if group != -1 and zero else set()
+                        elif order not in orders:
+                            expected |= {"act_order"}
+                        assert found == expected, (width, group, zero, order, biased)
+
+
+@pytest.mark.parametrize("name", ["marlin_wna16", "marlin_wna16_batched"])
+def test_marlin_reorders_features_until_0_29(name: str) -> None:
+    ordered = scheme(order="group")
+    for release, taken in (("0.22.1", True), ("0.29.0", True), ("0.30.0", False), ("0.33.0", False)):
+        codes = codes_of(name, gpu(90, vllm=release), scheme=ordered)
+        assert codes == (set() if taken else {"act_order.until"})
+    assert codes_of(name, gpu(90, vllm="0.29.0"), scheme=scheme(order="group", zeros=True)) == {"act_order.zero_points"}
+
+
+def test_marlin_takes_bytes_since_0_23() -> None:
+    assert codes_of("marlin_wna16", gpu(90, vllm="0.22.1"), scheme=scheme(8)) == {"bits.since"}
+    assert codes_of("marlin_wna16", gpu(90, vllm="0.23.0"), scheme=scheme(8)) == set()
+
+
+@pytest.mark.parametrize("packing", ["gptq", "gptq_v2", "awq", "moe_wna16", "compressed-tensors"])
+@pytest.mark.parametrize("name", NAMES)
+def test_how_the_file_packs_is_nothing_to_a_kernel(name: str, packing: str) -> None:
+    group = 32 if name == "trtllm_mxint4" else 128
+    assert codes_of(name, scheme=scheme(group=group, packing=packing)) == set()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("activation", "taken"),
+    [
+        (GPT_OSS, ("marlin", "humming", "triton", "own")),
+        (Activation("silu", limit=7.0), ("marlin", "humming", "triton", "own")),
+        (Activation("silu", alpha=1.702), ("own",)),
+        (RELU2, ("marlin", "humming", "triton", "own")),
+        (Activation("gelu_tanh"), ("marlin", "humming", "triton", "own")),
+        (Activation("swigluoai", alpha=1.702, beta=1.0), ("own",)),
+    ],
+)
+def test_activations_and_their_parameters(name: str, activation: Activation, taken: tuple[str, ...]) -> None:
+    codes = codes_of(name, activation=activation)
+    assert (not codes) == (name.partition("_")[0] in taken), codes
+    assert codes <= {"activation", "activation.parameters", "activation.limit"}
+
+
+def test_triton_passes_a_limit_since_0_28() -> None:
+    clamped = Activation("silu", limit=7.0)
+    for release, taken in (("0.27.1", False), ("0.28.0", True)):
+        assert (not codes_of("triton_wna16", gpu(90, vllm=release), activation=clamped)) == taken
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batched_activations_are_for_one_class(name: str) -> None:
+    """The all-to-alls that sort tokens by expert have one kernel here; everything else refuses them."""
+    batched = codes_of(name, format="batched", **({} if name == "humming_wna16_grouped" else {"ep": 4}))
+    assert ("format" in batched) == (name != "marlin_wna16_batched")
+    assert ("format" in codes_of(name, format="standard")) == (name == "marlin_wna16_batched")
+
+
+@pytest.mark.parametrize("name", [each for each in NAMES if each != "trtllm_mxint4"])
+def test_expert_parallelism(name: str) -> None:
+    codes = codes_of(name, ep=4, local_experts=32)
+    assert codes == {"cpu_int4": {"expert_parallel"}, "humming_wna16": {"humming.kind"}}.get(name, set())
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "inner", "group", "plan"),
+    [
+        ("marlin_wna16", 2048, 768, 128, (2048, 768)),
+        ("marlin_wna16", 2688, 928, 32, (2688, 960)),
+        ("marlin_wna16_batched", 2688, 928, 32, (2688, 960)),
+        ("triton_wna16", 2688, 928, 32, (2688, 960)),
+        ("humming_wna16", 2688, 928, 32, (2688, 928)),
+        ("own_wna16", 2688, 928, 32, (2688, 928)),
+        ("trtllm_mxint4", 7168, 256, 32, (7168, 256)),
+        ("trtllm_mxint4", 2880, 352, 32, (3072, 512)),
+    ],
+)
+def test_padding_is_shown(name: str, hidden: int, inner: int, group: int, plan: tuple[int, int]) -> None:
+    chosen = usual(name, hidden_size=hidden, intermediate_size=inner, scheme=scheme(group=group))
+    found = backend(name).plan(chosen, home(name))
+    assert (found.hidden_size, found.intermediate_size) == plan
+    assert bool(found.notes) == found.pads(chosen)
+    assert backend(name).check(chosen, home(name)).reasons == ()
+
+
+def test_a_group_across_ranks_is_refused_with_its_arithmetic() -> None:
+    layer = usual("marlin_wna16", intermediate_size=320, tp=2, scheme=scheme(packing="compressed-tensors"))
+    for name in ("marlin_wna16", "humming_wna16", "triton_wna16", "own_wna16"):
+        words = str([reason for reason in backend(name).check(layer, gpu(90)).reasons if "group" in reason.code])
+        assert "640 / 2 = 320" in words and "320 mod 128 = 64" in words
+        assert "TP 1" in words and "--enable-expert-parallel" in words
+
+
+def test_hidden_sizes_that_are_no_whole_tiles() -> None:
+    reasons = backend("marlin_wna16").check(usual("marlin_wna16", hidden_size=2880, scheme=scheme(group=32)), gpu(90))
+    assert str(reasons.reasons[0]) == "hidden size 2880 is no multiple of 128 (2880 mod 128 = 64)"
+
+
+def test_the_cpus_operator_needs_no_amx_and_permission_to_quantise_activations() -> None:
+    layer = usual("cpu_int4")
+    assert "feature" in codes_of("cpu_int4", CPU)
+    assert "package" in codes_of("cpu_int4", dataclasses.replace(AVX512, packages={"vllm": "0.29.0"}))
+    assert decide(layer, AVX512, Settings()).backend == "emulation"
+    assert decide(layer, AVX512, Settings(allow_activation_quantization=True)).backend == "cpu_int4"
+    with pytest.raises(NoBackendError, match="would quantise activations to int8"):
+        decide(layer, AVX512, Settings(backend="cpu_int4"))
+
+
+# --- Their order ----------------------------------------------------------------------------------------------------
+
+
+def test_the_order_is_stocks_where_nothing_was_measured() -> None:
+    stock = ["marlin_wna16", "marlin_wna16_batched", "triton_wna16"]
+    humming = ["humming_wna16_grouped", "humming_wna16"]
+    rest = ["trtllm_mxint4", "cpu_int4", "own_wna16"]
+    layer = usual("marlin_wna16", scheme=scheme(zeros=True))
+    for capability in (80, 90, 100):
+        found = sorted(NAMES, key=lambda name: backend(name).estimate(layer, gpu(capability)))
+        assert found == ([*humming, *stock, *rest] if capability == 90 else [*stock, *humming, *rest])
+
+
+KIMI_TP8 = {"experts": 384, "hidden_size": 7168, "intermediate_size": 256, "tp": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "capability", "chosen", "why"),
+    [
+        ({}, 90, "own_wna16", "measured"),
+        ({"scheme": scheme(8)}, 90, "own_wna16", "measured"),
+        ({"scheme": scheme(group=32)}, 90, "own_wna16", "measured"),
+        ({"scheme": scheme(group=32), **KIMI_TP8}, 90, "humming_wna16", "estimate"),
+        ({"scheme": scheme(zeros=True)}, 90, "humming_wna16", "estimate"),
+        ({"has_bias": True}, 90, "humming_wna16", "estimate"),
+        ({"batch_invariant": True}, 90, "own_wna16", "estimate"),
+        ({}, 80, "marlin_wna16", "estimate"),
+        ({}, 100, "marlin_wna16", "estimate"),
+        ({"scheme": scheme(group=32), **KIMI_TP8}, 100, "marlin_wna16", "estimate"),
+        ({"scheme": scheme(8, zeros=True)}, 80, "triton_wna16", "estimate"),
+        ({"scheme": scheme(order="group")}, 90, "emulation", "estimate"),
+    ],
+)
+def test_choices(changes: dict[str, Any], capability: int, chosen: str, why: str) -> None:
+    decision = decide(usual("marlin_wna16", **changes), gpu(capability), Settings())
+    assert (decision.backend, decision.why) == (chosen, why)
+    assert why != "measured" or "on an H200 as what stock 0.33.0 takes" in decision.because
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "chosen"),
+    [
+        ("marlin", 90, "marlin_wna16"),
+        ("humming", 90, "humming_wna16"),
+        ("triton", 90, "triton_wna16"),
+        ("emulation", 90, "emulation"),
+        ("flashinfer_trtllm", 100, "trtllm_mxint4"),
+    ],
+)
+def test_vllms_names_choose_as_in_stock(name: str, capability: int, chosen: str) -> None:
+    layer = usual("trtllm_mxint4")
+    assert decide(layer, gpu(capability), Settings(), moe_backend=name).backend == chosen
+
+
+def test_an_explicit_choice_is_kept_where_another_would_win() -> None:
+    """Stock takes Marlin for a layer that Marlin can run, whatever the user asked for."""
+    decision = decide(usual("triton_wna16"), gpu(90), Settings(), moe_backend="triton")
+    assert (decision.backend, decision.why) == ("triton_wna16", "user")
+
+
+# --- What they make of an expert -----------------------------------------------------------------------------------
+
+
+def expert(each: Problem, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random canonical tensors of one expert: every code, scales of different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, each.dtype)
+    found: dict[str, torch.Tensor] = {}
+    for name, (_, *shape) in wna16.shapes(each).items():
+        kind = name.partition("_")[2]
+        columns = shape[0]
+        if kind == "scale":
+            size = torch.rand(shape, generator=generator) + 0.25
+            found[name] = (size / (2**each.scheme.bits * shape[0] ** 0.5)).to(dtype)
+        elif kind == "bias":
+            found[name] = torch.randn(shape, generator=generator).to(dtype)
+        elif kind == "order":
+            found[name] = torch.randperm(columns, generator=generator).to(torch.int32)
+        elif kind == "group_index":
+            groups = wna16.shapes(each)["w2_scale"][2]
+            found[name] = torch.randint(0, groups, shape, generator=generator).sort().values.to(torch.int32)
+        else:
+            high = 256 if kind == "" or each.scheme.bits == 8 else 16
+            found[name] = torch.randint(0, high, shape, dtype=torch.uint8, generator=generator)
+    return found
+
+
+def undone(name: str, converted: dict[str, torch.Tensor], each: Problem, plan: Plan) -> dict[str, torch.Tensor]:
+    """The canonical tensors that a conversion came from, through the layouts' inverses."""
+    bits, halves = each.scheme.bits, 2 if each.activation.gated else 1
+    if name == "own_wna16":
+        return _from_own(converted, each)
+    order = "transposed" if plan.layout == "transposed" else "interleaved"
+    found = {}
+    for key, tensor in converted.items():
+        matrix, _, kind = key.partition("_")
+        rows, columns = (
+            (each.intermediate_size, each.hidden_size)
+            if matrix == "w13"
+            else (each.hidden_size, each.intermediate_size)
+        )
+        groups = each.intermediate_size // loaded_group(each) if matrix == "w2" else columns // loaded_group(each)
+        groups = 1 if loaded_group(each) == -1 else groups
+        if kind in ("order", "group_index"):
+            if key == "w2_group_index" and has_group_index(each):
+                found[key] = tensor[: each.intermediate_size]
+            elif kind == "order":
+                found[key] = tensor[:columns]
+            continue
+        if name == "cpu_int4":
+            if kind == "zero_point":
+                assert bool((tensor == 8).all())
+                continue
+            plain = blocks.unblock_scales(tensor) if kind else blocks.unpack_blocks(tensor)
+            found[key] = plain.to(getattr(torch, each.dtype)) if kind else plain
+            continue
+        if name == "trtllm_mxint4":
+            wide = plan.hidden_size if matrix == "w13" else plan.intermediate_size
+            plain = (
+                row_orders.unblock_columns(tensor) ^ 0x88
+                if not kind
+                else scales.untile_scales(tensor.view(-1, wide // 32))
+            )
+            plain = row_orders.unshuffle_rows(plain)
+            if matrix == "w13":
+                plain = row_orders.swap_halves(row_orders.separate_halves(plain))
+        elif name == "triton_wna16":
+            plain = scales.unpair_rows(tensor) if kind == "zero_point" and bits == 4 else tensor
+        elif kind == "bias":
+            plain = scales.restore_bias(tensor)
+        elif kind == "scale":
+            plain = scales.restore_scales(tensor)
+        elif kind == "zero_point":
+            plain = scales.restore_zero_points(tensor, bits, marlin=name.startswith("marlin"))
+        elif bits == 4:
+            plain = pack.unpack_nibbles(tensor, order)
+        else:
+            plain = pack.unpack_tiles(tensor, order=order)
+            if name.startswith("humming") and each.dtype == "bfloat16":
+                zeros = converted.get(f"{key}_zero_point")
+                points = None if zeros is None else scales.restore_zero_points(zeros, bits, marlin=False)
+                plain = pack.undo_distances(plain, points)
+        if name.startswith("humming"):
+            # It pads at the end of the matrix, not of its halves.
+            plain = crop_rows(plain, each.w13_rows if matrix == "w13" else rows)
+        else:
+            plain = crop_rows(plain, rows, halves if matrix == "w13" else 1)
+        if kind == "":
+            plain = crop_columns(plain, columns * bits // 8)
+        elif kind != "bias" and not (matrix == "w2" and has_group_index(each)):
+            plain = crop_columns(plain, groups)
+        found[key] = plain
+    return found
+
+
+def _from_own(converted: dict[str, torch.Tensor], each: Problem) -> dict[str, torch.Tensor]:
+    own = backend("own_wna16")
+    alone = dataclasses.replace(each, num_experts=1, local_experts=1, top_k=1)
+    stored = own._stored({key: tensor[None] for key, tensor in converted.items()}, own._allocate(alone, 1, "meta"))  # type: ignore[attr-defined]
+    found = {}
+    for which in ("w13", "w2"):
+        parts = zip(("", "_scale", "_zero_point", "_bias"), restore_expert(stored, which, 0), strict=True)
+        found |= {f"{which}{part}": tensor for part, tensor in parts if tensor is not None}
+    dtype = getattr(torch, each.dtype)
+    return {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in found.items()}
+
+
+@given(
+    name=st.sampled_from(NAMES),
+    bits=st.sampled_from((4, 8)),
+    group=st.sampled_from((-1, 32, 64, 128)),
+    zeros=st.booleans(),
+    order=st.booleans(),
+    ranks=st.sampled_from((1, 2)),
+    gated=st.booleans(),
+    has_bias=st.booleans(),
+    dtype=st.sampled_from(("bfloat16", "float16")),
+    hidden=st.sampled_from((128, 256, 384)),
+    blocks_=st.integers(1, 5),
+    old=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_nothing_is_lost(
+    name: str, bits: int, group: int, zeros: bool, order: bool, ranks: int, gated: bool, has_bias: bool, dtype: str,
+    hidden: int, blocks_: int, old: bool, seed: int,
+) -> None:  # fmt: skip
+    """What a backend accepts, its conversion keeps to the bit, and leaves what it was given alone."""
+    width = max(group, 32)
+    layer = usual(
+        name,
+        hidden_size=hidden,
+        intermediate_size=width * blocks_,
+        tp=ranks,
+        activation=SILU if gated else RELU2,
+        has_bias=has_bias,
+        dtype=dtype,
+        scheme=scheme(bits, group, zeros, "group" if order else "none", packing="compressed-tensors"),
+    )
+    machine = home(name)
+    if old:
+        older = {"vllm": "0.29.0"} if name.startswith("marlin") else {"humming-kernels": "0.1.10"}
+        machine = dataclasses.replace(machine, packages=machine.packages | older)
+    if name == "trtllm_mxint4":
+        layer = dataclasses.replace(layer, hidden_size=256)
+    if backend(name).check(layer, machine).reasons:
+        return
+    plan = backend(name).plan(layer, machine)
+    original = expert(layer, seed)
+    kept = {key: tensor.clone() for key, tensor in original.items()}
+    converted = backend(name).convert(original, layer, plan)
+    found = undone(name, converted, layer, plan)
+    assert found.keys() == original.keys()
+    for key, tensor in original.items():
+        assert torch.equal(found[key].contiguous(), tensor.contiguous()), key
+        assert torch.equal(kept[key], tensor), f"{key} was modified"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"scheme": scheme(8, -1)},
+        {"scheme": scheme(4, 32, zeros=True)},
+        {"scheme": scheme(8, 64, zeros=True)},
+        {"scheme": scheme(4, 32, order="group")},
+        {"has_bias": True, "activation": RELU2},
+    ],
+)
+def test_kinds_are_known_without_data(name: str, changes: dict[str, Any]) -> None:
+    layer = usual(name, **({"hidden_size": 256, "intermediate_size": 384} | changes))
+    machine = (
+        dataclasses.replace(home(name), packages=PACKAGES | {"vllm": "0.29.0"}) if "marlin" in name else home(name)
+    )
+    if backend(name).check(layer, machine).reasons:
+        pytest.skip("the backend does not take it")
+    plan = backend(name).plan(layer, machine)
+    real = expert(layer)
+    empty = {key: torch.empty_like(tensor, device="meta") for key, tensor in real.items()}
+    kinds = [
+        {key: (tensor.shape, tensor.dtype) for key, tensor in backend(name).convert(source, layer, plan).items()}
+        for source in (real, empty)
+    ]
+    assert kinds[0] == kinds[1]
+
+
+def test_biases_and_scales_come_in_the_models_dtype() -> None:
+    layer = usual("marlin_wna16", hidden_size=128, intermediate_size=128, has_bias=True)
+    source = {key: tensor.float() if tensor.is_floating_point() else tensor for key, tensor in expert(layer).items()}
+    for name in ("marlin_wna16", "humming_wna16"):
+        converted = backend(name).convert(source, layer, backend(name).plan(layer, gpu(90)))
+        floats = {tensor.dtype for tensor in converted.values() if tensor.is_floating_point()}
+        assert floats == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["marlin_wna16", "triton_wna16"])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("group", [32, -1])
+@pytest.mark.parametrize("activation", [SILU, GPT_OSS, RELU2], ids=str)
+def test_garbage_in_padded_codes_and_zero_points_changes_nothing(
+    name: str, zeros: bool, group: int, activation: Activation
+) -> None:
+    """Padding is scales of zero. The padded layer is computed by the reference, its padded codes set to anything."""
+    layer = usual(
+        name, hidden_size=128, intermediate_size=96, experts=2, top_k=2, activation=activation,
+        scheme=scheme(4, group, zeros, packing="compressed-tensors"), has_bias=name == "marlin_wna16",
+    )  # fmt: skip
+    plan = backend(name).plan(layer, gpu(90))
+    assert plan.intermediate_size == 128
+    wide = dataclasses.replace(layer, intermediate_size=128)
+    whole = Plan(128, 128)
+    experts, padded = [], []
+    for index in range(2):
+        one = expert(layer, index)
+        full = undone(name, backend(name).convert(one, layer, plan), wide, whole)
+        generator = torch.Generator().manual_seed(index)
+        for key in ("w13", "w2", "w13_zero_point", "w2_zero_point"):
+            if key not in full:
+                continue
+            garbage = torch.randint(0, 256 if "zero" not in key else 16, full[key].shape, generator=generator)
+            inside = torch.ones_like(one[key], dtype=torch.bool)
+            full[key] = torch.where(_placed(inside, full[key].shape, layer, key), full[key], garbage.to(torch.uint8))
+        experts.append(one)
+        padded.append(full)
+    broken = [{**one, "w13_scale": one["w13_scale"].clamp(min=0.01)} for one in padded]
+    expected, found, wrong = (
+        _output(each, tensors) for each, tensors in ((layer, experts), (wide, padded), (wide, broken))
+    )
+    # Sums of more columns run in another order: a rounding of the activations to bfloat16 may fall differently.
+    assert float((found - expected).norm() / expected.norm()) < 2.0**-9
+    assert float((wrong - expected).norm() / expected.norm()) > 2.0**-4
+
+
+def _output(each: Problem, experts: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    x = torch.randn(5, each.hidden_size, generator=torch.Generator().manual_seed(9)).bfloat16()
+    out = torch.empty(5, each.hidden_size)
+    stacked = {key: torch.stack([one[key] for one in experts]) for key in experts[0]}
+    forward(stacked, each, out, x, torch.full((5, 2), 0.5), torch.tensor([[0, 1]] * 5))
+    return out
+
+
+def _placed(inside: torch.Tensor, shape: torch.Size, each: Problem, key: str) -> torch.Tensor:
+    """Where the unpadded tensor is in the padded one."""
+    found = torch.zeros(shape, dtype=torch.bool)
+    halves = 2 if key.startswith("w13") and each.activation.gated else 1
+    for room, part in zip(found.chunk(halves), inside.chunk(halves), strict=True):
+        room[: part.shape[0], : part.shape[1]] = part
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_marlin_is_told_the_order_of_features_and_their_groups(ranks: int) -> None:
+    """What its kernel does with them: column k has input feature ``order[k]`` and the scales of ``group_index[k]``."""
+    layer = usual("marlin_wna16", hidden_size=128, intermediate_size=96, tp=ranks, scheme=scheme(4, 32, order="group"))
+    assert has_order(layer)
+    plan = backend("marlin_wna16").plan(layer, gpu(90, vllm="0.29.0"))
+    one = expert(layer)
+    converted = backend("marlin_wna16").convert(one, layer, plan)
+    for which, inner in (("w13", 128), ("w2", 96)):
+        codes = wna16.split_bytes(pack.unpack_nibbles(converted[which]), 4).float() - 8
+        columns = converted[f"{which}_scale"].T if converted[f"{which}_scale"].shape[0] == 1 else None
+        plain = scales.restore_scales(converted[f"{which}_scale"]) if columns is None else columns
+        values = codes * plain.float()[:, converted[f"{which}_group_index"].long()]
+        weights = torch.empty_like(values)
+        weights[:, converted[f"{which}_order"].long()] = values
+        rows = layer.intermediate_size if which == "w13" else layer.hidden_size
+        found = crop_rows(weights[:, :inner], rows, 2 if which == "w13" else 1)
+        assert torch.equal(found, wna16.dequantise_expert(one, which))
+
+
+def test_what_they_compute_with() -> None:
+    for name in NAMES:
+        words = str(backend(name).numerics(usual(name)))
+        expected = "int8" if name == "cpu_int4" else "16bit"
+        assert backend(name).activations(usual(name)) == expected
+        assert ("quantised to int8 per token" in words) == (name == "cpu_int4")
