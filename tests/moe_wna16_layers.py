@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from vllm.model_executor.layers.quantization import get_quantization_config
-from wna16_layers import Contents
+from wna16_layers import Contents, checkpoint_of
 
 from vllm_moe_oracle.compat.construction import under_construction
 from vllm_moe_oracle.oracle.problem import Problem
@@ -92,38 +92,6 @@ def moe_config(problem: Problem, rank: int = 0, ranks: int = 1, **changes: Any) 
     )
 
 
-def checkpoint(problem: Problem, **more: Any) -> dict[str, Any]:
-    """The ``quantization_config`` that the packing's tool writes."""
-    scheme = problem.scheme
-    ordered = scheme.act_order != "none"
-    if scheme.packing in ("gptq", "gptq_v2"):
-        found: dict[str, Any] = {"quant_method": "gptq", "desc_act": ordered, "sym": not scheme.zero_points}
-        found |= {"bits": scheme.bits, "group_size": scheme.group_size, "checkpoint_format": scheme.packing}
-        return found | {"static_groups": scheme.act_order == "static", "lm_head": False} | more
-    if scheme.packing == "awq":
-        found = {"quant_method": "awq", "version": "gemm", "bits": scheme.bits, "group_size": scheme.group_size}
-        return found | {"zero_point": scheme.zero_points} | more
-    form = {"compressed-tensors": "pack-quantized", "compressed-tensors-int": "int-quantized"}[scheme.packing]
-    weights = {
-        "num_bits": scheme.bits,
-        "type": "int",
-        "symmetric": not scheme.zero_points,
-        "strategy": "channel" if scheme.group_size == -1 else "group",
-        "group_size": None if scheme.group_size == -1 else scheme.group_size,
-        "dynamic": False,
-        "actorder": None if scheme.act_order == "none" else scheme.act_order,
-    }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {**group, "format": form}},
-        "ignore": ["lm_head"],
-        **more,
-    }
-
-
 def vllm_name(problem: Problem) -> str:
     """vLLM's name for the quantisation of a packing."""
     names = {"gptq": "auto_gptq", "gptq_v2": "auto_gptq", "awq": "auto_awq"}
@@ -158,7 +126,7 @@ def made(problem: Problem, moe: Any, name: str = "", config: Any = None, layer_n
 
 def quant_config(problem: Problem, name: str = "", **more: Any) -> Any:
     """Our config object for a checkpoint's config."""
-    config = get_quantization_config(name or vllm_name(problem)).from_config(checkpoint(problem, **more))
+    config = get_quantization_config(name or vllm_name(problem)).from_config(checkpoint_of(problem, **more))
     config.packed_modules_mapping = {}
     return config
 
