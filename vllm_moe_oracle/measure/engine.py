@@ -102,7 +102,9 @@ class Layer:
             }
             moe = alone.layer_config(problem, engine.device.kind, engine.most_tokens)
             quant_config = release.quant_config(problem, tensors)
-            made = backend.experts(tensors, problem, plan, VllmBuilder(release, moe, quant_config))
+            # Not to serve: what serving compiles for every number of tokens is compiled here as it is measured.
+            builder = VllmBuilder(release, moe, quant_config, serves=False)
+            made = backend.experts(tensors, problem, plan, builder)
             layer = alone.layer_of(problem, moe, tensors)
             kernel = release.kernel(moe, quant_config, layer, made)
             self.copies.append((kernel, layer, int(moe.hidden_dim)))

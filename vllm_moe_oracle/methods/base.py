@@ -24,7 +24,7 @@ from ..errors import LifecycleError, NoBackendError
 from ..oracle.decision import Decision
 from ..oracle.oracle import decide
 from ..oracle.problem import Problem, Scheme
-from . import agreement, choice, engagement, loading, selfcheck, storage
+from . import agreement, choice, engagement, loading, selfcheck, storage, turns
 from .builder import VllmBuilder
 
 if TYPE_CHECKING:
@@ -127,6 +127,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
             SettingError: a setting cannot be read.
         """
         FusedMoEMethodBase.__init__(self, moe)
+        self.copies: turns.Copies = {}
+        self.turns: turns.Turns | None = None
         # Kept, so that `apply` calls nothing that is cached: on a CPU the compiler traces through it.
         self.release = current_adapter()
         layer, name = current_layer()
@@ -234,6 +236,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             # vLLM sums the ranks' outputs, and its loader gives every rank the whole bias of the second product.
             raw["w2_bias"].zero_()
         selfcheck.settle(self, raw, fixed=self.moe_kernel is not None)
+        turns.copy_weights(self, raw)
         self.experts_cls = self.release.experts_class(self.backend)
         names = self._names(raw)
         kernel_names = storage.rename(layer, storage.convert_in_place(layer, names, self._convert), _READ_BY_VLLM)
@@ -250,6 +253,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             experts = self.backend.experts(tensors, problem, self.decision.plan, builder)
             storage.keep(layer, builder.kept)
             self.moe_kernel = self.release.kernel(self.moe, self.moe_quant_config, layer, experts)
+            self.turns = turns.build(self, layer, tensors, self.moe_kernel)
         setattr(layer, _PROCESSED, True)
         self._enter(layer, "converted")
         engagement.converted(self.decision)
@@ -275,10 +279,14 @@ class OracleMoEMethod(FusedMoEMethodBase):
         found = self._scheme().parameters_of(self.decision.problem).items()
         return {own: name for own, name in found if own in canonical}
 
+    def canonical(self, expert: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Canonical tensors of one expert from the checkpoint's."""
+        found: dict[str, Tensor] = self._scheme().canonical_expert(expert, self.decision.problem)
+        return found
+
     def _convert(self, expert: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """From the checkpoint's tensors of one expert to the kernel's."""
-        problem = self.decision.problem
-        return self.backend.convert(self._scheme().canonical_expert(expert, problem), problem, self.decision.plan)
+        return self.backend.convert(self.canonical(expert), self.decision.problem, self.decision.plan)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """The layer's quant config: never None, scales and biases in their slots."""
@@ -295,9 +303,12 @@ class OracleMoEMethod(FusedMoEMethodBase):
 
     def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Runs the experts on routed tokens; `x` is `[M, hidden]`."""
-        kernel = self._ready(layer)
+        kernel, weights = self._ready(layer), layer
         extra = dict(zip(("shared_experts", "shared_experts_input"), args, strict=False)) | kwargs
-        return self.release.apply(kernel, layer, x, topk_weights, topk_ids, extra)
+        if self.turns is not None:
+            self.turns.reserve(x, topk_weights, topk_ids)
+            kernel, weights = self.turns.at(x.shape[0])
+        return self.release.apply(kernel, weights, x, topk_weights, topk_ids, extra)
 
     def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Routes tokens and runs the experts in one kernel; `x` is `[M, hidden]`, `router_logits` `[M, experts]`."""

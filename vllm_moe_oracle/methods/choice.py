@@ -37,8 +37,9 @@ class Chooser(Protocol):
 
 
 _Kind = tuple[Problem, str, str]
-_agreed: dict[_Kind, str] = {}
-"""The backend that all ranks take for each kind of layer of the load: its problem, what decided, this rank's own."""
+_agreed: dict[_Kind, tuple[str, bool]] = {}
+"""The backend that all ranks take for each kind of layer of the load, and whether they all take the same turns of
+backends. A kind is a problem, what decided, and this rank's own choice."""
 
 
 _evidence: dict[Problem, Evidence | None] = {}
@@ -98,16 +99,23 @@ def _agree(method: Chooser, topic: str, registry: Registry) -> None:
     kind = (method.decision.problem.key(), method.decision.why, method.backend.name)
     if kind not in _agreed:
         while True:
-            ranks = agreement.gather(method.group, topic, lambda: [method.settings.self_check, _order(method)])
+            ranks = agreement.gather(
+                method.group, topic, lambda: [method.settings.self_check, _order(method), _steps(method)]
+            )
             # A rank that checks would wait for one that does not.
-            agreement.compare(topic, "MOE_ORACLE_SELF_CHECK", [mode for mode, _ in ranks])
-            orders = [order for _, order in ranks]
+            agreement.compare(topic, "MOE_ORACLE_SELF_CHECK", [mode for mode, _, _ in ranks])
+            orders = [order for _, order, _ in ranks]
             if len({order[0] for order in orders}) == 1:
                 break
             _follow(method, agreement.best_for_all(orders), orders, registry)
-        _agreed[kind] = method.backend.name
-    elif _agreed[kind] != method.backend.name:
-        _follow(method, _agreed[kind], [], registry)
+        _agreed[kind] = method.backend.name, all(steps == ranks[0][2] for _, _, steps in ranks)
+    name, alike = _agreed[kind]
+    if name != method.backend.name:
+        _follow(method, name, [], registry)
+    if not alike and method.decision.steps:
+        layer = method.decision.problem.layer
+        logger.warning("moe_oracle: %s: not every rank has measurements for turns; %s runs alone", layer, name)
+        method.decision = dataclasses.replace(method.decision, steps=())
 
 
 def _follow(method: Chooser, name: str | None, orders: list[list[str]], registry: Registry) -> None:
@@ -123,6 +131,11 @@ def _follow(method: Chooser, name: str | None, orders: list[list[str]], registry
             method, reason, f"{own}, which came first on rank {method.group.rank}, is not every rank's", name, registry
         )
         ask_stock(method, registry)
+
+
+def _steps(method: Chooser) -> list[list[Any]]:
+    """Which backend runs up to which number of tokens, as JSON."""
+    return [[step.backend, step.most] for step in method.decision.steps]
 
 
 def _order(method: Chooser) -> list[str]:

@@ -286,11 +286,7 @@ def settle(method: Chooser, raw: Tensors, fixed: bool = False, registry: Registr
         return
     while True:
         problem, name = method.decision.problem, method.backend.name
-        group = (problem.key(), name)
-        if mode == "all" or group not in _results:
-            _results[group] = _on_all_ranks(method, raw)
-            logger.info("moe_oracle: %s: self-check of %s: %s", problem.layer, name, _results[group].said)
-        verdict = _results[group]
+        verdict = judge(method, raw)
         if verdict.passed:
             return
         found = f"{name} fails its self-check on {problem}: {verdict.said}"
@@ -302,6 +298,22 @@ def settle(method: Chooser, raw: Tensors, fixed: bool = False, registry: Registr
         reason = Reason("self_check", f"failed its self-check on the loaded weights: {verdict.said}")
         because = f"{name}, which came first, failed its self-check on the loaded weights"
         take(method, reason, because, following, registry or default_registry())
+
+
+def judge(method: Chooser, raw: Tensors) -> Verdict:
+    """What all ranks find of a method's backend on its loaded weights; asked once for each kind of layer of a load,
+    unless every layer is to be checked.
+
+    Args:
+        method: the method; not changed.
+        raw: see `settle`.
+    """
+    problem, name = method.decision.problem, method.backend.name
+    group = (problem.key(), name)
+    if method.settings.self_check == "all" or group not in _results:
+        _results[group] = _on_all_ranks(method, raw)
+        logger.info("moe_oracle: %s: self-check of %s: %s", problem.layer, name, _results[group].said)
+    return _results[group]
 
 
 def _on_all_ranks(method: Chooser, raw: Tensors) -> Verdict:

@@ -181,7 +181,7 @@ def replace(layer: nn.Module, name: str, data: Tensor) -> None:
     layer.register_parameter(name, nn.Parameter(data, requires_grad=False))
 
 
-def keep(layer: nn.Module, tensors: Iterable[Tensor]) -> None:
+def keep(layer: nn.Module, tensors: Iterable[Tensor], of: str = "") -> None:
     """Makes tensors that a kernel holds on to buffers of its layer, unless they are views of what the layer has.
 
     vLLM's sleep of level 2 saves buffers and forgets everything else that was made while a model was loaded; its
@@ -190,11 +190,12 @@ def keep(layer: nn.Module, tensors: Iterable[Tensor]) -> None:
     Args:
         layer: the layer.
         tensors: what the kernel holds on to.
+        of: tells several kernels of one layer apart.
     """
     known = {each.untyped_storage().data_ptr() for each in (*layer.parameters(), *layer.buffers())}
     for index, tensor in enumerate(tensors):
         if tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() not in known:
-            layer.register_buffer(f"moe_oracle_kept_{index}", tensor, persistent=False)
+            layer.register_buffer(f"moe_oracle_kept_{of}{index}", tensor, persistent=False)
 
 
 def _fits(raw: Kind, kind: Kind) -> bool:

@@ -147,7 +147,10 @@ def _choice(
         # With data parallelism ranks step together, with EPLB experts move; a kernel that routes is given other inputs.
         if problem.parallel.dp > 1 or problem.eplb or any(backend.monolithic for backend in pair):
             return False
-        layouts = {backend.layout(problem, backend.plan(problem, device)) for backend in pair}
+        plans = [backend.plan(problem, device) for backend in pair]
+        if any(plan.hidden_size != problem.hidden_size for plan in plans):  # vLLM pads the input for one of them only
+            return False
+        layouts = {backend.layout(problem, plan) for backend, plan in zip(pair, plans, strict=True)}
         return settings.second_copy or len(layouts) == 1
 
     names = comparable(static, judged, problem, registry)
