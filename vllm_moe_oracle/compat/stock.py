@@ -45,10 +45,14 @@ NARROWED: dict[str, str] = {
     "methods/compressed_tensors.py:declared_activations:layer.quant_config": (
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
     ),
+    "methods/compressed_tensors.py:_integers:quant_config": (
+        "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
+    ),
 }
 """Class of an expression in one function, where it is narrower than or other than elsewhere: file, function, text."""
 
 NOT_STOCK = {
+    "arguments": "the QuantizationArgs of the package compressed-tensors",
     "param": "torch.nn.Parameter",
     "config": "a Hugging Face config, or a dict from a checkpoint",
     "self": "of a wrapped stock method; only handed on",
@@ -115,6 +119,7 @@ PATHS = {
 """Modules that not every release has, and that are looked for before they are imported: the ranges that have them."""
 
 HOOKS = {
+    "get_checkpoint_weight_mapper": (("0.30", _NOW),),
     "supports_expert_map": (("0.22", "0.22"),),
     "supports_pre_processed_weights": (("0.30", _NOW),),
     "has_unpadded_output": (("0.24", _NOW),),

@@ -50,19 +50,16 @@ class AwqExperts:
     def from_config(cls, config: dict[str, Any]) -> Any:
         """The config object of a checkpoint; lists of modules may be lists of lists."""
         listed = config.get("modules_to_not_convert")
-        stock_class: Any = super()
-        return stock_class.from_config({**config, "modules_to_not_convert": flattened(listed)})
+        return super().from_config({**config, "modules_to_not_convert": flattened(listed)})  # type: ignore[misc]
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
         """Dtypes of the model. On a CPU, where experts are emulated, also float32."""
-        stock_class: Any = super()
-        return with_emulated(stock_class.get_supported_act_dtypes())
+        return with_emulated(super().get_supported_act_dtypes())  # type: ignore[misc]
 
     def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
         """Looks at the names of the checkpoint's tensors, for what the config does not say."""
-        stock_class: Any = super()
-        stock_class.maybe_update_config(model_name, *args, **kwargs)
+        super().maybe_update_config(model_name, *args, **kwargs)  # type: ignore[misc]
         self.expert_biases = has_expert_biases(model_name, kwargs.get("revision"))
 
     def scheme_of(self, prefix: str) -> Answer:
@@ -72,8 +69,7 @@ class AwqExperts:
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method for a layer; see the stock class."""
         if not isinstance(layer, RoutedExperts):
-            stock_class: Any = super()
-            return stock_class.get_quant_method(layer, prefix)
+            return super().get_quant_method(layer, prefix)  # type: ignore[misc]
         if not isinstance(self.scheme_of(prefix), Scheme):
             return unquantised(layer.moe_config)
         with under_construction(layer, prefix):

@@ -79,16 +79,16 @@ class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTens
         return "does not know act order" if ordered and refuse_act_order is not None else ""
 
 
-def integer_scheme(weights: Any, form: str) -> Scheme:
+def integer_scheme(arguments: Any, form: str) -> Scheme:
     """What a checkpoint holds for experts.
 
     Args:
-        weights: the weights' `QuantizationArgs`.
+        arguments: the weights' `QuantizationArgs`.
         form: the format that the config names, a key of `COMPRESSED_PACKINGS`.
     """
-    group = -1 if _word(weights.strategy) == "channel" or weights.group_size is None else int(weights.group_size)
-    order = compressed_order(_word(weights.actorder), _WHERE)
-    return Scheme("wna16", int(weights.num_bits), group, COMPRESSED_PACKINGS[form], not weights.symmetric, order)
+    group = -1 if _word(arguments.strategy) == "channel" or arguments.group_size is None else int(arguments.group_size)
+    order = compressed_order(_word(arguments.actorder), _WHERE)
+    return Scheme("wna16", int(arguments.num_bits), group, COMPRESSED_PACKINGS[form], not arguments.symmetric, order)
 
 
 class CompressedTensorsConfig(stock_config.CompressedTensorsConfig):

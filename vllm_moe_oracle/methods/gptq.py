@@ -57,7 +57,8 @@ class AutoGPTQMoEMethod(Wna16MoEMethod, stock.AutoGPTQMoEMethod):
     @classmethod
     def beyond_stock(cls, quant_config: Any, moe: Any) -> str:
         """See `OracleMoEMethod.beyond_stock`."""
-        ordered = gptq_scheme(fields_of(quant_config), _WHERE).act_order == "group" and quant_config.group_size != -1
+        scheme = gptq_scheme(fields_of(quant_config), _WHERE)
+        ordered = scheme.act_order == "group" and scheme.group_size != -1
         return "does not know act order" if ordered and refuse_act_order is not None else ""
 
     def __init__(self, quant_config: Any, moe: Any) -> None:
@@ -69,9 +70,9 @@ class AutoGPTQMoEMethod(Wna16MoEMethod, stock.AutoGPTQMoEMethod):
         self.decide(moe, scheme)
 
 
-def _with_group_index(create_weights: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+def _with_group_index(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
     """The stock class's parameters, and places for group indices that nobody reads."""
-    create_weights(layer, *args, **kwargs)
+    original(layer, *args, **kwargs)
     for name in ("w13_g_idx", "w2_g_idx"):
         if not hasattr(layer, name):
             parameter = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
@@ -152,12 +153,7 @@ class AutoGPTQConfig(stock.AutoGPTQConfig):
                 return AutoGPTQMoEMethod(self._of(found), layer.moe_config)
         method = super().get_quant_method(layer, prefix)
         if isinstance(method, stock.AutoGPTQLinearMethod):
-            config = method.quant_config
-            if (config.weight_bits, config.is_sym) not in stock.AutoGPTQConfig.TYPE_MAP:
-                found_words = f"bits={config.weight_bits}, sym={config.is_sym}"
-                raise ValueError(f"{prefix}: Unsupported quantization config: {found_words}")
-            if refuse_act_order is not None:
-                refuse_act_order(config.desc_act, config.group_size, {})
+            _check_linear(method, prefix)
         return method
 
     def _of(self, scheme: Scheme) -> AutoGPTQConfig:
@@ -168,6 +164,15 @@ class AutoGPTQConfig(stock.AutoGPTQConfig):
         found.pack_factor = 32 // scheme.bits
         found.quant_type = self.TYPE_MAP[scheme.bits, not scheme.zero_points]
         return found
+
+
+def _check_linear(method: stock.AutoGPTQLinearMethod, prefix: str) -> None:
+    config = method.quant_config
+    if (config.weight_bits, config.is_sym) not in stock.AutoGPTQConfig.TYPE_MAP:
+        found = f"bits={config.weight_bits}, sym={config.is_sym}"
+        raise ValueError(f"{prefix}: Unsupported quantization config: {found}")
+    if refuse_act_order is not None:
+        refuse_act_order(config.desc_act, config.group_size, {})
 
 
 def without_act_order(dynamic: Mapping[str, Any]) -> dict[str, Any]:

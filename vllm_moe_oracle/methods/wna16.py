@@ -216,7 +216,7 @@ class Wna16MoEMethod(OracleMoEMethod):
         self._arrived, self._up_groups = set(), {}
         named = layouts.parameters(problem)
         for name in self._ignored():
-            if name not in named and name in layer._parameters:
+            if name not in named and hasattr(layer, name):
                 delattr(layer, name)
         return super()._read(layer)
 
