@@ -22,6 +22,8 @@ import numpy as np
 import pytest
 import reference
 
+from vllm_moe_oracle.device import detect
+
 pytest.importorskip("vllm", reason="serving needs vLLM")
 
 SIZE = replace(checkpoints.Size(), top_k=4)
@@ -158,6 +160,15 @@ def test_every_moe_layer_runs_through_the_oracle(served: dict[str, dict[str, Any
     assert problem["has_bias"] == (name == "float32")
     assert problem["activation"]["interleaved"] == (name == "float32")
     assert (problem["hidden_size"], problem["intermediate_size"]) == (SIZE.hidden, SIZE.intermediate)
+
+
+def test_in_bfloat16_vllms_own_cpu_kernel_runs_where_the_cpu_has_its_instructions(
+    served: dict[str, dict[str, Any]],
+) -> None:
+    """Its class in stock vLLM asks for AMX, the operator does not."""
+    (group,) = served["bfloat16"]["layers"]["groups"]
+    able = {"avx512f", "avx512_bf16"} <= set(detect().features)
+    assert group["decision"]["backend"] == ("cpu_mxfp4" if able else "emulation")
 
 
 def test_the_limit_of_the_activation_is_reached(models: dict[str, Path]) -> None:
