@@ -7,6 +7,7 @@ field says (a model type whose code decides it) stands in the few tables at the 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import stat
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError
+from .oracle.planner import in_whole_blocks
 from .oracle.problem import Activation, Parallel, Problem, Routing, Scheme
 from .quantization import GATED_PROJECTIONS, PLAIN_PROJECTIONS, Foreign, LayerNames, reader, shown, vllm_name
 
@@ -80,6 +82,9 @@ _SWIGLUOAI = frozenset({"gpt_oss", "minimax_m3", "minimax_m3_text"})
 
 _GPT_OSS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
 """Parameters of gpt-oss's activation where a config names the activation and not its parameters."""
+
+# Models whose FP8 config leaves the experts' own type to the model's config.
+_FOUR_BIT_EXPERTS = frozenset({"deepseek_v4", "deepseek_v41"})
 
 _DTYPES = frozenset({"bfloat16", "float16", "float32"})
 
@@ -163,7 +168,10 @@ def layers(config: Config, tp: int = 1, expert_parallel: bool = False) -> Layers
     if config.quantization is None:
         remedy = "Its experts are in the model's own dtype, for which vLLM chooses kernels itself"
         raise CheckpointError("there is no quantization_config and no hf_quant_config.json", remedy, where)
-    scheme_of = reader(*config.quantization)
+    quantization, source = config.quantization
+    if _model_type(config) in _FOUR_BIT_EXPERTS:
+        quantization = {"expert_dtype": config.model.get("expert_dtype") or "fp4", **quantization}
+    scheme_of = reader(quantization, source)
     problems, unquantised, foreign = [], [], {}
     for index, layer in names.items():
         answer = scheme_of(layer)
@@ -179,7 +187,7 @@ def layers(config: Config, tp: int = 1, expert_parallel: bool = False) -> Layers
         rule = f"its experts are stored as {formats}, which this release does not read"
         raise CheckpointError(rule, "It reads MXFP8, MXFP4 and 16-bit-activation integer formats", where)
     notes = tuple(_notes(config, unquantised, foreign))
-    return Layers(tuple(problems), tuple(unquantised), foreign, vllm_name(config.quantization[0]), notes)
+    return Layers(tuple(problems), tuple(unquantised), foreign, vllm_name(quantization), notes)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -331,6 +339,8 @@ def _layer_names(config: Config, index: int) -> LayerNames:
 
 def _problem(config: Config, index: int, name: str, scheme: Scheme, tp: int, expert_parallel: bool) -> Problem:
     model, where = config.model, str(config.path)
+    if scheme.packing == "gpt_oss" and _model_type(config) != "gpt_oss":
+        scheme = dataclasses.replace(scheme, packing="mxfp4")
     experts = _integer(model, EXPERTS, where, MAX_EXPERTS, index)
     width = _integer(model, WIDTH, where, MAX_WIDTH, index)
     # Experts of Nemotron-3-Super work in a latent space that is smaller than the hidden state.
@@ -356,7 +366,7 @@ def _problem(config: Config, index: int, name: str, scheme: Scheme, tp: int, exp
         rule = f"vLLM refuses {tp} ranks, which do not divide the {heads} attention heads ({heads} mod {tp} = "
         raise CheckpointError(f"{rule}{heads % tp})", f"{fitting[0]} would do", where)
     try:
-        return Problem(
+        problem = Problem(
             layer=name,
             scheme=scheme,
             num_experts=experts,
@@ -370,6 +380,9 @@ def _problem(config: Config, index: int, name: str, scheme: Scheme, tp: int, exp
             routing=_routing(config, index),
             parallel=parallel,
         )
+        # As the method does: gpt-oss's loader cuts between blocks.
+        cut = scheme.name == "mxfp4" and problem.activation.interleaved
+        return in_whole_blocks(problem) if cut else problem
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise

@@ -93,7 +93,9 @@ def vllm_name(config: Mapping[str, Any]) -> str:
     """vLLM's name for the quantisation of a config that `reader` took."""
     method = _method(config, "")
     if not method.startswith("modelopt"):
-        return method
+        if method == "fp8" and config.get("expert_dtype"):
+            return "deepseek_v4_fp8"
+        return {"auto-round": "inc"}.get(method, method)
     nested = config.get("quantization")
     algo = _word(nested if isinstance(nested, Mapping) else config, "quant_algo", "").upper()
     names = {"MXFP8": "modelopt_mxfp8", "": method.replace("-", "_"), "MIXED_PRECISION": "modelopt_mixed"}
@@ -420,6 +422,75 @@ def _mxfp4(config: Mapping[str, Any], where: str) -> SchemeOf:
     return lambda layer: None if layer.match(excluded) else scheme
 
 
+def _fp8(config: Mapping[str, Any], where: str) -> SchemeOf:
+    """FP8 configs, whose experts are none of ours unless the model stores them in 4 bits, as DeepSeek-V4 does.
+
+    ``expert_dtype`` stands in the model's own config; `checkpoint` puts it here. Activations are FP8 for every layer.
+    """
+    if _word(config, "expert_dtype", where) != "fp4" or _word(config, "moe_quant_algo", where):
+        return _foreign(config, where)
+    excluded = _excluded(_names(config, ("modules_to_not_convert", "ignored_layers"), where), where)
+    scheme = Scheme("mxfp4", 4, MX_BLOCK, "mxfp4", activations="fp8")
+    return lambda layer: None if layer.match(excluded) else scheme
+
+
+def _quark(config: Mapping[str, Any], where: str) -> SchemeOf:
+    """AMD Quark: one entry for all modules, and others by wildcards over names in ``layer_quant_config``."""
+    excluded = _excluded(_names(config, ("exclude",), where), where)
+    entries = config.get("layer_quant_config") or {}
+    if not isinstance(entries, Mapping):
+        raise CheckpointError(f"layer_quant_config is {shown(entries)}, not an object", where=where)
+    special = [(_matches(re.compile(translate(name))), _quark_answer(entry, where)) for name, entry in entries.items()]
+    usual = _quark_answer(config.get("global_quant_config"), where)
+
+    def of(layer: LayerNames) -> Answer:
+        if layer.match(excluded):
+            return None
+        return next((answer for matches, answer in special if layer.match(matches)), usual)
+
+    return of
+
+
+def _quark_answer(entry: object, where: str) -> Answer:
+    """What one entry of a Quark config means for experts."""
+    if not isinstance(entry, Mapping):
+        raise CheckpointError(f"an entry of Quark's config is {shown(entry)}, not an object", where=where)
+    weights, inputs = entry.get("weight"), entry.get("input_tensors")
+    if weights is None:
+        return None
+    parts = [part for part in (weights, inputs) if part is not None]
+    if not all(isinstance(part, Mapping) for part in parts):
+        return Foreign("quark in several steps")
+    kinds = [(_word(part, "dtype", where), _word(part, "qscheme", where), part.get("group_size")) for part in parts]
+    mxfp4 = ("fp4", "per_group", MX_BLOCK)
+    if kinds == [mxfp4] or (kinds == [mxfp4, mxfp4] and parts[1].get("is_dynamic") is True):
+        return Scheme("mxfp4", 4, MX_BLOCK, "quark", activations="mxfp4" if inputs is not None else "16bit")
+    return Foreign(f"quark {' with inputs in '.join(kind[0] or 'no dtype' for kind in kinds)}")
+
+
+def _auto_round(config: Mapping[str, Any], where: str) -> SchemeOf:
+    """Intel AutoRound; ``extra_config`` leaves modules out, by name or expression, with 16 bits for them."""
+    bits, data_type = _integer(config, "bits", where), _word(config, "data_type", where)
+    if "mx_fp" not in data_type or bits not in (4, 8):
+        return _foreign(config, where)
+    entries = config.get("extra_config") or {}
+    if not isinstance(entries, Mapping) or not all(isinstance(entry, Mapping) for entry in entries.values()):
+        raise CheckpointError(f"extra_config is {shown(entries)}, not an object of objects", where=where)
+    apart = [
+        (name, _expression(name, where) if any(sign in name for sign in "*+?^$()[]{}|\\") else None)
+        for name, entry in entries.items()
+        if _integer(entry, "bits", where, default=bits) >= 16
+    ]
+    scheme = Scheme(
+        "mxfp4" if bits == 4 else "mxfp8", bits, MX_BLOCK, "auto-round", activations="mxfp4" if bits == 4 else "mxfp8"
+    )
+
+    def left_out(module: str) -> bool:
+        return any(module == name or (found is not None and bool(found.search(module))) for name, found in apart)
+
+    return lambda layer: None if layer.match(left_out) else scheme
+
+
 def _foreign(config: Mapping[str, Any], where: str) -> SchemeOf:
     method = Foreign(str(config["quant_method"]))
     return lambda layer: method
@@ -436,11 +507,11 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any], str], SchemeOf]] = {
     "awq": _awq,
     "mxfp4": _mxfp4,
     "gpt-oss-mxfp4": _mxfp4,
+    "fp8": _fp8,
+    "quark": _quark,
+    "auto-round": _auto_round,
     # Formats that vLLM serves and that are none of ours: named, so that the answer is not "unknown".
-    "fp8": _foreign,
     "fbgemm-fp8": _foreign,
-    "quark": _foreign,
-    "auto-round": _foreign,
     "bitsandbytes": _foreign,
     "experts-int8": _foreign,
     "torchao": _foreign,

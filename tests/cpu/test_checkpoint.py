@@ -444,7 +444,7 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "s
             compressed(group({**CT_MXFP8, "num_bits": 4}, {**CT_INPUTS, "num_bits": 4}), format="mxfp4-pack-quantized"),
             Scheme("mxfp4", 4, 32, "compressed-tensors", activations="mxfp4"),
         ),
-        ({"quant_method": "mxfp4"}, Scheme("mxfp4", 4, 32, "gpt_oss")),
+        ({"quant_method": "mxfp4"}, Scheme("mxfp4", 4, 32, "mxfp4")),
     ],
 )  # fmt: skip
 def test_other_formats_of_this_project(quantization: dict[str, Any], scheme: Scheme, explain: Any) -> None:
