@@ -83,6 +83,10 @@ class TritonKernels(Backend):
         kind = f"left in {problem.dtype}; the router's weights rounded to it"
         return Numerics("converted exactly to bfloat16, scaled there", kind)
 
+    def layout(self, problem: Problem, plan: Plan) -> str:
+        """One for all classes over the package."""
+        return f"triton_kernels {plan.layout} {plan.hidden_size}x{plan.intermediate_size}"
+
     def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
         """Pads, orders codes and scales, and makes biases float32.
 

@@ -69,10 +69,7 @@ def conditions(device: Device, plan: Plan, command: str) -> Record:
 
 def choice_at(decision: Decision, tokens: int) -> str:
     """The backend that a decision runs at a number of tokens."""
-    for step in decision.steps:
-        if step.most is None or tokens <= step.most:
-            return step.backend
-    return decision.backend
+    return decision.at(tokens)
 
 
 def bench(

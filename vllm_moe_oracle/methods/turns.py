@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import device
 from ..backends import Backend, Tensors
-from ..oracle.decision import Plan, Step
+from ..oracle.decision import Plan
 from ..oracle.registry import Registry, default_registry
 from . import agreement, selfcheck, storage
 from .builder import VllmBuilder
@@ -213,8 +213,3 @@ def _converted(
         for name, tensor in convert({name: each[index] for name, each in raw.items()}).items():
             into[name][index].copy_(tensor)
     return into
-
-
-def runs(steps: tuple[Step, ...], tokens: int) -> str:
-    """Name of the backend that runs at a number of tokens."""
-    return next(step.backend for step in steps if step.most is None or tokens <= step.most)

@@ -179,6 +179,10 @@ class Decision:
     measured: Measured | None = None
     steps: tuple[Step, ...] = ()
 
+    def at(self, tokens: int) -> str:
+        """The backend that runs at a number of tokens."""
+        return next((step.backend for step in self.steps if step.most is None or tokens <= step.most), self.backend)
+
     def summary(self) -> str:
         """One line for a log."""
         notes = f"; {'; '.join(self.plan.notes)}" if self.plan.notes else ""

@@ -1,0 +1,163 @@
+"""How good the oracle's choices are: ``python tests/choices.py [--write]``.
+
+For each layer and number of tokens of a benchmark (``vllm-moe-oracle bench --jsonl``, kept in tests/golden/h200), the
+oracle decides again with the shipped profile, which was measured in another run, and its choice is held against the
+fastest accepted backend and against stock vLLM's default in the benchmark. ``--write`` writes the table
+tests/golden/h200/choice.md; without it the exit status is 1 where that is stale, or where fewer than 95 % of the cells
+are within 3 % of the best, or one is more than 8 % behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_moe_oracle import device, settings
+from vllm_moe_oracle.measure import lookup, shapes
+from vllm_moe_oracle.oracle.oracle import comparable, decide
+from vllm_moe_oracle.oracle.problem import Device
+from vllm_moe_oracle.oracle.registry import default_registry
+
+FOLDER = Path(__file__).parent / "golden" / "h200"
+TABLE = FOLDER / "choice.md"
+PATTERN = "choice-*.jsonl"
+STOCK = "stock:auto"
+WITHIN, SHARE, WORST = 0.03, 0.95, 0.08
+
+
+@dataclass(frozen=True)
+class Row:
+    """The oracle's choice at one number of tokens.
+
+    Attributes:
+        layer: name of the layer.
+        tokens: rows of the input.
+        choice: the backend that the oracle runs there.
+        why: what decided.
+        us: its time in the benchmark.
+        best: the fastest backend that computes the same.
+        best_us: its time.
+        stock_us: of stock vLLM's default; None where that could not be run.
+    """
+
+    layer: str
+    tokens: int
+    choice: str
+    why: str
+    us: float
+    best: str
+    best_us: float
+    stock_us: float | None
+
+    @property
+    def behind(self) -> float:
+        """By what part the choice takes longer than the best."""
+        return self.us / self.best_us - 1
+
+
+def rows(lines: Iterator[str], chosen: settings.Settings) -> list[Row]:
+    """The choices of one benchmark.
+
+    Args:
+        lines: its records, conditions first.
+        chosen: settings under which the oracle decides.
+    """
+    conditions = json.loads(next(lines))["conditions"]
+    card = device.named("nvidia-h200")
+    machine = Device(
+        card.kind, conditions["gpu"], card.capability, card.sm_count, card.memory_gib,
+        packages=conditions["packages"], driver=conditions["driver"],
+    )  # fmt: skip
+    return [row for line in lines for row in _row(json.loads(line), machine, chosen)]
+
+
+def _row(record: Mapping[str, Any], machine: Device, chosen: settings.Settings) -> Iterator[Row]:
+    layer = shapes.parse(record["layer"]["name"])
+    decision = decide(layer, machine, chosen, evidence=lookup.evidence(layer, machine, chosen))
+    static = next(each for each in decision.candidates if each.accepted)
+    names = comparable(static, decision.candidates, layer, default_registry())
+    times = {name: record["us"][name] for name in names if name in record["us"]}
+    choice = decision.at(record["tokens"])
+    if choice not in times:
+        raise SystemExit(f"{layer.layer}, {record['tokens']} tokens: {choice} was chosen and not timed")
+    best = min(times, key=lambda name: times[name])
+    yield Row(
+        layer.layer, record["tokens"], choice, decision.why, times[choice], best, times[best], record["us"].get(STOCK)
+    )
+
+
+def table(found: list[Row], sources: list[str]) -> str:
+    """The table, with its summary first."""
+    near = sum(row.behind <= WITHIN for row in found)
+    worst = max(found, key=lambda row: row.behind)
+    against = [math.log(row.stock_us / row.us) for row in found if row.stock_us]
+    lines = [
+        "# The oracle's choices on an H200",
+        "",
+        f"Made by `python tests/choices.py --write` from {', '.join(f'`{name}`' for name in sources)} and the shipped",
+        "profile, which was measured in another run.",
+        "",
+        f"* {near} of {len(found)} cells ({near / len(found):.1%}) within {WITHIN:.0%} of the fastest accepted backend",
+        f"* furthest behind: {worst.behind:.1%}, {worst.layer} at {worst.tokens} tokens "
+        f"({worst.choice} {worst.us:.1f} us, {worst.best} {worst.best_us:.1f} us)",
+    ]
+    if against:
+        slower = sum(value < -math.log1p(WITHIN) for value in against)
+        lines.append(
+            f"* against stock vLLM's default in the same run: {math.exp(math.fsum(against) / len(against)):.2f} times "
+            f"as fast (geometric mean of {len(against)} cells); slower by more than {WITHIN:.0%} in {slower}"
+        )
+    lines += [
+        "",
+        "| layer | tokens | choice | why | us | best | us | behind | stock us |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        stock = "" if row.stock_us is None else f"{row.stock_us:.1f}"
+        behind = f"{row.behind:.1%}" if row.behind > 0 else ""
+        lines.append(
+            f"| {row.layer} | {row.tokens} | {row.choice} | {row.why} | {row.us:.1f} | {row.best} | {row.best_us:.1f} "
+            f"| {behind} | {stock} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def good_enough(found: list[Row]) -> bool:
+    """Whether the choices are as good as is asked."""
+    near = sum(row.behind <= WITHIN for row in found)
+    return near >= SHARE * len(found) and all(row.behind <= WORST for row in found)
+
+
+def read(folder: Path = FOLDER) -> tuple[list[Row], list[str]]:
+    """The choices of all benchmarks that are kept, and the names of their files."""
+    chosen = settings.load({}, assignments={"cache": str(folder / "no cache")})
+    paths = sorted(folder.glob(PATTERN))
+    return [row for path in paths for row in rows(iter(path.read_text().splitlines()), chosen)], [p.name for p in paths]
+
+
+def main() -> None:
+    """Writes or checks the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    found, sources = read()
+    if not found:
+        sys.exit(f"there is no {PATTERN} in {FOLDER}")
+    text = table(found, sources)
+    print("\n".join(text.splitlines()[5:9]))
+    if args.write:
+        TABLE.write_text(text)
+    elif not TABLE.exists() or TABLE.read_text() != text:
+        sys.exit(f"{TABLE.name} is stale")
+    if not good_enough(found):
+        sys.exit("the choices are not good enough")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The table of the oracle's choices: made from benchmarks that are kept, up to date, and honest about losses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import choices
+import pytest
+
+from vllm_moe_oracle import settings
+
+
+def record(tokens: int, **us: float) -> str:
+    named = {name.replace("stock_auto", "stock:auto"): value for name, value in us.items()}
+    return json.dumps({"layer": {"name": "mxfp8:qwen3-30b-a3b"}, "tokens": tokens, "us": named})
+
+
+CONDITIONS = json.dumps(
+    {"conditions": {"gpu": "NVIDIA H200", "driver": "", "packages": {"vllm": "0.33.0", "humming-kernels": "0.1.19"}}}
+)
+
+
+def read(*records: str, **assignments: str) -> list[choices.Row]:
+    chosen = settings.load({}, assignments={"measured": "0", **assignments})
+    return choices.rows(iter([CONDITIONS, *records]), chosen)
+
+
+def test_a_choice_is_held_against_the_best_of_its_kind() -> None:
+    times: dict[str, Any] = {"humming_mxfp8": 50.0, "marlin_mxfp8": 60.0, "own_mxfp8": 40.0, "stock_auto": 51.0}
+    (row,) = read(record(1, **times))
+    chosen = {"humming_mxfp8": 0.25, "marlin_mxfp8": 0.5, "own_mxfp8": 0.0}
+    assert row.best == "own_mxfp8" and row.behind == pytest.approx(chosen[row.choice])
+    (forced,) = read(record(1, **times), backend="marlin_mxfp8")
+    assert (forced.choice, forced.why) == ("marlin_mxfp8", "user") and forced.behind == pytest.approx(0.5)
+    assert forced.stock_us == 51.0
+
+
+def test_too_many_losses_are_not_good_enough() -> None:
+    good = [choices.Row("l", 1, "a", "measured", 101.0, "b", 100.0, None)] * 19
+    near = choices.Row("l", 1, "a", "measured", 107.0, "b", 100.0, None)
+    far = choices.Row("l", 1, "a", "measured", 109.0, "b", 100.0, None)
+    assert choices.good_enough([*good, near])
+    assert not choices.good_enough([*good, near, near])
+    assert not choices.good_enough([*good, far])
+
+
+def test_a_choice_that_was_not_timed_is_an_error() -> None:
+    with pytest.raises(SystemExit, match="was chosen and not timed"):
+        read(record(1, marlin_mxfp8=1.0), backend="own_mxfp8")
+
+
+def test_the_table_is_up_to_date() -> None:
+    found, sources = choices.read()
+    if not sources:
+        assert not choices.TABLE.exists()
+        pytest.skip("no benchmark is kept")
+    assert Path(choices.TABLE).read_text() == choices.table(found, sources)
