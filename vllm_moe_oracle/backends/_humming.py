@@ -7,11 +7,11 @@ matrix and not of its halves, and knows the unpadded sizes: nobody outside sees 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import round_up
-from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
+from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem, SchemeName
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule, at_least
 from ._stock import activation_rule, mxfp8_place, release
@@ -48,7 +48,7 @@ class Humming(Backend):
     """
 
     kind = "indexed"
-    schemes = ("mxfp8",)
+    schemes: ClassVar[tuple[SchemeName, ...]] = ("mxfp8",)
     vllm_names = ("humming",)
     limits = Limits(
         # From sm_100 on, the order of the codes depends on the CUDA compiler that the library finds.
@@ -62,6 +62,7 @@ class Humming(Backend):
         bias=True,
         bits=(8,),
         groups=(MX_BLOCK,),
+        eplb=True,
     )
 
     def plan(self, problem: Problem, device: Device) -> Plan:
