@@ -1,8 +1,8 @@
 """How the processes of one server leave their decisions for its metrics endpoint.
 
 Decisions fall in the processes that hold the model, the endpoint belongs to another one. The first process of a server
-makes a folder and names it in an environment variable, which the processes that it starts inherit; each leaves its
-record there as a file. The folder goes with the process that made it. What is written here is only shown: no error of
+names a folder in an environment variable, which the processes that it starts inherit; each leaves its record there as a
+file. The folder goes with the process that named it. What is written here is only shown: no error of
 a file system changes how a model is served.
 """
 
@@ -12,6 +12,7 @@ import atexit
 import json
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -27,20 +28,20 @@ MOST_BYTES = 1 << 24
 
 
 def open_folder() -> None:
-    """Makes the folder in a server's first process; in the others it is there already."""
+    """Names the folder in a server's first process; in the others it has a name already.
+
+    It is made by the first process that leaves something in it: most processes that load plugins hold no model.
+    """
     if settings.records_folder() is not None:
         return
-    try:
-        folder = tempfile.mkdtemp(prefix="vllm-moe-oracle-")  # readable by this user alone
-    except OSError as error:
-        logger.warning("moe_oracle: no decisions on the metrics endpoint: no temporary folder: %s", error.strerror)
-        return
+    # A name that nobody else can have made a folder of beforehand.
+    folder = os.path.join(tempfile.gettempdir(), f"vllm-moe-oracle-{secrets.token_hex(8)}")
     settings.set_records_folder(folder)
     atexit.register(_remove, folder, os.getpid())
 
 
 def close_folder() -> None:
-    """Removes the folder, where this process made it."""
+    """Removes the folder, and takes its name away."""
     folder = settings.records_folder()
     if folder is not None:
         settings.set_records_folder(None)
@@ -64,6 +65,7 @@ def leave(record: dict[str, Any]) -> None:
     first = next((layer for group in record["groups"] for layer in group["layers"]), "")
     name = f"{os.getpid()}-{first}".replace("/", "_")[:200]
     try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
         descriptor, beside = tempfile.mkstemp(dir=folder, suffix=".part")
         with open(descriptor, "w", encoding="utf-8") as file:
             json.dump(record, file)

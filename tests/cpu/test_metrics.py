@@ -126,19 +126,17 @@ def test_what_is_no_record_is_passed_over(folder: Path, content: str, caplog: py
     assert info("0", "fast") in scrape()
 
 
-def test_a_folder_that_is_gone_or_read_only_is_a_warning(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_folder_that_cannot_be_written_to_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     said: list[str] = []
     monkeypatch.setattr(records.logger, "warning", lambda text, *words: said.append(text % words))
-    monkeypatch.setenv(settings._RECORDS, str(tmp_path / "gone"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(settings._RECORDS, str(tmp_path / "file" / "folder"))
     records.leave(record())
     assert len(said) == 1 and "will miss on the metrics endpoint" in said[0]
     assert scrape() == {}
-    monkeypatch.delenv(settings._RECORDS)
-    monkeypatch.setattr(tempfile, "mkdtemp", _no_space)
-    records.open_folder()
-    assert settings.records_folder() is None
+    monkeypatch.setenv(settings._RECORDS, str(tmp_path / "full"))
+    monkeypatch.setattr(tempfile, "mkstemp", _no_space)
+    records.leave(record())
     assert "No space left on device" in said[1]
 
 
@@ -146,24 +144,25 @@ def _no_space(**_: object) -> str:
     raise OSError(28, "No space left on device")
 
 
-def test_the_first_process_makes_the_folder_and_takes_it_away() -> None:
+def test_the_first_process_names_the_folder_and_takes_it_away() -> None:
     code = (
         "import os, subprocess, sys, json\n"
         "from vllm_moe_oracle import records, settings\n"
         "records.open_folder(); mine = settings.records_folder(); records.open_folder()\n"
-        "assert settings.records_folder() == mine and os.stat(mine).st_mode & 0o777 == 0o700\n"
+        "assert settings.records_folder() == mine and not os.path.exists(mine)\n"
         "child = 'from vllm_moe_oracle import records, settings; records.open_folder(); "
-        "print(settings.records_folder())'\n"
+        "records.leave(dict(groups=[])); print(settings.records_folder())'\n"
         "theirs = subprocess.run([sys.executable, '-c', child], capture_output=True, text=True, check=True).stdout\n"
+        "assert os.stat(mine).st_mode & 0o777 == 0o700\n"
         "pid = os.fork()\n"
         "if not pid: sys.exit(0)\n"
         "os.waitpid(pid, 0)\n"
-        "print(json.dumps([mine, theirs.strip(), os.path.isdir(mine)]))\n"
+        "print(json.dumps([mine, theirs.strip(), len(list(records.left()))]))\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != settings._RECORDS}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    mine, theirs, there = json.loads(done.stdout)
-    assert mine == theirs and there  # neither the child nor the fork took it away
+    mine, theirs, found = json.loads(done.stdout)
+    assert mine == theirs and found == 1  # neither the child nor the fork took it away
     assert not os.path.exists(mine)
