@@ -66,7 +66,7 @@ REFUSED: list[tuple[Limits, Problem, Device, str, tuple[str, ...]]] = [
     (Limits(expert_parallel=False), problem(ep=4, local_experts=32), H200, "expert_parallel", ("4 ranks",)),
     (Limits(routing_methods=("deepseek_v3",)), problem(routing=Routing("llama4")),
      H200, "routing", ("deepseek_v3", "llama4")),
-    (Limits(), problem(routing=Routing(weight_on_input=True)), H200, "weight_on_input", ("input",)),
+    (Limits(), problem(routing=Routing(weight_on_input=True), top_k=1), H200, "weight_on_input", ("input",)),
     (Limits(), problem(lora=True), H200, "lora", ("LoRA", "--enable-lora")),
     (Limits(), problem(eplb=True), H200, "eplb", ("EPLB", "--enable-eplb")),
     (Limits(), problem(batch_invariant=True), H200, "batch_invariant", ("batch invariance", "VLLM_BATCH_INVARIANT")),
@@ -120,7 +120,7 @@ ABLE: list[tuple[Limits, Problem, Device]] = [
     (Limits(formats=("standard", "batched")), problem(format="batched"), H200),
     (Limits(expert_parallel=False), problem(), H200),
     (Limits(routing_methods=("llama4",)), problem(routing=Routing("llama4")), H200),
-    (Limits(weight_on_input=True), problem(routing=Routing(weight_on_input=True)), H200),
+    (Limits(weight_on_input=True), problem(routing=Routing(weight_on_input=True), top_k=1), H200),
     (Limits(lora=True, eplb=True, batch_invariant=True), problem(lora=True, eplb=True, batch_invariant=True), H200),
     (Limits(hidden_multiple=128, intermediate_multiple=256), problem(), H200),
 ]
@@ -180,6 +180,7 @@ def test_every_failing_rule_is_reported_whatever_else_fails(bits: list[bool]) ->
     layer = problem(
         has_bias=asked["bias"],
         routing=Routing(weight_on_input=asked["weight_on_input"]),
+        top_k=1,
         **{name: asked[name] for name in ("lora", "eplb", "batch_invariant")},
     )
     options: dict[str, Any] = able

@@ -39,8 +39,13 @@ class Stock(FusedMoEMethodBase):  # type: ignore[misc]
 class Ours(OracleMoEMethod, Stock):  # type: ignore[misc]
     """Stands for a method of this project."""
 
+    offered = False
+    constructed = 0
+
     def __init__(self, quant_config: Any, moe_config: Any) -> None:
-        self.ours = True
+        type(self).constructed += 1
+        if not self.offered:
+            raise NoBackendError("no backend can run mxfp8 experts here\n  the table")
 
 
 def config(lora: bool = False, batched: bool = False) -> Any:
@@ -60,16 +65,30 @@ def test_a_layer_beyond_us_is_stock_vllms_and_is_said_to_be(
     made = Ours(quant_config="config", moe_config=config(**asked))
     assert type(made) is Stock
     assert made.made_with[0] == "config"
-    assert f"{words}: left to stock vLLM's Stock" in caplog.text
+    assert f"{words}: left to stock vLLM's Stock; no backend can run mxfp8 experts here" in caplog.text
+    assert "the table" not in caplog.text
+
+
+@pytest.mark.parametrize("asked", [{"lora": True}, {"batched": True}])
+def test_a_layer_that_a_backend_knows_is_ours(asked: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_is_explicit", lambda: False)
+    monkeypatch.setattr(Ours, "offered", True)
+    assert type(Ours(quant_config=None, moe_config=config(**asked))) is Ours
 
 
 def test_an_explicit_choice_is_not_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_is_explicit", lambda: True)
-    assert type(Ours(quant_config=None, moe_config=config(lora=True))) is Ours
+    with pytest.raises(NoBackendError):
+        Ours(quant_config=None, moe_config=config(lora=True))
 
 
-def test_any_other_layer_is_ours() -> None:
+def test_any_other_layer_is_ours_or_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ours, "constructed", 0)
+    with pytest.raises(NoBackendError):
+        Ours(quant_config=None, moe_config=config())
+    monkeypatch.setattr(Ours, "offered", True)
     assert type(Ours(quant_config=None, moe_config=config())) is Ours
+    assert Ours.constructed == 2
 
 
 def chosen(environment: dict[str, str], objections: dict[str, str]) -> Any:

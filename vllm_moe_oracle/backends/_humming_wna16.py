@@ -44,6 +44,7 @@ class HummingWna16(Backend):
         groups=(-1, 32, 64, 128),
         zero_points=True,
         act_orders=("none", "static"),
+        eplb=True,
     )
     rules: ClassVar[tuple[Rule, ...]] = RULES
 

@@ -195,6 +195,9 @@ def _deployment_reasons(limits: Limits, problem: Problem) -> list[Reason]:
         reasons.append(
             Reason("weight_on_input", "multiplies the output by the router's weight; the layer asks the input")
         )
+    elif routing.weight_on_input and problem.top_k > 1:
+        detail = f"vLLM multiplies a token's input by one weight; the layer has {problem.top_k} for each token"
+        reasons.append(Reason("weight_on_input.top_k", detail))
     for name, wanted, able, remedy in (
         ("lora", problem.lora, limits.lora, "serve without --enable-lora"),
         ("eplb", problem.eplb, limits.eplb, "serve without --enable-eplb"),

@@ -17,7 +17,7 @@ from ..oracle.planner import has_group_index, has_order, loaded_group, padded
 from ..oracle.problem import ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
-from ._stock import FROM_SM75, activation_rule, release
+from ._stock import FROM_SM75, activation_rule, lora_rule, release
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,11 +53,18 @@ def limits(formats: tuple[ActivationFormat, ...], ungated: tuple[str, ...]) -> L
         hidden_multiple=128,
         intermediate_multiple=INTERMEDIATE_MULTIPLE,
         formats=formats,
+        lora=formats == ("standard",),
+        eplb=True,
     )
+
+
+def _padded(problem: Problem, device: Device) -> Plan:
+    return padded(problem, intermediate_multiple=INTERMEDIATE_MULTIPLE)
 
 
 RULES = (
     activation_rule(swigluoai_since=(0, 24, 0)),
+    lora_rule(_padded),
     Rule(
         "bits.since",
         lambda problem, device: problem.scheme.bits == 8 and release(device) < _BYTES_SINCE,
@@ -94,7 +101,7 @@ class MarlinWna16(Backend):
 
     def plan(self, problem: Problem, device: Device) -> Plan:
         """The intermediate size, zero-padded to whole tiles: groups of 128 are whole tiles already, or refused."""
-        return padded(problem, intermediate_multiple=INTERMEDIATE_MULTIPLE)
+        return _padded(problem, device)
 
     def activations(self, problem: Problem) -> ActivationPrecision:
         """The model's own dtype."""

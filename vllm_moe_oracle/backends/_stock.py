@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from packaging.version import InvalidVersion, Version
 
+from ..oracle.decision import Plan
 from ..oracle.problem import Activation, Device, Problem
 from ._limits import Rule
 
@@ -129,6 +132,27 @@ def wna16_place(name: str, device: Device) -> float:
     if name.startswith("humming") and device.kind == "cuda" and device.capability in _HUMMING_PREFERRED:
         return _HUMMING_FIRST + (place - WNA16_ORDER["humming_batched"])
     return place
+
+
+def lora_rule(padding: Callable[[Problem, Device], Plan]) -> Rule:
+    """vLLM makes a LoRA adapter's tensors for the layer's own sizes, and adds them to what the kernel computes.
+
+    Args:
+        padding: the backend's plan for a problem.
+    """
+
+    def sizes(problem: Problem, device: Device) -> str:
+        plan = padding(problem, device)
+        return f"hidden size {plan.hidden_size} and intermediate size {plan.intermediate_size}"
+
+    return Rule(
+        "lora.padding",
+        lambda problem, device: problem.lora and padding(problem, device).pads(problem),
+        lambda problem, device: (
+            f"pads to {sizes(problem, device)}; adapters have {problem.hidden_size} and {problem.intermediate_size}"
+        ),
+        "serve without --enable-lora",
+    )
 
 
 def release(device: Device) -> tuple[int, ...]:

@@ -40,6 +40,8 @@ class DeepGemmMxfp8(Backend):
         groups=(MX_BLOCK,),
         hidden_multiple=MULTIPLE,
         intermediate_multiple=MULTIPLE,
+        weight_on_input=True,
+        eplb=True,
     )
     rules = (activation_rule(swigluoai_since=(0, 24, 0)),)
 

@@ -15,13 +15,17 @@ from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits
 from ._mxfp4 import oai_rule, padded_expert
-from ._stock import FROM_SM80, mxfp4_place
+from ._stock import FROM_SM80, lora_rule, mxfp4_place
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 HIDDEN_MULTIPLE = 128
 INTERMEDIATE_MULTIPLE = 64
+
+
+def _padded(problem: Problem, device: Device) -> Plan:
+    return padded(problem, HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE)
 
 
 class MarlinMxfp4(Backend):
@@ -44,12 +48,14 @@ class MarlinMxfp4(Backend):
         groups=(MX_BLOCK,),
         hidden_multiple=HIDDEN_MULTIPLE,
         intermediate_multiple=INTERMEDIATE_MULTIPLE,
+        lora=True,
+        eplb=True,
     )
-    rules = (oai_rule(halves_since=(0, 24, 0)),)
+    rules = (oai_rule(halves_since=(0, 24, 0)), lora_rule(_padded))
 
     def plan(self, problem: Problem, device: Device) -> Plan:
         """Both sizes, zero-padded to whole tiles."""
-        return padded(problem, HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE)
+        return _padded(problem, device)
 
     def estimate(self, problem: Problem, device: Device) -> float:
         """Stock 0.33.0's place."""

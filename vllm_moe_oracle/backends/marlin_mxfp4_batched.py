@@ -13,7 +13,7 @@ class MarlinMxfp4Batched(MarlinMxfp4):
     name = "marlin_mxfp4_batched"
     stock_class = "BatchedMarlinExperts"
     place = "marlin_batched"
-    limits = dataclasses.replace(MarlinMxfp4.limits, formats=("batched",))
+    limits = dataclasses.replace(MarlinMxfp4.limits, formats=("batched",), lora=False)
 
 
 BACKEND = MarlinMxfp4Batched()

@@ -14,12 +14,16 @@ from ..oracle.planner import padded
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits
-from ._stock import FROM_SM80, activation_rule, mxfp8_place
+from ._stock import FROM_SM80, activation_rule, lora_rule, mxfp8_place
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 INTERMEDIATE_MULTIPLE = 64
+
+
+def _padded(problem: Problem, device: Device) -> Plan:
+    return padded(problem, intermediate_multiple=INTERMEDIATE_MULTIPLE)
 
 
 class MarlinMxfp8(Backend):
@@ -41,12 +45,14 @@ class MarlinMxfp8(Backend):
         groups=(MX_BLOCK,),
         hidden_multiple=128,
         intermediate_multiple=INTERMEDIATE_MULTIPLE,
+        lora=True,
+        eplb=True,
     )
-    rules = (activation_rule(swigluoai_since=(0, 24, 0)),)
+    rules = (activation_rule(swigluoai_since=(0, 24, 0)), lora_rule(_padded))
 
     def plan(self, problem: Problem, device: Device) -> Plan:
         """The intermediate size, zero-padded to whole tiles."""
-        return padded(problem, intermediate_multiple=INTERMEDIATE_MULTIPLE)
+        return _padded(problem, device)
 
     def estimate(self, problem: Problem, device: Device) -> float:
         """Stock 0.33.0's third; fourth on sm_90."""

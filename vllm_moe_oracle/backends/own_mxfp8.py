@@ -25,6 +25,7 @@ class OwnMxfp8(OwnBackend):
         hidden_multiple=MX_BLOCK,
         intermediate_multiple=MX_BLOCK,
         weight_on_input=True,
+        eplb=True,
         batch_invariant=True,
     )
 

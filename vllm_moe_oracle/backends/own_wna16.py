@@ -47,6 +47,7 @@ class OwnWna16(OwnBackend):
         hidden_multiple=32,
         intermediate_multiple=32,
         weight_on_input=True,
+        eplb=True,
         batch_invariant=True,
     )
 

@@ -46,6 +46,7 @@ class TritonWna16(Backend):
         act_orders=("none", "static"),
         hidden_multiple=COLUMNS,
         intermediate_multiple=COLUMNS,
+        eplb=True,
     )
     rules = (
         activation_rule(swigluoai_since=(0, 29, 0)),

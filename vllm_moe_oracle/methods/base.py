@@ -83,7 +83,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An instance, or one of the stock class where stock vLLM has to serve the layer.
 
-        LoRA adapters and batched all-to-all kernels are what no backend here has been proven with; stock classes have.
+        LoRA adapters and batched all-to-alls are what few backends here know; where none of those that do can run the
+        layer, stock classes may. Anything else that no backend can do is an error.
 
         Raises:
             NoBackendError: the stock class has to serve the layer, and cannot read its checkpoint.
@@ -91,18 +92,25 @@ class OracleMoEMethod(FusedMoEMethodBase):
         asked = [*args, *kwargs.values()]
         moe = next((getattr(each, "moe_config", each) for each in asked if _is_layer_config(each)), None)
         wanted = [] if moe is None else current_adapter().beyond_us(moe)
+        made = super().__new__(cls)
         if not wanted or _is_explicit():
-            return super().__new__(cls)
+            return made
+        try:
+            made.__init__(*args, **kwargs)
+            return made
+        except NoBackendError as error:
+            refused = error.rule.partition("\n")[0]
         stock = next(base for base in cls.__mro__ if not issubclass(base, OracleMoEMethod))
         name = current_layer()[1]
         objection = cls.beyond_stock(*args, **kwargs)
         if objection:
             rule = f"{' and '.join(wanted)} would be left to stock vLLM's {stock.__name__}, which {objection}"
             raise NoBackendError(rule, "Serve without", name)
-        logger.warning("moe_oracle: %s: %s: left to stock vLLM's %s", name, " and ".join(wanted), stock.__name__)
-        made = stock.__new__(stock)
-        stock.__init__(made, *args, **kwargs)
-        return made
+        words = " and ".join(wanted)
+        logger.warning("moe_oracle: %s: %s: left to stock vLLM's %s; %s", name, words, stock.__name__, refused)
+        theirs = stock.__new__(stock)
+        stock.__init__(theirs, *args, **kwargs)
+        return theirs
 
     @classmethod
     def beyond_stock(cls, *args: Any, **kwargs: Any) -> str:
@@ -126,6 +134,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
             AgreementError: the ranks of the layer cannot agree on one.
             SettingError: a setting cannot be read.
         """
+        if hasattr(self, "decision"):  # `__new__` has made it already, and Python comes once more
+            return
         FusedMoEMethodBase.__init__(self, moe)
         self.copies: turns.Copies = {}
         self.turns: turns.Turns | None = None
@@ -239,7 +249,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
         turns.copy_weights(self, raw)
         self.experts_cls = self.release.experts_class(self.backend)
         names = self._names(raw)
-        kernel_names = storage.rename(layer, storage.convert_in_place(layer, names, self._convert), _READ_BY_VLLM)
+        kernel_names = storage.rename(
+            layer, storage.convert_in_place(layer, names, self._convert, dense=problem.eplb), _READ_BY_VLLM
+        )
         for name in kernel_names.values():
             parameter = getattr(layer, name)
             if not hasattr(parameter, "weight_loader"):

@@ -82,7 +82,9 @@ def allocate(count: int, raw: Kind, kind: Kind | None, device: torch.device) -> 
     return _view(torch.zeros(count, slot, dtype=torch.uint8, device=device), raw)
 
 
-def convert_in_place(layer: nn.Module, names: Mapping[str, str], convert: Convert) -> dict[str, str]:
+def convert_in_place(
+    layer: nn.Module, names: Mapping[str, str], convert: Convert, dense: bool = False
+) -> dict[str, str]:
     """Converts a layer's loaded parameters, expert by expert.
 
     A kernel tensor takes the parameter's place under its name; parameters that the kernel does not need are dropped.
@@ -91,6 +93,7 @@ def convert_in_place(layer: nn.Module, names: Mapping[str, str], convert: Conver
         layer: whose parameters they are.
         names: parameter name by canonical name.
         convert: from canonical tensors of one expert to kernel tensors.
+        dense: experts follow one another without room between them, as vLLM wants it that moves them while serving.
 
     Returns:
         Parameter name by kernel tensor name.
@@ -103,7 +106,8 @@ def convert_in_place(layer: nn.Module, names: Mapping[str, str], convert: Conver
     count = next(iter(raw.values())).shape[0]
     kinds = kinds_after(convert, raw)
     memory = {
-        name: _memory(raw.get(name), count, kind, next(iter(raw.values())).device) for name, kind in kinds.items()
+        name: _memory(raw.get(name), count, kind, next(iter(raw.values())).device, dense)
+        for name, kind in kinds.items()
     }
     changed: set[str] = set()
     for index in range(count):
@@ -208,12 +212,16 @@ def _view(memory: Tensor, kind: Kind) -> Tensor:
     return torch.unflatten(memory[:, : kind.nbytes].view(kind.dtype), 1, kind.shape)
 
 
-def _memory(raw: Tensor | None, count: int, kind: Kind, device: torch.device) -> Tensor:
-    """uint8 `[experts, slot]`: the raw tensor's own memory where the kind fits into it, new memory otherwise."""
+def _memory(raw: Tensor | None, count: int, kind: Kind, device: torch.device, dense: bool) -> Tensor:
+    """uint8 `[experts, slot]`: the raw tensor's own memory where the kind fits into it, new memory otherwise.
+
+    Dense, an expert of the kernel's begins before the slot of its raw one, and ends before that of the next, which is
+    converted after it: nothing is overwritten that will be read.
+    """
     if raw is not None and raw[0].is_contiguous():
         storage = torch.empty(0, dtype=torch.uint8, device=device).set_(raw.untyped_storage())
         offset = raw.storage_offset() * raw.element_size()
         slot = raw.stride(0) * raw.element_size() if count > 1 else storage.numel() - offset
         if kind.nbytes <= slot and slot % kind.dtype.itemsize == 0 and offset % kind.dtype.itemsize == 0:
-            return storage.as_strided((count, kind.nbytes), (slot, 1), offset)
+            return storage.as_strided((count, kind.nbytes), (kind.nbytes if dense else slot, 1), offset)
     return torch.empty(count, kind.nbytes, dtype=torch.uint8, device=device)
