@@ -135,6 +135,8 @@ class Platform:
         """A CUDA device."""
         return self.capability > 0
 
+    is_cuda_alike = is_cuda
+
     def is_rocm(self) -> bool:
         """Never."""
         return False

@@ -38,7 +38,8 @@ class TrtllmMxint4(Backend):
     monolithic = True
     limits = Limits(
         capabilities=((100, 110),),
-        packages={"flashinfer-python": "", "vllm": "0.23.0"},
+        # Before, the class takes SiLU for no activation of its kernel's.
+        packages={"flashinfer-python": "", "vllm": "0.25.1"},
         dtypes=("bfloat16",),
         gated=("silu",),
         parameters=True,
