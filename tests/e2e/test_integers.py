@@ -1,0 +1,227 @@
+"""Tiny models with integer experts, as GPTQ's, AWQ's and llm-compressor's tools write them, served through vLLM and the
+plugin equal float32 transformers with the numbers that the codes stand for.
+
+The tolerance is that of `test_served_model`, whose derivation holds here: emulation dequantises exactly, so the two
+differ by the roundings of float32 alone. Files that are damaged, or say something else than their config, are refused
+by vLLM's own way of loading them, or give other numbers, which the tolerance shows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import integer_checkpoints
+import numpy as np
+import pytest
+import reference
+import torch
+from integer_checkpoints import Integers
+
+pytest.importorskip("vllm", reason="serving needs vLLM")
+
+LAYERS, HIDDEN, LOGIT = 2, 128, 6.0
+ROUNDINGS = 12 * LAYERS + 2
+TOLERANCE = 2 * LOGIT * math.sqrt(ROUNDINGS) * (1 + math.sqrt(HIDDEN)) * 2.0**-24
+PROMPT = [5, 6, 7, 8, 9, 10]
+TOKENS = 3
+EXPERT = "model.layers.1.mlp.experts.3."
+LAYER = "model.layers.1.mlp.experts"
+
+NESTED = [["self_attn.nothing"], ["mlp.experts.0.up_proj", "mlp.experts.0.gate_proj"], ["mlp.experts.0.down_proj"]]
+KINDS: dict[str, tuple[Integers, str | None]] = {
+    "gptq": (Integers("gptq", config={"modules_in_block_to_quantize": NESTED}), None),
+    "gptq, act order, zero points": (Integers("gptq", zero_points=True, act_order="group"), None),
+    "gptq v2, int8, per channel": (Integers("gptq_v2", bits=8, group=-1, zero_points=True), None),
+    "gptq with biases": (Integers("gptq", bits=8, bias=True, act_order="static"), None),
+    "gptq as moe_wna16": (
+        Integers("gptq", zero_points=True, group=64, config={"modules_in_block_to_quantize": NESTED}), "moe_wna16",
+    ),
+    "awq": (Integers("awq", zero_points=True), None),
+    "awq as moe_wna16": (Integers("awq", group=64, zero_points=True), "moe_wna16"),
+    "compressed-tensors": (Integers("compressed-tensors", group=64), None),
+    "compressed-tensors, act order, zero points": (
+        Integers("compressed-tensors", zero_points=True, act_order="group"), None,
+    ),
+    "compressed-tensors, int8, per channel": (Integers("compressed-tensors-int", bits=8, group=-1), None),
+}  # fmt: skip
+"""How a model is stored, and ``--quantization``."""
+
+Edit = Callable[[dict[str, Any]], Any]
+
+
+def drop(name: str) -> Edit:
+    return lambda tensors: tensors.pop(EXPERT + name)
+
+
+def put(name: str, make: Callable[[Any], Any]) -> Edit:
+    return lambda tensors: tensors.update({EXPERT + name: make(tensors[EXPERT + name])})
+
+
+def swap_gate_and_up(tensors: dict[str, Any]) -> None:
+    for name in [each for each in tensors if ".mlp.experts." in each and ".gate_proj." in each]:
+        other = name.replace(".gate_proj.", ".up_proj.")
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+DAMAGED: dict[str, tuple[str, Edit, str]] = {
+    "no group index": (
+        "gptq, act order, zero points", drop("up_proj.g_idx"),
+        "w13_g_idx of the up projection of local expert 3 was never loaded. The checkpoint lacks it, or names it "
+        "differently (1 such in w13_g_idx)",
+    ),
+    "no zero points": (
+        "awq", drop("down_proj.qzeros"), "w2_qzeros of the down projection of local expert 3 was never loaded",
+    ),
+    "codes of another type": (
+        "compressed-tensors", put("gate_proj.weight_packed", lambda tensor: tensor.to(torch.int64)),
+        "the checkpoint stores it as int64, the packing compressed-tensors as int32",
+    ),
+    "transposed codes": (
+        "gptq", put("up_proj.qweight", lambda tensor: tensor.T.contiguous()),
+        "an expert's tensor has shape [64, 16], expected [16, 64]",
+    ),
+    "scales of another group": (
+        "compressed-tensors", put("up_proj.weight_scale", lambda tensor: tensor.repeat_interleave(2, 1)),
+        "an expert's tensor has shape [64, 4], expected [64, 2]",
+    ),
+}  # fmt: skip
+"""A kind, what happens to its file, and what is said."""
+
+WRONG: dict[str, tuple[str, Edit | None, dict[str, Any]]] = {
+    "gate and up swapped": ("awq", swap_gate_and_up, {}),
+    "zero points off by one": ("gptq as moe_wna16", None, {"checkpoint_format": "gptq_v2"}),
+    "features in another order": (
+        "gptq, act order, zero points",
+        lambda tensors: [tensors[name].copy_(tensors[name].roll(1)) for name in tensors if name.endswith(".g_idx")],
+        {},
+    ),
+}
+"""A kind, what happens to its file, and to its config: the numbers must be others."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("integers")
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> dict[str, Path]:
+    plain = checkpoints.write_checkpoint(folder / "plain", format="bf16", dtype="float32")
+    made = {
+        name: integer_checkpoints.write(plain, folder / f"kind{number}", how, number)
+        for number, (name, (how, _)) in enumerate(KINDS.items())
+    }
+    for number, (fault, (kind, edit, _)) in enumerate(DAMAGED.items()):
+        made[fault] = checkpoints.rewrite_tensors(made[kind], folder / f"damaged{number}", edit)
+    for number, (fault, (kind, change, config)) in enumerate(WRONG.items()):
+        target = folder / f"wrong{number}"
+        made[fault] = checkpoints.rewrite_tensors(made[kind], target, change or (lambda tensors: None))
+        text = json.loads((target / "config.json").read_text())
+        text["quantization_config"] |= config
+        (target / "config.json").write_text(json.dumps(text))
+    return made
+
+
+@pytest.fixture(scope="module")
+def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
+    """Every job of this file in one process: importing vLLM is most of the time."""
+    jobs = {}
+    for name, path in models.items():
+        kind = name if name in KINDS else {**DAMAGED, **WRONG}[name][0]
+        quantization = KINDS[kind][1]
+        engine = {"engine": {"quantization": quantization}} if quantization else {}
+        jobs[name] = {
+            "checkpoint": str(path), "dtype": "float32", "prompt": PROMPT, "tokens": TOKENS if name in KINDS else 1,
+            "oracle": {"backend": "emulation"}, **engine,
+        }  # fmt: skip
+    (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
+    script = str(Path(__file__).with_name("generate.py"))
+    command = [sys.executable, script, str(folder / "jobs.json"), str(folder / "results.json")]
+    environment = {**os.environ, "VLLM_PLUGINS": "moe_oracle"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return dict(zip(jobs, json.loads((folder / "results.json").read_text()), strict=True))
+
+
+def with_biases(checkpoint: Path) -> torch.nn.Module:
+    """Float32 transformers whose experts the float64 reference computes, with the biases of the file."""
+    weights = reference.read_weights(checkpoint)
+    plain = checkpoint.with_name(f"{checkpoint.name}-unbiased")
+    without = checkpoints.rewrite_tensors(
+        checkpoint, plain, lambda tensors: [tensors.pop(n) for n in list(tensors) if n.endswith("_proj.bias")]
+    )
+    model = reference.load_transformers(without)
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3:
+            module.forward = partial(_biased, module, name, weights)  # type: ignore[method-assign]
+    return model
+
+
+def _biased(
+    module: Any, name: str, weights: dict[str, Any], hidden: torch.Tensor, index: torch.Tensor, shares: torch.Tensor
+) -> torch.Tensor:
+    experts = range(module.gate_up_proj.shape[0])
+    first = [
+        np.concatenate([weights[f"{name}.{expert}.{half}_proj.bias"] for half in ("gate", "up")]) for expert in experts
+    ]
+    second = [weights[f"{name}.{expert}.down_proj.bias"] for expert in experts]
+    matrices = module.gate_up_proj.detach().numpy(), module.down_proj.detach().numpy()
+    y = reference.moe(
+        hidden.numpy(), *matrices, index.numpy(), shares.float().numpy(), b13=np.stack(first), b2=np.stack(second)
+    )
+    return torch.from_numpy(y).to(hidden.dtype)
+
+
+def expected(checkpoint: Path, biased: bool = False) -> reference.Continuation:
+    twin = checkpoint.with_name(f"{checkpoint.name}-exact")
+    return reference.greedy(with_biases(twin) if biased else reference.load_transformers(twin), PROMPT, TOKENS)
+
+
+def difference(result: dict[str, Any], continuation: reference.Continuation) -> float:
+    """Largest difference of a logprob, over the generated positions and the whole vocabulary."""
+    assert "error" not in result, result["error"]
+    start, count = len(PROMPT) - 1, len(result["tokens"])
+    wanted = continuation.logprobs[start : start + count]
+    largest = float(np.abs(np.array(result["logprobs"]) - wanted).max())
+    print(f"largest difference of a logprob {largest:.2e}, allowed {TOLERANCE:.2e}")
+    return largest
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_and_logprobs_equal_transformers(
+    served: dict[str, dict[str, Any]], models: dict[str, Path], name: str
+) -> None:
+    how = KINDS[name][0]
+    wanted = expected(models[name], how.bias)
+    assert difference(served[name], wanted) <= TOLERANCE
+    assert served[name]["tokens"] == wanted.tokens
+    layers = served[name]["layers"]
+    assert layers["served"] == LAYERS
+    (group,) = layers["groups"]
+    assert group["problem"]["has_bias"] is how.bias, "as the file has it, not as the model's config says"
+    scheme = group["problem"]["scheme"]
+    assert (scheme["bits"], scheme["group_size"], scheme["zero_points"]) == (how.bits, how.group, how.zero_points)
+
+
+@pytest.mark.parametrize("fault", DAMAGED)
+def test_a_damaged_checkpoint_is_refused_with_the_tensor_and_the_numbers(
+    served: dict[str, dict[str, Any]], fault: str
+) -> None:
+    assert DAMAGED[fault][2] in served[fault]["error"]
+    assert LAYER in served[fault]["error"]
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_an_injected_fault_does_not_go_unnoticed(
+    served: dict[str, dict[str, Any]], models: dict[str, Path], fault: str
+) -> None:
+    assert difference(served[fault], expected(models[WRONG[fault][0]])) > TOLERANCE
