@@ -71,7 +71,7 @@ def test_the_plugin_is_what_vllm_uses(release: str) -> None:
     checks = probed(release)["checks"]
     failed = {name: outcome for name, outcome in checks.items() if outcome != "ok"}
     assert not failed, "\n".join(f"{name}: {outcome}" for name, outcome in failed.items())
-    assert len(checks) >= 23
+    assert len(checks) >= 24
 
 
 @each_release
