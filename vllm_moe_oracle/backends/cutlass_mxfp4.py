@@ -14,6 +14,8 @@ from ._limits import at_least
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..layouts.mixed import Generation
+
 _SCATTERED_SINCE = "0.6.18"
 """First FlashInfer whose kernel reads the bits of eight codes scattered, and folded scales."""
 
@@ -51,7 +53,7 @@ class CutlassMxfp4Bf16(CutlassMxfp4):
         from ..layouts.mixed import weave_codes, weave_scales
 
         converted = ordered(expert, problem, plan)
-        order = "woven" if plan.layout == "woven" else "scattered"
+        order: Generation = "woven" if plan.layout == "woven" else "scattered"
         for name in ("w13", "w2"):
             converted[name] = weave_codes(converted[name], order)
             converted[f"{name}_scale"] = weave_scales(converted[f"{name}_scale"], order)

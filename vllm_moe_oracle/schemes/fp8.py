@@ -18,7 +18,7 @@ def round_trip(values: Tensor) -> Tensor:
     """Activations quantised and back; float32 `[..., K]`. The last group may be a part of one."""
     columns = values.shape[-1]
     padded = torch.nn.functional.pad(values.to(torch.float32), (0, -columns % GROUP))
-    groups = padded.unflatten(-1, (-1, GROUP))
+    groups = padded.reshape(*padded.shape[:-1], padded.shape[-1] // GROUP, GROUP)
     codes = scale_exponents(groups.abs().amax(-1), "ceil").to(torch.int32).unsqueeze(-1)
     # ldexp rather than a division: 1 / 2**127 is subnormal, and some devices flush it to zero.
     scaled = torch.ldexp(groups, E8M0_BIAS - codes).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
