@@ -99,7 +99,7 @@ def test_explain_reads_a_checkpoints_folder(run: Run, write: Callable[..., Path]
 
 
 def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Callable[..., Path]) -> None:
-    result = run("explain", write(), "--device", "nvidia-h200", "--tp", 2, "--json")
+    result = run("explain", write(), "--device", "nvidia-h200", "--tp", 2, "--json", "--set", "measured=0")
     assert (result.status, result.err) == (0, "")
     data = result.json
     assert list(data) == ["vllm", "device", "groups"]
@@ -110,8 +110,9 @@ def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Callab
     assert (group["layers"], group["count"]) == ("model.layers.0-47.mlp.experts", 48)
     problem = msgspec.convert(group["problem"], Problem)
     assert (problem.intermediate_size, problem.parallel.tp, problem.layer) == (384, 2, "model.layers.0.mlp.experts")
-    assert list(group["decision"]) == ["backend", "why", "because", "numerics", "plan"]
+    assert list(group["decision"]) == ["backend", "why", "because", "numerics", "plan", "measured", "steps"]
     assert group["decision"]["why"] == "estimate"
+    assert (group["decision"]["measured"], group["decision"]["steps"]) == (None, [])
     assert isinstance(group["decision"]["numerics"], str)
     assert msgspec.convert(group["decision"]["plan"], Plan).hidden_size == 2048
     names = [candidate["backend"] for candidate in group["candidates"]]
@@ -398,7 +399,8 @@ def test_status_reports_this_installation(tmp_path: Path) -> None:
     assert {"name": "emulation", "schemes": ["mxfp8"]}.items() <= data["backends"][0].items() or len(
         data["backends"]
     ) > 1
-    assert data["broken_backends"] == {} and data["cache"] is None
+    assert data["broken_backends"] == {}
+    assert set(data["cache"]) == {"path", "measurements", "error"} and data["cache"]["error"] == ""
     # What it says of this machine can be asked about on another one.
     file = tmp_path / "here.json"
     file.write_text(ended.stdout)

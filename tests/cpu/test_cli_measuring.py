@@ -95,3 +95,62 @@ def test_the_shapes_are_those_of_the_models() -> None:
         for field in ("num_experts", "top_k", "hidden_size", "intermediate_size", "has_bias", "activation"):
             assert getattr(ours, field) == getattr(theirs, field), (name, field)
     assert found >= 9
+
+
+# --- What measurements change in other commands -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    """A cache in which Marlin is fast for few tokens and our kernels are for many, on an H200."""
+    from vllm_moe_oracle.measure import environment
+    from vllm_moe_oracle.measure.cells import Sample, cell_of
+    from vllm_moe_oracle.measure.store import Store
+
+    store = Store(tmp_path)
+    store.prepare()
+    layer = shapes.parse("mxfp8:qwen3-30b-a3b")
+    times = {"humming_mxfp8": (60.0, 60.0), "marlin_mxfp8": (30.0, 90.0), "own_mxfp8": (50.0, 40.0)}
+    samples = [
+        Sample(name, "16bit", count, "uniform", us, us, us, 9, 1e-3)
+        for name, both in times.items()
+        for count in (1, 4, 16, 64, 256, 1024, 4096)
+        for us in [both[count > 64]]
+    ]
+    store.add(environment.of(device.named("nvidia-h200")), cell_of(layer), samples)
+    return tmp_path
+
+
+MXFP8 = Path(__file__).parents[2] / "examples" / "qwen3-30b-a3b-mxfp8.json"
+
+
+def test_explain_shows_what_was_measured(run: Run, measured: Path) -> None:  # noqa: F811
+    where = ("--device", "nvidia-h200", "--set", f"cache={measured}")
+    result = run("explain", MXFP8, *where)
+    words = " ".join(result.out.split())
+    assert "why measured: " in words and "faster than humming_mxfp8" in words and "the cache (NVIDIA H200" in words
+    data = run("explain", MXFP8, *where, "--json").json["groups"][0]["decision"]
+    assert data["why"] == "measured" and data["measured"]["against"] == "humming_mxfp8"
+    decode = run("explain", MXFP8, *where, "--set", "objective=decode", "--json").json["groups"][0]["decision"]
+    assert decode["backend"] == "marlin_mxfp8"
+    assert [count for count, _, _ in decode["measured"]["loses"]] == [256, 1024, 4096]
+    turns = run("explain", MXFP8, *where, "--set", "second_copy=1")
+    words = " ".join(turns.out.split())
+    assert "turns marlin_mxfp8 up to 128 tokens, own_mxfp8 beyond; a second copy of the weights: about 594 MiB" in words
+    off = run("explain", MXFP8, *where, "--set", "measured=0", "--json").json["groups"][0]["decision"]
+    assert off["why"] == "estimate"
+
+
+def test_explain_says_why_measurements_of_another_card_are_not_used(run: Run, measured: Path) -> None:  # noqa: F811
+    result = run("explain", MXFP8, "--device", "nvidia-h100", "--set", f"cache={measured}")
+    words = " ".join(result.out.split())
+    assert "measurements in the cache are ignored: measured on NVIDIA H200, here NVIDIA H100" in words
+
+
+def test_status_says_what_is_kept(run: Run, measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setenv("MOE_ORACLE_CACHE", str(measured))
+    assert run("status", "--json").json["cache"]["measurements"] == {"NVIDIA H200, vLLM 0.33.0": 21}
+    assert "21 on NVIDIA H200, vLLM 0.33.0" in " ".join(run("status").out.split())
+    (measured / "measurements.sqlite").write_bytes(b"rubbish")
+    result = run("status")
+    assert result.status == 0 and "not used:" in result.out

@@ -114,6 +114,8 @@ class _Group:
                 "because": decision.because,
                 "numerics": str(decision.numerics),
                 "plan": decision.plan,
+                "measured": decision.measured,
+                "steps": decision.steps,
             },
             "candidates": [
                 {"backend": candidate.backend, "accepted": candidate.accepted, "reasons": candidate.reasons}
@@ -240,7 +242,27 @@ def _facts(group: _Group) -> list[tuple[str, str]]:
         ("numerics", str(decision.numerics)),
         ("plan", f"{sizes}: {'; '.join(plan.notes) or 'as in the checkpoint'}"),
     ]
+    if decision.steps:
+        rows.append(("turns", _turns(group)))
     return rows
+
+
+def _turns(group: _Group) -> str:
+    """Which backend runs up to how many tokens, and what memory a second copy of the weights takes."""
+    from ...measure.floors import expert_bytes
+    from ...oracle.registry import default_registry
+
+    assert group.decision is not None
+    problem, steps = group.problem, group.decision.steps
+    words = [f"{step.backend} {f'up to {step.most} tokens' if step.most else 'beyond'}" for step in steps]
+    backends = [default_registry()[step.backend] for step in steps]
+    if len({backend.layout(problem, group.decision.plan) for backend in backends}) == 1:
+        return f"{', '.join(words)}; over the same weights"
+    mib = expert_bytes(problem) * problem.local_experts / 2**20
+    count = len(group.names)
+    return (
+        f"{', '.join(words)}; a second copy of the weights: about {mib:.0f} MiB a layer, {mib * count / 1024:.1f} GiB"
+    )
 
 
 def _rows(candidates: tuple[Candidate, ...]) -> list[tuple[str, str, str]]:

@@ -71,9 +71,24 @@ def _report(chosen: Settings | None) -> dict[str, Any]:
         ],
         "broken_backends": registry.broken,
         "device": device.detect(),
-        # Nothing is measured yet, so nothing is kept.
-        "cache": None,
+        "cache": None if chosen is None else _cache(chosen),
     }
+
+
+def _cache(chosen: Settings) -> dict[str, Any]:
+    """Where measurements are kept, how many by environment, and why they cannot be read."""
+    from ...errors import OracleError
+    from ...measure.store import Store
+    from ...settings import cache_folder
+
+    try:
+        store = Store(cache_folder(chosen))
+    except OracleError as error:
+        return {"path": None, "measurements": {}, "error": str(error)}
+    try:
+        return {"path": str(store.path), "measurements": store.summary(), "error": ""}
+    except OracleError as error:
+        return {"path": str(store.path), "measurements": {}, "error": str(error)}
 
 
 def _versions() -> dict[str, str | None]:
@@ -128,7 +143,7 @@ def _print(report: dict[str, Any]) -> None:
         # Applied when vLLM imports what they change, which this process does not.
         ("waiting", ", ".join(state.waiting) or "none"),
         ("device", str(report["device"])),
-        ("cache", report["cache"] or "none"),
+        ("cache", _kept(report["cache"])),
     ]
     facts += [("failed", f"{name}: {reason}") for name, reason in state.failed.items()]
     output.show("", output.facts(facts, 0), "")
@@ -138,6 +153,16 @@ def _print(report: dict[str, Any]) -> None:
     backends = [(backend["name"], ", ".join(backend["schemes"]), backend["origin"]) for backend in report["backends"]]
     backends += [(name, "broken", reason) for name, reason in report["broken_backends"].items()]
     output.show(output.table(("backend", "schemes", "from"), backends))
+
+
+def _kept(cache: dict[str, Any] | None) -> str:
+    """What is in the cache of measurements, in a line."""
+    if cache is None:
+        return "unknown: the settings cannot be read"
+    if cache["error"]:
+        return f"not used: {cache['error']}"
+    counts = ", ".join(f"{count} on {name}" for name, count in cache["measurements"].items())
+    return f"{counts} ({cache['path']})" if counts else f"nothing measured yet ({cache['path']})"
 
 
 def _shown(value: object) -> str:
