@@ -37,6 +37,25 @@ CHECKED = 4
 """Tokens of a call whose output is compared with the reference."""
 
 
+_BROKEN = ("CUDA error", "illegal memory access", "device-side assert", "unspecified launch failure")
+"""In the message of an error after which no kernel of the process runs any more."""
+
+
+class BrokenContext(MeasurementError):
+    """A kernel broke the process: whatever runs after it fails too, and says nothing about itself.
+
+    Args:
+        backend: the name of the one that ran.
+        failure: the error, in a line.
+    """
+
+    def __init__(self, backend: str, failure: str) -> None:
+        super().__init__(
+            f"it broke the GPU's context: {failure}", "Run the command again: it goes on without it", backend
+        )
+        self.backend, self.failure = backend, failure
+
+
 @contextmanager
 def ready(device: Device, most_tokens: int) -> Iterator[Engine]:
     """An engine without a model in this process, for as long as the context lasts.
@@ -166,8 +185,14 @@ class Bench:
                 self.fail(backend.name, error)
 
     def fail(self, name: str, error: Exception) -> None:
-        """Notes that a backend cannot be timed."""
+        """Notes that a backend cannot be timed.
+
+        Raises:
+            BrokenContext: nothing can, from now on.
+        """
         self.failures[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        if any(word in self.failures[name] for word in _BROKEN):
+            raise BrokenContext(name, self.failures[name]) from error
         self._layers.pop(name, None)
         self.extra.pop(name, None)
         free(self.engine.device)

@@ -31,8 +31,6 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 LEAST_BUCKETS = 10
 _MUST = (1, 2, 4, 8, 16)
-_POISON = ("CUDA error", "illegal memory access", "device-side assert", "unspecified launch failure")
-"""In the message of an error after which no kernel of the process runs any more."""
 _OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")
 
 
@@ -148,12 +146,15 @@ def tune(
             outcomes[cell].unfinished = "no backend but the reference can run it"
             continue
         outcomes[cell].samples = _known(cell, here, store, known)
+        if plan.again:
+            outcomes[cell].samples = []
         have = {(each.backend, each.routing, each.tokens) for each in outcomes[cell].samples}
+        names = _hopeful(names, outcomes[cell])
         steps[cell] = [
             (routing, count)
             for routing in plan.routings
             for count in plan.buckets
-            if plan.again or any((name, routing, count) not in have for name in names)
+            if any((name, routing, count) not in have for name in names)
         ]
     total = sum(map(len, steps.values()))
     if not total:
@@ -178,6 +179,12 @@ def tune(
             done += len(steps[cell])
     progress("done", total, total)
     return outcomes
+
+
+def _hopeful(names: Sequence[str], outcome: Outcome) -> tuple[str, ...]:
+    """The backends that have not failed at some number of tokens before: one that broke its process would again."""
+    failed = {each.backend for each in outcome.samples if each.failure}
+    return tuple(name for name in names if name not in failed)
 
 
 def _known(cell: Cell, here: Environment, store: Store | None, profiles: Sequence[Profile]) -> list[Sample]:
@@ -212,7 +219,12 @@ def _measure(
         return
     registry = default_registry()
     progress(f"{problem.layer}: converting", 0)
-    bench = ready.bench(problem, [registry[name] for name in accepted(problem, ready.device, settings)])
+    names = _hopeful(accepted(problem, ready.device, settings), outcome)
+    try:
+        bench = ready.bench(problem, [registry[name] for name in names])
+    except engine.BrokenContext as error:
+        _remember(error, here, cell, problem, steps, store)
+        raise
     try:
         # The largest first, so that vLLM's workspaces have their size before anything is captured.
         progress(f"{problem.layer}: compiling", 0)
@@ -237,11 +249,32 @@ def _measure(
             kept = [each for each in outcome.samples if (each.backend, each.routing, each.tokens) not in replaced]
             outcome.samples = kept + found
             outcome.measured += len(found)
-            if broken := [each for each in found if any(word in each.failure for word in _POISON)]:
-                rule = f"{broken[0].backend} broke the GPU's context at {count} tokens: {broken[0].failure}"
-                raise MeasurementError(rule, "Run the command again: it goes on without it", problem.layer)
+    except engine.BrokenContext as error:
+        _remember(error, here, cell, problem, steps, store)
+        raise
     finally:
         bench.close()
+
+
+def _remember(
+    error: engine.BrokenContext,
+    here: Environment,
+    cell: Cell,
+    problem: Problem,
+    steps: Sequence[tuple[RoutingKind, int]],
+    store: Store | None,
+) -> None:
+    """Keeps that a backend breaks its process, so that the next run leaves it out."""
+    if store is not None and error.backend in default_registry():
+        precision = default_registry()[error.backend].activations(problem)
+        store.add(
+            here,
+            cell,
+            [
+                Sample(error.backend, precision, count, routing, failure=f"broke the GPU's context: {error.failure}")
+                for routing, count in steps
+            ],
+        )
 
 
 # --- Compiling beforehand ---------------------------------------------------------------------------------------------
