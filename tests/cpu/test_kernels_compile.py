@@ -45,9 +45,22 @@ LAYERS = {
 }
 
 
+MEASURED = {
+    f"{name}: {shape}": (name.split()[0], int(group or 32), hidden, inner, experts, top_k,
+                         "relu2" if kind == "plain" else "swigluoai" if hidden == inner else "silu", hidden == inner)
+    for name, shapes in configs.measured_table().items()
+    for group in [name.partition(" g")[2]]
+    for shape in shapes
+    for experts, top_k, hidden, inner, kind in [
+        (*map(int, re.findall(r"\d+", shape)), shape.rpartition(" ")[2])
+    ]
+}  # fmt: skip
+"""The layers whose tiles were measured; gpt-oss is the one that is square, with biases and an activation of its own."""
+
+
 def launches(monkeypatch: pytest.MonkeyPatch, layer: str, tokens: int, config: Config, **extra: Any) -> list[Any]:
     """(kernel, positional arguments, keyword arguments) of every launch of one call."""
-    format, group, hidden, inner, _, top_k, activation, bias = LAYERS[layer]
+    format, group, hidden, inner, _, top_k, activation, bias = (LAYERS | MEASURED)[layer]
     dtype = extra.pop("dtype", torch.bfloat16)
     weights = allocate(format, 2, hidden, inner, gated=activation != "relu2", group=group, bias=bias, dtype=dtype,
                        zero_points=extra.pop("zero_points", False))  # fmt: skip
@@ -111,7 +124,7 @@ def check(monkeypatch: pytest.MonkeyPatch, layer: str, tokens: int, config: Conf
         assert stack == 0, f"{name} of {layer} at {tokens} tokens spills {stack} bytes a thread: {config}"
         assert not re.search(r"\b(STL|LDL)\b", code)
         assert compiled.metadata.shared <= 227 * 1024
-        if name in ("gate_up", "down"):
+        if name in ("gate_up", "down", "down_sweep", "down_merged"):
             products = re.findall(r"\bHGMMA\S* R\d+, (\S+)", code)
             assert products, f"{name} of {layer} has no wgmma: {config}"
             assert all(operand.startswith("R") for operand in products)
@@ -119,23 +132,46 @@ def check(monkeypatch: pytest.MonkeyPatch, layer: str, tokens: int, config: Conf
 
 
 def shipped() -> Iterator[tuple[str, int, Config]]:
-    """Every measured configuration, and what the rule gives, for the layers above; each once."""
+    """Every measured configuration, and what the rule gives for some layers; each once."""
     seen = set()
-    for layer, (format, group, hidden, inner, experts, top_k, activation, bias) in LAYERS.items():
+    for layer, (format, group, hidden, inner, experts, top_k, activation, bias) in (LAYERS | MEASURED).items():
         weights = allocate(format, experts, hidden, inner, gated=activation != "relu2", group=group, bias=bias,
                            device="meta")  # fmt: skip
         for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384):
-            for config in (configs.choose(weights, top_k, tokens), configs.heuristic(weights, top_k, tokens)):
-                if (layer, config) not in seen:
-                    seen.add((layer, config))
-                    yield layer, tokens, config
+            found = configs.choose_tiles if layer in MEASURED else configs.heuristic
+            config = found(weights, top_k, tokens)
+            if (layer, config) not in seen:
+                seen.add((layer, config))
+                yield layer, tokens, config
 
 
 @pytest.mark.parametrize("layer", ["gptoss", "qwen-mxfp8", "qwen-int4"])
 def test_decode_kernels_compile(monkeypatch: pytest.MonkeyPatch, layer: str) -> None:
     format, group, hidden, inner, experts, top_k, _, bias = LAYERS[layer]
     weights = allocate(format, experts, hidden, inner, group=group, bias=bias, device="meta")
-    check(monkeypatch, layer, 64, configs.choose(weights, top_k, 64))
+    check(monkeypatch, layer, 64, configs.choose_tiles(weights, top_k, 64))
+
+
+@pytest.mark.parametrize("layer", ["qwen-int4", "qwen-mxfp8"])
+def test_kernels_without_a_loop_compile(monkeypatch: pytest.MonkeyPatch, layer: str) -> None:
+    up = Tile(4, 16, 128, fold=4, promote=False, straight=True)
+    down = Tile(1, 16, 128, warps=8, promote=False, straight=True, merge=True)
+    check(monkeypatch, layer, 1, Config(up, down, per_slot=True))
+
+
+def test_weights_are_asked_for_before_the_predecessor_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    up = Tile(8, 32, 128, fold=2)
+    for down in (Tile(16, 64, 128, straight=True), Tile(1, 16, 128, warps=8, straight=True, merge=True)):
+        for kernel, args, kwargs in launches(monkeypatch, "qwen-int4", 1, Config(up, down, per_slot=True)):
+            if kernel.__name__ in ("down", "down_merged"):
+                _, code, _ = compile_launch(kernel, args, kwargs)
+                loads, wait = [m.start() for m in re.finditer(r"\bLDG\.E\.128", code)], code.index("ACQBULK")
+                tile_bytes = down.bn * 768 // 2 * (8 if down.merge else 1)
+                assert sum(at < wait for at in loads) >= tile_bytes / (16 * 32 * down.warps)
+
+
+def test_a_sweep_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(monkeypatch, "kimi", 64, Config(Tile(16, 128, 128), Tile(16, 64, 128, stages=3, promote=False, sweep=8)))
 
 
 def test_split_and_fused_sum_compile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +216,6 @@ def test_quantised_activations_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 16, 256])
 def test_quantised_activations_have_configurations(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     weights = allocate("mxfp8", 128, 2048, 768, device="meta")
-    config = configs.choose(weights, 8, tokens, quantise=True)
+    config = configs.choose_tiles(weights, 8, tokens, quantise=True)
     assert configs.quantisable(weights, config)
     check(monkeypatch, "qwen-mxfp8", tokens, config, quantise_activations=True)

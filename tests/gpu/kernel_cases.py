@@ -113,7 +113,7 @@ def mxfp8_values(x: torch.Tensor) -> torch.Tensor:
 
 def reference(case: Case, layer: Layer, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, *,
               weight_on_input: bool = False, quantise: bool = False) -> torch.Tensor:  # fmt: skip
-    """The layer in float32 for local ids (negative: nothing), h rounded to the activations' dtype; any device."""
+    """The layer in float32 for local ids (negative: nothing), h rounded to the activations' dtype or to MXFP8."""
     rows = x.float()
     if quantise:
         rows = mxfp8_values(rows)
@@ -142,9 +142,7 @@ def reference(case: Case, layer: Layer, x: torch.Tensor, router: torch.Tensor, i
                     h = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
             else:
                 h = torch.relu(y) ** 2
-            h = h.to(x.dtype).float()
-            if quantise:
-                h = mxfp8_values(h)
+            h = mxfp8_values(h) if quantise else h.to(x.dtype).float()
             y = h @ w2[expert].T
             if case.bias:
                 y = y + layer.bias["w2"][expert].to(x.device)

@@ -67,9 +67,9 @@ def inputs(case: Case, tokens: int, routing: str = "random", outliers: bool = Tr
 def call(weights, x, router, ids, case: Case, config: Config | None = None, **options):
     """fused_moe with poisoned workspace and output; checks that the counters are left at zero."""
     quantise = options.get("quantise_activations", False)
-    config = (
-        configs.INVARIANT if options.get("batch_invariant") else config or configs.choose(weights, *ids.shape[::-1])
-    )
+    if options.get("batch_invariant"):
+        config = configs.INVARIANT
+    config = config or configs.choose(weights, *ids.shape[::-1], quantise=quantise)
     plan = fm.plan_workspace(weights, ids.shape[0], ids.shape[1], config, quantise=quantise)
     # As floats both bytes are NaN or huge; as integers one is negative, the other far out of range.
     poison = (0xFF, 0x7F)[ids.shape[0] % 2]
@@ -200,6 +200,13 @@ TILES = {
     "fold-rows": Config(Tile(8, 32, 128, fold=2), Tile(4, 16, 128, fold=4, stages=3), per_slot=True),
     "fold-rows-lists": Config(Tile(8, 32, 128, fold=2), Tile(8, 32, 64, fold=2), fuse_sum=True),
     "capped": Config(Tile(16, 128, 128, stages=3, registers=96, promote=False), Tile(16, 128, 128, registers=128)),
+    "straight": Config(Tile(4, 32, 128, fold=4, straight=True), Tile(8, 64, 64, fold=2, straight=True), per_slot=True),
+    "straight-wide": Config(
+        Tile(2, 32, 64, warps=8, fold=8, straight=True), Tile(16, 64, 128, straight=True), per_slot=True
+    ),
+    "straight-lists": Config(Tile(8, 32, 128, fold=2, straight=True), Tile(8, 64, 128, fold=2, straight=True)),
+    "merged": Config(Tile(8, 64, 128, fold=2), Tile(1, 32, 64, straight=True, merge=True), per_slot=True),
+    "merged-fold": Config(Tile(8, 64, 128, fold=2), Tile(1, 16, 128, fold=4, straight=True, merge=True), per_slot=True),
     "32": Config(Tile(32, 128, 128, stages=3), Tile(32, 64, 128, stages=3), fuse_sum=True),
     "64": Config(Tile(64, 128, 128, stages=3), Tile(64, 128, 64, stages=3)),
     "128": Config(Tile(128, 128, 64, warps=8, stages=3), Tile(128, 128, 64, warps=8, stages=3)),
@@ -217,6 +224,21 @@ def test_tiles(case, tiles):
     layer, weights = layer_of(case)
     config = TILES[tiles]
     for tokens in (3, 16) if config.per_slot else (3, 40, 300):
+        x, router, ids = inputs(case, tokens, "negative")
+        check(call(weights, x, router, ids, case, config), reference(case, layer, x, router, ids), case.dtype)
+
+
+@pytest.mark.parametrize(
+    ("case", "bk"),
+    [("int4-g128", 128), ("int4-g128", 64), ("int8-g128-relu2", 128), ("int4-row-zero", 64), ("mxfp4-fp16", 64),
+     ("mxfp8", 32), ("mxfp8-wide-scales", 128)],
+)  # fmt: skip
+@pytest.mark.parametrize("sweep", [2, 3])
+def test_sweep(case, bk, sweep):
+    (case,) = by_name(case)
+    layer, weights = layer_of(case)
+    config = Config(Tile(16, 64, 128), Tile(16, 64, bk, stages=3, sweep=sweep))
+    for tokens in (3, 40, 300):
         x, router, ids = inputs(case, tokens, "negative")
         check(call(weights, x, router, ids, case, config), reference(case, layer, x, router, ids), case.dtype)
 

@@ -28,7 +28,7 @@ import triton
 from vllm_moe_oracle.kernels import config as configs
 from vllm_moe_oracle.kernels.config import Config, Tile
 from vllm_moe_oracle.kernels.fused_moe import fused_moe, plan_workspace
-from vllm_moe_oracle.kernels.weights import OwnWeights, allocate
+from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, rebased
 
 # experts, top-k, hidden, intermediate on this rank, activation, biases
 SHAPES = {
@@ -49,14 +49,17 @@ def stored(scheme: str, shape: str, device: str = "cuda") -> OwnWeights:
     weights = allocate(format, experts, hidden, inner, gated=activation != "relu2", group=int(group or 32), bias=bias,
                        device=device)  # fmt: skip
     mx = format.startswith("mx")
+    high = rebased(format, weights.group, weights.dtype, zero_points=False)
     for matrix in (weights.w13, weights.w2):
         matrix.codes.random_(0, 120 if format == "mxfp8" else 256)
         if matrix.scales is not None and mx:
             matrix.scales.view(torch.uint8).random_(248, 255)
         elif matrix.scales is not None:
-            matrix.scales.view(weights.dtype).uniform_(0.001, 0.01)
+            # Products must not vanish: a card draws less power on zeros and runs faster.
+            matrix.scales.view(weights.dtype).uniform_(*((0.5, 0.99) if high else (0.001, 0.01)))
+            matrix.scales.view(weights.dtype).mul_(2.0**127 if high else 1.0)
         if matrix.row_scale is not None:
-            matrix.row_scale.uniform_(2.0**-16, 2.0**-15)
+            matrix.row_scale.uniform_(*((0.05, 0.1) if high else (2.0**-16, 2.0**-15)))
     return weights
 
 
@@ -101,55 +104,76 @@ def time_us(run, flush: torch.Tensor, replays: int = 12) -> float:
     return statistics.median(times[2:])
 
 
-def tiles(scheme: str, rows: float, tokens: int) -> list[Tile]:
-    """Candidate tiles for about this many rows per active expert."""
-    integers = scheme.startswith("int")
-    found = []
+def candidates(scheme: str, weights: OwnWeights, shape: str, tokens: int) -> tuple[list[Tile], list[Tile]]:
+    """Tiles of the first and of the second product to try for a cell and a number of tokens, beside those in use."""
+    top_k = SHAPES[shape][1]
+    if tokens <= PER_SLOT_TOKENS:
+        ups = straight(scheme, weights.hidden) + NARROW
+        downs = straight(scheme, weights.intermediate) + NARROW
+        return ups, downs + merged(scheme, weights.intermediate, top_k)
+    rows = tokens * top_k / configs.active_experts(weights.experts, top_k, tokens)
+    found = list(WIDE)
     if rows <= 24:
-        for bn, bk, stages, registers in NARROW:
-            if bk < 256 or bn < 128 or not scheme.startswith(("int8", "mxfp8")):
-                found.append(Tile(16, bn, bk, stages=stages, registers=registers))
-        found += [Tile(16, 128, 128, stages=3, registers=128, split=s) for s in (2, 3)]
-        found.append(Tile(16, 64, 128, split=2))
-        if integers:
-            found += [replace(t, promote=False) for t in found if t.bk <= 128 and t.bn == 128]
-    if 6 < rows <= 80:
-        found += [Tile(32, 128, 128, stages=s) for s in (3, 4)] + [Tile(32, 64, 128, stages=4)]
-        found += [Tile(32, 128, 64, stages=4), Tile(32, 256, 64, warps=8, stages=4)]
-        found += [Tile(32, 128, 128, stages=3, registers=128), Tile(32, 128, 64, stages=4, registers=128)]
-        if integers:
-            found += [replace(t, promote=False) for t in found if t.bm == 32]
-    if rows > 16:
-        found += [Tile(64, 128, 128, stages=3), Tile(64, 128, 64, stages=4), Tile(64, 64, 128, stages=3)]
-        found += [Tile(64, 128, 128, warps=8, stages=3), Tile(64, 256, 64, warps=8, stages=3)]
-        found += [Tile(64, 128, 64, stages=3), Tile(64, 64, 64, stages=4)]
-        found += [Tile(32, 256, 128, warps=8, stages=3), Tile(64, 256, 128, warps=8, stages=2)]
-    if rows > 40:
-        found += [Tile(128, 128, 64, warps=8, stages=s) for s in (3, 4)]
-        found += [Tile(128, 128, 128, warps=8, stages=3), Tile(128, 64, 64, stages=3), Tile(128, 256, 64, warps=8)]
-    if rows > 90:
-        found += [Tile(256, 128, 64, warps=8, stages=s) for s in (3, 4)]
-    if rows <= 3:
-        found += [Tile(8, 64, 128, stages=4, fold=2), Tile(8, 64, 64, stages=4, fold=2)]
-        found.append(Tile(4, 64, 128, stages=3, fold=4, warps=8))
-        found += [Tile(8, 32, 128, stages=s, fold=2) for s in (3, 5)] + [Tile(4, 32, 128, stages=3, fold=4)]
+        found = FOUR_BIT if scheme.startswith(("int4", "mxfp4")) else EIGHT_BIT
+        return found, found + sweeping(scheme, weights.intermediate)
+    if rows <= 80:
+        found += [replace(tile, bm=32) for tile in FOUR_BIT if tile.bn == 128]
+    return found, found
+
+
+def straight(scheme: str, columns: int) -> list[Tile]:
+    """Tiles without a loop whose parts of the columns are even and whose weights fit registers."""
+    found = []
+    for bn, fold, warps in ((16, 4, 4), (16, 8, 8), (32, 4, 8), (32, 2, 4), (64, 1, 4), (64, 2, 4)):
+        if columns % (128 * fold) == 0 and raw_registers(scheme, bn * columns, warps) <= 116:
+            found.append(Tile(16 // fold, bn, 128, warps=warps, fold=fold, promote=False, straight=True))
     return found
 
 
-# bn, bk, stages, cap on registers (0: none) of the 16-token tiles
-NARROW = ((64, 128, 4, 0), (64, 128, 6, 0), (64, 256, 3, 0), (64, 256, 4, 0), (128, 128, 3, 0), (128, 128, 3, 96),
-          (128, 128, 3, 128), (128, 128, 4, 128), (128, 256, 3, 0), (64, 64, 6, 0))  # fmt: skip
+def merged(scheme: str, columns: int, top_k: int) -> list[Tile]:
+    """Second products that add up a token's choices themselves."""
+    choices = 1 << (top_k - 1).bit_length()
+    found = []
+    for bn, fold, warps in ((16, 1, 4), (16, 1, 8), (16, 2, 8), (32, 1, 4), (32, 1, 8)):
+        fits = choices * fold <= 16 and choices * fold * bn >= 16 * warps
+        if fits and columns % (128 * fold) == 0 and raw_registers(scheme, choices * bn * columns, warps) <= 116:
+            found.append(Tile(1, bn, 128, warps=warps, fold=fold, promote=False, straight=True, merge=True))
+    return found
 
 
-def candidates(scheme: str, weights: OwnWeights, shape: str, tokens: int) -> list[Tile]:
-    """Tiles to try for a cell and a number of tokens."""
-    top_k = SHAPES[shape][1]
-    return tiles(scheme, tokens * top_k / configs.active_experts(weights.experts, top_k, tokens), tokens)
+def sweeping(scheme: str, columns: int) -> list[Tile]:
+    """Second products whose programs keep h and go through several tiles."""
+    if columns % 128 or columns > 768:
+        return []
+    found = []
+    for bn, stages in ((64, 3), (64, 2), (128, 3), (128, 2)):
+        if raw_registers(scheme, bn * columns * (stages - 1), 4) * 512 + 32 * columns < 110_000:
+            # More columns spill under a cap.
+            tile = Tile(16, bn, 128, stages=stages, registers=128 if bn == 128 and columns <= 256 else 0, promote=False)
+            found += [replace(tile, sweep=sweep) for sweep in (4, 8)]
+    return found
 
 
-def options_of(tokens: int) -> list[dict[str, bool]]:
-    """Settings other than tiles to try in the end."""
-    return [{"prefetch": True}, {"prefetch": False}, {"fuse_sum": True}] if tokens <= 2 else [{}]
+def raw_registers(scheme: str, weights: int, warps: int) -> float:
+    """32-bit registers per thread that so many stored weights of a program take."""
+    return weights * (4 if scheme.startswith(("int4", "mxfp4")) else 8) / 32 / (32 * warps)
+
+
+# For up to PER_SLOT_TOKENS tokens.
+NARROW = [Tile(8, 32, 128, stages=5, fold=2), Tile(8, 32, 128, stages=3, fold=2), Tile(4, 32, 128, stages=3, fold=4),
+          Tile(8, 64, 128, fold=2), Tile(8, 64, 64, fold=2), Tile(16, 64, 128),
+          Tile(16, 128, 128, stages=3, registers=128)]  # fmt: skip
+# For up to about 24 rows per active expert.
+FOUR_BIT = [Tile(16, 256, 64, promote=False), Tile(16, 256, 128, stages=3, promote=False), Tile(16, 256, 64),
+            Tile(16, 128, 128, registers=128), Tile(16, 128, 128, stages=3, registers=128),
+            Tile(16, 64, 128)]  # fmt: skip
+EIGHT_BIT = [Tile(16, 64, 128), Tile(16, 64, 128, stages=6), Tile(16, 128, 128, stages=3, registers=128),
+             Tile(16, 128, 128, stages=3), Tile(16, 128, 128, registers=128)]  # fmt: skip
+# For more.
+WIDE = [Tile(32, 128, 64), Tile(32, 256, 128, warps=8, stages=3), Tile(64, 128, 64),
+        Tile(64, 128, 128, warps=8, stages=3), Tile(64, 256, 64, warps=8, stages=3),
+        Tile(128, 128, 64, warps=8, stages=3), Tile(128, 256, 64, warps=8),
+        Tile(256, 128, 64, warps=8, stages=3)]  # fmt: skip
 
 
 def compile_some(jobs: list[tuple[str, str, int, Config]]) -> None:
@@ -174,9 +198,22 @@ def precompile(jobs: list[tuple[str, str, int, Config]], processes: int) -> None
         worker.join()
 
 
-def base(tokens: int, tile: Tile) -> Config:
-    """Both products with one tile."""
-    return Config(tile, tile, per_slot=tokens <= PER_SLOT_TOKENS and tile.bm <= 16)
+def pairs(current: Config, ups: list[Tile], downs: list[Tile]) -> list[Config]:
+    """Configurations that hold every candidate once, beside the one in use: what must be compiled."""
+    found = [current]
+    if NARROW[0] in ups:
+        current = replace(current, per_slot=True)
+        found.append(current)
+    for tile in ups:
+        if current.per_slot or tile.bm == current.down.bm:
+            found.append(replace(current, gate_up=tile))
+    for tile in downs:
+        if current.per_slot or tile.bm == current.gate_up.bm:
+            found.append(replace(current, down=tile, fuse_sum=False))
+    for tile in ups + downs:
+        if not current.per_slot and tile.bm != current.gate_up.bm:
+            found.append(replace(current, gate_up=replace(tile, sweep=1), down=tile, fuse_sum=False))
+    return list(dict.fromkeys(found))
 
 
 PER_SLOT_TOKENS = 4
@@ -200,27 +237,19 @@ class Timer:
                 self.times[config] = float("inf")
         return self.times[config]
 
-    def search(self, found: list[Tile]) -> Config:
-        """Both tiles together, then each alone among tiles of the same bm, then the options."""
-        best = min((base(self.tokens, tile) for tile in found), key=self)
-        if best.per_slot:
-            for _ in range(2):
-                best = min((replace(best, down=tile) for tile in found if tile.bm <= 16), key=self)
-                best = min((replace(best, gate_up=tile) for tile in found if tile.bm <= 16), key=self)
-            best = min((replace(best, **option) for option in options_of(self.tokens)), key=self)
-            if self.tokens > 1 and best.gate_up.bm == best.down.bm:
-                best = min(best, replace(best, per_slot=False, prefetch=False), key=self)
-            return best
-        # Tiles of another bm get a chance of their own: the best pair need not contain the best common tile.
-        starts = {tile.bm: base(self.tokens, tile) for tile in sorted(found, key=lambda t: -self(base(self.tokens, t)))}
+    def search(self, current: Config, ups: list[Tile], downs: list[Tile]) -> Config:
+        """The second product's tile with the first's in use, then the first's; for each height of tiles in turn."""
+        starts: dict[int, Config] = {}
+        for config in pairs(current, ups, downs):
+            starts.setdefault(0 if config.per_slot else config.gate_up.bm, config)
+        best = current
         for start in starts.values():
-            if self(start) > 1.15 * self(best):
-                continue
-            for _ in range(2):
-                same = [tile for tile in found if tile.bm == start.gate_up.bm]
-                start = min((replace(start, down=tile) for tile in same), key=self)
-                start = min((replace(start, gate_up=tile) for tile in same), key=self)
-            best = min(best, start, key=self)
+            same = [tile for tile in downs if start.per_slot or tile.bm == start.gate_up.bm]
+            start = min([start, *(replace(start, down=tile, fuse_sum=False) for tile in same)], key=self)
+            same = [tile for tile in ups if start.per_slot or tile.bm == start.down.bm]
+            best = min([best, start, *(replace(start, gate_up=tile) for tile in same)], key=self)
+        if best.per_slot:
+            best = min(best, replace(best, prefetch=not best.prefetch), key=self)
         return best
 
 
@@ -229,7 +258,8 @@ def describe(config: Config) -> str:
     parts = [
         f"{t.bm}x{t.bn}x{t.bk}w{t.warps}s{t.stages}" + (f"/{t.split}" if t.split > 1 else "")
         + (f"*{t.fold}" if t.fold > 1 else "")
-        + (f"r{t.registers}" if t.registers else "") + ("" if t.promote else "-")
+        + (f"r{t.registers}" if t.registers else "") + ("" if t.promote else "-") + ("S" if t.straight else "")
+        + ("M" if t.merge else "") + (f"~{t.sweep}" if t.sweep > 1 else "")
         for t in (config.gate_up, config.down)
     ]  # fmt: skip
     flags = "".join(name[0] for name in ("per_slot", "fuse_sum", "prefetch") if getattr(config, name))
@@ -241,8 +271,6 @@ def main() -> None:
     parser.add_argument("--cell", action="append", required=True)
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512")
     parser.add_argument("--json", required=True)
-    parser.add_argument("--refine", action="append", type=lambda text: Tile(*map(int, text.split(","))), default=[],
-                        help="bm,bn,bk,warps,stages: only try these tiles in place of the ones in use")  # fmt: skip
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=480, help="stop timing after this long")
     args = parser.parse_args()
@@ -254,9 +282,8 @@ def main() -> None:
         weights = stored(scheme, shape, "meta")
         seen = set()
         for tokens in counts:
-            current = configs.choose(weights, SHAPES[shape][1], tokens)
-            found = args.refine or candidates(scheme, weights, shape, tokens)
-            for config in [base(tokens, tile) for tile in found] + [current] * bool(args.refine):
+            current = configs.choose_tiles(weights, SHAPES[shape][1], tokens)
+            for config in pairs(current, *candidates(scheme, weights, shape, tokens)):
                 if config not in seen:
                     seen.add(config)
                     jobs.append((scheme, shape, tokens, config))
@@ -271,19 +298,15 @@ def main() -> None:
             if time.time() - start > args.seconds:
                 break
             timer = Timer(weights, scheme, shape, tokens, flush)
-            if args.refine:
-                best = configs.choose(weights, SHAPES[shape][1], tokens)
-                for name in ("down", "gate_up"):
-                    near = [best, *(replace(best, **{name: t}) for t in args.refine if t.bm == getattr(best, name).bm)]
-                    best = min(near, key=timer)
-            else:
-                best = timer.search(candidates(scheme, weights, shape, tokens))
+            current = configs.choose_tiles(weights, SHAPES[shape][1], tokens)
+            best = timer.search(current, *candidates(scheme, weights, shape, tokens))
             ranked = sorted(timer.times.items(), key=lambda item: item[1])
             rows.append({"scheme": scheme, "shape": shape, "tokens": tokens, "us": timer(best),
-                         "config": best.to_json(),
+                         "in_use": [timer(current), describe(current)], "config": best.to_json(),
                          "others": [[round(us, 1), describe(config)] for config, us in ranked[:25]]})  # fmt: skip
             print(
-                f"{scheme:9s} {shape:14s} {tokens:5d} {timer(best):7.1f} us  {describe(best)} of {len(ranked)}",
+                f"{scheme:9s} {shape:14s} {tokens:5d} {timer(current):7.1f} -> {timer(best):7.1f} us  {describe(best)}"
+                f" of {len(ranked)}",
                 flush=True,
             )
             Path(args.json).write_text(json.dumps(rows))

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from .prefill_config import Prefill, choose_prefill
 from .weights import OwnWeights, bits_of
 
 
@@ -18,7 +19,11 @@ class Tile:
     `fold` parts of the columns are multiplied side by side in one program (gemm.accumulate): bm * fold must be at least
     16 and bn * fold a multiple of 64. `stages` is Triton's num_stages. `registers` caps registers per thread, 0 leaves
     it to the compiler. `promote`: group scales of integer weights multiply float32 sums (where a group is whole steps
-    and bm <= 32), not the weights.
+    and bm <= 32), not the weights. `straight`: no loop, all weights of a tile wait in registers (few columns or many
+    parts); the second product then asks for its weights before the first has ended. `sweep` (second product, columns a
+    multiple of bk, not many): tiles along the rows that one program goes through with the same h. `merge` (second
+    product, straight, per_slot): a program multiplies all choices of a token, `fold` parts of the columns each, and
+    adds them up, so no third kernel does.
     """
 
     bm: int
@@ -30,10 +35,23 @@ class Tile:
     registers: int = 0
     promote: bool = True
     fold: int = 1
+    straight: bool = False
+    sweep: int = 1
+    merge: bool = False
 
     def __post_init__(self) -> None:
+        if self.merge:
+            if self.bn % 16 or self.bk % 32 or not self.straight or self.split > 1 or self.sweep > 1 or self.bm != 1:
+                raise ValueError(
+                    f"{self}: merge needs bm 1, bn a multiple of 16, bk of 32, straight, no split or sweep"
+                )
+            return
         if self.bm * self.fold < 16 or self.bn % 16 or self.bn * self.fold % 64 or self.bk % 32:
             raise ValueError(f"{self}: needs bm * fold >= 16, bn * fold a multiple of 64, bk a multiple of 32")
+        if self.straight and self.split > 1:
+            raise ValueError(f"{self}: a tile without a loop cannot be split")
+        if self.sweep > 1 and (self.split > 1 or self.fold > 1 or self.straight):
+            raise ValueError(f"{self}: sweep goes with neither split nor fold nor straight")
 
 
 @dataclass(frozen=True)
@@ -54,6 +72,10 @@ class Config:
     def __post_init__(self) -> None:
         if self.gate_up.bm != self.down.bm and not self.per_slot:
             raise ValueError(f"the two products' tiles have {self.gate_up.bm} and {self.down.bm} tokens; must be equal")
+        if self.fuse_sum and (self.down.straight or self.down.sweep > 1):
+            raise ValueError("fuse_sum is for second products with an ordinary loop")
+        if self.gate_up.sweep > 1 or self.gate_up.merge or (self.down.merge and not self.per_slot):
+            raise ValueError("only the second product can sweep or merge, and merge only with per_slot")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -95,11 +117,20 @@ def heuristic(weights: OwnWeights, top_k: int, tokens: int) -> Config:
     if tokens <= 2:
         few = active * -(-weights.w13.rows // 64) < 264
         up = Tile(8, 32, 128, fold=2) if few else Tile(8, 64, 128, fold=2)
-        return Config(up, Tile(8, 64, 128, fold=2), per_slot=True)
+        down = Tile(8, 64, 128, fold=2)
+        choices = 1 << (top_k - 1).bit_length()
+        # 256 threads hold the weights of 16 rows of all choices in at most 96 registers each.
+        fits = choices * 16 * weights.intermediate * bits_of(weights.format) <= 96 * 32 * 256
+        if fits and weights.intermediate % 128 == 0 and 8 <= choices <= 16:
+            down = Tile(1, 16, 128, warps=8, promote=False, straight=True, merge=True)
+        return Config(up, down, per_slot=True)
     if rows <= 12:
         # Under a cap of 128 registers, promoted sums spill in Triton 3.9.
         wide = Tile(16, 128, 128, stages=3, registers=0 if weights.format == "int8" else 128, promote=False)
-        return Config(wide if four else Tile(16, 64, 128), wide, per_slot=tokens <= 4)
+        down = wide
+        if tokens > 4 and weights.intermediate in (128, 256, 384, 512):
+            down = Tile(16, 64, 128, stages=3, promote=False, sweep=8)
+        return Config(wide if four else Tile(16, 64, 128), down, per_slot=tokens <= 4)
     if rows <= 28:
         tile = Tile(32, 128, 128, stages=3) if four else Tile(32, 128, 64)
     elif rows <= 60:
@@ -111,19 +142,33 @@ def heuristic(weights: OwnWeights, top_k: int, tokens: int) -> Config:
     return Config(tile, tile)
 
 
-def choose(weights: OwnWeights, top_k: int, tokens: int, *, quantise: bool = False) -> Config:
+def choose(weights: OwnWeights, top_k: int, tokens: int, *, quantise: bool = False) -> Config | Prefill:
     """The measured configuration for this shape and number of tokens, else the rule's.
 
     quantise: for MXFP8-dynamic activations, whose groups of 32 columns of h must lie within a tile.
     """
-    name = weights.format if weights.format.startswith("mx") else f"{weights.format} g{weights.group}"
+    rows = tokens * top_k / max(1.0, active_experts(weights.experts, top_k, tokens))
+    prefill = choose_prefill(weights, format_key(weights), shape_key(weights, top_k), tokens, rows)
+    return choose_tiles(weights, top_k, tokens, quantise=quantise) if quantise or prefill is None else prefill
+
+
+def format_key(weights: OwnWeights) -> str:
+    """The name of a layer's format in the tables of measured configurations."""
+    return weights.format if weights.format.startswith("mx") else f"{weights.format} g{weights.group}"
+
+
+def choose_tiles(weights: OwnWeights, top_k: int, tokens: int, *, quantise: bool = False) -> Config:
+    """`choose` among the kernels of `gemm.py` only."""
+    name = format_key(weights)
     config = heuristic(weights, top_k, tokens)
     for row in measured_table().get(name, {}).get(shape_key(weights, top_k), ()):
         if tokens <= row["tokens"]:
             config = _from_table(json.dumps(row["config"], sort_keys=True))
             break
     if quantise and not quantisable(weights, config):
-        config = replace(config, gate_up=replace(config.gate_up, bn=64))
+        # A tile's parts of the columns would otherwise make it several times as large.
+        small = Tile(8, 64, 128, fold=2) if config.per_slot else replace(config.gate_up, bn=64)
+        config = replace(config, gate_up=small)
     return config
 
 

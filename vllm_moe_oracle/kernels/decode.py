@@ -311,6 +311,13 @@ def high_half(words, FP16: tl.constexpr):
 
 
 @triton.jit
+def fragments4(a, b, RC: tl.constexpr, KC: tl.constexpr):
+    """Four-bit codes' two results `[RC, KC, 4, 512]` to `[RC * 64, KC * 64]`, no value leaving its lane."""
+    w = tl.join(a, b).reshape(RC, KC, 4, 8, 4, 4, 2, 2, 2)
+    return w.trans(0, 2, 6, 3, 1, 5, 8, 4, 7).reshape(RC * 64, KC * 64)
+
+
+@triton.jit
 def decode_codes(packed, FORMAT: tl.constexpr, FP16: tl.constexpr, HAS_ZERO: tl.constexpr, RAW: tl.constexpr,
                  RC: tl.constexpr, KC: tl.constexpr):  # fmt: skip
     """Bytes `[RC, KC, 4, 512]` of RC x KC chunks to 16-bit floats `[RC * 64, KC * chunk columns]` in register order.
@@ -327,8 +334,7 @@ def decode_codes(packed, FORMAT: tl.constexpr, FP16: tl.constexpr, HAS_ZERO: tl.
             a, b = u4_fp16(packed, not HAS_ZERO)
         else:
             a, b = u4_bf16(packed, not HAS_ZERO)
-        w = tl.join(a, b).reshape(RC, KC, 4, 8, 4, 4, 2, 2, 2)
-        return w.trans(0, 2, 6, 3, 1, 5, 8, 4, 7).reshape(RC * 64, KC * 64)
+        return fragments4(a, b, RC, KC)
     else:
         if FORMAT == "mxfp8":
             w = e4m3_bf16(packed)

@@ -10,13 +10,15 @@ All launches go to the current CUDA stream, depend only on shapes, and are safe 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from . import gemm, route
+from . import gemm, prefill_launch, route
 from .config import INVARIANT, Config, Tile, choose, quantisable
+from .prefill_config import Prefill
 from .weights import Matrix, OwnWeights, dequantise_expert, restore_expert
 
 # Name -> (kernel's name, alpha, beta): a gated activation is gate * sigmoid(alpha * gate) * (up + beta), or gelu.
@@ -61,8 +63,13 @@ def _tiles(rows: int, tile: Tile) -> int:
     return -(-rows // tile.bn)
 
 
+def _offsets(sizes: list[int]) -> list[int]:
+    """Where parts of these bytes begin, and after them the end."""
+    return [0, *itertools.accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes)]
+
+
 def plan_workspace(
-    weights: OwnWeights, tokens: int, top_k: int, config: Config | None = None, *, quantise: bool = False
+    weights: OwnWeights, tokens: int, top_k: int, config: Config | Prefill | None = None, *, quantise: bool = False
 ) -> WorkspacePlan:
     """What `fused_moe` needs besides its inputs, for this many tokens.
 
@@ -71,6 +78,10 @@ def plan_workspace(
     the same time need a pair each. quantise: with MXFP8-dynamic activations.
     """
     config = config or choose(weights, top_k, tokens, quantise=quantise)
+    if isinstance(config, Prefill):
+        needs = prefill_launch.sizes(weights, tokens, top_k)
+        names = ("h", "partial", "quantised", "counts", "sorted", "blocks", "routers")
+        return WorkspacePlan(*_offsets([needs.get(name, 0) for name in names]), counters=0, token_counters=0)
     slots = tokens * top_k
     sizes = [slots * weights.intermediate * 2, slots * weights.hidden * 2, tokens * weights.hidden * 2 * quantise]
     listed = 0 if config.per_slot else max_blocks(slots, weights.experts, config.gate_up.bm)
@@ -82,11 +93,8 @@ def plan_workspace(
             scratch = max(scratch, programs * tile.split * tile.bn * tile.bm * 4)
             # Rounded up: Triton compiles a variant of its own for a pointer that is not aligned to 16 bytes.
             counters = max(counters, -(-programs // 4) * 4)
-    offsets = [0]
-    for size in (*sizes, scratch):
-        offsets.append(offsets[-1] + -(-size // _ALIGN) * _ALIGN)
     token_counters = tokens * _tiles(weights.hidden, config.down) if config.fuse_sum else 0
-    return WorkspacePlan(*offsets, counters=counters + token_counters, token_counters=counters)
+    return WorkspacePlan(*_offsets([*sizes, scratch]), counters=counters + token_counters, token_counters=counters)
 
 
 def _view(workspace: torch.Tensor, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -100,12 +108,12 @@ def _power_of_two(value: int, least: int) -> int:
 
 def _sort_variant(slots: int) -> tuple[int, bool]:
     """Slots per step of the sorting kernel, and whether it writes the table of blocks itself."""
-    return (256 if slots <= 256 else 1024), slots <= 8192
+    return min(max(_power_of_two(slots, 1), 128), 1024), slots <= 8192
 
 
 def _promote(weights: OwnWeights, tile: Tile) -> bool:
     """Scales on float32 group sums: more exact and fewer instructions, as long as the accumulators are few."""
-    if not tile.promote or tile.bm * tile.fold > 32 or weights.format.startswith("mx"):
+    if not tile.promote or (tile.bm * tile.fold > 32 and not tile.merge) or weights.format.startswith("mx"):
         return False
     return weights.group > 0 and weights.group % tile.bk == 0
 
@@ -117,6 +125,7 @@ def _flags(weights: OwnWeights, matrix: Matrix, tile: Tile) -> dict[str, object]
         "HAS_BIAS": matrix.bias is not None,
         "EVEN_K": matrix.columns % (tile.bk * tile.fold) == 0,
         "PROMOTE": _promote(weights, tile),
+        "STEPS": -(-matrix.columns // (tile.bk * tile.fold)) if tile.straight or tile.sweep > 1 else 0,
         "STAGES": tile.stages,
         "SPLIT": tile.split,
         "FOLD": tile.fold,
@@ -187,7 +196,7 @@ def fused_moe(
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
     quantise_activations: bool = False,
-    config: Config | None = None,
+    config: Config | Prefill | None = None,
     batch_invariant: bool = False,
     pdl: bool | None = None,
 ) -> torch.Tensor:
@@ -209,10 +218,10 @@ def fused_moe(
     if batch_invariant:
         config = INVARIANT
     config = config or choose(weights, top_k, tokens, quantise=quantise_activations)
-    if quantise_activations and not quantisable(weights, config):
-        raise ValueError(
-            f"{config.gate_up} does not hold whole groups of 32 columns of h, which are quantised together"
-        )
+    if quantise_activations and (isinstance(config, Prefill) or not quantisable(weights, config)):
+        raise ValueError(f"{config} does not hold whole groups of 32 columns of h, which are quantised together")
+    if isinstance(config, Config) and config.down.sweep > 1 and weights.intermediate % config.down.bk:
+        raise ValueError(f"{config.down} sweeps, so the intermediate size {weights.intermediate} must be whole steps")
     plan = plan_workspace(weights, tokens, top_k, config, quantise=quantise_activations)
     available = workspace.numel() * workspace.element_size()
     if available < plan.nbytes or counters.numel() < plan.counters:
@@ -224,6 +233,22 @@ def fused_moe(
         pdl = torch.cuda.get_device_capability(x.device)[0] >= 9
     name, own_alpha, own_beta = _GATED.get(activation, ("relu2", 1.0, 0.0))
     slots, hidden, inner, experts = tokens * top_k, weights.hidden, weights.intermediate, weights.experts
+    alpha, beta = own_alpha if alpha is None else alpha, own_beta if beta is None else beta
+    if isinstance(config, Prefill):
+        buffers = {
+            part: _view(workspace, at, size // dtype.itemsize, dtype)
+            for (part, size), at, dtype in zip(
+                prefill_launch.sizes(weights, tokens, top_k).items(),
+                (plan.h, plan.partial, plan.counts, plan.sorted, plan.blocks, plan.scratch),
+                (x.dtype, x.dtype, torch.int32, torch.int32, torch.int32, torch.float32),
+                strict=True,
+            )
+        }
+        prefill_launch.launch(
+            x, weights, topk_weights, topk_ids, expert_map, buffers, out, config, activation=name, alpha=alpha,
+            beta=beta, limit=limit, weight_input=apply_router_weight_on_input, pdl=pdl,
+        )  # fmt: skip
+        return out
     ids_map = topk_ids if expert_map is None else expert_map
     has_map = expert_map is not None
     h = _view(workspace, plan.h, slots * inner, x.dtype)
@@ -268,19 +293,30 @@ def fused_moe(
         x, *_pointers(w13, topk_ids), h, topk_ids, ids_map, topk_weights, ordered, table, scratch, counters,
         w2.codes, w2.codes if w2.scales is None else w2.scales, tiles, x_stride, hidden, inner, w13.codes.shape[1],
         w13.codes.shape[2], _word_stride(w13), w2.codes.shape[1] * w2.codes.shape[2], _word_stride(w2),
-        own_alpha if alpha is None else alpha, own_beta if beta is None else beta, limit or 0.0,
+        alpha, beta, limit or 0.0,
         GATED=weights.gated, ACTIVATION=name, HAS_LIMIT=limit is not None, QUANTISE=quantise_activations,
         PREFETCH=config.prefetch and pdl,
         **shared, **_flags(weights, w13, tile), **_options(tile, pdl),
     )  # fmt: skip
     tile = config.down
     tiles = _tiles(w2.rows, tile)
-    gemm.down[(blocks * tiles * tile.split,)](
+    if tile.merge:
+        choices = _power_of_two(top_k, 1)
+        if choices * tile.fold > 16 or choices * tile.fold * tile.bn % 64:
+            raise ValueError(f"{tile} with {top_k} choices: at most 16 parts, of whole 64 rows together")
+        down, programs, only = gemm.down_merged, tiles, {"CHOICES": choices}
+        blocks = tokens
+    elif tile.sweep > 1:
+        down, programs, only = gemm.down_sweep, -(-tiles // tile.sweep), {"SWEEP": tile.sweep}
+    else:
+        down, programs, only = gemm.down, tiles * tile.split, {"FUSE_SUM": config.fuse_sum}
+    flags = {key: value for key, value in (shared | _flags(weights, w2, tile)).items() if key in down.arg_names}
+    down[(blocks * programs,)](
         h, *_pointers(w2, topk_ids), partial, out, topk_ids, ids_map, topk_weights, ordered, table, scratch, counters,
         token_counters, tokens, tiles, inner, hidden, out.stride(0), w2.codes.shape[1], w2.codes.shape[2],
-        _word_stride(w2), FUSE_SUM=config.fuse_sum, **shared, **_flags(weights, w2, tile), **_options(tile, pdl),
+        _word_stride(w2), **only, **flags, **_options(tile, pdl),
     )  # fmt: skip
-    if not config.fuse_sum:
+    if not config.fuse_sum and not tile.merge:
         block = 1024 if tokens >= 64 else 512
         gemm.sum_slots[(tokens, -(-hidden // block))](
             partial, out, topk_ids, ids_map, hidden, out.stride(0), TOP_K=top_k, HAS_MAP=has_map, BLOCK=block, PDL=pdl,
@@ -332,9 +368,7 @@ def fused_moe_reference(
                 h = gate * torch.sigmoid(alpha * gate) * (up + beta)
             else:
                 h = torch.nn.functional.gelu(gate, approximate="tanh" if name == "gelu_tanh" else "none") * up
-        h = h.to(x.dtype).float()
-        if quantise_activations:
-            h = mx_round_trip_reference(h)
+        h = mx_round_trip_reference(h) if quantise_activations else h.to(x.dtype).float()
         y = h @ w2.T
         y = y if b2 is None else y + b2
         out.index_add_(0, token, y if apply_router_weight_on_input else y * router)

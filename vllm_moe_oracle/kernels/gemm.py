@@ -10,6 +10,8 @@ and waits (`griddepcontrol.wait`) before it reads what the predecessor wrote; ro
 that, because every program of `gate_up` has itself waited before it lets `down` start.
 """
 
+# Triton's language has no starred tuples.
+# ruff: noqa: RUF005
 from __future__ import annotations
 
 import triton
@@ -69,10 +71,98 @@ def mx_round_trip(x, GROUP_AXIS: tl.constexpr):
 
 
 @triton.jit
+def load_scales(s_ptr, z_ptr, row, fold_step, columns, FORMAT: tl.constexpr, GROUP: tl.constexpr,
+                HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, FOLD: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """Words of scales and of zero points for one step of `accumulate`; where there are none, the other or a zero.
+
+    row: sixteens of rows [chunks, 1, 4, 1]; fold_step: the step of each, a scalar or alike.
+    """
+    words = 0
+    zeros = 0
+    if FORMAT == "mxfp4" or FORMAT == "mxfp8":
+        lane = row % 4 * 16 + tl.arange(0, 16)[None, None, None, :]
+        KB: tl.constexpr = (BK + 127) // 128
+        k_blocks = (columns + 127) // 128
+        block = fold_step * BK // 128 + tl.arange(0, KB)[None, :, None, None]
+        s_ptrs = s_ptr + (row // 4 * k_blocks + block) * 64 + lane
+        if (KB > 1 or FOLD > 1) and not EVEN_K:
+            words = tl.load(s_ptrs, mask=block < k_blocks, other=0)
+        else:
+            words = tl.load(s_ptrs)
+        if BK < 128:
+            words = words >> (fold_step * BK % 128 // 4)
+    elif GROUP > 0:
+        lane = row % 4 * 8 + tl.arange(0, 8)[None, None, None, :]
+        groups = columns // GROUP
+        group = fold_step * BK // GROUP + tl.arange(0, (BK + GROUP - 1) // GROUP)[None, :, None, None]
+        offsets = (row // 4 * groups + group) * 32 + lane
+        words = tl.load(s_ptr + offsets) if EVEN_K else tl.load(s_ptr + offsets, mask=group < groups, other=0)
+        if HAS_ZERO:
+            zeros = tl.load(z_ptr + offsets, mask=group < groups, other=0)
+    elif HAS_ZERO:
+        zeros = tl.load(z_ptr + row // 4 * 32 + row % 4 * 8 + tl.arange(0, 8)[None, None, None, :])
+    return words, zeros
+
+
+@triton.jit
+def multiply(acc, x, packed, words, zero_words, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+             PROMOTE: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """acc [rows, tokens] + the weights of one step, decoded and scaled, times x.T.
+
+    x [tokens, BK]; packed: bytes [chunks of rows, chunks of columns, 4, 512]; words: `load_scales`.
+    """
+    RC: tl.constexpr = packed.shape[0]
+    KC: tl.constexpr = packed.shape[1]
+    VN: tl.constexpr = RC * 64
+    MX: tl.constexpr = FORMAT == "mxfp4" or FORMAT == "mxfp8"
+    FP16: tl.constexpr = x.dtype == tl.float16
+    # Stored scales are the scales times a row's power of two (weights.py), up to 2**127.
+    REBASED: tl.constexpr = FORMAT == "int4" and GROUP > 0 and not HAS_ZERO and not FP16
+    w = decode_codes(packed, FORMAT, FP16 and not MX, HAS_ZERO, REBASED and not PROMOTE, RC, KC)
+    if MX:
+        scale = decode_mx_scales(words, RC, (BK + 127) // 128, 4 if BK >= 128 else BK // 32)
+        w = w * scale.expand_dims(2).broadcast_to(VN, BK // 32, 32).reshape(VN, BK)
+    elif GROUP > 0:
+        GROUPS: tl.constexpr = (BK + GROUP - 1) // GROUP
+        WIDTH: tl.constexpr = BK // GROUPS
+        scale = decode_group_values(words, FP16, RC, GROUPS)
+        if HAS_ZERO:
+            zero = decode_group_values(zero_words, FP16, RC, GROUPS)
+            w = w - zero.expand_dims(2).broadcast_to(VN, GROUPS, WIDTH).reshape(VN, BK)
+        if REBASED and not PROMOTE:
+            # (code - 8) * scale, rounded once: 8 scales is exact, and code * 2**-133 costs no arithmetic.
+            offset = decode_group_values(times_minus_2_pow_minus_130(words), FP16, RC, GROUPS)
+            w = fused_multiply_add(
+                w,
+                scale.expand_dims(2).broadcast_to(VN, GROUPS, WIDTH).reshape(VN, BK),
+                offset.expand_dims(2).broadcast_to(VN, GROUPS, WIDTH).reshape(VN, BK),
+            )
+        elif not PROMOTE:
+            w = w * scale.expand_dims(2).broadcast_to(VN, GROUPS, WIDTH).reshape(VN, BK)
+    elif HAS_ZERO:
+        w = w - decode_group_values(zero_words, FP16, RC, 1).broadcast_to(VN, BK)
+    if MX and FP16:
+        # float16 activations are exactly two bfloat16 terms; e8m0 scales have no room in float16.
+        high = x.to(tl.bfloat16)
+        low = (x.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
+        acc = tl.dot(w, high.T, acc)
+        acc = tl.dot(w, low.T, acc)
+    elif PROMOTE:
+        factor = scale.reshape(VN).to(tl.float32)
+        if REBASED:
+            factor *= 9.183549615799121e-41  # 2**-133
+        acc += tl.dot(w, x.T) * factor[:, None]
+    else:
+        acc = tl.dot(w, x.T, acc)
+    return acc
+
+
+@triton.jit
 def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks, columns, split,
                FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr,
-               PROMOTE: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr,
-               BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+               PROMOTE: tl.constexpr, WAIT: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+               SPLIT: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+               BK: tl.constexpr):  # fmt: skip
     """`w @ x.T` over part number `split` of SPLIT of the columns: float32 [BN, BM].
 
     x_rows: pointers [FOLD * BM] to rows of `columns` 16-bit floats; x_valid alike. w_ptr: one expert's codes; s_ptr,
@@ -82,15 +172,13 @@ def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks,
     FOLD > 1 puts FOLD parts of the columns side by side: FOLD * BN rows of weights times FOLD * BM rows of x in one
     product, of which the blocks on the diagonal are wanted. The rest is wasted on a matrix unit that idles with few
     tokens, and the warps and loads in flight for BN rows multiply without a second program.
+
+    STEPS > 0 (their number; SPLIT is 1): all weights are asked for at once and wait in registers, there is no loop.
+    WAIT: the weights are asked for before `griddepcontrol.wait`, x after it.
     """
     RC: tl.constexpr = BN * FOLD // 64
     CK: tl.constexpr = 64 if FORMAT == "int4" or FORMAT == "mxfp4" else 32
     KC: tl.constexpr = BK // CK
-    MX: tl.constexpr = FORMAT == "mxfp4" or FORMAT == "mxfp8"
-    WORDS: tl.constexpr = 16 if MX else 8
-    FP16: tl.constexpr = x_rows.dtype.element_ty == tl.float16
-    # Stored scales are the scales times a row's power of two (weights.py), up to 2**127.
-    REBASED: tl.constexpr = FORMAT == "int4" and GROUP > 0 and not HAS_ZERO and not FP16
     VN: tl.constexpr = BN * FOLD
     VM: tl.constexpr = BM * FOLD
     k = tl.arange(0, BK)
@@ -106,78 +194,57 @@ def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks,
     warp = (tl.arange(0, RC)[:, None] * 4 + tl.arange(0, 4)[None, :])[:, None, :, None]
     fold = warp // (BN // 16) * fold_steps
     row = tl.minimum(tile_n * (BN // 16) + warp % (BN // 16), n_chunks * 4 - 1)
-    chunk = tl.arange(0, KC)[None, :, None, None]
-    w_ptrs = w_ptr + row // 4 * (k_chunks * 2048) + row % 4 * 512 + (fold + begin) * (KC * 2048)
-    w_ptrs = w_ptrs + chunk * 2048 + tl.arange(0, 512)[None, None, None, :]
-    lane = row % 4 * WORDS + tl.arange(0, WORDS)[None, None, None, :]
     acc = tl.zeros((VN, VM), tl.float32)
-    # num_stages on the loop makes Triton load the scales of promoted sums ahead too, which feed no product.
-    for step in tl.range(begin, end, num_stages=STAGES):
-        if EVEN_K:
-            x = tl.load(x_ptrs, mask=x_valid[:, None], other=0.0)
-            packed = tl.load(w_ptrs)
-        else:
-            x = tl.load(
-                x_ptrs, mask=x_valid[:, None] & ((x_fold + step)[:, None] * BK + k[None, :] < columns), other=0.0
-            )
-            packed = tl.load(w_ptrs, mask=(fold + step) * KC + chunk < k_chunks, other=0)
-        w = decode_codes(packed, FORMAT, FP16 and not MX, HAS_ZERO, REBASED and not PROMOTE, RC, KC)
-        if MX:
-            KB: tl.constexpr = (BK + 127) // 128
-            PER_WORD: tl.constexpr = 4 if BK >= 128 else BK // 32
-            k_blocks = (columns + 127) // 128
-            block = (fold + step) * BK // 128 + tl.arange(0, KB)[None, :, None, None]
-            s_ptrs = s_ptr + (row // 4 * k_blocks + block) * 64 + lane
-            if (KB > 1 or FOLD > 1) and not EVEN_K:
-                words = tl.load(s_ptrs, mask=block < k_blocks, other=0)
+    if STEPS > 0:
+        # Codes come as rows of 512 bytes in this order (chunk of columns, chunk of rows, warp): Triton then loads each
+        # into the registers of the warp that multiplies it, without a way through shared memory.
+        part = tl.arange(0, KC * RC * 4)
+        part_warp = part % (RC * 4)
+        part_row = tl.minimum(tile_n * (BN // 16) + part_warp % (BN // 16), n_chunks * 4 - 1)
+        part_chunk = part_warp // (BN // 16) * (fold_steps * KC) + part // (RC * 4)
+        w_ptrs = w_ptr + (part_row // 4 * (k_chunks * 2048) + part_row % 4 * 512 + part_chunk * 2048)[:, None]
+        w_ptrs = w_ptrs + tl.arange(0, 512)[None, :]
+        tiles = ()
+        for step in tl.static_range(STEPS):
+            if EVEN_K:
+                packed = tl.load(w_ptrs + step * (KC * 2048))
             else:
-                words = tl.load(s_ptrs)
-            if PER_WORD < 4:
-                words = words >> ((fold + step) * BK % 128 // 4)
-            scale = decode_mx_scales(words, RC, KB, PER_WORD)
-            scale = scale.expand_dims(2).broadcast_to(VN, BK // 32, 32).reshape(VN, BK)
-            w = w * scale
-        elif GROUP > 0:
-            GROUPS: tl.constexpr = (BK + GROUP - 1) // GROUP
-            groups = columns // GROUP
-            group = (fold + step) * BK // GROUP + tl.arange(0, GROUPS)[None, :, None, None]
-            s_offsets = (row // 4 * groups + group) * 32 + lane
-            inside = group < groups
-            words = tl.load(s_ptr + s_offsets) if EVEN_K else tl.load(s_ptr + s_offsets, mask=inside, other=0)
-            if HAS_ZERO:
-                zero_words = tl.load(z_ptr + s_offsets, mask=inside, other=0)
-                zero = decode_group_values(zero_words, FP16, RC, GROUPS)
-                w = w - zero.expand_dims(2).broadcast_to(VN, GROUPS, BK // GROUPS).reshape(VN, BK)
-            scale = decode_group_values(words, FP16, RC, GROUPS)
-            if REBASED and not PROMOTE:
-                # (code - 8) * scale, rounded once: 8 scales is exact, and code * 2**-133 costs no arithmetic.
-                offset = decode_group_values(times_minus_2_pow_minus_130(words), FP16, RC, GROUPS)
-                w = fused_multiply_add(
-                    w,
-                    scale.expand_dims(2).broadcast_to(VN, GROUPS, BK // GROUPS).reshape(VN, BK),
-                    offset.expand_dims(2).broadcast_to(VN, GROUPS, BK // GROUPS).reshape(VN, BK),
+                inside = (part_chunk + step * KC < k_chunks)[:, None]
+                packed = tl.load(w_ptrs + step * (KC * 2048), mask=inside, other=0)
+            words, zeros = load_scales(s_ptr, z_ptr, row, fold + step, columns, FORMAT, GROUP, HAS_ZERO, EVEN_K, FOLD,
+                                       BK)  # fmt: skip
+            tiles = tiles + ((packed.reshape(KC, RC, 4, 512).trans(1, 0, 2, 3), words, zeros),)
+        if WAIT:
+            gdc_wait()
+            gdc_launch_dependents()
+        rows = ()
+        for step in tl.static_range(STEPS):
+            mask = x_valid[:, None]
+            if not EVEN_K:
+                mask = mask & ((x_fold + step)[:, None] * BK + k[None, :] < columns)
+            rows = rows + (tl.load(x_ptrs + step * BK, mask=mask, other=0.0),)
+        for step in tl.static_range(STEPS):
+            packed, words, zeros = tiles[step]
+            acc = multiply(acc, rows[step], packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, BK)
+    else:
+        chunk = tl.arange(0, KC)[None, :, None, None]
+        w_ptrs = w_ptr + row // 4 * (k_chunks * 2048) + row % 4 * 512 + (fold + begin) * (KC * 2048)
+        w_ptrs = w_ptrs + chunk * 2048 + tl.arange(0, 512)[None, None, None, :]
+        # num_stages on the loop makes Triton load the scales of promoted sums ahead too, which feed no product.
+        for step in tl.range(begin, end, num_stages=STAGES):
+            if EVEN_K:
+                x = tl.load(x_ptrs, mask=x_valid[:, None], other=0.0)
+                packed = tl.load(w_ptrs)
+            else:
+                x = tl.load(
+                    x_ptrs, mask=x_valid[:, None] & ((x_fold + step)[:, None] * BK + k[None, :] < columns), other=0.0
                 )
-            elif not PROMOTE:
-                w = w * scale.expand_dims(2).broadcast_to(VN, GROUPS, BK // GROUPS).reshape(VN, BK)
-        elif HAS_ZERO:
-            zero_words = tl.load(z_ptr + row // 4 * 32 + lane)
-            zero = decode_group_values(zero_words, FP16, RC, 1)
-            w = w - zero.broadcast_to(VN, BK)
-        if MX and FP16:
-            # float16 activations are exactly two bfloat16 terms; e8m0 scales have no room in float16.
-            high = x.to(tl.bfloat16)
-            low = (x.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
-            acc = tl.dot(w, high.T, acc)
-            acc = tl.dot(w, low.T, acc)
-        elif PROMOTE:
-            factor = scale.reshape(VN).to(tl.float32)
-            if REBASED:
-                factor *= 9.183549615799121e-41  # 2**-133
-            acc += tl.dot(w, x.T) * factor[:, None]
-        else:
-            acc = tl.dot(w, x.T, acc)
-        x_ptrs += BK
-        w_ptrs += KC * 2048
+                packed = tl.load(w_ptrs, mask=(fold + step) * KC + chunk < k_chunks, other=0)
+            words, zeros = load_scales(s_ptr, z_ptr, row, fold + step, columns, FORMAT, GROUP, HAS_ZERO, EVEN_K, FOLD,
+                                       BK)  # fmt: skip
+            acc = multiply(acc, x, packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, BK)
+            x_ptrs += BK
+            w_ptrs += KC * 2048
     if FOLD > 1:
         i = tl.arange(0, FOLD)
         diagonal = i[:, None, None, None] == i[None, None, :, None]
@@ -238,8 +305,8 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
             HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, GATED: tl.constexpr,
             ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, WEIGHT_INPUT: tl.constexpr, QUANTISE: tl.constexpr,
             EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, PER_SLOT: tl.constexpr, PREFETCH: tl.constexpr,
-            PDL: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr,
-            BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+            PDL: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, FOLD: tl.constexpr,
+            BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """h[slot] = activation(x[slot // TOP_K] @ w13[expert].T + b13[expert]) for every slot with a local expert.
 
     x [tokens, columns] 16-bit, row stride x_stride; h [slots, inner], x's dtype. w, s, z, row_scale, bias: the tensors
@@ -263,9 +330,18 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
     slot, found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, 1)
     x_slot, x_found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, FOLD)
     x_rows = x_ptr + (x_slot // TOP_K).to(tl.int64) * x_stride
+    # The epilogue's operands are asked for here, so that their way from memory is not the kernel's last.
+    n = tile_n * BN + tl.arange(0, BN)
+    padded = n_chunks * 64
+    if HAS_ROW_SCALE:
+        row_scale = tl.load(row_scale_ptr + e64 * padded + n, mask=n < padded, other=0.0)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + e64 * padded + n, mask=n < padded, other=0.0)
+    if WEIGHT_INPUT:
+        router = tl.load(topk_weights_ptr + slot, mask=found, other=0.0).to(tl.float32)
     acc = accumulate(x_rows, x_found, w_ptr, s_ptr + e64 * s_stride, z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks,
-                     columns, split, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, STAGES, SPLIT, FOLD, BM, BN,
-                     BK)  # fmt: skip
+                     columns, split, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, False, STEPS, STAGES, SPLIT, FOLD,
+                     BM, BN, BK)  # fmt: skip
     if PREFETCH:
         part = tile_n * SPLIT + split
         prefetch_share(w2_ptr + e64 * w2_chunks * 2048, w2_chunks, 2048, part, tiles * SPLIT)
@@ -276,14 +352,12 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
         acc, last = sum_splits(acc, scratch_ptr, counter_ptr, pid // SPLIT, split, BM, BN, SPLIT)
         if not last:
             return
-    n = tile_n * BN + tl.arange(0, BN)
-    padded = n_chunks * 64
     if HAS_ROW_SCALE:
-        acc *= tl.load(row_scale_ptr + e64 * padded + n, mask=n < padded, other=0.0)[:, None]
+        acc *= row_scale[:, None]
     if WEIGHT_INPUT:
-        acc *= tl.load(topk_weights_ptr + slot, mask=found, other=0.0).to(tl.float32)[None, :]
+        acc *= router[None, :]
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + e64 * padded + n, mask=n < padded, other=0.0)[:, None]
+        acc += bias[:, None]
     if GATED:
         OUT: tl.constexpr = BN // 2
         gate, up = tl.split(acc.reshape(BN // 16, 2, 8, BM).trans(0, 2, 3, 1))
@@ -292,10 +366,9 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
         OUT: tl.constexpr = BN
         positive = tl.maximum(acc, 0.0)
         value = positive * positive
-    value = value.to(h_ptr.dtype.element_ty)
     if QUANTISE:
-        grouped = value.to(tl.float32).reshape(OUT // 32, 32, BM)
-        value = mx_round_trip(grouped, 1).reshape(OUT, BM).to(h_ptr.dtype.element_ty)
+        value = mx_round_trip(value.reshape(OUT // 32, 32, BM), 1).reshape(OUT, BM)
+    value = value.to(h_ptr.dtype.element_ty)
     column = tile_n * OUT + tl.arange(0, OUT)
     h_ptrs = h_ptr + slot.to(tl.int64)[None, :] * inner + column[:, None]
     tl.store(h_ptrs, value, mask=found[None, :] & (column < inner)[:, None])
@@ -317,8 +390,8 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
          TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
          HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
          EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, PER_SLOT: tl.constexpr, FUSE_SUM: tl.constexpr,
-         PDL: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr,
-         BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+         PDL: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, FOLD: tl.constexpr,
+         BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """partial[slot] = (h[slot] @ w2[expert].T + b2[expert]) * router weight; with FUSE_SUM also out[token] = their sum.
 
     h [slots, columns]; partial [slots, hidden] and out [tokens, hidden] of h's dtype. FUSE_SUM: for each token and tile
@@ -332,7 +405,9 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
     expert, start, rows = find_block(ids_ptr, map_ptr, blocks_ptr, block, HAS_MAP, PER_SLOT)
     slot, found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, 1)
     x_slot, x_found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, FOLD)
-    if PDL:
+    # Weights that wait in registers are asked for before the predecessor has ended.
+    EARLY: tl.constexpr = PDL and STEPS > 0
+    if PDL and not EARLY:
         gdc_wait()
         gdc_launch_dependents()
     n = tile_n * BN + tl.arange(0, BN)
@@ -346,24 +421,32 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
             zeros = tl.zeros((BN, BM), out_ptr.dtype.element_ty)
             tl.store(zero_ptrs, zeros, mask=empty_mask[None, :] & (n < hidden)[:, None])
     if expert < 0:
+        if EARLY:
+            gdc_wait()
         return
     e64 = expert.to(tl.int64)
     w_ptr += e64 * n_chunks * k_chunks * 2048
+    padded = n_chunks * 64
+    if HAS_ROW_SCALE:
+        row_scale = tl.load(row_scale_ptr + e64 * padded + n, mask=n < padded, other=0.0)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + e64 * padded + n, mask=n < padded, other=0.0)
+    if not WEIGHT_INPUT:
+        router = tl.load(topk_weights_ptr + slot, mask=found, other=0.0).to(tl.float32)
     h_rows = h_ptr + x_slot.to(tl.int64) * columns
     acc = accumulate(h_rows, x_found, w_ptr, s_ptr + e64 * s_stride, z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks,
-                     columns, split, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, STAGES, SPLIT, FOLD, BM, BN,
-                     BK)  # fmt: skip
+                     columns, split, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, EARLY, STEPS, STAGES, SPLIT, FOLD,
+                     BM, BN, BK)  # fmt: skip
     if SPLIT > 1:
         acc, last = sum_splits(acc, scratch_ptr, counter_ptr, pid // SPLIT, split, BM, BN, SPLIT)
         if not last:
             return
-    padded = n_chunks * 64
     if HAS_ROW_SCALE:
-        acc *= tl.load(row_scale_ptr + e64 * padded + n, mask=n < padded, other=0.0)[:, None]
+        acc *= row_scale[:, None]
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + e64 * padded + n, mask=n < padded, other=0.0)[:, None]
+        acc += bias[:, None]
     if not WEIGHT_INPUT:
-        acc *= tl.load(topk_weights_ptr + slot, mask=found, other=0.0).to(tl.float32)[None, :]
+        acc *= router[None, :]
     value = acc.to(partial_ptr.dtype.element_ty)
     offsets = slot.to(tl.int64)[None, :] * hidden + n[:, None]
     mask = found[None, :] & (n < hidden)[:, None]
@@ -388,6 +471,157 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
             tl.store(counter_ptrs, tl.zeros_like(arrived), mask=finish)
 
 
+@triton.jit(do_not_specialize=["tokens", "tiles"])
+def down_sweep(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_ptr, ids_ptr, map_ptr,
+               topk_weights_ptr, sorted_ptr, blocks_ptr, scratch_ptr, counter_ptr, token_counter_ptr, tokens, tiles,
+               columns, hidden, out_stride, n_chunks, k_chunks, s_stride,
+               TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+               HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
+               PROMOTE: tl.constexpr, PER_SLOT: tl.constexpr, PDL: tl.constexpr, STEPS: tl.constexpr,
+               STAGES: tl.constexpr, SWEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+               BK: tl.constexpr):  # fmt: skip
+    """`down` for few columns (STEPS * BK of them): a program keeps its h and goes through SWEEP tiles along N.
+
+    Its loads run on from tile to tile, where `down` begins anew for each. Grid blocks * ceil(tiles / SWEEP).
+    """
+    RC: tl.constexpr = BN // 64
+    CK: tl.constexpr = 64 if FORMAT == "int4" or FORMAT == "mxfp4" else 32
+    KC: tl.constexpr = BK // CK
+    pid = tl.program_id(0)
+    sweeps = (tiles + SWEEP - 1) // SWEEP
+    block = pid // sweeps
+    first = pid % sweeps * SWEEP
+    expert, start, rows = find_block(ids_ptr, map_ptr, blocks_ptr, block, HAS_MAP, PER_SLOT)
+    slot, found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, 1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    if expert < 0:
+        return
+    e64 = expert.to(tl.int64)
+    padded = n_chunks * 64
+    w_ptr += e64 * n_chunks * k_chunks * 2048
+    s_ptr += e64 * s_stride
+    z_ptr += e64 * s_stride
+    if not WEIGHT_INPUT:
+        router = tl.load(topk_weights_ptr + slot, mask=found, other=0.0).to(tl.float32)
+    x_ptrs = (h_ptr + slot.to(tl.int64) * columns)[:, None] + tl.arange(0, BK)[None, :]
+    x = ()
+    for step in tl.static_range(STEPS):
+        x = x + (tl.load(x_ptrs + step * BK, mask=found[:, None], other=0.0),)
+    part = tl.arange(0, KC * RC * 4)
+    part_warp = part % (RC * 4)
+    warp = (tl.arange(0, RC)[:, None] * 4 + tl.arange(0, 4)[None, :])[:, None, :, None]
+    for tile_n in tl.range(first, tl.minimum(first + SWEEP, tiles), num_stages=STAGES):
+        part_row = tl.minimum(tile_n * (BN // 16) + part_warp, n_chunks * 4 - 1)
+        row = tl.minimum(tile_n * (BN // 16) + warp, n_chunks * 4 - 1)
+        w_ptrs = w_ptr + (part_row // 4 * (k_chunks * 2048) + part_row % 4 * 512 + part // (RC * 4) * 2048)[:, None]
+        w_ptrs = w_ptrs + tl.arange(0, 512)[None, :]
+        acc = tl.zeros((BN, BM), tl.float32)
+        for step in tl.static_range(STEPS):
+            packed = tl.load(w_ptrs + step * (KC * 2048)).reshape(KC, RC, 4, 512).trans(1, 0, 2, 3)
+            words, zeros = load_scales(s_ptr, z_ptr, row, step, columns, FORMAT, GROUP, HAS_ZERO, True, 1, BK)
+            acc = multiply(acc, x[step], packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, BK)
+        n = tile_n * BN + tl.arange(0, BN)
+        if HAS_ROW_SCALE:
+            acc *= tl.load(row_scale_ptr + e64 * padded + n, mask=n < padded, other=0.0)[:, None]
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + e64 * padded + n, mask=n < padded, other=0.0)[:, None]
+        if not WEIGHT_INPUT:
+            acc *= router[None, :]
+        offsets = slot.to(tl.int64)[None, :] * hidden + n[:, None]
+        mask = found[None, :] & (n < hidden)[:, None]
+        tl.store(partial_ptr + offsets, acc.to(partial_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens", "tiles"])
+def down_merged(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_ptr, ids_ptr, map_ptr,
+                topk_weights_ptr, sorted_ptr, blocks_ptr, scratch_ptr, counter_ptr, token_counter_ptr, tokens, tiles,
+                columns, hidden, out_stride, n_chunks, k_chunks, s_stride,
+                TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+                HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
+                EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, PDL: tl.constexpr, STEPS: tl.constexpr,
+                CHOICES: tl.constexpr, FOLD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """out[token] = sum over choices of (h[slot] @ w2[expert].T + b2[expert]) * router weight, in one program.
+
+    For few tokens: a program multiplies BN rows of all experts of a token with FOLD parts of the columns side by side,
+    as `accumulate` does with parts; CHOICES is TOP_K rounded up to a power of two, CHOICES * FOLD at most 16. No loop:
+    weights wait in registers and are asked for before the predecessor has ended. Grid tokens * tiles.
+    """
+    PARTS: tl.constexpr = CHOICES * FOLD
+    VN: tl.constexpr = PARTS * BN
+    RC: tl.constexpr = VN // 64
+    CK: tl.constexpr = 64 if FORMAT == "int4" or FORMAT == "mxfp4" else 32
+    KC: tl.constexpr = BK // CK
+    pid = tl.program_id(0)
+    token = pid // tiles
+    tile_n = pid % tiles
+    ids_ptr += token * TOP_K
+    part = tl.arange(0, KC * RC * 4)
+    part_warp = part % (RC * 4)
+    part_choice = part_warp // (FOLD * BN // 16)
+    part_expert = local_ids(ids_ptr, map_ptr, part_choice, part_choice < TOP_K, HAS_MAP)
+    part_row = tl.minimum(tile_n * (BN // 16) + part_warp % (BN // 16), n_chunks * 4 - 1)
+    part_chunk = part_warp // (BN // 16) % FOLD * (STEPS * KC) + part // (RC * 4)
+    w_offsets = part_expert.to(tl.int64) * n_chunks * k_chunks * 2048
+    w_offsets += part_row // 4 * (k_chunks * 2048) + part_row % 4 * 512 + part_chunk * 2048
+    w_ptrs = w_ptr + w_offsets[:, None] + tl.arange(0, 512)[None, :]
+    warp = (tl.arange(0, RC)[:, None] * 4 + tl.arange(0, 4)[None, :])[:, None, :, None]
+    choice = warp // (FOLD * BN // 16)
+    expert = local_ids(ids_ptr, map_ptr, choice, choice < TOP_K, HAS_MAP)
+    row = tl.minimum(tile_n * (BN // 16) + warp % (BN // 16), n_chunks * 4 - 1)
+    fold = warp // (BN // 16) % FOLD * STEPS
+    s_offset = tl.maximum(expert, 0).to(tl.int64) * s_stride
+    tiles_of_weights = ()
+    for step in tl.static_range(STEPS):
+        inside = (part_expert >= 0) & (part_chunk + step * KC < k_chunks)
+        packed = tl.load(w_ptrs + step * (KC * 2048), mask=inside[:, None], other=0)
+        words, zeros = load_scales(s_ptr + s_offset, z_ptr + s_offset, row, fold + step, columns, FORMAT, GROUP,
+                                   HAS_ZERO, EVEN_K, 2, BK)  # fmt: skip
+        tiles_of_weights = tiles_of_weights + ((packed.reshape(KC, RC, 4, 512).trans(1, 0, 2, 3), words, zeros),)
+    j = tl.arange(0, CHOICES)
+    local = local_ids(ids_ptr, map_ptr, j, j < TOP_K, HAS_MAP)
+    present = local >= 0
+    if WEIGHT_INPUT:
+        router = present.to(tl.float32)
+    else:
+        router = tl.load(topk_weights_ptr + token * TOP_K + j, mask=present, other=0.0).to(tl.float32)
+    n = tile_n * BN + tl.arange(0, BN)
+    padded = n_chunks * 64
+    of_rows = tl.maximum(local, 0).to(tl.int64)[:, None] * padded + n[None, :]
+    there = present[:, None] & (n < padded)[None, :]
+    if HAS_ROW_SCALE:
+        row_scale = tl.load(row_scale_ptr + of_rows, mask=there, other=0.0)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + of_rows, mask=there, other=0.0)
+    column = tl.arange(0, 16)
+    k = (column % FOLD * (STEPS * BK))[:, None] + tl.arange(0, BK)[None, :]
+    mine = (column < FOLD * TOP_K)[:, None]
+    x_ptrs = h_ptr + (token * TOP_K + column // FOLD).to(tl.int64)[:, None] * columns + k
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = ()
+    for step in tl.static_range(STEPS):
+        mask = mine & (local_ids(ids_ptr, map_ptr, column // FOLD, column < FOLD * TOP_K, HAS_MAP) >= 0)[:, None]
+        if not EVEN_K:
+            mask = mask & (k + step * BK < columns)
+        x = x + (tl.load(x_ptrs + step * BK, mask=mask, other=0.0),)
+    acc = tl.zeros((VN, 16), tl.float32)
+    for step in tl.static_range(STEPS):
+        packed, words, zeros = tiles_of_weights[step]
+        acc = multiply(acc, x[step], packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, BK)
+    diagonal = tl.arange(0, PARTS)[:, None, None] == column[None, None, :]
+    value = tl.sum(tl.where(diagonal, acc.reshape(PARTS, BN, 16), 0.0), axis=2)
+    value = tl.sum(value.reshape(CHOICES, FOLD, BN), axis=1)
+    if HAS_ROW_SCALE:
+        value *= row_scale
+    if HAS_BIAS:
+        value += bias
+    value = tl.sum(tl.where(present[:, None], value * router[:, None], 0.0), axis=0)
+    tl.store(out_ptr + token.to(tl.int64) * out_stride + n, value.to(out_ptr.dtype.element_ty), mask=n < hidden)
+
+
 @triton.jit
 def sum_slots(partial_ptr, out_ptr, ids_ptr, map_ptr, hidden, out_stride, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
               BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
@@ -397,14 +631,16 @@ def sum_slots(partial_ptr, out_ptr, ids_ptr, map_ptr, hidden, out_stride, TOP_K:
     """
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    valid = ()
+    for j in tl.static_range(TOP_K):
+        slot = token * TOP_K + j
+        valid = valid + (local_ids(ids_ptr, map_ptr, slot, slot >= 0, HAS_MAP) >= 0,)
     if PDL:
         gdc_wait()
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
-        slot = token * TOP_K + j
-        valid = local_ids(ids_ptr, map_ptr, slot, slot >= 0, HAS_MAP) >= 0
-        mask = (column < hidden) & valid
-        part = tl.load(partial_ptr + slot.to(tl.int64) * hidden + column, mask=mask, other=0.0)
+        mask = (column < hidden) & valid[j]
+        part = tl.load(partial_ptr + (token * TOP_K + j).to(tl.int64) * hidden + column, mask=mask, other=0.0)
         total += part.to(tl.float32)
     out = out_ptr + token.to(tl.int64) * out_stride + column
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=column < hidden)

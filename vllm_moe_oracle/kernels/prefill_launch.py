@@ -3,56 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
 from . import gemm, prefill, prefill_route
-from .weights import Matrix, OwnWeights, bits_of
+from .prefill_config import BLOCK, Prefill, stages_of
+from .weights import Matrix, OwnWeights
 
-BLOCK = 128  # most tokens of a block
-_CHUNK = 512  # slots that one program of the sorting kernels counts
-_SHARED = 220 * 1024  # bytes of shared memory for the stages; the epilogue and the barriers need the rest of 227 KB
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """How the persistent kernels run: steps of 64 columns held in shared memory, 0 for as many as fit."""
-
-    stages: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-
-def reasons_against(weights: OwnWeights) -> list[str]:
-    """Every reason why the persistent kernels cannot run this layer; an empty list when they can."""
-    reasons = []
-    for name, size in (("hidden size", weights.hidden), ("intermediate size", weights.intermediate)):
-        if size % 64:
-            reasons.append(f"{name} {size} is not a multiple of 64, the columns of a step")
-    if weights.format.startswith("mx") and weights.dtype == torch.float16:
-        reasons.append("float16 activations of MX weights are two products, which only the small tiles do")
-    return reasons
-
-
-def stage_bytes(weights: OwnWeights) -> int:
-    """Shared memory of one stage: 128 rows of x, 256 rows of codes, scales and zero points, 64 columns each."""
-    codes = 256 * 64 * bits_of(weights.format) // 8
-    words = 0
-    if weights.format.startswith("mx"):
-        words = 256
-    elif weights.group:
-        words = 128 * max(1, 64 // weights.group)
-    zeros = weights.w13.zeros is not None
-    return BLOCK * 64 * 2 + codes + words * 4 * (1 + zeros) + 16
-
-
-def stages_of(weights: OwnWeights, config: Prefill) -> int:
-    """Stages that the kernels of this layer use."""
-    return config.stages or min(8, _SHARED // stage_bytes(weights))
+_CHUNK = 128  # slots that one program of the sorting kernels counts
 
 
 def _experts_padded(experts: int) -> int:
@@ -68,14 +26,18 @@ def _chunks(slots: int) -> int:
     return -(-slots // _CHUNK)
 
 
-def sizes(weights: OwnWeights, tokens: int, top_k: int) -> list[int]:
-    """Bytes of h, partial, sorted, routers, blocks, counts and totals, in this order."""
+def sizes(weights: OwnWeights, tokens: int, top_k: int) -> dict[str, int]:
+    """Bytes of each buffer of a call, in the words of `launch`."""
     slots = tokens * top_k
     padded = _experts_padded(weights.experts)
-    return [
-        slots * weights.intermediate * 2, slots * weights.hidden * 2, slots * 4, slots * 4,
-        _blocks(slots, weights.experts) * 16, _chunks(slots) * padded * 4, padded * 4,
-    ]  # fmt: skip
+    return {
+        "h": slots * weights.intermediate * 2,
+        "partial": slots * weights.hidden * 2,
+        "counts": (_chunks(slots) + 1) * padded * 4,
+        "sorted": slots * 4,
+        "blocks": (1 + 2 * _blocks(slots, weights.experts)) * 16,
+        "routers": slots * 4,
+    }
 
 
 @functools.cache
@@ -83,11 +45,13 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _common(matrix: Matrix) -> dict[str, object]:
+def _flags(matrix: Matrix, config: Prefill) -> dict[str, object]:
+    even = matrix.columns // 64 % config.unroll == 0
     return {
         "HAS_ZERO": matrix.zeros is not None,
         "HAS_ROW_SCALE": matrix.row_scale is not None,
         "HAS_BIAS": matrix.bias is not None,
+        "UNROLL": config.unroll if even else -config.unroll,
     }
 
 
@@ -97,7 +61,7 @@ def launch(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
-    buffers: list[torch.Tensor],
+    buffers: dict[str, torch.Tensor],
     out: torch.Tensor,
     config: Prefill,
     *,
@@ -108,20 +72,25 @@ def launch(
     weight_input: bool,
     pdl: bool,
 ) -> None:
-    """Runs the layer; arguments as `fused_moe` has checked them, buffers as `sizes` has them."""
-    h, partial, ordered, routers, table, counts, totals = buffers
+    """Runs the layer; arguments as `fused_moe` has checked them.
+
+    buffers: of `sizes` bytes, h and partial in x's dtype, routers float32, the others int32; any content.
+    """
     tokens, top_k = topk_ids.shape
     slots, experts = tokens * top_k, weights.experts
     ids_map = topk_ids if expert_map is None else expert_map
-    chunks, blocks = _chunks(slots), _blocks(slots, experts)
-    options = {"PDL": pdl, "launch_pdl": pdl, "enable_fp_fusion": True}
-    lists = {"EP": _experts_padded(experts), "num_warps": 4, **options}
+    h, partial, ordered, table, routers = (buffers[name] for name in ("h", "partial", "sorted", "blocks", "routers"))
+    chunks, blocks, padded = _chunks(slots), _blocks(slots, experts), _experts_padded(experts)
+    counts, totals = buffers["counts"][padded:], buffers["counts"]
     has_map = expert_map is not None
-    prefill_route.count_slots[(chunks,)](topk_ids, ids_map, counts, slots, HAS_MAP=has_map, CHUNK=_CHUNK, **lists)
-    prefill_route.add_chunks[(lists["EP"],)](counts, totals, chunks, BLOCK=256, **lists)
+    options = {"PDL": pdl, "launch_pdl": pdl, "enable_fp_fusion": True}
+    lists = {"EP": padded, **options}
+    chunked = {"HAS_MAP": has_map, "CHUNK": _CHUNK, "num_warps": 1, **lists}
+    prefill_route.count_slots[(chunks,)](topk_ids, ids_map, counts, slots, **chunked)
+    prefill_route.add_chunks[(padded,)](counts, totals, chunks, BLOCK=512, num_warps=4, **lists)
     prefill_route.place_slots[(max(chunks, experts),)](
         topk_ids, ids_map, topk_weights, counts, totals, ordered, routers, table, slots, chunks, experts, blocks,
-        HAS_MAP=has_map, CHUNK=_CHUNK, BM=BLOCK, **lists,
+        BM=BLOCK, **chunked,
     )  # fmt: skip
     shared = {
         "TOP_K": top_k, "FORMAT": weights.format, "GROUP": weights.group, "WEIGHT_INPUT": weight_input,
@@ -135,19 +104,16 @@ def launch(
         return tuple(table if tensor is None else tensor for tensor in tensors)
 
     def stride(matrix: Matrix) -> int:
-        words = matrix.scales if matrix.scales is not None else matrix.zeros
-        return 0 if words is None else words.stride(0)
+        return 0 if matrix.scales is None else matrix.scales.stride(0)
 
-    tiles = -(-w13.rows // 256)
     prefill.gate_up[grid](
-        x, *operands(w13), h, ordered, routers, table, blocks * tiles, tiles, x.stride(0), weights.hidden,
+        x, *operands(w13), h, ordered, routers, table, blocks, -(-w13.rows // 256), x.stride(0), weights.hidden,
         weights.intermediate, w13.codes.shape[1], w13.codes.shape[2], stride(w13), alpha, beta, limit or 0.0,
-        GATED=weights.gated, ACTIVATION=activation, HAS_LIMIT=limit is not None, **_common(w13), **shared,
+        GATED=weights.gated, ACTIVATION=activation, HAS_LIMIT=limit is not None, **_flags(w13, config), **shared,
     )  # fmt: skip
-    tiles = -(-w2.rows // 256)
     prefill.down[grid](
-        h, *operands(w2), partial, ordered, routers, table, blocks * tiles, tiles, weights.intermediate,
-        weights.hidden, w2.codes.shape[1], w2.codes.shape[2], stride(w2), **_common(w2), **shared,
+        h, *operands(w2), partial, ordered, routers, table, blocks, -(-w2.rows // 256), weights.intermediate,
+        weights.hidden, w2.codes.shape[1], w2.codes.shape[2], stride(w2), **_flags(w2, config), **shared,
     )  # fmt: skip
     gemm.sum_slots[(tokens, -(-weights.hidden // 1024))](
         partial, out, topk_ids, ids_map, weights.hidden, out.stride(0), TOP_K=top_k, HAS_MAP=has_map, BLOCK=1024,

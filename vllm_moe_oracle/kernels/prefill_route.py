@@ -1,7 +1,7 @@
 """Sorts many slots by expert: three short launches, none of which reads all slots in one program.
 
 Words as in `route.py`. The slots are cut into chunks; `count_slots` counts each chunk's slots per expert, `add_chunks`
-turns the counts of an expert into positions of its chunks, `place_slots` writes the lists and the table of blocks.
+turns the counts of an expert into positions of its chunks, `place_slots` writes the list of slots and those of blocks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .route import local_ids, write_blocks
+from .route import local_ids
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -44,13 +44,21 @@ def add_chunks(counts_ptr, totals_ptr, chunks, BLOCK: tl.constexpr, EP: tl.const
     tl.store(totals_ptr + expert, total)
 
 
+@triton.jit
+def large_blocks(count, BM: tl.constexpr):
+    """How many blocks of more than BM / 2 positions an expert with `count` positions has."""
+    return count // BM + (count % BM > BM // 2).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["slots", "chunks", "experts", "most"])
 def place_slots(ids_ptr, map_ptr, topk_weights_ptr, counts_ptr, totals_ptr, sorted_ptr, routers_ptr, blocks_ptr, slots,
                 chunks, experts, most, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
                 PDL: tl.constexpr):  # fmt: skip
     """sorted, int32 [slots]: slots by expert, stably; routers, float32 [slots]: their router weights; the blocks.
 
-    blocks: int32 [most, 4] as `route.write_blocks` writes it. Grid `(max(chunks, experts),)`.
+    blocks: int32 [1 + 2 * most, 4]. The first entry holds the numbers of blocks of more than BM / 2 positions and of
+    smaller ones; then come `most` entries of the former and `most` of the latter, of which that many are written:
+    (expert, first position, positions, -) in the order of experts. Grid `(max(chunks, experts),)`.
     """
     if PDL:
         gdc_wait()
@@ -64,19 +72,35 @@ def place_slots(ids_ptr, map_ptr, topk_weights_ptr, counts_ptr, totals_ptr, sort
         found = ids >= 0
         expert = tl.maximum(ids, 0)
         position = tl.gather(starts, expert, 0) + tl.load(counts_ptr + program * EP + expert, mask=found, other=0)
-        # The rank among the chunk's slots of the same expert, by comparing all pairs.
-        for first in tl.static_range(0, CHUNK, 32):
+        # The rank among the chunk's slots of the same expert, by comparing all pairs: with one warp, the sum over the
+        # first axis stays within a lane.
+        for first in range(0, CHUNK, 32):
             q = program * CHUNK + first + tl.arange(0, 32)
             others = local_ids(ids_ptr, map_ptr, q, q < slots, HAS_MAP)
-            before = (others[None, :] == ids[:, None]) & (q[None, :] < p[:, None])
-            position += tl.sum(before.to(tl.int32), axis=1)
+            before = (others[:, None] == ids[None, :]) & (q[:, None] < p[None, :])
+            position += tl.sum(before.to(tl.int32), axis=0)
         tl.store(sorted_ptr + position, p, mask=found)
         router = tl.load(topk_weights_ptr + p, mask=found, other=0.0).to(tl.float32)
         tl.store(routers_ptr + position, router, mask=found)
     if program < experts:
         e = tl.arange(0, EP)
-        each = (totals + BM - 1) // BM
+        large = large_blocks(totals, BM)
+        small = (totals + BM - 1) // BM - large
+        if program == 0:
+            tl.store(blocks_ptr, tl.sum(large, axis=0))
+            tl.store(blocks_ptr + 1, tl.sum(small, axis=0))
         start = tl.sum(tl.where(e == program, starts, 0), axis=0)
         count = tl.sum(tl.where(e == program, totals, 0), axis=0)
-        before = tl.sum(tl.where(e < program, each, 0), axis=0)
-        write_blocks(blocks_ptr, program, experts, start, count, before, tl.sum(each, axis=0), most, BM)
+        before = tl.sum(tl.where(e < program, large, 0), axis=0)
+        mine = large_blocks(count, BM)
+        for first in range(0, mine, 32):
+            block = first + tl.arange(0, 32)
+            entry = blocks_ptr + 4 + (before + block) * 4
+            tl.store(entry, program + block * 0, mask=block < mine)
+            tl.store(entry + 1, start + block * BM, mask=block < mine)
+            tl.store(entry + 2, tl.minimum(BM, count - block * BM), mask=block < mine)
+        if count > mine * BM:
+            entry = blocks_ptr + 4 + (most + tl.sum(tl.where(e < program, small, 0), axis=0)) * 4
+            tl.store(entry, program)
+            tl.store(entry + 1, start + mine * BM)
+            tl.store(entry + 2, count - mine * BM)

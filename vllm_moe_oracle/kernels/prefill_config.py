@@ -1,0 +1,90 @@
+"""When the persistent kernels of `prefill.py` run a layer, and how: data measured per shape, a rule for the rest."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .weights import OwnWeights, bits_of
+
+BLOCK = 128  # most tokens of a block
+_SHARED = 220 * 1024  # bytes of shared memory for the stages; the epilogue and the barriers need the rest of 227 KB
+_ROWS = 40  # the rule: rows per active expert from which these kernels are the faster ones
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """How the persistent kernels run.
+
+    stages: steps of 64 columns held in shared memory, 0 for as many as fit. unroll: steps between two points at which
+    a group of warps waits for all its products.
+    """
+
+    stages: int = 0
+    unroll: int = 1
+
+    def __post_init__(self) -> None:
+        if self.stages < 0 or self.stages == 1 or self.unroll < 1:
+            raise ValueError(f"{self}: needs at least two stages (or 0) and one step")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def reasons_against(weights: OwnWeights) -> list[str]:
+    """Every reason why the persistent kernels cannot run this layer; an empty list when they can."""
+    reasons = []
+    for name, size in (("hidden size", weights.hidden), ("intermediate size", weights.intermediate)):
+        if size % 64:
+            reasons.append(f"{name} {size} is not a multiple of 64, the columns of a step")
+    if not weights.group and weights.w13.zeros is not None:
+        reasons.append("zero points of one scale per row are not copied ahead")
+    if weights.format.startswith("mx") and weights.dtype == torch.float16:
+        reasons.append("float16 activations of MX weights are two products, which only the small tiles do")
+    return reasons
+
+
+def stage_bytes(weights: OwnWeights) -> int:
+    """Shared memory of one stage: 128 rows of x, 256 rows of codes, scales and zero points, 64 columns each."""
+    codes = 256 * 64 * bits_of(weights.format) // 8
+    words = 0
+    if weights.format.startswith("mx"):
+        words = 256
+    elif weights.group:
+        words = 128 * max(1, 64 // weights.group)
+    zeros = weights.w13.zeros is not None
+    return BLOCK * 64 * 2 + codes + words * 4 * (1 + zeros) + 16
+
+
+def stages_of(weights: OwnWeights, config: Prefill) -> int:
+    """Stages that the kernels of this layer use."""
+    return config.stages or min(8, _SHARED // stage_bytes(weights))
+
+
+@functools.cache
+def measured_table() -> dict[str, Any]:
+    """Measured hand-over: format and group -> shape -> list of {"tokens": most tokens, "config": Prefill or null}."""
+    path = Path(__file__).with_name("prefill.json")
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def choose_prefill(weights: OwnWeights, name: str, shape: str, tokens: int, rows: float) -> Prefill | None:
+    """The persistent kernels' configuration, or None where the small tiles are faster or the only ones.
+
+    name, shape: keys of `measured_table`; rows: expected per active expert.
+    """
+    if reasons_against(weights):
+        return None
+    for row in measured_table().get(name, {}).get(shape, ()):
+        if tokens <= row["tokens"]:
+            return None if row["config"] is None else Prefill(**row["config"])
+    if rows < _ROWS:
+        return None
+    odd = weights.hidden // 64 % 2 or weights.intermediate // 64 % 2
+    return Prefill(unroll=4 if rows >= 200 else 1 if odd else 2)
