@@ -403,3 +403,25 @@ def test_deep_gemm_with_float32_scales_is_an_error(monkeypatch: pytest.MonkeyPat
     plan = backend("deep_gemm_mxfp4").plan(layer, gpu(100))
     with pytest.raises(OracleError, match="VLLM_USE_DEEP_GEMM_E8M0"):
         backend("deep_gemm_mxfp4").experts({}, layer, plan, Recorder())  # type: ignore[arg-type]
+
+
+# --- The order of candidates ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("packing", "activation", "first"),
+    [
+        ("gpt_oss", GPT_OSS, "trtllm_mxfp4_monolithic"), ("quark", GPT_OSS, "trtllm_mxfp4_monolithic"),
+        ("online", SILU, "trtllm_mxfp4_monolithic"), ("mxfp4", SILU, "marlin_mxfp4"),
+        ("compressed-tensors", SILU, "marlin_mxfp4"), ("auto-round", SILU, "marlin_mxfp4"),
+    ],
+)  # fmt: skip
+def test_stock_has_two_lists_and_a_few_classes_without_one(packing: str, activation: Any, first: str) -> None:
+    layer = usual("trtllm_mxfp4", scheme=Scheme("mxfp4", 4, 32, packing), activation=activation)
+    assert decide(layer, gpu(100), Settings()).backend == first
+
+
+@pytest.mark.parametrize(("packing", "first"), [("mxfp4", "humming_mxfp4"), ("compressed-tensors", "marlin_mxfp4")])
+def test_compressed_tensors_gets_marlin_on_hopper_too(packing: str, first: str) -> None:
+    layer = usual("cutlass_mxfp4", scheme=Scheme("mxfp4", 4, 32, packing), activation=SILU, has_bias=False)
+    assert decide(layer, gpu(90), Settings()).backend == first

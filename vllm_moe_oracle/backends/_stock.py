@@ -79,7 +79,10 @@ _NOT_FOR_OTHERS = (
     "cutlass_bf16",
     "cutlass_mxfp8",
 )
-"""What stock offers gpt-oss's checkpoints alone, of itself; other models get it after everything else."""
+"""What stock offers of itself only to the packings in `_GPT_OSS_LIST`; others get it after everything else."""
+_GPT_OSS_LIST = ("gpt_oss", "quark", "online")
+_MARLIN_FIRST = ("compressed-tensors", "auto-round")
+"""Packings whose stock classes construct Marlin without asking a list."""
 _AFTER_EVERYTHING = 200.0
 
 
@@ -88,14 +91,17 @@ def mxfp4_place(name: str, problem: Problem, device: Device) -> float:
 
     Args:
         name: a key of `MXFP4_ORDER`.
-        problem: the layer: stock has one list for gpt-oss's checkpoints and one for all others.
+        problem: the layer: stock has one list for gpt-oss's checkpoints and a few more, and one for all others.
         device: the machine.
     """
     place = MXFP4_ORDER[name]
-    if problem.scheme.packing != "gpt_oss" and name in _NOT_FOR_OTHERS:
+    packing = problem.scheme.packing
+    if packing not in _GPT_OSS_LIST and name in _NOT_FOR_OTHERS:
         return _AFTER_EVERYTHING + place
     if device.kind != "cuda":
         return place
+    if packing in _MARLIN_FIRST and name.startswith("marlin"):
+        return place - MXFP4_ORDER["marlin"]
     if name.startswith("humming") and device.capability in _HUMMING_PREFERRED:
         # `prioritize_humming`: directly before Marlin.
         return MXFP4_ORDER["marlin"] - 10.0 + (place - MXFP4_ORDER["humming_batched"])
