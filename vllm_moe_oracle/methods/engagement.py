@@ -152,6 +152,8 @@ def record(total: int) -> dict[str, Any]:
                     "because": group[0].because,
                     "numerics": str(group[0].numerics),
                     "plan": msgspec.to_builtins(group[0].plan),
+                    "measured": msgspec.to_builtins(group[0].measured),
+                    "steps": msgspec.to_builtins(group[0].steps),
                 },
                 "candidates": [
                     {
