@@ -128,8 +128,12 @@ def test_every_number_of_tokens_has_a_configuration() -> None:
     for weights, top_k in layers():
         for tokens in (1, 2, 3, 4, 5, 7, 16, 33, 64, 100, 256, 513, 1000, 4096, 20000):
             config = configs.choose(weights, top_k, tokens)
-            assert configs.quantisable(weights, configs.choose(weights, top_k, tokens, quantise=True))
-            assert Config.from_json(json.loads(json.dumps(config.to_json()))) == config
+            tiles = configs.choose_tiles(weights, top_k, tokens)
+            assert configs.quantisable(weights, configs.choose_tiles(weights, top_k, tokens, quantise=True))
+            assert configs.choose(weights, top_k, tokens, quantise=True) == configs.choose_tiles(
+                weights, top_k, tokens, quantise=True
+            )
+            assert Config.from_json(json.loads(json.dumps(tiles.to_json()))) == tiles
             plan = fm.plan_workspace(weights, tokens, top_k, config)
             slots = tokens * top_k
             assert plan.partial - plan.h >= slots * weights.intermediate * 2
@@ -147,6 +151,19 @@ def test_measured_table_is_in_order() -> None:
 
 
 def test_impossible_tiles_are_refused() -> None:
+    up, merged = Tile(16, 64, 128), Tile(1, 16, 128, warps=8, straight=True, merge=True)
+    with pytest.raises(ValueError, match="cannot be split"):
+        Tile(16, 64, 128, split=2, straight=True)
+    with pytest.raises(ValueError, match="sweep goes with"):
+        Tile(8, 64, 128, fold=2, sweep=4)
+    with pytest.raises(ValueError, match="merge needs"):
+        Tile(1, 16, 128, warps=8, merge=True)
+    with pytest.raises(ValueError, match="only the second product"):
+        Config(Tile(16, 64, 128, sweep=2), up)
+    with pytest.raises(ValueError, match="fuse_sum"):
+        Config(up, Tile(16, 64, 128, sweep=2), fuse_sum=True)
+    with pytest.raises(ValueError, match="fuse_sum"):
+        Config(up, merged, per_slot=True, fuse_sum=True)
     with pytest.raises(ValueError, match="bm \\* fold"):
         Tile(8, 64, 128)
     with pytest.raises(ValueError, match="bn \\* fold"):
