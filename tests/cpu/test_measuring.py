@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -480,3 +481,84 @@ def test_times_are_drawn(tmp_path: Path) -> None:
     ]
     benching.plot(records, str(tmp_path / "times.svg"))
     assert "a layer" in (tmp_path / "times.svg").read_text() or (tmp_path / "times.svg").stat().st_size > 1000
+
+
+# --- The commands, on a machine that is pretended ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def pretended(backends: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """Runs a command of the tool here, as if this were a GPU; returns its exit status and what it printed."""
+    import sys
+
+    from vllm_moe_oracle.cli import main as cli
+    from vllm_moe_oracle.cli import measuring
+    from vllm_moe_oracle.measure import shapes
+
+    backends(SLOW, FAST, Slowed("wrong", 3.0, fault="numbers"))
+    monkeypatch.setattr(measuring, "machine", lambda: HERE)
+    monkeypatch.setattr(shapes, "parse", lambda word: dataclasses.replace(LAYERS["mxfp8"], layer=word))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("MOE_ORACLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MOE_ORACLE_OBJECTIVE", "1:1,160:1")
+
+    def call(capsys: Any, *words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["vllm-moe-oracle", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        written = capsys.readouterr()
+        return int(ended.value.code or 0), written.out, written.err
+
+    return call
+
+
+TOKENS = ",".join(map(str, BUCKETS))
+
+
+def test_tune_prints_keeps_exports_and_goes_on(
+    pretended: Callable[..., Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ("tune", "mxfp8:a-layer", "--tokens", TOKENS, "--routing", "uniform", "--replays", "3")
+    status, out, err = pretended(capsys, *words, "--export", tmp_path / "p.json")
+    assert status == 4 and "wrong: MeasurementError: relative error" in " ".join(
+        out.split()
+    )  # one could not be measured
+    assert "backend fast" in " ".join(out.split()) and "faster than slow" in " ".join(out.split())
+    assert str(tmp_path / "cache") in out
+    assert f"[{len(BUCKETS)}/{len(BUCKETS)}] done" in err
+    (entry,) = profile.read(tmp_path / "p.json").entries
+    assert set(entry.backends) == {"slow", "fast", "wrong"}
+    status, out, _ = pretended(capsys, *words, "--json")
+    (group,) = json.loads(out)["groups"]
+    assert status == 4 and group["measured"] == 0 and group["backend"] == "fast"
+    assert set(group["times"]) == {"slow", "fast"}
+    shutil.rmtree(tmp_path / "cache")
+    status, out, _ = pretended(capsys, *words, "--json", "--profile", tmp_path / "p.json", "--set", "disable=wrong")
+    assert json.loads(out)["groups"][0]["measured"] == 0
+
+
+def test_bench_prints_a_table_and_writes_records(
+    pretended: Callable[..., Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = (
+        "bench",
+        "mxfp8:a-layer",
+        "--tokens",
+        "1,16",
+        "--replays",
+        "3",
+        "--stock",
+        "none",
+        "--backend",
+        "slow,fast",
+    )
+    status, out, err = pretended(capsys, *words, "--jsonl", tmp_path / "b.jsonl")
+    assert status == 0, err
+    assert "mxfp8:a-layer on NVIDIA Pretended" in out and "fast" in out
+    conditions, first, second = map(json.loads, (tmp_path / "b.jsonl").read_text().splitlines())
+    assert conditions["conditions"]["command"].startswith("vllm-moe-oracle bench mxfp8:a-layer --tokens 1,16")
+    assert (first["tokens"], second["tokens"]) == (1, 16) and set(first["us"]) == {"slow", "fast"}
+    status, out, _ = pretended(capsys, *words, "--json")
+    assert [*map(json.loads, out.splitlines())][1]["layer"]["name"] == "mxfp8:a-layer"
+    status, _, err = pretended(capsys, *words[:-1], "wrong", "--json")
+    assert status == 4 and "warning: mxfp8:a-layer: wrong" in err

@@ -1,0 +1,146 @@
+"""Profiles: those that are shipped hold for the cards that they name, and damaged or hostile ones are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import H200, problem
+
+from vllm_moe_oracle import device, settings
+from vllm_moe_oracle.errors import MeasurementError
+from vllm_moe_oracle.measure import environment, lookup, profile, shapes
+from vllm_moe_oracle.measure.cells import Sample, cell_of
+from vllm_moe_oracle.oracle.measured import WIDEST_GAP
+from vllm_moe_oracle.oracle.objectives import parse
+from vllm_moe_oracle.oracle.oracle import decide
+from vllm_moe_oracle.oracle.registry import default_registry
+
+SHIPPED = sorted(profile.SHIPPED.glob("nvidia_*.json"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_profile_holds_for_its_card_as_users_have_it(path: Path) -> None:
+    found = profile.read(path)
+    name = path.stem.replace("_", "-")
+    differences = environment.differences(found.environment, environment.of(device.named(name)))
+    assert differences.hard == ()
+    assert found.environment.kernels and found.environment.driver and found.conditions["command"]
+    for entry in found.entries:
+        assert entry.backends.keys() <= {backend.name for backend in default_registry()}, entry.cell
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_profile_decides(path: Path) -> None:
+    """For every layer of the list that it has: a finished cell has all numbers of tokens that the objective needs."""
+    found, name = profile.read(path), path.stem.replace("_", "-")
+    chosen = settings.load({}, assignments={"cache": str(path.parent / "no cache")})
+    cells = {entry.cell for entry in found.entries}
+    layers = [each for each in shapes.served() if cell_of(each) in cells]
+    assert len(layers) >= 10
+    decided = []
+    for layer in layers:
+        evidence = lookup.evidence(layer, device.named(name), chosen)
+        decision = decide(layer, device.named(name), chosen, evidence=evidence)
+        assert evidence is not None and "the shipped profile" in evidence.source
+        decided.append(decision.why == "measured" and decision.measured is not None)
+    assert sum(decided) >= len(layers) - 1  # the last one may have been cut off by the budget
+    largest = parse("balanced").largest
+    for entry in found.entries:
+        for backend, timing in entry.backends.items():
+            counts = sorted(map(int, timing.times.get("uniform", {})))
+            if len(counts) >= 10:
+                assert counts[0] == 1 and counts[-1] * WIDEST_GAP >= largest, (entry.cell, backend)
+
+
+def samples() -> list[Sample]:
+    return [Sample("marlin_mxfp8", "16bit", count, "uniform", 50.0, 49.0, 51.0, 9, 1e-3) for count in (1, 8)] + [
+        Sample("own_mxfp8", "16bit", 1, "skewed", failure="RuntimeError: no")
+    ]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    made = profile.make(environment.of(H200), {cell_of(problem()): samples()}, {"command": "tune"})
+    profile.write(made, tmp_path / "p.json")
+    return tmp_path / "p.json"
+
+
+def test_what_is_written_is_read(written: Path) -> None:
+    found = profile.read(written)
+    assert found.environment == environment.of(H200)
+    assert sorted(found.samples(cell_of(problem())), key=str) == sorted(samples(), key=str)
+    assert found.samples(cell_of(problem(hidden_size=64))) == []
+    assert json.loads(written.read_bytes())["version"] == profile.VERSION
+    assert [path.name for path in written.parent.iterdir()] == ["p.json"]
+
+
+Change = Callable[[Any], None]
+
+
+def _set(data: Any, *where: Any, to: Any) -> None:
+    for key in where[:-1]:
+        data = data[key]
+    data[where[-1]] = to
+
+
+TIMES = ("entries", 0, "backends", "marlin_mxfp8", "times")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: data.pop("format"), "is no profile"),
+        (lambda data: _set(data, "version", to=99), "version 99"),
+        (lambda data: _set(data, "extra", to=1), "unknown field"),
+        (lambda data: _set(data, *TIMES, "uniform", "1", to=[-1, 1, 1, 9]), "impossible"),
+        (lambda data: _set(data, *TIMES, "uniform", "1", to=[1e300, 1, 1, 9]), "impossible"),
+        (lambda data: _set(data, *TIMES, "uniform", "1", to=[1, 1]), "is no profile"),
+        (lambda data: _set(data, *TIMES, "uniform", "x", to=[1, 1, 1, 9]), "is no profile"),
+        (lambda data: _set(data, *TIMES, "uniform", "-4", to=[1, 1, 1, 9]), "impossible"),
+        (lambda data: _set(data, *TIMES, "sideways", to={"1": [1, 1, 1, 9]}), "is no profile"),
+        (lambda data: _set(data, "environment", "gpu", to=7), "is no profile"),
+        (lambda data: _set(data, "entries", 0, "cell", "experts", to="many"), "is no profile"),
+    ],
+)
+def test_impossible_profiles_are_refused(written: Path, change: Change, words: str) -> None:
+    data = json.loads(written.read_bytes())
+    change(data)
+    written.write_text(json.dumps(data))
+    with pytest.raises(MeasurementError, match=words):
+        profile.read(written)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"format": {}}'])
+def test_what_is_no_profile_is_refused_and_serving_goes_on(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "p.json"
+    path.write_bytes(content)
+    with pytest.raises(MeasurementError, match="is no profile"):
+        profile.read(path)
+    chosen = settings.load({}, assignments={"profile": str(path), "cache": str(tmp_path)})
+    found = lookup.evidence(problem(hidden_size=32), H200, chosen)
+    assert found is not None and found.times == {} and "is no profile" in found.remarks[0]
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "nothing"])
+def test_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+    import os
+
+    path = tmp_path / "p.json"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    with pytest.raises(MeasurementError, match=r"is no regular file|cannot be read"):
+        profile.read(path)
+
+
+def test_a_profile_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    made = profile.make(environment.of(H200), {}, {})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MeasurementError, match="cannot be written"):
+        profile.write(made, tmp_path / "file" / "p.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
