@@ -145,6 +145,9 @@ def _format_reasons(limits: Limits, problem: Problem) -> list[Reason]:
     if limits.groups and scheme.group_size not in limits.groups:
         detail = f"takes scale groups of {_joined(limits.groups)}, the checkpoint has {scheme.group_size}"
         reasons.append(Reason("group", detail))
+    if scheme.name == "mxfp8" and problem.activation.interleaved:
+        detail = f"MXFP8 is read as gate rows, then up rows; those of {problem.activation.name} alternate"
+        reasons.append(Reason("rows", detail))
     if scheme.zero_points and not limits.zero_points:
         reasons.append(Reason("zero_points", "does not apply zero points, the checkpoint has them"))
     if scheme.act_order not in limits.act_orders:

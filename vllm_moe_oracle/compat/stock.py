@@ -78,6 +78,7 @@ OPTIONAL = {
     "prefix": (("0.22", _NOW),),
     "ckpt_down_proj_name": (("0.25", _NOW),),
     "requantization_source": (("0.33", _NOW),),
+    "requantization_source_parameters": (("0.33", _NOW),),
     "get_weights_for_quantization": (("0.33", _NOW),),
     "release_requantization_source_weights": (("0.33", _NOW),),
 }

@@ -72,6 +72,7 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
     scheme: ClassVar[Scheme]
     codes: ClassVar[torch.dtype]
     per_byte: ClassVar[int] = 1
+    requantization_source_parameters: dict[str, Any]
 
     def __init__(self, *, moe: Any = None, layer: Any = None) -> None:
         """
@@ -147,9 +148,17 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
         else:
             weights = dict(zip(("w13", "w2"), self.get_weights_for_quantization(layer), strict=True))
         self._quantise(layer, weights)
+        if self._source() is not None:
+            self._keep_what_is_ours()
         super().process_weights_after_loading(layer)
         if self._source() is not None:
             self.release_requantization_source_weights(layer)
+
+    def _keep_what_is_ours(self) -> None:
+        """Takes what the kernel needs, the biases, off vLLM's list of parameters to be dropped after requantisation."""
+        ours = set(self._scheme().parameters_of(self.decision.problem).values())
+        theirs = self.requantization_source_parameters
+        self.requantization_source_parameters = {name: each for name, each in theirs.items() if name not in ours}
 
     def _source(self) -> Any:
         """The method of the checkpoint's own quantisation, or None; releases before 0.33 know no such thing."""

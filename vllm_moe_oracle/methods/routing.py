@@ -133,7 +133,7 @@ def _ranked(chosen: Recipe, routing: Routing, scores: Tensor, bias: Tensor | Non
     ranked = scores if bias is None or not chosen.biased else scores + bias.float()
     if not (chosen.grouped and routing.num_groups and routing.num_groups > 1):
         return ranked
-    groups = ranked.unflatten(-1, (routing.num_groups, -1))
+    groups: Tensor = torch.unflatten(ranked, -1, (routing.num_groups, -1))
     best = _group_scores(groups)
     cut = torch.argsort(best, dim=-1, descending=True, stable=True)[:, : routing.top_k_groups]
     allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, cut, True)
@@ -193,7 +193,7 @@ def _is_clear(chosen: Recipe, routing: Routing, top_k: int, logits: Tensor, bias
     if top_k < len(in_order) and in_order[top_k - 1] - in_order[top_k] < _MARGIN:
         return False
     if chosen.grouped and routing.num_groups and routing.num_groups > 1:
-        groups = (scores if bias is None else scores + bias).unflatten(-1, (routing.num_groups, -1))
+        groups = torch.unflatten(scores if bias is None else scores + bias, -1, (routing.num_groups, -1))
         best = torch.sort(_group_scores(groups), dim=-1, descending=True).values[0]
         cut = routing.top_k_groups or 1
         return cut >= len(best) or bool(best[cut - 1] - best[cut] >= _MARGIN)
