@@ -225,3 +225,51 @@ def test_an_injected_fault_does_not_go_unnoticed(
     served: dict[str, dict[str, Any]], models: dict[str, Path], fault: str
 ) -> None:
     assert difference(served[fault], expected(models[WRONG[fault][0]])) > TOLERANCE
+
+
+# --- Reload ----------------------------------------------------------------------------------------------------------
+
+RELOADED = {
+    "gptq": Integers("gptq", zero_points=True, act_order="group"),
+    "awq": Integers("awq", zero_points=True),
+    "compressed-tensors": Integers("compressed-tensors", group=64),
+}
+
+
+@pytest.fixture(scope="module")
+def reloaded(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What happens to a model of each kind: loaded, reloaded from another one, loaded past the reload, and back."""
+    plain = [checkpoints.write_checkpoint(folder / f"seed{seed}", format="bf16", seed=seed) for seed in range(2)]
+    jobs = []
+    for kind, how in RELOADED.items():
+        first, second = (
+            str(integer_checkpoints.write(path, folder / f"reload-{kind}-{seed}", how, seed))
+            for seed, path in enumerate(plain)
+        )
+        for start, steps in (
+            (first, [["process"], ["reload", second], ["load", first], ["reload", first]]),
+            (second, [["process"]]),
+        ):
+            jobs.append({"checkpoint": start, "backend": "emulation", "engine": {}, "steps": steps})
+    (folder / "reloads.json").write_text(json.dumps(jobs))
+    script = str(Path(__file__).with_name("lifecycle.py"))
+    command = [sys.executable, script, str(folder / "reloads.json"), str(folder / "reloaded.json")]
+    environment = {**os.environ, "VLLM_PLUGINS": "moe_oracle"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = json.loads((folder / "reloaded.json").read_text())
+    return {kind: [*results[2 * index], *results[2 * index + 1]] for index, kind in enumerate(RELOADED)}
+
+
+@pytest.mark.parametrize("kind", RELOADED)
+def test_a_reload_gives_what_a_fresh_load_gives_at_the_same_addresses(
+    reloaded: dict[str, list[dict[str, Any]]], kind: str
+) -> None:
+    loaded, again, refused, back, fresh = reloaded[kind]
+    for step in (loaded, again, back, fresh):
+        assert "error" not in step, step["error"]
+        assert step["states"] == ["converted"] * LAYERS
+    assert again["digests"] == fresh["digests"] != loaded["digests"] == back["digests"]
+    assert again["addresses"] == loaded["addresses"] == back["addresses"]
+    # By this project, or by vLLM, which knows no parameter of that name any more.
+    assert "LifecycleError" in refused["error"] or "has no parameter" in refused["error"]

@@ -204,7 +204,7 @@ class Wna16MoEMethod(OracleMoEMethod):
     # --- converting -------------------------------------------------------------------------------
 
     def _read(self, layer: Any) -> dict[str, Tensor]:
-        """The layer's parameters, all of them loaded; what was only looked at is taken away.
+        """The layer's parameters, all of them loaded.
 
         Raises:
             CheckpointError: the checkpoint lacks a tensor, or one contradicts another.
@@ -214,10 +214,12 @@ class Wna16MoEMethod(OracleMoEMethod):
             self._check_arrived()
             self._check_groups(layer)
         self._arrived, self._up_groups = set(), {}
-        named = layouts.parameters(problem)
-        for name in self._ignored():
-            if name not in named and hasattr(layer, name):
-                delattr(layer, name)
+        if problem.eplb:
+            # What moves with an expert must be the expert's. Otherwise these stay: vLLM's reload converts a layer when
+            # as many elements came as it has, and may hand over a tensor that has no place among them afterwards.
+            for name in self._ignored():
+                if name not in layouts.parameters(problem) and hasattr(layer, name):
+                    delattr(layer, name)
         return super()._read(layer)
 
     def _check_arrived(self) -> None:
