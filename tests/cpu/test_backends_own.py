@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CPU, GPT_OSS, H200, RELU2, SILU, problem
+from cases import CPU, GPT_OSS, H200, MXFP8, RELU2, SILU, problem
 
 from vllm_moe_oracle.backends import Builder, Tensors
 from vllm_moe_oracle.backends.own_mxfp8 import BACKEND
+from vllm_moe_oracle.backends.own_mxfp8_w8a8 import BACKEND as W8A8
 from vllm_moe_oracle.kernels.weights import dequantise_expert
 from vllm_moe_oracle.oracle.oracle import decide
 from vllm_moe_oracle.oracle.problem import Device
@@ -83,6 +84,14 @@ def test_without_measurements_they_are_taken_only_by_name() -> None:
     assert decide(layer, H200, load({"MOE_ORACLE_BACKEND": "own_mxfp8"})).backend == "own_mxfp8"
 
 
+def test_activations_are_quantised_only_where_the_checkpoint_says_so() -> None:
+    declared = problem(scheme=dataclasses.replace(MXFP8, activations="mxfp8"))
+    chosen = load({"MOE_ORACLE_BACKEND": "own_mxfp8_w8a8"})
+    assert decide(declared, H200, chosen).backend == W8A8.name
+    reasons = {each.backend: each.reasons for each in decide(problem(), H200, load({})).candidates}
+    assert [reason.code for reason in reasons[W8A8.name]] == ["activation_quantization"]
+
+
 class Recorder:
     """Stands for vLLM's side: keeps the function that a backend hands over."""
 
@@ -96,23 +105,25 @@ class Recorder:
         return forward, nbytes
 
 
-def test_the_kernels_are_given_everything_that_the_layer_has(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", [BACKEND, W8A8], ids=lambda each: each.name)
+def test_the_kernels_are_given_everything_that_the_layer_has(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     layer = LAYERS["biased"]
     weights = canonical(layer)
-    plan = BACKEND.plan(layer, H200)
-    experts = [BACKEND.convert({key: each[i] for key, each in weights.items()}, layer, plan) for i in range(2)]
+    plan = backend.plan(layer, H200)
+    experts = [backend.convert({key: each[i] for key, each in weights.items()}, layer, plan) for i in range(2)]
     tensors: Tensors = {key: torch.stack([each[key] for each in experts]) for key in experts[0]}
     seen: dict[str, Any] = {}
     monkeypatch.setattr(
         "vllm_moe_oracle.kernels.fused_moe.fused_moe", lambda *args, **kwargs: seen.update(kwargs, args=args)
     )
     builder: Builder = Recorder()  # type: ignore[assignment]
-    run, nbytes = BACKEND.experts(tensors, layer, plan, builder)
+    run, nbytes = backend.experts(tensors, layer, plan, builder)
     x = torch.zeros(5, layer.hidden_size, dtype=torch.bfloat16)
     ids, scratch = torch.zeros(5, 2, dtype=torch.int32), torch.zeros(nbytes(5, 2), dtype=torch.uint8)
     run(x.clone(), x, torch.ones(5, 2), ids, None, scratch)
     assert (seen["activation"], seen["alpha"], seen["beta"], seen["limit"]) == ("swigluoai", 1.702, 1.0, 7.0)
     assert seen["args"][1].w13.bias is not None
+    assert seen["quantise_activations"] == (backend is W8A8)
     assert scratch.numel() > 0
 
 

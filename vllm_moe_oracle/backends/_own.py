@@ -78,23 +78,26 @@ class OwnBackend(Backend):
         from ..kernels.fused_moe import fused_moe, plan_workspace
 
         config = INVARIANT if problem.batch_invariant else None
+        quantise = self.activations(problem) == "mxfp8"
         blank = self._allocate(problem, problem.local_experts, "meta")
         # Tiles change with the number of tokens, so neither need grows steadily with it; beyond 1024 tokens the tiles
         # are the largest there are. vLLM sizes its workspaces once, for the most tokens.
         small = range(1, min(builder.max_tokens, 1024) + 1)
-        plans = [plan_workspace(blank, size, problem.top_k, config) for size in small]
+        plans = [plan_workspace(blank, size, problem.top_k, config, quantise=quantise) for size in small]
         most_bytes = list(itertools.accumulate((plan.nbytes for plan in plans), max))
         # Zero before the first call, and every call leaves it zero: one buffer, made once, outside any graph.
         sizes = [1 << power for power in range(10, builder.max_tokens.bit_length() + 1)]
-        plans += [plan_workspace(blank, size, problem.top_k, config) for size in sizes]
+        plans += [plan_workspace(blank, size, problem.top_k, config, quantise=quantise) for size in sizes]
         most = max(plan.counters for plan in plans)
         counters = builder.keep(torch.zeros(most, dtype=torch.int32, device=tensors["w13"].device))
         activation = problem.activation
-        later = self._warm_up(tensors, blank, problem, builder, config)
+        later = self._warm_up(tensors, blank, problem, builder, config, quantise)
 
         def nbytes(tokens: int, top_k: int) -> int:
             below = most_bytes[min(tokens, len(most_bytes)) - 1] if tokens else 0
-            return max(below, plan_workspace(blank, tokens, top_k, config).nbytes if tokens else 0)
+            if tokens == 0:
+                return 0
+            return max(below, plan_workspace(blank, tokens, top_k, config, quantise=quantise).nbytes)
 
         def run(
             out: Tensor,
@@ -106,7 +109,7 @@ class OwnBackend(Backend):
         ) -> None:
             weights = self._stored(tensors, blank)
             if later and x.shape[0] >= later[-1] and not torch.cuda.is_current_stream_capturing():
-                warm_up(weights, problem, later)
+                warm_up(weights, problem, later, quantise=quantise)
                 later.clear()
             fused_moe(
                 x,
@@ -121,13 +124,14 @@ class OwnBackend(Backend):
                 counters=counters,
                 out=out,
                 expert_map=expert_map,
+                quantise_activations=quantise,
                 config=config,
             )
 
         return builder.from_scratch_function(run, nbytes)
 
     def _warm_up(
-        self, tensors: Tensors, blank: OwnWeights, problem: Problem, builder: Builder, config: Any
+        self, tensors: Tensors, blank: OwnWeights, problem: Problem, builder: Builder, config: Any, quantise: bool
     ) -> list[int]:
         """Compiles what calls with few tokens run. Returns the numbers of tokens for which that is still to be done."""
         from ..kernels.fused_moe import plan_workspace
@@ -135,11 +139,10 @@ class OwnBackend(Backend):
         if not (builder.serves and tensors["w13"].is_cuda):
             return []
         counts = token_counts(builder.max_tokens)
-        needs = itertools.accumulate(
-            (plan_workspace(blank, count, problem.top_k, config).nbytes for count in counts), max
-        )
+        plans = (plan_workspace(blank, count, problem.top_k, config, quantise=quantise) for count in counts)
+        needs = itertools.accumulate((plan.nbytes for plan in plans), max)
         few = sum(need <= LOADING_BYTES for need in needs)
-        warm_up(self._stored(tensors, blank), problem, counts[:few])
+        warm_up(self._stored(tensors, blank), problem, counts[:few], quantise=quantise)
         return counts[few:]
 
     def _stored(self, tensors: Tensors, blank: OwnWeights) -> OwnWeights:

@@ -30,13 +30,14 @@ def token_counts(most: int) -> list[int]:
     return sorted({*range(1, min(most, _EVERY) + 1), *range(_EVERY, most + 1, _STEP), most})
 
 
-def warm_up(weights: OwnWeights, problem: Problem, counts: list[int]) -> None:
+def warm_up(weights: OwnWeights, problem: Problem, counts: list[int], *, quantise: bool = False) -> None:
     """Runs what calls with these numbers of tokens run, on zeros; nothing is run twice for layers that are alike.
 
     Args:
         weights: of the layer, on a GPU.
         problem: the layer.
         counts: numbers of tokens, ascending.
+        quantise: with activations rounded to MXFP8.
     """
     import torch
 
@@ -47,6 +48,7 @@ def warm_up(weights: OwnWeights, problem: Problem, counts: list[int]) -> None:
         weights.format, weights.group, weights.dtype, weights.gated, weights.experts, weights.hidden,
         weights.intermediate, problem.scheme.zero_points, problem.has_bias, problem.top_k, activation.name,
         activation.limit is None, problem.parallel.ep > 1, problem.batch_invariant, device,
+        quantise,
     )  # fmt: skip
     done = _ready.setdefault(key, set())
     missing = [count for count in counts if count not in done]
@@ -63,6 +65,7 @@ def warm_up(weights: OwnWeights, problem: Problem, counts: list[int]) -> None:
         activation=activation.name,
         limit=activation.limit,
         expert_map=places,
+        quantise_activations=quantise,
         batch_invariant=problem.batch_invariant,
     )
     done.update(missing)
