@@ -6,6 +6,7 @@ several processes where that is asked for, so that no compilation is on the cloc
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -319,7 +320,9 @@ def _warm(job: _Job, device: Device, most: int) -> None:
         _held.extend((context, context.__enter__()))
     ready = _held[1]
     assert isinstance(ready, engine.Engine)
-    bench = ready.bench(problem, [default_registry()[name]])
-    for count in sorted(buckets, reverse=True):
-        bench.warm(count)
-    bench.close()
+    # What breaks a process here is met again, and kept, where it is measured.
+    with contextlib.suppress(engine.BrokenContext):
+        bench = ready.bench(problem, [default_registry()[name]])
+        for count in sorted(buckets, reverse=True):
+            bench.warm(count)
+        bench.close()
