@@ -297,6 +297,26 @@ def activate(gate, up, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: 
         return gate * 0.5 * (1.0 + libdevice.tanh(inner)) * up
 
 
+@triton.jit
+def epilogue_operands(row_scale_ptr, bias_ptr, router_ptr, first, n, slot, found, padded, HAS_ROW_SCALE: tl.constexpr,
+                      HAS_BIAS: tl.constexpr, HAS_ROUTER: tl.constexpr):  # fmt: skip
+    """(row scales, biases, router weights) of rows n, an expert's `first` of `padded`; a zero for what is absent.
+
+    With small tiles they are asked for before the loop, so that their way from memory is not a program's last; with
+    large ones they would take registers that the loop needs.
+    """
+    row_scale = 0.0
+    bias = 0.0
+    router = 0.0
+    if HAS_ROW_SCALE:
+        row_scale = tl.load(row_scale_ptr + first + n, mask=n < padded, other=0.0)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + first + n, mask=n < padded, other=0.0)
+    if HAS_ROUTER:
+        router = tl.load(router_ptr + slot, mask=found, other=0.0).to(tl.float32)
+    return row_scale, bias, router
+
+
 @triton.jit(do_not_specialize=["tiles", "alpha", "beta", "limit"])
 def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr, map_ptr, topk_weights_ptr, sorted_ptr,
             blocks_ptr, scratch_ptr, counter_ptr, w2_ptr, s2_ptr, tiles, x_stride, columns, inner, n_chunks, k_chunks,
@@ -330,15 +350,11 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
     slot, found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, 1)
     x_slot, x_found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, FOLD)
     x_rows = x_ptr + (x_slot // TOP_K).to(tl.int64) * x_stride
-    # The epilogue's operands are asked for here, so that their way from memory is not the kernel's last.
     n = tile_n * BN + tl.arange(0, BN)
     padded = n_chunks * 64
-    if HAS_ROW_SCALE:
-        row_scale = tl.load(row_scale_ptr + e64 * padded + n, mask=n < padded, other=0.0)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + e64 * padded + n, mask=n < padded, other=0.0)
-    if WEIGHT_INPUT:
-        router = tl.load(topk_weights_ptr + slot, mask=found, other=0.0).to(tl.float32)
+    if BM * FOLD <= 16:
+        row_scale, bias, router = epilogue_operands(row_scale_ptr, bias_ptr, topk_weights_ptr, e64 * padded, n, slot,
+                                                    found, padded, HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT)  # fmt: skip
     acc = accumulate(x_rows, x_found, w_ptr, s_ptr + e64 * s_stride, z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks,
                      columns, split, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, False, STEPS, STAGES, SPLIT, FOLD,
                      BM, BN, BK)  # fmt: skip
@@ -352,6 +368,9 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
         acc, last = sum_splits(acc, scratch_ptr, counter_ptr, pid // SPLIT, split, BM, BN, SPLIT)
         if not last:
             return
+    if BM * FOLD > 16:
+        row_scale, bias, router = epilogue_operands(row_scale_ptr, bias_ptr, topk_weights_ptr, e64 * padded, n, slot,
+                                                    found, padded, HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT)  # fmt: skip
     if HAS_ROW_SCALE:
         acc *= row_scale[:, None]
     if WEIGHT_INPUT:
@@ -427,12 +446,10 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
     e64 = expert.to(tl.int64)
     w_ptr += e64 * n_chunks * k_chunks * 2048
     padded = n_chunks * 64
-    if HAS_ROW_SCALE:
-        row_scale = tl.load(row_scale_ptr + e64 * padded + n, mask=n < padded, other=0.0)
-    if HAS_BIAS:
-        bias = tl.load(bias_ptr + e64 * padded + n, mask=n < padded, other=0.0)
-    if not WEIGHT_INPUT:
-        router = tl.load(topk_weights_ptr + slot, mask=found, other=0.0).to(tl.float32)
+    if BM * FOLD <= 16:
+        row_scale, bias, router = epilogue_operands(row_scale_ptr, bias_ptr, topk_weights_ptr, e64 * padded, n, slot,
+                                                    found, padded, HAS_ROW_SCALE, HAS_BIAS,
+                                                    not WEIGHT_INPUT)  # fmt: skip
     h_rows = h_ptr + x_slot.to(tl.int64) * columns
     acc = accumulate(h_rows, x_found, w_ptr, s_ptr + e64 * s_stride, z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks,
                      columns, split, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, EARLY, STEPS, STAGES, SPLIT, FOLD,
@@ -441,6 +458,10 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
         acc, last = sum_splits(acc, scratch_ptr, counter_ptr, pid // SPLIT, split, BM, BN, SPLIT)
         if not last:
             return
+    if BM * FOLD > 16:
+        row_scale, bias, router = epilogue_operands(row_scale_ptr, bias_ptr, topk_weights_ptr, e64 * padded, n, slot,
+                                                    found, padded, HAS_ROW_SCALE, HAS_BIAS,
+                                                    not WEIGHT_INPUT)  # fmt: skip
     if HAS_ROW_SCALE:
         acc *= row_scale[:, None]
     if HAS_BIAS:
