@@ -12,6 +12,7 @@ from cases import GPT_OSS as HALVES
 from cases import RELU2, SILU, problem
 from hypothesis import given
 from hypothesis import strategies as st
+from peak import Peak
 
 from vllm_moe_oracle.backends import Backend
 from vllm_moe_oracle.backends._mxfp4 import padded_expert
@@ -419,6 +420,17 @@ def test_kinds_are_known_without_data(name: str, activation: Activation, has_bia
         for source in (real, empty)
     ]
     assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_converting_one_expert_of_gpt_oss_takes_less_than_an_expert_and_64_mib(name: str) -> None:
+    each = layer()
+    raw = expert(each)
+    plan = backend(name).plan(each, at_home(name))
+    with Peak(*raw.values()) as found:
+        converted = backend(name).convert(mxfp4.canonical_expert(raw, each), each, plan)
+    assert sum(tensor.nbytes for tensor in converted.values()) < found.peak
+    assert found.peak <= sum(tensor.nbytes for tensor in raw.values()) + 64 * 2**20
 
 
 @pytest.mark.parametrize("activation", [SILU, GPT_OSS, HALVES, RELU2])

@@ -219,7 +219,6 @@ class Built:
 
     layer: Any
     config: Any
-    context: Any
     device: str
     seconds: float = 0.0
     peak: int = 0
@@ -262,7 +261,8 @@ class Built:
 
     def _logits(self, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Logits whose largest lead to the ids, and whose softmax is the weights, which sum to one."""
-        blank = torch.full((ids.shape[0], self.layer.moe_config.num_experts), -100.0, device=ids.device)
+        shape = ids.shape[0], self.layer.moe_config.num_experts
+        blank = torch.full(shape, -100.0, dtype=torch.float32, device=ids.device)
         return blank.scatter(1, ids.long(), weights.log())
 
     def spread(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -288,8 +288,18 @@ class Built:
 
     def close(self) -> None:
         """Leaves vLLM's config context and frees the layer."""
-        self.context.__exit__(None, None, None)
+        leave()
         self.layer = None
+
+
+_entered: list[Any] = []
+"""vLLM's config context of the layer that was built last."""
+
+
+def leave() -> None:
+    """Leaves vLLM's config context, where one was entered."""
+    while _entered:
+        _entered.pop().__exit__(None, None, None)
 
 
 class _Spread:
@@ -322,8 +332,9 @@ def build(table: Table, case: Case, checkpoint: Checkpoint, device: str, moe_bac
     config = VllmConfig(
         device_config=DeviceConfig(device=device), kernel_config=KernelConfig(moe_backend=moe_backend), **extra
     )
-    context = set_current_vllm_config(config)
-    context.__enter__()
+    leave()  # a layer that failed may have left its own
+    _entered.append(set_current_vllm_config(config))
+    _entered[0].__enter__()
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(device):
         runner = factory(
@@ -343,7 +354,7 @@ def build(table: Table, case: Case, checkpoint: Checkpoint, device: str, moe_bac
         if name in parameters:
             halves = 2 if name.startswith("w13") and case.gated and not case.interleaved else 1
             _fill(parameters[name].data, tensor, name, halves)
-    return Built(layer, config, context, device)
+    return Built(layer, config, device)
 
 
 def _fill(target: torch.Tensor, tensor: torch.Tensor, name: str, halves: int) -> None:

@@ -57,8 +57,10 @@ def checkpoint(case: Case, device: str) -> Checkpoint:
 
 def quantisation(case: Case) -> Any:
     """vLLM's config of gpt-oss's checkpoints, or of other models'."""
+    from vllm.model_executor.layers.fused_moe.oracle import mxfp4 as stock
     from vllm.model_executor.layers.quantization import get_quantization_config
 
+    stock._user_moe_activation_override = lambda: None  # it asks the model's config, which a lone layer has not
     name = "gpt_oss_mxfp4" if case.scheme.packing == "gpt_oss" else "mxfp4"
     return get_quantization_config(name).from_config({"quant_method": "mxfp4"})
 

@@ -9,8 +9,7 @@ exchange between lanes afterwards. The same storage serves every tile size.
 Within a lane's 16 bytes, `half` is the row (g or g + 8), `k8` the column's offset by 8, `par` its parity:
 
 * integer codes, 4 bit: word = 16 columns; nibble `4 par + 2 k8 + half`.
-* e2m1: word = 16 columns; halfword `par`; its 16 bits hold four codes such that a mask and at most three shifts leave
-  sign, exponent and mantissa where bfloat16 has them (`_E2M1_BITS`).
+* e2m1: word = 16 columns; halfword `par`; its 16 bits hold code `half + 2 k8` as `bits` spreads them.
 * 8-bit codes: word = 8 columns; byte order (half, par) = (1, 0), (0, 0), (1, 1), (0, 1), so that one mask isolates the
   two values of a register. Integer codes are stored as two's complement of `code - 128`.
 
@@ -24,11 +23,10 @@ from __future__ import annotations
 
 import torch
 
+from .bits import gather_bits, spread_bits
+
 CHUNK_ROWS = 64
 CHUNK_BYTES = 2048
-
-# Bit of the halfword that takes (sign, high exponent bit, low exponent bit, mantissa bit) of code `half + 2 k8`.
-_E2M1_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 11, 10, 13))
 
 
 def chunk_columns(bits: int) -> int:
@@ -113,29 +111,18 @@ def unshuffle_int4(shuffled: torch.Tensor, rows: int, columns: int) -> torch.Ten
 
 def shuffle_e2m1(codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Orders e2m1 codes, uint8 `[N, K/2]` low nibble first, into bit-permuted uint8 `[N/64, K/64, 2048]`."""
-    fragments = _fragments4(split_nibbles(codes)).reshape(-1, 4)
-    halfwords = torch.zeros(fragments.shape[0], dtype=torch.int32, device=codes.device)
-    for index, bits in enumerate(_E2M1_BITS):
-        code = fragments[:, index].to(torch.int32)
-        for source, target in zip((3, 2, 1, 0), bits, strict=True):
-            halfwords |= ((code >> source) & 1) << target
-    shuffled = torch.stack((halfwords & 255, halfwords >> 8), dim=-1).to(torch.uint8)
-    shuffled = shuffled.view(chunk_shape(codes.shape[0], codes.shape[1] * 2, 4))
+    rows, columns, _ = chunk_shape(codes.shape[0], codes.shape[1] * 2, 4)
+    # A byte holds both parities.
+    view = _pad(codes, rows * 64, columns * 32).view(rows, 4, 2, 8, columns, 4, 2, 4)
+    shuffled = spread_bits(view.permute(0, 4, 1, 3, 7, 5, 6, 2).reshape(-1, 4)).view(rows, columns, CHUNK_BYTES)
     return shuffled if out is None else out.copy_(shuffled)
 
 
 def unshuffle_e2m1(shuffled: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Inverse of `shuffle_e2m1`: uint8 `[rows, columns/2]`, low nibble first."""
-    pairs = shuffled.reshape(-1, 2).to(torch.int32)
-    halfwords = pairs[:, 0] | (pairs[:, 1] << 8)
-    codes = []
-    for bits in _E2M1_BITS:
-        code = torch.zeros_like(halfwords)
-        for source, target in zip((3, 2, 1, 0), bits, strict=True):
-            code |= ((halfwords >> target) & 1) << source
-        codes.append(code.to(torch.uint8))
-    fragments = torch.stack(codes, dim=-1).view(*shuffled.shape[:2], 4, 8, 4, 4, 2, 2, 2)
-    return join_nibbles(_matrix4(fragments, rows, columns))
+    four = gather_bits(shuffled.reshape(-1, 4)).view(*shuffled.shape[:2], 4, 8, 4, 4, 2, 2)
+    padded = four.permute(0, 2, 7, 3, 1, 5, 6, 4).reshape(shuffled.shape[0] * 64, shuffled.shape[1] * 32)
+    return padded[:rows, : columns // 2].contiguous()
 
 
 def shuffle_bytes(codes: torch.Tensor, out: torch.Tensor | None = None, *, offset: bool = False) -> torch.Tensor:
