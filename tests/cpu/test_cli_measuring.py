@@ -56,6 +56,11 @@ def test_tune_refuses_numbers_of_tokens_that_decide_nothing(run: Run) -> None:  
     assert result.status == 2 and "1, 2, 4, 8, 16 missing" in result.err
 
 
+def test_bench_refuses_backends_that_there_are_not(run: Run) -> None:  # noqa: F811
+    result = run("bench", GPT_OSS, "--backend", "marlin")
+    assert result.status == 2 and "there is no backend 'marlin'" in result.err and "marlin_mxfp4" in result.err
+
+
 def test_tune_refuses_what_is_no_profile(run: Run, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "p.json").write_text("{}")
     result = run("tune", GPT_OSS, "--profile", tmp_path / "p.json")

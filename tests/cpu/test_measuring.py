@@ -324,12 +324,16 @@ def test_numbers_of_tokens_that_decide_nothing_are_refused(buckets: tuple[int, .
     tuning.check_buckets(tuning.BUCKETS)
 
 
-def test_compiling_beforehand_in_processes_of_their_own(store: Store, tmp_path: Path) -> None:
-    """With the real registry: what the processes run must be found there. A process that dies does no harm."""
-    steps: list[str] = []
-    layer = dataclasses.replace(LAYERS["mxfp8"], layer="named")
-    tuning._compile({cell_of(layer): layer}, HERE, settings.load({}), plan(jobs=1), lambda w, d, t: steps.append(w))
-    assert steps == []  # a CPU has no backend but the reference: nothing is compiled, and no process is waited for
+@pytest.mark.slow
+def test_compiling_beforehand_runs_in_processes_of_their_own() -> None:
+    """With the real registry: what the processes run must be found there. Starting them takes most of a minute."""
+    steps: list[tuple[int, int]] = []
+    layers = [(LAYERS["mxfp8"], ("emulation",)), (LAYERS["int4"], ("emulation", "no such backend"))]
+    with pytest.raises(KeyError):
+        tuning.compile_beforehand(layers, HERE, (1, 2, 4, 8, 16), 2, lambda words, *counts: steps.append(counts))
+    steps.clear()
+    tuning.compile_beforehand(layers[:1], HERE, (1, 2, 4, 8, 16), 2, lambda words, *counts: steps.append(counts))
+    assert steps[-1] == (4, 4)
 
 
 # --- Other places -----------------------------------------------------------------------------------------------------
@@ -494,9 +498,11 @@ def pretended(backends: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tm
     from vllm_moe_oracle.cli import main as cli
     from vllm_moe_oracle.cli import measuring
     from vllm_moe_oracle.measure import shapes
+    from vllm_moe_oracle.oracle import registry as registry_module
 
     backends(SLOW, FAST, Slowed("wrong", 3.0, fault="numbers"))
     monkeypatch.setattr(measuring, "machine", lambda: HERE)
+    monkeypatch.setattr(registry_module, "default_registry", tuning.default_registry)
     monkeypatch.setattr(shapes, "parse", lambda word: dataclasses.replace(LAYERS["mxfp8"], layer=word))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("MOE_ORACLE_CACHE", str(tmp_path / "cache"))

@@ -6,6 +6,7 @@ Nothing is kept but what is returned: figures to look at and to compare with, no
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from ..settings import Settings
 from . import engine, environment, lookup, shapes, timing
 from .cells import RoutingKind, cell_of
 from .floors import floor_us
-from .tuning import accepted
+from .tuning import accepted, compile_beforehand
 
 STOCK = "stock:"
 """Before vLLM's ``--moe-backend`` in the name of a stock layer: ``stock:auto`` is stock's default."""
@@ -38,6 +39,8 @@ class Plan:
         seconds: for how long that may go on at one number of tokens.
         stock: vLLM's ``--moe-backend`` of each stock layer.
         only: backends; all accepted ones when empty.
+        jobs: processes that compile beforehand; 0 for none beside this one.
+        budget: seconds after which no further layer is begun; None for no end.
     """
 
     counts: tuple[int, ...]
@@ -46,6 +49,8 @@ class Plan:
     seconds: float = 2.0
     stock: tuple[str, ...] = ("auto",)
     only: tuple[str, ...] = ()
+    jobs: int = 0
+    budget: float | None = None
 
 
 def conditions(device: Device, plan: Plan, command: str) -> Record:
@@ -92,10 +97,18 @@ def bench(
         MeasurementError: nothing can be measured here.
     """
     total = len(problems) * len(plan.counts)
+    begin = time.monotonic()
     registry = default_registry()
+    chosen = [
+        [name for name in accepted(problem, device, settings) if not plan.only or name in plan.only]
+        for problem in problems
+    ]
+    if plan.jobs:
+        compile_beforehand([*zip(problems, chosen, strict=True)], device, plan.counts, plan.jobs, progress)
     with engine.ready(device, max(plan.counts)) as ready:
-        for number, problem in enumerate(problems):
-            names = [name for name in accepted(problem, device, settings) if not plan.only or name in plan.only]
+        for number, (problem, names) in enumerate(zip(problems, chosen, strict=True)):
+            if plan.budget is not None and time.monotonic() - begin > plan.budget:
+                return
             progress(f"{problem.layer}: converting", number * len(plan.counts), total)
             run = ready.bench(problem, [registry[name] for name in names])
             stock = _add_stock(run, problem, device, plan)

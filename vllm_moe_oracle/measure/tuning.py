@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -163,7 +163,10 @@ def tune(
     most = max(plan.buckets)
     work = {cell: cells[cell] for cell, todo in steps.items() if todo}
     if plan.jobs:
-        _compile(work, device, settings, plan, progress)
+        chosen = [
+            (problem, _hopeful(accepted(problem, device, settings), outcomes[cell])) for cell, problem in work.items()
+        ]
+        compile_beforehand(chosen, device, plan.buckets, plan.jobs, progress)
     done = 0
     with engine.ready(device, most) as ready:
         for cell, problem in work.items():
@@ -283,22 +286,34 @@ def _remember(
 _Job = tuple[Problem, str, tuple[int, ...]]
 
 
-def _compile(work: Mapping[Cell, Problem], device: Device, settings: Settings, plan: Plan, progress: Progress) -> None:
-    """Runs every backend once at every number of tokens, in processes of their own: the caches of what compiles are on
-    disk. A process that dies takes nothing with it but its own time."""
-    jobs: list[_Job] = []
-    for problem in work.values():
-        for name in accepted(problem, device, settings):
-            # In parts, because one backend may compile for each number of tokens.
-            jobs += [(problem, name, plan.buckets[part::4]) for part in range(4)]
-    most = max(plan.buckets)
+def compile_beforehand(
+    work: Sequence[tuple[Problem, Sequence[str]]],
+    device: Device,
+    counts: Sequence[int],
+    processes: int,
+    progress: Progress,
+) -> None:
+    """Runs backends once at every number of tokens, in processes of their own: the caches of what compiles are on disk.
+    A process that dies takes nothing with it but its own time.
+
+    Args:
+        work: layers, with the names of their backends.
+        device: this machine.
+        counts: numbers of tokens.
+        processes: how many work at a time.
+        progress: is told how it goes on.
+    """
+    # In parts, because one backend may compile for each number of tokens.
+    parts = [tuple(counts[part::4]) for part in range(4)]
+    jobs: list[_Job] = [(problem, name, part) for problem, names in work for name in names for part in parts if part]
+    most = max(counts)
     context = multiprocessing.get_context("spawn")
     done = 0
     try:
-        with ProcessPoolExecutor(plan.jobs, context, initializer=_quietly) as pool:
+        with ProcessPoolExecutor(min(processes, len(jobs)) or 1, context, initializer=_quietly) as pool:
             for _ in pool.map(_warm, jobs, [device] * len(jobs), [most] * len(jobs)):
                 done += 1
-                progress(f"compiling in {plan.jobs} processes", done, len(jobs))
+                progress(f"compiling in {processes} processes", done, len(jobs))
     except BrokenProcessPool:  # what is not compiled yet is compiled when it is measured
         progress(f"a compiling process died after {done} of {len(jobs)} parts", done, len(jobs))
 

@@ -36,6 +36,10 @@ def command(
     ] = "auto",
     backend: Annotated[str, typer.Option(help="Only these backends.", metavar="NAME,...")] = "",
     replays: Annotated[int, typer.Option(help="Timed replays of each, at most.", metavar="N")] = 30,
+    jobs: Annotated[int, typer.Option(help="Processes that compile kernels beforehand.", metavar="N")] = 0,
+    budget: Annotated[
+        float | None, typer.Option(help="Begin no further layer after so many seconds.", metavar="SECONDS")
+    ] = None,
     jsonl: Annotated[
         Path | None, typer.Option("--jsonl", help="Write records here, one JSON object a line.", metavar="FILE")
     ] = None,
@@ -68,6 +72,7 @@ def command(
 
     from ...errors import MeasurementError
     from ...measure import benching
+    from ...oracle.registry import default_registry
     from ...settings import load
     from .. import UNFINISHED, measuring, output
     from ..arguments import read_assignments
@@ -86,6 +91,10 @@ def command(
         _require_matplotlib()
     from ...measure import tuning
 
+    known = [each.name for each in default_registry()]
+    if unknown := [name for name in backend.split(",") if name and name not in known]:
+        rule = f"there is no backend {', '.join(map(repr, unknown))}"
+        raise MeasurementError(rule, f"Valid are {', '.join(sorted(known))}", "--backend")
     problems = tuning.groups(measuring.as_asked(each, chosen) for each in measuring.problems(wanted, tp, ep))
     plan = benching.Plan(
         measuring.counts(tokens),
@@ -93,22 +102,19 @@ def command(
         replays,
         stock=tuple(name for name in stock.split(",") if name and name != "none"),
         only=tuple(filter(None, backend.split(","))),
+        jobs=max(jobs, 0),
+        budget=budget,
     )
     device = measuring.machine()
     line = "vllm-moe-oracle " + shlex.join(sys.argv[1:])
     head = {"conditions": benching.conditions(device, plan, line)}
-    lines = [msgspec.json.encode(head)]
     records: list[Record] = []
-    _emit(lines[-1], as_json)
-    try:
-        with measuring.progress(quiet=as_json and not sys.stderr.isatty()) as tell:
-            for record in benching.bench([*problems.values()], device, chosen, plan, tell):
-                records.append(record)
-                lines.append(msgspec.json.encode(record))
-                _emit(lines[-1], as_json)
-    finally:  # what was measured before an interruption is not lost
-        if jsonl is not None:
-            _write(jsonl, lines)
+    # Line by line: what was measured before an interruption is not lost.
+    _write(msgspec.json.encode(head), jsonl, as_json, "wb")
+    with measuring.progress(quiet=as_json and not sys.stderr.isatty()) as tell:
+        for record in benching.bench([*problems.values()], device, chosen, plan, tell):
+            records.append(record)
+            _write(msgspec.json.encode(record), jsonl, as_json, "ab")
     if not as_json:
         _print(records, device.name)
     if plot is not None:
@@ -118,21 +124,25 @@ def command(
     }
     for name, why in failures.items():
         output.remark("warning", f"{name}: {why}")
-    if failures:
+    missing = len(problems) - len({record["layer"]["name"] for record in records})
+    if missing:
+        output.remark("warning", f"{missing} layers were not begun within {budget:g} s")
+    if failures or missing:
         raise typer.Exit(UNFINISHED)
 
 
-def _emit(line: bytes, wanted: bool) -> None:
-    if wanted:
-        sys.stdout.write(line.decode() + "\n")
-        sys.stdout.flush()
-
-
-def _write(path: Path, lines: list[bytes]) -> None:
+def _write(line: bytes, path: Path | None, printed: bool, mode: str) -> None:
+    """Writes a record to standard output, and to a file."""
     from ...errors import MeasurementError
 
+    if printed:
+        sys.stdout.write(line.decode() + "\n")
+        sys.stdout.flush()
+    if path is None:
+        return
     try:
-        path.write_bytes(b"".join(line + b"\n" for line in lines))
+        with path.open(mode) as file:
+            file.write(line + b"\n")
     except OSError as error:
         raise MeasurementError(f"cannot be written: {error.strerror}", where=str(path)) from error
 
