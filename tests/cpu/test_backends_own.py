@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import CPU, GPT_OSS, H200, MXFP8, RELU2, SILU, problem
 
-from vllm_moe_oracle.backends import Builder, Tensors
+from vllm_moe_oracle.backends import Builder, Tensors, _warmup
 from vllm_moe_oracle.backends.own_mxfp8 import BACKEND
 from vllm_moe_oracle.backends.own_mxfp8_w8a8 import BACKEND as W8A8
 from vllm_moe_oracle.kernels.weights import dequantise_expert
@@ -139,3 +139,18 @@ def test_scratch_memory_never_shrinks_with_fewer_tokens_than_vllm_planned_for() 
     needs = [nbytes(tokens, 2) for tokens in range(301)]
     assert needs == sorted(needs)
     assert needs[0] == 0 < needs[1]
+
+
+def test_warming_up_says_how_long_it_took_and_happens_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = LAYERS["gated"]
+    calls: list[Any] = []
+    said: list[str] = []
+    monkeypatch.setattr(_warmup, "_ready", {})
+    monkeypatch.setattr(_warmup.logger, "info", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr("vllm_moe_oracle.kernels.fused_moe.warmup", lambda *args, **kwargs: calls.append(kwargs) or 3)
+    weights = BACKEND._allocate(layer, layer.local_experts, "meta")
+    _warmup.warm_up(weights, layer, [1, 2])
+    _warmup.warm_up(weights, layer, [1, 2])
+    assert len(said) == 1 and "up to 2 tokens: 3 configurations ready in" in said[0]
+    _warmup.warm_up(weights, layer, [1, 2], quantise=True)
+    assert [call["quantise_activations"] for call in calls] == [False, True]

@@ -7,12 +7,16 @@ ones with the first call that is as large as any, which in vLLM is the one that 
 
 from __future__ import annotations
 
+import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 from ..oracle.problem import Problem
 
 if TYPE_CHECKING:
     from ..kernels.weights import OwnWeights
+
+logger = logging.getLogger("vllm.moe_oracle")
 
 LOADING_BYTES = 40 * 2**20
 """Scratch memory of the calls that are made while a layer is loaded."""
@@ -58,7 +62,8 @@ def warm_up(weights: OwnWeights, problem: Problem, counts: list[int], *, quantis
     if problem.parallel.ep > 1:
         places = torch.arange(problem.num_experts, dtype=torch.int32, device=device)
         places[problem.local_experts :] = -1
-    warmup(
+    start = time.perf_counter()
+    variants = warmup(
         weights,
         problem.top_k,
         missing,
@@ -69,3 +74,9 @@ def warm_up(weights: OwnWeights, problem: Problem, counts: list[int], *, quantis
         batch_invariant=problem.batch_invariant,
     )
     done.update(missing)
+    logger.info(
+        "own kernels for %s weights of %d experts, %d x %d, up to %d tokens: %d configurations ready in %.1f s "
+        "(compiled, or read from Triton's cache, which lasts across starts)",
+        weights.format, weights.experts, weights.hidden, weights.intermediate, missing[-1], variants,
+        time.perf_counter() - start,
+    )  # fmt: skip
