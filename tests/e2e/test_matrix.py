@@ -1,5 +1,5 @@
-"""A tiny MXFP8 model and a tiny gpt-oss in MXFP4 give in every release that has a CPU build the same tokens, those of
-float32 transformers.
+"""A tiny MXFP8 model, a tiny gpt-oss in MXFP4 and models with integer experts give in every release that has a CPU build
+the same tokens, those of float32 transformers.
 
 Each release is served in an environment of its own, see `releases`. The release that is installed here is served by
 `test_served_model` on every run of the tests; this is for ``-m matrix``.
@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import integer_checkpoints
 import numpy as np
 import pytest
 import reference
 import releases
+from integer_checkpoints import Integers
 
 from vllm_moe_oracle.compat import CPU_RELEASES
 
@@ -27,7 +29,13 @@ pytestmark = pytest.mark.matrix
 GENERATE = Path(__file__).with_name("generate.py")
 PROMPT = [5, 6, 7, 8, 9, 10]
 TOKENS = 6
-JOBS = (("mxfp8", "float32"), ("mxfp8", "bfloat16"), ("gpt_oss", "bfloat16"))
+INTEGERS = {
+    "gptq": Integers("gptq", zero_points=True, act_order="group"),
+    "awq": Integers("awq", zero_points=True),
+    "compressed-tensors": Integers("compressed-tensors", group=64),
+    "compressed-tensors, act order": Integers("compressed-tensors", bits=8, zero_points=True, act_order="group"),
+}
+JOBS = (("mxfp8", "float32"), ("mxfp8", "bfloat16"), ("gpt_oss", "bfloat16"), *((kind, "float32") for kind in INTEGERS))
 """Model and dtype. Until 0.30 vLLM's attention on a CPU takes gpt-oss's sinks in bfloat16 only."""
 
 
@@ -36,13 +44,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("matrix")
     size = replace(checkpoints.Size(), top_k=4)
     gpt_oss = checkpoints.write_checkpoint(folder / "gpt_oss", arch="gpt_oss", format="mxfp4", size=size)
-    return {"mxfp8": checkpoints.write_checkpoint(folder / "plain"), "gpt_oss": gpt_oss}
+    plain = checkpoints.write_checkpoint(folder / "unquantised", format="bf16", dtype="float32")
+    integers = {kind: integer_checkpoints.write(plain, folder / kind, how) for kind, how in INTEGERS.items()}
+    return {"mxfp8": checkpoints.write_checkpoint(folder / "plain"), "gpt_oss": gpt_oss, **integers}
 
 
 @pytest.fixture(scope="module")
 def expected(models: dict[str, Path]) -> dict[str, reference.Continuation]:
     return {
-        name: reference.greedy(reference.load_transformers(checkpoint), PROMPT, TOKENS)
+        name: reference.greedy(
+            reference.load_transformers(
+                checkpoint.with_name(f"{checkpoint.name}-exact") if name in INTEGERS else checkpoint
+            ),
+            PROMPT,
+            TOKENS,
+        )
         for name, checkpoint in models.items()
     }
 
@@ -55,6 +71,9 @@ def served(request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_fac
     folder = tmp_path_factory.mktemp(release)
     job = {"prompt": PROMPT, "tokens": TOKENS, "oracle": {"activations": "16bit"}}
     jobs = [{**job, "checkpoint": str(models[model]), "dtype": dtype} for model, dtype in JOBS]
+    for each, (model, _) in zip(jobs, JOBS, strict=True):
+        if model in INTEGERS:
+            each["oracle"] = {"backend": "emulation"}
     (folder / "jobs.json").write_text(json.dumps(jobs))
     path = [str(releases.entry_points(folder / "metadata")), str(releases.ROOT)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "VLLM_PLUGINS": "moe_oracle"}
@@ -81,6 +100,8 @@ def test_each_release_gives_the_tokens_of_transformers(
         assert layers["vllm"].split("+")[0] == release
         assert (layers["served"], layers["moe_layers"]) in ((2, 2), (2, 0)), layers
     start = len(PROMPT) - 1
-    wanted = expected["mxfp8"].logprobs[start : start + TOKENS]
-    # float32 on both sides; the bound of `test_served_model` for that is larger.
-    assert np.abs(np.array(results[0]["logprobs"]) - wanted).max() < 1e-3
+    for (model, dtype), result in zip(JOBS, results, strict=True):
+        if dtype == "float32":
+            wanted = expected[model].logprobs[start : start + TOKENS]
+            # float32 on both sides; the bound of `test_served_model` for that is larger.
+            assert np.abs(np.array(result["logprobs"]) - wanted).max() < 1e-3, model
