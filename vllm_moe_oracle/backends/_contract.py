@@ -127,6 +127,7 @@ class Backend(ABC):
         stock_class: name of the vLLM expert class that it wraps, which is asked too before it runs; "" when none.
         asks_stock: False when that class is known to ask for more than its kernel needs; the self-check decides then.
         monolithic: it routes inside its kernel: given router logits instead of routed ids.
+        dense: its kernel wants experts to follow one another in memory without room between them.
     """
 
     name: ClassVar[str]
@@ -137,6 +138,7 @@ class Backend(ABC):
     stock_class: ClassVar[str] = ""
     asks_stock: ClassVar[bool] = True
     monolithic: ClassVar[bool] = False
+    dense: ClassVar[bool] = False
 
     def plan(self, problem: Problem, device: Device) -> Plan:
         """How the shard meets the kernel. Without padding unless a backend says otherwise."""

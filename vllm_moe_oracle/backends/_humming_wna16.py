@@ -32,6 +32,7 @@ class HummingWna16(Backend):
 
     kind = "indexed"
     schemes = ("wna16",)
+    dense = True
     vllm_names = ("humming",)
     limits = Limits(
         capabilities=FROM_SM75,

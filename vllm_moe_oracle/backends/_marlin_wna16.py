@@ -96,6 +96,7 @@ class MarlinWna16(Backend):
     """Integer weights through one of vLLM's classes over Marlin."""
 
     schemes = ("wna16",)
+    dense = True
     vllm_names = ("marlin",)
     rules = RULES
 

@@ -32,6 +32,7 @@ class CpuInt4(Backend):
 
     name = "cpu_int4"
     schemes = ("wna16",)
+    dense = True
     stock_class = "CPUExpertsInt4"
     asks_stock = False
     limits = Limits(

@@ -31,6 +31,7 @@ class TritonWna16(Backend):
 
     name = "triton_wna16"
     schemes = ("wna16",)
+    dense = True
     vllm_names = ("triton",)
     stock_class = "TritonWNA16Experts"
     limits = Limits(

@@ -33,6 +33,7 @@ class TrtllmMxint4(Backend):
 
     name = "trtllm_mxint4"
     schemes = ("wna16",)
+    dense = True
     vllm_names = ("flashinfer_trtllm",)
     stock_class = "TrtLlmMxint4ExpertsMonolithic"
     monolithic = True

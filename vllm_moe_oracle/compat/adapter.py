@@ -7,13 +7,15 @@ import dataclasses
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, ClassVar, cast
 
 import torch
 import vllm
 from torch import Tensor
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.distributed import parallel_state
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig, FusedMoEQuantDesc
 from vllm.model_executor.layers.fused_moe.modular_kernel import (
@@ -88,13 +90,23 @@ class Adapter:
 
     # --- the running engine -----------------------------------------------------------------------
 
+    _engine: Any = None
+
+    def engine(self) -> Any:
+        """vLLM's config of the engine; the last one where none is current: some releases reload weights so."""
+        return self._last_engine() or get_current_vllm_config()
+
+    def _last_engine(self) -> Any:
+        self._engine = get_current_vllm_config_or_none() or self._engine
+        return self._engine
+
     def version(self) -> str:
         """vLLM's version."""
         return str(vllm.__version__)
 
     def additional_config(self) -> object:
         """``--additional-config`` of the engine that is being built."""
-        return get_current_vllm_config().additional_config
+        return self.engine().additional_config
 
     def beyond_us(self, moe: Any) -> list[str]:
         """What a layer is asked to do that only stock vLLM's own methods are known to do."""
@@ -129,18 +141,18 @@ class Adapter:
 
     def weights_are_made_up(self) -> bool:
         """Whether no checkpoint will be read (``--load-format dummy``)."""
-        return str(get_current_vllm_config().load_config.load_format) == "dummy"
+        return str(self.engine().load_config.load_format) == "dummy"
 
     def moe_layer_names(self) -> list[str]:
         """Names of every MoE layer that the model being loaded has, ours or not."""
-        return list(get_current_vllm_config().compilation_config.static_all_moe_layers)
+        return list(self.engine().compilation_config.static_all_moe_layers)
 
     def peers(self) -> Any:
         """torch's CPU group of the ranks that hold parts of this process's layers, data-parallel ones included; None
         where there are no others, or where ranks join while others serve (elastic expert parallelism)."""
         if not parallel_state.model_parallel_is_initialized():
             return None
-        if get_current_vllm_config().parallel_config.enable_elastic_ep:
+        if self.engine().parallel_config.enable_elastic_ep:
             return None
         group = parallel_state._EP or parallel_state.get_tp_group()
         return group.cpu_group if group.world_size > 1 else None
@@ -239,7 +251,7 @@ class Adapter:
         w1, w2 = (
             FusedMoEQuantDesc(
                 dtype=weights,
-                scale=tensors[f"{name}_scale"],
+                scale=tensors.get(f"{name}_scale"),
                 zp=tensors.get(f"{name}_zero_point"),
                 bias=tensors.get(f"{name}_bias"),
             )
@@ -271,7 +283,7 @@ class Adapter:
 
     def max_tokens(self, moe: Any) -> int:
         """Most tokens that a call of a layer may have: the scheduler's limit on every data-parallel rank together."""
-        config = get_current_vllm_config()
+        config = self.engine()
         return int(config.scheduler_config.max_num_batched_tokens) * int(moe.moe_parallel_config.dp_size)
 
     def experts_class(self, backend: Backend) -> Any:
@@ -329,18 +341,22 @@ class Adapter:
         prepare = self.sorting(experts.moe_config) if batched else unsorted
         kernel = self.modular_kernel(prepare, experts)
         hidden = x.shape[-1]
-        result = kernel.apply(
-            # Padded and cropped as vLLM's runner does it for kernels that want a larger hidden size.
-            torch.nn.functional.pad(x, (0, max(experts.moe_config.hidden_dim - hidden, 0))),
-            tensors["w13"],
-            tensors["w2"],
-            topk_weights=weights,
-            topk_ids=ids,
-            activation=experts.moe_config.activation,
-            global_num_experts=experts.moe_config.num_experts,
-            expert_map=None,
-            apply_router_weight_on_input=False,
-        )
+        # Some classes ask how many tokens all ranks have together. Without a number of its own the context says that it
+        # does not know, and asks no other rank.
+        engine = self._last_engine()
+        with nullcontext() if engine is None else set_forward_context(None, engine):
+            result = kernel.apply(
+                # Padded and cropped as vLLM's runner does it for kernels that want a larger hidden size.
+                torch.nn.functional.pad(x, (0, max(experts.moe_config.hidden_dim - hidden, 0))),
+                tensors["w13"],
+                tensors["w2"],
+                topk_weights=weights,
+                topk_ids=ids,
+                activation=experts.moe_config.activation,
+                global_num_experts=experts.moe_config.num_experts,
+                expert_map=None,
+                apply_router_weight_on_input=False,
+            )
         return cast(Tensor, result)[..., :hidden]
 
     def logits_dtype(self, moe: Any) -> torch.dtype:

@@ -250,7 +250,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         self.experts_cls = self.release.experts_class(self.backend)
         names = self._names(raw)
         kernel_names = storage.rename(
-            layer, storage.convert_in_place(layer, names, self._convert, dense=problem.eplb), _READ_BY_VLLM
+            layer, storage.convert_in_place(layer, names, self._convert, dense=problem.eplb or self.backend.dense), _READ_BY_VLLM
         )
         for name in kernel_names.values():
             parameter = getattr(layer, name)

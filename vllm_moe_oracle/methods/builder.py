@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from ..compat.adapter import Adapter
 
 
+_TRIED = 64
+"""At most so many tokens are given to experts that are only tried: planning for more takes longer than trying."""
+
+
 class VllmBuilder:
     """The `vllm_moe_oracle.backends.Builder` of one layer."""
 
@@ -37,7 +41,8 @@ class VllmBuilder:
     @property
     def max_tokens(self) -> int:
         """Most tokens that a call may have."""
-        return self._release.max_tokens(self._moe)
+        most = self._release.max_tokens(self._moe)
+        return most if self.serves else min(most, _TRIED)
 
     def from_scratch_function(self, forward: ScratchForward, nbytes: Callable[[int, int], int]) -> Any:
         """Experts over a function with scratch memory."""

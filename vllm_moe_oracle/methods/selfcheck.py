@@ -248,9 +248,8 @@ def _converted(
     layer = nn.Module()
     for name, tensor in experts.items():
         layer.register_parameter(name, nn.Parameter(tensor.clone(), requires_grad=False))
-    names = storage.convert_in_place(
-        layer, {name: name for name in experts}, lambda expert: backend.convert(expert, problem, plan)
-    )
+    own = {name: name for name in experts}
+    names = storage.convert_in_place(layer, own, lambda expert: backend.convert(expert, problem, plan), backend.dense)
     tensors = {name: getattr(layer, parameter).data for name, parameter in names.items()}
     config = release.lone_config(moe, problem)
     quant_config = release.quant_config(problem, tensors)
