@@ -4,6 +4,8 @@ their conversions make of an expert."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -530,3 +532,55 @@ def test_our_own_storage_holds_the_weights() -> None:
     held = own._stored({key: tensor[None] for key, tensor in stored.items()}, blank)  # type: ignore[attr-defined]
     for which in ("w13", "w2"):
         assert torch.equal(dequantise_expert(held, which, 0), mxfp4.dequantise_expert(one, which))
+
+
+# --- Inside vLLM ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def inside_vllm(hidden: int, inner: int, ranks: int = 1) -> Iterator[Any]:
+    """vLLM's `FusedMoEConfig` of a layer of eight experts, spread over ranks."""
+    pytest.importorskip("vllm")
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+
+    parallel = FusedMoEParallelConfig.make_no_parallel()
+    if ranks > 1:
+        parallel.ep_size, parallel.use_ep = ranks, True
+    with set_current_vllm_config(VllmConfig()):
+        yield FusedMoEConfig(
+            num_experts=8, num_local_experts=8 // ranks, num_logical_experts=8, experts_per_token=2, hidden_dim=hidden,
+            intermediate_size=inner, activation=MoEActivation("swigluoai"), device="cpu",
+            routing_method=RoutingMethodType.Renormalize, moe_parallel_config=parallel, in_dtype=torch.bfloat16,
+            has_bias=True,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_vllm_knows_the_sizes_that_marlin_sees(ranks: int) -> None:
+    """What reads them afterwards (vLLM's runner, which pads and crops, buffers of all-to-alls, LoRA) must agree with
+    the tensors, under expert parallelism too."""
+    each = layer(hidden_size=288, intermediate_size=96, experts=8, top_k=2, ep=ranks)
+    each = dataclasses.replace(each, local_experts=8 // ranks)
+    chosen = backend("marlin_mxfp4")
+    plan = chosen.plan(each, gpu(90))
+    assert (plan.hidden_size, plan.intermediate_size) == (384, 128)
+    converted = [chosen.convert(expert(each, seed), each, plan) for seed in range(8 // ranks)]
+    tensors = {
+        key: torch.stack([one[key].view(torch.uint8) for one in converted]).view(converted[0][key].dtype)
+        for key in converted[0]
+    }
+    with inside_vllm(288, 96, ranks) as config:
+        from vllm_moe_oracle.compat import current_adapter
+        from vllm_moe_oracle.methods.builder import VllmBuilder
+
+        release = current_adapter()
+        builder = VllmBuilder(release, config, release.quant_config(each, tensors))
+        made = chosen.experts(tensors, each, plan, builder)
+    assert type(made).__name__ == "MarlinExperts" and made.input_dtype is None
+    assert (config.hidden_dim, config.intermediate_size_per_partition) == (384, 128)
+    x, ids = torch.zeros(5, config.hidden_dim), torch.zeros(5, 2)
+    assert made.moe_problem_size(x, tensors["w13"], tensors["w2"], ids) == (8 // ranks, 5, 128, 384, 2)
+    assert made.w1_bias is tensors["w13_bias"] and made.w2_bias is tensors["w2_bias"]
+    assert made.w1_scale.dtype == torch.float8_e8m0fnu and made.quant_config.use_mxfp4_w4a16
