@@ -77,7 +77,9 @@ def reasons(name: str, device: Device | None = None, **changes: Any) -> dict[str
 def test_they_take_a_layer_at_home_and_nowhere_else(name: str) -> None:
     assert reasons(name) == {}
     for capability in (80, 90, 100, 103, 120):
-        home = {"cutlass_mxfp4": (90,), "cutlass_mxfp4_a8": (100, 103, 120)}.get(name, (100, 103))
+        blackwell = (100, 103, 120)
+        homes = {"cutlass_mxfp4": (90,), "cutlass_mxfp4_a8": blackwell, "deep_gemm_mxfp4": blackwell}
+        home = homes.get(name, (100, 103))
         assert ("capability" in reasons(name, gpu(capability))) == (capability not in home)
 
 

@@ -65,7 +65,7 @@ CLASS_FILES = {
 DIFFERENCES = {
     "own_mxfp4": "our own kernels, on an H200 1.25 to 2.0 times as fast as stock's choice at 1 to 512 tokens",
     "marlin_mxfp4": (
-        "stock quantises activations to MXFP8, which neither the checkpoint nor the user asked for; here the first "
+        "stock quantises activations to 8 bits, which neither the checkpoint nor the user asked for; here the first "
         "kernel that leaves them alone is taken, and allow_activation_quantization takes stock's"
     ),
 }
@@ -121,7 +121,8 @@ def stock(problem: Problem, capability: int) -> dict[str, str]:
         "apply_moe_activation_masked_supported": activation["apply_moe_activation_masked_supported"],
         "has_flashinfer": lambda: True, "has_flashinfer_cutlass_fused_moe": lambda: True,
         "has_triton_kernels": lambda: True, "get_triton_kernels_version": lambda: None,
-        "is_deep_gemm_supported": platform.support_deep_gemm,
+        # Of this release: `CudaPlatform.support_deep_gemm`.
+        "is_deep_gemm_supported": lambda: capability == 90 or capability // 10 in (10, 12),
         "HummingGemmType": SimpleNamespace(
             INDEXED=SimpleNamespace(value="indexed"), GROUPED_CONTIGUOUS=SimpleNamespace(value="grouped_contiguous"),
             GROUPED_MASKED=SimpleNamespace(value="grouped_masked"),

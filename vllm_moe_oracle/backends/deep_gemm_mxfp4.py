@@ -1,4 +1,4 @@
-"""DeepGEMM's FP8 x FP4 kernels for MXFP4 on sm_100 and sm_103: vLLM's class `DeepGemmFP4Experts`.
+"""DeepGEMM's FP8 x FP4 kernels for MXFP4 on sm_100 and sm_120: vLLM's class `DeepGemmFP4Experts`.
 
 Activations are e4m3 with one scale per 128. Codes stay as they are; scales are packed four to a word, rows next to each
 other in memory. Both sizes are zero-padded to multiples of 128, as in stock vLLM.
@@ -31,7 +31,7 @@ class DeepGemmMxfp4(Backend):
     vllm_names = ("deep_gemm",)
     stock_class = "DeepGemmFP4Experts"
     limits = Limits(
-        capabilities=((100, 110),),
+        capabilities=((100, 110), (120, 130)),
         # Before, stock gave its kernels float32 scales, which DeepGEMM packed at every call.
         packages={"vllm": "0.24.0"},
         dtypes=("bfloat16",),
