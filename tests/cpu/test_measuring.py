@@ -477,6 +477,16 @@ def test_a_stock_layer_that_cannot_be_built_is_a_failure(backends: Callable[...,
     assert set(record["us"]) == {"fast"}
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "rubbish", '{"conditions": {}}', '{"conditions": {"environment": {"gpu": "x"}, "routing": "uniform"}}'],
+)
+def test_what_is_no_benchmark_is_not_imported(tmp_path: Path, text: str) -> None:
+    (tmp_path / "b.jsonl").write_text(text)
+    with pytest.raises(MeasurementError, match="is no benchmark's records"):
+        benching.read(tmp_path / "b.jsonl")
+
+
 def test_times_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     layer = {"name": "a layer"}
@@ -566,5 +576,19 @@ def test_bench_prints_a_table_and_writes_records(
     assert (first["tokens"], second["tokens"]) == (1, 16) and set(first["us"]) == {"slow", "fast"}
     status, out, _ = pretended(capsys, *words, "--json")
     assert [*map(json.loads, out.splitlines())][1]["layer"]["name"] == "mxfp8:a-layer"
+    # The same figures as a profile, and in the cache.
+    with (tmp_path / "b.jsonl").open("a") as file:
+        file.write('{"layer": {"na')  # a run that was ended
+    status, out, err = pretended(capsys, "tune", "--import", tmp_path / "b.jsonl", "--export", tmp_path / "p.json")
+    assert status == 0 and "4 measurements of 1 layers, NVIDIA Pretended" in out, err
+    made = profile.read(tmp_path / "p.json")
+    assert made.environment == environment.of(HERE) and made.conditions["command"].startswith("vllm-moe-oracle bench")
+    found = {(each.backend, each.tokens): each for each in made.samples(cell_of(LAYERS["mxfp8"]))}
+    assert found["fast", 16].us == second["us"]["fast"] and found["fast", 16].replays == 3
+    assert [found["slow", 1].low, found["slow", 1].high] == first["quartiles"]["slow"]
+    status, out, _ = pretended(capsys, "tune", "--import", tmp_path / "b.jsonl")
+    assert status == 0
+    (kept,) = Store(tmp_path / "cache").samples(cell_of(LAYERS["mxfp8"]))
+    assert kept[0] == environment.of(HERE) and len(kept[1]) == 4
     status, _, err = pretended(capsys, *words[:-1], "wrong", "--json")
     assert status == 4 and "warning: mxfp8:a-layer: wrong" in err

@@ -9,21 +9,23 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ..errors import NoBackendError
+import msgspec
+
+from ..errors import MeasurementError, NoBackendError
 from ..oracle.decision import Decision
 from ..oracle.oracle import decide
 from ..oracle.problem import Device, Problem
 from ..oracle.registry import default_registry
 from ..settings import Settings
 from . import engine, environment, lookup, shapes, timing
-from .cells import RoutingKind, cell_of
+from .cells import Cell, RoutingKind, Sample, cell_of
+from .environment import Environment
 from .floors import floor_us
-from .tuning import accepted, compile_beforehand
-
-STOCK = "stock:"
-"""Before vLLM's ``--moe-backend`` in the name of a stock layer: ``stock:auto`` is stock's default."""
+from .tuning import STOCK as STOCK
+from .tuning import accepted, add_stock, compile_beforehand
 
 Record = dict[str, Any]
 
@@ -58,6 +60,7 @@ def conditions(device: Device, plan: Plan, command: str) -> Record:
     here = environment.of(device)
     return {
         "command": command,
+        "environment": here,
         "gpu": here.gpu,
         "driver": here.driver,
         "packages": here.packages,
@@ -104,38 +107,22 @@ def bench(
         for problem in problems
     ]
     if plan.jobs:
-        compile_beforehand([*zip(problems, chosen, strict=True)], device, plan.counts, plan.jobs, progress)
+        stock = [f"{STOCK}{name}" for name in plan.stock]
+        work = [(problem, [*names, *stock]) for problem, names in zip(problems, chosen, strict=True)]
+        compile_beforehand(work, device, plan.counts, plan.jobs, progress)
     with engine.ready(device, max(plan.counts)) as ready:
         for number, (problem, names) in enumerate(zip(problems, chosen, strict=True)):
             if plan.budget is not None and time.monotonic() - begin > plan.budget:
                 return
             progress(f"{problem.layer}: converting", number * len(plan.counts), total)
             run = ready.bench(problem, [registry[name] for name in names])
-            stock = _add_stock(run, problem, device, plan)
-            for count in sorted(plan.counts, reverse=True):
-                run.warm(count, plan.routing)
+            classes = add_stock(run, device, plan.stock, max(plan.counts))
             decision = _decision(problem, device, settings)
             for index, count in enumerate(sorted(plan.counts)):
                 progress(f"{problem.layer}: {count} tokens", number * len(plan.counts) + index, total)
-                yield _record(run, problem, device, plan, count, stock, decision)
+                yield _record(run, problem, device, plan, count, classes, decision)
             run.close()
     progress("done", total, total)
-
-
-def _add_stock(run: engine.Bench, problem: Problem, device: Device, plan: Plan) -> dict[str, str]:
-    """Adds stock vLLM's layers to a bench; vLLM's class by our name of it."""
-    from ..compat import alone
-
-    classes: dict[str, str] = {}
-    for name in plan.stock:
-        try:
-            layer = alone.StockLayer(problem, name, device.kind, max(plan.counts))
-        except Exception as error:  # that stock vLLM cannot build the layer is a result
-            run.fail(f"{STOCK}{name}", error)
-            continue
-        run.extra[f"{STOCK}{name}"] = layer
-        classes[f"{STOCK}{name}"] = layer.name
-    return classes
 
 
 def _decision(problem: Problem, device: Device, settings: Settings) -> Decision | None:
@@ -164,6 +151,7 @@ def _record(
         "us": {name: round(each.us, 2) for name, each in timed.items()},
         "quartiles": {name: [round(each.low, 2), round(each.high, 2)] for name, each in timed.items()},
         "replays": {name: each.replays for name, each in timed.items()},
+        "activations": {name: each.activations for name, each in samples.items() if name not in stock},
         "errors": {name: float(f"{each.error:.3g}") for name, each in timed.items() if name not in stock},
         "failures": dict(run.failures),
         "stock": dict(stock),
@@ -182,6 +170,53 @@ def _record(
                 if each in record["us"]:
                     record["choice"][f"faster_than_{each}"] = round(record["us"][each] / ours[name], 3)
     return record
+
+
+def read(path: Path) -> tuple[Environment, dict[str, str], dict[Cell, list[Sample]]]:
+    """A benchmark's records as measurements: where, under which conditions, and what by cell; without stock's layers.
+
+    Args:
+        path: the records, one JSON object a line, conditions first; a last line that was cut off is left out.
+
+    Raises:
+        MeasurementError: the file cannot be read, or is no benchmark.
+    """
+    where = str(path)
+    try:
+        head, *lines = path.read_bytes().splitlines()
+        conditions = msgspec.json.decode(head)["conditions"]
+        place = msgspec.convert(conditions["environment"], Environment)
+        how = {name: str(conditions[name]) for name in ("command", "method")}
+        found: dict[Cell, list[Sample]] = {}
+        for number, line in enumerate(lines):
+            try:
+                record = msgspec.json.decode(line)
+            except msgspec.DecodeError:
+                if number + 1 == len(lines):
+                    break
+                raise
+            samples = found.setdefault(msgspec.convert(record["cell"], Cell), [])
+            samples += _samples(record, conditions["routing"])
+    except OSError as error:
+        raise MeasurementError(f"cannot be read: {error.strerror}", where=where) from error
+    except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
+        rule = f"is no benchmark's records: {type(error).__name__}: {error}"
+        raise MeasurementError(rule, "Make them with: vllm-moe-oracle bench --jsonl FILE", where) from error
+    if unsound := [each for samples in found.values() for each in samples if not each.sound]:
+        raise MeasurementError(f"has an impossible measurement: {unsound[0]}", where=where)
+    return place, how, found
+
+
+def _samples(record: Record, routing: str) -> Iterator[Sample]:
+    for name, precision in record["activations"].items():
+        fields: Record = {"backend": name, "activations": precision, "tokens": record["tokens"], "routing": routing}
+        if name in record["us"]:
+            low, high = record["quartiles"][name]
+            fields |= {"us": record["us"][name], "low": low, "high": high, "replays": record["replays"][name]}
+            fields |= {"error": record["errors"][name], "router": record["router_included"]}
+        else:
+            fields["failure"] = record["failures"][name]
+        yield msgspec.convert(fields, Sample)
 
 
 def speedup(records: Sequence[Record], ours: Callable[[Record], float | None], theirs: str) -> float | None:

@@ -7,6 +7,7 @@ always follows the same other; nothing is waited for inside a round, so that no 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 import time
@@ -62,14 +63,20 @@ class CudaClock:
         """
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # compiles, and allocates what is kept
-                run()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = run()
+        with torch.cuda.stream(side):
+            run()  # allocates what is kept
+            torch.cuda.synchronize()
+            # Not torch's context manager, which empties the allocator's cache each time: there are hundreds of graphs.
+            graph.capture_begin()
+            try:
+                result = run()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.synchronize()
         return graph.replay, result
 
     def round(self, runs: Sequence[Run]) -> list[float]:

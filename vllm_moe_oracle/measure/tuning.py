@@ -30,6 +30,9 @@ from .store import Store
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Numbers of tokens: every decode batch's power of two, and prefill chunks up to vLLM's default limits."""
 
+STOCK = "stock:"
+"""Before vLLM's ``--moe-backend`` in the name of a stock layer: ``stock:auto`` is stock's default."""
+
 LEAST_BUCKETS = 10
 _MUST = (1, 2, 4, 8, 16)
 _OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")
@@ -230,12 +233,6 @@ def _measure(
         _remember(error, here, cell, problem, steps, store)
         raise
     try:
-        # The largest first, so that vLLM's workspaces have their size before anything is captured.
-        progress(f"{problem.layer}: compiling", 0)
-        for count in sorted({count for _, count in steps}, reverse=True):
-            bench.warm(count)
-            if over():
-                break
         for index, (routing, count) in enumerate(steps):
             if over():
                 outcome.unfinished = (
@@ -303,9 +300,14 @@ def compile_beforehand(
         processes: how many work at a time.
         progress: is told how it goes on.
     """
-    # In parts, because one backend may compile for each number of tokens.
-    parts = [tuple(counts[part::4]) for part in range(4)]
-    jobs: list[_Job] = [(problem, name, part) for problem, names in work for name in names for part in parts if part]
+    # In parts, because one backend may compile for each number of tokens. A stock layer converts all its experts.
+    parts = [part for part in (tuple(counts[first::4]) for first in range(4)) if part]
+    jobs: list[_Job] = []
+    for problem, names in work:
+        for name in names:
+            jobs += [(problem, name, part) for part in ([tuple(counts)] if name.startswith(STOCK) else parts)]
+    # This project's kernels compile the longest: what is begun last should be short.
+    jobs.sort(key=lambda job: not job[1].startswith("own"))
     most = max(counts)
     context = multiprocessing.get_context("spawn")
     done = 0
@@ -337,7 +339,36 @@ def _warm(job: _Job, device: Device, most: int) -> None:
     assert isinstance(ready, engine.Engine)
     # What breaks a process here is met again, and kept, where it is measured.
     with contextlib.suppress(engine.BrokenContext):
-        bench = ready.bench(problem, [default_registry()[name]])
+        stock = name.startswith(STOCK)
+        bench = ready.bench(problem, [] if stock else [default_registry()[name]])
+        if stock:
+            add_stock(bench, device, [name.removeprefix(STOCK)], most)
         for count in sorted(buckets, reverse=True):
             bench.warm(count)
         bench.close()
+
+
+def add_stock(bench: engine.Bench, device: Device, names: Sequence[str], most: int) -> dict[str, str]:
+    """Adds stock vLLM's own layers to a bench; a layer that vLLM cannot build is a failure of its own.
+
+    Args:
+        bench: a problem's layers.
+        device: this machine.
+        names: vLLM's ``--moe-backend`` of each.
+        most: most tokens of a call.
+
+    Returns:
+        vLLM's class by our name of the layer.
+    """
+    from ..compat import alone
+
+    classes: dict[str, str] = {}
+    for name in names:
+        try:
+            layer = alone.StockLayer(bench.problem, name, device.kind, most)
+        except Exception as error:  # that stock vLLM cannot build the layer is a result
+            bench.fail(f"{STOCK}{name}", error)
+            continue
+        bench.extra[f"{STOCK}{name}"] = layer
+        classes[f"{STOCK}{name}"] = layer.name
+    return classes

@@ -13,7 +13,7 @@ from .. import schemes
 from ..oracle.problem import Problem
 from .cells import RoutingKind
 
-DISTINCT = 8
+DISTINCT = 4
 """Experts that differ; the others repeat them, in memory of their own. Conversion takes experts one by one and knows
 none of the others, so converted experts repeat the same way."""
 

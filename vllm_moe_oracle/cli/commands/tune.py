@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ...measure.cells import Cell
+    from ...measure.cells import Cell, Sample
     from ...measure.tuning import Outcome, Plan
     from ...oracle.problem import Device
     from ...settings import Settings
@@ -43,6 +43,12 @@ def command(
         list[Path] | None,
         typer.Option(help="A profile whose measurements need not be repeated; only read.", metavar="FILE"),
     ] = None,
+    imported: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--import", help="Take the measurements of bench --jsonl, into --export or the cache.", metavar="FILE"
+        ),
+    ] = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", help="A setting of the plugin, e.g. cache=DIR. Repeatable.", metavar="KEY=VALUE"),
@@ -59,6 +65,7 @@ def command(
       vllm-moe-oracle tune ~/models/gpt-oss-20b
       vllm-moe-oracle tune mxfp4:gpt-oss-120b@tp2 --budget 60
       vllm-moe-oracle tune --shapes --jobs 16 --export nvidia_h200.json
+      vllm-moe-oracle tune --import bench.jsonl --export nvidia_h200.json
 
     \b
     Exit status:
@@ -77,6 +84,9 @@ def command(
     from ..arguments import read_assignments
 
     chosen = load(assignments=read_assignments(assignments or []))
+    if imported:
+        _import(imported, export, chosen)
+        return
     if not models and not shapes:
         raise MeasurementError("no model is named", "Name one, or --shapes")
     problems = measuring.problems(models, tp, ep) if models else []
@@ -109,6 +119,36 @@ def command(
         raise typer.Exit(NO_BACKEND)
     if any(outcome.unfinished or any(each.failure for each in outcome.samples) for outcome in outcomes.values()):
         raise typer.Exit(UNFINISHED)
+
+
+def _import(files: list[Path], export: Path | None, settings: Settings) -> None:
+    """Puts measurements of benchmarks into a profile, or into the cache."""
+    from ...errors import MeasurementError
+    from ...measure import benching
+    from ...measure import profile as profiles
+    from ...measure.store import Store
+    from ...settings import cache_folder
+    from .. import output
+
+    read = [benching.read(path) for path in files]
+    place, conditions, _ = read[0]
+    if other := [str(path) for path, each in zip(files, read, strict=True) if each[0] != place]:
+        raise MeasurementError("is from another environment than the first file", where=", ".join(other))
+    samples: dict[Cell, list[Sample]] = {}
+    for _, _, found in read:
+        for cell, some in found.items():
+            samples.setdefault(cell, []).extend(some)
+    if export is not None:
+        profiles.write(profiles.make(place, samples, conditions), export)
+        where = str(export)
+    else:
+        store = Store(cache_folder(settings))
+        if said := store.prepare():
+            output.remark("note", said)
+        for cell, some in samples.items():
+            store.add(place, cell, some)
+        where = str(store.path)
+    output.show(f"{sum(map(len, samples.values()))} measurements of {len(samples)} layers, {place}: kept in {where}")
 
 
 def _plan(tokens: str, routing: str, replays: int, budget: float | None, jobs: int, again: bool) -> Plan:
