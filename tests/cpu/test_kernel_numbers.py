@@ -1,0 +1,60 @@
+"""The kernels' tables are those of the committed benchmark, and that is made of `bench`'s records."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import kernel_numbers
+import pytest
+
+CONDITIONS = {"gpu": "NVIDIA H200", "driver": "580", "packages": {"vllm": "0.33.0"}, "method": "graphs", "command": "c"}
+
+
+def lines(*records: dict[str, Any], **changes: Any) -> list[str]:
+    """A benchmark's file."""
+    return [json.dumps({"conditions": CONDITIONS | changes}), *map(json.dumps, records), ""]
+
+
+def record(name: str, tokens: int, **us: float) -> dict[str, Any]:
+    """One cell; `stock` stands for stock vLLM's default."""
+    times = {"stock:auto" if key == "stock" else key: value for key, value in us.items()}
+    return {"layer": {"name": name}, "tokens": tokens, "us": times, "floor_us": 5.0, "failures": {},
+            "quartiles": {key: [value - 1, value + 1] for key, value in times.items()}}  # fmt: skip
+
+
+def test_the_tables_are_up_to_date() -> None:
+    data = json.loads(kernel_numbers.GOLDEN.read_text())
+    text = kernel_numbers.README.read_text()
+    assert kernel_numbers.updated(text, data) == text, "run: python tests/kernel_numbers.py --write"
+
+
+def test_a_benchmark_becomes_ratios() -> None:
+    first = lines(
+        record("mxfp4:gpt-oss-20b", 1, own_mxfp4=10, stock=20, marlin_mxfp4=15, emulation=1, triton_mxfp4=30),
+        record("mxfp8:qwen3", 64, own_mxfp8=100, own_mxfp8_w8a8=50, stock=104, marlin_mxfp8=90),
+        record("mxfp8:qwen3", 1, stock=104),
+    )
+    data = kernel_numbers.golden([first, lines(record("mxfp4:gpt-oss-20b", 2, own_mxfp4=10, stock=10), command="d")])
+    assert data["commands"] == ["c", "d"]
+    assert [(row["cell"], sorted(row["us"])) for row in data["rows"]] == [
+        ("mxfp4:gpt-oss-20b", ["1", "2"]),
+        ("mxfp8:qwen3", ["64"]),
+    ]
+    assert kernel_numbers.ratios(data, (1, 1), 4, best=False) == [(2.0, "mxfp4:gpt-oss-20b 1")]
+    assert kernel_numbers.ratios(data, (1, 1), 4, best=True) == [(1.5, "mxfp4:gpt-oss-20b 1")]
+    assert kernel_numbers.ratios(data, (8, 64), 8, best=True) == [(0.9, "mxfp8:qwen3 64")]
+    table = kernel_numbers.against_stock(data)
+    assert "| 1 | 2.00 (2.00) | 1.50 (1.50) |  |  |" in table
+    assert "up to 512 tokens: 1 of 3 (mxfp8:qwen3 64 0.90)." in table
+    assert "| mxfp4:gpt-oss-20b | 10.0, 50% |  |" in kernel_numbers.cells(data)
+
+
+def test_benchmarks_under_other_conditions_are_not_mixed() -> None:
+    with pytest.raises(ValueError, match="different conditions"):
+        kernel_numbers.golden([lines(), lines(driver="590")])
+
+
+def test_lost_markers_are_noticed() -> None:
+    with pytest.raises(ValueError, match="0 tables 'against stock'"):
+        kernel_numbers.updated("", json.loads(kernel_numbers.GOLDEN.read_text()))

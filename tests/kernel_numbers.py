@@ -1,0 +1,153 @@
+"""Our kernels' numbers: ``python tests/kernel_numbers.py [BENCH.jsonl ...] [--write]``.
+
+With records of ``vllm-moe-oracle bench --jsonl`` it makes tests/golden/h200/kernels-vllm-0.33.0.json of them: our
+kernels beside stock vLLM's, by layer and number of tokens. The tables in vllm_moe_oracle/kernels/README.md come from
+that file; ``--write`` brings them up to date, and without it the exit status is 1 where they are stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = ROOT / "tests" / "golden" / "h200" / "kernels-vllm-0.33.0.json"
+README = ROOT / "vllm_moe_oracle" / "kernels" / "README.md"
+STOCK = "stock:auto"
+OURS = ("own_mxfp8", "own_mxfp4", "own_wna16")
+SPANS = {"1": (1, 1), "2 to 4": (2, 4), "8 to 64": (8, 64), "128 to 512": (128, 512), "from 1024": (1024, 1 << 30)}
+NEVER_SLOWER = 0.98
+
+
+def golden(files: Iterable[Iterable[str]]) -> dict[str, Any]:
+    """The committed form of benchmarks' records, whose first lines are the conditions.
+
+    Raises:
+        ValueError: two benchmarks ran under other conditions.
+    """
+    conditions: dict[str, Any] = {}
+    commands: list[str] = []
+    rows: dict[str, dict[str, Any]] = {}
+    for lines in files:
+        head, *records = (json.loads(line) for line in lines if line.strip())
+        here = head["conditions"]
+        same = {key: here[key] for key in ("gpu", "driver", "packages", "method")}
+        if conditions and conditions != same:
+            raise ValueError(f"benchmarks under different conditions: {conditions} and {same}")
+        conditions = same
+        commands.append(here["command"])
+        for record in records:
+            row = rows.setdefault(record["layer"]["name"], {"us": {}, "spread": {}, "floor": {}, "failures": {}})
+            row["failures"] |= record["failures"]
+            names = {name: "ours" if name in OURS else "auto" if name == STOCK else name for name in record["us"]}
+            if "ours" in names.values():
+                tokens = str(record["tokens"])
+                row["us"][tokens] = {names[name]: us for name, us in record["us"].items()}
+                row["spread"][tokens] = {names[name]: spread for name, spread in record["quartiles"].items()}
+                row["floor"][tokens] = record["floor_us"]
+    found = [{"cell": name, **row} for name, row in rows.items() if row["us"]]
+    return {**conditions, "commands": commands, "rows": found}
+
+
+def bits(cell: str) -> int:
+    """Bits of a weight."""
+    return 4 if cell.startswith(("int4", "mxfp4")) else 8
+
+
+def ratios(data: dict[str, Any], span: tuple[int, int], of_bits: int, best: bool) -> list[tuple[float, str]]:
+    """Stock's time over ours: the default's, or that of the fastest other backend that keeps activations in 16 bits."""
+    found = []
+    for row in data["rows"]:
+        for tokens, us in row["us"].items():
+            others = [time for name, time in us.items() if name not in ("ours", "emulation") and "w8a8" not in name]
+            against = min(others, default=None) if best else us.get("auto")
+            if span[0] <= int(tokens) <= span[1] and bits(row["cell"]) == of_bits and against is not None:
+                found.append((against / us["ours"], f"{row['cell']} {tokens}"))
+    return found
+
+
+def mean(values: Iterable[float]) -> float:
+    """Geometric mean."""
+    logarithms = [math.log(value) for value in values]
+    return math.exp(math.fsum(logarithms) / len(logarithms))
+
+
+def against_stock(data: dict[str, Any]) -> str:
+    """Geometric means by number of tokens, the worst cell in brackets."""
+    heads = [f"{of}-bit, {whose}'s time / ours" for of in (4, 8) for whose in ("default", "best other")]
+    lines = ["| tokens | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for name, span in SPANS.items():
+        cells = []
+        for of in (4, 8):
+            for best in (False, True):
+                found = ratios(data, span, of, best)
+                cells.append(f"{mean(r for r, _ in found):.2f} ({min(found)[0]:.2f})" if found else "")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    below = [
+        f"{where} {ratio:.2f}" for of in (4, 8) for ratio, where in sorted(ratios(data, (1, 512), of, True))
+        if ratio < NEVER_SLOWER
+    ]  # fmt: skip
+    total = sum(len(ratios(data, (1, 512), of, True)) for of in (4, 8))
+    lines += ["", f"Below {NEVER_SLOWER} of the best other backend up to 512 tokens: {len(below)} of {total}"]
+    lines[-1] += f" ({'; '.join(below)})." if below else "."
+    return "\n".join(lines)
+
+
+def cells(data: dict[str, Any]) -> str:
+    """Microseconds and the share of the floor's rate."""
+    counts = [count for count in ("1", "4", "16", "64", "256", "512") if any(count in r["us"] for r in data["rows"])]
+    lines = ["| layer | " + " | ".join(counts) + " |", "|---" * (len(counts) + 1) + "|"]
+    for row in data["rows"]:
+        parts = []
+        for count in counts:
+            us, floor = row["us"].get(count), row["floor"].get(count)
+            share = "" if us is None or floor is None else f", {floor / us['ours']:.0%}"
+            parts.append("" if us is None else f"{us['ours']:.1f}{share}")
+        lines.append(f"| {row['cell']} | " + " | ".join(parts) + " |")
+    return "\n".join(lines)
+
+
+PARTS: dict[str, Callable[[dict[str, Any]], str]] = {"against stock": against_stock, "cells": cells}
+
+
+def updated(text: str, data: dict[str, Any]) -> str:
+    """The page with its tables made anew.
+
+    Raises:
+        ValueError: the markers of a table are missing.
+    """
+    for name, make in PARTS.items():
+        part = f"<!-- {name} -->\n{make(data)}\n<!-- /{name} -->"
+        text, count = re.subn(
+            rf"<!-- {name} -->\n.*?<!-- /{name} -->", lambda _, part=part: part, text, flags=re.DOTALL
+        )
+        if count != 1:
+            raise ValueError(f"{README} has {count} tables {name!r}; it needs one")
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bench", nargs="*", type=Path)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    if args.bench:
+        data = golden(path.read_text().splitlines() for path in args.bench)
+        GOLDEN.write_text(json.dumps(data, indent=1) + "\n")
+    data = json.loads(GOLDEN.read_text())
+    text = README.read_text()
+    fresh = updated(text, data)
+    if args.write:
+        README.write_text(fresh)
+    print("\n\n".join(make(data) for make in PARTS.values()))
+    return int(fresh != text and not args.write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
