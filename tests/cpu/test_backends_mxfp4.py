@@ -4,8 +4,11 @@ their conversions make of an expert."""
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peak import Peak
 
+import vllm_moe_oracle.backends as builtin_package
 from vllm_moe_oracle.backends import Backend
 from vllm_moe_oracle.backends._mxfp4 import padded_expert
 from vllm_moe_oracle.backends.emulation import forward
@@ -29,7 +33,7 @@ from vllm_moe_oracle.layouts.triton_kernels import restore_hopper_scales, unpack
 from vllm_moe_oracle.oracle.decision import Plan
 from vllm_moe_oracle.oracle.oracle import decide
 from vllm_moe_oracle.oracle.problem import Activation, Device, Problem, Routing, Scheme
-from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.oracle.registry import default_registry, discover
 from vllm_moe_oracle.schemes import mxfp4
 from vllm_moe_oracle.settings import Settings
 
@@ -235,6 +239,21 @@ def test_padding(name: str, inner: int, plan: tuple[int, int]) -> None:
     assert backend(name).check(chosen, at_home(name)).reasons == ()
 
 
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("marlin_mxfp4", (7168, 192)), ("triton_mxfp4_unfused", (7168, 192)), ("humming_mxfp4", (7168, 160))],
+)
+def test_shards_that_are_no_whole_tiles_are_padded(name: str, plan: tuple[int, int]) -> None:
+    """DeepSeek-V4's kind of layer, cut into what no tile divides."""
+    each = layer(
+        scheme=Scheme("mxfp4", 4, 32, "mxfp4"), experts=256, top_k=6, hidden_size=7168, intermediate_size=160, tp=8,
+        activation=Activation("silu", limit=10.0), has_bias=False, routing=Routing("deepseekv4"),
+    )  # fmt: skip
+    found = backend(name).plan(each, gpu(90))
+    assert (found.hidden_size, found.intermediate_size) == plan
+    assert backend(name).check(each, gpu(90)).reasons == ()
+
+
 def test_rounding_is_in_the_decision() -> None:
     decision = decide(layer(intermediate_size=736), gpu(80), Settings(), moe_backend="marlin")
     assert decision.backend == "marlin_mxfp4"
@@ -279,9 +298,6 @@ def test_our_own_kernels_come_first_where_they_were_timed_and_say_so() -> None:
 
 def test_the_figures_are_those_of_the_measurement() -> None:
     """The file that `measured` names: ours against stock's own choice, and against every kernel that was timed."""
-    import json
-    from pathlib import Path
-
     kept = json.loads((Path(__file__).parents[1] / "golden/h200/kernels-vllm-0.33.0.json").read_text())
     cells = [row for row in kept["rows"] if row["cell"].startswith("mxfp4:gptoss")]
     assert len(cells) == 2
@@ -584,3 +600,90 @@ def test_vllm_knows_the_sizes_that_marlin_sees(ranks: int) -> None:
     assert made.moe_problem_size(x, tensors["w13"], tensors["w2"], ids) == (8 // ranks, 5, 128, 384, 2)
     assert made.w1_bias is tensors["w13_bias"] and made.w2_bias is tensors["w2_bias"]
     assert made.w1_scale.dtype == torch.float8_e8m0fnu and made.quant_config.use_mxfp4_w4a16
+
+
+# --- One more backend is one more file ------------------------------------------------------------------------------
+
+ANOTHER = '''
+"""Experts that are dequantised once."""
+
+from vllm_moe_oracle.backends import Backend, Limits
+from vllm_moe_oracle.oracle.decision import Numerics
+
+
+class Another(Backend):
+    name = "another_mxfp4"
+    schemes = ("mxfp4",)
+    limits = Limits(devices=("cpu", "cuda"), gated=("swigluoai",), parameters=True, bias=True, bits=(4,))
+
+    def estimate(self, problem, device):
+        return 0.5
+
+    def activations(self, problem):
+        return "16bit"
+
+    def numerics(self, problem):
+        return Numerics("dequantised when loaded", "left alone")
+
+    def convert(self, expert, problem, plan):
+        from vllm_moe_oracle.schemes.mxfp4 import dequantise_expert
+
+        biases = {name: expert[name].float() for name in ("w13_bias", "w2_bias")}
+        return {name: dequantise_expert(expert, name) for name in ("w13", "w2")} | biases
+
+    def experts(self, tensors, problem, plan, builder):
+        import torch
+
+        activation = problem.activation
+
+        def run(out, x, topk_weights, topk_ids, expert_map):
+            out.zero_()
+            for token in range(x.shape[0]):
+                for weight, slot in zip(topk_weights[token], topk_ids[token].tolist(), strict=True):
+                    rows = tensors["w13"][slot] @ x[token].float() + tensors["w13_bias"][slot]
+                    gate, up = rows.chunk(2)
+                    gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+                    inner = gate * torch.sigmoid(activation.alpha * gate) * (up + activation.beta)
+                    out[token] += weight * (tensors["w2"][slot] @ inner + tensors["w2_bias"][slot])
+
+        return builder.from_function(run)
+
+
+BACKEND = Another()
+'''
+
+
+def test_a_further_backend_for_mxfp4_touches_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found, named, chosen, converted and run, with the rest of the package as it is."""
+    (tmp_path / "another_mxfp4.py").write_text(ANOTHER)
+    monkeypatch.setattr(builtin_package, "__path__", [*builtin_package.__path__, str(tmp_path)])
+    found = discover()
+    monkeypatch.delitem(sys.modules, f"{builtin_package.__name__}.another_mxfp4")
+    each = layer(hidden_size=64, intermediate_size=32, experts=4, top_k=2)
+    decision = decide(each, CPU, Settings(), registry=found)
+    assert decision.backend == "another_mxfp4"
+    named = decide(each, gpu(90), Settings(backend="another_mxfp4"), registry=found)
+    assert (named.backend, named.why) == ("another_mxfp4", "user")
+    chosen = found["another_mxfp4"]
+    originals = [expert(each, seed) for seed in range(4)]
+    for one in originals:
+        for key in ("w13_scale", "w2_scale"):
+            one[key] = one[key] % 4 + 119
+    converted = [chosen.convert(one, each, decision.plan) for one in originals]
+    tensors = {key: torch.stack([one[key] for one in converted]) for key in converted[0]}
+    run = chosen.experts(tensors, each, decision.plan, Recorder())  # type: ignore[arg-type]
+    x, weights = torch.randn(5, 64), torch.rand(5, 2)
+    ids = torch.tensor([[0, 1], [2, 3], [3, 0], [1, 2], [0, 3]])
+    out, expected = torch.empty(5, 64), torch.empty(5, 64)
+    run(out, x, weights, ids, None)
+    canonical = {key: torch.stack([one[key] for one in originals]) for key in originals[0]}
+    forward(canonical, dataclasses.replace(each, dtype="float32"), expected, x, weights, ids)
+    assert (out - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_no_file_of_mxfp4_grows_into_what_stocks_became() -> None:
+    """Stock's one file for the format has 2327 lines in 0.33.0."""
+    files = [path for path in Path(builtin_package.__path__[0]).glob("*.py") if "mxfp4" in path.name]
+    assert len(files) > 10
+    lengths = {path.name: len(path.read_text().splitlines()) for path in files}
+    assert max(lengths.values()) < 250, lengths
