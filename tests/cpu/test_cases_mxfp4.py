@@ -1,0 +1,137 @@
+"""Situations that users of MXFP4 models hit, and what must happen in each."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cases import GPT_OSS as HALVES
+from cases import problem
+
+from vllm_moe_oracle.backends._limits import Limits
+from vllm_moe_oracle.compat import retired
+from vllm_moe_oracle.errors import NoBackendError
+from vllm_moe_oracle.oracle.decision import Plan
+from vllm_moe_oracle.oracle.oracle import candidates, decide
+from vllm_moe_oracle.oracle.planner import in_whole_blocks
+from vllm_moe_oracle.oracle.problem import Activation, Device, Parallel, Problem, Routing, Scheme
+from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.settings import Settings
+
+PACKAGES = {"vllm": "0.33.0", "torch": "2.14.0", "humming-kernels": "0.1.19", "flashinfer-python": "0.7.2.post1"}
+H200 = Device("cuda", "NVIDIA H200", 90, 132, 141.0, packages=PACKAGES)
+B200 = Device("cuda", "NVIDIA B200", 100, 148, 180.0, packages=PACKAGES)
+
+
+def gpt_oss(experts: int = 32, tp: int = 1, ep: int = 1, **changes: Any) -> Problem:
+    """gpt-oss-20b's layer, or -120b's with 128 experts, as its method sees it on one rank."""
+    made = problem(
+        scheme=Scheme("mxfp4", 4, 32, "gpt_oss"), num_experts=experts, local_experts=-(-experts // ep), top_k=4,
+        hidden_size=2880, intermediate_size=2880 // tp, activation=dataclasses.replace(HALVES, interleaved=True),
+        has_bias=True, routing=Routing("renormalize"), parallel=Parallel(tp=tp, ep=ep), **changes,
+    )  # fmt: skip
+    return in_whole_blocks(made)
+
+
+def limits(name: str) -> Limits:
+    return default_registry()[name].limits
+
+
+@pytest.mark.parametrize("device", [H200, B200])
+def test_batch_invariance_gets_a_proven_backend_or_an_error_that_names_it_for_each(device: Device) -> None:
+    """gpt-oss-120b with VLLM_BATCH_INVARIANT=1."""
+    layer = gpt_oss(128, batch_invariant=True)
+    for each in candidates(layer, device, Settings()):
+        proven = limits(each.backend).batch_invariant
+        assert ("batch_invariant" in {reason.code for reason in each.reasons}) != proven, each
+    try:
+        decision = decide(layer, device, Settings())
+    except NoBackendError as error:
+        lines = [line for line in str(error).splitlines() if "batch invariance is asked for and not supported" in line]
+        assert lines and all(not each.accepted for each in error.candidates)
+    else:
+        assert limits(decision.backend).batch_invariant
+
+
+@pytest.mark.parametrize("device", [H200, B200])
+def test_lora_never_gets_a_kernel_that_does_not_know_it(device: Device) -> None:
+    """gpt-oss-20b with LoRA: a kernel that routes itself asserts in its first forward."""
+    layer = gpt_oss(lora=True)
+    for each in candidates(layer, device, Settings()):
+        if not limits(each.backend).lora:
+            assert any("LoRA on experts is asked for" in str(reason) for reason in each.reasons), each
+        else:
+            assert not default_registry()[each.backend].monolithic
+
+
+@pytest.mark.parametrize(
+    ("variable", "instead"),
+    [
+        ("VLLM_MXFP4_USE_MARLIN", "--moe-backend marlin"),
+        ("VLLM_FLASHINFER_MOE_BACKEND", "flashinfer_trtllm"),
+        ("VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8", "flashinfer_trtllm"),
+        ("VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8_CUTLASS", "flashinfer_cutlass"),
+        ("VLLM_USE_FLASHINFER_MOE_MXFP4_BF16", "flashinfer_trtllm or flashinfer_cutlass"),
+    ],
+)
+def test_variables_of_older_releases_are_named_once_with_what_does_their_work(
+    variable: str, instead: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("vllm").propagate = True
+    monkeypatch.setenv(variable, "1")
+    assert retired.warn("0.33.0") == [variable]
+    (record,) = [each for each in caplog.records if variable in each.getMessage()]
+    assert instead in record.getMessage()
+
+
+@pytest.mark.parametrize("inner", [1056, 1376, 2048 - 32])
+@pytest.mark.parametrize("device", [H200, B200])
+def test_a_size_that_is_no_whole_tiles_is_padded_or_refused_by_every_backend(device: Device, inner: int) -> None:
+    """DeepSeek-V4's kind of layer with experts over 8 ranks."""
+    layer = problem(
+        scheme=Scheme("mxfp4", 4, 32, "mxfp4", activations="fp8"), num_experts=256, local_experts=32, top_k=6,
+        hidden_size=4096, intermediate_size=inner, activation=Activation("silu", limit=10.0),
+        routing=Routing("deepseekv4"), parallel=Parallel(ep=8),
+    )  # fmt: skip
+    accepted = [each.backend for each in candidates(layer, device, Settings()) if each.accepted]
+    assert len(accepted) > 1
+    for name in accepted:
+        backend = default_registry()[name]
+        plan = backend.plan(layer, device)
+        assert plan.intermediate_size >= inner and plan.intermediate_size % limits(name).intermediate_multiple == 0
+        assert bool(plan.notes) == plan.pads(layer), name
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("device", [H200, B200])
+def test_every_cut_of_2880_has_a_kernel(device: Device, tp: int) -> None:
+    decision = decide(gpt_oss(tp=tp), device, Settings())
+    assert decision.backend != "emulation"
+    assert decision.problem.intermediate_size % 32 == 0
+    assert decision.problem.full_intermediate_size == 2880
+
+
+def test_what_lies_between_ranks_is_as_wide_as_what_kernels_see() -> None:
+    """gpt-oss's 2880 features with expert parallelism: a kernel that crops its own output between an all-to-all's two
+    halves leaves them with 2880 and 3072."""
+    pytest.importorskip("vllm", reason="adapters import vLLM")
+    from vllm_moe_oracle.compat.adapter import Adapter
+    from vllm_moe_oracle.compat.older import BeforeRoutedExperts
+
+    plan = Plan(3072, 2944)
+    for adapter, in_config in ((Adapter, 2880), (BeforeRoutedExperts, 3072)):
+        experts, moe = SimpleNamespace(hidden_dim_unpadded=2880), SimpleNamespace(hidden_dim_unpadded=2880)
+        adapter.widen_output(adapter.__new__(adapter), experts, moe, plan)
+        assert (experts.hidden_dim_unpadded, moe.hidden_dim_unpadded) == (3072, in_config)
+        other = SimpleNamespace()
+        adapter.widen_output(adapter.__new__(adapter), other, moe, plan)
+        assert vars(other) == {}
+
+
+def test_an_explicit_backend_of_another_card_is_an_error_before_weights() -> None:
+    with pytest.raises(NoBackendError, match="sm_100 to below sm_110") as caught:
+        decide(gpt_oss(), H200, Settings(), "flashinfer_trtllm")
+    assert "--moe-backend flashinfer_trtllm" in str(caught.value)
