@@ -2,9 +2,9 @@
 
 For each layer and number of tokens of a benchmark (``vllm-moe-oracle bench --jsonl``, kept in tests/golden/h200), the
 oracle decides again with the shipped profile, and its choice is held against the fastest accepted backend and against
-stock vLLM's default in the benchmark. Where the profile was made of the same run, the table says so. ``--write`` writes the table
-tests/golden/h200/choice.md; without it the exit status is 1 where that is stale, or where fewer than 95 % of the cells
-are within 3 % of the best, or one is more than 8 % behind.
+stock vLLM's default in the benchmark. Where the profile was made of the same run, the table says so. ``--write``
+writes the table tests/golden/h200/choice.md; without it the exit status is 1 where that is stale, or where fewer than
+95 % of the cells are within 3 % of the best, or one is more than 8 % behind.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ def test_a_spent_budget_leaves_the_static_choice_and_says_so(
     begin = time.monotonic()
     outcomes = tuning.tune([layer, LAYERS["int4"]], HERE, asked, store, plan(budget=1.0))
     assert time.monotonic() - begin < 20
-    assert "were spent" in outcomes[cell_of(layer)].unfinished
+    assert "spent" in outcomes[cell_of(layer)].unfinished
     decision = oracle_module.decide(layer, HERE, asked, evidence=lookup.evidence(layer, HERE, asked))
     assert (decision.backend, decision.why) == ("slow", "estimate")
     assert outcomes[cell_of(layer)].measured == 0 or "decide nothing" in decision.because
