@@ -52,6 +52,10 @@ class CudaClock:
     def _flush(self) -> Tensor:
         return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
+    @cached_property
+    def _side(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
     def prepare(self, run: Run) -> tuple[Run, Any]:
         """A function as a graph.
 
@@ -61,7 +65,7 @@ class CudaClock:
         Returns:
             What replays it, and what it returned: memory that every replay fills anew.
         """
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side = self._side  # always the same: the allocator keeps memory for each stream apart
         side.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(side):
