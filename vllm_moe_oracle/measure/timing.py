@@ -8,6 +8,7 @@ always follows the same other; nothing is waited for inside a round, so that no 
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import statistics
 import time
@@ -72,6 +73,8 @@ class CudaClock:
             run()  # allocates what is kept
             torch.cuda.synchronize()
             # Not torch's context manager, which empties the allocator's cache each time: there are hundreds of graphs.
+            collecting = gc.isenabled()
+            gc.disable()  # what is freed during a capture may end it
             graph.capture_begin()
             try:
                 result = run()
@@ -79,7 +82,11 @@ class CudaClock:
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
                 raise
-            graph.capture_end()
+            else:
+                graph.capture_end()
+            finally:
+                if collecting:
+                    gc.enable()
         torch.cuda.synchronize()
         return graph.replay, result
 
