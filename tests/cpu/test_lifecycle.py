@@ -7,17 +7,13 @@ started with them.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import checkpoints
 import numpy as np
 import pytest
+import runner
 
 pytest.importorskip("vllm", reason="models are served")
 
@@ -73,14 +69,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         add(route, backend, "first", backend, STEPS.values())
     add("online", "second", "second", "emulation", [("generate",)])
     add("checkpoint", "second", "second", "emulation", [("generate",), *BROKEN.values()])
-    (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
-    script = Path(__file__).parents[1] / "e2e" / "lifecycle.py"
-    command = [sys.executable, str(script), folder / "jobs.json", folder / "results.json"]
-    environment = {**os.environ, "VLLM_PLUGINS": "moe_oracle"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found: Results = {}
-    for key, each in zip(jobs, json.loads((folder / "results.json").read_text()), strict=True):
+    for key, each in runner.run("lifecycle.py", jobs, folder).items():
         found[key] = dict(zip(["first", *BROKEN] if key[1] == "second" else STEPS, each, strict=False))
     return found
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import checkpoints
 import pytest
+import runner
 import torch
 
 pytest.importorskip("vllm", reason="loading needs vLLM")
@@ -63,17 +59,11 @@ FAULTS = {
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("bad")
     plain = checkpoints.write_checkpoint(folder / "plain")
-    jobs = []
-    for number, (change, _) in enumerate(FAULTS.values()):
-        made = checkpoints.rewrite_tensors(plain, folder / str(number), change)
-        jobs.append({"checkpoint": str(made), "dtype": "bfloat16", "prompt": [5, 6, 7], "tokens": 1})
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    script = Path(__file__).with_name("generate.py")
-    command = [sys.executable, script, folder / "jobs.json", folder / "results.json"]
-    environment = {**os.environ, "VLLM_PLUGINS": "moe_oracle"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return dict(zip(FAULTS, json.loads((folder / "results.json").read_text()), strict=True))
+    made = {}
+    for number, (name, (change, _)) in enumerate(FAULTS.items()):
+        path = checkpoints.rewrite_tensors(plain, folder / str(number), change)
+        made[name] = {"checkpoint": str(path), "dtype": "bfloat16", "prompt": [5, 6, 7], "tokens": 1}
+    return runner.run("generate.py", made, folder)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, message) in FAULTS.items() if message])

@@ -7,11 +7,7 @@ rounded, logits are as large as 6.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +17,7 @@ import checkpoints
 import numpy as np
 import pytest
 import reference
+import runner
 
 from vllm_moe_oracle.device import detect
 
@@ -98,15 +95,7 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
         "halves": job(models["halves"]),
         **{fault: job(models[fault], tokens=1) for fault in FAULTS},
     }
-    (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
-    command = [
-        sys.executable, str(Path(__file__).with_name("generate.py")), folder / "jobs.json", folder / "results.json"
-    ]  # fmt: skip
-    environment = {**os.environ, "VLLM_PLUGINS": "moe_oracle"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    results = json.loads((folder / "results.json").read_text())
-    return dict(zip(jobs, results, strict=True))
+    return runner.run("generate.py", jobs, folder)
 
 
 @pytest.fixture(scope="module")

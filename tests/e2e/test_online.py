@@ -7,10 +7,6 @@ compressor. What is served is compared with float32 transformers as in `test_ser
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +14,7 @@ import checkpoints
 import numpy as np
 import pytest
 import reference
+import runner
 import torch
 from e2e.test_served_model import PROMPT, TOKENS, difference, tolerance
 
@@ -105,18 +102,7 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
         "narrow experts": job(models["plain"], narrow(moe_intermediate_size=80)),
         "narrow heads": job(models["plain"], narrow(head_dim=20)),
     }
-    (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("generate.py")),
-        folder / "jobs.json",
-        folder / "results.json",
-    ]
-    environment = {**os.environ, "VLLM_PLUGINS": "moe_oracle"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    results = json.loads((folder / "results.json").read_text())
-    return dict(zip(jobs, results, strict=True))
+    return runner.run("generate.py", jobs, folder)
 
 
 # --- Online -----------------------------------------------------------------------------------------------------------

@@ -12,11 +12,7 @@ when e is so small that hardly any does, by the one that does, s / sqrt(K). Two 
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +21,7 @@ import checkpoints
 import numpy as np
 import pytest
 import reference
+import runner
 import torch
 
 pytest.importorskip("vllm", reason="serving needs vLLM")
@@ -139,18 +136,7 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
         "oai wrong beta": job(models["biased"], **oai(beta=0.0)),
         "oai wrong limit": job(models["biased"], **oai(limit=7.0)),
     }
-    (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("generate.py")),
-        folder / "jobs.json",
-        folder / "results.json",
-    ]
-    environment = {**os.environ, "VLLM_PLUGINS": "moe_oracle"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    results = json.loads((folder / "results.json").read_text())
-    return dict(zip(jobs, results, strict=True))
+    return runner.run("generate.py", jobs, folder)
 
 
 def transformers_run(model: torch.nn.Module) -> reference.Continuation:

@@ -1,0 +1,104 @@
+"""Two tensor-parallel ranks of a real vLLM: a backend that is wrong on one of them is taken on neither, and a rank with
+other settings is noticed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+import runner
+
+pytest.importorskip("vllm", reason="models are served")
+
+PROMPT = [5, 6, 7, 8]
+TOKENS = 4
+
+PLUGIN = '''
+"""A third party's backend: the emulation, but on the second rank it is told the wrong halves."""
+import torch
+import torch.distributed as dist
+from vllm_moe_oracle.backends.emulation import Emulation
+
+
+class Half(Emulation):
+    name = "half"
+    vllm_names = ()
+
+    def estimate(self, problem, device):
+        return 1.0
+
+    def convert(self, expert, problem, plan):
+        made = dict(expert)
+        if dist.get_rank() == 1:
+            half = problem.intermediate_size
+            for name in ("w13", "w13_scale"):
+                codes = expert[name].view(torch.uint8)
+                made[name] = torch.cat([codes[half:], codes[:half]]).view(expert[name].dtype)
+        return made
+
+
+BACKEND = Half()
+'''
+
+
+def install(folder: Path) -> Path:
+    """The third party's package, as pip would leave it."""
+    metadata = folder / "half_backend-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: half-backend\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[vllm_moe_oracle.backends]\nhalf = half_backend:BACKEND\n")
+    (folder / "half_backend.py").write_text(PLUGIN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a model on two ranks said, and what each rank reported."""
+    folder = tmp_path_factory.mktemp("ranks")
+    path = str(checkpoints.write_checkpoint(folder / "model"))
+    job = {
+        "checkpoint": path, "dtype": "bfloat16", "prompt": PROMPT, "tokens": TOKENS, "oracle": {},
+        "engine": {"tensor_parallel_size": 2},
+    }  # fmt: skip
+    jobs = {
+        "wrong on one": job,
+        "asked for": {**job, "oracle": {"backend": "half"}},
+    }
+    report = folder / "report.jsonl"
+    found = runner.run(
+        "generate.py",
+        jobs,
+        folder,
+        PYTHONPATH=str(install(folder / "third")),
+        MOE_ORACLE_REPORT=str(report),
+        # One core for each rank: vLLM binds them to NUMA nodes of their own otherwise.
+        VLLM_CPU_OMP_THREADS_BIND="0|1",
+    )
+    return found, [json.loads(line) for line in report.read_text().splitlines()]
+
+
+def test_both_ranks_take_the_next_candidate(outcome: Any) -> None:
+    said, records = outcome
+    assert "error" not in said["wrong on one"], said["wrong on one"]
+    first = records[:2]
+    assert sorted((record["rank"], record["ranks"]) for record in first) == [(0, 2), (1, 2)]
+    for record in first:
+        (group,) = record["groups"]
+        assert group["decision"]["backend"] == "emulation" and group["count"] == 2
+        reasons = {each["backend"]: each["reasons"] for each in group["candidates"]}
+        (reason,) = reasons["half"]
+        assert reason["code"] == "self_check"
+        assert "rank 1: relative error" in reason["detail"] and "rank 0" not in reason["detail"]
+
+
+def test_the_model_still_recites_its_alphabet(outcome: Any) -> None:
+    said, _ = outcome
+    assert said["wrong on one"]["tokens"] == list(range(PROMPT[-1] + 1, PROMPT[-1] + 1 + TOKENS))
+
+
+def test_an_explicit_choice_that_is_wrong_on_one_rank_refuses_to_start(outcome: Any) -> None:
+    said, _ = outcome
+    assert "error" in said["asked for"]
