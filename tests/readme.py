@@ -101,8 +101,17 @@ def kernels() -> str:
     )
 
 
+def integers() -> str:
+    """Which backend runs which kind of integer experts, from the product that the tests go through."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from wna16_product import table
+
+    return table()
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "explain": explain,
+    "integers": integers,
     "support-table": support_table,
     "settings": settings,
     "numbers": numbers,

@@ -377,7 +377,8 @@ def _gptq(config: Mapping[str, Any], where: str) -> SchemeOf:
 def gptq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
     """What a GPTQ config says of every module that it names no exception for.
 
-    With ``static_groups`` the groups are of neighbours, whatever the order in which features were quantised.
+    With ``static_groups`` the groups are of neighbours, whatever the order in which features were quantised; with one
+    scale per output row there is no order.
     ``checkpoint_format`` says how zero points are stored: ``gptq_v2`` as they are, everything else less one.
 
     Raises:
@@ -385,9 +386,9 @@ def gptq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
     """
     ordered = _boolean(config, "desc_act", where, default=False)
     static = _boolean(config, "static_groups", where, default=False)
-    order: ActOrder = "none" if not ordered else "static" if static else "group"
-    asymmetric = not _boolean(config, "sym", where, default=True)
     bits, group = _integer(config, "bits", where), _integer(config, "group_size", where)
+    order: ActOrder = "none" if not ordered or group == -1 else "static" if static else "group"
+    asymmetric = not _boolean(config, "sym", where, default=True)
     stored = _word(config, "checkpoint_format", where) or _word(config, "format", where) or "gptq"
     if stored not in ("gptq", "gptq_v2"):
         raise CheckpointError(f"unknown checkpoint_format {shown(stored)}", "Known are gptq, gptq_v2", where)

@@ -130,11 +130,10 @@ def test_what_of_the_format_they_take(name: str) -> None:
                             expected |= {"zero_points.bits"} if zeros else {"zero_points"}
                         if biased and not bias:
                             expected |= {"bias"}
-                        if order == "group" and name.startswith("marlin"):
-                            # With one scale a row no order changes anything.
-                            expected |= {"act_order.until"} if group != -1 else set()
-                            expected |= {"act_order.zero_points"} if group != -1 and zero else set()
-                        elif order not in orders:
+                        # With one scale a row no order changes anything.
+                        if order == "group" and group != -1 and name.startswith("marlin"):
+                            expected |= {"act_order.until"} | ({"act_order.zero_points"} if zero else set())
+                        elif order not in orders and group != -1:
                             expected |= {"act_order"}
                         assert found == expected, (width, group, zero, order, biased)
 

@@ -1,5 +1,5 @@
-"""A tiny MXFP8 model, a tiny gpt-oss in MXFP4 and models with integer experts give in every release that has a CPU build
-the same tokens, those of float32 transformers.
+"""A tiny MXFP8 model, a tiny gpt-oss in MXFP4 and models with integer experts give in every release that has a CPU
+build the same tokens, those of float32 transformers.
 
 Each release is served in an environment of its own, see `releases`. The release that is installed here is served by
 `test_served_model` on every run of the tests; this is for ``-m matrix``.

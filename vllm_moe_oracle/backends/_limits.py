@@ -150,7 +150,8 @@ def _format_reasons(limits: Limits, problem: Problem) -> list[Reason]:
         reasons.append(Reason("rows", detail))
     if scheme.zero_points and not limits.zero_points:
         reasons.append(Reason("zero_points", "does not apply zero points, the checkpoint has them"))
-    if scheme.act_order not in limits.act_orders:
+    # With one scale per output row, no order of input features changes anything.
+    if scheme.act_order not in limits.act_orders and scheme.group_size != -1:
         detail = f"act order {scheme.act_order} is not implemented (only {_joined(limits.act_orders)})"
         reasons.append(Reason("act_order", detail))
     return reasons
