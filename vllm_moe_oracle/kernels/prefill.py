@@ -300,63 +300,29 @@ def operand_layout(BM):
 
 
 @gluon.jit
-def multiply_steps(memory, stage, phase, k, acc, more, GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.constexpr,
-                   GROUP: gl.constexpr, HAS_ZERO: gl.constexpr, STAGES: gl.constexpr, COUNT: gl.constexpr,
-                   BM: gl.constexpr):  # fmt: skip
-    """Adds COUNT steps from column k on: each step is decoded while the one before is multiplied.
-
-    All products end here: one in flight at the end of a loop's iteration makes ptxas wait after every instruction.
-    """
-    x_smem, full, empty = memory[0], memory[4], memory[5]
-    FIRST: gl.constexpr = parts_of(BM)[0]
-    SECOND: gl.constexpr = parts_of(BM)[1]
-    before = stage
-    for i in gl.static_range(COUNT):
-        mbarrier.wait(full.index(stage), phase)
-        w = decode_step(memory, stage, k + i * BK, GROUP_OF_WARPS, FORMAT, GROUP, HAS_ZERO, operand_layout(FIRST))
-        x = x_smem.index(stage).slice(0, FIRST).permute((1, 0))
-        if SECOND > 0:
-            if i > 0:
-                acc, more = hopper.warpgroup_mma_wait(0, deps=(acc, more))
-            acc = hopper.warpgroup_mma(w, x, acc, is_async=True)
-            w = gl.convert_layout(w, operand_layout(SECOND), assert_trivial=True)
-            x = x_smem.index(stage).slice(FIRST, SECOND).permute((1, 0))
-            more = hopper.warpgroup_mma(w, x, more, is_async=True)
-        else:
-            if i > 0:
-                acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
-            acc = hopper.warpgroup_mma(w, x, acc, is_async=True)
-        if i > 0:
-            mbarrier.arrive(empty.index(before), count=1)
-        before = stage
-        stage, phase = advance(stage, phase, STAGES)
-    if SECOND > 0:
-        acc, more = hopper.warpgroup_mma_wait(0, deps=(acc, more))
-    else:
-        acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index(before), count=1)
-    return acc, more, stage, phase
-
-
-@gluon.jit
 def multiply_tile(memory, stage, phase, columns, GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.constexpr,
-                  GROUP: gl.constexpr, HAS_ZERO: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
-                  BM: gl.constexpr):  # fmt: skip
+                  GROUP: gl.constexpr, HAS_ZERO: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr):  # fmt: skip
     """float32 [128, tokens], this group's weight rows times the tile's tokens: one or two tensors (`parts_of`)."""
+    x_smem, full, empty = memory[0], memory[4], memory[5]
     FIRST: gl.constexpr = parts_of(BM)[0]
     SECOND: gl.constexpr = parts_of(BM)[1]
     acc = gl.zeros((ROWS, FIRST), gl.float32, product_layout(FIRST))
     more = gl.zeros((ROWS, SECOND), gl.float32, product_layout(SECOND)) if SECOND > 0 else 0
-    # A negative UNROLL: the steps are no multiple of it.
-    EACH: gl.constexpr = UNROLL if UNROLL > 0 else -UNROLL
-    odd = columns // BK % EACH * BK
-    if UNROLL < 0:
-        for k in range(0, odd, BK):
-            acc, more, stage, phase = multiply_steps(memory, stage, phase, k, acc, more, GROUP_OF_WARPS, FORMAT, GROUP,
-                                                     HAS_ZERO, STAGES, 1, BM)  # fmt: skip
-    for k in range(odd, columns, BK * EACH):
-        acc, more, stage, phase = multiply_steps(memory, stage, phase, k, acc, more, GROUP_OF_WARPS, FORMAT, GROUP,
-                                                 HAS_ZERO, STAGES, EACH, BM)  # fmt: skip
+    for k in range(0, columns, BK):
+        mbarrier.wait(full.index(stage), phase)
+        w = decode_step(memory, stage, k, GROUP_OF_WARPS, FORMAT, GROUP, HAS_ZERO, operand_layout(FIRST))
+        x = x_smem.index(stage).slice(0, FIRST).permute((1, 0))
+        acc = hopper.warpgroup_mma(w, x, acc, is_async=True)
+        # The products end here: with one in flight at the end of an iteration, ptxas waits after every instruction.
+        if SECOND > 0:
+            w = gl.convert_layout(w, operand_layout(SECOND), assert_trivial=True)
+            x = x_smem.index(stage).slice(FIRST, SECOND).permute((1, 0))
+            more = hopper.warpgroup_mma(w, x, more, is_async=True)
+            acc, more = hopper.warpgroup_mma_wait(0, deps=(acc, more))
+        else:
+            acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = advance(stage, phase, STAGES)
     return acc, more, stage, phase
 
 
@@ -418,7 +384,7 @@ def work_tile(memory, stage, phase, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr
               GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
               HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr,
               GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr, STAGES: gl.constexpr,
-              UNROLL: gl.constexpr, BM: gl.constexpr):  # fmt: skip
+              BM: gl.constexpr):  # fmt: skip
     """One tile, from its first step to its rows of out."""
     FIRST: gl.constexpr = parts_of(BM)[0]
     SECOND: gl.constexpr = parts_of(BM)[1]
@@ -430,7 +396,7 @@ def work_tile(memory, stage, phase, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr
     if HAS_BIAS:
         bias = gl.load(bias_ptr + n, mask=n < padded, other=0.0)
     acc, more, stage, phase = multiply_tile(memory, stage, phase, columns, GROUP_OF_WARPS, FORMAT, GROUP, HAS_ZERO,
-                                            STAGES, UNROLL, BM)  # fmt: skip
+                                            STAGES, BM)  # fmt: skip
     finish(acc, factor, bias, out_ptr, sorted_ptr, routers_ptr, width, first, start, rows, 0, alpha, beta, limit,
            HAS_ROW_SCALE, HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
     if SECOND > 0:
@@ -444,8 +410,7 @@ def work(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr, route
          n_chunks, alpha, beta, limit,
          GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
          HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr,
-         GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr, STAGES: gl.constexpr,
-         UNROLL: gl.constexpr):  # fmt: skip
+         GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """A group of warps that multiplies."""
     padded = n_chunks * 64
     stage = 0
@@ -466,22 +431,22 @@ def work(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr, route
             stage, phase = work_tile(
                 memory, stage, phase, row_scale, biases, out_ptr, sorted_ptr, routers_ptr, columns, width, padded,
                 first, start, rows, alpha, beta, limit, GROUP_OF_WARPS, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
-                HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, UNROLL, 128)  # fmt: skip
+                HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 128)  # fmt: skip
         elif rows > 64:
             stage, phase = work_tile(
                 memory, stage, phase, row_scale, biases, out_ptr, sorted_ptr, routers_ptr, columns, width, padded,
                 first, start, rows, alpha, beta, limit, GROUP_OF_WARPS, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
-                HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 1, 96)  # fmt: skip
+                HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 96)  # fmt: skip
         elif rows > 32:
             stage, phase = work_tile(
                 memory, stage, phase, row_scale, biases, out_ptr, sorted_ptr, routers_ptr, columns, width, padded,
                 first, start, rows, alpha, beta, limit, GROUP_OF_WARPS, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
-                HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 1, 64)  # fmt: skip
+                HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 64)  # fmt: skip
         else:
             stage, phase = work_tile(
                 memory, stage, phase, row_scale, biases, out_ptr, sorted_ptr, routers_ptr, columns, width, padded,
                 first, start, rows, alpha, beta, limit, GROUP_OF_WARPS, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
-                HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 1, 32)  # fmt: skip
+                HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 32)  # fmt: skip
 
 
 @gluon.jit
@@ -513,8 +478,7 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_p
             tiles, x_stride, columns, inner, n_chunks, k_chunks, s_stride, alpha, beta, limit,
             TOP_K: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
             HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
-            HAS_LIMIT: gl.constexpr, WEIGHT_INPUT: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
-            UNROLL: gl.constexpr):  # fmt: skip
+            HAS_LIMIT: gl.constexpr, WEIGHT_INPUT: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """h[position] = activation(x[sorted[position] // TOP_K] @ w13[expert].T + b13[expert]).
 
     x [tokens, columns] 16-bit, row stride x_stride, columns a multiple of 64; h [slots, inner] of x's dtype, in the
@@ -530,15 +494,15 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_p
         [
             (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, most, tiles, columns,
                     inner, n_chunks, alpha, beta, limit, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
-                    WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES, UNROLL)),
+                    WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES)),
             (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, most, tiles, columns,
                     inner, n_chunks, alpha, beta, limit, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
-                    WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES, UNROLL)),
+                    WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES)),
             (fetch, (x_ptr, sorted_ptr, blocks_ptr, w_ptr, s_ptr, z_ptr, memory, most, tiles, x_stride, columns,
                      n_chunks, k_chunks, s_stride, True, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES)),
         ],
         [4, 4],
-        [208, 72],
+        [200, 80],
     )  # fmt: skip
 
 
@@ -547,7 +511,7 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorte
          tiles, columns, hidden, n_chunks, k_chunks, s_stride,
          TOP_K: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
          HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT_INPUT: gl.constexpr, PDL: gl.constexpr,
-         STAGES: gl.constexpr, UNROLL: gl.constexpr):  # fmt: skip
+         STAGES: gl.constexpr):  # fmt: skip
     """partial[sorted[position]] = (h[position] @ w2[expert].T + b2[expert]) * router weight.
 
     h [slots, columns] in the order of sorted; partial [slots, hidden], both 16-bit. WEIGHT_INPUT: router weights were
@@ -561,13 +525,13 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorte
         [
             (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, most, tiles,
                     columns, hidden, n_chunks, 0.0, 0.0, 0.0, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
-                    not WEIGHT_INPUT, True, False, "", False, STAGES, UNROLL)),
+                    not WEIGHT_INPUT, True, False, "", False, STAGES)),
             (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, most, tiles,
                     columns, hidden, n_chunks, 0.0, 0.0, 0.0, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
-                    not WEIGHT_INPUT, True, False, "", False, STAGES, UNROLL)),
+                    not WEIGHT_INPUT, True, False, "", False, STAGES)),
             (fetch, (h_ptr, sorted_ptr, blocks_ptr, w_ptr, s_ptr, z_ptr, memory, most, tiles, columns, columns,
                      n_chunks, k_chunks, s_stride, False, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES)),
         ],
         [4, 4],
-        [208, 72],
+        [200, 80],
     )  # fmt: skip

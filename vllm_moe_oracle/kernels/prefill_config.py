@@ -14,23 +14,18 @@ from .weights import OwnWeights, bits_of
 
 BLOCK = 128  # most tokens of a block
 _SHARED = 220 * 1024  # bytes of shared memory for the stages; the epilogue and the barriers need the rest of 227 KB
-_ROWS = 40  # the rule: rows per active expert from which these kernels are the faster ones
+_ROWS = 30  # the rule: rows per active expert from which these kernels are the faster ones
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """How the persistent kernels run.
-
-    stages: steps of 64 columns held in shared memory, 0 for as many as fit. unroll: steps between two points at which
-    a group of warps waits for all its products.
-    """
+    """How the persistent kernels run: steps of 64 columns held in shared memory, 0 for as many as fit."""
 
     stages: int = 0
-    unroll: int = 1
 
     def __post_init__(self) -> None:
-        if self.stages < 0 or self.stages == 1 or self.unroll < 1:
-            raise ValueError(f"{self}: needs at least two stages (or 0) and one step")
+        if self.stages < 0 or self.stages == 1:
+            raise ValueError(f"{self}: needs at least two stages, or 0")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -84,7 +79,4 @@ def choose_prefill(weights: OwnWeights, name: str, shape: str, tokens: int, rows
     for row in measured_table().get(name, {}).get(shape, ()):
         if tokens <= row["tokens"]:
             return None if row["config"] is None else Prefill(**row["config"])
-    if rows < _ROWS:
-        return None
-    odd = weights.hidden // 64 % 2 or weights.intermediate // 64 % 2
-    return Prefill(unroll=4 if rows >= 200 else 1 if odd else 2)
+    return Prefill() if rows >= _ROWS else None

@@ -45,13 +45,11 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _flags(matrix: Matrix, config: Prefill) -> dict[str, object]:
-    even = matrix.columns // 64 % config.unroll == 0
+def _flags(matrix: Matrix) -> dict[str, object]:
     return {
         "HAS_ZERO": matrix.zeros is not None,
         "HAS_ROW_SCALE": matrix.row_scale is not None,
         "HAS_BIAS": matrix.bias is not None,
-        "UNROLL": config.unroll if even else -config.unroll,
     }
 
 
@@ -109,11 +107,11 @@ def launch(
     prefill.gate_up[grid](
         x, *operands(w13), h, ordered, routers, table, blocks, -(-w13.rows // 256), x.stride(0), weights.hidden,
         weights.intermediate, w13.codes.shape[1], w13.codes.shape[2], stride(w13), alpha, beta, limit or 0.0,
-        GATED=weights.gated, ACTIVATION=activation, HAS_LIMIT=limit is not None, **_flags(w13, config), **shared,
+        GATED=weights.gated, ACTIVATION=activation, HAS_LIMIT=limit is not None, **_flags(w13), **shared,
     )  # fmt: skip
     prefill.down[grid](
         h, *operands(w2), partial, ordered, routers, table, blocks, -(-w2.rows // 256), weights.intermediate,
-        weights.hidden, w2.codes.shape[1], w2.codes.shape[2], stride(w2), **_flags(w2, config), **shared,
+        weights.hidden, w2.codes.shape[1], w2.codes.shape[2], stride(w2), **_flags(w2), **shared,
     )  # fmt: skip
     gemm.sum_slots[(tokens, -(-weights.hidden // 1024))](
         partial, out, topk_ids, ids_map, weights.hidden, out.stride(0), TOP_K=top_k, HAS_MAP=has_map, BLOCK=1024,

@@ -1,0 +1,193 @@
+"""The persistent kernels for many tokens on a GPU against the float32 reference; tolerances as in test_kernels.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import CASES, Case, Layer, make_layer, reference
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+from vllm_moe_oracle.kernels import fused_moe as fm  # noqa: E402
+from vllm_moe_oracle.kernels import prefill_launch, prefill_route  # noqa: E402
+from vllm_moe_oracle.kernels.prefill_config import Prefill, reasons_against  # noqa: E402
+from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, load_expert  # noqa: E402
+
+UNIT = {dtype: torch.finfo(dtype).eps / 12**0.5 for dtype in (torch.bfloat16, torch.float16)}
+_layers: dict[str, tuple[Layer, OwnWeights]] = {}
+
+
+def whole_steps(case: Case) -> Case:
+    """The case with sizes that are whole steps of 64 columns, and odd numbers of steps where groups allow it."""
+    unit = max(64, case.group)
+    return replace(case, hidden=-(-case.hidden // unit) * unit, inner=-(-case.inner // unit) * unit)
+
+
+def supported(case: Case) -> bool:
+    weights = allocate(case.format, 1, case.hidden, case.inner, group=case.group, dtype=case.dtype,
+                       zero_points=case.zero_points, device="meta")  # fmt: skip
+    return not reasons_against(weights)
+
+
+PREFILL_CASES = [case for case in map(whole_steps, CASES) if supported(case)]
+
+
+def layer_of(case: Case) -> tuple[Layer, OwnWeights]:
+    """The case's layer, canonical and stored; stored tensors are poisoned before they are filled."""
+    if case.name not in _layers:
+        layer = make_layer(case)
+        weights = allocate(case.format, case.experts, case.hidden, case.inner, gated=case.gated, group=case.group,
+                           dtype=case.dtype, zero_points=case.zero_points, bias=case.bias, device="cuda")  # fmt: skip
+        for matrix in (weights.w13, weights.w2):
+            for tensor in matrix.tensors():
+                tensor.view(torch.uint8).fill_(0xA5)
+        for which in ("w13", "w2"):
+            for expert in range(case.experts):
+                parts = (layer.codes, layer.scales, layer.zeros, layer.bias)
+                load_expert(weights, which, expert, *(
+                    None if part[which] is None else part[which][expert].cuda() for part in parts
+                ))  # fmt: skip
+        _layers[case.name] = layer, weights
+    return _layers[case.name]
+
+
+def inputs(case: Case, tokens: int, routing: str = "random") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x with 1 % of its channels 50 times larger, router weights, int32 ids: random, "one" expert, some "negative"."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, case.hidden, generator=generator)
+    x[:, torch.randperm(case.hidden, generator=generator)[: max(1, case.hidden // 100)]] *= 50
+    ids = torch.rand(tokens, case.experts, generator=generator).argsort(1)[:, : case.top_k]
+    if routing == "one":
+        ids = torch.full_like(ids, case.experts - 1)
+    elif routing == "negative":
+        ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.4, -1, ids)
+        ids[0] = -1
+    elif routing == "none":
+        ids = torch.full_like(ids, -1)
+    router = torch.rand(tokens, case.top_k, generator=generator) + 0.1
+    return x.to("cuda", case.dtype), router.cuda(), ids.to("cuda", torch.int32)
+
+
+def call(weights: OwnWeights, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, case: Case,
+         config: Prefill | None = None, **options: object) -> torch.Tensor:  # fmt: skip
+    """fused_moe with poisoned workspace and output."""
+    config = config or Prefill()
+    plan = fm.plan_workspace(weights, *ids.shape, config)
+    # As floats both bytes are NaN or huge; as integers one is negative, the other far out of range.
+    workspace = torch.full((plan.nbytes,), (0xFF, 0x7F)[ids.shape[0] % 2], dtype=torch.uint8, device="cuda")
+    out = torch.full_like(x, float("nan"))
+    fm.fused_moe(x, weights, router, ids, activation=case.activation, limit=case.limit, workspace=workspace,
+                 counters=torch.zeros(1, dtype=torch.int32, device="cuda"), out=out, config=config,
+                 **options)  # fmt: skip
+    return out
+
+
+def check(out: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.isfinite(out).all()
+    error = (out.float() - expected).double()
+    if not expected.any():
+        assert not out.any()
+        return
+    assert error.norm() / expected.double().norm() <= 2.5 * UNIT[out.dtype]
+    assert error.abs().max() <= 2 * torch.finfo(out.dtype).eps * expected.abs().max()
+
+
+@pytest.mark.parametrize("tokens", (1, 17, 129, 513, 2200))
+@pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.name)
+def test_layer(case: Case, tokens: int) -> None:
+    layer, weights = layer_of(case)
+    x, router, ids = inputs(case, tokens)
+    out = call(weights, x, router, ids, case)
+    check(out, reference(case, layer, x, router, ids))
+    assert torch.equal(out, call(weights, x, router, ids, case))
+
+
+@pytest.mark.parametrize("routing", ("one", "negative", "none"))
+@pytest.mark.parametrize("tokens", (3, 129, 700))
+@pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.name)
+def test_routing(case: Case, tokens: int, routing: str) -> None:
+    layer, weights = layer_of(case)
+    x, router, ids = inputs(case, tokens, routing)
+    check(call(weights, x, router, ids, case), reference(case, layer, x, router, ids))
+
+
+@pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.name)
+def test_every_number_of_tokens_of_a_block(case: Case) -> None:
+    """All tokens to the same experts: blocks of every size around those that have products of their own."""
+    layer, weights = layer_of(case)
+    for tokens in (31, 32, 33, 64, 65, 95, 96, 97, 127, 128, 160, 161, 192, 193, 224, 256, 257):
+        x, router, ids = inputs(case, tokens, "one")
+        ids = torch.arange(case.top_k, device="cuda", dtype=torch.int32).expand(tokens, -1).contiguous()
+        check(call(weights, x, router, ids, case), reference(case, layer, x, router, ids))
+
+
+@pytest.mark.parametrize("case", PREFILL_CASES[:1], ids=lambda case: case.name)
+def test_expert_map_and_weights_on_input(case: Case) -> None:
+    layer, weights = layer_of(case)
+    x, router, _ = inputs(case, 300)
+    generator = torch.Generator().manual_seed(5)
+    expert_map = torch.full((2 * case.experts,), -1, dtype=torch.int32)
+    expert_map[torch.randperm(2 * case.experts, generator=generator)[: case.experts]] = torch.arange(
+        case.experts, dtype=torch.int32
+    )
+    ids = torch.rand(300, 2 * case.experts, generator=generator).argsort(1)[:, : case.top_k]
+    ids[150, 0] = -1
+    local = torch.where(ids >= 0, expert_map[ids.clamp(min=0)], -1).cuda()
+    out = call(weights, x, router, ids.cuda(), case, expert_map=expert_map.cuda())
+    check(out, reference(case, layer, x, router, local))
+    out = call(weights, x, router, local.int(), case, apply_router_weight_on_input=True)
+    check(out, reference(case, layer, x, router, local, weight_on_input=True))
+
+
+@pytest.mark.parametrize("config", (Prefill(stages=2), Prefill(stages=3)), ids=str)
+@pytest.mark.parametrize("case", [case for case in PREFILL_CASES if case.name in ("int4-g128", "mxfp8")],
+                         ids=lambda case: case.name)  # fmt: skip
+def test_stages_agree_bitwise(case: Case, config: Prefill) -> None:
+    _, weights = layer_of(case)
+    x, router, ids = inputs(case, 700)
+    assert torch.equal(call(weights, x, router, ids, case, config), call(weights, x, router, ids, case))
+
+
+@pytest.mark.parametrize("experts", (1, 8, 100, 128, 384, 512))
+@pytest.mark.parametrize("tokens", (3, 64, 512, 3000))
+def test_lists_of_slots_and_blocks(experts: int, tokens: int) -> None:
+    top_k, most_rows = min(8, experts), 128
+    slots = tokens * top_k
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-1, experts, (slots,), generator=generator, dtype=torch.int32)
+    if tokens == 64:
+        ids[:] = experts - 1
+    router = torch.rand(slots, generator=generator)
+    most, padded = prefill_launch._blocks(slots, experts), prefill_launch._experts_padded(experts)
+    chunks = prefill_launch._chunks(slots)
+    table, ordered, counts, totals = (
+        torch.full((n,), -7, dtype=torch.int32, device="cuda")
+        for n in ((1 + 2 * most) * 4, slots, chunks * padded, padded)
+    )
+    routers = torch.full((slots,), -7.0, device="cuda")
+    device_ids, lists = ids.cuda(), {"EP": padded, "PDL": False}
+    prefill_route.count_slots[(chunks,)](device_ids, device_ids, counts, slots, HAS_MAP=False, CHUNK=128, num_warps=1,
+                                         **lists)  # fmt: skip
+    prefill_route.add_chunks[(padded,)](counts, totals, chunks, BLOCK=512, **lists)
+    prefill_route.place_slots[(max(chunks, experts),)](
+        device_ids, device_ids, router.cuda(), counts, totals, ordered, routers, table, slots, chunks, experts, most,
+        HAS_MAP=False, CHUNK=128, BM=most_rows, num_warps=1, **lists,
+    )  # fmt: skip
+    large, small, start = [], [], 0
+    by_expert = [(ids == expert).nonzero()[:, 0].tolist() for expert in range(experts)]
+    for expert, mine in enumerate(by_expert):
+        for at in range(0, len(mine), most_rows):
+            rows = min(most_rows, len(mine) - at)
+            (large if rows > most_rows // 2 else small).append([expert, start + at, rows])
+        start += len(mine)
+    flat = [slot for mine in by_expert for slot in mine]
+    entries = table.view(-1, 4).cpu()
+    assert entries[0, :2].tolist() == [len(large), len(small)]
+    assert entries[1 : 1 + len(large), :3].tolist() == large
+    assert entries[1 + most : 1 + most + len(small), :3].tolist() == small
+    assert ordered[:start].tolist() == flat
+    assert torch.equal(routers[:start].cpu(), router[flat])
