@@ -168,7 +168,7 @@ def test_a_second_copy_is_made_only_when_it_is_allowed(monkeypatch: pytest.Monke
     layer = Running()
     with inside(monkeypatch, list(backends()), CONFIG, EVIDENCE) as config:
         method = made(config, layer)
-        assert method.decision.steps == () and method.turns is None and method.copies == {}
+        assert method.decision.steps == () and method.by_turns is None and method.copies == {}
         assert method.decision.backend in ("decoder", "prefiller") and method.decision.why == "measured"
 
 
@@ -225,7 +225,7 @@ def test_a_backend_that_fails_its_self_check_takes_no_turn(
     config = CONFIG | {"self_check": "group", "second_copy": second_copy, "objective": "1:1,128:10"}
     with inside(monkeypatch, list(backends()), config, EVIDENCE) as moe:
         method = made(moe, layer)
-        assert method.backend.name == "prefiller" and method.turns is None and method.decision.steps == ()
+        assert method.backend.name == "prefiller" and method.by_turns is None and method.decision.steps == ()
         assert method.copies == {}
     assert ("cannot take turns" in caplog.text) == second_copy
 

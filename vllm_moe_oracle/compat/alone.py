@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import DeviceConfig, KernelConfig, VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
+from vllm.distributed import parallel_state
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
@@ -39,8 +39,8 @@ def worker(kind: str, most_tokens: int) -> Iterator[Any]:
         if not parallel_state.model_parallel_is_initialized():
             # A file, not a port: several such processes may run on one machine.
             store = f"file://{tempfile.mkdtemp(prefix='moe-oracle-')}/store"
-            init_distributed_environment(1, 0, store, 0, "nccl" if kind == "cuda" else "gloo")
-            initialize_model_parallel(1, 1)
+            parallel_state.init_distributed_environment(1, 0, store, 0, "nccl" if kind == "cuda" else "gloo")
+            parallel_state.initialize_model_parallel(1, 1)
             from vllm.v1.worker.workspace import init_workspace_manager
 
             init_workspace_manager(torch.device("cuda:0" if kind == "cuda" else kind))
@@ -57,7 +57,7 @@ def vllm_config(kind: str, most_tokens: int, moe_backend: str = "auto") -> Any:
 def layer_config(problem: Problem, kind: str, most_tokens: int) -> Any:
     """vLLM's `FusedMoEConfig` of a layer on this rank alone; a rank of several holds what the problem says is local."""
     activation, routing = problem.activation, problem.routing
-    methods = {name.lower(): method for name, method in RoutingMethodType.__members__.items()}
+    methods = {method.name.lower(): method for method in RoutingMethodType}
     fields: dict[str, Any] = {
         "num_experts": problem.num_experts,
         "num_local_experts": problem.local_experts,
@@ -211,7 +211,7 @@ def _no_model_is_asked() -> None:
 def _stock_layer(problem: Problem, kind: str) -> Any:
     from vllm.model_executor.layers.fused_moe import layer as moe_layer
 
-    factory = getattr(moe_layer, "FusedMoEFactory", None) or moe_layer.FusedMoE
+    factory = getattr(moe_layer, "FusedMoEFactory" if hasattr(moe_layer, "FusedMoEFactory") else "FusedMoE")
     activation = problem.activation
     optional = {"swiglu_limit": activation.limit, "swiglu_alpha": activation.alpha, "swiglu_beta": activation.beta}
     if activation.name == "swigluoai" and activation.interleaved:

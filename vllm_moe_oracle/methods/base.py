@@ -79,6 +79,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
     release: Adapter
     settings: settings.Settings
     group: agreement.Group
+    copies: turns.Copies
+    by_turns: turns.Turns | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An instance, or one of the stock class where stock vLLM has to serve the layer.
@@ -137,8 +139,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
         if hasattr(self, "decision"):  # `__new__` has made it already, and Python comes once more
             return
         FusedMoEMethodBase.__init__(self, moe)
-        self.copies: turns.Copies = {}
-        self.turns: turns.Turns | None = None
+        self.copies = {}
+        self.by_turns = None
         # Kept, so that `apply` calls nothing that is cached: on a CPU the compiler traces through it.
         self.release = current_adapter()
         layer, name = current_layer()
@@ -265,7 +267,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             experts = self.backend.experts(tensors, problem, self.decision.plan, builder)
             storage.keep(layer, builder.kept)
             self.moe_kernel = self.release.kernel(self.moe, self.moe_quant_config, layer, experts)
-            self.turns = turns.build(self, layer, tensors, self.moe_kernel)
+            self.by_turns = turns.build(self, layer, tensors, self.moe_kernel)
         setattr(layer, _PROCESSED, True)
         self._enter(layer, "converted")
         engagement.converted(self.decision)
@@ -317,9 +319,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
         """Runs the experts on routed tokens; `x` is `[M, hidden]`."""
         kernel, weights = self._ready(layer), layer
         extra = dict(zip(("shared_experts", "shared_experts_input"), args, strict=False)) | kwargs
-        if self.turns is not None:
-            self.turns.reserve(x, topk_weights, topk_ids)
-            kernel, weights = self.turns.at(x.shape[0])
+        if self.by_turns is not None:
+            self.by_turns.reserve(x, topk_weights, topk_ids)
+            kernel, weights = self.by_turns.at(x.shape[0])
         return self.release.apply(kernel, weights, x, topk_weights, topk_ids, extra)
 
     def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> Any:
