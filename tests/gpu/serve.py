@@ -2,11 +2,12 @@
 
     python tests/gpu/serve.py --model qwen3-mxfp8 --model qwen3-gptq --model gpt-oss --json serve.json
 
-Shapes of Qwen3-30B-A3B and gpt-oss-20b with fewer layers, weights that vLLM makes up (``--load-format dummy``), its own
-defaults: compiled, CUDA graphs on. Each mode runs in a process of its own: ``stock`` is vLLM without the plugin,
-``auto`` with it, and any other name is a backend of ours for every layer. The modes of a model share vLLM's compile
-cache, so that all but the first start warm. A decode step is the slope of the time over the number of generated tokens,
-at each batch size; prefill is 32 prompts of 1024 tokens. The JSON file is written after each mode.
+Shapes of Qwen3-30B-A3B and gpt-oss-20b with fewer layers, weights that vLLM makes up (``--load-format dummy``),
+compiled as by default, CUDA graphs of the batch sizes that are timed. Each mode runs in a process of its own:
+``stock`` is vLLM without the plugin, ``auto`` with it, and any other name is a backend of ours for every layer. The
+modes of a model share vLLM's compile cache, so that all but the first start warm. A decode step is the slope of the
+time over the number of generated tokens, at each batch size; prefill is 32 prompts of 1024 tokens. The JSON file is
+written after each mode.
 
 On a CPU a tiny model goes the same way: add ``--tiny``.
 """
@@ -79,6 +80,8 @@ def measure(folder: str, mode: str, tiny: bool) -> dict[str, Any]:
         max_num_seqs=64,
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
+        # The batch sizes that are timed, and no others: every size is compiled and captured while the engine starts.
+        compilation_config={} if tiny else {"cudagraph_capture_sizes": list(BATCHES)},
         **({"additional_config": {"moe_oracle": oracle}} if oracle else {}),
         **memory,
     )
@@ -145,6 +148,12 @@ def run_mode(folder: Path, mode: str, tiny: bool, seconds: float) -> dict[str, A
             {"layers": group["count"], **group["decision"], "problem": group["problem"]["scheme"]}
             for group in record["groups"]
         ]
+    # With their times: what a start spends them on.
+    row["start"] = [
+        line[:160]
+        for line in said.splitlines()
+        if re.search(r" took |Loading|Graph captur|compil", line, re.IGNORECASE)
+    ]
     row["said"] = [line.split("moe_oracle: ", 1)[1][:300] for line in said.splitlines() if "moe_oracle: " in line]
     return row
 
