@@ -116,8 +116,11 @@ PASSED_ON = {
 PATHS = {
     "vllm.model_executor.layers.quantization.utils.humming_utils": (("0.22", "0.30"),),
     "vllm.model_executor.layers.quantization.utils.humming": (("0.31", _NOW),),
+    f"{_FUSED_MOE}.experts.cpu_moe:CPUExpertsInt4": (("0.24", _NOW),),
+    f"{_FUSED_MOE}.experts.trtllm_mxint4_moe:TrtLlmMxint4ExpertsMonolithic": (("0.23", _NOW),),
 }
-"""Modules that not every release has, and that are looked for before they are imported: the ranges that have them."""
+"""Modules and classes that not every release has: the ranges that have them. Modules are looked for before they are
+imported; of classes, the backend's own rule says from which release on it is there."""
 
 HOOKS = {
     "get_checkpoint_weight_mapper": (("0.30", _NOW),),
