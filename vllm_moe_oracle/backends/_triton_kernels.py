@@ -51,6 +51,8 @@ class TritonKernels(Backend):
     """
 
     place: ClassVar[str]
+    # On Blackwell the scales of all experts are one tensor of tiles.
+    dense = True
     schemes = ("mxfp4",)
     limits = Limits(
         capabilities=((90, 110), (120, 130)),
