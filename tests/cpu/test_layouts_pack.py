@@ -10,7 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_moe_oracle.layouts.pack import Order, pack_nibbles, pack_tiles, unpack_nibbles, unpack_tiles
+from vllm_moe_oracle.layouts.pack import (
+    Order,
+    distances,
+    pack_nibbles,
+    pack_tiles,
+    undo_distances,
+    unpack_nibbles,
+    unpack_tiles,
+)
 
 ORDERS: tuple[Order, ...] = ("interleaved", "transposed", "plain")
 
@@ -121,3 +129,17 @@ def test_shapes_of_nibbles_are_learnt_without_data() -> None:
 def test_nibbles_that_are_no_whole_tile_are_refused_with_both_numbers(shape: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=rf"\[{shape[0]}, {2 * shape[1]}\].*64 rows x 16 columns"):
         pack_nibbles(codes(*shape))
+
+
+def test_distances_are_taken_from_every_zero_point() -> None:
+    """What the kernel ``weight_repack_nk`` says, for each code and each zero point."""
+    original = torch.arange(256, dtype=torch.uint8).repeat(64, 1)
+    assert torch.equal(undo_distances(distances(original)), original)
+    for zero in range(256):
+        zeros = torch.full((64, 4), zero, dtype=torch.uint8)
+        found = distances(original, zeros)
+        numbers = original.to(torch.int32)
+        expected = torch.where(numbers >= zero, numbers - zero, 255 - numbers)
+        assert torch.equal(found.to(torch.int32), expected)
+        assert torch.equal(undo_distances(found, zeros), original)
+    assert torch.equal(distances(original), distances(original, torch.full((64, 1), 128, dtype=torch.uint8)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,6 +36,21 @@ def test_biases_come_back(blocks: int, seed: int) -> None:
 
 
 @given(rows=st.integers(1, 4), groups=st.integers(1, 5), seed=st.integers(0, 2**31))
+def test_zero_points_and_real_scales_come_back(rows: int, groups: int, seed: int) -> None:
+    original = codes(64 * rows, groups, seed=seed)
+    for marlin in (True, False):
+        packed = orders.order_zero_points(original, 8, marlin)
+        assert packed.dtype == torch.int32 and packed.shape == (groups, 16 * rows) and packed.is_contiguous()
+        assert torch.equal(orders.restore_zero_points(packed, 8, marlin), original)
+        packed = orders.order_zero_points(original & 15, 4, marlin)
+        assert packed.dtype == torch.int32 and packed.shape == (groups, 8 * rows) and packed.is_contiguous()
+        assert torch.equal(orders.restore_zero_points(packed, 4, marlin), original & 15)
+    assert torch.equal(orders.unpair_rows(orders.pair_rows(original & 15)), original & 15)
+    floats = original.to(torch.bfloat16)
+    assert torch.equal(orders.restore_scales(orders.order_scales(floats)), floats)
+
+
+@given(rows=st.integers(1, 4), groups=st.integers(1, 5), seed=st.integers(0, 2**31))
 def test_tiled_scales_come_back(rows: int, groups: int, seed: int) -> None:
     original = codes(128 * rows, 4 * groups, seed=seed)
     assert torch.equal(orders.untile_scales(orders.tile_scales(original)), original)
@@ -54,6 +70,7 @@ def test_rows_come_back(blocks: int, columns: int, seed: int) -> None:
     assert torch.equal(row_orders.unshuffle_rows(row_orders.shuffle_rows(original)), original)
     assert torch.equal(row_orders.separate_halves(row_orders.alternate_halves(original)), original)
     assert torch.equal(row_orders.swap_halves(row_orders.swap_halves(original)), original)
+    assert torch.equal(row_orders.unblock_columns(row_orders.block_columns(original, columns)), original)
 
 
 def test_rows_move_as_the_kernels_documentation_says() -> None:
@@ -92,11 +109,30 @@ def test_marlins_biases_are_vllms() -> None:
     assert torch.equal(orders.order_bias(bias), general.marlin_permute_bias(bias))
 
 
+@pytest.mark.parametrize("groups", [1, 5])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_marlins_zero_points_and_scales_are_vllms_byte_for_byte(bits: int, groups: int) -> None:
+    general: Any = pytest.importorskip(f"{UTILS}.marlin_utils")
+    zeros = codes(192, groups) & (1 << bits) - 1
+    expected = general.marlin_zero_points(zeros.T.to(torch.int32).contiguous(), groups, 192, bits)
+    assert torch.equal(orders.order_zero_points(zeros, bits, marlin=True), expected.to(torch.int32))
+    scales = codes(192, groups).to(torch.bfloat16)
+    group = 128 if groups > 1 else -1
+    expected = general.marlin_permute_scales(scales.T.contiguous(), 128 * groups, 192, group)
+    assert torch.equal(orders.order_scales(scales), expected)
+
+
 def test_tiled_scales_are_vllms_byte_for_byte() -> None:
     mxfp8: Any = pytest.importorskip(f"{UTILS}.mxfp8_utils")
     original = codes(384, 12)
     expected = mxfp8.swizzle_mxfp8_scale(original, M=384, K=12 * 32)
     assert torch.equal(orders.tile_scales(original).view(-1), expected.view(-1))
+
+
+def test_blocks_of_columns_are_flashinfers_byte_for_byte() -> None:
+    flashinfer: Any = pytest.importorskip("flashinfer.fused_moe.core")
+    original = codes(96, 512)
+    assert torch.equal(row_orders.block_columns(original, 128), flashinfer.convert_to_block_layout(original, 128))
 
 
 def test_packed_scales_are_what_deep_gemm_makes_of_vllms_float32_scales() -> None:
@@ -117,6 +153,7 @@ def test_packed_scales_are_what_deep_gemm_makes_of_vllms_float32_scales() -> Non
         (orders.tile_scales, (128, 3), r"\[128, 3\].*128 rows x 4"),
         (orders.pack_scales, (6, 4), "6 rows are no multiple of 4"),
         (row_orders.shuffle_rows, (48, 2), "48 rows are no multiple of 32"),
+        (partial(row_orders.block_columns, width=3), (48, 4), "4 columns are no whole blocks of 3"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_numbers(function: Any, shape: tuple[int, ...], message: str) -> None:
