@@ -28,6 +28,7 @@ import triton
 from vllm_moe_oracle.kernels import config as configs
 from vllm_moe_oracle.kernels.config import Config, Tile
 from vllm_moe_oracle.kernels.fused_moe import fused_moe, plan_workspace
+from vllm_moe_oracle.kernels.prefill_config import Prefill
 from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, rebased
 
 # experts, top-k, hidden, intermediate on this rank, activation, biases
@@ -73,7 +74,7 @@ def routed(tokens: int, shape: str, device: str = "cuda"):
     return x, weights / weights.sum(-1, keepdim=True), ids.to(torch.int32)
 
 
-def prepare(weights: OwnWeights, shape: str, tokens: int, config: Config, pdl: bool = True):
+def prepare(weights: OwnWeights, shape: str, tokens: int, config: Config | Prefill, pdl: bool = True):
     """A function that runs the layer once, with everything it needs allocated."""
     x, router, ids = routed(tokens, shape)
     plan = plan_workspace(weights, tokens, SHAPES[shape][1], config)
@@ -253,8 +254,10 @@ class Timer:
         return best
 
 
-def describe(config: Config) -> str:
+def describe(config: Config | Prefill) -> str:
     """A configuration in a few characters."""
+    if isinstance(config, Prefill):
+        return str(config)
     parts = [
         f"{t.bm}x{t.bn}x{t.bk}w{t.warps}s{t.stages}" + (f"/{t.split}" if t.split > 1 else "")
         + (f"*{t.fold}" if t.fold > 1 else "")
