@@ -13,7 +13,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -380,6 +380,8 @@ def _problem(config: Config, index: int, name: str, scheme: Scheme, tp: int, exp
             routing=_routing(config, index),
             parallel=parallel,
         )
+        if scheme.name == "wna16":  # as the methods do: rows that alternate are put apart when they are loaded
+            return replace(problem, activation=replace(problem.activation, interleaved=False))
         # As the method does: gpt-oss's loader cuts between blocks.
         cut = scheme.name == "mxfp4" and problem.activation.interleaved
         return in_whole_blocks(problem) if cut else problem

@@ -435,6 +435,19 @@ INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "s
             {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "modules_to_not_convert": None},
             Scheme("wna16", 4, 64, "awq", True),
         ),
+        (
+            {"quant_method": "gptq", "bits": 8, "group_size": -1, "desc_act": True, "sym": False},
+            Scheme("wna16", 8, -1, "gptq", True),
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "static_groups": True, "sym": False,
+             "checkpoint_format": "gptq_v2"},
+            Scheme("wna16", 4, 32, "gptq_v2", True, "static"),
+        ),
+        (compressed(group(INT4 | {"actorder": "dynamic"}), format=PACKED),
+         Scheme("wna16", 4, 128, "compressed-tensors", False, "group")),
+        (compressed(group(INT4 | {"num_bits": 8}), format="int-quantized"),
+         Scheme("wna16", 8, 128, "compressed-tensors-int")),
         (compressed(group(INT4), format=PACKED), Scheme("wna16", 4, 128, "compressed-tensors")),
         (
             compressed(group(INT4 | {"strategy": "channel", "group_size": None, "actorder": "static"}), format=PACKED),
@@ -469,6 +482,40 @@ def test_gptq_may_leave_modules_out_and_give_others_another_group(explain: Any) 
     found = explain(quantised(quantization_config=quantization))
     assert found.unquantised == ("model.layers.0.mlp.experts",)
     assert [problem.scheme.group_size for problem in found.problems[:2]] == [64, 128]
+
+
+def test_lists_of_modules_may_be_lists_of_lists(explain: Any) -> None:
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+    experts = [[f"mlp.experts.0.{name}_proj"] for name in ("gate", "up", "down")]
+    found = explain(quantised(quantization_config=gptq | {"modules_in_block_to_quantize": [["self_attn.q"], *experts]}))
+    assert len(found.problems) == 48 and not found.unquantised
+    found = explain(quantised(quantization_config=gptq | {"modules_in_block_to_quantize": [["self_attn.q"]]}))
+    assert len(found.unquantised) == 48 and not found.problems
+    names = [f"model.layers.{index}.mlp.experts.0.{name}_proj" for index in (1, 3) for name in ("gate", "up", "down")]
+    found = explain(quantised(quantization_config=gptq | {"modules_in_block_to_quantize": names}))
+    assert [problem.layer for problem in found.problems] == ["model.layers.1.mlp.experts", "model.layers.3.mlp.experts"]
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    found = explain(quantised(quantization_config=awq | {"modules_to_not_convert": [["gate"], [["layers.0."]]]}))
+    assert found.unquantised == ("model.layers.0.mlp.experts",)
+
+
+def test_groups_of_gptq_that_a_cut_splits_are_halved_and_those_of_compressed_tensors_are_not(explain: Any) -> None:
+    from vllm_moe_oracle.oracle.planner import group_reasons, loaded_group
+
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+    halved = explain(quantised(quantization_config=gptq), tp=4).problems[0]
+    assert loaded_group(halved) == 64 and not group_reasons(halved)
+    (reason,) = group_reasons(
+        explain(quantised(quantization_config=compressed(group(INT4), format=PACKED)), tp=4).problems[0]
+    )
+    assert "768 / 4 = 192 is no multiple of the scale group 128 (192 mod 128 = 64)" in reason.detail
+
+
+def test_integers_of_gpt_oss_are_loaded_with_gate_and_up_apart(explain: Any) -> None:
+    ints = compressed(group(INT4 | {"group_size": 32}), format=PACKED)
+    found = explain({**config("gpt-oss-20b"), "quantization_config": ints})
+    assert {problem.activation.interleaved for problem in found.problems} == {False}
+    assert {problem.activation.name for problem in found.problems} == {"swigluoai"}
 
 
 # --- input that cannot be used ----------------------------------------------------------------------------------------
@@ -522,6 +569,32 @@ def test_gptq_may_leave_modules_out_and_give_others_another_group(explain: Any) 
         ({"quantization_config": compressed(group(CT_MXFP8, [1]))}, r"input_activations is \[1\]"),
         ({"quantization_config": compressed(group({**CT_MXFP8, "group_size": 16}))}, "8-bit float.* does not read"),
         ({"quantization_config": {"quant_method": "gptq", "bits": "4"}}, "bits is '4', not a width"),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "gptq",
+                    "bits": 4,
+                    "group_size": 32,
+                    "checkpoint_format": "marlin",
+                }
+            },
+            "unknown checkpoint_format 'marlin'. Known are gptq, gptq_v2",
+        ),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "awq",
+                    "bits": 4,
+                    "group_size": 32,
+                    "modules_to_not_convert": [[1]],
+                }
+            },
+            "modules_to_not_convert is .*, not a list of names",
+        ),
+        (
+            {"quantization_config": compressed(group(INT4 | {"actorder": "best"}), format=PACKED)},
+            "unknown actorder 'best'",
+        ),
     ],
 )
 def test_unusable_configs_say_what_and_where(
