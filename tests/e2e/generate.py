@@ -3,8 +3,9 @@
     python tests/e2e/generate.py JOBS.json RESULTS.json
 
 A job is an object: ``checkpoint``, ``dtype``, ``prompt`` (token ids), ``tokens`` (how many), ``oracle`` (settings of
-the plugin), ``engine`` (more arguments of vLLM's `LLM`), and ``experts`` (keywords that every MoE layer of the model
-gets on top of its own: biases, another activation). A result has ``tokens``, ``logprobs`` (one list over the vocabulary
+the plugin), ``engine`` (more arguments of vLLM's `LLM`), ``experts`` (keywords that every MoE layer of the model
+gets on top of its own: biases, another activation), and ``online_experts`` (vLLM's name of a `QuantKey`: experts are
+quantised while they load). A result has ``tokens``, ``logprobs`` (one list over the vocabulary
 for each token), ``layers`` (what the plugin says about its layers) and ``digests`` (SHA-256 of the bytes of each
 parameter of the MoE layers, by name), or ``error``. The last two are there when the model is in this process.
 """
@@ -48,6 +49,20 @@ def with_experts(**keywords: Any) -> None:
     setattr(qwen3_moe, name, functools.partial(original, **keywords) if keywords else original)
 
 
+def online_experts(job: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that quantise a 16-bit checkpoint's experts alone; in vLLM's words a format has one name for linear
+    layers too, and those of some have no kernel on a CPU."""
+    if "online_experts" not in job:
+        return {}
+    from vllm.config.quantization import QuantSpec
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    return {
+        "quantization": "online",
+        "quantization_config": {"moe": QuantSpec(weight=getattr(quant_utils, job["online_experts"]))},
+    }
+
+
 def model_of(llm: Any) -> Any:
     """The torch module of an engine that runs in this process."""
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
@@ -87,7 +102,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             model=job["checkpoint"],
             dtype=job["dtype"],
             additional_config={"moe_oracle": job.get("oracle", {})},
-            **SMALL | {"enforce_eager": job.get("eager", True)} | job.get("engine", {}),
+            **SMALL | {"enforce_eager": job.get("eager", True)} | job.get("engine", {}) | online_experts(job),
         )
         said = say(llm, job["prompt"], job["tokens"])
         if job.get("engine", {}).get("tensor_parallel_size", 1) > 1:  # the model is in other processes
