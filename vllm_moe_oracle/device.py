@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 import re
+import sys
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -109,12 +110,24 @@ def installed_packages() -> dict[str, str]:
     return found
 
 
-@cache
 def detect() -> Device:
-    """This machine. Asks torch where it is installed (which initialises no CUDA context); without torch it is a CPU.
+    """This machine, and of several GPUs the one that this process uses. Asks torch where it is installed (which
+    initialises no CUDA context); without torch it is a CPU.
 
     Importing torch takes seconds, so it is asked only where the system shows a GPU.
     """
+    return _detected(_index())
+
+
+def _index() -> int:
+    """The GPU that this process has chosen; the first one as long as it has chosen none."""
+    # Looked up, not imported: a process that uses a GPU has imported torch.
+    torch = sys.modules.get("torch")
+    return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_initialized() else 0
+
+
+@cache
+def _detected(index: int) -> Device:
     packages = installed_packages()
     if "torch" in packages and _gpu_is_visible():
         import torch
@@ -124,7 +137,7 @@ def detect() -> Device:
                 "rocm", torch.cuda.get_device_name() if torch.cuda.is_available() else "ROCm", packages=packages
             )
         if torch.cuda.is_available():
-            properties = torch.cuda.get_device_properties(0)
+            properties = torch.cuda.get_device_properties(index)
             return Device(
                 "cuda",
                 properties.name,

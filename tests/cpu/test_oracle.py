@@ -46,9 +46,16 @@ def test_equal_estimates_are_ordered_by_name() -> None:
 
 
 def test_vllms_moe_backend_goes_before_the_static_order() -> None:
-    decision = decide(problem(), H200, settings(), moe_backend="other", registry=THREE)
-    assert (decision.backend, decision.why) == ("other", "user")
-    assert decision.because == "--moe-backend other"
+    decision = decide(problem(), H200, settings(), moe_backend="slow_in_vllm", registry=THREE)
+    assert (decision.backend, decision.why) == ("slow", "user")
+    assert decision.because == "--moe-backend slow_in_vllm"
+
+
+def test_vllms_moe_backend_knows_only_its_own_names() -> None:
+    with pytest.raises(NoBackendError) as caught:
+        decide(problem(), H200, settings(), moe_backend="other", registry=THREE)
+    assert "other (--moe-backend other) is no backend for mxfp8 experts" in caught.value.rule
+    assert "this project's own names go into the setting backend" in caught.value.rule
 
 
 def test_our_setting_goes_before_vllms_moe_backend_and_says_so() -> None:
@@ -363,7 +370,7 @@ def test_the_layers_name_is_not_part_of_the_key() -> None:
 FULL = problem(
     scheme=MXFP8_W8A8, activation=GPT_OSS, has_bias=True, dtype="float16", lora=True, eplb=True, batch_invariant=True,
     routing=Routing("deepseek_v3", "sigmoid", False, 8, 4, True, True, True),
-    parallel=Parallel(1, 4, 2, "batched"), local_experts=32,
+    parallel=Parallel(1, 4, 2, "batched"), local_experts=32, top_k=1,
 )  # fmt: skip
 
 

@@ -78,7 +78,7 @@ def decide(
     wish = _wish(problem, settings, moe_backend)
     note = ""
     if wish is not None:
-        named = _named(wish.name, judged, registry)
+        named = _named(wish, judged, registry)
         chosen = next((candidate for candidate in named if candidate.accepted), None)
         if chosen is not None:
             return _decision(chosen, wish.why, wish.by, judged, problem, device, registry)
@@ -188,10 +188,11 @@ def _wish(problem: Problem, settings: Settings, moe_backend: str) -> _Wish | Non
     return None
 
 
-def _named(name: str, judged: tuple[Candidate, ...], registry: Registry) -> list[Candidate]:
-    """Candidates that the name means: the backend of that name, else those which vLLM calls so."""
-    own = [candidate for candidate in judged if candidate.backend == name]
-    return own or [candidate for candidate in judged if name in registry[candidate.backend].vllm_names]
+def _named(wish: _Wish, judged: tuple[Candidate, ...], registry: Registry) -> list[Candidate]:
+    """Candidates that a choice means: the backend of that name, which vLLM's option does not know, else those which
+    vLLM calls so."""
+    own = [candidate for candidate in judged if candidate.backend == wish.name and not wish.stock]
+    return own or [candidate for candidate in judged if wish.name in registry[candidate.backend].vllm_names]
 
 
 def _unavailable(wish: _Wish, named: list[Candidate], problem: Problem, device: Device, registry: Registry) -> str:
