@@ -109,7 +109,7 @@ def made(problem: Problem, moe: Any, name: str = "", config: Any = None, layer_n
         layer_name: the layer's.
     """
     layer = Layer(moe, layer_name)
-    config = config or quant_config(problem, name)
+    layer.quant_config = config = config or quant_config(problem, name)
     with under_construction(layer, layer_name):
         layer.quant_method = config.get_quant_method(layer, layer_name)
     layer.quant_method.create_weights(

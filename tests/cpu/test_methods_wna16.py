@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from wna16_layers import contents_of, layer_of
+from wna16_layers import checkpoint_of, contents_of, layer_of
 
 pytest.importorskip("vllm", reason="methods subclass vLLM's")
 
@@ -394,7 +394,11 @@ def test_biases_come_from_the_checkpoint(packing: str, declared: bool, tmp_path:
     with moe.engine():
         layer = moe.made(asked, moe.moe_config(asked, has_bias=declared), config=config)
         assert layer.quant_method.decision.problem.has_bias
-        moe.load(layer, contents.files())
+        given = contents.files()
+        if not declared:  # some experts may have none
+            contents.biases["w2"][1] = 0
+            del given[1, "w2", "bias"]
+        moe.load(layer, given)
         layer.quant_method.process_weights_after_loading(layer)
         assert whole_of([layer], contents) < FLOAT32
     without = dataclasses.replace(asked, has_bias=False)
@@ -404,6 +408,25 @@ def test_biases_come_from_the_checkpoint(packing: str, declared: bool, tmp_path:
     config.maybe_update_config(str(tmp_path))
     with moe.engine():
         assert not moe.made(without, moe.moe_config(without), config=config).quant_method.decision.problem.has_bias
+
+
+@pytest.mark.parametrize(
+    ("name", "biased"),
+    [
+        ("model.layers.0.mlp.experts.7.down_proj.bias", True),
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", True),
+        ("model.layers.0.mlp.experts.e_score_correction_bias", False),
+        ("model.layers.0.mlp.shared_experts.down_proj.bias", False),
+        ("model.layers.0.self_attn.q_proj.bias", False),
+    ],
+)
+def test_which_tensors_are_biases_of_experts(name: str, biased: bool, tmp_path: Any) -> None:
+    from safetensors.torch import save_file
+
+    from vllm_moe_oracle.methods.wna16 import has_expert_biases
+
+    save_file({name: torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert has_expert_biases(str(tmp_path)) is biased
 
 
 def test_group_indices_of_experts_reach_their_loaders_and_others_are_dropped() -> None:
@@ -445,6 +468,28 @@ def test_what_is_only_looked_at_stays_for_a_reload_and_goes_where_experts_move(e
         moe.load(layer, {(2, "w3", "weight_shape"): late})
         with pytest.raises(CheckpointError, match="the weight's shape"):
             moe.load(layer, {(2, "w3", "weight_shape"): late + 1})
+
+
+def test_layers_of_a_mixed_checkpoint_are_decided_each_by_itself() -> None:
+    asked = layer_of("compressed-tensors", **SIZES)
+    mx = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+    mx |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    groups = checkpoint_of(asked)["config_groups"]
+    first = {
+        "targets": [r"re:.*layers\.[0-9]\..*"],
+        "weights": mx,
+        "input_activations": None,
+        "format": "mxfp8-quantized",
+    }
+    config = moe.quant_config(asked, config_groups={"first": first, **groups})
+    with moe.engine(backend="auto", overrides=r"re:layers\.[0-9]\.=emulation"):
+        made = {
+            index: moe.made(asked, moe.moe_config(asked), config=config, layer_name=f"model.layers.{index}.mlp.experts")
+            for index in (3, 12)
+        }
+    decisions = {index: layer.quant_method.decision for index, layer in made.items()}
+    assert {index: decision.problem.scheme.name for index, decision in decisions.items()} == {3: "mxfp8", 12: "wna16"}
+    assert {index: decision.why for index, decision in decisions.items()} == {3: "override", 12: "estimate"}
 
 
 def test_loaders_stay_bound_to_their_layer_with_its_marks() -> None:

@@ -159,6 +159,9 @@ class Wna16MoEMethod(OracleMoEMethod):
         if local == -1:
             return False
         problem = self.decision.problem
+        if self.file_packing != problem.scheme.packing and not param.is_meta:
+            # Codes are packed anew, which a GPU does in no time.
+            tensor = tensor.to(param.device)
         suffix = canonical.removeprefix("w13").removeprefix("w2")
         where = f"{problem.layer}, {name}, expert {expert}, {shard}"
         if _GPT_OSS.get(shard) == "w13" and problem.activation.gated:
@@ -228,6 +231,8 @@ class Wna16MoEMethod(OracleMoEMethod):
         missing = [
             (name, expert, shard)
             for name, canonical in layouts.parameters(problem).items()
+            # Of a bias that only the files know of, nobody says that all experts have it.
+            if not (canonical.endswith("_bias") and not self.moe.has_bias)
             for expert in range(problem.local_experts)
             for shard in shards[canonical.partition("_")[0]]
             if (name, expert, shard) not in self._arrived
@@ -266,7 +271,7 @@ def with_emulated(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
     return [*found, torch.float32] if current_platform.is_cpu() and torch.float32 not in found else found
 
 
-_EXPERT_BIAS = re.compile(r"\bexperts\.(.*\.bias|.*_bias)$")
+_EXPERT_BIAS = re.compile(r"\bexperts\.(\d+\..*\.bias|\w+_proj_bias)$")
 
 
 def has_expert_biases(model_name: str, revision: str | None = None) -> bool:
@@ -277,7 +282,7 @@ def has_expert_biases(model_name: str, revision: str | None = None) -> bool:
         revision: of a repository.
     """
     names = get_safetensors_params_metadata(model_name, revision=revision)
-    return any(_EXPERT_BIAS.search(name) and "shared_expert" not in name for name in names)
+    return any(_EXPERT_BIAS.search(name) for name in names)
 
 
 def experts_called(prefix: str) -> LayerNames:
