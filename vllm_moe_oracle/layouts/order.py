@@ -27,6 +27,8 @@ from .bits import gather_bits, spread_bits
 
 CHUNK_ROWS = 64
 CHUNK_BYTES = 2048
+_PART = 32
+"""Chunks of rows of e2m1 codes that are ordered at a time."""
 
 
 def chunk_columns(bits: int) -> int:
@@ -112,10 +114,16 @@ def unshuffle_int4(shuffled: torch.Tensor, rows: int, columns: int) -> torch.Ten
 def shuffle_e2m1(codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Orders e2m1 codes, uint8 `[N, K/2]` low nibble first, into bit-permuted uint8 `[N/64, K/64, 2048]`."""
     rows, columns, _ = chunk_shape(codes.shape[0], codes.shape[1] * 2, 4)
-    # A byte holds both parities.
-    view = _pad(codes, rows * 64, columns * 32).view(rows, 4, 2, 8, columns, 4, 2, 4)
-    shuffled = spread_bits(view.permute(0, 4, 1, 3, 7, 5, 6, 2).reshape(-1, 4)).view(rows, columns, CHUNK_BYTES)
-    return shuffled if out is None else out.copy_(shuffled)
+    shuffled = codes.new_empty((rows, columns, CHUNK_BYTES)) if out is None else out
+    # Part by part: what is in memory in between is a multiple of a part.
+    for first in range(0, rows, _PART):
+        part = codes[first * CHUNK_ROWS : (first + _PART) * CHUNK_ROWS]
+        blocks = chunk_shape(part.shape[0], columns, 4)[0]
+        # A byte holds both parities.
+        view = _pad(part, blocks * 64, columns * 32).view(blocks, 4, 2, 8, columns, 4, 2, 4)
+        words = spread_bits(view.permute(0, 4, 1, 3, 7, 5, 6, 2).reshape(-1, 4))
+        shuffled[first : first + blocks] = words.view(blocks, columns, CHUNK_BYTES)
+    return shuffled
 
 
 def unshuffle_e2m1(shuffled: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
