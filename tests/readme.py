@@ -29,7 +29,7 @@ COSTS = ROOT / "tests" / "golden" / "costs.json"
 
 def explain() -> str:
     """A real output of `explain`."""
-    words = ["explain", EXAMPLE, "--device", "nvidia-h200", "--tp", "2"]
+    words = ["explain", EXAMPLE, "--device", "nvidia-h200"]
     code = "from vllm_moe_oracle.cli.main import main; main()"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MOE_ORACLE_")}
     done = subprocess.run(

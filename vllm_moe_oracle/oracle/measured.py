@@ -127,15 +127,13 @@ def choose(
 
 def _because(winner: str, first: str, static: str, fastest: str, gain: float, margin: float, measured: Measured) -> str:
     if winner != first:
-        words = f"{gain:.1%} faster than {first}, which comes first, over {measured.objective} tokens"
+        words = f"{gain:.1%} faster than {first}, which comes first, for the objective {measured.objective}"
     elif fastest == first:
-        words = f"fastest of {len(measured.times)} over {measured.objective} tokens, and first"
+        words = f"fastest of {len(measured.times)} for the objective {measured.objective}, and first"
         if len(measured.times) == 1:
-            words = f"nothing else was measured beside it over {measured.objective} tokens"
+            words = f"nothing else was measured beside it for the objective {measured.objective}"
     else:
-        words = (
-            f"first, and {fastest} is faster by only {gain:.1%} over {measured.objective} tokens (margin {margin:.0%})"
-        )
+        words = f"first, and {fastest} is faster by only {gain:.1%} for the objective {measured.objective} (margin {margin:.0%})"
     if static != first:
         words += f"; {static}, which comes before, could not be measured"
     words += f", by {measured.source}"
