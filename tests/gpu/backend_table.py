@@ -568,30 +568,17 @@ def rows_of(
         calls = reference(case, checkpoint, [*real.values(), placed], table.rounded.get(kind, lambda values: values))
         targets[kind] = dict(zip((*tokens, 0), calls, strict=True))
 
-    stock: dict[str, dict[int, float]] = {}
-    stock_errors: dict[str, str] = {}
-    for name, moe_backend in table.stock.items():
-        if name not in backends:
-            continue
-        try:
-            built = build(table, case, checkpoint, device, moe_backend)
-            built.convert()
-            runs = type(getattr(built.method.moe_kernel, "fused_experts", None)).__name__
-            if runs != default_registry()[name].stock_class:
-                raise RuntimeError(f"stock runs {runs}")
-            table.after_conversion(built.layer, case, checkpoint.raw, moe_backend)
-            stock[name] = {count: relative_error(built(*real[count]), targets["16bit"][count]) for count in tokens}
-            stock[name][0] = built.peak
-            built.close()
-        except Exception as error:  # that stock cannot run a layer is a result
-            stock_errors[name] = f"{type(error).__name__}: {error}"[:200]
-
-    plugin.register()
-    state = plugin.state()
-    if not state.active:
-        raise SystemExit(f"the plugin stands down: {state.reason}")
+    # Humming compiles for long: what is given up with it are its own rows only.
+    order = sorted(backends.items(), key=lambda each: each[0].startswith("humming"))
     rows = []
-    for name, kind in backends.items():
+    for name, kind in order:
+        stock, stock_error = {}, ""
+        if name in table.stock:
+            stock, stock_error = _stock(table, case, checkpoint, device, name, real, targets["16bit"])
+        plugin.register()
+        state = plugin.state()
+        if not state.active:
+            raise SystemExit(f"the plugin stands down: {state.reason}")
         expected = targets[kind]
         row: dict[str, Any] = {"layer": case.name, "backend": name, "vllm": vllm.__version__, "activations": kind}
         start = time.perf_counter()
@@ -620,11 +607,11 @@ def rows_of(
                 row["error"][count] = {mode: float(f"{value:.3e}") for mode, value in found.items()}
             if default_registry()[name].limits.expert_parallel:
                 row["spread_error"] = float(f"{relative_error(built.spread(*spread, places), expected[0]):.3e}")
-            if name in stock:
-                row["stock_error"] = {count: float(f"{stock[name][count]:.3e}") for count in tokens}
-                row["stock_convert_peak_mib"] = round(stock[name][0] / 2**20, 1)
-            if name in stock_errors:
-                row["stock_failure"] = stock_errors[name]
+            if stock:
+                row["stock_error"] = {count: float(f"{stock[count]:.3e}") for count in tokens}
+                row["stock_convert_peak_mib"] = round(stock[0] / 2**20, 1)
+            if stock_error:
+                row["stock_failure"] = stock_error
             row["broken"] = broken(row)
             row["pass"] = not row["broken"]
             built.close()
@@ -634,10 +621,50 @@ def rows_of(
         rows.append(row)
         print_row(row)
         keep(rows)
+        plugin.unregister()
         if device == "cuda":
             torch.cuda.empty_cache()
-    plugin.unregister()
     return rows
+
+
+def _stock(
+    table: Table,
+    case: Case,
+    checkpoint: Checkpoint,
+    device: str,
+    name: str,
+    real: Mapping[int, tuple[torch.Tensor, ...]],
+    expected: Mapping[int, torch.Tensor],
+) -> tuple[dict[int, float], str]:
+    """What stock vLLM makes of the layer with the class that a backend wraps.
+
+    Args:
+        table: of the case's scheme.
+        case: the layer.
+        checkpoint: its weights.
+        device: ``cuda`` or ``cpu``.
+        name: the backend.
+        real: calls, by number of tokens.
+        expected: what they should give.
+
+    Returns:
+        Errors by number of tokens, under 0 the conversion's peak in bytes, and no words; or nothing, and why not.
+    """
+    from vllm_moe_oracle.oracle.registry import default_registry
+
+    try:
+        built = build(table, case, checkpoint, device, table.stock[name])
+        built.convert()
+        runs = type(getattr(built.method.moe_kernel, "fused_experts", None)).__name__
+        if runs != default_registry()[name].stock_class:
+            raise RuntimeError(f"stock runs {runs}")
+        table.after_conversion(built.layer, case, checkpoint.raw, table.stock[name])
+        errors = {count: relative_error(built(*each), expected[count]) for count, each in real.items()}
+        errors[0] = built.peak
+        built.close()
+    except Exception as error:  # that stock cannot run a layer is a result
+        return {}, f"{type(error).__name__}: {error}"[:200]
+    return errors, ""
 
 
 def broken(row: dict[str, Any]) -> list[str]:
