@@ -133,7 +133,8 @@ def _because(winner: str, first: str, static: str, fastest: str, gain: float, ma
         if len(measured.times) == 1:
             words = f"nothing else was measured beside it for the objective {measured.objective}"
     else:
-        words = f"first, and {fastest} is faster by only {gain:.1%} for the objective {measured.objective} (margin {margin:.0%})"
+        words = f"first, and {fastest} is faster by only {gain:.1%} (margin {margin:.0%})"
+        words += f" for the objective {measured.objective}"
     if static != first:
         words += f"; {static}, which comes before, could not be measured"
     words += f", by {measured.source}"
