@@ -1,0 +1,133 @@
+"""The committed tables of MXFP4 backends on an H200, as `tests/gpu/backend_table.py` printed them, and what holds of
+them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "golden/h200"
+FILES = sorted(FOLDER.glob("mxfp4-vllm-*.json"))
+TOKENS = {"1", "7", "64", "513"}
+BACKENDS = {
+    "own_mxfp4",
+    "triton_mxfp4",
+    "triton_mxfp4_monolithic",
+    "triton_mxfp4_unfused",
+    "marlin_mxfp4",
+    "humming_mxfp4",
+    "emulation",
+}
+FAULTS = {
+    "scales of rows moved",
+    "rows of w2 moved",
+    "gate and up exchanged",
+    "scales of groups moved",
+    "w13's biases left out",
+    "w2's biases left out",
+}
+
+SHARED = "the card and the cores were shared with other measurements: times are no measure of the check"
+EXCEPTIONS = {
+    (
+        "0.33.0",
+        "1",
+        "conversion's peak",
+    ): "damaged scales were counted with nine bytes a scale, which was mended after run 1",
+    ("0.33.0", "1", "self-check's time"): SHARED,
+    ("0.33.0", "2", "conversion's peak"): "our kernels' storage took 78.3 of 76.6 MiB on one layer, mended after run 2",
+    ("0.33.0", "2", "self-check's time"): SHARED,
+}
+"""What does not keep the rules, by release, run and rule, and why."""
+
+FAILED = {
+    ("0.33.0", "humming_mxfp4"): "Forward context is not set",
+    ("0.33.0", "triton_mxfp4_monolithic"): "scatter(): Expected self.dtype to be equal to src.dtype",
+}
+"""Rows without numbers: the self-check of that day lacked vLLM's forward context, the script a dtype."""
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+    return found
+
+
+def key(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["vllm"], row["layer"], row["backend"]
+
+
+every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+def test_there_is_a_table() -> None:
+    assert "mxfp4-vllm-0.33.0" in {file.stem for file in FILES}
+
+
+@every_file
+def test_the_conditions_are_there(file: Path) -> None:
+    kept = json.loads(file.read_text())["conditions"]
+    assert kept["gpu"] == "NVIDIA H200" and f"mxfp4-vllm-{kept['packages']['vllm']}" == file.stem
+    assert "backend_table.py --scheme mxfp4" in kept["command"]
+
+
+@every_file
+def test_every_backend_is_in_the_table(file: Path) -> None:
+    assert {row["backend"] for row in rows(file) if row["layer"] == "gpt_oss_20b"} == BACKENDS
+
+
+@every_file
+def test_a_row_without_numbers_says_why(file: Path) -> None:
+    for row in rows(file):
+        if "failure" in row:
+            assert FAILED[row["vllm"], row["backend"]] in row["failure"]
+
+
+@every_file
+def test_errors_are_within_the_rules(file: Path) -> None:
+    """6e-3 from float32; that far apart, two vectors have a cosine above 0.99998."""
+    for row in rows(file):
+        if "failure" in row:
+            continue
+        assert row["error"].keys() == TOKENS
+        for count, modes in row["error"].items():
+            assert modes.keys() == {"eager", "graph"}
+            for error in modes.values():
+                assert error <= 6e-3, (key(row), count)
+                assert 1 - error**2 / 2 >= 0.999
+                if "stock_error" in row:
+                    assert error <= 1.2 * row["stock_error"][count], (key(row), count)
+        assert row["spread_error"] <= 6e-3, key(row)
+
+
+@every_file
+def test_the_self_check_finds_every_fault_and_nothing_else(file: Path) -> None:
+    for row in rows(file):
+        if "failure" in row:
+            continue
+        check = row["self_check"]
+        assert check["passed"] and check["error"] <= check["tolerance"], key(row)
+        assert not check["missed"]
+        wanted = FAULTS if row["layer"].startswith("gpt_oss") else {each for each in FAULTS if "bias" not in each}
+        assert check["faults"].keys() == wanted
+        assert min(check["faults"].values()) > 5 * check["tolerance"]
+
+
+@every_file
+def test_what_is_broken_is_listed_with_its_reason(file: Path) -> None:
+    """Conversion's peak, the self-check's time, and whatever else the table asks."""
+    runs = json.loads(file.read_text())["conditions"]["runs"]
+    found = {(row["vllm"], row["run"], rule) for row in rows(file) for rule in row.get("broken", ())}
+    assert found == {each for each in EXCEPTIONS if f"mxfp4-vllm-{each[0]}" == file.stem}
+    assert {row["run"] for row in rows(file)} == runs.keys()
+
+
+@every_file
+def test_where_stock_ran_our_layer_has_its_error(file: Path) -> None:
+    """The same kernel on the same weights: converted by us, or by stock."""
+    compared = [row for row in rows(file) if "stock_error" in row]
+    assert {"marlin_mxfp4", "triton_mxfp4_monolithic", "triton_mxfp4_unfused"} == {row["backend"] for row in compared}
+    for row in compared:
+        assert all(modes["eager"] == row["stock_error"][count] for count, modes in row["error"].items()), key(row)
