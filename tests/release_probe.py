@@ -681,7 +681,7 @@ def check_activation_parameters() -> None:
     if "swiglu_alpha" in known:
         keywords |= {"swiglu_alpha": 1.5, "swiglu_beta": 0.5}
     with engine(backend="emulation"):
-        layer = moe_layer(quant_config(MODELOPT), activation="swigluoai", **keywords)
+        layer = moe_layer(_mxfp4_config("gpt_oss_mxfp4"), has_bias=True, activation="swigluoai", **keywords)
         activation = layer.quant_method.decision.problem.activation
     expected = (1.5, 0.5, 3.0) if "swiglu_alpha" in known else (1.702, 1.0, 3.0)
     assert (activation.alpha, activation.beta, activation.limit) == expected, activation
