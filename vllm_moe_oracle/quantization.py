@@ -16,6 +16,7 @@ from fnmatch import translate
 from typing import Any
 
 from .errors import CheckpointError
+from .expressions import Expression
 from .oracle.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme
 
 GATED_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -274,7 +275,7 @@ def _compressed_tensors(config: Mapping[str, Any], where: str) -> SchemeOf:
 
 def _compressed_predicate(names: Iterable[str], where: str) -> Callable[[str], bool]:
     plain = {name for name in names if not name.startswith("re:")}
-    expressions = [_expression(name[3:], where) for name in names if name.startswith("re:")]
+    expressions = [Expression(name[3:], where) for name in names if name.startswith("re:")]
     return lambda name: name in plain or any(expression.match(name) for expression in expressions)
 
 
@@ -353,7 +354,7 @@ def _gptq(config: Mapping[str, Any], where: str) -> SchemeOf:
     if not isinstance(dynamic, Mapping):
         raise CheckpointError(f"dynamic is {shown(dynamic)}, not an object", where=where)
     rules = [
-        (_expression(pattern.removeprefix("-:").removeprefix("+:"), where), pattern.startswith("-:"), override)
+        (Expression(pattern.removeprefix("-:").removeprefix("+:"), where), pattern.startswith("-:"), override)
         for pattern, override in dynamic.items()
     ]
     quantised = _names(config, ("modules_in_block_to_quantize",), where)
@@ -362,7 +363,7 @@ def _gptq(config: Mapping[str, Any], where: str) -> SchemeOf:
 
     def of(layer: LayerNames) -> Answer:
         for expression, excludes, override in rules:
-            if layer.match(_matches(expression)):
+            if layer.match(expression.match):
                 if excludes or override is False:
                     return None
                 if isinstance(override, Mapping):
@@ -478,7 +479,7 @@ def _auto_round(config: Mapping[str, Any], where: str) -> SchemeOf:
     if not isinstance(entries, Mapping) or not all(isinstance(entry, Mapping) for entry in entries.values()):
         raise CheckpointError(f"extra_config is {shown(entries)}, not an object of objects", where=where)
     apart = [
-        (name, _expression(name, where) if any(sign in name for sign in "*+?^$()[]{}|\\") else None)
+        (name, Expression(name, where) if any(sign in name for sign in "*+?^$()[]{}|\\") else None)
         for name, entry in entries.items()
         if _integer(entry, "bits", where, default=bits) >= 16
     ]
@@ -487,7 +488,7 @@ def _auto_round(config: Mapping[str, Any], where: str) -> SchemeOf:
     )
 
     def left_out(module: str) -> bool:
-        return any(module == name or (found is not None and bool(found.search(module))) for name, found in apart)
+        return any(module == name or (found is not None and found.search(module)) for name, found in apart)
 
     return lambda layer: None if layer.match(left_out) else scheme
 
@@ -530,15 +531,15 @@ def _excluded(patterns: Iterable[str], where: str) -> Callable[[str], bool]:
     module with everything below it.
     """
     plain: set[str] = set()
-    expressions: list[re.Pattern[str]] = []
+    expressions: list[Callable[[str], bool]] = []
     for pattern in patterns:
         stem = pattern.removesuffix("*")
         if pattern.startswith("re:"):
-            expressions.append(_expression(pattern[3:], where))
+            expressions.append(Expression(pattern[3:], where).match)
         elif not _is_wildcard(stem) and stem[-1:].isdigit():
             plain.add(stem)
         elif _is_wildcard(pattern):
-            expressions.append(re.compile(translate(pattern)))
+            expressions.append(_matches(re.compile(translate(pattern))))
         else:
             plain.add(pattern)
 
@@ -546,7 +547,7 @@ def _excluded(patterns: Iterable[str], where: str) -> Callable[[str], bool]:
         # Lists of tens of thousands of names are usual: every run of components is looked up, no name is scanned.
         parts = name.split(".")
         runs = (".".join(parts[start:end]) for start in range(len(parts)) for end in range(start + 1, len(parts) + 1))
-        return any(run in plain for run in runs) or any(expression.match(name) for expression in expressions)
+        return any(run in plain for run in runs) or any(match(name) for match in expressions)
 
     return matches
 
@@ -620,10 +621,3 @@ def _groups(config: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         raise CheckpointError("config_groups is not an object of objects", where=where)
     return list(groups.values())
-
-
-def _expression(pattern: str, where: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise CheckpointError(f"{shown(pattern)} is no regular expression: {error}", where=where) from error

@@ -6,6 +6,7 @@ that the model's MoE layers hand to the oracle are compared with `checkpoint.lay
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -70,9 +71,11 @@ def build(folder: Path) -> None:
 
     asked: list[Any] = []
 
-    def decide(problem: Any, *arguments: Any) -> Any:
+    def decide(problem: Any, *arguments: Any, **more: Any) -> Any:
         asked.append(problem)
-        return oracle.decide(problem, *arguments)
+        # gpt-oss's rows are refused in MXFP8; what is asked here is only how vLLM describes the layers.
+        halves = dataclasses.replace(problem.activation, interleaved=False)
+        return oracle.decide(dataclasses.replace(problem, activation=halves), *arguments, **more)
 
     base.decide = decide
     found = {}
