@@ -1,0 +1,157 @@
+"""Compiles the persistent kernels for sm_90a without a GPU, as the launcher would launch them.
+
+As test_kernels_compile.py does: launches are recorded, then compiled, then the machine code is read: no spills in the
+loops (what Triton 3.9 spills once a tile costs nothing), weights as wgmma's register operand, and products that ptxas
+did not put one after the other (it says so, in a warning, when it has to).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+
+import test_kernels_compile as kernels_compile  # noqa: E402
+from test_kernels_compile import LAYERS, TYPES, disassemble  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from vllm_moe_oracle.kernels import prefill_launch  # noqa: E402
+from vllm_moe_oracle.kernels.prefill_config import Prefill, measured_table, reasons_against, stages_of  # noqa: E402
+from vllm_moe_oracle.kernels.weights import allocate  # noqa: E402
+
+KERNELS = ("count_slots", "add_chunks", "place_slots", "gate_up", "down", "sum_slots")
+
+
+def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compiles one recorded launch for sm_90a, specialised as Triton's launcher specialises it."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    for index, name in enumerate(kernel.arg_names):
+        value, free = values[name], name not in kernel.do_not_specialize
+        if name.isupper() or (isinstance(value, int) and value == 1 and free):
+            signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attributes[(index,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32" if isinstance(value, int) else "fp32"
+            if isinstance(value, int) and value % 16 == 0 and free:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
+    options = {key: value for key, value in kwargs.items() if key not in kernel.arg_names}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def warnings_of_ptxas(ptx: str) -> str:
+    """What ptxas says about a kernel besides its resources."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ptx")
+        path.write_text(ptx)
+        run = [get_ptxas(90).path, "-arch=sm_90a", str(path), "-o", str(Path(folder, "kernel.cubin"))]
+        result = subprocess.run(run, capture_output=True, text=True, check=True)
+    return result.stdout + result.stderr
+
+
+def inner_loops(code: str) -> list[list[str]]:
+    """The instructions of each loop without a loop inside that multiplies or copies ahead."""
+    found = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]+);", code)]
+    places = {at: index for index, (at, _) in enumerate(found)}
+    loops = []
+    for index, (at, text) in enumerate(found):
+        target = re.search(r"\bBRA (?:\S+, )*0x([0-9a-f]+)", text)
+        if target and int(target[1], 16) < at:
+            loops.append((places[int(target[1], 16)], index))
+    # Loops of a few instructions wait for a barrier.
+    long = [(first, last) for first, last in loops if last - first > 4]
+    inner = [
+        one for one in long if not any(one != other and one[0] <= other[0] and other[1] <= one[1] for other in long)
+    ]
+    bodies = [[text for _, text in found[first : last + 1]] for first, last in inner]
+    return [body for body in bodies if any("HGMMA" in text or "LDGSTS" in text for text in body)]
+
+
+def check(monkeypatch: pytest.MonkeyPatch, layer: str, **extra: Any) -> None:
+    monkeypatch.setattr(prefill_launch, "_processors", lambda device: 132)
+    launches = kernels_compile.launches(monkeypatch, layer, 256, Prefill(), **extra)
+    assert tuple(kernel.__name__ for kernel, _, _ in launches) == KERNELS
+    for kernel, args, kwargs in launches:
+        compiled = compile_launch(kernel, args, kwargs)
+        code, stack = disassemble(compiled.asm["cubin"])
+        name = f"{kernel.__name__} of {layer}"
+        assert compiled.metadata.shared <= 227 * 1024
+        if kernel.__name__ not in ("gate_up", "down"):
+            assert stack == 0, f"{name} spills {stack} bytes a thread"
+        else:
+            loops = inner_loops(code)
+            # Tiles of 32, 64, 96 and 128 tokens: two groups that multiply, and the warps that copy.
+            assert sum("HGMMA" in "".join(loop) for loop in loops) == 8, f"{name} is not built as expected"
+            assert sum("LDGSTS" in "".join(loop) for loop in loops) >= 4, f"{name} is not built as expected"
+            assert not any(re.search(r"\b(STL|LDL)\b", text) for loop in loops for text in loop), f"{name}: spills"
+            products = [line for line in code.splitlines() if "HGMMA" in line]
+            assert products, f"{name} has no wgmma"
+            # The first operand after the accumulator is the weights': registers, no descriptor.
+            assert all(line.split("HGMMA")[1].split(",")[1].strip().startswith("R") for line in products)
+            for width in (128, 64, 32):
+                assert any(f"64x{width}x16" in line for line in products), f"{name}: no tile of {width} tokens"
+            assert "serialized" not in warnings_of_ptxas(compiled.asm["ptx"]), f"{name}: products in single file"
+
+
+def test_persistent_kernels_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(monkeypatch, "qwen-int4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if layer != "qwen-int4"])
+def test_every_format_compiles(monkeypatch: pytest.MonkeyPatch, layer: str) -> None:
+    check(monkeypatch, layer)
+
+
+@pytest.mark.slow
+def test_zero_points_and_float16_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(monkeypatch, "qwen-int4", zero_points=True, dtype=torch.float16)
+    check(monkeypatch, "kimi", zero_points=True)
+
+
+def test_layers_that_do_not_fit_are_refused_with_reasons() -> None:
+    def reasons(format: str, hidden: int, inner: int, **options: Any) -> str:
+        return "; ".join(reasons_against(allocate(format, 1, hidden, inner, device="meta", **options)))
+
+    assert not reasons("mxfp4", 2880, 2880)
+    assert reasons("mxfp4", 2848, 2880) == "hidden size 2848 is not a multiple of 64, the columns of a step"
+    assert "intermediate size 96" in reasons("mxfp8", 256, 96)
+    assert "zero points of one scale per row" in reasons("int4", 256, 256, group=0, zero_points=True)
+    assert "float16" in reasons("mxfp8", 256, 256, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("stages", (-1, 1))
+def test_prefill_refuses_what_cannot_run(stages: int) -> None:
+    with pytest.raises(ValueError, match="at least two stages"):
+        Prefill(stages=stages)
+
+
+def test_stages_fit_into_shared_memory() -> None:
+    formats = (("int4", 32), ("int4", 128), ("int8", 32), ("mxfp4", 32), ("mxfp8", 32))
+    for format, group in formats:
+        for zero_points in {False, format.startswith("int")}:
+            weights = allocate(format, 1, 256, 256, group=group, zero_points=zero_points, device="meta")
+            assert 3 <= stages_of(weights, Prefill()) <= 8
+
+
+def test_table_of_hand_overs_is_whole() -> None:
+    for shapes in measured_table().values():
+        for rows in shapes.values():
+            tokens = [row["tokens"] for row in rows]
+            assert tokens == sorted(set(tokens)) and tokens[-1] >= 10**9
+            for row in rows:
+                assert row["config"] is None or Prefill(**row["config"])
