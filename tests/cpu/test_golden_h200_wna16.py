@@ -1,8 +1,8 @@
 """The committed tables of backends for integer weights on an H200, as `tests/gpu/backend_table.py` printed them, and
 what holds of them.
 
-The run of 0.33.0 was the first. What it found was mended since; each row that did not pass says what, and that it was not
-rerun. Numbers of Humming, Marlin and Triton on layers that `bench` timed later that day stand in
+The run of 0.33.0 was the first. What it found was mended since; each row that did not pass says what, and that it was
+not rerun. Numbers of Humming, Marlin and Triton on layers that `bench` timed later that day stand in
 ``choice-vllm-0.33.0.jsonl`` (the first four tokens of each call against a float32 reference).
 """
 
