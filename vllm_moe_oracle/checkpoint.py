@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError
-from .oracle.planner import in_whole_blocks
+from .oracle.planner import in_whole_blocks, in_whole_groups
 from .oracle.problem import Activation, Parallel, Problem, Routing, Scheme
 from .quantization import GATED_PROJECTIONS, PLAIN_PROJECTIONS, Foreign, LayerNames, reader, shown, vllm_name
 
@@ -151,13 +151,14 @@ def read(path: Path) -> Config:
     return Config(file, top, model, nested, _quantization(top, model, file))
 
 
-def layers(config: Config, tp: int = 1, expert_parallel: bool = False) -> Layers:
+def layers(config: Config, tp: int = 1, expert_parallel: bool = False, ragged: bool = False) -> Layers:
     """The MoE layers of a checkpoint as one rank sees them.
 
     Args:
         config: from `read`.
         tp: tensor-parallel ranks.
         expert_parallel: the ranks hold different experts instead of parts of each (``--enable-expert-parallel``).
+        ragged: the setting `ragged_shards`.
 
     Raises:
         CheckpointError: no MoE layers, no quantisation, an unknown one, a field that is missing or has a value that it
@@ -181,7 +182,7 @@ def layers(config: Config, tp: int = 1, expert_parallel: bool = False) -> Layers
         elif isinstance(answer, Foreign):
             foreign[name] = answer.format
         else:
-            problems.append(_problem(config, index, name, answer, tp, expert_parallel))
+            problems.append(_problem(config, index, name, answer, tp, expert_parallel, ragged))
     if foreign and not problems:
         formats = ", ".join(dict.fromkeys(foreign.values()))
         rule = f"its experts are stored as {formats}, which this release does not read"
@@ -337,7 +338,9 @@ def _layer_names(config: Config, index: int) -> LayerNames:
 # --- one layer --------------------------------------------------------------------------------------------------------
 
 
-def _problem(config: Config, index: int, name: str, scheme: Scheme, tp: int, expert_parallel: bool) -> Problem:
+def _problem(
+    config: Config, index: int, name: str, scheme: Scheme, tp: int, expert_parallel: bool, ragged: bool
+) -> Problem:
     model, where = config.model, str(config.path)
     if scheme.packing == "gpt_oss" and _model_type(config) != "gpt_oss":
         scheme = dataclasses.replace(scheme, packing="mxfp4")
@@ -381,7 +384,8 @@ def _problem(config: Config, index: int, name: str, scheme: Scheme, tp: int, exp
             parallel=parallel,
         )
         if scheme.name == "wna16":  # as the methods do: rows that alternate are put apart when they are loaded
-            return replace(problem, activation=replace(problem.activation, interleaved=False))
+            problem = replace(problem, activation=replace(problem.activation, interleaved=False))
+            return in_whole_groups(problem) if ragged else problem
         # As the method does: gpt-oss's loader cuts between blocks.
         cut = scheme.name == "mxfp4" and problem.activation.interleaved
         return in_whole_blocks(problem) if cut else problem

@@ -201,6 +201,12 @@ class Settings:
         "let a layer keep its weights for two backends, one for few tokens and one for many, where that is faster",
         "0|1",
     )
+    ragged_shards: bool = _setting(
+        False,
+        _boolean,
+        "cut integer experts between whole scale groups where equal shares would split one: ranks then differ in size",
+        "0|1",
+    )
     cache: str = _setting(
         "", _path, "folder of the measurements that tune keeps; by default the user's cache folder", "DIR"
     )

@@ -149,6 +149,27 @@ def test_a_group_that_a_cut_splits_is_refused_before_anything_is_loaded() -> Non
         assert words in str(error.value)
 
 
+RAGGED = [
+    ("compressed-tensors", {"zero_points": True}), ("compressed-tensors", {"bias": True, "bits": 8}),
+    ("compressed-tensors-int", {"group": 64}), ("awq", {"zero_points": True, "bias": True}), ("gptq", {"bits": 8}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("packing", "kind"), RAGGED)
+def test_ranks_may_have_shares_of_whole_groups(packing: str, kind: dict[str, Any]) -> None:
+    # 5 groups over 2 ranks: 3 and 2. Groups of 32 cannot be halved.
+    group = kind.get("group", 32)
+    sizes = {"experts": 3, "top_k": 2, "hidden_size": 64, "intermediate_size": 5 * group}
+    contents = contents_of(layer_of(packing, **kind, **sizes))
+    with moe.engine(), pytest.raises(NoBackendError, match=r"so would ragged_shards=1, with \d+ on the first rank"):
+        moe.made(contents.problem, moe.moe_config(contents.problem, 0, 2))
+    with moe.engine(ragged_shards=True):
+        layers = loaded(contents, ranks=2)
+        assert [layer.quant_method.decision.problem.intermediate_size for layer in layers] == [3 * group] * 2
+        assert whole_of(layers, contents) < FLOAT32
+        assert layers[1].quant_method.decision.problem.whole_intermediate_size == 5 * group
+
+
 def test_a_rank_of_expert_parallelism_takes_its_own_experts() -> None:
     contents = contents_of(layer_of("gptq", zero_points=True, **{**SIZES, "experts": 4}))
     with moe.engine():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 from vllm_moe_oracle.oracle.planner import (
     cut_in_words,
     group_reasons,
+    in_whole_groups,
     padded,
     round_up,
     scale_group,
+    share_of,
     ways_out,
     working_tp_sizes,
 )
@@ -89,7 +92,25 @@ def test_the_shard_that_splits_a_scale_group_is_refused_with_numbers_and_ways_ou
     (reason,) = group_reasons(problem(scheme=INT4_G128, intermediate_size=320, tp=2))
     assert reason.code == "group.intermediate"
     assert reason.detail == "intermediate size 640 / 2 = 320 is no multiple of the scale group 128 (320 mod 128 = 64)"
-    assert reason.remedy == "TP 1 or expert parallelism over the 2 ranks (--enable-expert-parallel) would work"
+    assert reason.remedy == (
+        "TP 1 or expert parallelism over the 2 ranks (--enable-expert-parallel) would work; so would ragged_shards=1, "
+        "with 384 on the first rank and 256 on the last"
+    )
+
+
+def test_shares_of_whole_groups_are_as_equal_as_groups_allow() -> None:
+    layer = problem(scheme=INT4_G128, intermediate_size=320, tp=2)
+    ragged = in_whole_groups(layer)
+    assert (ragged.intermediate_size, ragged.full_intermediate_size) == (384, 640)
+    assert [share_of(ragged, rank) for rank in range(2)] == [384, 256]
+    assert group_reasons(ragged) == []
+    even = problem(scheme=INT4_G128, intermediate_size=384, tp=2)
+    assert in_whole_groups(even) is even
+    # A rank would get nothing: 3 groups over 4 ranks.
+    few = problem(scheme=INT4_G128, intermediate_size=96, tp=4)
+    assert in_whole_groups(few) is few and group_reasons(few)
+    ordered = dataclasses.replace(layer, scheme=dataclasses.replace(INT4_G128, act_order="group"))
+    assert in_whole_groups(ordered) is ordered
 
 
 def test_the_largest_smaller_cut_is_offered() -> None:

@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from ..errors import CheckpointError
-from ..oracle.planner import has_order
+from ..oracle.planner import has_order, in_whole_groups
 from ..oracle.problem import Problem, Scheme
 from ..quantization import GATED_PROJECTIONS, PLAIN_PROJECTIONS, LayerNames
 from ..schemes import _wna16_files as files
@@ -59,7 +59,12 @@ class Wna16MoEMethod(OracleMoEMethod):
     def _refined(self, problem: Problem) -> Problem:
         # gpt-oss's name for its activation says that rows alternate; the loader here puts them apart.
         activation = dataclasses.replace(problem.activation, interleaved=False)
-        return dataclasses.replace(problem, activation=activation, has_bias=problem.has_bias or self.bias_in_file)
+        problem = dataclasses.replace(problem, activation=activation, has_bias=problem.has_bias or self.bias_in_file)
+        if self.settings.ragged_shards:
+            problem = in_whole_groups(problem)
+            # Stock classes and vLLM's layer read the share there.
+            self.moe.intermediate_size_per_partition = problem.intermediate_size
+        return problem
 
     # --- parameters -------------------------------------------------------------------------------
 
@@ -179,7 +184,7 @@ class Wna16MoEMethod(OracleMoEMethod):
                 # Both halves of the first product multiply the same inputs; there is one order for them.
                 self._up_groups[local] = mine
                 continue
-            files.target(param.data[local], suffix, each, problem).copy_(mine)
+            files.target(param.data[local], mine, suffix, each, problem).copy_(mine)
         return True
 
     def _look_at(self, tensor: Tensor, name: str, shard: str, expert: int) -> None:
@@ -223,6 +228,10 @@ class Wna16MoEMethod(OracleMoEMethod):
             for name in self._ignored():
                 if name not in layouts.parameters(problem) and hasattr(layer, name):
                     delattr(layer, name)
+        for name, canonical in layouts.parameters(problem).items():
+            data = getattr(layer, name).data
+            for place in files.beyond_share(data, canonical, problem, self.moe.moe_parallel_config.tp_rank):
+                place.zero_()
         return super()._read(layer)
 
     def _check_arrived(self) -> None:

@@ -11,7 +11,6 @@ import dataclasses
 from .decision import Plan, Reason
 from .problem import MX_BLOCK, Problem
 
-
 _HALVED = ("moe_wna16", "gptq", "gptq_v2", "awq")
 """Packings whose groups are made smaller where they do not survive a cut."""
 
@@ -126,21 +125,45 @@ def group_reasons(problem: Problem) -> list[Reason]:
             f"intermediate size {cut_in_words(problem)} is no multiple of the scale group {group} "
             f"({problem.intermediate_size} mod {group} = {rest})"
         )
-        reasons.append(Reason("group.intermediate", detail, ways_out(problem, group)))
+        ways = ways_out(problem, group)
+        ragged = in_whole_groups(problem)
+        if ragged is not problem:
+            last = share_of(ragged, problem.parallel.tp - 1)
+            ways += (
+                f"{'; so ' if ways else ''}would ragged_shards=1, with {ragged.intermediate_size} on the first rank "
+            )
+            ways += f"and {last} on the last"
+        reasons.append(Reason("group.intermediate", detail, ways))
     return reasons
 
 
-def in_whole_blocks(problem: Problem) -> Problem:
-    """The problem with a share of whole blocks of 32 for each tensor-parallel rank, as gpt-oss's loader cuts it.
+def in_whole_blocks(problem: Problem, block: int = MX_BLOCK) -> Problem:
+    """The problem with a share of whole blocks for each tensor-parallel rank, as gpt-oss's loader cuts it in 32.
 
     2880 features over 4 ranks are 736, 736, 736 and 672. The problem as it is where equal shares are whole already,
     and where a rank would get nothing or blocks do not divide the whole: then it is refused by its numbers.
+
+    Args:
+        problem: one rank's share of equal ones.
+        block: features that no cut may separate.
     """
     whole, ranks = problem.full_intermediate_size, problem.parallel.tp
-    share = round_up(-(-whole // ranks), MX_BLOCK)
-    if problem.intermediate_size % MX_BLOCK == 0 or whole % MX_BLOCK or share * (ranks - 1) >= whole:
+    share = round_up(-(-whole // ranks), block)
+    if problem.intermediate_size % block == 0 or whole % block or share * (ranks - 1) >= whole:
         return problem
     return dataclasses.replace(problem, intermediate_size=share, whole_intermediate_size=whole)
+
+
+def in_whole_groups(problem: Problem) -> Problem:
+    """The problem with a share of whole scale groups for each tensor-parallel rank, where equal shares would split one.
+
+    640 features in groups of 128 over 2 ranks are 384 and 256. The problem as it is for other formats than integers,
+    and where there is nothing to split or no such share.
+    """
+    group = loaded_group(problem)
+    if problem.scheme.name != "wna16" or group == -1 or has_group_index(problem):
+        return problem
+    return in_whole_blocks(problem, group)
 
 
 def share_of(problem: Problem, rank: int) -> int:

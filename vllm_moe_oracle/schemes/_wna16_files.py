@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..oracle.planner import has_group_index, loaded_group
+from ..oracle.planner import has_group_index, loaded_group, share_of
 from ..oracle.problem import Problem
 from ._packings import (
     PACKINGS,
@@ -114,13 +114,41 @@ def part(tensor: Tensor, suffix: str, shard: Shard, problem: Problem, packing: s
     return tensor if whole else _slice(tensor, columns, problem, rank)
 
 
-def target(data: Tensor, suffix: str, shard: Shard, problem: Problem) -> Tensor:
-    """The place of a projection in an expert's parameter."""
-    if shard == "w2" or suffix == "_order" or not problem.activation.gated:
+def target(data: Tensor, part: Tensor, suffix: str, shard: Shard, problem: Problem) -> Tensor:
+    """The place of a rank's part of a projection in an expert's parameter; a part may be shorter than its place."""
+    if suffix == "_order":
         return data
-    rows = 0 if suffix == "_bias" or layout_in_file(problem.scheme.packing) == "n_first" else 1
-    half = data.shape[rows] // 2
-    return data.narrow(rows, 0 if shard == "w1" else half, half)
+    n_first = layout_in_file(problem.scheme.packing) == "n_first"
+    if shard == "w2":
+        return data if suffix == "_bias" else _first(data, part, 1 if n_first else 0)
+    rows = 0 if suffix == "_bias" or n_first else 1
+    half = data.shape[rows] // (2 if problem.activation.gated else 1)
+    return _first(data.narrow(rows, half if shard == "w3" else 0, half), part, rows)
+
+
+def _first(data: Tensor, part: Tensor, dim: int) -> Tensor:
+    return data.narrow(dim, 0, part.shape[dim])
+
+
+def beyond_share(data: Tensor, canonical: str, problem: Problem, rank: int) -> list[Tensor]:
+    """The places in a layer's parameter where a rank with a shorter share than the first has nothing.
+
+    Args:
+        data: `[local_experts, ...]`.
+        canonical: the parameter's canonical name.
+        problem: the layer.
+        rank: the tensor-parallel rank.
+    """
+    share, place = share_of(problem, rank), problem.intermediate_size
+    suffix = canonical.removeprefix("w13").removeprefix("w2")
+    if share >= place or (canonical.startswith("w2") and suffix == "_bias"):
+        return []
+    n_first = layout_in_file(problem.scheme.packing) == "n_first"
+    dim = 1 if suffix == "_bias" or n_first == canonical.startswith("w13") else 2
+    count = 2 if canonical.startswith("w13") and problem.activation.gated else 1
+    whole = data.shape[dim] // count
+    used = whole * share // place
+    return [data.narrow(dim, index * whole + used, whole - used) for index in range(count)]
 
 
 def halves(tensor: Tensor, suffix: str, problem: Problem, packing: str, where: str) -> dict[Shard, Tensor]:
@@ -150,8 +178,9 @@ def _repacked(tensor: Tensor, suffix: str, problem: Problem, packing: str, layou
 
 
 def _slice(tensor: Tensor, dim: int, problem: Problem, rank: int) -> Tensor:
-    size = tensor.shape[dim] // problem.parallel.tp
-    return tensor.narrow(dim, rank * size, size)
+    size, whole = tensor.shape[dim], problem.full_intermediate_size
+    share = share_of(problem, rank)
+    return tensor.narrow(dim, rank * problem.intermediate_size * size // whole, share * size // whole)
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -63,7 +63,7 @@ def command(
         raise SettingError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")
     chosen = settings.load(assignments=read_assignments(assignments or []))
     machine = _device(device)
-    layers = checkpoint.layers(checkpoint.read(path), tp, ep)
+    layers = checkpoint.layers(checkpoint.read(path), tp, ep, chosen.ragged_shards)
     moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
     _check_all_used(chosen, layers)
     groups = _groups([_as_asked(problem, chosen) for problem in layers.problems], machine, chosen, moe_backend)
