@@ -268,7 +268,7 @@ def test_a_file_made_to_be_slow_does_not_hold_a_server_up(store: Store) -> None:
         connection.executemany("INSERT INTO samples VALUES (1, ?, ?, 1, 'uniform', ?, 0)", rows)
         connection.commit()
     begin = time.monotonic()
-    with pytest.raises(MeasurementError, match="too long|no measurement"):
+    with pytest.raises(MeasurementError, match=r"too long|no measurement"):
         store.samples(CELL)
     assert time.monotonic() - begin < 2
 
@@ -283,7 +283,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
     else:
         store.path.symlink_to(store.path)
     for touch in (store.prepare, lambda: store.samples(CELL)):
-        with pytest.raises(MeasurementError, match="is no regular file|cannot be looked at"):
+        with pytest.raises(MeasurementError, match=r"is no regular file|cannot be looked at"):
             touch()
 
 
