@@ -27,7 +27,7 @@ from .bits import gather_bits, spread_bits
 
 CHUNK_ROWS = 64
 CHUNK_BYTES = 2048
-_PART = 32
+_PART = 48
 """Chunks of rows of e2m1 codes that are ordered at a time."""
 
 
