@@ -1,4 +1,4 @@
-"""The committed table of MXFP8 backends on an H200, as `tests/gpu/backend_table.py` printed it, and what holds of it."""
+"""The committed table of MXFP8 backends on an H200, as `tests/gpu/backend_table.py` printed it, and what holds."""
 
 from __future__ import annotations
 
