@@ -224,7 +224,8 @@ def _word(dtype: torch.dtype) -> str:
 def _check_scales(scales: Tensor, name: str, problem: Problem) -> None:
     # Some experts at a time: the test makes copies, and a layer may have a hundred megabytes of scales.
     some = max(1, _CHECKED // max(scales[0].numel(), 1))
-    bad = int(sum((~torch.isfinite(part)).sum() for part in scales.split(some)))
+    parts = (scales[start : start + some] for start in range(0, len(scales), some))
+    bad = sum(int((~torch.isfinite(part)).sum()) for part in parts)
     if bad:
         rule = f"{bad} of {scales.numel()} scales in {name} are NaN or infinite"
         raise CheckpointError(rule, "The checkpoint is damaged, or a scale was never loaded", problem.layer)
