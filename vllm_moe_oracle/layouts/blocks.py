@@ -59,7 +59,7 @@ def block_scales(scales: Tensor) -> Tensor:
     """
     if scales.shape[0] % BLOCK_ROWS:
         raise ValueError(f"the scales of {scales.shape[0]} rows are no multiple of {BLOCK_ROWS} rows")
-    return scales.unflatten(0, (-1, BLOCK_ROWS)).transpose(1, 2).contiguous()
+    return scales.reshape(-1, BLOCK_ROWS, scales.shape[1]).transpose(1, 2).contiguous()
 
 
 def unblock_scales(blocked: Tensor) -> Tensor:

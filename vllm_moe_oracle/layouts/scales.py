@@ -118,7 +118,7 @@ def order_zero_points(zeros: Tensor, bits: int, marlin: bool) -> Tensor:
     """
     ordered = order_group_scales(zeros)
     if marlin:
-        ordered = ordered.unflatten(-1, (-1, 16 // bits, 2)).transpose(-1, -2).flatten(-3)
+        ordered = ordered.reshape(ordered.shape[0], -1, 16 // bits, 2).transpose(-1, -2).flatten(-3)
     if bits == 4:
         ordered = ordered[:, ::2] | ordered[:, 1::2] << 4
     return ordered.contiguous().view(torch.int32)
@@ -130,7 +130,7 @@ def restore_zero_points(packed: Tensor, bits: int, marlin: bool) -> Tensor:
     if bits == 4:
         ordered = torch.stack((ordered & 15, ordered >> 4), dim=-1).flatten(-2)
     if marlin:
-        ordered = ordered.unflatten(-1, (-1, 2, 16 // bits)).transpose(-1, -2).flatten(-3)
+        ordered = ordered.reshape(ordered.shape[0], -1, 2, 16 // bits).transpose(-1, -2).flatten(-3)
     return restore_group_scales(ordered)
 
 
