@@ -7,7 +7,10 @@ compiled as by default, CUDA graphs of the batch sizes that are timed. Each mode
 ``stock`` is vLLM without the plugin, ``auto`` with it, and any other name is a backend of ours for every layer. The
 modes of a model share vLLM's compile cache, so that all but the first start warm. A decode step is the slope of the
 time over the number of generated tokens, at each batch size; prefill is 32 prompts of 1024 tokens. The JSON file is
-written after each mode.
+written after each mode; one that is ended keeps what it has measured.
+
+Nothing else should run on the machine: a start compiles for half a minute, on every core. Two minutes a model on an
+H200; with other compilations beside it a start alone took longer than 75 s.
 
 On a CPU a tiny model goes the same way: add ``--tiny``.
 """
@@ -100,6 +103,7 @@ def measure(folder: str, mode: str, tiny: bool) -> dict[str, Any]:
         run(batch, 16, 8)
         short, long = (min(run(batch, 16, tokens) for _ in range(repeats)) for tokens in (SHORT, LONG))
         found["decode_ms"][str(batch)] = round((long - short) / (LONG - SHORT) * 1e3, 3)
+        print("FOUND " + json.dumps(found), flush=True)
     run(*PREFILL, 1)
     found["prefill_tokens_per_second"] = round(PREFILL[0] * PREFILL[1] / min(run(*PREFILL, 1) for _ in range(repeats)))
     return found
@@ -194,7 +198,7 @@ def main() -> int:
     parser.add_argument("--model", action="append", choices=list(MODELS), help="default: all")
     parser.add_argument("--mode", action="append", help="stock, auto or a backend's name; default: stock and auto")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=150.0, help="for each mode, after which it is ended")
+    parser.add_argument("--seconds", type=float, default=240.0, help="for each mode, after which it is ended")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--inner", help=argparse.SUPPRESS)
