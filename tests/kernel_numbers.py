@@ -41,7 +41,7 @@ def golden(files: Iterable[Iterable[str]]) -> dict[str, Any]:
         if conditions and conditions != same:
             raise ValueError(f"benchmarks under different conditions: {conditions} and {same}")
         conditions = same
-        commands.append(here["command"])
+        commands.append(re.sub(r"(--jsonl )\S*/", r"\1", here["command"]))
         for record in records:
             row = rows.setdefault(record["layer"]["name"], {"us": {}, "spread": {}, "floor": {}, "failures": {}})
             row["failures"] |= record["failures"]

@@ -35,8 +35,10 @@ def test_a_benchmark_becomes_ratios() -> None:
         record("mxfp8:qwen3", 64, own_mxfp8=100, own_mxfp8_w8a8=50, stock=104, marlin_mxfp8=90),
         record("mxfp8:qwen3", 1, stock=104),
     )
-    data = kernel_numbers.golden([first, lines(record("mxfp4:gpt-oss-20b", 2, own_mxfp4=10, stock=10), command="d")])
-    assert data["commands"] == ["c", "d"]
+    data = kernel_numbers.golden(
+        [first, lines(record("mxfp4:gpt-oss-20b", 2, own_mxfp4=10, stock=10), command="bench --jsonl /d/e.jsonl")]
+    )
+    assert data["commands"] == ["c", "bench --jsonl e.jsonl"]
     assert [(row["cell"], sorted(row["us"])) for row in data["rows"]] == [
         ("mxfp4:gpt-oss-20b", ["1", "2"]),
         ("mxfp8:qwen3", ["64"]),
