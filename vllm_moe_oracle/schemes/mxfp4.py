@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
 from ..oracle.problem import MX_BLOCK, Problem
-from .mxfp8 import E8M0_BIAS, E8M0_NAN, ScaleRule, scale_values
+from ._mx_parameters import E8M0_NAN, checked, refuse_nan_scales
+from .mxfp8 import E8M0_BIAS, ScaleRule, scale_values
 from .mxfp8 import scale_exponents as mx_scale_exponents
 
 E2M1_MAX = 6.0
@@ -84,29 +84,9 @@ def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor
         CheckpointError: a tensor is missing, has the wrong dtype or shape, or a scale is the NaN code 255.
     """
     names = parameters_of(problem)
-    found = {}
-    for canonical, shape in shapes(problem).items():
-        name = names[canonical]
-        tensor = parameters.get(name)
-        if tensor is None:
-            remedy = f"The layer's parameters are {', '.join(sorted(parameters))}"
-            raise CheckpointError(f"{name} is missing", remedy, problem.layer)
-        expected = _FLOATS if canonical.endswith("_bias") else (torch.uint8,)
-        if tensor.dtype not in expected:
-            words = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected)
-            raise CheckpointError(f"{name} is {tensor.dtype}, MXFP4 stores it as {words}", where=problem.layer)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}", where=problem.layer)
-        found[canonical] = tensor.data
-    for canonical in ("w13_scale", "w2_scale"):
-        bad = int((found[canonical] == E8M0_NAN).sum()) if int(found[canonical].amax()) == E8M0_NAN else 0
-        if bad:
-            rule = f"{bad} of {found[canonical].numel()} scales in {names[canonical]} are NaN (e8m0 code 255)"
-            raise CheckpointError(rule, "The checkpoint is damaged, or a scale was never loaded", problem.layer)
+    found = checked(parameters, names, shapes(problem), torch.uint8, problem)
+    refuse_nan_scales(found, names, problem)
     return found
-
-
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def canonical_expert(expert: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..oracle.problem import MX_BLOCK, Problem
+from ._mx_parameters import E8M0_NAN, checked, refuse_nan_scales
 
 ScaleRule = Literal["ceil", "floor", "llm-compressor"]
 
@@ -26,7 +27,6 @@ E4M3_MAX = 448.0
 E8M0_BIAS = 127
 E8M0_MAX = 254
 """Largest scale code that is a number: 2**127."""
-E8M0_NAN = 255
 
 PASS_BYTES = 48 << 20
 """Most memory that one pass of `quantise_into` takes beside its arguments, unless one row of all experts takes more."""
@@ -92,20 +92,7 @@ def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor
         rule = "the rows of w13_weight alternate gate and up; MXFP8 is read as gate rows, then up rows"
         raise CheckpointError(rule, where=problem.layer)
     names = {canonical: name for name, canonical in PARAMETERS.items()}
-    found = {}
-    for canonical, shape in shapes(problem).items():
-        name = names[canonical]
-        tensor = parameters.get(name)
-        if tensor is None:
-            remedy = f"The layer's parameters are {', '.join(sorted(parameters))}"
-            raise CheckpointError(f"{name} is missing", remedy, problem.layer)
-        expected = _dtypes(canonical)
-        if tensor.dtype not in expected:
-            words = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected)
-            raise CheckpointError(f"{name} is {tensor.dtype}, MXFP8 stores it as {words}", where=problem.layer)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}", where=problem.layer)
-        found[canonical] = tensor.data
+    found = checked(parameters, names, shapes(problem), torch.float8_e4m3fn, problem)
     for canonical, halves in (("w13", 2 if problem.activation.gated else 1), ("w2", 1)):
         # One element of each matrix is looked at: one that was never loaded is NaN throughout.
         heads = found[canonical].view(torch.uint8)[:, :: found[canonical].shape[1] // halves, 0]
@@ -116,19 +103,8 @@ def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor
             rule = f"the {matrix} projection of local expert {expert} was never loaded"
             remedy = f"The checkpoint lacks it, or names it differently ({len(missing)} such in {names[canonical]})"
             raise CheckpointError(rule, remedy, problem.layer)
-    for canonical in ("w13_scale", "w2_scale"):
-        # The largest code first: counting needs a temporary of eight bytes a scale.
-        bad = int((found[canonical] == E8M0_NAN).sum()) if int(found[canonical].amax()) == E8M0_NAN else 0
-        if bad:
-            rule = f"{bad} of {found[canonical].numel()} scales in {names[canonical]} are NaN (e8m0 code 255)"
-            raise CheckpointError(rule, "The checkpoint is damaged, or a scale was never loaded", problem.layer)
+    refuse_nan_scales(found, names, problem)
     return found
-
-
-def _dtypes(canonical: str) -> tuple[torch.dtype, ...]:
-    if canonical.endswith("_bias"):
-        return (torch.bfloat16, torch.float16, torch.float32)
-    return (torch.uint8,) if canonical.endswith("_scale") else (torch.float8_e4m3fn,)
 
 
 def scale_exponents(amax: Tensor, rule: ScaleRule = "ceil", largest: float = E4M3_MAX) -> Tensor:
