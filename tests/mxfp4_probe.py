@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 _STOCK = "vllm.model_executor.layers.quantization"
+_INPUTS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": True}
+"""What compressed-tensors declares for activations with W4A4."""
 
 Checks = dict[str, Callable[[], None]]
 
@@ -27,6 +29,7 @@ def checks(probe: Any) -> Checks:
         "online_mxfp4": lambda: _online(probe),
         "quark": lambda: _quark(probe),
         "quark_others": lambda: _quark_others(probe),
+        "activations_asked": lambda: _activations_asked(probe),
         "gpt_oss_cut_between_blocks": lambda: _gpt_oss_cut(probe),
         "experts_over_ranks": lambda: _expert_parallel(probe),
     }
@@ -59,10 +62,7 @@ def _group(bits: int, inputs: Any) -> dict[str, Any]:
 
 def _compressed_tensors(probe: Any) -> None:
     """Weights alone, and W4A4: the same class of stock vLLM."""
-    inputs = {
-        "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": True,
-    }  # fmt: skip
-    for given, expected in ((None, "16bit"), (inputs, "mxfp4")):
+    for given, expected in ((None, "16bit"), (_INPUTS, "mxfp4")):
         with probe.engine(backend="emulation"):
             layer = probe.moe_layer(probe.quant_config(_group(4, given)))
             probe.ours(layer)
@@ -84,6 +84,48 @@ def _compressed_tensors_with_fp8(probe: Any) -> None:
         assert ("W4A8" in type(method).__name__) == known
         assert method.decision.problem.scheme.activations == "fp8", method.decision.problem
         _runs(probe, layer, "_packed", loads_only=True)
+
+
+def _activations_asked(probe: Any) -> None:
+    """vLLM's own option for activations, and ours: heard, said, and refused where the checkpoint declares another."""
+    from unittest import mock
+
+    from vllm.config.quantization import QuantizationConfigArgs, QuantSpec
+
+    from vllm_moe_oracle.compat.adapter import Adapter
+    from vllm_moe_oracle.errors import SettingError
+
+    mxfp8 = QuantizationConfigArgs(moe=QuantSpec(activation="mxfp8"))
+
+    class Engine:
+        """The engine's config with that option, which stands in a model's config."""
+
+        def __init__(self, whole: Any) -> None:
+            self.whole = whole
+            self.model_config = mock.Mock(spec_set=["quantization_config"], quantization_config=mxfp8)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.whole, name)
+
+    engine = Adapter.engine
+    gpt_oss = probe._mxfp4_config("gpt_oss_mxfp4")
+    w4a4 = probe.quant_config(_group(4, _INPUTS))
+    for config, ours, expected, said in (
+        (gpt_oss, "checkpoint", "mxfp8", "activations are mxfp8 by --quantization-config's moe.activation"),
+        (w4a4, "16bit", "16bit", "activations are 16bit by"),
+        (w4a4, "checkpoint", None, "declares mxfp4 for the experts' inputs"),
+    ):
+        with (
+            probe.engine(backend="emulation", activations=ours),
+            mock.patch.object(Adapter, "engine", lambda self: Engine(engine(self))),
+        ):
+            try:
+                decision = probe.moe_layer(config).quant_method.decision
+            except SettingError as error:
+                assert expected is None and said in str(error), error
+            else:
+                assert decision.problem.scheme.activations == expected, decision
+                assert said in decision.summary(), decision.summary()
 
 
 def _fp8(probe: Any) -> None:
@@ -171,7 +213,7 @@ def _quark_config(probe: Any, **weights: Any) -> Any:
         "scale_format": "e8m0", "scale_type": "float", "symmetric": None, "observer_cls": "PerBlockMXObserver",
         "round_method": "half_even", **weights,
     }  # fmt: skip
-    checkpoint = {
+    checkpoint: dict[str, Any] = {
         "quant_method": "quark", "quant_mode": "eager_mode", "exclude": [], "layer_quant_config": {},
         "layer_type_quant_config": {}, "algo_config": None, "kv_cache_quant_config": {}, "kv_cache_post_rope": False,
         "softmax_quant_spec": None,

@@ -423,6 +423,14 @@ def test_stock_has_two_lists_and_a_few_classes_without_one(packing: str, activat
     assert decide(layer, gpu(100), Settings()).backend == first
 
 
+@pytest.mark.parametrize("packing", ["gpt_oss", "mxfp4"])
+def test_declared_mxfp8_goes_to_what_quantises(packing: str) -> None:
+    """In gpt-oss's list by stock's `_filter_by_activation`; the others' has no 16-bit kernels before these."""
+    layer = usual("trtllm_mxfp4_a8_monolithic", scheme=Scheme("mxfp4", 4, 32, packing))
+    assert layer.scheme.activations == "mxfp8"
+    assert decide(layer, gpu(100), Settings()).backend == "trtllm_mxfp4_a8_monolithic"
+
+
 @pytest.mark.parametrize(("packing", "first"), [("mxfp4", "humming_mxfp4"), ("compressed-tensors", "marlin_mxfp4")])
 def test_compressed_tensors_gets_marlin_on_hopper_too(packing: str, first: str) -> None:
     layer = usual("cutlass_mxfp4", scheme=Scheme("mxfp4", 4, 32, packing), activation=SILU, has_bias=False)

@@ -277,6 +277,9 @@ def test_what_the_plugin_would_not_do_is_said(
 def test_activations_left_in_16_bits_change_the_problem(run: Run, write: Callable[..., Path]) -> None:
     result = run("explain", write(), "--device", "cpu", "--set", "activations=16bit", "--json")
     assert result.json["groups"][0]["problem"]["scheme"]["activations"] == "16bit"
+    said = "activations are 16bit by --set activations, the checkpoint declares mxfp8"
+    assert said in " ".join(result.err.split())
+    assert "activations are" not in run("explain", write(), "--device", "cpu", "--json").err
 
 
 def test_a_device_can_come_from_a_file(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:

@@ -84,6 +84,8 @@ _GPT_OSS_LIST = ("gpt_oss", "quark", "online")
 _MARLIN_FIRST = ("compressed-tensors", "auto-round")
 """Packings whose stock classes construct Marlin without asking a list."""
 _AFTER_EVERYTHING = 200.0
+_WITH_MXFP8 = ("trtllm_mxfp8_monolithic", "trtllm_mxfp8", "cutlass_mxfp8")
+"""What stock takes before everything else from gpt-oss's list where MXFP8 activations are declared."""
 
 
 def mxfp4_place(name: str, problem: Problem, device: Device) -> float:
@@ -100,6 +102,8 @@ def mxfp4_place(name: str, problem: Problem, device: Device) -> float:
         return _AFTER_EVERYTHING + place
     if device.kind != "cuda":
         return place
+    if packing in _GPT_OSS_LIST and problem.scheme.activations == "mxfp8" and name in _WITH_MXFP8:
+        return place - _AFTER_EVERYTHING
     if packing in _MARLIN_FIRST and name.startswith("marlin"):
         return place - MXFP4_ORDER["marlin"]
     if name.startswith("humming") and device.capability in _HUMMING_PREFERRED:

@@ -108,6 +108,11 @@ class Adapter:
         """``--additional-config`` of the engine that is being built."""
         return self.engine().additional_config
 
+    def activations_asked(self) -> Any:
+        """vLLM's `QuantKey` that ``--quantization-config`` gives for the experts' inputs; None without one."""
+        given = getattr(self.engine().model_config, "quantization_config", None)
+        return getattr(getattr(given, "moe", None), "activation", None)
+
     def beyond_us(self, moe: Any) -> list[str]:
         """What a layer is asked to do that only stock vLLM's own methods are known to do."""
         batched = moe.moe_parallel_config.use_batched_activation_format

@@ -145,8 +145,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
         self.release = current_adapter()
         layer, name = current_layer()
         self.settings = chosen = settings.load(additional_config=self.release.additional_config())
-        if chosen.activations == "16bit":
-            scheme = dataclasses.replace(scheme, activations="16bit")
+        declared = scheme.activations
+        scheme, asked_by = self._asked(scheme)
         problem = self._refined(self.release.problem(moe, layer, name, scheme))
         self.group = agreement.Group(self.release.peers(), chosen.agreement_seconds)
         choice.choose(
@@ -154,7 +154,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             name,
             lambda: decide(
                 problem, device.detect(), chosen, moe.moe_backend, evidence=choice.evidence(problem, chosen)
-            ),
+            ).after(declared, asked_by),
         )
         self.experts_cls = self.release.experts_class(self.backend)
         engagement.decided(self.decision, chosen)
@@ -190,6 +190,14 @@ class OracleMoEMethod(FusedMoEMethodBase):
         self._register(layer, num_experts, *args, **kwargs)
         self._enter(layer, "raw")
         self._make_room(layer)
+
+    def _asked(self, scheme: Scheme) -> tuple[Scheme, str]:
+        """What the checkpoint holds with the precision of activations that somebody asks for, and who does; "" when
+        nobody asks for another one than it declares."""
+        if self.settings.activations == "checkpoint" or scheme.activations == self.settings.activations:
+            return scheme, ""
+        asked = dataclasses.replace(scheme, activations=self.settings.activations)
+        return asked, self.settings.source("activations")
 
     def _refined(self, problem: Problem) -> Problem:
         """The problem with what this kind of checkpoint knows better than vLLM's config of the layer."""
@@ -252,7 +260,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
         self.experts_cls = self.release.experts_class(self.backend)
         names = self._names(raw)
         kernel_names = storage.rename(
-            layer, storage.convert_in_place(layer, names, self._convert, dense=problem.eplb or self.backend.dense), _READ_BY_VLLM
+            layer,
+            storage.convert_in_place(layer, names, self._convert, dense=problem.eplb or self.backend.dense),
+            _READ_BY_VLLM,
         )
         for name in kernel_names.values():
             parameter = getattr(layer, name)

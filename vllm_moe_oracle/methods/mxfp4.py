@@ -7,6 +7,7 @@ Here each name has one method in every release; whether rows alternate gate and 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.platforms import current_platform
 
 from ..compat.construction import current_layer, under_construction
+from ..errors import SettingError
 from ..oracle.planner import in_whole_blocks, share_of
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Problem, Scheme
 from ..schemes.mxfp8 import E8M0_BIAS
@@ -42,6 +44,18 @@ class AnyMxfp4MoEMethod(OracleMoEMethod):
     def has_unpadded_output(self) -> bool:
         """Whether the kernel crops its output itself."""
         return False
+
+    def _asked(self, scheme: Scheme) -> tuple[Scheme, str]:
+        """As every method does; vLLM's own option is heard where ours says nothing, as by the stock classes."""
+        scheme, asked_by = super()._asked(scheme)
+        asked = precision_of(self.release.activations_asked())
+        if asked_by or self.settings.activations != "checkpoint" or asked in ("16bit", scheme.activations):
+            return scheme, asked_by
+        by = "--quantization-config's moe.activation"
+        if scheme.activations == "16bit":
+            return dataclasses.replace(scheme, activations=asked), by
+        rule = f"the checkpoint declares {scheme.activations} for the experts' inputs, {by} asks for {asked}"
+        raise SettingError(rule, "Leave it out", current_layer()[1])
 
     def _refined(self, problem: Problem) -> Problem:
         problem = super()._refined(problem)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
-from .problem import Problem
+from .problem import ActivationPrecision, Problem
 
 Why = Literal["user", "override", "measured", "estimate"]
 
@@ -182,6 +183,18 @@ class Decision:
     def at(self, tokens: int) -> str:
         """The backend that runs at a number of tokens."""
         return next((step.backend for step in self.steps if step.most is None or tokens <= step.most), self.backend)
+
+    def after(self, declared: ActivationPrecision, asked_by: str) -> Decision:
+        """The decision, with a word on activations that are not what the checkpoint declares.
+
+        Args:
+            declared: what it declares.
+            asked_by: who asked for another precision; "" when nobody did.
+        """
+        if not asked_by:
+            return self
+        words = f"activations are {self.problem.scheme.activations} by {asked_by}, the checkpoint declares {declared}"
+        return dataclasses.replace(self, because=f"{self.because}; {words}")
 
     def summary(self) -> str:
         """One line for a log."""

@@ -67,7 +67,7 @@ def command(
     moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
     _check_all_used(chosen, layers)
     groups = _groups([_as_asked(problem, chosen) for problem in layers.problems], machine, chosen, moe_backend)
-    notes = [*layers.notes, *_notes(chosen, layers.method, groups, machine)]
+    notes = [*layers.notes, *_overridden(layers, chosen), *_notes(chosen, layers.method, groups, machine)]
     if as_json:
         output.print_json({"vllm": _vllm(machine), "device": machine, "groups": [group.to_json() for group in groups]})
         for group in groups:
@@ -138,6 +138,15 @@ def _as_asked(problem: Problem, settings: Settings) -> Problem:
     if settings.activations == "checkpoint":
         return problem
     return dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activations=settings.activations))
+
+
+def _overridden(layers: Layers, settings: Settings) -> Iterator[str]:
+    """Says that activations are not what the checkpoint declares, where a setting asks for others."""
+    asked = settings.activations
+    declared = sorted({problem.scheme.activations for problem in layers.problems} - {asked})
+    if asked != "checkpoint" and declared:
+        source = settings.source("activations")
+        yield f"activations are {asked} by {source}, the checkpoint declares {' and '.join(declared)}"
 
 
 def _check_all_used(settings: Settings, layers: Layers) -> None:
