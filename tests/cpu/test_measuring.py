@@ -205,7 +205,7 @@ def chosen(tmp_path: Path, **assignments: str) -> settings.Settings:
     return settings.load({}, assignments={**objective, **assignments})
 
 
-SLOW = Slowed("slow", 1.0, lambda tokens: 4e-3)
+SLOW = Slowed("slow", 1.0, lambda tokens: 15e-3)
 FAST = Slowed("fast", 2.0)
 
 
@@ -390,6 +390,18 @@ def test_what_is_not_known_is_not_compared() -> None:
     assert differs(driver="", kernels="", sm_count=0) == environment.Differences((), ())
     without = msgspec.structs.replace(THERE, packages={"vllm": "0.33.0"})
     assert environment.differences(THERE, without) == environment.Differences((), ())
+
+
+def test_words_about_the_kernels_do_not_change_their_hash(tmp_path: Path) -> None:
+    code = "def f(x):\n    return x + 1\n"
+    written = '"""A page."""\n\n# why\ndef f(x):\n    """Adds\n    one."""\n\n    return x + 1\n'
+    hashes = []
+    for text in (code, written, code.replace("1", "2"), code.replace("x + 1", "'# ' + x")):
+        (tmp_path / "k.py").write_text(text)
+        hashes.append(environment.sources_of(tmp_path))
+    assert hashes[0] == hashes[1] and len(set(hashes)) == 3
+    (tmp_path / "tiles.json").write_text("{}")
+    assert environment.sources_of(tmp_path) not in hashes
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ What one of the two places does not know is not compared.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -123,12 +124,30 @@ def _release(version: str) -> object:
 
 @cache
 def kernel_sources() -> str:
-    """Hash of the sources of this project's kernels and of their table of tiles: what compiles to the same."""
-    folder = Path(__file__).parents[1] / "kernels"
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".py", ".json"))
+    """Hash of the sources of this project's kernels and of their tables, without docstrings and lines of comments."""
+    return sources_of(Path(__file__).parents[1] / "kernels")
+
+
+def sources_of(folder: Path) -> str:
+    """Hash of the Python and JSON files of a folder, as `kernel_sources` has it."""
     digest = hashlib.sha256()
-    for path in files:
-        content = path.read_bytes()
-        digest.update(f"{path.name} {len(content)}\n".encode())
-        digest.update(content)
+    for path in sorted(path for path in folder.iterdir() if path.suffix in (".py", ".json")):
+        text = path.read_text(encoding="utf-8")
+        content = _code(text) if path.suffix == ".py" else text
+        digest.update(f"{path.name} {len(content)}\n{content}".encode())
     return digest.hexdigest()[:16]
+
+
+def _code(source: str) -> str:
+    """Python code without docstrings, blank lines, and lines of comments."""
+    lines = source.splitlines()
+    bodies = [ast.parse(source).body]
+    while bodies:
+        for statement in bodies.pop():
+            # Strings that stand alone: docstrings of functions, and of constants.
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                rows = slice(statement.lineno - 1, statement.end_lineno)
+                lines[rows] = [""] * len(lines[rows])
+            elif isinstance(statement, ast.ClassDef | ast.FunctionDef):
+                bodies.append(statement.body)
+    return "\n".join(line.rstrip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
