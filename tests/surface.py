@@ -948,12 +948,13 @@ class _Check:
 
     def _set_on_own(self, target: ast.Attribute, owner: Own) -> None:
         """What we set on an object that stock code looks at: stock code speaks of it, or we do."""
-        bases = self._bases_of_heirs(owner.name)
         name = target.attr
-        if not bases or name in stock.OURS or self._own_member(owner.name, name):
-            return
         # An attribute that we declare with Any is vLLM's; another may be for ourselves.
         declared = any(name in _members(_our_classes()[each][1]) for each in _our_bases(owner.name))
+        # What is declared beside a stock class of its own is that class's; a mix-in without one speaks to its heirs'.
+        bases = (self._stock_bases(owner.name) if declared else []) or self._bases_of_heirs(owner.name)
+        if not bases or name in stock.OURS or self._own_member(owner.name, name):
+            return
         self._spoken_of(target, name, bases, strictly=declared)
 
     def _spoken_of(self, node: ast.AST, name: str, bases: list[Class], strictly: bool = False) -> None:
@@ -1115,7 +1116,19 @@ class _Check:
             if signature is not None:
                 self._signature(node, signature, function)
             return Instance(function)
+        if function == OTHER and self.own and text.startswith("self."):
+            return self._result_of_own(text.removeprefix("self."))
         return function if isinstance(function, Unknown) else OTHER
+
+    def _result_of_own(self, name: str) -> Thing:
+        """What a method of the class that is being followed returns, where its annotation names a class of vLLM's."""
+        for each in _our_bases(self.own or ""):
+            file, node = _our_classes()[each]
+            for method in node.body:
+                if isinstance(method, Function) and method.name == name and method.returns is not None:
+                    found = self._imports_of(file).get(ast.unparse(method.returns).partition(" ")[0])
+                    return Instance(found) if isinstance(found, Class) else OTHER
+        return OTHER
 
     def _by_name(self, node: ast.Call, how: str, owner: Thing) -> Thing:
         name = node.args[1]

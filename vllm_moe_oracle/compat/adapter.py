@@ -13,7 +13,8 @@ from typing import Any, ClassVar, cast
 import torch
 import vllm
 from torch import Tensor
-from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.config.quantization import QuantizationConfigArgs
 from vllm.distributed import parallel_state
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
@@ -90,13 +91,13 @@ class Adapter:
 
     # --- the running engine -----------------------------------------------------------------------
 
-    _engine: Any = None
+    _engine: VllmConfig | None = None
 
-    def engine(self) -> Any:
+    def engine(self) -> VllmConfig:
         """vLLM's config of the engine; the last one where none is current: some releases reload weights so."""
         return self._last_engine() or get_current_vllm_config()
 
-    def _last_engine(self) -> Any:
+    def _last_engine(self) -> VllmConfig | None:
         self._engine = get_current_vllm_config_or_none() or self._engine
         return self._engine
 
@@ -110,8 +111,11 @@ class Adapter:
 
     def activations_asked(self) -> Any:
         """vLLM's `QuantKey` that ``--quantization-config`` gives for the experts' inputs; None without one."""
-        given = getattr(self.engine().model_config, "quantization_config", None)
-        return getattr(getattr(given, "moe", None), "activation", None)
+        config = self.engine().model_config
+        given = None if config is None else config.quantization_config
+        if not isinstance(given, QuantizationConfigArgs) or given.moe is None:
+            return None
+        return given.moe.activation
 
     def beyond_us(self, moe: Any) -> list[str]:
         """What a layer is asked to do that only stock vLLM's own methods are known to do."""
