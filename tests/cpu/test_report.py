@@ -119,6 +119,31 @@ def test_a_profile_is_shown_with_the_choice_that_the_oracle_makes_of_it(tmp_path
     assert panel.floors and panel.place.startswith("NVIDIA H200")
 
 
+def test_a_bench_s_choices_are_the_oracle_s_of_today_not_those_of_the_day_it_ran() -> None:
+    golden = Path(__file__).parents[1] / "golden/h200"
+    content = reporting.read(golden / "choice-vllm-0.33.0.jsonl", Settings())
+    figures = dict(reporting.tiles(content.panels))
+    # The table beside it is made by other code, by the same profile.
+    table = (golden / "choice.md").read_text(encoding="utf-8")
+    assert figures["choices within 3% of the fastest backend"] in table
+    assert figures["furthest behind the fastest"] in table.replace(" %", "%")
+    assert all(panel.why == "measured" and panel.because for panel in content.panels)
+
+
+def test_a_layer_in_several_files_counts_once(tmp_path: Path) -> None:
+    one = reporting.read(profile_file(tmp_path / "p.json"), Settings())
+    both = reporting.distinct(one + one)
+    assert len(both.panels) == 1 and "mxfp8:qwen3-30b-a3b" in both.notes[0]
+    assert reporting.distinct(one) == one
+
+
+def test_a_library_that_was_not_there_is_no_reason_against_a_backend(tmp_path: Path) -> None:
+    golden = Path(__file__).parents[1] / "golden/h200"
+    content = reporting.read(golden / "choice-vllm-0.33.0.jsonl", Settings())
+    reasons = [each for panel in content.panels for _, found in panel.rejected for each in found]
+    assert reasons and not [each for each in reasons if "not installed" in each]
+
+
 def test_a_layer_of_no_known_model_is_shown_without_a_choice(tmp_path: Path) -> None:
     path = profile_file(tmp_path / "p.json")
     path.write_text(path.read_text().replace('"hidden":2048', '"hidden":2080'))
@@ -270,6 +295,8 @@ def test_errors_of_the_command_are_one_line(run: Run, tmp_path: Path) -> None:  
     for arguments, words in (
         ((tmp_path / "none",), "No such file"),
         ((tmp_path,), "directory"),
+        (("/dev/zero",), "is no regular file"),
+        ((bench, "-o", tmp_path / "none" / "r.html"), "No such file"),
         ((bench, "-o", tmp_path), "cannot be written"),
         ((write(tmp_path / "h.jsonl", HEAD),), "nothing to report"),
     ):

@@ -24,6 +24,7 @@ from . import engine, environment, lookup, shapes, timing
 from .cells import Cell, RoutingKind, Sample, cell_of
 from .environment import Environment
 from .floors import floor_us
+from .profile import contents
 from .tuning import STOCK as STOCK
 from .tuning import accepted, add_stock, compile_beforehand
 
@@ -182,8 +183,9 @@ def read(path: Path) -> tuple[Environment, dict[str, str], dict[Cell, list[Sampl
         MeasurementError: the file cannot be read, or is no benchmark.
     """
     where = str(path)
+    data = contents(path)
     try:
-        head, *lines = path.read_bytes().splitlines()
+        head, *lines = data.splitlines()
         conditions = msgspec.json.decode(head)["conditions"]
         place = msgspec.convert(conditions["environment"], Environment)
         how = {name: str(conditions[name]) for name in ("command", "method")}
@@ -197,8 +199,6 @@ def read(path: Path) -> tuple[Environment, dict[str, str], dict[Cell, list[Sampl
                 raise
             samples = found.setdefault(msgspec.convert(record["cell"], Cell), [])
             samples += _samples(record, conditions["routing"])
-    except OSError as error:
-        raise MeasurementError(f"cannot be read: {error.strerror}", where=where) from error
     except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
         rule = f"is no benchmark's records: {type(error).__name__}: {error}"
         raise MeasurementError(rule, "Make them with: vllm-moe-oracle bench --jsonl FILE", where) from error

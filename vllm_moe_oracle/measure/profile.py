@@ -148,6 +148,32 @@ def _samples(entry: Entry) -> Iterable[Sample]:
                 )
 
 
+def contents(path: Path) -> bytes:
+    """A file of measurements, whoever wrote it.
+
+    Args:
+        path: the file.
+
+    Raises:
+        MeasurementError: it cannot be read, is no regular file, or is larger than any of them.
+    """
+    where = str(path)
+    try:
+        # Not blocking: a pipe that nobody writes to must not stop a server.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise MeasurementError("is no regular file", where=where)
+            if status.st_size > MOST_BYTES:
+                raise MeasurementError(f"has {status.st_size} bytes, more than {MOST_BYTES}", where=where)
+            return file.read(MOST_BYTES + 1)
+    except MeasurementError:
+        raise
+    except (OSError, ValueError) as error:
+        raise MeasurementError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=where) from error
+
+
 def read(path: Path) -> Profile:
     """Reads a profile.
 
@@ -159,20 +185,7 @@ def read(path: Path) -> Profile:
     """
     where = str(path)
     remedy = "Make one with: vllm-moe-oracle tune MODEL --export FILE"
-    try:
-        # Not blocking: a pipe that nobody writes to must not stop a server.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise MeasurementError("is no regular file", where=where)
-            if status.st_size > MOST_BYTES:
-                raise MeasurementError(f"has {status.st_size} bytes, more than {MOST_BYTES}", where=where)
-            data = file.read(MOST_BYTES + 1)
-    except MeasurementError:
-        raise
-    except (OSError, ValueError) as error:
-        raise MeasurementError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=where) from error
+    data = contents(path)
     try:
         header = msgspec.json.decode(data, type=_Header)
         if header.format != FORMAT:

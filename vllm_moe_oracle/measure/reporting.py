@@ -6,11 +6,14 @@ All may come from somebody else: they are checked field by field, and nothing of
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -230,12 +233,7 @@ def read(path: Path, settings: Settings) -> Content:
     Raises:
         MeasurementError: it is none of these, or cannot be read.
     """
-    try:
-        if path.stat().st_size > profile.MOST_BYTES:
-            raise MeasurementError(f"has more than {profile.MOST_BYTES} bytes", where=str(path))
-        data = path.read_bytes()
-    except OSError as error:
-        raise MeasurementError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    data = profile.contents(path)
     lines = [line for line in data.splitlines() if line.strip()]
     if not lines:
         raise MeasurementError("is empty", _KINDS, str(path))
@@ -243,7 +241,7 @@ def read(path: Path, settings: Settings) -> Content:
     if first is None:
         return _of_profile(profile.read(path), dataclasses.replace(settings, profile=str(path)), str(path))
     if "conditions" in first or "us" in first:
-        return _of_bench(lines, path)
+        return _of_bench(lines, path, settings)
     if "moe_oracle" in first and "groups" in first:
         return Content(servers=tuple(_server(_typed(line, _Server, path, n)) for n, line in enumerate(lines, 1)))
     if "format" in first:
@@ -292,17 +290,16 @@ def _typed(line: bytes, kind: type[Any], path: Path, number: int) -> Any:
         raise MeasurementError(f"line {number} is no record: {error}", _KINDS, str(path)) from error
 
 
-def _of_bench(lines: Sequence[bytes], path: Path) -> Content:
+def _of_bench(lines: Sequence[bytes], path: Path, settings: Settings) -> Content:
     conditions: list[tuple[str, tuple[tuple[str, str], ...]]] = []
-    place = "an unknown machine"
-    layers: dict[tuple[str, str, str], list[_Record]] = {}
+    here = Environment("an unknown machine")
+    layers: dict[tuple[str, Cell, str], list[_Record]] = {}
+    places: dict[str, Environment] = {}
     for number, line in enumerate(lines, 1):
         plain = _object(line)
         if plain is not None and isinstance(head := plain.get("conditions"), dict):
             conditions.append((str(path), tuple((str(name), _words(value)) for name, value in head.items())))
-            packages = head.get("packages")
-            version = packages.get("vllm") if isinstance(packages, dict) else None
-            place = f"{head.get('gpu', 'an unknown machine')}, vLLM {version or 'of an unknown release'}"
+            here = _environment(head)
             continue
         record: _Record = _typed(line, _Record, path, number)
         times = [*record.us.values(), *(each for pair in record.quartiles.values() for each in pair)]
@@ -310,8 +307,35 @@ def _of_bench(lines: Sequence[bytes], path: Path) -> Content:
             times.append(record.floor_us)
         if record.tokens < 1 or not all(0 < each < MOST_MICROSECONDS for each in times):
             raise MeasurementError(f"line {number} has an impossible measurement", _KINDS, str(path))
-        layers.setdefault((str(record.layer.get("name", "a layer")), str(record.cell), place), []).append(record)
-    return Content(tuple(_panel(*key, found) for key, found in layers.items()), conditions=tuple(conditions))
+        places[str(here)] = here
+        layers.setdefault((str(record.layer.get("name", "a layer")), record.cell, str(here)), []).append(record)
+    panels = []
+    for (name, cell, place), found in layers.items():
+        panel = _panel(name, str(cell), place, found)
+        problem, machine = _layers().get(cell), _machine(places[place])
+        if problem is not None and machine is not None:
+            panel = _decided(panel, problem, machine, settings)
+        panels.append(panel)
+    return Content(tuple(panels), conditions=tuple(conditions))
+
+
+def _environment(head: Mapping[str, Any]) -> Environment:
+    """Where records were taken, as far as their conditions say."""
+    packages = head.get("packages")
+    try:
+        if "environment" in head:
+            return msgspec.convert(head["environment"], Environment)
+        return msgspec.convert(
+            {
+                "gpu": head.get("gpu", "an unknown machine"),
+                "packages": packages if isinstance(packages, dict) else {},
+                "driver": head.get("driver", ""),
+                "kernels": head.get("kernels", ""),
+            },
+            Environment,
+        )
+    except msgspec.ValidationError:
+        return Environment("an unknown machine")
 
 
 def _panel(name: str, words: str, place: str, records: Sequence[_Record]) -> Panel:
@@ -321,6 +345,7 @@ def _panel(name: str, words: str, place: str, records: Sequence[_Record]) -> Pan
             low, high = record.quartiles.get(backend, (us, us))
             times.setdefault(backend, {})[record.tokens] = Point(us, low, high)
     stock = {key: value for record in records for key, value in record.stock.items()}
+    why = next((record.choice.why for record in records if record.choice is not None), "")
     return Panel(
         name=name,
         words=words,
@@ -329,7 +354,8 @@ def _panel(name: str, words: str, place: str, records: Sequence[_Record]) -> Pan
         floors={record.tokens: record.floor_us for record in records if record.floor_us is not None},
         stock=stock | {each: "" for each in times if each.startswith(STOCK) and each not in stock},
         chosen={record.tokens: record.choice.backend for record in records if record.choice is not None},
-        why=next((record.choice.why for record in records if record.choice is not None), ""),
+        why=why,
+        because="as it was recorded when this was measured; the layer is none of a known model" if why else "",
         failures={key: value for record in records for key, value in record.failures.items() if key not in times},
     )
 
@@ -337,18 +363,29 @@ def _panel(name: str, words: str, place: str, records: Sequence[_Record]) -> Pan
 def _of_profile(found: profile.Profile, settings: Settings, source: str) -> Content:
     """Panels of a profile, each with the choice that the oracle makes of it on such a machine."""
     machine = _machine(found.environment)
-    known = {cell_of(problem): problem for problem in shapes.served()}
     panels, notes = [], []
     for entry in found.entries:
-        problem = known.get(entry.cell)
+        problem = _layers().get(entry.cell)
         panel = _measured(found, entry.cell, problem)
         if problem is None or machine is None:
-            notes.append(f"{panel.words}: no layer of a known model, so what the oracle chooses is not shown")
+            why = "no layer of a known model" if problem is None else "no GPU that is described here"
+            notes.append(f"{panel.words}: {why}, so what the oracle chooses is not shown")
             panels.append(panel)
             continue
         panels.append(_decided(panel, problem, machine, settings))
     head = {**found.conditions, "environment": str(found.environment), "packages": _words(found.environment.packages)}
     return Content(tuple(panels), conditions=((source, tuple(head.items())),), notes=tuple(notes))
+
+
+@cache
+def _layers() -> dict[Cell, Problem]:
+    """Layers of the known models by cell: those that are served, and the same in other formats and cuts."""
+    found = {cell_of(problem): problem for problem in shapes.served()}
+    for shape, scheme, tp in itertools.product(shapes.names(), shapes.SCHEMES, (1, 2, 4, 8, 16)):
+        with contextlib.suppress(MeasurementError):  # not every model can be cut so, or is in every format
+            problem = shapes.problem(scheme, shape, tp)
+            found.setdefault(cell_of(problem), problem)
+    return found
 
 
 def _measured(found: profile.Profile, cell: Cell, problem: Problem | None) -> Panel:
@@ -375,10 +412,13 @@ def _measured(found: profile.Profile, cell: Cell, problem: Problem | None) -> Pa
 
 
 def _machine(environment: Environment) -> Device | None:
-    """The device of an environment, as far as it is described."""
+    """The described device of an environment, with the versions that were there; None when none is described."""
     described = [named(name) for name in names()]
     found = next((each for each in described if each.name == environment.gpu), None)
-    return None if found is None else dataclasses.replace(found, packages=dict(environment.packages))
+    if found is None:
+        return None
+    # A library that was not there when it was measured is no reason against a backend on such a machine.
+    return dataclasses.replace(found, packages={**found.packages, **environment.packages})
 
 
 def _decided(panel: Panel, problem: Problem, machine: Device, settings: Settings) -> Panel:
@@ -429,6 +469,24 @@ def _words(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {each}" for name, each in value.items())
     return str(value)
+
+
+def distinct(content: Content) -> Content:
+    """The content with each layer on each machine once: of several, the one with the most backends.
+
+    Args:
+        content: of several files.
+    """
+    best: dict[tuple[str, str], Panel] = {}
+    twice: list[str] = []
+    for panel in content.panels:
+        key = (panel.words, panel.place)
+        if key in best:
+            twice.append(panel.name)
+        if key not in best or len(panel.times) > len(best[key].times):
+            best[key] = panel
+    said = f"in several of the files, shown once: {', '.join(dict.fromkeys(twice))}"
+    return dataclasses.replace(content, panels=tuple(best.values()), notes=content.notes + ((said,) if twice else ()))
 
 
 # --- Summing up -----------------------------------------------------------------------------------------------------

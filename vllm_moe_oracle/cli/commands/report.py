@@ -61,13 +61,15 @@ def command(
         content += reporting.read(path, chosen)
     if not files:
         content = _own(chosen)
+    content = reporting.distinct(content)
     if not content.panels and not content.servers:
         remedy = "Measure: vllm-moe-oracle tune MODEL, or bench MODEL --jsonl FILE; or name a file"
         raise MeasurementError("there is nothing to report", remedy)
     page, plots = reporting.page(content, "vllm-moe-oracle " + shlex.join(sys.argv[1:]))
     _write(to, page)
-    for name, text in plots.items():
-        if svg is not None:
+    if svg is not None:
+        _make(svg)
+        for name, text in plots.items():
             _write(svg / name, text)
     for words, figure in reporting.tiles(content.panels):
         output.show(f"{figure:>8}  {words}")
@@ -99,11 +101,19 @@ def _require(*modules: str) -> None:
         raise MeasurementError(rule, "pip install 'vllm-moe-oracle[plot]'")
 
 
+def _make(folder: Path) -> None:
+    from ...errors import MeasurementError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MeasurementError(f"the folder cannot be made: {error.strerror}", where=str(folder)) from error
+
+
 def _write(path: Path, text: str) -> None:
     from ...errors import MeasurementError
 
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise MeasurementError(f"cannot be written: {error.strerror}", where=str(path)) from error
