@@ -35,6 +35,7 @@ MAX_LAYERS = 4096
 MAX_EXPERTS = 1 << 16
 MAX_WIDTH = 1 << 24
 MAX_BYTES = 64 << 20
+MAX_RANKS = 1 << 16
 
 # Where vLLM keeps the experts inside a decoder layer; "mlp" unless listed, "" for the layer itself. MiniMax-M2's
 # attribute is called block_sparse_moe, but the name that vLLM gives its experts says mlp.
@@ -165,6 +166,8 @@ def layers(config: Config, tp: int = 1, expert_parallel: bool = False, ragged: b
             cannot have, or a number of ranks that the model cannot be cut into.
     """
     where = str(config.path)
+    if tp > MAX_RANKS:
+        raise CheckpointError(f"{tp} ranks are more than {MAX_RANKS}, the most that are considered", where=where)
     names = _moe_layers(config)
     if config.quantization is None:
         remedy = "Its experts are in the model's own dtype, for which vLLM chooses kernels itself"
@@ -350,24 +353,10 @@ def _problem(
     hidden = _integer(model, ("moe_latent_size", "hidden_size", "n_embd", "d_model"), where, MAX_WIDTH)
     heads = model.get("num_attention_heads")
     heads = heads if isinstance(heads, int) and heads > 0 else 0
-    local = experts
+    _check_cut(where, tp, expert_parallel, experts, width, heads)
+    # The fullest rank: vLLM gives the first ranks one expert more where the split is uneven.
+    local = -(-experts // tp) if expert_parallel else experts
     parallel = Parallel(ep=tp) if expert_parallel else Parallel(tp=tp)
-    if expert_parallel:
-        if tp > experts:
-            rule = f"expert parallelism over {tp} ranks leaves ranks without one of the {experts} experts"
-            raise CheckpointError(rule, where=where)
-        # The fullest rank: vLLM gives the first ranks one expert more where the split is uneven.
-        local = -(-experts // tp)
-    elif width % tp:
-        rule = f"tensor parallelism over {tp} ranks does not divide the experts' intermediate size {width}"
-        fitting = [size for size in range(tp - 1, 0, -1) if width % size == 0 and not heads % size]
-        rule += f" ({width} mod {tp} = {width % tp})"
-        remedy = f"TP {fitting[0]} divides it, or cut by experts with --ep"
-        raise CheckpointError(rule, remedy, where)
-    elif heads % tp:
-        fitting = [size for size in range(tp - 1, 0, -1) if not heads % size and not width % size]
-        rule = f"vLLM refuses {tp} ranks, which do not divide the {heads} attention heads ({heads} mod {tp} = "
-        raise CheckpointError(f"{rule}{heads % tp})", f"{fitting[0]} would do", where)
     try:
         problem = Problem(
             layer=name,
@@ -393,6 +382,37 @@ def _problem(
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(str(error), where=where) from error
+
+
+def _check_cut(where: str, tp: int, expert_parallel: bool, experts: int, width: int, heads: int) -> None:
+    """Refuses ranks that a layer cannot be spread over.
+
+    vLLM's `verify_with_parallel_config` wants whole attention heads on every rank, with expert parallelism too.
+
+    Args:
+        where: the file, for messages.
+        tp: tensor-parallel ranks.
+        expert_parallel: they hold different experts.
+        experts: experts of the layer.
+        width: features between the two products.
+        heads: attention heads of the model; 0 when unknown.
+    """
+    if expert_parallel and tp > experts:
+        rule = f"expert parallelism over {tp} ranks leaves ranks without one of the {experts} experts"
+        raise CheckpointError(rule, where=where)
+
+    def fits(size: int) -> bool:
+        return not heads % size and (size <= experts if expert_parallel else not width % size)
+
+    if fits(tp):
+        return
+    remedy = f"TP {next(size for size in range(tp - 1, 0, -1) if fits(size))}"
+    if heads % tp:
+        rule = f"vLLM refuses {tp} ranks, which do not divide the {heads} attention heads ({heads} mod {tp} = "
+        raise CheckpointError(f"{rule}{heads % tp})", f"{remedy} would do", where)
+    rule = f"tensor parallelism over {tp} ranks does not divide the experts' intermediate size {width}"
+    by_experts = ", or cut by experts with --ep" if tp <= experts else ""
+    raise CheckpointError(f"{rule} ({width} mod {tp} = {width % tp})", f"{remedy} divides it{by_experts}", where)
 
 
 def _activation(config: Config, index: int) -> Activation:
@@ -427,6 +447,8 @@ def _routing(config: Config, index: int) -> Routing:
     fields = ("scoring_func", "score_func", "score_function", "moe_router_activation")
     word = next((model[name] for name in fields if isinstance(model.get(name), str)), "")
     word = word or ("sqrtsoftplus" if kind in _SOFTPLUS else "softmax")
+    if not re.fullmatch("[A-Za-z0-9_-]+", word):
+        raise CheckpointError(f"the scoring function {shown(word)!a} is not a name", where=where)
     scoring = "sigmoid" if kind in _SIGMOID else word.lower()
     renormalised = next((model[name] for name in ("norm_topk_prob", "route_norm") if name in model), True)
     renormalise = (kind in _RENORMALISED or renormalised is not False) and not kind.startswith("llama4")

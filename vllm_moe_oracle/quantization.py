@@ -320,7 +320,8 @@ def compressed_order(actorder: object, where: str) -> ActOrder:
     """
     orders: dict[object, ActOrder] = {None: "none", False: "none", "group": "group", "dynamic": "group", True: "group"}
     orders |= {"static": "static", "weight": "static"}
-    found = orders.get(actorder.lower() if isinstance(actorder, str) else actorder)
+    word = actorder.lower() if isinstance(actorder, str) else actorder
+    found = orders.get(word) if word is None or isinstance(word, str | bool) else None
     if found is None:
         raise CheckpointError(f"config_groups: unknown actorder {shown(actorder)}", where=where)
     return found

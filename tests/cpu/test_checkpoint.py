@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,7 @@ def test_expert_parallelism_gives_whole_experts(explain: Any) -> None:
 
 
 def test_an_uneven_split_of_experts_is_judged_by_the_fullest_rank(explain: Any) -> None:
-    assert explain(quantised(), tp=3, ep=True).problems[0].local_experts == 43
+    assert explain(quantised(num_attention_heads=33), tp=3, ep=True).problems[0].local_experts == 43
 
 
 def test_one_rank_with_expert_parallelism_is_one_rank(explain: Any) -> None:
@@ -223,9 +224,45 @@ def test_one_rank_with_expert_parallelism_is_one_rank(explain: Any) -> None:
 
 def test_a_cut_that_does_not_divide_is_refused_with_the_numbers_and_a_way_out(explain: Any) -> None:
     with pytest.raises(CheckpointError, match=r"over 5 ranks .* 768 \(768 mod 5 = 3\)\. TP 4 divides it, or .* --ep"):
-        explain(quantised(), tp=5)
+        explain(quantised(num_attention_heads=20), tp=5)
     with pytest.raises(CheckpointError, match="over 16 ranks leaves ranks without one of the 8 experts"):
         explain(quantised("mixtral-8x7b"), tp=16, ep=True)
+
+
+@pytest.mark.parametrize("ep", [False, True])
+def test_ranks_that_do_not_divide_the_heads_are_refused_whatever_is_cut(ep: bool, explain: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"do not divide the 32 .* \(32 mod 6 = 2\)\. TP 4 would do") as caught:
+        explain(quantised(), tp=6, ep=ep)
+    assert "--ep" not in str(caught.value)
+
+
+def test_expert_parallelism_is_no_way_out_for_more_ranks_than_experts(explain: Any) -> None:
+    with pytest.raises(CheckpointError, match="TP 32 divides it") as caught:
+        explain(quantised("mixtral-8x7b", num_attention_heads=96, intermediate_size=14368), tp=48)
+    assert "--ep" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ep", [False, True])
+@pytest.mark.parametrize("tp", [65536, 10**9])
+def test_absurd_numbers_of_ranks_are_refused_at_once(tp: int, ep: bool, explain: Any) -> None:
+    begin = time.perf_counter()
+    with pytest.raises(CheckpointError):
+        explain(quantised(num_experts=65536, num_attention_heads=10**30 + 1), tp=tp, ep=ep)
+    assert time.perf_counter() - begin < 1.0
+
+
+@pytest.mark.parametrize("order", [[], {}, 1, 1.5, "sideways"])
+def test_an_order_that_is_no_word_is_refused(order: object, explain: Any) -> None:
+    weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128, "actorder": order}
+    with pytest.raises(CheckpointError, match="unknown actorder"):
+        explain(config(quantization_config=compressed(group(weights), format="pack-quantized")))
+
+
+@pytest.mark.parametrize("word", ["\ud800", "soft max\n", "\x1b[31m"])
+def test_a_scoring_function_that_is_no_name_is_refused_in_plain_letters(word: str, explain: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"the scoring function .* is not a name") as caught:
+        explain(quantised(scoring_func=word))
+    assert str(caught.value).isascii() and str(caught.value).isprintable()
 
 
 # --- spellings of MXFP8 -----------------------------------------------------------------------------------------------

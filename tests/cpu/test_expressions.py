@@ -61,14 +61,35 @@ def test_any_expression_says_what_python_says(pattern: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(a+)+$", "(a|aa)+$", "(.*a){20}$", "(a*)*b", ".*.*.*.*.*.*.*.*x", "((a{1,50}){1,50}){1,50}b"]
-)
+    "pattern",
+    [
+        "(a+)+$", "(a|aa)+$", "(.*a){20}$", "(a*)*b", ".*.*.*.*.*.*.*.*x", "((a{1,50}){1,50}){1,50}b",
+        "((((a?){40}){40}){40}){40}x", "((((b?){40}){40}){40}){40}x", "(?=.*(?=.*(?=.*(?=.*zzz))))",
+        "(?!(?=.*(?=.*(?=.*!)))).*",
+    ],
+)  # fmt: skip
 def test_hostile_expressions_are_matched_soon(pattern: str) -> None:
     begin = time.perf_counter()
     expression = Expression(pattern, "here")
     assert not expression.match("a" * 60 + "!")
     expression.search("a" * 60 + "!")
     assert time.perf_counter() - begin < 2.0
+
+
+@pytest.mark.parametrize("pattern", ["((((a{1,9}){1,9}){1,9}){1,9}){1,9}b", "(((((a|aa)?a?)+)+)+)+(((a?)+)+)+b" * 40])
+def test_an_expression_that_takes_too_long_is_an_error(pattern: str) -> None:
+    expression = Expression(pattern, "config.json, ignore")
+    begin = time.perf_counter()
+    with pytest.raises(CheckpointError, match=r"takes more than 1000000 steps .* Write it without repeats inside"):
+        for length in range(2000):  # what all of its matches take together is bounded too
+            expression.search("a" * 300 + str(length))
+    assert time.perf_counter() - begin < 20.0
+
+
+def test_usual_expressions_can_be_matched_against_any_number_of_names() -> None:
+    expression = Expression(r".*\.mlp\.(gate|shared_expert).*", "here")
+    for index in range(30_000):
+        assert expression.match(f"model.layers.{index}.mlp.gate")
 
 
 @pytest.mark.parametrize(
@@ -80,9 +101,10 @@ def test_hostile_expressions_are_matched_soon(pattern: str) -> None:
         ("(?>a+)b", "has atomic group"),
         ("a++b", "has possessive repeat"),
         ("(a)?(?(1)b|c)", "has groupref exists"),
+        ("(" * 60 + "a" + ")" * 60, "has more than 50 groups inside each other"),
         ("(" * 5000 + "a" + ")" * 5000, "is no regular expression"),
     ],
-    ids=["open", "overflow", "reference", "atomic", "possessive", "condition", "deep"],
+    ids=["open", "overflow", "reference", "atomic", "possessive", "condition", "nested", "deep"],
 )
 def test_what_cannot_be_followed_is_refused_with_the_place(pattern: str, message: str) -> None:
     with pytest.raises(CheckpointError) as caught:
