@@ -12,7 +12,7 @@ import ranks
 pytest.importorskip("torch", reason="ranks talk through torch")
 
 from vllm_moe_oracle.errors import AgreementError
-from vllm_moe_oracle.methods.agreement import Group, best_for_all, gather, same
+from vllm_moe_oracle.methods.agreement import Group, best_for_all, gather, same, telling
 
 SHORT = 3.0
 
@@ -49,6 +49,25 @@ def test_a_rank_that_raises_is_an_error_of_its_own_kind_there_and_named_on_the_o
         assert other["raised"] == "AgreementError"
         for word in ("rank 1 gave up", "the check of layer 3", "MemoryError: no room for it"):
             assert word in other["message"]
+
+
+def one_raises_between(processes: Any) -> Any:
+    group = Group(processes, 60.0)
+    gather(group, "before", lambda: 1)
+    with telling(group, "the loaded weights of layer 3"):
+        if group.rank == 1:
+            raise MemoryError("no room for it")
+    return gather(group, "the check of layer 3", lambda: 1)
+
+
+def test_a_rank_that_raises_between_two_topics_is_named_on_the_others_at_their_next(tmp_path: Path) -> None:
+    before = time.monotonic()
+    first, second = ranks.run(one_raises_between, 2, tmp_path)
+    assert time.monotonic() - before < 50
+    assert second == {"raised": "MemoryError", "message": "no room for it"}
+    assert first["raised"] == "AgreementError"
+    for word in ("rank 1 gave up", "the loaded weights of layer 3", "MemoryError: no room for it"):
+        assert word in first["message"]
 
 
 def one_dies(processes: Any, when: str) -> Any:

@@ -19,7 +19,7 @@ pytest.importorskip("vllm", reason="methods subclass vLLM's")
 
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from vllm_moe_oracle.methods import base, choice
+from vllm_moe_oracle.methods import agreement, base, choice
 from vllm_moe_oracle.methods.base import OracleMoEMethod
 
 
@@ -124,3 +124,41 @@ def test_a_class_that_agrees_changes_nothing() -> None:
     before = dataclasses.replace(method.decision)
     choice.ask_stock(method)
     assert method.decision == before
+
+
+def test_whatever_keeps_a_rank_from_deciding_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, str]] = []
+    monkeypatch.setattr(agreement, "tell", lambda group, topic, error: told.append((topic, str(error))))
+
+    def broken() -> Any:
+        raise RuntimeError("no driver")
+
+    with pytest.raises(RuntimeError, match="no driver"):
+        choice.choose(SimpleNamespace(group=agreement.Group()), "experts", broken)
+    assert told == [("the backend of experts", "no driver")]
+
+
+def test_what_is_found_in_the_loaded_weights_or_their_conversion_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(agreement, "tell", lambda group, topic, error: told.append(f"{topic}: {error}"))
+    moe = SimpleNamespace(moe_parallel_config=SimpleNamespace(tp_size=1, tp_rank=0))
+    monkeypatch.setattr(base.selfcheck, "settle", lambda *args, **kwargs: None)
+    monkeypatch.setattr(base.turns, "copy_weights", lambda *args: None)
+    method = object.__new__(Ours)
+    method.group, method.moe, method.moe_kernel = agreement.Group(), moe, None
+    method.decision = SimpleNamespace(problem=problem())
+
+    def raises(message: str) -> Any:
+        def fail(*args: Any) -> Any:
+            raise ValueError(message)
+
+        return fail
+
+    monkeypatch.setattr(method, "_read", raises("damaged"), raising=False)
+    for words in ("damaged", "no room"):
+        with pytest.raises(ValueError, match=words):
+            method.process_weights_after_loading(SimpleNamespace())
+        monkeypatch.setattr(method, "_read", lambda layer: {})
+        monkeypatch.setattr(method, "_take_place", raises("no room"), raising=False)
+    layer = problem().layer
+    assert told == [f"the loaded weights of {layer}: damaged", f"the conversion of {layer}: no room"]

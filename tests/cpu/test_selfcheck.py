@@ -345,6 +345,20 @@ def test_a_strict_check_and_an_explicit_choice_refuse_to_start(settings: dict[st
     assert method.decision.backend == "swapped"
 
 
+def test_a_damaged_checkpoint_is_not_the_backends_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_moe_oracle.errors import CheckpointError
+
+    def damaged(*args: Any) -> None:
+        raise CheckpointError("the group index is no permutation")
+
+    backends = registry([Faulty("none"), second()])
+    method = Method.of(backends, LAYERS["silu"])
+    monkeypatch.setattr(selfcheck, "canonical", damaged)
+    with pytest.raises(CheckpointError, match="no permutation"):
+        selfcheck.settle(method, weights(LAYERS["silu"]), registry=backends)
+    assert method.decision.backend == "none"
+
+
 def test_an_override_is_an_explicit_choice() -> None:
     from vllm_moe_oracle.oracle.overrides import parse
 

@@ -230,6 +230,45 @@ def test_a_backend_that_fails_its_self_check_takes_no_turn(
     assert ("cannot take turns" in caplog.text) == second_copy
 
 
+def test_a_reload_that_one_of_the_turns_fails_on_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel is built and may be captured: it must not go on with the weights from before."""
+    from vllm_moe_oracle.errors import SelfCheckError
+    from vllm_moe_oracle.methods import selfcheck
+    from vllm_moe_oracle.methods.base import _PROCESSED
+
+    prefiller, decoder = Marked("prefiller", 1.0, 1.0), Marked("decoder", 2.0, 1.0, reverses=True)
+    layer = Running()
+    config = CONFIG | {"second_copy": True, "self_check": "group"}
+    with inside(monkeypatch, [prefiller, decoder], config, EVIDENCE) as moe:
+        method = made(moe, layer)
+        assert len(method.decision.steps) == 2
+        other = decoder if method.backend.name == "prefiller" else prefiller
+        method.create_weights(layer, EXPERTS, HIDDEN, INNER, torch.bfloat16, weight_loader=loader)
+        fill(layer, seed=1)
+        setattr(layer, _PROCESSED, False)
+        selfcheck.forget()
+        other.factor = 3.0
+        with pytest.raises(SelfCheckError, match=rf"{other.name}, which takes turns .* reloaded weights: .*self-check"):
+            method.process_weights_after_loading(layer)
+        assert layer.moe_oracle_state == "converting"
+
+
+def test_a_copy_that_finds_no_room_is_told_to_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_moe_oracle.methods import agreement, turns
+
+    told: list[str] = []
+    monkeypatch.setattr(agreement, "tell", lambda group, topic, error: told.append(f"{topic}: {error}"))
+
+    def no_room(*args: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(turns, "_converted", no_room)
+    config = CONFIG | {"second_copy": True}
+    with inside(monkeypatch, list(backends()), config, EVIDENCE) as moe, pytest.raises(MemoryError):
+        made(moe, Running())
+    assert len(told) == 1 and told[0].startswith("the copy for ") and told[0].endswith(": no room")
+
+
 def test_turns_need_no_padding_of_the_input_and_no_data_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     from cases import H200, problem
 

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -152,6 +153,23 @@ def tell(group: Group, topic: str, error: Exception) -> None:
     except AgreementError:  # the others will notice in their own time; what this rank raises matters more
         return
     _last_words(group, sent, topic, listen=True)
+
+
+@contextmanager
+def telling(group: Group, topic: str) -> Iterator[None]:
+    """Tells the other ranks of what is raised inside, which they would wait for in vain at their next topic.
+
+    Args:
+        group: the ranks.
+        topic: what this rank is doing. Not `gather`, which tells by itself.
+    """
+    try:
+        yield
+    except AgreementError:  # the others know
+        raise
+    except Exception as error:
+        tell(group, topic, error)
+        raise
 
 
 def _last_words(group: Group, sent: dict[int, list[Any]], topic: str, listen: bool = False) -> None:

@@ -110,6 +110,17 @@ class OracleMoEMethod(FusedMoEMethodBase):
             raise NoBackendError(rule, "Serve without", name)
         words = " and ".join(wanted)
         logger.warning("moe_oracle: %s: %s: left to stock vLLM's %s; %s", name, words, stock.__name__, refused)
+        return cls.made_by_stock(stock, *args, **kwargs)
+
+    @classmethod
+    def made_by_stock(cls, stock: Any, *args: Any, **kwargs: Any) -> Any:
+        """What serves a layer that is left to stock vLLM.
+
+        Args:
+            stock: the stock class.
+            args: what this class's constructor was called with.
+            kwargs: likewise.
+        """
         theirs = stock.__new__(stock)
         stock.__init__(theirs, *args, **kwargs)
         return theirs
@@ -250,13 +261,23 @@ class OracleMoEMethod(FusedMoEMethodBase):
             return
         self._enter(layer, "converting")
         problem = self.decision.problem
-        raw = self._read(layer)
+        with agreement.telling(self.group, f"the loaded weights of {problem.layer}"):
+            raw = self._read(layer)
         parallel = self.moe.moe_parallel_config
         if "w2_bias" in raw and parallel.tp_size > 1 and parallel.tp_rank > 0:
             # vLLM sums the ranks' outputs, and its loader gives every rank the whole bias of the second product.
             raw["w2_bias"].zero_()
         selfcheck.settle(self, raw, fixed=self.moe_kernel is not None)
         turns.copy_weights(self, raw)
+        with agreement.telling(self.group, f"the conversion of {problem.layer}"):
+            self._take_place(layer, raw)
+        setattr(layer, _PROCESSED, True)
+        self._enter(layer, "converted")
+        engagement.converted(self.decision)
+
+    def _take_place(self, layer: Any, raw: Mapping[str, Tensor]) -> None:
+        """Puts the kernel's tensors into the places of the loaded ones, and builds the kernel where there is none."""
+        problem = self.decision.problem
         self.experts_cls = self.release.experts_class(self.backend)
         names = self._names(raw)
         kernel_names = storage.rename(
@@ -278,9 +299,6 @@ class OracleMoEMethod(FusedMoEMethodBase):
             storage.keep(layer, builder.kept)
             self.moe_kernel = self.release.kernel(self.moe, self.moe_quant_config, layer, experts)
             self.by_turns = turns.build(self, layer, tensors, self.moe_kernel)
-        setattr(layer, _PROCESSED, True)
-        self._enter(layer, "converted")
-        engagement.converted(self.decision)
 
     def _read(self, layer: Any) -> dict[str, Tensor]:
         """The layer's loaded parameters by canonical name, checked."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import device
 from ..backends import Backend
-from ..errors import AgreementError, NoBackendError, OracleError
+from ..errors import NoBackendError
 from ..measure import lookup
 from ..oracle.decision import Decision, Reason, Rejected
 from ..oracle.measured import Evidence
@@ -81,17 +81,12 @@ def choose(method: Chooser, layer: str, decide: Callable[[], Decision], registry
     """
     registry = registry or default_registry()
     topic = f"the backend of {layer}"
-    try:
+    with agreement.telling(method.group, topic):
         method.decision = decide()
         method.backend = registry[method.decision.backend]
         ask_stock(method, registry)
         if method.group.size > 1:
             _agree(method, topic, registry)
-    except AgreementError:  # the others know
-        raise
-    except OracleError as error:
-        agreement.tell(method.group, topic, error)
-        raise
 
 
 def _agree(method: Chooser, topic: str, registry: Registry) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import schemes
 from ..backends import Backend, Tensors
 from ..backends.emulation import forward
-from ..errors import SelfCheckError
+from ..errors import CheckpointError, SelfCheckError
 from ..oracle.decision import Plan, Reason
 from ..oracle.problem import Parallel, Problem, Routing
 from ..oracle.registry import Registry, default_registry
@@ -335,7 +335,8 @@ def _try(method: Chooser, raw: Tensors) -> Result | str:
     problem, plan = method.decision.problem, method.decision.plan
     try:
         return run(method.backend, problem, plan, raw, method.moe, method.release)
-    except torch.OutOfMemoryError:  # says nothing about the backend, and another one would need as much
+    # Say nothing about the backend: another one would need as much, and read the same weights.
+    except (torch.OutOfMemoryError, CheckpointError):
         raise
     except Exception as error:  # a backend that crashes is a backend that fails; the error becomes the reason
         logger.exception("moe_oracle: %s: %s raised in its self-check", problem.layer, method.backend.name)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .. import device
 from ..backends import Backend, Tensors
+from ..errors import SelfCheckError
 from ..oracle.decision import Plan
 from ..oracle.registry import Registry, default_registry
 from . import agreement, selfcheck, storage
@@ -41,9 +42,11 @@ class Method(Chooser, Protocol):
 
     Attributes:
         copies: kernel tensors beside the layer's own.
+        by_turns: the turns of the converted layer; None before, and where one backend runs alone.
     """
 
     copies: Copies
+    by_turns: Turns | None
 
     def canonical(self, expert: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Canonical tensors of one expert from the loaded ones."""
@@ -109,16 +112,22 @@ def copy_weights(method: Method, raw: Tensors, registry: Registry | None = None)
         registry: the backends; None for this process's own.
 
     Raises:
+        SelfCheckError: weights are loaded anew, and one of the backends that run by turns fails on them: its kernel is
+            built, and captured graphs run it.
         AgreementError: another rank could not check.
     """
     registry = registry or default_registry()
+    problem = method.decision.problem
     for name in _others(method):
         backend = registry[name]
         why = _objection(method, backend, raw)
+        if why and method.by_turns is not None:
+            found = f"{name}, which takes turns with {method.backend.name}, cannot take the reloaded weights: {why}"
+            raise SelfCheckError(found, "Restart, or reload other weights", problem.layer)
         if why:
             logger.error(
                 "moe_oracle: %s: %s cannot take turns: %s; %s runs alone",
-                method.decision.problem.layer, name, why, method.backend.name,
+                problem.layer, name, why, method.backend.name,
             )  # fmt: skip
             method.decision = dataclasses.replace(method.decision, steps=())
             return
@@ -127,11 +136,11 @@ def copy_weights(method: Method, raw: Tensors, registry: Registry | None = None)
         if _shares(method, backend, plan):
             continue
         new = name not in method.copies
-        method.copies[name] = _converted(method, backend, plan, raw, method.copies.get(name))
+        with agreement.telling(method.group, f"the copy for {name} of {problem.layer}"):
+            method.copies[name] = _converted(method, backend, plan, raw, method.copies.get(name))
         if new:
             size = sum(each.nbytes for each in method.copies[name].values()) / 2**20
-            layer = method.decision.problem.layer
-            logger.info("moe_oracle: %s: a second copy of the weights for %s: %.0f MiB", layer, name, size)
+            logger.info("moe_oracle: %s: a second copy of the weights for %s: %.0f MiB", problem.layer, name, size)
 
 
 def build(method: Method, layer: Any, tensors: Tensors, own: Any, registry: Registry | None = None) -> Turns | None:
