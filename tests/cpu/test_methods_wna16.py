@@ -19,8 +19,10 @@ pytest.importorskip("vllm", reason="methods subclass vLLM's")
 
 import moe_wna16_layers as moe
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from vllm_moe_oracle import plugin
+from vllm_moe_oracle.compat.construction import under_construction
 from vllm_moe_oracle.errors import CheckpointError, NoBackendError
 from vllm_moe_oracle.methods.base import OracleMoEMethod
 
@@ -204,6 +206,36 @@ def test_rows_of_gpt_oss_that_alternate_are_put_apart() -> None:
         assert whole_of([layer], contents) < FLOAT32
 
 
+def alternating_layer(**changes: Any) -> Any:
+    """A layer of gpt-oss in integers on the emulation, which vLLM describes by its activation for alternating rows."""
+    asked = layer_of("compressed-tensors", bias=True, **SIZES)
+    return moe.made(asked, moe.moe_config(asked, activation=MoEActivation.SWIGLUOAI, **changes))
+
+
+def test_vllm_is_told_that_gpt_oss_rows_are_put_apart() -> None:
+    with moe.engine():
+        layer = alternating_layer()
+        method = layer.quant_method
+        assert method.decision.problem.activation.name == "swigluoai"
+        assert layer.activation is layer.moe_config.activation is MoEActivation.SWIGLUOAI_UNINTERLEAVE
+        quant_config = method.get_fused_moe_quant_config(layer)
+        limits = quant_config.gemm1_alpha, quant_config.gemm1_beta, quant_config.gemm1_clamp_limit
+        assert limits == (1.702, 1.0, 7.0)
+
+
+def test_adapters_of_gpt_oss_rows_are_left_to_stock() -> None:
+    with moe.engine(), pytest.raises(NoBackendError, match="adapters of experts whose gate and up rows alternate"):
+        alternating_layer(is_lora_enabled=True)
+
+
+def test_a_layer_that_nobody_takes_keeps_vllms_activation() -> None:
+    asked = layer_of("compressed-tensors", bias=True, **SIZES)
+    config = moe.moe_config(asked, activation=MoEActivation.SWIGLUOAI, is_lora_enabled=True)
+    with moe.engine(), pytest.raises(NoBackendError):
+        moe.made(asked, config)
+    assert config.activation is MoEActivation.SWIGLUOAI
+
+
 # --- What is wrong ---------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +345,21 @@ def test_a_layer_is_loaded_again_from_nothing() -> None:
     contents = contents_of(layer_of("gptq", **SIZES))
     with moe.engine():
         layer = loaded(contents)[0]
+        with pytest.raises(CheckpointError, match="was never loaded"):
+            layer.quant_method._read(layer)
+
+
+def test_real_weights_after_made_up_ones_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = contents_of(layer_of("gptq", **SIZES))
+    with moe.engine():
+        layer = moe.made(contents.problem, moe.moe_config(contents.problem))
+        monkeypatch.setattr(layer.quant_method.release, "weights_are_made_up", lambda: True)
+        for parameter in layer.parameters():
+            parameter.data.fill_(0)
+        layer.quant_method._read(layer)
+        files = contents.files()
+        missing = next(key for key in files if key[2] == "scales")
+        moe.load(layer, {key: tensor for key, tensor in files.items() if key != missing})
         with pytest.raises(CheckpointError, match="was never loaded"):
             layer.quant_method._read(layer)
 
@@ -469,6 +516,49 @@ def test_with_lora_a_checkpoint_that_stock_cannot_read_is_refused_and_others_are
     integers = layer_of("compressed-tensors-int", **SIZES)
     with moe.engine(backend="auto"), pytest.raises(NoBackendError, match="reads the format pack-quantized only"):
         moe.made(integers, moe.moe_config(integers, is_lora_enabled=True))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "declared"),
+    [
+        (None, "16bit"),
+        ({"num_bits": 8, "strategy": "token", "dynamic": True}, "fp8"),
+        ({"num_bits": 8, "strategy": "group", "group_size": 32, "dynamic": True}, "mxfp8"),
+    ],
+)
+def test_inputs_that_a_config_declares_are_the_same_to_explain_and_to_the_method(inputs: Any, declared: str) -> None:
+    from compressed_tensors.quantization import QuantizationArgs
+
+    from vllm_moe_oracle.methods.compressed_tensors import declared_inputs
+    from vllm_moe_oracle.quantization import GATED_PROJECTIONS, LayerNames, reader
+
+    weights = {"type": "float", "num_bits": 8, "strategy": "group", "group_size": 32, "symmetric": True}
+    weights["scale_dtype"] = "torch.uint8"
+    typed = None if inputs is None else {"type": "float", "symmetric": True, **inputs}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": typed}
+    config = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized", "config_groups": {"g": group}}
+    explained = reader(config, "x")(LayerNames(("m.experts",), GATED_PROJECTIONS))
+    assert explained is not None and explained.activations == declared
+    found = {"input_activations": None if typed is None else QuantizationArgs.model_validate(typed)}
+    layer = SimpleNamespace(quant_config=SimpleNamespace(get_scheme_dict=lambda layer, name: found))
+    assert declared_inputs(layer, "m.experts", without_layer="mxfp8") == declared
+
+
+def test_with_lora_the_stock_function_says_which_of_its_classes_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older releases have two, of which the one of the same name as ours reads few checkpoints."""
+    from vllm_moe_oracle.methods import compressed_tensors
+
+    def refuses(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("not for this checkpoint")
+
+    monkeypatch.setattr(compressed_tensors.stock_wna16.CompressedTensorsWNA16MoEMethod, "__init__", refuses)
+    asked = layer_of("compressed-tensors", group=-1, **SIZES)
+    with moe.engine(backend="auto"):
+        layer = moe.Layer(moe.moe_config(asked, is_lora_enabled=True))
+        config = moe.quant_config(asked)
+        with under_construction(layer, moe.NAME):
+            made = compressed_tensors.get_moe_method(lambda *args: ("stock's", args), config, layer, moe.NAME)
+    assert made == ("stock's", (config, layer, moe.NAME))
 
 
 @pytest.mark.parametrize("eplb", [False, True])

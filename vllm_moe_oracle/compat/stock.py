@@ -39,10 +39,7 @@ VALUES = {
 NARROWED: dict[str, str] = {
     "compat/adapter.py:widen_output:experts": f"{_FUSED_MOE}.experts.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsModular",
     "compat/older.py:widen_output:experts": f"{_FUSED_MOE}.experts.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsModular",
-    "methods/compressed_tensors_mxfp4.py:declared_inputs:layer.quant_config": (
-        "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
-    ),
-    "methods/compressed_tensors.py:declared_activations:layer.quant_config": (
+    "methods/compressed_tensors.py:declared_inputs:layer.quant_config": (
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
     ),
     "methods/compressed_tensors.py:_integers:quant_config": (

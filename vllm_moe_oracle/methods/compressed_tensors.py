@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 
 from ..compat.construction import current_layer
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Scheme
-from ..quantization import COMPRESSED_PACKINGS, compressed_order
+from ..quantization import COMPRESSED_PACKINGS, compressed_activations, compressed_order
 from .base import OracleMoEMethod
 from .gptq import refuse_act_order
 from .wna16 import Wna16MoEMethod, with_emulated
@@ -40,21 +40,26 @@ class CompressedTensorsW8A8Mxfp8MoEMethod(OracleMoEMethod, stock.CompressedTenso
         # Not the stock constructor: it would choose a backend by its own list, and raise where that has none.
         self.weight_block_size = [1, MX_BLOCK]
         layer, name = current_layer()
-        self.decide(moe, dataclasses.replace(SCHEME, activations=declared_activations(layer, name)))
+        declared = declared_inputs(layer, name, without_layer=SCHEME.activations)
+        self.decide(moe, dataclasses.replace(SCHEME, activations=declared))
 
 
-def declared_activations(layer: Any, name: str) -> ActivationPrecision:
+def declared_inputs(layer: Any, name: str, without_layer: ActivationPrecision) -> ActivationPrecision:
     """What the checkpoint's config declares for the inputs of a layer's experts.
 
     Args:
-        layer: the layer under construction; None where vLLM does not hand it out, which means W8A8, as in vLLM.
+        layer: the layer under construction; None where vLLM does not hand it out.
         name: the layer's name.
+        without_layer: the answer without a layer, or without an entry for it: what the stock class is called after.
     """
     if layer is None:
-        return SCHEME.activations
-    down = getattr(layer, "ckpt_down_proj_name", "down_proj")
+        return without_layer
+    down = getattr(layer, "ckpt_down_proj_name", "down_proj") or "down_proj"
     scheme = layer.quant_config.get_scheme_dict(layer, f"{name}.0.{down}")
-    return "16bit" if scheme is not None and scheme.get("input_activations") is None else SCHEME.activations
+    if scheme is None:
+        return without_layer
+    inputs = scheme.get("input_activations")
+    return compressed_activations(None if inputs is None else inputs.model_dump())
 
 
 class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTensorsWNA16MoEMethod):
@@ -77,6 +82,11 @@ class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTens
             return f"reads the format {PACKED} only, not {form}"
         ordered = integer_scheme(weight_quant, form).act_order == "group"
         return "does not know act order" if ordered and refuse_act_order is not None else ""
+
+    @classmethod
+    def made_by_stock(cls, stock: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing: `get_moe_method` asks the stock function, which knows of the two classes of older releases the one
+        that can read the checkpoint."""
 
 
 def integer_scheme(arguments: Any, form: str) -> Scheme:
@@ -159,7 +169,7 @@ def get_moe_method(original: Any, quant_config: Any, layer: Any, layer_name: str
         weights, inputs, form = found
         more = {} if form == PACKED else {"form": form}
         made = CompressedTensorsWNA16MoEMethod(weights, inputs, layer.moe_config, **more)
-        if isinstance(made, Wna16MoEMethod):
+        if made is not None:
             return made
     return original(quant_config, layer, layer_name)
 

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, NoBackendError
 from ..oracle.planner import has_order, in_whole_groups
 from ..oracle.problem import Problem, Scheme
 from ..quantization import GATED_PROJECTIONS, PLAIN_PROJECTIONS, LayerNames
@@ -54,10 +54,20 @@ class Wna16MoEMethod(OracleMoEMethod):
         """Decides which backend runs the layer; see `OracleMoEMethod.decide`."""
         self._arrived: set[tuple[str, int, str]] = set()
         self._up_groups: dict[int, Tensor] = {}
-        super().decide(moe, scheme)
+        told = moe.activation
+        try:
+            super().decide(moe, scheme)
+        except Exception:
+            moe.activation = told  # a stock class may take the layer, and leaves rows as they come
+            raise
 
     def _refined(self, problem: Problem) -> Problem:
-        # gpt-oss's name for its activation says that rows alternate; the loader here puts them apart.
+        # gpt-oss's name for its activation says that rows alternate; the loader here puts them apart, and tells
+        # vLLM's kernels so.
+        if problem.activation.interleaved and problem.lora:
+            rule = "adapters of experts whose gate and up rows alternate do not fit rows that are put apart"
+            raise NoBackendError(rule, "Serve without --enable-lora", problem.layer)
+        self.moe.activation = self.release.activation_in_halves(self.moe.activation)
         activation = dataclasses.replace(problem.activation, interleaved=False)
         problem = dataclasses.replace(problem, activation=activation, has_bias=problem.has_bias or self.bias_in_file)
         if self.settings.ragged_shards:
@@ -72,6 +82,7 @@ class Wna16MoEMethod(OracleMoEMethod):
         """Registers what the checkpoint has for the experts: what is read, and under their names what is only looked at
         (zero points of symmetric weights, a group index in order, biases of a model without)."""
         problem = self.decision.problem
+        layer.activation = self.moe.activation
         packing = layouts.packing_of(problem)
         layout = files.layout_in_file(problem.scheme.packing)
         shapes = layouts.expected_shapes(problem, layout)
@@ -218,7 +229,8 @@ class Wna16MoEMethod(OracleMoEMethod):
             CheckpointError: the checkpoint lacks a tensor, or one contradicts another.
         """
         problem = self.decision.problem
-        if not self.release.weights_are_made_up():
+        # Of weights that vLLM makes up nothing comes; a reload may bring real ones.
+        if self._arrived or not self.release.weights_are_made_up():
             self._check_arrived()
             self._check_groups(layer)
         self._arrived, self._up_groups = set(), {}
