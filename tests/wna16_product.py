@@ -65,8 +65,8 @@ def decided(cell: Cell, device: Device) -> Decision:
 
 
 def table() -> str:
-    """Which backend runs which kind of experts, in Markdown; a row for all kinds with the same answers. How a file
-    packs them does not matter."""
+    """Which backend runs which kind of experts of `Cell.layer`'s shape without measurements, in Markdown; a row for all
+    kinds with the same answers. How a file packs them does not matter."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for bits, zero_points, order, bias in itertools.product((4, 8), (False, True), ("none", "group"), (False, True)):
         words = [f"int{bits}", *["zero points"] * zero_points, *["act order"] * (order == "group"), *["biases"] * bias]

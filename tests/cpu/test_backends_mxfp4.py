@@ -4,7 +4,6 @@ their conversions make of an expert."""
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -287,28 +286,14 @@ def test_the_order_is_stocks() -> None:
     assert order(90, others) == [*humming, *marlin, "triton_mxfp4_unfused", *fused]
 
 
-def test_our_own_kernels_come_first_where_they_were_timed_and_say_so() -> None:
-    decision = decide(layer(), gpu(90), Settings())
-    assert (decision.backend, decision.why) == ("own_mxfp4", "measured")
-    assert "on an H200" in decision.because
-    for changes in ({"intermediate_size": 1440}, {"activation": SILU}, {"batch_invariant": True}, {"experts": 64}):
-        assert backend("own_mxfp4").measured(layer(**changes), gpu(90)) == ""
-    assert backend("own_mxfp4").measured(layer(), gpu(80)) == ""
-
-
-def test_the_figures_are_those_of_the_measurement() -> None:
-    """The file that `measured` names: ours against stock's own choice, and against every kernel that was timed."""
-    kept = json.loads((Path(__file__).parents[1] / "golden/h200/kernels-vllm-0.33.0.json").read_text())
-    cells = [row for row in kept["rows"] if row["cell"].startswith("mxfp4:gpt-oss")]
-    assert len(cells) == 2
-    timed = [(int(count), us) for row in cells for count, us in row["us"].items()]
-    few = [us for count, us in timed if count <= 512]
-    many = [us["auto"] / us["ours"] for count, us in timed if count > 512]
-    ratios = [us["auto"] / us["ours"] for us in few]
-    assert round(min(ratios), 2) == 1.25 and round(max(ratios), 1) == 1.9
-    assert round(min(many), 1) == 1.1 and round(max(many), 1) == 1.4
-    assert all(theirs >= us["ours"] for us in few for theirs in us.values())
-    assert {count for count, _ in timed} == {1 << power for power in range(11)} | {4096, 16384}
+def test_our_own_kernels_come_after_stocks_however_they_were_timed() -> None:
+    """By measurements that hold on the machine they may win; a place in the order is none."""
+    h200 = dataclasses.replace(gpu(90), name="NVIDIA H200")
+    for changes in ({}, {"experts": 128}, {"intermediate_size": 1440}):
+        decision = decide(layer(**changes), h200, Settings())
+        assert (decision.backend, decision.why) == ("triton_mxfp4_monolithic", "estimate")
+        accepted = [each.backend for each in decision.candidates if each.accepted]
+        assert accepted[-2:] == ["own_mxfp4", "emulation"]
 
 
 @pytest.mark.parametrize(

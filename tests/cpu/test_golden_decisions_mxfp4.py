@@ -63,7 +63,6 @@ CLASS_FILES = {
 """Files and classes behind stock's names of backends for CUDA, in its own order: `backend_to_kernel_cls`."""
 
 DIFFERENCES = {
-    "own_mxfp4": "our own kernels, on an H200 1.25 to 1.9 times as fast as stock's choice at 1 to 512 tokens",
     "marlin_mxfp4": (
         "stock quantises activations to 8 bits, which neither the checkpoint nor the user asked for; here the first "
         "kernel that leaves them alone is taken, and allow_activation_quantization takes stock's"

@@ -63,7 +63,6 @@ CLASS_FILES = {
 """Files and classes behind stock's names of backends for CUDA, in its own order: `backend_to_kernel_cls`."""
 
 DIFFERENCES = {
-    "own": "our own kernels, which were measured to be faster than stock's choice on an H200",
     "cut": (
         "stock chooses a kernel and raises when the layer's weights are created: a scale group would be cut between "
         "ranks; here nothing is chosen and every candidate says so"
@@ -236,8 +235,6 @@ def difference(row: dict[str, Any]) -> str:
     raises = found.get("raises", "")
     if ours["class"] == found["class"] and not raises:
         return ""
-    if ours["backend"].startswith("own_"):
-        return DIFFERENCES["own"]
     if found["class"] and ours["class"] == found["class"]:
         return DIFFERENCES["channel"]
     kinds = {

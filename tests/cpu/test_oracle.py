@@ -470,5 +470,17 @@ def test_the_reference_is_not_regretted_on_a_cpu_or_when_it_was_asked_for() -> N
     assert not decide(problem(), H200, settings(), registry=THREE).regretted
 
 
+def test_the_reference_on_a_cpu_says_what_comes_next_where_there_is_something() -> None:
+    others = [backend("emulation"), backend("gpu", limits=Limits(devices=("cuda",)))]
+    none = decide(problem(), CPU, settings(), registry=registry(others))
+    assert none.because == "no other backend runs mxfp8 experts on a CPU (cpu)"
+    decision = decide(problem(), CPU, settings(), registry=registry([*others, refusing("near", "c", "d")]))
+    assert "no kernel for a CPU (cpu) can run the layer; emulation runs it slowly; nearest is near" in decision.because
+    real = decide(problem(scheme=INT4_G128), CPU, settings())
+    assert real.backend == "emulation" and "order" not in real.because
+    assert "emulation runs it slowly; nearest is cpu_int4: " in real.because
+    assert "set allow_activation_quantization to allow it" in real.because
+
+
 def test_a_fallback_is_regretted() -> None:
     assert decide(problem(), H200, settings(backend="none", on_unavailable="fallback"), registry=THREE).regretted

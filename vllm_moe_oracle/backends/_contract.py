@@ -154,11 +154,6 @@ class Backend(ABC):
         """Static place in the order of candidates, lower first: where nothing was measured, the order of the newest
         stock vLLM."""
 
-    def measured(self, problem: Problem, device: Device) -> str:
-        """The measurement, in words, to which it owes its place for such a layer on such a machine; "" where its place
-        is stock vLLM's. Whoever returns something says where the figures are kept."""
-        return ""
-
     @abstractmethod
     def activations(self, problem: Problem) -> ActivationPrecision:
         """Precision in which the experts' inputs enter the products."""

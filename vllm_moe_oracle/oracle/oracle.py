@@ -94,12 +94,11 @@ def decide(
     if chosen is None:
         rule = f"no backend can run {problem.scheme.name} experts here: {problem}; on {device}{note}"
         raise NoBackendError(f"{rule}\n{table(judged)}\n", _way_out(judged), problem.layer, judged)
-    measured = registry[chosen.backend].measured(problem, device)
-    because = measured or "first in the order of the newest stock vLLM that can run here"
+    because = "first that can run here in the static order, which follows the newest stock vLLM's"
     slow = chosen.backend == REFERENCE and device.kind != "cpu"
-    if slow:
-        because = f"no kernel for {device} can run the layer; {REFERENCE} runs it slowly{_nearest_miss(judged)}"
-    why: Why = "measured" if measured else "estimate"
+    if chosen.backend == REFERENCE:
+        because = _why_the_reference(judged, problem, device)
+    why: Why = "estimate"
     choice = Choice(chosen.backend, "")
     if evidence is not None and chosen.backend != REFERENCE:
         choice = _choice(evidence, chosen, judged, problem, device, settings, registry)
@@ -146,6 +145,9 @@ def _choice(
         pair = registry[one], registry[other]
         # With data parallelism ranks step together, with EPLB experts move; a kernel that routes is given other inputs.
         if problem.parallel.dp > 1 or problem.eplb or any(backend.monolithic for backend in pair):
+            return False
+        # Each of the two may be invariant: a token would still get the numbers of the one that its batch's size gets.
+        if problem.batch_invariant:
             return False
         plans = [backend.plan(problem, device) for backend in pair]
         if any(plan.hidden_size != problem.hidden_size for plan in plans):  # vLLM pads the input for one of them only
@@ -222,13 +224,17 @@ def _way_out(judged: tuple[Candidate, ...]) -> str:
     return f"Nearest is {nearest.backend}: {'; '.join(reason.remedy for reason in nearest.reasons)}"
 
 
-def _nearest_miss(judged: tuple[Candidate, ...]) -> str:
-    """Why the candidate that comes next does not win: the one with the fewest reasons against it, the best of these."""
-    missed = [candidate for candidate in judged if not candidate.accepted]
+def _why_the_reference(judged: tuple[Candidate, ...], problem: Problem, device: Device) -> str:
+    """Why nothing but the reference runs the layer, with the candidate that comes next: of those for such a device the
+    one with the fewest reasons against it, the best of these."""
+    missed = [each for each in judged if not each.accepted and all(reason.code != "device" for reason in each.reasons)]
+    if not missed and device.kind == "cpu":
+        return f"no other backend runs {problem.scheme.name} experts on {device}"
+    words = f"no kernel for {device} can run the layer; {REFERENCE} runs it slowly"
     if not missed:
-        return ""
+        return words
     nearest = min(missed, key=lambda candidate: (len(candidate.reasons), candidate.rank))
-    return f"; nearest is {nearest.backend}: {'; '.join(map(str, nearest.reasons))}"
+    return f"{words}; nearest is {nearest.backend}: {'; '.join(map(str, nearest.reasons))}"
 
 
 def _decision(
