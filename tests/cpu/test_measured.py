@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -116,6 +117,18 @@ def test_a_static_choice_that_could_not_be_run_gives_way() -> None:
     assert "first: OutOfMemory" in choice.because
 
 
+def test_one_backend_alone_is_compared_with_nothing() -> None:
+    for accepted in (["first"], ["first", "second"]):
+        choice = choose(evidence(first=line(100)), accepted, BALANCED, 0.03)
+        assert choice.backend == "first" and choice.measured is None
+        assert "decide nothing: nothing else was measured beside it" in choice.because
+        assert ("second was not measured" in choice.because) == (len(accepted) == 2)
+    failed = Evidence({"second": line(9)}, "a test", {"first": "OutOfMemory"})
+    instead = choose(failed, ["first", "second"], BALANCED, 0.03)
+    assert instead.backend == "second" and instead.measured is not None
+    assert "first that could be measured" in instead.because and "first: OutOfMemory" in instead.because
+
+
 def test_nothing_found_says_why() -> None:
     choice = choose(Evidence(remarks=("ignored: another GPU",)), ["first"], BALANCED, 0.03)
     assert choice == Choice("first", "ignored: another GPU")
@@ -141,6 +154,13 @@ def test_two_backends_share_a_layer_where_they_may() -> None:
 def test_one_backend_that_is_fastest_everywhere_is_not_split() -> None:
     times = evidence(first=line(100), second=line(80, 79))
     assert choose(times, ["first", "second"], BALANCED, 0.03, lambda one, other: True).steps == ()
+
+
+def test_backends_that_were_timed_at_other_numbers_of_tokens_are_not_split() -> None:
+    times = evidence(first=line(100, counts=(1, 4, 16, 64)), second=line(80, counts=(2, 8, 32, 128)))
+    choice = choose(times, ["first", "second"], objectives.parse("2:1,64:1"), 0.03, lambda one, other: True)
+    assert (choice.backend, choice.steps) == ("second", ())
+    assert choice.measured is not None and choice.measured.best == () and "20.0% faster" in choice.because
 
 
 def test_a_gain_under_the_margin_is_not_worth_a_branch() -> None:
@@ -225,7 +245,7 @@ def decided(found: Evidence | None, *names: str, activations: Mapping[str, str] 
     return decide(problem(scheme=MXFP8_W8A8, **changes), H200, chosen, registry=registry(made), evidence=found)
 
 
-LIMITS = backend("any").limits
+LIMITS = dataclasses.replace(backend("any").limits, batch_invariant=True)
 
 
 def test_a_decision_by_measurement_says_so() -> None:
@@ -233,6 +253,9 @@ def test_a_decision_by_measurement_says_so() -> None:
     assert (decision.backend, decision.why) == ("b", "measured")
     assert "30.0% faster than a" in decision.because
     assert decided(None, "a", "b").why == "estimate"
+    alone = decided(evidence(a=line(100)), "a", "b")
+    assert (alone.backend, alone.why, alone.measured) == ("a", "estimate", None)
+    assert "nothing else was measured beside it" in alone.because
 
 
 def test_numerics_are_never_decided_by_measurement() -> None:
@@ -258,6 +281,8 @@ def test_a_second_copy_is_taken_only_when_allowed() -> None:
     allowed = decided(found, "b", "a", assignments={"second_copy": "1"})
     assert [step.backend for step in allowed.steps] == ["a", "b"]
     assert decided(found, "b", "a", assignments={"second_copy": "1"}, dp=2).steps == ()
+    invariant = decided(found, "b", "a", assignments={"second_copy": "1"}, batch_invariant=True)
+    assert invariant.why == "measured" and invariant.steps == ()
 
 
 def test_the_same_evidence_decides_the_same() -> None:

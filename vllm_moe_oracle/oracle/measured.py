@@ -95,6 +95,9 @@ def choose(
         # Nothing to compare with: what was measured may all be slower.
         return Choice(static, f"measurements of {evidence.source} decide nothing: {'; '.join(remarks)}")
     first = next(name for name in accepted if name in curves)
+    if len(curves) == 1 and first == static:
+        said_too = "; ".join(("nothing else was measured beside it", *remarks))
+        return Choice(static, f"measurements of {evidence.source} decide nothing: {said_too}")
     routings = [each for each in ("uniform", "skewed") if all(each in curve.points for curve in curves.values())]
     scores = {name: curve.score(objective, routings) for name, curve in curves.items()}
     fastest = min(scores, key=lambda name: scores[name])  # the first of equals: the static order
@@ -131,7 +134,7 @@ def _because(winner: str, first: str, static: str, fastest: str, gain: float, ma
     elif fastest == first:
         words = f"fastest of {len(measured.times)} for the objective {measured.objective}, and first"
         if len(measured.times) == 1:
-            words = f"nothing else was measured beside it for the objective {measured.objective}"
+            words = f"the first that could be measured, and nothing beside it, for the objective {measured.objective}"
     else:
         words = f"first, and {fastest} is faster by only {gain:.1%} (margin {margin:.0%})"
         words += f" for the objective {measured.objective}"
@@ -207,9 +210,11 @@ def _steps(
     the numbers of tokens where they differ; empty otherwise.
 
     Every measured number of tokens counts a little, also where the objective gives it no weight: what the branch costs
-    is paid in any case.
+    is paid in any case. Empty, too, where no number of tokens was measured of all.
     """
-    weights = dict.fromkeys(counts, 0.01 / max(len(counts), 1))
+    if not counts:
+        return ()
+    weights = dict.fromkeys(counts, 0.01 / len(counts))
     for tokens, weight in objective.weights:
         nearest = min(counts, key=lambda count: abs(math.log(count / tokens)))
         weights[nearest] += weight
