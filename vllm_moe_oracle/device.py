@@ -94,6 +94,9 @@ def read(path: Path) -> Device:
     if unknown:
         rule = f"is no device: unknown field {', '.join(map(repr, unknown))}"
         raise SettingError(rule, f"Valid are {', '.join(valid)}", str(path))
+    texts = (device.name, device.driver, *device.features, *device.packages, *device.packages.values())
+    if odd := [text for text in texts if not text.isprintable()]:
+        raise SettingError(f"is no device: {odd[0]!a} cannot be printed", where=str(path))
     if device.kind not in KINDS:
         raise SettingError(f"is no device: kind is {device.kind!r}", f"Valid are {', '.join(KINDS)}", str(path))
     return device

@@ -305,6 +305,19 @@ def environment(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def batch_invariant() -> bool:
+    """Whether vLLM's ``VLLM_BATCH_INVARIANT`` asks for it, as vLLM reads it.
+
+    Raises:
+        SettingError: it is no integer, which vLLM would not start with.
+    """
+    value = environment("VLLM_BATCH_INVARIANT")
+    try:
+        return value is not None and bool(int(value))
+    except ValueError as error:
+        raise SettingError(f"{value!a} is no integer", "Set it to 1 or 0", "VLLM_BATCH_INVARIANT") from error
+
+
 def records_folder() -> str | None:
     """Where the processes of one server leave their decisions for its metrics endpoint; None where there is no such."""
     return os.environ.get(_RECORDS)

@@ -293,9 +293,10 @@ def test_a_device_can_come_from_a_file(run: Run, write: Callable[..., Path], tmp
     ("arguments", "message"),
     [
         (("nowhere",), "nowhere: no such file or folder. Give a checkpoint's folder or its config.json"),
-        (("CONFIG", "--tp", "5"), "does not divide the experts' intermediate size 768 (768 mod 5 = 3)"),
-        (("CONFIG", "--tp", "7"), "TP 4 divides it"),
-        (("CONFIG", "--tp", "24"), "do not divide the 32 attention heads (32 mod 24 = 8). 16 would do"),
+        (("",), "PATH: the path is empty. Give a checkpoint's folder"),
+        (("CONFIG", "--tp", "5"), "do not divide the 32 attention heads (32 mod 5 = 2). TP 4 would do"),
+        (("CONFIG", "--tp", "1000000000"), "1000000000 ranks are more than 65536"),
+        (("CONFIG", "--tp", "24"), "do not divide the 32 attention heads (32 mod 24 = 8). TP 16 would do"),
         (("CONFIG", "--tp", "0"), "--tp: 0 ranks are not possible"),
         (("CONFIG", "--device", "nvidia-h2000"), "--device: unknown device 'nvidia-h2000'. Valid are auto, "),
         (("CONFIG", "--device", "missing.json"), "missing.json: cannot be read: No such file"),
@@ -336,6 +337,60 @@ def test_a_path_that_is_too_long_and_a_count_of_no_experts_are_one_line(run: Run
     assert (result.status, result.err.count("\n")) == (2, 1) and "cannot be a path" in result.err
     result = run("explain", write(num_experts=0), "--device", "cpu")
     assert result.status == 2 and "it has no MoE layers: num_experts is 0" in result.err
+
+
+@pytest.mark.parametrize("kind", ["rocm", "xpu"])
+def test_where_the_plugin_stands_down_is_said(kind: str, run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+    file = tmp_path / "there.json"
+    file.write_text(json.dumps({"kind": kind, "name": "Some GPU"}))
+    said = " ".join(run("explain", write(), "--device", file).out.split())
+    assert "the plugin would stand down, and vLLM choose by itself: no backend knows Some GPU's own kernels" in said
+
+
+def test_a_device_with_unprintable_words_is_refused(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+    file = tmp_path / "there.json"
+    for more in ({"name": "\x1b[31mH200"}, {"name": "H200", "packages": {"vllm": "0.33\n"}}):
+        file.write_text(json.dumps({"kind": "cuda", **more}))
+        result = run("explain", write(), "--device", file)
+        assert (result.status, result.out, result.err.count("\n")) == (2, "", 1)
+        assert "cannot be printed" in result.err and "\x1b" not in result.err
+
+
+def test_batch_invariance_is_this_environments_or_as_asked(
+    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*more: str) -> bool:
+        given = run("explain", write(), "--device", "nvidia-h200", "--json", *more).json["groups"][0]
+        return bool(given["problem"]["batch_invariant"])
+
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    assert (asked(), asked("--batch-invariant")) == (False, True)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert (asked(), asked("--no-batch-invariant")) == (True, False)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "yes")
+    result = run("explain", write(), "--device", "nvidia-h200")
+    assert result.status == 2 and "VLLM_BATCH_INVARIANT: 'yes' is no integer. Set it to 1 or 0" in result.err
+
+
+def test_batch_invariance_without_a_backend_ends_with_3(run: Run, write: Callable[..., Path]) -> None:
+    result = run(
+        "explain", write(), "--device", "nvidia-h200", "--batch-invariant", "--set", "disable=own_mxfp8,emulation"
+    )
+    assert result.status == 3 and "batch invariance" in " ".join(result.out.split())
+
+
+def test_a_profile_and_a_cache_that_cannot_be_read_are_said(
+    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MOE_ORACLE_PROFILE", str(tmp_path / "nope"))
+    said = "the profile of environment variable MOE_ORACLE_PROFILE is not used: "
+    assert f"note: {said}" in " ".join(run("explain", write(), "--device", "nvidia-h200").out.split())
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("MOE_ORACLE_CACHE", str(file))
+    result = run("status", "--json")
+    assert f"note: {said}" in result.err
+    assert "its folder is no folder" in result.json["cache"]["error"]
 
 
 def test_a_bad_variable_is_an_error_too(run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

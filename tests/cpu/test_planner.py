@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from vllm_moe_oracle.oracle.planner import (
     cut_in_words,
+    group_in_words,
     group_reasons,
     in_whole_groups,
     padded,
@@ -21,7 +22,10 @@ from vllm_moe_oracle.oracle.planner import (
     ways_out,
     working_tp_sizes,
 )
-from vllm_moe_oracle.oracle.problem import Scheme
+from vllm_moe_oracle.oracle.problem import Activation, Scheme
+
+MXFP4 = Scheme("mxfp4", 4, 32, "gpt_oss")
+GPT_OSS = Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0, interleaved=True)
 
 SIZES = st.integers(1, 20000)
 MULTIPLES = st.sampled_from([1, 2, 8, 16, 32, 64, 96, 128, 256, 512])
@@ -82,6 +86,25 @@ def test_every_way_out_really_works(tp: int, shard: int, multiple: int, experts:
     size = int(words.removeprefix("TP ").split()[0])
     assert size < tp and full % size == 0 and (full // size) % multiple == 0
     assert ("expert parallelism" in words) is (experts >= tp)
+
+
+def test_a_loader_that_cuts_between_blocks_has_more_ways_out() -> None:
+    # gpt-oss-20b: 2880 / 16 = 180 splits a block; 8 ranks have 384 each but the last, which has 192.
+    layer = problem(scheme=MXFP4, intermediate_size=180, tp=16, activation=GPT_OSS)
+    assert ways_out(layer, 32).startswith("TP 8 or expert parallelism")
+    assert ways_out(problem(scheme=MXFP4, intermediate_size=180, tp=16), 32).startswith("TP 2 or expert parallelism")
+
+
+def test_shares_of_whole_groups_are_noted_with_the_schemes_own_group() -> None:
+    ragged = in_whole_groups(problem(scheme=INT4_G128, intermediate_size=320, tp=2))
+    assert "is cut in whole groups of 128: 384 on each of 2 ranks" in padded(ragged).notes[0]
+
+
+def test_groups_that_are_halved_are_said_to_be() -> None:
+    halved = problem(scheme=Scheme("wna16", 4, 128, "gptq"), intermediate_size=192, tp=4)
+    words = "scale groups of 128 are loaded as groups of 64, because 192 features are no multiple of 128"
+    assert group_in_words(halved) == words
+    assert group_in_words(problem(scheme=INT4_G128, intermediate_size=192, tp=4)) == ""
 
 
 def test_without_a_cut_there_is_no_other_cut_to_offer() -> None:

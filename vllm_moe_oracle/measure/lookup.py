@@ -62,6 +62,16 @@ def _places(settings: Settings) -> Iterator[tuple[str, Callable[[Cell], Iterable
     yield "the shipped profile", lambda cell: _in(profile.shipped(), cell)
 
 
+def profile_error(settings: Settings) -> str:
+    """Why the profile of the setting `profile` is not used, for people; "" where it is, or none is set."""
+    try:
+        if settings.profile:
+            _read(settings.profile)
+    except MeasurementError as error:
+        return f"the profile of {settings.source('profile')} is not used: {error}"
+    return ""
+
+
 @lru_cache(maxsize=4)
 def _read(path: str) -> profile.Profile:
     return profile.read(Path(path).expanduser())

@@ -125,8 +125,10 @@ class Store:
         """
         try:
             status = self.path.stat()
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return False
+        except NotADirectoryError as error:
+            raise self._error("its folder is no folder", "Give a folder as the setting cache") from error
         except (OSError, ValueError) as error:
             raise self._error(f"cannot be looked at: {getattr(error, 'strerror', None) or error}") from error
         if not stat.S_ISREG(status.st_mode):

@@ -47,6 +47,17 @@ def loaded_group(problem: Problem) -> int:
     return group
 
 
+def group_in_words(problem: Problem) -> str:
+    """That the checkpoint's scale groups are loaded as smaller ones, and why; "" where they are not."""
+    group, loaded = problem.scheme.group_size, loaded_group(problem)
+    if loaded == group:
+        return ""
+    size = problem.intermediate_size if problem.intermediate_size % group else problem.hidden_size
+    return (
+        f"scale groups of {group} are loaded as groups of {loaded}, because {size} features are no multiple of {group}"
+    )
+
+
 def has_order(problem: Problem) -> bool:
     """Whether the input features of the layer's matrices are reordered when they are multiplied.
 
@@ -88,10 +99,14 @@ def ways_out(problem: Problem, multiple: int) -> str:
     ranks = problem.parallel.tp
     if ranks == 1:
         return ""
-    ways = [f"TP {size}" for size in reversed(working_tp_sizes(problem.full_intermediate_size, multiple, ranks - 1))][
-        :1
-    ]
-    if problem.full_intermediate_size % multiple == 0 and problem.num_experts >= ranks:
+    full = problem.full_intermediate_size
+    sizes = working_tp_sizes(full, multiple, ranks - 1)
+    if _cut_in_blocks(problem) and full % multiple == 0:
+        # Unequal shares of whole blocks work where the largest, and so the last, is of whole multiples.
+        halves = (1 << exponent for exponent in range((ranks - 1).bit_length()))
+        sizes += [size for size in halves if size < ranks and _largest_share(full, size, MX_BLOCK) % multiple == 0]
+    ways = [f"TP {max(sizes)}"] if sizes else []
+    if full % multiple == 0 and problem.num_experts >= ranks:
         ways.append(f"expert parallelism over the {ranks} ranks (--enable-expert-parallel)")
     return f"{' or '.join(ways)} would work" if ways else ""
 
@@ -147,11 +162,22 @@ def in_whole_blocks(problem: Problem, block: int = MX_BLOCK) -> Problem:
         problem: one rank's share of equal ones.
         block: features that no cut may separate.
     """
-    whole, ranks = problem.full_intermediate_size, problem.parallel.tp
-    share = round_up(-(-whole // ranks), block)
-    if problem.intermediate_size % block == 0 or whole % block or share * (ranks - 1) >= whole:
+    whole = problem.full_intermediate_size
+    share = _largest_share(whole, problem.parallel.tp, block)
+    if problem.intermediate_size % block == 0 or not share:
         return problem
     return dataclasses.replace(problem, intermediate_size=share, whole_intermediate_size=whole)
+
+
+def _largest_share(whole: int, ranks: int, block: int) -> int:
+    """The first rank's share of whole blocks; 0 where blocks do not divide the whole, or a rank would get nothing."""
+    share = round_up(-(-whole // ranks), block)
+    return 0 if whole % block or share * (ranks - 1) >= whole else share
+
+
+def _cut_in_blocks(problem: Problem) -> bool:
+    """Whether the layer's loader cuts between blocks when equal shares would split one: gpt-oss's MXFP4."""
+    return problem.scheme.name == "mxfp4" and problem.activation.interleaved
 
 
 def in_whole_groups(problem: Problem) -> Problem:
@@ -216,7 +242,7 @@ def padded(problem: Problem, hidden_multiple: int = 1, intermediate_multiple: in
     if problem.whole_intermediate_size:
         last = share_of(problem, problem.parallel.tp - 1)
         notes.append(
-            f"intermediate size {problem.full_intermediate_size} is cut in whole groups of {MX_BLOCK}: "
+            f"intermediate size {problem.full_intermediate_size} is cut in whole groups of {scale_group(problem)}: "
             f"{problem.intermediate_size} on each of {problem.parallel.tp} ranks but the last, which has {last}"
         )
     for name, real, kernel, multiple in (

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a bare config.json.", metavar="PATH")],
+    path: Annotated[str, typer.Argument(help="A checkpoint's folder, or a bare config.json.", metavar="PATH")],
     device: Annotated[
         str,
         typer.Option(
@@ -31,6 +31,12 @@ def command(
     ep: Annotated[bool, typer.Option("--ep", help="The ranks hold different experts instead of parts of each.")] = (
         False
     ),
+    batch_invariant: Annotated[
+        bool | None,
+        typer.Option(
+            "--batch-invariant/--no-batch-invariant", help="As VLLM_BATCH_INVARIANT; by default this environment's."
+        ),
+    ] = None,
     moe_backend: Annotated[str, typer.Option(help="As vLLM's --moe-backend.", metavar="NAME")] = "auto",
     assignments: Annotated[
         list[str] | None,
@@ -59,14 +65,20 @@ def command(
     from .. import NO_BACKEND, output
     from ..arguments import read_assignments
 
+    if not path.strip():
+        raise SettingError("the path is empty", "Give a checkpoint's folder or its config.json", "PATH")
     if tp < 1:
         raise SettingError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")
     chosen = settings.load(assignments=read_assignments(assignments or []))
     machine = _device(device)
-    layers = checkpoint.layers(checkpoint.read(path), tp, ep, chosen.ragged_shards)
+    layers = checkpoint.layers(checkpoint.read(Path(path)), tp, ep, chosen.ragged_shards)
     moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
     _check_all_used(chosen, layers)
-    groups = _groups([_as_asked(problem, chosen) for problem in layers.problems], machine, chosen, moe_backend)
+    invariant = settings.batch_invariant() if batch_invariant is None else batch_invariant
+    problems = [
+        dataclasses.replace(_as_asked(problem, chosen), batch_invariant=invariant) for problem in layers.problems
+    ]
+    groups = _groups(problems, machine, chosen, moe_backend)
     notes = [*layers.notes, *_overridden(layers, chosen), *_notes(chosen, layers.method, groups, machine)]
     if as_json:
         output.print_json({"vllm": _vllm(machine), "device": machine, "groups": [group.to_json() for group in groups]})
@@ -192,6 +204,7 @@ def _notes(settings: Settings, method: str, groups: list[_Group], device: Device
     """Why a server would not do what this answer says, where that is known."""
     from ...compat import check
     from ...errors import StandDown
+    from ...measure.lookup import profile_error
     from ...methods import SERVED
     from ...oracle.registry import default_registry
     from ...settings import not_selected
@@ -201,9 +214,14 @@ def _notes(settings: Settings, method: str, groups: list[_Group], device: Device
             yield f"{group.layers}: {group.decision.because}"
     for name, reason in default_registry().broken.items():
         yield f"the backend of the entry point {name} could not be loaded: {reason}"
+    if unused := profile_error(settings):
+        yield unused
     if not settings.enabled:
         yield f"the plugin is switched off by {settings.source('enabled')}: vLLM would choose by itself"
         return
+    if device.kind in ("rocm", "xpu"):
+        rule = f"no backend knows {device.name}'s own kernels for these formats"
+        yield f"the plugin would stand down, and vLLM choose by itself: {rule}"
     if (vllm := _vllm(device)) is not None:
         try:
             check(vllm, settings.force)
@@ -239,17 +257,20 @@ def _print(groups: list[_Group], notes: list[str], device: Device, tp: int, ep: 
 
 
 def _facts(group: _Group) -> list[tuple[str, str]]:
+    from ...oracle.planner import group_in_words
+
     rows = [("problem", str(group.problem))]
     if group.decision is None:
         return [*rows, ("backend", "none"), ("why", group.failure)]
     decision = group.decision
     plan = decision.plan
+    notes = [note for note in (*plan.notes, group_in_words(group.problem)) if note]
     sizes = f"hidden {plan.hidden_size}, intermediate {plan.intermediate_size}"
     rows += [
         ("backend", decision.backend),
         ("why", f"{decision.why}: {decision.because}"),
         ("numerics", str(decision.numerics)),
-        ("plan", f"{sizes}: {'; '.join(plan.notes) or 'as in the checkpoint'}"),
+        ("plan", f"{sizes}: {'; '.join(notes) or 'as in the checkpoint'}"),
     ]
     if decision.steps:
         rows.append(("turns", _turns(group)))

@@ -29,6 +29,7 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     """
     from ... import settings
     from ...errors import SettingError
+    from ...measure.lookup import profile_error
     from .. import UNUSABLE, output
 
     chosen, error = None, ""
@@ -41,6 +42,8 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
         output.print_json(report)
     else:
         _print(report)
+    if chosen is not None and (unused := profile_error(chosen)):
+        output.remark("note", unused)
     if error:
         output.remark("error", error)
         raise typer.Exit(UNUSABLE)
