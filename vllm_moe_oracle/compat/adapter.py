@@ -221,11 +221,11 @@ class Adapter:
             limit = _OAI_DEFAULTS["limit"] if limit is None else limit
         return Activation(name, gated, alpha, beta, limit, interleaved)
 
-    def activation_in_halves(self, activation: Any) -> Any:
+    def activation_in_halves(self, moe: Any) -> Any:
         """vLLM's activation for gate rows, then up rows: its ``swigluoai`` takes rows that alternate, and the other one
         has a name of its own. The very activation where the release has no other: no class takes the layer there."""
-        name = f"{activation.value}_uninterleave"
-        return next((each for each in type(activation) if each.value == name), activation)
+        name = f"{moe.activation.value}_uninterleave"
+        return next((each for each in type(moe.activation) if str(each.value) == name), moe.activation)
 
     def activation_parameters(self, moe: Any) -> tuple[float | None, float | None, float | None]:
         """Alpha, beta and limit as the model set them."""

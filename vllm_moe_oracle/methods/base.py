@@ -113,16 +113,16 @@ class OracleMoEMethod(FusedMoEMethodBase):
         return cls.made_by_stock(stock, *args, **kwargs)
 
     @classmethod
-    def made_by_stock(cls, stock: Any, *args: Any, **kwargs: Any) -> Any:
+    def made_by_stock(cls, stock_class: Any, *args: Any, **kwargs: Any) -> Any:
         """What serves a layer that is left to stock vLLM.
 
         Args:
-            stock: the stock class.
+            stock_class: the stock class.
             args: what this class's constructor was called with.
             kwargs: likewise.
         """
-        theirs = stock.__new__(stock)
-        stock.__init__(theirs, *args, **kwargs)
+        theirs = stock_class.__new__(stock_class)
+        stock_class.__init__(theirs, *args, **kwargs)
         return theirs
 
     @classmethod

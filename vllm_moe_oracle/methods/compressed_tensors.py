@@ -84,7 +84,7 @@ class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTens
         return "does not know act order" if ordered and refuse_act_order is not None else ""
 
     @classmethod
-    def made_by_stock(cls, stock: Any, *args: Any, **kwargs: Any) -> None:
+    def made_by_stock(cls, stock_class: Any, *args: Any, **kwargs: Any) -> None:
         """Nothing: `get_moe_method` asks the stock function, which knows of the two classes of older releases the one
         that can read the checkpoint."""
 

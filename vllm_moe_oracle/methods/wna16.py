@@ -67,7 +67,7 @@ class Wna16MoEMethod(OracleMoEMethod):
         if problem.activation.interleaved and problem.lora:
             rule = "adapters of experts whose gate and up rows alternate do not fit rows that are put apart"
             raise NoBackendError(rule, "Serve without --enable-lora", problem.layer)
-        self.moe.activation = self.release.activation_in_halves(self.moe.activation)
+        self.moe.activation = self.release.activation_in_halves(self.moe)
         activation = dataclasses.replace(problem.activation, interleaved=False)
         problem = dataclasses.replace(problem, activation=activation, has_bias=problem.has_bias or self.bias_in_file)
         if self.settings.ragged_shards:
