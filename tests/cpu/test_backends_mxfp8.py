@@ -396,7 +396,6 @@ def test_schemes_without_activation_quantisation_are_theirs_too() -> None:
         ("emulation", 90, "emulation"),
         ("flashinfer_trtllm", 100, "trtllm_mxfp8_monolithic"),
         ("deep_gemm", 103, "deep_gemm_mxfp8"),
-        ("humming_mxfp8", 80, "humming_mxfp8"),
         ("auto", 90, "humming_mxfp8"),
     ],
 )
@@ -409,6 +408,11 @@ def test_vllms_names_choose_as_in_stock(name: str, capability: int, chosen: str)
 def test_a_kernel_that_is_not_for_this_card_is_refused_with_its_reason_before_weights() -> None:
     with pytest.raises(NoBackendError, match=r"needs compute capability .*sm_100.*sm_90"):
         decide(layer(), gpu(90), Settings(), moe_backend="flashinfer_trtllm")
+
+
+def test_a_name_of_this_project_is_none_of_vllms_option() -> None:
+    with pytest.raises(NoBackendError, match=r"valid are auto, .*humming, marlin; this project's own names"):
+        decide(layer(), gpu(80), Settings(), moe_backend="humming_mxfp8")
 
 
 def test_a_name_of_another_format_is_refused_with_the_valid_ones() -> None:

@@ -75,7 +75,7 @@ def command(
         output.show(f"{figure:>8}  {words}")
     for note in content.notes:
         output.remark("note", note)
-    output.show(f"written: {to}" + (f", and {len(plots)} plots in {svg}" if svg is not None else ""))
+    typer.echo(f"written: {to}" + (f", and {len(plots)} plots in {svg}" if svg is not None else ""))
 
 
 def _own(settings: Settings) -> Content:
