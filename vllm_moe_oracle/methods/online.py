@@ -7,6 +7,7 @@ better message.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -96,6 +97,7 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
         self.weight_scale_name = "weight_scale"
         self.decide(config, self.scheme)
 
+    @abstractmethod
     def quantise_into(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
         """Quantises a layer's matrices in bounded memory.
 
@@ -104,7 +106,6 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
             codes: `[E, N, K / per_byte]`, overwritten; experts may lie any distance apart.
             scales: uint8 `[E, N, K/32]`, overwritten; likewise.
         """
-        raise NotImplementedError
 
     def create_weights(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
         """Registers 16-bit weights without data, which vLLM fills, and hands back here, when it has them all.
