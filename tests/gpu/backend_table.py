@@ -6,7 +6,8 @@
 What a scheme's layers are is data in ``table_<scheme>.py`` beside this file: `Table`. For each layer the same random
 weights go through stock vLLM's own method first (``--moe-backend`` of each class that a backend wraps), then through
 the plugin's method with each accepted backend, eager and under a CUDA graph that was captured on other inputs. An error
-is the relative L2 distance of all tokens' outputs from the reference, which shares no code with the package; for
+is the relative L2 distance of all tokens' outputs from the reference, which shares no code with the package, over as
+many calls as make `DRAWN` tokens: of one token the distance is one draw of a random quantity, a third up or down; for
 backends that quantise activations, as the checkpoint declares, the reference does so too. Then a rank of expert
 parallelism is played: an expert map says that every other expert is elsewhere, which must add nothing, and that the
 others are in other places. Also measured: peak memory beyond what was there before while weights are converted; what a
@@ -16,8 +17,8 @@ second self-check takes, when kernels are compiled; and what a self-check says w
 stock could run the layer, at most one expert plus 64 MiB for the conversion, at most 150 ms for the self-check, and
 that it finds every fault.
 
-Many processes share the card and the cores; nothing else should. Humming's and our kernels compile for 10 to 40 s a
-layer, so that the 65 rows of WNA16 should take three to five minutes on 16 cores:
+Many processes share the cards, all that the machine has, and the cores; nothing else should. Humming's and our kernels
+compile for 10 to 40 s a layer: the 64 rows of WNA16 take six minutes on 16 cores and one card:
 
     python tests/gpu/backend_table.py --scheme wna16 --processes 12 --seconds 280 --json wna16-vllm-0.33.0.json
     python -m pytest -m gpu tests/gpu/test_wna16_backends.py
@@ -35,8 +36,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ import torch
 from vllm_moe_oracle.oracle.problem import Activation, Problem, Routing, Scheme
 
 TOKENS = (1, 7, 64, 513)
+DRAWN = 16
 SPREAD_TOKENS = 64
 LIMIT = 6e-3
 RATIO = 1.2
@@ -57,6 +60,8 @@ CONVERSION_SLACK_MIB = 64
 SELF_CHECK_SECONDS = 0.15
 PROCESSES = 16
 
+Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Routed tokens: x `[M, hidden]` bfloat16, weights `[M, top_k]` float32, int32 ids `[M, top_k]`."""
 Raw = dict[str, torch.Tensor]
 """A layer's checkpoint by vLLM's names of parameters, `[experts, ...]` each."""
 
@@ -176,7 +181,7 @@ def table_of(scheme: str) -> Table:
 def reference(
     case: Case,
     checkpoint: Checkpoint,
-    calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    calls: Sequence[Call],
     enter: Callable[[torch.Tensor], torch.Tensor] = lambda values: values,
 ) -> list[torch.Tensor]:
     """What the layer gives for some calls, in float32: `[M, hidden]` each.
@@ -184,7 +189,7 @@ def reference(
     Args:
         case: the layer.
         checkpoint: its weights.
-        calls: `x` `[M, hidden]` bfloat16, weights `[M, top_k]` float32, ids `[M, top_k]`, -1 for an expert elsewhere.
+        calls: routed tokens; an id of -1 is an expert elsewhere.
         enter: what becomes of both products' inputs.
     """
     x, weights, ids = (torch.cat(each) for each in zip(*calls, strict=True))
@@ -381,7 +386,7 @@ def _fill(target: torch.Tensor, tensor: torch.Tensor, name: str, halves: int) ->
         room[tuple(slice(size) for size in part.shape)].copy_(part)
 
 
-def inputs(case: Case, tokens: int, device: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(case: Case, tokens: int, device: str, seed: int = 0) -> Call:
     """Random tokens with their experts: x, weights that sum to one, int32 ids."""
     generator = torch.Generator(device=device).manual_seed(1000 * seed + tokens)
     x = (torch.randn(tokens, case.hidden, device=device, generator=generator) * 0.5).bfloat16()
@@ -390,9 +395,20 @@ def inputs(case: Case, tokens: int, device: str, seed: int = 0) -> tuple[torch.T
     return x, weights / weights.sum(-1, keepdim=True), ids.to(torch.int32)
 
 
-def captured(built: Built, case: Case, tokens: int, real: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The output of a CUDA graph that was captured on other inputs of the same shapes."""
-    static = inputs(case, tokens, "cuda", seed=1)
+def drawn(case: Case, tokens: int, device: str) -> list[Call]:
+    """Calls of so many tokens each, `DRAWN` tokens or more in all."""
+    # Seeds 1 and 2 are what graphs are captured on, and the spread experts' tokens.
+    return [inputs(case, tokens, device, seed) for seed in (0, *range(3, 2 + -(-DRAWN // tokens)))]
+
+
+def outputs(built: Built, calls: Sequence[Call]) -> torch.Tensor:
+    """The outputs of calls, one below the other: `[calls * M, hidden]`."""
+    return torch.cat([built(*call) for call in calls])
+
+
+def captured(built: Built, case: Case, calls: Sequence[Call]) -> torch.Tensor:
+    """As `outputs`, from a CUDA graph that was captured on other inputs of the same shapes."""
+    static = inputs(case, calls[0][0].shape[0], "cuda", seed=1)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -402,11 +418,14 @@ def captured(built: Built, case: Case, tokens: int, real: tuple[torch.Tensor, ..
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = built(*static)
-    for target, source in zip(static, real, strict=True):
-        target.copy_(source)
-    graph.replay()
+    found = []
+    for call in calls:
+        for target, source in zip(static, call, strict=True):
+            target.copy_(source)
+        graph.replay()
+        found.append(output.clone())
     torch.cuda.synchronize()
-    return output.clone()
+    return torch.cat(found)
 
 
 # --- The self-check and what it must find -----------------------------------------------------------------------------
@@ -566,15 +585,17 @@ def rows_of(
     plugin.unregister()
     backends = {name: kind for name, kind in accepted(case, machine.detect()).items() if not only or name in only}
     checkpoint = table.checkpoint(case, device)
-    real = {count: inputs(case, count, device) for count in tokens}
+    real = {count: drawn(case, count, device) for count in tokens}
     places = torch.arange(case.experts, dtype=torch.int32, device=device).flip(0)
     places[::2] = -1
     spread = inputs(case, SPREAD_TOKENS, device, seed=2)
     placed = (*spread[:2], places[spread[2].long()])
     targets: dict[str, dict[int, torch.Tensor]] = {}
     for kind in {*backends.values(), "16bit"}:
-        calls = reference(case, checkpoint, [*real.values(), placed], table.rounded.get(kind, lambda values: values))
-        targets[kind] = dict(zip((*tokens, 0), calls, strict=True))
+        enter = table.rounded.get(kind, lambda values: values)
+        given = iter(reference(case, checkpoint, [*chain(*real.values()), placed], enter))
+        targets[kind] = {count: torch.cat([next(given) for _ in calls]) for count, calls in real.items()}
+        targets[kind][0] = next(given)
 
     # Humming compiles for long: what is given up with it are its own rows only.
     order = sorted(backends.items(), key=lambda each: each[0].startswith("humming"))
@@ -604,14 +625,14 @@ def rows_of(
             for count in tokens:
                 if device == "cuda":
                     with _Compiled() as compiled:
-                        eager = built(*real[count])
+                        eager = outputs(built, real[count])
                     if compiled.count:
                         row.setdefault("compiled", {})[count] = compiled.count
                 else:
-                    eager = built(*real[count])
+                    eager = outputs(built, real[count])
                 found = {"eager": relative_error(eager, expected[count])}
                 if device == "cuda":
-                    found["graph"] = relative_error(captured(built, case, count, real[count]), expected[count])
+                    found["graph"] = relative_error(captured(built, case, real[count]), expected[count])
                 row["error"][count] = {mode: float(f"{value:.3e}") for mode, value in found.items()}
             if default_registry()[name].limits.expert_parallel:
                 row["spread_error"] = float(f"{relative_error(built.spread(*spread, places), expected[0]):.3e}")
@@ -641,7 +662,7 @@ def _stock(
     checkpoint: Checkpoint,
     device: str,
     name: str,
-    real: Mapping[int, tuple[torch.Tensor, ...]],
+    real: Mapping[int, Sequence[Call]],
     expected: Mapping[int, torch.Tensor],
 ) -> tuple[dict[int, float], str]:
     """What stock vLLM makes of the layer with the class that a backend wraps.
@@ -667,7 +688,7 @@ def _stock(
         if runs != default_registry()[name].stock_class:
             raise RuntimeError(f"stock runs {runs}")
         table.after_conversion(built.layer, case, checkpoint.raw, table.stock[name])
-        errors = {count: relative_error(built(*each), expected[count]) for count, each in real.items()}
+        errors = {count: relative_error(outputs(built, calls), expected[count]) for count, calls in real.items()}
         errors[0] = built.peak
         built.close()
     except Exception as error:  # that stock cannot run a layer is a result
@@ -723,7 +744,7 @@ def conditions(scheme: str) -> dict[str, Any]:
         "gpu": found.name, "capability": found.capability, "packages": dict(found.packages), "torch": torch.__version__,
         "cuda": torch.version.cuda, "limit": LIMIT, "ratio_to_stock": RATIO, "dtype": "bfloat16",
         "self_check_seconds": SELF_CHECK_SECONDS, "conversion_slack_mib": CONVERSION_SLACK_MIB,
-        "error": "relative L2 over all tokens against float32", "date": time.strftime("%Y-%m-%d"),
+        "error": f"relative L2 over all tokens, {DRAWN} or more, against float32", "date": time.strftime("%Y-%m-%d"),
         "command": f"python tests/gpu/backend_table.py --scheme {scheme} --json FILE",
     }  # fmt: skip
 
@@ -733,7 +754,7 @@ def in_processes(
 ) -> list[dict[str, Any]]:
     """Runs each layer in processes of its own, many at once: kernels are compiled on many cores, and one that writes
     where it must not harms no other backend. What then is late with its self-check alone runs once more by itself, with
-    everything compiled: many at once on one card are no measure of time.
+    everything compiled: many at once on one card are no measure of time. Processes are spread over the visible cards.
 
     Args:
         scheme: whose table.
@@ -757,7 +778,8 @@ def in_processes(
     deadline = time.monotonic() + seconds
     rows = _many(scheme, waiting, extra, processes, deadline)
     late = [(row["layer"], [row["backend"]]) for row in rows if row.get("broken") == ["self-check's time"]]
-    alone = {(row["layer"], row["backend"]): row for row in _many(scheme, late, extra, 1, deadline) if "error" in row}
+    again = _many(scheme, late, extra, max(1, torch.cuda.device_count()), deadline)
+    alone = {(row["layer"], row["backend"]): row for row in again if "error" in row}
     rows = [alone.get((row["layer"], row["backend"]), row) for row in rows]
     order = list(table.cases)
     return sorted(rows, key=lambda row: (order.index(row["layer"]), row["backend"]))
@@ -768,7 +790,8 @@ def _many(
 ) -> list[dict[str, Any]]:
     """The rows of layers with some backends each, one process for each of these, `processes` at once."""
     folder = Path(tempfile.mkdtemp())
-    running: dict[tuple[str, str], tuple[list[str], Any]] = {}
+    running: dict[tuple[str, str], tuple[list[str], Any, str]] = {}
+    cards = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     rows: list[dict[str, Any]] = []
     while waiting or running:
         while waiting and len(running) < processes:
@@ -777,14 +800,18 @@ def _many(
             command = [sys.executable, __file__, "--scheme", scheme, "--layer", name, "--json", str(file), *extra]
             command += [word for each in group for word in ("--backend", each)]
             log = file.with_suffix(".log").open("w")
-            running[name, group[0]] = group, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            busy = [card for _, _, card in running.values()]
+            card = min(cards, key=busy.count)
+            environment = os.environ | ({"CUDA_VISIBLE_DEVICES": card} if card else {})
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            running[name, group[0]] = group, process, card
         time.sleep(0.2)
         late = time.monotonic() > deadline
         if late:
             for name, group in waiting:
                 rows += [{"layer": name, "backend": each, "failure": "not begun", "pass": False} for each in group]
             waiting.clear()
-        for (name, first), (group, process) in list(running.items()):
+        for (name, first), (group, process, _) in list(running.items()):
             if process.poll() is None and not late:
                 continue
             process.kill()
