@@ -220,7 +220,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         own_loader = kwargs.get("weight_loader")
         unloaded = getattr(self._scheme(), "UNLOADED", {})
         if own_loader is not None and unloaded:
-            kwargs["weight_loader"] = loading.checked(own_loader, problem)
+            kwargs["weight_loader"] = loading.checked(own_loader, problem, self.group)
         super().create_weights(layer, num_experts, *args, **kwargs)
         if problem.has_bias:
             self._register_biases(layer, kwargs)

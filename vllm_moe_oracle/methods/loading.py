@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..oracle.problem import Problem
+from . import agreement
 
 _E8M0 = getattr(torch, "float8_e8m0fnu", None)
 
 
-def checked(loader: Callable[..., Any], problem: Problem) -> Callable[..., Any]:
-    """A layer's weight loader that looks at each tensor first.
+def checked(loader: Callable[..., Any], problem: Problem, group: agreement.Group) -> Callable[..., Any]:
+    """A layer's weight loader that looks at each tensor first, and tells the other ranks of what it raises: each has
+    its own part of the files, and those whose part is right would wait for this one at their self-check.
 
     It stays a bound method of the layer, with the loader's own marks: vLLM's reload unbinds loaders from their layers,
     and models ask loaders what they can do.
@@ -26,20 +28,24 @@ def checked(loader: Callable[..., Any], problem: Problem) -> Callable[..., Any]:
     Args:
         loader: the layer's own, called as ``loader(param, loaded_weight, weight_name, shard_id, expert_id, ...)``.
         problem: the layer, whose experts' matrices have one row an output feature.
+        group: the ranks that hold parts of the layer.
     """
+    topic = f"loading the weights of {problem.layer}"
     layer = getattr(loader, "__self__", None)
     if layer is None:
 
         @functools.wraps(loader)
         def plain(param: nn.Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return loader(param, fitting(param, loaded_weight, problem, *args, **kwargs), *args, **kwargs)
+            with agreement.telling(group, topic):
+                return loader(param, fitting(param, loaded_weight, problem, *args, **kwargs), *args, **kwargs)
 
         return plain
     function = loader.__func__  # type: ignore[attr-defined]
 
     @functools.wraps(function)
     def bound(self: Any, param: nn.Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return function(self, param, fitting(param, loaded_weight, problem, *args, **kwargs), *args, **kwargs)
+        with agreement.telling(group, topic):
+            return function(self, param, fitting(param, loaded_weight, problem, *args, **kwargs), *args, **kwargs)
 
     return MethodType(bound, layer)
 

@@ -28,6 +28,7 @@ from ..oracle.problem import Problem, Scheme
 from ..quantization import GATED_PROJECTIONS, PLAIN_PROJECTIONS, LayerNames
 from ..schemes import _wna16_files as files
 from ..schemes import _wna16_parameters as layouts
+from . import agreement
 from .base import OracleMoEMethod
 
 if TYPE_CHECKING:
@@ -143,10 +144,11 @@ class Wna16MoEMethod(OracleMoEMethod):
             return_success: bool = False,
         ) -> bool | None:
             done = True
-            if canonical:
-                done = method._load(self, param, loaded_weight, name, canonical, shard_id, expert_id)
-            else:
-                method._look_at(loaded_weight, name, shard_id, expert_id)
+            with agreement.telling(method.group, f"loading the weights of {method.decision.problem.layer}"):
+                if canonical:
+                    done = method._load(self, param, loaded_weight, name, canonical, shard_id, expert_id)
+                else:
+                    method._look_at(loaded_weight, name, shard_id, expert_id)
             return done if return_success else None
 
         return MethodType(load, layer)

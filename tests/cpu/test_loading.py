@@ -1,0 +1,95 @@
+"""What a checkpoint's tensors must be before vLLM's loader copies them, and who hears of it when one is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+
+from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.methods import loading
+from vllm_moe_oracle.methods.agreement import Group, gather
+from vllm_moe_oracle.oracle.problem import Activation, Parallel, Problem, Scheme
+
+PROBLEM = Problem(
+    layer="model.layers.3.mlp.experts",
+    scheme=Scheme("mxfp8", 8, 32, "modelopt"),
+    num_experts=4,
+    local_experts=4,
+    top_k=2,
+    hidden_size=64,
+    intermediate_size=32,
+    activation=Activation("silu"),
+    parallel=Parallel(tp=2),
+)
+
+
+class Layer(torch.nn.Module):
+    """A layer with vLLM's loader of one parameter: rank 0's half of the gate projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13_weight = torch.nn.Parameter(torch.zeros(4, 64, 64, dtype=torch.float8_e4m3fn), requires_grad=False)
+
+    def weight_loader(
+        self, param: Any, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int
+    ) -> None:
+        param.data[expert_id, :32].copy_(loaded_weight[:32])
+
+
+def load(group: Group, tensor: torch.Tensor) -> None:
+    layer = Layer()
+    loader = loading.checked(layer.weight_loader, PROBLEM, group)
+    assert loader.__self__ is layer  # type: ignore[attr-defined]  # vLLM's reload looks for it
+    loader(layer.w13_weight, tensor, "experts.w13_weight", "w1", 1)
+    assert torch.equal(layer.w13_weight[1, :32].float(), tensor[:32].float())
+
+
+def test_a_tensor_that_fits_is_loaded() -> None:
+    load(Group(), torch.ones(64, 64).to(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (torch.ones(64, 64), "stores it as float32, mxfp8 as float8_e4m3fn"),
+        (torch.ones(32, 64).to(torch.float8_e4m3fn), r"shape \[32, 64\], expected \[64, 64\]"),
+    ],
+    ids=["dtype", "shape"],
+)
+def test_one_that_does_not_is_refused_with_its_layer(tensor: torch.Tensor, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words) as caught:
+        load(Group(), tensor)
+    assert PROBLEM.layer in str(caught.value)
+
+
+def test_what_the_loader_itself_raises_is_raised() -> None:
+    def plain(param: Any, loaded_weight: torch.Tensor, *args: Any) -> None:
+        raise RuntimeError("no room")
+
+    loader = loading.checked(plain, dataclasses.replace(PROBLEM, parallel=Parallel()), Group())
+    with pytest.raises(RuntimeError, match="no room"):
+        loader(Layer().w13_weight, torch.ones(32, 64).to(torch.float8_e4m3fn), "experts.w13_weight", "w1", 0)
+
+
+def one_cannot_load(processes: Any) -> Any:
+    group = Group(processes, 60.0)
+    gather(group, "before", lambda: 1)
+    # Rank 1's part of the files is damaged; rank 0 has loaded its own and goes on to the self-check.
+    load(group, torch.ones(64 if group.rank == 0 else 32, 64).to(torch.float8_e4m3fn))
+    return gather(group, "the self-check", lambda: 1)
+
+
+def test_ranks_that_could_load_hear_of_the_one_that_could_not(tmp_path: Path) -> None:
+    before = time.monotonic()
+    first, second = ranks.run(one_cannot_load, 2, tmp_path)
+    assert time.monotonic() - before < 50
+    assert second["raised"] == "CheckpointError" and "shape [32, 64]" in second["message"]
+    assert first["raised"] == "AgreementError"
+    for word in ("rank 1 gave up", f"loading the weights of {PROBLEM.layer}", "shape [32, 64]"):
+        assert word in first["message"], first
