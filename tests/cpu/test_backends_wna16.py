@@ -147,6 +147,15 @@ def test_marlin_reorders_features_until_0_29(name: str) -> None:
     assert codes_of(name, gpu(90, vllm="0.29.0"), scheme=scheme(order="group", zeros=True)) == {"act_order.zero_points"}
 
 
+def test_marlin_reorders_features_of_several_groups_only() -> None:
+    old, ordered = gpu(90, vllm="0.29.0"), scheme(order="group")
+    for sizes in ({"hidden_size": 128}, {"intermediate_size": 128}):
+        assert codes_of("marlin_wna16", old, scheme=ordered, **sizes) == {"act_order.groups"}
+        assert codes_of("marlin_wna16", old, scheme=scheme(), **sizes) == set()
+    # A rank of several has the scales of all groups, and an index into them.
+    assert codes_of("marlin_wna16", old, scheme=ordered, intermediate_size=128, tp=2) == set()
+
+
 def test_marlin_takes_bytes_since_0_23() -> None:
     assert codes_of("marlin_wna16", gpu(90, vllm="0.22.1"), scheme=scheme(8)) == {"bits.since"}
     assert codes_of("marlin_wna16", gpu(90, vllm="0.23.0"), scheme=scheme(8)) == set()
@@ -327,6 +336,11 @@ def expert(each: Problem, seed: int = 0) -> dict[str, torch.Tensor]:
     return found
 
 
+def on_sums(name: str, each: Problem, ordered: torch.Tensor) -> bool:
+    """Whether the kernel multiplies sums with these scales: Marlin's counts groups, Humming's is told their size."""
+    return ordered.shape[0] == 1 if name.startswith("marlin") else loaded_group(each) == -1
+
+
 def undone(name: str, converted: dict[str, torch.Tensor], each: Problem, plan: Plan) -> dict[str, torch.Tensor]:
     """The canonical tensors that a conversion came from, through the layouts' inverses."""
     bits, halves = each.scheme.bits, 2 if each.activation.gated else 1
@@ -371,7 +385,7 @@ def undone(name: str, converted: dict[str, torch.Tensor], each: Problem, plan: P
         elif kind == "bias":
             plain = scales.restore_bias(tensor)
         elif kind == "scale":
-            plain = scales.restore_scales(tensor)
+            plain = scales.restore_scales(tensor, on_sums(name, each, tensor))
         elif kind == "zero_point":
             plain = scales.restore_zero_points(tensor, bits, marlin=name.startswith("marlin"))
         elif bits == 4:
@@ -486,6 +500,42 @@ def test_kinds_are_known_without_data(name: str, changes: dict[str, Any]) -> Non
     assert kinds[0] == kinds[1]
 
 
+# Where the scale of row 8 i + j of 64 goes when it multiplies codes, and of row 2 i + j of 32 when it multiplies sums:
+# humming-kernels, ``transform_humming_weight_scale``; vLLM, ``get_scale_perms``.
+ON_CODES = [8 * j + i for i in range(8) for j in range(8)]
+ON_SUMS = [2 * i + 8 * j + k for i in range(4) for j in range(4) for k in (0, 1)]
+
+
+@pytest.mark.parametrize("name", ["marlin_wna16", "marlin_wna16_batched", "humming_wna16", "humming_wna16_grouped"])
+@pytest.mark.parametrize("group", [-1, 32, 64, 128])
+@pytest.mark.parametrize("hidden", [128, 256])
+@pytest.mark.parametrize("inner", [32, 64, 128, 256])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_matrix_as_wide_as_its_group_has_its_scales_where_the_kernel_looks(
+    name: str, group: int, hidden: int, inner: int, bits: int
+) -> None:
+    """Marlin's operator takes a single group for one scale a row, which multiplies sums. Humming's kernels are compiled
+    for the group's size: a single group's scales multiply codes."""
+    if inner % max(group, 1):
+        return
+    layer = usual(name, hidden_size=hidden, intermediate_size=inner, scheme=scheme(bits, group))
+    plan = backend(name).plan(layer, gpu(90))
+    one = expert(layer)
+    converted = backend(name).convert(one, layer, plan)
+    for which in ("w13", "w2"):
+        found = converted[f"{which}_scale"]
+        single = found.shape[0] == 1 if name.startswith("marlin") else group == -1
+        places = ON_SUMS if single else ON_CODES
+        original = one[f"{which}_scale"]
+        if which == "w13" and plan.pads(layer):
+            original = torch.cat([torch.nn.functional.pad(half, (0, 0, 0, 32)) for half in original.chunk(2)])
+        rows = torch.nn.functional.pad(original, (0, 0, 0, found.shape[1] - original.shape[0]))
+        for start in range(0, rows.shape[0], len(places)):
+            for column in range(original.shape[1]):
+                expected = rows[start : start + len(places), column][places]
+                assert torch.equal(found[column, start : start + len(places)], expected), (which, start, column)
+
+
 def test_biases_and_scales_come_in_the_models_dtype() -> None:
     layer = usual("marlin_wna16", hidden_size=128, intermediate_size=128, has_bias=True)
     source = {key: tensor.float() if tensor.is_floating_point() else tensor for key, tensor in expert(layer).items()}
@@ -560,8 +610,7 @@ def test_marlin_is_told_the_order_of_features_and_their_groups(ranks: int) -> No
     converted = backend("marlin_wna16").convert(one, layer, plan)
     for which, inner in (("w13", 128), ("w2", 96)):
         codes = wna16.split_bytes(pack.unpack_nibbles(converted[which]), 4).float() - 8
-        columns = converted[f"{which}_scale"].T if converted[f"{which}_scale"].shape[0] == 1 else None
-        plain = scales.restore_scales(converted[f"{which}_scale"]) if columns is None else columns
+        plain = scales.restore_scales(converted[f"{which}_scale"], on_sums=False)
         values = codes * plain.float()[:, converted[f"{which}_group_index"].long()]
         weights = torch.empty_like(values)
         weights[:, converted[f"{which}_order"].long()] = values

@@ -47,7 +47,8 @@ def test_zero_points_and_real_scales_come_back(rows: int, groups: int, seed: int
         assert torch.equal(orders.restore_zero_points(packed, 4, marlin), original & 15)
     assert torch.equal(orders.unpair_rows(orders.pair_rows(original & 15)), original & 15)
     floats = original.to(torch.bfloat16)
-    assert torch.equal(orders.restore_scales(orders.order_scales(floats)), floats)
+    for on_sums in (False, True) if groups == 1 else (False,):
+        assert torch.equal(orders.restore_scales(orders.order_scales(floats, on_sums), on_sums), floats)
 
 
 @given(rows=st.integers(1, 4), groups=st.integers(1, 5), seed=st.integers(0, 2**31))
@@ -119,7 +120,12 @@ def test_marlins_zero_points_and_scales_are_vllms_byte_for_byte(bits: int, group
     scales = codes(192, groups).to(torch.bfloat16)
     group = 128 if groups > 1 else -1
     expected = general.marlin_permute_scales(scales.T.contiguous(), 128 * groups, 192, group)
-    assert torch.equal(orders.order_scales(scales), expected)
+    assert torch.equal(orders.order_scales(scales, on_sums=groups == 1), expected)
+
+
+def test_sums_of_many_groups_have_no_common_scale() -> None:
+    with pytest.raises(ValueError, match="sums of 3 groups"):
+        orders.order_scales(torch.ones(64, 3), on_sums=True)
 
 
 def test_tiled_scales_are_vllms_byte_for_byte() -> None:

@@ -96,7 +96,8 @@ class HummingWna16(Backend):
                 # Bytes reach bfloat16 by way of numbers that have no room for a sign.
                 codes = distances(codes, zeros)
             converted[name] = pack_nibbles(codes, order) if bits == 4 else pack_tiles(codes, order)
-            converted[f"{name}_scale"] = order_scales(scales)
+            # The library is told the group: where it is all of the columns, codes are scaled none the less.
+            converted[f"{name}_scale"] = order_scales(scales, on_sums=group == -1)
             if problem.has_bias:
                 converted[f"{name}_bias"] = order_bias(pad_rows(expert[f"{name}_bias"].to(dtype), rows))
         return converted

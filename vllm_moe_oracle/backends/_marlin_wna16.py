@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..oracle.decision import Numerics, Plan
-from ..oracle.planner import has_group_index, has_order, loaded_group, padded
+from ..oracle.planner import has_group_index, has_order, loaded_group, padded, scale_columns
 from ..oracle.problem import ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
@@ -88,6 +88,14 @@ RULES = (
         lambda problem, device: has_order(problem) and problem.scheme.zero_points,
         lambda problem, device: "the operator has act order for symmetric codes only",
     ),
+    Rule(
+        "act_order.groups",
+        lambda problem, device: has_order(problem) and not has_group_index(problem) and 1 in scale_columns(problem),
+        lambda problem, device: (
+            f"the operator has act order for several groups only; {problem.hidden_size} or "
+            f"{problem.intermediate_size} features are one group of {problem.scheme.group_size}"
+        ),
+    ),
 )
 """Rules of both."""
 
@@ -142,7 +150,9 @@ class MarlinWna16(Backend):
                 return pad_rows(tensor, inner, halves) if first else pad_columns(tensor, columns)
 
             converted[name] = pack(fitted(expert[name], inner * bits // 8))
-            converted[f"{name}_scale"] = order_scales(fitted(expert[f"{name}_scale"].to(dtype), groups))
+            scales = fitted(expert[f"{name}_scale"].to(dtype), groups)
+            # The operator counts groups: where there is one, it scales sums, whatever the checkpoint calls it.
+            converted[f"{name}_scale"] = order_scales(scales, on_sums=scales.shape[1] == 1)
             if problem.scheme.zero_points:
                 zeros = fitted(expert[f"{name}_zero_point"], groups)
                 converted[f"{name}_zero_point"] = order_zero_points(zeros, bits, marlin=True)

@@ -80,25 +80,31 @@ def restore_bias(ordered: Tensor) -> Tensor:
     return order_bias(ordered)
 
 
-def order_scales(scales: Tensor) -> Tensor:
-    """Orders a matrix's real scales: group scales as `order_group_scales`; one scale a row as `order_bias`, because it
-    multiplies an accumulator's columns.
+def order_scales(scales: Tensor, on_sums: bool) -> Tensor:
+    """Orders a matrix's real scales: those that multiply codes as `order_group_scales`, those that multiply sums, an
+    accumulator's columns, as `order_bias`.
+
+    One scale a row need not multiply sums: a matrix may be as wide as its group, and kernels do not agree on what that
+    is.
 
     Args:
         scales: a real dtype, `[N, G]`; N a multiple of 64.
+        on_sums: the kernel multiplies sums with them; G is one.
 
     Returns:
         `[G, N]`.
 
     Raises:
-        ValueError: N does not fit.
+        ValueError: N does not fit, or sums of many groups were to be scaled.
     """
-    return order_group_scales(scales) if scales.shape[1] > 1 else order_bias(scales[:, 0]).unsqueeze(0)
+    if on_sums and scales.shape[1] > 1:
+        raise ValueError(f"sums of {scales.shape[1]} groups have no common scale")
+    return order_bias(scales[:, 0]).unsqueeze(0) if on_sums else order_group_scales(scales)
 
 
-def restore_scales(ordered: Tensor) -> Tensor:
+def restore_scales(ordered: Tensor, on_sums: bool) -> Tensor:
     """Inverse of `order_scales`: `[N, G]`."""
-    return restore_group_scales(ordered) if ordered.shape[0] > 1 else restore_bias(ordered[0]).unsqueeze(1)
+    return restore_bias(ordered[0]).unsqueeze(1) if on_sums else restore_group_scales(ordered)
 
 
 def order_zero_points(zeros: Tensor, bits: int, marlin: bool) -> Tensor:
