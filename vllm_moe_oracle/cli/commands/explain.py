@@ -202,7 +202,7 @@ def _groups(problems: list[Problem], device: Device, settings: Settings, moe_bac
 
 def _notes(settings: Settings, method: str, groups: list[_Group], device: Device) -> Iterator[str]:
     """Why a server would not do what this answer says, where that is known."""
-    from ...compat import check
+    from ...compat import check, retired
     from ...errors import StandDown
     from ...measure.lookup import profile_error
     from ...methods import SERVED
@@ -227,6 +227,7 @@ def _notes(settings: Settings, method: str, groups: list[_Group], device: Device
             check(vllm, settings.force)
         except StandDown as error:
             yield f"the plugin would stand down, and vLLM choose by itself: {error}"
+    yield from retired.unfollowed().values()
     if excluding := not_selected():
         yield f"the plugin is {excluding}: vLLM would choose by itself"
     schemes = {group.problem.scheme.name for group in groups if group.decision}
