@@ -176,6 +176,51 @@ def test_activations(name: str, release: str) -> None:
 
 
 @every_release
+@every_backend
+def test_formats_lora_and_batch_invariance(name: str, release: str) -> None:
+    if not offered(release, name):
+        pytest.skip("the release does not offer it")
+    found, names = stock(release, name, HOME.get(name, 100))
+    limits = backend(name).limits
+    formats = names["mk"].FusedMoEActivationFormat
+    assert found.activation_format() is formats.Standard
+    assert found.activation_format() is not formats.BatchedExperts and limits.formats == ("standard",)
+    assert limits.lora == ("LoRAExpertsMixin" in bases(release, name))
+    # What vLLM claims is believed where this project has proven it, too.
+    claimed = getattr(found, "_supports_batch_invariance", bool)()
+    assert claimed or not limits.batch_invariant
+
+
+def bases(release: str, name: str) -> list[str]:
+    """Names of the classes that a stock class is made of, in its file."""
+    file, class_name = CLASSES[name]
+    nodes = {
+        node.name: node
+        for node in tree(release, f"{FUSED_MOE}/experts/{file}.py").body
+        if isinstance(node, ast.ClassDef)
+    }
+    found, waiting = [], [class_name]
+    while waiting:
+        for base in nodes[waiting.pop()].bases:
+            found.append(base.id if isinstance(base, ast.Name) else ast.unparse(base))
+            waiting += [found[-1]] * (found[-1] in nodes)
+    return found
+
+
+@every_release
+@pytest.mark.parametrize("name", ["marlin_mxfp8", "deep_gemm_mxfp8"])
+def test_router_weights_multiply_the_input_where_the_class_lets_them(name: str, release: str) -> None:
+    if not offered(release, name):
+        pytest.skip("the release does not offer it")
+    file, class_name = CLASSES[name]
+    body = function(release, f"{FUSED_MOE}/experts/{file}.py", class_name, "apply")
+    # vLLM multiplies it in before. DeepGEMM's class only leaves it out when it sums; Marlin's multiplies once more.
+    again = "apply_router_weight_on_input=apply_router_weight_on_input" in body
+    assert backend(name).limits.weight_on_input == (name == "deep_gemm_mxfp8")
+    assert again if name == "marlin_mxfp8" else "apply_router_weight_on_input" in body
+
+
+@every_release
 def test_routing_inside_the_kernel(release: str) -> None:
     name = "trtllm_mxfp8_monolithic"
     methods = enumeration(release, f"{FUSED_MOE}/config.py", "RoutingMethodType")
