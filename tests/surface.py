@@ -11,11 +11,12 @@ import ast
 import builtins
 import importlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from packaging.version import Version
 
@@ -32,6 +33,20 @@ class Missing(Exception):
     """A release lacks a name."""
 
 
+def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Remembers what a function says of a tree for as long as there is the tree: changed ones are many, and go."""
+    found: WeakKeyDictionary[ast.AST, dict[Any, Any]] = WeakKeyDictionary()
+
+    @wraps(function)
+    def kept(tree: ast.AST, *args: Any) -> Any:
+        said = found.setdefault(tree, {})
+        if args not in said:
+            said[args] = function(tree, *args)
+        return said[args]
+
+    return kept
+
+
 # --- Things of vLLM -----------------------------------------------------------------------------------------------
 
 
@@ -43,17 +58,12 @@ class Module:
     file: str
     tree: ast.Module = field(compare=False, repr=False)
 
-    @cached_property
+    @property
     def names(self) -> dict[str, tuple[ast.stmt, bool]]:
         """The last definition of each top-level name, and whether only type checkers see it."""
-        found: dict[str, tuple[ast.stmt, bool]] = {}
-        for statement, checking in _flat(self.tree.body):
-            for name in _bound(statement):
-                if name not in found or found[name][1] or not checking:
-                    found[name] = (statement, checking)
-        return found
+        return _names(self.tree)
 
-    @cached_property
+    @property
     def strings(self) -> frozenset[str]:
         """Every string and identifier in the module."""
         return _words(self.tree)
@@ -155,6 +165,17 @@ def _bound(statement: ast.stmt) -> Iterator[str]:
         yield statement.name.id  # type: ignore[attr-defined]
 
 
+@_kept
+def _names(tree: ast.Module) -> dict[str, tuple[ast.stmt, bool]]:
+    found: dict[str, tuple[ast.stmt, bool]] = {}
+    for statement, checking in _flat(tree.body):
+        for name in _bound(statement):
+            if name not in found or found[name][1] or not checking:
+                found[name] = (statement, checking)
+    return found
+
+
+@_kept
 def _words(tree: ast.AST) -> frozenset[str]:
     found = set()
     for node in ast.walk(tree):
@@ -442,25 +463,13 @@ def _example() -> None:
     """Stands for any function."""
 
 
-@cache
-def _asked_of_self(node: ast.ClassDef) -> frozenset[str]:
-    """Attributes that a class reads or sets on ``self``."""
+@_kept
+def _asked_of(node: ast.ClassDef, who: str) -> frozenset[str]:
+    """Attributes that a class reads or sets on ``self`` or another variable."""
     return frozenset(
-        each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "self"
-    )
-
-
-def _loads_of_self(node: ast.ClassDef, name: str) -> bool:
-    """Whether a class reads an attribute of ``self``."""
-    return any(
-        (
-            isinstance(each, ast.Attribute)
-            and each.attr == name
-            and isinstance(each.ctx, ast.Load)
-            and ast.unparse(each.value) == "self"
-        )
-        or (isinstance(each, ast.Call) and ast.unparse(each).startswith(f"getattr(self, {name!r}"))
+        each.attr
         for each in ast.walk(node)
+        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == who
     )
 
 
@@ -476,7 +485,7 @@ def _real_has(path: str, name: str) -> bool:
         return False
 
 
-@cache
+@_kept
 def _members(node: ast.ClassDef) -> dict[str, ast.stmt]:
     found: dict[str, ast.stmt] = {}
     for statement, _ in _flat(node.body):
@@ -485,7 +494,7 @@ def _members(node: ast.ClassDef) -> dict[str, ast.stmt]:
     return found
 
 
-@cache
+@_kept
 def _set_on_self(node: ast.ClassDef) -> dict[str, list[tuple[Function, ast.AST]]]:
     """Where the methods of a class set attributes of ``self``, or register parameters and buffers on it."""
     found: dict[str, list[tuple[Function, ast.AST]]] = {}
@@ -574,6 +583,20 @@ def _our_bases(name: str) -> tuple[str, ...]:
 
 
 @cache
+def _own_types(name: str) -> dict[str, int]:
+    """What a class of ours, or one that it inherits from, declares as its own, and the line: names annotated, in a
+    class or where a method sets them, with a type. Those annotated with Any are vLLM's."""
+    return {
+        ast.unparse(node.target).removeprefix("self."): node.lineno
+        for each in _our_bases(name)
+        for node in ast.walk(_our_classes()[each][1])
+        if isinstance(node, ast.AnnAssign)
+        and (node in _our_classes()[each][1].body or ast.unparse(node.target).startswith("self."))
+        and ast.unparse(node.annotation) not in ("Any", "ClassVar[Any]")
+    }
+
+
+@cache
 def _heirs(name: str) -> tuple[str, ...]:
     """The classes of ours that inherit from one and from which none of ours inherits; itself when there are none."""
     heirs = [each for each in _our_classes() if each != name and name in _our_bases(each)]
@@ -596,6 +619,11 @@ def check(release: str, sources: Sources) -> list[Problem]:
     return sorted(set(_Check(release, sources).run()))
 
 
+def finds_fault(release: str, sources: Sources) -> bool:
+    """Whether there is anything of the kind; quicker, as it stops at the first."""
+    return any(True for _ in _Check(release, sources).run())
+
+
 class _Check:
     """One release against all of our files."""
 
@@ -612,16 +640,20 @@ class _Check:
         self.globals: dict[str, Thing] = {}
         self.own: str | None = None
         self.function = ""
+        self._bases: dict[str, list[Class]] = {}
+        self._imports: dict[OurFile, dict[str, Thing]] = {}
 
-    def run(self) -> list[Problem]:
-        """All problems."""
+    def run(self) -> Iterator[Problem]:
+        """All problems, file by file."""
         self._era_line()
         self._strings()
+        yield from self.problems
         for file in self.files:
             self.file = file
+            self.problems = []
             if not file.name.endswith(("compat/stock.py", "compat/eras.py")):
                 self._follow(file)
-        return self.problems
+            yield from self.problems
 
     def _is_for_release(self, file: OurFile) -> bool:
         needed = NEEDS.get(file.name.removesuffix(".py").replace("/", "."))
@@ -718,10 +750,18 @@ class _Check:
                     self._function(statement, self.globals)
             elif not isinstance(statement, ast.Expr):
                 self._body([statement], dict(self.globals))
-                if isinstance(statement, ast.Assign) and bases:
-                    for name in _bound(statement):
-                        self._spoken_of(statement, name, bases)
+                for name in _bound(statement) if bases else ():
+                    if name not in _own_types(node.name):
+                        self._spoken_of(statement, name, self._bases_of_heirs(node.name))
+        self._own_alone(node)
         self.own = None
+
+    def _own_alone(self, node: ast.ClassDef) -> None:
+        """What a class of ours declares as its own is no attribute of vLLM's classes behind it."""
+        for name, line in _own_types(node.name).items():
+            speaks = self._speaking_of(name, self._bases_of_heirs(node.name))
+            if speaks and node.lineno <= line <= (node.end_lineno or line):
+                self.report(line, f"{node.name}.{name} is declared as ours, but {speaks[0]} has it; annotate with Any")
 
     def _adapters(self) -> tuple[str, ...]:
         return _our_bases(self.era.adapter.partition(":")[2])
@@ -741,6 +781,8 @@ class _Check:
 
     def _stock_bases(self, name: str) -> list[Class]:
         """vLLM's classes that a class of ours inherits from."""
+        if name in self._bases:
+            return self._bases[name]
         found = []
         for each in _our_bases(name):
             file, node = _our_classes()[each]
@@ -755,10 +797,13 @@ class _Check:
                     continue  # reported where the class is followed
                 if isinstance(thing, Class):
                     found.append(thing)
-        return list(dict.fromkeys(found))
+        self._bases[name] = list(dict.fromkeys(found))
+        return self._bases[name]
 
     def _imports_of(self, file: OurFile) -> dict[str, Thing]:
-        names: dict[str, Thing] = {}
+        if file in self._imports:
+            return self._imports[file]
+        names = self._imports[file] = {}
         for statement, _ in _flat(file.tree.body):
             if isinstance(statement, ast.Import | ast.ImportFrom):
                 self._import(statement, names, quiet=True)
@@ -801,9 +846,8 @@ class _Check:
         statement = found[1]
         defining = [each for base in bases for each in self.sources.mro(base) if isinstance(each, Class)]
         defining = [each for each in defining if name in _members(each.node)]
-        if (
-            len(set(defining)) == 1
-        ):  # where a base class defines it too, that one is overridden when this one is renamed
+        # Where a class of another file defines it too, that one is overridden when this one is renamed.
+        if len({each.module.file for each in defining}) == 1:
             self.sources.used.add((found[0].module.file, name))
         if not isinstance(statement, Function):
             return
@@ -938,9 +982,7 @@ class _Check:
             each
             for base in bases
             for each in self.sources.mro(base)
-            if isinstance(each, Class)
-            for node in ast.walk(each.node)
-            if isinstance(node, ast.Attribute) and node.attr == name and ast.unparse(node.value) == "layer"
+            if isinstance(each, Class) and name in _asked_of(each.node, "layer")
         }
         if len({each.module.file for each in sets}) == 1:
             self.sources.used.update((each.module.file, name) for each in sets)
@@ -949,37 +991,33 @@ class _Check:
     def _set_on_own(self, target: ast.Attribute, owner: Own) -> None:
         """What we set on an object that stock code looks at: stock code speaks of it, or we do."""
         name = target.attr
-        # An attribute that we declare with Any is vLLM's; another may be for ourselves.
         declared = any(name in _members(_our_classes()[each][1]) for each in _our_bases(owner.name))
         # What is declared beside a stock class of its own is that class's; a mix-in without one speaks to its heirs'.
         bases = (self._stock_bases(owner.name) if declared else []) or self._bases_of_heirs(owner.name)
-        if not bases or name in stock.OURS or self._own_member(owner.name, name):
-            return
-        self._spoken_of(target, name, bases, strictly=declared)
+        if bases and name not in stock.OURS and not self._own_member(owner.name, name):
+            self._spoken_of(target, name, bases)
 
-    def _spoken_of(self, node: ast.AST, name: str, bases: list[Class], strictly: bool = False) -> None:
-        """Stock code asks for an attribute that we set; if not `strictly`, our own may be the only code that does."""
-        if not self._within(stock.HOOKS.get(name, _ALWAYS)):
+    def _speaking_of(self, name: str, bases: list[Class]) -> list[Class]:
+        """Which of some stock classes, and of those behind them, have or ask for an attribute of that name."""
+        classes = dict.fromkeys(each for base in bases for each in self.sources.mro(base) if isinstance(each, Class))
+        return [each for each in classes if name in _asked_of(each.node, "self") or name in _members(each.node)]
+
+    def _spoken_of(self, node: ast.AST, name: str, bases: list[Class]) -> None:
+        """Stock code asks for an attribute that we set and do not declare as ours."""
+        if not self._within(stock.HOOKS.get(name, stock.OPTIONAL.get(name, _ALWAYS))):
             return
-        speaks = [each for base in bases for each in self.sources.mro(base) if isinstance(each, Class)]
-        speaks = [each for each in speaks if name in _asked_of_self(each.node) or name in _members(each.node)]
-        if speaks:
-            self.sources.used.update((each.module.file, name) for each in speaks if len(set(speaks)) == 1)
-            return
-        ours = [_our_classes()[each][1] for each in _our_bases(self.own)] if self.own else []
-        if strictly or not any(_loads_of_self(each, name) for each in ours):
-            self.report(node, f"{', '.join(map(str, bases))} does not speak of {name}")
+        speaks = self._speaking_of(name, bases)
+        if len({each.module.file for each in speaks}) == 1:
+            self.sources.used.add((speaks[0].module.file, name))
+        if not speaks:
+            those = ", ".join(map(str, bases))
+            self.report(node, f"{those} does not speak of {name}; if it is ours alone, annotate it with its type")
 
     @staticmethod
     def _own_member(cls: str, name: str) -> bool:
-        """Whether a class of ours declares an attribute as its own: a method, or an annotation other than Any."""
-        for each in _our_bases(cls):
-            statement = _members(_our_classes()[each][1]).get(name)
-            if isinstance(statement, Function | ast.Assign):
-                return True
-            if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.annotation) != "Any":
-                return True
-        return False
+        """Whether a class of ours has an attribute of its own: a method, a value, or one that it declares as such."""
+        members = [_members(_our_classes()[each][1]).get(name) for each in _our_bases(cls)]
+        return name in _own_types(cls) or any(isinstance(each, Function | ast.Assign) for each in members)
 
     # --- expressions ----------------------------------------------------------------------------------
 
@@ -1051,12 +1089,13 @@ class _Check:
             return OTHER
 
     def _note(self, bases: list[Class], cls: str, name: str) -> None:
-        """Remembers an inherited name that we use, unless another class would answer for it."""
+        """Remembers an inherited name that we use, unless a class of another file would answer for it."""
         defining = {each for base in bases for each in self.sources.mro(base) if isinstance(each, Class)}
         defining = {each for each in defining if name in _members(each.node) or name in _set_on_self(each.node)}
         ours = any(name in _set_on_self(_our_classes()[each][1]) for each in _our_bases(cls))
-        if len(defining) == 1 and not ours:
-            self.sources.used.update((each.module.file, name) for each in defining)
+        files = {each.module.file for each in defining}
+        if len(files) == 1 and not ours:
+            self.sources.used.update((file, name) for file in files)
 
     def _of_own(self, owner: Own, name: str, node: ast.AST) -> Thing:
         if not owner.super_only and self._own_member(owner.name, name):

@@ -37,6 +37,7 @@ SAMPLE = (
     ("model_executor/layers/fused_moe/fused_moe_method_base.py", "moe_kernel"),
     ("model_executor/layers/quantization/modelopt.py", "FusedMoEMethodCls"),
     ("model_executor/layers/quantization/modelopt.py", "w13_weight_scale"),
+    ("model_executor/layers/quantization/moe_wna16.py", "full_config"),
     ("model_executor/layers/quantization/__init__.py", "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG"),
     ("model_executor/kernels/linear/__init__.py", "_POSSIBLE_MXFP8_KERNELS"),
     ("model_executor/model_loader/reload/layerwise.py", "_already_called_process_weights_after_loading"),
@@ -144,7 +145,7 @@ def test_every_renamed_attribute_is_noticed(release: str, sources: surface.Sourc
         (file, name)
         for file, name in sorted(sources.used)
         if not name.startswith("__")
-        and not surface.check(release, surface.Sources(root, {file: _renamed(root, file, name)}))
+        and not surface.finds_fault(release, surface.Sources(root, {file: _renamed(root, file, name)}))
     ]
     assert not unnoticed
 
@@ -193,13 +194,33 @@ def test_a_copy_with_a_renamed_attribute_on_disk_fails(tmp_path: Path) -> None:
             "class E(mk.FusedMoEExpertsModular): ...\n",
             "does not define the abstract apply",
         ),
+        (
+            "from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config\n"
+            "class C(MoeWNA16Config):\n    def f(self) -> int:\n        self.bits = 4\n        return self.bits\n",
+            "does not speak of bits; if it is ours alone, annotate",
+        ),
+        (
+            "from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config\n"
+            "class C(MoeWNA16Config):\n    weight_bits: int\n",
+            "C.weight_bits is declared as ours, but vllm",
+        ),
+        (
+            "from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config\n"
+            "class C(MoeWNA16Config):\n    def f(self) -> None:\n        self.weight_bits: int = 4\n",
+            "C.weight_bits is declared as ours, but vllm",
+        ),
+        (
+            "from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config\n"
+            "class C(MoeWNA16Config):\n    bits: Any\n",
+            "does not speak of bits",
+        ),
     ],
 )
 def test_what_cannot_be_proven_is_a_problem(code: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     release = RELEASES[-1]
     file = surface.OurFile("vllm_moe_oracle/compat/example.py", ast.parse(code))
     eras = next(each for each in surface.our_files() if each.name.endswith("compat/eras.py"))
-    caches = (surface._our_classes, surface._our_bases, surface._heirs, surface._called_on_self)
+    caches = (surface._our_classes, surface._our_bases, surface._own_types, surface._heirs, surface._called_on_self)
     with monkeypatch.context() as patch:
         patch.setattr(surface, "our_files", lambda: (file, eras))
         for each in caches:

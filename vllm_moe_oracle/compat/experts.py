@@ -79,8 +79,8 @@ class FunctionExperts(mk.FusedMoEExpertsModular):
         nbytes: Callable[[int, int], int] | None = None,
     ) -> None:
         super().__init__(moe_config, quant_config)
-        self.runner = _Runner(forward, nbytes is not None)
-        self.nbytes = nbytes
+        self.runner: _Runner = _Runner(forward, nbytes is not None)
+        self.nbytes: Callable[[int, int], int] | None = nbytes
 
     @property
     def expects_unquantized_inputs(self) -> bool:

@@ -91,7 +91,7 @@ class AutoGPTQConfig(stock.AutoGPTQConfig):
     experts are served, and a linear layer of that kind is refused as the stock class words it.
     """
 
-    TYPE_MAP: ClassVar[dict[tuple[int, bool], Any]] = {
+    TYPE_MAP: ClassVar[Any] = {
         **stock.AutoGPTQConfig.TYPE_MAP,
         (4, False): scalar_types.uint4,
         (8, False): scalar_types.uint8,

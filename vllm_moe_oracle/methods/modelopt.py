@@ -77,6 +77,9 @@ class ModelOptMixedPrecisionConfig(stock.ModelOptMixedPrecisionConfig):
     expert for that of the routed ones, and knows no wildcards.
     """
 
+    _algorithms: tuple[Any, MixedAlgorithms | None] = None, None
+    """vLLM's dictionary of layers, and what was read of it."""
+
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Dtypes of the model; see `ModelOptMxFp8Config`."""
         return _with_emulated(super().get_supported_act_dtypes())
@@ -95,7 +98,7 @@ class ModelOptMixedPrecisionConfig(stock.ModelOptMixedPrecisionConfig):
         if prefix.rpartition(".")[2] != "experts":
             algo: str | None = super()._resolve_quant_algo(prefix)
             return algo
-        recipes, algorithms = getattr(self, "_algorithms", (None, None))
+        recipes, algorithms = self._algorithms
         if recipes is not self.quantized_layers or algorithms is None:  # vLLM renames layers when it has the model
             algorithms = MixedAlgorithms.read(self.quantized_layers, "quantization_config")
             self._algorithms = self.quantized_layers, algorithms

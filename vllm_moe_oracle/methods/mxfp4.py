@@ -97,7 +97,7 @@ class _TaggedMxfp4MoEMethod(AnyMxfp4MoEMethod):
     """For checkpoints whose tensors have the names and shapes of gpt-oss's parameters in vLLM."""
 
     packing: ClassVar[str]
-    weight_dtype: str
+    weight_dtype: Any
     """gpt-oss's loader asks for it: ``gpt_oss_mxfp4`` and ``mxfp4`` are packed."""
 
     def __init__(self, moe: Any, activation_key: Any = None, *args: Any, **kwargs: Any) -> None:

@@ -73,7 +73,7 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
     scheme: ClassVar[Scheme]
     codes: ClassVar[torch.dtype]
     per_byte: ClassVar[int] = 1
-    requantization_source_parameters: dict[str, Any]
+    requantization_source_parameters: Any
 
     def __init__(self, *, moe: Any = None, layer: Any = None) -> None:
         """
