@@ -482,5 +482,16 @@ def test_the_reference_on_a_cpu_says_what_comes_next_where_there_is_something() 
     assert "set allow_activation_quantization to allow it" in real.because
 
 
+def test_the_reference_on_a_cpu_is_regretted_where_the_user_could_have_a_kernel() -> None:
+    """A warning in a server's log is for what its reader can change."""
+    there = dataclasses.replace(CPU, features=("avx512f", "avx512_bf16"), packages={"vllm": "0.33.0"})
+    decision = decide(problem(scheme=INT4_G128), there, settings())
+    assert decision.backend == "emulation" and decision.regretted
+    assert "set allow_activation_quantization to allow it" in decision.because
+    assert not decide(problem(scheme=INT4_G128), dataclasses.replace(there, features=()), settings()).regretted
+    assert not decide(problem(scheme=INT4_G128), there, settings(disable="cpu_int4")).regretted
+    assert not decide(problem(scheme=MXFP8_W8A8), there, settings()).regretted
+
+
 def test_a_fallback_is_regretted() -> None:
     assert decide(problem(), H200, settings(backend="none", on_unavailable="fallback"), registry=THREE).regretted

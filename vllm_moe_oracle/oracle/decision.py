@@ -163,7 +163,8 @@ class Decision:
         plan: the winner's shard plan.
         numerics: what the winner computes with.
         candidates: the verdict of every backend that knows the scheme, best first, rejected ones after.
-        regretted: it is not what was asked for, or no kernel for this device can run the layer.
+        regretted: it is not what was asked for, or no kernel for this device can run the layer, on a CPU if one could
+            that the user has to ask for.
         measured: what was measured, where that decided.
         steps: which backend runs up to which number of tokens, where the layer runs more than one; `backend` is among
             them.

@@ -95,7 +95,7 @@ def decide(
         rule = f"no backend can run {problem.scheme.name} experts here: {problem}; on {device}{note}"
         raise NoBackendError(f"{rule}\n{table(judged)}\n", _way_out(judged), problem.layer, judged)
     because = "first that can run here in the static order, which follows the newest stock vLLM's"
-    slow = chosen.backend == REFERENCE and device.kind != "cpu"
+    slow = chosen.backend == REFERENCE and (device.kind != "cpu" or _avoidable(judged))
     if chosen.backend == REFERENCE:
         because = _why_the_reference(judged, problem, device)
     why: Why = "estimate"
@@ -235,6 +235,13 @@ def _why_the_reference(judged: tuple[Candidate, ...], problem: Problem, device: 
         return words
     nearest = min(missed, key=lambda candidate: (len(candidate.reasons), candidate.rank))
     return f"{words}; nearest is {nearest.backend}: {'; '.join(map(str, nearest.reasons))}"
+
+
+def _avoidable(judged: tuple[Candidate, ...]) -> bool:
+    """Whether another candidate would run the layer if the user did what its reasons suggest; one that the user has
+    switched off would not."""
+    missed = [each.reasons for each in judged if not each.accepted]
+    return any(all(reason.remedy and reason.code != "disabled" for reason in reasons) for reasons in missed)
 
 
 def _decision(
