@@ -30,6 +30,8 @@ TILES = {
     "fold": (3, Config(Tile(8, 64, 128, fold=2), Tile(4, 32, 128, fold=4, stages=3), per_slot=True, prefetch=True)),
     "straight": (3, Config(Tile(4, 32, 128, fold=4, straight=True), Tile(8, 64, 64, fold=2, straight=True), True)),
     "merged": (2, Config(Tile(8, 64, 128, fold=2), Tile(1, 32, 64, straight=True, merge=True), per_slot=True)),
+    "merged-loop": (2, Config(Tile(8, 64, 128, fold=2), Tile(1, 32, 64, merge=True), per_slot=True)),
+    "two-parts": (90, Config(Tile(48, 128, 64, stages=3), Tile(48, 128, 64, stages=3))),
     "wide": (40, Config(Tile(32, 128, 128, stages=3), Tile(32, 128, 64, stages=3))),
     "sweep": (17, Config(Tile(16, 128, 64), Tile(16, 64, 64, sweep=2))),
     "quantised": (17, Config(Tile(16, 64, 128), Tile(16, 64, 128))),

@@ -3,9 +3,9 @@
     python tests/gpu/tune_kernels.py --cell mxfp8:qwen3_30b --tokens 1,16,256 --json sweep.json
 
 A cell is scheme:shape (mxfp8, mxfp4, int<bits>_<group>; the shapes below). One process per CPU core compiles first,
-then one process times: whole layer in a CUDA graph, L2 flushed before each replay, median of the replays, in
-microseconds. Per number of tokens the second product's tile is searched with the first's fixed, then the first's, then
-the options.
+then one process times: whole layers in CUDA graphs, by turns in changing order, L2 flushed before each replay, so that
+neither weights nor machine code are in a cache that a model's other layers would have filled; medians in microseconds.
+Per number of tokens the second product's tile is searched with the first's fixed, then the first's, then the options.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import argparse
 import json
 import multiprocessing
 import os
-import statistics
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from vllm_moe_oracle.kernels.config import Config, Tile
 from vllm_moe_oracle.kernels.fused_moe import fused_moe, plan_workspace
 from vllm_moe_oracle.kernels.prefill_config import Prefill
 from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, rebased
+from vllm_moe_oracle.measure.timing import CudaClock, compare
 
 # experts, top-k, hidden, intermediate on this rank, activation, biases
 SHAPES = {
@@ -87,24 +88,6 @@ def prepare(weights: OwnWeights, shape: str, tokens: int, config: Config | Prefi
                              counters=counters, out=out, config=config, pdl=pdl)  # fmt: skip
 
 
-def time_us(run, flush: torch.Tensor, replays: int = 12) -> float:
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(replays + 2):
-        flush.zero_()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:])
-
-
 def candidates(scheme: str, weights: OwnWeights, shape: str, tokens: int) -> tuple[list[Tile], list[Tile]]:
     """Tiles of the first and of the second product to try for a cell and a number of tokens, beside those in use."""
     top_k = SHAPES[shape][1]
@@ -113,12 +96,11 @@ def candidates(scheme: str, weights: OwnWeights, shape: str, tokens: int) -> tup
         downs = straight(scheme, weights.intermediate) + NARROW
         return ups, downs + merged(scheme, weights.intermediate, top_k)
     rows = tokens * top_k / configs.active_experts(weights.experts, top_k, tokens)
-    found = list(WIDE)
     if rows <= 24:
-        found = FOUR_BIT if scheme.startswith(("int4", "mxfp4")) else EIGHT_BIT
-        return found, found + sweeping(scheme, weights.intermediate)
-    if rows <= 80:
-        found += [replace(tile, bm=32) for tile in FOUR_BIT if tile.bn == 128]
+        found = list(FOUR_BIT if scheme.startswith(("int4", "mxfp4")) else EIGHT_BIT)
+        wider = MIDDLE if rows > 6 else []
+        return found + wider, found + wider + sweeping(scheme, weights.intermediate)
+    found = [*MIDDLE, *TWO_PARTS, *(tile for tile in WIDE if tile.bm <= 64)] if rows <= 80 else list(WIDE)
     return found, found
 
 
@@ -135,6 +117,11 @@ def merged(scheme: str, columns: int, top_k: int) -> list[Tile]:
     """Second products that add up a token's choices themselves."""
     choices = 1 << (top_k - 1).bit_length()
     found = []
+    for bn, fold, warps, stages in (
+        (16, 1, 4, 4), (16, 1, 4, 6), (16, 2, 4, 4), (16, 2, 8, 3), (16, 4, 8, 3), (32, 1, 4, 4)
+    ):  # fmt: skip
+        if choices * fold <= 16 and choices * fold * bn >= 16 * warps:
+            found.append(Tile(1, bn, 128, warps=warps, stages=stages, fold=fold, promote=False, merge=True))
     for bn, fold, warps in ((16, 1, 4), (16, 1, 8), (16, 2, 8), (32, 1, 4), (32, 1, 8)):
         fits = choices * fold <= 16 and choices * fold * bn >= 16 * warps
         if fits and columns % (128 * fold) == 0 and raw_registers(scheme, choices * bn * columns, warps) <= 116:
@@ -162,14 +149,26 @@ def raw_registers(scheme: str, weights: int, warps: int) -> float:
 
 # For up to PER_SLOT_TOKENS tokens.
 NARROW = [Tile(8, 32, 128, stages=5, fold=2), Tile(8, 32, 128, stages=3, fold=2), Tile(4, 32, 128, stages=3, fold=4),
-          Tile(8, 64, 128, fold=2), Tile(8, 64, 64, fold=2), Tile(16, 64, 128),
+          Tile(8, 64, 128, fold=2), Tile(8, 64, 64, fold=2), Tile(16, 64, 128), Tile(16, 64, 128, stages=6),
+          Tile(4, 16, 128, stages=4, fold=4), Tile(4, 16, 128, stages=6, fold=4), Tile(4, 32, 128, fold=4),
+          Tile(2, 16, 128, warps=8, stages=3, fold=8), Tile(8, 32, 256, stages=3, fold=2),
           Tile(16, 128, 128, stages=3, registers=128)]  # fmt: skip
 # For up to about 24 rows per active expert.
 FOUR_BIT = [Tile(16, 256, 64, promote=False), Tile(16, 256, 128, stages=3, promote=False), Tile(16, 256, 64),
             Tile(16, 128, 128, registers=128), Tile(16, 128, 128, stages=3, registers=128),
+            Tile(16, 128, 128, stages=3), Tile(16, 128, 128, stages=3, registers=128, promote=False),
+            Tile(16, 128, 128, stages=3, registers=96, promote=False), Tile(16, 128, 256, stages=3),
             Tile(16, 64, 128)]  # fmt: skip
 EIGHT_BIT = [Tile(16, 64, 128), Tile(16, 64, 128, stages=6), Tile(16, 128, 128, stages=3, registers=128),
              Tile(16, 128, 128, stages=3), Tile(16, 128, 128, registers=128)]  # fmt: skip
+# For 6 to 80 rows, too.
+MIDDLE = [Tile(32, 128, 128, stages=3), Tile(32, 128, 128, stages=3, registers=128, promote=False),
+          Tile(32, 128, 64, promote=False), Tile(32, 128, 64, registers=128, promote=False),
+          Tile(32, 256, 64, warps=8, promote=False)]  # fmt: skip
+# For 24 to 80 rows, too.
+TWO_PARTS = [Tile(48, 128, 64), Tile(48, 128, 64, stages=3), Tile(48, 128, 128, stages=3),
+             Tile(48, 256, 64, warps=8, stages=3), Tile(80, 128, 64), Tile(80, 128, 64, stages=3),
+             Tile(80, 128, 128, warps=8, stages=3), Tile(96, 128, 64, stages=3)]  # fmt: skip
 # For more.
 WIDE = [Tile(32, 128, 64), Tile(32, 256, 128, warps=8, stages=3), Tile(64, 128, 64),
         Tile(64, 128, 128, warps=8, stages=3), Tile(64, 256, 64, warps=8, stages=3),
@@ -218,40 +217,49 @@ def pairs(current: Config, ups: list[Tile], downs: list[Tile]) -> list[Config]:
 
 
 PER_SLOT_TOKENS = 4
+CLOCK = CudaClock()
 
 
 class Timer:
-    """Times configurations of one cell and number of tokens, each once."""
+    """Times configurations of one cell and number of tokens."""
 
-    def __init__(self, weights: OwnWeights, scheme: str, shape: str, tokens: int, flush: torch.Tensor) -> None:
-        self.weights, self.scheme, self.shape, self.tokens, self.flush = weights, scheme, shape, tokens, flush
-        self.times: dict[Config, float] = {}
+    def __init__(self, weights: OwnWeights, scheme: str, shape: str, tokens: int, replays: int, prefill: bool) -> None:
+        self.weights, self.scheme, self.shape, self.tokens, self.replays = weights, scheme, shape, tokens, replays
+        self.others = [Prefill()] if prefill else []
+        self.times: dict[Config | Prefill, float] = {}
 
-    def __call__(self, config: Config) -> float:
-        if config not in self.times:
+    def best(self, found: Iterable[Config | Prefill]) -> Config | Prefill:
+        """The fastest of some configurations, timed by turns; one alone, or one that cannot run, is never timed."""
+        distinct = list(dict.fromkeys(found))
+        runs = {}
+        for config in distinct if len(distinct) > 1 else ():
             try:
-                self.times[config] = time_us(prepare(self.weights, self.shape, self.tokens, config), self.flush)
-            except (RuntimeError, triton.TritonError) as error:
+                run = prepare(self.weights, self.shape, self.tokens, config)
+                runs[config] = [CLOCK.prepare(run)[0]]
+            except (RuntimeError, ValueError, triton.TritonError) as error:
                 torch.cuda.synchronize()  # an error that broke the device ends the run here
                 name = f"{self.scheme} {self.shape} {self.tokens} {config}"
                 print(f"{name}: {type(error).__name__} {error}"[:300], flush=True)
-                self.times[config] = float("inf")
-        return self.times[config]
+        timed = {str(index): runs[config] for index, config in enumerate(runs)}
+        times = compare(CLOCK, timed, self.replays, 10.0) if timed else {}
+        self.times |= {config: times[str(index)].us for index, config in enumerate(runs)}
+        return min(runs, key=self.times.__getitem__) if runs else distinct[0]
 
     def search(self, current: Config, ups: list[Tile], downs: list[Tile]) -> Config:
-        """The second product's tile with the first's in use, then the first's; for each height of tiles in turn."""
+        """The second product's tile with the first's in use, then the first's; for each height of tiles in turn; at
+        last the best of each height, as it is and with the options, and what is in use, once more together."""
         starts: dict[int, Config] = {}
         for config in pairs(current, ups, downs):
             starts.setdefault(0 if config.per_slot else config.gate_up.bm, config)
-        best = current
+        found = [current]
         for start in starts.values():
             same = [tile for tile in downs if start.per_slot or tile.bm == start.gate_up.bm]
-            start = min([start, *(replace(start, down=tile, fuse_sum=False) for tile in same)], key=self)
+            start = self.best([start, *(replace(start, down=tile, fuse_sum=False) for tile in same)])
             same = [tile for tile in ups if start.per_slot or tile.bm == start.down.bm]
-            best = min([best, start, *(replace(start, gate_up=tile) for tile in same)], key=self)
-        if best.per_slot:
-            best = min(best, replace(best, prefetch=not best.prefetch), key=self)
-        return best
+            start = self.best([start, *(replace(start, gate_up=tile) for tile in same)])
+            found += [start, replace(start, prefetch=not start.prefetch)] if start.per_slot else [start]
+        found += [config for config in sorted(self.times, key=self.times.__getitem__)[:3] if isinstance(config, Config)]
+        return self.best([*found, *self.others])
 
 
 def describe(config: Config | Prefill) -> str:
@@ -274,7 +282,9 @@ def main() -> None:
     parser.add_argument("--cell", action="append", required=True)
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512")
     parser.add_argument("--json", required=True)
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="0: compiled before, or as needed")
+    parser.add_argument("--replays", type=int, default=11)
+    parser.add_argument("--prefill", type=int, default=1 << 30, help="from so many tokens on, beside prefill.py")
     parser.add_argument("--seconds", type=float, default=480, help="stop timing after this long")
     args = parser.parse_args()
     start = time.time()
@@ -284,6 +294,8 @@ def main() -> None:
     for scheme, shape in cells:
         weights = stored(scheme, shape, "meta")
         seen = set()
+        if max(counts) >= args.prefill:
+            jobs.insert(0, (scheme, shape, max(counts), Prefill()))  # they take the longest
         for tokens in counts:
             current = configs.choose_tiles(weights, SHAPES[shape][1], tokens)
             for config in pairs(current, *candidates(scheme, weights, shape, tokens)):
@@ -291,25 +303,25 @@ def main() -> None:
                     seen.add(config)
                     jobs.append((scheme, shape, tokens, config))
     print(f"{len(jobs)} configurations to compile", flush=True)
-    precompile(jobs, args.processes)
+    if args.processes:
+        precompile(jobs, args.processes)
     print(f"compiled after {time.time() - start:.0f} s", flush=True)
-    flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda")
     rows = []
     for scheme, shape in cells:
         weights = stored(scheme, shape)
         for tokens in counts:
             if time.time() - start > args.seconds:
                 break
-            timer = Timer(weights, scheme, shape, tokens, flush)
+            timer = Timer(weights, scheme, shape, tokens, args.replays, tokens >= args.prefill)
             current = configs.choose_tiles(weights, SHAPES[shape][1], tokens)
             best = timer.search(current, *candidates(scheme, weights, shape, tokens))
             ranked = sorted(timer.times.items(), key=lambda item: item[1])
-            rows.append({"scheme": scheme, "shape": shape, "tokens": tokens, "us": timer(best),
-                         "in_use": [timer(current), describe(current)], "config": best.to_json(),
+            rows.append({"scheme": scheme, "shape": shape, "tokens": tokens, "us": timer.times[best],
+                         "in_use": [timer.times[current], describe(current)], "config": best.to_json(),
                          "others": [[round(us, 1), describe(config)] for config, us in ranked[:25]]})  # fmt: skip
             print(
-                f"{scheme:9s} {shape:14s} {tokens:5d} {timer(current):7.1f} -> {timer(best):7.1f} us  {describe(best)}"
-                f" of {len(ranked)}",
+                f"{scheme:9s} {shape:14s} {tokens:5d} {timer.times[current]:7.1f} -> {timer.times[best]:7.1f} us  "
+                f"{describe(current)} -> {describe(best)} of {len(ranked)}",
                 flush=True,
             )
             Path(args.json).write_text(json.dumps(rows))

@@ -16,13 +16,16 @@ from .weights import OwnWeights, bits_of
 class Tile:
     """Tile of one product: bm tokens, bn weight rows, bk columns a step; `split` programs share a tile's columns.
 
+    bm is a power of two or, in ordinary loops, the sum of two of at least 16 (48: 32 and 16 tokens, multiplied by the
+    same decoded weights).
+
     `fold` parts of the columns are multiplied side by side in one program (gemm.accumulate): bm * fold must be at least
     16 and bn * fold a multiple of 64. `stages` is Triton's num_stages. `registers` caps registers per thread, 0 leaves
     it to the compiler. `promote`: group scales of integer weights multiply float32 sums (where a group is whole steps
     and bm <= 32), not the weights. `straight`: no loop, all weights of a tile wait in registers (few columns or many
     parts); the second product then asks for its weights before the first has ended. `sweep` (second product, columns a
     multiple of bk, not many): tiles along the rows that one program goes through with the same h. `merge` (second
-    product, straight, per_slot): a program multiplies all choices of a token, `fold` parts of the columns each, and
+    product, per_slot): a program multiplies all choices of a token, `fold` parts of the columns each, and
     adds them up, so no third kernel does.
     """
 
@@ -41,17 +44,24 @@ class Tile:
 
     def __post_init__(self) -> None:
         if self.merge:
-            if self.bn % 16 or self.bk % 32 or not self.straight or self.split > 1 or self.sweep > 1 or self.bm != 1:
-                raise ValueError(
-                    f"{self}: merge needs bm 1, bn a multiple of 16, bk of 32, straight, no split or sweep"
-                )
+            if self.bn % 16 or self.bk % 32 or self.split > 1 or self.sweep > 1 or self.bm != 1:
+                raise ValueError(f"{self}: merge needs bm 1, bn a multiple of 16, bk of 32, no split or sweep")
             return
+        if self.more and (self.more < 16 or self.more & (self.more - 1)):
+            raise ValueError(f"{self}: bm is a power of two, or the sum of two, 16 at least")
+        if self.more and (self.fold > 1 or self.split > 1 or self.straight or self.sweep > 1):
+            raise ValueError(f"{self}: bm of two powers of two goes with neither fold nor split, straight or sweep")
         if self.bm * self.fold < 16 or self.bn % 16 or self.bn * self.fold % 64 or self.bk % 32:
             raise ValueError(f"{self}: needs bm * fold >= 16, bn * fold a multiple of 64, bk a multiple of 32")
         if self.straight and self.split > 1:
             raise ValueError(f"{self}: a tile without a loop cannot be split")
         if self.sweep > 1 and (self.split > 1 or self.fold > 1 or self.straight):
             raise ValueError(f"{self}: sweep goes with neither split nor fold nor straight")
+
+    @property
+    def more(self) -> int:
+        """What bm is above a power of two: tokens of the tile's second part."""
+        return self.bm - (1 << self.bm.bit_length() - 1)
 
 
 @dataclass(frozen=True)
@@ -72,8 +82,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.gate_up.bm != self.down.bm and not self.per_slot:
             raise ValueError(f"the two products' tiles have {self.gate_up.bm} and {self.down.bm} tokens; must be equal")
-        if self.fuse_sum and (self.down.straight or self.down.sweep > 1):
-            raise ValueError("fuse_sum is for second products with an ordinary loop")
+        if self.fuse_sum and (self.down.straight or self.down.sweep > 1 or self.down.more):
+            raise ValueError("fuse_sum is for second products with an ordinary loop and tokens of a power of two")
         if self.gate_up.sweep > 1 or self.gate_up.merge or (self.down.merge and not self.per_slot):
             raise ValueError("only the second product can sweep or merge, and merge only with per_slot")
 

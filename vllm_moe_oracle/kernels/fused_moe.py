@@ -129,7 +129,8 @@ def _flags(weights: OwnWeights, matrix: Matrix, tile: Tile) -> dict[str, object]
         "STAGES": tile.stages,
         "SPLIT": tile.split,
         "FOLD": tile.fold,
-        "BM": tile.bm,
+        "MORE": tile.more,
+        "BM": tile.bm - tile.more,
         "BN": tile.bn,
         "BK": tile.bk,
     }

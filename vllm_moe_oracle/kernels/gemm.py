@@ -105,20 +105,21 @@ def load_scales(s_ptr, z_ptr, row, fold_step, columns, FORMAT: tl.constexpr, GRO
 
 
 @triton.jit
-def multiply(acc, x, packed, words, zero_words, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
-             PROMOTE: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """acc [rows, tokens] + the weights of one step, decoded and scaled, times x.T.
+def weights_of(packed, words, zero_words, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+               PROMOTE: tl.constexpr, FP16: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """(the weights of one step, decoded, and scaled unless PROMOTE; with PROMOTE what the rows' sums are to be
+    multiplied by, else a zero).
 
-    x [tokens, BK]; packed: bytes [chunks of rows, chunks of columns, 4, 512]; words: `load_scales`.
+    packed: bytes [chunks of rows, chunks of columns, 4, 512]; words: `load_scales`. FP16: activations are float16.
     """
     RC: tl.constexpr = packed.shape[0]
     KC: tl.constexpr = packed.shape[1]
     VN: tl.constexpr = RC * 64
     MX: tl.constexpr = FORMAT == "mxfp4" or FORMAT == "mxfp8"
-    FP16: tl.constexpr = x.dtype == tl.float16
     # Stored scales are the scales times a row's power of two (weights.py), up to 2**127.
     REBASED: tl.constexpr = FORMAT == "int4" and GROUP > 0 and not HAS_ZERO and not FP16
     w = decode_codes(packed, FORMAT, FP16 and not MX, HAS_ZERO, REBASED and not PROMOTE, RC, KC)
+    factor = 0.0
     if MX:
         scale = decode_mx_scales(words, RC, (BK + 127) // 128, 4 if BK >= 128 else BK // 32)
         w = w * scale.expand_dims(2).broadcast_to(VN, BK // 32, 32).reshape(VN, BK)
@@ -129,7 +130,11 @@ def multiply(acc, x, packed, words, zero_words, FORMAT: tl.constexpr, GROUP: tl.
         if HAS_ZERO:
             zero = decode_group_values(zero_words, FP16, RC, GROUPS)
             w = w - zero.expand_dims(2).broadcast_to(VN, GROUPS, WIDTH).reshape(VN, BK)
-        if REBASED and not PROMOTE:
+        if PROMOTE:
+            factor = scale.reshape(VN).to(tl.float32)
+            if REBASED:
+                factor *= 9.183549615799121e-41  # 2**-133
+        elif REBASED:
             # (code - 8) * scale, rounded once: 8 scales is exact, and code * 2**-133 costs no arithmetic.
             offset = decode_group_values(times_minus_2_pow_minus_130(words), FP16, RC, GROUPS)
             w = fused_multiply_add(
@@ -137,20 +142,23 @@ def multiply(acc, x, packed, words, zero_words, FORMAT: tl.constexpr, GROUP: tl.
                 scale.expand_dims(2).broadcast_to(VN, GROUPS, WIDTH).reshape(VN, BK),
                 offset.expand_dims(2).broadcast_to(VN, GROUPS, WIDTH).reshape(VN, BK),
             )
-        elif not PROMOTE:
+        else:
             w = w * scale.expand_dims(2).broadcast_to(VN, GROUPS, WIDTH).reshape(VN, BK)
     elif HAS_ZERO:
         w = w - decode_group_values(zero_words, FP16, RC, 1).broadcast_to(VN, BK)
-    if MX and FP16:
+    return w, factor
+
+
+@triton.jit
+def product(acc, w, factor, x, MX: tl.constexpr, PROMOTE: tl.constexpr):
+    """acc [rows, tokens] + w @ x.T; w and factor: `weights_of`; x [tokens, columns of the step]."""
+    if MX and x.dtype == tl.float16:
         # float16 activations are exactly two bfloat16 terms; e8m0 scales have no room in float16.
         high = x.to(tl.bfloat16)
         low = (x.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
         acc = tl.dot(w, high.T, acc)
         acc = tl.dot(w, low.T, acc)
     elif PROMOTE:
-        factor = scale.reshape(VN).to(tl.float32)
-        if REBASED:
-            factor *= 9.183549615799121e-41  # 2**-133
         acc += tl.dot(w, x.T) * factor[:, None]
     else:
         acc = tl.dot(w, x.T, acc)
@@ -158,14 +166,24 @@ def multiply(acc, x, packed, words, zero_words, FORMAT: tl.constexpr, GROUP: tl.
 
 
 @triton.jit
-def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks, columns, split,
-               FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr,
-               PROMOTE: tl.constexpr, WAIT: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
-               SPLIT: tl.constexpr, FOLD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-               BK: tl.constexpr):  # fmt: skip
-    """`w @ x.T` over part number `split` of SPLIT of the columns: float32 [BN, BM].
+def multiply(acc, x, packed, words, zero_words, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+             PROMOTE: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """acc [rows, tokens] + the weights of one step, decoded and scaled, times x.T; arguments of `weights_of`."""
+    w, factor = weights_of(packed, words, zero_words, FORMAT, GROUP, HAS_ZERO, PROMOTE, x.dtype == tl.float16, BK)
+    return product(acc, w, factor, x, FORMAT == "mxfp4" or FORMAT == "mxfp8", PROMOTE)
 
-    x_rows: pointers [FOLD * BM] to rows of `columns` 16-bit floats; x_valid alike. w_ptr: one expert's codes; s_ptr,
+
+@triton.jit
+def accumulate(x_rows, x_valid, more_rows, more_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks, columns,
+               split, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr,
+               PROMOTE: tl.constexpr, WAIT: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+               SPLIT: tl.constexpr, FOLD: tl.constexpr, MORE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+               BK: tl.constexpr):  # fmt: skip
+    """`w @ x.T` over part number `split` of SPLIT of the columns: float32 [BN, BM], and [BN, MORE] of more rows.
+
+    x_rows: pointers [FOLD * BM] to rows of `columns` 16-bit floats; x_valid alike; more_rows, more_valid [MORE]: with
+    MORE > 0 (then in a loop, without FOLD) the weights, decoded once, are multiplied by these rows too, so a tile may
+    have 48 tokens where Triton's tensors have powers of two; else anything. w_ptr: one expert's codes; s_ptr,
     z_ptr: its scale and zero-point words. GROUP: columns per scale, 0 for one scale per row (left to the caller).
     PROMOTE: scales multiply float32 group sums instead of the weights.
 
@@ -195,6 +213,7 @@ def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks,
     fold = warp // (BN // 16) * fold_steps
     row = tl.minimum(tile_n * (BN // 16) + warp % (BN // 16), n_chunks * 4 - 1)
     acc = tl.zeros((VN, VM), tl.float32)
+    more = acc
     if STEPS > 0:
         # Codes come as rows of 512 bytes in this order (chunk of columns, chunk of rows, warp): Triton then loads each
         # into the registers of the warp that multiplies it, without a way through shared memory.
@@ -230,6 +249,9 @@ def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks,
         chunk = tl.arange(0, KC)[None, :, None, None]
         w_ptrs = w_ptr + row // 4 * (k_chunks * 2048) + row % 4 * 512 + (fold + begin) * (KC * 2048)
         w_ptrs = w_ptrs + chunk * 2048 + tl.arange(0, 512)[None, None, None, :]
+        if MORE > 0:
+            more = tl.zeros((VN, MORE), tl.float32)
+            more_ptrs = more_rows[:, None] + begin * BK + k[None, :]
         # num_stages on the loop makes Triton load the scales of promoted sums ahead too, which feed no product.
         for step in tl.range(begin, end, num_stages=STAGES):
             if EVEN_K:
@@ -242,7 +264,19 @@ def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks,
                 packed = tl.load(w_ptrs, mask=(fold + step) * KC + chunk < k_chunks, other=0)
             words, zeros = load_scales(s_ptr, z_ptr, row, fold + step, columns, FORMAT, GROUP, HAS_ZERO, EVEN_K, FOLD,
                                        BK)  # fmt: skip
-            acc = multiply(acc, x, packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, BK)
+            if MORE > 0:
+                FP16: tl.constexpr = x.dtype == tl.float16
+                MX: tl.constexpr = FORMAT == "mxfp4" or FORMAT == "mxfp8"
+                mask = more_valid[:, None]
+                if not EVEN_K:
+                    mask = mask & (step * BK + k[None, :] < columns)
+                more_x = tl.load(more_ptrs, mask=mask, other=0.0)
+                w, factor = weights_of(packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, FP16, BK)
+                acc = product(acc, w, factor, x, MX, PROMOTE)
+                more = product(more, w, factor, more_x, MX, PROMOTE)
+                more_ptrs += BK
+            else:
+                acc = multiply(acc, x, packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, BK)
             x_ptrs += BK
             w_ptrs += KC * 2048
     if FOLD > 1:
@@ -250,7 +284,7 @@ def accumulate(x_rows, x_valid, w_ptr, s_ptr, z_ptr, tile_n, n_chunks, k_chunks,
         diagonal = i[:, None, None, None] == i[None, None, :, None]
         acc = tl.where(diagonal, acc.reshape(FOLD, BN, FOLD, BM), 0.0)
         acc = tl.sum(tl.sum(acc, axis=2), axis=0)
-    return acc
+    return acc, more
 
 
 @triton.jit
@@ -317,60 +351,12 @@ def epilogue_operands(row_scale_ptr, bias_ptr, router_ptr, first, n, slot, found
     return row_scale, bias, router
 
 
-@triton.jit(do_not_specialize=["tiles", "alpha", "beta", "limit"])
-def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr, map_ptr, topk_weights_ptr, sorted_ptr,
-            blocks_ptr, scratch_ptr, counter_ptr, w2_ptr, s2_ptr, tiles, x_stride, columns, inner, n_chunks, k_chunks,
-            s_stride, w2_chunks, s2_stride, alpha, beta, limit,
-            TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
-            HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, GATED: tl.constexpr,
-            ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, WEIGHT_INPUT: tl.constexpr, QUANTISE: tl.constexpr,
-            EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, PER_SLOT: tl.constexpr, PREFETCH: tl.constexpr,
-            PDL: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, FOLD: tl.constexpr,
-            BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """h[slot] = activation(x[slot // TOP_K] @ w13[expert].T + b13[expert]) for every slot with a local expert.
-
-    x [tokens, columns] 16-bit, row stride x_stride; h [slots, inner], x's dtype. w, s, z, row_scale, bias: the tensors
-    of `Matrix` (weights.py), s_stride the int32 words per expert of s and z; n_chunks, k_chunks: chunks along N and K.
-    PER_SLOT, sorted, blocks: `find_block`. QUANTISE: h goes through MXFP8. WEIGHT_INPUT: router weights multiply the
-    input. tiles: programs along N. PREFETCH: the programs of a block ask for the expert's w2 (w2_chunks chunks and
-    s2_stride words an expert) to be brought into the L2 once they have streamed w13.
-    """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    pid = tl.program_id(0)
-    split = pid % SPLIT
-    tile_n = pid // SPLIT % tiles
-    block = pid // (SPLIT * tiles)
-    expert, start, rows = find_block(ids_ptr, map_ptr, blocks_ptr, block, HAS_MAP, PER_SLOT)
-    if expert < 0:
-        return
-    e64 = expert.to(tl.int64)
-    w_ptr += e64 * n_chunks * k_chunks * 2048
-    slot, found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, 1)
-    x_slot, x_found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, FOLD)
-    x_rows = x_ptr + (x_slot // TOP_K).to(tl.int64) * x_stride
-    n = tile_n * BN + tl.arange(0, BN)
-    padded = n_chunks * 64
-    if BM * FOLD <= 16:
-        row_scale, bias, router = epilogue_operands(row_scale_ptr, bias_ptr, topk_weights_ptr, e64 * padded, n, slot,
-                                                    found, padded, HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT)  # fmt: skip
-    acc = accumulate(x_rows, x_found, w_ptr, s_ptr + e64 * s_stride, z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks,
-                     columns, split, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, False, STEPS, STAGES, SPLIT, FOLD,
-                     BM, BN, BK)  # fmt: skip
-    if PREFETCH:
-        part = tile_n * SPLIT + split
-        prefetch_share(w2_ptr + e64 * w2_chunks * 2048, w2_chunks, 2048, part, tiles * SPLIT)
-        if s2_stride > 0:
-            s2_bytes = (s2_ptr + e64 * s2_stride).to(tl.pointer_type(tl.uint8))
-            prefetch_share(s2_bytes, s2_stride // 32, 128, part, tiles * SPLIT)
-    if SPLIT > 1:
-        acc, last = sum_splits(acc, scratch_ptr, counter_ptr, pid // SPLIT, split, BM, BN, SPLIT)
-        if not last:
-            return
-    if BM * FOLD > 16:
-        row_scale, bias, router = epilogue_operands(row_scale_ptr, bias_ptr, topk_weights_ptr, e64 * padded, n, slot,
-                                                    found, padded, HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT)  # fmt: skip
+@triton.jit
+def store_activated(acc, row_scale, bias, router, h_ptr, slot, found, tile_n, inner, alpha, beta, limit,
+                    HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
+                    GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, QUANTISE: tl.constexpr,
+                    BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """The first product's epilogue: acc, float32 [BN, BM], becomes rows `slot` (where `found`) of h."""
     if HAS_ROW_SCALE:
         acc *= row_scale[:, None]
     if WEIGHT_INPUT:
@@ -394,6 +380,89 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
 
 
 @triton.jit
+def store_partial(acc, row_scale, bias, router, partial_ptr, slot, found, n, hidden, HAS_ROW_SCALE: tl.constexpr,
+                  HAS_BIAS: tl.constexpr, WEIGHT_INPUT: tl.constexpr):  # fmt: skip
+    """The second product's epilogue: acc, float32 [rows n, tokens], becomes rows `slot` (where `found`) of partial."""
+    if HAS_ROW_SCALE:
+        acc *= row_scale[:, None]
+    if HAS_BIAS:
+        acc += bias[:, None]
+    if not WEIGHT_INPUT:
+        acc *= router[None, :]
+    offsets = slot.to(tl.int64)[None, :] * hidden + n[:, None]
+    mask = found[None, :] & (n < hidden)[:, None]
+    tl.store(partial_ptr + offsets, acc.to(partial_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tiles", "alpha", "beta", "limit"])
+def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr, map_ptr, topk_weights_ptr, sorted_ptr,
+            blocks_ptr, scratch_ptr, counter_ptr, w2_ptr, s2_ptr, tiles, x_stride, columns, inner, n_chunks, k_chunks,
+            s_stride, w2_chunks, s2_stride, alpha, beta, limit,
+            TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+            HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, GATED: tl.constexpr,
+            ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, WEIGHT_INPUT: tl.constexpr, QUANTISE: tl.constexpr,
+            EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, PER_SLOT: tl.constexpr, PREFETCH: tl.constexpr,
+            PDL: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, FOLD: tl.constexpr,
+            MORE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """h[slot] = activation(x[slot // TOP_K] @ w13[expert].T + b13[expert]) for every slot with a local expert.
+
+    x [tokens, columns] 16-bit, row stride x_stride; h [slots, inner], x's dtype. w, s, z, row_scale, bias: the tensors
+    of `Matrix` (weights.py), s_stride the int32 words per expert of s and z; n_chunks, k_chunks: chunks along N and K.
+    PER_SLOT, sorted, blocks: `find_block`. QUANTISE: h goes through MXFP8. WEIGHT_INPUT: router weights multiply the
+    input. tiles: programs along N. PREFETCH: the programs of a block ask for the expert's w2 (w2_chunks chunks and
+    s2_stride words an expert) to be brought into the L2 once they have streamed w13.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    pid = tl.program_id(0)
+    split = pid % SPLIT
+    tile_n = pid // SPLIT % tiles
+    block = pid // (SPLIT * tiles)
+    expert, start, rows = find_block(ids_ptr, map_ptr, blocks_ptr, block, HAS_MAP, PER_SLOT)
+    if expert < 0:
+        return
+    e64 = expert.to(tl.int64)
+    w_ptr += e64 * n_chunks * k_chunks * 2048
+    slot, found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, 1)
+    x_slot, x_found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, FOLD)
+    x_rows = x_ptr + (x_slot // TOP_K).to(tl.int64) * x_stride
+    more_rows, more_found = x_rows, x_found
+    if MORE > 0:
+        more_slot, more_found = block_slots(sorted_ptr, start + BM, rows - BM, PER_SLOT, MORE, 1)
+        more_rows = x_ptr + (more_slot // TOP_K).to(tl.int64) * x_stride
+    n = tile_n * BN + tl.arange(0, BN)
+    padded = n_chunks * 64
+    if BM * FOLD <= 16:
+        row_scale, bias, router = epilogue_operands(row_scale_ptr, bias_ptr, topk_weights_ptr, e64 * padded, n, slot,
+                                                    found, padded, HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT)  # fmt: skip
+    acc, more = accumulate(x_rows, x_found, more_rows, more_found, w_ptr, s_ptr + e64 * s_stride,
+                           z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks, columns, split, FORMAT, GROUP, HAS_ZERO,
+                           EVEN_K, PROMOTE, False, STEPS, STAGES, SPLIT, FOLD, MORE, BM, BN, BK)  # fmt: skip
+    if PREFETCH:
+        part = tile_n * SPLIT + split
+        prefetch_share(w2_ptr + e64 * w2_chunks * 2048, w2_chunks, 2048, part, tiles * SPLIT)
+        if s2_stride > 0:
+            s2_bytes = (s2_ptr + e64 * s2_stride).to(tl.pointer_type(tl.uint8))
+            prefetch_share(s2_bytes, s2_stride // 32, 128, part, tiles * SPLIT)
+    if SPLIT > 1:
+        acc, last = sum_splits(acc, scratch_ptr, counter_ptr, pid // SPLIT, split, BM, BN, SPLIT)
+        if not last:
+            return
+    if BM * FOLD > 16:
+        row_scale, bias, router = epilogue_operands(row_scale_ptr, bias_ptr, topk_weights_ptr, e64 * padded, n, slot,
+                                                    found, padded, HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT)  # fmt: skip
+    store_activated(acc, row_scale, bias, router, h_ptr, slot, found, tile_n, inner, alpha, beta, limit, HAS_ROW_SCALE,
+                    HAS_BIAS, WEIGHT_INPUT, GATED, ACTIVATION, HAS_LIMIT, QUANTISE, BM, BN)  # fmt: skip
+    if MORE > 0:
+        if WEIGHT_INPUT:
+            router = tl.load(topk_weights_ptr + more_slot, mask=more_found, other=0.0).to(tl.float32)
+        store_activated(more, row_scale, bias, router, h_ptr, more_slot, more_found, tile_n, inner, alpha, beta, limit,
+                        HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT, GATED, ACTIVATION, HAS_LIMIT, QUANTISE, MORE,
+                        BN)  # fmt: skip
+
+
+@triton.jit
 def needed(ids_ptr, map_ptr, token, mask, HAS_MAP: tl.constexpr, TOP_K: tl.constexpr):
     """How many slots of each token have a local expert, int32, token's shape."""
     count = tl.zeros_like(token)
@@ -410,7 +479,7 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
          HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
          EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, PER_SLOT: tl.constexpr, FUSE_SUM: tl.constexpr,
          PDL: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, FOLD: tl.constexpr,
-         BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+         MORE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """partial[slot] = (h[slot] @ w2[expert].T + b2[expert]) * router weight; with FUSE_SUM also out[token] = their sum.
 
     h [slots, columns]; partial [slots, hidden] and out [tokens, hidden] of h's dtype. FUSE_SUM: for each token and tile
@@ -451,9 +520,13 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
                                                     found, padded, HAS_ROW_SCALE, HAS_BIAS,
                                                     not WEIGHT_INPUT)  # fmt: skip
     h_rows = h_ptr + x_slot.to(tl.int64) * columns
-    acc = accumulate(h_rows, x_found, w_ptr, s_ptr + e64 * s_stride, z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks,
-                     columns, split, FORMAT, GROUP, HAS_ZERO, EVEN_K, PROMOTE, EARLY, STEPS, STAGES, SPLIT, FOLD,
-                     BM, BN, BK)  # fmt: skip
+    more_rows, more_found = h_rows, x_found
+    if MORE > 0:
+        more_slot, more_found = block_slots(sorted_ptr, start + BM, rows - BM, PER_SLOT, MORE, 1)
+        more_rows = h_ptr + more_slot.to(tl.int64) * columns
+    acc, more = accumulate(h_rows, x_found, more_rows, more_found, w_ptr, s_ptr + e64 * s_stride,
+                           z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks, columns, split, FORMAT, GROUP, HAS_ZERO,
+                           EVEN_K, PROMOTE, EARLY, STEPS, STAGES, SPLIT, FOLD, MORE, BM, BN, BK)  # fmt: skip
     if SPLIT > 1:
         acc, last = sum_splits(acc, scratch_ptr, counter_ptr, pid // SPLIT, split, BM, BN, SPLIT)
         if not last:
@@ -462,16 +535,13 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
         row_scale, bias, router = epilogue_operands(row_scale_ptr, bias_ptr, topk_weights_ptr, e64 * padded, n, slot,
                                                     found, padded, HAS_ROW_SCALE, HAS_BIAS,
                                                     not WEIGHT_INPUT)  # fmt: skip
-    if HAS_ROW_SCALE:
-        acc *= row_scale[:, None]
-    if HAS_BIAS:
-        acc += bias[:, None]
-    if not WEIGHT_INPUT:
-        acc *= router[None, :]
-    value = acc.to(partial_ptr.dtype.element_ty)
-    offsets = slot.to(tl.int64)[None, :] * hidden + n[:, None]
-    mask = found[None, :] & (n < hidden)[:, None]
-    tl.store(partial_ptr + offsets, value, mask=mask)
+    store_partial(acc, row_scale, bias, router, partial_ptr, slot, found, n, hidden, HAS_ROW_SCALE, HAS_BIAS,
+                  WEIGHT_INPUT)  # fmt: skip
+    if MORE > 0:
+        if not WEIGHT_INPUT:
+            router = tl.load(topk_weights_ptr + more_slot, mask=more_found, other=0.0).to(tl.float32)
+        store_partial(more, row_scale, bias, router, partial_ptr, more_slot, more_found, n, hidden, HAS_ROW_SCALE,
+                      HAS_BIAS, WEIGHT_INPUT)  # fmt: skip
     if FUSE_SUM:
         wanted = needed(ids_ptr, map_ptr, token, found, HAS_MAP, TOP_K)
         counter_ptrs = token_counter_ptr + token * tiles + tile_n
@@ -562,12 +632,14 @@ def down_merged(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr
                 TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
                 HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
                 EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, PDL: tl.constexpr, STEPS: tl.constexpr,
-                CHOICES: tl.constexpr, FOLD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+                STAGES: tl.constexpr, CHOICES: tl.constexpr, FOLD: tl.constexpr, BN: tl.constexpr,
+                BK: tl.constexpr):  # fmt: skip
     """out[token] = sum over choices of (h[slot] @ w2[expert].T + b2[expert]) * router weight, in one program.
 
     For few tokens: a program multiplies BN rows of all experts of a token with FOLD parts of the columns side by side,
-    as `accumulate` does with parts; CHOICES is TOP_K rounded up to a power of two, CHOICES * FOLD at most 16. No loop:
-    weights wait in registers and are asked for before the predecessor has ended. Grid tokens * tiles.
+    as `accumulate` does with parts; CHOICES is TOP_K rounded up to a power of two, CHOICES * FOLD at most 16. With
+    STEPS > 0 there is no loop: weights wait in registers and are asked for before the predecessor has ended. Grid
+    tokens * tiles.
     """
     PARTS: tl.constexpr = CHOICES * FOLD
     VN: tl.constexpr = PARTS * BN
@@ -578,28 +650,30 @@ def down_merged(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr
     token = pid // tiles
     tile_n = pid % tiles
     ids_ptr += token * TOP_K
-    part = tl.arange(0, KC * RC * 4)
-    part_warp = part % (RC * 4)
-    part_choice = part_warp // (FOLD * BN // 16)
-    part_expert = local_ids(ids_ptr, map_ptr, part_choice, part_choice < TOP_K, HAS_MAP)
-    part_row = tl.minimum(tile_n * (BN // 16) + part_warp % (BN // 16), n_chunks * 4 - 1)
-    part_chunk = part_warp // (BN // 16) % FOLD * (STEPS * KC) + part // (RC * 4)
-    w_offsets = part_expert.to(tl.int64) * n_chunks * k_chunks * 2048
-    w_offsets += part_row // 4 * (k_chunks * 2048) + part_row % 4 * 512 + part_chunk * 2048
-    w_ptrs = w_ptr + w_offsets[:, None] + tl.arange(0, 512)[None, :]
+    steps = STEPS if STEPS > 0 else (columns + BK * FOLD - 1) // (BK * FOLD)
     warp = (tl.arange(0, RC)[:, None] * 4 + tl.arange(0, 4)[None, :])[:, None, :, None]
     choice = warp // (FOLD * BN // 16)
     expert = local_ids(ids_ptr, map_ptr, choice, choice < TOP_K, HAS_MAP)
     row = tl.minimum(tile_n * (BN // 16) + warp % (BN // 16), n_chunks * 4 - 1)
-    fold = warp // (BN // 16) % FOLD * STEPS
+    fold = warp // (BN // 16) % FOLD * steps
     s_offset = tl.maximum(expert, 0).to(tl.int64) * s_stride
-    tiles_of_weights = ()
-    for step in tl.static_range(STEPS):
-        inside = (part_expert >= 0) & (part_chunk + step * KC < k_chunks)
-        packed = tl.load(w_ptrs + step * (KC * 2048), mask=inside[:, None], other=0)
-        words, zeros = load_scales(s_ptr + s_offset, z_ptr + s_offset, row, fold + step, columns, FORMAT, GROUP,
-                                   HAS_ZERO, EVEN_K, 2, BK)  # fmt: skip
-        tiles_of_weights = tiles_of_weights + ((packed.reshape(KC, RC, 4, 512).trans(1, 0, 2, 3), words, zeros),)
+    if STEPS > 0:
+        part = tl.arange(0, KC * RC * 4)
+        part_warp = part % (RC * 4)
+        part_choice = part_warp // (FOLD * BN // 16)
+        part_expert = local_ids(ids_ptr, map_ptr, part_choice, part_choice < TOP_K, HAS_MAP)
+        part_row = tl.minimum(tile_n * (BN // 16) + part_warp % (BN // 16), n_chunks * 4 - 1)
+        part_chunk = part_warp // (BN // 16) % FOLD * (STEPS * KC) + part // (RC * 4)
+        w_offsets = part_expert.to(tl.int64) * n_chunks * k_chunks * 2048
+        w_offsets += part_row // 4 * (k_chunks * 2048) + part_row % 4 * 512 + part_chunk * 2048
+        w_ptrs = w_ptr + w_offsets[:, None] + tl.arange(0, 512)[None, :]
+        tiles_of_weights = ()
+        for step in tl.static_range(STEPS):
+            inside = (part_expert >= 0) & (part_chunk + step * KC < k_chunks)
+            packed = tl.load(w_ptrs + step * (KC * 2048), mask=inside[:, None], other=0)
+            words, zeros = load_scales(s_ptr + s_offset, z_ptr + s_offset, row, fold + step, columns, FORMAT, GROUP,
+                                       HAS_ZERO, EVEN_K, 2, BK)  # fmt: skip
+            tiles_of_weights = tiles_of_weights + ((packed.reshape(KC, RC, 4, 512).trans(1, 0, 2, 3), words, zeros),)
     j = tl.arange(0, CHOICES)
     local = local_ids(ids_ptr, map_ptr, j, j < TOP_K, HAS_MAP)
     present = local >= 0
@@ -616,22 +690,42 @@ def down_merged(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr
     if HAS_BIAS:
         bias = tl.load(bias_ptr + of_rows, mask=there, other=0.0)
     column = tl.arange(0, 16)
-    k = (column % FOLD * (STEPS * BK))[:, None] + tl.arange(0, BK)[None, :]
+    k = (column % FOLD * (steps * BK))[:, None] + tl.arange(0, BK)[None, :]
     mine = (column < FOLD * TOP_K)[:, None]
     x_ptrs = h_ptr + (token * TOP_K + column // FOLD).to(tl.int64)[:, None] * columns + k
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    x = ()
-    for step in tl.static_range(STEPS):
-        mask = mine & (local_ids(ids_ptr, map_ptr, column // FOLD, column < FOLD * TOP_K, HAS_MAP) >= 0)[:, None]
-        if not EVEN_K:
-            mask = mask & (k + step * BK < columns)
-        x = x + (tl.load(x_ptrs + step * BK, mask=mask, other=0.0),)
     acc = tl.zeros((VN, 16), tl.float32)
-    for step in tl.static_range(STEPS):
-        packed, words, zeros = tiles_of_weights[step]
-        acc = multiply(acc, x[step], packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, BK)
+    known = mine & (local_ids(ids_ptr, map_ptr, column // FOLD, column < FOLD * TOP_K, HAS_MAP) >= 0)[:, None]
+    if STEPS > 0:
+        x = ()
+        for step in tl.static_range(STEPS):
+            mask = known
+            if not EVEN_K:
+                mask = mask & (k + step * BK < columns)
+            x = x + (tl.load(x_ptrs + step * BK, mask=mask, other=0.0),)
+        for step in tl.static_range(STEPS):
+            packed, words, zeros = tiles_of_weights[step]
+            acc = multiply(acc, x[step], packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, BK)
+    else:
+        chunk = tl.arange(0, KC)[None, :, None, None]
+        w_offset = tl.maximum(expert, 0).to(tl.int64) * n_chunks * k_chunks * 2048
+        w_ptrs = w_ptr + (w_offset + row // 4 * (k_chunks * 2048) + row % 4 * 512 + fold * (KC * 2048))
+        w_ptrs = w_ptrs + chunk * 2048 + tl.arange(0, 512)[None, None, None, :]
+        for step in tl.range(0, steps, num_stages=STAGES):
+            mask = known
+            inside = expert >= 0
+            if not EVEN_K:
+                mask = mask & (k + step * BK < columns)
+                inside = inside & ((fold + step) * KC + chunk < k_chunks)
+            x = tl.load(x_ptrs, mask=mask, other=0.0)
+            packed = tl.load(w_ptrs, mask=inside, other=0)
+            words, zeros = load_scales(s_ptr + s_offset, z_ptr + s_offset, row, fold + step, columns, FORMAT, GROUP,
+                                       HAS_ZERO, EVEN_K, FOLD, BK)  # fmt: skip
+            acc = multiply(acc, x, packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, BK)
+            x_ptrs += BK
+            w_ptrs += KC * 2048
     diagonal = tl.arange(0, PARTS)[:, None, None] == column[None, None, :]
     value = tl.sum(tl.where(diagonal, acc.reshape(PARTS, BN, 16), 0.0), axis=2)
     value = tl.sum(value.reshape(CHOICES, FOLD, BN), axis=1)
