@@ -329,7 +329,7 @@ def test_compiling_beforehand_runs_in_processes_of_their_own() -> None:
     """With the real registry: what the processes run must be found there. Starting them takes most of a minute."""
     steps: list[tuple[int, int]] = []
     layers = [(LAYERS["mxfp8"], ("emulation",)), (LAYERS["int4"], ("emulation", "no such backend"))]
-    with pytest.raises(KeyError):
+    with pytest.raises(RuntimeError, match="KeyError: 'no such backend'"):
         tuning.compile_beforehand(layers, HERE, (1, 2, 4, 8, 16), 2, lambda words, *counts: steps.append(counts))
     steps.clear()
     tuning.compile_beforehand(layers[:1], HERE, (1, 2, 4, 8, 16), 2, lambda words, *counts: steps.append(counts))

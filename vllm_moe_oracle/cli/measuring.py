@@ -68,6 +68,17 @@ def machine() -> Device:
     return here
 
 
+def gpus(words: str) -> tuple[str, ...]:
+    """The GPUs that the option ``--gpus`` means; none where it is not given: this process measures then.
+
+    Raises:
+        MeasurementError: there are none of these.
+    """
+    from ..measure import crew
+
+    return crew.gpus(words) if words else ()
+
+
 def counts(words: str) -> tuple[int, ...]:
     """Numbers of tokens from ``1,2,4``.
 

@@ -5,6 +5,7 @@ Nothing is kept but what is returned: figures to look at and to compare with, no
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,13 +21,13 @@ from ..oracle.oracle import decide
 from ..oracle.problem import Device, Problem
 from ..oracle.registry import default_registry
 from ..settings import Settings
-from . import engine, environment, lookup, shapes, timing
+from . import crew, engine, environment, lookup, shapes, timing
 from .cells import Cell, RoutingKind, Sample, cell_of
 from .environment import Environment
 from .floors import floor_us
 from .profile import contents
 from .tuning import STOCK as STOCK
-from .tuning import accepted, add_stock, compile_beforehand
+from .tuning import accepted, add_stock, compile_beforehand, same_kind
 
 Record = dict[str, Any]
 
@@ -44,6 +45,7 @@ class Plan:
         only: backends; all accepted ones when empty.
         jobs: processes that compile beforehand; 0 for none beside this one.
         budget: seconds after which no further layer is begun; None for no end.
+        gpus: the GPUs to measure on, as `crew.gpus` names them; this process's own when empty.
     """
 
     counts: tuple[int, ...]
@@ -54,6 +56,7 @@ class Plan:
     only: tuple[str, ...] = ()
     jobs: int = 0
     budget: float | None = None
+    gpus: tuple[str, ...] = ()
 
 
 def conditions(device: Device, plan: Plan, command: str) -> Record:
@@ -88,7 +91,7 @@ def bench(
     plan: Plan,
     progress: Callable[[str, int, int], None] = lambda words, done, total: None,
 ) -> Iterator[Record]:
-    """Measures; one record for each layer and number of tokens, as it is ready.
+    """Measures; one record for each layer and number of tokens, as it is ready: of several GPUs in any order.
 
     Args:
         problems: layers.
@@ -110,7 +113,11 @@ def bench(
     if plan.jobs:
         stock = [f"{STOCK}{name}" for name in plan.stock]
         work = [(problem, [*names, *stock]) for problem, names in zip(problems, chosen, strict=True)]
-        compile_beforehand(work, device, plan.counts, plan.jobs, progress)
+        compile_beforehand(work, device, plan.counts, plan.jobs, progress, plan.gpus)
+    if plan.gpus:
+        until = None if plan.budget is None else time.time() + plan.budget - (time.monotonic() - begin)
+        yield from _spread([_Task(problem, device, settings, plan, until) for problem in problems], progress)
+        return
     with engine.ready(device, max(plan.counts)) as ready:
         for number, (problem, names) in enumerate(zip(problems, chosen, strict=True)):
             if plan.budget is not None and time.monotonic() - begin > plan.budget:
@@ -124,6 +131,47 @@ def bench(
                 yield _record(run, problem, device, plan, count, classes, decision)
             run.close()
     progress("done", total, total)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A layer for one GPU of several; `until` is when no further one is begun, in seconds of the system's clock."""
+
+    problem: Problem
+    device: Device
+    settings: Settings
+    plan: Plan
+    until: float | None
+
+
+def _spread(tasks: Sequence[_Task], progress: Callable[[str, int, int], None]) -> Iterator[Record]:
+    """Records of several GPUs.
+
+    Raises:
+        MeasurementError: after all others were measured, where a layer took its process down.
+    """
+    lost: list[str] = []
+    each, done = len(tasks[0].plan.counts), 0
+    for news in crew.run(_bench_one, tasks, tasks[0].plan.gpus, quiet=True):
+        if news.kind == "said":
+            done += 1
+            progress(f"{news.value['layer']['name']}: {news.value['tokens']} tokens", done, each * len(tasks))
+            yield news.value
+        elif news.kind == "lost":
+            lost.append(f"{tasks[news.task].problem.layer}: {news.value}")
+    if lost:
+        raise MeasurementError("; ".join(lost), "Time them alone, with --backend")
+    progress("done", done, done)
+
+
+def _bench_one(task: _Task, tell: crew.Tell) -> None:
+    """A layer, in a process that sees one GPU; its records are told."""
+    if task.until is not None and time.time() > task.until:
+        return
+    plan = dataclasses.replace(task.plan, gpus=(), jobs=0, budget=None)
+    same_kind(task.device)
+    for record in bench([task.problem], task.device, task.settings, plan):
+        tell(record)
 
 
 def _decision(problem: Problem, device: Device, settings: Settings) -> Decision | None:

@@ -1,27 +1,27 @@
 """Tuning: every accepted backend of some layers, at every number of tokens that serving has, into the store.
 
 Measured is what is missing: a run that was ended goes on where it stopped. What must be compiled is compiled first, in
-several processes where that is asked for, so that no compilation is on the clock.
+several processes where that is asked for, so that no compilation is on the clock. Of several GPUs each has a process
+that takes the next layer and writes to the same store; all backends of a layer are timed on the same one.
 """
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
+import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from ..device import detect
 from ..errors import MeasurementError
 from ..oracle.measured import WIDEST_GAP
 from ..oracle.oracle import REFERENCE, candidates
 from ..oracle.problem import Device, Problem
 from ..oracle.registry import default_registry
 from ..settings import Settings
-from . import engine, environment
+from . import crew, engine, environment
 from .cells import Cell, RoutingKind, Sample, cell_of
 from .environment import Environment
 from .profile import Profile
@@ -66,6 +66,7 @@ class Plan:
         budget: seconds for everything; None for no end.
         jobs: processes that compile beforehand; 0 for none beside this one.
         again: measure also what was measured.
+        gpus: the GPUs to measure on, as `crew.gpus` names them; this process's own when empty.
     """
 
     buckets: tuple[int, ...] = BUCKETS
@@ -75,6 +76,7 @@ class Plan:
     budget: float | None = None
     jobs: int = 0
     again: bool = False
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass
@@ -136,7 +138,8 @@ def tune(
         progress: is told how it goes on.
 
     Raises:
-        MeasurementError: measurements cannot be kept, or a kernel broke the process. What was kept before is kept.
+        MeasurementError: measurements cannot be kept, or a kernel broke this process; one that breaks a process of
+            several GPUs is left out there. What was kept before is kept.
     """
     check_buckets(plan.buckets)
     begin = time.monotonic()
@@ -169,7 +172,15 @@ def tune(
         chosen = [
             (problem, _hopeful(accepted(problem, device, settings), outcomes[cell])) for cell, problem in work.items()
         ]
-        compile_beforehand(chosen, device, plan.buckets, plan.jobs, progress)
+        compile_beforehand(chosen, device, plan.buckets, plan.jobs, progress, plan.gpus)
+    if plan.gpus:
+        left = None if plan.budget is None else time.time() + plan.budget - (time.monotonic() - begin)
+        tasks = [_Task(cells[cell], device, settings, store, plan, tuple(known), left) for cell in work]
+        sizes = [len(steps[cell]) for cell in work]
+        for cell, found in zip(work, _spread(tasks, sizes, plan.gpus, progress), strict=True):
+            outcomes[cell] = found
+        progress("done", total, total)
+        return outcomes
     done = 0
     with engine.ready(device, most) as ready:
         for cell, problem in work.items():
@@ -186,6 +197,68 @@ def tune(
             done += len(steps[cell])
     progress("done", total, total)
     return outcomes
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A layer for one GPU of several; `until` is when the budget is spent, in seconds of the system's clock."""
+
+    problem: Problem
+    device: Device
+    settings: Settings
+    store: Store | None
+    plan: Plan
+    known: tuple[Profile, ...]
+    until: float | None
+
+
+_ATTEMPTS = 3
+"""Processes that a layer may take down: each time the backend that did it is left out, if it could still be named."""
+
+
+def _spread(tasks: Sequence[_Task], sizes: Sequence[int], gpus: Sequence[str], progress: Progress) -> list[Outcome]:
+    """Has layers measured on several GPUs. One whose processes die has what was kept of it."""
+    found: dict[int, Outcome] = {}
+    done = [0] * len(tasks)
+    for news in crew.run(_measure_one, tasks, gpus, _ATTEMPTS, quiet=True):
+        task = tasks[news.task]
+        if news.kind == "said":
+            words, done[news.task] = news.value
+            progress(words, min(sum(done), sum(sizes)), sum(sizes))
+            continue
+        done[news.task] = sizes[news.task]
+        if news.kind == "done":
+            found[news.task] = news.value
+        else:
+            cell, here = cell_of(task.problem), environment.of(task.device)
+            samples = _known(cell, here, task.store, task.known)
+            found[news.task] = Outcome(task.problem, samples, unfinished=news.value)
+    return [found[index] for index in range(len(tasks))]
+
+
+def _measure_one(task: _Task, tell: crew.Tell) -> Outcome:
+    """A layer, in a process that sees one GPU."""
+    same_kind(task.device)
+    budget = None if task.until is None else max(task.until - time.time(), 1e-9)
+    plan = dataclasses.replace(task.plan, gpus=(), jobs=0, budget=budget)
+    found = tune(
+        [task.problem], task.device, task.settings, task.store, plan, task.known,
+        lambda words, done, total: tell((words, done)),
+    )  # fmt: skip
+    (outcome,) = found.values()
+    return outcome
+
+
+def same_kind(device: Device) -> None:
+    """Whether the GPU that this process sees is such a device.
+
+    Raises:
+        MeasurementError: it is another.
+    """
+    here = detect()
+    if here.kind == "cuda" and (here.name, here.sm_count) != (device.name, device.sm_count):
+        rule = f"one GPU is {here.name} ({here.sm_count} multiprocessors), another {device.name} ({device.sm_count})"
+        raise MeasurementError(rule, "Name GPUs of one kind: what is measured on one must hold for all", "--gpus")
 
 
 def _hopeful(names: Sequence[str], outcome: Outcome) -> tuple[str, ...]:
@@ -280,7 +353,16 @@ def _remember(
 
 # --- Compiling beforehand ---------------------------------------------------------------------------------------------
 
-_Job = tuple[Problem, str, tuple[int, ...]]
+
+@dataclass(frozen=True)
+class _Job:
+    """A backend of a layer, at some numbers of tokens; `most` tokens are the most of any call."""
+
+    problem: Problem
+    backend: str
+    counts: tuple[int, ...]
+    device: Device
+    most: int
 
 
 def compile_beforehand(
@@ -289,9 +371,10 @@ def compile_beforehand(
     counts: Sequence[int],
     processes: int,
     progress: Progress,
+    gpus: Sequence[str] = (),
 ) -> None:
     """Runs backends once at every number of tokens, in processes of their own: the caches of what compiles are on disk.
-    A process that dies takes nothing with it but its own time.
+    A process that dies takes nothing with it but its own task, which is then compiled where it is measured.
 
     Args:
         work: layers, with the names of their backends.
@@ -299,53 +382,42 @@ def compile_beforehand(
         counts: numbers of tokens.
         processes: how many work at a time.
         progress: is told how it goes on.
+        gpus: where they run, by turns; this process's own when empty.
     """
     # In parts, because one backend may compile for each number of tokens. A stock layer converts all its experts.
     parts = [part for part in (tuple(counts[first::4]) for first in range(4)) if part]
     jobs: list[_Job] = []
     for problem, names in work:
         for name in names:
-            jobs += [(problem, name, part) for part in ([tuple(counts)] if name.startswith(STOCK) else parts)]
+            chosen = [tuple(counts)] if name.startswith(STOCK) else parts
+            jobs += [_Job(problem, name, part, device, max(counts)) for part in chosen]
     # This project's kernels compile the longest: what is begun last should be short.
-    jobs.sort(key=lambda job: not job[1].startswith("own"))
-    most = max(counts)
-    context = multiprocessing.get_context("spawn")
+    jobs.sort(key=lambda job: not job.backend.startswith("own"))
+    places = list(itertools.islice(itertools.cycle(gpus or (None,)), processes))
     done = 0
-    try:
-        with ProcessPoolExecutor(min(processes, len(jobs)) or 1, context, initializer=_quietly) as pool:
-            for _ in pool.map(_warm, jobs, [device] * len(jobs), [most] * len(jobs)):
-                done += 1
-                progress(f"compiling in {processes} processes", done, len(jobs))
-    except BrokenProcessPool:  # what is not compiled yet is compiled when it is measured
-        progress(f"a compiling process died after {done} of {len(jobs)} parts", done, len(jobs))
-
-
-def _quietly() -> None:
-    """The same remarks from sixteen processes help nobody."""
-    import logging
-
-    logging.disable(logging.WARNING)
+    for news in crew.run(_warm, jobs, places, quiet=True):
+        if news.kind != "said":
+            done += 1
+            progress(f"compiling in {min(processes, len(jobs))} processes", done, len(jobs))
 
 
 _held: list[object] = []
 
 
-def _warm(job: _Job, device: Device, most: int) -> None:
-    problem, name, buckets = job
+def _warm(job: _Job, tell: crew.Tell) -> None:
     if not _held:  # one engine a process, until the process ends
-        context = engine.ready(device, most)
+        context = engine.ready(job.device, job.most)
         _held.extend((context, context.__enter__()))
     ready = _held[1]
     assert isinstance(ready, engine.Engine)
     # What breaks a process here is met again, and kept, where it is measured.
-    with contextlib.suppress(engine.BrokenContext):
-        stock = name.startswith(STOCK)
-        bench = ready.bench(problem, [] if stock else [default_registry()[name]])
-        if stock:
-            add_stock(bench, device, [name.removeprefix(STOCK)], most)
-        for count in sorted(buckets, reverse=True):
-            bench.warm(count)
-        bench.close()
+    stock = job.backend.startswith(STOCK)
+    bench = ready.bench(job.problem, [] if stock else [default_registry()[job.backend]])
+    if stock:
+        add_stock(bench, job.device, [job.backend.removeprefix(STOCK)], job.most)
+    for count in sorted(job.counts, reverse=True):
+        bench.warm(count)
+    bench.close()
 
 
 def add_stock(bench: engine.Bench, device: Device, names: Sequence[str], most: int) -> dict[str, str]:

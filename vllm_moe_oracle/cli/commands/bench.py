@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from pathlib import Path
@@ -37,6 +38,9 @@ def command(
     backend: Annotated[str, typer.Option(help="Only these backends.", metavar="NAME,...")] = "",
     replays: Annotated[int, typer.Option(help="Timed replays of each, at most.", metavar="N")] = 30,
     jobs: Annotated[int, typer.Option(help="Processes that compile kernels beforehand.", metavar="N")] = 0,
+    gpus: Annotated[
+        str, typer.Option(help="Measure on several GPUs: all, or numbers like 0,1.", metavar="all|N,...")
+    ] = "",
     budget: Annotated[
         float | None, typer.Option(help="Begin no further layer after so many seconds.", metavar="SECONDS")
     ] = None,
@@ -106,6 +110,7 @@ def command(
         budget=budget,
     )
     device = measuring.machine()
+    plan = dataclasses.replace(plan, gpus=measuring.gpus(gpus))
     line = "vllm-moe-oracle " + shlex.join(sys.argv[1:])
     head = {"conditions": benching.conditions(device, plan, line)}
     records: list[Record] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,6 +36,9 @@ def command(
     replays: Annotated[int, typer.Option(help="Timed replays of each, at most.", metavar="N")] = 20,
     budget: Annotated[float | None, typer.Option(help="Seconds for everything.", metavar="SECONDS")] = None,
     jobs: Annotated[int, typer.Option(help="Processes that compile kernels beforehand.", metavar="N")] = 0,
+    gpus: Annotated[
+        str, typer.Option(help="Measure on several GPUs: all, or numbers like 0,1.", metavar="all|N,...")
+    ] = "",
     again: Annotated[bool, typer.Option("--again", help="Measure also what was measured before.")] = False,
     export: Annotated[
         Path | None, typer.Option(help="Write what is known of these layers here, as a profile.", metavar="FILE")
@@ -64,7 +68,7 @@ def command(
     Examples:
       vllm-moe-oracle tune ~/models/gpt-oss-20b
       vllm-moe-oracle tune mxfp4:gpt-oss-120b@tp2 --budget 60
-      vllm-moe-oracle tune --shapes --jobs 16 --export nvidia_h200.json
+      vllm-moe-oracle tune --shapes --jobs 60 --gpus all --export nvidia_h200.json
       vllm-moe-oracle tune --import bench.jsonl --export nvidia_h200.json
 
     \b
@@ -95,6 +99,7 @@ def command(
     tuning.check_buckets(plan.buckets)
     read = [profiles.read(each) for each in profile or []]
     device = measuring.machine()
+    plan = dataclasses.replace(plan, gpus=measuring.gpus(gpus))
     store = Store(cache_folder(chosen))
     if said := store.prepare():
         output.remark("note", said)
