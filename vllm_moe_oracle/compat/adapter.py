@@ -597,14 +597,7 @@ class Adapter:
             problem: the layer.
             tensors: kernel tensors of the layer by canonical name.
         """
-        if "layer" in inspect.signature(stock_class.__init__).parameters:  # until 0.27
-            layer = humming.stand_in(problem, tensors, self.humming_intermediate_size(problem))
-            return stock_class(layer, moe, quant_config)
         return stock_class(moe, humming.quant_config(quant_config, problem))
-
-    def humming_intermediate_size(self, problem: Problem) -> int:
-        """What Humming's experts take for the intermediate size, where they read it from a layer."""
-        return problem.intermediate_size
 
     # --- parameters -------------------------------------------------------------------------------
 
