@@ -49,6 +49,11 @@ _FLOAT32_SUMS = 1e-4
 room for cancellation. Only matters to float32 models."""
 
 
+_HASH = (0x21F0AAAD, 0x735A2D97)
+"""Odd numbers below 2**31, of a hash of 32 bits that was found by search: each bit of its input changes each of its
+output about every other time (Wellons, "Hash Function Prospector", 2018)."""
+
+
 Logits = tuple[Tensor, Tensor | None, float]
 """Router logits `[M, E]`, correction bias `[E]` or none, scaling factor."""
 
@@ -188,8 +193,7 @@ def make_telling(experts: dict[str, Tensor], problem: Problem) -> None:
     """
     for name in ("w13_scale", "w2_scale"):
         if experts[name].dtype == torch.uint8:
-            more = _random(experts[name], seed=1) > 0
-            experts[name] = experts[name].clamp(max=_LARGEST_SCALE - 1) + more.to(torch.uint8)
+            experts[name] = experts[name].clamp(max=_LARGEST_SCALE - 1) + _random_bits(experts[name])
     if problem.has_bias:
         # Of the first product, for inputs as `tokens` makes them; a part of the second, for activations around 1: all
         # of it would drown what alpha does.
@@ -223,6 +227,19 @@ def _random(like: Tensor, seed: int) -> Tensor:
     # Everything is named: while it loads a model, vLLM sets torch's default device and dtype to the model's.
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(like.shape, generator=generator, dtype=torch.float32, device="cpu").to(like.device)
+
+
+def _random_bits(like: Tensor) -> Tensor:
+    """Zeros and ones in uint8, of a tensor's shape, made on its device; the same on every device.
+
+    A hash of the element's number, for the scales of a few experts are millions: drawn on the host, and sent over, they
+    took as long as the rest of a check. 32 bits at a time in integers of 64, where no product overflows.
+    """
+    values = torch.arange(like.numel(), dtype=torch.int64, device=like.device)
+    for factor in _HASH:
+        values ^= values >> 16
+        values = values.mul_(factor).bitwise_and_(0xFFFFFFFF)
+    return (values >> 16).bitwise_and_(1).to(torch.uint8).view(like.shape)
 
 
 def _dequantised(problem: Problem, experts: Tensors, which: str) -> Tensor:
