@@ -20,7 +20,17 @@ from typing import Any
 from .errors import CheckpointError
 from .oracle.planner import in_whole_blocks, in_whole_groups
 from .oracle.problem import Activation, Parallel, Problem, Routing, Scheme
-from .quantization import GATED_PROJECTIONS, PLAIN_PROJECTIONS, Foreign, LayerNames, reader, shown, vllm_name
+from .quantization import (
+    GATED_PROJECTIONS,
+    ONLINE,
+    PLAIN_PROJECTIONS,
+    Foreign,
+    LayerNames,
+    SchemeOf,
+    reader,
+    shown,
+    vllm_name,
+)
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 TOP_K = (
@@ -59,6 +69,8 @@ _BLOCKS = {
     "step3_text": "moe",
     "step3p5": "moe",
 }
+_NUMBERED = {"lfm2_moe", "minimax_m2", "mixtral", "phimoe"}
+"""Kinds of model whose checkpoints call an expert's matrices w1, w3 and w2."""
 _CHECKPOINT_BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "mixer", "moe")
 
 # Experts without a gate, routers that score by sigmoid whatever the config says, routers with a bias for choosing, and
@@ -152,7 +164,9 @@ def read(path: Path) -> Config:
     return Config(file, top, model, nested, _quantization(top, model, file))
 
 
-def layers(config: Config, tp: int = 1, expert_parallel: bool = False, ragged: bool = False) -> Layers:
+def layers(
+    config: Config, tp: int = 1, expert_parallel: bool = False, ragged: bool = False, online: str = ""
+) -> Layers:
     """The MoE layers of a checkpoint as one rank sees them.
 
     Args:
@@ -160,22 +174,17 @@ def layers(config: Config, tp: int = 1, expert_parallel: bool = False, ragged: b
         tp: tensor-parallel ranks.
         expert_parallel: the ranks hold different experts instead of parts of each (``--enable-expert-parallel``).
         ragged: the setting `ragged_shards`.
+        online: vLLM's ``--quantization``: for a checkpoint in 16 bits a key of `ONLINE`; "" for none.
 
     Raises:
-        CheckpointError: no MoE layers, no quantisation, an unknown one, a field that is missing or has a value that it
-            cannot have, or a number of ranks that the model cannot be cut into.
+        CheckpointError: no MoE layers, no quantisation, an unknown one, another than `online`, a field that is missing
+            or has a value that it cannot have, or a number of ranks that the model cannot be cut into.
     """
     where = str(config.path)
     if tp > MAX_RANKS:
         raise CheckpointError(f"{tp} ranks are more than {MAX_RANKS}, the most that are considered", where=where)
     names = _moe_layers(config)
-    if config.quantization is None:
-        remedy = "Its experts are in the model's own dtype, for which vLLM chooses kernels itself"
-        raise CheckpointError("there is no quantization_config and no hf_quant_config.json", remedy, where)
-    quantization, source = config.quantization
-    if _model_type(config) in _FOUR_BIT_EXPERTS:
-        quantization = {"expert_dtype": config.model.get("expert_dtype") or "fp4", **quantization}
-    scheme_of = reader(quantization, source)
+    scheme_of, method = _quantised(config, online)
     problems, unquantised, foreign = [], [], {}
     for index, layer in names.items():
         answer = scheme_of(layer)
@@ -191,7 +200,31 @@ def layers(config: Config, tp: int = 1, expert_parallel: bool = False, ragged: b
         rule = f"its experts are stored as {formats}, which this release does not read"
         raise CheckpointError(rule, "It reads MXFP8, MXFP4 and 16-bit-activation integer formats", where)
     notes = tuple(_notes(config, unquantised, foreign))
-    return Layers(tuple(problems), tuple(unquantised), foreign, vllm_name(quantization), notes)
+    return Layers(tuple(problems), tuple(unquantised), foreign, method, notes)
+
+
+def _quantised(config: Config, online: str) -> tuple[SchemeOf, str]:
+    """What each layer's experts are stored as, or become while they load, and vLLM's name for the quantisation."""
+    where = str(config.path)
+    if config.quantization is None:
+        if online in ONLINE:
+            return lambda layer: ONLINE[online], online
+        if online:
+            rule = f"--quantization {shown(online)} is none of those that are decided here"
+            raise CheckpointError(rule, f"For a checkpoint in 16 bits these are {', '.join(ONLINE)}", where)
+        remedy = (
+            "Its experts are in the model's own dtype, for which vLLM chooses kernels itself; "
+            f"--quantization {' or '.join(ONLINE)} would quantise them while they load"
+        )
+        raise CheckpointError("there is no quantization_config and no hf_quant_config.json", remedy, where)
+    quantization, source = config.quantization
+    if _model_type(config) in _FOUR_BIT_EXPERTS:
+        quantization = {"expert_dtype": config.model.get("expert_dtype") or "fp4", **quantization}
+    scheme_of, method = reader(quantization, source), vllm_name(quantization)
+    if online not in ("", method):
+        rule = f"it is quantised already, as {method}, and --quantization is {shown(online)}"
+        raise CheckpointError(rule, "Leave --quantization out", where)
+    return scheme_of, method
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -335,7 +368,8 @@ def _layer_names(config: Config, index: int) -> LayerNames:
     inside = f"{index}.{block}.experts" if block else f"{index}.experts"
     modules = [f"{place}.layers.{inside}" for place in (root, *roots)]
     modules += [f"{root}.layers.{index}.{other}.experts" for other in _CHECKPOINT_BLOCKS if other != block]
-    return LayerNames(tuple(modules), PLAIN_PROJECTIONS if kind in _UNGATED else GATED_PROJECTIONS)
+    projections = PLAIN_PROJECTIONS if kind in _UNGATED else GATED_PROJECTIONS
+    return LayerNames(tuple(modules), projections, projections[1] if kind in _NUMBERED else ())
 
 
 # --- one layer --------------------------------------------------------------------------------------------------------

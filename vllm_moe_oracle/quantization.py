@@ -23,6 +23,13 @@ GATED_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 PLAIN_PROJECTIONS = (("up_proj", "down_proj"), ("w1", "w2"))
 """Names of an expert's matrices in checkpoints, by one convention or the other: gate, up, down; and without a gate."""
 
+ONLINE = {
+    "mxfp8": Scheme("mxfp8", 8, MX_BLOCK, "online", activations="mxfp8"),
+    "mxfp4": Scheme("mxfp4", 4, MX_BLOCK, "online", activations="mxfp4"),
+}
+"""What experts of a checkpoint in 16 bits become while they load, by vLLM's ``--quantization``. vLLM's own methods ask
+for kernels that quantise activations too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
@@ -42,16 +49,20 @@ class LayerNames:
     Attributes:
         modules: names of the experts' module: vLLM's first, then those that checkpoints use for the same.
         projections: names of one expert's matrices; one tuple for each convention.
+        own: the convention that the checkpoint follows, where that is known; else it is likely the first.
     """
 
     modules: tuple[str, ...]
     projections: tuple[tuple[str, ...], ...]
+    own: tuple[str, ...] = ()
 
-    def matrices(self) -> Iterable[tuple[str, ...]]:
-        """For every name and every convention, the full names of an expert's matrices: those of expert 0, or fused."""
+    def matrices(self, convention: tuple[str, ...] = ()) -> Iterable[tuple[str, ...]]:
+        """For every name, the full names of an expert's matrices, those of expert 0, by one convention; without one, by
+        every convention, and fused."""
         for module in self.modules:
-            yield (f"{module}.gate_up_proj", f"{module}.down_proj")
-            for names in self.projections:
+            if not convention:
+                yield (f"{module}.gate_up_proj", f"{module}.down_proj")
+            for names in (convention,) if convention else self.projections:
                 yield tuple(f"{module}.0.{name}" for name in names)
 
     def match(self, matches: Callable[[str], bool]) -> bool:
@@ -61,6 +72,49 @@ class LayerNames:
 
 Answer = Scheme | Foreign | None
 SchemeOf = Callable[[LayerNames], Answer]
+
+
+class _Unnamed:
+    """That no entry of a config names a module: it is stored as modules usually are."""
+
+
+_UNNAMED = _Unnamed()
+
+
+def _in_common(layer: LayerNames, of: Callable[[str], Answer | _Unnamed], usual: Answer, where: str) -> Answer:
+    """What all matrices of a layer's experts are stored as.
+
+    Args:
+        layer: the layer's names.
+        of: what the config's entries say of a matrix.
+        usual: what is true of a matrix that they do not name.
+        where: file and field, for messages.
+
+    Raises:
+        CheckpointError: entries store matrices of one layer differently.
+    """
+    for names in layer.matrices(layer.own or layer.projections[0]):
+        said = [of(name) for name in names]
+        answers = [usual if isinstance(each, _Unnamed) else each for each in said]
+        if any(each != answers[0] for each in answers):
+            pairs = zip(names, answers, strict=True)
+            words = "; ".join(f"{name.rpartition('.')[2]}: {in_words(answer)}" for name, answer in pairs)
+            rule = f"the matrices of one layer's experts are stored differently ({words})"
+            raise CheckpointError(rule, "vLLM's kernels take one format for a layer", f"{where}, {layer.modules[0]}")
+        if not any(isinstance(each, _Unnamed) for each in said):
+            return answers[0]
+    for names in layer.matrices():
+        said = [of(name) for name in names]
+        if not isinstance(said[0], _Unnamed) and all(each == said[0] for each in said):
+            return said[0]
+    return usual
+
+
+def in_words(answer: Answer) -> str:
+    """An answer for a message."""
+    if answer is None:
+        return "not quantised"
+    return answer.format if isinstance(answer, Foreign) else str(answer)
 
 
 def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
@@ -263,12 +317,16 @@ def _compressed_tensors(config: Mapping[str, Any], where: str) -> SchemeOf:
     if not groups:
         raise CheckpointError("there are no config_groups", where=where)
 
+    usual = next((scheme for classes, _, scheme in groups if classes), None)
+
     def of(layer: LayerNames) -> Answer:
-        if layer.match(ignored):
-            return None
-        by_name = (scheme for _, predicate, scheme in groups if layer.match(predicate))
-        by_class = (scheme for classes, _, scheme in groups if classes)
-        return next(by_name, next(by_class, None))
+        def of_matrix(name: str) -> Answer | _Unnamed:
+            names = (name, *layer.modules)
+            if any(map(ignored, names)):
+                return None
+            return next((scheme for _, predicate, scheme in groups if any(map(predicate, names))), _UNNAMED)
+
+        return _in_common(layer, of_matrix, usual, where)
 
     return of
 
@@ -363,15 +421,18 @@ def _gptq(config: Mapping[str, Any], where: str) -> SchemeOf:
     scheme = gptq_scheme(config, where)
 
     def of(layer: LayerNames) -> Answer:
-        for expression, excludes, override in rules:
-            if layer.match(expression.match):
-                if excludes or override is False:
-                    return None
-                if isinstance(override, Mapping):
-                    return gptq_scheme({**config, **override}, where)
-        if quantised and not layer.match(lambda name: name in full_names or any(part in name for part in quantised)):
-            return None
-        return scheme
+        def of_matrix(name: str) -> Answer | _Unnamed:
+            names = (name, *layer.modules)
+            for expression, excludes, override in rules:
+                if any(map(expression.match, names)):
+                    if excludes or override is False:
+                        return None
+                    if isinstance(override, Mapping):
+                        return gptq_scheme({**config, **override}, where)
+            return _UNNAMED
+
+        listed = layer.match(lambda name: name in full_names or any(part in name for part in quantised))
+        return _in_common(layer, of_matrix, scheme if listed or not quantised else None, where)
 
     return of
 

@@ -1,5 +1,5 @@
-"""Environment variables of vLLM's that choose what MoE kernels do, and that nobody follows: newer releases stopped reading
-some, and experts that this plugin serves do not hear of others. None is ignored without a word."""
+"""Environment variables of vLLM's that choose what MoE kernels do, and that nobody follows: newer releases stopped
+reading some, and experts that this plugin serves do not hear of others. None is ignored without a word."""
 
 from __future__ import annotations
 

@@ -21,12 +21,10 @@ from vllm.model_executor.utils import set_weight_attrs
 from ..compat.construction import current_layer
 from ..errors import CheckpointError
 from ..oracle.problem import MX_BLOCK, Scheme
+from ..quantization import ONLINE
 from ..schemes import mxfp8
 from . import storage
 from .base import OracleMoEMethod
-
-SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="online", activations="mxfp8")
-"""vLLM's own online MXFP8 is W8A8: it asks for kernels that quantise activations too."""
 
 
 def require_blocks(name: str, format: str = "MXFP8", **sizes: int) -> None:
@@ -200,7 +198,7 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
 class Mxfp8OnlineMoEMethod(OnlineMoEMethod, stock.Mxfp8OnlineMoEMethod):
     """MoE layers of a 16-bit checkpoint. Takes the place of the stock class of the same name."""
 
-    scheme = SCHEME
+    scheme = ONLINE["mxfp8"]
     codes = torch.float8_e4m3fn
 
     def quantise_into(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:

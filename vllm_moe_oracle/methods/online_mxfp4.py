@@ -6,18 +6,15 @@ import torch
 from torch import Tensor
 from vllm.model_executor.layers.quantization.online import mxfp4 as stock
 
+from ..quantization import ONLINE
 from ..schemes import mxfp4
-from .mxfp4 import mxfp4_scheme
 from .online import OnlineMoEMethod
-
-SCHEME = mxfp4_scheme("online", "mxfp4")
-"""vLLM's own online MXFP4 is W4A4: it asks for kernels that quantise activations too."""
 
 
 class Mxfp4OnlineMoEMethod(OnlineMoEMethod, stock.Mxfp4OnlineMoEMethod):
     """MoE layers of a 16-bit checkpoint. Takes the place of the stock class of the same name."""
 
-    scheme = SCHEME
+    scheme = ONLINE["mxfp4"]
     codes = torch.uint8
     per_byte = 2
 

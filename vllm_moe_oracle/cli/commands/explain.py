@@ -38,6 +38,13 @@ def command(
         ),
     ] = None,
     moe_backend: Annotated[str, typer.Option(help="As vLLM's --moe-backend.", metavar="NAME")] = "auto",
+    quantization: Annotated[
+        str,
+        typer.Option(
+            help="As vLLM's --quantization: mxfp8 or mxfp4 for a checkpoint in 16 bits, quantised while it loads.",
+            metavar="NAME",
+        ),
+    ] = "",
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", help="A setting of the plugin, e.g. backend=emulation. Repeatable.", metavar="KEY=VALUE"),
@@ -52,6 +59,7 @@ def command(
     Examples:
       vllm-moe-oracle explain ~/models/Qwen3-30B-A3B-MXFP8 --device nvidia-h200
       vllm-moe-oracle explain config.json --device nvidia-h200 --tp 2
+      vllm-moe-oracle explain ~/models/Qwen3-30B-A3B --quantization mxfp8 --device nvidia-h200
       vllm-moe-oracle explain config.json --set 'overrides=re:layers\\.[0-9]\\.=emulation' --json
 
     \b
@@ -71,7 +79,7 @@ def command(
         raise SettingError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")
     chosen = settings.load(assignments=read_assignments(assignments or []))
     machine = _device(device)
-    layers = checkpoint.layers(checkpoint.read(Path(path)), tp, ep, chosen.ragged_shards)
+    layers = checkpoint.layers(checkpoint.read(Path(path)), tp, ep, chosen.ragged_shards, quantization.lower())
     moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
     _check_all_used(chosen, layers)
     invariant = settings.batch_invariant() if batch_invariant is None else batch_invariant

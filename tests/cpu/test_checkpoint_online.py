@@ -1,0 +1,76 @@
+"""Checkpoints in 16 bits that vLLM's ``--quantization`` quantises while they load, as `explain` reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_moe_oracle.checkpoint import layers, read
+from vllm_moe_oracle.cli.main import app
+from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.quantization import ONLINE
+
+CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
+MXFP8 = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads((CONFIGS / "qwen3-30b-a3b.json").read_text()) | changes))
+    return file
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_every_layer_becomes_what_was_asked_for(name: str, tmp_path: Path) -> None:
+    found = layers(read(written(tmp_path)), online=name)
+    assert len(found.problems) == 48 and not found.unquantised and not found.foreign
+    assert {problem.scheme for problem in found.problems} == {ONLINE[name]}
+    assert {problem.scheme.packing for problem in found.problems} == {"online"}
+    assert found.method == name
+
+
+def test_they_are_what_the_methods_quantise_to() -> None:
+    pytest.importorskip("vllm", reason="methods subclass vLLM's")
+    from vllm_moe_oracle.methods.online import Mxfp8OnlineMoEMethod
+
+    assert Mxfp8OnlineMoEMethod.scheme == ONLINE["mxfp8"]
+
+
+def test_the_layers_shapes_are_those_of_a_quantised_checkpoint(tmp_path: Path) -> None:
+    online = layers(read(written(tmp_path)), 4, online="mxfp8").problems[0]
+    stored = layers(read(written(tmp_path, quantization_config=MXFP8)), 4).problems[0]
+    assert online.scheme != stored.scheme
+    for field in ("num_experts", "top_k", "hidden_size", "intermediate_size", "activation", "routing", "parallel"):
+        assert getattr(online, field) == getattr(stored, field)
+
+
+def test_a_checkpoint_that_is_quantised_stays_what_it_is_or_is_refused(tmp_path: Path) -> None:
+    config = read(written(tmp_path, quantization_config=MXFP8))
+    assert layers(config, online="modelopt_mxfp8") == layers(config)
+    with pytest.raises(CheckpointError, match="quantised already, as modelopt_mxfp8, and --quantization is 'mxfp4'"):
+        layers(config, online="mxfp4")
+
+
+def test_names_that_are_no_online_quantisation_are_refused_with_the_valid_ones(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'fp8' is none of those.*these are mxfp8, mxfp4"):
+        layers(read(written(tmp_path)), online="fp8")
+
+
+def test_without_the_option_the_error_names_it(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="--quantization mxfp8 or mxfp4 would quantise them while they load"):
+        layers(read(written(tmp_path)))
+
+
+def test_explain_takes_it_and_says_why_sizes_do_not_do(tmp_path: Path) -> None:
+    file = str(written(tmp_path))
+    told = CliRunner().invoke(app, ["explain", file, "--quantization", "MXFP8", "--device", "nvidia-h200"])
+    assert told.exit_code == 0, told.output
+    assert "mxfp8 (online, activations mxfp8)" in told.output and "own_mxfp8" in told.output
+    # 768 / 16 = 48, which blocks of 32 do not divide.
+    cut = CliRunner().invoke(app, ["explain", file, "--quantization", "mxfp8", "--device", "nvidia-h200", "--tp", "16"])
+    assert cut.exit_code == 3
+    assert "768 / 16 = 48 is no multiple of the scale group 32" in " ".join(cut.output.split())
