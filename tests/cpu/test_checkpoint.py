@@ -511,6 +511,49 @@ def test_published_quantised_models(name: str, explain: Any) -> None:
     assert {problem.scheme for problem in explain(config(name)).problems} == {scheme}
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+INT8 = INT4 | {"num_bits": 8}
+PARTS = {
+    "gptq, other bits": (GPTQ | {"dynamic": {r"+:.*\.down_proj": {"bits": 8}}}, "int8 symmetric"),
+    "gptq, left out": (GPTQ | {"dynamic": {r"-:.*\.experts\..*\.up_proj": {}}}, "up_proj: not quantised"),
+    "compressed-tensors, other bits": (
+        compressed(
+            group(INT4, targets=("re:.*(gate|up)_proj",)), group(INT8, targets=("re:.*down_proj",)), format=PACKED
+        ),
+        "int8 symmetric",
+    ),
+    "compressed-tensors, left out": (
+        compressed(group(INT4), format=PACKED, ignore=[r"re:.*\.gate_proj"]), "gate_proj: not quantised",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_matrices_of_one_layer_in_different_formats_are_refused(explain: Any, case: str) -> None:
+    quantization, words = PARTS[case]
+    with pytest.raises(CheckpointError) as error:
+        explain(quantised(quantization_config=quantization))
+    message = str(error.value)
+    assert "the matrices of one layer's experts are stored differently" in message
+    assert words in message and "int4 symmetric, groups of 128" in message and "mlp.experts" in message
+
+
+def test_entries_for_each_matrix_that_agree_are_one_format(explain: Any) -> None:
+    by_name = {rf"+:.*\.{name}_proj": {"bits": 8} for name in ("gate", "up", "down")}
+    targets = (group(INT8, targets=(rf"re:.*\.{name}_proj",)) for name in ("gate", "up", "down"))
+    for quantization in (GPTQ | {"dynamic": by_name}, compressed(*targets, format=PACKED)):
+        assert {each.scheme.bits for each in explain(quantised(quantization_config=quantization)).problems} == {8}
+    # Says of one matrix what is true of all.
+    same = GPTQ | {"dynamic": {r"+:.*\.down_proj": {"bits": 4}}}
+    assert {each.scheme.bits for each in explain(quantised(quantization_config=same)).problems} == {4}
+
+
+def test_a_router_called_gate_is_no_matrix_of_mixtrals_experts(explain: Any) -> None:
+    for pattern in (r"-:.*gate.*", r"-:.*\.gate"):
+        found = explain(quantised("mixtral-8x7b", quantization_config=GPTQ | {"dynamic": {pattern: {}}}))
+        assert found.unquantised == () and len(found.problems) == 32
+
+
 def test_gptq_may_leave_modules_out_and_give_others_another_group(explain: Any) -> None:
     quantization = {
         "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True,

@@ -62,15 +62,15 @@ class AwqExperts:
         super().maybe_update_config(model_name, *args, **kwargs)  # type: ignore[misc]
         self.expert_biases = has_expert_biases(model_name, kwargs.get("revision"))
 
-    def scheme_of(self, prefix: str) -> Answer:
+    def scheme_of(self, prefix: str, layer: Any = None) -> Answer:
         """What the experts of a layer are stored as, by the rules that `explain` knows too; None for not quantised."""
-        return reader(fields_of(self), _WHERE)(experts_called(prefix))
+        return reader(fields_of(self), _WHERE)(experts_called(prefix, layer))
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method for a layer; see the stock class."""
         if not isinstance(layer, RoutedExperts):
             return super().get_quant_method(layer, prefix)  # type: ignore[misc]
-        if not isinstance(self.scheme_of(prefix), Scheme):
+        if not isinstance(self.scheme_of(prefix, layer), Scheme):
             return unquantised(layer.moe_config)
         with under_construction(layer, prefix):
             return self.Method(self, layer.moe_config)

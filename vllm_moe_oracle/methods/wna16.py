@@ -308,6 +308,12 @@ def has_expert_biases(model_name: str, revision: str | None = None) -> bool:
     return any(_EXPERT_BIAS.search(name) for name in names)
 
 
-def experts_called(prefix: str) -> LayerNames:
-    """The names that a config may call the experts of a layer by; whether they have a gate is not known there."""
-    return LayerNames((prefix,), GATED_PROJECTIONS + PLAIN_PROJECTIONS)
+def experts_called(prefix: str, layer: Any = None) -> LayerNames:
+    """The names that a config may call the experts of a layer by.
+
+    Args:
+        prefix: the layer's name.
+        layer: the layer, which knows what the model's checkpoints call its matrices; None for nothing known.
+    """
+    names = (getattr(layer, f"ckpt_{each}_proj_name", None) for each in ("gate", "up", "down"))
+    return LayerNames((prefix,), GATED_PROJECTIONS + PLAIN_PROJECTIONS, tuple(name for name in names if name))
