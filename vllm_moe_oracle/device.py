@@ -122,6 +122,32 @@ def detect() -> Device:
     return _detected(_index())
 
 
+def gpus(words: str, visible: str | None) -> tuple[str, ...]:
+    """GPUs of those that this process sees, by their names in ``CUDA_VISIBLE_DEVICES``.
+
+    Args:
+        words: ``all``, or numbers like ``0,2``.
+        visible: the variable's value; None where it is not set.
+
+    Raises:
+        SettingError: there are none of these.
+    """
+    import torch
+
+    seen = [each.strip() for each in (visible or "").split(",") if each.strip()]
+    names = seen or [str(index) for index in range(torch.cuda.device_count())]
+    if words == "all":
+        return tuple(names)
+    try:
+        wanted = [int(word) for word in words.split(",")]
+    except ValueError:
+        wanted = []
+    if not wanted or len(set(wanted)) < len(wanted) or not all(0 <= each < len(names) for each in wanted):
+        rule = f"{words!r} names no GPUs here; there are {len(names)}"
+        raise SettingError(rule, "Write all, or their numbers, like 0,1,2,3", "--gpus")
+    return tuple(names[each] for each in wanted)
+
+
 def _index() -> int:
     """The GPU that this process has chosen; the first one as long as it has chosen none."""
     # Looked up, not imported: a process that uses a GPU has imported torch.

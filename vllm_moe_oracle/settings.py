@@ -9,11 +9,12 @@ nothing is ignored.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -303,6 +304,29 @@ def _section(additional_config: object) -> Mapping[str, object]:
 def environment(name: str) -> str | None:
     """A variable that is not ours, for the few places that have to look at one."""
     return os.environ.get(name)
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""Which GPUs a process sees."""
+
+
+@contextlib.contextmanager
+def seeing(gpu: str | None) -> Iterator[None]:
+    """Processes that are begun meanwhile see one GPU, before anything that they import can ask for GPUs.
+
+    Args:
+        gpu: as `VISIBLE` has it; None leaves what this process sees.
+    """
+    before = os.environ.get(VISIBLE)
+    if gpu is not None:
+        os.environ[VISIBLE] = gpu
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[VISIBLE] = before
+        elif gpu is not None:
+            del os.environ[VISIBLE]
 
 
 def batch_invariant() -> bool:

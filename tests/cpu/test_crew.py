@@ -17,8 +17,9 @@ pytest.importorskip("vllm", reason="its processes build layers with vLLM")
 from cases import problem, registry
 from test_measuring import BUCKETS, FAST, HERE, INT4_G32, LAYERS, SLOW, SMALL, Slowed, chosen, plan, store  # noqa: F401
 
+from vllm_moe_oracle import device, settings
 from vllm_moe_oracle.backends.emulation import Emulation
-from vllm_moe_oracle.errors import MeasurementError
+from vllm_moe_oracle.errors import MeasurementError, SettingError
 from vllm_moe_oracle.measure import benching, crew, engine, environment, lookup, tuning
 from vllm_moe_oracle.measure.cells import cell_of
 from vllm_moe_oracle.measure.store import Store
@@ -31,7 +32,7 @@ def work(task: Any, tell: crew.Tell) -> Any:
     if word == "where":
         print("a library's chatter")
         tell("here")
-        return os.environ.get(crew.VISIBLE)
+        return os.environ.get(settings.VISIBLE)
     if word == "die once" and not Path(rest[0]).exists():
         Path(rest[0]).touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -58,9 +59,9 @@ def ends(tasks: list[Any], places: list[str | None], attempts: int = 1) -> dict[
 
 
 def test_each_process_sees_its_own_gpu_and_all_tasks_are_done(capfd: pytest.CaptureFixture[str]) -> None:
-    before = os.environ.get(crew.VISIBLE)
+    before = os.environ.get(settings.VISIBLE)
     news = [*crew.run(work, [("where",)] * 5, ["7", "GPU-abc"])]
-    assert os.environ.get(crew.VISIBLE) == before
+    assert os.environ.get(settings.VISIBLE) == before
     assert {each.value for each in news if each.kind == "done"} == {"7", "GPU-abc"}
     assert [each.value for each in news if each.kind == "said"] == ["here"] * 5
     written = capfd.readouterr()
@@ -116,6 +117,14 @@ def test_processes_end_with_the_one_that_began_them(tmp_path: Path) -> None:
     parent.wait()
     assert pid.read_text() in children
     assert all(gone(int(each), 20) for each in children)
+
+
+def test_gpus_are_named_as_this_process_sees_them() -> None:
+    assert device.gpus("all", "4, GPU-abc,6") == ("4", "GPU-abc", "6")
+    assert device.gpus("2,0", "4, GPU-abc,6") == ("6", "4")
+    for wrong in ("3", "0,0", "x", "-1", "0;1"):
+        with pytest.raises(SettingError, match="names no GPUs here; there are 3"):
+            device.gpus(wrong, "4, GPU-abc,6")
 
 
 # --- Tuning and benchmarks on several GPUs, which are pretended -------------------------------------------------------
@@ -178,8 +187,8 @@ TWO = [LAYERS["mxfp8"], problem(**SMALL, scheme=INT4_G32)]
 
 def test_tuning_on_two_gpus_survives_what_its_processes_do_not(
     pretended: None,
-    store: Store,
-    tmp_path: Path,  # noqa: F811
+    store: Store,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     asked = chosen(tmp_path)
     steps: list[tuple[str, int, int]] = []

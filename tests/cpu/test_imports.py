@@ -25,10 +25,12 @@ SERVING = (
     | {"", "device", "records", "checkpoint", "quantization", "measure", "profiles"}
     | {
         "compat",
+        "compat.eras",
+        "compat.since",
         "methods",
     }
 )
-MEASURING = {f"measure.{name}" for name in ("engine", "tuning", "benching", "reporting", "plots")}
+MEASURING = {f"measure.{name}" for name in ("engine", "crew", "tuning", "benching", "reporting", "plots")}
 MAY_IMPORT: dict[str, set[str]] = {
     "": set(),
     "errors": {"oracle.decision"},  # for a type only
@@ -46,13 +48,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layouts": {"errors", "layouts", "oracle.problem"},
     "schemes": BASE | {"schemes", "layouts"},
     "kernels": {"kernels", "layouts"},  # knows neither vLLM nor the oracle
-    "backends": TENSORS | {"backends"},
+    "compat.eras": set(),
+    "compat.since": {"compat.eras", "oracle.problem"},
+    "backends": TENSORS | {"backends", "compat.since"},
     "oracle": PURE | {"backends", "oracle"},
     "profiles": BASE,
     "measure": DECIDING | {"", "device", "measure", "profiles"},
     # What measures builds layers as serving does; what serving asks of measurements knows nothing of that.
     **dict.fromkeys(MEASURING, SERVING | MEASURING),
-    "compat": DECIDING | {"", "device", "records", "quantization", "compat"},
+    "compat": DECIDING | {"", "device", "records", "quantization", "compat", "compat.eras", "compat.since"},
     "methods": SERVING,
     "plugin": SERVING,
     "cli": SERVING | MEASURING | {"plugin", "cli"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ..oracle.decision import Accepted, Numerics, Plan, Rejected, Verdict
@@ -149,6 +150,15 @@ class Backend(ABC):
         reasons = violations(self.limits, self.rules, problem, device, self.plan(problem, device))
         return Rejected(reasons) if reasons else Accepted()
 
+    def tiles(self, problem: Problem, tokens: int, most: int) -> tuple[str, ...]:
+        """Tile configurations (JSON) that may be faster at a number of tokens than its own choice, at most so many, the
+        likeliest first; empty for a backend that has none to choose from."""
+        return ()
+
+    def tiled(self, problem: Problem, tile: str) -> AbstractContextManager[None]:
+        """While the context lasts, calls run with a configuration of `tiles`: for measuring it."""
+        return nullcontext()
+
     @abstractmethod
     def estimate(self, problem: Problem, device: Device) -> float:
         """Static place in the order of candidates, lower first: where nothing was measured, the order of the newest
@@ -166,6 +176,22 @@ class Backend(ABC):
         """Name of what `convert` makes: two backends that give the same name make the same tensors, to the bit, and can
         run the same layer by turns. Its own, unless a backend says otherwise."""
         return f"{self.name} {plan.hidden_size}x{plan.intermediate_size} {plan.layout}".rstrip()
+
+    def objection(self, expert: Tensors, problem: Problem) -> str:
+        """What of an expert's loaded weights the backend cannot hold; "" when it can hold them.
+
+        Asked of every local expert before any is converted, where a backend has an answer of its own. With an objection
+        the next candidate is taken, or the start refused where the backend was chosen explicitly or the self-check is
+        strict. Unlike `convert` it may look at values.
+
+        Args:
+            expert: canonical tensors of one expert, without the leading expert dimension. Not modified.
+            problem: the layer.
+
+        Returns:
+            Where, with numbers, and what would help.
+        """
+        return ""
 
     @abstractmethod
     def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:

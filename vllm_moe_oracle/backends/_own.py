@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import logging
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..oracle.decision import Plan
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..kernels.weights import Matrix, OwnWeights
+
+logger = logging.getLogger("vllm.moe_oracle")
 
 HOPPER = ((90, 91),)
 """Where the kernels are compiled, tested and measured."""
@@ -78,6 +83,7 @@ class OwnBackend(Backend):
         from ..kernels.fused_moe import fused_moe, plan_workspace
 
         config = INVARIANT if problem.batch_invariant else None
+        self._give(problem, plan)
         quantise = self.activations(problem) == "mxfp8"
         blank = self._allocate(problem, problem.local_experts, "meta")
         # Tiles change with the number of tokens, so neither need grows steadily with it; beyond 1024 tokens the tiles
@@ -129,6 +135,44 @@ class OwnBackend(Backend):
             )
 
         return builder.from_scratch_function(run, nbytes)
+
+    def tiles(self, problem: Problem, tokens: int, most: int) -> tuple[str, ...]:
+        """What was the fastest for other shapes with as many rows an expert; none where one configuration must do for
+        all numbers of tokens."""
+        from ..kernels.config import candidates
+
+        if problem.batch_invariant:
+            return ()
+        blank = self._allocate(problem, problem.local_experts, "meta")
+        quantise = self.activations(problem) == "mxfp8"
+        found = candidates(blank, problem.top_k, tokens, most, quantise=quantise)
+        return tuple(json.dumps(each.to_json(), sort_keys=True) for each in found)
+
+    def tiled(self, problem: Problem, tile: str) -> AbstractContextManager[None]:
+        """The configuration, for all layers of the format and shape in this process."""
+        from ..kernels.config import checked, given
+
+        return given(self._allocate(problem, problem.local_experts, "meta"), problem.top_k, checked(tile))
+
+    def _give(self, problem: Problem, plan: Plan) -> None:
+        """Puts the plan's configurations before the kernels' own table. One that these kernels cannot run is left out
+        and said: somebody wrote it."""
+        from ..kernels.config import checked, fits, give
+
+        if not plan.tiles:
+            return
+        blank = self._allocate(problem, problem.local_experts, "meta")
+        rows = []
+        for most, tile in plan.tiles:
+            try:
+                config = checked(tile) if tile else None
+                if config and not fits(blank, problem.top_k, config, self.activations(problem) == "mxfp8"):
+                    raise ValueError(f"{config} does not fit {problem.hidden_size} x {problem.intermediate_size}")
+            except ValueError as error:
+                logger.warning("moe_oracle: %s: a measured tile configuration is not used: %s", problem.layer, error)
+                config = None
+            rows.append((most, config))
+        give(blank, problem.top_k, tuple(rows))
 
     def _warm_up(
         self, tensors: Tensors, blank: OwnWeights, problem: Problem, builder: Builder, config: Any, quantise: bool

@@ -72,11 +72,11 @@ def gpus(words: str) -> tuple[str, ...]:
     """The GPUs that the option ``--gpus`` means; none where it is not given: this process measures then.
 
     Raises:
-        MeasurementError: there are none of these.
+        SettingError: there are none of these.
     """
-    from ..measure import crew
+    from .. import device, settings
 
-    return crew.gpus(words) if words else ()
+    return device.gpus(words, settings.environment(settings.VISIBLE)) if words else ()
 
 
 def counts(words: str) -> tuple[int, ...]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +165,125 @@ def choose(weights: OwnWeights, top_k: int, tokens: int, *, quantise: bool = Fal
     return choose_tiles(weights, top_k, tokens, quantise=quantise) if quantise or prefill is None else prefill
 
 
+# --- Configurations measured where the kernels run --------------------------------------------------------------------
+
+Rows = tuple[tuple[int, Config | None], ...]
+"""Most tokens and the configuration, ascending; for None, and beyond the last, the table's and the rule's hold."""
+
+_given: dict[tuple[str, str], Rows] = {}
+
+
+def give(weights: OwnWeights, top_k: int, rows: Rows) -> Rows:
+    """Puts configurations that were measured elsewhere before the table's, for all layers of such a format and shape.
+
+    Returns:
+        Those that were given before.
+    """
+    key = (format_key(weights), shape_key(weights, top_k))
+    before = _given.pop(key, ())
+    if rows:
+        _given[key] = rows
+    return before
+
+
+@contextlib.contextmanager
+def given(weights: OwnWeights, top_k: int, config: Config) -> Iterator[None]:
+    """One configuration for every number of tokens, for as long as the context lasts: to be timed."""
+    before = give(weights, top_k, ((1 << 30, config),))
+    try:
+        yield
+    finally:
+        give(weights, top_k, before)
+
+
+def candidates(weights: OwnWeights, top_k: int, tokens: int, most: int, *, quantise: bool = False) -> list[Config]:
+    """Configurations to time beside the chosen one: what was the fastest for other shapes with as many rows an expert,
+    the shapes that are most alike first; none where the persistent kernels run.
+
+    most: how many, at most.
+    """
+    chosen = choose(weights, top_k, tokens, quantise=quantise)
+    if not isinstance(chosen, Config):
+        return []
+    rows = tokens * top_k / max(1.0, active_experts(weights.experts, top_k, tokens))
+    found: list[tuple[float, Config]] = []
+    for name, shapes in measured_table().items():
+        if not _alike(name, weights):
+            continue
+        for shape, table in shapes.items():
+            found += _likely(shape, table, weights, tokens, rows, 0.0 if name == format_key(weights) else 0.5)
+    configs = dict.fromkeys(config for _, config in sorted(found, key=lambda pair: pair[0]))
+    fit = [each for each in configs if each != chosen and fits(weights, top_k, each, quantise)]
+    return fit[:most]
+
+
+def _alike(name: str, weights: OwnWeights) -> bool:
+    """Whether tiles of a format in the table suit a layer: codes of the same width, integers or floating point."""
+    kind = name.split()[0]
+    return kind == weights.format or (
+        kind.startswith("int") == weights.format.startswith("int") and kind[-1] == weights.format[-1]
+    )
+
+
+def _likely(
+    shape: str, table: list[dict[str, Any]], weights: OwnWeights, tokens: int, rows: float, penalty: float
+) -> Iterator[tuple[float, Config]]:
+    """A shape's configurations near a number of rows an expert, with how far they are from it."""
+    experts, top_k, hidden, inner = (
+        int(word) for word in shape.split(" ")[0].split("x") + shape.split(" ")[1].split("x")
+    )
+    sizes = abs(math.log(weights.hidden / hidden)) + abs(math.log(weights.intermediate / inner))
+    plain = shape.endswith("plain") == weights.gated
+    for row in table:
+        count = min(row["tokens"], 1 << 14)
+        config = _from_table(json.dumps(row["config"], sort_keys=True))
+        theirs = count * top_k / max(1.0, active_experts(experts, top_k, count))
+        apart = abs(math.log(theirs / rows))
+        if config.per_slot:  # every choice is a tile: what counts is how many there are
+            apart = abs(math.log(count / tokens))
+        if apart <= math.log(2.1):
+            yield apart + 0.3 * sizes + 0.5 * plain + 1.0 * (config.per_slot != (tokens <= 4)) + penalty, config
+
+
+def fits(weights: OwnWeights, top_k: int, config: Config, quantise: bool) -> bool:
+    """Whether a configuration of another shape can run this one, without more registers than it needs there."""
+    for tile, columns in ((config.gate_up, weights.hidden), (config.down, weights.intermediate)):
+        if (tile.straight or tile.sweep > 1) and columns % (tile.bk * tile.fold):
+            return False
+        if tile.straight and columns > 4096:
+            return False
+    if config.down.merge:
+        choices = 1 << (top_k - 1).bit_length()
+        if choices * 16 * weights.intermediate * bits_of(weights.format) > 96 * 32 * 256 or not 8 <= choices <= 16:
+            return False
+    return not quantise or quantisable(weights, config)
+
+
+def checked(text: str) -> Config:
+    """A configuration from JSON that somebody wrote.
+
+    Raises:
+        ValueError: it is none, or one that no kernel is compiled for.
+    """
+    try:
+        config = Config.from_json(json.loads(text))
+        for tile in (config.gate_up, config.down):
+            sizes = (tile.bm, tile.bn, tile.bk, tile.warps, tile.fold)
+            whole = all(type(each) is int and each > 0 and each & (each - 1) == 0 for each in sizes)
+            counts = all(type(each) is int for each in (tile.stages, tile.split, tile.registers, tile.sweep))
+            if not (
+                whole and counts and max(tile.bm, tile.bn, tile.bk) <= 256 and tile.warps <= 16 and tile.fold <= 16
+            ):
+                raise ValueError(f"{tile} is no tile")
+            if not (
+                1 <= tile.stages <= 8 and 1 <= tile.split <= 16 and 0 <= tile.registers <= 255 and 1 <= tile.sweep <= 64
+            ):
+                raise ValueError(f"{tile} is no tile")
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{text[:80]!r} is no configuration: {error}") from error
+    return config
+
+
 def format_key(weights: OwnWeights) -> str:
     """The name of a layer's format in the tables of measured configurations."""
     return weights.format if weights.format.startswith("mx") else f"{weights.format} g{weights.group}"
@@ -169,12 +291,13 @@ def format_key(weights: OwnWeights) -> str:
 
 def choose_tiles(weights: OwnWeights, top_k: int, tokens: int, *, quantise: bool = False) -> Config:
     """`choose` among the kernels of `gemm.py` only."""
-    name = format_key(weights)
+    name, shape = format_key(weights), shape_key(weights, top_k)
     config = heuristic(weights, top_k, tokens)
-    for row in measured_table().get(name, {}).get(shape_key(weights, top_k), ()):
+    for row in measured_table().get(name, {}).get(shape, ()):
         if tokens <= row["tokens"]:
             config = _from_table(json.dumps(row["config"], sort_keys=True))
             break
+    config = next((each for most, each in _given.get((name, shape), ()) if tokens <= most), None) or config
     if quantise and not quantisable(weights, config):
         # A tile's parts of the columns would otherwise make it several times as large.
         small = Tile(8, 64, 128, fold=2) if config.per_slot else replace(config.gate_up, bn=64)

@@ -20,6 +20,8 @@ RoutingKind = Literal["uniform", "skewed"]
 
 MOST_MICROSECONDS = 1e8
 """Longer is no time of one layer."""
+MOST_TILE = 2000
+"""Characters of a tile configuration."""
 
 
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, order=True):
@@ -116,6 +118,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         error: largest relative L2 error of a few tokens against the reference, checked before.
         router: the time includes choosing experts from logits.
         failure: why there is no time; then every number but `tokens` is 0.
+        tile: the tile configuration that was the fastest, as JSON; "" for the backend's own choice.
     """
 
     backend: str
@@ -129,6 +132,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     error: float = 0.0
     router: bool = False
     failure: str = ""
+    tile: str = ""
 
     @property
     def sound(self) -> bool:
@@ -137,5 +141,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
             return False
         if self.failure:
             return len(self.failure) <= 2000
+        if len(self.tile) > MOST_TILE or not self.tile.isprintable():
+            return False
         times = (self.low, self.us, self.high)
         return all(0 < each < MOST_MICROSECONDS for each in times) and math.isfinite(self.error) and self.replays > 0

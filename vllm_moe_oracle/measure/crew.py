@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
-from ..errors import MeasurementError, OracleError
+from ..errors import OracleError
+from ..settings import seeing
 from .engine import BrokenContext
 
 _DEATH_SIGNAL = 1
 """prctl's PR_SET_PDEATHSIG: a signal for this process when the one that began it ends."""
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 Tell = Callable[[Any], None]
 """In a process: sends something to the one that began it."""
@@ -67,7 +66,7 @@ def run(
     Args:
         work: what is done with each.
         tasks: what can be pickled.
-        places: one process each: what it is to see as `VISIBLE`, None for what this process sees.
+        places: one process each: the GPU that it is to see, as `device.gpus` names it; None for what this process sees.
         attempts: processes that a task may take down before it is lost.
         quiet: log nothing below an error: the same remarks from sixteen processes help nobody.
 
@@ -86,7 +85,7 @@ def run(
     def begin(place: str | None) -> None:
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, work, quiet))
-        with _seeing(place):
+        with seeing(place):
             process.start()
         theirs.close()
         members[ours] = _Member(process, place)
@@ -145,21 +144,6 @@ def run(
             connection.close()
 
 
-@contextlib.contextmanager
-def _seeing(place: str | None) -> Iterator[None]:
-    """Processes that are begun meanwhile see one GPU: before anything that they import can ask for GPUs."""
-    before = os.environ.get(VISIBLE)
-    if place is not None:
-        os.environ[VISIBLE] = place
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[VISIBLE] = before
-        elif place is not None:
-            del os.environ[VISIBLE]
-
-
 def _ended(code: int) -> str:
     if code < 0:
         return f"its process was ended by {signal.Signals(-code).name}"
@@ -196,26 +180,3 @@ def _done(work: Work, task: Any, tell: Tell) -> tuple[str, Any]:
         raise
     except Exception:
         return "raised", traceback.format_exc()
-
-
-def gpus(words: str) -> tuple[str, ...]:
-    """The GPUs that ``all``, a number of them, or ``0,2`` means, as `VISIBLE` names them: of those that this process
-    sees.
-
-    Raises:
-        MeasurementError: there are none of these.
-    """
-    import torch
-
-    seen = [each.strip() for each in os.environ.get(VISIBLE, "").split(",") if each.strip()]
-    names = seen or [str(index) for index in range(torch.cuda.device_count())]
-    if words == "all":
-        return tuple(names)
-    try:
-        wanted = [int(word) for word in words.split(",")]
-    except ValueError:
-        wanted = []
-    if not wanted or len(set(wanted)) < len(wanted) or not all(0 <= each < len(names) for each in wanted):
-        rule = f"{words!r} names no GPUs here; there are {len(names)}"
-        raise MeasurementError(rule, "Write all, or their numbers, like 0,1,2,3", "--gpus")
-    return tuple(names[each] for each in wanted)

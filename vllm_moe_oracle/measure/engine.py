@@ -6,12 +6,15 @@ what an engine would have around a layer is made up (`compat.alone`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,13 +32,19 @@ from .cells import RoutingKind, Sample
 from .timing import Clock, Run
 from .weights import Tokens
 
+logger = logging.getLogger("vllm.moe_oracle")
+
 ROTATED_BYTES = 128 << 20
 """Layers smaller than this exist several times, up to this size together: more than twice an H200's second-level
 cache."""
 _MOST_COPIES = 4
+TILE_MARGIN = 0.02
+"""By what part a tile configuration must be faster than a backend's own choice to go before it."""
 CHECKED = 4
 """Tokens of a call whose output is compared with the reference."""
 
+
+_NO_TILES: Mapping[str, str] = MappingProxyType({})
 
 _BROKEN = ("CUDA error", "illegal memory access", "device-side assert", "unspecified launch failure")
 """In the message of an error after which no kernel of the process runs any more."""
@@ -160,6 +169,14 @@ class Layer:
         return run
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A backend with a tile configuration that it would not choose."""
+
+    backend: str
+    tile: str
+
+
 class Bench:
     """A problem's layers by backend.
 
@@ -202,8 +219,14 @@ class Bench:
         """Backends that can be timed so far."""
         return [*self._layers, *self.extra]
 
-    def warm(self, count: int, routing: RoutingKind = "uniform") -> None:
-        """Runs everything once at a number of tokens, which compiles what has to be compiled."""
+    def warm(self, count: int, routing: RoutingKind = "uniform", tiles: int = 0) -> None:
+        """Runs everything once at a number of tokens, which compiles what has to be compiled.
+
+        Args:
+            count: tokens.
+            routing: how they choose experts.
+            tiles: see `measure`.
+        """
         tokens = weights.tokens(self.problem, count, routing, self.engine.device.kind)
         for name in self.names:
             try:
@@ -211,6 +234,33 @@ class Bench:
                 _wait(self.engine.device)
             except Exception as error:
                 self.fail(name, error)
+        for variant in self._variants(count, tiles):
+            self._try(variant, tokens)
+
+    def _variants(self, count: int, tiles: int) -> list[Variant]:
+        """Backends with other tile configurations than their own, at a number of tokens."""
+        return [
+            Variant(name, tile)
+            for name in self._layers
+            for tile in (self._backends[name].tiles(self.problem, count, tiles) if tiles else ())
+        ]
+
+    def _try(self, variant: Variant, tokens: Tokens) -> bool:
+        """Runs a variant once. One that fails is left out, for it is only a suggestion.
+
+        Raises:
+            BrokenContext: nothing runs in this process any more.
+        """
+        try:
+            with self._backends[variant.backend].tiled(self.problem, variant.tile):
+                self._run_once(variant.backend, tokens)()
+            _wait(self.engine.device)
+        except Exception as error:
+            if any(word in str(error) for word in _BROKEN):
+                raise BrokenContext(variant.backend, f"{error}".splitlines()[0][:300]) from error
+            logger.info("%s with %s: %s", variant.backend, variant.tile, error)
+            return False
+        return True
 
     def _run_once(self, name: str, tokens: Tokens) -> Run:
         if name in self._layers:
@@ -218,7 +268,15 @@ class Bench:
         layer = self.extra[name]
         return lambda: layer(tokens.x, tokens.weights, tokens.ids, tokens.logits)
 
-    def measure(self, count: int, routing: RoutingKind, replays: int, seconds: float = math.inf) -> list[Sample]:
+    def measure(
+        self,
+        count: int,
+        routing: RoutingKind,
+        replays: int,
+        seconds: float = math.inf,
+        tiles: int = 0,
+        fixed: Mapping[str, str] = _NO_TILES,
+    ) -> list[Sample]:
         """Checks and times every backend at one number of tokens.
 
         Args:
@@ -226,29 +284,37 @@ class Bench:
             routing: how they choose experts.
             replays: how often each is timed, at most.
             seconds: see `timing.compare`.
+            tiles: how many tile configurations are timed beside a backend's own choice; the fastest is its sample.
+            fixed: tile configurations, by backend, that are timed instead of its own choice.
         """
         # First everything without a graph: a workspace that grows afterwards would leave graphs with the old one.
         before = set(self.failures)
         self.warm(count, routing)
         tokens = weights.tokens(self.problem, count, routing, self.engine.device.kind)
-        prepared: dict[str, list[Run]] = {}
-        errors: dict[str, float] = {}
+        prepared: dict[str | Variant, list[Run]] = {}
+        errors: dict[str | Variant, float] = {}
         failed = [self._failed(name, count, routing) for name in self.failures if name not in before]
         references: dict[str, Tensor] = {}
-        for name in self.names:
-            backend = self._backends.get(name)
+        variants = [each for each in self._variants(count, tiles) if self._try(each, tokens)]
+        todo: list[str | Variant] = [*self.names, *variants]
+        for name in todo:
+            owner = name.backend if isinstance(name, Variant) else name
+            tile = name.tile if isinstance(name, Variant) else fixed.get(name, "")
+            backend = self._backends.get(owner)
+            if owner not in self.names:
+                continue
             try:
                 if backend is None:
-                    replay, output = self.engine.clock.prepare(self._run_once(name, tokens))
+                    replay, output = self.engine.clock.prepare(self._run_once(owner, tokens))
                     prepared[name] = [replay]
                     replay()
                     if not bool(torch.isfinite(output.float()).all()):
                         raise MeasurementError("its output is not finite")
                     errors[name] = 0.0
                     continue
-                graphs = [
-                    self.engine.clock.prepare(run) for run in self._layers[name].runs(self.engine, tokens, self.routed)
-                ]
+                with backend.tiled(self.problem, tile) if tile else contextlib.nullcontext():
+                    runs = self._layers[owner].runs(self.engine, tokens, self.routed)
+                    graphs = [self.engine.clock.prepare(run) for run in runs]
                 prepared[name] = [replay for replay, _ in graphs]
                 precision = backend.activations(self.problem)
                 if precision not in references:
@@ -256,9 +322,13 @@ class Bench:
                 errors[name] = self._check(graphs[0], references[precision], backend)
             except Exception as error:
                 prepared.pop(name, None)
-                self.fail(name, error)
-                failed.append(self._failed(name, count, routing))
+                if isinstance(name, Variant) and not any(word in str(error) for word in _BROKEN):
+                    logger.info("%s with %s: %s", owner, tile, error)
+                    continue
+                self.fail(owner, error)
+                failed.append(self._failed(owner, count, routing))
         times = timing.compare(self.engine.clock, prepared, replays, seconds) if prepared else {}
+        best = {name: self._fastest(name, times) for name in times if isinstance(name, str)}
         return failed + [
             Sample(
                 backend=name,
@@ -269,11 +339,19 @@ class Bench:
                 low=found.low,
                 high=found.high,
                 replays=found.replays,
-                error=errors[name],
+                error=errors[key],
                 router=self.routed,
+                tile=fixed.get(name, "") if key == name else key.tile,
             )
-            for name, found in times.items()
+            for name, key in best.items()
+            for found in [times[key]]
         ]
+
+    def _fastest(self, name: str, times: Mapping[str | Variant, timing.Timing]) -> Any:
+        """A backend, or its variant that is faster by more than what two runs differ by."""
+        mine = [key for key in times if isinstance(key, Variant) and key.backend == name]
+        fastest = min(mine, key=lambda key: times[key].us, default=name)
+        return fastest if times[fastest].us < (1 - TILE_MARGIN) * times[name].us else name
 
     def _failed(self, name: str, count: int, routing: RoutingKind) -> Sample:
         return Sample(name, self._precision(name), count, routing, failure=self.failures[name])

@@ -6,6 +6,7 @@ with each other. Whatever cannot be read is a remark, never an error: serving do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -51,7 +52,7 @@ def evidence(problem: Problem, device: Device, settings: Settings) -> Evidence |
         made = _evidence(f"{name} ({there})", samples, problem)
         if soft:
             remarks.insert(0, f"measured with {', '.join(soft)}")
-        return Evidence(made.times, made.source, made.failures, tuple(remarks))
+        return Evidence(made.times, made.source, made.failures, tuple(remarks), made.tiles)
     return Evidence(remarks=tuple(remarks))
 
 
@@ -117,4 +118,18 @@ def _evidence(source: str, samples: Iterable[Sample], problem: Problem) -> Evide
     for sample in timed:
         times.setdefault(sample.backend, {}).setdefault(sample.routing, {})[sample.tokens] = sample.us
     failures = {sample.backend: sample.failure for sample in kept if sample.failure and sample.backend not in times}
-    return Evidence(times, source, failures)
+    tiles = {name: rows for name in times if (rows := _tiles([each for each in timed if each.backend == name]))}
+    return Evidence(times, source, failures, tiles=tiles)
+
+
+def _tiles(samples: list[Sample]) -> tuple[tuple[int, str], ...]:
+    """The fastest tile configurations of a backend: each up to the middle, in logarithms, of its number of tokens and
+    the next. Empty where its own choice was the fastest everywhere."""
+    found = sorted((each.tokens, each.tile) for each in samples if each.routing == "uniform")
+    if not any(tile for _, tile in found):
+        return ()
+    following = [tokens for tokens, _ in found[1:]]
+    return tuple(
+        (math.isqrt(tokens * following[index]) if index < len(following) else tokens, tile)
+        for index, (tokens, tile) in enumerate(found)
+    )

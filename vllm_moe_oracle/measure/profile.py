@@ -34,6 +34,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         error: the largest of the samples'.
         router: see `Sample`.
         failures: by routing and number of tokens.
+        tiles: by routing and number of tokens, where another tile configuration than the backend's own was the fastest.
     """
 
     activations: str
@@ -41,6 +42,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     error: float = 0.0
     router: bool = False
     failures: dict[str, dict[str, str]] = {}
+    tiles: dict[str, dict[str, str]] = {}
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,14 +106,17 @@ def _timings(samples: Iterable[Sample]) -> dict[str, Timing]:
     for backend, found in by_backend.items():
         times: dict[str, dict[str, tuple[float, float, float, int]]] = {}
         failures: dict[str, dict[str, str]] = {}
+        tiles: dict[str, dict[str, str]] = {}
         for each in found:
             if each.failure:
                 failures.setdefault(each.routing, {})[str(each.tokens)] = each.failure
             else:
                 numbers = (round(each.us, 2), round(each.low, 2), round(each.high, 2), each.replays)
                 times.setdefault(each.routing, {})[str(each.tokens)] = numbers
+            if each.tile:
+                tiles.setdefault(each.routing, {})[str(each.tokens)] = each.tile
         error = float(f"{max(each.error for each in found):.3g}")
-        timings[backend] = Timing(found[0].activations, times, error, found[0].router, failures)
+        timings[backend] = Timing(found[0].activations, times, error, found[0].router, failures, tiles)
     return timings
 
 
@@ -131,6 +136,7 @@ def _samples(entry: Entry) -> Iterable[Sample]:
                         "replays": replays,
                         "error": timing.error,
                         "router": timing.router,
+                        "tile": timing.tiles.get(routing, {}).get(tokens, ""),
                     },
                     Sample,
                 )

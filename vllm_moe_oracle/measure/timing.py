@@ -12,10 +12,10 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -123,8 +123,10 @@ class HostClock:
 
 Clock = CudaClock | HostClock
 
+Name = TypeVar("Name", bound=Hashable)
 
-def compare(clock: Clock, runs: Mapping[str, Sequence[Run]], replays: int, seconds: float) -> dict[str, Timing]:
+
+def compare(clock: Clock, runs: Mapping[Name, Sequence[Run]], replays: int, seconds: float) -> dict[Name, Timing]:
     """Times functions by turns.
 
     Args:
@@ -134,7 +136,7 @@ def compare(clock: Clock, runs: Mapping[str, Sequence[Run]], replays: int, secon
         seconds: after which no further round is begun, once three have been timed.
     """
     names = list(runs)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[Name, list[float]] = {name: [] for name in names}
     order = random.Random(0)
     begin = time.monotonic()
     for number in range(replays + DROPPED):

@@ -66,6 +66,8 @@ class Plan:
         budget: seconds for everything; None for no end.
         jobs: processes that compile beforehand; 0 for none beside this one.
         again: measure also what was measured.
+        tiles: tile configurations of a backend that are timed beside its own choice, under uniform routing; under
+            skewed routing it runs with the fastest of these.
         gpus: the GPUs to measure on, as `crew.gpus` names them; this process's own when empty.
     """
 
@@ -76,6 +78,7 @@ class Plan:
     budget: float | None = None
     jobs: int = 0
     again: bool = False
+    tiles: int = 0
     gpus: tuple[str, ...] = ()
 
 
@@ -172,7 +175,7 @@ def tune(
         chosen = [
             (problem, _hopeful(accepted(problem, device, settings), outcomes[cell])) for cell, problem in work.items()
         ]
-        compile_beforehand(chosen, device, plan.buckets, plan.jobs, progress, plan.gpus)
+        compile_beforehand(chosen, device, plan.buckets, plan.jobs, progress, plan.gpus, plan.tiles)
     if plan.gpus:
         left = None if plan.budget is None else time.time() + plan.budget - (time.monotonic() - begin)
         tasks = [_Task(cells[cell], device, settings, store, plan, tuple(known), left) for cell in work]
@@ -313,7 +316,13 @@ def _measure(
                 )
                 break
             progress(f"{problem.layer}: {count} tokens, {routing}", index)
-            found = bench.measure(count, routing, plan.replays, plan.seconds)
+            fixed = {
+                each.backend: each.tile
+                for each in outcome.samples
+                if (each.tokens, each.routing) == (count, "uniform") and each.tile and routing != "uniform"
+            }
+            tiles = plan.tiles if routing == "uniform" else 0
+            found = bench.measure(count, routing, plan.replays, plan.seconds, tiles, fixed)
             gone = {sample.backend for sample in found}
             found += [each for each in bench.failed(count, routing) if each.backend not in gone]
             found = [each for each in found if not any(word in each.failure for word in _OUT_OF_MEMORY)]
@@ -356,13 +365,15 @@ def _remember(
 
 @dataclass(frozen=True)
 class _Job:
-    """A backend of a layer, at some numbers of tokens; `most` tokens are the most of any call."""
+    """A backend of a layer, at some numbers of tokens, with so many other tile configurations; `most` tokens are the
+    most of any call."""
 
     problem: Problem
     backend: str
     counts: tuple[int, ...]
     device: Device
     most: int
+    tiles: int
 
 
 def compile_beforehand(
@@ -372,6 +383,7 @@ def compile_beforehand(
     processes: int,
     progress: Progress,
     gpus: Sequence[str] = (),
+    tiles: int = 0,
 ) -> None:
     """Runs backends once at every number of tokens, in processes of their own: the caches of what compiles are on disk.
     A process that dies takes nothing with it but its own task, which is then compiled where it is measured.
@@ -383,6 +395,7 @@ def compile_beforehand(
         processes: how many work at a time.
         progress: is told how it goes on.
         gpus: where they run, by turns; this process's own when empty.
+        tiles: tile configurations that are compiled beside a backend's own choice.
     """
     # In parts, because one backend may compile for each number of tokens. A stock layer converts all its experts.
     parts = [part for part in (tuple(counts[first::4]) for first in range(4)) if part]
@@ -390,7 +403,7 @@ def compile_beforehand(
     for problem, names in work:
         for name in names:
             chosen = [tuple(counts)] if name.startswith(STOCK) else parts
-            jobs += [_Job(problem, name, part, device, max(counts)) for part in chosen]
+            jobs += [_Job(problem, name, part, device, max(counts), tiles) for part in chosen]
     # This project's kernels compile the longest: what is begun last should be short.
     jobs.sort(key=lambda job: not job.backend.startswith("own"))
     places = list(itertools.islice(itertools.cycle(gpus or (None,)), processes))
@@ -416,7 +429,7 @@ def _warm(job: _Job, tell: crew.Tell) -> None:
     if stock:
         add_stock(bench, job.device, [job.backend.removeprefix(STOCK)], job.most)
     for count in sorted(job.counts, reverse=True):
-        bench.warm(count)
+        bench.warm(count, tiles=job.tiles)
     bench.close()
 
 

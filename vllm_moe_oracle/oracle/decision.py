@@ -63,12 +63,15 @@ class Plan:
         intermediate_size: features between the products that the kernel sees; at least the problem's.
         notes: what was padded and why, one sentence each; empty when the kernel takes the shard as it is.
         layout: which of several orders of the same tensors the kernel of this machine reads; "" where there is one.
+        tiles: most tokens and the tile configuration (JSON; "" for the backend's own choice) that was measured to be
+            the fastest up to there, ascending; empty where none was, and for backends without configurations.
     """
 
     hidden_size: int
     intermediate_size: int
     notes: tuple[str, ...] = ()
     layout: str = ""
+    tiles: tuple[tuple[int, str], ...] = ()
 
     def pads(self, problem: Problem) -> bool:
         """Whether the kernel sees larger tensors than the checkpoint's shard."""

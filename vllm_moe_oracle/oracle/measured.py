@@ -32,12 +32,14 @@ class Evidence:
         source: where it comes from, in words.
         failures: why a backend could not be measured, by name.
         remarks: how the place differs from here, and what else was found and not used.
+        tiles: by backend, see `Plan.tiles`.
     """
 
     times: Mapping[str, Times] = field(default_factory=dict)
     source: str = ""
     failures: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    tiles: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

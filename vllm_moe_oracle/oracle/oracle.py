@@ -81,7 +81,7 @@ def decide(
         named = _named(wish, judged, registry)
         chosen = next((candidate for candidate in named if candidate.accepted), None)
         if chosen is not None:
-            return _decision(chosen, wish.why, wish.by, judged, problem, device, registry)
+            return _tiled(_decision(chosen, wish.why, wish.by, judged, problem, device, registry), evidence)
         rule = _unavailable(wish, named, problem, device, registry)
         if settings.on_unavailable == "error":
             remedy = _way_out(judged)
@@ -108,7 +108,14 @@ def decide(
     elif choice.because:
         because = f"{because}; {choice.because}"
     decision = _decision(chosen, why, f"{because}{note}", judged, problem, device, registry)
-    return dataclasses.replace(decision, regretted=slow or bool(note), measured=choice.measured, steps=choice.steps)
+    decision = dataclasses.replace(decision, regretted=slow or bool(note), measured=choice.measured, steps=choice.steps)
+    return _tiled(decision, evidence)
+
+
+def _tiled(decision: Decision, evidence: Evidence | None) -> Decision:
+    """The decision with the tile configurations that were measured for its backend."""
+    tiles = evidence.tiles.get(decision.backend, ()) if evidence is not None else ()
+    return dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, tiles=tiles)) if tiles else decision
 
 
 def comparable(

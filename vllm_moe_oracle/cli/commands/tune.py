@@ -36,6 +36,9 @@ def command(
     replays: Annotated[int, typer.Option(help="Timed replays of each, at most.", metavar="N")] = 20,
     budget: Annotated[float | None, typer.Option(help="Seconds for everything.", metavar="SECONDS")] = None,
     jobs: Annotated[int, typer.Option(help="Processes that compile kernels beforehand.", metavar="N")] = 0,
+    tiles: Annotated[
+        int, typer.Option(help="Tile configurations of our kernels to time beside their own choice.", metavar="N")
+    ] = 4,
     gpus: Annotated[
         str, typer.Option(help="Measure on several GPUs: all, or numbers like 0,1.", metavar="all|N,...")
     ] = "",
@@ -99,7 +102,7 @@ def command(
     tuning.check_buckets(plan.buckets)
     read = [profiles.read(each) for each in profile or []]
     device = measuring.machine()
-    plan = dataclasses.replace(plan, gpus=measuring.gpus(gpus))
+    plan = dataclasses.replace(plan, tiles=max(tiles, 0), gpus=measuring.gpus(gpus))
     store = Store(cache_folder(chosen))
     if said := store.prepare():
         output.remark("note", said)
