@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..compat import since
 from ..oracle.decision import Plan
 from ..oracle.planner import padded
 from ..oracle.problem import MX_BLOCK, Device, Problem
 from ._contract import Backend, Tensors
 from ._limits import Limits, Rule
-from ._stock import mxfp4_place, release
+from ._stock import mxfp4_place
 from ._trtllm import EVEN_SPLIT, ONE
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 MULTIPLE = 128
 
-_PASSES_PARAMETERS_SINCE = (0, 28, 0)
 _CONSTANTS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
 """What the class has built in for MXFP4 before; a limit that the model sets goes before its own."""
 
@@ -33,7 +33,7 @@ def limits(capabilities: tuple[tuple[int, int], ...]) -> Limits:
     """
     return Limits(
         capabilities=capabilities,
-        packages={"flashinfer-python": "0.6.11", "vllm": "0.22.1"},
+        packages={"flashinfer-python": "0.6.11", "vllm": since.OLDEST},
         dtypes=("bfloat16",),
         gated=("silu", "swigluoai"),
         parameters=True,
@@ -55,22 +55,24 @@ def _unlike_constants(problem: Problem) -> bool:
 RULES = (
     Rule(
         "activation.parameters.since",
-        lambda problem, device: release(device) < _PASSES_PARAMETERS_SINCE and _unlike_constants(problem),
+        lambda problem, device: not since.reached(since.CUTLASS_PARAMETERS, device) and _unlike_constants(problem),
         lambda problem, device: (
             f"computes with alpha {_CONSTANTS['alpha']:g} and beta {_CONSTANTS['beta']:g}, and with a limit, for every "
-            f"MXFP4 layer before vLLM 0.28.0; the layer has {problem.activation}"
+            f"MXFP4 layer before vLLM {since.CUTLASS_PARAMETERS}; the layer has {problem.activation}"
         ),
-        "vLLM 0.28.0 or newer",
+        f"vLLM {since.CUTLASS_PARAMETERS} or newer",
     ),
     Rule(
         "activation.rows.since",
         lambda problem, device: (
-            release(device) < _PASSES_PARAMETERS_SINCE
+            not since.reached(since.CUTLASS_PARAMETERS, device)
             and problem.activation.name == "swigluoai"
             and not problem.activation.interleaved
         ),
-        lambda problem, device: "vLLM's class takes swigluoai over two halves of rows since 0.28.0",
-        "vLLM 0.28.0 or newer",
+        lambda problem, device: (
+            f"vLLM's class takes swigluoai over two halves of rows since {since.CUTLASS_PARAMETERS}"
+        ),
+        f"vLLM {since.CUTLASS_PARAMETERS} or newer",
     ),
     EVEN_SPLIT,
 )

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..compat import since
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import round_up
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem, SchemeName
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule, at_least
-from ._stock import activation_rule, mxfp8_place, release
+from ._stock import activation_rule, mxfp8_place
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_GROUPED_SINCE = (0, 30, 0)
-"""First vLLM release that runs experts of other ranks away from the indexed kernels."""
 
 _ONE_ORDER_SINCE = "0.1.17"
 """First release of humming-kernels whose wgmma kernels read codes in the order of its mma kernels."""
@@ -31,7 +29,7 @@ ONE = 127
 
 def grouped(problem: Problem, device: Device) -> bool:
     """Whether vLLM runs the layer with Humming's grouped kernels rather than its indexed ones."""
-    return problem.parallel.ep > 1 and release(device) >= _GROUPED_SINCE
+    return problem.parallel.ep > 1 and since.reached(since.HUMMING_GROUPED, device)
 
 
 def code_order(device: Device) -> str:
@@ -55,7 +53,7 @@ class Humming(Backend):
         capabilities=((80, 100),),
         # Its float16 kernels squeeze the scales into five bits.
         dtypes=("bfloat16",),
-        packages={"humming-kernels": "0.1.10", "vllm": "0.25.1"},
+        packages={"humming-kernels": "0.1.10", "vllm": since.HUMMING},
         gated=("silu", "gelu", "gelu_tanh", "swigluoai"),
         ungated=("silu", "gelu", "gelu_tanh", "relu2"),
         parameters=True,
@@ -124,5 +122,5 @@ def kind_rule(kind: str) -> Rule:
     )
 
 
-RULES = (activation_rule(swigluoai_since=(0, 28, 0)),)
+RULES = (activation_rule(swigluoai_since=since.HUMMING_HALVES),)
 """Rules of both kinds."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from ..compat import since
 from ..oracle.decision import Plan
 from ..oracle.planner import round_up
 from ..oracle.problem import MX_BLOCK, Device, Problem
@@ -55,5 +56,5 @@ class HummingMxfp4(Humming):
         return converted
 
 
-RULES_MXFP4 = (oai_rule(halves_since=(0, 28, 0)),)
+RULES_MXFP4 = (oai_rule(halves_since=since.HUMMING_HALVES),)
 """Rules of both kinds."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from ..compat import since
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import loaded_group, round_up
 from ..oracle.problem import ActivationPrecision, Device, Problem
@@ -36,7 +37,7 @@ class HummingWna16(Backend):
     vllm_names = ("humming",)
     limits = Limits(
         capabilities=FROM_SM75,
-        packages={"humming-kernels": "0.1.10", "vllm": "0.25.1"},
+        packages={"humming-kernels": "0.1.10", "vllm": since.HUMMING},
         gated=("silu", "gelu", "gelu_tanh", "swigluoai"),
         ungated=("silu", "gelu", "gelu_tanh", "relu2"),
         parameters=True,

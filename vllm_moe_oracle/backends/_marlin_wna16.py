@@ -5,19 +5,20 @@ columns: the hidden size must be a multiple of 128; the intermediate size is zer
 does since 0.25.1. How the checkpoint packs its codes is nothing to the operator: MoeWNA16 layers run too, which stock
 forbids.
 
-Until 0.29 the operator reorders input features itself (act order ``group``); from 0.30 on it cannot.
+Until vLLM 0.29 the operator reorders input features itself (act order ``group``); later ones cannot.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..compat import since
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import has_group_index, has_order, loaded_group, padded, scale_columns
 from ..oracle.problem import ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
-from ._stock import FROM_SM75, activation_rule, lora_rule, release
+from ._stock import FROM_SM75, activation_rule, lora_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,11 +26,6 @@ if TYPE_CHECKING:
     from ..oracle.problem import ActivationFormat
 
 INTERMEDIATE_MULTIPLE = 64
-
-_BYTES_SINCE = (0, 23, 0)
-"""First vLLM release whose classes take 8-bit codes."""
-_NO_ORDER_SINCE = (0, 30, 0)
-"""First vLLM release whose operator cannot reorder input features."""
 
 
 def limits(formats: tuple[ActivationFormat, ...], ungated: tuple[str, ...]) -> Limits:
@@ -63,12 +59,12 @@ def _padded(problem: Problem, device: Device) -> Plan:
 
 
 RULES = (
-    activation_rule(swigluoai_since=(0, 24, 0)),
+    activation_rule(swigluoai_since=since.MARLIN_HALVES),
     lora_rule(_padded),
     Rule(
         "bits.since",
-        lambda problem, device: problem.scheme.bits == 8 and release(device) < _BYTES_SINCE,
-        lambda problem, device: "vLLM's class takes 8-bit codes since 0.23.0",
+        lambda problem, device: problem.scheme.bits == 8 and not since.reached(since.MARLIN_8_BIT, device),
+        lambda problem, device: f"vLLM's class takes 8-bit codes since {since.MARLIN_8_BIT}",
     ),
     Rule(
         "zero_points.bits",
@@ -79,9 +75,11 @@ RULES = (
     ),
     Rule(
         "act_order.until",
-        lambda problem, device: has_order(problem) and release(device) >= _NO_ORDER_SINCE,
-        lambda problem, device: "the operator has no act order since vLLM 0.30; codes are stored by group of features",
-        "vLLM 0.29, or a checkpoint that was quantised with static groups",
+        lambda problem, device: has_order(problem) and since.reached(since.MARLIN_UNORDERED, device),
+        lambda problem, device: (
+            f"the operator has no act order since vLLM {since.MARLIN_UNORDERED}; codes are stored by group of features"
+        ),
+        f"vLLM {since.before(since.MARLIN_UNORDERED)}, or a checkpoint that was quantised with static groups",
     ),
     Rule(
         "act_order.zero_points",

@@ -50,7 +50,7 @@ def padded_expert(expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Te
     return {name: in_rows_of(problem, each) if name.startswith("w13") else each for name, each in found.items()}
 
 
-def oai_rule(halves_since: tuple[int, ...]) -> Rule:
+def oai_rule(halves_since: str) -> Rule:
     """Alpha, beta and limit reach the kernel, or the layer is refused.
 
     Args:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from packaging.version import InvalidVersion, Version
-
+from ..compat import since
 from ..oracle.decision import Plan
 from ..oracle.problem import Activation, Device, Problem
 from ._limits import Rule
@@ -165,25 +164,16 @@ def lora_rule(padding: Callable[[Problem, Device], Plan]) -> Rule:
     )
 
 
-def release(device: Device) -> tuple[int, ...]:
-    """vLLM's version on the machine as numbers; one that is unknown counts as the newest."""
-    try:
-        return Version(device.packages["vllm"]).release
-    except (KeyError, InvalidVersion):
-        return (1 << 16,)
-
-
 def _neutral(activation: Activation) -> bool:
     return activation.alpha in (None, 1.0) and activation.beta in (None, 0.0)
 
 
-def _reaches(problem: Problem, device: Device, swigluoai_since: tuple[int, ...]) -> str:
+def _reaches(problem: Problem, device: Device, swigluoai_since: str) -> str:
     """Why the activation's parameters do not reach a stock kernel; empty when they do."""
     activation = problem.activation
     if activation.name == "swigluoai":
-        if release(device) < swigluoai_since:
-            since = ".".join(map(str, swigluoai_since))
-            return f"takes gate rows, then up rows, for swigluoai only since vLLM {since}"
+        if not since.reached(swigluoai_since, device):
+            return f"takes gate rows, then up rows, for swigluoai only since vLLM {swigluoai_since}"
         return "" if activation.limit is not None else "asks a limit of swigluoai, the layer has none"
     if activation.name == "silu" and activation.gated:
         return "" if _neutral(activation) else f"uses alpha 1 and beta 0 for silu, the layer has {activation}"
@@ -192,7 +182,7 @@ def _reaches(problem: Problem, device: Device, swigluoai_since: tuple[int, ...])
     return f"passes no alpha, beta or limit to its {activation.name}, the layer has {activation}"
 
 
-def activation_rule(swigluoai_since: tuple[int, ...]) -> Rule:
+def activation_rule(swigluoai_since: str = since.OLDEST) -> Rule:
     """Alpha, beta and limit reach the kernel, or the layer is refused.
 
     vLLM applies a limit to silu, and alpha, beta and limit to ``swigluoai_uninterleave``; everything else is ignored in

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..compat import since
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import padded, round_up
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
 from ._mxfp4 import padded_expert
-from ._stock import mxfp4_place, release
+from ._stock import mxfp4_place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,12 +36,6 @@ _CONSTRAINTS: dict[str, dict[str, Any]] = {
     "blackwell": {"is_persistent": True, "epilogue_subtile": 1},
 }
 """What vLLM tells the package about its choice of tiles, by layout."""
-
-_LOCAL_IDS_SINCE = (0, 25, 1)
-"""First vLLM release that keeps empty slots (-1) apart from the last expert, adds up only slots that were written, and
-takes a number of experts per token that is no power of two."""
-_CONSUMER_SINCE = (0, 32, 0)
-"""First vLLM release that runs the package on sm_120."""
 
 
 class TritonKernels(Backend):
@@ -173,10 +168,6 @@ def _power_of_two(value: int) -> bool:
     return value & (value - 1) == 0
 
 
-def _words(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
-
-
 RULES = (
     Rule(
         "triton_kernels.generation",
@@ -188,14 +179,17 @@ RULES = (
     ),
     Rule(
         "capability.since",
-        lambda problem, device: device.capability >= 120 and release(device) < _CONSUMER_SINCE,
-        lambda problem, device: f"runs on sm_{device.capability} since vLLM {_words(_CONSUMER_SINCE)}",
+        lambda problem, device: device.capability >= 120 and not since.reached(since.TRITON_KERNELS_CONSUMER, device),
+        lambda problem, device: f"runs on sm_{device.capability} since vLLM {since.TRITON_KERNELS_CONSUMER}",
     ),
     Rule(
         "top_k.power",
-        lambda problem, device: not _power_of_two(problem.top_k) and release(device) < _LOCAL_IDS_SINCE,
         lambda problem, device: (
-            f"takes {problem.top_k} experts per token, which is no power of two, since vLLM {_words(_LOCAL_IDS_SINCE)}"
+            not _power_of_two(problem.top_k) and not since.reached(since.TRITON_KERNELS_LOCAL_IDS, device)
+        ),
+        lambda problem, device: (
+            f"takes {problem.top_k} experts per token, which is no power of two, since vLLM "
+            f"{since.TRITON_KERNELS_LOCAL_IDS}"
         ),
     ),
 )
@@ -203,10 +197,10 @@ RULES = (
 
 LOCAL_IDS = Rule(
     "expert_parallel.since",
-    lambda problem, device: problem.parallel.ep > 1 and release(device) < _LOCAL_IDS_SINCE,
+    lambda problem, device: problem.parallel.ep > 1 and not since.reached(since.TRITON_KERNELS_LOCAL_IDS, device),
     lambda problem, device: (
-        f"takes an empty slot for the last expert before vLLM {_words(_LOCAL_IDS_SINCE)}; experts are spread over "
-        f"{problem.parallel.ep} ranks"
+        f"takes an empty slot for the last expert before vLLM {since.TRITON_KERNELS_LOCAL_IDS}; experts are "
+        f"spread over {problem.parallel.ep} ranks"
     ),
     "tensor parallelism",
 )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..compat import since
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import padded
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
-from ._stock import activation_rule, mxfp8_place, release
+from ._stock import activation_rule, mxfp8_place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +36,7 @@ def limits(ungated: tuple[str, ...], max_experts: int, routing_methods: tuple[st
     """
     return Limits(
         capabilities=((100, 110),),
-        packages={"flashinfer-python": "", "vllm": "0.23.0"},
+        packages={"flashinfer-python": "", "vllm": since.TRTLLM_MXFP8},
         dtypes=("bfloat16",),
         gated=("silu", "swigluoai"),
         ungated=ungated,
@@ -77,11 +78,13 @@ MORE_EXPERTS_THAN_TOP_K = Rule(
 )
 
 RULES = (
-    activation_rule(swigluoai_since=(0, 25, 1)),
+    activation_rule(swigluoai_since=since.TRTLLM_MXFP8_PARAMETERS),
     Rule(
         "activation.parameters.since",
         lambda problem, device: problem.activation.limit is not None and not _passes_limits(device),
-        lambda problem, device: f"passes the limit {problem.activation.limit:g} to its kernel since vLLM 0.25.1",
+        lambda problem, device: (
+            f"passes the limit {problem.activation.limit:g} to its kernel since vLLM {since.TRTLLM_MXFP8_PARAMETERS}"
+        ),
     ),
     MORE_EXPERTS_THAN_TOP_K,
     EVEN_SPLIT,
@@ -90,7 +93,7 @@ RULES = (
 
 
 def _passes_limits(device: Device) -> bool:
-    return release(device) >= (0, 25, 1)
+    return since.reached(since.TRTLLM_MXFP8_PARAMETERS, device)
 
 
 class Trtllm(Backend):

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..compat import since
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import padded
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
-from ._stock import mxfp4_place, release
+from ._stock import mxfp4_place
 from ._trtllm import (
     EVEN_SPLIT,
     EXPERTS_MULTIPLE,
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROUTING_METHODS = ("renormalize", "renormalizenaive", "deepseekv3")
-_ROUTES_LIKE_DEEPSEEK_SINCE = (0, 27, 1)
-"""First release whose monolithic class passes groups, scaling factor and correction bias to the kernel."""
-_ROUNDS_TO_128_SINCE = (0, 27, 1)
-"""First release whose FlashInfer stock trusts with intermediate sizes that are odd multiples of 128."""
 
 
 def limits(routes: bool) -> Limits:
@@ -43,7 +40,7 @@ def limits(routes: bool) -> Limits:
     """
     return Limits(
         capabilities=((100, 110),),
-        packages={"flashinfer-python": "", "vllm": "0.22.1"},
+        packages={"flashinfer-python": "", "vllm": since.OLDEST},
         dtypes=("bfloat16",),
         gated=("silu", "swigluoai"),
         parameters=True,
@@ -76,9 +73,11 @@ ROUTING_RULES = (
     Rule(
         "routing.since",
         lambda problem, device: (
-            problem.routing.method == "deepseekv3" and release(device) < _ROUTES_LIKE_DEEPSEEK_SINCE
+            problem.routing.method == "deepseekv3" and not since.reached(since.TRTLLM_MXFP4_GROUPS, device)
         ),
-        lambda problem, device: "passes groups and correction bias to its kernel since vLLM 0.27.1",
+        lambda problem, device: (
+            f"passes groups and correction bias to its kernel since vLLM {since.TRTLLM_MXFP4_GROUPS}"
+        ),
     ),
     Rule(
         "routing.hashed",
@@ -110,8 +109,8 @@ class TrtllmMxfp4(Backend):
     place: str
 
     def plan(self, problem: Problem, device: Device) -> Plan:
-        """Both sizes, zero-padded: hidden to 256, intermediate to 128 (before vLLM 0.27.1 to 256), as stock does."""
-        new = release(device) >= _ROUNDS_TO_128_SINCE
+        """Both sizes, zero-padded: hidden to 256, intermediate to 128 (on older releases to 256), as stock does."""
+        new = since.reached(since.TRTLLM_MXFP4_MULTIPLES, device)
         return padded(problem, HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE if new else 2 * INTERMEDIATE_MULTIPLE)
 
     def estimate(self, problem: Problem, device: Device) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..compat import since
 from ..oracle.decision import Numerics
 from ..oracle.planner import loaded_group
 from ..oracle.problem import ActivationPrecision, Device, Problem
@@ -39,8 +40,7 @@ class CpuInt4(Backend):
         devices=("cpu",),
         # vLLM loads the library that has the operator where both are there.
         features=("avx512f", "avx512_bf16"),
-        # Before, its class routes tokens itself.
-        packages={"vllm": "0.30.0"},
+        packages={"vllm": since.CPU_INT4_ROUTED},
         dtypes=("bfloat16", "float16"),
         gated=("silu",),
         bits=(4,),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..compat import since
 from ..errors import OracleError
 from ..oracle.decision import Numerics, Plan
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
@@ -42,7 +43,7 @@ class CpuMxfp4(Backend):
     limits = Limits(
         devices=("cpu",),
         features=("avx512f", "avx512_bf16"),
-        packages={"vllm": "0.27.1"},
+        packages={"vllm": since.CPU_MXFP4},
         # With float16 the operator ends the process.
         dtypes=("bfloat16",),
         gated=("silu", "swigluoai"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..compat import since
 from ..errors import OracleError
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import padded
@@ -32,8 +33,7 @@ class DeepGemmMxfp4(Backend):
     stock_class = "DeepGemmFP4Experts"
     limits = Limits(
         capabilities=((100, 110), (120, 130)),
-        # Before, stock gave its kernels float32 scales, which DeepGEMM packed at every call.
-        packages={"vllm": "0.24.0"},
+        packages={"vllm": since.DEEP_GEMM_MXFP4_PACKED},
         dtypes=("bfloat16",),
         gated=("silu",),
         # Only the limit reaches the kernel; the rule below refuses alpha and beta.

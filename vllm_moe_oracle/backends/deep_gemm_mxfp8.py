@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..compat import since
 from ..errors import OracleError
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import padded
@@ -32,7 +33,7 @@ class DeepGemmMxfp8(Backend):
     stock_class = "DeepGemmExperts"
     limits = Limits(
         capabilities=((100, 110),),
-        packages={"vllm": "0.24.0"},
+        packages={"vllm": since.DEEP_GEMM_MXFP8},
         dtypes=("bfloat16",),
         gated=("silu", "swigluoai"),
         parameters=True,
@@ -43,7 +44,7 @@ class DeepGemmMxfp8(Backend):
         weight_on_input=True,
         eplb=True,
     )
-    rules = (activation_rule(swigluoai_since=(0, 24, 0)),)
+    rules = (activation_rule(swigluoai_since=since.DEEP_GEMM_MXFP8),)
 
     def plan(self, problem: Problem, device: Device) -> Plan:
         """The intermediate size, zero-padded to whole words of scales."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..compat import since
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import padded
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
@@ -51,7 +52,7 @@ class MarlinMxfp4(Backend):
         lora=True,
         eplb=True,
     )
-    rules = (oai_rule(halves_since=(0, 24, 0)), lora_rule(_padded))
+    rules = (oai_rule(halves_since=since.MARLIN_HALVES), lora_rule(_padded))
 
     def plan(self, problem: Problem, device: Device) -> Plan:
         """Both sizes, zero-padded to whole tiles."""

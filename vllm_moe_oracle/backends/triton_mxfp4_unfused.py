@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..compat import since
 from ..oracle.problem import Device, Problem
 from ._limits import Rule
 from ._stock import activation_rule
 from ._triton_kernels import LOCAL_IDS, RULES, TritonKernels
 
-_HALVES = activation_rule(swigluoai_since=(0, 24, 0))
+_HALVES = activation_rule(swigluoai_since=since.TRITON_KERNELS_HALVES)
 
 
 def _broken(problem: Problem, device: Device) -> bool:

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..compat import since
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import loaded_group, padded
 from ..oracle.problem import ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
-from ._stock import FROM_SM75, activation_rule, release, wna16_place
+from ._stock import FROM_SM75, activation_rule, wna16_place
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 COLUMNS = 64
 """The most columns of a step of the kernel's loop, in the configurations that vLLM falls back to."""
-
-_LIMIT_SINCE = (0, 28, 0)
-"""First vLLM release whose class passes a limit to its activation."""
 
 
 class TritonWna16(Backend):
@@ -50,11 +48,15 @@ class TritonWna16(Backend):
         eplb=True,
     )
     rules = (
-        activation_rule(swigluoai_since=(0, 29, 0)),
+        activation_rule(swigluoai_since=since.TRITON_WNA16_HALVES),
         Rule(
             "activation.parameters.since",
-            lambda problem, device: problem.activation.limit is not None and release(device) < _LIMIT_SINCE,
-            lambda problem, device: f"passes the limit {problem.activation.limit:g} to its activation since vLLM 0.28",
+            lambda problem, device: (
+                problem.activation.limit is not None and not since.reached(since.TRITON_WNA16_LIMIT, device)
+            ),
+            lambda problem, device: (
+                f"passes the limit {problem.activation.limit:g} to its activation since vLLM {since.TRITON_WNA16_LIMIT}"
+            ),
         ),
     )
 

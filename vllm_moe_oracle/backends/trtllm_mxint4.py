@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..compat import since
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import padded
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
@@ -39,8 +40,7 @@ class TrtllmMxint4(Backend):
     monolithic = True
     limits = Limits(
         capabilities=((100, 110),),
-        # Before, the class takes SiLU for no activation of its kernel's.
-        packages={"flashinfer-python": "", "vllm": "0.25.1"},
+        packages={"flashinfer-python": "", "vllm": since.TRTLLM_MXINT4_SILU},
         dtypes=("bfloat16",),
         gated=("silu",),
         parameters=True,
@@ -54,7 +54,7 @@ class TrtllmMxint4(Backend):
         routing_methods=("renormalize", "renormalizenaive", "deepseekv3"),
     )
     rules = (
-        activation_rule(swigluoai_since=(0, 0)),
+        activation_rule(),
         Rule(
             "activation.limit",
             lambda problem, device: problem.activation.limit is not None,
