@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from .. import schemes
 from ..backends import Backend, Tensors
 from ..backends.emulation import forward
-from ..errors import CheckpointError, SelfCheckError
+from ..errors import CheckpointError, NoBackendError, SelfCheckError
 from ..oracle.decision import Plan, Reason
 from ..oracle.problem import Parallel, Problem, Routing
 from ..oracle.registry import Registry, default_registry
@@ -41,7 +42,8 @@ _ROUNDINGS = 5
 """Places where a kernel may round to the model's dtype on the way from input to output: a dequantised weight, the first
 product, the activation, the second product, the sum over experts."""
 _UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
-_FORMAT_ERROR = {"16bit": 0.0, "mxfp8": 2.0**-4, "fp8": 2.0**-4, "mxfp4": 2.0**-2, "int8": 2.0**-7}
+_FORMAT_ERROR = {"16bit": 0.0, "mxfp8": 2.0**-4, "fp8": 2.0**-4, "fp8_token": 2.0**-4, "mxfp4": 2.0**-2,
+                 "int8": 2.0**-7}  # fmt: skip
 """Relative error of one rounding in the format of the activations: kernel and reference round values that differ in the
 last bit to neighbouring codes."""
 _FLOAT32_SUMS = 1e-4
@@ -285,7 +287,8 @@ def forget() -> None:
 
 
 def settle(method: Chooser, raw: Tensors, fixed: bool = False, registry: Registry | None = None) -> None:
-    """Checks a method's backend on its loaded weights, and takes the next candidate where it fails on any rank.
+    """Checks a method's backend on its loaded weights, and takes the next candidate where it cannot hold them or fails
+    on any rank.
 
     Args:
         method: its backend and decision are changed when another candidate is taken.
@@ -294,26 +297,53 @@ def settle(method: Chooser, raw: Tensors, fixed: bool = False, registry: Registr
         registry: the backends that the decision speaks of; None for this process's own.
 
     Raises:
+        NoBackendError: the weights are not what the backend can hold, and it was chosen explicitly, or the check is
+            strict, or nothing is left.
         SelfCheckError: the backend fails, and it was chosen explicitly, or the check is strict, or nothing is left.
         AgreementError: another rank could not check.
     """
     mode = method.settings.self_check
-    if mode == "off":
-        return
     while True:
         problem, name = method.decision.problem, method.backend.name
-        verdict = judge(method, raw)
+        held = holds(method, raw)
+        verdict = held if not held.passed or mode == "off" else judge(method, raw)
         if verdict.passed:
             return
-        found = f"{name} fails its self-check on {problem}: {verdict.said}"
+        doing = "fails its self-check on" if held.passed else "cannot hold the loaded weights of"
+        found = f"{name} {doing} {problem}: {verdict.said}"
         if fixed or mode == "strict" or method.decision.why in ("user", "override") or not verdict.left:
+            if not held.passed:
+                raise NoBackendError(found, "Choose another backend", problem.layer)
             remedy = "Choose another backend, and report this with the model's name; MOE_ORACLE_SELF_CHECK=off skips it"
             raise SelfCheckError(found, remedy, problem.layer)
         following = verdict.left[0]
         logger.error("moe_oracle: %s: %s; taking %s instead", problem.layer, found, following)
-        reason = Reason("self_check", f"failed its self-check on the loaded weights: {verdict.said}")
-        because = f"{name}, which came first, failed its self-check on the loaded weights"
-        take(method, reason, because, following, registry or default_registry())
+        code = "self_check" if held.passed else "weights"
+        did = "failed its self-check on the loaded weights" if held.passed else "cannot hold the loaded weights"
+        reason = Reason(code, f"{did}: {verdict.said}")
+        take(method, reason, f"{name}, which came first, {did}", following, registry or default_registry())
+
+
+def holds(method: Chooser, raw: Tensors) -> Verdict:
+    """Whether a method's backend can hold the loaded weights of every expert of the layer, on all ranks.
+
+    Args:
+        method: the method; not changed.
+        raw: see `settle`.
+    """
+    backend, problem = method.backend, method.decision.problem
+    if type(backend).objection is Backend.objection:
+        return Verdict("", True, ())
+
+    def first_objection() -> str:
+        for index in range(problem.local_experts):
+            expert = {name: each[0] for name, each in canonical(problem, raw, [index]).items()}
+            said = backend.objection(expert, problem)
+            if said:
+                return f"expert {index}: {said}"
+        return ""
+
+    return _together(method, f"the weights of {problem.layer} in {backend.name}", first_objection)
 
 
 def judge(method: Chooser, raw: Tensors) -> Verdict:
@@ -335,17 +365,32 @@ def judge(method: Chooser, raw: Tensors) -> Verdict:
 def _on_all_ranks(method: Chooser, raw: Tensors) -> Verdict:
     """Tries the method's backend here, and hears what the other ranks of the layer found with their experts."""
     problem, name = method.decision.problem, method.backend.name
+    passed = ""
+
+    def complaint() -> str:
+        nonlocal passed
+        result = _try(method, raw)
+        if isinstance(result, Result) and result.passed:
+            passed = str(result)
+            return ""
+        return str(result)
+
+    verdict = _together(method, f"the self-check of {name} for {problem.layer}", complaint)
+    return dataclasses.replace(verdict, said=verdict.said or passed)
+
+
+def _together(method: Chooser, topic: str, complaint: Callable[[], str]) -> Verdict:
+    """What all ranks find of a method's backend: it passes where none of them complains."""
 
     def found() -> dict[str, Any]:
-        result = _try(method, raw)
-        passed = isinstance(result, Result) and result.passed
-        return {"passed": passed, "said": str(result), "left": remaining(method.decision, name)}
+        said = complaint()
+        return {"passed": not said, "said": said, "left": remaining(method.decision, method.backend.name)}
 
-    ranks = agreement.gather(method.group, f"the self-check of {name} for {problem.layer}", found)
+    ranks = agreement.gather(method.group, topic, found)
     failed = {rank: each["said"] for rank, each in enumerate(ranks) if not each["passed"]}
     said = "; ".join(f"rank {rank}: {words}" if len(ranks) > 1 else words for rank, words in failed.items())
     left = [each for each in ranks[0]["left"] if all(each in other["left"] for other in ranks)]
-    return Verdict(said or ranks[method.group.rank]["said"], not failed, tuple(left))
+    return Verdict(said, not failed, tuple(left))
 
 
 def _try(method: Chooser, raw: Tensors) -> Result | str:

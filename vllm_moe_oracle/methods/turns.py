@@ -193,14 +193,17 @@ def _objection(method: Method, backend: Backend, raw: Tensors) -> str:
     topic = f"turns of {backend.name} for {problem.layer}"
     if any(agreement.gather(method.group, topic, lambda: bool(objection))):
         return f"vLLM's own class refuses it: {objection}" if objection else "another rank's vLLM refuses it"
-    if method.settings.self_check == "off":
-        return ""
     plan = _plan(method, backend)
     decision = dataclasses.replace(method.decision, backend=backend.name, plan=plan, steps=())
     stand_in: Any = SimpleNamespace(
         decision=decision, backend=backend, settings=method.settings, release=method.release, moe=method.moe,
         group=method.group,
     )  # fmt: skip
+    held = selfcheck.holds(stand_in, raw)
+    if not held.passed:
+        return f"it cannot hold the loaded weights: {held.said}"
+    if method.settings.self_check == "off":
+        return ""
     verdict = selfcheck.judge(stand_in, raw)
     return "" if verdict.passed else f"it fails its self-check: {verdict.said}"
 
