@@ -14,6 +14,7 @@ from vllm_moe_oracle import device, settings
 from vllm_moe_oracle.measure import benching, engine, lookup, shapes, timing, tuning
 from vllm_moe_oracle.measure.floors import floor_us
 from vllm_moe_oracle.measure.store import Store
+from vllm_moe_oracle.oracle.measured import Evidence
 from vllm_moe_oracle.oracle.oracle import decide
 
 pytestmark = pytest.mark.gpu
@@ -88,3 +89,27 @@ def test_skewed_routing_is_no_slower_where_weights_are_the_time() -> None:
         uniform, skewed = (bench.measure(64, routing, 9)[0] for routing in ("uniform", "skewed"))
         bench.close()
     assert skewed.us < uniform.us
+
+
+@pytest.mark.parametrize("cell", ["int4_g128:qwen3-30b-a3b@tp2", "mxfp8:glm-4.5@tp8"])
+def test_a_measured_tile_configuration_is_no_slower_and_is_what_serving_runs(cell: str) -> None:
+    """Of shapes that the kernels' own table does not have."""
+    here, layer = device.detect(), shapes.parse(cell)
+    backend = next(
+        each for each in tuning.default_registry() if each.name.startswith("own") and layer.scheme.name in each.schemes
+    )
+    with engine.ready(here, 64) as ready:
+        bench = ready.bench(layer, [backend])
+        for count in (1, 16):
+            (own,) = bench.measure(count, "uniform", 9)
+            (best,) = bench.measure(count, "uniform", 9, tiles=3)
+            assert best.failure == "" and best.us <= 1.05 * own.us and best.error > 0
+            (again,) = bench.measure(count, "skewed", 9, fixed={backend.name: best.tile})
+            assert again.tile == best.tile and again.us > 0
+            if best.tile:
+                tiles = ((64, best.tile),)
+                given = Evidence({backend.name: {"uniform": {count: best.us}}}, "a test", tiles={backend.name: tiles})
+                chosen = settings.load({}, assignments={"backend": backend.name})
+                decision = decide(layer, here, chosen, evidence=given)
+                assert decision.plan.tiles == tiles
+        bench.close()

@@ -1,0 +1,105 @@
+"""Two backends of one layer by turns, under vLLM's own CUDA graphs: each graph holds the one for its number of tokens.
+
+A tiny model that recites an alphabet (tests/checkpoints.py) is served with a profile in which this project's kernels
+win up to 8 tokens and Marlin beyond. Which of them ran in the replayed graphs is what CUPTI saw.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "e2e"), str(Path(__file__).resolve().parent)]
+
+import generate  # noqa: E402
+import reload  # noqa: E402
+
+from vllm_moe_oracle import checkpoint, device  # noqa: E402
+from vllm_moe_oracle.measure import environment, profile  # noqa: E402
+from vllm_moe_oracle.measure.cells import Sample, cell_of  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+FEW, MANY = "own_mxfp8", "marlin_mxfp8"
+BATCHES = (1, 4, 16, 32)
+SWITCH = 11
+"""Between 8 and 16, in the middle of their logarithms."""
+OWN_KERNELS = ("gate_up", "down", "down_sweep", "down_merged")
+
+
+def measured(folder: str, path: Path) -> None:
+    """A profile of the model's layers as it might have been measured here."""
+    problem = checkpoint.layers(checkpoint.read(Path(folder))).problems[0]
+    times = {FEW: (20.0, 90.0), MANY: (30.0, 60.0), "humming_mxfp8": (95.0, 95.0)}
+    samples = [
+        Sample(name, "16bit", count, "uniform", us, us, us, 9, 1e-3)
+        for name, both in times.items()
+        for count in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+        for us in [both[count > 8]]
+    ]
+    made = profile.make(environment.of(device.detect()), {cell_of(problem): samples}, {"command": "none: made up"})
+    profile.write(made, path)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from vllm import LLM
+
+    folder = reload.write(tmp_path_factory.mktemp("model"), "mxfp8:auto", 0)
+    path = tmp_path_factory.mktemp("profile") / "p.json"
+    measured(folder, path)
+    return LLM(
+        model=folder,
+        dtype="bfloat16",
+        **generate.SMALL
+        | {
+            "enforce_eager": False,
+            "max_num_seqs": max(BATCHES),
+            "max_num_batched_tokens": 512,
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": list(BATCHES),
+            },
+        },
+        additional_config={
+            "moe_oracle": {"profile": str(path), "second_copy": True, "objective": "1:1,16:1,512:1", "margin": 0.03}
+        },
+    )
+
+
+def methods(llm: Any) -> list[Any]:
+    found = [getattr(module, "quant_method", None) for module in generate.model_of(llm).modules()]
+    return [method for method in found if hasattr(method, "decision")]
+
+
+def test_every_layer_takes_turns_with_a_copy_of_its_weights(llm: Any) -> None:
+    layers = methods(llm)
+    assert len(layers) == 2
+    for method in layers:
+        assert [(step.backend, step.most) for step in method.decision.steps] == [(FEW, SWITCH), (MANY, None)]
+        assert method.by_turns is not None and len(method.copies) == 1
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_graph_holds_the_backend_of_its_number_of_tokens(llm: Any, batch: int) -> None:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(max_tokens=reload.TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": reload.PROMPT} for _ in range(batch)]
+    llm.reset_prefix_cache()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        outputs = llm.generate(prompts, parameters, use_tqdm=False)
+    assert all(list(each.outputs[0].token_ids) == reload.ALPHABET for each in outputs)
+    names = [event.name for event in seen.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+    # One of each a layer and step; marlin_moe_wna16's name is mangled, ours are what the functions are called.
+    ran = {MANY: sum("marlin" in name.lower() for name in names), FEW: sum(name in OWN_KERNELS for name in names)}
+    steps = 2 * (reload.TOKENS - 1)  # of two layers; the first token comes with the prompt
+    decoded, other = (FEW, MANY) if batch <= SWITCH else (MANY, FEW)
+    assert ran[decoded] >= steps and ran[other] < steps / 2, (ran, sorted(set(names)))
