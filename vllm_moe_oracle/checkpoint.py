@@ -99,6 +99,10 @@ _GPT_OSS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
 # Models whose FP8 config leaves the experts' own type to the model's config.
 _FOUR_BIT_EXPERTS = frozenset({"deepseek_v4", "deepseek_v41"})
 
+# Models whose modules for multi-token prediction are decoder layers like the others, after the last of them.
+_PREDICTING = frozenset({"deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe"})
+_PREDICTORS = ("num_nextn_predict_layers", "num_mtp_modules")
+
 _DTYPES = frozenset({"bfloat16", "float16", "float32"})
 
 
@@ -112,6 +116,8 @@ class Layers:
         foreign: names of layers whose experts are quantised in another format, with the format.
         method: vLLM's name for the checkpoint's quantisation, e.g. ``modelopt_mxfp8``.
         notes: what a reader of the answer should know about how it was made, one sentence each.
+        predicting: as `problems`, of modules for multi-token prediction, which vLLM loads as a model of their own where
+            speculative decoding asks for them.
     """
 
     problems: tuple[Problem, ...]
@@ -119,6 +125,7 @@ class Layers:
     foreign: Mapping[str, str]
     method: str
     notes: tuple[str, ...]
+    predicting: tuple[Problem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +192,9 @@ def layers(
         raise CheckpointError(f"{tp} ranks are more than {MAX_RANKS}, the most that are considered", where=where)
     names = _moe_layers(config)
     scheme_of, method = _quantised(config, online)
-    problems, unquantised, foreign = [], [], {}
-    for index, layer in names.items():
+    predictors = _predictors(config)
+    problems, predicting, unquantised, foreign = [], [], [], {}
+    for index, layer in (names | predictors).items():
         answer = scheme_of(layer)
         name = layer.modules[0]
         if answer is None:
@@ -194,13 +202,14 @@ def layers(
         elif isinstance(answer, Foreign):
             foreign[name] = answer.format
         else:
-            problems.append(_problem(config, index, name, answer, tp, expert_parallel, ragged))
+            found = predicting if index in predictors else problems
+            found.append(_problem(config, index, name, answer, tp, expert_parallel, ragged))
     if foreign and not problems:
         formats = ", ".join(dict.fromkeys(foreign.values()))
         rule = f"its experts are stored as {formats}, which this release does not read"
         raise CheckpointError(rule, "It reads MXFP8, MXFP4 and 16-bit-activation integer formats", where)
     notes = tuple(_notes(config, unquantised, foreign))
-    return Layers(tuple(problems), tuple(unquantised), foreign, method, notes)
+    return Layers(tuple(problems), tuple(unquantised), foreign, method, notes, tuple(predicting))
 
 
 def _quantised(config: Config, online: str) -> tuple[SchemeOf, str]:
@@ -313,6 +322,16 @@ def _moe_layers(config: Config) -> dict[int, LayerNames]:
     if not indices:
         rule = f"it has no MoE layers: by its config, none of the {total} layers has experts"
         raise CheckpointError(rule, where=where)
+    return {index: _layer_names(config, index) for index in indices}
+
+
+def _predictors(config: Config) -> dict[int, LayerNames]:
+    """Names of the layers of modules for multi-token prediction that have experts, by index."""
+    model, where = config.model, str(config.path)
+    if _model_type(config) not in _PREDICTING or not model.get(_PREDICTORS[0]):
+        return {}
+    count, total = (_integer(model, names, where, MAX_LAYERS) for names in (_PREDICTORS[:1], LAYERS))
+    indices = [index for index in range(total, total + count) if _has_experts(model, index, where)]
     return {index: _layer_names(config, index) for index in indices}
 
 
@@ -547,8 +566,8 @@ def _notes(config: Config, unquantised: list[str], foreign: Mapping[str, str]) -
     note = _dtype(config)[1]
     if note:
         yield note
-    predicted = config.model.get("num_nextn_predict_layers") or config.model.get("num_mtp_modules")
-    if isinstance(predicted, int) and predicted > 0:
+    predicted = next((config.model[name] for name in _PREDICTORS if config.model.get(name)), 0)
+    if isinstance(predicted, int) and predicted > 0 and _model_type(config) not in _PREDICTING:
         yield f"layers of the {predicted} multi-token-prediction module(s) are not listed"
 
 

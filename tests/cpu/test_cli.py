@@ -106,7 +106,7 @@ def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Callab
     assert data["vllm"] == "0.33.0"
     assert msgspec.convert(data["device"], Device) == named("nvidia-h200")
     (group,) = data["groups"]
-    assert list(group) == ["layers", "count", "problem", "decision", "candidates"]
+    assert list(group) == ["layers", "count", "predicts", "problem", "decision", "candidates"]
     assert (group["layers"], group["count"]) == ("model.layers.0-47.mlp.experts", 48)
     problem = msgspec.convert(group["problem"], Problem)
     assert (problem.intermediate_size, problem.parallel.tp, problem.layer) == (384, 2, "model.layers.0.mlp.experts")

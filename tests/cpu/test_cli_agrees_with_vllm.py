@@ -28,6 +28,11 @@ NAMES = [
     "qwen3-30b-a3b", "mixtral-8x7b", "minimax-m2", "glm-4.5", "deepseek-v3", "kimi-k2-thinking", "gpt-oss-20b",
 ]  # fmt: skip
 
+ONLINE = {"qwen3-30b-a3b": "mxfp8", "glm-4.5": "mxfp8"}
+"""Models in 16 bits besides, with vLLM's ``--quantization``; for MXFP4 it has no linear layers on a CPU."""
+PREDICTING = ["deepseek-v3", "glm-4.5"]
+"""Models whose modules for multi-token prediction are built besides, as vLLM's speculative decoding does it."""
+
 SMALL = {
     "vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 128,
     "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "bos_token_id": 1, "eos_token_id": 2,
@@ -56,8 +61,12 @@ def small(name: str) -> dict[str, Any]:
 
 
 def build(folder: Path) -> None:
-    """Constructs every model under the folder in vLLM and writes the problems that the oracle was asked, by name."""
+    """Constructs every model under the folder in vLLM and writes the problems that the oracle was asked, by name.
+
+    A folder's name ends with ``--quantization``'s value, or ``predicting``, after a colon.
+    """
     from vllm.config import set_current_vllm_config
+    from vllm.config.utils import replace
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -80,9 +89,15 @@ def build(folder: Path) -> None:
     base.decide = decide
     found = {}
     for index, path in enumerate(sorted(folder.iterdir())):
+        how = path.name.partition(":")[2]
+        more: dict[str, Any] = {"quantization": how} if how else {}
+        if how == "predicting":
+            more = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
         config = EngineArgs(
-            model=str(path), load_format="dummy", skip_tokenizer_init=True, max_model_len=64, enforce_eager=True
+            model=str(path), load_format="dummy", skip_tokenizer_init=True, max_model_len=64, enforce_eager=True, **more
         ).create_engine_config()
+        if how == "predicting":
+            config = replace(config, model_config=config.speculative_config.draft_model_config)
         asked.clear()
         with set_current_vllm_config(config):
             if index == 0:
@@ -98,9 +113,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     """The folder of small checkpoints, and the problems that vLLM asked about, by model."""
     pytest.importorskip("vllm")
     root = tmp_path_factory.mktemp("agreement")
-    for name in NAMES:
+    configs = {name: small(name) for name in NAMES}
+    configs |= {f"{name}:{how}": small(name) | {"quantization_config": None} for name, how in ONLINE.items()}
+    configs |= {f"{name}:predicting": small(name) | {"num_nextn_predict_layers": 2} for name in PREDICTING}
+    for name, config in configs.items():
         (root / "models" / name).mkdir(parents=True)
-        (root / "models" / name / "config.json").write_text(json.dumps(small(name)))
+        (root / "models" / name / "config.json").write_text(json.dumps(config))
     clean = {key: value for key, value in os.environ.items() if not key.startswith("MOE_ORACLE_")}
     clean |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     ended = subprocess.run(
@@ -115,6 +133,24 @@ def test_vllm_asks_about_the_layers_that_explain_reads(name: str, built: tuple[P
     folder, asked = built
     assert len(asked[name]) > 1
     assert msgspec.convert(asked[name], tuple[Problem, ...]) == layers(read(folder / name)).problems
+
+
+@pytest.mark.parametrize(("name", "how"), ONLINE.items())
+def test_and_about_those_that_it_quantises_while_they_load(
+    name: str, how: str, built: tuple[Path, dict[str, Any]]
+) -> None:
+    folder, asked = built
+    problems = msgspec.convert(asked[f"{name}:{how}"], tuple[Problem, ...])
+    assert len(problems) > 1 and problems == layers(read(folder / f"{name}:{how}"), online=how).problems
+
+
+@pytest.mark.parametrize("name", PREDICTING)
+def test_and_about_those_of_modules_for_multi_token_prediction(name: str, built: tuple[Path, dict[str, Any]]) -> None:
+    folder, asked = built
+    found = layers(read(folder / f"{name}:predicting"))
+    problems = msgspec.convert(asked[f"{name}:predicting"], tuple[Problem, ...])
+    assert len(problems) == 2 and problems == found.predicting
+    assert not {each.layer for each in problems} & {each.layer for each in found.problems}
 
 
 if __name__ == "__main__":

@@ -83,10 +83,13 @@ def command(
     moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
     _check_all_used(chosen, layers)
     invariant = settings.batch_invariant() if batch_invariant is None else batch_invariant
-    problems = [
-        dataclasses.replace(_as_asked(problem, chosen), batch_invariant=invariant) for problem in layers.problems
-    ]
-    groups = _groups(problems, machine, chosen, moe_backend)
+    model, predicting = (
+        [dataclasses.replace(_as_asked(problem, chosen), batch_invariant=invariant) for problem in problems]
+        for problems in (layers.problems, layers.predicting)
+    )
+    groups = _groups(model, machine, chosen, moe_backend)
+    drafts = _groups(predicting, machine, chosen, moe_backend)
+    groups += [dataclasses.replace(group, predicts=True) for group in drafts]
     notes = [*layers.notes, *_overridden(layers, chosen), *_notes(chosen, layers.method, groups, machine)]
     if as_json:
         output.print_json({"vllm": _vllm(machine), "device": machine, "groups": [group.to_json() for group in groups]})
@@ -105,7 +108,8 @@ def command(
 class _Group:
     """Layers that are equal and get equal answers.
 
-    `decision` is the first layer's, or None with the reason in `failure`.
+    `decision` is the first layer's, or None with the reason in `failure`. Those that predict several tokens are loaded
+    as a model of their own, where speculative decoding asks for them.
     """
 
     names: tuple[str, ...]
@@ -113,6 +117,7 @@ class _Group:
     decision: Decision | None
     failure: str
     candidates: tuple[Candidate, ...]
+    predicts: bool = False
 
     @property
     def layers(self) -> str:
@@ -125,6 +130,7 @@ class _Group:
         return {
             "layers": self.layers,
             "count": len(self.names),
+            "predicts": self.predicts,
             "problem": self.problem,
             "decision": None
             if decision is None
@@ -174,7 +180,7 @@ def _check_all_used(settings: Settings, layers: Layers) -> None:
     from ...checkpoint import compact
     from ...oracle.overrides import override_error, unmatched
 
-    found = [problem.layer for problem in layers.problems]
+    found = [problem.layer for problem in (*layers.problems, *layers.predicting)]
     for override in unmatched(settings.overrides, found):
         raise override_error(override, found, settings.source("overrides"), compact(found))
 
@@ -258,7 +264,8 @@ def _print(groups: list[_Group], notes: list[str], device: Device, tp: int, ep: 
     output.show(f"{device}, {f'vLLM {vllm}' if vllm else 'vLLM not installed'}, {ranks}")
     for group in groups:
         count = "1 layer" if len(group.names) == 1 else f"{len(group.names)} layers"
-        output.show(f"\n{count}: {group.layers}", output.facts(_facts(group)))
+        role = ", for multi-token prediction" if group.predicts else ""
+        output.show(f"\n{count}: {group.layers}{role}", output.facts(_facts(group)))
         if group.candidates:
             output.show("", output.table(("candidate", "verdict", "reasons"), _rows(group.candidates), indent=2))
     for note in notes:
