@@ -232,9 +232,11 @@ class Timer:
         """The fastest of some configurations, timed by turns; one alone, or one that cannot run, is never timed."""
         distinct = list(dict.fromkeys(found))
         runs = {}
+        kept = []  # what a graph works on: it does not keep it itself
         for config in distinct if len(distinct) > 1 else ():
             try:
                 run = prepare(self.weights, self.shape, self.tokens, config)
+                kept.append(run)
                 runs[config] = [CLOCK.prepare(run)[0]]
             except (RuntimeError, ValueError, triton.TritonError) as error:
                 torch.cuda.synchronize()  # an error that broke the device ends the run here
@@ -318,7 +320,7 @@ def main() -> None:
             ranked = sorted(timer.times.items(), key=lambda item: item[1])
             rows.append({"scheme": scheme, "shape": shape, "tokens": tokens, "us": timer.times[best],
                          "in_use": [timer.times[current], describe(current)], "config": best.to_json(),
-                         "others": [[round(us, 1), describe(config)] for config, us in ranked[:25]]})  # fmt: skip
+                         "others": [[round(us, 2), config.to_json()] for config, us in ranked[:60]]})  # fmt: skip
             print(
                 f"{scheme:9s} {shape:14s} {tokens:5d} {timer.times[current]:7.1f} -> {timer.times[best]:7.1f} us  "
                 f"{describe(current)} -> {describe(best)} of {len(ranked)}",
