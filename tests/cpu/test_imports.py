@@ -19,14 +19,13 @@ PACKAGE = "vllm_moe_oracle"
 BASE = {"errors", "oracle.problem", "oracle.decision", "oracle.planner"}
 PURE = BASE | {"oracle.overrides", "oracle.objectives", "settings"}
 TENSORS = BASE | {"schemes", "layouts", "kernels"}
-DECIDING = PURE | TENSORS | {"backends", "oracle"}
+RELEASES = {"compat.eras", "compat.since", "compat.order"}  # tables that need no vLLM
+DECIDING = PURE | TENSORS | RELEASES | {"backends", "oracle"}
 SERVING = (
     DECIDING
     | {"", "device", "records", "checkpoint", "quantization", "measure", "profiles"}
     | {
         "compat",
-        "compat.eras",
-        "compat.since",
         "methods",
     }
 )
@@ -41,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "oracle.objectives": {"errors"},
     "settings": {"errors", "oracle.overrides", "oracle.objectives"},
     "records": {"settings"},
-    "device": {"errors", "oracle.problem"},
+    "device": {"errors", "oracle.problem", "compat.eras"},
     "expressions": {"errors"},
     "quantization": BASE | {"expressions"},
     "checkpoint": BASE | {"quantization"},
@@ -50,13 +49,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"kernels", "layouts"},  # knows neither vLLM nor the oracle
     "compat.eras": set(),
     "compat.since": {"compat.eras", "oracle.problem"},
-    "backends": TENSORS | {"backends", "compat.since"},
+    "compat.order": {"oracle.problem"},
+    "backends": TENSORS | RELEASES | {"backends"},
     "oracle": PURE | {"backends", "oracle"},
     "profiles": BASE,
     "measure": DECIDING | {"", "device", "measure", "profiles"},
     # What measures builds layers as serving does; what serving asks of measurements knows nothing of that.
     **dict.fromkeys(MEASURING, SERVING | MEASURING),
-    "compat": DECIDING | {"", "device", "records", "quantization", "compat", "compat.eras", "compat.since"},
+    "compat": DECIDING | {"", "device", "records", "quantization", "compat"},
     "methods": SERVING,
     "plugin": SERVING,
     "cli": SERVING | MEASURING | {"plugin", "cli"},
@@ -173,6 +173,35 @@ def test_only_compat_methods_and_wrappers_of_stock_kernels_name_vllm(module: str
     if room_of(module) in ("compat", "methods") or (room_of(module) == "backends" and wraps_a_stock_class(path)):
         return
     assert imports(path, "vllm") == []
+
+
+RELEASE = re.compile(r"(?<![\w.])0\.(2[2-9]|3\d)(\.\d+)?(?![\w.])")
+
+
+def documentation(module: ast.Module) -> set[ast.AST]:
+    """The docstrings of a module, and strings below constants that serve as such."""
+    return {node.value for node in ast.walk(module) if isinstance(node, ast.Expr)}
+
+
+def releases_named(module: ast.Module) -> list[int]:
+    """Lines of code, not of its documentation, in which a release of vLLM stands: ``"0.28"`` or ``(0, 28, 0)``."""
+    said = documentation(module)
+    found = []
+    for node in ast.walk(module):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in said:
+            found += [node.lineno] * bool(RELEASE.search(node.value))
+        elif isinstance(node, ast.Tuple) and len(node.elts) in (2, 3):
+            numbers = [each.value if isinstance(each, ast.Constant) else None for each in node.elts[:2]]
+            found += [node.lineno] * (numbers[0] == 0 and numbers[1] in range(22, 40))
+    return found
+
+
+def test_only_compat_names_a_release_of_vllm() -> None:
+    for code in ('since = "0.28.0"', 'f"since vLLM 0.30; {x}"', "release < (0, 24, 1)"):
+        assert releases_named(ast.parse(code)) == [1], code
+    assert not releases_named(ast.parse('"""Since 0.28."""\nx = 0.28, "10.28.1", (0, 0)'))
+    named = {module: releases_named(tree(path)) for module, path in MODULES.items() if not module.startswith("compat")}
+    assert {module: lines for module, lines in named.items() if lines} == {}
 
 
 @pytest.mark.parametrize("module", MODULES)

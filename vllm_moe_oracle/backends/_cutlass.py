@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..compat import since
+from ..compat.order import mxfp4_place
 from ..oracle.decision import Plan
 from ..oracle.planner import padded
 from ..oracle.problem import MX_BLOCK, Device, Problem
 from ._contract import Backend, Tensors
 from ._limits import Limits, Rule
-from ._stock import mxfp4_place
 from ._trtllm import EVEN_SPLIT, ONE
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class CutlassMxfp4(Backend):
     """MXFP4 weights through vLLM's `FlashInferExperts`.
 
     Attributes:
-        place: a key of `_stock.MXFP4_ORDER`.
+        place: a key of `compat.order.MXFP4_ORDER`.
     """
 
     schemes = ("mxfp4",)
@@ -96,7 +96,7 @@ class CutlassMxfp4(Backend):
         return padded(problem, MULTIPLE, MULTIPLE)
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        """Stock 0.33.0's place for gpt-oss, behind the Triton kernels; after everything else for other models."""
+        """Stock's place for gpt-oss, behind the Triton kernels; after everything else for other models."""
         return mxfp4_place(self.place, problem, device)
 
 

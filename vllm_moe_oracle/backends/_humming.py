@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..compat import since
+from ..compat.order import mxfp8_place
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import round_up
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem, SchemeName
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule, at_least
-from ._stock import activation_rule, mxfp8_place
+from ._stock import activation_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +69,7 @@ class Humming(Backend):
         return Plan(problem.hidden_size, problem.intermediate_size, layout=code_order(device))
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        """Directly before Marlin on sm_90, behind it elsewhere, as in stock 0.33.0."""
+        """Directly before Marlin on sm_90, behind it elsewhere, as in stock."""
         return mxfp8_place("humming" if self.kind == "indexed" else "humming_grouped", device)
 
     def activations(self, problem: Problem) -> ActivationPrecision:

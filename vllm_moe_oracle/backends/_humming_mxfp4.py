@@ -6,13 +6,13 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from ..compat import since
+from ..compat.order import mxfp4_place
 from ..oracle.decision import Plan
 from ..oracle.planner import round_up
 from ..oracle.problem import MX_BLOCK, Device, Problem
 from ._contract import Tensors
 from ._humming import ONE, Humming
 from ._mxfp4 import in_rows_of, oai_rule
-from ._stock import mxfp4_place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ class HummingMxfp4(Humming):
     limits = dataclasses.replace(Humming.limits, bits=(4,))
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        """Directly before Marlin on sm_90, behind it elsewhere, as in stock 0.33.0."""
+        """Directly before Marlin on sm_90, behind it elsewhere, as in stock."""
         return mxfp4_place("humming" if self.kind == "indexed" else "humming_grouped", problem, device)
 
     def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:

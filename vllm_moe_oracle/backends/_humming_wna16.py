@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..compat import since
+from ..compat.order import wna16_place
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import loaded_group, round_up
 from ..oracle.problem import ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._humming import RULES, code_order
 from ._limits import Limits, Rule
-from ._stock import FROM_SM75, wna16_place
+from ._stock import FROM_SM75
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +56,7 @@ class HummingWna16(Backend):
         return Plan(problem.hidden_size, problem.intermediate_size, layout=code_order(device))
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        """Directly before Marlin on sm_90, behind vLLM's Triton kernel elsewhere, as in stock 0.33.0."""
+        """Directly before Marlin on sm_90, behind vLLM's Triton kernel elsewhere, as in stock."""
         return wna16_place("humming" if self.kind == "indexed" else "humming_grouped", device)
 
     def activations(self, problem: Problem) -> ActivationPrecision:

@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..compat import since
+from ..compat.order import mxfp4_place
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import padded, round_up
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
 from ._mxfp4 import padded_expert
-from ._stock import mxfp4_place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +68,7 @@ class TritonKernels(Backend):
         return Plan(found.hidden_size, found.intermediate_size, found.notes, layout)
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        """Stock 0.33.0's place."""
+        """Stock's place."""
         return mxfp4_place(self.place, problem, device)
 
     def activations(self, problem: Problem) -> ActivationPrecision:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..compat import since
+from ..compat.order import mxfp8_place
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import padded
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
-from ._stock import activation_rule, mxfp8_place
+from ._stock import activation_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,11 +104,11 @@ class Trtllm(Backend):
     vllm_names = ("flashinfer_trtllm",)
 
     def plan(self, problem: Problem, device: Device) -> Plan:
-        """Both sizes, zero-padded: hidden to 256, intermediate to 128, as stock 0.33.0 does."""
+        """Both sizes, zero-padded: hidden to 256, intermediate to 128, as stock does."""
         return padded(problem, HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE)
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        """Stock 0.33.0's first, the monolithic class before the modular one."""
+        """Stock's first, the monolithic class before the modular one."""
         return mxfp8_place("trtllm_monolithic" if self.monolithic else "trtllm", device)
 
     def activations(self, problem: Problem) -> ActivationPrecision:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..compat import since
+from ..compat.order import mxfp4_place
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import padded
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
-from ._stock import mxfp4_place
 from ._trtllm import (
     EVEN_SPLIT,
     EXPERTS_MULTIPLE,
@@ -100,7 +100,7 @@ class TrtllmMxfp4(Backend):
 
     Attributes:
         inputs: type to which vLLM's prepare step quantises activations; "" when they stay as they are.
-        place: a key of `_stock.MXFP4_ORDER`.
+        place: a key of `compat.order.MXFP4_ORDER`.
     """
 
     schemes = ("mxfp4",)
@@ -114,7 +114,7 @@ class TrtllmMxfp4(Backend):
         return padded(problem, HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE if new else 2 * INTERMEDIATE_MULTIPLE)
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        """Stock 0.33.0's place: first for gpt-oss with 16-bit activations, first for others with MXFP8."""
+        """Stock's place: first for gpt-oss with 16-bit activations, first for others with MXFP8."""
         return mxfp4_place(self.place, problem, device)
 
     def activations(self, problem: Problem) -> ActivationPrecision:

@@ -14,12 +14,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..compat import since
+from ..compat.order import wna16_place
 from ..oracle.decision import Numerics
 from ..oracle.planner import loaded_group
 from ..oracle.problem import ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits
-from ._stock import wna16_place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ class CpuInt4(Backend):
     )
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        """Stock 0.33.0's first on a CPU with AMX."""
+        """Stock's first on a CPU with AMX."""
         return wna16_place("cpu", device)
 
     def activations(self, problem: Problem) -> ActivationPrecision:

@@ -11,12 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..compat import since
+from ..compat.order import mxfp4_place
 from ..errors import OracleError
 from ..oracle.decision import Numerics, Plan
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
-from ._stock import mxfp4_place
 
 if TYPE_CHECKING:
     from torch import Tensor

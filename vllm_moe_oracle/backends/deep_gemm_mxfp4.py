@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..compat import since
+from ..compat.order import mxfp4_place
 from ..errors import OracleError
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import padded
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
-from ._stock import mxfp4_place
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,7 @@ class DeepGemmMxfp4(Backend):
         return padded(problem, MULTIPLE, MULTIPLE)
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        """Stock 0.33.0's second for models other than gpt-oss, behind TRTLLM-gen."""
+        """Stock's second for models other than gpt-oss, behind TRTLLM-gen."""
         return mxfp4_place("deep_gemm", problem, device)
 
     def activations(self, problem: Problem) -> ActivationPrecision:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..compat import since
+from ..compat.order import mxfp8_place
 from ..errors import OracleError
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import padded
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits
-from ._stock import activation_rule, mxfp8_place
+from ._stock import activation_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +52,7 @@ class DeepGemmMxfp8(Backend):
         return padded(problem, intermediate_multiple=MULTIPLE)
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        """Stock 0.33.0's second, behind TRTLLM-gen."""
+        """Stock's second, behind TRTLLM-gen."""
         return mxfp8_place("deep_gemm", device)
 
     def activations(self, problem: Problem) -> ActivationPrecision:

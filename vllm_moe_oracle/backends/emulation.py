@@ -74,7 +74,7 @@ class Emulation(Backend):
     )
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        """Last: every other backend is faster. Stock 0.33.0 has its emulation last too."""
+        """Last: every other backend is faster. Stock has its emulation last too."""
         return 1000.0
 
     def activations(self, problem: Problem) -> ActivationPrecision:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..compat import since
+from ..compat.order import mxfp4_place
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import padded
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits
 from ._mxfp4 import oai_rule, padded_expert
-from ._stock import FROM_SM80, lora_rule, mxfp4_place
+from ._stock import FROM_SM80, lora_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +60,7 @@ class MarlinMxfp4(Backend):
         return _padded(problem, device)
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        """Stock 0.33.0's place."""
+        """Stock's place."""
         return mxfp4_place(self.place, problem, device)
 
     def activations(self, problem: Problem) -> ActivationPrecision:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..compat import since
+from ..compat.order import mxfp8_place
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import padded
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits
-from ._stock import FROM_SM80, activation_rule, lora_rule, mxfp8_place
+from ._stock import FROM_SM80, activation_rule, lora_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,7 @@ class MarlinMxfp8(Backend):
         return _padded(problem, device)
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        """Stock 0.33.0's third; fourth on sm_90."""
+        """Stock's third; fourth on sm_90."""
         return mxfp8_place("marlin", device)
 
     def activations(self, problem: Problem) -> ActivationPrecision:

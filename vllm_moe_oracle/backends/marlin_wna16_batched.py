@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..compat.order import wna16_place
 from ..oracle.problem import Device, Problem
 from ._marlin_wna16 import MarlinWna16, limits
-from ._stock import wna16_place
 
 
 class MarlinBatched(MarlinWna16):
@@ -15,7 +15,7 @@ class MarlinBatched(MarlinWna16):
     limits = limits(formats=("batched",), ungated=("silu", "gelu", "gelu_tanh", "relu2"))
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        """Stock 0.33.0's, directly behind the other Marlin class."""
+        """Stock's, directly behind the other Marlin class."""
         return wna16_place("marlin_batched", device)
 
 

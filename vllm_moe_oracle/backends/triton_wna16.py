@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..compat import since
+from ..compat.order import wna16_place
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import loaded_group, padded
 from ..oracle.problem import ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
-from ._stock import FROM_SM75, activation_rule, wna16_place
+from ._stock import FROM_SM75, activation_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +66,7 @@ class TritonWna16(Backend):
         return padded(problem, intermediate_multiple=COLUMNS)
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        """Stock 0.33.0's, behind Marlin."""
+        """Stock's, behind Marlin."""
         return wna16_place("triton", device)
 
     def activations(self, problem: Problem) -> ActivationPrecision:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..compat import since
+from ..compat.order import wna16_place
 from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import padded
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
-from ._stock import activation_rule, wna16_place
+from ._stock import activation_rule
 from ._trtllm import EVEN_SPLIT, EXPERTS_MULTIPLE, MAX_TOP_K, MORE_EXPERTS_THAN_TOP_K
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class TrtllmMxint4(Backend):
         return padded(problem, MULTIPLE, MULTIPLE)
 
     def estimate(self, problem: Problem, device: Device) -> float:
-        """Behind what stock 0.33.0 takes by itself."""
+        """Behind what stock takes by itself."""
         return wna16_place("trtllm_monolithic", device)
 
     def activations(self, problem: Problem) -> ActivationPrecision:

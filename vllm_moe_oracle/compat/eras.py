@@ -85,6 +85,18 @@ CPU_RELEASES = ("0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 """Those with a CPU build for one and the same torch: on these a whole model is served in the tests."""
 
 
+BRINGS = {
+    "cuda": {
+        "vllm": RELEASES[-1],
+        "torch": "2.14.0",
+        "humming-kernels": "0.1.19",
+        "flashinfer-python": "0.7.2.post1",
+    },
+    "cpu": {"vllm": CPU_RELEASES[-1], "torch": "2.13.0"},
+}
+"""What an installation of the newest tested release brings, by kind of device: the requirements in its metadata."""
+
+
 @dataclass(frozen=True, slots=True)
 class Support:
     """What is known about one vLLM release.
