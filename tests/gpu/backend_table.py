@@ -29,6 +29,7 @@ compile for 10 to 40 s a layer: the 64 rows of WNA16 take six minutes on 16 core
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import os
@@ -40,6 +41,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -150,6 +152,8 @@ class Table:
         stock: vLLM's ``--moe-backend`` for the class that a backend wraps.
         load: fills a layer's parameters; None copies each tensor into the parameter of its name.
         rounded: how inputs of products are rounded for backends that quantise activations, by their precision.
+        faults: conversions that go wrong, besides those of `faults`, by name.
+        ignored: what of an activation a kernel might leave out: by name, the activation's fields as it takes them.
         before_conversion: makes stock vLLM do what its method alone would not, on a layer with loaded weights.
         after_conversion: the same, on a converted layer.
     """
@@ -160,6 +164,8 @@ class Table:
     stock: Mapping[str, str]
     load: Callable[[Any, Case, Raw], None] | None = None
     rounded: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+    faults: Callable[[Case], Mapping[str, Callable[[Raw], Raw]]] = lambda case: {}
+    ignored: Callable[[Case], Mapping[str, Mapping[str, Any]]] = lambda case: {}
     before_conversion: Callable[[Any, Case, Raw, str], None] = lambda layer, case, raw, moe_backend: None
     after_conversion: Callable[[Any, Case, Raw, str], None] = lambda layer, case, raw, moe_backend: None
 
@@ -470,10 +476,15 @@ def faults(case: Case) -> dict[str, Callable[[Raw], Raw]]:
 
 
 class _Faulty:
-    """A backend whose conversion gets other tensors than it should."""
+    """A backend whose conversion gets other tensors than it should, or whose experts another activation."""
 
-    def __init__(self, backend: Any, fault: Callable[[Raw], Raw]) -> None:
-        self._backend, self._fault = backend, fault
+    def __init__(
+        self,
+        backend: Any,
+        fault: Callable[[Raw], Raw] = lambda expert: expert,
+        activation: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self._backend, self._fault, self._activation = backend, fault, activation
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -482,8 +493,38 @@ class _Faulty:
         """Of the wrong tensors."""
         return self._backend.convert({**expert, **self._fault(dict(expert))}, problem, plan)
 
+    def experts(self, tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
+        """With the wrong activation."""
+        return self._backend.experts(tensors, _with(problem, self._activation), plan, builder)
 
-def self_check(built: Built, case: Case) -> dict[str, Any]:
+
+class _Misled:
+    """vLLM's side, which tells its classes of another activation in both of their configs."""
+
+    def __init__(self, release: Any, activation: Mapping[str, Any]) -> None:
+        self._release, self._activation = release, activation
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._release, name)
+
+    def quant_config(self, problem: Any, tensors: Any) -> Any:
+        """Of a layer with the wrong activation."""
+        return self._release.quant_config(_with(problem, self._activation), tensors)
+
+    def lone_config(self, moe: Any, problem: Any) -> Any:
+        """Likewise."""
+        config = self._release.lone_config(moe, problem)
+        for name, value in self._activation.items():
+            if hasattr(config, f"swiglu_{name}"):
+                setattr(config, f"swiglu_{name}", value)
+        return config
+
+
+def _with(problem: Any, activation: Mapping[str, Any]) -> Any:
+    return dataclasses.replace(problem, activation=dataclasses.replace(problem.activation, **activation))
+
+
+def self_check(built: Built, table: Table, case: Case) -> dict[str, Any]:
     """What the self-check says of the layer's backend, and of the same backend with each fault. Before conversion."""
     from vllm_moe_oracle import schemes
     from vllm_moe_oracle.methods import selfcheck
@@ -492,9 +533,9 @@ def self_check(built: Built, case: Case) -> dict[str, Any]:
     problem = method.decision.problem
     raw = schemes.module(problem.scheme.name).read(dict(method.release.parameters(built.layer)), problem)
 
-    def run(backend: Any) -> Any:
+    def run(backend: Any, release: Any = method.release) -> Any:
         with torch.device(built.device):
-            result = selfcheck.run(backend, problem, method.decision.plan, raw, method.moe, method.release)
+            result = selfcheck.run(backend, problem, method.decision.plan, raw, method.moe, release)
         if built.device == "cuda":
             torch.cuda.synchronize()
         return result
@@ -508,7 +549,11 @@ def self_check(built: Built, case: Case) -> dict[str, Any]:
     if second.skipped:
         return found | {"skipped": second.skipped}
     found |= {"error": float(f"{second.error:.3e}"), "seconds": round(second.seconds, 4), "passed": second.passed}
-    results = {name: run(_Faulty(method.backend, fault)) for name, fault in faults(case).items()}
+    damaged = {**faults(case), **table.faults(case)}
+    results = {name: run(_Faulty(method.backend, fault)) for name, fault in damaged.items()}
+    for name, activation in table.ignored(case).items():
+        faulty = _Faulty(method.backend, activation=activation)
+        results[name] = run(faulty, _Misled(method.release, activation))
     found["faults"] = {name: float(f"{result.error:.3e}") for name, result in results.items()}
     found["missed"] = [name for name, result in results.items() if result.passed]
     return found
@@ -617,7 +662,7 @@ def rows_of(
         start = time.perf_counter()
         try:
             built = build(table, case, checkpoint, device, "auto", own=name)
-            row["self_check"] = self_check(built, case)
+            row["self_check"] = self_check(built, table, case)
             built.convert()
             row["experts"] = type(built.method.moe_kernel.fused_experts).__name__
             row["convert_seconds"], row["convert_peak_mib"] = round(built.seconds, 3), round(built.peak / 2**20, 1)

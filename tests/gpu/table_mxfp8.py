@@ -5,6 +5,7 @@ Stock's MXFP8 method drops expert biases, so its classes are given them as vLLM 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,6 +76,30 @@ def rounded(values: torch.Tensor) -> torch.Tensor:
     return (codes * torch.exp2(exponent)).flatten(-2)
 
 
+def faults(case: Case) -> dict[str, Callable[[Raw], Raw]]:
+    """Scales in the order that a kernel of another layout reads, and such that are one exponent off."""
+
+    def swizzled(name: str) -> Callable[[Raw], Raw]:
+        return lambda expert: {name: expert[name].T.reshape(expert[name].shape)}
+
+    def shifted(name: str, exponents: int) -> Callable[[Raw], Raw]:
+        return lambda expert: {name: (expert[name].to(torch.int16) + exponents).to(torch.uint8)}
+
+    return {
+        "scales of w13 column by column": swizzled("w13_scale"),
+        "scales of w2 column by column": swizzled("w2_scale"),
+        "scales of w13 one exponent up": shifted("w13_scale", 1),
+        "scales of w2 one exponent down": shifted("w2_scale", -1),
+    }
+
+
+def ignored(case: Case) -> dict[str, dict[str, float]]:
+    """What a kernel computes with that knows nothing of a parameter; a limit of 1e6 clamps nothing."""
+    if case.alpha is None:
+        return {}
+    return {"alpha ignored": {"alpha": 1.0}, "beta ignored": {"beta": 0.0}, "limit ignored": {"limit": 1e6}}
+
+
 def register_biases(layer: Any, case: Case, raw: Raw, moe_backend: str) -> None:
     """Stock's conversion to Humming takes biases when they are there."""
     if case.bias and moe_backend == "humming":
@@ -100,6 +125,8 @@ TABLE = Table(
     quantisation=quantisation,
     stock={"marlin_mxfp8": "marlin", "humming_mxfp8": "humming"},
     rounded={"mxfp8": rounded},
+    faults=faults,
+    ignored=ignored,
     before_conversion=register_biases,
     after_conversion=give_biases,
 )
