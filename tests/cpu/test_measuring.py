@@ -604,3 +604,22 @@ def test_bench_prints_a_table_and_writes_records(
     assert kept[0] == environment.of(HERE) and len(kept[1]) == 4
     status, _, err = pretended(capsys, *words[:-1], "wrong", "--json")
     assert status == 4 and "warning: mxfp8:a-layer: wrong" in err
+
+
+def test_what_serving_would_run_invariant_is_measured_so(
+    pretended: Callable[..., Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    words = ("bench", "mxfp8:a-layer", "--tokens", "1", "--replays", "3", "--stock", "none", "--backend", "fast")
+    status, out, _ = pretended(capsys, *words, "--json")
+    cell = json.loads(out.splitlines()[1])["cell"]
+    assert status == 0 and cell["invariant"] is True
+    status, out, err = pretended(
+        capsys, "tune", "mxfp8:a-layer", "--tokens", TOKENS, "--routing", "uniform", "--replays", "3", "--json"
+    )
+    assert json.loads(out)["groups"][0]["cell"].endswith("invariant"), err
+    kept = Store(tmp_path / "cache").samples(cell_of(dataclasses.replace(LAYERS["mxfp8"], batch_invariant=True)))
+    assert len(kept) == 1 and len(kept[0][1]) == 3 * len(BUCKETS)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "yes")
+    status, _, err = pretended(capsys, *words)
+    assert status == 2 and "VLLM_BATCH_INVARIANT: 'yes' is no integer" in err

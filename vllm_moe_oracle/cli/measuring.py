@@ -43,7 +43,15 @@ def problems(models: Sequence[str], tp: int, ep: bool) -> list[Problem]:
 
 
 def as_asked(problem: Problem, settings: Settings) -> Problem:
-    """The layer with activations as the settings want them."""
+    """The layer with activations as the settings want them, and invariant where ``VLLM_BATCH_INVARIANT`` asks for it.
+
+    Raises:
+        SettingError: that variable is no integer.
+    """
+    from ..settings import batch_invariant
+
+    if batch_invariant():
+        problem = dataclasses.replace(problem, batch_invariant=True)
     if settings.activations == "checkpoint":
         return problem
     return dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activations=settings.activations))

@@ -17,6 +17,7 @@ import msgspec
 
 from ..errors import MeasurementError, NoBackendError
 from ..oracle.decision import Decision
+from ..oracle.measured import Evidence
 from ..oracle.oracle import decide
 from ..oracle.problem import Device, Problem
 from ..oracle.registry import default_registry
@@ -91,7 +92,8 @@ def bench(
     plan: Plan,
     progress: Callable[[str, int, int], None] = lambda words, done, total: None,
 ) -> Iterator[Record]:
-    """Measures; one record for each layer and number of tokens, as it is ready: of several GPUs in any order.
+    """Measures, with the tile configurations that serving would use; one record for each layer and number of tokens, as
+    it is ready: of several GPUs in any order.
 
     Args:
         problems: layers.
@@ -125,10 +127,13 @@ def bench(
             progress(f"{problem.layer}: converting", number * len(plan.counts), total)
             run = ready.bench(problem, [registry[name] for name in names])
             classes = add_stock(run, device, plan.stock, max(plan.counts))
-            decision = _decision(problem, device, settings)
+            evidence = lookup.evidence(problem, device, settings)
+            decision = _decision(problem, device, settings, evidence)
+            tiles = {} if evidence is None else evidence.tiles
             for index, count in enumerate(sorted(plan.counts)):
                 progress(f"{problem.layer}: {count} tokens", number * len(plan.counts) + index, total)
-                yield _record(run, problem, device, plan, count, classes, decision)
+                fixed = {name: tile for name, rows in tiles.items() if (tile := tile_at(rows, count))}
+                yield _record(run, problem, device, plan, count, classes, decision, fixed)
             run.close()
     progress("done", total, total)
 
@@ -174,9 +179,14 @@ def _bench_one(task: _Task, tell: crew.Tell) -> None:
         tell(record)
 
 
-def _decision(problem: Problem, device: Device, settings: Settings) -> Decision | None:
+def tile_at(rows: Sequence[tuple[int, str]], tokens: int) -> str:
+    """The tile configuration of `Plan.tiles` at a number of tokens; "" for the backend's own choice."""
+    return next((tile for most, tile in rows if tokens <= most), "")
+
+
+def _decision(problem: Problem, device: Device, settings: Settings, evidence: Evidence | None) -> Decision | None:
     try:
-        return decide(problem, device, settings, evidence=lookup.evidence(problem, device, settings))
+        return decide(problem, device, settings, evidence=evidence)
     except NoBackendError:
         return None
 
@@ -189,8 +199,10 @@ def _record(
     count: int,
     stock: Mapping[str, str],
     decision: Decision | None,
+    tiles: Mapping[str, str],
 ) -> Record:
-    samples = {each.backend: each for each in run.measure(count, plan.routing, plan.replays, plan.seconds)}
+    found = run.measure(count, plan.routing, plan.replays, plan.seconds, fixed=tiles)
+    samples = {each.backend: each for each in found}
     timed = {name: each for name, each in samples.items() if not each.failure}
     floor = floor_us(problem, count, device.name)
     record: Record = {
@@ -204,6 +216,7 @@ def _record(
         "errors": {name: float(f"{each.error:.3g}") for name, each in timed.items() if name not in stock},
         "failures": dict(run.failures),
         "stock": dict(stock),
+        "tiles": {name: tile for name, tile in tiles.items() if name in timed},
         "router_included": run.routed,
         "floor_us": None if floor is None else round(floor, 2),
         "of_floor": None if floor is None else {name: round(floor / each.us, 3) for name, each in timed.items()},
@@ -262,6 +275,7 @@ def _samples(record: Record, routing: str) -> Iterator[Sample]:
             low, high = record["quartiles"][name]
             fields |= {"us": record["us"][name], "low": low, "high": high, "replays": record["replays"][name]}
             fields |= {"error": record["errors"][name], "router": record["router_included"]}
+            fields["tile"] = record.get("tiles", {}).get(name, "")
         else:
             fields["failure"] = record["failures"][name]
         yield msgspec.convert(fields, Sample)
