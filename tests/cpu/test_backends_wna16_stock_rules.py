@@ -581,3 +581,28 @@ def test_trtllms_conversion_is_stocks(release: str) -> None:
 def test_every_backend_of_integer_weights_is_tested_here() -> None:
     """One that wraps a class of vLLM and does not stand in this file would be tested against nothing."""
     assert {each.name for each in default_registry().for_scheme("wna16") if each.stock_class} == CLASSES.keys()
+
+
+@every_release
+def test_the_triton_kernel_can_be_launched_for_any_number_of_tokens(release: str) -> None:
+    pytest.importorskip("vllm", reason="the patches are vLLM's")
+    from vllm_moe_oracle.compat import registration
+
+    def power(value: int) -> int:
+        return 1 << (value - 1).bit_length()
+
+    try:
+        environment = SimpleNamespace(VLLM_BATCH_INVARIANT=False)
+        given = {"current_platform": Platform(90), "envs": environment, "next_power_of_2": power}
+        stock_module = SimpleNamespace(**load(release, f"{FUSED_MOE}/fused_moe.py", **given))
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    patch = registration._few_tokens(stock_module)  # type: ignore[arg-type]
+    assert (patch is None) == (number(release) >= (0, 27))
+    configured = stock_module.get_default_config if patch is None else patch.replacement
+    for tokens in (1, 2, 3, 7, 8, 20, 64, 513):
+        for bits in (4, 8):
+            for group in (32, 64, 128, 2048):
+                found = configured(tokens, 128, 768, 2048, 8, f"int{bits}_w{bits}a16", [0, group])
+                assert {"BLOCK_SIZE_M", "GROUP_SIZE_M", "SPLIT_K"} <= found.keys()
+                assert found["BLOCK_SIZE_M"] == power(found["BLOCK_SIZE_M"])

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 _ONE_ORDER_SINCE = "0.1.17"
 """First release of humming-kernels whose wgmma kernels read codes in the order of its mma kernels."""
 
+_WHOLE_COLUMNS = 1024
+"""The most columns that are never given to several blocks."""
+
 ONE = 127
 """The e8m0 code of 1.0, which padded scales get."""
 
@@ -37,6 +40,19 @@ def code_order(device: Device) -> str:
     """The order of a lane's codes that the installed kernels read; see `vllm_moe_oracle.layouts.pack`."""
     old = not at_least(device.packages.get("humming-kernels", _ONE_ORDER_SINCE), _ONE_ORDER_SINCE)
     return "transposed" if old and device.capability // 10 == 9 else "interleaved"
+
+
+def sums(problem: Problem) -> str:
+    """What sums have for a type.
+
+    Where few tokens leave multiprocessors idle, the library gives a product's columns to up to ten blocks, and each
+    adds its rounded sum to the output, from four on in any order: so up to nine roundings more than one, and results
+    that differ from run to run. Not of products of at most 1024 columns, and not with batch invariance.
+
+    Source: the package humming-kernels, ``get_heuristics_config`` (stream-K) and ``epilogue/gmem_writer.cuh``.
+    """
+    sliced = max(problem.hidden_size, problem.intermediate_size) > _WHOLE_COLUMNS and not problem.batch_invariant
+    return f"float32, and those of parts of a product of few tokens in {problem.dtype}" if sliced else "float32"
 
 
 class Humming(Backend):
@@ -78,7 +94,7 @@ class Humming(Backend):
 
     def numerics(self, problem: Problem) -> Numerics:
         """Exact weights."""
-        return Numerics("converted exactly to bfloat16, scaled there", f"left in {problem.dtype}")
+        return Numerics("converted exactly to bfloat16, scaled there", f"left in {problem.dtype}", sums(problem))
 
     def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
         """Pads and orders codes, scales and biases.

@@ -15,7 +15,7 @@ from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import loaded_group, round_up
 from ..oracle.problem import ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
-from ._humming import RULES, code_order
+from ._humming import RULES, code_order, sums
 from ._limits import Limits, Rule
 from ._stock import FROM_SM75
 
@@ -66,7 +66,8 @@ class HummingWna16(Backend):
     def numerics(self, problem: Problem) -> Numerics:
         """One rounding of a weight: its group scale multiplies in 16 bit."""
         scaled = "scaled there" if problem.scheme.group_size != -1 else "the sums scaled"
-        return Numerics(f"codes converted exactly to {problem.dtype}, {scaled}", f"left in {problem.dtype}")
+        weights = f"codes converted exactly to {problem.dtype}, {scaled}"
+        return Numerics(weights, f"left in {problem.dtype}", sums(problem))
 
     def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
         """Pads and orders codes, scales, zero points and biases.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,8 @@ from .construction import under_construction
 from .eras import era_of
 from .patches import Deferred, Patch, around, transplant, wrapped_by
 from .quantizations import LazyConfigs, is_for_release, offered
+
+_FEW_TOKENS = "Triton's configuration for few tokens of int4 experts"
 
 
 def patches_for(
@@ -52,6 +55,7 @@ def patches_for(
         metrics.with_decisions,
     )
     yield Deferred("MXFP8 linear on CPU", "vllm.model_executor.kernels.linear", _cpu_linear)
+    yield Deferred(_FEW_TOKENS, "vllm.model_executor.layers.fused_moe.fused_moe", _few_tokens)
 
 
 def _registry(configs: dict[str, str]) -> Patch:
@@ -92,3 +96,21 @@ def _cpu_linear(linear: ModuleType) -> Patch | None:
     if not current_platform.is_cpu() or PlatformEnum.CPU in table:
         return None
     return Patch("MXFP8 linear on CPU", table, PlatformEnum.CPU, [linear.EmulationMxfp8LinearKernel])
+
+
+def _few_tokens(fused_moe: ModuleType) -> Patch | None:
+    """Until 0.26 the configuration for few tokens of int4 experts is one for vLLM's CUDA kernel, and its Triton kernel,
+    which the class for these experts runs at any number of tokens, cannot be launched with it."""
+    original = fused_moe.get_default_config
+    if "GROUP_SIZE_M" in original(1, 128, 768, 2048, 8, "int4_w4a16", [0, 128]):
+        return None
+
+    @functools.wraps(original)
+    def whole(*args: Any, **kwargs: Any) -> dict[str, int]:
+        found: dict[str, int] = original(*args, **kwargs)
+        if "GROUP_SIZE_M" in found:
+            return found
+        # What 0.27 says there; a tile of Triton's has a power of two of tokens.
+        return {**found, "BLOCK_SIZE_M": 1 << (found["BLOCK_SIZE_M"] - 1).bit_length(), "GROUP_SIZE_M": 1}
+
+    return Patch(_FEW_TOKENS, fused_moe, "get_default_config", whole)
