@@ -610,6 +610,7 @@ def test_what_serving_would_run_invariant_is_measured_so(
     pretended: Callable[..., Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setattr(Slowed, "limits", dataclasses.replace(Emulation.limits, batch_invariant=True))
     words = ("bench", "mxfp8:a-layer", "--tokens", "1", "--replays", "3", "--stock", "none", "--backend", "fast")
     status, out, _ = pretended(capsys, *words, "--json")
     cell = json.loads(out.splitlines()[1])["cell"]
@@ -619,7 +620,7 @@ def test_what_serving_would_run_invariant_is_measured_so(
     )
     assert json.loads(out)["groups"][0]["cell"].endswith("invariant"), err
     kept = Store(tmp_path / "cache").samples(cell_of(dataclasses.replace(LAYERS["mxfp8"], batch_invariant=True)))
-    assert len(kept) == 1 and len(kept[0][1]) == 3 * len(BUCKETS)
+    assert len(kept) == 1 and len(kept[0][1]) == 3 * len(BUCKETS), (out, err)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "yes")
     status, _, err = pretended(capsys, *words)
     assert status == 2 and "VLLM_BATCH_INVARIANT: 'yes' is no integer" in err

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -54,3 +55,13 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]], indent: int = 0
     for row in rows:
         made.add_row(*(Text(cell) for cell in row))
     return Padding(made, (0, 0, 0, indent))
+
+
+@contextlib.contextmanager
+def waiting(words: str) -> Iterator[None]:
+    """Says on a terminal, on standard error, what takes a while, for as long as it does."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with Console(stderr=True).status(words):
+        yield

@@ -126,9 +126,15 @@ def _plugin() -> PluginState:
 
     if reason := not_selected():
         return plugin.PluginState(False, reason, _versions()["vllm"])
+    from .. import output
+
     # vLLM's logger writes to standard output, which belongs to the report. With the setting strict, a stand-down is
-    # raised; its reason is in the state all the same.
-    with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(Exception):
+    # raised; its reason is in the state all the same. Nearly all the time of this command is vLLM's import.
+    with (
+        output.waiting("importing vLLM, to register the plugin as vLLM would"),
+        contextlib.redirect_stdout(sys.stderr),
+        contextlib.suppress(Exception),
+    ):
         plugin.register()
     return plugin.state()
 
