@@ -32,7 +32,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 
 from vllm_moe_oracle import methods
-from vllm_moe_oracle.methods import mxfp4
+from vllm_moe_oracle.methods import dtypes, mxfp4
 from vllm_moe_oracle.methods.base import OracleMoEMethod
 
 CONFIGS = {"mxfp4": mxfp4.Mxfp4Config, "gpt_oss_mxfp4": mxfp4.GptOssMxfp4Config}
@@ -64,7 +64,7 @@ def test_only_gpt_oss_is_claimed_by_its_name() -> None:
 @pytest.mark.parametrize("cpu", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_emulated_dtypes_are_offered_on_a_cpu_only(name: str, cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mxfp4, "current_platform", SimpleNamespace(is_cpu=lambda: cpu))
+    monkeypatch.setattr(dtypes, "current_platform", SimpleNamespace(is_cpu=lambda: cpu))
     more = [torch.float16, torch.float32] if cpu else []
     assert CONFIGS[name].from_config(PUBLISHED).get_supported_act_dtypes() == [torch.bfloat16, *more]
 

@@ -10,7 +10,8 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from ..compat.construction import under_construction
 from ..oracle.problem import Scheme
 from ..quantization import Answer, awq_scheme, flattened, reader
-from .wna16 import Wna16MoEMethod, experts_called, has_expert_biases, unquantised, with_emulated
+from .dtypes import with_emulated
+from .wna16 import Wna16MoEMethod, experts_called, has_expert_biases, unquantised
 
 _WHERE = "quantization_config"
 

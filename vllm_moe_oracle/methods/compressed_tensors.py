@@ -20,8 +20,9 @@ from ..compat.construction import current_layer
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Scheme
 from ..quantization import COMPRESSED_PACKINGS, compressed_activations, compressed_order
 from .base import OracleMoEMethod
+from .dtypes import with_emulated
 from .gptq import refuse_act_order
-from .wna16 import Wna16MoEMethod, with_emulated
+from .wna16 import Wna16MoEMethod
 
 SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="compressed-tensors", activations="mxfp8")
 """``mxfp8-quantized``: the tensors of ModelOpt's MXFP8 under the same names."""

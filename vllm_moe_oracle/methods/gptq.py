@@ -17,7 +17,8 @@ from vllm.scalar_type import scalar_types
 from ..compat.construction import under_construction
 from ..oracle.problem import Scheme
 from ..quantization import Answer, flattened, gptq_scheme, reader
-from .wna16 import Wna16MoEMethod, experts_called, has_expert_biases, unquantised, with_emulated
+from .dtypes import with_emulated
+from .wna16 import Wna16MoEMethod, experts_called, has_expert_biases, unquantised
 
 _WHERE = "quantization_config"
 

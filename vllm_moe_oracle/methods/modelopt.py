@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.quantization import modelopt as stock
-from vllm.platforms import current_platform
 
 from ..compat.construction import under_construction
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Scheme
 from ..quantization import GATED_PROJECTIONS, PLAIN_PROJECTIONS, LayerNames, MixedAlgorithms, modelopt_activations
 from .base import OracleMoEMethod
+from .dtypes import with_emulated
 
 SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="modelopt", activations="mxfp8")
 """ModelOpt's MXFP8 quantises weights and, while serving, activations (W8A8)."""
@@ -47,7 +46,7 @@ class ModelOptMxFp8Config(stock.ModelOptMxFp8Config):
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Dtypes of the model. On a CPU, where both the experts and vLLM's linear layers are emulated, also float16 and
         float32."""
-        return _with_emulated(super().get_supported_act_dtypes())
+        return with_emulated(super().get_supported_act_dtypes())
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method for a layer; see the stock class."""
@@ -82,7 +81,7 @@ class ModelOptMixedPrecisionConfig(stock.ModelOptMixedPrecisionConfig):
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Dtypes of the model; see `ModelOptMxFp8Config`."""
-        return _with_emulated(super().get_supported_act_dtypes())
+        return with_emulated(super().get_supported_act_dtypes())
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method for a layer; see the stock class."""
@@ -105,9 +104,3 @@ class ModelOptMixedPrecisionConfig(stock.ModelOptMixedPrecisionConfig):
         # Whether the experts have a gate is not known here.
         projections = GATED_PROJECTIONS + PLAIN_PROJECTIONS
         return algorithms.of(LayerNames(tuple(self._quantized_layer_prefix_candidates(prefix)), projections))
-
-
-def _with_emulated(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
-    """With those that only emulation takes, on a CPU."""
-    supported = list(dtypes)
-    return [*supported, torch.float16, torch.float32] if current_platform.is_cpu() else supported

@@ -16,8 +16,9 @@ from vllm.platforms import current_platform
 from ..compat.construction import under_construction
 from ..oracle.problem import Scheme
 from ..quantization import Answer, awq_scheme, flattened, gptq_scheme, reader
+from .dtypes import with_emulated
 from .gptq import AutoGPTQConfig, without_act_order
-from .wna16 import Wna16MoEMethod, experts_called, has_expert_biases, unquantised, with_emulated
+from .wna16 import Wna16MoEMethod, experts_called, has_expert_biases, unquantised
 
 _WHERE = "quantization_config"
 _AWQ = ("awq", "awq_marlin")

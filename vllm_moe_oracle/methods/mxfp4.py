@@ -16,7 +16,6 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization import mxfp4 as stock
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
-from vllm.platforms import current_platform
 
 from ..compat.construction import current_layer, under_construction
 from ..errors import SettingError
@@ -24,6 +23,7 @@ from ..oracle.planner import in_whole_blocks, share_of
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Problem, Scheme
 from ..schemes.mxfp8 import E8M0_BIAS
 from .base import OracleMoEMethod
+from .dtypes import with_emulated
 
 
 class AnyMxfp4MoEMethod(OracleMoEMethod):
@@ -168,7 +168,7 @@ class Mxfp4Config(stock.Mxfp4Config):
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
         """Dtypes of the model. On a CPU, where the experts are emulated, also float16 and float32."""
-        return _with_emulated(super().get_supported_act_dtypes())
+        return with_emulated(super().get_supported_act_dtypes())
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method for a layer; see the stock class."""
@@ -181,7 +181,7 @@ class GptOssMxfp4Config(stock.GptOssMxfp4Config):
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
         """Dtypes of the model; see `Mxfp4Config`."""
-        return _with_emulated(super().get_supported_act_dtypes())
+        return with_emulated(super().get_supported_act_dtypes())
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method for a layer; see the stock class."""
@@ -194,7 +194,3 @@ def _method(kind: type[_TaggedMxfp4MoEMethod], layer: Any, prefix: str) -> _Tagg
         return None
     with under_construction(layer, prefix):
         return kind(layer.moe_config)
-
-
-def _with_emulated(dtypes: list[torch.dtype]) -> list[torch.dtype]:
-    return [*dtypes, torch.float16, torch.float32] if current_platform.is_cpu() else list(dtypes)

@@ -12,14 +12,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
-from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from ..errors import CheckpointError, NoBackendError
@@ -286,12 +285,6 @@ def unquantised(moe: Any) -> Any:
         moe: vLLM's `FusedMoEConfig`.
     """
     return UnquantizedFusedMoEMethod(moe)
-
-
-def with_emulated(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
-    """A model's dtypes with float32, in which experts are emulated, on a CPU."""
-    found = list(dtypes)
-    return [*found, torch.float32] if current_platform.is_cpu() and torch.float32 not in found else found
 
 
 _EXPERT_BIAS = re.compile(r"\bexperts\.(\d+\..*\.bias|\w+_proj_bias)$")
