@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._humming import RULES, Humming, kind_rule
+from ._humming import RULES, UNGATED, Humming, kind_rule
 
 
 class HummingMxfp8(Humming):
@@ -11,7 +11,7 @@ class HummingMxfp8(Humming):
     name = "humming_mxfp8"
     kind = "indexed"
     stock_class = "HummingIndexedExperts"
-    rules = (*RULES, kind_rule("indexed"))
+    rules = (*RULES, UNGATED, kind_rule("indexed"))
 
 
 BACKEND = HummingMxfp8()

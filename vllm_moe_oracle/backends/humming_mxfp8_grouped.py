@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._humming import RULES, Humming, kind_rule
+from ._humming import RULES, UNGATED, Humming, kind_rule
 
 
 class HummingMxfp8Grouped(Humming):
@@ -11,7 +11,7 @@ class HummingMxfp8Grouped(Humming):
     name = "humming_mxfp8_grouped"
     kind = "grouped"
     stock_class = "HummingGroupedExperts"
-    rules = (*RULES, kind_rule("grouped"))
+    rules = (*RULES, UNGATED, kind_rule("grouped"))
 
 
 BACKEND = HummingMxfp8Grouped()

@@ -38,6 +38,9 @@ HUMMING_GROUPED = "0.30.0"
 HUMMING_HALVES = "0.28.0"
 """Humming's classes take ``swigluoai`` with gate rows, then up rows."""
 
+HUMMING_UNGATED = "0.27.1"
+"""Humming's conversion knows experts without a gate; before, it asks them for twice their rows."""
+
 MARLIN_8_BIT = "0.23.0"
 """Marlin's classes take 8-bit integers."""
 
