@@ -23,10 +23,12 @@ from .oracle.problem import Activation, Parallel, Problem, Routing, Scheme
 from .quantization import (
     GATED_PROJECTIONS,
     ONLINE,
+    OTHER_NAMES,
     PLAIN_PROJECTIONS,
     Foreign,
     LayerNames,
     SchemeOf,
+    in_bytes,
     reader,
     shown,
     vllm_name,
@@ -230,10 +232,12 @@ def _quantised(config: Config, online: str) -> tuple[SchemeOf, str]:
     if _model_type(config) in _FOUR_BIT_EXPERTS:
         quantization = {"expert_dtype": config.model.get("expert_dtype") or "fp4", **quantization}
     scheme_of, method = reader(quantization, source), vllm_name(quantization)
-    if online not in ("", method):
+    others = OTHER_NAMES.get(method, ())
+    if online not in ("", method, *others):
         rule = f"it is quantised already, as {method}, and --quantization is {shown(online)}"
-        raise CheckpointError(rule, "Leave --quantization out", where)
-    return scheme_of, method
+        also = f"Leave --quantization out, or say {' or '.join(others)}" if others else "Leave --quantization out"
+        raise CheckpointError(rule, also, where)
+    return (in_bytes(scheme_of) if online == "moe_wna16" else scheme_of), online or method
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ The fields are those that vLLM reads; how each family matches names is written a
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -72,6 +73,23 @@ class LayerNames:
 
 Answer = Scheme | Foreign | None
 SchemeOf = Callable[[LayerNames], Answer]
+
+
+OTHER_NAMES = {
+    "gptq": ("gptq_marlin", "auto_gptq", "moe_wna16"),
+    "awq": ("awq_marlin", "auto_awq", "moe_wna16"),
+}
+"""Names that vLLM's ``--quantization`` also takes for a checkpoint, by its own; not every release has all."""
+
+
+def in_bytes(scheme_of: SchemeOf) -> SchemeOf:
+    """The same answers for ``--quantization moe_wna16``, which loads integers in bytes, outputs first."""
+
+    def of(layer: LayerNames) -> Answer:
+        found = scheme_of(layer)
+        return dataclasses.replace(found, packing="moe_wna16") if isinstance(found, Scheme) else found
+
+    return of
 
 
 class _Unnamed:

@@ -74,3 +74,24 @@ def test_explain_takes_it_and_says_why_sizes_do_not_do(tmp_path: Path) -> None:
     cut = CliRunner().invoke(app, ["explain", file, "--quantization", "mxfp8", "--device", "nvidia-h200", "--tp", "16"])
     assert cut.exit_code == 3
     assert "768 / 16 = 48 is no multiple of the scale group 32" in " ".join(cut.output.split())
+
+
+@pytest.mark.parametrize(
+    ("quantization", "names"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, ("gptq", "gptq_marlin", "auto_gptq")),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, ("awq", "awq_marlin", "auto_awq")),
+    ],
+)
+def test_vllms_other_names_for_a_checkpoint_are_taken(
+    quantization: dict[str, Any], names: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = read(written(tmp_path, quantization_config=quantization))
+    for name in names:
+        found = layers(config, online=name)
+        assert found.problems == layers(config).problems and found.method == name
+    in_bytes = layers(config, online="moe_wna16")
+    assert {problem.scheme.packing for problem in in_bytes.problems} == {"moe_wna16"}
+    assert {problem.scheme.zero_points for problem in in_bytes.problems} == {quantization["quant_method"] == "awq"}
+    with pytest.raises(CheckpointError, match=r"or say .*moe_wna16"):
+        layers(config, online="mxfp8")

@@ -41,7 +41,7 @@ def command(
     quantization: Annotated[
         str,
         typer.Option(
-            help="As vLLM's --quantization: mxfp8 or mxfp4 for a checkpoint in 16 bits, quantised while it loads.",
+            help="As vLLM's --quantization, e.g. mxfp8 for a checkpoint in 16 bits, moe_wna16 for GPTQ or AWQ.",
             metavar="NAME",
         ),
     ] = "",
