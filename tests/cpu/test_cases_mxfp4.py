@@ -135,3 +135,11 @@ def test_an_explicit_backend_of_another_card_is_an_error_before_weights() -> Non
     with pytest.raises(NoBackendError, match="sm_100 to below sm_110") as caught:
         decide(gpt_oss(), H200, Settings(), "flashinfer_trtllm")
     assert "--moe-backend flashinfer_trtllm" in str(caught.value)
+
+
+def test_an_explicit_name_of_four_backends_says_each_reason_once_and_whose_it_is() -> None:
+    with pytest.raises(NoBackendError) as caught:
+        decide(gpt_oss(), H200, Settings(), "flashinfer_trtllm")
+    said = str(caught.value).splitlines()[0]
+    assert said.count("needs compute capability sm_100 to below sm_110") == 1
+    assert "trtllm_mxfp4_a8_monolithic, trtllm_mxfp4_a8: would quantise activations to mxfp8" in said

@@ -204,12 +204,22 @@ def _named(wish: _Wish, judged: tuple[Candidate, ...], registry: Registry) -> li
     return own or [candidate for candidate in judged if wish.name in registry[candidate.backend].vllm_names]
 
 
+def _all_reasons(candidates: list[Candidate]) -> str:
+    """Why none of several can run, each reason once; with the names of those that it holds for, unless it is all."""
+    holds: dict[str, list[str]] = {}
+    for candidate in candidates:
+        for reason in map(str, candidate.reasons):
+            holds.setdefault(reason, []).append(candidate.backend)
+    shared = [reason for reason, names in holds.items() if len(names) == len(candidates)]
+    apart = [f"{', '.join(names)}: {reason}" for reason, names in holds.items() if len(names) < len(candidates)]
+    return "; ".join(shared + apart)
+
+
 def _unavailable(wish: _Wish, named: list[Candidate], problem: Problem, device: Device, registry: Registry) -> str:
     """Why the explicit choice cannot be followed, in one line."""
     scheme = problem.scheme.name
     if named:
-        reasons = "; ".join(str(reason) for candidate in named for reason in candidate.reasons)
-        return f"{wish.name} ({wish.by}) cannot run this layer on {device}: {reasons}"
+        return f"{wish.name} ({wish.by}) cannot run this layer on {device}: {_all_reasons(named)}"
     if wish.name in registry.broken:
         return f"{wish.name} ({wish.by}) could not be loaded: {registry.broken[wish.name]}"
     names = registry.names(scheme)
