@@ -16,7 +16,9 @@ import torch
 from packaging.version import Version
 
 from vllm_moe_oracle import compat
+from vllm_moe_oracle.compat import since
 from vllm_moe_oracle.errors import StandDown
+from vllm_moe_oracle.oracle.problem import Device
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -196,3 +198,18 @@ def test_the_package_offers_its_names_after_everything_is_imported() -> None:
     for name in compat.__all__:
         assert not isinstance(getattr(compat, name), type(sys)), name
     assert compat.current_adapter() is compat.current_adapter()
+
+
+def test_what_came_with_a_release_names_a_tested_one() -> None:
+    given = {name: value for name, value in vars(since).items() if name.isupper() and name != "RELEASES"}
+    assert len(given) > 15 and {name: value for name, value in given.items() if value not in compat.RELEASES} == {}
+    assert since.before("0.30.0") == "0.29.0"
+
+
+@pytest.mark.parametrize(
+    ("installed", "there"),
+    [("0.29.0", False), ("0.30.0", True), ("0.30.0rc1", True), ("0.30.1.dev3+g12", True), ("main", True), (None, True)],
+)
+def test_whether_a_machine_has_what_a_release_brought(installed: str | None, there: bool) -> None:
+    packages = {} if installed is None else {"vllm": installed}
+    assert since.reached("0.30.0", Device("cuda", "a GPU", 90, packages=packages)) is there

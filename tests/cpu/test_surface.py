@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import releases
 import surface
+from packaging.requirements import Requirement
 
 from vllm_moe_oracle.compat import RELEASES, stock
+from vllm_moe_oracle.compat.eras import BRINGS
 
 EDGES = (RELEASES[0], RELEASES[-1])
 
@@ -230,6 +232,17 @@ def test_what_cannot_be_proven_is_a_problem(code: str, message: str, monkeypatch
         each.cache_clear()
     assert any(message in str(each) for each in problems), problems
     assert all(each.file == file.name and each.line > 0 for each in problems)
+
+
+def test_what_an_installation_brings_is_what_its_metadata_says() -> None:
+    (metadata,) = releases.sources(RELEASES[-1]).glob("vllm-*.dist-info/METADATA")
+    required = {
+        requirement.name: str(requirement.specifier).removeprefix("==")
+        for requirement in map(Requirement, re.findall(r"^Requires-Dist: (.*)$", metadata.read_text(), re.MULTILINE))
+    }
+    brought = {**BRINGS["cuda"]}
+    assert brought.pop("vllm") == RELEASES[-1]
+    assert brought == {name: required[name] for name in brought}
 
 
 def test_every_declaration_is_used() -> None:
