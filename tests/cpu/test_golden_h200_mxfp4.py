@@ -30,24 +30,21 @@ FAULTS = {
     "w2's biases left out",
 }
 
-SHARED = "the card and the cores were shared with other measurements: times are no measure of the check"
-EXCEPTIONS = {
-    (
-        "0.33.0",
-        "1",
-        "conversion's peak",
-    ): "damaged scales were counted with nine bytes a scale, which was mended after run 1",
-    ("0.33.0", "1", "self-check's time"): SHARED,
-    ("0.33.0", "2", "conversion's peak"): "our kernels' storage took 78.3 of 76.6 MiB on one layer, mended after run 2",
-    ("0.33.0", "2", "self-check's time"): SHARED,
-}
-"""What does not keep the rules, by release, run and rule, and why."""
+SHARED = "the card and the cores were shared with other processes: times are no measure of the check"
+EXCEPTIONS = {("0.33.0", "self-check's time"): SHARED, ("0.26.0", "self-check's time"): SHARED}
+"""What does not keep the rules, by release and rule, and why."""
 
 FAILED = {
-    ("0.33.0", "humming_mxfp4"): "Forward context is not set",
-    ("0.33.0", "triton_mxfp4_monolithic"): "scatter(): Expected self.dtype to be equal to src.dtype",
+    ("0.26.0", "gpt_oss_20b_tp4", "humming_mxfp4"): "ended, being late",
+    ("0.26.0", "qwen3_silu", "humming_mxfp4"): "ended, being late",
 }
-"""Rows without numbers: the self-check of that day lacked vLLM's forward context, the script a dtype."""
+"""Rows without numbers: Humming compiles for half a minute and more."""
+
+LAST_BITS = {"marlin_mxfp4", "humming_mxfp4"}
+"""Kernels that may add the parts of a product in the order in which they are ready: two runs differ in last bits."""
+
+STOCK_IS_WRONG = {("0.26.0", "qwen3_silu"): "stock reads the rows of every model that is tagged mxfp4 as gpt-oss's"}
+"""Layers that stock vLLM runs with an error of a third."""
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -82,7 +79,7 @@ def test_every_backend_is_in_the_table(file: Path) -> None:
 def test_a_row_without_numbers_says_why(file: Path) -> None:
     for row in rows(file):
         if "failure" in row:
-            assert FAILED[row["vllm"], row["backend"]] in row["failure"]
+            assert FAILED[file.stem.removeprefix("mxfp4-vllm-"), row["layer"], row["backend"]] in row["failure"]
 
 
 @every_file
@@ -118,16 +115,28 @@ def test_the_self_check_finds_every_fault_and_nothing_else(file: Path) -> None:
 @every_file
 def test_what_is_broken_is_listed_with_its_reason(file: Path) -> None:
     """Conversion's peak, the self-check's time, and whatever else the table asks."""
-    runs = json.loads(file.read_text())["conditions"]["runs"]
-    found = {(row["vllm"], row["run"], rule) for row in rows(file) for rule in row.get("broken", ())}
+    found = {(row["vllm"], rule) for row in rows(file) for rule in row.get("broken", ())}
     assert found == {each for each in EXCEPTIONS if f"mxfp4-vllm-{each[0]}" == file.stem}
-    assert {row["run"] for row in rows(file)} == runs.keys()
+    assert not found or "at once" in json.loads(file.read_text())["conditions"]["shared"]
+
+
+@every_file
+def test_a_self_check_after_the_first_compiles_nothing(file: Path) -> None:
+    """However long it took."""
+    assert not [key(row) for row in rows(file) if "compiled" in row.get("self_check", {})]
 
 
 @every_file
 def test_where_stock_ran_our_layer_has_its_error(file: Path) -> None:
     """The same kernel on the same weights: converted by us, or by stock."""
     compared = [row for row in rows(file) if "stock_error" in row]
-    assert {"marlin_mxfp4", "triton_mxfp4_monolithic", "triton_mxfp4_unfused"} == {row["backend"] for row in compared}
+    assert {"marlin_mxfp4", "triton_mxfp4_monolithic", "triton_mxfp4_unfused"} <= {row["backend"] for row in compared}
+    wrong = set()
     for row in compared:
-        assert all(modes["eager"] == row["stock_error"][count] for count, modes in row["error"].items()), key(row)
+        if min(row["stock_error"].values()) > 0.1:
+            wrong.add((row["vllm"], row["layer"]))
+            continue
+        for count, modes in row["error"].items():
+            differ = abs(modes["eager"] / row["stock_error"][count] - 1)
+            assert differ <= (0.01 if row["backend"] in LAST_BITS else 0), (key(row), count)
+    assert wrong == {each for each in STOCK_IS_WRONG if f"mxfp4-vllm-{each[0]}" == file.stem}
