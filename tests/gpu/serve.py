@@ -12,6 +12,9 @@ written after each mode; one that is ended keeps what it has measured.
 Nothing else should run on the machine: a start compiles for half a minute, on every core. Two minutes a model on an
 H200; with other compilations beside it a start alone took longer than 75 s.
 
+``--busy`` finds how long the GPU works in a decode step: with the engine in the measuring process, from the intervals
+of its kernels. What a step takes beyond that is vLLM's host side.
+
 On a CPU a tiny model goes the same way: add ``--tiny``.
 """
 
@@ -26,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +71,15 @@ def config_of(model: str, layers: int, tiny: bool) -> dict[str, Any]:
     return config
 
 
-def measure(folder: str, mode: str, tiny: bool) -> dict[str, Any]:
-    """Loads the model and times it; in a process of its own."""
+def measure(folder: str, mode: str, tiny: bool, busy: bool = False) -> dict[str, Any]:
+    """Loads the model and times it; in a process of its own.
+
+    Args:
+        folder: the model's.
+        mode: see the module.
+        tiny: on a CPU.
+        busy: also the time in which the GPU works.
+    """
     from vllm import LLM, SamplingParams
 
     oracle = {} if mode in ("stock", "auto") else {"backend": mode}
@@ -103,13 +114,32 @@ def measure(folder: str, mode: str, tiny: bool) -> dict[str, Any]:
         run(batch, 16, 8)
         short, long = (min(run(batch, 16, tokens) for _ in range(repeats)) for tokens in (SHORT, LONG))
         found["decode_ms"][str(batch)] = round((long - short) / (LONG - SHORT) * 1e3, 3)
+        if busy:
+            worked = [busy_ms(lambda tokens=tokens, batch=batch: run(batch, 16, tokens)) for tokens in (SHORT, LONG)]
+            found.setdefault("busy_ms", {})[str(batch)] = round((worked[1] - worked[0]) / (LONG - SHORT), 3)
         print("FOUND " + json.dumps(found), flush=True)
     run(*PREFILL, 1)
     found["prefill_tokens_per_second"] = round(PREFILL[0] * PREFILL[1] / min(run(*PREFILL, 1) for _ in range(repeats)))
     return found
 
 
-def run_mode(folder: Path, mode: str, tiny: bool, seconds: float) -> dict[str, Any]:
+def busy_ms(run: Callable[[], Any]) -> float:
+    """Milliseconds in which at least one kernel or copy ran on the GPU."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    cuda = torch.profiler.DeviceType.CUDA
+    spans = sorted((each.time_range.start, each.time_range.end) for each in seen.events() if each.device_type == cuda)
+    total, until = 0.0, 0.0
+    for begin, end in spans:
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total / 1e3
+
+
+def run_mode(folder: Path, mode: str, tiny: bool, seconds: float, busy: bool = False) -> dict[str, Any]:
     """One mode in a process of its own; what it found, or the end of what it said.
 
     Args:
@@ -117,14 +147,20 @@ def run_mode(folder: Path, mode: str, tiny: bool, seconds: float) -> dict[str, A
         mode: see the module.
         tiny: on a CPU.
         seconds: after which it is ended, with every process that it started.
+        busy: see `measure`.
     """
     report = folder / f"{mode}.jsonl"
-    environment = os.environ | {
-        "VLLM_PLUGINS": "" if mode == "stock" else "moe_oracle",
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
-        "MOE_ORACLE_REPORT": str(report),
-    }
+    environment = (
+        os.environ
+        | {
+            "VLLM_PLUGINS": "" if mode == "stock" else "moe_oracle",
+            "VLLM_CACHE_ROOT": str(folder / "cache"),
+            "MOE_ORACLE_REPORT": str(report),
+        }
+        | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if busy else {})
+    )
     command = [sys.executable, __file__, "--inner", str(folder), "--mode", mode, *(["--tiny"] if tiny else [])]
+    command += ["--busy"] * busy
     log = folder / f"{mode}.log"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -200,11 +236,12 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=240.0, help="for each mode, after which it is ended")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--busy", action="store_true", help="also the GPU's time in a step")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--inner", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.inner:
-        print("FOUND " + json.dumps(measure(chosen.inner, chosen.mode[0], chosen.tiny)), flush=True)
+        print("FOUND " + json.dumps(measure(chosen.inner, chosen.mode[0], chosen.tiny, chosen.busy)), flush=True)
         return 0
     found: dict[str, Any] = {"conditions": conditions(chosen), "models": {}}
     lines = []
@@ -215,7 +252,7 @@ def main() -> int:
             Path(folder, "config.json").write_text(json.dumps(config))
             for mode in chosen.mode or ("stock", "auto"):
                 begin = time.perf_counter()
-                row = run_mode(Path(folder), mode, chosen.tiny, chosen.seconds)
+                row = run_mode(Path(folder), mode, chosen.tiny, chosen.seconds, chosen.busy)
                 row["wall_seconds"] = round(time.perf_counter() - begin, 1)
                 rows.append(row)
                 lines.append(line(model, row))
