@@ -43,8 +43,8 @@ FAILED = {
 LAST_BITS = {"marlin_mxfp4", "humming_mxfp4"}
 """Kernels that may add the parts of a product in the order in which they are ready: two runs differ in last bits."""
 
-STOCK_IS_WRONG = {("0.26.0", "qwen3_silu"): "stock's class for the tag mxfp4 is gpt-oss's, and clamps silu at its limit"}
-"""Layers that stock vLLM runs with an error of a third: the reference with a limit of 7 is 0.35 from the one without."""
+STOCK_IS_WRONG = {("0.26.0", "qwen3_silu"): "stock's class for the tag mxfp4 is gpt-oss's, and clamps silu at 7"}
+"""Layers that stock vLLM runs with an error of a third: the reference with that limit is as far off."""
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
