@@ -169,7 +169,7 @@ class Settings:
     mxfp8_scale_rule: ScaleRule = _setting(
         "ceil",
         _one_of(get_args(ScaleRule)),
-        "how experts that are quantised to MXFP8 while they load get their scales: as vLLM, as the MX specification, "
+        "how weights that are quantised to MXFP8 while they load get their scales: as vLLM, as the MX specification, "
         "or as the compressed-tensors package",
         "ceil|floor|llm-compressor",
     )

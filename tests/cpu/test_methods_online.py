@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +124,33 @@ def test_the_default_rule_is_stock_vllms_online_quantiser() -> None:
         differ = scales[expert] != expected_scales
         assert torch.equal(differ, (values[expert].unflatten(-1, (-1, 32)) == 0).all(-1) & differ)
         assert torch.equal(bytes_of(codes[expert]), bytes_of(expected))
+
+
+# --- Linear layers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_linear_layers_are_quantised_by_the_rule_that_was_asked_for(rule: ScaleRule) -> None:
+    pytest.importorskip("vllm")
+    from vllm_moe_oracle.methods.online import Mxfp8OnlineLinearMethod
+
+    values = weights(1, 48, 96)[0]
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(values.clone(), requires_grad=False)
+    method = object.__new__(Mxfp8OnlineLinearMethod)
+    method.scale_rule = rule
+    # What the constructor, which asks for a kernel, would have set.
+    method.requantization_source, method.requantization_source_parameters = None, {}
+    converted: list[Any] = []
+    method.kernel = SimpleNamespace(process_weights_after_loading=converted.append)
+    for _ in range(2):  # the second changes nothing
+        method.process_weights_after_loading(layer)
+        assert converted == [layer]
+        codes, scales = mxfp8.quantise(values, rule)
+        assert torch.equal(bytes_of(layer.weight.data), bytes_of(codes))
+        assert layer.weight_scale.dtype == torch.uint8 and torch.equal(layer.weight_scale.data, scales)
+    if rule != "ceil":
+        assert not torch.equal(layer.weight_scale.data, mxfp8.quantise(values)[1])
 
 
 # --- Sizes -----------------------------------------------------------------------------------------------------------

@@ -123,9 +123,14 @@ def test_the_two_rules_make_different_weights(served: dict[str, dict[str, Any]])
     assert served["online"]["digests"] != served["online llm-compressor"]["digests"]
 
 
-def test_a_model_quantised_while_loading_says_what_its_checkpoint_would(served: dict[str, dict[str, Any]]) -> None:
-    assert served["online"]["tokens"] == served["offline"]["tokens"]
-    np.testing.assert_array_equal(served["online"]["logprobs"], served["offline"]["logprobs"])
+@pytest.mark.parametrize(
+    ("online", "offline"), [("online", "offline"), ("online llm-compressor", "compressed")], ids=["ceil", "llm"]
+)
+def test_a_model_quantised_while_loading_says_what_its_checkpoint_would(
+    served: dict[str, dict[str, Any]], online: str, offline: str
+) -> None:
+    assert served[online]["tokens"] == served[offline]["tokens"]
+    np.testing.assert_array_equal(served[online]["logprobs"], served[offline]["logprobs"])
 
 
 def test_online_experts_are_w8a8_as_vllm_has_them(served: dict[str, dict[str, Any]]) -> None:

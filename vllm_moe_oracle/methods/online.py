@@ -2,7 +2,7 @@
 
 vLLM holds a layer's checkpoint tensors back until it has them all; then its 16-bit weights exist, are quantised here,
 tensor by tensor, and are gone. From there on the layer is one of an MXFP8 checkpoint. Linear layers stay vLLM's, with a
-better message.
+better message and the same choice of scale rules.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from torch import Tensor
 from vllm.model_executor.layers.quantization.online import mxfp8 as stock
 from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
-from vllm.model_executor.utils import set_weight_attrs
+from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
+from .. import settings
+from ..compat import current_adapter
 from ..compat.construction import current_layer
 from ..errors import CheckpointError
 from ..oracle.problem import MX_BLOCK, Scheme
 from ..quantization import ONLINE
 from ..schemes import mxfp8
 from . import storage
-from .base import OracleMoEMethod
+from .base import _PROCESSED, OracleMoEMethod
 
 
 def require_blocks(name: str, format: str = "MXFP8", **sizes: int) -> None:
@@ -47,7 +49,9 @@ def require_blocks(name: str, format: str = "MXFP8", **sizes: int) -> None:
 
 
 class Mxfp8OnlineLinearMethod(stock.Mxfp8OnlineLinearMethod):
-    """Linear layers of a 16-bit checkpoint: vLLM's own method."""
+    """Linear layers of a 16-bit checkpoint: vLLM's own method and kernels, and the scale rule that was asked for."""
+
+    scale_rule: mxfp8.ScaleRule
 
     def create_weights(self, layer: Any, input_size_per_partition: int, *args: Any, **kwargs: Any) -> None:
         """As the stock method, which refuses input sizes that blocks do not divide without saying where.
@@ -56,7 +60,27 @@ class Mxfp8OnlineLinearMethod(stock.Mxfp8OnlineLinearMethod):
             CheckpointError: the input size is no multiple of 32.
         """
         require_blocks(_linear_name(layer), input_size=input_size_per_partition)
+        chosen = settings.load(additional_config=current_adapter().additional_config())
+        self.scale_rule = chosen.mxfp8_scale_rule
         super().create_weights(layer, input_size_per_partition, *args, **kwargs)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """As the stock method, which knows one rule only. A second call changes nothing."""
+        if self.scale_rule == "ceil" or getattr(layer, _PROCESSED, False):
+            super().process_weights_after_loading(layer)
+            return
+        # Of a layer whose checkpoint is quantised otherwise, which releases before 0.33 do not know.
+        read = getattr(self, "get_weight_for_quantization", lambda layer: layer.weight)
+        weight = read(layer).data
+        codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+        scales = weight.new_empty(_scales(weight), dtype=torch.uint8)
+        mxfp8.quantise_into(weight[None], codes[None], scales[None], self.scale_rule)
+        layer.input_scale = None
+        replace_parameter(layer, "weight", codes)
+        replace_parameter(layer, "weight_scale", scales)
+        self.kernel.process_weights_after_loading(layer)
+        getattr(self, "release_requantization_source_weights", lambda layer: None)(layer)
+        setattr(layer, _PROCESSED, True)
 
 
 class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
