@@ -148,11 +148,11 @@ def test_lists_of_slots_and_blocks(experts, tokens):
     table, ordered, counts = (
         torch.full((n,), -7, dtype=torch.int32, device="cuda") for n in (blocks * 4, slots, experts)
     )
-    chunk, in_one = fm._sort_variant(slots)
+    chunk, warps, in_one = fm._sort_variant(slots, experts)
     lists = {"EP": fm._power_of_two(experts, 16), "BM": bm, "PDL": False}
     device_ids = ids.cuda()
     route.sort_slots[(experts,)](device_ids, device_ids, counts, ordered, table, slots, experts, blocks, HAS_MAP=False,
-                                 CHUNK=chunk, TABLE=in_one, **lists)  # fmt: skip
+                                 CHUNK=chunk, TABLE=in_one, num_warps=warps, **lists)  # fmt: skip
     if not in_one:
         route.list_blocks[(experts,)](counts, table, experts, blocks, **lists)
     expected, start = [], 0
@@ -207,8 +207,6 @@ TILES = {
     "straight-lists": Config(Tile(8, 32, 128, fold=2, straight=True), Tile(8, 64, 128, fold=2, straight=True)),
     "merged": Config(Tile(8, 64, 128, fold=2), Tile(1, 32, 64, straight=True, merge=True), per_slot=True),
     "merged-fold": Config(Tile(8, 64, 128, fold=2), Tile(1, 16, 128, fold=4, straight=True, merge=True), per_slot=True),
-    "merged-loop": Config(Tile(8, 64, 128, fold=2), Tile(1, 32, 64, merge=True), per_slot=True),
-    "merged-loop-fold": Config(Tile(8, 64, 128, fold=2), Tile(1, 16, 128, fold=4, stages=3, merge=True), per_slot=True),
     "48": Config(Tile(48, 128, 128, stages=3), Tile(48, 64, 64)),
     "80": Config(Tile(80, 128, 64), Tile(80, 128, 128, warps=8, stages=3)),
     "96": Config(Tile(96, 128, 64, stages=3), Tile(96, 128, 64, stages=3)),

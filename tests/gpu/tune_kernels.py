@@ -117,11 +117,6 @@ def merged(scheme: str, columns: int, top_k: int) -> list[Tile]:
     """Second products that add up a token's choices themselves."""
     choices = 1 << (top_k - 1).bit_length()
     found = []
-    for bn, fold, warps, stages in (
-        (16, 1, 4, 4), (16, 1, 4, 6), (16, 2, 4, 4), (16, 2, 8, 3), (16, 4, 8, 3), (32, 1, 4, 4)
-    ):  # fmt: skip
-        if choices * fold <= 16 and choices * fold * bn >= 16 * warps:
-            found.append(Tile(1, bn, 128, warps=warps, stages=stages, fold=fold, promote=False, merge=True))
     for bn, fold, warps in ((16, 1, 4), (16, 1, 8), (16, 2, 8), (32, 1, 4), (32, 1, 8)):
         fits = choices * fold <= 16 and choices * fold * bn >= 16 * warps
         if fits and columns % (128 * fold) == 0 and raw_registers(scheme, choices * bn * columns, warps) <= 116:

@@ -28,7 +28,7 @@ class Tile:
     and bm <= 32), not the weights. `straight`: no loop, all weights of a tile wait in registers (few columns or many
     parts); the second product then asks for its weights before the first has ended. `sweep` (second product, columns a
     multiple of bk, not many): tiles along the rows that one program goes through with the same h. `merge` (second
-    product, per_slot): a program multiplies all choices of a token, `fold` parts of the columns each, and
+    product, straight, per_slot): a program multiplies all choices of a token, `fold` parts of the columns each, and
     adds them up, so no third kernel does.
     """
 
@@ -47,8 +47,10 @@ class Tile:
 
     def __post_init__(self) -> None:
         if self.merge:
-            if self.bn % 16 or self.bk % 32 or self.split > 1 or self.sweep > 1 or self.bm != 1:
-                raise ValueError(f"{self}: merge needs bm 1, bn a multiple of 16, bk of 32, no split or sweep")
+            if self.bn % 16 or self.bk % 32 or not self.straight or self.split > 1 or self.sweep > 1 or self.bm != 1:
+                raise ValueError(
+                    f"{self}: merge needs bm 1, bn a multiple of 16, bk of 32, straight, no split or sweep"
+                )
             return
         if self.more and (self.more < 16 or self.more & (self.more - 1)):
             raise ValueError(f"{self}: bm is a power of two, or the sum of two, 16 at least")

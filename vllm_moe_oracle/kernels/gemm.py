@@ -632,14 +632,12 @@ def down_merged(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr
                 TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
                 HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
                 EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, PDL: tl.constexpr, STEPS: tl.constexpr,
-                STAGES: tl.constexpr, CHOICES: tl.constexpr, FOLD: tl.constexpr, BN: tl.constexpr,
-                BK: tl.constexpr):  # fmt: skip
+                CHOICES: tl.constexpr, FOLD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """out[token] = sum over choices of (h[slot] @ w2[expert].T + b2[expert]) * router weight, in one program.
 
     For few tokens: a program multiplies BN rows of all experts of a token with FOLD parts of the columns side by side,
-    as `accumulate` does with parts; CHOICES is TOP_K rounded up to a power of two, CHOICES * FOLD at most 16. With
-    STEPS > 0 there is no loop: weights wait in registers and are asked for before the predecessor has ended. Grid
-    tokens * tiles.
+    as `accumulate` does with parts; CHOICES is TOP_K rounded up to a power of two, CHOICES * FOLD at most 16. No loop:
+    weights wait in registers and are asked for before the predecessor has ended. Grid tokens * tiles.
     """
     PARTS: tl.constexpr = CHOICES * FOLD
     VN: tl.constexpr = PARTS * BN
@@ -650,30 +648,28 @@ def down_merged(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr
     token = pid // tiles
     tile_n = pid % tiles
     ids_ptr += token * TOP_K
-    steps = STEPS if STEPS > 0 else (columns + BK * FOLD - 1) // (BK * FOLD)
+    part = tl.arange(0, KC * RC * 4)
+    part_warp = part % (RC * 4)
+    part_choice = part_warp // (FOLD * BN // 16)
+    part_expert = local_ids(ids_ptr, map_ptr, part_choice, part_choice < TOP_K, HAS_MAP)
+    part_row = tl.minimum(tile_n * (BN // 16) + part_warp % (BN // 16), n_chunks * 4 - 1)
+    part_chunk = part_warp // (BN // 16) % FOLD * (STEPS * KC) + part // (RC * 4)
+    w_offsets = part_expert.to(tl.int64) * n_chunks * k_chunks * 2048
+    w_offsets += part_row // 4 * (k_chunks * 2048) + part_row % 4 * 512 + part_chunk * 2048
+    w_ptrs = w_ptr + w_offsets[:, None] + tl.arange(0, 512)[None, :]
     warp = (tl.arange(0, RC)[:, None] * 4 + tl.arange(0, 4)[None, :])[:, None, :, None]
     choice = warp // (FOLD * BN // 16)
     expert = local_ids(ids_ptr, map_ptr, choice, choice < TOP_K, HAS_MAP)
     row = tl.minimum(tile_n * (BN // 16) + warp % (BN // 16), n_chunks * 4 - 1)
-    fold = warp // (BN // 16) % FOLD * steps
+    fold = warp // (BN // 16) % FOLD * STEPS
     s_offset = tl.maximum(expert, 0).to(tl.int64) * s_stride
-    if STEPS > 0:
-        part = tl.arange(0, KC * RC * 4)
-        part_warp = part % (RC * 4)
-        part_choice = part_warp // (FOLD * BN // 16)
-        part_expert = local_ids(ids_ptr, map_ptr, part_choice, part_choice < TOP_K, HAS_MAP)
-        part_row = tl.minimum(tile_n * (BN // 16) + part_warp % (BN // 16), n_chunks * 4 - 1)
-        part_chunk = part_warp // (BN // 16) % FOLD * (STEPS * KC) + part // (RC * 4)
-        w_offsets = part_expert.to(tl.int64) * n_chunks * k_chunks * 2048
-        w_offsets += part_row // 4 * (k_chunks * 2048) + part_row % 4 * 512 + part_chunk * 2048
-        w_ptrs = w_ptr + w_offsets[:, None] + tl.arange(0, 512)[None, :]
-        tiles_of_weights = ()
-        for step in tl.static_range(STEPS):
-            inside = (part_expert >= 0) & (part_chunk + step * KC < k_chunks)
-            packed = tl.load(w_ptrs + step * (KC * 2048), mask=inside[:, None], other=0)
-            words, zeros = load_scales(s_ptr + s_offset, z_ptr + s_offset, row, fold + step, columns, FORMAT, GROUP,
-                                       HAS_ZERO, EVEN_K, 2, BK)  # fmt: skip
-            tiles_of_weights = tiles_of_weights + ((packed.reshape(KC, RC, 4, 512).trans(1, 0, 2, 3), words, zeros),)
+    tiles_of_weights = ()
+    for step in tl.static_range(STEPS):
+        inside = (part_expert >= 0) & (part_chunk + step * KC < k_chunks)
+        packed = tl.load(w_ptrs + step * (KC * 2048), mask=inside[:, None], other=0)
+        words, zeros = load_scales(s_ptr + s_offset, z_ptr + s_offset, row, fold + step, columns, FORMAT, GROUP,
+                                   HAS_ZERO, EVEN_K, 2, BK)  # fmt: skip
+        tiles_of_weights = tiles_of_weights + ((packed.reshape(KC, RC, 4, 512).trans(1, 0, 2, 3), words, zeros),)
     j = tl.arange(0, CHOICES)
     local = local_ids(ids_ptr, map_ptr, j, j < TOP_K, HAS_MAP)
     present = local >= 0
@@ -690,42 +686,22 @@ def down_merged(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr
     if HAS_BIAS:
         bias = tl.load(bias_ptr + of_rows, mask=there, other=0.0)
     column = tl.arange(0, 16)
-    k = (column % FOLD * (steps * BK))[:, None] + tl.arange(0, BK)[None, :]
+    k = (column % FOLD * (STEPS * BK))[:, None] + tl.arange(0, BK)[None, :]
     mine = (column < FOLD * TOP_K)[:, None]
     x_ptrs = h_ptr + (token * TOP_K + column // FOLD).to(tl.int64)[:, None] * columns + k
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    x = ()
+    for step in tl.static_range(STEPS):
+        mask = mine & (local_ids(ids_ptr, map_ptr, column // FOLD, column < FOLD * TOP_K, HAS_MAP) >= 0)[:, None]
+        if not EVEN_K:
+            mask = mask & (k + step * BK < columns)
+        x = x + (tl.load(x_ptrs + step * BK, mask=mask, other=0.0),)
     acc = tl.zeros((VN, 16), tl.float32)
-    known = mine & (local_ids(ids_ptr, map_ptr, column // FOLD, column < FOLD * TOP_K, HAS_MAP) >= 0)[:, None]
-    if STEPS > 0:
-        x = ()
-        for step in tl.static_range(STEPS):
-            mask = known
-            if not EVEN_K:
-                mask = mask & (k + step * BK < columns)
-            x = x + (tl.load(x_ptrs + step * BK, mask=mask, other=0.0),)
-        for step in tl.static_range(STEPS):
-            packed, words, zeros = tiles_of_weights[step]
-            acc = multiply(acc, x[step], packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, BK)
-    else:
-        chunk = tl.arange(0, KC)[None, :, None, None]
-        w_offset = tl.maximum(expert, 0).to(tl.int64) * n_chunks * k_chunks * 2048
-        w_ptrs = w_ptr + (w_offset + row // 4 * (k_chunks * 2048) + row % 4 * 512 + fold * (KC * 2048))
-        w_ptrs = w_ptrs + chunk * 2048 + tl.arange(0, 512)[None, None, None, :]
-        for step in tl.range(0, steps, num_stages=STAGES):
-            mask = known
-            inside = expert >= 0
-            if not EVEN_K:
-                mask = mask & (k + step * BK < columns)
-                inside = inside & ((fold + step) * KC + chunk < k_chunks)
-            x = tl.load(x_ptrs, mask=mask, other=0.0)
-            packed = tl.load(w_ptrs, mask=inside, other=0)
-            words, zeros = load_scales(s_ptr + s_offset, z_ptr + s_offset, row, fold + step, columns, FORMAT, GROUP,
-                                       HAS_ZERO, EVEN_K, FOLD, BK)  # fmt: skip
-            acc = multiply(acc, x, packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, BK)
-            x_ptrs += BK
-            w_ptrs += KC * 2048
+    for step in tl.static_range(STEPS):
+        packed, words, zeros = tiles_of_weights[step]
+        acc = multiply(acc, x[step], packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, BK)
     diagonal = tl.arange(0, PARTS)[:, None, None] == column[None, None, :]
     value = tl.sum(tl.where(diagonal, acc.reshape(PARTS, BN, 16), 0.0), axis=2)
     value = tl.sum(value.reshape(CHOICES, FOLD, BN), axis=1)
