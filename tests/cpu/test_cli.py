@@ -496,3 +496,22 @@ def test_status_without_vllm(tmp_path: Path) -> None:
     data = json.loads(ended.stdout)
     assert data["versions"]["vllm"] is None and data["plugin"]["active"] is False
     assert "not installed" in data["plugin"]["reason"] and data["device"]["kind"] == "cpu"
+
+
+def test_explain_knows_lora_and_moving_experts(run: Run) -> None:
+    here = ("explain", CONFIGS / "gpt-oss-20b.json", "--device", "nvidia-h200", "--json")
+    plain = run(*here).json["groups"][0]
+    lora = run(*here, "--lora").json["groups"][0]
+    refused = {each["backend"]: str(each["reasons"]) for each in lora["candidates"] if not each["accepted"]}
+    assert lora["problem"]["lora"] and not plain["problem"]["lora"]
+    before = {each["backend"] for each in plain["candidates"] if each["accepted"]}
+    assert any("lora" in refused.get(name, "").lower() for name in before)
+    spread = (*here, "--ep", "--tp", "2")
+    moved = run(*spread, "--eplb").json["groups"][0]
+    assert moved["problem"]["eplb"] and moved["decision"]["backend"]
+    refused = {each["backend"]: str(each["reasons"]) for each in moved["candidates"] if not each["accepted"]}
+    still = {each["backend"] for each in run(*spread).json["groups"][0]["candidates"] if each["accepted"]}
+    assert any("eplb" in refused.get(name, "").lower() for name in still)
+    for wrong in (("--eplb",), ("--eplb", "--ep"), ("--eplb", "--tp", "2")):
+        result = run(*here, *wrong)
+        assert result.status == 2 and result.out == "" and "--eplb: experts move between ranks" in result.err

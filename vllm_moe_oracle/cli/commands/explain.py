@@ -37,6 +37,12 @@ def command(
             "--batch-invariant/--no-batch-invariant", help="As VLLM_BATCH_INVARIANT; by default this environment's."
         ),
     ] = None,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="LoRA adapters may be applied, as vLLM's --enable-lora.")
+    ] = False,
+    eplb: Annotated[
+        bool, typer.Option("--eplb", help="Experts may move between ranks, as vLLM's --enable-eplb; needs --ep.")
+    ] = False,
     moe_backend: Annotated[str, typer.Option(help="As vLLM's --moe-backend.", metavar="NAME")] = "auto",
     quantization: Annotated[
         str,
@@ -77,14 +83,22 @@ def command(
         raise SettingError("the path is empty", "Give a checkpoint's folder or its config.json", "PATH")
     if tp < 1:
         raise SettingError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")
+    if eplb and (not ep or tp == 1):
+        having = f"{tp} ranks {'with' if ep else 'without'} --ep"
+        rule = f"experts move between ranks that hold different ones; here are {having}"
+        raise SettingError(rule, "Add --ep and --tp N, N above 1", "--eplb")
     chosen = settings.load(assignments=read_assignments(assignments or []))
     machine = _device(device)
     layers = checkpoint.layers(checkpoint.read(Path(path)), tp, ep, chosen.ragged_shards, quantization.lower())
     moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
     _check_all_used(chosen, layers)
-    invariant = settings.batch_invariant() if batch_invariant is None else batch_invariant
+    serving = {
+        "batch_invariant": settings.batch_invariant() if batch_invariant is None else batch_invariant,
+        "lora": lora,
+        "eplb": eplb,
+    }
     model, predicting = (
-        [dataclasses.replace(_as_asked(problem, chosen), batch_invariant=invariant) for problem in problems]
+        [dataclasses.replace(_as_asked(problem, chosen), **serving) for problem in problems]
         for problems in (layers.problems, layers.predicting)
     )
     groups = _groups(model, machine, chosen, moe_backend)
