@@ -84,12 +84,18 @@ def fetch(x_desc, w_desc, memory, blocks_ptr, most, tiles, columns, rows_of_expe
 
 
 @gluon.jit
+def before(stage, STAGES: gl.constexpr):
+    """The stage before. A variable that a loop hands on from the step before would be the first step's for ever: Triton
+    3.6 takes it for the value that it begins with."""
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def multiply_tile(memory, stage, phase, columns, GROUP_OF_WARPS: gl.constexpr, STAGES: gl.constexpr,
                   N: gl.constexpr):  # fmt: skip
     """float32 [64, N]: this group's tokens times the tile's first N weight rows."""
     x_smem, w_smem, full, empty = memory
     acc = gl.zeros((TOKENS, N), gl.float32, product_layout(N))
-    before = stage
     for k in range(0, columns, BK):
         mbarrier.wait(full.index(stage), phase)
         x = x_smem.index(stage).slice(TOKENS * GROUP_OF_WARPS, TOKENS)
@@ -97,11 +103,10 @@ def multiply_tile(memory, stage, phase, columns, GROUP_OF_WARPS: gl.constexpr, S
         acc = hopper.warpgroup_mma(x, w, acc, is_async=True)
         # The step before has ended when only this one is under way.
         acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index(before), count=1, pred=k > 0)
-        before = stage
+        mbarrier.arrive(empty.index(before(stage, STAGES)), count=1, pred=k > 0)
         stage, phase = advance(stage, phase, STAGES)
     acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index(before), count=1)
+    mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
     return acc, stage, phase
 
 
