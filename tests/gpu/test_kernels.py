@@ -148,11 +148,11 @@ def test_lists_of_slots_and_blocks(experts, tokens):
     table, ordered, counts = (
         torch.full((n,), -7, dtype=torch.int32, device="cuda") for n in (blocks * 4, slots, experts)
     )
-    chunk, warps, in_one = fm._sort_variant(slots, experts)
+    chunk, in_one = fm._sort_variant(slots)
     lists = {"EP": fm._power_of_two(experts, 16), "BM": bm, "PDL": False}
     device_ids = ids.cuda()
     route.sort_slots[(experts,)](device_ids, device_ids, counts, ordered, table, slots, experts, blocks, HAS_MAP=False,
-                                 CHUNK=chunk, TABLE=in_one, num_warps=warps, **lists)  # fmt: skip
+                                 CHUNK=chunk, TABLE=in_one, **lists)  # fmt: skip
     if not in_one:
         route.list_blocks[(experts,)](counts, table, experts, blocks, **lists)
     expected, start = [], 0

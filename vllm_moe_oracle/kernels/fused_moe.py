@@ -106,13 +106,9 @@ def _power_of_two(value: int, least: int) -> int:
     return max(least, 1 << (value - 1).bit_length())
 
 
-def _sort_variant(slots: int, experts: int) -> tuple[int, int, bool]:
-    """Slots per step of the sorting kernel, its warps, and whether it writes the table of blocks itself.
-
-    One large step is faster than several, as long as the programs, one an expert, run all at once.
-    """
-    chunk = min(max(_power_of_two(slots, 1), 128), 4096 if experts <= 128 else 1024)
-    return chunk, max(4, chunk // 256), slots <= 8192
+def _sort_variant(slots: int) -> tuple[int, bool]:
+    """Slots per step of the sorting kernel, and whether it writes the table of blocks itself."""
+    return min(max(_power_of_two(slots, 1), 128), 1024), slots <= 8192
 
 
 def _promote(weights: OwnWeights, tile: Tile) -> bool:
@@ -273,14 +269,20 @@ def fused_moe(
         ordered = _view(workspace, plan.sorted, slots, torch.int32)
         table = _view(workspace, plan.blocks, blocks * 4, torch.int32)
         counts = _view(workspace, plan.counts, experts, torch.int32)
-        chunk, warps, in_one = _sort_variant(slots, experts)
-        lists = {"EP": _power_of_two(experts, 16), "BM": config.gate_up.bm, "PDL": pdl, **_launch(pdl)}
+        chunk, in_one = _sort_variant(slots)
+        lists = {
+            "EP": _power_of_two(experts, 16),
+            "BM": config.gate_up.bm,
+            "PDL": pdl,
+            "num_warps": 4,
+            **_launch(pdl),
+        }
         route.sort_slots[(experts,)](
             topk_ids, ids_map, counts, ordered, table, slots, experts, blocks, HAS_MAP=has_map, CHUNK=chunk,
-            TABLE=in_one, num_warps=warps, **lists,
+            TABLE=in_one, **lists,
         )  # fmt: skip
         if not in_one:
-            route.list_blocks[(experts,)](counts, table, experts, blocks, num_warps=4, **lists)
+            route.list_blocks[(experts,)](counts, table, experts, blocks, **lists)
     w13, w2 = weights.w13, weights.w2
     shared = {
         "TOP_K": top_k, "FORMAT": weights.format, "GROUP": weights.group, "HAS_MAP": has_map,
@@ -408,7 +410,7 @@ def warmup(
     for count in tokens:
         config = INVARIANT if batch_invariant else choose(weights, top_k, count, quantise=quantise_activations)
         slots = count * top_k
-        variant = (config, _sort_variant(slots, weights.experts), count >= 64)
+        variant = (config, _sort_variant(slots), count >= 64)
         if count == 0 or variant in seen:
             continue
         seen.add(variant)
