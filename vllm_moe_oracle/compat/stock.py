@@ -45,6 +45,9 @@ NARROWED: dict[str, str] = {
     "methods/compressed_tensors.py:_integers:quant_config": (
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
     ),
+    "methods/online.py:process_weights_after_loading:self.kernel": (
+        "vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel:Mxfp8LinearKernel"
+    ),
 }
 """Class of an expression in one function, where it is narrower than or other than elsewhere: file, function, text."""
 
@@ -76,6 +79,7 @@ OPTIONAL = {
     "ckpt_down_proj_name": (("0.25", _NOW),),
     "requantization_source": (("0.33", _NOW),),
     "requantization_source_parameters": (("0.33", _NOW),),
+    "get_weight_for_quantization": (("0.32", _NOW),),
     "get_weights_for_quantization": (("0.33", _NOW),),
     "release_requantization_source_weights": (("0.33", _NOW),),
 }
