@@ -18,7 +18,7 @@ _BIAS = 127  # of e8m0
 _NAN = 255
 _NORMAL = -126  # a smaller row scale is subnormal, which kernels flush to zero
 _BLOCK = 32
-_PART = 1024  # rows folded at a time: what is in memory in between is a multiple of it
+_PART = 512  # rows folded at a time: what is in memory in between is a multiple of it
 _NONE = 1 << 10  # the exponent of nothing
 _SHIFTS = 16  # a number times a larger power of two than this is none of e4m3's, nor one times the inverse's square
 
