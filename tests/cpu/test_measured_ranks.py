@@ -24,13 +24,13 @@ COUNTS = (1, 4, 16, 64, 256, 1024, 4096)
 REGISTRY = registry([backend("static", rank=1.0), backend("faster", rank=2.0)])
 
 
-def keep(folder: Path, layer: Any, few: float, many: float) -> None:
-    """A cache in which `static` takes 100 us everywhere and `faster` what is said."""
+def keep(folder: Path, layer: Any, few: float, many: float, tile: str = "") -> None:
+    """A cache in which `static` takes 100 us everywhere and `faster` what is said, with a tile configuration."""
     store = Store(folder)
     store.prepare()
     times = {"static": (100.0, 100.0), "faster": (few, many)}
     samples = [
-        Sample(name, "16bit", count, "uniform", us, us, us, 9, 1e-3)
+        Sample(name, "16bit", count, "uniform", us, us, us, 9, 1e-3, tile=tile if name == "faster" else "")
         for name, both in times.items()
         for count in COUNTS
         for us in [both[count > 64]]
@@ -68,7 +68,7 @@ def decided(processes: Any, folder: str, caches: list[str], shapes: list[int], s
         except Exception as error:
             return {"raised": type(error).__name__, "message": str(error), "seconds": time.monotonic() - begin}
         steps = [[step.backend, step.most] for step in method.decision.steps]
-        taken.append([method.backend.name, method.decision.backend, steps])
+        taken.append([method.backend.name, method.decision.backend, steps, len(method.decision.plan.tiles)])
     return taken
 
 
@@ -116,7 +116,19 @@ def test_turns_are_taken_by_all_ranks_or_by_none(tmp_path: Path, caches: list[st
         keep(tmp_path / "other", layer, 50.0, 50.0)
     first, second = run(tmp_path, caches, [32, 32], second_copy=True)
     assert first == second
-    assert [bool(steps) for _, _, steps in first] == [caches == ["warm", "warm"]] * 2
+    assert [bool(steps) for _, _, steps, _ in first] == [caches == ["warm", "warm"]] * 2
+
+
+@pytest.mark.parametrize("caches", [["warm", "warm"], ["warm", "other"], ["warm", "cold"]])
+def test_tile_configurations_are_used_by_all_ranks_or_by_none(tmp_path: Path, caches: list[str]) -> None:
+    for layer in layers(32):
+        keep(tmp_path / "warm", layer, 50.0, 50.0, "one")
+        keep(tmp_path / "other", layer, 50.0, 50.0, "another")
+    first, second = run(tmp_path, caches, [32, 32])
+    assert first == second
+    alike = caches == ["warm", "warm"]
+    assert [(name, tiles) for name, _, _, tiles in first if alike] == [("faster", len(COUNTS))] * 2 * alike
+    assert alike or {tiles for *_, tiles in first} == {0}
 
 
 def test_a_rank_that_dies_ends_the_others_in_time(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class Chooser(Protocol):
 _Kind = tuple[Problem, str, str]
 _agreed: dict[_Kind, tuple[str, bool]] = {}
 """The backend that all ranks take for each kind of layer of the load, and whether they all take the same turns of
-backends. A kind is a problem, what decided, and this rank's own choice."""
+backends and tile configurations. A kind is a problem, what decided, and this rank's own choice."""
 
 
 _evidence: dict[Problem, Evidence | None] = {}
@@ -110,7 +110,9 @@ def _agree(method: Chooser, topic: str, registry: Registry) -> None:
     if not alike and method.decision.steps:
         layer = method.decision.problem.layer
         logger.warning("moe_oracle: %s: not every rank has measurements for turns; %s runs alone", layer, name)
-        method.decision = dataclasses.replace(method.decision, steps=())
+    if not alike:
+        plan = dataclasses.replace(method.decision.plan, tiles=())
+        method.decision = dataclasses.replace(method.decision, steps=(), plan=plan)
 
 
 def _follow(method: Chooser, name: str | None, orders: list[list[str]], registry: Registry) -> None:
@@ -129,8 +131,11 @@ def _follow(method: Chooser, name: str | None, orders: list[list[str]], registry
 
 
 def _steps(method: Chooser) -> list[list[Any]]:
-    """Which backend runs up to which number of tokens, as JSON."""
-    return [[step.backend, step.most] for step in method.decision.steps]
+    """Which backend, and which tile configuration, runs up to which number of tokens, as JSON."""
+    return [
+        *([step.backend, step.most] for step in method.decision.steps),
+        *([tile, most] for most, tile in method.decision.plan.tiles),
+    ]
 
 
 def _order(method: Chooser) -> list[str]:
