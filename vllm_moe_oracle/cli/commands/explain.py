@@ -261,6 +261,8 @@ def _notes(settings: Settings, method: str, groups: list[_Group], device: Device
     schemes = {group.problem.scheme.name for group in groups if group.decision}
     for scheme in sorted(schemes.difference(SERVED.get(method, ()))):
         yield f"the plugin does not serve {scheme} in vLLM's {method} checkpoints yet: vLLM would choose by itself"
+    if method == "inc" and "wna16" in schemes and device.kind == "cpu":
+        yield "on a CPU vLLM takes AutoRound's integer experts for unquantised ones, and does not load them"
 
 
 def _vllm(device: Device) -> str | None:
@@ -295,6 +297,8 @@ def _facts(group: _Group) -> list[tuple[str, str]]:
     decision = group.decision
     plan = decision.plan
     notes = [note for note in (*plan.notes, group_in_words(group.problem)) if note]
+    if tiles := sum(bool(tile) for _, tile in plan.tiles):
+        notes.append(f"tile configurations that were measured, at {tiles} numbers of tokens")
     sizes = f"hidden {plan.hidden_size}, intermediate {plan.intermediate_size}"
     rows += [
         ("backend", decision.backend),
