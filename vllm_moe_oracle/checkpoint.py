@@ -195,7 +195,9 @@ def layers(
     names = _moe_layers(config)
     scheme_of, method = _quantised(config, online)
     predictors = _predictors(config)
-    problems, predicting, unquantised, foreign = [], [], [], {}
+    problems: list[Problem] = []
+    predicting: list[Problem] = []
+    unquantised, foreign = [], {}
     for index, layer in (names | predictors).items():
         answer = scheme_of(layer)
         name = layer.modules[0]

@@ -92,7 +92,7 @@ def command(
     layers = checkpoint.layers(checkpoint.read(Path(path)), tp, ep, chosen.ragged_shards, quantization.lower())
     moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
     _check_all_used(chosen, layers)
-    serving = {
+    serving: dict[str, Any] = {
         "batch_invariant": settings.batch_invariant() if batch_invariant is None else batch_invariant,
         "lora": lora,
         "eplb": eplb,
