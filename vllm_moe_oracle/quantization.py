@@ -551,26 +551,59 @@ def _quark_answer(entry: object, where: str) -> Answer:
 
 
 def _auto_round(config: Mapping[str, Any], where: str) -> SchemeOf:
-    """Intel AutoRound; ``extra_config`` leaves modules out, by name or expression, with 16 bits for them."""
-    bits, data_type = _integer(config, "bits", where), _word(config, "data_type", where)
-    if "mx_fp" not in data_type or bits not in (4, 8):
+    """Intel AutoRound: MX formats, and integers as GPTQ's or AWQ's tools pack them. ``extra_config`` gives modules
+    other widths, by name or expression; those of 16 bits are left out."""
+    bits, data_type = _integer(config, "bits", where), _word(config, "data_type", where) or "int"
+    packing = _AUTO_ROUND_INTEGERS.get(_word(config, "packing_format", where) or "auto_round:auto_gptq")
+    integers = data_type == "int" and packing is not None and (_integer(config, "act_bits", where, default=16) >= 16)
+    if bits not in (4, 8) or not (integers or "mx_fp" in data_type):
         return _foreign(config, where)
     entries = config.get("extra_config") or {}
     if not isinstance(entries, Mapping) or not all(isinstance(entry, Mapping) for entry in entries.values()):
         raise CheckpointError(f"extra_config is {shown(entries)}, not an object of objects", where=where)
+
+    def answer(fields: Mapping[str, Any]) -> Answer:
+        width = _integer(fields, "bits", where, default=bits)
+        if width >= 16:
+            return None
+        if integers:
+            group = _integer(fields, "group_size", where, default=128)
+            zeros = not _boolean(fields, "sym", where, default=True)
+            return Scheme("wna16", width, group, str(packing), zeros)
+        return Scheme(
+            "mxfp4" if bits == 4 else "mxfp8",
+            bits,
+            MX_BLOCK,
+            "auto-round",
+            activations="mxfp4" if bits == 4 else "mxfp8",
+        )
+
     apart = [
-        (name, Expression(name, where) if any(sign in name for sign in "*+?^$()[]{}|\\") else None)
-        for name, entry in entries.items()
-        if _integer(entry, "bits", where, default=bits) >= 16
+        (name, Expression(name, where) if any(sign in name for sign in "*+?^$()[]{}|\\") else None, answer(entry))
+        for name, entry in ((name, {**config, **entry}) for name, entry in entries.items())
     ]
-    scheme = Scheme(
-        "mxfp4" if bits == 4 else "mxfp8", bits, MX_BLOCK, "auto-round", activations="mxfp4" if bits == 4 else "mxfp8"
-    )
 
-    def left_out(module: str) -> bool:
-        return any(module == name or (found is not None and found.search(module)) for name, found in apart)
+    def of_module(module: str) -> Answer | _Unnamed:
+        for name, found, said in apart:
+            if module == name or (found is not None and found.search(module)):
+                return said
+        return _UNNAMED
 
-    return lambda layer: None if layer.match(left_out) else scheme
+    def of(layer: LayerNames) -> Answer:
+        if integers:
+
+            def of_matrix(name: str) -> Answer | _Unnamed:
+                said = map(of_module, (name, *layer.modules))
+                return next((each for each in said if not isinstance(each, _Unnamed)), _UNNAMED)
+
+            return _in_common(layer, of_matrix, answer(config), where)
+        return None if layer.match(lambda module: of_module(module) is None) else answer(config)
+
+    return of
+
+
+_AUTO_ROUND_INTEGERS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+"""The scheme's word for how integers are packed, by AutoRound's."""
 
 
 def _foreign(config: Mapping[str, Any], where: str) -> SchemeOf:

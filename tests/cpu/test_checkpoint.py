@@ -554,6 +554,42 @@ def test_a_router_called_gate_is_no_matrix_of_mixtrals_experts(explain: Any) -> 
         assert found.unquantised == () and len(found.problems) == 32
 
 
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "scheme"),
+    [
+        ({"packing_format": "auto_round:auto_gptq"}, Scheme("wna16", 4, 128, "gptq")),
+        ({"data_type": None, "bits": 8, "sym": False}, Scheme("wna16", 8, 128, "gptq", True)),
+        ({"packing_format": "auto_round:auto_awq", "sym": False}, Scheme("wna16", 4, 128, "awq", True)),
+    ],
+)
+def test_auto_rounds_integers(changes: dict[str, Any], scheme: Scheme, explain: Any) -> None:
+    found = explain(quantised(quantization_config=AUTO_ROUND | changes))
+    assert {problem.scheme for problem in found.problems} == {scheme} and found.method == "inc"
+
+
+def test_auto_round_gives_modules_other_widths(explain: Any) -> None:
+    entries = {
+        "model.layers.0.mlp.experts": {"bits": 16},
+        r".*layers\.1\.mlp\.experts.*": {"bits": 8, "sym": False},
+        "model.layers.2.mlp.gate": {"bits": 16},
+    }
+    found = explain(quantised(quantization_config=AUTO_ROUND | {"extra_config": entries}))
+    assert found.unquantised == ("model.layers.0.mlp.experts",)
+    assert {(each.scheme.bits, each.scheme.zero_points) for each in found.problems[:1]} == {(8, True)}
+    assert {(each.scheme.bits, each.scheme.zero_points) for each in found.problems[1:]} == {(4, False)}
+    with pytest.raises(CheckpointError, match="stored differently"):
+        explain(quantised(quantization_config=AUTO_ROUND | {"extra_config": {r".*\.down_proj": {"bits": 8}}}))
+
+
+@pytest.mark.parametrize("changes", [{"act_bits": 8}, {"bits": 2}, {"packing_format": "auto_round:llm_compressor"}])
+def test_what_vllm_reads_otherwise_of_auto_round_is_foreign(changes: dict[str, Any], explain: Any) -> None:
+    with pytest.raises(CheckpointError, match="stored as auto-round"):
+        explain(quantised(quantization_config=AUTO_ROUND | changes))
+
+
 def test_gptq_may_leave_modules_out_and_give_others_another_group(explain: Any) -> None:
     quantization = {
         "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True,

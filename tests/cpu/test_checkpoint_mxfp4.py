@@ -101,7 +101,7 @@ def test_deepseek_v4_has_four_bit_experts_and_fp8_activations(explain: Any, kind
         ({}, {**QUARK, "global_quant_config": {"weight": [QUARK_WEIGHT, QUARK_WEIGHT]}}),
         ({}, {**QUARK, "global_quant_config": {"weight": {**QUARK_WEIGHT, "group_size": 16}}}),
         ({}, {**QUARK, "global_quant_config": {"weight": QUARK_WEIGHT, "input_tensors": QUARK_WEIGHT}}),
-        ({}, {**AUTO_ROUND, "data_type": "int", "group_size": 128}),
+        ({}, {**AUTO_ROUND, "data_type": "fp", "group_size": 128}),
     ],
 )
 def test_what_is_not_mxfp4_is_named_as_another_format(

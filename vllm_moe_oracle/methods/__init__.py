@@ -85,7 +85,7 @@ SERVED = {
     "gptq_marlin": ("wna16",),
     "deepseek_v4_fp8": ("mxfp4",),
     "gpt_oss_mxfp4": ("mxfp4",),
-    "inc": ("mxfp4", "mxfp8"),
+    "inc": ("mxfp4", "mxfp8", "wna16"),
     "quark": ("mxfp4",),
     "modelopt_mixed": ("mxfp8",),
     "modelopt_mxfp8": ("mxfp8",),
