@@ -131,8 +131,8 @@ def sweeping(scheme: str, columns: int) -> list[Tile]:
     found = []
     for bn, stages in ((64, 3), (64, 2), (128, 3), (128, 2)):
         if raw_registers(scheme, bn * columns * (stages - 1), 4) * 512 + 32 * columns < 110_000:
-            # More columns spill under a cap.
-            tile = Tile(16, bn, 128, stages=stages, registers=128 if bn == 128 and columns <= 256 else 0, promote=False)
+            # Under a cap of 128 registers tiles of 128 rows spill in Triton 3.9.
+            tile = Tile(16, bn, 128, stages=stages, promote=False)
             found += [replace(tile, sweep=sweep) for sweep in (4, 8)]
     return found
 
