@@ -31,7 +31,8 @@ def checks(probe: Any) -> Checks:
         "quark_others": lambda: _quark_others(probe),
         "activations_asked": lambda: _activations_asked(probe),
         "gpt_oss_cut_between_blocks": lambda: _gpt_oss_cut(probe),
-        "experts_over_ranks": lambda: _expert_parallel(probe),
+        "experts_over_ranks": lambda: _expert_parallel(probe, "linear"),
+        "experts_by_turns": lambda: _expert_parallel(probe, "round_robin"),
     }
 
 
@@ -296,9 +297,9 @@ def _gpt_oss_cut(probe: Any) -> None:
     probe._close(found, dense, x, ids, shares, oai=True)
 
 
-def _expert_parallel(probe: Any) -> None:
+def _expert_parallel(probe: Any, placement: str) -> None:
     """4 experts over 3 ranks are 2, 1 and 1: each rank computes what is its own, by vLLM's map of global ids, and an
-    empty slot nothing."""
+    empty slot nothing. The oracle knows which placement was asked for, whether or not the release then follows it."""
     import torch
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.fused_moe import config as configs
@@ -318,11 +319,13 @@ def _expert_parallel(probe: Any) -> None:
             configs.get_tensor_model_parallel_rank = lambda rank=rank: rank
             with probe.engine(backend="emulation"):
                 get_current_vllm_config().parallel_config.enable_expert_parallel = True
+                get_current_vllm_config().parallel_config.expert_placement_strategy = placement
                 config = get_quantization_config("mxfp4").from_config({"quant_method": "mxfp4"})
                 layer = probe.moe_layer(config, tp_size=ranks)
                 method = layer.quant_method
                 problem = method.decision.problem
                 assert (problem.parallel.ep, problem.num_experts) == (ranks, probe.EXPERTS), problem
+                assert problem.parallel.placement == placement, problem
                 held.append(problem.local_experts)
                 dense = _load_experts(probe, layer, partly=True)
                 method.process_weights_after_loading(layer)

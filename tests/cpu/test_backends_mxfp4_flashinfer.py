@@ -108,6 +108,26 @@ def test_uneven_splits_are_refused_with_numbers(name: str) -> None:
     assert "128 mod 3 = 2" in found["expert_parallel.uneven"]
 
 
+@pytest.mark.parametrize("name", [*TRTLLM, *CUTLASS, "trtllm_mxfp8", "trtllm_mxfp8_monolithic", "trtllm_mxint4"])
+def test_experts_that_are_dealt_out_by_turns_are_refused(name: str) -> None:
+    """--expert-placement-strategy round_robin: no rank's experts are neighbours, and these kernels have no map of them.
+    A self-check of one rank's experts by themselves could not see it."""
+    schemes = {
+        "mxfp4": Scheme("mxfp4", 4, 32, "mxfp4"),
+        "mxfp8": Scheme("mxfp8", 8, 32, "modelopt", activations="mxfp8"),
+        "wna16": Scheme("wna16", 4, 32, "gptq"),
+    }
+    layer = problem(
+        scheme=schemes[backend(name).schemes[0]], routing=Routing("renormalize"), num_experts=128, local_experts=16,
+        parallel=Parallel(ep=8, placement="round_robin"),
+    )  # fmt: skip
+    code = "expert_parallel.placement"
+    assert code in {each.code for each in backend(name).check(layer, gpu(100)).reasons}
+    linear = dataclasses.replace(layer, parallel=Parallel(ep=8))
+    assert code not in {each.code for each in backend(name).check(linear, gpu(100)).reasons}
+    assert "dealt out by turns" in str(layer) and "dealt out by turns" not in str(linear)
+
+
 @pytest.mark.parametrize("name", ["trtllm_mxfp8", "trtllm_mxfp8_monolithic"])
 def test_so_are_those_of_mxfp8(name: str) -> None:
     layer = problem(

@@ -14,7 +14,7 @@ from ..oracle.planner import padded
 from ..oracle.problem import MX_BLOCK, Device, Problem
 from ._contract import Backend, Tensors
 from ._limits import Limits, Rule
-from ._trtllm import EVEN_SPLIT, ONE
+from ._trtllm import EVEN_SPLIT, IN_ORDER, ONE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,6 +75,7 @@ RULES = (
         f"vLLM {since.CUTLASS_PARAMETERS} or newer",
     ),
     EVEN_SPLIT,
+    IN_ORDER,
 )
 """Rules of both."""
 

@@ -70,6 +70,17 @@ EVEN_SPLIT = Rule(
 )
 """vLLM's classes over FlashInfer give the kernel no map of experts."""
 
+IN_ORDER = Rule(
+    "expert_parallel.placement",
+    lambda problem, device: problem.parallel.placement != "linear",
+    lambda problem, device: (
+        "takes a rank's first expert for its rank times its number of experts, which is wrong where experts are dealt "
+        "out to ranks by turns (--expert-placement-strategy round_robin)"
+    ),
+    "--expert-placement-strategy linear",
+)
+"""The same, where a rank's experts are not neighbours. vLLM's classes do not ask."""
+
 MORE_EXPERTS_THAN_TOP_K = Rule(
     "experts.more_than_top_k",
     lambda problem, device: problem.top_k >= problem.num_experts,
@@ -89,6 +100,7 @@ RULES = (
     ),
     MORE_EXPERTS_THAN_TOP_K,
     EVEN_SPLIT,
+    IN_ORDER,
 )
 """Rules of both."""
 

@@ -20,6 +20,7 @@ from ._trtllm import (
     EVEN_SPLIT,
     EXPERTS_MULTIPLE,
     HIDDEN_MULTIPLE,
+    IN_ORDER,
     INTERMEDIATE_MULTIPLE,
     MAX_TOP_K,
     MORE_EXPERTS_THAN_TOP_K,
@@ -65,6 +66,7 @@ RULES = (
     ),
     MORE_EXPERTS_THAN_TOP_K,
     EVEN_SPLIT,
+    IN_ORDER,
 )
 """Rules of all four."""
 

@@ -17,7 +17,7 @@ from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
 from ._stock import activation_rule
-from ._trtllm import EVEN_SPLIT, EXPERTS_MULTIPLE, MAX_TOP_K, MORE_EXPERTS_THAN_TOP_K
+from ._trtllm import EVEN_SPLIT, EXPERTS_MULTIPLE, IN_ORDER, MAX_TOP_K, MORE_EXPERTS_THAN_TOP_K
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +67,7 @@ class TrtllmMxint4(Backend):
             lambda problem, device: "has no routing by token ids, the layer routes by a table over them",
         ),
         EVEN_SPLIT,
+        IN_ORDER,
         MORE_EXPERTS_THAN_TOP_K,
     )
 

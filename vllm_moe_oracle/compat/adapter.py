@@ -28,7 +28,7 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import make_
 from ..backends import Backend, Forward, ScratchForward
 from ..errors import OracleError
 from ..oracle.decision import Plan
-from ..oracle.problem import MX_BLOCK, Activation, Parallel, Problem, Routing, Scheme
+from ..oracle.problem import MX_BLOCK, Activation, Parallel, Placement, Problem, Routing, Scheme
 from . import humming
 from .described import described_for_stock
 from .experts import FunctionExperts
@@ -201,11 +201,23 @@ class Adapter:
                 ep=parallel.ep_size if parallel.use_ep else 1,
                 dp=parallel.dp_size,
                 format="batched" if parallel.use_batched_activation_format else "standard",
+                placement=self.placement(parallel),
             ),
             lora=bool(moe.is_lora_enabled),
             eplb=bool(parallel.enable_eplb),
             batch_invariant=self.batch_invariant(),
         )
+
+    def placement(self, parallel: Any) -> Placement:
+        """How experts are dealt out to ranks, as asked for: where vLLM then does without it, because its all-to-all
+        cannot, a few kernels are refused that could run.
+
+        Args:
+            parallel: vLLM's `FusedMoEParallelConfig`.
+        """
+        spread = parallel.use_ep and parallel.ep_size > 1
+        asked = self.engine().parallel_config.expert_placement_strategy if spread else "linear"
+        return "linear" if asked == "linear" else "round_robin"
 
     def activation(self, moe: Any) -> Activation:
         """The layer's activation with its parameters."""

@@ -14,6 +14,7 @@ SchemeName = Literal["mxfp8", "wna16", "mxfp4"]
 ActivationPrecision = Literal["16bit", "mxfp8", "mxfp4", "fp8", "fp8_token", "int8"]
 ActOrder = Literal["none", "group", "static"]
 ActivationFormat = Literal["standard", "batched"]
+Placement = Literal["linear", "round_robin"]
 
 _NO_COARSER: dict[ActivationPrecision, tuple[ActivationPrecision, ...]] = {"fp8": ("mxfp8",)}
 """What answers a declared precision as well: the same numbers, with scales for smaller groups."""
@@ -126,12 +127,14 @@ class Parallel:
         ep: ranks that hold different experts; 1 without expert parallelism.
         dp: data-parallel ranks.
         format: ``batched`` when the all-to-all delivers `[experts, tokens, hidden]` (DeepEP low latency and alike).
+        placement: how experts are dealt out to ranks: ``linear`` gives each neighbours, ``round_robin`` each in turn.
     """
 
     tp: int = 1
     ep: int = 1
     dp: int = 1
     format: ActivationFormat = "standard"
+    placement: Placement = "linear"
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +213,7 @@ class Problem:
         ]
         flags = [("biases", self.has_bias), ("LoRA", self.lora), ("EPLB", self.eplb)]
         flags += [("batch invariant", self.batch_invariant), ("batched activations", self.parallel.format == "batched")]
+        flags += [("experts dealt out by turns", self.parallel.placement == "round_robin")]
         return ", ".join(words + [self.dtype] + [name for name, on in flags if on])
 
 
