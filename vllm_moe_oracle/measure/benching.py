@@ -27,8 +27,8 @@ from .cells import Cell, RoutingKind, Sample, cell_of
 from .environment import Environment
 from .floors import floor_us
 from .profile import contents
+from .tuning import COMPILING, accepted, add_stock, compile_beforehand, same_kind
 from .tuning import STOCK as STOCK
-from .tuning import accepted, add_stock, compile_beforehand, same_kind
 
 Record = dict[str, Any]
 
@@ -115,7 +115,8 @@ def bench(
     if plan.jobs:
         stock = [f"{STOCK}{name}" for name in plan.stock]
         work = [(problem, [*names, *stock]) for problem, names in zip(problems, chosen, strict=True)]
-        compile_beforehand(work, device, plan.counts, plan.jobs, progress, plan.gpus)
+        seconds = None if plan.budget is None else plan.budget * COMPILING
+        compile_beforehand(work, device, plan.counts, plan.jobs, progress, plan.gpus, seconds=seconds)
     if plan.gpus:
         until = None if plan.budget is None else time.time() + plan.budget - (time.monotonic() - begin)
         yield from _spread([_Task(problem, device, settings, plan, until) for problem in problems], progress)

@@ -16,7 +16,7 @@ import signal
 import sys
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
@@ -60,7 +60,7 @@ class _Member:
 
 def run(
     work: Work, tasks: Sequence[Any], places: Sequence[str | None], attempts: int = 1, quiet: bool = False
-) -> Iterator[News]:
+) -> Generator[News, None, None]:
     """Has tasks done, in their order as far as there are processes.
 
     Args:

@@ -7,6 +7,7 @@ that takes the next layer and writes to the same store; all backends of a layer 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -32,6 +33,9 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 STOCK = "stock:"
 """Before vLLM's ``--moe-backend`` in the name of a stock layer: ``stock:auto`` is stock's default."""
+
+COMPILING = 0.5
+"""Part of the budget that may be spent before anything is measured."""
 
 LEAST_BUCKETS = 10
 _MUST = (1, 2, 4, 8, 16)
@@ -175,7 +179,8 @@ def tune(
         chosen = [
             (problem, _hopeful(accepted(problem, device, settings), outcomes[cell])) for cell, problem in work.items()
         ]
-        compile_beforehand(chosen, device, plan.buckets, plan.jobs, progress, plan.gpus, plan.tiles)
+        seconds = None if plan.budget is None else plan.budget * COMPILING
+        compile_beforehand(chosen, device, plan.buckets, plan.jobs, progress, plan.gpus, plan.tiles, seconds)
     if plan.gpus:
         left = None if plan.budget is None else time.time() + plan.budget - (time.monotonic() - begin)
         tasks = [_Task(cells[cell], device, settings, store, plan, tuple(known), left) for cell in work]
@@ -384,6 +389,7 @@ def compile_beforehand(
     progress: Progress,
     gpus: Sequence[str] = (),
     tiles: int = 0,
+    seconds: float | None = None,
 ) -> None:
     """Runs backends once at every number of tokens, in processes of their own: the caches of what compiles are on disk.
     A process that dies takes nothing with it but its own task, which is then compiled where it is measured.
@@ -396,22 +402,26 @@ def compile_beforehand(
         progress: is told how it goes on.
         gpus: where they run, by turns; this process's own when empty.
         tiles: tile configurations that are compiled beside a backend's own choice.
+        seconds: after which what is not compiled is left to where it is measured; None for no end.
     """
+    begin = time.monotonic()
     # In parts, because one backend may compile for each number of tokens. A stock layer converts all its experts.
     parts = [part for part in (tuple(counts[first::4]) for first in range(4)) if part]
     jobs: list[_Job] = []
     for problem, names in work:
-        for name in names:
+        # This project's kernels compile the longest: what is begun last should be short.
+        for name in sorted(names, key=lambda name: not name.startswith("own")):
             chosen = [tuple(counts)] if name.startswith(STOCK) else parts
             jobs += [_Job(problem, name, part, device, max(counts), tiles) for part in chosen]
-    # This project's kernels compile the longest: what is begun last should be short.
-    jobs.sort(key=lambda job: not job.backend.startswith("own"))
     places = list(itertools.islice(itertools.cycle(gpus or (None,)), processes))
     done = 0
-    for news in crew.run(_warm, jobs, places, quiet=True):
-        if news.kind != "said":
-            done += 1
-            progress(f"compiling in {min(processes, len(jobs))} processes", done, len(jobs))
+    with contextlib.closing(crew.run(_warm, jobs, places, quiet=True)) as found:
+        for news in found:
+            if news.kind != "said":
+                done += 1
+                progress(f"compiling in {min(processes, len(jobs))} processes", done, len(jobs))
+            if seconds is not None and time.monotonic() - begin > seconds:
+                break
 
 
 _held: list[object] = []
