@@ -639,7 +639,6 @@ def rows_of(
 
     import vllm_moe_oracle.device as machine
     from vllm_moe_oracle import plugin
-    from vllm_moe_oracle.oracle.registry import default_registry
 
     plugin.unregister()
     backends = {name: kind for name, kind in accepted(case, machine.detect()).items() if not only or name in only}
