@@ -270,7 +270,7 @@ def checked(text: str) -> Config:
     try:
         config = Config.from_json(json.loads(text))
         for tile in (config.gate_up, config.down):
-            sizes = (tile.bm, tile.bn, tile.bk, tile.warps, tile.fold)
+            sizes = (tile.bm - tile.more, tile.bn, tile.bk, tile.warps, tile.fold)
             whole = all(type(each) is int and each > 0 and each & (each - 1) == 0 for each in sizes)
             counts = all(type(each) is int for each in (tile.stages, tile.split, tile.registers, tile.sweep))
             if not (
