@@ -21,6 +21,8 @@ BACKENDS = {
     "humming_mxfp4",
     "emulation",
 }
+NEIGHBOURS = {"cutlass_mxfp4"}
+"""Backends that take a rank's experts for neighbours; FlashInfer's, where it is installed."""
 FAULTS = {
     "scales of rows moved",
     "rows of w2 moved",
@@ -72,7 +74,9 @@ def test_the_conditions_are_there(file: Path) -> None:
 
 @every_file
 def test_every_backend_is_in_the_table(file: Path) -> None:
-    assert {row["backend"] for row in rows(file) if row["layer"] == "gpt_oss_20b"} == BACKENDS
+    flashinfer = "flashinfer-python" in json.loads(file.read_text())["conditions"]["packages"]
+    wanted = BACKENDS | NEIGHBOURS if flashinfer else BACKENDS
+    assert {row["backend"] for row in rows(file) if row["layer"] == "gpt_oss_20b"} == wanted
 
 
 @every_file
@@ -96,7 +100,8 @@ def test_errors_are_within_the_rules(file: Path) -> None:
                 assert 1 - error**2 / 2 >= 0.999
                 if "stock_error" in row:
                     assert error <= 1.2 * row["stock_error"][count], (key(row), count)
-        assert row["spread_error"] <= 6e-3, key(row)
+        assert ("spread_error" in row) == (row["backend"] not in NEIGHBOURS), key(row)
+        assert row.get("spread_error", 0.0) <= 6e-3, key(row)
 
 
 @every_file
