@@ -295,6 +295,11 @@ class Bench:
         errors: dict[str | Variant, float] = {}
         failed = [self._failed(name, count, routing) for name in self.failures if name not in before]
         references: dict[str, Tensor] = {}
+        fixed = {
+            name: tile
+            for name, tile in fixed.items()
+            if name in self._layers and self._try(Variant(name, tile), tokens)
+        }
         variants = [each for each in self._variants(count, tiles) if self._try(each, tokens)]
         todo: list[str | Variant] = [*self.names, *variants]
         for name in todo:
