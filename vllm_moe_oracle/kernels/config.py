@@ -66,7 +66,7 @@ class Tile:
     @property
     def more(self) -> int:
         """What bm is above a power of two: tokens of the tile's second part."""
-        return self.bm - (1 << self.bm.bit_length() - 1)
+        return self.bm - (1 << max(self.bm.bit_length(), 1) - 1)
 
 
 @dataclass(frozen=True)
