@@ -207,3 +207,15 @@ def test_invariant_layers_have_one_configuration() -> None:
     layer = dataclasses.replace(problem(), batch_invariant=True)
     assert OwnMxfp8().tiles(layer, 8, 4) == ()
     assert len(OwnMxfp8().tiles(problem(), 8, 4)) == 4
+
+
+def test_the_first_layers_configurations_hold_for_all_of_its_shape() -> None:
+    layer, backend = problem(), OwnMxfp8()
+    weights, top_k = layer_of((layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size))
+    other = json.dumps(dataclasses.replace(OTHER, prefetch=True).to_json())
+    try:
+        for tile in (TILE, other):
+            backend._give(layer, dataclasses.replace(backend.plan(layer, H200), tiles=((8, tile),)))
+            assert configs.choose_tiles(weights, top_k, 8) == OTHER
+    finally:
+        configs.give(weights, top_k, ())

@@ -155,8 +155,8 @@ class OwnBackend(Backend):
         return given(self._allocate(problem, problem.local_experts, "meta"), problem.top_k, checked(tile))
 
     def _give(self, problem: Problem, plan: Plan) -> None:
-        """Puts the plan's configurations before the kernels' own table. One that these kernels cannot run is left out
-        and said: somebody wrote it."""
+        """Puts the plan's configurations before the kernels' own table, for all layers of the format and shape; the
+        first such layer's hold. One that these kernels cannot run is left out and said: somebody wrote it."""
         from ..kernels.config import checked, fits, give
 
         if not plan.tiles:
@@ -172,7 +172,9 @@ class OwnBackend(Backend):
                 logger.warning("moe_oracle: %s: a measured tile configuration is not used: %s", problem.layer, error)
                 config = None
             rows.append((most, config))
-        give(blank, problem.top_k, tuple(rows))
+        before = give(blank, problem.top_k, tuple(rows))
+        if before:  # layers that are there have their scratch memory for these
+            give(blank, problem.top_k, before)
 
     def _warm_up(
         self, tensors: Tensors, blank: OwnWeights, problem: Problem, builder: Builder, config: Any, quantise: bool
