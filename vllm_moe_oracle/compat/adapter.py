@@ -201,20 +201,21 @@ class Adapter:
                 ep=parallel.ep_size if parallel.use_ep else 1,
                 dp=parallel.dp_size,
                 format="batched" if parallel.use_batched_activation_format else "standard",
-                placement=self.placement(parallel),
+                placement=self.placement(moe),
             ),
             lora=bool(moe.is_lora_enabled),
             eplb=bool(parallel.enable_eplb),
             batch_invariant=self.batch_invariant(),
         )
 
-    def placement(self, parallel: Any) -> Placement:
+    def placement(self, moe: Any) -> Placement:
         """How experts are dealt out to ranks, as asked for: where vLLM then does without it, because its all-to-all
         cannot, a few kernels are refused that could run.
 
         Args:
-            parallel: vLLM's `FusedMoEParallelConfig`.
+            moe: vLLM's `FusedMoEConfig`.
         """
+        parallel = moe.moe_parallel_config
         spread = parallel.use_ep and parallel.ep_size > 1
         asked = self.engine().parallel_config.expert_placement_strategy if spread else "linear"
         return "linear" if asked == "linear" else "round_robin"
