@@ -439,8 +439,10 @@ def test_explain_imports_neither_torch_nor_vllm(machine: str, write: Callable[..
 def test_help_and_version(run: Run) -> None:
     assert run("--version").out == f"vllm-moe-oracle {__version__}\n"
     result = run("--help")
-    assert result.status == 0 and "explain" in result.out and "status" in result.out
-    for name in ("explain", "status"):
+    assert result.status == 0 and "..." not in result.out.partition("Commands:")[2], "a summary is cut off"
+    names = re.findall(r"^  (\w+)  ", result.out.partition("Commands:")[2], re.MULTILINE)
+    assert names == ["bench", "explain", "report", "status", "tune"]
+    for name in names:
         text = run(name, "--help").out
         assert "Example" in text and "Exit status" in text
     assert run().status == 2

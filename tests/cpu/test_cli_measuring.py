@@ -41,7 +41,10 @@ def test_without_a_gpu_one_line_says_so(run: Run, command: str, tmp_path: Path) 
         (("mxfp8:qwen3-30b-a3b@tp7",), "cannot be cut into 7 parts"),
         ((GPT_OSS, "--tokens", "1,x"), "no list of numbers of tokens"),
         ((GPT_OSS, "--routing", "sideways"), "is no routing"),
-        ((GPT_OSS, "--replays", "1"), "replays"),
+        ((GPT_OSS, "--replays", "1"), "--replays: 1 replays are too few"),
+        ((GPT_OSS, "--jobs", "-1"), "--jobs: -1 processes"),
+        ((GPT_OSS, "--budget", "0"), "--budget: 0 seconds"),
+        ((GPT_OSS, "--budget", "nan"), "--budget: nan seconds"),
         ((GPT_OSS, "--set", "objective=fast"), "no objective"),
     ],
 )

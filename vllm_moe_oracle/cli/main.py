@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import sys
 from typing import Annotated
@@ -41,7 +42,10 @@ def _options(
 
 
 for _module in pkgutil.iter_modules(commands.__path__):
-    app.command(_module.name)(importlib.import_module(f"{commands.__name__}.{_module.name}").command)
+    _command = importlib.import_module(f"{commands.__name__}.{_module.name}").command
+    # The whole first sentence: by itself the list of commands would cut it off.
+    _summary = " ".join((inspect.getdoc(_command) or "").partition("\n\n")[0].split())
+    app.command(_module.name, short_help=_summary)(_command)
 
 
 def main() -> None:

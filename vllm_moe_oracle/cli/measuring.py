@@ -87,6 +87,22 @@ def gpus(words: str) -> tuple[str, ...]:
     return device.gpus(words, settings.environment(settings.VISIBLE)) if words else ()
 
 
+def check_numbers(replays: int, jobs: int, budget: float | None) -> None:
+    """Whether the options of those names can be followed.
+
+    Raises:
+        MeasurementError: one cannot.
+    """
+    from ..errors import MeasurementError
+
+    if replays < 3:
+        raise MeasurementError(f"{replays} replays are too few for a median", "Give 3 or more", "--replays")
+    if jobs < 0:
+        raise MeasurementError(f"{jobs} processes are not possible", "Give 0 or more", "--jobs")
+    if budget is not None and not budget > 0:
+        raise MeasurementError(f"{budget:g} seconds are not possible", "Give more than 0", "--budget")
+
+
 def counts(words: str) -> tuple[int, ...]:
     """Numbers of tokens from ``1,2,4``.
 

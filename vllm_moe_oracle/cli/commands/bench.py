@@ -48,7 +48,8 @@ def command(
         Path | None, typer.Option("--jsonl", help="Write records here, one JSON object a line.", metavar="FILE")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the times into this file (.svg, .png); needs the extra plot.")
+        Path | None,
+        typer.Option(help="Draw the times into this file (.svg, .png); needs the extra plot.", metavar="FILE"),
     ] = None,
     assignments: Annotated[
         list[str] | None,
@@ -89,8 +90,7 @@ def command(
         raise MeasurementError("nothing is named to be timed", "Name a model, or --shape with --scheme")
     if routing not in ("uniform", "skewed"):
         raise MeasurementError(f"{routing!r} is no routing", "Write uniform or skewed", "--routing")
-    if replays < 3:
-        raise MeasurementError(f"{replays} replays are too few for a median", "Give 3 or more", "--replays")
+    measuring.check_numbers(replays, jobs, budget)
     if plot is not None:
         _require_matplotlib()
     from ...measure import tuning
@@ -106,7 +106,7 @@ def command(
         replays,
         stock=tuple(name for name in stock.split(",") if name and name != "none"),
         only=tuple(filter(None, backend.split(","))),
-        jobs=max(jobs, 0),
+        jobs=jobs,
         budget=budget,
     )
     device = measuring.machine()

@@ -84,8 +84,8 @@ def command(
     if tp < 1:
         raise SettingError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")
     if eplb and (not ep or tp == 1):
-        having = f"{tp} ranks {'with' if ep else 'without'} --ep"
-        rule = f"experts move between ranks that hold different ones; here are {having}"
+        having = f"{tp} rank{'s' * (tp > 1)} {'with' if ep else 'without'} --ep"
+        rule = f"experts move between ranks that hold different ones; this is {having}"
         raise SettingError(rule, "Add --ep and --tp N, N above 1", "--eplb")
     chosen = settings.load(assignments=read_assignments(assignments or []))
     machine = _device(device)

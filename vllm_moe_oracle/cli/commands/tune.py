@@ -170,9 +170,7 @@ def _plan(tokens: str, routing: str, replays: int, budget: float | None, jobs: i
     kinds = tuple(word.strip() for word in routing.split(","))
     if not set(kinds) <= set(get_args(RoutingKind)) or "uniform" not in kinds:
         raise MeasurementError(f"{routing!r} is no routing", "Write uniform, or uniform,skewed", "--routing")
-    if replays < 3 or jobs < 0 or (budget is not None and not budget > 0):
-        rule = f"{replays} replays, {jobs} jobs, a budget of {budget} s cannot be"
-        raise MeasurementError(rule, "Give 3 replays or more, no negative number, and a budget above 0")
+    measuring.check_numbers(replays, jobs, budget)
     counts = measuring.counts(tokens) if tokens else BUCKETS
     return Plan(counts, kinds, replays, 1.0, budget, jobs, again)  # type: ignore[arg-type]
 
