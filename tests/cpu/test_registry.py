@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -232,3 +233,10 @@ def test_the_registry_of_the_process_is_made_once_from_the_installed_entry_point
         assert [line.split(" could not be loaded: ")[0][-1] for line in said] == ["a", "b"]
     finally:
         default_registry.cache_clear()
+
+
+def test_the_readme_names_the_whole_contract() -> None:
+    text = (Path(builtin_package.__path__[0]) / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `(\w+)", text, re.MULTILINE))
+    contract = {name for name in (*vars(Backend), *Backend.__annotations__) if not name.startswith("_")}
+    assert contract - named == set()
