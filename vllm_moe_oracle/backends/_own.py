@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..oracle.decision import Plan
 from ..oracle.planner import loaded_group
-from ..oracle.problem import Device, Problem
+from ..oracle.problem import ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
+from ._limits import Limits
 from ._warmup import LOADING_BYTES, token_counts, warm_up
 
 if TYPE_CHECKING:
@@ -24,6 +25,21 @@ logger = logging.getLogger("vllm.moe_oracle")
 HOPPER = ((90, 91),)
 """Where the kernels are compiled, tested and measured."""
 
+LIMITS = Limits(
+    capabilities=HOPPER,
+    dtypes=("bfloat16", "float16"),
+    gated=("silu", "gelu", "gelu_tanh", "swigluoai"),
+    ungated=("relu2",),
+    parameters=True,
+    bias=True,
+    hidden_multiple=32,
+    intermediate_multiple=32,
+    weight_on_input=True,
+    eplb=True,
+    batch_invariant=True,
+)
+"""What the kernels take in every weight format."""
+
 _PARTS = ("scale", "zero_point", "row_scale", "bias")
 
 
@@ -35,6 +51,10 @@ class OwnBackend(Backend):
     def estimate(self, problem: Problem, device: Device) -> float:
         """After every kernel that stock vLLM would take: without measurements the stock choice stands."""
         return self.place
+
+    def activations(self, problem: Problem) -> ActivationPrecision:
+        """The model's own dtype."""
+        return "16bit"
 
     def weight_format(self, problem: Problem) -> str:
         """The kernels' name of the layer's weight format."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from ..oracle.decision import Numerics
-from ..oracle.problem import MX_BLOCK, ActivationPrecision, Problem
-from ._limits import Limits
-from ._own import HOPPER, OwnBackend
+from ..oracle.problem import MX_BLOCK, Problem
+from ._own import LIMITS, OwnBackend
 
 
 class OwnMxfp4(OwnBackend):
@@ -13,25 +14,7 @@ class OwnMxfp4(OwnBackend):
 
     name = "own_mxfp4"
     schemes = ("mxfp4",)
-    limits = Limits(
-        capabilities=HOPPER,
-        dtypes=("bfloat16", "float16"),
-        gated=("silu", "gelu", "gelu_tanh", "swigluoai"),
-        ungated=("relu2",),
-        parameters=True,
-        bias=True,
-        bits=(4,),
-        groups=(MX_BLOCK,),
-        hidden_multiple=MX_BLOCK,
-        intermediate_multiple=MX_BLOCK,
-        weight_on_input=True,
-        eplb=True,
-        batch_invariant=True,
-    )
-
-    def activations(self, problem: Problem) -> ActivationPrecision:
-        """The model's own dtype."""
-        return "16bit"
+    limits = dataclasses.replace(LIMITS, bits=(4,), groups=(MX_BLOCK,))
 
     def numerics(self, problem: Problem) -> Numerics:
         """Exact weights up to a row's spread of scales that bfloat16 can hold."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from ..oracle.decision import Numerics
-from ..oracle.problem import ActivationPrecision, Problem
-from ._limits import Limits
-from ._own import HOPPER, OwnBackend
+from ..oracle.problem import Problem
+from ._own import LIMITS, OwnBackend
 
 
 class OwnWna16(OwnBackend):
@@ -13,27 +14,9 @@ class OwnWna16(OwnBackend):
 
     name = "own_wna16"
     schemes = ("wna16",)
-    limits = Limits(
-        capabilities=HOPPER,
-        dtypes=("bfloat16", "float16"),
-        gated=("silu", "gelu", "gelu_tanh", "swigluoai"),
-        ungated=("relu2",),
-        parameters=True,
-        bias=True,
-        bits=(4, 8),
-        groups=(-1, 32, 64, 128),
-        zero_points=True,
-        act_orders=("none", "static"),
-        hidden_multiple=32,
-        intermediate_multiple=32,
-        weight_on_input=True,
-        eplb=True,
-        batch_invariant=True,
+    limits = dataclasses.replace(
+        LIMITS, bits=(4, 8), groups=(-1, 32, 64, 128), zero_points=True, act_orders=("none", "static")
     )
-
-    def activations(self, problem: Problem) -> ActivationPrecision:
-        """The model's own dtype."""
-        return "16bit"
 
     def numerics(self, problem: Problem) -> Numerics:
         """Group scales multiply float32 sums where tiles allow it, else weights, which are then rounded once."""
