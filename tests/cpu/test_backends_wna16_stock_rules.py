@@ -606,3 +606,16 @@ def test_the_triton_kernel_can_be_launched_for_any_number_of_tokens(release: str
                 found = configured(tokens, 128, 768, 2048, 8, f"int{bits}_w{bits}a16", [0, group])
                 assert {"BLOCK_SIZE_M", "GROUP_SIZE_M", "SPLIT_K"} <= found.keys()
                 assert found["BLOCK_SIZE_M"] == power(found["BLOCK_SIZE_M"])
+
+
+@every_release
+def test_stock_orders_the_scales_of_marlins_first_product_by_the_columns_of_the_second(release: str) -> None:
+    """So they are wrong where a rank's intermediate size is at most one group, and the hidden size is more: the one
+    conversion that is not stock's byte for byte."""
+    calls = [
+        {each.arg: ast.unparse(each.value) for each in node.keywords}
+        for node in ast.walk(ast.parse(text(release, f"{FUSED_MOE}/oracle/int_wna16.py")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "marlin_moe_permute_scales"
+    ]
+    first = [call for call in calls if "w13" in call["s"]]
+    assert first and {call["size_k"] for call in first} == {"layer.intermediate_size_per_partition"}
