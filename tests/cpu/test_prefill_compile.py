@@ -31,7 +31,9 @@ from vllm_moe_oracle.kernels import prefill_launch  # noqa: E402
 from vllm_moe_oracle.kernels.prefill_config import Prefill, measured_table, reasons_against, stages_of  # noqa: E402
 from vllm_moe_oracle.kernels.weights import allocate  # noqa: E402
 
-KERNELS = ("count_slots", "add_chunks", "place_slots", "gate_up", "down", "sum_slots")
+KERNELS = ("count_slots", "place_slots", "gate_up", "down", "sum_slots")
+SPILLS = {("down", "qwen-int8"): 8}
+"""Bytes a thread that Triton 3.9 keeps on the stack, outside the loops, where 3.6 keeps none."""
 
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -77,8 +79,9 @@ def inner_loops(code: str) -> list[list[str]]:
         target = re.search(r"\bBRA (?:\S+, )*0x([0-9a-f]+)", text)
         if target and int(target[1], 16) < at:
             loops.append((places[int(target[1], 16)], index))
-    # Loops of a few instructions wait for a barrier.
-    long = [(first, last) for first, last in loops if last - first > 4]
+    # Loops of a few instructions wait for a barrier; what lies behind the end goes back to where it came from.
+    end = max(index for index, (_, text) in enumerate(found) if text.strip() == "EXIT")
+    long = [(first, last) for first, last in loops if last - first > 4 and last < end]
     inner = [
         one for one in long if not any(one != other and one[0] <= other[0] and other[1] <= one[1] for other in long)
     ]
@@ -95,15 +98,17 @@ def check(monkeypatch: pytest.MonkeyPatch, layer: str, **extra: Any) -> None:
         code, stack = disassemble(compiled.asm["cubin"])
         name = f"{kernel.__name__} of {layer}"
         assert compiled.metadata.shared <= 227 * 1024
-        assert stack == 0, f"{name} spills {stack} bytes a thread"
+        known = 0 if triton.__version__.startswith("3.6.") else SPILLS.get((kernel.__name__, layer), 0)
+        assert stack <= known, f"{name} spills {stack} bytes a thread"
         if kernel.__name__ in ("gate_up", "down"):
             loops = inner_loops(code)
+            assert not any(re.search(r"\b(STL|LDL)\b", text) for loop in loops for text in loop), f"{name}: spills"
             # Tiles of 32, 64, 96 and 128 tokens: two groups that multiply, and the warps that copy.
             assert sum("HGMMA" in "".join(loop) for loop in loops) == 8, f"{name} is not built as expected"
             assert sum("UTMALDG" in "".join(loop) for loop in loops) == 4, f"{name} is not built as expected"
             # Rows of x are gathered; those of h are copied as they lie.
             gathers = sum("".join(loop).count("LDGSTS") for loop in loops)
-            assert gathers > 16 if kernel.__name__ == "gate_up" else gathers <= 8, f"{name} is not built as expected"
+            assert gathers >= 20 if kernel.__name__ == "gate_up" else gathers <= 16, f"{name} is not built as expected"
             products = [line for line in code.splitlines() if "HGMMA" in line]
             assert products, f"{name} has no wgmma"
             # The first operand after the accumulator is the weights': registers, no descriptor.
@@ -115,6 +120,17 @@ def check(monkeypatch: pytest.MonkeyPatch, layer: str, **extra: Any) -> None:
 
 def test_persistent_kernels_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, "qwen-int4")
+
+
+def test_lists_of_very_many_slots_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a launch more, that adds up the chunks' counts."""
+    monkeypatch.setattr(prefill_launch, "_processors", lambda device: 132)
+    monkeypatch.setattr(prefill_launch, "_FEW", 0)
+    launches = kernels_compile.launches(monkeypatch, "qwen-int4", 256, Prefill())
+    assert [kernel.__name__ for kernel, _, _ in launches] == ["count_slots", "add_chunks", *KERNELS[1:]]
+    for kernel, args, kwargs in launches[:3]:
+        _, stack = disassemble(compile_launch(kernel, args, kwargs).asm["cubin"])
+        assert stack == 0, f"{kernel.__name__} spills {stack} bytes a thread"
 
 
 @pytest.mark.slow
