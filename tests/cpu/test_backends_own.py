@@ -13,6 +13,7 @@ from cases import CPU, GPT_OSS, H200, MXFP8, RELU2, SILU, problem
 from vllm_moe_oracle.backends import Builder, Tensors, _warmup
 from vllm_moe_oracle.backends.own_mxfp8 import BACKEND
 from vllm_moe_oracle.backends.own_mxfp8_w8a8 import BACKEND as W8A8
+from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.kernels.weights import dequantise_expert
 from vllm_moe_oracle.oracle.oracle import decide
 from vllm_moe_oracle.oracle.problem import Device
@@ -90,6 +91,17 @@ def test_activations_are_quantised_only_where_the_checkpoint_says_so() -> None:
     assert decide(declared, H200, chosen).backend == W8A8.name
     reasons = {each.backend: each.reasons for each in decide(problem(), H200, load({})).candidates}
     assert [reason.code for reason in reasons[W8A8.name]] == ["activation_quantization"]
+
+
+def test_the_users_word_makes_quantised_activations_a_candidate_and_no_more() -> None:
+    allowed = {"MOE_ORACLE_ALLOW_ACTIVATION_QUANTIZATION": "1"}
+    decision = decide(problem(), H200, load(allowed))
+    assert decision.backend != W8A8.name
+    assert next(each for each in decision.candidates if each.backend == W8A8.name).accepted
+    named = decide(problem(), H200, load(allowed | {"MOE_ORACLE_BACKEND": W8A8.name}))
+    assert named.backend == W8A8.name and "activations quantised to MXFP8 per token" in named.summary()
+    with pytest.raises(NoBackendError, match="would quantise activations to mxfp8; the layer's are 16bit"):
+        decide(problem(), H200, load({"MOE_ORACLE_BACKEND": W8A8.name}))
 
 
 class Recorder:
