@@ -10,42 +10,17 @@ stock raises later, when weights are created or converted, stands in ``raises``.
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cases import MXFP8_W8A8, RELU2, SILU
-from releases import ReleaseUnavailable
+from golden_decisions import CARDS, RELEASE, Golden, whole
 from stock_code import FUSED_MOE, QUANTIZATION, Platform, load
 
-from vllm_moe_oracle.errors import NoBackendError
-from vllm_moe_oracle.oracle.oracle import decide
-from vllm_moe_oracle.oracle.problem import Activation, Device, Parallel, Problem, Routing
-from vllm_moe_oracle.oracle.registry import default_registry
-from vllm_moe_oracle.settings import Settings
+from vllm_moe_oracle.oracle.problem import Activation, Parallel, Problem, Routing
 
-ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests/golden/decisions/mxfp8.json"
-RELEASE = "0.33.0"
-PACKAGES = {
-    "vllm": RELEASE,
-    "torch": "2.14.0",
-    "humming-kernels": "0.1.19",
-    "flashinfer-python": "0.7.2.post1",
-}
-CARDS = {
-    80: "NVIDIA A100",
-    89: "NVIDIA L40S",
-    90: "NVIDIA H200",
-    100: "NVIDIA B200",
-    103: "NVIDIA B300",
-    120: "NVIDIA RTX PRO 6000",
-    121: "NVIDIA GB10",
-}
 TP = (1, 2, 4, 8)
 
 _NEMOTRON_ROUTING = Routing("deepseekv3", "sigmoid", True, num_groups=1, top_k_groups=1, correction_bias=True)
@@ -75,13 +50,12 @@ CLASS_FILES = {
 """Files and classes behind stock's names of backends, in its own order: `backend_to_kernel_cls` in oracle/fp8.py."""
 
 DIFFERENCES = {
-    "": "the same kernel",
     "none": (
         "stock chooses this kernel and raises when the layer's weights are created: a scale group of 32 would be cut "
         "between ranks; here nothing is chosen and every candidate says so"
     ),
 }
-"""Why a decision is not stock's, by kind."""
+"""Why a decision is not stock's, by our backend."""
 
 
 def layer(model: str, tp: int) -> Problem:
@@ -99,11 +73,6 @@ def layer(model: str, tp: int) -> Problem:
         routing=routing,
         parallel=Parallel(tp=tp),
     )
-
-
-def machine(capability: int) -> Device:
-    """A card of the capability with a stock install."""
-    return Device("cuda", CARDS[capability], capability, packages=PACKAGES)
 
 
 def stock(problem: Problem, capability: int) -> dict[str, str]:
@@ -130,7 +99,7 @@ def stock(problem: Problem, capability: int) -> dict[str, str]:
     def classes(backend: Any) -> list[Any]:
         file, names = CLASS_FILES[backend.name]
         found = load(RELEASE, f"{FUSED_MOE}/experts/{file}.py", **given)
-        return [_whole(found[name], kinds) for name in names]
+        return [whole(found[name], kinds) for name in names]
 
     priority = load(RELEASE, f"{QUANTIZATION}/utils/humming/priority.py", current_platform=platform)
     backends = load(RELEASE, f"{FUSED_MOE}/oracle/fp8.py")["Fp8MoeBackend"]
@@ -157,12 +126,6 @@ def stock(problem: Problem, capability: int) -> dict[str, str]:
 _OTHER_METHODS = ("RenormalizeNaive", "SigmoidRenorm", "Sigmoid", "Llama4")
 
 
-def _whole(found: Any, kinds: dict[str, Any]) -> Any:
-    """A class with the base class in another file that it has in vLLM."""
-    base = kinds["FusedMoEExpertsMonolithic" if "Monolithic" in found.__name__ else "FusedMoEExpertsModular"]
-    return type(found.__name__, (found, base), {})
-
-
 def _config(problem: Problem, activation: Any) -> Any:
     """The fields of vLLM's `FusedMoEConfig` that its classes ask; tensor parallelism alone."""
     parallel = SimpleNamespace(
@@ -179,104 +142,30 @@ def _config(problem: Problem, activation: Any) -> Any:
     )  # fmt: skip
 
 
-def ours(problem: Problem, capability: int) -> dict[str, Any]:
-    """The decision, with every candidate's every reason."""
-    try:
-        decision = decide(problem, machine(capability), Settings())
-    except NoBackendError as error:
-        found: dict[str, Any] = {"backend": "none", "class": ""}
-        candidates = error.candidates
-    else:
-        plan = decision.plan
-        found = {
-            "backend": decision.backend,
-            "class": default_registry()[decision.backend].stock_class,
-            "why": decision.why,
-            "kernel_sizes": [plan.hidden_size, plan.intermediate_size],
-            "numerics": str(decision.numerics),
-        }
-        candidates = decision.candidates
-    found["candidates"] = {each.backend: [str(reason) for reason in each.reasons] for each in candidates}
-    return found
+def difference(row: dict[str, Any]) -> str:
+    """Why a row's decision is not stock's; "" where it is."""
+    return "" if row["ours"]["class"] == row["stock"]["class"] else DIFFERENCES[row["ours"]["backend"]]
 
 
-def table(with_stock: bool) -> list[dict[str, Any]]:
-    """All rows; the golden file's are used for stock's part when it cannot be computed here."""
-    rows = []
-    for capability in CARDS:
-        for model in MODELS:
-            for tp in TP:
-                problem = layer(model, tp)
-                row: dict[str, Any] = {"sm": capability, "model": model, "tp": tp, "ours": ours(problem, capability)}
-                if with_stock:
-                    row["stock"] = stock(problem, capability)
-                    same = row["ours"]["class"] == row["stock"]["class"]
-                    row["difference"] = "" if same else DIFFERENCES[row["ours"]["backend"]]
-                rows.append(row)
-    return rows
-
-
-def golden() -> list[dict[str, Any]]:
-    """The rows of the golden file."""
-    rows: list[dict[str, Any]] = json.loads(GOLDEN.read_text())["rows"]
-    return rows
-
-
-def _key(row: dict[str, Any]) -> tuple[int, str, int]:
-    return row["sm"], row["model"], row["tp"]
-
-
-AGAIN = "PYTHONPATH=.:tests python tests/cpu/test_golden_decisions.py --write shows and keeps the change"
+GOLDEN = Golden("mxfp8", __file__, MODELS, "tp", TP, layer, stock, difference, {"scheme": str(MXFP8_W8A8)})
 
 
 def test_decisions_are_the_golden_ones() -> None:
-    expected = {_key(row): row["ours"] for row in golden()}
-    for row in table(with_stock=False):
-        assert row["ours"] == expected.pop(_key(row)), f"{_key(row)}: {AGAIN}"
-    assert not expected
+    GOLDEN.check_ours()
 
 
 @pytest.mark.parametrize("capability", CARDS)
 def test_stocks_choices_are_the_golden_ones(capability: int) -> None:
-    for row in golden():
-        if row["sm"] != capability:
-            continue
-        try:
-            found = stock(layer(row["model"], row["tp"]), capability)
-        except ReleaseUnavailable as error:
-            pytest.skip(str(error))
-        assert found == row["stock"], f"{_key(row)}: {AGAIN}"
+    GOLDEN.check_stock(capability)
 
 
 def test_every_difference_has_its_reason_beside_it() -> None:
-    for row in golden():
-        same = row["ours"]["class"] == row["stock"]["class"]
-        assert bool(row["difference"]) != same, _key(row)
-    kinds = {row["ours"]["backend"] for row in golden() if row["difference"]}
-    assert kinds == DIFFERENCES.keys() - {""}
+    GOLDEN.check_differences(DIFFERENCES.values())
 
 
 def test_every_rejection_says_why_and_the_winner_has_no_reason() -> None:
-    for row in golden():
-        candidates = row["ours"]["candidates"]
-        assert len(candidates) > 6
-        accepted = [name for name, reasons in candidates.items() if not reasons]
-        assert (row["ours"]["backend"] in accepted) or (row["ours"]["backend"] == "none" and not accepted)
-
-
-def main() -> None:
-    """Writes the golden file."""
-    if sys.argv[1:] != ["--write"]:
-        raise SystemExit(__doc__)
-    conditions = {"stock": f"vLLM {RELEASE}", "packages": PACKAGES, "cards": CARDS, "scheme": str(MXFP8_W8A8)}
-    rows = table(with_stock=True)
-    GOLDEN.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    GOLDEN.write_text(f'{{"conditions": {json.dumps(conditions)},\n"rows": [\n{lines}\n]}}\n')
-    for row in rows:
-        print(row["sm"], row["model"], f"TP{row['tp']}", row["ours"]["backend"], "| stock:", row["stock"]["class"],
-              row["stock"].get("raises", ""), "|", row["difference"])  # fmt: skip
+    GOLDEN.check_reasons()
 
 
 if __name__ == "__main__":
-    main()
+    GOLDEN.write()

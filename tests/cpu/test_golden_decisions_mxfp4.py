@@ -1,6 +1,6 @@
 """Golden decisions for MXFP4: models, ranks, compute capabilities; beside each, what stock vLLM 0.33.0 does.
 
-    PYTHONPATH=.:tests:tests/cpu python tests/cpu/test_golden_decisions_mxfp4.py --write
+    PYTHONPATH=.:tests python tests/cpu/test_golden_decisions_mxfp4.py --write
 
 writes tests/golden/decisions/mxfp4.json anew. Stock's choice is computed, not copied: `select_mxfp4_moe_backend` (for
 gpt-oss) and `select_deepseek_v4_mxfp4_moe_backend` (for every other model) run from the sources, with the expert
@@ -10,18 +10,13 @@ triton_kernels are installed.
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from releases import ReleaseUnavailable
+from golden_decisions import CARDS, RELEASE, Golden, machine, whole
 from stock_code import FUSED_MOE, QUANTIZATION, Platform, load
-from test_golden_decisions import CARDS, PACKAGES, RELEASE, _whole, machine
-from test_golden_decisions import ours as decided
 
 from vllm_moe_oracle.oracle.oracle import decide
 from vllm_moe_oracle.oracle.planner import in_whole_blocks
@@ -29,7 +24,6 @@ from vllm_moe_oracle.oracle.problem import Activation, ActivationPrecision, Para
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.settings import Settings
 
-GOLDEN = Path(__file__).parents[1] / "golden/decisions/mxfp4.json"
 _OAI = Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0, interleaved=True)
 _CLAMPED = Activation("silu", limit=10.0)
 _DEEPSEEK = (256, 6, 4096, 2048, _CLAMPED, False, "deepseekv4", "mxfp4")
@@ -132,7 +126,7 @@ def stock(problem: Problem, capability: int) -> dict[str, str]:
         # What is not listed is for other makers' devices, for CPUs, or asks to be named.
         file, names = CLASS_FILES.get(backend.name, ("marlin_moe", ()))
         found = load(RELEASE, f"{FUSED_MOE}/experts/{file}.py", **given)
-        return [_whole(found[name], kinds) for name in names]
+        return [whole(found[name], kinds) for name in names]
 
     priority = load(RELEASE, f"{QUANTIZATION}/utils/humming/priority.py", current_platform=platform)
     oracle = load(
@@ -175,99 +169,49 @@ def _config(problem: Problem, activation: Any, methods: Any) -> Any:
     )  # fmt: skip
 
 
-def table(with_stock: bool) -> list[dict[str, Any]]:
-    """All rows; the golden file's are used for stock's part when it cannot be computed here."""
-    rows = []
-    for capability in CARDS:
-        for model in MODELS:
-            for ranks in RANKS:
-                problem = layer(model, ranks)
-                row: dict[str, Any] = {"sm": capability, "model": model, "ranks": ranks}
-                row |= {"intermediate": problem.intermediate_size, "ours": decided(problem, capability)}
-                if with_stock:
-                    row["stock"] = stock(problem, capability)
-                    same = row["ours"]["class"] == row["stock"]["class"]
-                    row["difference"] = "" if same else DIFFERENCES[row["ours"]["backend"]]
-                rows.append(row)
-    return rows
+def difference(row: dict[str, Any]) -> str:
+    """Why a row's decision is not stock's; "" where it is."""
+    return "" if row["ours"]["class"] == row["stock"]["class"] else DIFFERENCES[row["ours"]["backend"]]
 
 
-def golden() -> list[dict[str, Any]]:
-    """The rows of the golden file."""
-    rows: list[dict[str, Any]] = json.loads(GOLDEN.read_text())["rows"]
-    return rows
-
-
-def _key(row: dict[str, Any]) -> tuple[int, str, str]:
-    return row["sm"], row["model"], row["ranks"]
-
-
-AGAIN = (
-    "PYTHONPATH=.:tests:tests/cpu python tests/cpu/test_golden_decisions_mxfp4.py --write shows and keeps the change"
-)
+GOLDEN = Golden(
+    "mxfp4", __file__, MODELS, "ranks", RANKS, layer, stock, difference, {"scheme": "mxfp4"},
+    more=lambda problem: {"intermediate": problem.intermediate_size},
+)  # fmt: skip
 
 
 def test_decisions_are_the_golden_ones() -> None:
-    expected = {_key(row): row["ours"] for row in golden()}
-    for row in table(with_stock=False):
-        assert row["ours"] == expected.pop(_key(row)), f"{_key(row)}: {AGAIN}"
-    assert not expected
+    GOLDEN.check_ours()
 
 
 @pytest.mark.parametrize("capability", CARDS)
 def test_stocks_choices_are_the_golden_ones(capability: int) -> None:
-    for row in golden():
-        if row["sm"] != capability:
-            continue
-        try:
-            found = stock(layer(row["model"], row["ranks"]), capability)
-        except ReleaseUnavailable as error:
-            pytest.skip(str(error))
-        assert found == row["stock"], f"{_key(row)}: {AGAIN}"
+    GOLDEN.check_stock(capability)
 
 
 def test_every_difference_has_its_reason_beside_it() -> None:
-    for row in golden():
-        same = row["ours"]["class"] == row["stock"]["class"]
-        assert bool(row["difference"]) != same, _key(row)
+    GOLDEN.check_differences(DIFFERENCES.values())
+    for row in GOLDEN.rows():
         # Stock quantises activations unasked exactly where we differ for that reason.
         unasked = "activations" in row["stock"] and MODELS[row["model"]][-1] == "16bit"
-        assert unasked == (row["difference"] == DIFFERENCES["marlin_mxfp4"]), _key(row)
-    assert {row["ours"]["backend"] for row in golden() if row["difference"]} == DIFFERENCES.keys()
+        assert unasked == (row["difference"] == DIFFERENCES["marlin_mxfp4"]), GOLDEN.place(row)
 
 
 def test_where_activations_may_be_quantised_the_decision_is_stocks() -> None:
-    row = next(row for row in golden() if row["difference"] == DIFFERENCES["marlin_mxfp4"])
+    row = next(row for row in GOLDEN.rows() if row["difference"] == DIFFERENCES["marlin_mxfp4"])
     problem = layer(row["model"], row["ranks"])
     allowed = decide(problem, machine(row["sm"]), Settings(allow_activation_quantization=True))
     assert default_registry()[allowed.backend].stock_class == row["stock"]["class"]
 
 
 def test_every_rejection_says_why_and_the_winner_has_no_reason() -> None:
-    for row in golden():
-        candidates = row["ours"]["candidates"]
-        assert len(candidates) > 10
-        assert not candidates[row["ours"]["backend"]]
-        assert all(reason for reasons in candidates.values() for reason in reasons)
+    GOLDEN.check_reasons()
 
 
 def test_what_a_rank_of_gpt_oss_holds_is_whole_blocks() -> None:
-    found = {(row["ranks"], row["intermediate"]) for row in golden() if row["model"].startswith("gpt-oss")}
+    found = {(row["ranks"], row["intermediate"]) for row in GOLDEN.rows() if row["model"].startswith("gpt-oss")}
     assert found == {("TP1", 2880), ("TP2", 1440), ("TP4", 736), ("TP8", 384), ("EP8", 2880)}
 
 
-def main() -> None:
-    """Writes the golden file."""
-    if sys.argv[1:] != ["--write"]:
-        raise SystemExit(__doc__)
-    conditions = {"stock": f"vLLM {RELEASE}", "packages": PACKAGES, "cards": CARDS, "scheme": "mxfp4"}
-    rows = table(with_stock=True)
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    GOLDEN.write_text(f'{{"conditions": {json.dumps(conditions)},\n"rows": [\n{lines}\n]}}\n')
-    for row in rows:
-        print(row["sm"], row["model"], row["ranks"], row["ours"]["backend"], "| stock:", row["stock"]["class"], "|",
-              row["difference"])  # fmt: skip
-
-
 if __name__ == "__main__":
-    main()
+    GOLDEN.write()

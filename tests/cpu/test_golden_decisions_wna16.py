@@ -1,6 +1,6 @@
 """Golden decisions for integer weights: formats, ranks, compute capabilities; beside each, what stock 0.33.0 does.
 
-    PYTHONPATH=.:tests:tests/cpu python tests/cpu/test_golden_decisions_wna16.py --write
+    PYTHONPATH=.:tests python tests/cpu/test_golden_decisions_wna16.py --write
 
 writes tests/golden/decisions/wna16.json anew. Stock's choice is computed, not copied: `select_wna16_moe_backend` and
 the expert classes that it asks run from the sources, on a platform of the capability in question on which FlashInfer
@@ -10,23 +10,17 @@ Marlin does not fit, act order is refused), and what its methods refuse afterwar
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cases import SILU
-from releases import ReleaseUnavailable
+from golden_decisions import CARDS, RELEASE, Golden, whole
 from stock_code import FUSED_MOE, QUANTIZATION, Platform, load
-from test_golden_decisions import CARDS, PACKAGES, RELEASE, _whole
-from test_golden_decisions import ours as decided
 
 from vllm_moe_oracle.oracle.problem import ActOrder, Parallel, Problem, Routing, Scheme
 
-GOLDEN = Path(__file__).parents[1] / "golden/decisions/wna16.json"
 TP = (1, 2, 4, 8)
 
 
@@ -170,7 +164,7 @@ def stock(problem: Problem, capability: int) -> dict[str, str]:
         # What is not listed is for other makers' devices, for CPUs, or the emulation.
         file, names = CLASS_FILES.get(backend.name, ("marlin_moe", ()))
         found = load(RELEASE, f"{FUSED_MOE}/experts/{file}.py", **given)
-        return [_whole(found[name], kinds) for name in names]
+        return [whole(found[name], kinds) for name in names]
 
     marlin = load(
         RELEASE, f"{QUANTIZATION}/utils/marlin_utils.py", current_platform=platform,
@@ -251,82 +245,28 @@ def difference(row: dict[str, Any]) -> str:
     return DIFFERENCES[words]
 
 
-def table(with_stock: bool) -> list[dict[str, Any]]:
-    """All rows; the golden file's are used for stock's part when it cannot be computed here."""
-    rows = []
-    for capability in CARDS:
-        for model in MODELS:
-            for tp in TP:
-                problem = layer(model, tp)
-                row: dict[str, Any] = {"sm": capability, "model": model, "tp": tp, "ours": decided(problem, capability)}
-                if with_stock:
-                    row["stock"] = stock(problem, capability)
-                    row["difference"] = difference(row)
-                rows.append(row)
-    return rows
-
-
-def golden() -> list[dict[str, Any]]:
-    """The rows of the golden file."""
-    rows: list[dict[str, Any]] = json.loads(GOLDEN.read_text())["rows"]
-    return rows
-
-
-def _place(row: dict[str, Any]) -> tuple[int, str, int]:
-    return row["sm"], row["model"], row["tp"]
-
-
-AGAIN = (
-    "PYTHONPATH=.:tests:tests/cpu python tests/cpu/test_golden_decisions_wna16.py --write shows and keeps the change"
-)
+GOLDEN = Golden(
+    "wna16", __file__, MODELS, "tp", TP, layer, stock, difference,
+    {"schemes": {model: str(scheme) for model, (_, scheme, _) in MODELS.items()}},
+)  # fmt: skip
 
 
 def test_decisions_are_the_golden_ones() -> None:
-    expected = {_place(row): row["ours"] for row in golden()}
-    for row in table(with_stock=False):
-        assert row["ours"] == expected.pop(_place(row)), f"{_place(row)}: {AGAIN}"
-    assert not expected
+    GOLDEN.check_ours()
 
 
 @pytest.mark.parametrize("capability", CARDS)
 def test_stocks_choices_are_the_golden_ones(capability: int) -> None:
-    for row in golden():
-        if row["sm"] != capability:
-            continue
-        try:
-            found = stock(layer(row["model"], row["tp"]), capability)
-        except ReleaseUnavailable as error:
-            pytest.skip(str(error))
-        assert found == row["stock"], f"{_place(row)}: {AGAIN}"
+    GOLDEN.check_stock(capability)
 
 
 def test_every_difference_has_its_reason_beside_it() -> None:
-    for row in golden():
-        assert row["difference"] == difference(row), _place(row)
-    assert {row["difference"] for row in golden()} == {"", *DIFFERENCES.values()}
+    GOLDEN.check_differences(DIFFERENCES.values())
 
 
 def test_every_rejection_says_why_and_the_winner_has_no_reason() -> None:
-    for row in golden():
-        candidates = row["ours"]["candidates"]
-        assert len(candidates) > 8
-        accepted = [name for name, reasons in candidates.items() if not reasons]
-        assert (row["ours"]["backend"] in accepted) or (row["ours"]["backend"] == "none" and not accepted)
-
-
-def main() -> None:
-    """Writes the golden file."""
-    if sys.argv[1:] != ["--write"]:
-        raise SystemExit(__doc__)
-    schemes = {model: str(scheme) for model, (_, scheme, _) in MODELS.items()}
-    conditions = {"stock": f"vLLM {RELEASE}", "packages": PACKAGES, "cards": CARDS, "schemes": schemes}
-    rows = table(with_stock=True)
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    GOLDEN.write_text(f'{{"conditions": {json.dumps(conditions)},\n"rows": [\n{lines}\n]}}\n')
-    for row in rows:
-        print(row["sm"], row["model"], f"TP{row['tp']}", row["ours"]["backend"], "| stock:", row["stock"]["class"],
-              row["stock"].get("raises", ""), row["stock"].get("instead", ""), "|", row["difference"])  # fmt: skip
+    GOLDEN.check_reasons()
 
 
 if __name__ == "__main__":
-    main()
+    GOLDEN.write()
