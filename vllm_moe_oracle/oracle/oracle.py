@@ -187,7 +187,7 @@ def _judge(backend: Backend, problem: Problem, device: Device, settings: Setting
 def _wish(problem: Problem, settings: Settings, moe_backend: str) -> _Wish | None:
     override = first_match(settings.overrides, problem.layer)
     if override is not None and override.backend != AUTO:
-        by = f"override re:{override.pattern} from {settings.source('overrides')}"
+        by = f"re:{override.pattern} from {settings.source('overrides')}"
         return _Wish(override.backend, "override", by)
     if override is None and settings.backend != AUTO:
         over = f", which goes before --moe-backend {moe_backend}" if moe_backend not in (AUTO, settings.backend) else ""
