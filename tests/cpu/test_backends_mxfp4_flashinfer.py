@@ -15,6 +15,7 @@ from cases import GPT_OSS as HALVES
 from cases import RELU2, SILU, problem
 from hypothesis import given
 from hypothesis import strategies as st
+from peak import Peak
 
 from vllm_moe_oracle.backends import Backend
 from vllm_moe_oracle.errors import NoBackendError, OracleError
@@ -27,6 +28,7 @@ from vllm_moe_oracle.oracle.oracle import decide
 from vllm_moe_oracle.oracle.planner import in_whole_blocks
 from vllm_moe_oracle.oracle.problem import Device, Parallel, Problem, Routing, Scheme, answers
 from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.schemes import mxfp4
 from vllm_moe_oracle.settings import Settings
 
 PACKAGES = {"vllm": "0.33.0", "torch": "2.14.0", "humming-kernels": "0.1.19", "flashinfer-python": "0.7.2.post1"}
@@ -321,6 +323,19 @@ def test_shapes_are_known_without_data(name: str) -> None:
     empty = {key: torch.empty_like(tensor, device="meta") for key, tensor in canonical.items()}
     for key, tensor in backend(name).convert(empty, layer, plan).items():
         assert (tensor.shape, tensor.dtype) == (real[key].shape, real[key].dtype)
+
+
+@each_backend
+def test_converting_one_expert_of_gpt_oss_takes_less_than_an_expert_and_64_mib(name: str) -> None:
+    """deep_gemm_mxfp4 takes no expert of gpt-oss; one of the same size then."""
+    layer = usual(name, hidden_size=2880, intermediate_size=2880)
+    biases = name != "deep_gemm_mxfp4"
+    raw = expert(2880, 2880, biases)
+    plan = backend(name).plan(layer, at_home(name))
+    with Peak(*raw.values()) as found:
+        converted = backend(name).convert(mxfp4.canonical_expert(raw, layer), layer, plan)
+    assert sum(tensor.nbytes for tensor in converted.values()) < found.peak
+    assert found.peak <= sum(tensor.nbytes for tensor in raw.values()) + 64 * 2**20
 
 
 def test_backends_of_one_layout_make_the_same_tensors() -> None:

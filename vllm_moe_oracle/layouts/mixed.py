@@ -116,13 +116,13 @@ def unweave_scales(woven: Tensor, generation: Generation) -> Tensor:
 
 
 def _moved(words: Tensor, moves: tuple[tuple[int, int, int], ...]) -> Tensor:
-    """Words of 32 bits with their bits in other places; int32, computed in 64 bits, where a shift has no sign."""
+    """Words of 32 bits with their bits in other places; int32. Beside input and output there is one tensor of their
+    size: a matrix of an expert is large."""
     if words.is_meta:
         # Only the shape is asked for, and there torch computes it in Python: 40 ms for the operations below.
         return torch.empty(words.shape, dtype=torch.int32, device="meta")
-    wide = words.to(torch.int64) & 0xFFFFFFFF
-    found = torch.zeros_like(wide)
+    found = torch.zeros_like(words)
     for first, count, target in moves:
-        found |= ((wide >> first) & ((1 << count) - 1)) << target
-    # Back into the range of int32: torch does not promise what an overflowing conversion gives.
-    return torch.where(found >= 1 << 31, found - (1 << 32), found).to(torch.int32)
+        # The mask clears what an arithmetic shift brings down from the sign; the last bit goes into it.
+        found |= (words >> first).bitwise_and_((1 << count) - 1).bitwise_left_shift_(target)
+    return found
