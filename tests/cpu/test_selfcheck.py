@@ -494,6 +494,11 @@ def test_off_checks_nothing_and_says_nothing(caplog: pytest.LogCaptureFixture) -
     assert method.decision.backend == "swapped" and not caplog.text
 
 
+def test_the_log_says_what_was_found_and_what_it_took() -> None:
+    said = str(check(Emulation(), LAYERS["silu"], weights(LAYERS["silu"])))
+    assert re.fullmatch(r"relative error \d\.\d\de-\d\d, allowed \d\.\d\de-\d\d; took \d+\.\d\d s", said)
+
+
 def test_the_tolerance_follows_from_the_formats() -> None:
     backend = Emulation()
     limits = {name: selfcheck.tolerance(backend, layer) for name, layer in LAYERS.items()}

@@ -84,7 +84,7 @@ class Result:
     def __str__(self) -> str:
         if self.skipped:
             return f"not checked: {self.skipped}"
-        return f"relative error {self.error:.2e}, allowed {self.tolerance:.2e}"
+        return f"relative error {self.error:.2e}, allowed {self.tolerance:.2e}; took {self.seconds:.2f} s"
 
 
 @dataclass(frozen=True, slots=True)
