@@ -101,7 +101,7 @@ def test_a_fallback_is_a_warning_also_in_a_group_that_was_announced(
     load_model(release, names(3), chosen)
     (warning,) = words(caplog, logging.WARNING)
     assert warning.startswith("moe_oracle: model.layers.1.mlp.experts: fast (estimate: ")
-    assert "not what was asked for: wanted (override" in warning
+    assert "not what was asked for: wanted (re:" in warning
 
 
 def test_an_override_that_matches_nothing_is_a_warning_or_an_error(
