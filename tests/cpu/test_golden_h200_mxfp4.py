@@ -33,8 +33,13 @@ FAULTS = {
 }
 
 SHARED = "the card and the cores were shared with other processes: times are no measure of the check"
-EXCEPTIONS = {("0.33.0", "self-check's time"): SHARED, ("0.26.0", "self-check's time"): SHARED}
-"""What does not keep the rules, by release and rule, and why."""
+EXCEPTIONS = {
+    ("0.33.0", "1", "self-check's time"): SHARED,
+    ("0.33.0", "2", "self-check's time"): SHARED,
+    ("0.33.0", "2", "conversion's peak"): "cutlass_mxfp4 moved bits in words of 64, which was mended after run 2",
+    ("0.26.0", "1", "self-check's time"): SHARED,
+}
+"""What does not keep the rules, by release, run and rule, and why."""
 
 FAILED = {
     ("0.26.0", "gpt_oss_20b_tp4", "humming_mxfp4"): "ended, being late",
@@ -120,9 +125,10 @@ def test_the_self_check_finds_every_fault_and_nothing_else(file: Path) -> None:
 @every_file
 def test_what_is_broken_is_listed_with_its_reason(file: Path) -> None:
     """Conversion's peak, the self-check's time, and whatever else the table asks."""
-    found = {(row["vllm"], rule) for row in rows(file) for rule in row.get("broken", ())}
+    runs = json.loads(file.read_text())["conditions"]["runs"]
+    found = {(row["vllm"], row["run"], rule) for row in rows(file) for rule in row.get("broken", ())}
     assert found == {each for each in EXCEPTIONS if f"mxfp4-vllm-{each[0]}" == file.stem}
-    assert not found or "at once" in json.loads(file.read_text())["conditions"]["shared"]
+    assert {row["run"] for row in rows(file)} == runs.keys()
 
 
 @every_file
