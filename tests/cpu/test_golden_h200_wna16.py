@@ -3,7 +3,7 @@ what holds of them.
 
 The run of 0.33.0 was the first. What it found was mended since; each row that did not pass says what, and that it was
 not rerun. Numbers of Humming, Marlin and Triton on layers that `bench` timed later that day stand in
-``choice-vllm-0.33.0.jsonl`` (the first four tokens of each call against a float32 reference).
+``choice-vllm-0.33.0.jsonl`` and ``choice-earlier-vllm-0.33.0.jsonl`` (the first four tokens of each call against a float32 reference).
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def test_what_did_not_pass_says_why_and_that_it_was_not_rerun(file: Path) -> Non
 
 
 def test_the_benchmark_ran_mended_backends() -> None:
-    records = [json.loads(line) for line in (FOLDER / "choice-vllm-0.33.0.jsonl").read_text().splitlines()]
+    files = (FOLDER / "choice-vllm-0.33.0.jsonl", FOLDER / "choice-earlier-vllm-0.33.0.jsonl")
+    records = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     for name in LATER.values():
         of_layer = [each for each in records if each.get("layer", {}).get("name") == name]
         assert of_layer

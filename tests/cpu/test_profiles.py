@@ -22,10 +22,15 @@ from vllm_moe_oracle.oracle.registry import default_registry
 SHIPPED = sorted(profile.SHIPPED.glob("nvidia_*.json"))
 
 
+def card_of(path: Path) -> str:
+    """The card's name: a card may have several profiles, of different runs."""
+    return "-".join(path.stem.split("_")[:2])
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_profile_holds_for_its_card_as_users_have_it(path: Path) -> None:
     found = profile.read(path)
-    name = path.stem.replace("_", "-")
+    name = card_of(path)
     differences = environment.differences(found.environment, environment.of(device.named(name)))
     assert differences.hard == ()
     assert found.environment.kernels and found.environment.driver and found.conditions["command"]
@@ -36,24 +41,42 @@ def test_a_shipped_profile_holds_for_its_card_as_users_have_it(path: Path) -> No
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_profile_decides(path: Path) -> None:
     """For every layer of the list that it has: a finished cell has all numbers of tokens that the objective needs."""
-    found, name = profile.read(path), path.stem.replace("_", "-")
+    found, name = profile.read(path), card_of(path)
     chosen = settings.load({}, assignments={"cache": str(path.parent / "no cache")})
     cells = {entry.cell for entry in found.entries}
     layers = [each for each in shapes.served() if cell_of(each) in cells]
-    assert len(layers) >= 10
+    assert len(layers) == len(cells)
     decided = []
     for layer in layers:
         evidence = lookup.evidence(layer, device.named(name), chosen)
         decision = decide(layer, device.named(name), chosen, evidence=evidence)
         assert evidence is not None and "the shipped profile" in evidence.source
         decided.append(decision.why == "measured" and decision.measured is not None)
-    assert sum(decided) >= len(layers) - 1  # the last one may have been cut off by the budget
+    assert all(decided)
     largest = parse("balanced").largest
     for entry in found.entries:
         for backend, timing in entry.backends.items():
             counts = sorted(map(int, timing.times.get("uniform", {})))
             if len(counts) >= 10:
                 assert counts[0] == 1 and counts[-1] * WIDEST_GAP >= largest, (entry.cell, backend)
+
+
+def test_the_h200_has_profiles_of_ten_layers_and_none_twice() -> None:
+    cells = [entry.cell for path in SHIPPED if card_of(path) == "nvidia-h200" for entry in profile.read(path).entries]
+    assert len(cells) == len(set(cells)) >= 10
+
+
+def test_what_tune_measured_has_both_routings_and_ten_numbers_of_tokens() -> None:
+    found = profile.read(profile.SHIPPED / "nvidia_h200.json")
+    assert " tune --shapes " in found.conditions["command"] and len(found.entries) >= 7
+    for entry in found.entries:
+        for backend, timing in entry.backends.items():
+            assert not timing.failures, (entry.cell, backend)
+            assert {kind: len(counts) >= 10 for kind, counts in timing.times.items()} == {
+                "uniform": True,
+                "skewed": True,
+            }
+            assert set(timing.tiles) <= {"uniform", "skewed"} and (not timing.tiles or backend.startswith("own"))
 
 
 def samples() -> list[Sample]:

@@ -176,13 +176,15 @@ def _plan(tokens: str, routing: str, replays: int, budget: float | None, jobs: i
 
 
 def _conditions(plan: Plan, command: str) -> dict[str, str]:
-    from ...measure import timing
+    from ...measure import engine, timing
 
     return {
         "command": command,
         "method": (
             f"CUDA graphs, {timing.FLUSH_BYTES >> 20} MiB written before each replay, backends in changing order, "
-            f"median and quartiles in microseconds of up to {plan.replays} replays"
+            f"median and quartiles in microseconds of up to {plan.replays} replays; {engine.CHECKED} tokens of each "
+            "call compared with a float32 reference before; beside the own choice of our kernels, and in its place "
+            f"where faster, up to {plan.tiles} tile configurations"
         ),
     }
 
