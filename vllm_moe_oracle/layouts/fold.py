@@ -94,13 +94,13 @@ def lanes_of_pairs(rows: int, device: torch.device | None = None) -> torch.Tenso
     64 stored rows are 32 gate and 32 up rows. An accumulator's lane holds columns 8 b + 2 t and 8 b + 2 t + 1 for all
     b: a gate row and its up row, and for eight b the rows of eight neighbours.
     """
-    place = torch.arange(rows, device=device).view(-1, 8, 4, 2)  # [64 rows, b, t, gate or up]
-    block, b, t, part = (each.view(-1) for each in torch.unravel_index(place.view(-1), place.shape))
+    place = torch.arange(rows, device=device)  # block of 64, b of 8, t of 4, gate or up
+    block, b, t, part = place // 64, place // 8 % 8, place // 2 % 4, place % 2
     return part * (rows // 2) + 32 * block + 8 * t + b
 
 
 def lanes_of_rows(rows: int, device: torch.device | None = None) -> torch.Tensor:
     """int64 `[rows]`: which row is stored in each place, so that a lane holds eight neighbours; rows: whole 32s."""
-    place = torch.arange(rows, device=device).view(-1, 4, 4, 2)  # [32 rows, b, t, r]
-    block, b, t, r = (each.view(-1) for each in torch.unravel_index(place.view(-1), place.shape))
+    place = torch.arange(rows, device=device)  # block of 32, b of 4, t of 4, r of 2
+    block, b, t, r = place // 32, place // 8 % 4, place // 2 % 4, place % 2
     return 32 * block + 8 * t + 2 * b + r
