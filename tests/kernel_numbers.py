@@ -1,7 +1,8 @@
 """Our kernels' numbers: ``python tests/kernel_numbers.py [BENCH.jsonl ...] [--write]``.
 
 With records of ``vllm-moe-oracle bench --jsonl`` it makes tests/golden/h200/kernels-vllm-0.33.0.json of them: our
-kernels beside stock vLLM's, by layer and number of tokens. The tables in vllm_moe_oracle/kernels/README.md come from
+kernels beside stock vLLM's, by layer and number of tokens. Of several files a later one's cells replace those before;
+what no later one has is marked as of an earlier run. The tables in vllm_moe_oracle/kernels/README.md come from
 that file; ``--write`` brings them up to date, and without it the exit status is 1 where they are stale.
 """
 
@@ -23,10 +24,20 @@ STOCK = "stock:auto"
 OURS = ("own_mxfp8", "own_mxfp4", "own_wna16")
 SPANS = {"1": (1, 1), "2 to 4": (2, 4), "8 to 64": (8, 64), "128 to 512": (128, 512), "from 1024": (1024, 1 << 30)}
 NEVER_SLOWER = 0.98
+FLOPS = {
+    "gpt-oss-20b": 4 * 3 * 2 * 2880 * 2880,
+    "gpt-oss-120b": 4 * 3 * 2 * 2880 * 2880,
+    "qwen3-30b-a3b": 8 * 3 * 2 * 2048 * 768,
+    "kimi-k2@tp8": 8 * 3 * 2 * 7168 * 256,
+    "nemotron-3-nano": 6 * 2 * 2 * 2688 * 1856,
+    "minimax-m2@tp4": 8 * 3 * 2 * 3072 * 384,
+}
+"""Operations for a token: experts that it chooses, matrices of each, two for a weight."""
 
 
 def golden(files: Iterable[Iterable[str]]) -> dict[str, Any]:
-    """The committed form of benchmarks' records, whose first lines are the conditions.
+    """The committed form of benchmarks' records, whose first lines are the conditions; `run` is the number of the
+    command that measured a cell.
 
     Raises:
         ValueError: two benchmarks ran under other conditions.
@@ -41,9 +52,11 @@ def golden(files: Iterable[Iterable[str]]) -> dict[str, Any]:
         if conditions and conditions != same:
             raise ValueError(f"benchmarks under different conditions: {conditions} and {same}")
         conditions = same
-        commands.append(re.sub(r"(--jsonl )\S*/", r"\1", here["command"]))
+        commands.append(re.sub(r"(--jsonl |profile=)\S*/", r"\1", here["command"]))
         for record in records:
-            row = rows.setdefault(record["layer"]["name"], {"us": {}, "spread": {}, "floor": {}, "failures": {}})
+            row = rows.setdefault(
+                record["layer"]["name"], {"us": {}, "spread": {}, "floor": {}, "run": {}, "failures": {}}
+            )
             row["failures"] |= record["failures"]
             names = {name: "ours" if name in OURS else "auto" if name == STOCK else name for name in record["us"]}
             if "ours" in names.values():
@@ -51,6 +64,7 @@ def golden(files: Iterable[Iterable[str]]) -> dict[str, Any]:
                 row["us"][tokens] = {names[name]: us for name, us in record["us"].items()}
                 row["spread"][tokens] = {names[name]: spread for name, spread in record["quartiles"].items()}
                 row["floor"][tokens] = record["floor_us"]
+                row["run"][tokens] = len(commands) - 1
     found = [{"cell": name, **row} for name, row in rows.items() if row["us"]]
     return {**conditions, "commands": commands, "rows": found}
 
@@ -108,12 +122,35 @@ def cells(data: dict[str, Any]) -> str:
         for count in counts:
             us, floor = row["us"].get(count), row["floor"].get(count)
             share = "" if us is None or floor is None else f", {floor / us['ours']:.0%}"
-            parts.append("" if us is None else f"{us['ours']:.1f}{share}")
+            parts.append("" if us is None else f"{us['ours']:.1f}{share}{earlier(data, row, count)}")
         lines.append(f"| {row['cell']} | " + " | ".join(parts) + " |")
     return "\n".join(lines)
 
 
-PARTS: dict[str, Callable[[dict[str, Any]], str]] = {"against stock": against_stock, "cells": cells}
+def earlier(data: dict[str, Any], row: dict[str, Any], tokens: str) -> str:
+    """A mark for a cell that the last run did not reach."""
+    return "" if row["run"][tokens] == len(data["commands"]) - 1 else "\\*"
+
+
+def many(data: dict[str, Any]) -> str:
+    """Microseconds, the default's time over ours, and useful TFLOP/s, for many tokens."""
+    counts = ("1024", "4096", "16384")
+    lines = ["| layer | " + " | ".join(counts) + " |", "|---" * (len(counts) + 1) + "|"]
+    for row in data["rows"]:
+        parts = []
+        for count in counts:
+            us = row["us"].get(count)
+            if us is None:
+                parts.append("")
+                continue
+            rate = int(count) * FLOPS[row["cell"].partition(":")[2]] / us["ours"] / 1e6
+            against = f"{us['auto'] / us['ours']:.2f}" if "auto" in us else ""
+            parts.append(f"{us['ours']:.0f}, {against}, {rate:.0f}{earlier(data, row, count)}")
+        lines.append(f"| {row['cell']} | " + " | ".join(parts) + " |")
+    return "\n".join(lines)
+
+
+PARTS: dict[str, Callable[[dict[str, Any]], str]] = {"against stock": against_stock, "cells": cells, "many": many}
 
 
 def updated(text: str, data: dict[str, Any]) -> str:

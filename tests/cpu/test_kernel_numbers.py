@@ -49,7 +49,20 @@ def test_a_benchmark_becomes_ratios() -> None:
     table = kernel_numbers.against_stock(data)
     assert "| 1 | 2.00 (2.00) | 1.50 (1.50) |  |  |" in table
     assert "up to 512 tokens: 1 of 3 (mxfp8:qwen3 64 0.90)." in table
-    assert "| mxfp4:gpt-oss-20b | 10.0, 50% |  |" in kernel_numbers.cells(data)
+    assert "| mxfp4:gpt-oss-20b | 10.0, 50%\\* |  |" in kernel_numbers.cells(data)
+
+
+def test_a_later_run_replaces_cells_and_marks_the_others() -> None:
+    first = lines(record("mxfp4:gpt-oss-20b", 1, own_mxfp4=10), record("mxfp4:gpt-oss-20b", 4, own_mxfp4=40))
+    second = lines(record("mxfp4:gpt-oss-20b", 1, own_mxfp4=8), command="bench --set profile=/a/b.json --jsonl /c/d")
+    data = kernel_numbers.golden([first, second])
+    assert data["commands"] == ["c", "bench --set profile=b.json --jsonl d"]
+    assert "| mxfp4:gpt-oss-20b | 8.0, 62% | 40.0, 12%\\* |" in kernel_numbers.cells(data)
+
+
+def test_many_tokens_are_rates() -> None:
+    data = kernel_numbers.golden([lines(record("mxfp4:gpt-oss-20b", 4096, own_mxfp4=1483.5, stock=1740.2))])
+    assert "| mxfp4:gpt-oss-20b |  | 1484, 1.17, 550 |  |" in kernel_numbers.many(data)
 
 
 def test_benchmarks_under_other_conditions_are_not_mixed() -> None:
