@@ -44,8 +44,8 @@ class Scheme:
         act_order: whether input features were reordered before grouping (GPTQ's ``desc_act``), and how.
         packing: the layout of the checkpoint's tensors, as the scheme's reader calls it.
         activations: the precision of the experts' inputs that the checkpoint declares; ``16bit`` is the model's own
-            dtype, ``mxfp8`` is e4m3 with one e8m0 scale per 32, ``fp8`` with one per 128, ``int8`` one scale a token, all
-            computed from each token as it comes.
+            dtype, ``mxfp8`` is e4m3 with one e8m0 scale per 32, ``fp8`` with one per 128, ``int8`` one scale a token,
+            all computed from each token as it comes.
     """
 
     name: SchemeName
