@@ -37,8 +37,12 @@ def command(
     budget: Annotated[float | None, typer.Option(help="Seconds for everything.", metavar="SECONDS")] = None,
     jobs: Annotated[int, typer.Option(help="Processes that compile kernels beforehand.", metavar="N")] = 0,
     tiles: Annotated[
-        int, typer.Option(help="Tile configurations of our kernels to time beside their own choice.", metavar="N")
-    ] = 4,
+        int,
+        typer.Option(
+            help="Tile configurations of our kernels to time beside their own choice; each is compiled once.",
+            metavar="N",
+        ),
+    ] = 2,
     gpus: Annotated[
         str, typer.Option(help="Measure on several GPUs: all, or numbers like 0,1.", metavar="all|N,...")
     ] = "",
