@@ -45,7 +45,10 @@ _QUANTISED = (
 )
 
 UNFOLLOWED = {
-    "VLLM_MARLIN_INPUT_DTYPE": Unfollowed(_QUANTISED),
+    # Its constructor reads it before anybody could tell it otherwise.
+    "VLLM_MARLIN_INPUT_DTYPE": Unfollowed(
+        f"{_QUANTISED}; told fp8, vLLM's Marlin classes refuse GPUs other than sm_89 and sm_12x all the same"
+    ),
     "VLLM_HUMMING_INPUT_QUANT_CONFIG": Unfollowed(_QUANTISED, ("", "{}")),
     "VLLM_HUMMING_MOE_GEMM_TYPE": Unfollowed(
         "Humming's indexed kernels run where all experts are on one rank, its grouped ones under expert parallelism; "
