@@ -72,8 +72,9 @@ def inner_loops(code: str) -> list[list[str]]:
         target = re.search(r"\bBRA (?:\S+, )*0x([0-9a-f]+)", text)
         if target and int(target[1], 16) < at:
             loops.append((places[int(target[1], 16)], index))
-    # Loops of a few instructions wait for a barrier.
-    long = [(first, last) for first, last in loops if last - first > 4]
+    # Loops of a few instructions wait for a barrier; what lies behind the end goes back to where it came from.
+    end = max(index for index, (_, text) in enumerate(found) if text.strip() == "EXIT")
+    long = [(first, last) for first, last in loops if last - first > 4 and last < end]
     inner = [
         one for one in long if not any(one != other and one[0] <= other[0] and other[1] <= one[1] for other in long)
     ]
