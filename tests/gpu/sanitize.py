@@ -114,13 +114,16 @@ def hazards_of_dispatch(text: str) -> int:
 
     The first warps write what the others are to run into shared memory, and all meet at a named barrier before these
     read it (the machine code has `BAR.SYNC 1` on both sides); racecheck does not see that the barrier parts the two.
-    Its places are those of code without a line of its own: the kernel's first line, for the writer and for the reader.
+    Its places are those of code without a line of its own: the kernel's `def`, for the writer and for the reader.
     """
     from vllm_moe_oracle.kernels import prefill
 
+    lines = Path(prefill.__file__).read_text().splitlines()
     place = "|".join(
-        rf"{kernel.__name__}\+0x[0-9a-f]+ in prefill\.py:{kernel.starting_line_number}"
-        for kernel in (prefill.gate_up, prefill.down)
+        rf"{name}\+0x[0-9a-f]+ in prefill\.py:{number}"
+        for number, line in enumerate(lines, 1)
+        for name in ("gate_up", "down")
+        if line.startswith(f"def {name}(")
     )
     write, read = (rf"=+\s+{who} Thread \S+ at ({place})\n" for who in ("Write", "Read"))
     return len(re.findall(rf"Potential RAW hazard detected at __shared__ .*\n{write}{read}", text))
