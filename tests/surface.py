@@ -1083,8 +1083,9 @@ class _Check:
             return self.sources.use(owner, name)
         except Missing as error:
             # A stock class method that was called through a class of ours made one of ours.
-            ours = self.own is not None and self._stock_bases(self.own) and self._own_member(self.own, name)
-            if not ours:
+            bases = self._stock_bases(self.own) if self.own else []
+            made = isinstance(owner, Instance) and any(owner.of in self.sources.mro(base) for base in bases)
+            if not (made and self.own and self._own_member(self.own, name)):
                 self.report(node, str(error))
             return OTHER
 

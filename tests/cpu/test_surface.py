@@ -216,6 +216,13 @@ def test_a_copy_with_a_renamed_attribute_on_disk_fails(tmp_path: Path) -> None:
             "class C(MoeWNA16Config):\n    bits: Any\n",
             "does not speak of bits",
         ),
+        (
+            # A method of ours of the same name does not answer for another object's.
+            "from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config\n"
+            "class C(MoeWNA16Config):\n"
+            "    def convert(self, kernel: Any) -> None:\n        kernel.convert()\n",
+            "has no convert",
+        ),
     ],
 )
 def test_what_cannot_be_proven_is_a_problem(code: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
