@@ -19,6 +19,7 @@ pytest.importorskip("vllm", reason="what is measured runs through vLLM's modular
 
 from test_measuring import BUCKETS, HERE, LAYERS, Slowed, backends, chosen, plan, ready, store  # noqa: F401
 
+from vllm_moe_oracle.backends import _own
 from vllm_moe_oracle.backends.own_mxfp8 import OwnMxfp8
 from vllm_moe_oracle.kernels import config as configs
 from vllm_moe_oracle.kernels.config import Config
@@ -31,6 +32,13 @@ from vllm_moe_oracle.oracle.oracle import decide
 
 OTHER = Config(configs.Tile(16, 64, 128, stages=3), configs.Tile(16, 64, 128, stages=3))
 TILE = json.dumps(OTHER.to_json(), sort_keys=True)
+
+
+@pytest.fixture(autouse=True)
+def no_layers_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has built no layer yet."""
+    monkeypatch.setattr(_own, "_first", {})
+    monkeypatch.setattr(_own, "_said", set())
 
 
 class Tiled(Slowed):
@@ -101,6 +109,13 @@ def test_the_fastest_right_configuration_is_a_backends_time(
     }
     elsewhere = lookup.evidence(layer, HERE, chosen(tmp_path / "nowhere", profile=str(path)))
     assert elsewhere is not None and elsewhere.tiles == evidence.tiles
+    there = environment.of(dataclasses.replace(HERE, packages={**HERE.packages, "triton": "0.1"}))
+    path = tmp_path / "there.json"
+    profile.write(profile.make(there, {cell_of(layer): outcome.samples}, {}), path)
+    other = dataclasses.replace(HERE, packages={**HERE.packages, "triton": "0.2"})
+    compiled = lookup.evidence(layer, other, chosen(tmp_path / "nowhere", profile=str(path)))
+    assert compiled is not None and set(compiled.times) == set(evidence.times) and compiled.tiles == {}
+    assert "left out" in compiled.remarks[-1] and "triton 0.1, here 0.2" in compiled.remarks[0]
     decision = oracle_module.decide(layer, HERE, chosen(tmp_path, backend="tiled"), evidence=evidence)
     assert decision.plan.tiles == evidence.tiles["tiled"]
     assert decide(layer, HERE, chosen(tmp_path, backend="other"), evidence=evidence).plan.tiles == ()
@@ -195,9 +210,11 @@ def test_what_is_no_configuration_is_refused_and_serving_goes_on(text: str, capl
     before = configs.choose(weights, top_k, 8)
     made = dataclasses.replace(backend.plan(layer, H200), tiles=((8, text),))
     with caplog.at_level(logging.WARNING, "vllm.moe_oracle"):
-        backend._give(layer, made)
+        for _ in range(2):
+            backend._give(layer, made)
     try:
         assert configs.choose(weights, top_k, 8) == before
+        assert len({record.message for record in caplog.records}) == len(caplog.records)  # said once
         assert not text or "a measured tile configuration is not used" in caplog.text
     finally:
         configs.give(weights, top_k, ())
@@ -209,7 +226,7 @@ def test_invariant_layers_have_one_configuration() -> None:
     assert len(OwnMxfp8().tiles(problem(), 8, 4)) == 4
 
 
-def test_the_first_layers_configurations_hold_for_all_of_its_shape() -> None:
+def test_the_first_layers_configurations_hold_for_all_of_its_shape(caplog: pytest.LogCaptureFixture) -> None:
     layer, backend = problem(), OwnMxfp8()
     weights, top_k = layer_of((layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size))
     other = json.dumps(dataclasses.replace(OTHER, prefetch=True).to_json())
@@ -217,5 +234,36 @@ def test_the_first_layers_configurations_hold_for_all_of_its_shape() -> None:
         for tile in (TILE, other):
             backend._give(layer, dataclasses.replace(backend.plan(layer, H200), tiles=((8, tile),)))
             assert configs.choose_tiles(weights, top_k, 8) == OTHER
+        assert "an earlier layer of the shape has others" in caplog.text
+        backend._give(layer, backend.plan(layer, H200))
+        assert configs.choose_tiles(weights, top_k, 8) == OTHER
     finally:
         configs.give(weights, top_k, ())
+
+
+def test_a_first_layer_without_configurations_holds_too(caplog: pytest.LogCaptureFixture) -> None:
+    """Its scratch memory and what was compiled are of the table's tiles."""
+    layer, backend = problem(), OwnMxfp8()
+    weights, top_k = layer_of((layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size))
+    before = configs.choose_tiles(weights, top_k, 8)
+    with caplog.at_level(logging.WARNING, "vllm.moe_oracle"):
+        backend._give(layer, backend.plan(layer, H200))
+        backend._give(layer, dataclasses.replace(backend.plan(layer, H200), tiles=((8, TILE),)))
+    assert configs.choose_tiles(weights, top_k, 8) == before
+    assert "an earlier layer of the shape has others" in caplog.text
+
+
+def test_where_configurations_begin_and_end_is_planned_and_warmed_up() -> None:
+    layer, backend = problem(), OwnMxfp8()
+    plan = dataclasses.replace(backend.plan(layer, H200), tiles=((8, ""), (2004, TILE), (2014, ""), (1 << 30, TILE)))
+    assert _own._edges(plan, 2048) == [8, 9, 2004, 2005, 2014, 2015]
+    assert _own._edges(plan, 2004) == [8, 9, 2004]
+
+
+def test_candidates_keep_in_registers_what_has_room_there() -> None:
+    """h of a sweep over 14336 columns would be 448 KiB a program; every measured configuration suits its own shape."""
+    wide, _ = layer_of((8, 2, 4096, 14336))
+    sweep = configs.Config(configs.Tile(16, 64, 128), configs.Tile(16, 64, 128, sweep=8))
+    assert not _own._in_registers(wide, sweep)
+    narrow, _ = layer_of((384, 8, 7168, 256))
+    assert _own._in_registers(narrow, sweep)

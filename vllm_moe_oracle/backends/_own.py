@@ -18,6 +18,7 @@ from ._warmup import LOADING_BYTES, token_counts, warm_up
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..kernels.config import Config
     from ..kernels.weights import Matrix, OwnWeights
 
 logger = logging.getLogger("vllm.moe_oracle")
@@ -41,6 +42,41 @@ LIMITS = Limits(
 """What the kernels take in every weight format."""
 
 _PARTS = ("scale", "zero_point", "row_scale", "bias")
+
+_REGISTERS = {"h": 64, "weights": 128}
+"""Registers a thread for what tiles keep there: h of a tile that sweeps, weights of one without a loop."""
+
+_first: dict[tuple[str, str], tuple[tuple[int, Config | None], ...]] = {}
+"""Tile configurations of the first layer of a format and shape in this process."""
+
+_said: set[tuple[str, str]] = set()
+
+
+def _say_once(problem: Problem, words: str) -> None:
+    """A warning, once for all layers of a shape."""
+    key = (f"{problem.scheme} {problem.hidden_size} {problem.intermediate_size}", words)
+    if key not in _said:
+        _said.add(key)
+        logger.warning("moe_oracle: %s: %s", problem.layer, words)
+
+
+def _edges(plan: Plan, most: int) -> list[int]:
+    """Numbers of tokens, up to `most`, at which a plan's tile configurations begin and end."""
+    return sorted({size for edge, _ in plan.tiles for size in (edge, edge + 1) if 1 <= size <= most})
+
+
+def _in_registers(weights: OwnWeights, config: Config) -> bool:
+    """Whether what a configuration keeps in registers has room there; one that spills compiles for very long."""
+    from ..kernels.config import bits_of
+
+    bits = bits_of(weights.format)
+    for tile, columns in ((config.gate_up, weights.hidden), (config.down, weights.intermediate)):
+        lanes = 4 * 32 * tile.warps
+        if tile.sweep > 1 and tile.bm * columns * 2 > _REGISTERS["h"] * lanes:
+            return False
+        if tile.straight and not tile.merge and tile.bn * columns * bits // 8 > _REGISTERS["weights"] * lanes:
+            return False
+    return True
 
 
 class OwnBackend(Backend):
@@ -113,17 +149,23 @@ class OwnBackend(Backend):
         most_bytes = list(itertools.accumulate((plan.nbytes for plan in plans), max))
         # Zero before the first call, and every call leaves it zero: one buffer, made once, outside any graph.
         sizes = [1 << power for power in range(10, builder.max_tokens.bit_length() + 1)]
-        plans += [plan_workspace(blank, size, problem.top_k, config, quantise=quantise) for size in sizes]
+        # Measured configurations may begin and end anywhere beyond 1024 tokens too.
+        edges = [size for size in _edges(plan, builder.max_tokens) if size > 1024]
+        bounds = {
+            size: plan_workspace(blank, size, problem.top_k, config, quantise=quantise) for size in (*sizes, *edges)
+        }
+        plans += bounds.values()
         most = max(plan.counters for plan in plans)
         counters = builder.keep(torch.zeros(most, dtype=torch.int32, device=tensors["w13"].device))
         activation = problem.activation
-        later = self._warm_up(tensors, blank, problem, builder, config, quantise)
+        later = self._warm_up(tensors, blank, problem, plan, builder, config, quantise)
 
         def nbytes(tokens: int, top_k: int) -> int:
             below = most_bytes[min(tokens, len(most_bytes)) - 1] if tokens else 0
             if tokens == 0:
                 return 0
-            return max(below, plan_workspace(blank, tokens, top_k, config, quantise=quantise).nbytes)
+            between = (bounds[size].nbytes for size in edges if size <= tokens)
+            return max(below, *between, plan_workspace(blank, tokens, top_k, config, quantise=quantise).nbytes)
 
         def run(
             out: Tensor,
@@ -165,8 +207,9 @@ class OwnBackend(Backend):
             return ()
         blank = self._allocate(problem, problem.local_experts, "meta")
         quantise = self.activations(problem) == "mxfp8"
-        found = candidates(blank, problem.top_k, tokens, most, quantise=quantise)
-        return tuple(json.dumps(each.to_json(), sort_keys=True) for each in found)
+        found = candidates(blank, problem.top_k, tokens, 4 * most, quantise=quantise)
+        small = [each for each in found if _in_registers(blank, each)]
+        return tuple(json.dumps(each.to_json(), sort_keys=True) for each in small[:most])
 
     def tiled(self, problem: Problem, tile: str) -> AbstractContextManager[None]:
         """The configuration, for all layers of the format and shape in this process."""
@@ -176,12 +219,12 @@ class OwnBackend(Backend):
 
     def _give(self, problem: Problem, plan: Plan) -> None:
         """Puts the plan's configurations before the kernels' own table, for all layers of the format and shape; the
-        first such layer's hold. One that these kernels cannot run is left out and said: somebody wrote it."""
-        from ..kernels.config import checked, fits, give
+        first such layer's hold, also where it has none: scratch memory and what is compiled are planned with them. One
+        that these kernels cannot run is left out and said: somebody wrote it."""
+        from ..kernels.config import checked, fits, format_key, give, shape_key
 
-        if not plan.tiles:
-            return
         blank = self._allocate(problem, problem.local_experts, "meta")
+        key = (format_key(blank), shape_key(blank, problem.top_k))
         rows = []
         for most, tile in plan.tiles:
             try:
@@ -189,22 +232,35 @@ class OwnBackend(Backend):
                 if config and not fits(blank, problem.top_k, config, self.activations(problem) == "mxfp8"):
                     raise ValueError(f"{config} does not fit {problem.hidden_size} x {problem.intermediate_size}")
             except ValueError as error:
-                logger.warning("moe_oracle: %s: a measured tile configuration is not used: %s", problem.layer, error)
+                _say_once(problem, f"a measured tile configuration is not used: {error}")
                 config = None
             rows.append((most, config))
-        before = give(blank, problem.top_k, tuple(rows))
-        if before:  # layers that are there have their scratch memory for these
+        first = _first.setdefault(key, tuple(rows))
+        if not rows:
+            return
+        if first != tuple(rows):
+            _say_once(problem, "measured tile configurations are not used: an earlier layer of the shape has others")
+            return
+        before = give(blank, problem.top_k, first)
+        if before:  # one that is being timed, or this very one
             give(blank, problem.top_k, before)
 
     def _warm_up(
-        self, tensors: Tensors, blank: OwnWeights, problem: Problem, builder: Builder, config: Any, quantise: bool
+        self,
+        tensors: Tensors,
+        blank: OwnWeights,
+        problem: Problem,
+        plan: Plan,
+        builder: Builder,
+        config: Any,
+        quantise: bool,
     ) -> list[int]:
         """Compiles what calls with few tokens run. Returns the numbers of tokens for which that is still to be done."""
         from ..kernels.fused_moe import plan_workspace
 
         if not (builder.serves and tensors["w13"].is_cuda):
             return []
-        counts = token_counts(builder.max_tokens)
+        counts = sorted({*token_counts(builder.max_tokens), *_edges(plan, builder.max_tokens)})
         plans = (plan_workspace(blank, count, problem.top_k, config, quantise=quantise) for count in counts)
         needs = itertools.accumulate((plan.nbytes for plan in plans), max)
         few = sum(need <= LOADING_BYTES for need in needs)

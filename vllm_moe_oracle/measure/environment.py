@@ -108,6 +108,13 @@ def differences(there: Environment, here: Environment) -> Differences:
     return Differences(tuple(hard), tuple(soft))
 
 
+def same_code(there: Environment, here: Environment) -> bool:
+    """Whether what compiles this project's kernels, and they themselves, are the same as far as both places know: only
+    then does a tile configuration that ran there compile to what ran there."""
+    known = there.kernels and here.kernels
+    return not (known and there.kernels != here.kernels) and not _both(there.packages, here.packages, ("triton",))
+
+
 def _both(there: Mapping[str, str], here: Mapping[str, str], names: tuple[str, ...]) -> list[tuple[str, str, str]]:
     """Packages that both have, in different versions. Where one lacks it, no backend that needs it is in both."""
     return [(n, there[n], here[n]) for n in names if n in there and n in here and there[n] != here[n]]

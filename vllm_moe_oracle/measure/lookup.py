@@ -52,7 +52,11 @@ def evidence(problem: Problem, device: Device, settings: Settings) -> Evidence |
         made = _evidence(f"{name} ({there})", samples, problem)
         if soft:
             remarks.insert(0, f"measured with {', '.join(soft)}")
-        return Evidence(made.times, made.source, made.failures, tuple(remarks), made.tiles)
+        tiles = made.tiles
+        if tiles and not environment.same_code(there, here):
+            tiles = {}
+            remarks.append("tile configurations measured there are left out: here they are compiled to something else")
+        return Evidence(made.times, made.source, made.failures, tuple(remarks), tiles)
     return Evidence(remarks=tuple(remarks))
 
 
