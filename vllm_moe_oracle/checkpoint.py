@@ -28,6 +28,7 @@ from .quantization import (
     Foreign,
     LayerNames,
     SchemeOf,
+    config_notes,
     in_bytes,
     reader,
     shown,
@@ -569,6 +570,8 @@ def _notes(config: Config, unquantised: list[str], foreign: Mapping[str, str]) -
     for format, count in Counter(foreign.values()).items():
         names = compact([name for name, other in foreign.items() if other == format])
         yield f"{_count_words(count)} experts in {format}, which this release does not read: {names}"
+    if config.quantization is not None:
+        yield from config_notes(*config.quantization)
     note = _dtype(config)[1]
     if note:
         yield note

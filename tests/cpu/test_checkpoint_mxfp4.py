@@ -132,6 +132,16 @@ def test_auto_round(explain: Any) -> None:
     assert explain(QWEN3, apart).unquantised == ("model.layers.2.mlp.experts", "model.layers.4.mlp.experts")
 
 
+def test_auto_round_gives_modules_the_other_mx_format(explain: Any) -> None:
+    entries = {r".*layers\.1\..*": {"bits": 8}, r".*layers\.2\..*": {"bits": 2}}
+    found = explain(QWEN3, {**AUTO_ROUND, "extra_config": entries})
+    stored = {problem.layer: problem.scheme for problem in found.problems}
+    assert stored["model.layers.0.mlp.experts"].name == "mxfp4"
+    other = stored["model.layers.1.mlp.experts"]
+    assert (other.name, other.bits, other.activations) == ("mxfp8", 8, "mxfp8")
+    assert found.foreign == {"model.layers.2.mlp.experts": "mx_fp of 2 bits"}
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -141,7 +151,6 @@ def test_auto_round(explain: Any) -> None:
         {**QUARK, "exclude": "lm_head"},
         {**AUTO_ROUND, "bits": "four"},
         {**AUTO_ROUND, "extra_config": {"a": 16}},
-        {**AUTO_ROUND, "extra_config": {"(": {"bits": 16}}},
         {**FP8, "modules_to_not_convert": 3, "expert_dtype": "fp4"},
         {**FP8, "expert_dtype": 4},
     ],
