@@ -31,8 +31,10 @@ def checks(probe: Any) -> Checks:
         "quark_others": lambda: _quark_others(probe),
         "activations_asked": lambda: _activations_asked(probe),
         "gpt_oss_cut_between_blocks": lambda: _gpt_oss_cut(probe),
-        "experts_over_ranks": lambda: _expert_parallel(probe, "linear"),
-        "experts_by_turns": lambda: _expert_parallel(probe, "round_robin"),
+        "experts_over_ranks": lambda: _expert_parallel(probe, "linear", 2, "linear"),
+        "experts_by_turns": lambda: _expert_parallel(probe, "round_robin", 2, "round_robin"),
+        "experts_in_one_group": lambda: _expert_parallel(probe, "round_robin", 1, "linear"),
+        "experts_without_groups": lambda: _expert_parallel(probe, "round_robin", 0, "linear"),
     }
 
 
@@ -297,9 +299,16 @@ def _gpt_oss_cut(probe: Any) -> None:
     probe._close(found, dense, x, ids, shares, oai=True)
 
 
-def _expert_parallel(probe: Any, placement: str) -> None:
+def _expert_parallel(probe: Any, asked: str, groups: int, placement: str) -> None:
     """4 experts over 3 ranks are 2, 1 and 1: each rank computes what is its own, by vLLM's map of global ids, and an
-    empty slot nothing. The oracle knows which placement was asked for, whether or not the release then follows it."""
+    empty slot nothing. The oracle knows how experts are dealt out, which is not always as was asked for.
+
+    Args:
+        probe: see the module.
+        asked: ``--expert-placement-strategy``.
+        groups: the router's groups of experts; 0 for a router without.
+        placement: what the release makes of that.
+    """
     import torch
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.fused_moe import config as configs
@@ -312,6 +321,7 @@ def _expert_parallel(probe: Any, placement: str) -> None:
     shares = torch.rand(probe.TOKENS, probe.TOP_K, generator=generator)
     ids[1, 0] = ids[3, 1] = -1
     found, held = torch.zeros(probe.TOKENS, probe.HIDDEN), []
+    grouped = {"use_grouped_topk": True, "num_expert_group": groups, "topk_group": 1} if groups else {}
     original = configs.get_tensor_model_parallel_rank
     dense: dict[str, Any] = {}
     try:
@@ -319,9 +329,13 @@ def _expert_parallel(probe: Any, placement: str) -> None:
             configs.get_tensor_model_parallel_rank = lambda rank=rank: rank
             with probe.engine(backend="emulation"):
                 get_current_vllm_config().parallel_config.enable_expert_parallel = True
-                get_current_vllm_config().parallel_config.expert_placement_strategy = placement
+                get_current_vllm_config().parallel_config.expert_placement_strategy = asked
                 config = get_quantization_config("mxfp4").from_config({"quant_method": "mxfp4"})
-                layer = probe.moe_layer(config, tp_size=ranks)
+                layer = probe.moe_layer(config, tp_size=ranks, **grouped)
+                # By turns, the first rank's second expert is the first one after everybody's first.
+                held_by_map = [expert for expert, slot in enumerate(layer._expert_map.tolist()) if slot >= 0]
+                turns = [[0, 3], [1], [2]] if placement == "round_robin" else [[0, 1], [2], [3]]
+                assert held_by_map == turns[rank], held_by_map
                 method = layer.quant_method
                 problem = method.decision.problem
                 assert (problem.parallel.ep, problem.num_experts) == (ranks, probe.EXPERTS), problem

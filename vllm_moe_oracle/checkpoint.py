@@ -22,6 +22,7 @@ from .oracle.planner import in_whole_blocks, in_whole_groups
 from .oracle.problem import Activation, Parallel, Problem, Routing, Scheme
 from .quantization import (
     GATED_PROJECTIONS,
+    NUMBERED,
     ONLINE,
     OTHER_NAMES,
     PLAIN_PROJECTIONS,
@@ -72,8 +73,6 @@ _BLOCKS = {
     "step3_text": "moe",
     "step3p5": "moe",
 }
-_NUMBERED = {"lfm2_moe", "minimax_m2", "mixtral", "phimoe"}
-"""Kinds of model whose checkpoints call an expert's matrices w1, w3 and w2."""
 _CHECKPOINT_BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "mixer", "moe")
 
 # Experts without a gate, routers that score by sigmoid whatever the config says, routers with a bias for choosing, and
@@ -395,7 +394,7 @@ def _layer_names(config: Config, index: int) -> LayerNames:
     modules = [f"{place}.layers.{inside}" for place in (root, *roots)]
     modules += [f"{root}.layers.{index}.{other}.experts" for other in _CHECKPOINT_BLOCKS if other != block]
     projections = PLAIN_PROJECTIONS if kind in _UNGATED else GATED_PROJECTIONS
-    return LayerNames(tuple(modules), projections, projections[1] if kind in _NUMBERED else ())
+    return LayerNames(tuple(modules), projections, projections[kind in NUMBERED])
 
 
 # --- one layer --------------------------------------------------------------------------------------------------------

@@ -24,6 +24,13 @@ GATED_PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 PLAIN_PROJECTIONS = (("up_proj", "down_proj"), ("w1", "w2"))
 """Names of an expert's matrices in checkpoints, by one convention or the other: gate, up, down; and without a gate."""
 
+NUMBERED = frozenset(
+    {"deepseek_v4", "deepseek_v41", "kimi_k3", "kimi_linear", "lfm2_moe", "minimax_m2", "minimax_m3",
+     "minimax_m3_text", "mixtral", "phimoe"}
+)  # fmt: skip
+"""Kinds of model (``model_type``) whose checkpoints follow the second convention, by the names that vLLM's loaders of
+their weights look for."""
+
 ONLINE = {
     "mxfp8": Scheme("mxfp8", 8, MX_BLOCK, "online", activations="mxfp8"),
     "mxfp4": Scheme("mxfp4", 4, MX_BLOCK, "online", activations="mxfp4"),
@@ -50,7 +57,7 @@ class LayerNames:
     Attributes:
         modules: names of the experts' module: vLLM's first, then those that checkpoints use for the same.
         projections: names of one expert's matrices; one tuple for each convention.
-        own: the convention that the checkpoint follows, where that is known; else it is likely the first.
+        own: the convention that the checkpoint follows; empty where nobody knows.
     """
 
     modules: tuple[str, ...]
@@ -111,16 +118,21 @@ def _in_common(layer: LayerNames, of: Callable[[str], Answer | _Unnamed], usual:
     Raises:
         CheckpointError: entries store matrices of one layer differently.
     """
-    for names in layer.matrices(layer.own or layer.projections[0]):
-        said = [of(name) for name in names]
-        answers = [usual if isinstance(each, _Unnamed) else each for each in said]
-        if any(each != answers[0] for each in answers):
-            pairs = zip(names, answers, strict=True)
-            words = "; ".join(f"{name.rpartition('.')[2]}: {in_words(answer)}" for name, answer in pairs)
+    conventions = (layer.own,) if layer.own else layer.projections
+    for alternatives in zip(*map(layer.matrices, conventions), strict=True):
+        mixed = []
+        for names in alternatives:
+            said = [of(name) for name in names]
+            answers = [usual if isinstance(each, _Unnamed) else each for each in said]
+            if any(each != answers[0] for each in answers):
+                mixed.append(zip(names, answers, strict=True))
+            elif not any(isinstance(each, _Unnamed) for each in said):
+                return answers[0]
+        # Of conventions of which one may be the checkpoint's, an entry that hits names of another means nothing.
+        if len(mixed) == len(alternatives):
+            words = "; ".join(f"{name.rpartition('.')[2]}: {in_words(answer)}" for name, answer in mixed[0])
             rule = f"the matrices of one layer's experts are stored differently ({words})"
             raise CheckpointError(rule, "vLLM's kernels take one format for a layer", f"{where}, {layer.modules[0]}")
-        if not any(isinstance(each, _Unnamed) for each in said):
-            return answers[0]
     for names in layer.matrices():
         said = [of(name) for name in names]
         if not isinstance(said[0], _Unnamed) and all(each == said[0] for each in said):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from vllm_moe_oracle.checkpoint import MAX_BYTES, Layers, compact, layers, read
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.oracle.problem import Activation, Parallel, Problem, Scheme
+from vllm_moe_oracle.quantization import GATED_PROJECTIONS, LayerNames, reader
 
 CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
 
@@ -552,6 +553,57 @@ def test_a_router_called_gate_is_no_matrix_of_mixtrals_experts(explain: Any) -> 
     for pattern in (r"-:.*gate.*", r"-:.*\.gate"):
         found = explain(quantised("mixtral-8x7b", quantization_config=GPTQ | {"dynamic": {pattern: {}}}))
         assert found.unquantised == () and len(found.problems) == 32
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "layers"),
+    [
+        ("minimax-m2", "minimax_m2", 62),
+        ("minimax-m3", "minimax_m3", 57),
+        ("minimax-m3", "minimax_m3_text", 57),
+        ("kimi-k2-thinking", "kimi_linear", 60),
+        ("kimi-k2-thinking", "kimi_k3", 60),
+    ],
+)
+def test_a_router_called_gate_is_no_matrix_where_these_are_numbered(
+    name: str, kind: str, layers: int, explain: Any
+) -> None:
+    def of(pattern: str) -> Any:
+        data = quantised(name, quantization_config=GPTQ | {"dynamic": {pattern: {}}})
+        data.get("text_config", data)["model_type"] = kind
+        return explain(data)
+
+    found = of(r"-:.*gate.*")
+    assert found.unquantised == () and len(found.problems) == layers
+    assert {problem.scheme.bits for problem in found.problems} == {4}
+    with pytest.raises(CheckpointError, match="w1: not quantised; w3: int4"):
+        of(r"-:.*\.w1")
+
+
+def test_experts_without_a_gate_are_left_out_by_up_and_down_alone(explain: Any) -> None:
+    pattern = r"-:.*layers\.3\.mixer\.experts\..*(up|down)_proj"
+    everything = explain(quantised("nemotron-3-nano-30b-a3b", quantization_config=GPTQ))
+    found = explain(quantised("nemotron-3-nano-30b-a3b", quantization_config=GPTQ | {"dynamic": {pattern: {}}}))
+    layer = "model.layers.3.mixer.experts"
+    assert (layer in found.unquantised) == (layer in {problem.layer for problem in everything.problems})
+
+
+def _of_unknown(*projections: tuple[str, ...], own: tuple[str, ...] = ()) -> LayerNames:
+    return LayerNames(("model.layers.3.mlp.experts",), projections, own)
+
+
+def test_where_nobody_knows_the_convention_one_that_is_uniform_is_enough() -> None:
+    router = reader(GPTQ | {"dynamic": {r"-:.*gate.*": {}}}, "config.json")
+    assert str(router(_of_unknown(*GATED_PROJECTIONS))) == "int4 symmetric, groups of 128 (gptq)"
+    with pytest.raises(CheckpointError, match="gate_proj: not quantised; up_proj: int4"):
+        router(_of_unknown(*GATED_PROJECTIONS, own=GATED_PROJECTIONS[0]))
+    # By neither convention are all matrices alike.
+    both = reader(GPTQ | {"dynamic": {r"-:.*\.(gate_proj|w1)$": {}}}, "config.json")
+    with pytest.raises(CheckpointError, match="gate_proj: not quantised; up_proj: int4"):
+        both(_of_unknown(*GATED_PROJECTIONS))
+    # Entries that name every matrix by one convention count, whichever it is.
+    named = reader(GPTQ | {"dynamic": {r"+:.*\.w[123]$": {"bits": 8}}}, "config.json")
+    assert str(named(_of_unknown(*GATED_PROJECTIONS))) == "int8 symmetric, groups of 128 (gptq)"
 
 
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True, "data_type": "int"}

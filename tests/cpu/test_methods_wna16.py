@@ -22,9 +22,12 @@ from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from vllm_moe_oracle import plugin
+from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.compat.construction import under_construction
 from vllm_moe_oracle.errors import CheckpointError, NoBackendError
 from vllm_moe_oracle.methods.base import OracleMoEMethod
+from vllm_moe_oracle.methods.wna16 import experts_called
+from vllm_moe_oracle.quantization import in_words, reader
 
 SIZES = {"experts": 3, "top_k": 2, "hidden_size": 64, "intermediate_size": 128}
 FLOAT32 = 4e-6
@@ -618,3 +621,56 @@ def test_the_product_of_everything_is_served_on_a_cpu() -> None:
         asked = layer_of("gptq", bits, group, zero_points, order, **SIZES)  # type: ignore[arg-type]
         with moe.engine():
             assert moe.made(asked, moe.moe_config(asked)).quant_method.decision.backend == "emulation"
+
+
+# --- what a layer's matrices are called -------------------------------------------------------------------------------
+
+_ROUTER = {r"-:.*gate.*": {}}
+_UP_AND_DOWN = {r"-:.*layers\.3\.mixer\.experts\..*(up|down)_proj": {}}
+_DEFAULT = ("gate_proj", "down_proj", "up_proj")
+_INT4 = "int4 symmetric, groups of 128 (gptq)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "gated", "dynamic", "answer"),
+    [
+        # Of old releases layers have no names; the model is known all the same, but for tests of a layer by itself.
+        ("mixtral", None, True, _ROUTER, _INT4),
+        ("minimax_m2", None, True, _ROUTER, _INT4),
+        ("phimoe", None, True, _ROUTER, _INT4),
+        ("lfm2_moe", None, True, _ROUTER, _INT4),
+        ("", None, True, _ROUTER, _INT4),
+        # Models that say nothing get the default of later releases.
+        ("minimax_m3_text", _DEFAULT, True, _ROUTER, _INT4),
+        ("kimi_linear", _DEFAULT, True, _ROUTER, _INT4),
+        ("kimi_k3", _DEFAULT, True, _ROUTER, _INT4),
+        ("mixtral", ("w1", "w2", "w3"), True, _ROUTER, _INT4),
+        ("unheard_of", ("w1", "w2", "w3"), True, _ROUTER, _INT4),
+        # Here it is a matrix.
+        ("qwen3_moe", _DEFAULT, True, _ROUTER, None),
+        ("qwen3_moe", None, True, _ROUTER, None),
+        ("mixtral", ("w1", "w2", "w3"), True, {r"-:.*\.w1": {}}, None),
+        ("mixtral", None, True, {r"-:.*\.w1": {}}, None),
+        # Without a gate nothing has to be said of one.
+        ("nemotron_h", None, False, _UP_AND_DOWN, "not quantised"),
+        ("", None, False, _UP_AND_DOWN, "not quantised"),
+        ("nemotron_h", _DEFAULT, False, _UP_AND_DOWN, "not quantised"),
+        ("nemotron_h", ("up_proj", "down_proj", None), False, _UP_AND_DOWN, "not quantised"),
+        ("nemotron_h", None, False, {r"-:.*\.up_proj": {}}, None),
+    ],
+)
+def test_entries_on_matrices_go_by_the_models_names_for_them(
+    kind: str, names: Any, gated: bool, dynamic: Any, answer: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "dynamic": dynamic}
+    layer = SimpleNamespace(moe_config=SimpleNamespace(is_act_and_mul=gated))
+    for part, name in zip(("gate", "down", "up"), names or (), strict=bool(names)):
+        setattr(layer, f"ckpt_{part}_proj_name", name)
+    model = SimpleNamespace(hf_text_config=SimpleNamespace(model_type=kind)) if kind else None
+    monkeypatch.setattr(current_adapter(), "_last_engine", lambda: SimpleNamespace(model_config=model))
+    called = experts_called("model.layers.3.mixer.experts", layer)
+    if answer is None:
+        with pytest.raises(CheckpointError, match="the matrices of one layer's experts are stored differently"):
+            reader(config, "config.json")(called)
+    else:
+        assert in_words(reader(config, "config.json")(called)) == answer

@@ -108,6 +108,13 @@ class Adapter:
         """``--additional-config`` of the engine that is being built."""
         return self.engine().additional_config
 
+    def model_type(self) -> str:
+        """The kind of model that is being built, as its config.json says (``model_type``); "" where nothing says so."""
+        engine = self._last_engine()
+        if engine is None or engine.model_config is None:
+            return ""
+        return str(getattr(engine.model_config.hf_text_config, "model_type", ""))
+
     def activations_asked(self) -> Any:
         """vLLM's `QuantKey` that ``--quantization-config`` gives for the experts' inputs; None without one."""
         config = self.engine().model_config
@@ -201,24 +208,29 @@ class Adapter:
                 ep=parallel.ep_size if parallel.use_ep else 1,
                 dp=parallel.dp_size,
                 format="batched" if parallel.use_batched_activation_format else "standard",
-                placement=self.placement(moe),
+                placement=self.placement(moe, layer),
             ),
             lora=bool(moe.is_lora_enabled),
             eplb=bool(parallel.enable_eplb),
             batch_invariant=self.batch_invariant(),
         )
 
-    def placement(self, moe: Any) -> Placement:
-        """How experts are dealt out to ranks, as asked for: where vLLM then does without it, because its all-to-all
-        cannot, a few kernels are refused that could run.
+    def placement(self, moe: Any, layer: Any) -> Placement:
+        """How experts are dealt out to ranks. vLLM deals by turns, where asked to, only experts in several groups, not
+        under EPLB, and not with every all-to-all; before it asks for the layer's method it has decided. Of a layer that
+        it does not hand out, what was asked for is taken, and a few kernels are refused that could run.
 
         Args:
             moe: vLLM's `FusedMoEConfig`.
+            layer: the layer under construction, or None.
         """
         parallel = moe.moe_parallel_config
-        spread = parallel.use_ep and parallel.ep_size > 1
-        asked = self.engine().parallel_config.expert_placement_strategy if spread else "linear"
-        return "linear" if asked == "linear" else "round_robin"
+        if not (parallel.use_ep and parallel.ep_size > 1):
+            return "linear"
+        if layer is not None:
+            return "round_robin" if layer.expert_placement_strategy == "round_robin" else "linear"
+        asked = self.engine().parallel_config.expert_placement_strategy
+        return "round_robin" if asked == "round_robin" and not parallel.enable_eplb else "linear"
 
     def activation(self, moe: Any) -> Activation:
         """The layer's activation with its parameters."""

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
+from ..compat import current_adapter
 from ..errors import CheckpointError, NoBackendError
 from ..oracle.planner import has_order, in_whole_groups
 from ..oracle.problem import Problem, Scheme
-from ..quantization import GATED_PROJECTIONS, PLAIN_PROJECTIONS, LayerNames
+from ..quantization import GATED_PROJECTIONS, NUMBERED, PLAIN_PROJECTIONS, LayerNames
 from ..schemes import _wna16_files as files
 from ..schemes import _wna16_parameters as layouts
 from . import agreement
@@ -306,7 +307,15 @@ def experts_called(prefix: str, layer: Any = None) -> LayerNames:
 
     Args:
         prefix: the layer's name.
-        layer: the layer, which knows what the model's checkpoints call its matrices; None for nothing known.
+        layer: the layer; None for nothing known.
     """
+    if layer is None:
+        return LayerNames((prefix,), GATED_PROJECTIONS + PLAIN_PROJECTIONS)
+    conventions = GATED_PROJECTIONS if layer.moe_config.is_act_and_mul else PLAIN_PROJECTIONS
     names = (getattr(layer, f"ckpt_{each}_proj_name", None) for each in ("gate", "up", "down"))
-    return LayerNames((prefix,), GATED_PROJECTIONS + PLAIN_PROJECTIONS, tuple(name for name in names if name))
+    own = tuple(name for name in names if name)
+    # The first convention is vLLM's default, which it says also of models whose own loaders know better.
+    if own in ((), GATED_PROJECTIONS[0]):
+        kind = current_adapter().model_type()
+        own = conventions[kind in NUMBERED] if kind else ()
+    return LayerNames((prefix,), conventions, own)
