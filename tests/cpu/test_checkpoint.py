@@ -650,6 +650,9 @@ def matrices_of(layer: int, experts: int = 128) -> list[str]:
         ({name: {"bits": 16} for name in matrices_of(1)}, "model.layers.1.mlp.experts.0.gate_proj", "not quantised"),
         ({"model.layers.1.mlp.experts.77.up_proj": {"bits": 4}}, "model.layers.1.mlp.experts.77.up_proj", "int4"),
         ({r".*mlp\.experts\..*": {"bits": 4}}, r".*mlp", "int4"),
+        ({r".*\.down_proj": {"bits": 4}}, r".*", "int4"),
+        ({"down_proj": {"bits": 4}}, "down_proj", "int4"),
+        ({"model.layers.1.mlp.experts": {"bits": 4}, r".*_proj": {"bits": 16}}, ".*_proj", "not quantised"),
     ],
 )
 def test_auto_round_refuses_entries_on_matrices_that_vllm_does_not_read(
