@@ -235,11 +235,14 @@ def _quantised(config: Config, online: str) -> tuple[SchemeOf, str]:
         quantization = {"expert_dtype": config.model.get("expert_dtype") or "fp4", **quantization}
     scheme_of, method = reader(quantization, source), vllm_name(quantization)
     others = OTHER_NAMES.get(method, ())
+    if _model_type(config) != "gpt_oss":
+        others = tuple(name for name in others if not name.startswith("gpt_oss"))
     if online not in ("", method, *others):
         rule = f"it is quantised already, as {method}, and --quantization is {shown(online)}"
         also = f"Leave --quantization out, or say {' or '.join(others)}" if others else "Leave --quantization out"
         raise CheckpointError(rule, also, where)
-    return (in_bytes(scheme_of) if online == "moe_wna16" else scheme_of), online or method
+    named = online if method in ("gptq", "awq") and online else method
+    return (in_bytes(scheme_of) if online == "moe_wna16" else scheme_of), named
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -337,19 +340,20 @@ def _predictors(config: Config) -> dict[int, LayerNames]:
     if _model_type(config) not in _PREDICTING or not model.get(_PREDICTORS[0]):
         return {}
     count, total = (_integer(model, names, where, MAX_LAYERS) for names in (_PREDICTORS[:1], LAYERS))
-    indices = [index for index in range(total, total + count) if _has_experts(model, index, where)]
+    indices = [index for index in range(total, total + count) if _has_experts(model, index, where, beyond=True)]
     return {index: _layer_names(config, index) for index in indices}
 
 
-def _has_experts(model: Mapping[str, Any], index: int, where: str) -> bool:
-    """Whether a layer has experts: every rule that the config states must allow it."""
+def _has_experts(model: Mapping[str, Any], index: int, where: str, beyond: bool = False) -> bool:
+    """Whether a layer has experts: every rule that the config states must allow it. Layers `beyond` the last, which
+    predict further tokens, are in no list of layers: other rules hold for them, as vLLM's classes have it."""
     for field, words in (
         ("hybrid_override_pattern", ("E",)),
         ("mlp_layer_types", ("sparse", "moe")),
         ("is_moe_layer", (True, 1)),
     ):
         kinds = model.get(field)
-        if isinstance(kinds, list | str) and kinds:
+        if isinstance(kinds, list | str) and kinds and not (beyond and index >= len(kinds)):
             return index < len(kinds) and kinds[index] in words
     kinds = model.get("layers_block_type")
     if isinstance(kinds, list) and "moe" in kinds:
@@ -358,7 +362,7 @@ def _has_experts(model: Mapping[str, Any], index: int, where: str) -> bool:
     if isinstance(enumerated, str):
         return str(index) in {part.strip() for part in enumerated.split(",")}
     frequency = model.get("moe_layer_freq")
-    if isinstance(frequency, list):
+    if isinstance(frequency, list) and not (beyond and index >= len(frequency)):
         return index < len(frequency) and frequency[index] not in (0, False, None)
 
     def every(field: str) -> int | None:
@@ -373,7 +377,7 @@ def _has_experts(model: Mapping[str, Any], index: int, where: str) -> bool:
     dense = model.get("mlp_only_layers")
     if isinstance(dense, list) and index in dense:
         return False
-    step = every("moe_layer_freq")
+    step = None if isinstance(frequency, list) else every("moe_layer_freq")
     if step is not None and (step == 0 or index % step):
         return False
     for field in ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"):

@@ -85,8 +85,13 @@ SchemeOf = Callable[[LayerNames], Answer]
 OTHER_NAMES = {
     "gptq": ("gptq_marlin", "auto_gptq", "moe_wna16"),
     "awq": ("awq_marlin", "auto_awq", "moe_wna16"),
+    "modelopt_mxfp8": ("modelopt",),
+    "modelopt_mixed": ("modelopt",),
+    "mxfp4": ("gpt_oss_mxfp4",),
+    "deepseek_v4_fp8": ("fp8",),
 }
-"""Names that vLLM's ``--quantization`` also takes for a checkpoint, by its own; not every release has all."""
+"""Names that vLLM's ``--quantization`` also takes for a checkpoint, by its own; not every release has all. Those of
+integers are methods of their own there; vLLM goes from the others to the checkpoint's own by itself."""
 
 
 def in_bytes(scheme_of: SchemeOf) -> SchemeOf:

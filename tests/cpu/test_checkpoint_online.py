@@ -55,6 +55,26 @@ def test_a_checkpoint_that_is_quantised_stays_what_it_is_or_is_refused(tmp_path:
         layers(config, online="mxfp4")
 
 
+@pytest.mark.parametrize(
+    ("name", "quantization", "changes"),
+    [
+        ("modelopt", MXFP8, {}),
+        ("modelopt", {"quant_method": "modelopt", "quant_algo": "MXFP8"}, {}),
+        ("gpt_oss_mxfp4", {"quant_method": "mxfp4"}, {"model_type": "gpt_oss", "num_local_experts": 8}),
+    ],
+)
+def test_names_that_vllm_itself_goes_on_from_change_nothing(
+    name: str, quantization: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    config = read(written(tmp_path, quantization_config=quantization, **changes))
+    assert layers(config, online=name) == layers(config)
+
+
+def test_a_name_of_gpt_oss_is_for_gpt_oss(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="quantised already, as mxfp4"):
+        layers(read(written(tmp_path, quantization_config={"quant_method": "mxfp4"})), online="gpt_oss_mxfp4")
+
+
 def test_names_that_are_no_online_quantisation_are_refused_with_the_valid_ones(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'fp8' is none of those.*these are mxfp8, mxfp4"):
         layers(read(written(tmp_path)), online="fp8")

@@ -75,3 +75,17 @@ def test_explain_shows_them_as_groups_of_their_own_and_overrides_reach_them(tmp_
         (58, False, "humming_mxfp8"),
         (1, True, "marlin_mxfp8"),
     ]
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        {"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58},
+        {"moe_layer_freq": [0] * 3 + [1] * 58},
+    ],
+)
+def test_lists_of_the_models_layers_say_nothing_of_the_module_beyond(tmp_path: Path, lists: dict[str, Any]) -> None:
+    made = found(tmp_path, "deepseek-v3", num_nextn_predict_layers=1, **lists)
+    plain = found(tmp_path, "deepseek-v3", num_nextn_predict_layers=1)
+    assert [each.layer for each in made.problems] == [each.layer for each in plain.problems]
+    assert [each.layer for each in made.predicting] == ["model.layers.61.mlp.experts"]
