@@ -67,7 +67,7 @@ def _edges(plan: Plan, most: int) -> list[int]:
 
 def _in_registers(weights: OwnWeights, config: Config) -> bool:
     """Whether what a configuration keeps in registers has room there; one that spills compiles for very long."""
-    from ..kernels.config import bits_of
+    from ..kernels.weights import bits_of
 
     bits = bits_of(weights.format)
     for tile, columns in ((config.gate_up, weights.hidden), (config.down, weights.intermediate)):
