@@ -25,6 +25,14 @@ _HUMMING_PREFERRED = (90,)
 """Compute capabilities on which 0.33.0 moves Humming directly before Marlin (`prioritize_humming`)."""
 
 
+def _humming_moved(order: dict[str, float], name: str, device: Device) -> float:
+    """Place of a stock kernel in an order, with Humming's where the device prefers them."""
+    place = order[name]
+    if name.startswith("humming") and device.kind == "cuda" and device.capability in _HUMMING_PREFERRED:
+        return _HUMMING_FIRST + (place - order["humming_batched"])
+    return place
+
+
 def mxfp8_place(name: str, device: Device) -> float:
     """Place of a stock kernel among those of MXFP8, as vLLM 0.33.0 orders them on the device.
 
@@ -32,10 +40,7 @@ def mxfp8_place(name: str, device: Device) -> float:
         name: a key of `MXFP8_ORDER`.
         device: the machine.
     """
-    place = MXFP8_ORDER[name]
-    if name.startswith("humming") and device.kind == "cuda" and device.capability in _HUMMING_PREFERRED:
-        return _HUMMING_FIRST + (place - MXFP8_ORDER["humming_batched"])
-    return place
+    return _humming_moved(MXFP8_ORDER, name, device)
 
 
 # vllm/model_executor/layers/fused_moe/oracle/mxfp4.py of 0.33.0: `_get_priority_backends_for_gpt_oss` and
@@ -129,7 +134,4 @@ def wna16_place(name: str, device: Device) -> float:
         name: a key of `WNA16_ORDER`.
         device: the machine.
     """
-    place = WNA16_ORDER[name]
-    if name.startswith("humming") and device.kind == "cuda" and device.capability in _HUMMING_PREFERRED:
-        return _HUMMING_FIRST + (place - WNA16_ORDER["humming_batched"])
-    return place
+    return _humming_moved(WNA16_ORDER, name, device)
