@@ -39,12 +39,12 @@ CASES = (
     Case("qwen3_act_order", _scheme("gptq", 4, 128, order="group"), *_QWEN3),
     Case("qwen3_bias", _scheme("gptq", 4, 128), *_QWEN3, bias=True),
     Case("nemotron_relu2_g32", _scheme(CT, 4, 32), 128, 6, 2688, 1856, "relu2_no_mul"),
-    # The group is as wide as the second product; and a width that is no whole tile.
+    # The group is as wide as the second product, or as both; and a width that is no whole tile.
     Case("narrow_g128", _scheme(CT, 4, 128), 128, 8, 2048, 128),
+    Case("narrow_both_g128", _scheme(CT, 4, 128), 8, 2, 128, 128),
+    Case("narrow_int8_zeros_g64", _scheme("moe_wna16", 8, 64, zeros=True), 8, 2, 128, 64),
+    Case("narrow_awq_g128", _scheme("awq", 4, 128, zeros=True), 8, 2, 256, 128),
     Case("ragged_g32", _scheme(CT, 4, 32), 64, 8, 2048, 352),
-    Case("tiny_narrow", _scheme(CT, 4, 128), 8, 2, 128, 128),
-    Case("tiny_narrow_int8_zeros", _scheme("moe_wna16", 8, 64, zeros=True), 8, 2, 128, 64),
-    Case("tiny_narrow_awq", _scheme("awq", 4, 128, zeros=True), 8, 2, 256, 128),
     Case("tiny_g32", _scheme(CT, 4, 32), 8, 2, 256, 96),
     Case("tiny_int8_zeros", _scheme("moe_wna16", 8, 32, zeros=True), 8, 2, 256, 96),
     Case("tiny_awq", _scheme("awq", 4, 32, zeros=True), 8, 2, 256, 96),
