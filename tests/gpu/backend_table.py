@@ -11,25 +11,30 @@ many calls as make `DRAWN` tokens: of one token the distance is one draw of a ra
 backends that quantise activations, as the checkpoint declares, the reference does so too. Then a rank of expert
 parallelism is played: an expert map says that every other expert is elsewhere, which must add nothing, and that the
 others are in other places. Also measured: peak memory beyond what was there before while weights are converted; what a
-second self-check takes, when kernels are compiled; and what a self-check says when the conversion is broken on purpose.
+self-check takes when kernels are compiled; and what it says when the conversion is broken on purpose.
 
 `PASS` asks at most 6e-3, at most 1.2 times the error of the stock class that the backend wraps, where it wraps one and
 stock could run the layer, at most one expert plus 64 MiB for the conversion, at most 150 ms for the self-check, and
 that it finds every fault.
 
-Many processes share the cards, all that the machine has, and the cores; nothing else should. Humming's and our kernels
-compile for 10 to 40 s a layer: the 64 rows of WNA16 take six minutes on 16 cores and one card:
+Many processes share the cards, all that the machine has, and the cores; nothing else should. Self-checks are timed
+last, one after the other, while every other process of the table waits. Humming's and our kernels compile for 10 to
+40 s a layer: the 64 rows of WNA16 take six minutes on 16 cores and one card:
 
     python tests/gpu/backend_table.py --scheme wna16 --processes 12 --seconds 280 --json wna16-vllm-0.33.0.json
     python -m pytest -m gpu tests/gpu/test_wna16_backends.py
 
-`--seconds` ends what is late; rows that are ready are kept.
+`--seconds` ends what is late; rows that are ready are kept. Tables of some layers each become one:
+
+    python tests/gpu/backend_table.py --scheme wna16 --merge some.json others.json --json wna16-vllm-0.33.0.json
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
+import gc
 import importlib
 import json
 import os
@@ -37,7 +42,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -61,6 +67,7 @@ RATIO = 1.2
 CONVERSION_SLACK_MIB = 64
 SELF_CHECK_SECONDS = 0.15
 PROCESSES = 16
+TIMED = 3
 
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Routed tokens: x `[M, hidden]` bfloat16, weights `[M, top_k]` float32, int32 ids `[M, top_k]`."""
@@ -250,6 +257,8 @@ class Built:
     def convert(self) -> None:
         """Converts the weights, and measures it."""
         before = 0
+        # What earlier layers left in cycles would be freed while this one is measured.
+        gc.collect()
         if self.device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -524,39 +533,111 @@ def _with(problem: Any, activation: Mapping[str, Any]) -> Any:
     return dataclasses.replace(problem, activation=dataclasses.replace(problem.activation, **activation))
 
 
-def self_check(built: Built, table: Table, case: Case) -> dict[str, Any]:
-    """What the self-check says of the layer's backend, and of the same backend with each fault. Before conversion."""
+def _checked(built: Built, backend: Any, release: Any) -> Any:
+    """What the self-check says of a backend, on a layer that is not converted."""
     from vllm_moe_oracle import schemes
     from vllm_moe_oracle.methods import selfcheck
 
     method = built.method
     problem = method.decision.problem
     raw = schemes.module(problem.scheme.name).read(dict(method.release.parameters(built.layer)), problem)
+    with torch.device(built.device):
+        result = selfcheck.run(backend, problem, method.decision.plan, raw, method.moe, release)
+    if built.device == "cuda":
+        torch.cuda.synchronize()
+    return result
 
-    def run(backend: Any, release: Any = method.release) -> Any:
-        with torch.device(built.device):
-            result = selfcheck.run(backend, problem, method.decision.plan, raw, method.moe, release)
-        if built.device == "cuda":
-            torch.cuda.synchronize()
-        return result
 
-    first = run(method.backend)
+def self_check(built: Built, table: Table, case: Case) -> dict[str, Any]:
+    """What the self-check says of the layer's backend, and of the same backend with each fault. Before conversion.
+
+    A fault with which the backend raises is not found by a comparison; it is named under ``raised``.
+    """
+    method = built.method
+    first = _checked(built, method.backend, method.release)
     with _Compiled() as compiled:
-        second = run(method.backend)
+        second = _checked(built, method.backend, method.release)
     found: dict[str, Any] = {"tolerance": float(f"{second.tolerance:.3e}"), "first_seconds": round(first.seconds, 3)}
     if compiled.count:
         found["compiled"] = compiled.count
     if second.skipped:
         return found | {"skipped": second.skipped}
     found |= {"error": float(f"{second.error:.3e}"), "seconds": round(second.seconds, 4), "passed": second.passed}
-    damaged = {**faults(case), **table.faults(case)}
-    results = {name: run(_Faulty(method.backend, fault)) for name, fault in damaged.items()}
+    faulty = {
+        name: (_Faulty(method.backend, fault), method.release)
+        for name, fault in {**faults(case), **table.faults(case)}.items()
+    }
     for name, activation in table.ignored(case).items():
-        faulty = _Faulty(method.backend, activation=activation)
-        results[name] = run(faulty, _Misled(method.release, activation))
-    found["faults"] = {name: float(f"{result.error:.3e}") for name, result in results.items()}
-    found["missed"] = [name for name, result in results.items() if result.passed]
+        faulty[name] = _Faulty(method.backend, activation=activation), _Misled(method.release, activation)
+    found |= {"faults": {}, "missed": [], "raised": {}}
+    for name, (backend, release) in faulty.items():
+        try:
+            result = _checked(built, backend, release)
+        except Exception as error:  # one fault's must not hide what is said of the others
+            found["raised"][name] = f"{type(error).__name__}: {error}"[:200]
+            continue
+        found["faults"][name] = float(f"{result.error:.3e}")
+        found["missed"] += [name] * result.passed
     return found
+
+
+class Quiet:
+    """A lock that processes share while they work, and that each has alone while it measures time.
+
+    Args:
+        file: the lock's file; "" where no other process works.
+    """
+
+    def __init__(self, file: str) -> None:
+        self._file = os.open(file, os.O_RDWR | os.O_CREAT) if file else None
+        self._take(fcntl.LOCK_SH)
+
+    def _take(self, how: int) -> None:
+        if self._file is not None:
+            fcntl.flock(self._file, how)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While no other process works."""
+        self._take(fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            self._take(fcntl.LOCK_SH)
+
+
+def time_self_checks(
+    table: Table, case: Case, checkpoint: Checkpoint, device: str, rows: list[dict[str, Any]], quiet: Quiet
+) -> None:
+    """Puts the longest of some self-checks of each row in its place, timed alone, after one that is not counted.
+
+    Args:
+        table: of the case's scheme.
+        case: the layer.
+        checkpoint: its weights.
+        device: ``cuda`` or ``cpu``.
+        rows: of the layer, in this process; those whose self-check passed are changed.
+        quiet: nobody else works while it is held.
+    """
+    from vllm_moe_oracle import plugin
+
+    plugin.register()
+    for row in rows:
+        if not row.get("self_check", {}).get("passed"):
+            continue
+        built = build(table, case, checkpoint, device, "auto", own=row["backend"])
+        with quiet.alone(), _Compiled() as compiled:
+            method = built.method
+            results = [_checked(built, method.backend, method.release) for _ in range(1 + TIMED)]
+        seconds = [round(each.seconds, 4) for each in results[1:]]
+        row["self_check"] |= {"seconds": max(seconds), "each": seconds, "alone": True}
+        if compiled.count:
+            # From the cache on disk, by the check that is not counted.
+            row["self_check"]["loaded"] = compiled.count
+        row["broken"] = broken(row)
+        row["pass"] = not row["broken"]
+        built.close()
+    plugin.unregister()
 
 
 # --- The table ------------------------------------------------------------------------------------------------------
@@ -624,6 +705,7 @@ def rows_of(
     only: set[str],
     tokens: tuple[int, ...],
     keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+    quiet: Quiet | None = None,
 ) -> list[dict[str, Any]]:
     """The rows of one layer; `join_alone` must have been called.
 
@@ -634,6 +716,7 @@ def rows_of(
         only: backends; all accepted ones when empty.
         tokens: how many tokens a call has.
         keep: called with the rows so far after each: a kernel may take the process down.
+        quiet: shared with other processes while they work; None when there are none.
     """
     import vllm
 
@@ -711,6 +794,8 @@ def rows_of(
         plugin.unregister()
         if device == "cuda":
             torch.cuda.empty_cache()
+    time_self_checks(table, case, checkpoint, device, rows, quiet or Quiet(""))
+    keep(rows)
     return rows
 
 
@@ -769,6 +854,7 @@ def broken(row: dict[str, Any]) -> list[str]:
     check = row["self_check"]
     if "skipped" not in check:
         found += [f"self-check misses: {name}" for name in check["missed"]]
+        found += [f"not self-checked, raised: {name}" for name in check["raised"]]
         found += ["self-check"] * (not check["passed"])
         found += ["self-check's time"] * (check["seconds"] > SELF_CHECK_SECONDS)
     return found
@@ -811,8 +897,9 @@ def in_processes(
     scheme: str, names: list[str], only: set[str], extra: list[str], processes: int, seconds: float
 ) -> list[dict[str, Any]]:
     """Runs each layer in processes of its own, many at once: kernels are compiled on many cores, and one that writes
-    where it must not harms no other backend. What then is late with its self-check alone runs once more by itself, with
-    everything compiled: many at once on one card are no measure of time. Processes are spread over the visible cards.
+    where it must not harms no other backend. A process that is ready but for the times of its self-checks makes room
+    for another, and waits until all are: many at once on one card are no measure of time. Processes are spread over
+    the visible cards.
 
     Args:
         scheme: whose table.
@@ -833,33 +920,57 @@ def in_processes(
         waiting += [(name, group) for group in (*([each] for each in found if each not in quick), quick) if group]
     # What compiles comes first.
     waiting.sort(key=lambda each: "emulation" in each[1])
-    deadline = time.monotonic() + seconds
-    rows = _many(scheme, waiting, extra, processes, deadline)
-    late = [(row["layer"], [row["backend"]]) for row in rows if row.get("broken") == ["self-check's time"]]
-    again = _many(scheme, late, extra, max(1, torch.cuda.device_count()), deadline)
-    alone = {(row["layer"], row["backend"]): row for row in again if "error" in row}
-    rows = [alone.get((row["layer"], row["backend"]), row) for row in rows]
+    rows = _many(scheme, waiting, extra, processes, time.monotonic() + seconds)
+    return in_order(table, rows)
+
+
+def in_order(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows by their layers' order, and by backend."""
     order = list(table.cases)
     return sorted(rows, key=lambda row: (order.index(row["layer"]), row["backend"]))
+
+
+def merge(scheme: str, files: list[str]) -> dict[str, Any]:
+    """One table of several that were made under the same conditions; where two have a row, the later file's holds.
+
+    Raises:
+        ValueError: conditions differ.
+    """
+    tables = [json.loads(Path(file).read_text()) for file in files]
+    first = tables[0]["conditions"]
+    for file, each in zip(files, tables, strict=True):
+        differ = [name for name in first | each["conditions"] if first.get(name) != each["conditions"].get(name)]
+        if differ:
+            raise ValueError(f"{file} was made with another {', '.join(differ)} than {files[0]}")
+    rows = {(row["layer"], row["backend"]): row for each in tables for row in each["rows"]}
+    return {"conditions": first, "rows": in_order(table_of(scheme), list(rows.values()))}
 
 
 def _many(
     scheme: str, waiting: list[tuple[str, list[str]]], extra: list[str], processes: int, deadline: float
 ) -> list[dict[str, Any]]:
-    """The rows of layers with some backends each, one process for each of these, `processes` at once."""
+    """The rows of layers with some backends each, one process for each of these, `processes` at once besides those that
+    only wait for silence."""
     folder = Path(tempfile.mkdtemp())
+    quiet = str(folder / "quiet")
+
+    def waits(name: str, group: list[str]) -> bool:
+        file = folder / f"{name}.{group[0]}.json"
+        return file.exists() and len(json.loads(file.read_text())["rows"]) == len(group)
+
     running: dict[tuple[str, str], tuple[list[str], Any, str]] = {}
     cards = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     rows: list[dict[str, Any]] = []
     while waiting or running:
-        while waiting and len(running) < processes:
+        busy = [card for (name, _), (group, _, card) in running.items() if not waits(name, group)]
+        while waiting and len(busy) < processes:
             name, group = waiting.pop(0)
             file = folder / f"{name}.{group[0]}.json"
             command = [sys.executable, __file__, "--scheme", scheme, "--layer", name, "--json", str(file), *extra]
-            command += [word for each in group for word in ("--backend", each)]
+            command += ["--quiet", quiet, *(word for each in group for word in ("--backend", each))]
             log = file.with_suffix(".log").open("w")
-            busy = [card for _, _, card in running.values()]
             card = min(cards, key=busy.count)
+            busy.append(card)
             environment = os.environ | ({"CUDA_VISIBLE_DEVICES": card} if card else {})
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
             running[name, group[0]] = group, process, card
@@ -880,6 +991,10 @@ def _many(
             print("\n".join(line for line in text.splitlines() if line.startswith(f"{name} ")), flush=True)
             done = json.loads(file.read_text())["rows"] if file.exists() else []
             rows += done
+            checks = {row["backend"]: row.get("self_check", {}) for row in done}
+            beside = [each for each, check in checks.items() if check.get("passed") and "alone" not in check]
+            if beside:
+                print(f"{name} {', '.join(beside)}: self-check not timed alone:\n{text[-1000:]}", flush=True)
             why = "ended, being late: " if late else "no result: "
             missing = [each for each in group if each not in {row["backend"] for row in done}]
             for backend in missing:
@@ -898,8 +1013,10 @@ def main() -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", help="file to write; - for none")
+    parser.add_argument("--merge", nargs="+", help="tables of some layers each, to become one; nothing is run")
     parser.add_argument("--processes", type=int, default=PROCESSES)
     parser.add_argument("--seconds", type=float, default=540, help="after which what still runs is given up")
+    parser.add_argument("--quiet", default="", help="of a process of a table: the lock that they share while they work")
     args = parser.parse_args()
     tokens = tuple(int(each) for each in args.tokens.split(","))
     table = table_of(args.scheme)
@@ -915,13 +1032,19 @@ def main() -> None:
     for name in names:
         if name not in table.cases:
             parser.error(f"no layer {name}; there are {', '.join(table.cases)}")
-    if len(names) == 1:
+    if args.merge:
+        merged = merge(args.scheme, args.merge)
+        Path(args.json).write_text(json.dumps(merged, indent=1) + "\n")
+        rows = merged["rows"]
+    elif len(names) == 1:
+        quiet = Quiet(args.quiet)
         join_alone(args.device)
-        rows = rows_of(table, table.cases[names[0]], args.device, set(args.backend), tokens, keep)
+        rows = rows_of(table, table.cases[names[0]], args.device, set(args.backend), tokens, keep, quiet)
+        keep(rows)
     else:
         extra = ["--tokens", args.tokens, "--device", args.device]
         rows = in_processes(args.scheme, names, set(args.backend), extra, args.processes, args.seconds)
-    keep(rows)
+        keep(rows)
     failed = [f"{row['layer']} {row['backend']}" for row in rows if not row["pass"]]
     print(
         f"{len(rows) - len(failed)} of {len(rows)} rows pass{'; not ' if failed else ''}{', '.join(failed)}", flush=True

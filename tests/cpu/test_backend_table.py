@@ -1,0 +1,126 @@
+"""The script that measures backends on a GPU: what its rules say of a row, how its processes keep quiet, how its tables
+become one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the script's first import")
+
+FOLDER = Path(__file__).parents[1] / "gpu"
+
+_environment = dict(os.environ)
+sys.path.insert(0, str(FOLDER))
+try:
+    import backend_table
+    from backend_table import Quiet, broken, merge
+    from table_mxfp8 import TABLE
+finally:
+    # The script sets vLLM's for its own process.
+    sys.path.remove(str(FOLDER))
+    os.environ.clear()
+    os.environ.update(_environment)
+
+
+def row(backend: str = "emulation", **changed: Any) -> dict[str, Any]:
+    """One that keeps every rule."""
+    check = {"passed": True, "missed": [], "raised": {}, "seconds": 0.05, "alone": True}
+    return {
+        "layer": "qwen3_silu", "backend": backend, "one_expert_mib": 4.5, "convert_peak_mib": 68.0,
+        "error": {"1": {"eager": 5e-3, "graph": 5e-3}}, "stock_error": {"1": 4.5e-3}, "spread_error": 5e-3,
+    } | {"self_check": check | changed.pop("self_check", {})} | changed  # fmt: skip
+
+
+def test_a_row_within_every_bound_is_not_broken() -> None:
+    assert broken(row()) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "rule"),
+    [
+        ({"convert_peak_mib": 69.0}, "conversion's peak"),
+        ({"error": {"1": {"eager": 6.1e-3, "graph": 1e-3}}, "stock_error": {"1": 6e-3}}, "eager at 1"),
+        ({"error": {"1": {"eager": 1e-3, "graph": float("nan")}}}, "graph at 1"),
+        ({"stock_error": {"1": 4e-3}, "error": {"1": {"eager": 4e-3, "graph": 5e-3}}}, "graph at 1"),
+        ({"spread_error": 0.5}, "spread experts"),
+        ({"self_check": {"passed": False}}, "self-check"),
+        ({"self_check": {"missed": ["gate and up exchanged"]}}, "self-check misses: gate and up exchanged"),
+        ({"self_check": {"raised": {"beta ignored": "ValueError: no"}}}, "not self-checked, raised: beta ignored"),
+        ({"self_check": {"seconds": 0.151}}, "self-check's time"),
+    ],
+)
+def test_each_rule_is_named(changed: dict[str, Any], rule: str) -> None:
+    assert broken(row(**changed)) == [rule]
+
+
+HOLDS = "import backend_table, sys; lock = backend_table.Quiet(sys.argv[1]); print('in', flush=True); sys.stdin.read()"
+
+
+def test_times_are_taken_when_no_other_process_works(tmp_path: Path) -> None:
+    """The second process works until its standard input ends; nobody is alone before that."""
+    file = str(tmp_path / "quiet")
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, file], cwd=FOLDER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdin is not None and other.stdout is not None
+    assert other.stdout.readline() == "in\n"
+    wants = "import backend_table, sys\nlock = backend_table.Quiet(sys.argv[1])\nwith lock.alone(): print('alone')"
+    waiting = subprocess.Popen([sys.executable, "-c", wants, file], cwd=FOLDER, stdout=subprocess.PIPE, text=True)
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(timeout=15)
+    other.stdin.close()
+    assert other.wait(timeout=30) == 0
+    assert waiting.communicate(timeout=30)[0] == "alone\n"
+    other.stdout.close()
+
+
+def test_who_is_alone_shares_again_afterwards(tmp_path: Path) -> None:
+    first, second = Quiet(str(tmp_path / "quiet")), None
+    with first.alone():
+        pass
+    second = Quiet(str(tmp_path / "quiet"))  # does not wait
+    assert second is not None
+
+
+def written(tmp_path: Path, name: str, rows: list[dict[str, Any]], **conditions: Any) -> str:
+    file = tmp_path / name
+    file.write_text(json.dumps({"conditions": {"gpu": "NVIDIA H200", "limit": 6e-3} | conditions, "rows": rows}))
+    return str(file)
+
+
+def test_tables_become_one_in_the_order_of_layers_and_the_later_row_holds(tmp_path: Path) -> None:
+    first = written(tmp_path, "a.json", [row(layer="qwen3_relu2"), row("own_mxfp8"), row()])
+    second = written(tmp_path, "b.json", [row(spread_error=1e-3)])
+    merged = merge("mxfp8", [first, second])
+    assert [(each["layer"], each["backend"]) for each in merged["rows"]] == [
+        ("qwen3_silu", "emulation"),
+        ("qwen3_silu", "own_mxfp8"),
+        ("qwen3_relu2", "emulation"),
+    ]
+    assert merged["rows"][0]["spread_error"] == 1e-3
+    assert merged["conditions"] == {"gpu": "NVIDIA H200", "limit": 6e-3}
+
+
+@pytest.mark.parametrize("conditions", [{"gpu": "NVIDIA H100"}, {"more": 1}])
+def test_tables_of_other_conditions_do_not_become_one(tmp_path: Path, conditions: dict[str, Any]) -> None:
+    files = [written(tmp_path, "a.json", []), written(tmp_path, "b.json", [], **conditions)]
+    with pytest.raises(ValueError, match=r"b\.json was made with another (gpu|more) than .*a\.json"):
+        merge("mxfp8", files)
+
+
+def test_every_named_fault_is_among_those_of_mxfp8() -> None:
+    case = TABLE.cases["qwen3_swigluoai_bias"]
+    faults = {*backend_table.faults(case), *TABLE.faults(case), *TABLE.ignored(case)}
+    assert faults == {
+        "gate and up exchanged", "scales of rows moved", "rows of w2 moved", "scales of groups moved",
+        "w13's biases left out", "w2's biases left out", "scales of w13 column by column",
+        "scales of w2 column by column", "scales of w13 one exponent up", "scales of w2 one exponent down",
+        "alpha ignored", "beta ignored", "limit ignored",
+    }  # fmt: skip
