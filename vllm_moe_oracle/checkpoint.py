@@ -20,21 +20,9 @@ from typing import Any
 from .errors import CheckpointError
 from .oracle.planner import in_whole_blocks, in_whole_groups
 from .oracle.problem import Activation, Parallel, Problem, Routing, Scheme
-from .quantization import (
-    GATED_PROJECTIONS,
-    NUMBERED,
-    ONLINE,
-    OTHER_NAMES,
-    PLAIN_PROJECTIONS,
-    Foreign,
-    LayerNames,
-    SchemeOf,
-    config_notes,
-    in_bytes,
-    reader,
-    shown,
-    vllm_name,
-)
+from .quantization import ONLINE, OTHER_NAMES, config_notes, in_bytes, reader, vllm_name
+from .quantization.answers import GATED_PROJECTIONS, NUMBERED, PLAIN_PROJECTIONS, Foreign, LayerNames, SchemeOf
+from .quantization.fields import shown
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 TOP_K = (

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from vllm_moe_oracle.checkpoint import MAX_BYTES, Layers, compact, layers, read
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.oracle.problem import Activation, Parallel, Problem, Scheme
-from vllm_moe_oracle.quantization import GATED_PROJECTIONS, LayerNames, reader
+from vllm_moe_oracle.quantization import reader
+from vllm_moe_oracle.quantization.answers import GATED_PROJECTIONS, LayerNames
 
 CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
 

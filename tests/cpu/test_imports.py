@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "records": {"settings"},
     "device": {"errors", "oracle.problem", "compat.eras"},
     "expressions": {"errors"},
-    "quantization": BASE | {"expressions"},
+    "quantization": BASE | {"expressions", "quantization"},
     "checkpoint": BASE | {"quantization"},
     "layouts": {"errors", "layouts", "oracle.problem"},
     "schemes": BASE | {"schemes", "layouts"},

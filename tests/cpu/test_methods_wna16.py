@@ -27,7 +27,8 @@ from vllm_moe_oracle.compat.construction import under_construction
 from vllm_moe_oracle.errors import CheckpointError, NoBackendError
 from vllm_moe_oracle.methods.base import OracleMoEMethod
 from vllm_moe_oracle.methods.wna16 import experts_called
-from vllm_moe_oracle.quantization import in_words, reader
+from vllm_moe_oracle.quantization import reader
+from vllm_moe_oracle.quantization.answers import in_words
 
 SIZES = {"experts": 3, "top_k": 2, "hidden_size": 64, "intermediate_size": 128}
 FLOAT32 = 4e-6
@@ -533,7 +534,8 @@ def test_inputs_that_a_config_declares_are_the_same_to_explain_and_to_the_method
     from compressed_tensors.quantization import QuantizationArgs
 
     from vllm_moe_oracle.methods.compressed_tensors import declared_inputs
-    from vllm_moe_oracle.quantization import GATED_PROJECTIONS, LayerNames, reader
+    from vllm_moe_oracle.quantization import reader
+    from vllm_moe_oracle.quantization.answers import GATED_PROJECTIONS, LayerNames
 
     weights = {"type": "float", "num_bits": 8, "strategy": "group", "group_size": 32, "symmetric": True}
     weights["scale_dtype"] = "torch.uint8"

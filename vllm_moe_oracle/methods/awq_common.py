@@ -9,7 +9,10 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 
 from ..compat.construction import under_construction
 from ..oracle.problem import Scheme
-from ..quantization import Answer, awq_scheme, flattened, reader
+from ..quantization import reader
+from ..quantization.answers import Answer
+from ..quantization.awq import awq_scheme
+from ..quantization.fields import flattened
 from .dtypes import with_emulated
 from .wna16 import Wna16MoEMethod, experts_called, has_expert_biases, unquantised
 

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 
 from ..compat.construction import current_layer
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Scheme
-from ..quantization import COMPRESSED_PACKINGS, compressed_activations, compressed_order
+from ..quantization.compressed_tensors import COMPRESSED_PACKINGS, compressed_activations, compressed_order
 from .base import OracleMoEMethod
 from .dtypes import with_emulated
 from .gptq import refuse_act_order

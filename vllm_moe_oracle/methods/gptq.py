@@ -16,7 +16,10 @@ from vllm.scalar_type import scalar_types
 
 from ..compat.construction import under_construction
 from ..oracle.problem import Scheme
-from ..quantization import Answer, flattened, gptq_scheme, reader
+from ..quantization import reader
+from ..quantization.answers import Answer
+from ..quantization.fields import flattened
+from ..quantization.gptq import gptq_scheme
 from .dtypes import with_emulated
 from .wna16 import Wna16MoEMethod, experts_called, has_expert_biases, unquantised
 

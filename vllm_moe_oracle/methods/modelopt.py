@@ -10,7 +10,8 @@ from vllm.model_executor.layers.quantization import modelopt as stock
 
 from ..compat.construction import under_construction
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Scheme
-from ..quantization import GATED_PROJECTIONS, PLAIN_PROJECTIONS, LayerNames, MixedAlgorithms, modelopt_activations
+from ..quantization.answers import GATED_PROJECTIONS, PLAIN_PROJECTIONS, LayerNames
+from ..quantization.modelopt import MixedAlgorithms, modelopt_activations
 from .base import OracleMoEMethod
 from .dtypes import with_emulated
 

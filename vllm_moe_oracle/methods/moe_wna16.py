@@ -15,7 +15,11 @@ from vllm.platforms import current_platform
 
 from ..compat.construction import under_construction
 from ..oracle.problem import Scheme
-from ..quantization import Answer, awq_scheme, flattened, gptq_scheme, reader
+from ..quantization import reader
+from ..quantization.answers import Answer
+from ..quantization.awq import awq_scheme
+from ..quantization.fields import flattened
+from ..quantization.gptq import gptq_scheme
 from .dtypes import with_emulated
 from .gptq import AutoGPTQConfig, without_act_order
 from .wna16 import Wna16MoEMethod, experts_called, has_expert_biases, unquantised

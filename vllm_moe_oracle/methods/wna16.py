@@ -25,7 +25,7 @@ from ..compat import current_adapter
 from ..errors import CheckpointError, NoBackendError
 from ..oracle.planner import has_order, in_whole_groups
 from ..oracle.problem import Problem, Scheme
-from ..quantization import GATED_PROJECTIONS, NUMBERED, PLAIN_PROJECTIONS, LayerNames
+from ..quantization.answers import GATED_PROJECTIONS, NUMBERED, PLAIN_PROJECTIONS, LayerNames
 from ..schemes import _wna16_files as files
 from ..schemes import _wna16_parameters as layouts
 from . import agreement

@@ -1,0 +1,114 @@
+"""llm-compressor's configs, as the library compressed-tensors writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ..errors import CheckpointError
+from ..expressions import Expression
+from ..oracle.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme
+from .answers import UNNAMED, Answer, Foreign, LayerNames, SchemeOf, Unnamed, in_common
+from .fields import read_boolean, read_groups, read_integer, read_names, read_word, shown
+
+
+def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
+    """Groups of targets, each with its weights' and inputs' format.
+
+    A name in ``ignore`` or ``targets`` is a module's full name, or a regular expression after ``re:`` that matches from
+    the start; a target may also be a class, and ``Linear`` means experts too.
+    """
+    ignored = _predicate(read_names(config, ("ignore",), where), where)
+    groups = []
+    for group in read_groups(config, where):
+        targets = read_names(group, ("targets",), where)
+        classes = {"Linear", "FusedMoE", "RoutedExperts"} & set(targets)
+        predicate = _predicate(targets, where)
+        groups.append((classes, predicate, _scheme(group, config.get("format"), where)))
+    if not groups:
+        raise CheckpointError("there are no config_groups", where=where)
+
+    usual = next((scheme for classes, _, scheme in groups if classes), None)
+
+    def of(layer: LayerNames) -> Answer:
+        def of_matrix(name: str) -> Answer | Unnamed:
+            names = (name, *layer.modules)
+            if any(map(ignored, names)):
+                return None
+            return next((scheme for _, predicate, scheme in groups if any(map(predicate, names))), UNNAMED)
+
+        return in_common(layer, of_matrix, usual, where)
+
+    return of
+
+
+def _predicate(names: Iterable[str], where: str) -> Callable[[str], bool]:
+    plain = {name for name in names if not name.startswith("re:")}
+    expressions = [Expression(name[3:], where) for name in names if name.startswith("re:")]
+    return lambda name: name in plain or any(expression.match(name) for expression in expressions)
+
+
+def _scheme(group: Mapping[str, Any], common_format: object, where: str) -> Answer:
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if weights is None:
+        return None
+    for name, part in (("weights", weights), ("input_activations", inputs)):
+        if part is not None and not isinstance(part, Mapping):
+            raise CheckpointError(f"config_groups: {name} is {shown(part)}, not an object", where=where)
+    kind, bits = read_word(weights, "type", where), read_integer(weights, "num_bits", where)
+    strategy = read_word(weights, "strategy", where)
+    layout = str(group.get("format") or common_format or "")
+    group_size = -1 if strategy == "channel" else read_integer(weights, "group_size", where, default=-1)
+    symmetric = read_boolean(weights, "symmetric", where, default=True)
+    if kind == "float" and strategy == "group" and group_size == MX_BLOCK and symmetric:
+        # A float8 of groups of 32 whose scales are no e8m0 is not MX; 4-bit scales have no other type in vLLM.
+        if bits == 8 and _is_e8m0(weights.get("scale_dtype"), layout):
+            return Scheme("mxfp8", 8, MX_BLOCK, "compressed-tensors", activations=compressed_activations(inputs))
+        if bits == 4:
+            return Scheme("mxfp4", 4, MX_BLOCK, "compressed-tensors", activations=compressed_activations(inputs))
+    if kind == "int" and inputs is None and strategy in ("group", "channel") and layout in COMPRESSED_PACKINGS:
+        order = compressed_order(weights.get("actorder"), where)
+        return Scheme("wna16", bits, group_size, COMPRESSED_PACKINGS[layout], not symmetric, order)
+    words = (layout or "compressed-tensors", f"{bits}-bit {kind or 'of no type'}", f"strategy {strategy or 'unknown'}")
+    return Foreign(" ".join(words))
+
+
+COMPRESSED_PACKINGS = {
+    "pack-quantized": "compressed-tensors",
+    "int-quantized": "compressed-tensors-int",
+    "naive-quantized": "compressed-tensors-int",
+}
+"""The scheme's word for how integers are packed, by the format that compressed-tensors names."""
+
+
+def compressed_order(actorder: object, where: str) -> ActOrder:
+    """The order of input features that a compressed-tensors config declares (its `ActivationOrdering`).
+
+    Raises:
+        CheckpointError: a word that is none of its.
+    """
+    orders: dict[object, ActOrder] = {None: "none", False: "none", "group": "group", "dynamic": "group", True: "group"}
+    orders |= {"static": "static", "weight": "static"}
+    word = actorder.lower() if isinstance(actorder, str) else actorder
+    found = orders.get(word) if word is None or isinstance(word, str | bool) else None
+    if found is None:
+        raise CheckpointError(f"config_groups: unknown actorder {shown(actorder)}", where=where)
+    return found
+
+
+def _is_e8m0(scale_dtype: object, layout: str) -> bool:
+    # Either "torch.uint8" or "uint8"; the format's name is enough where a release left the type out.
+    return str(scale_dtype).removeprefix("torch.") == "uint8" or (scale_dtype is None and layout == "mxfp8-quantized")
+
+
+def compressed_activations(inputs: Mapping[str, Any] | None) -> ActivationPrecision:
+    """Precision of activations that a group of a compressed-tensors config declares.
+
+    Args:
+        inputs: its ``input_activations``; None for weights alone.
+    """
+    if inputs is None:
+        return "16bit"
+    if inputs.get("num_bits") == 4:
+        return "mxfp4"
+    return "mxfp8" if inputs.get("group_size") == MX_BLOCK else "fp8"

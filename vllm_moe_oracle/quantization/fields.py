@@ -1,0 +1,118 @@
+"""Fields of a config, checked: each reader gives a value of the type that the field has, or an error that says what
+stands there instead. ``where`` is the file and the field, for messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import translate
+from typing import Any
+
+from ..errors import CheckpointError
+from ..expressions import Expression
+
+
+def shown(value: object) -> str:
+    """A value for a message: short, whatever a file holds."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def read_word(config: Mapping[str, Any], name: str, where: str) -> str:
+    """A word in lower case; "" where the field is not set."""
+    value = config.get(name)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise CheckpointError(f"{name} is {shown(value)}, not a word", where=where)
+    return value.strip().lower()
+
+
+def read_boolean(config: Mapping[str, Any], name: str, where: str, default: bool) -> bool:
+    """True or false."""
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{name} is {shown(value)}, neither true nor false", where=where)
+    return value
+
+
+def read_integer(config: Mapping[str, Any], name: str, where: str, default: int | None = None) -> int:
+    """A width or a group size, where -1 may stand for a whole row; required where there is no default."""
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not (value == -1 or 0 < value < 1 << 20):
+        raise CheckpointError(f"{name} is {shown(value)}, not a width or a group size", where=where)
+    return value
+
+
+def read_names(config: Mapping[str, Any], fields: Iterable[str], where: str) -> list[str]:
+    """The lists of names under any of the fields, joined; lists may be of lists."""
+    names: list[str] = []
+    for field in fields:
+        value = flattened(config.get(field))
+        if value is None:
+            continue
+        if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+            raise CheckpointError(f"{field} is {shown(value)}, not a list of names", where=where)
+        names += value
+    return names
+
+
+def flattened(value: object) -> object:
+    """A list of lists, as GPTQ's tools write the modules of a block, as one list; anything else as it is."""
+    if not isinstance(value, list):
+        return value
+    inner = (flattened(item) for item in value)
+    return [name for item in inner for name in (item if isinstance(item, list) else [item])]
+
+
+def read_groups(config: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+    """The values of ``config_groups``; none where it is not set."""
+    groups = config.get("config_groups")
+    if groups is None:
+        return []
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        raise CheckpointError("config_groups is not an object of objects", where=where)
+    return list(groups.values())
+
+
+def exclusion(patterns: Iterable[str], where: str) -> Callable[[str], bool]:
+    """A predicate over names: a wildcard must match all of a name; a plain name, itself and everything below it.
+
+    A plain name may be abbreviated from the left (``mlp.experts``). It never matches part of a component:
+    ``model.layers.1`` excludes nothing of layer 10, and neither does ``model.layers.1*``, ModelOpt's way of writing a
+    module with everything below it.
+    """
+    plain: set[str] = set()
+    expressions: list[Callable[[str], bool]] = []
+    for pattern in patterns:
+        stem = pattern.removesuffix("*")
+        if pattern.startswith("re:"):
+            expressions.append(Expression(pattern[3:], where).match)
+        elif not is_wildcard(stem) and stem[-1:].isdigit():
+            plain.add(stem)
+        elif is_wildcard(pattern):
+            expressions.append(matching(re.compile(translate(pattern))))
+        else:
+            plain.add(pattern)
+
+    def matches(name: str) -> bool:
+        # Lists of tens of thousands of names are usual: every run of components is looked up, no name is scanned.
+        parts = name.split(".")
+        runs = (".".join(parts[start:end]) for start in range(len(parts)) for end in range(start + 1, len(parts) + 1))
+        return any(run in plain for run in runs) or any(match(name) for match in expressions)
+
+    return matches
+
+
+def matching(expression: re.Pattern[str]) -> Callable[[str], bool]:
+    """The predicate over names that an expression matches from the start."""
+    return lambda name: expression.match(name) is not None
+
+
+def is_wildcard(pattern: str) -> bool:
+    """Whether a name holds a sign that stands for others."""
+    return any(sign in pattern for sign in "*?[")

@@ -1,0 +1,153 @@
+"""NVIDIA ModelOpt, and MiniMax's tag for the same tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import translate
+from typing import Any
+
+from ..errors import CheckpointError
+from ..oracle.problem import MX_BLOCK, ActivationPrecision, Scheme
+from .answers import Answer, Foreign, LayerNames, SchemeOf
+from .fields import exclusion, is_wildcard, matching, read_groups, read_names, read_word, shown
+
+
+def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
+    """ModelOpt: fields at the top (config.json) or under ``quantization`` (hf_quant_config.json).
+
+    Exclusions are names or wildcards over modules; a name also excludes everything below it.
+    """
+    nested = config.get("quantization")
+    if nested is not None and not isinstance(nested, Mapping):
+        raise CheckpointError(f"quantization is {shown(nested)}, not an object", where=where)
+    fields = config if nested is None else nested
+    method = read_word(config, "quant_method", where)
+    algo = read_word(fields, "quant_algo", where).upper() or ("MXFP8" if method == "modelopt_mxfp8" else "")
+    excluded = exclusion(read_names(fields, ("ignore", "exclude_modules", "ignored_layers"), where), where)
+    if algo == "MIXED_PRECISION":
+        return _mixed(fields, excluded, where)
+    if not algo:
+        raise CheckpointError("there is no quant_algo", "ModelOpt writes it beside quant_method", where)
+    activations = modelopt_activations(config, where)
+    scheme = _scheme(algo, activations)
+    if isinstance(scheme, Foreign) and algo not in _OTHERS:
+        known = ", ".join(("MXFP8", "MIXED_PRECISION", *_OTHERS))
+        raise CheckpointError(f"unknown quant_algo {shown(algo)}", f"Known are {known}", where)
+    return lambda layer: None if layer.match(excluded) else scheme
+
+
+_OTHERS = (
+    "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_BLOCK_SCALES", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ",
+    "W4A16_AWQ", "W4A8_AWQ", "W8A16", "W8A8_SQ_PER_CHANNEL", "MXFP4", "W4A8_MXFP4_FP8",
+)  # fmt: skip
+
+
+def _scheme(algo: str, activations: ActivationPrecision) -> Scheme | Foreign:
+    if algo == "MXFP8":
+        return Scheme("mxfp8", 8, MX_BLOCK, "modelopt", activations=activations)
+    return Foreign(algo)
+
+
+def modelopt_activations(config: Mapping[str, Any], where: str = "quantization_config") -> ActivationPrecision:
+    """Precision of activations that a ModelOpt MXFP8 config declares.
+
+    Newer releases of ModelOpt list what they quantised in ``config_groups``; without it, its MXFP8 is W8A8.
+
+    Raises:
+        CheckpointError: ``config_groups`` is not what ModelOpt writes.
+    """
+    groups = read_groups(config, where)
+    if groups and all("input_activations" in group and group["input_activations"] is None for group in groups):
+        return "16bit"
+    return "mxfp8"
+
+
+def _mixed(fields: Mapping[str, Any], excluded: Callable[[str], bool], where: str) -> SchemeOf:
+    """One algorithm per module; see `MixedAlgorithms`."""
+    algorithms = MixedAlgorithms.read(fields.get("quantized_layers"), where)
+
+    def of(layer: LayerNames) -> Answer:
+        if layer.match(excluded):
+            return None
+        algo = algorithms.of(layer)
+        return _scheme(algo, "mxfp8") if algo else None
+
+    return of
+
+
+@dataclass(frozen=True, slots=True)
+class MixedAlgorithms:
+    """Which algorithm ModelOpt's mixed precision gives a layer's experts: by their module's name, by the name of one of
+    their matrices, or by a wildcard.
+
+    Attributes:
+        algos: algorithm, in upper case, by name.
+        below: algorithms of everything below a name.
+        wildcards: names with wildcards, as expressions, with their algorithms.
+        where: file and field, for messages.
+    """
+
+    algos: Mapping[str, str]
+    below: Mapping[str, set[str]]
+    wildcards: tuple[tuple[re.Pattern[str], str], ...]
+    where: str
+
+    @classmethod
+    def read(cls, recipes: object, where: str) -> MixedAlgorithms:
+        """From the field ``quantized_layers``.
+
+        Raises:
+            CheckpointError: it is not what ModelOpt writes.
+        """
+        if not isinstance(recipes, Mapping) or not recipes:
+            raise CheckpointError("quant_algo MIXED_PRECISION needs an object quantized_layers", where=where)
+        algos: dict[str, str] = {}
+        for name, recipe in recipes.items():
+            if not isinstance(recipe, Mapping):
+                raise CheckpointError(f"quantized_layers.{name} is {shown(recipe)}, not an object", where=where)
+            algos[name] = read_word(recipe, "quant_algo", where).upper()
+            if not algos[name]:
+                raise CheckpointError(f"quantized_layers.{name} has no quant_algo", where=where)
+        below: dict[str, set[str]] = {}
+        for name, algo in algos.items():
+            parts = name.split(".")
+            for end in range(1, len(parts)):
+                below.setdefault(".".join(parts[:end]), set()).add(algo)
+        wildcards = ((re.compile(translate(name)), algo) for name, algo in algos.items() if is_wildcard(name))
+        return cls(algos, below, tuple(wildcards), where)
+
+    def of(self, layer: LayerNames) -> str | None:
+        """The layer's algorithm; None when its experts are not quantised.
+
+        Raises:
+            CheckpointError: matrices of the layer have different ones.
+        """
+        found = self._named(layer) or {algo for expression, algo in self.wildcards if layer.match(matching(expression))}
+        if len(found) > 1:
+            rule = f"the matrices of one layer have different quant_algo: {', '.join(sorted(found))}"
+            raise CheckpointError(rule, where=f"{self.where}, {layer.modules[0]}")
+        return found.pop() if found else None
+
+    def _named(self, layer: LayerNames) -> set[str]:
+        """Algorithms under the layer's name, below it, or under its matrices' names beside it (``mlp.gate_proj``)."""
+        for found in (
+            {self.algos[name] for name in layer.modules if name in self.algos},
+            {algo for name in layer.modules for algo in self.below.get(name, ())},
+        ):
+            if found:
+                return found
+        parents = [name.removesuffix("experts") for name in layer.modules]
+        beside = [f"{parent}{name}" for parent in parents for names in layer.projections for name in names]
+        return {self.algos[name] for name in beside if name in self.algos}
+
+
+def minimax_reader(config: Mapping[str, Any], where: str) -> SchemeOf:
+    """MiniMax's tag: ModelOpt's tensors, with the exclusions under ``ignored_layers``."""
+    return reader({"quant_algo": "MXFP8", **config}, where)
+
+
+def fp4_reader(config: Mapping[str, Any], where: str) -> SchemeOf:
+    """A config whose quant_method says NVFP4 and which may leave the algorithm out."""
+    return reader({"quant_algo": "NVFP4", **config}, where)
