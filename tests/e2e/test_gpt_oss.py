@@ -160,6 +160,24 @@ def test_in_bfloat16_vllms_own_cpu_kernel_runs_where_the_cpu_has_its_instruction
     assert group["decision"]["backend"] == ("cpu_mxfp4" if able else "emulation")
 
 
+@pytest.fixture(scope="module")
+def stock(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The same checkpoint in vLLM without plugins."""
+    jobs = {dtype: job(models["right"], dtype, tokens=1) for dtype in ("float32", "bfloat16")}
+    return runner.run("generate.py", jobs, tmp_path_factory.mktemp("stock"), VLLM_PLUGINS="")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [("float32", "not supported for quantization method gpt_oss_mxfp4"), ("bfloat16", "No MXFP4 MoE backend supports")],
+)
+def test_stock_vllm_refuses_it_on_this_machine(stock: dict[str, dict[str, Any]], dtype: str, said: str) -> None:
+    """Where the CPU has AMX, stock has experts for it in bfloat16."""
+    if dtype == "bfloat16" and "amx_tile" in detect().features:
+        pytest.skip("stock vLLM serves it on CPUs with AMX")
+    assert said in stock[dtype].get("error", ""), stock[dtype]
+
+
 def test_the_limit_of_the_activation_is_reached(models: dict[str, Path]) -> None:
     """Otherwise a kernel that ignores it would pass."""
     model = reference.load_transformers(models["right"])
