@@ -764,11 +764,13 @@ class _Check:
                 self.report(line, f"{node.name}.{name} is declared as ours, but {speaks[0]} has it; annotate with Any")
 
     def _adapters(self) -> tuple[str, ...]:
-        return _our_bases(self.era.adapter.partition(":")[2])
+        """The era's adapter and what it is made of; nothing where other files than ours are read."""
+        name = self.era.adapter.partition(":")[2]
+        return _our_bases(name) if name in _our_classes() else ()
 
     def _live(self, cls: str, method: str) -> bool:
         """Whether a method of an adapter runs in this era: no later class replaces it without calling it."""
-        if "Adapter" not in _our_bases(cls):
+        if cls not in self._adapters():
             return True
         for each in self._adapters():
             if each == cls:

@@ -64,7 +64,7 @@ def test_sources_bear_out_every_use(release: str, sources: surface.Sources) -> N
 
 @each_release
 def test_stock_experts_take_what_they_are_given(release: str, sources: surface.Sources) -> None:
-    adapter = next(file for file in surface.our_files() if file.name.endswith("compat/adapter.py"))
+    adapter = next(file for file in surface.our_files() if file.name.endswith("compat/stock_experts.py"))
     table = next(
         node.value
         for node in ast.walk(adapter.tree)

@@ -37,7 +37,7 @@ VALUES = {
 """Class of values that vLLM does not annotate."""
 
 NARROWED: dict[str, str] = {
-    "compat/adapter.py:widen_output:experts": f"{_FUSED_MOE}.experts.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsModular",
+    "compat/stock_experts.py:widen_output:experts": f"{_FUSED_MOE}.experts.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsModular",
     "compat/older.py:widen_output:experts": f"{_FUSED_MOE}.experts.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsModular",
     "methods/compressed_tensors.py:declared_inputs:layer.quant_config": (
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
