@@ -3,6 +3,7 @@ become one."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch", reason="the script's first import")
+import torch
 
 FOLDER = Path(__file__).parents[1] / "gpu"
 
@@ -54,6 +54,7 @@ def test_a_row_within_every_bound_is_not_broken() -> None:
         ({"self_check": {"missed": ["gate and up exchanged"]}}, "self-check misses: gate and up exchanged"),
         ({"self_check": {"raised": {"beta ignored": "ValueError: no"}}}, "not self-checked, raised: beta ignored"),
         ({"self_check": {"seconds": 0.151}}, "self-check's time"),
+        ({"self_check": {"kept_mib": 0.001}}, "self-check's memory"),
     ],
 )
 def test_each_rule_is_named(changed: dict[str, Any], rule: str) -> None:
@@ -113,6 +114,26 @@ def test_tables_of_other_conditions_do_not_become_one(tmp_path: Path, conditions
     files = [written(tmp_path, "a.json", []), written(tmp_path, "b.json", [], **conditions)]
     with pytest.raises(ValueError, match=r"b\.json was made with another (gpu|more) than .*a\.json"):
         merge("mxfp8", files)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_an_expert_map_that_no_rank_has_names_each_place_once(ep: int) -> None:
+    case = dataclasses.replace(TABLE.cases["qwen3_silu"], ep=ep)
+    places = backend_table.spread_places(case, "cpu").tolist()
+    taken = [place for place in places if place >= 0]
+    assert len(places) == 128 and len(taken) == len(set(taken)) == 64
+    assert set(places[::2]) == {-1} and max(taken) == case.local_experts - 1
+    assert taken == sorted(taken, reverse=True) and case.problem().local_experts == 128 // ep
+
+
+def test_a_rank_sees_its_own_experts() -> None:
+    case = TABLE.cases["tiny_silu_ep2"]
+    call = backend_table.inputs(case, 7, "cpu")
+    x, weights, ids = backend_table.seen(case, call)
+    assert x is call[0] and weights is call[1] and ids.max() == 3 and (ids == -1).any()
+    assert torch.equal(ids >= 0, call[2] < 4)
+    raw = backend_table.here(case, TABLE.checkpoint(case, "cpu"))
+    assert {len(each) for each in raw.values()} == {4}
 
 
 def test_every_named_fault_is_among_those_of_mxfp8() -> None:

@@ -14,8 +14,8 @@ others are in other places. Also measured: peak memory beyond what was there bef
 self-check takes when kernels are compiled; and what it says when the conversion is broken on purpose.
 
 `PASS` asks at most 6e-3, at most 1.2 times the error of the stock class that the backend wraps, where it wraps one and
-stock could run the layer, at most one expert plus 64 MiB for the conversion, at most 150 ms for the self-check, and
-that it finds every fault.
+stock could run the layer, at most one expert plus 64 MiB for the conversion, at most 150 ms for the self-check, that
+it keeps no memory, and that it finds every fault.
 
 Many processes share the cards, all that the machine has, and the cores; nothing else should. Self-checks are timed
 last, one after the other, while every other process of the table waits. Humming's and our kernels compile for 10 to
@@ -77,7 +77,7 @@ Raw = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One MoE layer; `activation` in vLLM's words."""
+    """One MoE layer; `activation` in vLLM's words, `ep` ranks that its experts are spread over, this one the first."""
 
     name: str
     scheme: Scheme
@@ -91,6 +91,12 @@ class Case:
     beta: float | None = None
     limit: float | None = None
     routing: Routing = field(default_factory=Routing)
+    ep: int = 1
+
+    @property
+    def local_experts(self) -> int:
+        """Experts on this rank: the first ones."""
+        return self.experts // self.ep
 
     @property
     def interleaved(self) -> bool:
@@ -119,13 +125,14 @@ class Case:
             layer="model.layers.0.mlp.experts",
             scheme=self.scheme,
             num_experts=self.experts,
-            local_experts=self.experts,
+            local_experts=self.local_experts,
             top_k=self.top_k,
             hidden_size=self.hidden,
             intermediate_size=self.inner,
             has_bias=self.bias,
             activation=Activation(name, self.gated, self.alpha, self.beta, self.limit, self.interleaved),
             routing=self.routing,
+            parallel=Parallel(ep=self.ep),
         )
 
 
@@ -360,6 +367,8 @@ def build(table: Table, case: Case, checkpoint: Checkpoint, device: str, moe_bac
     config = VllmConfig(
         device_config=DeviceConfig(device=device), kernel_config=KernelConfig(moe_backend=moe_backend), **extra
     )
+    # What vLLM makes expert parallelism of: more than one rank of tensor parallelism, and this.
+    config.parallel_config.enable_expert_parallel = case.ep > 1
     leave()  # a layer that failed may have left its own
     _entered.append(set_current_vllm_config(config))
     _entered[0].__enter__()
@@ -371,18 +380,41 @@ def build(table: Table, case: Case, checkpoint: Checkpoint, device: str, moe_bac
             prefix="model.layers.0.mlp.experts", activation=case.activation, has_bias=case.bias,
             ckpt_names=("gate_proj", "down_proj", "up_proj") if case.gated else ("up_proj", "down_proj", None),
             swiglu_limit=case.limit, swiglu_alpha=case.alpha, swiglu_beta=case.beta,
+            **({"tp_size": case.ep} if case.ep > 1 else {}),
         )  # fmt: skip
     layer = getattr(runner, "routed_experts", runner)
+    raw = here(case, checkpoint)
     if not own:
-        table.before_conversion(layer, case, checkpoint.raw, moe_backend)
+        table.before_conversion(layer, case, raw, moe_backend)
     if table.load is not None:
-        table.load(layer, case, checkpoint.raw)
+        table.load(layer, case, raw)
     parameters = dict(layer.named_parameters()) if table.load is None else {}
-    for name, tensor in checkpoint.raw.items():
+    for name, tensor in raw.items():
         if name in parameters:
             halves = 2 if name.startswith("w13") and case.gated and not case.interleaved else 1
             _fill(parameters[name].data, tensor, name, halves)
     return Built(layer, config, device)
+
+
+def here(case: Case, checkpoint: Checkpoint) -> Raw:
+    """The checkpoint's tensors of the experts on this rank."""
+    return {name: tensor[: case.local_experts] for name, tensor in checkpoint.raw.items()}
+
+
+def seen(case: Case, call: Call) -> Call:
+    """Routed tokens as this rank sees them: -1 for experts that are elsewhere."""
+    x, weights, ids = call
+    return x, weights, ids.masked_fill(ids >= case.local_experts, -1)
+
+
+def spread_places(case: Case, device: str) -> torch.Tensor:
+    """An expert map that no rank has: every other expert is elsewhere, the others' places run backwards. int32
+    `[experts]`."""
+    places = torch.full((case.experts,), -1, dtype=torch.int32, device=device)
+    mine = places[1::2]
+    last = case.local_experts - 1
+    mine.copy_(last - torch.arange(len(mine), device=device) * case.local_experts // len(mine))
+    return places
 
 
 def _fill(target: torch.Tensor, tensor: torch.Tensor, name: str, halves: int) -> None:
@@ -466,7 +498,7 @@ def faults(case: Case) -> dict[str, Callable[[Raw], Raw]]:
     }
     if case.gated:
         found["gate and up exchanged"] = _halves
-    if scheme.group_size != -1:
+    if -1 < scheme.group_size < case.hidden:
         found["scales of groups moved"] = lambda expert: {"w13_scale": _rolled(expert["w13_scale"], 1)}
     if scheme.zero_points:
         middle = 1 << scheme.bits - 1
@@ -548,16 +580,28 @@ def _checked(built: Built, backend: Any, release: Any) -> Any:
     return result
 
 
+def _allocated(device: str) -> int:
+    """Bytes on the card that something holds on to."""
+    gc.collect()
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
 def self_check(built: Built, table: Table, case: Case) -> dict[str, Any]:
     """What the self-check says of the layer's backend, and of the same backend with each fault. Before conversion.
 
-    A fault with which the backend raises is not found by a comparison; it is named under ``raised``.
+    A fault with which the backend raises is not found by a comparison; it is named under ``raised``. What of the
+    activation a backend cannot ignore, for it refuses every other value, is under ``refused``, with its reason.
     """
+    import vllm_moe_oracle.device as machine
+
     method = built.method
+    before = _allocated(built.device)
     first = _checked(built, method.backend, method.release)
+    kept = _allocated(built.device) - before
     with _Compiled() as compiled:
         second = _checked(built, method.backend, method.release)
     found: dict[str, Any] = {"tolerance": float(f"{second.tolerance:.3e}"), "first_seconds": round(first.seconds, 3)}
+    found["first_kept_mib"] = round(kept / 2**20, 3)
     if compiled.count:
         found["compiled"] = compiled.count
     if second.skipped:
@@ -567,9 +611,14 @@ def self_check(built: Built, table: Table, case: Case) -> dict[str, Any]:
         name: (_Faulty(method.backend, fault), method.release)
         for name, fault in {**faults(case), **table.faults(case)}.items()
     }
+    found |= {"faults": {}, "missed": [], "raised": {}, "refused": {}}
     for name, activation in table.ignored(case).items():
-        faulty[name] = _Faulty(method.backend, activation=activation), _Misled(method.release, activation)
-    found |= {"faults": {}, "missed": [], "raised": {}}
+        # A kernel that has the value built in can be told of no other: its backend refuses layers that have one.
+        refused = method.backend.check(_with(method.decision.problem, activation), machine.detect()).reasons
+        if refused:
+            found["refused"][name] = str(refused[0])
+        else:
+            faulty[name] = _Faulty(method.backend, activation=activation), _Misled(method.release, activation)
     for name, (backend, release) in faulty.items():
         try:
             result = _checked(built, backend, release)
@@ -628,9 +677,11 @@ def time_self_checks(
         built = build(table, case, checkpoint, device, "auto", own=row["backend"])
         with quiet.alone(), _Compiled() as compiled:
             method = built.method
-            results = [_checked(built, method.backend, method.release) for _ in range(1 + TIMED)]
-        seconds = [round(each.seconds, 4) for each in results[1:]]
-        row["self_check"] |= {"seconds": max(seconds), "each": seconds, "alone": True}
+            _checked(built, method.backend, method.release)
+            before = _allocated(device)
+            seconds = [round(_checked(built, method.backend, method.release).seconds, 4) for _ in range(TIMED)]
+            kept = (_allocated(device) - before) / 2**20
+        row["self_check"] |= {"seconds": max(seconds), "each": seconds, "alone": True, "kept_mib": round(kept, 3)}
         if compiled.count:
             # From the cache on disk, by the check that is not counted.
             row["self_check"]["loaded"] = compiled.count
@@ -727,14 +778,14 @@ def rows_of(
     backends = {name: kind for name, kind in accepted(case, machine.detect()).items() if not only or name in only}
     checkpoint = table.checkpoint(case, device)
     real = {count: drawn(case, count, device) for count in tokens}
-    places = torch.arange(case.experts, dtype=torch.int32, device=device).flip(0)
-    places[::2] = -1
+    places = spread_places(case, device)
     spread = inputs(case, SPREAD_TOKENS, device, seed=2)
     placed = (*spread[:2], places[spread[2].long()])
     targets: dict[str, dict[int, torch.Tensor]] = {}
     for kind in {*backends.values(), "16bit"}:
         enter = table.rounded.get(kind, lambda values: values)
-        given = iter(reference(case, checkpoint, [*chain(*real.values()), placed], enter))
+        mine = [seen(case, call) for call in chain(*real.values())]
+        given = iter(reference(case, checkpoint, [*mine, placed], enter))
         targets[kind] = {count: torch.cat([next(given) for _ in calls]) for count, calls in real.items()}
         targets[kind][0] = next(given)
 
@@ -761,7 +812,7 @@ def rows_of(
             row["one_expert_mib"] = round(checkpoint.expert_mib, 1)
             kernel_bytes = sum(each.untyped_storage().nbytes() for each in built.layer.parameters())
             row["kernel_mib"] = round(kernel_bytes / 2**20)
-            row["checkpoint_mib"] = round(checkpoint.expert_mib * case.experts)
+            row["checkpoint_mib"] = round(checkpoint.expert_mib * case.local_experts)
             row["error"] = {}
             for count in tokens:
                 if device == "cuda":
@@ -830,7 +881,7 @@ def _stock(
         runs = type(getattr(built.method.moe_kernel, "fused_experts", None)).__name__
         if runs != default_registry()[name].stock_class:
             raise RuntimeError(f"stock runs {runs}")
-        table.after_conversion(built.layer, case, checkpoint.raw, table.stock[name])
+        table.after_conversion(built.layer, case, here(case, checkpoint), table.stock[name])
         errors = {count: relative_error(outputs(built, calls), expected[count]) for count, calls in real.items()}
         errors[0] = built.peak
         built.close()
@@ -857,6 +908,7 @@ def broken(row: dict[str, Any]) -> list[str]:
         found += [f"not self-checked, raised: {name}" for name in check["raised"]]
         found += ["self-check"] * (not check["passed"])
         found += ["self-check's time"] * (check["seconds"] > SELF_CHECK_SECONDS)
+        found += ["self-check's memory"] * (check.get("kept_mib", 0.0) > 0)
     return found
 
 

@@ -26,8 +26,11 @@ CASES = (
     Case("nemotron_silu", *_NEMOTRON, "silu"),
     Case("nemotron_relu2", *_NEMOTRON, "relu2_no_mul"),
     Case("nemotron_relu2_bias", *_NEMOTRON, "relu2_no_mul", bias=True),
+    Case("nemotron_relu2_tp2", SCHEME, 128, 6, 2688, 928, "relu2_no_mul"),
     Case("qwen3_swigluoai_bias", *_QWEN3, **_OAI),
+    Case("qwen3_silu_ep2", *_QWEN3, "silu", ep=2),
     Case("tiny_silu", SCHEME, 8, 2, 256, 96, "silu"),
+    Case("tiny_silu_ep2", SCHEME, 8, 2, 256, 96, "silu", ep=2),
     Case("tiny_swigluoai", SCHEME, 8, 2, 256, 96, **_OAI),
 )
 
@@ -123,7 +126,7 @@ TABLE = Table(
     cases=by_name(CASES),
     checkpoint=checkpoint,
     quantisation=quantisation,
-    stock={"marlin_mxfp8": "marlin", "humming_mxfp8": "humming"},
+    stock={"marlin_mxfp8": "marlin", "humming_mxfp8": "humming", "humming_mxfp8_grouped": "humming"},
     rounded={"mxfp8": rounded},
     faults=faults,
     ignored=ignored,
