@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from backend_table import Case, Checkpoint, Table, by_name
+from table_mxfp8 import faults, ignored
 
 from vllm_moe_oracle.oracle.problem import Routing, Scheme
 
@@ -22,7 +23,10 @@ CASES = (
     # What a rank of four holds: 23 of 90 blocks of 32.
     Case("gpt_oss_20b_tp4", GPT_OSS, 32, 4, 2880, 736, **_OAI),
     Case("qwen3_silu", OTHERS, 128, 8, 2048, 768, **_SILU),
+    # The first of eight ranks that experts are spread over.
+    Case("gpt_oss_120b_ep8", GPT_OSS, 128, 4, 2880, 2880, ep=8, **_OAI),
     Case("tiny_oai", GPT_OSS, 8, 2, 320, 96, **_OAI),
+    Case("tiny_oai_ep2", GPT_OSS, 8, 2, 320, 96, ep=2, **_OAI),
     Case("tiny_silu", OTHERS, 8, 2, 256, 96, **_SILU),
 )
 
@@ -69,11 +73,14 @@ TABLE = Table(
     cases=by_name(CASES),
     checkpoint=checkpoint,
     quantisation=quantisation,
+    faults=faults,
+    ignored=ignored,
     stock={
         "triton_mxfp4_monolithic": "triton",
         "triton_mxfp4_unfused": "triton_unfused",
         "cutlass_mxfp4": "flashinfer_cutlass",
         "marlin_mxfp4": "marlin",
         "humming_mxfp4": "humming",
+        "humming_mxfp4_grouped": "humming",
     },
 )
