@@ -1,0 +1,112 @@
+"""Backends for MXFP4 over vLLM's kernels on a GPU: conversions as stock's byte for byte, kernels that the table of
+backends does not reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+import backend_table
+from backend_table import Built, Case, Checkpoint
+from table_mxfp4 import _OAI, _SILU, GPT_OSS, OTHERS, TABLE
+
+from vllm_moe_oracle import device, plugin
+from vllm_moe_oracle.methods import selfcheck
+from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.schemes import mxfp4
+
+pytestmark = pytest.mark.gpu
+
+CASES = (
+    Case("whole_oai", GPT_OSS, 8, 2, 512, 256, **_OAI),
+    Case("whole_silu", OTHERS, 8, 2, 512, 256, **_SILU),
+    Case("padded_oai", GPT_OSS, 8, 2, 320, 96, **_OAI),
+    Case("padded_silu", OTHERS, 8, 2, 288, 96, **_SILU),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    backend_table.join_alone("cuda")
+    yield
+
+
+def stored(built: Built) -> dict[str, Any]:
+    """The tensors that stock's expert class looks at, by canonical name."""
+    config = built.method.moe_kernel.fused_experts.quant_config
+    found = {}
+    for own, index in (("w13", 1), ("w2", 2)):
+        found[own] = getattr(built.layer, f"{own}_weight")
+        for suffix in ("scale", "bias"):
+            found[f"{own}_{suffix}"] = getattr(config, f"w{index}_{suffix}")
+    return {name: tensor.data.clone() for name, tensor in found.items() if tensor is not None}
+
+
+def canonical(case: Case, checkpoint: Checkpoint, expert: int) -> dict[str, torch.Tensor]:
+    """One expert's tensors as conversions get them."""
+    problem = case.problem()
+    raw = mxfp4.read(checkpoint.raw, problem)
+    return mxfp4.canonical_expert({name: tensor[expert] for name, tensor in raw.items()}, problem)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
+@pytest.mark.parametrize("name", ["marlin_mxfp4", "humming_mxfp4"])
+def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
+    """Of sizes that nobody pads."""
+    backend, problem = default_registry()[name], case.problem()
+    checkpoint = TABLE.checkpoint(case, "cuda")
+    built = backend_table.build(TABLE, case, checkpoint, "cuda", TABLE.stock[name])
+    built.convert()
+    assert type(built.method.moe_kernel.fused_experts).__name__ == backend.stock_class
+    expected = stored(built)
+    built.close()
+    plan = backend.plan(problem, device.detect())
+    for expert in range(case.experts):
+        found = backend.convert(canonical(case, checkpoint, expert), problem, plan)
+        assert found.keys() == expected.keys()
+        for own, tensor in found.items():
+            theirs = expected[own][expert]
+            assert tensor.shape == theirs.shape and tensor.element_size() == theirs.element_size(), own
+            assert torch.equal(tensor.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)), own
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_batched_marlin_agrees_with_the_reference_and_faults_show(case: Case) -> None:
+    backend = default_registry()["marlin_mxfp4_batched"]
+    plugin.register()
+    try:
+        built = backend_table.build(TABLE, case, TABLE.checkpoint(case, "cuda"), "cuda", "auto", own="emulation")
+        method = built.method
+        problem = method.decision.problem
+        raw = mxfp4.read(dict(method.release.parameters(built.layer)), problem)
+        plan = backend.plan(problem, device.detect())
+
+        def run(tried: Any) -> selfcheck.Result:
+            with torch.device("cuda"):
+                return selfcheck.run(tried, problem, plan, raw, method.moe, method.release)
+
+        result = run(backend)
+        assert result.passed and not result.skipped, str(result)
+        for name, fault in {**backend_table.faults(case), **TABLE.faults(case)}.items():
+            assert not run(backend_table._Faulty(backend, fault)).passed, name
+        built.close()
+    finally:
+        plugin.unregister()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_backends_over_vllms_kernels_agree_with_the_reference(case: Case) -> None:
+    """Small layers, of which some are padded."""
+    rows = backend_table.rows_of(TABLE, case, "cuda", {"marlin_mxfp4", "emulation", "own_mxfp4"}, (1, 7, 64))
+    assert len(rows) == 3 and not [row["failure"] for row in rows if "failure" in row]
+    for row in rows:
+        for count, modes in row["error"].items():
+            # Small layers have few values to average over: one token's error is up to a third above the mean.
+            assert max(modes.values()) <= 4 / 3 * backend_table.LIMIT, (row["backend"], count, modes)
+        assert row["self_check"]["passed"] and not row["self_check"]["missed"], row["backend"]
