@@ -14,7 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_moe_oracle.checkpoint import MAX_BYTES, Layers, compact, layers, read
+from vllm_moe_oracle.checkpoint import Layers, layers, read
+from vllm_moe_oracle.checkpoint.files import MAX_BYTES
+from vllm_moe_oracle.checkpoint.names import compact
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.oracle.problem import Activation, Parallel, Problem, Scheme
 from vllm_moe_oracle.quantization import reader

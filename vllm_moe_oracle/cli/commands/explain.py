@@ -135,7 +135,7 @@ class _Group:
 
     @property
     def layers(self) -> str:
-        from ...checkpoint import compact
+        from ...checkpoint.names import compact
 
         return compact(self.names)
 
@@ -191,7 +191,7 @@ def _overridden(layers: Layers, settings: Settings) -> Iterator[str]:
 
 def _check_all_used(settings: Settings, layers: Layers) -> None:
     """Refuses settings that would change nothing, which a misspelt name and a stale expression both do."""
-    from ...checkpoint import compact
+    from ...checkpoint.names import compact
     from ...oracle.overrides import override_error, unmatched
 
     found = [problem.layer for problem in (*layers.problems, *layers.predicting)]

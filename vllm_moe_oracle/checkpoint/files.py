@@ -1,0 +1,124 @@
+"""The files that describe a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..quantization.fields import shown
+
+MAX_BYTES = 64 << 20
+"""Largest file that is taken for a config and not for a damaged or hostile one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The files that describe a checkpoint.
+
+    Attributes:
+        path: the config.json.
+        top: the whole of it.
+        model: the part that describes the language model: `top`, or its ``text_config``.
+        nested: whether `model` is a part.
+        quantization: the quantisation config, and the file and field that it came from; None when there is none.
+    """
+
+    path: Path
+    top: Mapping[str, Any]
+    model: Mapping[str, Any]
+    nested: bool
+    quantization: tuple[Mapping[str, Any], str] | None
+
+
+def read(path: Path) -> Config:
+    """Reads the files that describe a checkpoint.
+
+    Args:
+        path: the checkpoint's folder, or its config.json under any name.
+
+    Raises:
+        CheckpointError: a file that is missing, cannot be read, is too large, or holds no JSON object.
+    """
+    try:
+        found = path.exists()
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a null byte
+        raise CheckpointError(f"cannot be a path: {error.strerror if isinstance(error, OSError) else error}") from error
+    if not found:
+        remedy = "Give a checkpoint's folder or its config.json; nothing is downloaded"
+        raise CheckpointError("no such file or folder", remedy, str(path))
+    file = path / "config.json" if path.is_dir() else path
+    if not file.exists():
+        raise CheckpointError("the folder has no config.json", where=str(path))
+    top = _object(file)
+    model, nested = _language_model(top, file)
+    return Config(file, top, model, nested, _quantization(top, model, file))
+
+
+def _object(file: Path) -> Mapping[str, Any]:
+    """The JSON object in a file. Python's own parser: model configs hold Infinity, which is no JSON but usual."""
+    try:
+        status = file.stat()
+        # A pipe or a device would block, or never end.
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError("is no regular file", where=str(file))
+        if status.st_size > MAX_BYTES:
+            rule = f"has {status.st_size} bytes; a config of more than {MAX_BYTES} is not read"
+            raise CheckpointError(rule, where=str(file))
+        data = json.loads(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(file)) from error
+    except RecursionError as error:
+        raise CheckpointError("is nested too deeply to be a model's config", where=str(file)) from error
+    except ValueError as error:
+        # Not JSON, not text, or a number of more digits than Python reads.
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"is not JSON: {_line(error)}", where=str(file)) from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"holds {shown(data)}, not a JSON object", where=str(file))
+    return data
+
+
+def _language_model(top: Mapping[str, Any], file: Path) -> tuple[Mapping[str, Any], bool]:
+    """The part of a config that describes the language model."""
+    for name in ("text_config", "llm_config", "language_config", "thinker_config"):
+        part = top.get(name)
+        if part is None:
+            continue
+        if not isinstance(part, Mapping):
+            raise CheckpointError(f"{name} is {shown(part)}, not an object", where=str(file))
+        inner = part.get("text_config")
+        return (inner if isinstance(inner, Mapping) else part), True
+    return top, False
+
+
+def _quantization(top: Mapping[str, Any], model: Mapping[str, Any], file: Path) -> tuple[Mapping[str, Any], str] | None:
+    """The quantisation config, from the place where vLLM would take it."""
+    beside = file.with_name("hf_quant_config.json") if file.name == "config.json" else None
+    for part, field in (
+        (top, "quantization_config"),
+        (model, "quantization_config"),
+        (top, "compression_config"),
+    ):
+        found = part.get(field)
+        if found is None:
+            continue
+        if not isinstance(found, Mapping):
+            raise CheckpointError(f"{field} is {shown(found)}, not an object", where=str(file))
+        mixed = str(found.get("quant_algo", "")).upper() == "MIXED_PRECISION"
+        if mixed and "quantized_layers" not in found and beside is not None and beside.exists():
+            # Older ModelOpt releases write the algorithm into config.json and its layers into the other file only.
+            break
+        return found, f"{file}, {field}"
+    if beside is not None and beside.exists():
+        return _object(beside), str(beside)
+    return None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
