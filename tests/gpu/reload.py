@@ -28,12 +28,19 @@ TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "e2e")]
 
 CASES = (
-    "mxfp8:auto", "mxfp8:marlin_mxfp8", "mxfp8:own_mxfp8", "online:own_mxfp8",
+    "mxfp8:auto", "mxfp8:marlin_mxfp8", "mxfp8:own_mxfp8", "online:own_mxfp8", "padded:marlin_mxfp8",
     "mxfp4:auto", "mxfp4:marlin_mxfp4", "mxfp4:own_mxfp4",
 )  # fmt: skip
 """Checkpoint and backend."""
-FORMATS = {"mxfp8": ("qwen3_moe", "mxfp8"), "online": ("qwen3_moe", "bf16"), "mxfp4": ("gpt_oss", "mxfp4")}
+FORMATS = {
+    "mxfp8": ("qwen3_moe", "mxfp8"),
+    "online": ("qwen3_moe", "bf16"),
+    "padded": ("qwen3_moe", "mxfp8"),
+    "mxfp4": ("gpt_oss", "mxfp4"),
+}
 """Architecture and format of the checkpoint."""
+INTERMEDIATE = {"padded": 160}
+"""Intermediate sizes other than 256: one that Marlin pads to 192, while loaders see the checkpoint's own."""
 ENGINE: dict[str, dict[str, Any]] = {
     "online": {"quantization": "mxfp8", "quantization_config": {"ignore": ["lm_head", "re:.*\\.mlp\\.gate$"]}}
 }
@@ -50,13 +57,19 @@ def write(folder: Path, case: str, seed: int) -> str:
     """The checkpoint of a case and seed."""
     import checkpoints
 
-    arch, kind = FORMATS[case.partition(":")[0]]
+    kind, _, _ = case.partition(":")
+    arch, written = FORMATS[kind]
     size = checkpoints.Size(
-        layers=2, hidden=512, intermediate=256, experts=16, top_k=4, heads=8, kv_heads=2, head_dim=64
+        layers=2,
+        hidden=512,
+        intermediate=INTERMEDIATE.get(kind, 256),
+        experts=16,
+        top_k=4,
+        heads=8,
+        kv_heads=2,
+        head_dim=64,
     )
-    return str(
-        checkpoints.write_checkpoint(folder / f"{arch}-{kind}-{seed}", arch=arch, format=kind, seed=seed, size=size)
-    )
+    return str(checkpoints.write_checkpoint(folder / f"{kind}-{seed}", arch=arch, format=written, seed=seed, size=size))
 
 
 class Served:
@@ -246,6 +259,7 @@ def conditions() -> dict[str, Any]:
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "tolerance": TOLERANCE,
+        "date": time.strftime("%Y-%m-%d"),
         "command": "python " + " ".join(["tests/gpu/reload.py", *sys.argv[1:]]),
     }
 
