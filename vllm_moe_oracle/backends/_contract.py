@@ -7,7 +7,7 @@ that touch tensors import torch, and they do it when they are called.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -158,6 +158,17 @@ class Backend(ABC):
     def tiled(self, problem: Problem, tile: str) -> AbstractContextManager[None]:
         """While the context lasts, calls run with a configuration of `tiles`: for measuring it."""
         return nullcontext()
+
+    def compiled(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable] | None:
+        """What must have been compiled before a call with so many tokens runs. Kernels of one name are the same for all
+        layers, so each is compiled once. Empty for a backend whose kernels come compiled; None where it is not known.
+
+        Args:
+            problem: the layer.
+            tokens: number of tokens.
+            tile: a configuration of `tiles`; "" for its own choice.
+        """
+        return None
 
     @abstractmethod
     def estimate(self, problem: Problem, device: Device) -> float:

@@ -10,6 +10,7 @@ Until vLLM 0.29 the operator reorders input features itself (act order ``group``
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from ..compat import since
@@ -118,6 +119,10 @@ class MarlinWna16(Backend):
         """One rounding of a weight: its group scale multiplies in 16 bit."""
         scaled = "scaled there" if problem.scheme.group_size != -1 else "the sums scaled"
         return Numerics(f"codes converted exactly to {problem.dtype}, {scaled}", f"left in {problem.dtype}")
+
+    def compiled(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:
+        """Nothing: the operator comes compiled."""
+        return frozenset()
 
     def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
         """Pads, then repacks codes, scales, zero points and biases.

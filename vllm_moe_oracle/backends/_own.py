@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -216,6 +217,42 @@ class OwnBackend(Backend):
         from ..kernels.config import checked, given
 
         return given(self._allocate(problem, problem.local_experts, "meta"), problem.top_k, checked(tile))
+
+    def compiled(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:
+        """Triton compiles a kernel for a tile, and for everything of a layer but its sizes: of these it asks whether
+        they are multiples of 16, and the tile whether they are whole steps."""
+        from ..kernels.config import INVARIANT, Config, checked, choose, format_key
+
+        blank = self._allocate(problem, problem.local_experts, "meta")
+        quantise = self.activations(problem) == "mxfp8"
+        if tile:
+            config: Any = checked(tile)
+        else:
+            own = None if problem.batch_invariant else choose(blank, problem.top_k, tokens, quantise=quantise)
+            config = own or INVARIANT
+        matrices = {"w13": blank.w13, "w2": blank.w2}
+        numbers = [blank.hidden, blank.intermediate]
+        for matrix in matrices.values():
+            words = [each for each in (matrix.scales, matrix.zeros) if each is not None]
+            numbers += [*matrix.codes.shape[1:], *(each.stride(0) for each in words)]
+        activation = problem.activation
+        common = (
+            self.name, format_key(blank), problem.dtype, problem.scheme.zero_points, problem.has_bias, problem.top_k,
+            activation.name, activation.limit is None, problem.routing.weight_on_input, problem.parallel.ep > 1,
+            quantise, tuple((number % 16 == 0, number == 1) for number in numbers),
+        )  # fmt: skip
+        if not isinstance(config, Config):
+            return frozenset({(*common, str(config), blank.experts)})
+        found: set[Hashable] = set()
+        for name, part in (("w13", config.gate_up), ("w2", config.down)):
+            columns, step = matrices[name].columns, part.bk * part.fold
+            whole = (columns % step == 0, columns if part.straight or part.sweep > 1 else None)
+            found.add((name, *common, config.per_slot, config.prefetch, config.fuse_sum, str(part), *whole))
+        # Of the kernels that sort slots and sum over choices: how many at a time, in one or in two.
+        slots = tokens * problem.top_k
+        few = (min(max(slots, 128), 1024).bit_length(), slots > 8192, tokens >= 64)
+        found.add(("slots", blank.experts, problem.top_k, config.gate_up.bm, config.per_slot, *few))
+        return frozenset(found)
 
     def _give(self, problem: Problem, plan: Plan) -> None:
         """Puts the plan's configurations before the kernels' own table, for all layers of the format and shape; the

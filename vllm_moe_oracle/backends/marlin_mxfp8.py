@@ -7,6 +7,7 @@ must be a multiple of 128; the intermediate size is zero-padded to a multiple of
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from ..compat import since
@@ -67,6 +68,10 @@ class MarlinMxfp8(Backend):
     def numerics(self, problem: Problem) -> Numerics:
         """Exact weights; scales of 2**-127 count as zero."""
         return Numerics("converted exactly to bfloat16, scaled there", f"left in {problem.dtype}")
+
+    def compiled(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:
+        """Nothing: the operator comes compiled."""
+        return frozenset()
 
     def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
         """Pads, then repacks codes, scales and biases.

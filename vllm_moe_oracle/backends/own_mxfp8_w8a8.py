@@ -24,6 +24,10 @@ class OwnMxfp8W8A8(OwnBackend):
         """MXFP8, computed from each token as it comes and from the activation's float32 values."""
         return "mxfp8"
 
+    def tiles(self, problem: Problem, tokens: int, most: int) -> tuple[str, ...]:
+        """None: it is taken for its numbers, by name, and then with its own choice."""
+        return ()
+
     def numerics(self, problem: Problem) -> Numerics:
         """Exact weights; both products' inputs rounded to MXFP8."""
         return Numerics("converted exactly to bfloat16, scaled there", "quantised to MXFP8 per token")

@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,7 +38,8 @@ logger = logging.getLogger("vllm.moe_oracle")
 ROTATED_BYTES = 128 << 20
 """Layers smaller than this exist several times, up to this size together: more than twice an H200's second-level
 cache."""
-_MOST_COPIES = 4
+MOST_COPIES = 4
+"""How often such a layer exists, at most."""
 TILE_MARGIN = 0.02
 """By what part a tile configuration must be faster than a backend's own choice to go before it."""
 CHECKED = 4
@@ -102,15 +104,23 @@ class Engine:
     def __post_init__(self) -> None:
         self.clock = timing.CudaClock() if self.device.kind == "cuda" else timing.HostClock()
 
-    def bench(self, problem: Problem, backends: Sequence[Backend]) -> Bench:
-        """A layer with each of some backends, ready to be timed. One that cannot be built is a failure of its own."""
-        return Bench(self, problem, backends)
+    def bench(self, problem: Problem, backends: Sequence[Backend], copies: int = MOST_COPIES) -> Bench:
+        """A layer with each of some backends, ready to be timed. One that cannot be built is a failure of its own.
+
+        Args:
+            problem: the layer.
+            backends: the backends.
+            copies: how often a small layer exists, at most.
+        """
+        return Bench(self, problem, backends, copies)
 
 
 class Layer:
     """One backend's layer, in as many copies as keep their weights out of the cache."""
 
-    def __init__(self, engine: Engine, problem: Problem, backend: Backend, experts: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, engine: Engine, problem: Problem, backend: Backend, experts: Mapping[str, Tensor], copies: int
+    ) -> None:
         from ..compat import alone
 
         release = current_adapter()
@@ -123,7 +133,7 @@ class Layer:
         ]
         self.copies: list[tuple[Any, Any, int]] = []
         size = sum(each.nbytes for each in converted[0].values()) * problem.local_experts
-        for _ in range(max(1, min(_MOST_COPIES, math.ceil(ROTATED_BYTES / max(size, 1))))):
+        for _ in range(max(1, min(copies, math.ceil(ROTATED_BYTES / max(size, 1))))):
             tensors = {
                 name: weights.repeated(weights.stacked(tuple(each[name] for each in converted)), problem.local_experts)
                 for name in converted[0]
@@ -184,22 +194,34 @@ class Bench:
         failures: why a backend is not timed, by name.
         routed: experts are chosen on the clock, because one of the backends does it in its kernel.
         extra: functions of x, weights, ids and logits that are timed beside the backends, by name.
+        spent: seconds by what they went into: ``building`` layers, ``first calls``, which compile what is not compiled,
+            ``graphs``, ``checking``, and ``timing``.
     """
 
-    def __init__(self, engine: Engine, problem: Problem, backends: Sequence[Backend]) -> None:
+    def __init__(self, engine: Engine, problem: Problem, backends: Sequence[Backend], copies: int) -> None:
         self.engine, self.problem = engine, problem
+        self.spent: dict[str, float] = {}
         self.failures: dict[str, str] = {}
         self.routed = any(backend.monolithic for backend in backends)
         few = min(weights.DISTINCT, problem.local_experts)
-        self.experts = weights.canonical_experts(problem, engine.device.kind, few)
         self._layers: dict[str, Layer] = {}
         self._backends = {backend.name: backend for backend in backends}
         self.extra: dict[str, Callable[..., Tensor]] = {}
-        for backend in backends:
-            try:
-                self._layers[backend.name] = Layer(engine, problem, backend, self.experts)
-            except Exception as error:  # whatever a kernel's library raises is why it is not timed
-                self.fail(backend.name, error)
+        with self._spending("building"):
+            self.experts = weights.canonical_experts(problem, engine.device.kind, few)
+            for backend in backends:
+                try:
+                    self._layers[backend.name] = Layer(engine, problem, backend, self.experts, copies)
+                except Exception as error:  # whatever a kernel's library raises is why it is not timed
+                    self.fail(backend.name, error)
+
+    @contextmanager
+    def _spending(self, words: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spent[words] = self.spent.get(words, 0.0) + time.monotonic() - begin
 
     def fail(self, name: str, error: Exception) -> None:
         """Notes that a backend cannot be timed.
@@ -219,23 +241,24 @@ class Bench:
         """Backends that can be timed so far."""
         return [*self._layers, *self.extra]
 
-    def warm(self, count: int, routing: RoutingKind = "uniform", tiles: int = 0) -> None:
+    def warm(self, count: int, routing: RoutingKind = "uniform", tile: str = "") -> None:
         """Runs everything once at a number of tokens, which compiles what has to be compiled.
 
         Args:
             count: tokens.
             routing: how they choose experts.
-            tiles: see `measure`.
+            tile: a configuration to run instead of a backend's own choice.
         """
         tokens = weights.tokens(self.problem, count, routing, self.engine.device.kind)
         for name in self.names:
+            if tile:
+                self._try(Variant(name, tile), tokens)
+                continue
             try:
                 self._run_once(name, tokens)()
                 _wait(self.engine.device)
             except Exception as error:
                 self.fail(name, error)
-        for variant in self._variants(count, tiles):
-            self._try(variant, tokens)
 
     def _variants(self, count: int, tiles: int) -> list[Variant]:
         """Backends with other tile configurations than their own, at a number of tokens."""
@@ -289,18 +312,20 @@ class Bench:
         """
         # First everything without a graph: a workspace that grows afterwards would leave graphs with the old one.
         before = set(self.failures)
-        self.warm(count, routing)
+        with self._spending("first calls"):
+            self.warm(count, routing)
         tokens = weights.tokens(self.problem, count, routing, self.engine.device.kind)
         prepared: dict[str | Variant, list[Run]] = {}
         errors: dict[str | Variant, float] = {}
         failed = [self._failed(name, count, routing) for name in self.failures if name not in before]
         references: dict[str, Tensor] = {}
-        fixed = {
-            name: tile
-            for name, tile in fixed.items()
-            if name in self._layers and self._try(Variant(name, tile), tokens)
-        }
-        variants = [each for each in self._variants(count, tiles) if self._try(each, tokens)]
+        with self._spending("first calls"):
+            fixed = {
+                name: tile
+                for name, tile in fixed.items()
+                if name in self._layers and self._try(Variant(name, tile), tokens)
+            }
+            variants = [each for each in self._variants(count, tiles) if self._try(each, tokens)]
         todo: list[str | Variant] = [*self.names, *variants]
         for name in todo:
             owner = name.backend if isinstance(name, Variant) else name
@@ -310,21 +335,23 @@ class Bench:
                 continue
             try:
                 if backend is None:
-                    replay, output = self.engine.clock.prepare(self._run_once(owner, tokens))
+                    with self._spending("graphs"):
+                        replay, output = self.engine.clock.prepare(self._run_once(owner, tokens))
                     prepared[name] = [replay]
                     replay()
                     if not bool(torch.isfinite(output.float()).all()):
                         raise MeasurementError("its output is not finite")
                     errors[name] = 0.0
                     continue
-                with backend.tiled(self.problem, tile) if tile else contextlib.nullcontext():
+                with self._spending("graphs"), backend.tiled(self.problem, tile) if tile else contextlib.nullcontext():
                     runs = self._layers[owner].runs(self.engine, tokens, self.routed)
                     graphs = [self.engine.clock.prepare(run) for run in runs]
                 prepared[name] = [replay for replay, _ in graphs]
-                precision = backend.activations(self.problem)
-                if precision not in references:
-                    references[precision] = self._reference(tokens, backend)
-                errors[name] = self._check(graphs[0], references[precision], backend)
+                with self._spending("checking"):
+                    precision = backend.activations(self.problem)
+                    if precision not in references:
+                        references[precision] = self._reference(tokens, backend)
+                    errors[name] = self._check(graphs[0], references[precision], backend)
             except Exception as error:
                 prepared.pop(name, None)
                 if isinstance(name, Variant) and not any(word in str(error) for word in _BROKEN):
@@ -332,7 +359,8 @@ class Bench:
                     continue
                 self.fail(owner, error)
                 failed.append(self._failed(owner, count, routing))
-        times = timing.compare(self.engine.clock, prepared, replays, seconds) if prepared else {}
+        with self._spending("timing"):
+            times = timing.compare(self.engine.clock, prepared, replays, seconds) if prepared else {}
         best = {name: self._fastest(name, times) for name in times if isinstance(name, str)}
         return failed + [
             Sample(

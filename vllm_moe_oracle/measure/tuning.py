@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -96,6 +96,7 @@ class Outcome:
         measured: how many of these are new.
         unfinished: why something is missing; "" when nothing is.
         seconds: what it took.
+        spent: seconds by what they went into: `engine.Bench.spent`, and of processes that compiled beforehand.
     """
 
     problem: Problem
@@ -103,6 +104,7 @@ class Outcome:
     measured: int = 0
     unfinished: str = ""
     seconds: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict)
 
 
 Progress = Callable[[str, int, int], None]
@@ -175,18 +177,22 @@ def tune(
         return outcomes
     most = max(plan.buckets)
     work = {cell: cells[cell] for cell, todo in steps.items() if todo}
+    compiling: dict[str, dict[str, float]] = {}
     if plan.jobs:
         chosen = [
             (problem, _hopeful(accepted(problem, device, settings), outcomes[cell])) for cell, problem in work.items()
         ]
         seconds = None if plan.budget is None else plan.budget * COMPILING
-        compile_beforehand(chosen, device, plan.buckets, plan.jobs, progress, plan.gpus, plan.tiles, seconds)
+        compiling = compile_beforehand(
+            chosen, device, plan.buckets, plan.jobs, progress, plan.gpus, plan.tiles, seconds
+        )
     if plan.gpus:
         left = None if plan.budget is None else time.time() + plan.budget - (time.monotonic() - begin)
         tasks = [_Task(cells[cell], device, settings, store, plan, tuple(known), left) for cell in work]
         sizes = [len(steps[cell]) for cell in work]
         for cell, found in zip(work, _spread(tasks, sizes, plan.gpus, progress), strict=True):
             outcomes[cell] = found
+            found.spent |= compiling.get(found.problem.layer, {})
         progress("done", total, total)
         return outcomes
     done = 0
@@ -202,6 +208,7 @@ def tune(
 
             _measure(ready, cell, problem, steps[cell], left, here, settings, store, plan, outcomes[cell], tell)
             outcomes[cell].seconds = time.monotonic() - started
+            outcomes[cell].spent |= compiling.get(problem.layer, {})
             done += len(steps[cell])
     progress("done", total, total)
     return outcomes
@@ -341,6 +348,7 @@ def _measure(
         _remember(error, here, cell, problem, steps, store)
         raise
     finally:
+        outcome.spent |= bench.spent
         bench.close()
 
 
@@ -368,17 +376,57 @@ def _remember(
 # --- Compiling beforehand ---------------------------------------------------------------------------------------------
 
 
+Call = tuple[int, str]
+"""A number of tokens, and a tile configuration; "" for a backend's own choice."""
+
+CALLS = 6
+"""Calls of a process at a time that have something to compile, where it is known what: half a minute at most."""
+
+
 @dataclass(frozen=True)
 class _Job:
-    """A backend of a layer, at some numbers of tokens, with so many other tile configurations; `most` tokens are the
-    most of any call."""
+    """Calls of a backend of a layer; `most` tokens are the most of any."""
 
     problem: Problem
     backend: str
-    counts: tuple[int, ...]
+    calls: tuple[Call, ...]
     device: Device
     most: int
-    tiles: int
+
+
+def _jobs(
+    work: Sequence[tuple[Problem, Sequence[str]]], device: Device, counts: Sequence[int], tiles: int
+) -> Iterator[_Job]:
+    """What is to be compiled, each kernel once where a backend can tell them apart."""
+    registry = default_registry()
+    seen: set[Hashable] = set()
+    for problem, names in work:
+        # This project's kernels compile the longest: what is begun last should be short.
+        for name in sorted(names, key=lambda name: not name.startswith("own")):
+            plain = [(count, "") for count in counts]
+            if name.startswith(STOCK):  # building it converts all its experts, once is enough
+                yield _Job(problem, name, tuple(plain), device, max(counts))
+                continue
+            backend = registry[name]
+            if backend.compiled(problem, max(counts)) is None:
+                # In two parts, because it may compile for each number of tokens.
+                parts = [plain[first::2] for first in range(2)]
+            else:
+                calls = plain + [
+                    (count, tile)
+                    for count in counts
+                    for tile in (backend.tiles(problem, count, tiles) if tiles else ())
+                ]
+                missing = []
+                for count, tile in calls:
+                    kernels = backend.compiled(problem, count, tile) or frozenset()
+                    if not kernels <= seen:
+                        missing.append((count, tile))
+                        seen |= kernels
+                parts = [missing[first : first + CALLS] for first in range(0, len(missing), CALLS)]
+            for part in parts:
+                if part:
+                    yield _Job(problem, name, tuple(part), device, max(counts))
 
 
 def compile_beforehand(
@@ -390,7 +438,7 @@ def compile_beforehand(
     gpus: Sequence[str] = (),
     tiles: int = 0,
     seconds: float | None = None,
-) -> None:
+) -> dict[str, dict[str, float]]:
     """Runs backends once at every number of tokens, in processes of their own: the caches of what compiles are on disk.
     A process that dies takes nothing with it but its own task, which is then compiled where it is measured.
 
@@ -403,44 +451,53 @@ def compile_beforehand(
         gpus: where they run, by turns; this process's own when empty.
         tiles: tile configurations that are compiled beside a backend's own choice.
         seconds: after which what is not compiled is left to where it is measured; None for no end.
+
+    Returns:
+        Seconds of processes by layer, and by what they went into: ``compiling NAME``, for what no layer before it had
+        to have compiled too, and ``building NAME``.
     """
     begin = time.monotonic()
-    # In parts, because one backend may compile for each number of tokens. A stock layer converts all its experts.
-    parts = [part for part in (tuple(counts[first::4]) for first in range(4)) if part]
-    jobs: list[_Job] = []
-    for problem, names in work:
-        # This project's kernels compile the longest: what is begun last should be short.
-        for name in sorted(names, key=lambda name: not name.startswith("own")):
-            chosen = [tuple(counts)] if name.startswith(STOCK) else parts
-            jobs += [_Job(problem, name, part, device, max(counts), tiles) for part in chosen]
+    jobs = list(_jobs(work, device, counts, tiles))
     places = list(itertools.islice(itertools.cycle(gpus or (None,)), processes))
+    spent: dict[str, dict[str, float]] = {}
     done = 0
     with contextlib.closing(crew.run(_warm, jobs, places, quiet=True)) as found:
         for news in found:
             if news.kind != "said":
                 done += 1
                 progress(f"compiling in {min(processes, len(jobs))} processes", done, len(jobs))
+            if news.kind == "done":
+                job = jobs[news.task]
+                layer = spent.setdefault(job.problem.layer, {})
+                for words, took in zip(("building", "compiling"), news.value, strict=True):
+                    layer[f"{words} {job.backend}"] = layer.get(f"{words} {job.backend}", 0.0) + took
             if seconds is not None and time.monotonic() - begin > seconds:
                 break
+    progress(f"compiled for {time.monotonic() - begin:.0f} s", done, len(jobs))
+    return spent
 
 
 _held: list[object] = []
 
 
-def _warm(job: _Job, tell: crew.Tell) -> None:
+def _warm(job: _Job, tell: crew.Tell) -> tuple[float, float]:
+    """Seconds of building the layer, and of the calls."""
     if not _held:  # one engine a process, until the process ends
         context = engine.ready(job.device, job.most)
         _held.extend((context, context.__enter__()))
     ready = _held[1]
     assert isinstance(ready, engine.Engine)
+    begin = time.monotonic()
     # What breaks a process here is met again, and kept, where it is measured.
     stock = job.backend.startswith(STOCK)
-    bench = ready.bench(job.problem, [] if stock else [default_registry()[job.backend]])
+    bench = ready.bench(job.problem, [] if stock else [default_registry()[job.backend]], copies=1)
     if stock:
         add_stock(bench, job.device, [job.backend.removeprefix(STOCK)], job.most)
-    for count in sorted(job.counts, reverse=True):
-        bench.warm(count, tiles=job.tiles)
+    built = time.monotonic()
+    for count, tile in sorted(job.calls, reverse=True):
+        bench.warm(count, tile=tile)
     bench.close()
+    return built - begin, time.monotonic() - built
 
 
 def add_stock(bench: engine.Bench, device: Device, names: Sequence[str], most: int) -> dict[str, str]:

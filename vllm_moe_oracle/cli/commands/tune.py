@@ -213,6 +213,7 @@ def _results(outcomes: dict[Cell, Outcome], device: Device, settings: Settings) 
                 "cell": str(cell),
                 "measured": outcome.measured,
                 "seconds": round(outcome.seconds, 1),
+                "spent": {words: round(seconds, 2) for words, seconds in sorted(outcome.spent.items())},
                 "unfinished": outcome.unfinished,
                 "failures": {each.backend: each.failure for each in outcome.samples if each.failure},
                 "backend": None if decision is None else decision.backend,

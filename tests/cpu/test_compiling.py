@@ -1,0 +1,133 @@
+"""Compiling beforehand: each kernel once, whatever layers have it, and none that a layer will run is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+pytest.importorskip("vllm", reason="the module that compiles builds layers with vLLM")
+
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from vllm_moe_oracle import device, settings  # noqa: E402
+from vllm_moe_oracle.backends import Backend  # noqa: E402
+from vllm_moe_oracle.kernels import fused_moe, prefill_launch  # noqa: E402
+from vllm_moe_oracle.kernels.config import choose  # noqa: E402
+from vllm_moe_oracle.measure import shapes, tuning  # noqa: E402
+from vllm_moe_oracle.oracle.problem import Problem  # noqa: E402
+from vllm_moe_oracle.oracle.registry import default_registry  # noqa: E402
+
+H200 = device.named("nvidia-h200")
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 256, 1024, 4096)
+LAYERS = [
+    shapes.parse(name)
+    for name in (
+        "mxfp8:qwen3-30b-a3b", "mxfp8:qwen3-235b-a22b@tp4", "mxfp8:glm-4.5@tp8", "int4_g128:qwen3-30b-a3b",
+        "int4_g128:glm-4.5-air", "int4_g128:qwen3.5-35b-a3b", "int4_g32:kimi-k2@tp8", "int8_g128:qwen3-30b-a3b",
+        "mxfp4:gpt-oss-20b", "mxfp4:gpt-oss-120b@tp2", "mxfp8:nemotron-3-nano", "int4_g32:nemotron-3-nano",
+        "int4_g128:mixtral-8x7b",
+    )
+]  # fmt: skip
+TILES = 2
+
+
+def work() -> list[tuple[Problem, tuple[str, ...]]]:
+    return [(layer, tuning.accepted(layer, H200, settings.load({}))) for layer in LAYERS]
+
+
+def launches(backend: Any, problem: Problem, tokens: int, tile: str) -> set[Any]:
+    """What Triton would compile for a call: kernel, constants, what it asks of other arguments, and options."""
+    weights = backend._allocate(problem, problem.local_experts, "meta")
+    quantise = backend.activations(problem) == "mxfp8"
+    found: set[Any] = set()
+
+    def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        given = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        asked = []
+        for parameter in self.params:
+            value = given.pop(parameter.name)
+            if parameter.is_constexpr:
+                asked.append(value)
+            elif isinstance(value, torch.Tensor):
+                asked.append(value.dtype)
+            elif isinstance(value, int) and not parameter.do_not_specialize:
+                asked.append((value == 1, value % 16 == 0))
+        found.add(
+            (self.__name__, tuple(map(str, asked)), tuple(sorted((key, str(each)) for key, each in given.items())))
+        )
+
+    with pytest.MonkeyPatch.context() as patch, backend.tiled(problem, tile) if tile else patch.context():
+        patch.setattr(JITFunction, "run", record)
+        patch.setattr(prefill_launch, "_processors", lambda device: 132)
+        config = choose(weights, problem.top_k, tokens, quantise=quantise)
+        plan = fused_moe.plan_workspace(weights, tokens, problem.top_k, config, quantise=quantise)
+        x = torch.empty(tokens, problem.hidden_size, dtype=torch.bfloat16, device="meta")
+        routed = torch.empty(tokens, problem.top_k, device="meta")
+        activation = problem.activation
+        fused_moe.fused_moe(
+            x, weights, routed, routed.to(torch.int32), activation=activation.name, alpha=activation.alpha,
+            beta=activation.beta, limit=activation.limit, out=torch.empty_like(x), pdl=True,
+            workspace=torch.empty(plan.nbytes, dtype=torch.uint8, device="meta"),
+            counters=torch.empty(max(1, plan.counters), dtype=torch.int32, device="meta"),
+            quantise_activations=quantise, config=config,
+        )  # fmt: skip
+    return found
+
+
+def calls(backend: Backend, problem: Problem) -> Iterator[tuple[int, str]]:
+    for count in COUNTS:
+        yield count, ""
+        yield from ((count, tile) for tile in backend.tiles(problem, count, TILES))
+
+
+def test_every_kernel_that_a_layer_will_run_is_compiled_and_few_twice() -> None:
+    jobs = [*tuning._jobs(work(), H200, COUNTS, TILES)]
+    compiled: set[Any] = set()
+    done = 0
+    for job in jobs:
+        if job.backend.startswith("own"):
+            backend = default_registry()[job.backend]
+            done += len(job.calls)
+            for call in job.calls:
+                compiled |= launches(backend, job.problem, *call)
+    needed: set[Any] = set()
+    all_calls = 0
+    for problem, names in work():
+        for name in names:
+            if name.startswith("own"):
+                backend = default_registry()[name]
+                for call in calls(backend, problem):
+                    needed |= launches(backend, problem, *call)
+                    all_calls += 1
+    assert needed <= compiled, sorted(needed - compiled, key=str)[:3]
+    assert done < 0.6 * all_calls, (done, all_calls)
+
+
+def test_a_backend_that_brings_its_kernels_has_no_part_and_an_unknown_one_all() -> None:
+    jobs = [*tuning._jobs(work(), H200, COUNTS, 0)]
+    assert not any("marlin" in job.backend for job in jobs)
+    for problem, names in work():
+        for name in names:
+            mine = [job.calls for job in jobs if (job.problem, job.backend) == (problem, name)]
+            if "humming" in name or name.startswith("triton"):
+                assert sorted(count for each in mine for count, _ in each) == [*COUNTS], name
+            assert all(len(each) <= tuning.CALLS for each in mine)
+
+
+def test_equal_layers_compile_once_and_a_difference_is_noticed() -> None:
+    own = next(each for each in default_registry() if each.name == "own_wna16")
+    layer = shapes.parse("int4_g128:qwen3-30b-a3b")
+    other = shapes.parse("int4_g32:qwen3-30b-a3b")
+    assert own.compiled(layer, 16) == own.compiled(layer, 16) != own.compiled(other, 16)
+    tile = own.tiles(layer, 16, 1)[0]
+    assert own.compiled(layer, 16, tile) != own.compiled(layer, 16)
+
+
+def test_the_most_important_layer_comes_first() -> None:
+    jobs = [*tuning._jobs(work(), H200, COUNTS, TILES)]
+    order = [LAYERS.index(job.problem) for job in jobs]
+    assert order == sorted(order)
