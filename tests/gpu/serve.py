@@ -1,19 +1,22 @@
-"""A whole model with random weights through vLLM, without the plugin and with it: start, decode step, prefill.
+"""A whole model with random weights through vLLM's own benchmarks, without the plugin and with it.
 
     python tests/gpu/serve.py --model qwen3-mxfp8 --model qwen3-gptq --model gpt-oss --json serve.json
 
 Shapes of Qwen3-30B-A3B and gpt-oss-20b with fewer layers, weights that vLLM makes up (``--load-format dummy``),
 compiled as by default, CUDA graphs of the batch sizes that are timed. Each mode runs in a process of its own:
 ``stock`` is vLLM without the plugin, ``auto`` with it, and any other name is a backend of ours for every layer. The
-modes of a model share vLLM's compile cache, so that all but the first start warm. A decode step is the slope of the
-time over the number of generated tokens, at each batch size; prefill is 32 prompts of 1024 tokens. The JSON file is
-written after each mode; one that is ended keeps what it has measured.
+modes of a model share vLLM's compile cache, so that all but the first start warm.
 
-Nothing else should run on the machine: a start compiles for half a minute, on every core. Two minutes a model on an
-H200; with other compilations beside it a start alone took longer than 75 s.
+What is timed is what ``vllm bench latency`` and ``vllm bench throughput`` run: their `main`, with their arguments and
+their files of results. Only the engine is made once for all of them, since a start takes half a minute and more: the
+options that describe it are the same each time. A decode step is the difference of the medians of two latency
+benchmarks over that of their output lengths; prefill is a throughput benchmark with one token to generate. The JSON
+file is written after each mode; one that is ended keeps what it has measured.
 
-``--busy`` finds how long the GPU works in a decode step: with the engine in the measuring process, from the intervals
-of its kernels. What a step takes beyond that is vLLM's host side.
+Nothing else should run on the machine's GPU and cores: a start compiles for half a minute, on every core.
+
+``--busy`` finds, too, how long the GPU works in a decode step, and on what: with the engine in the measuring process,
+from the intervals of its kernels. What a step takes beyond that is vLLM's host side.
 
 On a CPU a tiny model goes the same way: add ``--tiny``.
 """
@@ -29,11 +32,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import checkpoints  # noqa: E402
+
 CONFIGS = ROOT / "tests" / "golden" / "configs"
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False}
@@ -45,7 +52,7 @@ MODELS: dict[str, tuple[Path, dict[str, Any]]] = {
 """Config and what is changed in it, by the name of `--model`."""
 
 TINY: dict[str, Any] = {
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512, "intermediate_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 16384, "intermediate_size": 128,
     "max_position_embeddings": 4096,
 }  # fmt: skip
 """What makes a config one for a CPU; each family's own names of the rest are found in it."""
@@ -54,7 +61,15 @@ _TINY_SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 
 
 PREFILL = (32, 1024)
 BATCHES = (1, 8, 64)
-SHORT, LONG = 16, 144
+PROMPT, SHORT, LONG = 32, 16, 144
+"""Tokens of a latency benchmark's prompts, and what two of them generate."""
+MIXED = (128, 128)
+"""Tokens of a throughput benchmark's prompts, and what it generates."""
+WARMUPS, ITERATIONS = 2, 9
+BUSY_SHORT, BUSY_LONG = 8, 40
+"""Tokens that are generated under the profiler, which keeps every kernel."""
+NAMED = 14
+"""Kernels, those that take the longest, whose times are kept."""
 LAST_WORDS, ERRORS = 1500, 12
 """Characters of the end of a log, and lines with an error's name, that are kept of a mode that failed."""
 
@@ -71,72 +86,142 @@ def config_of(model: str, layers: int, tiny: bool) -> dict[str, Any]:
     return config
 
 
-def measure(folder: str, mode: str, tiny: bool, busy: bool = False) -> dict[str, Any]:
-    """Loads the model and times it; in a process of its own.
+def write_model(folder: Path, config: dict[str, Any]) -> None:
+    """The model's files: its config, and a tokenizer, which the throughput benchmark makes its prompts with."""
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoints.write_tokenizer(folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 1 << 20}))  # no limit of its own
+
+
+def engine_options(folder: str, mode: str, tiny: bool) -> list[str]:
+    """The engine, as vLLM's benchmarks are told about it on their command lines."""
+    # The batch sizes that are timed, and no others: every size is compiled and captured while the engine starts.
+    graphs = [] if tiny else ["--compilation-config", json.dumps({"cudagraph_capture_sizes": list(BATCHES)})]
+    oracle = {} if mode in ("stock", "auto") else {"backend": mode}
+    return [
+        "--model", folder, "--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "2048",
+        "--max-num-seqs", str(max(BATCHES)), "--max-num-batched-tokens", "8192", "--no-enable-prefix-caching", *graphs,
+        *(["--kv-cache-memory-bytes", str(256 << 20)] if tiny else ["--gpu-memory-utilization", "0.6"]),
+        *(["--additional-config", json.dumps({"moe_oracle": oracle})] if oracle else []),
+    ]  # fmt: skip
+
+
+def one_engine(options: list[str]) -> Any:
+    """An engine, which is from now on what vLLM's benchmarks get when they make theirs."""
+    from vllm import LLM
+    from vllm.benchmarks import latency
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    latency.add_cli_args(parser)
+    llm = LLM.from_engine_args(EngineArgs.from_cli_args(parser.parse_args(options)))
+    LLM.from_engine_args = classmethod(lambda cls, *_, **__: llm)  # type: ignore[method-assign]
+    return llm
+
+
+def benchmark(name: str, options: list[str], **more: Any) -> dict[str, Any]:
+    """What ``vllm bench NAME`` writes with these options.
+
+    Args:
+        name: ``latency`` or ``throughput``.
+        options: that describe the engine.
+        more: the benchmark's own, by name.
+    """
+    from importlib import import_module
+
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    module = import_module(f"vllm.benchmarks.{name}")
+    parser = FlexibleArgumentParser()
+    module.add_cli_args(parser)
+    words = [word for key, value in more.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "found.json")
+        module.main(parser.parse_args([*options, *words, "--disable-detokenize", "--output-json", str(path)]))
+        found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def latencies(options: list[str], batch: int, tokens: int, tiny: bool) -> list[float]:
+    """Quartiles of the seconds that vLLM's latency benchmark takes for a batch."""
+    found = benchmark(
+        "latency", options, input_len=PROMPT, output_len=tokens, batch_size=batch,
+        num_iters_warmup=1 if tiny else WARMUPS, num_iters=2 if tiny else ITERATIONS,
+    )  # fmt: skip
+    return [round(found["percentiles"][part], 6) for part in ("25", "50", "75")]
+
+
+def throughput(options: list[str], prompts: int, prompt: int, tokens: int) -> int:
+    """Tokens a second, of prompts and generated ones, by vLLM's throughput benchmark."""
+    found = benchmark(
+        "throughput", options, dataset_name="random", random_input_len=prompt, random_output_len=tokens,
+        num_prompts=prompts, num_warmups=prompts,
+    )  # fmt: skip
+    if found["total_num_tokens"] != prompts * (prompt + tokens):
+        raise ValueError(f"{found['total_num_tokens']} tokens, not {prompts} times {prompt} and {tokens}")
+    return round(found["tokens_per_second"])
+
+
+def measure(folder: str, mode: str, tiny: bool, busy: bool = False) -> Iterator[dict[str, Any]]:
+    """Loads the model and times it; in a process of its own. Each time all that is known.
 
     Args:
         folder: the model's.
         mode: see the module.
         tiny: on a CPU.
-        busy: also the time in which the GPU works.
+        busy: the time in which the GPU works, too.
     """
-    from vllm import LLM, SamplingParams
-
-    oracle = {} if mode in ("stock", "auto") else {"backend": mode}
-    memory = {"kv_cache_memory_bytes": 256 << 20} if tiny else {"gpu_memory_utilization": 0.6}
+    options = engine_options(folder, mode, tiny)
     begin = time.perf_counter()
-    llm: Any = LLM(
-        model=folder,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=2048,
-        max_num_seqs=64,
-        max_num_batched_tokens=8192,
-        enable_prefix_caching=False,
-        # The batch sizes that are timed, and no others: every size is compiled and captured while the engine starts.
-        compilation_config={} if tiny else {"cudagraph_capture_sizes": list(BATCHES)},
-        **({"additional_config": {"moe_oracle": oracle}} if oracle else {}),
-        **memory,
-    )
-    found: dict[str, Any] = {"start_seconds": round(time.perf_counter() - begin, 1), "decode_ms": {}}
-    print("FOUND " + json.dumps(found), flush=True)
-
-    def run(batch: int, prompt: int, tokens: int) -> float:
-        prompts = [{"prompt_token_ids": [(7 * row + at) % 500 for at in range(prompt)]} for row in range(batch)]
-        parameters = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
-        begin = time.perf_counter()
-        llm.generate(prompts, parameters, use_tqdm=False)
-        return time.perf_counter() - begin
-
-    repeats = 1 if tiny else 3
+    llm = one_engine(options)
+    found: dict[str, Any] = {"start_seconds": round(time.perf_counter() - begin, 1)}
+    yield found
     for batch in BATCHES:
-        run(batch, 16, 8)
-        short, long = (min(run(batch, 16, tokens) for _ in range(repeats)) for tokens in (SHORT, LONG))
-        found["decode_ms"][str(batch)] = round((long - short) / (LONG - SHORT) * 1e3, 3)
+        short, long = (latencies(options, batch, tokens, tiny) for tokens in (SHORT, LONG))
+        step = (long[1] - short[1]) / (LONG - SHORT) * 1e3
+        # Half of what lies between the quartiles: a median's own spread is less.
+        noise = sum((each[2] - each[0]) / 2 for each in (short, long)) / (LONG - SHORT) * 1e3
+        found.setdefault("latency_s", {})[str(batch)] = {str(SHORT): short, str(LONG): long}
+        found.setdefault("decode_ms", {})[str(batch)] = round(step, 4)
+        found.setdefault("noise_ms", {})[str(batch)] = round(noise, 4)
         if busy:
-            worked = [busy_ms(lambda tokens=tokens, batch=batch: run(batch, 16, tokens)) for tokens in (SHORT, LONG)]
-            found.setdefault("busy_ms", {})[str(batch)] = round((worked[1] - worked[0]) / (LONG - SHORT), 3)
-        print("FOUND " + json.dumps(found), flush=True)
-    run(*PREFILL, 1)
-    found["prefill_tokens_per_second"] = round(PREFILL[0] * PREFILL[1] / min(run(*PREFILL, 1) for _ in range(repeats)))
-    return found
+            (some, first), (more, names) = (kernels_ms(llm, batch, tokens) for tokens in (BUSY_SHORT, BUSY_LONG))
+            steps = BUSY_LONG - BUSY_SHORT
+            each = {name: round((ms - first.get(name, 0.0)) / steps, 4) for name, ms in names.items()}
+            longest = sorted(each.items(), key=lambda pair: -pair[1])[:NAMED]
+            found.setdefault("busy_ms", {})[str(batch)] = round((more - some) / steps, 4)
+            found.setdefault("kernels_ms", {})[str(batch)] = dict(longest)
+        else:
+            found.setdefault("tokens_per_second", {})[str(batch)] = throughput(options, batch, *MIXED)
+        yield found
+    if not busy:
+        found["prefill_tokens_per_second"] = throughput(options, *PREFILL, 1)
+        yield found
 
 
-def busy_ms(run: Callable[[], Any]) -> float:
-    """Milliseconds in which at least one kernel or copy ran on the GPU."""
+def kernels_ms(llm: Any, batch: int, tokens: int) -> tuple[float, dict[str, float]]:
+    """Milliseconds in which at least one kernel or copy ran on the GPU while a batch was generated, and each kernel's
+    own."""
     import torch
+    from vllm import SamplingParams
 
+    prompts = [{"prompt_token_ids": [(7 * row + at) % 500 for at in range(PROMPT)]} for row in range(batch)]
+    parameters = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, detokenize=False)
+    llm.generate(prompts, parameters, use_tqdm=False)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        run()
+        llm.generate(prompts, parameters, use_tqdm=False)
         torch.cuda.synchronize()
     cuda = torch.profiler.DeviceType.CUDA
-    spans = sorted((each.time_range.start, each.time_range.end) for each in seen.events() if each.device_type == cuda)
+    events = [each for each in seen.events() if each.device_type == cuda]
     total, until = 0.0, 0.0
-    for begin, end in spans:
+    names: dict[str, float] = {}
+    for begin, end, name in sorted((each.time_range.start, each.time_range.end, each.name) for each in events):
         total += max(0.0, end - max(begin, until))
         until = max(until, end)
-    return total / 1e3
+        names[name[:80]] = names.get(name[:80], 0.0) + (end - begin) / 1e3
+    return total / 1e3, names
 
 
 def run_mode(folder: Path, mode: str, tiny: bool, seconds: float, busy: bool = False) -> dict[str, Any]:
@@ -212,8 +297,16 @@ def conditions(chosen: argparse.Namespace) -> dict[str, Any]:
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "layers": chosen.layers,
-        "decode": f"slope between {SHORT} and {LONG} tokens after prompts of 16, best of repeats, in ms per step",
-        "prefill": f"{PREFILL[0]} prompts of {PREFILL[1]} tokens, 8192 tokens a step at most",
+        "engine": "in the measuring process" if chosen.busy else "in a process of its own, as by default",
+        "decode": (
+            f"vllm bench latency, prompts of {PROMPT} tokens, medians of {ITERATIONS}: the difference between {LONG} "
+            f"and {SHORT} generated tokens, in ms a step"
+        ),
+        "mixed": f"vllm bench throughput, as many prompts of {MIXED[0]} tokens as the batch, {MIXED[1]} generated",
+        "prefill": (
+            f"vllm bench throughput, {PREFILL[0]} prompts of {PREFILL[1]} tokens, one generated, 8192 tokens a step at "
+            "most"
+        ),
         "command": "python " + " ".join(["tests/gpu/serve.py", *sys.argv[1:]]),
     }
 
@@ -221,6 +314,8 @@ def conditions(chosen: argparse.Namespace) -> dict[str, Any]:
 def line(model: str, row: dict[str, Any]) -> str:
     """One row of the table that is printed last."""
     steps = "  ".join(f"{row.get('decode_ms', {}).get(str(batch), float('nan')):8.3f}" for batch in BATCHES)
+    if "busy_ms" in row:
+        steps += "  GPU " + "  ".join(f"{row['busy_ms'].get(str(batch), float('nan')):8.3f}" for batch in BATCHES)
     backends = ", ".join(sorted({group["backend"] for group in row.get("groups", [])}))
     return (
         f"{model:<12} {row['mode']:<16} {row.get('start_seconds', float('nan')):7.1f} s  {steps} ms  "
@@ -241,7 +336,8 @@ def main() -> int:
     parser.add_argument("--inner", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.inner:
-        print("FOUND " + json.dumps(measure(chosen.inner, chosen.mode[0], chosen.tiny, chosen.busy)), flush=True)
+        for found in measure(chosen.inner, chosen.mode[0], chosen.tiny, chosen.busy):
+            print("FOUND " + json.dumps(found), flush=True)
         return 0
     found: dict[str, Any] = {"conditions": conditions(chosen), "models": {}}
     lines = []
@@ -249,7 +345,7 @@ def main() -> int:
         rows = found["models"][model] = []
         with tempfile.TemporaryDirectory() as folder:
             config = config_of(model, chosen.layers, chosen.tiny)
-            Path(folder, "config.json").write_text(json.dumps(config))
+            write_model(Path(folder), config)
             for mode in chosen.mode or ("stock", "auto"):
                 begin = time.perf_counter()
                 row = run_mode(Path(folder), mode, chosen.tiny, chosen.seconds, chosen.busy)
