@@ -10,7 +10,10 @@ import ast
 import functools
 import math
 import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from cases import MXFP8_W8A8, problem
 from releases import ReleaseUnavailable, sources
 from stock_code import FUSED_MOE, QUANTIZATION, Platform, load, tree
 
+import vllm_moe_oracle
 from vllm_moe_oracle.backends import Backend
 from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.layouts.pack import pack_tiles
@@ -213,6 +217,34 @@ def test_formats_lora_and_batch_invariance(name: str, release: str) -> None:
     assert claimed or not limits.batch_invariant
 
 
+@every_release
+@every_backend
+def test_moving_experts(name: str, release: str) -> None:
+    """EPLB, and what else vLLM asks the classes about parallelism; all-to-alls of their own are asked at run time."""
+    if not offered(release, name):
+        pytest.skip("the release does not offer it")
+    found, _ = stock(release, name, HOME.get(name, 100))
+    plain = Parallel()
+    claimed = {moves: bool(found._supports_parallel_config(plain.having(enable_eplb=moves))) for moves in (False, True)}
+    assert claimed[False]
+    # The grouped kernels' home is expert parallelism, which is none of the questions here.
+    for moves in (False, True):
+        assert ("eplb" not in refused(name, release, HOME.get(name, 100), eplb=moves)) == claimed[moves]
+
+
+class Parallel:
+    """vLLM's `FusedMoEParallelConfig` of tensor parallelism alone: every question is answered with no."""
+
+    def __getattr__(self, name: str) -> bool:
+        return False
+
+    def having(self, **answers: bool) -> Parallel:
+        """The same with other answers."""
+        changed = Parallel()
+        vars(changed).update(answers)
+        return changed
+
+
 def bases(release: str, name: str) -> list[str]:
     """Names of the classes that a stock class is made of, in its file."""
     file, class_name = CLASSES[name]
@@ -336,6 +368,62 @@ def test_marlins_padding(release: str) -> None:
             layer("marlin_mxfp8", release, intermediate_size=inner), machine(release, 80)
         )
         assert plan.intermediate_size == names["marlin_moe_padded_intermediate"](inner, 32)
+
+
+@every_release
+def test_marlins_sizes(release: str) -> None:
+    """Of hidden and intermediate sizes those are taken that stock's own question about its kernel takes."""
+    platform = Platform(80)
+    try:
+        names = load(
+            release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b,
+            current_platform=platform,
+        )  # fmt: skip
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    pads = "marlin_moe_padded_intermediate" in names
+    more = {"allow_tile_padding": True} if pads else {}
+    for hidden in (2048, 2688, 2880, 4032, 64, 96):
+        for inner in (768, 1856, 928, 96, 160, 1536):
+            sizes = {
+                "hidden_dim": hidden, "hidden_size": hidden, "intermediate_size_per_partition": inner,
+                "intermediate_size_per_partition_unpadded": inner, "apply_router_weight_on_input": False,
+                "is_act_and_mul": True,
+            }  # fmt: skip
+            config = SimpleNamespace(**sizes)
+            asked = SimpleNamespace(**sizes, moe_config=config, activation=MagicMock())
+            claimed = bool(names["check_moe_marlin_supports_layer"](asked, 32, **more))
+            codes = refused("marlin_mxfp8", release, 80, hidden_size=hidden, intermediate_size=inner)
+            ours = not codes & {"alignment.hidden", "alignment.intermediate"}
+            # Where stock does not pad yet, ours does.
+            assert ours == claimed or (not pads and ours and inner % 64), (hidden, inner)
+
+
+@every_release
+def test_no_path_of_stock_gives_biases_later(release: str) -> None:
+    """Where stock's online method puts biases into a finished quant config, it does so in what ours has instead."""
+    try:
+        text = function(release, f"{QUANTIZATION}/online/mxfp8.py", "Mxfp8OnlineMoEMethod")
+        (node,) = (
+            each
+            for each in tree(release, f"{QUANTIZATION}/online/mxfp8.py").body
+            if getattr(each, "name", "") == "Mxfp8OnlineMoEMethod"
+        )
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    assert isinstance(node, ast.ClassDef)
+    where = {
+        each.name
+        for each in node.body
+        if isinstance(each, ast.FunctionDef) and "_maybe_inject_biases" in ast.unparse(each)
+    }
+    assert bool(where) == (release == "0.22.1") == ("inject" in text)
+    ours = ast.parse((Path(vllm_moe_oracle.__file__).parent / "methods/base.py").read_text())
+    (mixin,) = (each for each in ours.body if getattr(each, "name", "") == "OracleMoEMethod")
+    assert isinstance(mixin, ast.ClassDef)
+    assert where <= {each.name for each in mixin.body if isinstance(each, ast.FunctionDef)}
+    sources_of_ours = Path(vllm_moe_oracle.__file__).parent.rglob("*.py")
+    assert not [file for file in sources_of_ours if "inject_bias" in file.read_text()]
 
 
 def test_trtllms_padding() -> None:

@@ -488,6 +488,20 @@ def test_a_rank_that_dies_or_runs_out_of_memory_in_its_check_is_an_error_on_the_
     assert second["raised"] == "AgreementError" and "rank 0 gave up" in second["message"]
 
 
+def test_it_never_becomes_part_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_moe_oracle.errors import LifecycleError
+
+    layer, backend = LAYERS["silu"], Faulty("good")
+    method = Method.of(registry([backend]), layer)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    on_card: Any = {name: SimpleNamespace(is_cuda=True) for name in weights(layer)}
+    with pytest.raises(LifecycleError, match=f"{re.escape(layer.layer)}.*CUDA graph was captured"):
+        selfcheck.settle(method, on_card, registry=registry([backend]))
+    assert backend.runs == 0
+    selfcheck.settle(method, weights(layer), registry=registry([backend]))  # a CPU captures nothing
+    assert backend.runs == 1
+
+
 def test_off_checks_nothing_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     backends = registry([Faulty(*SWAPPED)])
     method = Method.of(backends, LAYERS["silu"], self_check="off")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .. import schemes
 from ..backends import Backend, Tensors
 from ..backends.emulation import forward
-from ..errors import CheckpointError, NoBackendError, SelfCheckError
+from ..errors import CheckpointError, LifecycleError, NoBackendError, SelfCheckError
 from ..oracle.decision import Plan, Reason
 from ..oracle.problem import Parallel, Problem, Routing
 from ..oracle.registry import Registry, default_registry
@@ -300,8 +300,12 @@ def settle(method: Chooser, raw: Tensors, fixed: bool = False, registry: Registr
             strict, or nothing is left.
         SelfCheckError: the backend fails, and it was chosen explicitly, or the check is strict, or nothing is left.
         AgreementError: another rank could not check.
+        LifecycleError: a CUDA graph is being captured, which would hold what the check does.
     """
     mode = method.settings.self_check
+    if _captured(raw):
+        rule = "weights were loaded while a CUDA graph was captured; checking and converting them would be part of it"
+        raise LifecycleError(rule, "Load weights before graphs are captured", method.decision.problem.layer)
     while True:
         problem, name = method.decision.problem, method.backend.name
         held = holds(method, raw)
@@ -321,6 +325,11 @@ def settle(method: Chooser, raw: Tensors, fixed: bool = False, registry: Registr
         did = "failed its self-check on the loaded weights" if held.passed else "cannot hold the loaded weights"
         reason = Reason(code, f"{did}: {verdict.said}")
         take(method, reason, f"{name}, which came first, {did}", following, registry or default_registry())
+
+
+def _captured(raw: Tensors) -> bool:
+    """Whether what is done to the tensors now becomes part of a CUDA graph."""
+    return any(each.is_cuda for each in raw.values()) and torch.cuda.is_current_stream_capturing()
 
 
 def holds(method: Chooser, raw: Tensors) -> Verdict:
