@@ -105,6 +105,24 @@ def test_the_shapes_are_those_of_the_models() -> None:
     assert found >= 9
 
 
+def test_deepseek_v4_flash_has_the_cell_of_the_list(tmp_path: Path) -> None:
+    """Its experts are MXFP4 within an FP8 checkpoint."""
+    from vllm_moe_oracle import checkpoint
+    from vllm_moe_oracle.measure.cells import cell_of
+
+    config = {
+        "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "hidden_size": 4096,
+        "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 6, "num_hidden_layers": 4,
+        "swiglu_limit": 10.0, "scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "hidden_act": "silu",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    for tp in (2, 4):
+        found = checkpoint.layers(checkpoint.read(path), tp, False).problems
+        assert {cell_of(each) for each in found} == {cell_of(shapes.parse(f"mxfp4:deepseek-v4-flash@tp{tp}"))}
+
+
 # --- What measurements change in other commands -----------------------------------------------------------------------
 
 

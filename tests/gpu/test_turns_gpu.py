@@ -1,11 +1,15 @@
 """Two backends of one layer by turns, under vLLM's own CUDA graphs: each graph holds the one for its number of tokens.
 
 A tiny model that recites an alphabet (tests/checkpoints.py) is served with a profile in which this project's kernels
-win up to 8 tokens and Marlin beyond. Which of them ran in the replayed graphs is what CUPTI saw.
+win up to 8 tokens and Marlin beyond. Which of them ran in the replayed graphs is what CUPTI saw. Started twice from one
+cache, it decides the same and says the same.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +26,8 @@ import reload  # noqa: E402
 
 from vllm_moe_oracle import checkpoint, device  # noqa: E402
 from vllm_moe_oracle.measure import environment, profile  # noqa: E402
-from vllm_moe_oracle.measure.cells import Sample, cell_of  # noqa: E402
+from vllm_moe_oracle.measure.cells import Cell, Sample, cell_of  # noqa: E402
+from vllm_moe_oracle.measure.store import Store  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -33,27 +38,25 @@ SWITCH = 11
 OWN_KERNELS = ("gate_up", "down", "down_sweep", "down_merged")
 
 
-def measured(folder: str, path: Path) -> None:
-    """A profile of the model's layers as it might have been measured here."""
-    problem = checkpoint.layers(checkpoint.read(Path(folder))).problems[0]
+def samples() -> list[Sample]:
+    """Times as they might have been measured here."""
     times = {FEW: (20.0, 90.0), MANY: (30.0, 60.0), "humming_mxfp8": (95.0, 95.0)}
-    samples = [
+    return [
         Sample(name, "16bit", count, "uniform", us, us, us, 9, 1e-3)
         for name, both in times.items()
         for count in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
         for us in [both[count > 8]]
     ]
-    made = profile.make(environment.of(device.detect()), {cell_of(problem): samples}, {"command": "none: made up"})
-    profile.write(made, path)
 
 
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def cell(folder: str) -> Cell:
+    return cell_of(checkpoint.layers(checkpoint.read(Path(folder))).problems[0])
+
+
+def started(folder: str, **where: str) -> Any:
+    """The model in vLLM, with measurements from somewhere."""
     from vllm import LLM
 
-    folder = reload.write(tmp_path_factory.mktemp("model"), "mxfp8:auto", 0)
-    path = tmp_path_factory.mktemp("profile") / "p.json"
-    measured(folder, path)
     return LLM(
         model=folder,
         dtype="bfloat16",
@@ -68,10 +71,21 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Any:
                 "cudagraph_capture_sizes": list(BATCHES),
             },
         },
-        additional_config={
-            "moe_oracle": {"profile": str(path), "second_copy": True, "objective": "1:1,16:1,512:1", "margin": 0.03}
-        },
+        additional_config={"moe_oracle": {"second_copy": True, "objective": "1:1,16:1,512:1", "margin": 0.03, **where}},
     )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return reload.write(tmp_path_factory.mktemp("model"), "mxfp8:auto", 0)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("profile") / "p.json"
+    made = profile.make(environment.of(device.detect()), {cell(folder): samples()}, {"command": "none: made up"})
+    profile.write(made, path)
+    return started(folder, profile=str(path))
 
 
 def methods(llm: Any) -> list[Any]:
@@ -103,3 +117,45 @@ def test_a_graph_holds_the_backend_of_its_number_of_tokens(llm: Any, batch: int)
     steps = 2 * (reload.TOKENS - 1)  # of two layers; the first token comes with the prompt
     decoded, other = (FEW, MANY) if batch <= SWITCH else (MANY, FEW)
     assert ran[decoded] >= steps and ran[other] < steps / 2, (ran, sorted(set(names)))
+
+
+def test_a_restart_with_the_same_cache_decides_and_says_the_same(folder: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    store = Store(cache)
+    store.prepare()
+    store.add(environment.of(device.detect()), cell(folder), samples())
+    before = store.path.read_bytes()
+    said = []
+    for number in range(2):
+        log = tmp_path / f"{number}.log"
+        with log.open("w") as output:
+            subprocess.run(
+                [sys.executable, __file__, folder, str(cache)], stdout=output, stderr=subprocess.STDOUT, check=False,
+                env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, timeout=300,
+            )  # fmt: skip
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("SAID ")]
+        assert lines, log.read_text(errors="replace")[-3000:]
+        said.append(json.loads(lines[-1].removeprefix("SAID ")))
+    assert said[0] == said[1]
+    assert {tuple(map(tuple, steps)) for steps in said[0]["steps"]} == {((FEW, SWITCH), (MANY, None))}
+    assert store.path.read_bytes() == before  # serving writes nothing
+
+
+def say(folder: str, cache: str) -> dict[str, Any]:
+    """What a start decides, and what it says after its alphabet and after prompts that are none of it."""
+    from vllm import SamplingParams
+
+    llm = started(folder, cache=cache)
+    parameters = SamplingParams(max_tokens=reload.TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
+    prompts = [reload.PROMPT, [40, 3, 17, 33, 8], [11] * 9]
+    outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], parameters, use_tqdm=False)
+    decisions = [method.decision for method in methods(llm)]
+    return {
+        "text": [list(each.outputs[0].token_ids) for each in outputs],
+        "because": [each.because for each in decisions],
+        "steps": [[(step.backend, step.most) for step in each.steps] for each in decisions],
+    }
+
+
+if __name__ == "__main__":
+    print("SAID " + json.dumps(say(*sys.argv[1:])), flush=True)

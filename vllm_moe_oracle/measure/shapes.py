@@ -22,6 +22,7 @@ FILE = Path(__file__).parents[1] / "profiles" / "shapes.json"
 
 ACTIVATIONS = {
     "silu": Activation("silu"),
+    "silu-limit-10": Activation("silu", limit=10.0),
     "relu2": Activation("relu2", gated=False),
     # gpt-oss alternates rows of gate and up; MiniMax-M3 does not.
     "swigluoai": Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0, interleaved=True),
