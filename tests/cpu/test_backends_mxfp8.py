@@ -210,6 +210,12 @@ def test_the_limit_of_ten_experts_per_token_is_deep_seeks_alone(top_k: int) -> N
             {"routing": Routing(method="deepseekv3", num_groups=1, top_k_groups=1), "top_k": 22, "experts": 512},
             set(),
         ),
+        # 8 experts a group: 8 of them are all that a token may choose from.
+        ({"routing": Routing(method="deepseekv3", num_groups=16, top_k_groups=1), "top_k": 8}, {"routing.group_size"}),
+        ({"routing": Routing(method="deepseekv3", num_groups=16, top_k_groups=1), "top_k": 7}, set()),
+        ({"routing": Routing(method="deepseekv3", num_groups=7, top_k_groups=4)}, {"routing.group_size"}),
+        # Not asked where routing is not grouped.
+        ({"routing": Routing(method="renormalize", num_groups=16, top_k_groups=1), "top_k": 8}, set()),
     ],
 )
 def test_what_routes_inside_its_kernel(changes: dict[str, Any], codes: set[str]) -> None:

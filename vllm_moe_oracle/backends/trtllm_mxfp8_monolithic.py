@@ -28,6 +28,12 @@ def _grouped(problem: Problem, device: Device) -> bool:
     return problem.routing.method == "deepseekv3"
 
 
+def _within_groups(problem: Problem) -> bool:
+    """Whether a token finds enough experts in the groups that it may choose from, and all groups are alike."""
+    groups, chosen = problem.routing.num_groups or 1, problem.routing.top_k_groups or 1
+    return problem.num_experts % groups == 0 and problem.top_k < chosen * problem.num_experts // groups
+
+
 class TrtllmMxfp8Monolithic(Trtllm):
     """vLLM's `TrtLlmFp8ExpertsMonolithic` on MXFP8 weights."""
 
@@ -58,6 +64,17 @@ class TrtllmMxfp8Monolithic(Trtllm):
             lambda problem, device: (
                 f"routes by deepseekv3 to {_grouped_top_k(problem)} of {problem.num_experts} experts at most, "
                 f"the layer to {problem.top_k}"
+            ),
+        ),
+        Rule(
+            "routing.group_size",
+            lambda problem, device: (
+                _grouped(problem, device) and bool(problem.routing.num_groups) and not _within_groups(problem)
+            ),
+            lambda problem, device: (
+                f"needs groups of one size with more experts in {problem.routing.top_k_groups} of them than a token "
+                f"chooses; the layer has {problem.num_experts} experts in {problem.routing.num_groups} groups and "
+                f"top-{problem.top_k}"
             ),
         ),
         Rule(
