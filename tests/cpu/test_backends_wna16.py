@@ -280,7 +280,9 @@ KIMI_TP8 = {"experts": 384, "hidden_size": 7168, "intermediate_size": 256, "tp":
         ({}, 100, "marlin_wna16"),
         ({"scheme": scheme(group=32), **KIMI_TP8}, 100, "marlin_wna16"),
         ({"scheme": scheme(8, zeros=True)}, 80, "triton_wna16"),
-        ({"scheme": scheme(order="group")}, 90, "emulation"),
+        ({"scheme": scheme(order="group")}, 90, "own_wna16_ordered"),
+        ({"scheme": scheme(order="group"), "tp": 2, "intermediate_size": 384}, 90, "emulation"),
+        ({"scheme": scheme(order="group")}, 80, "emulation"),
     ],
 )
 def test_choices(changes: dict[str, Any], capability: int, chosen: str) -> None:

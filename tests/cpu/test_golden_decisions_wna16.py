@@ -67,7 +67,10 @@ DIFFERENCES = {
     ),
     "channel": "stock chooses this kernel and refuses one scale a row in its method; the kernel takes it",
     "zero points": "stock's name for such weights is not among those that Humming's class knows; its kernels are",
-    "act order": "stock refuses act order as a whole; here the layer is served, slowly, and says so",
+    "act order": (
+        "stock refuses act order as a whole; here the layer is served: by this project's kernels on sm_90 where ranks "
+        "hold whole groups, slowly elsewhere, and says so"
+    ),
 }
 """Why a decision is not stock's."""
 
