@@ -15,8 +15,8 @@ file is written after each mode; one that is ended keeps what it has measured.
 
 Nothing else should run on the machine's GPU and cores: a start compiles for half a minute, on every core.
 
-``--busy`` finds, too, how long the GPU works in a decode step, and on what: with the engine in the measuring process,
-from the intervals of its kernels. What a step takes beyond that is vLLM's host side.
+``--busy`` starts each mode once more, with the engine in the measuring process, and finds how long the GPU works in a
+decode step, and on what, from the intervals of its kernels. What a step takes beyond that is vLLM's host side.
 
 On a CPU a tiny model goes the same way: add ``--tiny``.
 """
@@ -70,6 +70,8 @@ BUSY_SHORT, BUSY_LONG = 8, 40
 """Tokens that are generated under the profiler, which keeps every kernel."""
 NAMED = 14
 """Kernels, those that take the longest, whose times are kept."""
+INSIDE = ("start_seconds", "decode_ms", "noise_ms", "busy_ms", "kernels_ms", "error", "end")
+"""What is kept of a start with the engine in the measuring process."""
 LAST_WORDS, ERRORS = 1500, 12
 """Characters of the end of a log, and lines with an error's name, that are kept of a mode that failed."""
 
@@ -297,7 +299,6 @@ def conditions(chosen: argparse.Namespace) -> dict[str, Any]:
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "layers": chosen.layers,
-        "engine": "in the measuring process" if chosen.busy else "in a process of its own, as by default",
         "decode": (
             f"vllm bench latency, prompts of {PROMPT} tokens, medians of {ITERATIONS}: the difference between {LONG} "
             f"and {SHORT} generated tokens, in ms a step"
@@ -311,11 +312,19 @@ def conditions(chosen: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def write(found: dict[str, Any], path: Path | None) -> None:
+    """What is known so far."""
+    if path:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def line(model: str, row: dict[str, Any]) -> str:
     """One row of the table that is printed last."""
     steps = "  ".join(f"{row.get('decode_ms', {}).get(str(batch), float('nan')):8.3f}" for batch in BATCHES)
-    if "busy_ms" in row:
-        steps += "  GPU " + "  ".join(f"{row['busy_ms'].get(str(batch), float('nan')):8.3f}" for batch in BATCHES)
+    inside = row.get("inside", {})
+    for words, key in (("inside", "decode_ms"), ("GPU", "busy_ms")):
+        if key in inside:
+            steps += f"  {words} " + " ".join(f"{inside[key].get(str(batch), float('nan')):.3f}" for batch in BATCHES)
     backends = ", ".join(sorted({group["backend"] for group in row.get("groups", [])}))
     return (
         f"{model:<12} {row['mode']:<16} {row.get('start_seconds', float('nan')):7.1f} s  {steps} ms  "
@@ -348,17 +357,24 @@ def main() -> int:
             write_model(Path(folder), config)
             for mode in chosen.mode or ("stock", "auto"):
                 begin = time.perf_counter()
-                row = run_mode(Path(folder), mode, chosen.tiny, chosen.seconds, chosen.busy)
+                row = run_mode(Path(folder), mode, chosen.tiny, chosen.seconds)
                 row["wall_seconds"] = round(time.perf_counter() - begin, 1)
                 rows.append(row)
+                write(found, chosen.json)
+                if chosen.busy:
+                    inside = run_mode(Path(folder), mode, chosen.tiny, chosen.seconds, busy=True)
+                    row["inside"] = {key: inside[key] for key in INSIDE if key in inside}
+                    row["wall_seconds"] = round(time.perf_counter() - begin, 1)
                 lines.append(line(model, row))
                 print(lines[-1], flush=True)
                 if "error" in row:
                     print(row["end"], flush=True)
-                if chosen.json:
-                    chosen.json.write_text(json.dumps(found, indent=1) + "\n")
+                if "end" in row.get("inside", {}):
+                    print(row["inside"]["end"], flush=True)
+                write(found, chosen.json)
     print("\n".join(["", f"{'model':<12} {'mode':<16}     start    decode step at {BATCHES}  prefill", *lines]))
-    return int(any("error" in row for rows in found["models"].values() for row in rows))
+    everything = [each for rows in found["models"].values() for row in rows for each in (row, row.get("inside", {}))]
+    return int(any("error" in each for each in everything))
 
 
 if __name__ == "__main__":
