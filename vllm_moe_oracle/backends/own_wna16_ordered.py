@@ -8,7 +8,7 @@ every choice is a token of its own with one expert, and what comes of a token's 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from ..oracle.decision import Numerics, Plan
@@ -59,6 +59,10 @@ class OwnWna16Ordered(OwnWna16):
     def tiles(self, problem: Problem, tokens: int, most: int) -> tuple[str, ...]:
         """None: the kernels' own choice for as many tokens as there are choices."""
         return ()
+
+    def compiled(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:
+        """As `own_wna16`, for as many tokens as there are choices."""
+        return super().compiled(_of_choices(problem), tokens * problem.top_k, tile)
 
     def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
         """As `own_wna16`, with the rows of ``w13`` in the order of ``w2``'s columns; ``w13_order`` stays: the input
