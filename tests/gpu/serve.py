@@ -345,8 +345,8 @@ def main() -> int:
     parser.add_argument("--inner", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.inner:
-        for found in measure(chosen.inner, chosen.mode[0], chosen.tiny, chosen.busy):
-            print("FOUND " + json.dumps(found), flush=True)
+        for known in measure(chosen.inner, chosen.mode[0], chosen.tiny, chosen.busy):
+            print("FOUND " + json.dumps(known), flush=True)
         return 0
     found: dict[str, Any] = {"conditions": conditions(chosen), "models": {}}
     lines = []
