@@ -100,8 +100,9 @@ def _method(config: Mapping[str, Any], where: str) -> str:
 
 def config_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     """What to know of the answers for a config that `reader` took, one sentence each."""
-    if _method(config, where) == "auto-round":
-        yield from auto_round.notes(config, where)
+    families = {"auto-round": auto_round, "compressed-tensors": compressed_tensors}
+    if (family := families.get(_method(config, where))) is not None:
+        yield from family.notes(config, where)
 
 
 def vllm_name(config: Mapping[str, Any]) -> str:

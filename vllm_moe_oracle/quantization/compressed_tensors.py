@@ -16,36 +16,65 @@ def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
     """Groups of targets, each with its weights' and inputs' format.
 
     A name in ``ignore`` or ``targets`` is a module's full name, or a regular expression after ``re:`` that matches from
-    the start; a target may also be a class, and ``Linear`` means experts too.
+    the start; a target may also be a class, and ``Linear`` means experts too. vLLM asks for the names of an expert's
+    matrices, of which the first target that matches counts: an entry that names the experts' module alone says nothing.
+    A target that stands in two groups is the later one's.
     """
-    ignored = _predicate(read_names(config, ("ignore",), where), where)
-    groups = []
+    ignored = _first(read_names(config, ("ignore",), where), where)
+    groups: dict[str, Answer] = {}
     for group in read_groups(config, where):
-        targets = read_names(group, ("targets",), where)
-        classes = {"Linear", "FusedMoE", "RoutedExperts"} & set(targets)
-        predicate = _predicate(targets, where)
-        groups.append((classes, predicate, _scheme(group, config.get("format"), where)))
+        scheme = _scheme(group, config.get("format"), where)
+        groups |= dict.fromkeys(read_names(group, ("targets",), where), scheme)
     if not groups:
         raise CheckpointError("there are no config_groups", where=where)
 
-    usual = next((scheme for classes, _, scheme in groups if classes), None)
+    target_of = _first(groups, where)
+    usual = next((groups[name] for name in _CLASSES if name in groups), None)
 
     def of(layer: LayerNames) -> Answer:
         def of_matrix(name: str) -> Answer | Unnamed:
-            names = (name, *layer.modules)
-            if any(map(ignored, names)):
+            names = [f"{module}.0.{name.rpartition('.')[2]}" for module in layer.modules]
+            if name not in names:
+                return UNNAMED  # of all experts together, for which vLLM does not ask
+            if ignored(names) is not None:
                 return None
-            return next((scheme for _, predicate, scheme in groups if any(map(predicate, names))), UNNAMED)
+            target = target_of(names)
+            return UNNAMED if target is None else groups[target]
 
         return in_common(layer, of_matrix, usual, where)
 
     return of
 
 
-def _predicate(names: Iterable[str], where: str) -> Callable[[str], bool]:
-    plain = {name for name in names if not name.startswith("re:")}
-    expressions = [Expression(name[3:], where) for name in names if name.startswith("re:")]
-    return lambda name: name in plain or any(expression.match(name) for expression in expressions)
+_CLASSES = ("RoutedExperts", "Linear")
+"""Classes that mean experts: vLLM's goes before torch's."""
+
+
+def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
+    """What to know of the answers for a config that `reader` took, one sentence each."""
+    entries = {"ignore": read_names(config, ("ignore",), where)}
+    entries["targets"] = [
+        name for group in read_groups(config, where) for name in read_names(group, ("targets",), where)
+    ]
+    for field, names in entries.items():
+        for name in names:
+            if not name.startswith("re:") and name.rpartition(".")[2] == "experts":
+                rule = "vLLM asks for the names of experts' matrices, not for their module's"
+                yield f"{where}.{field}: {shown(name)} means nothing: {rule}"
+
+
+def _first(entries: Iterable[str], where: str) -> Callable[[Iterable[str]], str | None]:
+    """The first of the entries that one of the names of a matrix matches."""
+    places = {entry: place for place, entry in enumerate(dict.fromkeys(entries))}
+    expressions = [(Expression(entry[3:], where), entry) for entry in places if entry.startswith("re:")]
+
+    def first(names: Iterable[str]) -> str | None:
+        names = tuple(names)
+        found = [name for name in names if name in places]
+        found += [entry for expression, entry in expressions if any(map(expression.match, names))][:1]
+        return min(found, key=places.__getitem__, default=None)
+
+    return first
 
 
 def _scheme(group: Mapping[str, Any], common_format: object, where: str) -> Answer:
