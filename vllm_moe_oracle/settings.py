@@ -4,7 +4,8 @@ A setting comes, later ones over earlier ones, from its default, from the enviro
 from vLLM's ``--additional-config '{"moe_oracle": {"<name>": ...}}'``, and in the command line tool from ``--set
 name=value``. Those that are settled before there is an engine (`enabled`, `force`, `strict`) are refused in
 ``--additional-config``. An unknown name, or a value that a setting cannot take, is an error that lists what is valid;
-nothing is ignored.
+nothing is ignored. A variable of ours that is set to nothing (``MOE_ORACLE_BACKEND=``) is as good as not set, which is
+how scripts and container files hand on what nobody chose.
 """
 
 from __future__ import annotations
@@ -244,7 +245,7 @@ def load(
     """The settings in force.
 
     Args:
-        environment: environment variables; None reads the process's own.
+        environment: environment variables, of which empty ones do not count; None reads the process's own.
         additional_config: vLLM's ``additional_config``; our part is its key ``moe_oracle``.
         assignments: ``--set`` of the command line tool, by setting name.
 
@@ -263,6 +264,8 @@ def load(
         if key.startswith(PREFIX):
             if key not in variables:
                 raise _unknown(key, sorted(variables), "environment")
+            if not value:
+                continue
             put(variables[key], value, f"environment variable {key}")
 
     for name, setting in _section(additional_config).items():
@@ -288,7 +291,7 @@ def strict_wanted(environment: Mapping[str, str] | None = None) -> bool:
     """
     value = (os.environ if environment is None else environment).get(variable("strict"))
     try:
-        return value is not None and _boolean(value, "")
+        return bool(value) and _boolean(value, "")
     except SettingError:
         return True
 

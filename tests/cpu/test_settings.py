@@ -120,6 +120,23 @@ def test_values_that_cannot_be_taken_are_errors_that_name_the_place(name: str, v
         assert caught.value.where == f"--set {name}"
 
 
+@pytest.mark.parametrize("name", FIELDS)
+def test_an_empty_variable_is_as_good_as_none(name: str) -> None:
+    chosen = load({variable(name): ""})
+    assert getattr(chosen, name) == getattr(Settings(), name) and chosen.source(name) == "default"
+    # Said by hand to one run, nothing is a value like others, which most settings cannot take.
+    if name in ("disable", "overrides", "cache", "profile", "report"):
+        assert load({}, None, {name: ""}).source(name) == f"--set {name}"
+    else:
+        with pytest.raises(SettingError):
+            load({}, None, {name: ""})
+
+
+def test_an_unknown_variable_is_an_error_also_when_it_is_empty() -> None:
+    with pytest.raises(SettingError, match="Did you mean MOE_ORACLE_BACKEND"):
+        load({"MOE_ORACLE_BACKNED": ""})
+
+
 # --- Unknown names ---------------------------------------------------------------------------------------------------
 
 
@@ -176,7 +193,8 @@ def test_what_is_settled_before_there_is_an_engine_cannot_come_from_its_config(n
 
 
 @pytest.mark.parametrize(
-    ("value", "wanted"), [(None, False), ("0", False), ("off", False), ("1", True), ("perhaps", True), ("", True)]
+    ("value", "wanted"),
+    [(None, False), ("0", False), ("off", False), ("1", True), ("perhaps", True), ("", False), (" ", True)],
 )
 def test_strict_can_be_read_whatever_the_others_are(value: str | None, wanted: bool) -> None:
     others = {"MOE_ORACLE_BAKEND": "x"}
