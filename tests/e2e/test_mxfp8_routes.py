@@ -1,0 +1,74 @@
+"""Every spelling of an MXFP8 checkpoint, served through vLLM and the plugin.
+
+The same weights reach the same oracle, and say the same, to the bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import numpy as np
+import pytest
+import reference
+import runner
+from e2e.test_served_model import PROMPT, TOKENS, difference, tolerance
+
+pytest.importorskip("vllm", reason="serving needs vLLM")
+
+TAGS = ("modelopt", "modelopt_mxfp8", "mxfp8", "legacy", "legacy_producer", "compressed-tensors")
+OTHERS = [tag for tag in TAGS if tag != "modelopt"]
+ONE_SCALE_UP = "one scale of an expert up"
+
+
+def one_scale_up(tensors: dict[str, Any]) -> None:
+    """Of the down projections of one expert, in its first row."""
+    for name in tensors:
+        if name.endswith(".experts.3.down_proj.weight_scale"):
+            tensors[name][0] += 1
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("routes")
+    found = {tag: checkpoints.write_checkpoint(folder / tag, tag=tag) for tag in TAGS}
+    found[ONE_SCALE_UP] = checkpoints.rewrite_tensors(found["mxfp8"], folder / "fault", one_scale_up)
+    return found
+
+
+@pytest.fixture(scope="module")
+def served(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Every job of this file in one process: importing vLLM is most of the time."""
+    job = {"dtype": "bfloat16", "prompt": PROMPT, "tokens": TOKENS, "oracle": {}}
+    jobs = {name: {**job, "checkpoint": str(path)} for name, path in models.items()}
+    return runner.run("generate.py", jobs, tmp_path_factory.mktemp("served"))
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_every_layer_is_decided_by_the_oracle(served: dict[str, dict[str, Any]], tag: str) -> None:
+    assert "error" not in served[tag], served[tag]["error"]
+    record = served[tag]["layers"]
+    assert record["served"] == 2
+    packing = "compressed-tensors" if tag == "compressed-tensors" else "modelopt"
+    assert [
+        (group["problem"]["scheme"]["name"], group["problem"]["scheme"]["packing"]) for group in record["groups"]
+    ] == [("mxfp8", packing)]
+    assert [group["problem"]["scheme"]["activations"] for group in record["groups"]] == ["mxfp8"]
+
+
+@pytest.mark.parametrize("tag", OTHERS)
+def test_all_say_the_same_to_the_bit(served: dict[str, dict[str, Any]], tag: str) -> None:
+    assert served[tag]["tokens"] == served["modelopt"]["tokens"]
+    np.testing.assert_array_equal(served[tag]["logprobs"], served["modelopt"]["logprobs"])
+
+
+def test_a_row_that_is_another_is_seen(served: dict[str, dict[str, Any]]) -> None:
+    assert not np.array_equal(served[ONE_SCALE_UP]["logprobs"], served["mxfp8"]["logprobs"])
+
+
+def test_it_is_what_transformers_say(served: dict[str, dict[str, Any]], models: dict[str, Path]) -> None:
+    model = reference.load_transformers(models["modelopt"], quantise_activations="ceil")
+    expected = reference.greedy(model, PROMPT, TOKENS)
+    assert difference(served["modelopt"], expected) <= tolerance("bfloat16", True)
+    assert served["modelopt"]["tokens"] == expected.tokens
