@@ -497,8 +497,49 @@ def test_which_tensors_are_biases_of_experts(name: str, biased: bool, tmp_path: 
 
     from vllm_moe_oracle.methods.wna16 import has_expert_biases
 
-    save_file({name: torch.zeros(1)}, tmp_path / "model.safetensors")
+    save_file({name: torch.ones(1)}, tmp_path / "model.safetensors")
     assert has_expert_biases(str(tmp_path)) is biased
+
+
+def test_biases_of_zeros_are_none(tmp_path: Any) -> None:
+    """AutoGPTQ wrote one for every matrix. With a bias, vLLM's Triton kernel and TRTLLM's could not run the layer."""
+    from safetensors.torch import save_file
+
+    asked = layer_of("gptq", bias=True, **SIZES)
+    contents = contents_of(asked)
+    for bias in contents.biases.values():
+        bias.zero_()
+    names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    files = {f"{moe.NAME}.{expert}.{names[shard]}.{name}": t for (expert, shard, name), t in contents.files().items()}
+    assert any(name.endswith(".bias") for name in files)
+    save_file(files, tmp_path / "model-00001.safetensors")
+    config = moe.quant_config(asked)
+    config.maybe_update_config(str(tmp_path))
+    with moe.engine():
+        layer = moe.made(asked, moe.moe_config(asked, has_bias=False), config=config)
+        assert not layer.quant_method.decision.problem.has_bias
+        moe.load(layer, contents.files())
+        layer.quant_method.process_weights_after_loading(layer)
+        assert whole_of([layer], contents) < FLOAT32
+        wrong = moe.made(asked, moe.moe_config(asked, has_bias=False), config=config)
+        contents.biases["w2"][1, 3] = 0.5
+        with pytest.raises(CheckpointError, match="the checkpoint has expert biases"):
+            moe.load(wrong, contents.files())
+    # One expert's are enough, in whichever file.
+    last = next(name for name in files if name.endswith("down_proj.bias"))
+    save_file({last: torch.full((asked.hidden_size,), 0.5)}, tmp_path / "model-00002.safetensors")
+    config.maybe_update_config(str(tmp_path))
+    assert config.expert_biases
+
+
+def test_of_a_repository_names_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_moe_oracle.methods import wna16 as method
+
+    found = {"model.layers.0.mlp.experts.7.down_proj.bias": {}}
+    monkeypatch.setattr(method, "get_safetensors_params_metadata", lambda model, revision: found)
+    assert method.has_expert_biases("somebody/model", "main")
+    found.clear()
+    assert not method.has_expert_biases("somebody/model", "main")
 
 
 def test_group_indices_of_experts_reach_their_loaders_and_others_are_dropped() -> None:
