@@ -77,6 +77,20 @@ def test_explain_shows_them_as_groups_of_their_own_and_overrides_reach_them(tmp_
     ]
 
 
+def test_activations_that_only_they_declare_and_a_setting_changes_are_named(tmp_path: Path) -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    groups = {
+        "model": {"targets": ["Linear"], "weights": weights},
+        "beyond": {"targets": [r"re:.*layers\.61\."], "weights": weights, "input_activations": weights},
+    }
+    quantization = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized", "config_groups": groups}
+    file = written(tmp_path, "deepseek-v3", num_nextn_predict_layers=1, quantization_config=quantization)
+    words = ["explain", str(file), "--device", "nvidia-h200", "--set", "activations=16bit"]
+    told = " ".join(CliRunner().invoke(app, words).output.split())
+    assert "activations are 16bit by --set activations, the checkpoint declares mxfp8" in told
+    assert "activations are" not in CliRunner().invoke(app, words[:-2]).output
+
+
 @pytest.mark.parametrize(
     "lists",
     [

@@ -517,3 +517,28 @@ def test_explain_knows_lora_and_moving_experts(run: Run) -> None:
     for wrong in (("--eplb",), ("--eplb", "--ep"), ("--eplb", "--tp", "2")):
         result = run(*here, *wrong)
         assert result.status == 2 and result.out == "" and "--eplb: experts move between ranks" in result.err
+
+
+def test_explain_deals_experts_out_by_turns_where_vllm_does(run: Run, write: Callable[..., Path]) -> None:
+    option = "--expert-placement-strategy"
+    asked = (option, "round_robin")
+    grouped = ("explain", write("deepseek-v3", num_nextn_predict_layers=1), "--device", "nvidia-b200", "--json")
+    spread = (*grouped, "--ep", "--tp", "8")
+    in_order, by_turns, moving = run(*spread, option, "linear"), run(*spread, *asked), run(*spread, *asked, "--eplb")
+    for result, placement in ((in_order, "linear"), (by_turns, "round_robin"), (moving, "linear")):
+        assert {group["problem"]["parallel"]["placement"] for group in result.json["groups"]} == {placement}
+        assert [group["predicts"] for group in result.json["groups"]] == [False, True]
+    assert in_order.json == run(*spread).json
+    accepted, refused = (
+        {each["backend"]: each for each in result.json["groups"][0]["candidates"]} for result in (in_order, by_turns)
+    )
+    assert accepted["trtllm_mxfp8"]["accepted"] and "by turns" in str(refused["trtllm_mxfp8"]["reasons"])
+    said = "the experts of model.layers.3-61.mlp.experts stay in order: vLLM deals out by turns only experts in several"
+    assert said in " ".join(moving.err.split()) and "in order" not in by_turns.err + in_order.err
+    alike = run("explain", write(), "--device", "cpu", "--json", "--ep", "--tp", "2", *asked)
+    assert alike.json["groups"][0]["problem"]["parallel"]["placement"] == "linear" and "stay in order" in alike.err
+    for wrong in ((), ("--ep",), ("--tp", "8")):
+        result = run(*grouped, *wrong, *asked)
+        assert result.status == 2 and f"{option}: experts are dealt out to ranks" in result.err
+    result = run(*spread, option, "robin")
+    assert result.status == 2 and f"{option}: 'robin' is not one of linear, round_robin" in result.err

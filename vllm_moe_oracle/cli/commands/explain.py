@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -43,6 +43,13 @@ def command(
     eplb: Annotated[
         bool, typer.Option("--eplb", help="Experts may move between ranks, as vLLM's --enable-eplb; needs --ep.")
     ] = False,
+    expert_placement_strategy: Annotated[
+        str,
+        typer.Option(
+            help="linear gives each rank neighbours, round_robin deals experts out by turns; as vLLM's. Needs --ep.",
+            metavar="NAME",
+        ),
+    ] = "linear",
     moe_backend: Annotated[str, typer.Option(help="As vLLM's --moe-backend.", metavar="NAME")] = "auto",
     quantization: Annotated[
         str,
@@ -76,6 +83,7 @@ def command(
     """
     from ... import checkpoint, settings
     from ...errors import SettingError
+    from ...oracle.problem import Placement
     from .. import NO_BACKEND, output
     from ..arguments import read_assignments
 
@@ -83,10 +91,18 @@ def command(
         raise SettingError("the path is empty", "Give a checkpoint's folder or its config.json", "PATH")
     if tp < 1:
         raise SettingError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")
-    if eplb and (not ep or tp == 1):
-        having = f"{tp} rank{'s' * (tp > 1)} {'with' if ep else 'without'} --ep"
-        rule = f"experts move between ranks that hold different ones; this is {having}"
-        raise SettingError(rule, "Add --ep and --tp N, N above 1", "--eplb")
+    if expert_placement_strategy not in get_args(Placement):
+        rule = f"{expert_placement_strategy!r} is not one of {', '.join(get_args(Placement))}"
+        raise SettingError(rule, where="--expert-placement-strategy")
+    by_turns = expert_placement_strategy == "round_robin"
+    for option, asked, what in (
+        ("--eplb", eplb, "experts move between"),
+        ("--expert-placement-strategy", by_turns, "experts are dealt out to"),
+    ):
+        if asked and (not ep or tp == 1):
+            having = f"{tp} rank{'s' * (tp > 1)} {'with' if ep else 'without'} --ep"
+            rule = f"{what} ranks that hold different ones; this is {having}"
+            raise SettingError(rule, "Add --ep and --tp N, N above 1", option)
     chosen = settings.load(assignments=read_assignments(assignments or []))
     machine = _device(device)
     layers = checkpoint.layers(checkpoint.read(Path(path)), tp, ep, chosen.ragged_shards, quantization.lower())
@@ -98,13 +114,14 @@ def command(
         "eplb": eplb,
     }
     model, predicting = (
-        [dataclasses.replace(_as_asked(problem, chosen), **serving) for problem in problems]
+        [_dealt_out(dataclasses.replace(_as_asked(problem, chosen), **serving), by_turns) for problem in problems]
         for problems in (layers.problems, layers.predicting)
     )
     groups = _groups(model, machine, chosen, moe_backend)
     drafts = _groups(predicting, machine, chosen, moe_backend)
     groups += [dataclasses.replace(group, predicts=True) for group in drafts]
-    notes = [*layers.notes, *_overridden(layers, chosen), *_notes(chosen, layers.method, groups, machine)]
+    notes = [*layers.notes, *_overridden(layers, chosen)]
+    notes += [*_kept_in_order((*model, *predicting), by_turns), *_notes(chosen, layers.method, groups, machine)]
     if as_json:
         output.print_json({"vllm": _vllm(machine), "device": machine, "groups": [group.to_json() for group in groups]})
         for group in groups:
@@ -180,10 +197,27 @@ def _as_asked(problem: Problem, settings: Settings) -> Problem:
     return dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activations=settings.activations))
 
 
+def _dealt_out(problem: Problem, by_turns: bool) -> Problem:
+    """The problem with its experts dealt out as vLLM would: by turns only those in several groups that do not move."""
+    if not by_turns or problem.eplb or (problem.routing.num_groups or 0) < 2:
+        return problem
+    return dataclasses.replace(problem, parallel=dataclasses.replace(problem.parallel, placement="round_robin"))
+
+
+def _kept_in_order(problems: Sequence[Problem], by_turns: bool) -> Iterator[str]:
+    """Says which layers' experts vLLM deals out in order although it is asked to do it by turns."""
+    from ...checkpoint.names import compact
+
+    kept = [problem for problem in problems if problem.parallel.placement == "linear"]
+    if by_turns and kept:
+        rule = "vLLM deals out by turns only experts in several groups, without --eplb"
+        yield f"the experts of {compact(problem.layer for problem in kept)} stay in order: {rule}"
+
+
 def _overridden(layers: Layers, settings: Settings) -> Iterator[str]:
     """Says that activations are not what the checkpoint declares, where a setting asks for others."""
     asked = settings.activations
-    declared = sorted({problem.scheme.activations for problem in layers.problems} - {asked})
+    declared = sorted({problem.scheme.activations for problem in (*layers.problems, *layers.predicting)} - {asked})
     if asked != "checkpoint" and declared:
         source = settings.source("activations")
         yield f"activations are {asked} by {source}, the checkpoint declares {' and '.join(declared)}"
