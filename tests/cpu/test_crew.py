@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,20 @@ import pytest
 pytest.importorskip("vllm", reason="its processes build layers with vLLM")
 
 from cases import problem, registry
-from test_measuring import BUCKETS, FAST, HERE, INT4_G32, LAYERS, SLOW, SMALL, Slowed, chosen, plan, store  # noqa: F401
+from test_measuring import (  # noqa: F401
+    BUCKETS,
+    FAST,
+    HERE,
+    INT4_G32,
+    LAYERS,
+    SLOW,
+    SMALL,
+    Slowed,
+    backends,
+    chosen,
+    plan,
+    store,
+)  # fmt: skip
 
 from vllm_moe_oracle import device, settings
 from vllm_moe_oracle.backends.emulation import Emulation
@@ -207,6 +221,53 @@ def test_tuning_on_two_gpus_survives_what_its_processes_do_not(
         assert decision.why == "measured" and "crashing: broke the GPU's context" in decision.because
     again = tuning.tune(TWO, HERE, asked, store, plan(gpus=("0", "1")))
     assert [each.measured for each in again.values()] == [0, 0]
+
+
+def tune_in(cache: str) -> None:
+    """A command of its own, which knows nothing of others."""
+    found = registry([SLOW, FAST, Emulation()])
+    for module in (oracle_module, tuning, benching, lookup):
+        module.default_registry = lambda: found
+    tuning.tune(TWO, HERE, chosen(Path(cache)), Store(Path(cache)), plan())
+
+
+@pytest.mark.slow
+def test_two_commands_tune_one_cache_while_a_server_reads_it_and_one_is_killed(
+    backends: Callable[..., None],  # noqa: F811
+    store: Store,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    backends(SLOW, FAST)
+    asked = chosen(tmp_path)
+    code = f"import sys; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}\n"
+    code += f"import test_crew\ntest_crew.tune_in({str(tmp_path)!r})\n"
+    logs = [(tmp_path / f"{number}.log").open("w+") for number in range(2)]
+    commands = [subprocess.Popen([sys.executable, "-c", code], stderr=log) for log in logs]
+
+    def kept() -> dict[tuple[str, int], Any]:
+        return {(each.backend, each.tokens): each for _, found in store.samples(cell_of(TWO[0])) for each in found}
+
+    before: dict[tuple[str, int], Any] = {}
+    until = time.monotonic() + 400
+    while commands[1].poll() is None and time.monotonic() < until:
+        for layer in TWO:  # as a server that starts now
+            oracle_module.decide(layer, HERE, asked, evidence=lookup.evidence(layer, HERE, asked))
+        if not before and len(kept()) >= 6:
+            commands[0].kill()
+            commands[0].wait()
+            before = kept()
+        time.sleep(0.05)
+    for log in logs:
+        log.seek(0)
+    assert before and commands[0].returncode == -signal.SIGKILL, logs[0].read()[-2000:]
+    assert commands[1].wait(10) == 0, logs[1].read()[-2000:]
+    for log in logs:
+        log.close()
+    assert set(before) <= set(kept())
+    for layer in TWO:
+        timed = {(each.backend, each.tokens) for _, found in store.samples(cell_of(layer)) for each in found}
+        assert timed == {(name, count) for name in ("slow", "fast") for count in BUCKETS}
+        assert oracle_module.decide(layer, HERE, asked, evidence=lookup.evidence(layer, HERE, asked)).backend == "fast"
 
 
 def test_a_budget_holds_for_all_gpus_together(pretended: None, store: Store, tmp_path: Path) -> None:  # noqa: F811
