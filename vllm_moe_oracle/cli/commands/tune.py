@@ -235,6 +235,8 @@ def _print(results: list[dict[str, Any]], cache: str) -> None:
 
     for result in results:
         facts = [("layer", result["cell"]), ("measured", f"{result['measured']} times in {result['seconds']} s")]
+        if result["spent"]:
+            facts.append(("seconds", ", ".join(f"{words} {took:.1f}" for words, took in result["spent"].items())))
         facts += [("failed", f"{name}: {why}") for name, why in result["failures"].items()]
         facts += [("backend", result["backend"] or "none"), ("why", f"{result['why']}: {result['because']}")]
         output.show(f"\n{result['layer']}", output.facts(facts))
