@@ -272,6 +272,16 @@ def test_the_device_and_the_settings_really_do_ask() -> None:
         assert [name for name in names if pattern.match(name)]
 
 
+def test_experts_parameters_are_registered_and_replaced_in_one_place() -> None:
+    found = {
+        (module, node.attr)
+        for module, path in MODULES.items()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and node.attr in ("register_parameter", "_parameters", "__setattr__")
+    }
+    assert found == {("methods.storage", "register_parameter"), ("methods.storage", "_parameters")}
+
+
 # --- Light imports ---------------------------------------------------------------------------------------------------
 
 

@@ -245,10 +245,10 @@ class OracleMoEMethod(FusedMoEMethodBase):
             # Zeros: a rank other than the first may leave the second product's bias to the first.
             device_of = next(layer.parameters(recurse=False)).device
             data = torch.zeros(problem.local_experts, rows, dtype=layer.params_dtype, device=device_of)
-            parameter = torch.nn.Parameter(data, requires_grad=False)
+            loader = {}
             if "weight_loader" in extra:
-                parameter.weight_loader = self.release.bias_loader(layer, extra["weight_loader"])  # type: ignore[attr-defined]
-            layer.register_parameter(name, parameter)
+                loader["weight_loader"] = self.release.bias_loader(layer, extra["weight_loader"])
+            storage.replace(layer, name, data, **loader)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Converts loaded weights for the backend, expert by expert, and builds the kernel. A second call changes

@@ -20,6 +20,7 @@ from ..quantization import reader
 from ..quantization.answers import Answer
 from ..quantization.fields import flattened
 from ..quantization.gptq import gptq_scheme
+from . import storage
 from .dtypes import with_emulated
 from .wna16 import Wna16MoEMethod, experts_called, has_expert_biases, unquantised
 
@@ -79,9 +80,7 @@ def _with_group_index(original: Any, layer: Any, *args: Any, **kwargs: Any) -> N
     original(layer, *args, **kwargs)
     for name in ("w13_g_idx", "w2_g_idx"):
         if not hasattr(layer, name):
-            parameter = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
-            parameter.weight_loader = _ignore  # type: ignore[attr-defined]
-            layer.register_parameter(name, parameter)
+            storage.replace(layer, name, torch.zeros(0), weight_loader=_ignore)
 
 
 def _ignore(*args: Any, return_success: bool = False, **kwargs: Any) -> bool | None:

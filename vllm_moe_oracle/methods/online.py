@@ -149,8 +149,7 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
         for own in ("w13", "w2"):
             *outer, columns = shapes[own]
             data = torch.empty(*outer, columns * self.per_byte, dtype=dtype, device="meta")
-            parameter = torch.nn.Parameter(data, requires_grad=False)
-            layer.register_parameter(f"{own}_weight", parameter)
+            parameter = storage.replace(layer, f"{own}_weight", data)
             set_weight_attrs(parameter, {name: value for name, value in kwargs.items() if name != "params_dtype"})
         if problem.has_bias:
             self._register_biases(layer, kwargs)

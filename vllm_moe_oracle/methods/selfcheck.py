@@ -265,7 +265,7 @@ def _converted(
     """A layer of its own that holds only these experts: what the backend built for it, its module, kernel tensors."""
     layer = nn.Module()
     for name, tensor in experts.items():
-        layer.register_parameter(name, nn.Parameter(tensor.clone(), requires_grad=False))
+        storage.replace(layer, name, tensor.clone())
     own = {name: name for name in experts}
     names = storage.convert_in_place(layer, own, lambda expert: backend.convert(expert, problem, plan), backend.dense)
     tensors = {name: getattr(layer, parameter).data for name, parameter in names.items()}

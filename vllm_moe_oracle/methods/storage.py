@@ -172,17 +172,25 @@ def refuse_loading(parameter: nn.Parameter, layer: str) -> None:
     parameter.weight_loader = weight_loader  # type: ignore[attr-defined]
 
 
-def replace(layer: nn.Module, name: str, data: Tensor) -> None:
+def replace(layer: nn.Module, name: str, data: Tensor, **attributes: Any) -> nn.Parameter:
     """Replaces a parameter of a layer, or adds it; the one place where that happens.
 
     Args:
         layer: the layer.
         name: the parameter's name.
-        data: what it holds from now on. Attributes of the old one, its loader first of all, are gone.
+        data: what it holds from now on.
+        attributes: of the parameter, its loader first of all. Those of the old one are gone.
+
+    Returns:
+        The parameter.
     """
     if name in layer._parameters:
         delattr(layer, name)
-    layer.register_parameter(name, nn.Parameter(data, requires_grad=False))
+    parameter = nn.Parameter(data, requires_grad=False)
+    for attribute, value in attributes.items():
+        setattr(parameter, attribute, value)
+    layer.register_parameter(name, parameter)
+    return parameter
 
 
 def keep(layer: nn.Module, tensors: Iterable[Tensor], of: str = "") -> None:

@@ -30,7 +30,7 @@ from ..oracle.problem import Problem, Scheme
 from ..quantization.answers import GATED_PROJECTIONS, NUMBERED, PLAIN_PROJECTIONS, LayerNames
 from ..schemes import _wna16_files as files
 from ..schemes import _wna16_parameters as layouts
-from . import agreement
+from . import agreement, storage
 from .base import OracleMoEMethod
 
 if TYPE_CHECKING:
@@ -113,10 +113,7 @@ class Wna16MoEMethod(OracleMoEMethod):
         return [f"{matrix}_{suffix}" for matrix in layouts.MATRICES for suffix in suffixes]
 
     def _parameter(self, layer: Any, data: Tensor, name: str, canonical: str) -> nn.Parameter:
-        parameter = nn.Parameter(data, requires_grad=False)
-        layer.register_parameter(name, parameter)
-        parameter.weight_loader = self._loader(layer, name, canonical)  # type: ignore[attr-defined]
-        return parameter
+        return storage.replace(layer, name, data, weight_loader=self._loader(layer, name, canonical))
 
     def _make_room(self, layer: Any) -> None:
         super()._make_room(layer)
