@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +117,12 @@ def test_tables_of_other_conditions_do_not_become_one(tmp_path: Path, conditions
         merge("mxfp8", files)
 
 
-@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("ep", [1, 2, 8])
 def test_an_expert_map_that_no_rank_has_names_each_place_once(ep: int) -> None:
     case = dataclasses.replace(TABLE.cases["qwen3_silu"], ep=ep)
     places = backend_table.spread_places(case, "cpu").tolist()
     taken = [place for place in places if place >= 0]
-    assert len(places) == 128 and len(taken) == len(set(taken)) == 64
+    assert len(places) == 128 and len(taken) == len(set(taken)) == min(64, 128 // ep)
     assert set(places[::2]) == {-1} and max(taken) == case.local_experts - 1
     assert taken == sorted(taken, reverse=True) and case.problem().local_experts == 128 // ep
 
@@ -145,3 +146,38 @@ def test_every_named_fault_is_among_those_of_mxfp8() -> None:
         "scales of w2 column by column", "scales of w13 one exponent up", "scales of w2 one exponent down",
         "alpha ignored", "beta ignored", "limit ignored",
     }  # fmt: skip
+
+
+LAYER = """#!/usr/bin/env bash
+# A process of a table: `ready` has its row at once and its time later, `slow` never has one.
+while [ $# -gt 0 ]; do
+  case $1 in --json) file=$2;; --backend) backend=$2;; esac
+  shift
+done
+[ "$backend" = slow ] && exec sleep 60
+echo '{"rows": [{"layer": "a", "backend": "ready", "self_check": {"passed": true}}]}' >"$file.part"
+mv "$file.part" "$file"
+sleep 3.5
+echo '{"rows": [{"layer": "a", "backend": "ready", "self_check": {"passed": true, "alone": true}}]}' >"$file.part"
+mv "$file.part" "$file"
+"""
+
+
+def test_what_is_ready_is_timed_beside_what_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = tmp_path / "layer"
+    layer.write_text(LAYER)
+    layer.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(layer))
+    monkeypatch.setattr(backend_table, "TIMING_SECONDS", 1.25)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    waiting = [("a", ["slow"]), ("a", ["ready"]), ("a", ["next"])]
+    rows = backend_table._many("mxfp8", waiting, [], 1, time.monotonic() + 7)
+    assert {row["backend"]: row["failure"] for row in rows} == {
+        "slow": "ended, being late: ",
+        "ready": "not begun",
+        "next": "not begun",
+    }
+    rows = backend_table._many("mxfp8", [("a", ["slow"]), ("a", ["ready"])], [], 2, time.monotonic() + 5)
+    by_name = {row["backend"]: row for row in rows}
+    assert by_name["slow"]["failure"].startswith("ended, being late")
+    assert by_name["ready"]["self_check"]["alone"] is True

@@ -24,7 +24,8 @@ last, one after the other, while every other process of the table waits. Humming
     python tests/gpu/backend_table.py --scheme wna16 --processes 12 --seconds 280 --json wna16-vllm-0.33.0.json
     python -m pytest -m gpu tests/gpu/test_wna16_backends.py
 
-`--seconds` ends what is late; rows that are ready are kept. Tables of some layers each become one:
+`--seconds` ends what is late; rows that are ready are kept, and their self-checks timed. Tables of some layers each
+become one:
 
     python tests/gpu/backend_table.py --scheme wna16 --merge some.json others.json --json wna16-vllm-0.33.0.json
 """
@@ -68,6 +69,7 @@ CONVERSION_SLACK_MIB = 64
 SELF_CHECK_SECONDS = 0.15
 PROCESSES = 16
 TIMED = 3
+TIMING_SECONDS = 1.5
 
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Routed tokens: x `[M, hidden]` bfloat16, weights `[M, top_k]` float32, int32 ids `[M, top_k]`."""
@@ -408,12 +410,13 @@ def seen(case: Case, call: Call) -> Call:
 
 
 def spread_places(case: Case, device: str) -> torch.Tensor:
-    """An expert map that no rank has: every other expert is elsewhere, the others' places run backwards. int32
-    `[experts]`."""
+    """An expert map that no rank has: every other expert is elsewhere, or more where a rank has fewer; the others'
+    places run backwards. int32 `[experts]`."""
     places = torch.full((case.experts,), -1, dtype=torch.int32, device=device)
-    mine = places[1::2]
-    last = case.local_experts - 1
-    mine.copy_(last - torch.arange(len(mine), device=device) * case.local_experts // len(mine))
+    others = places[1::2]
+    # As many as there is room for: no two experts share a place.
+    count = torch.arange(min(len(others), case.local_experts), dtype=torch.int32, device=device)
+    others[count * len(others) // len(count)] = case.local_experts - 1 - count * case.local_experts // len(count)
     return places
 
 
@@ -959,7 +962,8 @@ def in_processes(
         only: backends; all when empty.
         extra: arguments of each process.
         processes: how many at once.
-        seconds: after which what still runs is ended, and says so in its row; its rows before that are kept.
+        seconds: what all may take. What then would leave no time to time the self-checks of the others is ended before,
+            and says so in its row; its rows before that are kept.
     """
     import vllm_moe_oracle.device as machine
 
@@ -1002,7 +1006,7 @@ def _many(
     scheme: str, waiting: list[tuple[str, list[str]]], extra: list[str], processes: int, deadline: float
 ) -> list[dict[str, Any]]:
     """The rows of layers with some backends each, one process for each of these, `processes` at once besides those that
-    only wait for silence."""
+    only wait for silence. Those that are late are ended while there is time left for these."""
     folder = Path(tempfile.mkdtemp())
     quiet = str(folder / "quiet")
 
@@ -1013,6 +1017,7 @@ def _many(
     running: dict[tuple[str, str], tuple[list[str], Any, str]] = {}
     cards = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     rows: list[dict[str, Any]] = []
+    reserve = TIMING_SECONDS * len(waiting)
     while waiting or running:
         busy = [card for (name, _), (group, _, card) in running.items() if not waits(name, group)]
         while waiting and len(busy) < processes:
@@ -1020,19 +1025,20 @@ def _many(
             file = folder / f"{name}.{group[0]}.json"
             command = [sys.executable, __file__, "--scheme", scheme, "--layer", name, "--json", str(file), *extra]
             command += ["--quiet", quiet, *(word for each in group for word in ("--backend", each))]
-            log = file.with_suffix(".log").open("w")
             card = min(cards, key=busy.count)
             busy.append(card)
             environment = os.environ | ({"CUDA_VISIBLE_DEVICES": card} if card else {})
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            with file.with_suffix(".log").open("w") as log:
+                process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
             running[name, group[0]] = group, process, card
         time.sleep(0.2)
-        late = time.monotonic() > deadline
-        if late:
+        left = deadline - time.monotonic()
+        if left < reserve:
             for name, group in waiting:
                 rows += [{"layer": name, "backend": each, "failure": "not begun", "pass": False} for each in group]
             waiting.clear()
         for (name, first), (group, process, _) in list(running.items()):
+            late = left < (0 if waits(name, group) else reserve)
             if process.poll() is None and not late:
                 continue
             process.kill()
