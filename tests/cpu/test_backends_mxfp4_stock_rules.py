@@ -7,21 +7,29 @@ reason stands in `STRICTER`.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from cases import problem
-from releases import ReleaseUnavailable
-from stock_code import FUSED_MOE, QUANTIZATION, Platform, load, tree
+from stock_code import FUSED_MOE, QUANTIZATION, Platform, load
+from stock_rules import (
+    ACTIVATIONS,
+    CAPABILITIES,
+    backend,
+    claims_activation,
+    codes_of,
+    every_release,
+    globals_of,
+    members_of,
+    number,
+    source_of,
+    stock_class,
+)
 
-from vllm_moe_oracle.backends import Backend
-from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.layouts import mixed
 from vllm_moe_oracle.oracle.problem import Activation, Device, Problem, Routing, Scheme
-from vllm_moe_oracle.oracle.registry import default_registry
 
 CLASSES = {
     "trtllm_mxfp4": ("trtllm_mxfp4_moe", "TrtLlmMxfp4ExpertsModular"),
@@ -42,17 +50,7 @@ STOCK_NAMES = {
     "deep_gemm_mxfp4": "DEEPGEMM_MXFP4",
 }
 INPUT_KEYS = {"16bit": None, "mxfp8": "kMxfp8Dynamic", "fp8": "kFp8Dynamic128Sym"}
-CAPABILITIES = (75, 80, 86, 89, 90, 100, 103, 110, 120, 121)
 GPT_OSS = Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0, interleaved=True)
-ACTIVATIONS = {
-    "silu": Activation("silu"),
-    "gelu": Activation("gelu"),
-    "gelu_tanh": Activation("gelu_tanh"),
-    "swigluoai": GPT_OSS,
-    "swigluoai_uninterleave": dataclasses.replace(GPT_OSS, interleaved=False),
-    "silu_no_mul": Activation("silu", gated=False),
-    "relu2_no_mul": Activation("relu2", gated=False),
-}
 _UNSEEN = "no checkpoint in MXFP4 has it, and the class was never run with it"
 STRICTER: dict[tuple[str, str], str] = {
     **{("cutlass_mxfp4" + kind, "gelu_tanh"): _UNSEEN for kind in ("", "_a8")},
@@ -64,12 +62,7 @@ STRICTER: dict[tuple[str, str], str] = {
 """Activations that are refused although stock's class claims them, and why."""
 
 HOME = {"cutlass_mxfp4": 90}
-every_release = pytest.mark.parametrize("release", RELEASES)
 every_backend = pytest.mark.parametrize("name", CLASSES)
-
-
-def number(release: str) -> tuple[int, ...]:
-    return tuple(map(int, release.split(".")))
 
 
 class Recent(Platform):
@@ -82,21 +75,10 @@ class Recent(Platform):
 def stock(release: str, name: str, capability: int) -> tuple[Any, dict[str, Any]]:
     """A stock class of a release on a device of some capability, and the names of its file."""
     platform = (Recent if number(release) >= (0, 24) else Platform)(capability)
-    try:
-        activation = load(release, f"{FUSED_MOE}/activation.py", current_platform=platform)
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
-    file, class_name = CLASSES[name]
-    found = load(
-        release, f"{FUSED_MOE}/experts/{file}.py", current_platform=platform,
-        MoEActivation=activation["MoEActivation"], is_deep_gemm_supported=platform.support_deep_gemm,
+    return stock_class(
+        release, *CLASSES[name], platform, is_deep_gemm_supported=platform.support_deep_gemm,
         has_flashinfer=lambda: True, has_flashinfer_cutlass_fused_moe=lambda: True,
     )  # fmt: skip
-    return found[class_name], found
-
-
-def backend(name: str) -> Backend:
-    return default_registry()[name]
 
 
 def machine(release: str, capability: int, flashinfer: str = "0.7.2.post1") -> Device:
@@ -114,8 +96,7 @@ def layer(name: str, packing: str = "gpt_oss", **changes: Any) -> Problem:
 
 
 def refused(name: str, release: str, capability: int, **changes: Any) -> set[str]:
-    verdict = backend(name).check(layer(name, **changes), machine(release, capability))
-    return {reason.code for reason in verdict.reasons}
+    return codes_of(name, layer(name, **changes), machine(release, capability))
 
 
 def keys(name: str, names: dict[str, Any]) -> tuple[Any, Any]:
@@ -127,17 +108,7 @@ def keys(name: str, names: dict[str, Any]) -> tuple[Any, Any]:
 @every_release
 @every_backend
 def test_every_release_has_the_kernel(name: str, release: str) -> None:
-    try:
-        file = tree(release, f"{FUSED_MOE}/oracle/mxfp4.py")
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
-    members = next(node for node in file.body if isinstance(node, ast.ClassDef) and node.name == "Mxfp4MoeBackend")
-    known = {
-        target.id
-        for statement in members.body if isinstance(statement, ast.Assign)
-        for target in statement.targets if isinstance(target, ast.Name)
-    }  # fmt: skip
-    assert STOCK_NAMES[name] in known
+    assert STOCK_NAMES[name] in members_of(release, f"{FUSED_MOE}/oracle/mxfp4.py", "Mxfp4MoeBackend")
     home = HOME.get(name, 100)
     without = name == "deep_gemm_mxfp4" and number(release) < (0, 24)
     assert refused(name, release, home) == ({"package"} if without else set())
@@ -161,10 +132,7 @@ def test_activations(name: str, release: str) -> None:
     home = HOME.get(name, 100)
     found, names = stock(release, name, home)
     for stock_name, activation in ACTIVATIONS.items():
-        member = [each for each in names["MoEActivation"] if each.value == stock_name]
-        claimed = bool(member) and bool(found._supports_activation(member[0]))
-        if not activation.gated:
-            claimed = claimed and bool(found._supports_no_act_and_mul())
+        claimed = claims_activation(found, names, stock_name, activation)
         codes = refused(name, release, home, activation=activation)
         ours = not {code for code in codes if code.startswith("activation")}
         if (name, stock_name) in STRICTER:
@@ -192,29 +160,19 @@ def test_routing_inside_the_kernel(release: str, name: str) -> None:
 # --- What the classes pass ------------------------------------------------------------------------------------------
 
 
-def source(release: str, file: str, *names: str) -> str:
-    """Source of a class or of a method."""
-    try:
-        node: Any = tree(release, f"{FUSED_MOE}/experts/{file}.py")
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
-    for name in names:
-        node = next(each for each in node.body if getattr(each, "name", "") == name)
-    return ast.unparse(node)
-
-
 @every_release
 def test_trtllms_classes_pass_biases_and_parameters(release: str) -> None:
     for kind in ("Modular", "Monolithic"):
-        text = source(release, "trtllm_mxfp4_moe", f"TrtLlmMxfp4Experts{kind}").replace("'", "").replace(": ", "=")
+        text = source_of(release, f"{FUSED_MOE}/experts/trtllm_mxfp4_moe.py", f"TrtLlmMxfp4Experts{kind}")
+        text = text.replace("'", "").replace(": ", "=")
         for given in ("gemm1_bias=self.w1_bias", "gemm2_bias=self.w2_bias", "gemm1_alpha=self.gemm1_alpha",
                       "gemm1_beta=self.gemm1_beta", "gemm1_clamp_limit=self.gemm1_clamp_limit"):  # fmt: skip
             assert given in text, (kind, given)
         # A rank's first expert: an even split is assumed.
         assert "self.ep_rank * self.local_num_experts" in text or "self.moe_config.ep_rank * local_num_experts" in text
-    monolithic = source(release, "trtllm_mxfp4_moe", "TrtLlmMxfp4ExpertsMonolithic")
+    monolithic = source_of(release, f"{FUSED_MOE}/experts/trtllm_mxfp4_moe.py", "TrtLlmMxfp4ExpertsMonolithic")
     assert "routing_method_type=self.routing_method_type" in monolithic
-    base = source(release, "trtllm_mxfp4_moe", "TrtLlmMxfp4ExpertsBase")
+    base = source_of(release, f"{FUSED_MOE}/experts/trtllm_mxfp4_moe.py", "TrtLlmMxfp4ExpertsBase")
     assert "self.routing_method_type = moe_config.routing_method" in base
     assert "super().__init__" not in base  # why the adapter runs the base initialiser
     passes_all = number(release) >= (0, 27, 1)
@@ -224,17 +182,17 @@ def test_trtllms_classes_pass_biases_and_parameters(release: str) -> None:
 
 @every_release
 def test_cutlass_has_gpt_oss_s_constants_built_in_until_0_28(release: str) -> None:
-    made = source(release, "flashinfer_cutlass_moe", "FlashInferExperts", "__init__")
+    made = source_of(release, f"{FUSED_MOE}/experts/flashinfer_cutlass_moe.py", "FlashInferExperts", "__init__")
     constants = "[1.702] * self.num_experts" in made and "[7.0] * self.num_experts" in made
     assert constants == (number(release) < (0, 28))
-    apply = source(release, "flashinfer_cutlass_moe", "FlashInferExperts", "apply")
+    apply = source_of(release, f"{FUSED_MOE}/experts/flashinfer_cutlass_moe.py", "FlashInferExperts", "apply")
     for given in ("fc1_expert_biases = self.w1_bias", "swiglu_alpha = self.gemm1_alpha", "ep_rank=self.ep_rank"):
         assert given in apply
 
 
 @every_release
 def test_deep_gemm_adds_no_biases_and_passes_the_limit(release: str) -> None:
-    text = source(release, "deep_gemm_moe", "DeepGemmFP4Experts")
+    text = source_of(release, f"{FUSED_MOE}/experts/deep_gemm_moe.py", "DeepGemmFP4Experts")
     assert "bias" not in text and "alpha" not in text.replace("alphas", "")
     assert "clamp_limit=self.gemm1_clamp_limit" in text and "_ACT_BLOCK_K = 128" in text
 
@@ -245,13 +203,10 @@ def test_deep_gemm_adds_no_biases_and_passes_the_limit(release: str) -> None:
 @every_release
 @every_backend
 def test_sizes_are_rounded_as_stock_rounds_them(release: str, name: str) -> None:
-    try:
-        names = load(
-            release, f"{FUSED_MOE}/oracle/mxfp4.py", current_platform=Platform(100),
-            round_up=lambda a, b: -(-a // b) * b, triton_kernels_version=None, get_triton_kernels_version=lambda: None,
-        )  # fmt: skip
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    names = globals_of(
+        release, f"{FUSED_MOE}/oracle/mxfp4.py", current_platform=Platform(100),
+        round_up=lambda a, b: -(-a // b) * b, triton_kernels_version=None, get_triton_kernels_version=lambda: None,
+    )  # fmt: skip
     kind = names["Mxfp4MoeBackend"][STOCK_NAMES[name]]
     rounded = names["mxfp4_round_up_hidden_size_and_intermediate_size"]
     for hidden, inner in ((2880, 2880), (2880, 1440), (2880, 736), (2880, 384), (7168, 256), (2048, 768), (96, 32)):
@@ -366,16 +321,13 @@ def stock_conversions(release: str, generation: str) -> dict[str, Any]:
         gate, up = tensor.chunk(2, dim=1)
         return torch.cat([up, gate], dim=1)
 
-    try:
-        return load(
-            release, f"{FUSED_MOE}/oracle/mxfp4.py", current_platform=Platform(100),
-            get_triton_kernels_version=lambda: None, nvfp4_block_scale_interleave=tiled, block_scale_interleave=tiled,
-            get_w2_permute_indices_with_cache=row_order, swap_w13_to_w31=swapped,
-            interleave_moe_weights_for_sm90_mixed_gemm=woven_codes,
-            interleave_moe_scales_for_sm90_mixed_gemm=woven_scales,
-        )  # fmt: skip
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    return globals_of(
+        release, f"{FUSED_MOE}/oracle/mxfp4.py", current_platform=Platform(100),
+        get_triton_kernels_version=lambda: None, nvfp4_block_scale_interleave=tiled, block_scale_interleave=tiled,
+        get_w2_permute_indices_with_cache=row_order, swap_w13_to_w31=swapped,
+        interleave_moe_weights_for_sm90_mixed_gemm=woven_codes,
+        interleave_moe_scales_for_sm90_mixed_gemm=woven_scales,
+    )  # fmt: skip
 
 
 SIZES = ((256, 128), (384, 160), (128, 96))
@@ -442,21 +394,18 @@ def test_deep_gemms_conversion_is_stocks(release: str) -> None:
         found: torch.Tensor = keywords["sf"]
         return found
 
-    try:
-        helper = load(
-            release, f"{QUANTIZATION}/utils/fp8_utils.py", transform_sf_into_required_layout=transform,
-            is_deep_gemm_e8m0_used=lambda: True,
-        )  # fmt: skip
-        names = load(
-            release, f"{FUSED_MOE}/oracle/mxfp4.py", current_platform=Platform(100),
-            get_triton_kernels_version=lambda: None,
-            deepgemm_post_process_weight_scale_block=helper.get("deepgemm_post_process_weight_scale_block"),
-            deepgemm_post_process_fp8_weight_block=helper.get("deepgemm_post_process_fp8_weight_block"),
-            transform_sf_into_required_layout=transform,
-            _upcast_e8m0_to_fp32=helper.get("_upcast_e8m0_to_fp32"),
-        )  # fmt: skip
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    helper = globals_of(
+        release, f"{QUANTIZATION}/utils/fp8_utils.py", transform_sf_into_required_layout=transform,
+        is_deep_gemm_e8m0_used=lambda: True,
+    )  # fmt: skip
+    names = globals_of(
+        release, f"{FUSED_MOE}/oracle/mxfp4.py", current_platform=Platform(100),
+        get_triton_kernels_version=lambda: None,
+        deepgemm_post_process_weight_scale_block=helper.get("deepgemm_post_process_weight_scale_block"),
+        deepgemm_post_process_fp8_weight_block=helper.get("deepgemm_post_process_fp8_weight_block"),
+        transform_sf_into_required_layout=transform,
+        _upcast_e8m0_to_fp32=helper.get("_upcast_e8m0_to_fp32"),
+    )  # fmt: skip
     device = machine(release, 100)
     each = layer("deep_gemm_mxfp4", packing="mxfp4", hidden_size=256, intermediate_size=128)
     canonical = random_layer(256, 128, biases=False)

@@ -13,8 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from releases import ReleaseUnavailable
-from stock_code import FUSED_MOE, QUANTIZATION, Platform, load, tree
+from stock_code import FUSED_MOE, QUANTIZATION, Platform, load
+from stock_rules import (
+    ACTIVATIONS,
+    CAPABILITIES,
+    claims_activation,
+    codes_of,
+    every_release,
+    globals_of,
+    members_of,
+    number,
+    source_of,
+    stock_class,
+    tree_of,
+)
 from test_backends_mxfp4 import GPT_OSS, HALVES, backend, expert, layer, usual
 
 from vllm_moe_oracle.compat import RELEASES
@@ -42,18 +54,6 @@ STOCK_NAMES = {
     "triton_mxfp4_unfused": "TRITON_UNFUSED",
     "cpu_mxfp4": "CPU",
 }
-CAPABILITIES = (75, 80, 86, 89, 90, 100, 103, 110, 120, 121)
-ACTIVATIONS = {
-    "silu": Activation("silu"),
-    "gelu": Activation("gelu"),
-    "gelu_tanh": Activation("gelu_tanh"),
-    "swigluoai": GPT_OSS,
-    "swigluoai_uninterleave": HALVES,
-    "silu_no_mul": Activation("silu", gated=False),
-    "gelu_no_mul": Activation("gelu", gated=False),
-    "gelu_tanh_no_mul": Activation("gelu_tanh", gated=False),
-    "relu2_no_mul": Activation("relu2", gated=False),
-}
 _SM75 = "bfloat16 needs sm_80, and the kernels have no float16 with e8m0 scales"
 STRICTER: dict[tuple[str, str | int], str] = {
     **{(name, 75): _SM75 for name in CLASSES if not name.startswith("triton")},
@@ -67,31 +67,15 @@ STRICTER: dict[tuple[str, str | int], str] = {
 """What is refused although stock's class claims it: capability or activation, and why."""
 
 HOME = {"marlin_mxfp4": 80, "marlin_mxfp4_batched": 80}
-every_release = pytest.mark.parametrize("release", RELEASES)
 every_class = pytest.mark.parametrize("name", CLASSES)
-
-
-def number(release: str) -> tuple[int, ...]:
-    return tuple(map(int, release.split(".")))
 
 
 def stock(release: str, name: str, capability: int = 90) -> tuple[Any, dict[str, Any]]:
     """A stock class of a release on a device of some capability, and the names of its file."""
-    platform = Platform(capability)
-    file, class_name = CLASSES[name]
-    try:
-        activation = load(release, f"{FUSED_MOE}/activation.py", current_platform=platform)
-        given = {key: activation[key] for key in ("MoEActivation", *_SUPPORTED) if key in activation}
-        names = load(
-            release, f"{FUSED_MOE}/experts/{file}.py", current_platform=platform, has_triton_kernels=lambda: True,
-            get_triton_kernels_version=lambda: None, functools=_Functools, **given,
-        )  # fmt: skip
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
-    return names[class_name], names
-
-
-_SUPPORTED = ("apply_moe_activation_supported", "apply_moe_activation_masked_supported")
+    return stock_class(
+        release, *CLASSES[name], Platform(capability), has_triton_kernels=lambda: True,
+        get_triton_kernels_version=lambda: None, functools=_Functools,
+    )  # fmt: skip
 
 
 class _Functools:
@@ -104,33 +88,7 @@ def machine(release: str, capability: int) -> Device:
 
 
 def refused(name: str, release: str, capability: int, **changes: Any) -> set[str]:
-    verdict = backend(name).check(usual(name, **changes), machine(release, capability))
-    return {reason.code for reason in verdict.reasons}
-
-
-def members(release: str, path: str, name: str) -> set[str]:
-    """Members of an enumeration of a release."""
-    try:
-        file = tree(release, path)
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
-    body = next(node.body for node in file.body if isinstance(node, ast.ClassDef) and node.name == name)
-    return {
-        target.id
-        for statement in body if isinstance(statement, ast.Assign)
-        for target in statement.targets if isinstance(target, ast.Name)
-    }  # fmt: skip
-
-
-def source(release: str, file: str, *names: str) -> str:
-    """Source of a class, a method or a function of an expert file."""
-    try:
-        node: Any = tree(release, f"{FUSED_MOE}/{file}.py")
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
-    for name in names:
-        node = next(each for each in node.body if getattr(each, "name", "") == name)
-    return ast.unparse(node)
+    return codes_of(name, usual(name, **changes), machine(release, capability))
 
 
 # --- What the classes claim -----------------------------------------------------------------------------------------
@@ -139,7 +97,7 @@ def source(release: str, file: str, *names: str) -> str:
 @every_release
 @pytest.mark.parametrize("name", STOCK_NAMES)
 def test_a_release_that_does_not_offer_the_kernel_is_refused(name: str, release: str) -> None:
-    known = STOCK_NAMES[name] in members(release, f"{FUSED_MOE}/oracle/mxfp4.py", "Mxfp4MoeBackend")
+    known = STOCK_NAMES[name] in members_of(release, f"{FUSED_MOE}/oracle/mxfp4.py", "Mxfp4MoeBackend")
     if name == "cpu_mxfp4":
         assert known  # and the oldest CPU build that the tests serve on is the lower limit
         return
@@ -173,10 +131,7 @@ def test_activations(name: str, release: str) -> None:
         pytest.skip("the release's humming-kernels is not offered")
     found, names = stock(release, name, HOME.get(name, 90))
     for stock_name, activation in ACTIVATIONS.items():
-        member = [each for each in names["MoEActivation"] if each.value == stock_name]
-        claimed = bool(member) and bool(found._supports_activation(member[0]))
-        if not activation.gated:
-            claimed = claimed and bool(found._supports_no_act_and_mul())
+        claimed = claims_activation(found, names, stock_name, activation)
         codes = refused(name, release, HOME.get(name, 90), activation=activation)
         assert (not codes & {"activation", "activation.parameters"}) == claimed, stock_name
 
@@ -190,7 +145,7 @@ def test_routing_inside_the_kernel(release: str) -> None:
         claimed = found._supports_routing_method(method, names["kMxfp4Static"], None)
         codes = refused(name, release, 90, routing=Routing(method=method.name.lower()))
         assert ("routing" not in codes) == claimed, method
-    made = source(release, f"experts/{OAI}", "OAITritonMxfp4ExpertsMonolithic", "__init__")
+    made = source_of(release, f"{FUSED_MOE}/experts/{OAI}.py", "OAITritonMxfp4ExpertsMonolithic", "__init__")
     assert "self.renormalize = moe_config.routing_method in" in made
 
 
@@ -199,17 +154,17 @@ def test_routing_inside_the_kernel(release: str) -> None:
 
 @every_release
 def test_the_fused_triton_kernels_get_gpt_oss_s_constants(release: str) -> None:
-    function = source(release, f"experts/{OAI}", "triton_kernel_fused_experts")
+    function = source_of(release, f"{FUSED_MOE}/experts/{OAI}.py", "triton_kernel_fused_experts")
     assert "swiglu_alpha: float=1.702" in function and "swiglu_limit: float=7.0" in function
     for name in ("OAITritonExperts", "OAITritonMxfp4ExpertsMonolithic"):
-        assert "alpha" not in source(release, f"experts/{OAI}", name)
+        assert "alpha" not in source_of(release, f"{FUSED_MOE}/experts/{OAI}.py", name)
     for given in ("quant_config.w1_bias", "quant_config.w2_bias", "quant_config.w1_precision"):
         assert given in function
 
 
 @every_release
 def test_the_unfused_triton_kernels_get_alpha_and_limit(release: str) -> None:
-    text = source(release, f"experts/{OAI}", "UnfusedOAITritonExperts", "activation")
+    text = source_of(release, f"{FUSED_MOE}/experts/{OAI}.py", "UnfusedOAITritonExperts", "activation")
     assert "swigluoai_and_mul(output, input, alpha, limit)" in text
     assert "quant_config.gemm1_alpha" in text and "quant_config.gemm1_clamp_limit" in text
     assert ("quant_config.gemm1_clamp_limit, alpha, beta" in text) == (number(release) >= (0, 24))
@@ -217,7 +172,7 @@ def test_the_unfused_triton_kernels_get_alpha_and_limit(release: str) -> None:
 
 @every_release
 def test_empty_slots_and_tops_that_are_no_power_of_two(release: str) -> None:
-    whole = source(release, f"experts/{OAI}")
+    whole = source_of(release, f"{FUSED_MOE}/experts/{OAI}.py")
     since = number(release) >= (0, 25, 1)
     assert ("expert_map[topk_ids]" in whole) == (not since)
     assert ("masked_moe_sum" in whole) == since
@@ -226,20 +181,14 @@ def test_empty_slots_and_tops_that_are_no_power_of_two(release: str) -> None:
 
 @every_release
 def test_the_rows_of_gpt_oss_have_its_constants_built_in(release: str) -> None:
-    try:
-        text = ast.unparse(tree(release, f"{FUSED_MOE}/activation.py"))
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    text = source_of(release, f"{FUSED_MOE}/activation.py")
     assert "swigluoai_and_mul(output, input)" in text or "7.0, 1.702" in text or "alpha=1.702" in text
 
 
 @every_release
 def test_one_generation_of_triton_kernels_is_brought(release: str) -> None:
-    try:
-        matmul = tree(release, "vllm/third_party/triton_kernels/matmul_ogs.py")
-        tensor = tree(release, "vllm/third_party/triton_kernels/tensor.py")
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    matmul = tree_of(release, "vllm/third_party/triton_kernels/matmul_ogs.py")
+    tensor = tree_of(release, "vllm/third_party/triton_kernels/tensor.py")
     assert "weight_scale" in ast.unparse(matmul)
     assert not any(getattr(node, "name", "") == "SparseMatrix" for node in tensor.body)
 
@@ -250,13 +199,10 @@ def test_one_generation_of_triton_kernels_is_brought(release: str) -> None:
 @every_release
 @pytest.mark.parametrize("name", ["marlin_mxfp4", "triton_mxfp4", "triton_mxfp4_monolithic", "triton_mxfp4_unfused"])
 def test_sizes_against_stocks_rounding(release: str, name: str) -> None:
-    try:
-        names = load(
-            release, f"{FUSED_MOE}/oracle/mxfp4.py", current_platform=Platform(90),
-            round_up=lambda a, b: -(-a // b) * b, triton_kernels_version=None, get_triton_kernels_version=lambda: None,
-        )  # fmt: skip
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    names = globals_of(
+        release, f"{FUSED_MOE}/oracle/mxfp4.py", current_platform=Platform(90),
+        round_up=lambda a, b: -(-a // b) * b, triton_kernels_version=None, get_triton_kernels_version=lambda: None,
+    )  # fmt: skip
     kind = names["Mxfp4MoeBackend"][STOCK_NAMES[name]]
     for hidden, inner in ((2880, 2880), (2880, 1440), (2880, 736), (2880, 384), (7168, 256), (2048, 768)):
         plan = backend(name).plan(layer(hidden_size=hidden, intermediate_size=inner), machine(release, 90))
@@ -293,15 +239,12 @@ def test_marlins_conversion_is_stocks(
     originals = [expert(each, seed) for seed in range(3)]
     stacked = {key: torch.stack([one[key] for one in originals]) for key in originals[0]}
     loaded = {key: _as_loaded(each, key, tensor) for key, tensor in stacked.items()}
-    try:
-        general = load(release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b)
-        given = {key: general[key] for key in ("marlin_permute_scales", "marlin_permute_bias") if key in general}
-        names = load(
-            release, f"{QUANTIZATION}/utils/marlin_utils_fp4.py", ops=Operators, current_platform=Platform(90),
-            get_marlin_input_dtype=lambda *args: None, **given,
-        )  # fmt: skip
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    general = globals_of(release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b)
+    given = {key: general[key] for key in ("marlin_permute_scales", "marlin_permute_bias") if key in general}
+    names = globals_of(
+        release, f"{QUANTIZATION}/utils/marlin_utils_fp4.py", ops=Operators, current_platform=Platform(90),
+        get_marlin_input_dtype=lambda *args: None, **given,
+    )  # fmt: skip
     stock_layer = type("Layer", (), {"params_dtype": torch.bfloat16})()
     theirs = names["prepare_moe_mxfp4_layer_for_marlin"](
         stock_layer, loaded["w13"], loaded["w2"], loaded["w13_scale"], loaded["w2_scale"], loaded.get("w13_bias"),
@@ -337,7 +280,7 @@ def test_every_backend_of_mxfp4_is_in_a_test_of_stock_rules() -> None:
 def test_what_the_cpus_class_asks_and_the_operator_does_not() -> None:
     """AMX, since 0.28, and rows that alternate. That the operator needs neither is in the tests of the backend."""
     for release in RELEASES:
-        text = source(release, "experts/cpu_moe", "CPUExpertsMxfp4", "_supports_current_device")
+        text = source_of(release, f"{FUSED_MOE}/experts/cpu_moe.py", "CPUExpertsMxfp4", "_supports_current_device")
         assert ("_is_amx_tile_supported" in text) == (number(release) >= (0, 28))
     assert dataclasses.replace(GPT_OSS, interleaved=False) == HALVES
     device = Device("cpu", "a CPU", features=("avx512f", "avx512_bf16"), packages={"vllm": "0.32.0"})

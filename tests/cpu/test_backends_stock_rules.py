@@ -7,7 +7,6 @@ reason stands in `STRICTER`.
 from __future__ import annotations
 
 import ast
-import functools
 import math
 import re
 from pathlib import Path
@@ -19,14 +18,27 @@ import pytest
 import torch
 from cases import MXFP8_W8A8, problem
 from releases import ReleaseUnavailable, sources
-from stock_code import FUSED_MOE, QUANTIZATION, Platform, load, tree
+from stock_code import FUSED_MOE, QUANTIZATION, Platform, tree
+from stock_rules import (
+    CAPABILITIES,
+    IN_HALVES,
+    backend,
+    claims_activation,
+    codes_of,
+    every_release,
+    globals_of,
+    members_of,
+    node_of,
+    number,
+    source_of,
+    stock_class,
+    tree_of,
+)
 
 import vllm_moe_oracle
-from vllm_moe_oracle.backends import Backend
 from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.layouts.pack import pack_tiles
 from vllm_moe_oracle.oracle.problem import Activation, Device, Problem, Routing
-from vllm_moe_oracle.oracle.registry import default_registry
 
 CLASSES = {
     "marlin_mxfp8": ("marlin_moe", "MarlinExperts"),
@@ -43,17 +55,6 @@ STOCK_NAMES = {
     "trtllm_mxfp8": "FLASHINFER_TRTLLM",
     "trtllm_mxfp8_monolithic": "FLASHINFER_TRTLLM",
     "deep_gemm_mxfp8": "DEEPGEMM",
-}
-CAPABILITIES = (75, 80, 86, 89, 90, 100, 103, 110, 120, 121)
-ACTIVATIONS = {
-    "silu": Activation("silu"),
-    "gelu": Activation("gelu"),
-    "gelu_tanh": Activation("gelu_tanh"),
-    "swigluoai_uninterleave": Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0),
-    "silu_no_mul": Activation("silu", gated=False),
-    "gelu_no_mul": Activation("gelu", gated=False),
-    "gelu_tanh_no_mul": Activation("gelu_tanh", gated=False),
-    "relu2_no_mul": Activation("relu2", gated=False),
 }
 
 _SM75 = "bfloat16 needs sm_80, and the kernels have no float16 with e8m0 scales"
@@ -79,26 +80,13 @@ CLAIMED_BUT_NOT_CONVERTED = {
 
 def stock(release: str, name: str, capability: int = 100) -> tuple[Any, dict[str, Any]]:
     """A stock class of a release on a device of some capability, and the names of its file."""
-    try:
-        activation = load(release, f"{FUSED_MOE}/activation.py", current_platform=Platform(capability))
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
     platform = Platform(capability)
-    given = {key: activation[key] for key in ("MoEActivation", "apply_moe_activation_supported")}
-    file, class_name = CLASSES[name]
-    names = load(
-        release, f"{FUSED_MOE}/experts/{file}.py", current_platform=platform,
-        is_deep_gemm_supported=platform.support_deep_gemm, **given,
-    )  # fmt: skip
-    return names[class_name], names
+    return stock_class(release, *CLASSES[name], platform, is_deep_gemm_supported=platform.support_deep_gemm)
 
 
 def offered(release: str, name: str) -> bool:
     """Whether stock's MXFP8 oracle of the release knows the kernel."""
-    try:
-        file = tree(release, f"{FUSED_MOE}/oracle/mxfp8.py")
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    file = tree_of(release, f"{FUSED_MOE}/oracle/mxfp8.py")
     listed = next(
         node.value
         for node in file.body
@@ -119,17 +107,11 @@ def layer(name: str, release: str, **changes: Any) -> Problem:
     return problem(**({"scheme": MXFP8_W8A8, "routing": Routing(method="renormalize")} | parallel | changes))
 
 
-def backend(name: str) -> Backend:
-    return default_registry()[name]
-
-
 def refused(name: str, release: str, capability: int, **changes: Any) -> set[str]:
-    verdict = backend(name).check(layer(name, release, **changes), machine(release, capability))
-    return {reason.code for reason in verdict.reasons}
+    return codes_of(name, layer(name, release, **changes), machine(release, capability))
 
 
 HOME = {"marlin_mxfp8": 80, "humming_mxfp8": 90, "humming_mxfp8_grouped": 90}
-every_release = pytest.mark.parametrize("release", RELEASES)
 every_backend = pytest.mark.parametrize("name", CLASSES)
 
 
@@ -140,7 +122,7 @@ def test_a_release_that_does_not_offer_the_kernel_is_refused(name: str, release:
     codes = refused(name, release, HOME.get(name, 100))
     if name == "humming_mxfp8_grouped" and "humming.kind" in codes:
         # Before 0.30 vLLM's grouped kernels ran only where an environment variable asked for them.
-        assert tuple(map(int, release.split("."))) < (0, 30, 0)
+        assert number(release) < (0, 30, 0)
         return
     if name.startswith("trtllm") and release == "0.22.1":
         # Offered there; its class passes groups of 0 to a kernel that wants none, and takes SiLU alone.
@@ -172,11 +154,8 @@ def test_activations(name: str, release: str) -> None:
     if not offered(release, name):
         pytest.skip("the release does not offer it")
     found, names = stock(release, name, HOME.get(name, 100))
-    for stock_name, activation in ACTIVATIONS.items():
-        member = [each for each in names["MoEActivation"] if each.value == stock_name]
-        claimed = bool(member) and bool(found._supports_activation(member[0]))
-        if not activation.gated:
-            claimed = claimed and bool(found._supports_no_act_and_mul())
+    for stock_name, activation in IN_HALVES.items():
+        claimed = claims_activation(found, names, stock_name, activation)
         codes = refused(name, release, HOME.get(name, 100), activation=activation)
         ours = not codes & {
             "activation", "activation.parameters", "activation.parameters.since", "activation.since",
@@ -267,7 +246,7 @@ def test_router_weights_multiply_the_input_where_the_class_lets_them(name: str, 
     if not offered(release, name):
         pytest.skip("the release does not offer it")
     file, class_name = CLASSES[name]
-    body = function(release, f"{FUSED_MOE}/experts/{file}.py", class_name, "apply")
+    body = source_of(release, f"{FUSED_MOE}/experts/{file}.py", class_name, "apply")
     # vLLM multiplies it in before. DeepGEMM's class only leaves it out when it sums; Marlin's multiplies once more.
     again = "apply_router_weight_on_input=apply_router_weight_on_input" in body
     assert backend(name).limits.weight_on_input == (name == "deep_gemm_mxfp8")
@@ -277,7 +256,7 @@ def test_router_weights_multiply_the_input_where_the_class_lets_them(name: str, 
 @every_release
 def test_routing_inside_the_kernel(release: str) -> None:
     name = "trtllm_mxfp8_monolithic"
-    methods = enumeration(release, f"{FUSED_MOE}/config.py", "RoutingMethodType")
+    methods = members_of(release, f"{FUSED_MOE}/config.py", "RoutingMethodType")
     found, names = stock(release, name)
     names["RoutingMethodType"] = type("Methods", (), {method: method for method in methods})
     for method in methods:
@@ -288,39 +267,13 @@ def test_routing_inside_the_kernel(release: str) -> None:
         assert ours == claimed or method == "Simulated" or (release == "0.22.1" and method == "Sigmoid"), method
 
 
-def enumeration(release: str, path: str, name: str) -> list[str]:
-    """Members of an enumeration of a release."""
-    try:
-        classes = [node for node in tree(release, path).body if isinstance(node, ast.ClassDef)]
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
-    return [
-        target.id
-        for statement in next(node.body for node in classes if node.name == name)
-        for target in (statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)])
-        if isinstance(target, ast.Name)
-    ]
-
-
-@functools.cache
-def function(release: str, path: str, *names: str) -> str:
-    """Source of a function, or of a method, without spaces that do not matter."""
-    try:
-        node: Any = tree(release, path)
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
-    for name in names:
-        node = next(each for each in node.body if getattr(each, "name", "") == name)
-    return ast.unparse(node)
-
-
 TRTLLM = f"{FUSED_MOE}/experts/trtllm_fp8_moe.py"
 
 
 @every_release
 def test_what_the_trtllm_classes_pass(release: str) -> None:
-    monolithic = function(release, TRTLLM, "TrtLlmFp8ExpertsMonolithic", "_apply_block_scale")
-    modular = function(release, TRTLLM, "TrtLlmFp8ExpertsModular", "apply")
+    monolithic = source_of(release, TRTLLM, "TrtLlmFp8ExpertsMonolithic", "_apply_block_scale")
+    modular = source_of(release, TRTLLM, "TrtLlmFp8ExpertsModular", "apply")
     assert "activation_type=" not in modular and "'activation_type'" not in modular
     assert "bias" not in modular.replace("routing_bias", "")
     assert "gemm1_bias" not in monolithic and "w1_bias" not in monolithic
@@ -335,33 +288,30 @@ def test_what_the_trtllm_classes_pass(release: str) -> None:
     assert limit and monolithic.index("Fp8QuantizationType.MxFp8") < limit.start()
     assert monolithic.index("Fp8QuantizationType.DeepSeekFp8") > monolithic.index("if is_mxfp8")
     passes_parameters = "gemm1_clamp_limit=self.gemm1_clamp_limit" in monolithic
-    assert passes_parameters == (tuple(map(int, release.split("."))) >= (0, 25, 1))
+    assert passes_parameters == (number(release) >= (0, 25, 1))
 
 
 @every_release
 def test_marlin_is_given_biases_and_parameters(release: str) -> None:
     path = f"{FUSED_MOE}/experts/marlin_moe.py"
-    apply = function(release, path, "MarlinExperts", "apply")
+    apply = source_of(release, path, "MarlinExperts", "apply")
     assert "bias1=self.w1_bias" in apply and "bias2=self.w2_bias" in apply
     new = "activation_config=self.activation_config" in apply
     assert new or "clamp_limit=self.gemm1_clamp_limit" in apply
-    if tuple(map(int, release.split("."))) >= (0, 24, 0):
+    if number(release) >= (0, 24, 0):
         assert new or "gemm1_alpha=self.gemm1_alpha" in apply
 
 
 @every_release
 def test_deep_gemm_adds_no_biases(release: str) -> None:
-    assert "bias" not in function(release, f"{FUSED_MOE}/experts/deep_gemm_moe.py", "DeepGemmExperts")
+    assert "bias" not in source_of(release, f"{FUSED_MOE}/experts/deep_gemm_moe.py", "DeepGemmExperts")
 
 
 @every_release
 def test_marlins_padding(release: str) -> None:
-    try:
-        names = load(release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b)
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    names = globals_of(release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b)
     if "marlin_moe_padded_intermediate" not in names:
-        assert tuple(map(int, release.split("."))) < (0, 25, 1)
+        assert number(release) < (0, 25, 1)
         return
     for inner in range(32, 2049, 32):
         plan = backend("marlin_mxfp8").plan(
@@ -374,13 +324,10 @@ def test_marlins_padding(release: str) -> None:
 def test_marlins_sizes(release: str) -> None:
     """Of hidden and intermediate sizes those are taken that stock's own question about its kernel takes."""
     platform = Platform(80)
-    try:
-        names = load(
-            release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b,
-            current_platform=platform,
-        )  # fmt: skip
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    names = globals_of(
+        release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b,
+        current_platform=platform,
+    )  # fmt: skip
     pads = "marlin_moe_padded_intermediate" in names
     more = {"allow_tile_padding": True} if pads else {}
     for hidden in (2048, 2688, 2880, 4032, 64, 96):
@@ -402,22 +349,13 @@ def test_marlins_sizes(release: str) -> None:
 @every_release
 def test_no_path_of_stock_gives_biases_later(release: str) -> None:
     """Where stock's online method puts biases into a finished quant config, it does so in what ours has instead."""
-    try:
-        text = function(release, f"{QUANTIZATION}/online/mxfp8.py", "Mxfp8OnlineMoEMethod")
-        (node,) = (
-            each
-            for each in tree(release, f"{QUANTIZATION}/online/mxfp8.py").body
-            if getattr(each, "name", "") == "Mxfp8OnlineMoEMethod"
-        )
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
-    assert isinstance(node, ast.ClassDef)
+    node = node_of(release, f"{QUANTIZATION}/online/mxfp8.py", "Mxfp8OnlineMoEMethod")
     where = {
         each.name
         for each in node.body
         if isinstance(each, ast.FunctionDef) and "_maybe_inject_biases" in ast.unparse(each)
     }
-    assert bool(where) == (release == "0.22.1") == ("inject" in text)
+    assert bool(where) == (release == "0.22.1") == ("inject" in ast.unparse(node))
     ours = ast.parse((Path(vllm_moe_oracle.__file__).parent / "methods/base.py").read_text())
     (mixin,) = (each for each in ours.body if getattr(each, "name", "") == "OracleMoEMethod")
     assert isinstance(mixin, ast.ClassDef)
@@ -427,7 +365,7 @@ def test_no_path_of_stock_gives_biases_later(release: str) -> None:
 
 
 def test_trtllms_padding() -> None:
-    source = function("0.33.0", f"{QUANTIZATION}/utils/flashinfer_utils.py", "prepare_fp8_moe_layer_for_fi")
+    source = source_of("0.33.0", f"{QUANTIZATION}/utils/flashinfer_utils.py", "prepare_fp8_moe_layer_for_fi")
     assert "min_alignment=128, hidden_alignment=256" in source
 
 
@@ -474,17 +412,11 @@ class Operators:
     ("gated", "hidden", "inner"), [(True, 256, 64), (True, 128, 192), (False, 256, 128), (True, 128, 96)]
 )
 def test_marlins_conversion_is_stocks(release: str, gated: bool, hidden: int, inner: int) -> None:
-    number = tuple(map(int, release.split(".")))
-    if inner % 64 and number < (0, 25, 1):
+    if inner % 64 and number(release) < (0, 25, 1):
         pytest.skip("stock does not pad yet")
-    try:
-        general = load(release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b)
-        given = {
-            key: general[key] for key in ("marlin_permute_scales", "marlin_moe_padded_intermediate") if key in general
-        }
-        names = load(release, f"{QUANTIZATION}/utils/marlin_utils_fp8.py", ops=Operators, **given)
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    general = globals_of(release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b)
+    given = {key: general[key] for key in ("marlin_permute_scales", "marlin_moe_padded_intermediate") if key in general}
+    names = globals_of(release, f"{QUANTIZATION}/utils/marlin_utils_fp8.py", ops=Operators, **given)
     canonical = random_layer(gated, hidden, inner)
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -519,7 +451,7 @@ def flashinfer_functions() -> dict[str, Any]:
         half = matrix.shape[0] // 2
         return torch.tensor([row for pair in zip(range(half), range(half, 2 * half), strict=True) for row in pair])
 
-    swizzle = load("0.33.0", f"{QUANTIZATION}/utils/mxfp8_utils.py", MXFP8_BLOCK_SIZE=32)["swizzle_mxfp8_scale"]
+    swizzle = globals_of("0.33.0", f"{QUANTIZATION}/utils/mxfp8_utils.py", MXFP8_BLOCK_SIZE=32)["swizzle_mxfp8_scale"]
 
     def interleaved(scales: torch.Tensor) -> torch.Tensor:
         return torch.stack([swizzle(each, M=each.shape[0], K=each.shape[1] * 32) for each in scales])
@@ -546,11 +478,8 @@ def test_trtllms_conversion_is_stocks(release: str, gated: bool, hidden: int, in
     pads = release == "0.33.0"
     if (hidden % 256 or inner % 128) and not pads:
         pytest.skip("stock does not pad yet")
-    try:
-        given = flashinfer_functions()
-        names = load(release, f"{QUANTIZATION}/utils/flashinfer_utils.py", **given)
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    given = flashinfer_functions()
+    names = globals_of(release, f"{QUANTIZATION}/utils/flashinfer_utils.py", **given)
     canonical = random_layer(gated, hidden, inner)
     config = type("Config", (), {"is_act_and_mul": gated})()
     activation = type("Kind", (), {"is_gated": gated})()
@@ -582,13 +511,10 @@ def test_deep_gemms_conversion_is_stocks(release: str) -> None:
         scales: torch.Tensor = keywords["sf"]
         return scales
 
-    try:
-        names = load(
-            release, f"{QUANTIZATION}/utils/fp8_utils.py", transform_sf_into_required_layout=transform,
-            is_deep_gemm_e8m0_used=lambda: True,
-        )  # fmt: skip
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    names = globals_of(
+        release, f"{QUANTIZATION}/utils/fp8_utils.py", transform_sf_into_required_layout=transform,
+        is_deep_gemm_e8m0_used=lambda: True,
+    )  # fmt: skip
     canonical = random_layer(True, 256, 128)
     w13, w2, w13_scale, w2_scale = names["prepare_fp8_moe_layer_for_deepgemm"](
         canonical["w13"], canonical["w2"], canonical["w13_scale"], canonical["w2_scale"], (1, 32)

@@ -15,8 +15,20 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from releases import ReleaseUnavailable
 from stock_code import FUSED_MOE, QUANTIZATION, Platform, load, tree
+from stock_rules import (
+    CAPABILITIES,
+    IN_HALVES,
+    claims_activation,
+    codes_of,
+    every_release,
+    globals_of,
+    members_of,
+    number,
+    source_of,
+    stock_class,
+    tree_of,
+)
 from test_backends_wna16 import PACKAGES, backend, expert, scheme, usual
 
 from vllm_moe_oracle.compat import RELEASES
@@ -43,17 +55,6 @@ STOCK_NAMES = {
     "trtllm_mxint4": "FLASHINFER_TRTLLM",
     "cpu_int4": "CPU",
 }
-CAPABILITIES = (70, 75, 80, 86, 89, 90, 100, 103, 110, 120, 121)
-ACTIVATIONS = {
-    "silu": Activation("silu"),
-    "gelu": Activation("gelu"),
-    "gelu_tanh": Activation("gelu_tanh"),
-    "swigluoai_uninterleave": Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0),
-    "silu_no_mul": Activation("silu", gated=False),
-    "gelu_no_mul": Activation("gelu", gated=False),
-    "gelu_tanh_no_mul": Activation("gelu_tanh", gated=False),
-    "relu2_no_mul": Activation("relu2", gated=False),
-}
 STRICTER: dict[tuple[str, str | int], str] = {
     ("triton_wna16", 70): "vLLM has no kernels of its own for sm_70 any more",
     ("trtllm_mxint4", "llama4"): "its routing multiplies the input, which the class passes nobody",
@@ -65,52 +66,23 @@ LIFTED = {
 }
 """Backends that are offered in releases whose oracle does not know their kernel, and why."""
 
-every_release = pytest.mark.parametrize("release", RELEASES)
 on_gpus = pytest.mark.parametrize("name", [name for name in CLASSES if name != "cpu_int4"])
-
-
-def number(release: str) -> tuple[int, ...]:
-    return tuple(map(int, release.split(".")))
-
-
-def text(release: str, path: str, *names: str) -> str:
-    """Source of a file of a release, or of a class, method or function in it."""
-    try:
-        node: Any = tree(release, path)
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
-    for name in names:
-        node = next(each for each in node.body if getattr(each, "name", "") == name)
-    return ast.unparse(node)
 
 
 def offered(release: str, name: str) -> bool:
     """Whether the release's oracle for integer weights knows the kernel."""
-    return f"{STOCK_NAMES[name]} = '{STOCK_NAMES[name]}'" in text(
-        release, f"{FUSED_MOE}/oracle/int_wna16.py", "WNA16MoEBackend"
-    )
+    return STOCK_NAMES[name] in members_of(release, f"{FUSED_MOE}/oracle/int_wna16.py", "WNA16MoEBackend")
 
 
 def stock(release: str, name: str, capability: int = 90) -> tuple[Any, dict[str, Any]]:
     """A stock class of a release on a device of some capability, and the names of its file."""
-    platform = Platform(capability)
-    file, class_name = CLASSES[name]
-    try:
-        activation = load(release, f"{FUSED_MOE}/activation.py", current_platform=platform)
-        supported = ("apply_moe_activation_supported", "apply_moe_activation_masked_supported")
-        given = {key: activation[key] for key in ("MoEActivation", *supported) if key in activation}
-        names = load(release, f"{FUSED_MOE}/experts/{file}.py", current_platform=platform, **given)
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
-    return names[class_name], names
+    return stock_class(release, *CLASSES[name], Platform(capability))
 
 
 def has_class(release: str, name: str) -> bool:
     file, class_name = CLASSES[name]
     try:
-        body = tree(release, f"{FUSED_MOE}/experts/{file}.py").body
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+        body = tree_of(release, f"{FUSED_MOE}/experts/{file}.py").body
     except FileNotFoundError:
         return False
     return any(getattr(node, "name", "") == class_name for node in body)
@@ -128,8 +100,7 @@ def home(name: str) -> int:
 
 
 def refused(name: str, release: str, capability: int, **changes: Any) -> set[str]:
-    verdict = backend(name).check(usual(name, **changes), machine(release, capability))
-    return {reason.code for reason in verdict.reasons}
+    return codes_of(name, usual(name, **changes), machine(release, capability))
 
 
 # --- What the classes claim -----------------------------------------------------------------------------------------
@@ -163,12 +134,13 @@ def _bases(release: str, name: str) -> str:
 
 @every_release
 @on_gpus
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", (70, *CAPABILITIES))
 def test_capabilities(name: str, release: str, capability: int) -> None:
     if not offered(release, name):
         pytest.skip("the release does not offer it")
     if name == "trtllm_mxint4":
-        source = text(release, f"{QUANTIZATION}/utils/flashinfer_mxint4_moe.py", "is_flashinfer_mxint4_moe_available")
+        path = f"{QUANTIZATION}/utils/flashinfer_mxint4_moe.py"
+        source = source_of(release, path, "is_flashinfer_mxint4_moe_available")
         assert "VLLM_USE_FLASHINFER_MOE_INT4" in source and "is_device_capability_family(100)" in source
         claimed = Platform(capability).is_device_capability_family(100)
     else:
@@ -186,11 +158,8 @@ def test_activations(name: str, release: str) -> None:
     if not offered(release, name) or "package" in refused(name, release, home(name)):
         pytest.skip("the release does not offer it")
     found, names = stock(release, name, home(name))
-    for stock_name, activation in ACTIVATIONS.items():
-        member = [each for each in names["MoEActivation"] if each.value == stock_name]
-        claimed = bool(member) and bool(found._supports_activation(member[0]))
-        if not activation.gated:
-            claimed = claimed and bool(found._supports_no_act_and_mul())
+    for stock_name, activation in IN_HALVES.items():
+        claimed = claims_activation(found, names, stock_name, activation)
         codes = refused(name, release, home(name), activation=activation)
         ours = not codes & {"activation", "activation.parameters", "activation.parameters.since", "activation.limit"}
         assert ours == claimed, stock_name
@@ -201,7 +170,7 @@ def test_activations_of_the_cpus_class() -> None:
         if number(release) < (0, 30):
             continue
         found, names = stock(release, "cpu_int4", 0)
-        for stock_name, activation in ACTIVATIONS.items():
+        for stock_name, activation in IN_HALVES.items():
             member = [each for each in names["MoEActivation"] if each.value == stock_name]
             claimed = bool(member) and activation.gated and bool(found._supports_activation(member[0]))
             ours = not refused("cpu_int4", release, 0, activation=activation)
@@ -244,25 +213,25 @@ def test_routing_inside_the_kernel(release: str) -> None:
 @every_release
 def test_marlins_types_and_orders(release: str) -> None:
     path = f"{FUSED_MOE}/experts/marlin_moe.py"
-    made = text(release, path, "MarlinExpertsBase", "__init__")
+    made = source_of(release, path, "MarlinExpertsBase", "__init__")
     assert ("use_int8_w8a16" in made) == (number(release) >= (0, 23))
     assert ("w13_g_idx_sort_indices" in made) == (number(release) < (0, 30))
-    kinds = text(release, path, "MarlinExpertsBase", "quant_type_id")
+    kinds = source_of(release, path, "MarlinExpertsBase", "quant_type_id")
     assert "scalar_types.uint4.id" in kinds and "scalar_types.uint4b8.id" in kinds
     assert "scalar_types.uint8.id" not in kinds  # no zero points of bytes
     for name in ("MarlinExperts", "BatchedMarlinExperts"):
-        apply = text(release, path, name, "apply")
+        apply = source_of(release, path, name, "apply")
         assert "w1_zeros=self.w1_zp" in apply and "bias1=self.w1_bias" in apply
 
 
 @every_release
 def test_the_triton_kernel_gets_no_bias_and_reads_64_columns(release: str) -> None:
-    apply = text(release, f"{FUSED_MOE}/experts/triton_moe.py", "TritonWNA16Experts", "apply")
+    apply = source_of(release, f"{FUSED_MOE}/experts/triton_moe.py", "TritonWNA16Experts", "apply")
     assert "bias" not in apply and "self.quant_config.w1_zp" in apply
-    blocks = text(release, f"{FUSED_MOE}/fused_moe.py", "get_moe_wna16_block_config")
+    blocks = source_of(release, f"{FUSED_MOE}/fused_moe.py", "get_moe_wna16_block_config")
     assert "'BLOCK_SIZE_N': 32, 'BLOCK_SIZE_K': 64" in blocks and "'BLOCK_SIZE_N': 64, 'BLOCK_SIZE_K': 32" in blocks
     since = number(release) >= (0, 28)
-    activation = text(release, f"{FUSED_MOE}/modular_kernel.py", "FusedMoEExpertsModular", "activation")
+    activation = source_of(release, f"{FUSED_MOE}/modular_kernel.py", "FusedMoEExpertsModular", "activation")
     assert ("self.activation_config" in activation) == since
 
 
@@ -270,7 +239,7 @@ def test_the_triton_kernel_gets_no_bias_and_reads_64_columns(release: str) -> No
 def test_the_trtllm_class_passes_nothing_of_the_activation(release: str) -> None:
     if not offered(release, "trtllm_mxint4"):
         pytest.skip("the release does not offer it")
-    source = text(release, f"{QUANTIZATION}/utils/flashinfer_mxint4_moe.py", "flashinfer_trtllm_mxint4_moe")
+    source = source_of(release, f"{QUANTIZATION}/utils/flashinfer_mxint4_moe.py", "flashinfer_trtllm_mxint4_moe")
     for given in ("gemm1_alpha=None", "gemm1_beta=None", "gemm1_clamp_limit=None"):
         assert given in source
     assert "bias=" not in source.replace("routing_bias=", "")
@@ -280,16 +249,13 @@ def test_what_the_cpus_class_asks_and_the_operator_does_not() -> None:
     """AMX. That the operator does not need it is in the test of the operator, which has none on machines without."""
     for release in RELEASES:
         if number(release) >= (0, 30):
-            source = text(release, f"{FUSED_MOE}/experts/cpu_moe.py", "CPUExpertsInt4", "_supports_current_device")
+            source = source_of(release, f"{FUSED_MOE}/experts/cpu_moe.py", "CPUExpertsInt4", "_supports_current_device")
             assert "_is_amx_tile_supported" in source and not backend("cpu_int4").asks_stock
 
 
 @every_release
 def test_marlins_padding(release: str) -> None:
-    try:
-        names = load(release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b)
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    names = globals_of(release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b)
     if "marlin_moe_padded_intermediate" not in names:
         assert number(release) < (0, 25, 1)
         return
@@ -369,21 +335,18 @@ class Operators:
 def marlins(release: str, layer: Problem, loaded: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What stock makes of them for Marlin."""
     bits, group = layer.scheme.bits, layer.scheme.group_size
-    try:
-        general = load(
-            release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b, numpy=numpy,
-            **{name: _quant_utils(release)[name] for name in ("pack_cols", "unpack_cols")},
-        )  # fmt: skip
-        wanted = (
-            "marlin_moe_permute_scales", "marlin_permute_bias", "marlin_moe_padded_intermediate",
-            "moe_packed_to_marlin_zero_points",
-        )  # fmt: skip
-        names = load(
-            release, f"{FUSED_MOE}/oracle/int_wna16.py", ops=Operators,
-            **{name: general[name] for name in wanted if name in general},
-        )  # fmt: skip
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    general = globals_of(
+        release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b, numpy=numpy,
+        **{name: _quant_utils(release)[name] for name in ("pack_cols", "unpack_cols")},
+    )  # fmt: skip
+    wanted = (
+        "marlin_moe_permute_scales", "marlin_permute_bias", "marlin_moe_padded_intermediate",
+        "moe_packed_to_marlin_zero_points",
+    )  # fmt: skip
+    names = globals_of(
+        release, f"{FUSED_MOE}/oracle/int_wna16.py", ops=Operators,
+        **{name: general[name] for name in wanted if name in general},
+    )  # fmt: skip
     function = names["_process_weights_marlin"]
     inputs_first = number(release) < (0, 31)
     turned = {
@@ -442,9 +405,8 @@ def test_marlins_conversion_is_stocks(release: str, form: str, inner: int, gated
     plan = backend("marlin_wna16").plan(layer, machine(release, 80))
     if plan.pads(layer) and (number(release) < (0, 25, 1) or form == "act order" or not gated):
         pytest.skip("stock does not pad it")
-    if form == "int4 zeros" and "moe_packed_to_marlin_zero_points" not in text(
-        release, f"{FUSED_MOE}/oracle/int_wna16.py", "_process_weights_marlin"
-    ):
+    stocks = source_of(release, f"{FUSED_MOE}/oracle/int_wna16.py", "_process_weights_marlin")
+    if form == "int4 zeros" and "moe_packed_to_marlin_zero_points" not in stocks:
         pytest.skip("stock has zero points for AWQ's files alone")
     canonical = originals(layer)
     theirs = marlins(release, layer, files(layer, canonical))
@@ -494,10 +456,7 @@ def test_tritons_conversion_is_stocks(release: str, form: str) -> None:
     )  # fmt: skip
     canonical = originals(layer)
     loaded = files(layer, canonical)
-    try:
-        names = load(release, f"{FUSED_MOE}/oracle/int_wna16.py")
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    names = globals_of(release, f"{FUSED_MOE}/oracle/int_wna16.py")
     theirs = names["convert_to_wna16_moe_kernel_format"](
         names["WNA16MoEBackend"].TRITON, None, None, None, loaded["w13"], loaded["w2"], loaded["w13_scale"],
         loaded["w2_scale"], loaded.get("w13_zero_point"), loaded.get("w2_zero_point"),
@@ -554,15 +513,12 @@ def test_trtllms_conversion_is_stocks(release: str) -> None:
     layer = usual("trtllm_mxint4", hidden_size=256, intermediate_size=256, experts=3, top_k=1)
     canonical = originals(layer)
     loaded = files(layer, canonical)
-    try:
-        signs = _quant_utils(release)["convert_packed_uint4b8_to_signed_int4_inplace"]
-        swap = load(release, f"{QUANTIZATION}/utils/flashinfer_fp4_moe.py")["reorder_w1w3_to_w3w1"]
-        names = load(
-            release, f"{QUANTIZATION}/utils/flashinfer_mxint4_moe.py", reorder_w1w3_to_w3w1=swap,
-            convert_packed_uint4b8_to_signed_int4_inplace=signs, **_flashinfer(),
-        )  # fmt: skip
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    signs = _quant_utils(release)["convert_packed_uint4b8_to_signed_int4_inplace"]
+    swap = globals_of(release, f"{QUANTIZATION}/utils/flashinfer_fp4_moe.py")["reorder_w1w3_to_w3w1"]
+    names = globals_of(
+        release, f"{QUANTIZATION}/utils/flashinfer_mxint4_moe.py", reorder_w1w3_to_w3w1=swap,
+        convert_packed_uint4b8_to_signed_int4_inplace=signs, **_flashinfer(),
+    )  # fmt: skip
     theirs = names["prepare_static_weights_for_trtllm_mxint4_moe"](
         loaded["w13"], loaded["w13_scale"], loaded["w2"], loaded["w2_scale"]
     )
@@ -591,12 +547,9 @@ def test_the_triton_kernel_can_be_launched_for_any_number_of_tokens(release: str
     def power(value: int) -> int:
         return 1 << (value - 1).bit_length()
 
-    try:
-        environment = SimpleNamespace(VLLM_BATCH_INVARIANT=False)
-        given = {"current_platform": Platform(90), "envs": environment, "next_power_of_2": power}
-        stock_module = SimpleNamespace(**load(release, f"{FUSED_MOE}/fused_moe.py", **given))
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    environment = SimpleNamespace(VLLM_BATCH_INVARIANT=False)
+    given = {"current_platform": Platform(90), "envs": environment, "next_power_of_2": power}
+    stock_module = SimpleNamespace(**globals_of(release, f"{FUSED_MOE}/fused_moe.py", **given))
     patch = registration._few_tokens(stock_module)  # type: ignore[arg-type]
     assert (patch is None) == (number(release) >= (0, 27))
     configured = stock_module.get_default_config if patch is None else patch.replacement
@@ -614,7 +567,7 @@ def test_stock_orders_the_scales_of_marlins_first_product_by_the_columns_of_the_
     conversion that is not stock's byte for byte."""
     calls = [
         {each.arg: ast.unparse(each.value) for each in node.keywords}
-        for node in ast.walk(ast.parse(text(release, f"{FUSED_MOE}/oracle/int_wna16.py")))
+        for node in ast.walk(ast.parse(source_of(release, f"{FUSED_MOE}/oracle/int_wna16.py")))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "marlin_moe_permute_scales"
     ]
     first = [call for call in calls if "w13" in call["s"]]
