@@ -34,11 +34,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import faulthandler
 import fcntl
 import gc
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -1041,6 +1043,9 @@ def _many(
             late = left < (0 if waits(name, group) else reserve)
             if process.poll() is None and not late:
                 continue
+            if process.poll() is None and not waits(name, group):
+                process.send_signal(signal.SIGUSR1)  # its log says where it is
+                time.sleep(1)
             process.kill()
             process.wait()
             del running[name, first]
@@ -1095,6 +1100,7 @@ def main() -> None:
         Path(args.json).write_text(json.dumps(merged, indent=1) + "\n")
         rows = merged["rows"]
     elif len(names) == 1:
+        faulthandler.register(signal.SIGUSR1)
         quiet = Quiet(args.quiet)
         join_alone(args.device)
         rows = rows_of(table, table.cases[names[0]], args.device, set(args.backend), tokens, keep, quiet)
