@@ -42,7 +42,7 @@ def code_order(device: Device) -> str:
     return "transposed" if old and device.capability // 10 == 9 else "interleaved"
 
 
-def sums(problem: Problem) -> str:
+def sums(problem: Problem, parts: str = "parts") -> str:
     """What sums have for a type.
 
     Where few tokens leave multiprocessors idle, the library gives a product's columns to up to ten blocks, and each
@@ -52,7 +52,7 @@ def sums(problem: Problem) -> str:
     Source: the package humming-kernels, ``get_heuristics_config`` (stream-K) and ``epilogue/gmem_writer.cuh``.
     """
     sliced = max(problem.hidden_size, problem.intermediate_size) > _WHOLE_COLUMNS and not problem.batch_invariant
-    return f"float32, and those of parts of a product of few tokens in {problem.dtype}" if sliced else "float32"
+    return f"float32, and those of {parts} of a product of few tokens in {problem.dtype}" if sliced else "float32"
 
 
 class Humming(Backend):
