@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import marked
+
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "h200" / "kernels-vllm-0.33.0.json"
 README = ROOT / "vllm_moe_oracle" / "kernels" / "README.md"
@@ -157,15 +159,10 @@ def updated(text: str, data: dict[str, Any]) -> str:
     """The page with its tables made anew.
 
     Raises:
-        ValueError: the markers of a table are missing.
+        ValueError: the marks of a table are missing.
     """
     for name, make in PARTS.items():
-        part = f"<!-- {name} -->\n{make(data)}\n<!-- /{name} -->"
-        text, count = re.subn(
-            rf"<!-- {name} -->\n.*?<!-- /{name} -->", lambda _, part=part: part, text, flags=re.DOTALL
-        )
-        if count != 1:
-            raise ValueError(f"{README} has {count} tables {name!r}; it needs one")
+        text = marked.with_part(text, name, make(data))
     return text
 
 

@@ -19,6 +19,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import marked
+
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
@@ -120,23 +122,6 @@ PARTS: dict[str, Callable[[], str]] = {
 }
 
 
-def pattern(name: str) -> re.Pattern[str]:
-    """What stands between a part's markers, markers included."""
-    return re.compile(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", re.DOTALL)
-
-
-def current(name: str, text: str) -> str:
-    """The part as it stands in the page.
-
-    Raises:
-        ValueError: the markers are missing.
-    """
-    found = pattern(name).search(text)
-    if found is None:
-        raise ValueError(f"README.md has no markers for {name!r}")
-    return found[1].strip()
-
-
 def workflow(text: str) -> str:
     """The workflow with the adapters' lists of releases.
 
@@ -161,11 +146,9 @@ def main() -> int:
     stale = []
     for name, make in PARTS.items():
         made = make()
-        if current(name, text) != made:
+        if marked.part(text, name) != made:
             stale.append(name)
-            text = pattern(name).sub(
-                lambda found, name=name, made=made: f"<!-- {name} -->\n{made}\n<!-- /{name} -->", text
-            )
+            text = marked.with_part(text, name, made)
     jobs = WORKFLOW.read_text(encoding="utf-8")
     if workflow(jobs) != jobs:
         stale.append(WORKFLOW.name)
