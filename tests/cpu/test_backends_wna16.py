@@ -4,6 +4,7 @@ for the CPU's; what a conversion means is undone here and compared with what wen
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -627,3 +628,20 @@ def test_what_they_compute_with() -> None:
         expected = "int8" if name == "cpu_int4" else "16bit"
         assert backend(name).activations(usual(name)) == expected
         assert ("quantised to int8 per token" in words) == (name == "cpu_int4")
+
+
+@pytest.mark.parametrize("name", ["marlin_wna16", "marlin_wna16_batched"])
+def test_marlin_leaves_activations_alone_whatever_its_own_variable_says(name: str) -> None:
+    """VLLM_MARLIN_INPUT_DTYPE=fp8 made a model repeat itself; the class reads it when it is made."""
+    given: dict[str, Any] = {}
+
+    class Stock:
+        def stock(self, class_name: str, **kwargs: Any) -> Any:
+            given.update(kwargs, class_name=class_name)
+            return SimpleNamespace(input_dtype=torch.float8_e4m3fn)
+
+    layer = usual(name)
+    plan = backend(name).plan(layer, home(name))
+    made = backend(name).experts({}, layer, plan, Stock())  # type: ignore[arg-type]
+    assert made.input_dtype is None
+    assert given["class_name"] == backend(name).stock_class and not given.get("inputs")
