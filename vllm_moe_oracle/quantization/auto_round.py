@@ -21,7 +21,8 @@ def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
 
     ``extra_config`` gives modules other widths: by full name, by the end of a name, or by an expression found in it, in
     this order. ``block_name_to_quantize`` holds how names of quantised modules begin; others have 16 bits unless an
-    entry says how many. vLLM asks for the experts' module alone: what entries say of matrices must be the same.
+    entry says how many. vLLM asks for the experts' module alone: what entries say of matrices must be the same. Only
+    releases whose layers of experts are called FusedMoE look for entries on matrices where the module has none.
     """
     bits, data_type = read_integer(config, "bits", where), read_word(config, "data_type", where) or "int"
     packing = _PACKINGS.get(read_word(config, "packing_format", where) or "auto_round:auto_gptq")
@@ -91,7 +92,10 @@ def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
         differing = {entry: said for entry, said in by_name.items() if said != served} or min(conventions, key=len)
         for entry, said in differing.items():
             rule = f"{shown(entry)} stores matrices of experts as {in_words(said)}, their module is {in_words(served)}"
-            remedy = "vLLM's INC reads the entries of the experts' module only: give the module an entry of its own"
+            remedy = (
+                "vLLM's INC reads the entries of the experts' module only (its oldest supported releases those of "
+                "matrices too, where that has none): give the module an entry of its own, which every release reads"
+            )
             raise CheckpointError(rule, remedy, f"{where}.extra_config, {layer.modules[0]}")
         return served
 
