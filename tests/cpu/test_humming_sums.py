@@ -14,7 +14,8 @@ from releases import sources
 
 from vllm_moe_oracle.compat import RELEASES, since
 from vllm_moe_oracle.compat.humming import whole_sums
-from vllm_moe_oracle.oracle.problem import Scheme
+from vllm_moe_oracle.oracle.decision import Plan
+from vllm_moe_oracle.oracle.problem import Activation, Scheme
 from vllm_moe_oracle.oracle.registry import default_registry
 
 H200 = 132
@@ -90,6 +91,42 @@ def test_every_release_reads_the_configurations_where_they_are_set(release: str)
     for name in ("w13", "w2"):
         assert f"self.{name}_tuning_config_str = json.dumps(self.{name}_tuning_config)" in source
         assert re.search(rf'"?tuning_config"?\s*[:=]\s*self\.{name}_tuning_config_str', source)
+
+
+class Builder:
+    """Notes what was asked, and gives experts that nobody changed yet."""
+
+    def stock(self, class_name: str, **kwargs: Any) -> Any:
+        return SimpleNamespace(
+            name=class_name, w13_tuning_config=configs(True), w2_tuning_config=configs(True), w13_tuning_config_str=""
+        )
+
+
+def on_card(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Kernel tensors as on an H200."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=H200))
+    return {"w13": SimpleNamespace(is_cuda=True, device="cuda:0")}
+
+
+@pytest.mark.parametrize("name", ["humming_mxfp8", "humming_mxfp8_grouped", "humming_wna16", "humming_mxfp4"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_who_cuts_into_few_parts(name: str, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Integer weights, and of MXFP8 experts without a gate: the others' errors are small enough as it is."""
+    scheme = {
+        "wna16": Scheme("wna16", 4, 32, "gptq"),
+        "mxfp8": Scheme("mxfp8", 8, 32, "modelopt"),
+        "mxfp4": Scheme("mxfp4", 4, 32, "gpt_oss"),
+    }[name.split("_")[1]]
+    activation = Activation("silu") if gated else Activation("relu2", gated=False)
+    layer = problem(scheme=scheme, experts=128, hidden_size=2688, intermediate_size=928, activation=activation)
+    backend, plan = default_registry()[name], Plan(2688, 928)
+    made = backend.experts(on_card(monkeypatch), layer, plan, Builder())  # type: ignore[arg-type]
+    few = "wna16" in name or not gated
+    assert (made.w13_tuning_config != configs(True)) is few
+    assert bool(made.w13_tuning_config_str) is few
+    assert ("up to three parts" in str(backend.numerics(layer))) is few
 
 
 def test_it_is_said() -> None:

@@ -15,7 +15,7 @@ from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import loaded_group, round_up
 from ..oracle.problem import ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
-from ._humming import RULES, code_order, sums
+from ._humming import FEW_PARTS, RULES, code_order, few_parts, sums
 from ._limits import Limits, Rule
 from ._stock import FROM_SM75
 
@@ -67,7 +67,7 @@ class HummingWna16(Backend):
         """One rounding of a weight: its group scale multiplies in 16 bit."""
         scaled = "scaled there" if problem.scheme.group_size != -1 else "the sums scaled"
         weights = f"codes converted exactly to {problem.dtype}, {scaled}"
-        return Numerics(weights, f"left in {problem.dtype}", sums(problem, "up to three parts"))
+        return Numerics(weights, f"left in {problem.dtype}", sums(problem, FEW_PARTS))
 
     def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
         """Pads and orders codes, scales, zero points and biases.
@@ -111,12 +111,6 @@ class HummingWna16(Backend):
         Sums of few tokens are not cut into as many parts as the library would have it: with more than three, one
         token's error was up to 7.2e-3 on an H200, where whole sums have 4.9e-3.
         """
-        import torch
-
-        from ..compat.humming import whole_sums
-
         experts = builder.stock(self.stock_class, problem=problem, tensors=tensors)
-        if tensors["w13"].is_cuda:
-            card = torch.cuda.get_device_properties(tensors["w13"].device)
-            whole_sums(experts, problem, card.multi_processor_count)
+        few_parts(experts, tensors, problem)
         return experts
