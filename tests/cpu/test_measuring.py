@@ -324,6 +324,17 @@ def test_numbers_of_tokens_that_decide_nothing_are_refused(buckets: tuple[int, .
     tuning.check_buckets(tuning.BUCKETS)
 
 
+def test_what_cannot_be_compiled_at_one_number_of_tokens_is_tried_at_others(ready: engine.Engine) -> None:
+    bench = ready.bench(LAYERS["mxfp8"], [Slowed("full", 1.0, fault="memory")], copies=1)
+    assert "CUDA out of memory" in bench.compile(4) and bench.names == ["full"] and not bench.failures
+    bench.close()
+    bench = ready.bench(LAYERS["mxfp8"], [Slowed("crashing", 1.0, fault="crash")], copies=1)
+    assert bench.compile(4) == ""
+    with pytest.raises(engine.BrokenContext, match="illegal memory access"):
+        bench.compile(8)
+    bench.close()
+
+
 @pytest.mark.slow
 def test_compiling_beforehand_runs_in_processes_of_their_own() -> None:
     """With the real registry: what the processes run must be found there. Starting them takes most of a minute."""
@@ -333,7 +344,7 @@ def test_compiling_beforehand_runs_in_processes_of_their_own() -> None:
         tuning.compile_beforehand(layers, HERE, (1, 2, 4, 8, 16), 2, lambda words, *counts: steps.append(counts))
     steps.clear()
     tuning.compile_beforehand(layers[:1], HERE, (1, 2, 4, 8, 16), 2, lambda words, *counts: steps.append(counts))
-    assert steps[-1] == (4, 4)
+    assert steps[-1] == (2, 2)
 
 
 # --- Other places -----------------------------------------------------------------------------------------------------

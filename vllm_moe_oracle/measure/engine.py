@@ -194,8 +194,8 @@ class Bench:
         failures: why a backend is not timed, by name.
         routed: experts are chosen on the clock, because one of the backends does it in its kernel.
         extra: functions of x, weights, ids and logits that are timed beside the backends, by name.
-        spent: seconds by what they went into: ``building`` layers, ``first calls``, which compile what is not compiled,
-            ``graphs``, ``checking``, and ``timing``.
+        spent: seconds by what they went into: ``building NAME``, ``first calls NAME``, which compile what is not
+            compiled, ``tiles NAME`` for those of tile configurations, ``graphs``, ``checking``, and ``timing``.
     """
 
     def __init__(self, engine: Engine, problem: Problem, backends: Sequence[Backend], copies: int) -> None:
@@ -207,9 +207,9 @@ class Bench:
         self._layers: dict[str, Layer] = {}
         self._backends = {backend.name: backend for backend in backends}
         self.extra: dict[str, Callable[..., Tensor]] = {}
-        with self._spending("building"):
-            self.experts = weights.canonical_experts(problem, engine.device.kind, few)
-            for backend in backends:
+        self.experts = weights.canonical_experts(problem, engine.device.kind, few)
+        for backend in backends:
+            with self._spending(f"building {backend.name}"):
                 try:
                     self._layers[backend.name] = Layer(engine, problem, backend, self.experts, copies)
                 except Exception as error:  # whatever a kernel's library raises is why it is not timed
@@ -241,24 +241,40 @@ class Bench:
         """Backends that can be timed so far."""
         return [*self._layers, *self.extra]
 
-    def warm(self, count: int, routing: RoutingKind = "uniform", tile: str = "") -> None:
+    def compile(self, count: int, tile: str = "") -> str:
         """Runs everything once at a number of tokens, which compiles what has to be compiled.
 
         Args:
             count: tokens.
-            routing: how they choose experts.
             tile: a configuration to run instead of a backend's own choice.
+
+        Returns:
+            Why one of them could not; "" when all could. It is tried again at other numbers of tokens.
+
+        Raises:
+            BrokenContext: nothing runs in this process any more.
         """
-        tokens = weights.tokens(self.problem, count, routing, self.engine.device.kind)
+        tokens = weights.tokens(self.problem, count, "uniform", self.engine.device.kind)
+        failure = ""
         for name in self.names:
-            if tile:
-                self._try(Variant(name, tile), tokens)
-                continue
             try:
-                self._run_once(name, tokens)()
+                with self._backends[name].tiled(self.problem, tile) if tile else contextlib.nullcontext():
+                    self._run_once(name, tokens)()
                 _wait(self.engine.device)
             except Exception as error:
-                self.fail(name, error)
+                failure = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+                if any(word in failure for word in _BROKEN):
+                    raise BrokenContext(name, failure) from error
+        return failure
+
+    def _warm(self, tokens: Tokens) -> None:
+        for name in self.names:
+            with self._spending(f"first calls {name}"):
+                try:
+                    self._run_once(name, tokens)()
+                    _wait(self.engine.device)
+                except Exception as error:
+                    self.fail(name, error)
 
     def _variants(self, count: int, tiles: int) -> list[Variant]:
         """Backends with other tile configurations than their own, at a number of tokens."""
@@ -275,9 +291,12 @@ class Bench:
             BrokenContext: nothing runs in this process any more.
         """
         try:
-            with self._backends[variant.backend].tiled(self.problem, variant.tile):
+            with (
+                self._spending(f"tiles {variant.backend}"),
+                self._backends[variant.backend].tiled(self.problem, variant.tile),
+            ):
                 self._run_once(variant.backend, tokens)()
-            _wait(self.engine.device)
+                _wait(self.engine.device)
         except Exception as error:
             if any(word in str(error) for word in _BROKEN):
                 raise BrokenContext(variant.backend, f"{error}".splitlines()[0][:300]) from error
@@ -312,20 +331,18 @@ class Bench:
         """
         # First everything without a graph: a workspace that grows afterwards would leave graphs with the old one.
         before = set(self.failures)
-        with self._spending("first calls"):
-            self.warm(count, routing)
         tokens = weights.tokens(self.problem, count, routing, self.engine.device.kind)
+        self._warm(tokens)
         prepared: dict[str | Variant, list[Run]] = {}
         errors: dict[str | Variant, float] = {}
         failed = [self._failed(name, count, routing) for name in self.failures if name not in before]
         references: dict[str, Tensor] = {}
-        with self._spending("first calls"):
-            fixed = {
-                name: tile
-                for name, tile in fixed.items()
-                if name in self._layers and self._try(Variant(name, tile), tokens)
-            }
-            variants = [each for each in self._variants(count, tiles) if self._try(each, tokens)]
+        fixed = {
+            name: tile
+            for name, tile in fixed.items()
+            if name in self._layers and self._try(Variant(name, tile), tokens)
+        }
+        variants = [each for each in self._variants(count, tiles) if self._try(each, tokens)]
         todo: list[str | Variant] = [*self.names, *variants]
         for name in todo:
             owner = name.backend if isinstance(name, Variant) else name

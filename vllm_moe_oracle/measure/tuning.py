@@ -385,20 +385,33 @@ CALLS = 6
 
 @dataclass(frozen=True)
 class _Job:
-    """Calls of a backend of a layer; `most` tokens are the most of any."""
+    """Calls of a backend of a layer; `most` tokens are the most of any. `again`: all that it has, after what differs
+    between layers was compiled."""
 
     problem: Problem
     backend: str
     calls: tuple[Call, ...]
     device: Device
     most: int
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class _Warmed:
+    """Seconds of building a layer and of its calls, and why some of these could not be made."""
+
+    building: float
+    calling: float
+    failures: tuple[str, ...]
 
 
 def _jobs(
     work: Sequence[tuple[Problem, Sequence[str]]], device: Device, counts: Sequence[int], tiles: int
 ) -> Iterator[_Job]:
-    """What is to be compiled, each kernel once where a backend can tell them apart."""
+    """What is to be compiled, each kernel once where a backend can tell them apart; then, of such a backend, everything
+    that a layer will run, which takes little where it is compiled and finds what is not."""
     registry = default_registry()
+    after: list[_Job] = []
     seen: set[Hashable] = set()
     for problem, names in work:
         # This project's kernels compile the longest: what is begun last should be short.
@@ -424,9 +437,12 @@ def _jobs(
                         missing.append((count, tile))
                         seen |= kernels
                 parts = [missing[first : first + CALLS] for first in range(0, len(missing), CALLS)]
+                if any(backend.compiled(problem, *call) for call in calls):
+                    after.append(_Job(problem, name, tuple(calls), device, max(counts), again=True))
             for part in parts:
                 if part:
                     yield _Job(problem, name, tuple(part), device, max(counts))
+    yield from after
 
 
 def compile_beforehand(
@@ -453,24 +469,32 @@ def compile_beforehand(
         seconds: after which what is not compiled is left to where it is measured; None for no end.
 
     Returns:
-        Seconds of processes by layer, and by what they went into: ``compiling NAME``, for what no layer before it had
-        to have compiled too, and ``building NAME``.
+        Seconds of processes by layer, and by what they went into: ``building NAME beforehand``, ``compiling NAME
+        beforehand`` for what no layer before it had to have compiled too, and ``again NAME beforehand`` for all calls.
     """
     begin = time.monotonic()
     jobs = list(_jobs(work, device, counts, tiles))
     places = list(itertools.islice(itertools.cycle(gpus or (None,)), processes))
     spent: dict[str, dict[str, float]] = {}
     done = 0
-    with contextlib.closing(crew.run(_warm, jobs, places, quiet=True)) as found:
+    with contextlib.closing(crew.run(_warm, jobs, places, 2, quiet=True)) as found:
         for news in found:
+            job = jobs[news.task]
             if news.kind != "said":
                 done += 1
                 progress(f"compiling in {min(processes, len(jobs))} processes", done, len(jobs))
+            if news.kind == "lost":
+                progress(
+                    f"{job.problem.layer}: {job.backend} is not compiled beforehand: {news.value}", done, len(jobs)
+                )
             if news.kind == "done":
-                job = jobs[news.task]
+                for why in news.value.failures:
+                    progress(f"{job.problem.layer}: {job.backend} with {why}", done, len(jobs))
                 layer = spent.setdefault(job.problem.layer, {})
-                for words, took in zip(("building", "compiling"), news.value, strict=True):
-                    layer[f"{words} {job.backend}"] = layer.get(f"{words} {job.backend}", 0.0) + took
+                calling = "again" if job.again else "compiling"
+                for words, took in (("building", news.value.building), (calling, news.value.calling)):
+                    key = f"{words} {job.backend} beforehand"
+                    layer[key] = layer.get(key, 0.0) + took
             if seconds is not None and time.monotonic() - begin > seconds:
                 break
     progress(f"compiled for {time.monotonic() - begin:.0f} s", done, len(jobs))
@@ -480,8 +504,7 @@ def compile_beforehand(
 _held: list[object] = []
 
 
-def _warm(job: _Job, tell: crew.Tell) -> tuple[float, float]:
-    """Seconds of building the layer, and of the calls."""
+def _warm(job: _Job, tell: crew.Tell) -> _Warmed:
     if not _held:  # one engine a process, until the process ends
         context = engine.ready(job.device, job.most)
         _held.extend((context, context.__enter__()))
@@ -494,10 +517,12 @@ def _warm(job: _Job, tell: crew.Tell) -> tuple[float, float]:
     if stock:
         add_stock(bench, job.device, [job.backend.removeprefix(STOCK)], job.most)
     built = time.monotonic()
+    failures = [*bench.failures.values()]
     for count, tile in sorted(job.calls, reverse=True):
-        bench.warm(count, tile=tile)
+        if bench.names and (why := bench.compile(count, tile)):
+            failures.append(f"{count} tokens: {why}")
     bench.close()
-    return built - begin, time.monotonic() - built
+    return _Warmed(built - begin, time.monotonic() - built, tuple(failures))
 
 
 def add_stock(bench: engine.Bench, device: Device, names: Sequence[str], most: int) -> dict[str, str]:
