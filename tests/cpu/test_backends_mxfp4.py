@@ -22,6 +22,7 @@ import vllm_moe_oracle.backends as builtin_package
 from vllm_moe_oracle.backends import Backend
 from vllm_moe_oracle.backends._mxfp4 import padded_expert
 from vllm_moe_oracle.backends.emulation import forward
+from vllm_moe_oracle.device import detect
 from vllm_moe_oracle.errors import NoBackendError, OracleError
 from vllm_moe_oracle.layouts import rows as row_orders
 from vllm_moe_oracle.layouts import scales as scale_orders
@@ -666,6 +667,64 @@ def test_a_further_backend_for_mxfp4_touches_one_file(tmp_path: Path, monkeypatc
     canonical = {key: torch.stack([one[key] for one in originals]) for key in originals[0]}
     forward(canonical, dataclasses.replace(each, dtype="float32"), expected, x, weights, ids)
     assert (out - expected).norm() <= 1e-6 * expected.norm()
+
+
+WRAPPER = '''
+"""One of vLLM's expert classes that no other backend wraps."""
+
+from vllm_moe_oracle.backends.cpu_mxfp4 import CpuMxfp4
+
+
+class Wrapper(CpuMxfp4):
+    name = "wrapper_mxfp4"
+    stock_class = "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUExpertsMxfp4"
+    asks_stock = False
+
+    def estimate(self, problem, device):
+        return 0.5
+
+    def experts(self, tensors, problem, plan, builder):
+        return builder.stock(self.stock_class)
+
+
+BACKEND = Wrapper()
+'''
+
+
+def test_a_further_class_of_vllms_is_wrapped_by_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found, chosen, converted, built with the layer's description, and right."""
+    (tmp_path / "wrapper_mxfp4.py").write_text(WRAPPER)
+    monkeypatch.setattr(builtin_package, "__path__", [*builtin_package.__path__, str(tmp_path)])
+    found = discover()
+    monkeypatch.delitem(sys.modules, f"{builtin_package.__name__}.wrapper_mxfp4")
+    each = layer(hidden_size=128, intermediate_size=64, experts=8, top_k=2)
+    decision = decide(each, CPU, Settings(), registry=found)
+    assert decision.backend == "wrapper_mxfp4"
+    chosen = found["wrapper_mxfp4"]
+    with inside_vllm(128, 64) as config:
+        from vllm_moe_oracle.compat import current_adapter
+        from vllm_moe_oracle.methods import selfcheck
+        from vllm_moe_oracle.methods.builder import VllmBuilder
+
+        release = current_adapter()
+        loaded = [expert(each, seed) for seed in range(8)]
+        for one in loaded:
+            for key in ("w13_scale", "w2_scale"):
+                one[key] = one[key] % 4 + 119
+        raw = {key: torch.stack([one[key] for one in loaded]) for key in loaded[0]}
+        converted = [chosen.convert(one, each, decision.plan) for one in loaded]
+        tensors = {key: torch.stack([one[key] for one in converted]) for key in converted[0]}
+        builder = VllmBuilder(release, config, release.quant_config(each, tensors))
+        made = chosen.experts(tensors, each, decision.plan, builder)
+        assert type(made).__name__ == "CPUExpertsMxfp4" and release.experts_class(chosen) is type(made)
+        assert made.w1_bias is tensors["w13_bias"] and made.quant_config.gemm1_clamp_limit == 7.0
+        if {"avx512f", "avx512_bf16"} <= set(detect().features):
+            result = selfcheck.run(chosen, each, decision.plan, raw, config, release)
+            assert result.passed and not result.skipped, str(result)
+        with pytest.raises(OracleError, match="has no expert class vllm:Nothing"):
+            release.stock_class("vllm:Nothing")
+        with pytest.raises(OracleError, match="has no expert class NoSuchExperts"):
+            release.stock_class("NoSuchExperts")
 
 
 def test_no_file_of_mxfp4_grows_into_what_stocks_became() -> None:

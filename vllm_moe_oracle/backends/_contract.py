@@ -102,7 +102,7 @@ class Builder(Protocol):
         """An instance of vLLM's own expert class of that name, built for this layer.
 
         Args:
-            class_name: e.g. ``MarlinExperts``.
+            class_name: e.g. ``MarlinExperts``, or ``module:Class`` of one that no backend here wraps.
             weights: what the class must believe of the weights' type, in vLLM's words (``fp8``, ``mxfp8``...); "" for
                 the scheme's own name.
             inputs: the type to which vLLM's prepare step quantises activations before the class gets them (``mxfp8``,
@@ -125,7 +125,8 @@ class Backend(ABC):
         limits: what it can take.
         rules: what `limits` cannot say.
         vllm_names: values of vLLM's ``--moe-backend`` that mean this backend.
-        stock_class: name of the vLLM expert class that it wraps, which is asked too before it runs; "" when none.
+        stock_class: name of the vLLM expert class that it wraps, which is asked too before it runs, or ``module:Class``
+            of one that no backend here wraps; "" when none.
         asks_stock: False when that class is known to ask for more than its kernel needs; the self-check decides then.
         monolithic: it routes inside its kernel: given router logits instead of routed ids.
         dense: its kernel wants experts to follow one another in memory without room between them.

@@ -99,13 +99,21 @@ class StockExperts(Engine):
     def stock_class(self, name: str) -> Any:
         """vLLM's own expert class of that name.
 
+        Args:
+            name: a key of `stock_experts_classes`, or ``module:Class`` of one that is not among them.
+
         Raises:
             OracleError: this release has none.
         """
-        if name not in self.stock_experts_classes:
-            raise OracleError(f"vLLM {self.version()} has no expert class {name} that could be used here")
-        module, _, attribute = self.stock_experts_classes[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        none = f"vLLM {self.version()} has no expert class {name} that could be used here"
+        place = name if ":" in name else self.stock_experts_classes.get(name)
+        if place is None:
+            raise OracleError(none)
+        module, _, attribute = place.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ModuleNotFoundError, AttributeError) as error:
+            raise OracleError(none, str(error)) from error
 
     def stock_experts(
         self,
