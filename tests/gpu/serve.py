@@ -70,7 +70,7 @@ BUSY_SHORT, BUSY_LONG = 8, 40
 """Tokens that are generated under the profiler, which keeps every kernel."""
 NAMED = 14
 """Kernels, those that take the longest, whose times are kept."""
-INSIDE = ("start_seconds", "decode_ms", "noise_ms", "busy_ms", "kernels_ms", "error", "end")
+INSIDE = ("start_seconds", "decode_ms", "noise_ms", "busy_ms", "kernels_ms", "wall_seconds", "error", "end")
 """What is kept of a start with the engine in the measuring process."""
 LAST_WORDS, ERRORS = 1500, 12
 """Characters of the end of a log, and lines with an error's name, that are kept of a mode that failed."""
@@ -355,23 +355,22 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             config = config_of(model, chosen.layers, chosen.tiny)
             write_model(Path(folder), config)
-            for mode in chosen.mode or ("stock", "auto"):
-                begin = time.perf_counter()
-                row = run_mode(Path(folder), mode, chosen.tiny, chosen.seconds)
-                row["wall_seconds"] = round(time.perf_counter() - begin, 1)
-                rows.append(row)
-                write(found, chosen.json)
-                if chosen.busy:
-                    inside = run_mode(Path(folder), mode, chosen.tiny, chosen.seconds, busy=True)
-                    row["inside"] = {key: inside[key] for key in INSIDE if key in inside}
+            for inside in (False, True)[: 1 + chosen.busy]:
+                for mode in chosen.mode or ("stock", "auto"):
+                    begin = time.perf_counter()
+                    row = run_mode(Path(folder), mode, chosen.tiny, chosen.seconds, busy=inside)
                     row["wall_seconds"] = round(time.perf_counter() - begin, 1)
-                lines.append(line(model, row))
-                print(lines[-1], flush=True)
-                if "error" in row:
-                    print(row["end"], flush=True)
-                if "end" in row.get("inside", {}):
-                    print(row["inside"]["end"], flush=True)
-                write(found, chosen.json)
+                    if "error" in row:
+                        print(row["end"], flush=True)
+                    if inside:
+                        usual = next(each for each in rows if each["mode"] == mode)
+                        usual["inside"] = {key: row[key] for key in INSIDE if key in row}
+                        row = usual
+                    else:
+                        rows.append(row)
+                    lines.append(line(model, row))
+                    print(lines[-1], flush=True)
+                    write(found, chosen.json)
     print("\n".join(["", f"{'model':<12} {'mode':<16}     start    decode step at {BATCHES}  prefill", *lines]))
     everything = [each for rows in found["models"].values() for row in rows for each in (row, row.get("inside", {}))]
     return int(any("error" in each for each in everything))
