@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Shared and slow machines are no defect; the same examples each time, and nothing is written beside the tests.
@@ -9,3 +14,17 @@ settings.register_profile(
     "repeatable", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+
+
+@pytest.fixture
+def explain(tmp_path: Path) -> Any:
+    """Reads a config as a checkpoint folder with that config.json, and what else is given by file name."""
+    from vllm_moe_oracle.checkpoint import Layers, layers, read
+
+    def run(data: dict[str, Any], tp: int = 1, ep: bool = False, **files: Any) -> Layers:
+        (tmp_path / "config.json").write_text(json.dumps(data))
+        for name, content in files.items():
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        return layers(read(tmp_path), tp, ep)
+
+    return run
