@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cases import GPT_OSS as HALVES
 from cases import problem
+from releases import RELEASES, ReleaseUnavailable, sources
 
 from vllm_moe_oracle.backends._limits import Limits
 from vllm_moe_oracle.compat import retired
@@ -112,6 +113,36 @@ def test_every_cut_of_2880_has_a_kernel(device: Device, tp: int) -> None:
     assert decision.backend != "emulation"
     assert decision.problem.intermediate_size % 32 == 0
     assert decision.problem.full_intermediate_size == 2880
+
+
+@pytest.mark.parametrize(("experts", "ep", "left", "instead"), [(32, 6, 2, 4), (128, 12, 8, 8), (32, 3, 2, 2)])
+def test_experts_that_gpt_osss_loader_would_lose_are_refused_with_numbers(
+    experts: int, ep: int, left: int, instead: int
+) -> None:
+    """vLLM's map gives the first ranks one expert more, its loader of gpt-oss cuts into equal parts: what the second
+    rank loads are other experts than it is asked for. Experts of other models come one by one."""
+    with pytest.raises(NoBackendError) as caught:
+        decide(gpt_oss(experts, ep=ep), H200, Settings())
+    for each in caught.value.candidates:
+        (reason,) = (reason for reason in each.reasons if reason.code == "expert_parallel.loader")
+        assert (
+            f"each of {ep} ranks {experts // ep} of {experts} experts, which leaves {left} to nobody" in reason.detail
+        )
+        assert f"over {instead} ranks" in reason.remedy
+    others = dataclasses.replace(gpt_oss(experts, ep=ep), scheme=Scheme("mxfp4", 4, 32, "mxfp4"))
+    assert decide(others, H200, Settings()).backend != "emulation"
+    assert decide(gpt_oss(experts, ep=instead), H200, Settings()).backend != "emulation"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_gpt_osss_loader_cuts_experts_into_equal_parts(release: str) -> None:
+    """What the refusal of the test before says of every release."""
+    try:
+        text = (sources(release) / "vllm/model_executor/models/gpt_oss.py").read_text()
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    assert "experts_per_rank = num_experts // ep_size" in text
+    assert "ep_rank_start = ep_rank * experts_per_rank" in text
 
 
 def test_what_lies_between_ranks_is_as_wide_as_what_kernels_see() -> None:

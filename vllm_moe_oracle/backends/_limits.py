@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from packaging.version import InvalidVersion, Version
 
 from ..oracle.decision import Plan, Reason
-from ..oracle.planner import cut_in_words, group_reasons, packing_reasons, ways_out
+from ..oracle.planner import cut_in_words, group_reasons, loader_reasons, packing_reasons, ways_out
 from ..oracle.problem import ActivationFormat, ActOrder, Device, Problem
 
 
@@ -214,7 +214,7 @@ def _deployment_reasons(limits: Limits, problem: Problem) -> list[Reason]:
 
 
 def _shape_reasons(limits: Limits, problem: Problem, plan: Plan) -> list[Reason]:
-    reasons = group_reasons(problem) + packing_reasons(problem)
+    reasons = group_reasons(problem) + packing_reasons(problem) + loader_reasons(problem)
     if plan.hidden_size % limits.hidden_multiple:
         detail = (
             f"hidden size {plan.hidden_size} is no multiple of {limits.hidden_multiple} "

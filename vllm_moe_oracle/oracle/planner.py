@@ -197,6 +197,25 @@ def share_of(problem: Problem, rank: int) -> int:
     return min(problem.intermediate_size, problem.full_intermediate_size - rank * problem.intermediate_size)
 
 
+def loader_reasons(problem: Problem) -> list[Reason]:
+    """Why a model's own loader does not give ranks the experts that vLLM expects there; empty where it does.
+
+    That of gpt-oss's files cuts them into equal parts, where vLLM's map of experts gives the first ranks one more.
+    """
+    experts, ranks = problem.num_experts, problem.parallel.ep
+    if problem.scheme.packing != "gpt_oss" or experts % ranks == 0:
+        return []
+    even = [size for size in range(2, ranks) if experts % size == 0]
+    return [
+        Reason(
+            "expert_parallel.loader",
+            f"vLLM's loader of gpt-oss's files gives each of {ranks} ranks {experts // ranks} of {experts} experts, "
+            f"which leaves {experts % ranks} to nobody",
+            f"expert parallelism over {even[-1]} ranks, or tensor parallelism" if even else "tensor parallelism",
+        )
+    ]
+
+
 def codes_per_word(problem: Problem) -> int:
     """Integer codes that no cut may separate: those of one packed word, and at least those of one byte."""
     scheme = problem.scheme
