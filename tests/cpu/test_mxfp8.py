@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import reference
 import torch
-from cases import RELU2, problem
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_moe_oracle.errors import CheckpointError
-from vllm_moe_oracle.oracle.problem import Problem
 from vllm_moe_oracle.schemes import mxfp8
 
 RULES: tuple[Literal["ceil", "floor"], ...] = ("ceil", "floor")
@@ -277,106 +273,6 @@ def test_the_three_rules_differ_where_they_should() -> None:
     amax = torch.tensor([256.0, 447.0, 448.0, 449.0, 512.0])
     codes = {rule: (mxfp8.scale_exponents(amax, rule).int() - 127).tolist() for rule in (*RULES, "llm-compressor")}
     assert codes == {"ceil": [0, 0, 0, 1, 1], "floor": [0, 0, 0, 0, 1], "llm-compressor": [0, 0, 1, 1, 1]}
-
-
-# --- Reading a layer -------------------------------------------------------------------------------------------------
-
-LAYER = problem(experts=3, top_k=2, hidden_size=64, intermediate_size=96, has_bias=True)
-
-
-def parameters(layer: Problem = LAYER) -> dict[str, Tensor]:
-    e, h, i, r = layer.local_experts, layer.hidden_size, layer.intermediate_size, layer.w13_rows
-    return {
-        "w13_weight": torch.zeros(e, r, h).to(torch.float8_e4m3fn),
-        "w2_weight": torch.zeros(e, h, i).to(torch.float8_e4m3fn),
-        "w13_weight_scale": torch.full((e, r, h // 32), 127, dtype=torch.uint8),
-        "w2_weight_scale": torch.full((e, h, i // 32), 127, dtype=torch.uint8),
-        "w13_bias": torch.zeros(e, r, dtype=torch.bfloat16),
-        "w2_bias": torch.zeros(e, h, dtype=torch.bfloat16),
-        "w13_input_scale": torch.zeros(e),
-    }
-
-
-def test_a_layer_is_read_without_a_copy() -> None:
-    given_tensors = parameters()
-    read = mxfp8.read(given_tensors, LAYER)
-    assert {name: tuple(tensor.shape) for name, tensor in read.items()} == mxfp8.shapes(LAYER)
-    assert set(read) == {"w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias"}
-    for name, canonical in mxfp8.PARAMETERS.items():
-        assert read[canonical].data_ptr() == given_tensors[name].data_ptr()
-
-
-def test_what_the_layer_does_not_have_is_not_asked_for() -> None:
-    layer = dataclasses.replace(LAYER, has_bias=False, activation=RELU2)
-    assert layer.w13_rows == layer.intermediate_size
-    given_tensors = {name: tensor for name, tensor in parameters(layer).items() if "bias" not in name}
-    assert set(mxfp8.read(given_tensors, layer)) == {"w13", "w2", "w13_scale", "w2_scale"}
-
-
-@pytest.mark.parametrize("name", mxfp8.PARAMETERS)
-def test_a_missing_tensor_is_named(name: str) -> None:
-    given_tensors = parameters()
-    del given_tensors[name]
-    with pytest.raises(CheckpointError, match=f"{name} is missing") as caught:
-        mxfp8.read(given_tensors, LAYER)
-    assert caught.value.where == LAYER.layer and "w13_input_scale" in caught.value.remedy
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "stored"),
-    [
-        ("w13_weight", torch.bfloat16, "float8_e4m3fn"),
-        ("w2_weight", torch.uint8, "float8_e4m3fn"),
-        ("w2_weight", torch.float8_e5m2, "float8_e4m3fn"),
-        ("w13_weight_scale", torch.float32, "uint8"),
-        ("w2_weight_scale", torch.int8, "uint8"),
-        ("w13_bias", torch.int32, "bfloat16 or float16 or float32"),
-        ("w2_bias", torch.float8_e4m3fn, "bfloat16 or float16 or float32"),
-    ],
-)
-def test_a_wrong_dtype_is_named_with_the_right_one(name: str, dtype: torch.dtype, stored: str) -> None:
-    given_tensors = parameters()
-    given_tensors[name] = torch.zeros(given_tensors[name].shape).to(dtype)
-    with pytest.raises(CheckpointError, match=f"{name} is {dtype}, MXFP8 stores it as {stored}") as caught:
-        mxfp8.read(given_tensors, LAYER)
-    assert caught.value.where == LAYER.layer
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_biases_may_be_any_float_of_a_model(dtype: torch.dtype) -> None:
-    given_tensors = parameters()
-    given_tensors["w2_bias"] = given_tensors["w2_bias"].to(dtype)
-    assert mxfp8.read(given_tensors, LAYER)["w2_bias"].dtype == dtype
-
-
-@pytest.mark.parametrize("name", mxfp8.PARAMETERS)
-@pytest.mark.parametrize("dimension", [0, -1])
-def test_a_wrong_shape_is_named_with_the_right_one(name: str, dimension: int) -> None:
-    given_tensors = parameters()
-    right = list(given_tensors[name].shape)
-    wrong = right.copy()
-    wrong[dimension] += 1
-    given_tensors[name] = torch.zeros(wrong).to(given_tensors[name].dtype)
-    with pytest.raises(CheckpointError) as caught:
-        mxfp8.read(given_tensors, LAYER)
-    assert f"{name} has shape {wrong}, expected {right}" in str(caught.value)
-    assert caught.value.where == LAYER.layer
-
-
-@pytest.mark.parametrize("name", ["w13_weight_scale", "w2_weight_scale"])
-def test_a_scale_that_is_nan_is_named_and_counted(name: str) -> None:
-    given_tensors = parameters()
-    given_tensors[name][1, 3:5, 0] = 255
-    total = given_tensors[name].numel()
-    with pytest.raises(CheckpointError, match=rf"2 of {total} scales in {name} are NaN \(e8m0 code 255\)") as caught:
-        mxfp8.read(given_tensors, LAYER)
-    assert caught.value.where == LAYER.layer and caught.value.remedy
-
-
-def test_rows_that_alternate_gate_and_up_are_refused_rather_than_read_as_halves() -> None:
-    interleaved = dataclasses.replace(LAYER, activation=dataclasses.replace(LAYER.activation, interleaved=True))
-    with pytest.raises(CheckpointError, match="alternate gate and up"):
-        mxfp8.read(parameters(), interleaved)
 
 
 def test_one_expert_is_dequantised_as_the_layer_is() -> None:

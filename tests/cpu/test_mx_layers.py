@@ -1,0 +1,184 @@
+"""Reading a layer in MXFP8 or MXFP4 from the parameters that vLLM's loaders filled: the same rules for both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import ModuleType
+
+import pytest
+import torch
+from cases import GPT_OSS, RELU2, problem
+from torch import Tensor
+
+from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.oracle.problem import Problem, Scheme
+from vllm_moe_oracle.schemes import mxfp4, mxfp8
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS = "bfloat16 or float16 or float32"
+NAMES = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias")
+
+
+def mxfp8_parameters(layer: Problem) -> dict[str, Tensor]:
+    """As vLLM registers them; one belongs to nobody here."""
+    e, h, i, r = layer.local_experts, layer.hidden_size, layer.intermediate_size, layer.w13_rows
+    return {
+        "w13_weight": torch.zeros(e, r, h).to(torch.float8_e4m3fn),
+        "w2_weight": torch.zeros(e, h, i).to(torch.float8_e4m3fn),
+        "w13_weight_scale": torch.full((e, r, h // 32), 127, dtype=torch.uint8),
+        "w2_weight_scale": torch.full((e, h, i // 32), 127, dtype=torch.uint8),
+        "w13_bias": torch.zeros(e, r, dtype=torch.bfloat16),
+        "w2_bias": torch.zeros(e, h, dtype=torch.bfloat16),
+        "w13_input_scale": torch.zeros(e),
+    }
+
+
+def mxfp4_parameters(layer: Problem) -> dict[str, Tensor]:
+    """The same, each row filled with its number so that rows can be told apart."""
+    e, h, i, r = layer.local_experts, layer.hidden_size, layer.intermediate_size, layer.w13_rows
+    suffix = "_packed" if layer.scheme.packing == "compressed-tensors" else ""
+
+    def rows(count: int, width: int) -> Tensor:
+        return (torch.arange(count) % 251).to(torch.uint8)[None, :, None].repeat(e, 1, width)
+
+    return {
+        f"w13_weight{suffix}": rows(r, h // 2),
+        f"w2_weight{suffix}": rows(h, i // 2),
+        "w13_weight_scale": rows(r, h // 32),
+        "w2_weight_scale": rows(h, i // 32),
+        "w13_bias": torch.arange(r).bfloat16().repeat(e, 1),
+        "w2_bias": torch.zeros(e, h, dtype=torch.bfloat16),
+        "w13_input_scale": torch.zeros(e),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A scheme with a layer of it."""
+
+    scheme: ModuleType
+    layer: Problem
+    make: Callable[[Problem], dict[str, Tensor]]
+
+    def given(self) -> dict[str, Tensor]:
+        """The layer's parameters."""
+        return self.make(self.layer)
+
+    def refused(self, given: Mapping[str, Tensor], match: str | None = None) -> CheckpointError:
+        """The error that these parameters are, which names the layer."""
+        with pytest.raises(CheckpointError, match=match) as caught:
+            self.scheme.read(given, self.layer)
+        assert caught.value.where == self.layer.layer
+        return caught.value
+
+    def canonical(self) -> dict[str, str]:
+        """Canonical names by those of parameters."""
+        if self.scheme is mxfp8:
+            return dict(mxfp8.PARAMETERS)
+        return {name: canonical for canonical, name in mxfp4.parameters_of(self.layer).items()}
+
+
+MXFP8_LAYER = problem(experts=3, top_k=2, hidden_size=64, intermediate_size=96, has_bias=True)
+MXFP4_LAYER = problem(
+    scheme=Scheme("mxfp4", bits=4, group_size=32, packing="gpt_oss"), experts=3, top_k=2, hidden_size=64,
+    intermediate_size=96, has_bias=True, activation=dataclasses.replace(GPT_OSS, interleaved=True),
+)  # fmt: skip
+APART = dataclasses.replace(MXFP4_LAYER, activation=GPT_OSS)
+PACKED = dataclasses.replace(APART, scheme=dataclasses.replace(APART.scheme, packing="compressed-tensors"))
+MXFP8, MXFP4 = Form(mxfp8, MXFP8_LAYER, mxfp8_parameters), Form(mxfp4, MXFP4_LAYER, mxfp4_parameters)
+FORMS = {
+    "mxfp8": MXFP8, "gpt-oss": MXFP4, "apart": Form(mxfp4, APART, mxfp4_parameters),
+    "compressed-tensors": Form(mxfp4, PACKED, mxfp4_parameters),
+}  # fmt: skip
+each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+both = pytest.mark.parametrize("form", [MXFP8, MXFP4], ids=["mxfp8", "mxfp4"])
+
+
+@each_form
+def test_a_layer_is_read_without_a_copy(form: Form) -> None:
+    given, names = form.given(), form.canonical()
+    read = form.scheme.read(given, form.layer)
+    assert {name: tuple(tensor.shape) for name, tensor in read.items()} == form.scheme.shapes(form.layer)
+    assert set(read) == set(names.values()) == {"w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias"}
+    for name, canonical in names.items():
+        assert read[canonical].data_ptr() == given[name].data_ptr()
+
+
+@both
+def test_what_the_layer_does_not_have_is_not_asked_for(form: Form) -> None:
+    layer = dataclasses.replace(form.layer, has_bias=False, activation=RELU2)
+    assert layer.w13_rows == layer.intermediate_size
+    given = {name: tensor for name, tensor in form.make(layer).items() if "bias" not in name}
+    assert set(form.scheme.read(given, layer)) == {"w13", "w2", "w13_scale", "w2_scale"}
+
+
+@each_form
+@pytest.mark.parametrize("index", range(len(NAMES)), ids=NAMES)
+def test_a_missing_tensor_is_named(form: Form, index: int) -> None:
+    given = form.given()
+    name = list(given)[index]
+    del given[name]
+    assert "w13_input_scale" in form.refused(given, f"{name} is missing").remedy
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "dtype", "stored"),
+    [
+        (MXFP8, "w13_weight", torch.bfloat16, "MXFP8 stores it as float8_e4m3fn"),
+        (MXFP8, "w2_weight", torch.uint8, "MXFP8 stores it as float8_e4m3fn"),
+        (MXFP8, "w2_weight", torch.float8_e5m2, "MXFP8 stores it as float8_e4m3fn"),
+        (MXFP8, "w2_weight_scale", torch.int8, "MXFP8 stores it as uint8"),
+        (MXFP8, "w2_bias", torch.float8_e4m3fn, f"MXFP8 stores it as {FLOATS}"),
+        (MXFP4, "w13_weight", torch.bfloat16, "MXFP4 stores it as uint8"),
+        (MXFP4, "w2_weight", torch.int8, "MXFP4 stores it as uint8"),
+        *((form, "w13_weight_scale", torch.float32, "stores it as uint8") for form in (MXFP8, MXFP4)),
+        *((form, "w13_bias", torch.int32, f"stores it as {FLOATS}") for form in (MXFP8, MXFP4)),
+    ],
+)
+def test_a_wrong_dtype_is_named_with_the_right_one(form: Form, name: str, dtype: torch.dtype, stored: str) -> None:
+    given = form.given()
+    given[name] = torch.zeros(given[name].shape).to(dtype)
+    form.refused(given, f"{name} is {dtype}, .*{stored}")
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_biases_may_be_any_float_of_a_model(form: Form, dtype: torch.dtype) -> None:
+    given = form.given()
+    given["w2_bias"] = given["w2_bias"].to(dtype)
+    assert form.scheme.read(given, form.layer)["w2_bias"].dtype == dtype
+
+
+@both
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dimension", [0, -1])
+def test_a_wrong_shape_is_named_with_the_right_one(form: Form, name: str, dimension: int) -> None:
+    given = form.given()
+    right = list(given[name].shape)
+    wrong = right.copy()
+    wrong[dimension] += 1
+    given[name] = torch.zeros(wrong).to(given[name].dtype)
+    assert f"{name} has shape {wrong}, expected {right}" in str(form.refused(given))
+
+
+@both
+@pytest.mark.parametrize("name", ["w13_weight_scale", "w2_weight_scale"])
+def test_a_scale_that_is_nan_is_named_and_counted(form: Form, name: str) -> None:
+    given = form.given()
+    given[name][1, 3:5, 0] = 255
+    total = given[name].numel()
+    assert form.refused(given, rf"2 of {total} scales in {name} are NaN \(e8m0 code 255\)").remedy
+
+
+@pytest.mark.parametrize("name", ["w13_scale", "w2_scale"])
+def test_scales_of_mxfp4_that_were_never_loaded_are_noticed(name: str) -> None:
+    given = MXFP4.given()
+    given[mxfp4.parameters_of(MXFP4.layer)[name]][2].fill_(mxfp4.UNLOADED[name])
+    MXFP4.refused(given, "never loaded")
+
+
+def test_rows_of_mxfp8_that_alternate_gate_and_up_are_refused_rather_than_read_as_halves() -> None:
+    interleaved = dataclasses.replace(MXFP8.layer.activation, interleaved=True)
+    with pytest.raises(CheckpointError, match="alternate gate and up"):
+        mxfp8.read(MXFP8.given(), dataclasses.replace(MXFP8.layer, activation=interleaved))
