@@ -37,6 +37,7 @@ from stock_rules import (
 
 import vllm_moe_oracle
 from vllm_moe_oracle.compat import RELEASES
+from vllm_moe_oracle.compat.humming import COLUMN_MULTIPLE, ROW_MULTIPLE
 from vllm_moe_oracle.layouts.pack import pack_tiles
 from vllm_moe_oracle.oracle.problem import Activation, Device, Problem, Routing
 
@@ -178,6 +179,24 @@ def test_hummings_conversion_of_experts_without_a_gate(release: str) -> None:
     twice = '"shape_n": layer.moe_config.intermediate_size_per_partition * 2' in text
     assert twice != ("(2 if is_gated else 1)" in text)
     assert twice == (("humming_mxfp8", release) in CLAIMED_BUT_NOT_CONVERTED)
+
+
+@every_release
+def test_hummings_padding(release: str) -> None:
+    """Rows and columns that our conversion pads to, and tells the library of, are stock's."""
+    if not offered(release, "humming_mxfp8"):
+        pytest.skip("the release does not offer it")
+    folder = sources(release) / f"{QUANTIZATION}/utils"
+    file = folder / "humming_utils.py"
+    text = (file if file.exists() else folder / "humming/moe.py").read_text()
+    assert set(re.findall(r"pad_n_to_multiple=(\d+)", text)) == {str(ROW_MULTIPLE)}
+    assert set(re.findall(r"pad_k_to_multiple=(\d+)", text)) == {str(COLUMN_MULTIPLE)}
+    each = layer("humming_mxfp8", release, hidden_size=2688, intermediate_size=928)
+    converted_one = converted("humming_mxfp8", random_layer(True, 2688, 928), each, release)
+    rows, columns = -(-2 * 928 // ROW_MULTIPLE) * ROW_MULTIPLE, -(-928 // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+    # Codes by K / 16 and 4 N words of four bytes.
+    assert converted_one["w13"].shape == (3, 2688 // 16, 4 * rows * 4)
+    assert converted_one["w2"].shape == (3, columns // 16, 4 * -(-2688 // ROW_MULTIPLE) * ROW_MULTIPLE * 4)
 
 
 @every_release
