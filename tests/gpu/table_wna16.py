@@ -45,7 +45,9 @@ CASES = (
     Case("narrow_int8_zeros_g64", _scheme("moe_wna16", 8, 64, zeros=True), 8, 2, 128, 64),
     Case("narrow_awq_g128", _scheme("awq", 4, 128, zeros=True), 8, 2, 256, 128),
     Case("ragged_g32", _scheme(CT, 4, 32), 64, 8, 2048, 352),
+    Case("qwen3_g128_ep2", _scheme(CT, 4, 128), *_QWEN3, ep=2),
     Case("tiny_g32", _scheme(CT, 4, 32), 8, 2, 256, 96),
+    Case("tiny_g32_ep2", _scheme("gptq", 4, 32), 8, 2, 256, 96, ep=2),
     Case("tiny_int8_zeros", _scheme("moe_wna16", 8, 32, zeros=True), 8, 2, 256, 96),
     Case("tiny_awq", _scheme("awq", 4, 32, zeros=True), 8, 2, 256, 96),
     Case("tiny_channel", _scheme(CT, 4, -1), 8, 2, 256, 96),
@@ -154,7 +156,7 @@ def load(layer: Any, case: Case, raw: Raw) -> None:
     for name, parameter in list(layer.named_parameters()):
         if name not in raw or not hasattr(parameter, "weight_loader"):
             continue
-        for expert in range(case.experts):
+        for expert in range(case.local_experts):
             tensor = raw[name][expert]
             shards = {"w2": tensor} if name.startswith("w2") else {"w1": tensor}
             if name.startswith("w13") and case.gated:
@@ -169,6 +171,11 @@ TABLE = Table(
     cases=by_name(CASES),
     checkpoint=checkpoint,
     quantisation=quantisation,
-    stock={"marlin_wna16": "marlin", "humming_wna16": "humming", "triton_wna16": "triton"},
+    stock={
+        "marlin_wna16": "marlin",
+        "humming_wna16": "humming",
+        "humming_wna16_grouped": "humming",
+        "triton_wna16": "triton",
+    },
     load=load,
 )
