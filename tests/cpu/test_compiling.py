@@ -113,8 +113,10 @@ def test_a_backend_that_brings_its_kernels_has_no_part_and_an_unknown_one_all() 
     for problem, names in work():
         for name in names:
             mine = [job.calls for job in jobs if (job.problem, job.backend) == (problem, name) and not job.again]
-            if "humming" in name or name.startswith("triton"):
+            if name.startswith("triton"):
                 assert sorted(count for each in mine for count, _ in each) == [*COUNTS], name
+            if "humming" in name:  # compiles for all numbers of tokens at once
+                assert [len(each) for each in mine] == [1], name
             assert all(len(each) <= tuning.CALLS for each in mine)
 
 
@@ -141,7 +143,7 @@ def test_everything_that_a_layer_runs_is_run_once_more_where_kernels_are_shared(
         (problem.layer, name): [*calls(default_registry()[name], problem)]
         for problem, names in work()
         for name in names
-        if name.startswith("own")
+        if name.startswith("own") or "humming" in name
     }
     found = {(job.problem.layer, job.backend): list(job.calls) for job in jobs}
     assert {key: sorted(each) for key, each in found.items()} == {key: sorted(each) for key, each in expected.items()}

@@ -7,6 +7,8 @@ matrix and not of its halves, and knows the unpadded sizes: nobody outside sees 
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..compat import since
@@ -57,6 +59,11 @@ def sums(problem: Problem, parts: str = "parts") -> str:
 
 FEW_PARTS = "up to three parts"
 """What `few_parts` leaves of a sum's parts."""
+
+
+def all_at_once(name: str, problem: Problem) -> frozenset[Hashable]:
+    """What a layer's first call compiles: the library has kernels for ranges of numbers of tokens, and makes all."""
+    return frozenset({(name, dataclasses.replace(problem, layer=""))})
 
 
 def few_parts(experts: Any, tensors: Tensors, problem: Problem) -> None:
@@ -118,6 +125,10 @@ class Humming(Backend):
         """Exact weights."""
         parts = "parts" if problem.activation.gated else FEW_PARTS
         return Numerics("converted exactly to bfloat16, scaled there", f"left in {problem.dtype}", sums(problem, parts))
+
+    def compiled(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:
+        """All that any number of tokens needs, with the first call."""
+        return all_at_once(self.name, problem)
 
     def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
         """Pads and orders codes, scales and biases.

@@ -7,6 +7,7 @@ zero, and knows the unpadded sizes: nobody outside sees padded ones.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..compat import since
@@ -15,7 +16,7 @@ from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import loaded_group, round_up
 from ..oracle.problem import ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
-from ._humming import FEW_PARTS, RULES, code_order, few_parts, sums
+from ._humming import FEW_PARTS, RULES, all_at_once, code_order, few_parts, sums
 from ._limits import Limits, Rule
 from ._stock import FROM_SM75
 
@@ -68,6 +69,10 @@ class HummingWna16(Backend):
         scaled = "scaled there" if problem.scheme.group_size != -1 else "the sums scaled"
         weights = f"codes converted exactly to {problem.dtype}, {scaled}"
         return Numerics(weights, f"left in {problem.dtype}", sums(problem, FEW_PARTS))
+
+    def compiled(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:
+        """All that any number of tokens needs, with the first call."""
+        return all_at_once(self.name, problem)
 
     def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
         """Pads and orders codes, scales, zero points and biases.
