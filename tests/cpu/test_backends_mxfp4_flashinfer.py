@@ -376,7 +376,7 @@ def test_classes_are_asked_for_with_the_activations_type(name: str) -> None:
 
 
 @contextmanager
-def inside_vllm(activation: str, hidden: int, inner: int) -> Iterator[Any]:
+def inside_vllm(activation: str, hidden: int, inner: int, routing: str = "Renormalize") -> Iterator[Any]:
     """vLLM's config of a layer."""
     pytest.importorskip("vllm", reason="vLLM's own classes are asked")
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -387,7 +387,7 @@ def inside_vllm(activation: str, hidden: int, inner: int) -> Iterator[Any]:
         yield FusedMoEConfig(
             num_experts=8, num_local_experts=8, num_logical_experts=8, experts_per_token=2, hidden_dim=hidden,
             intermediate_size=inner, activation=MoEActivation(activation), device="cpu",
-            routing_method=RoutingMethodType.Renormalize,
+            routing_method=RoutingMethodType[routing],
             moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(), in_dtype=torch.bfloat16, has_bias=True,
         )  # fmt: skip
 
@@ -431,6 +431,25 @@ def test_vllms_own_classes_are_built_whole(name: str, monkeypatch: pytest.Monkey
         assert made.routing_method_type == config.routing_method
     if silu:
         assert made.w1_scale.shape == (8, 256, 3) and made.w1_scale.stride() == (768, 1, 256)
+
+
+@pytest.mark.parametrize("name", TRTLLM)
+@pytest.mark.parametrize("routing", ["Renormalize", "RenormalizeNaive", "DeepSeekV3"])
+def test_the_kernel_is_told_the_layers_routing_method(name: str, routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No constant: another layer, another method."""
+    with inside_vllm("swigluoai", 256, 128, routing) as config:
+        from vllm_moe_oracle.compat import current_adapter
+        from vllm_moe_oracle.methods.builder import VllmBuilder
+
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: "cpu")
+        layer = usual(name, hidden_size=256, intermediate_size=128, num_experts=8, local_experts=8, top_k=2)
+        plan = backend(name).plan(layer, at_home(name))
+        one = backend(name).convert(expert(256, 128, biases=True), layer, plan)
+        tensors = {key: torch.stack([tensor.view(torch.uint8)] * 8).view(tensor.dtype) for key, tensor in one.items()}
+        release = current_adapter()
+        builder = VllmBuilder(release, config, release.quant_config(layer, tensors))
+        made = backend(name).experts(tensors, layer, plan, builder)
+    assert made.routing_method_type.name == routing
 
 
 def test_deep_gemm_with_float32_scales_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
