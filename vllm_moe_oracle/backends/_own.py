@@ -241,17 +241,15 @@ class OwnBackend(Backend):
             activation.name, activation.limit is None, problem.routing.weight_on_input, problem.parallel.ep > 1,
             quantise, tuple((number % 16 == 0, number == 1) for number in numbers),
         )  # fmt: skip
+        # Kernels that list each tile's slots and add choices up are small, and differ with how many there are.
+        tile_tokens = (config.gate_up.bm, config.per_slot) if isinstance(config, Config) else str(config)
+        found: set[Hashable] = {(tile_tokens, blank.experts, problem.top_k, problem.parallel.ep > 1, tokens)}
         if not isinstance(config, Config):
-            return frozenset({(*common, str(config), blank.experts)})
-        found: set[Hashable] = set()
+            return frozenset({*found, (*common, str(config), blank.experts)})
         for name, part in (("w13", config.gate_up), ("w2", config.down)):
             columns, step = matrices[name].columns, part.bk * part.fold
             whole = (columns % step == 0, columns if part.straight or part.sweep > 1 else None)
             found.add((name, *common, config.per_slot, config.prefetch, config.fuse_sum, str(part), *whole))
-        # Of the kernels that sort slots and sum over choices: how many at a time, in one or in two.
-        slots = tokens * problem.top_k
-        few = (min(max(slots, 128), 1024).bit_length(), slots > 8192, tokens >= 64)
-        found.add(("slots", blank.experts, problem.top_k, config.gate_up.bm, config.per_slot, *few))
         return frozenset(found)
 
     def _give(self, problem: Problem, plan: Plan) -> None:
