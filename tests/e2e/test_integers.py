@@ -8,6 +8,7 @@ by vLLM's own way of loading them, or give other numbers, which the tolerance sh
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -24,7 +25,12 @@ import numpy as np
 import pytest
 import reference
 import torch
+from cases import problem
 from integer_checkpoints import Integers
+
+from vllm_moe_oracle import device
+from vllm_moe_oracle.oracle.problem import Scheme
+from vllm_moe_oracle.oracle.registry import default_registry
 
 pytest.importorskip("vllm", reason="serving needs vLLM")
 
@@ -54,6 +60,11 @@ KINDS: dict[str, tuple[Integers, str | None]] = {
     "compressed-tensors, int8, per channel": (Integers("compressed-tensors-int", bits=8, group=-1), None),
 }  # fmt: skip
 """How a model is stored, and ``--quantization``."""
+
+OPERATOR = ("gptq", "compressed-tensors")
+"""Kinds that vLLM's int4 operator for CPUs runs too, with leave to quantise activations to int8."""
+OPERATOR_MEAN = 0.08
+"""Mean difference of a logprob that the operator's users have seen on whole models, with activations in int8."""
 
 Edit = Callable[[dict[str, Any]], Any]
 
@@ -98,6 +109,7 @@ DAMAGED: dict[str, tuple[str, Edit, str]] = {
 
 WRONG: dict[str, tuple[str, Edit | None, dict[str, Any]]] = {
     "gate and up swapped": ("awq", swap_gate_and_up, {}),
+    "gate and up swapped in gptq": ("gptq", swap_gate_and_up, {}),
     "zero points off by one": ("gptq as moe_wna16", None, {"checkpoint_format": "gptq_v2"}),
     "features in another order": (
         "gptq, act order, zero points",
@@ -143,6 +155,12 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
             "checkpoint": str(path), "dtype": "float32", "prompt": PROMPT, "tokens": TOKENS if name in KINDS else 1,
             "oracle": {"backend": "emulation"}, **engine,
         }  # fmt: skip
+    if not operator_missing():
+        oracle = {"backend": "cpu_int4", "allow_activation_quantization": True, "self_check": "strict"}
+        for kind in OPERATOR:
+            jobs[f"{kind} by the operator"] = {**jobs[kind], "dtype": "bfloat16", "oracle": oracle}
+        swapped = {**jobs["gate and up swapped in gptq"], "dtype": "bfloat16", "oracle": oracle}
+        jobs["gate and up swapped in gptq by the operator"] = swapped
     (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
     script = str(Path(__file__).with_name("generate.py"))
     command = [sys.executable, script, str(folder / "jobs.json"), str(folder / "results.json")]
@@ -150,6 +168,13 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return dict(zip(jobs, json.loads((folder / "results.json").read_text()), strict=True))
+
+
+def operator_missing() -> list[str]:
+    """Why vLLM's int4 operator cannot run here; nothing where it can."""
+    layer = problem(scheme=Scheme("wna16", 4, 32, "gptq"), hidden_size=HIDDEN, intermediate_size=HIDDEN)
+    allowed = dataclasses.replace(layer, scheme=dataclasses.replace(layer.scheme, activations="int8"))
+    return [str(each) for each in default_registry()["cpu_int4"].check(allowed, device.detect()).reasons]
 
 
 def with_biases(checkpoint: Path) -> torch.nn.Module:
@@ -225,6 +250,34 @@ def test_an_injected_fault_does_not_go_unnoticed(
     served: dict[str, dict[str, Any]], models: dict[str, Path], fault: str
 ) -> None:
     assert difference(served[fault], expected(models[WRONG[fault][0]])) > TOLERANCE
+
+
+@pytest.mark.parametrize("kind", OPERATOR)
+def test_vllms_int4_operator_serves_them_without_amx(
+    served: dict[str, dict[str, Any]], models: dict[str, Path], kind: str
+) -> None:
+    if missing := operator_missing():
+        pytest.skip(f"here it is refused: {missing}")
+    result = served[f"{kind} by the operator"]
+    assert mean_difference(result, expected(models[kind])) <= OPERATOR_MEAN
+    (group,) = result["layers"]["groups"]
+    assert group["decision"]["backend"] == "cpu_int4" and "int8 per token" in group["decision"]["numerics"]
+
+
+def test_a_fault_shows_with_the_operator_too(served: dict[str, dict[str, Any]], models: dict[str, Path]) -> None:
+    if missing := operator_missing():
+        pytest.skip(f"here it is refused: {missing}")
+    result = served["gate and up swapped in gptq by the operator"]
+    assert mean_difference(result, expected(models["gptq"])) > OPERATOR_MEAN
+
+
+def mean_difference(result: dict[str, Any], continuation: reference.Continuation) -> float:
+    """Mean difference of a logprob at the first position that is generated, over the whole vocabulary."""
+    assert "error" not in result, result["error"]
+    wanted = continuation.logprobs[len(PROMPT) - 1]
+    mean = float(np.abs(np.array(result["logprobs"][0]) - wanted).mean())
+    print(f"mean difference of a logprob {mean:.4f}, allowed {OPERATOR_MEAN}")
+    return mean
 
 
 # --- Reload ----------------------------------------------------------------------------------------------------------
