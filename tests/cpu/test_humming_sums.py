@@ -12,8 +12,8 @@ import pytest
 from cases import problem
 from releases import sources
 
+from vllm_moe_oracle.backends._humming import whole_sums
 from vllm_moe_oracle.compat import RELEASES, since
-from vllm_moe_oracle.compat.humming import whole_sums
 from vllm_moe_oracle.oracle.decision import Plan
 from vllm_moe_oracle.oracle.problem import Activation, Scheme
 from vllm_moe_oracle.oracle.registry import default_registry

@@ -8,6 +8,7 @@ matrix and not of its halves, and knows the unpadded sizes: nobody outside sees 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -66,9 +67,12 @@ def all_at_once(name: str, problem: Problem) -> frozenset[Hashable]:
     return frozenset({(name, dataclasses.replace(problem, layer=""))})
 
 
+MOST_BLOCKS = 2
+"""Multiprocessors for each block of a product, beyond which the product is left whole."""
+
+
 def few_parts(experts: Any, tensors: Tensors, problem: Problem) -> None:
-    """Makes stock's experts cut no sum into more than three parts, each of which is rounded; see
-    `vllm_moe_oracle.compat.humming.whole_sums`.
+    """Makes stock's experts cut no sum into more than three parts, each of which is rounded; see `whole_sums`.
 
     Args:
         experts: what the builder made.
@@ -77,11 +81,35 @@ def few_parts(experts: Any, tensors: Tensors, problem: Problem) -> None:
     """
     import torch
 
-    from ..compat.humming import whole_sums
-
+    device = tensors["w13"].device
     if tensors["w13"].is_cuda:
-        card = torch.cuda.get_device_properties(tensors["w13"].device)
-        whole_sums(experts, problem, card.multi_processor_count)
+        whole_sums(experts, problem, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def whole_sums(experts: Any, problem: Problem, multiprocessors: int) -> None:
+    """Forbids stream-K where there are few blocks of a product: there the library gives the columns of one to up to ten
+    multiprocessors, and each adds its sum, rounded to 16 bits, to the output. Two for a block make three parts at most.
+
+    How many blocks a call has is what the library takes for it: one for each choice of a token and each step of rows.
+    Everything else of its configurations stays, the block of tokens too, which both products share in some releases.
+
+    Args:
+        experts: an instance of one of vLLM's Humming classes.
+        problem: the layer.
+        multiprocessors: of the GPU.
+    """
+    for name, rows in (("w13", problem.w13_rows), ("w2", problem.hidden_size)):
+        found: list[tuple[int, int, dict[str, Any]]] = []
+        for lower, upper, config in getattr(experts, f"{name}_tuning_config"):
+            steps = -(-rows // config["block_shape"][1])
+            room = multiprocessors * config.get("num_ctas_per_sm", 1)
+            edge = min(upper, (room - 1) // (MOST_BLOCKS * steps)) if config.get("use_stream_k", True) else lower
+            if edge > lower:
+                found.append((lower, edge, {**config, "use_stream_k": False}))
+            if upper > max(lower, edge):
+                found.append((max(lower, edge), upper, config))
+        setattr(experts, f"{name}_tuning_config", found)
+        setattr(experts, f"{name}_tuning_config_str", json.dumps(found))
 
 
 class Humming(Backend):

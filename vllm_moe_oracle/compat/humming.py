@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +21,6 @@ from ..oracle.problem import MX_BLOCK, Problem
 ROW_MULTIPLE = 256
 COLUMN_MULTIPLE = 128
 """What stock pads rows and columns of both matrices to."""
-
-MOST_BLOCKS = 2
-"""Multiprocessors for each block of a product, beyond which the product is left whole."""
 
 _QUANT_CONFIG_MODULES = (
     "vllm.model_executor.layers.quantization.utils.humming",
@@ -124,29 +120,3 @@ def _parameter_name(name: str) -> str:
     """The library's name of a kernel tensor of a layer."""
     matrix, _, kind = name.partition("_")
     return name if kind in ("bias", "zero_point") else f"{matrix}_weight{f'_{kind}' if kind else ''}"
-
-
-def whole_sums(experts: Any, problem: Problem, multiprocessors: int) -> None:
-    """Forbids stream-K where there are few blocks of a product: there the library gives the columns of one to up to ten
-    multiprocessors, and each adds its sum, rounded to 16 bits, to the output. Two for a block make three parts at most.
-
-    How many blocks a call has is what the library takes for it: one for each choice of a token and each step of rows.
-    Everything else of its configurations stays, the block of tokens too, which both products share in some releases.
-
-    Args:
-        experts: an instance of one of vLLM's Humming classes.
-        problem: the layer.
-        multiprocessors: of the GPU.
-    """
-    for name, (rows, _) in matrix_shapes(problem).items():
-        found: list[tuple[int, int, dict[str, Any]]] = []
-        for lower, upper, config in getattr(experts, f"{name}_tuning_config"):
-            steps = -(-rows // config["block_shape"][1])
-            room = multiprocessors * config.get("num_ctas_per_sm", 1)
-            edge = min(upper, (room - 1) // (MOST_BLOCKS * steps)) if config.get("use_stream_k", True) else lower
-            if edge > lower:
-                found.append((lower, edge, {**config, "use_stream_k": False}))
-            if upper > max(lower, edge):
-                found.append((max(lower, edge), upper, config))
-        setattr(experts, f"{name}_tuning_config", found)
-        setattr(experts, f"{name}_tuning_config_str", json.dumps(found))
