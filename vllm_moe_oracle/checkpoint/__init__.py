@@ -1,8 +1,9 @@
 """A checkpoint's config as problems: which layers have experts, of what shape, stored as what, and what a rank holds.
 
-Only ``config.json`` is read (and ``hf_quant_config.json``, where older ModelOpt releases keep the quantisation): no
-tensors, no torch, no vLLM. Fields are read by families of names, as models spell the same thing differently; what no
-field says (a model type whose code decides it) stands in tables of `names` and `problem`. Names of layers are vLLM's.
+Only ``config.json`` is read (and ``hf_quant_config.json``, where older ModelOpt releases keep the quantisation), and in
+a folder of GPTQ's or AWQ's the biases of experts, of which no config tells: no torch, no vLLM. Fields are read by
+families of names, as models spell the same thing differently; what no field says (a model type whose code decides it)
+stands in tables of `names` and `problem`. Names of layers are vLLM's.
 """
 
 from __future__ import annotations

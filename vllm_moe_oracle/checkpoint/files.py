@@ -11,6 +11,10 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..quantization.fields import shown
+from .biases import holds_expert_biases
+
+_TOLD_BY_TENSORS = ("gptq", "awq")
+"""Formats whose methods look for biases of experts among a checkpoint's tensors."""
 
 MAX_BYTES = 64 << 20
 """Largest file that is taken for a config and not for a damaged or hostile one."""
@@ -26,6 +30,7 @@ class Config:
         model: the part that describes the language model: `top`, or its ``text_config``.
         nested: whether `model` is a part.
         quantization: the quantisation config, and the file and field that it came from; None when there is none.
+        expert_biases: a folder's tensors have biases of experts, where the quantisation leaves that to them.
     """
 
     path: Path
@@ -33,6 +38,7 @@ class Config:
     model: Mapping[str, Any]
     nested: bool
     quantization: tuple[Mapping[str, Any], str] | None
+    expert_biases: bool = False
 
 
 def read(path: Path) -> Config:
@@ -56,7 +62,9 @@ def read(path: Path) -> Config:
         raise CheckpointError("the folder has no config.json", where=str(path))
     top = _object(file)
     model, nested = _language_model(top, file)
-    return Config(file, top, model, nested, _quantization(top, model, file))
+    quantization = _quantization(top, model, file)
+    told = quantization is not None and quantization[0].get("quant_method") in _TOLD_BY_TENSORS
+    return Config(file, top, model, nested, quantization, told and path.is_dir() and holds_expert_biases(path))
 
 
 def _object(file: Path) -> Mapping[str, Any]:

@@ -83,7 +83,7 @@ def problem_of(
             hidden_size=hidden,
             intermediate_size=width // parallel.tp,
             activation=_activation(config, index),
-            has_bias=model_type(config) == "gpt_oss",
+            has_bias=model_type(config) == "gpt_oss" or config.expert_biases,
             dtype=dtype_of(config)[0],
             routing=_routing(config, index),
             parallel=parallel,

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
+from ..checkpoint.biases import holds_expert_biases, is_expert_bias
 from ..compat import current_adapter
 from ..errors import CheckpointError, NoBackendError
 from ..oracle.planner import has_order, in_whole_groups
@@ -287,31 +286,25 @@ def unquantised(moe: Any) -> Any:
     return UnquantizedFusedMoEMethod(moe)
 
 
-_EXPERT_BIAS = re.compile(r"\bexperts\.(\d+\..*\.bias|\w+_proj_bias)$")
-
-
 def has_expert_biases(model_name: str, revision: str | None = None) -> bool:
     """Whether a checkpoint holds biases of routed experts: some files do of models whose config knows nothing of them.
 
-    AutoGPTQ wrote a bias of zeros for every matrix. In a folder the tensors are looked at, and zeros are none: the
-    loader refuses what is not zero then. Of a repository only names are known before it is loaded, however much of it
-    this machine has by now, so that the same repository is always decided alike.
+    In a folder the tensors are looked at, and zeros are none: the loader refuses what is not zero then. Of a repository
+    only names are known before it is loaded, however much of it this machine has by now, so that the same repository is
+    always decided alike.
 
     Args:
         model_name: folder or repository.
         revision: of a repository.
+
+    Raises:
+        CheckpointError: a file in the folder is damaged.
     """
     names = get_safetensors_params_metadata(model_name, revision=revision)
-    if not any(_EXPERT_BIAS.search(name) for name in names):
+    if not any(is_expert_bias(name) for name in names):
         return False
     folder = Path(model_name)
-    return not folder.is_dir() or any(_holds_bias(file) for file in sorted(folder.glob("*.safetensors")))
-
-
-def _holds_bias(file: Path) -> bool:
-    """Whether a file has a bias of experts that is not zero."""
-    with safe_open(file, framework="pt") as tensors:
-        return any(bool(tensors.get_tensor(name).any()) for name in tensors.keys() if _EXPERT_BIAS.search(name))  # noqa: SIM118
+    return not folder.is_dir() or holds_expert_biases(folder)
 
 
 def experts_called(prefix: str, layer: Any = None) -> LayerNames:

@@ -1,0 +1,71 @@
+"""Biases of experts that only a checkpoint's tensors tell of: no field of a GPTQ or AWQ config does.
+
+AutoGPTQ wrote a bias of zeros for every matrix; those are none. The format of the files is that of safetensors: eight
+bytes with the length of a JSON object, which has type, shape and place of each tensor, then the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import CheckpointError
+
+MAX_HEADER = 100 << 20
+"""Largest header that the format allows."""
+
+_BIAS = re.compile(r"\bexperts\.(\d+\..*\.bias|\w+_proj_bias)$")
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+def is_expert_bias(name: str) -> bool:
+    """Whether a tensor of that name is a bias of routed experts."""
+    return _BIAS.search(name) is not None
+
+
+def holds_expert_biases(folder: Path) -> bool:
+    """Whether the safetensors files in a folder hold a bias of routed experts that is not zero. Nothing else of them is
+    read, and the first such bias ends it.
+
+    Raises:
+        CheckpointError: a file that cannot be read, or is none of the format.
+    """
+    return any(_not_zero(file) for file in sorted(folder.glob("*.safetensors")))
+
+
+def _not_zero(path: Path) -> bool:
+    if not path.is_file():  # a pipe or a device would block, or never end
+        raise CheckpointError("is no regular file", where=str(path))
+    try:
+        with path.open("rb") as file:
+            return any(_differs_from_zero(data, width) for data, width in _biases(file))
+    except OSError as error:
+        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"is no safetensors file: {error}", where=str(path)) from error
+
+
+def _biases(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Bytes of each bias of experts, and those of one number."""
+    size = int.from_bytes(file.read(8), "little")
+    if not 0 < size <= MAX_HEADER:
+        raise ValueError(f"its header would have {size} bytes")
+    tensors = json.loads(file.read(size))
+    for name, tensor in tensors.items():
+        if name == "__metadata__" or not is_expert_bias(name):
+            continue
+        first, last = tensor["data_offsets"]
+        file.seek(8 + size + first)
+        data = file.read(last - first)
+        if len(data) != last - first:
+            raise ValueError(f"it ends before {name} does")
+        yield data, _BYTES.get(tensor["dtype"], 1)
+
+
+def _differs_from_zero(data: bytes, width: int) -> bool:
+    """Whether a number is neither zero nor minus zero; little-endian, so that the sign is in each one's last byte."""
+    signs = data[width - 1 :: width]
+    return any(data[place::width].strip(b"\0") for place in range(width - 1)) or bool(signs.strip(b"\0\x80"))
