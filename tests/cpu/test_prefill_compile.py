@@ -1,8 +1,8 @@
 """Compiles the persistent kernels for sm_90a without a GPU, as the launcher would launch them.
 
-As test_kernels_compile.py does: launches are recorded, then compiled, then the machine code is read: no spills in the
-loops (what Triton 3.9 spills once a tile costs nothing), weights as wgmma's register operand, and products that ptxas
-did not put one after the other (it says so, in a warning, when it has to).
+As test_kernels_compile.py does: launches are recorded, then compiled, then the machine code is read: no spills, weights
+as wgmma's register operand, copies by the copy engine, and products that ptxas did not put one after the other (it says
+so, in a warning, when it has to).
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ triton = pytest.importorskip("triton")
 
 import test_kernels_compile as kernels_compile  # noqa: E402
 from test_kernels_compile import LAYERS, TYPES, disassemble  # noqa: E402
+from triton._utils import canonicalize_dtype  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
 from vllm_moe_oracle.kernels import prefill_launch  # noqa: E402
 from vllm_moe_oracle.kernels.prefill_config import Prefill, measured_table, reasons_against, stages_of  # noqa: E402
 from vllm_moe_oracle.kernels.weights import allocate  # noqa: E402
 
-KERNELS = ("count_slots", "add_chunks", "place_slots", "gate_up", "down", "sum_slots")
+KERNELS = ("count_slots", "place_slots", "gate_up", "down", "sum_slots")
+SPILLS = {("down", "qwen-int8"): 8}
+"""Bytes a thread that Triton 3.9 keeps on the stack, outside the loops, where 3.6 keeps none."""
 
 
 def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -42,6 +46,9 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         value, free = values[name], name not in kernel.do_not_specialize
         if name.isupper() or (isinstance(value, int) and value == 1 and free):
             signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            block = f"{canonicalize_dtype(value.base.dtype)}{list(value.block_shape)}"
+            signature[name] = f"tensordesc<{block},{value.layout!r}>"
         elif isinstance(value, torch.Tensor):
             signature[name], attributes[(index,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
         else:
@@ -79,7 +86,7 @@ def inner_loops(code: str) -> list[list[str]]:
         one for one in long if not any(one != other and one[0] <= other[0] and other[1] <= one[1] for other in long)
     ]
     bodies = [[text for _, text in found[first : last + 1]] for first, last in inner]
-    return [body for body in bodies if any("HGMMA" in text or "LDGSTS" in text for text in body)]
+    return [body for body in bodies if any(re.search("HGMMA|LDGSTS|UTMALDG", text) for text in body)]
 
 
 def check(monkeypatch: pytest.MonkeyPatch, layer: str, **extra: Any) -> None:
@@ -91,14 +98,17 @@ def check(monkeypatch: pytest.MonkeyPatch, layer: str, **extra: Any) -> None:
         code, stack = disassemble(compiled.asm["cubin"])
         name = f"{kernel.__name__} of {layer}"
         assert compiled.metadata.shared <= 227 * 1024
-        if kernel.__name__ not in ("gate_up", "down"):
-            assert stack == 0, f"{name} spills {stack} bytes a thread"
-        else:
+        known = 0 if triton.__version__.startswith("3.6.") else SPILLS.get((kernel.__name__, layer), 0)
+        assert stack <= known, f"{name} spills {stack} bytes a thread"
+        if kernel.__name__ in ("gate_up", "down"):
             loops = inner_loops(code)
+            assert not any(re.search(r"\b(STL|LDL)\b", text) for loop in loops for text in loop), f"{name}: spills"
             # Tiles of 32, 64, 96 and 128 tokens: two groups that multiply, and the warps that copy.
             assert sum("HGMMA" in "".join(loop) for loop in loops) == 8, f"{name} is not built as expected"
-            assert sum("LDGSTS" in "".join(loop) for loop in loops) >= 4, f"{name} is not built as expected"
-            assert not any(re.search(r"\b(STL|LDL)\b", text) for loop in loops for text in loop), f"{name}: spills"
+            assert sum("UTMALDG" in "".join(loop) for loop in loops) == 4, f"{name} is not built as expected"
+            # Rows of x are gathered; those of h are copied as they lie.
+            gathers = sum("".join(loop).count("LDGSTS") for loop in loops)
+            assert gathers >= 20 if kernel.__name__ == "gate_up" else gathers <= 16, f"{name} is not built as expected"
             products = [line for line in code.splitlines() if "HGMMA" in line]
             assert products, f"{name} has no wgmma"
             # The first operand after the accumulator is the weights': registers, no descriptor.
@@ -110,6 +120,17 @@ def check(monkeypatch: pytest.MonkeyPatch, layer: str, **extra: Any) -> None:
 
 def test_persistent_kernels_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, "qwen-int4")
+
+
+def test_lists_of_very_many_slots_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a launch more, that adds up the chunks' counts."""
+    monkeypatch.setattr(prefill_launch, "_processors", lambda device: 132)
+    monkeypatch.setattr(prefill_launch, "_FEW", 0)
+    launches = kernels_compile.launches(monkeypatch, "qwen-int4", 256, Prefill())
+    assert [kernel.__name__ for kernel, _, _ in launches] == ["count_slots", "add_chunks", *KERNELS[1:]]
+    for kernel, args, kwargs in launches[:3]:
+        _, stack = disassemble(compile_launch(kernel, args, kwargs).asm["cubin"])
+        assert stack == 0, f"{kernel.__name__} spills {stack} bytes a thread"
 
 
 @pytest.mark.slow
@@ -146,7 +167,8 @@ def test_stages_fit_into_shared_memory() -> None:
     for format, group in formats:
         for zero_points in {False, format.startswith("int")}:
             weights = allocate(format, 1, 256, 256, group=group, zero_points=zero_points, device="meta")
-            assert 3 <= stages_of(weights, Prefill()) <= 8
+            for gated in (False, True):
+                assert 3 <= stages_of(weights, Prefill(), gated) <= 8
 
 
 def test_table_of_hand_overs_is_whole() -> None:

@@ -79,7 +79,7 @@ def call(weights: OwnWeights, x: torch.Tensor, router: torch.Tensor, ids: torch.
     plan = fm.plan_workspace(weights, *ids.shape, config)
     # As floats both bytes are NaN or huge; as integers one is negative, the other far out of range.
     workspace = torch.full((plan.nbytes,), (0xFF, 0x7F)[ids.shape[0] % 2], dtype=torch.uint8, device="cuda")
-    out = torch.full_like(x, float("nan"))
+    out = torch.full(x.shape, float("nan"), dtype=x.dtype, device="cuda")
     fm.fused_moe(x, weights, router, ids, activation=case.activation, limit=case.limit, workspace=workspace,
                  counters=torch.zeros(1, dtype=torch.int32, device="cuda"), out=out, config=config,
                  **options)  # fmt: skip
@@ -143,6 +143,18 @@ def test_expert_map_and_weights_on_input(case: Case) -> None:
     check(out, reference(case, layer, x, router, local, weight_on_input=True))
 
 
+@pytest.mark.parametrize(("offset", "gap"), ((0, 16), (0, 8), (0, 1), (8, 16), (1, 15)))
+@pytest.mark.parametrize("case", PREFILL_CASES[:1], ids=lambda case: case.name)
+def test_rows_of_x_anywhere(case: Case, offset: int, gap: int) -> None:
+    """Rows that are `gap` elements apart, the first one `offset` elements behind an aligned address."""
+    _, weights = layer_of(case)
+    x, router, ids = inputs(case, 300)
+    apart = torch.full((300, case.hidden + gap), float("nan"), dtype=case.dtype, device="cuda")
+    apart = apart[:, offset : offset + case.hidden]
+    apart.copy_(x)
+    assert torch.equal(call(weights, apart, router, ids, case), call(weights, x, router, ids, case))
+
+
 @pytest.mark.parametrize("config", (Prefill(stages=2), Prefill(stages=3)), ids=str)
 @pytest.mark.parametrize("case", [case for case in PREFILL_CASES if case.name in ("int4-g128", "mxfp8")],
                          ids=lambda case: case.name)  # fmt: skip
@@ -172,10 +184,12 @@ def test_lists_of_slots_and_blocks(experts: int, tokens: int) -> None:
     device_ids, lists = ids.cuda(), {"EP": padded, "PDL": False}
     prefill_route.count_slots[(chunks,)](device_ids, device_ids, counts, slots, HAS_MAP=False, CHUNK=128, num_warps=1,
                                          **lists)  # fmt: skip
-    prefill_route.add_chunks[(padded,)](counts, totals, chunks, BLOCK=512, **lists)
+    add = chunks * padded > prefill_launch._FEW
+    if add:
+        prefill_route.add_chunks[(padded,)](counts, totals, chunks, BLOCK=512, **lists)
     prefill_route.place_slots[(max(chunks, experts),)](
         device_ids, device_ids, router.cuda(), counts, totals, ordered, routers, table, slots, chunks, experts, most,
-        HAS_MAP=False, CHUNK=128, BM=most_rows, num_warps=1, **lists,
+        ADD=not add, HAS_MAP=False, CHUNK=128, BM=most_rows, num_warps=1, **lists,
     )  # fmt: skip
     large, small, start = [], [], 0
     by_expert = [(ids == expert).nonzero()[:, 0].tolist() for expert in range(experts)]

@@ -4,7 +4,7 @@ The same stored weights and the same arithmetic as `gemm.py`, arranged for a mat
 program stays on its multiprocessor and takes tiles of 256 weight rows and up to 128 tokens (in steps of 32) in turn.
 Four warps fetch (rows of x by index, codes and scales, `STAGES` steps of 64 columns ahead, across tiles), two groups of
 four warps multiply 128 weight rows each. The groups need not stay in step: one decodes, or ends its tile, while the
-matrix unit works for the other.
+matrix unit works for the other. Codes and h go by the copy engine, which takes few instructions of the four warps.
 
 Blocks of more than 64 tokens and smaller ones are two lists, by expert; every program gets its share of both and takes
 them in the order of experts, so that programs end together and an expert's weights are read once.
@@ -18,7 +18,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .decode import (
@@ -30,8 +30,9 @@ from .decode import (
 )
 from .gemm import activate
 
-# Newer Gluon renamed the copy.
+# Newer Gluon renamed the copies.
 copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+copy_in_bulk = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # Weight rows of one group of warps (of two), columns of a step.
 ROWS = gl.constexpr(128)
@@ -53,16 +54,14 @@ def scales_of(FORMAT, GROUP):
 
 
 @gluon.constexpr_function
-def codes_layout(rows, chunks):
-    """Bytes [rows, chunks, 4, 512] of codes, 2 or 4 chunks of rows: a lane holds its 16 bytes of every chunk."""
-    registers = [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8]]
+def codes_layout(chunks):
+    """Bytes [2, chunks * 16, 128] of codes, two chunks of rows: a lane holds its 16 bytes of every chunk."""
+    registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]]
     if chunks == 2:
-        registers = [*registers, [0, 1, 0, 0]]
-    registers = [*registers, [1, 0, 0, 0]]
-    if rows == 4:
-        registers = [*registers, [2, 0, 0, 0]]
-    lanes = [[0, 0, 0, 16 << i] for i in range(5)]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 0, 1, 0], [0, 0, 2, 0]], [], [rows, chunks, 4, 512])
+        registers = [*registers, [0, 16, 0]]
+    registers = [*registers, [1, 0, 0]]
+    lanes = [[0, 0, 16], [0, 0, 32], [0, 0, 64], [0, 1, 0], [0, 2, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 4, 0], [0, 8, 0]], [], [2, chunks * 16, 128])
 
 
 @gluon.constexpr_function
@@ -101,17 +100,30 @@ def parts_of(BM):
 
 
 @gluon.jit
-def share(blocks_ptr, tiles):
-    """How many tiles of the first and of the second list this program has."""
+def share(blocks_ptr, tiles, MOVE: gl.constexpr):
+    """How many tiles of the first and of the second list this program has, and its place in the rounds of each.
+
+    A list is dealt out in rounds, one tile a program. MOVE: places move on by one with every round; a program would
+    have the same tile along N in each otherwise, where the tiles of a block divide the programs, and the last tile of
+    a block is a short one. Who has one tile more of the first list has one less of the second.
+    """
     large = gl.load(blocks_ptr) * tiles
     small = gl.load(blocks_ptr + 1) * tiles
     programs = gl.num_programs(0)
-    each = (large - gl.program_id(0) + programs - 1) // programs
-    return each, (small + gl.program_id(0)) // programs
+    last = gl.program_id(0)  # the place in the round that is not full
+    if MOVE:
+        last = (last + large // programs) % programs
+    mirrored = programs - 1 - last
+    each = large // programs + (last < large % programs).to(gl.int32)
+    other = small // programs + (mirrored < small % programs).to(gl.int32)
+    if MOVE:
+        return each, other, gl.program_id(0), mirrored + programs - small // programs % programs
+    else:
+        return each, other, last, mirrored
 
 
 @gluon.jit
-def look(blocks_ptr, most, tiles, taken, other):
+def look(blocks_ptr, most, tiles, taken, other, place, place_other, MOVE: gl.constexpr):
     """(expert, first position, rows, tile along N) of this program's tile `taken` of the first list, and of `other`.
 
     `other` counts in the second list. Beyond a list's end they mean nothing.
@@ -119,9 +131,12 @@ def look(blocks_ptr, most, tiles, taken, other):
     blocks: `prefill_route.place_slots`; the tiles of a block are neighbours.
     """
     programs = gl.num_programs(0)
-    first = taken * programs + gl.program_id(0)
-    # The other way round: who has one tile more of one list has one less of the other.
-    second = other * programs + programs - 1 - gl.program_id(0)
+    if MOVE:
+        first = taken * programs + (place + taken) % programs
+        second = other * programs + (place_other + other) % programs
+    else:
+        first = taken * programs + place
+        second = other * programs + place_other
     entry = blocks_ptr + 4 + gl.minimum(first // tiles, most - 1) * 4
     one = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), first % tiles
     entry = blocks_ptr + 4 + (most + gl.minimum(second // tiles, most - 1)) * 4
@@ -141,31 +156,21 @@ def pick(one, two, taken, other, large, small):
 
 
 @gluon.jit
-def fetch_tile(x_ptr, rows_ptr, w_ptr, s_ptr, z_ptr, memory, stage, phase, start, rows, first_chunk, x_stride, columns,
-               n_chunks, k_chunks, GATHER: gl.constexpr, TOP_K: gl.constexpr, FORMAT: gl.constexpr,
+def fetch_tile(x, rows_ptr, codes, s_ptr, z_ptr, memory, stage, phase, start, rows, first_line, first_chunk, x_stride,
+               columns, n_chunks, GATHER: gl.constexpr, TOP_K: gl.constexpr, FORMAT: gl.constexpr,
                GROUP: gl.constexpr, HAS_ZERO: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr):  # fmt: skip
-    """Copies all steps of one tile into the ring; w, s and z point to the expert's tensors."""
-    x_smem, w_smem, s_smem, z_smem, full, empty = memory
+    """Copies all steps of one tile into the ring; s and z point to the expert's tensors."""
+    x_smem, w_smem, s_smem, z_smem, full, empty, _, _, _ = memory
     FIRST: gl.constexpr = parts_of(BM)[0]
     SECOND: gl.constexpr = parts_of(BM)[1]
     X: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     KC: gl.constexpr = chunks_of(FORMAT)
-    W: gl.constexpr = codes_layout(4, KC)
     COUNT: gl.constexpr = scales_of(FORMAT, GROUP)[0]
     WORDS: gl.constexpr = scales_of(FORMAT, GROUP)[1]
-    x_ptrs = row_pointers(x_ptr, rows_ptr, start, rows, x_stride, 0, FIRST, GATHER, TOP_K, X)
-    if SECOND > 0:
-        x_more = row_pointers(x_ptr, rows_ptr, start, rows, x_stride, FIRST, SECOND, GATHER, TOP_K, X)
-    chunk = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, W))))
-    # The last tile may reach beyond the rows: the last chunk again.
-    chunk = gl.minimum(first_chunk + chunk, n_chunks - 1).expand_dims(1).expand_dims(2).expand_dims(3)
-    kc = gl.arange(0, KC, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, W))))
-    kc = kc.expand_dims(0).expand_dims(2).expand_dims(3)
-    warp = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, W))))
-    warp = warp.expand_dims(0).expand_dims(1).expand_dims(3)
-    byte = gl.arange(0, 512, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, W))))
-    byte = byte.expand_dims(0).expand_dims(1).expand_dims(2)
-    w_ptrs = w_ptr + (chunk * (k_chunks * 2048) + (kc * 2048 + warp * 512 + byte))
+    if GATHER:
+        x_ptrs = row_pointers(x, rows_ptr, start, rows, x_stride, 0, FIRST, TOP_K, X)
+        if SECOND > 0:
+            x_more = row_pointers(x, rows_ptr, start, rows, x_stride, FIRST, SECOND, TOP_K, X)
     if COUNT > 0:
         S: gl.constexpr = scales_copy_layout(COUNT, WORDS)
         s_chunk = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, S))))
@@ -181,69 +186,74 @@ def fetch_tile(x_ptr, rows_ptr, w_ptr, s_ptr, z_ptr, memory, stage, phase, start
         s_offsets = s_chunk * per_row + (s_group * (4 * WORDS) + s_warp * WORDS + s_word)
     for k in range(0, columns, BK):
         mbarrier.wait(empty.index(stage), phase ^ 1)
-        copy_to_shared(x_smem.index(stage).slice(0, FIRST), x_ptrs)
-        x_ptrs += BK
-        if SECOND > 0:
-            copy_to_shared(x_smem.index(stage).slice(FIRST, SECOND), x_more)
-            x_more += BK
-        copy_to_shared(w_smem.index(stage), w_ptrs)
+        mbarrier.expect(full.index(stage), 4 * KC * 2048 + (0 if GATHER else BM * BK * 2))
+        copy_in_bulk(codes, [first_line, k // BK * (KC * 16), 0], full.index(stage), w_smem.index(stage))
+        if GATHER:
+            copy_to_shared(x_smem.index(stage).slice(0, FIRST), x_ptrs)
+            x_ptrs += BK
+            if SECOND > 0:
+                copy_to_shared(x_smem.index(stage).slice(FIRST, SECOND), x_more)
+                x_more += BK
+        else:
+            for part in gl.static_range(BM // 32):
+                to = x_smem.index(stage).slice(part * 32, 32)
+                copy_in_bulk(x, [start + part * 32, k], full.index(stage), to)
         if COUNT > 0:
             at = k // PER * (4 * WORDS)
             copy_to_shared(s_smem.index(stage), s_ptr + (s_offsets + at))
             if HAS_ZERO:
                 copy_to_shared(z_smem.index(stage), z_ptr + (s_offsets + at))
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
-        w_ptrs += KC * 2048
         stage, phase = advance(stage, phase, STAGES)
     return stage, phase
 
 
 @gluon.jit
-def row_pointers(x_ptr, rows_ptr, start, rows, x_stride, offset, COUNT: gl.constexpr, GATHER: gl.constexpr,
-                 TOP_K: gl.constexpr, X: gl.constexpr):  # fmt: skip
+def row_pointers(x_ptr, rows_ptr, start, rows, x_stride, offset, COUNT: gl.constexpr, TOP_K: gl.constexpr,
+                 X: gl.constexpr):  # fmt: skip
     """Pointers [COUNT, 64] to the first columns of the rows at positions start + offset and after."""
     i = offset + gl.arange(0, COUNT, layout=gl.SliceLayout(1, X))
     position = start + gl.minimum(i, rows - 1)  # rows that do not exist repeat the last one
-    row = gl.load(rows_ptr + position) // TOP_K if GATHER else position
+    row = gl.load(rows_ptr + position) // TOP_K
     column = gl.arange(0, BK, layout=gl.SliceLayout(0, X))
     return x_ptr + row.to(gl.int64).expand_dims(1) * x_stride + column.expand_dims(0)
 
 
 @gluon.jit
-def fetch(x_ptr, rows_ptr, blocks_ptr, w_ptr, s_ptr, z_ptr, memory, most, tiles, x_stride, columns, n_chunks, k_chunks,
-          s_stride, GATHER: gl.constexpr, TOP_K: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
-          HAS_ZERO: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def fetch(x, rows_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, x_stride, columns, n_chunks, s_stride,
+          GATHER: gl.constexpr, TOP_K: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
+          HAS_ZERO: gl.constexpr, STAGES: gl.constexpr, MOVE: gl.constexpr):  # fmt: skip
     """The warps that copy."""
     stage = 0
     phase = 0
     taken = 0
     other = 0
-    large, small = share(blocks_ptr, tiles)
-    one, two = look(blocks_ptr, most, tiles, 0, 0)
+    large, small, place, mirrored = share(blocks_ptr, tiles, MOVE)
+    one, two = look(blocks_ptr, most, tiles, 0, 0, place, mirrored, MOVE)
     for _ in range(0, large + small):
         expert, start, rows, tile_n, taken, other = pick(one, two, taken, other, large, small)
-        one, two = look(blocks_ptr, most, tiles, taken, other)  # arrives while this tile is worked on
+        # Arrives while this tile is worked on.
+        one, two = look(blocks_ptr, most, tiles, taken, other, place, mirrored, MOVE)
         e64 = expert.to(gl.int64)
-        codes = w_ptr + e64 * n_chunks * k_chunks * 2048
         scales = s_ptr + e64 * s_stride
         zeros = z_ptr + e64 * s_stride
         first = tile_n * (ROWS * 2 // 64)
         if rows > 96:
             stage, phase = fetch_tile(
-                x_ptr, rows_ptr, codes, scales, zeros, memory, stage, phase, start, rows, first, x_stride, columns,
-                n_chunks, k_chunks, GATHER, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, 128)  # fmt: skip
+                x, rows_ptr, codes, scales, zeros, memory, stage, phase, start, rows, expert * n_chunks + first, first,
+                x_stride, columns, n_chunks, GATHER, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, 128)  # fmt: skip
         elif rows > 64:
             stage, phase = fetch_tile(
-                x_ptr, rows_ptr, codes, scales, zeros, memory, stage, phase, start, rows, first, x_stride, columns,
-                n_chunks, k_chunks, GATHER, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, 96)  # fmt: skip
+                x, rows_ptr, codes, scales, zeros, memory, stage, phase, start, rows, expert * n_chunks + first, first,
+                x_stride, columns, n_chunks, GATHER, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, 96)  # fmt: skip
         elif rows > 32:
             stage, phase = fetch_tile(
-                x_ptr, rows_ptr, codes, scales, zeros, memory, stage, phase, start, rows, first, x_stride, columns,
-                n_chunks, k_chunks, GATHER, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, 64)  # fmt: skip
+                x, rows_ptr, codes, scales, zeros, memory, stage, phase, start, rows, expert * n_chunks + first, first,
+                x_stride, columns, n_chunks, GATHER, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, 64)  # fmt: skip
         else:
             stage, phase = fetch_tile(
-                x_ptr, rows_ptr, codes, scales, zeros, memory, stage, phase, start, rows, first, x_stride, columns,
-                n_chunks, k_chunks, GATHER, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, 32)  # fmt: skip
+                x, rows_ptr, codes, scales, zeros, memory, stage, phase, start, rows, expert * n_chunks + first, first,
+                x_stride, columns, n_chunks, GATHER, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, 32)  # fmt: skip
 
 
 @gluon.jit
@@ -257,7 +267,7 @@ def decode_step(memory, stage, k, GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.const
     WORDS: gl.constexpr = scales_of(FORMAT, GROUP)[1]
     MX: gl.constexpr = FORMAT == "mxfp4" or FORMAT == "mxfp8"
     REBASED: gl.constexpr = FORMAT == "int4" and GROUP > 0 and not HAS_ZERO and not FP16
-    packed = w_smem.index(stage).slice(2 * GROUP_OF_WARPS, 2).load(codes_layout(2, KC))
+    packed = w_smem.index(stage).slice(2 * GROUP_OF_WARPS, 2).load(codes_layout(KC)).reshape(2, KC, 4, 512)
     w = gl.convert_layout(decode_codes(packed, FORMAT, FP16, HAS_ZERO, REBASED, 2, KC), DOT, assert_trivial=True)
     if COUNT > 0:
         words = s_smem.index(stage).slice(2 * GROUP_OF_WARPS, 2).load(scales_layout(COUNT, WORDS))
@@ -338,29 +348,28 @@ def skip_tile(memory, stage, phase, columns, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def finish(acc, factor, bias, out_ptr, sorted_ptr, routers_ptr, width, first, start, rows, offset, alpha, beta, limit,
-           HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr,
-           GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr):  # fmt: skip
+def finish(acc, results, values, slots, out_ptr, width, first, start, rows, offset, alpha, beta, limit,
+           AT: gl.constexpr, HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr,
+           DOWN: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr):  # fmt: skip
     """Epilogue of float32 [128, BM], the weight rows from `first` and the block's tokens from `offset` on.
 
     WEIGHT: router weights multiply, after the bias if DOWN, else before. DOWN: rows of out are slots, else positions.
+    In shared memory: values, float32 [6, 128], from AT on the rows' scales and biases and the block's router weights;
+    slots, int32 [128], its slots; results, 16-bit [128, OUT], in which lanes exchange tokens for columns.
     """
     BM: gl.constexpr = acc.shape[1]
     MMA: gl.constexpr = acc.type.layout
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     OUT: gl.constexpr = ROWS // 2 if GATED else ROWS
-    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [OUT // 8, 256 // OUT], [1, 4], [0, 1])
-    i = offset + gl.arange(0, BM, layout=gl.SliceLayout(0, STORE))
-    row = gl.load(sorted_ptr + start + i, mask=i < rows, other=0) if DOWN else start + i
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // OUT, OUT // 8], [4, 1], [1, 0])
     if HAS_ROW_SCALE:
-        acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, MMA), assert_trivial=True).expand_dims(1)
+        acc = acc * values.index(AT).load(gl.SliceLayout(1, MMA)).expand_dims(1)
     if WEIGHT:
-        token = offset + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
-        router = gl.load(routers_ptr + start + token, mask=token < rows, other=0.0).expand_dims(0)
+        router = values.index(AT + 2).slice(offset, BM).load(gl.SliceLayout(0, MMA)).expand_dims(0)
     if WEIGHT and not DOWN:
         acc = acc * router
     if HAS_BIAS:
-        acc = acc + gl.convert_layout(bias, gl.SliceLayout(1, MMA), assert_trivial=True).expand_dims(1)
+        acc = acc + values.index(AT + 1).load(gl.SliceLayout(1, MMA)).expand_dims(1)
     if WEIGHT and DOWN:
         acc = acc * router
     if GATED:
@@ -372,10 +381,21 @@ def finish(acc, factor, bias, out_ptr, sorted_ptr, routers_ptr, width, first, st
         value = (positive * positive).to(DTYPE)
     else:
         value = acc.to(DTYPE)
-    value = gl.convert_layout(value, STORE)
-    column = first + gl.arange(0, OUT, layout=gl.SliceLayout(1, STORE)).expand_dims(1)
-    ptrs = out_ptr + row.to(gl.int64).expand_dims(0) * width + column
-    gl.store(ptrs, value, mask=(i < rows).expand_dims(0) & (column < width))
+    staged = results.slice(0, BM)
+    staged.store(value.permute((1, 0)))
+    value = staged.load(STORE)
+    i = offset + gl.arange(0, BM, layout=gl.SliceLayout(1, STORE))
+    row = slots.slice(offset, BM).load(gl.SliceLayout(1, STORE)) if DOWN else start + i
+    column = first + gl.arange(0, OUT, layout=gl.SliceLayout(0, STORE)).expand_dims(0)
+    ptrs = out_ptr + row.to(gl.int64).expand_dims(1) * width + column
+    gl.store(ptrs, value, mask=(i < rows).expand_dims(1) & (column < width))
+
+
+@gluon.jit
+def look_up(pointer, count):
+    """128 values, one a thread, 0 from `count` on."""
+    i = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    return gl.load(pointer + i, mask=i < count, other=0)
 
 
 @gluon.jit
@@ -388,20 +408,34 @@ def work_tile(memory, stage, phase, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr
     """One tile, from its first step to its rows of out."""
     FIRST: gl.constexpr = parts_of(BM)[0]
     SECOND: gl.constexpr = parts_of(BM)[1]
-    n = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, product_layout(FIRST)))
-    factor = 0
+    # What the end needs is asked for before the steps, one value a thread, and handed round after them.
     if HAS_ROW_SCALE:
-        factor = gl.load(row_scale_ptr + n, mask=n < padded, other=0.0)
-    bias = 0
+        factor = look_up(row_scale_ptr + first, padded - first)
     if HAS_BIAS:
-        bias = gl.load(bias_ptr + n, mask=n < padded, other=0.0)
+        bias = look_up(bias_ptr + first, padded - first)
+    if WEIGHT:
+        router = look_up(routers_ptr + start, rows)
+    if DOWN:
+        slot = look_up(sorted_ptr + start, rows)
     acc, more, stage, phase = multiply_tile(memory, stage, phase, columns, GROUP_OF_WARPS, FORMAT, GROUP, HAS_ZERO,
                                             STAGES, BM)  # fmt: skip
-    finish(acc, factor, bias, out_ptr, sorted_ptr, routers_ptr, width, first, start, rows, 0, alpha, beta, limit,
-           HAS_ROW_SCALE, HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
+    results = memory[6].index(GROUP_OF_WARPS)
+    values = memory[7]
+    AT: gl.constexpr = GROUP_OF_WARPS * 3
+    slots = memory[8].index(GROUP_OF_WARPS)
+    if HAS_ROW_SCALE:
+        values.index(AT).store(factor)
+    if HAS_BIAS:
+        values.index(AT + 1).store(bias)
+    if WEIGHT:
+        values.index(AT + 2).store(router)
+    if DOWN:
+        slots.store(slot)
+    finish(acc, results, values, slots, out_ptr, width, first, start, rows, 0, alpha, beta, limit,
+           AT, HAS_ROW_SCALE, HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
     if SECOND > 0:
-        finish(more, factor, bias, out_ptr, sorted_ptr, routers_ptr, width, first, start, rows, FIRST, alpha, beta,
-               limit, HAS_ROW_SCALE, HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
+        finish(more, results, values, slots, out_ptr, width, first, start, rows, FIRST, alpha, beta, limit,
+               AT, HAS_ROW_SCALE, HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
     return stage, phase
 
 
@@ -410,18 +444,20 @@ def work(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr, route
          n_chunks, alpha, beta, limit,
          GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
          HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr,
-         GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+         GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr, STAGES: gl.constexpr,
+         MOVE: gl.constexpr):  # fmt: skip
     """A group of warps that multiplies."""
     padded = n_chunks * 64
     stage = 0
     phase = 0
     taken = 0
     other = 0
-    large, small = share(blocks_ptr, tiles)
-    one, two = look(blocks_ptr, most, tiles, 0, 0)
+    large, small, place, mirrored = share(blocks_ptr, tiles, MOVE)
+    one, two = look(blocks_ptr, most, tiles, 0, 0, place, mirrored, MOVE)
     for _ in range(0, large + small):
         expert, start, rows, tile_n, taken, other = pick(one, two, taken, other, large, small)
-        one, two = look(blocks_ptr, most, tiles, taken, other)  # arrives while this tile is worked on
+        # Arrives while this tile is worked on.
+        one, two = look(blocks_ptr, most, tiles, taken, other, place, mirrored, MOVE)
         first = (tile_n * 2 + GROUP_OF_WARPS) * ROWS
         row_scale = row_scale_ptr + expert.to(gl.int64) * padded
         biases = bias_ptr + expert.to(gl.int64) * padded
@@ -450,16 +486,20 @@ def work(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr, route
 
 
 @gluon.jit
-def ring(x_ptr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr, STAGES: gl.constexpr):
-    """Shared memory of the stages and their barriers: x, codes, scales, zero points, full, empty."""
+def ring(DTYPE: gl.constexpr, OUT: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
+         STAGES: gl.constexpr):  # fmt: skip
+    """Shared memory: x, codes, scales, zero points of the stages, their barriers (full, empty); then, for the end of
+    each group's tile, results, values, slots (`finish`). OUT: columns of one group's result.
+    """
     KC: gl.constexpr = chunks_of(FORMAT)
     COUNT: gl.constexpr = scales_of(FORMAT, GROUP)[0]
     WORDS: gl.constexpr = scales_of(FORMAT, GROUP)[1]
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    x_smem = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [STAGES, 128, BK], SWIZZLED)
-    w_smem = gl.allocate_shared_memory(gl.uint8, [STAGES, 4, KC, 4, 512], PLAIN)
-    s_smem = w_smem
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    x_smem = gl.allocate_shared_memory(DTYPE, [STAGES, 128, BK], SWIZZLED)
+    w_smem = gl.allocate_shared_memory(gl.uint8, [STAGES, 4, KC * 16, 128], gl.NVMMASharedLayout(128, 8, 3))
+    s_smem = x_smem
     if COUNT > 0:
         s_smem = gl.allocate_shared_memory(gl.int32, [STAGES, 4, COUNT, 4, WORDS], PLAIN)
     z_smem = s_smem
@@ -468,70 +508,76 @@ def ring(x_ptr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexp
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=128)
+        mbarrier.init(full.index(i), count=129)
         mbarrier.init(empty.index(i), count=2)
-    return x_smem, w_smem, s_smem, z_smem, full, empty
+    results = gl.allocate_shared_memory(DTYPE, [2, 128, OUT], SWIZZLED)
+    values = gl.allocate_shared_memory(gl.float32, [6, 128], LINE)
+    slots = gl.allocate_shared_memory(gl.int32, [2, 128], LINE)
+    return x_smem, w_smem, s_smem, z_smem, full, empty, results, values, slots
 
 
 @gluon.jit(do_not_specialize=["most", "tiles", "alpha", "beta", "limit"])
-def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, blocks_ptr, most,
-            tiles, x_stride, columns, inner, n_chunks, k_chunks, s_stride, alpha, beta, limit,
+def gate_up(x_ptr, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, blocks_ptr, most,
+            tiles, x_stride, columns, inner, n_chunks, s_stride, alpha, beta, limit,
             TOP_K: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
             HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
-            HAS_LIMIT: gl.constexpr, WEIGHT_INPUT: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+            HAS_LIMIT: gl.constexpr, WEIGHT_INPUT: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
+            MOVE: gl.constexpr):  # fmt: skip
     """h[position] = activation(x[sorted[position] // TOP_K] @ w13[expert].T + b13[expert]).
 
-    x [tokens, columns] 16-bit, row stride x_stride, columns a multiple of 64; h [slots, inner] of x's dtype, in the
-    order of sorted. w, s, z, row_scale, bias: the tensors of `Matrix` (weights.py), s_stride the int32 words per expert
-    of s and z. sorted, routers, blocks, most: `prefill_route.place_slots`. tiles: 256 rows of w13 each. WEIGHT_INPUT:
-    router weights multiply the input. A one-dimensional grid of any size, of 4 warps.
+    x [tokens, columns] 16-bit, rows aligned to 16 bytes, x_stride elements apart, columns a multiple of 64; h [slots,
+    inner] of x's dtype, in the order of sorted. codes: descriptor, boxes [4, 16 * chunks of a step, 128], of all
+    experts' codes (`Matrix`, weights.py) as lines of 128 bytes; s, z, row_scale, bias: its tensors, s_stride the int32
+    words per expert of s and z. sorted, routers, blocks, most: `prefill_route.place_slots`. tiles: 256 rows of w13
+    each. WEIGHT_INPUT: router weights multiply the input. MOVE: `share`. A one-dimensional grid of any size, of 4
+    warps.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    memory = ring(x_ptr, FORMAT, GROUP, HAS_ZERO, STAGES)
+    memory = ring(x_ptr.dtype.element_ty, ROWS // 2 if GATED else ROWS, FORMAT, GROUP, HAS_ZERO, STAGES)
     gl.warp_specialize(
         [
             (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, most, tiles, columns,
                     inner, n_chunks, alpha, beta, limit, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
-                    WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES)),
+                    WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES, MOVE)),
             (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, most, tiles, columns,
                     inner, n_chunks, alpha, beta, limit, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
-                    WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES)),
-            (fetch, (x_ptr, sorted_ptr, blocks_ptr, w_ptr, s_ptr, z_ptr, memory, most, tiles, x_stride, columns,
-                     n_chunks, k_chunks, s_stride, True, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES)),
+                    WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES, MOVE)),
+            (fetch, (x_ptr, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, x_stride, columns,
+                     n_chunks, s_stride, True, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, MOVE)),
         ],
         [4, 4],
-        [200, 80],
+        [208, 80],
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["most", "tiles"])
-def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, blocks_ptr, most,
-         tiles, columns, hidden, n_chunks, k_chunks, s_stride,
+def down(h, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, blocks_ptr, most,
+         tiles, columns, hidden, n_chunks, s_stride,
          TOP_K: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
          HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT_INPUT: gl.constexpr, PDL: gl.constexpr,
-         STAGES: gl.constexpr):  # fmt: skip
+         STAGES: gl.constexpr, MOVE: gl.constexpr):  # fmt: skip
     """partial[sorted[position]] = (h[position] @ w2[expert].T + b2[expert]) * router weight.
 
-    h [slots, columns] in the order of sorted; partial [slots, hidden], both 16-bit. WEIGHT_INPUT: router weights were
-    applied to the input. The rest as in `gate_up`.
+    h [slots, columns] in the order of sorted: descriptor, boxes [32, 64]; partial [slots, hidden]; both 16-bit.
+    WEIGHT_INPUT: router weights were applied to the input. The rest as in `gate_up`.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    memory = ring(h_ptr, FORMAT, GROUP, HAS_ZERO, STAGES)
+    memory = ring(partial_ptr.dtype.element_ty, ROWS, FORMAT, GROUP, HAS_ZERO, STAGES)
     gl.warp_specialize(
         [
             (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, most, tiles,
                     columns, hidden, n_chunks, 0.0, 0.0, 0.0, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
-                    not WEIGHT_INPUT, True, False, "", False, STAGES)),
+                    not WEIGHT_INPUT, True, False, "", False, STAGES, MOVE)),
             (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, most, tiles,
                     columns, hidden, n_chunks, 0.0, 0.0, 0.0, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
-                    not WEIGHT_INPUT, True, False, "", False, STAGES)),
-            (fetch, (h_ptr, sorted_ptr, blocks_ptr, w_ptr, s_ptr, z_ptr, memory, most, tiles, columns, columns,
-                     n_chunks, k_chunks, s_stride, False, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES)),
+                    not WEIGHT_INPUT, True, False, "", False, STAGES, MOVE)),
+            (fetch, (h, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, columns, columns,
+                     n_chunks, s_stride, False, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, MOVE)),
         ],
         [4, 4],
-        [200, 80],
+        [208, 80],
     )  # fmt: skip

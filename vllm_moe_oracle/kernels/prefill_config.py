@@ -13,7 +13,7 @@ import torch
 from .weights import OwnWeights, bits_of
 
 BLOCK = 128  # most tokens of a block
-_SHARED = 220 * 1024  # bytes of shared memory for the stages; the epilogue and the barriers need the rest of 227 KB
+_SHARED = 222 * 1024  # bytes of shared memory for stages and results; a tile's end has other uses for the rest
 _ROWS = 30  # the rule: rows per active expert from which these kernels are the faster ones
 
 
@@ -57,9 +57,14 @@ def stage_bytes(weights: OwnWeights) -> int:
     return BLOCK * 64 * 2 + codes + words * 4 * (1 + zeros) + 16
 
 
-def stages_of(weights: OwnWeights, config: Prefill) -> int:
-    """Stages that the kernels of this layer use."""
-    return config.stages or min(8, _SHARED // stage_bytes(weights))
+def result_bytes(gated: bool) -> int:
+    """Shared memory of a tile's 16-bit results: 256 rows, half of them after a gated activation, of BLOCK tokens."""
+    return BLOCK * (128 if gated else 256) * 2
+
+
+def stages_of(weights: OwnWeights, config: Prefill, gated: bool) -> int:
+    """Stages that a product of this layer uses; gated: the first of a gated layer."""
+    return config.stages or min(8, (_SHARED - result_bytes(gated)) // stage_bytes(weights))
 
 
 @functools.cache

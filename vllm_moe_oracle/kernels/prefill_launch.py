@@ -1,16 +1,21 @@
-"""The launcher's other half: a fused MoE layer for many tokens, in six kernels and no allocation."""
+"""The launcher's other half: a fused MoE layer for many tokens, in five or six kernels and no allocation."""
 
 from __future__ import annotations
 
 import functools
 
 import torch
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import gemm, prefill, prefill_route
 from .prefill_config import BLOCK, Prefill, stages_of
 from .weights import Matrix, OwnWeights
 
+_CODES = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
+_ROWS = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _CHUNK = 128  # slots that one program of the sorting kernels counts
+_FEW = 64 * 128  # so many counts are added up by every program that needs the sums, without a launch for it
 
 
 def _experts_padded(experts: int) -> int:
@@ -72,8 +77,12 @@ def launch(
 ) -> None:
     """Runs the layer; arguments as `fused_moe` has checked them.
 
-    buffers: of `sizes` bytes, h and partial in x's dtype, routers float32, the others int32; any content.
+    buffers: of `sizes` bytes, h and partial in x's dtype, routers float32, the others int32; any content. Rows of x
+    that are not aligned to the 16 bytes of a copy into shared memory, or not a multiple of 16 elements apart (what
+    Triton can be told of them), are copied to memory allocated here.
     """
+    if x.data_ptr() % 16 or x.stride(0) % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
     tokens, top_k = topk_ids.shape
     slots, experts = tokens * top_k, weights.experts
     ids_map = topk_ids if expert_map is None else expert_map
@@ -85,33 +94,44 @@ def launch(
     lists = {"EP": padded, **options}
     chunked = {"HAS_MAP": has_map, "CHUNK": _CHUNK, "num_warps": 1, **lists}
     prefill_route.count_slots[(chunks,)](topk_ids, ids_map, counts, slots, **chunked)
-    prefill_route.add_chunks[(padded,)](counts, totals, chunks, BLOCK=512, num_warps=4, **lists)
+    add = chunks * padded > _FEW
+    if add:
+        prefill_route.add_chunks[(padded,)](counts, totals, chunks, BLOCK=512, num_warps=4, **lists)
     prefill_route.place_slots[(max(chunks, experts),)](
         topk_ids, ids_map, topk_weights, counts, totals, ordered, routers, table, slots, chunks, experts, blocks,
-        BM=BLOCK, **chunked,
+        ADD=not add, BM=BLOCK, **chunked,
     )  # fmt: skip
     shared = {
         "TOP_K": top_k, "FORMAT": weights.format, "GROUP": weights.group, "WEIGHT_INPUT": weight_input,
-        "STAGES": stages_of(weights, config), "num_warps": 4, **options,
+        "num_warps": 4, **options,
     }  # fmt: skip
     w13, w2 = weights.w13, weights.w2
     grid = (_processors(x.device),)
 
+    def codes(matrix: Matrix) -> TensorDescriptor:
+        """All experts' codes as lines of 128 bytes, [chunks of rows, lines, 128], copied by the step of 256 rows."""
+        lines = matrix.codes.view(-1, matrix.codes.shape[2] * 16, 128)
+        chunks = 1 if weights.format in ("int4", "mxfp4") else 2
+        return TensorDescriptor.from_tensor(lines, [4, chunks * 16, 128], _CODES)
+
     def operands(matrix: Matrix) -> tuple[torch.Tensor, ...]:
-        tensors = (matrix.codes, matrix.scales, matrix.zeros, matrix.row_scale, matrix.bias)
+        tensors = (matrix.scales, matrix.zeros, matrix.row_scale, matrix.bias)
         return tuple(table if tensor is None else tensor for tensor in tensors)
 
     def stride(matrix: Matrix) -> int:
         return 0 if matrix.scales is None else matrix.scales.stride(0)
 
     prefill.gate_up[grid](
-        x, *operands(w13), h, ordered, routers, table, blocks, -(-w13.rows // 256), x.stride(0), weights.hidden,
-        weights.intermediate, w13.codes.shape[1], w13.codes.shape[2], stride(w13), alpha, beta, limit or 0.0,
-        GATED=weights.gated, ACTIVATION=activation, HAS_LIMIT=limit is not None, **_flags(w13), **shared,
+        x, codes(w13), *operands(w13), h, ordered, routers, table, blocks, -(-w13.rows // 256), x.stride(0),
+        weights.hidden, weights.intermediate, w13.codes.shape[1], stride(w13), alpha, beta, limit or 0.0,
+        GATED=weights.gated, ACTIVATION=activation, HAS_LIMIT=limit is not None,
+        STAGES=stages_of(weights, config, weights.gated), MOVE=w13.rows % 256 > 0, **_flags(w13), **shared,
     )  # fmt: skip
     prefill.down[grid](
-        h, *operands(w2), partial, ordered, routers, table, blocks, -(-w2.rows // 256), weights.intermediate,
-        weights.hidden, w2.codes.shape[1], w2.codes.shape[2], stride(w2), **_flags(w2), **shared,
+        TensorDescriptor.from_tensor(h.view(slots, -1), [32, 64], _ROWS), codes(w2),
+        *operands(w2), partial, ordered, routers, table, blocks, -(-w2.rows // 256), weights.intermediate,
+        weights.hidden, w2.codes.shape[1], stride(w2), STAGES=stages_of(weights, config, False),
+        MOVE=w2.rows % 256 > 0, **_flags(w2), **shared,
     )  # fmt: skip
     gemm.sum_slots[(tokens, -(-weights.hidden // 1024))](
         partial, out, topk_ids, ids_map, weights.hidden, out.stride(0), TOP_K=top_k, HAS_MAP=has_map, BLOCK=1024,

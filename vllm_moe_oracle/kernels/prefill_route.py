@@ -1,7 +1,8 @@
-"""Sorts many slots by expert: three short launches, none of which reads all slots in one program.
+"""Sorts many slots by expert, in two or three short launches.
 
 Words as in `route.py`. The slots are cut into chunks; `count_slots` counts each chunk's slots per expert, `add_chunks`
-turns the counts of an expert into positions of its chunks, `place_slots` writes the list of slots and those of blocks.
+turns the counts of an expert into positions of its chunks, `place_slots` writes the list of slots and those of blocks
+(and adds up few counts itself).
 """
 
 from __future__ import annotations
@@ -52,35 +53,53 @@ def large_blocks(count, BM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["slots", "chunks", "experts", "most"])
 def place_slots(ids_ptr, map_ptr, topk_weights_ptr, counts_ptr, totals_ptr, sorted_ptr, routers_ptr, blocks_ptr, slots,
-                chunks, experts, most, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
-                PDL: tl.constexpr):  # fmt: skip
+                chunks, experts, most, ADD: tl.constexpr, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, EP: tl.constexpr,
+                BM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """sorted, int32 [slots]: slots by expert, stably; routers, float32 [slots]: their router weights; the blocks.
+
+    ADD: counts are as `count_slots` left them, and every program adds them up; otherwise `add_chunks` has.
 
     blocks: int32 [1 + 2 * most, 4]. The first entry holds the numbers of blocks of more than BM / 2 positions and of
     smaller ones; then come `most` entries of the former and `most` of the latter, of which that many are written:
     (expert, first position, positions, -) in the order of experts. Grid `(max(chunks, experts),)`.
     """
+    program = tl.program_id(0)
+    p = program * CHUNK + tl.arange(0, CHUNK)
+    # Before the wait: the kernel before has begun, so what it has waited for is there.
+    ids = local_ids(ids_ptr, map_ptr, p, p < slots, HAS_MAP)
+    found = ids >= 0
+    expert = tl.maximum(ids, 0)
+    router = tl.load(topk_weights_ptr + p, mask=found, other=0.0).to(tl.float32)
+    # The rank among the chunk's slots of the same expert, by comparing all pairs: with one warp, the sum over the
+    # first axis stays within a lane.
+    rank = tl.zeros([CHUNK], tl.int32)
+    for first in range(0, CHUNK, 32):
+        q = program * CHUNK + first + tl.arange(0, 32)
+        others = local_ids(ids_ptr, map_ptr, q, q < slots, HAS_MAP)
+        before = (others[:, None] == ids[None, :]) & (q[:, None] < p[None, :])
+        rank += tl.sum(before.to(tl.int32), axis=0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    program = tl.program_id(0)
-    totals = tl.load(totals_ptr + tl.arange(0, EP))
-    starts = tl.cumsum(totals, axis=0) - totals
+    if ADD:
+        STEP: tl.constexpr = 4096 // EP if EP < 1024 else 4
+        totals = tl.zeros([EP], tl.int32)
+        starts = tl.zeros([EP], tl.int32)
+        for first in range(0, chunks, STEP):
+            chunk = first + tl.arange(0, STEP)[:, None]
+            counts = tl.load(counts_ptr + chunk * EP + tl.arange(0, EP)[None, :], mask=chunk < chunks, other=0)
+            totals += tl.sum(counts, axis=0)
+            starts += tl.sum(tl.where(chunk < program, counts, 0), axis=0)
+        starts += tl.cumsum(totals, axis=0) - totals  # of this chunk
+    else:
+        totals = tl.load(totals_ptr + tl.arange(0, EP))
+        starts = tl.cumsum(totals, axis=0) - totals
     if program < chunks:
-        p = program * CHUNK + tl.arange(0, CHUNK)
-        ids = local_ids(ids_ptr, map_ptr, p, p < slots, HAS_MAP)
-        found = ids >= 0
-        expert = tl.maximum(ids, 0)
-        position = tl.gather(starts, expert, 0) + tl.load(counts_ptr + program * EP + expert, mask=found, other=0)
-        # The rank among the chunk's slots of the same expert, by comparing all pairs: with one warp, the sum over the
-        # first axis stays within a lane.
-        for first in range(0, CHUNK, 32):
-            q = program * CHUNK + first + tl.arange(0, 32)
-            others = local_ids(ids_ptr, map_ptr, q, q < slots, HAS_MAP)
-            before = (others[:, None] == ids[None, :]) & (q[:, None] < p[None, :])
-            position += tl.sum(before.to(tl.int32), axis=0)
+        position = tl.gather(starts, expert, 0)
+        if not ADD:
+            position += tl.load(counts_ptr + program * EP + expert, mask=found, other=0)
+        position += rank
         tl.store(sorted_ptr + position, p, mask=found)
-        router = tl.load(topk_weights_ptr + p, mask=found, other=0.0).to(tl.float32)
         tl.store(routers_ptr + position, router, mask=found)
     if program < experts:
         e = tl.arange(0, EP)
@@ -89,7 +108,7 @@ def place_slots(ids_ptr, map_ptr, topk_weights_ptr, counts_ptr, totals_ptr, sort
         if program == 0:
             tl.store(blocks_ptr, tl.sum(large, axis=0))
             tl.store(blocks_ptr + 1, tl.sum(small, axis=0))
-        start = tl.sum(tl.where(e == program, starts, 0), axis=0)
+        start = tl.sum(tl.where(e < program, totals, 0), axis=0)
         count = tl.sum(tl.where(e == program, totals, 0), axis=0)
         before = tl.sum(tl.where(e < program, large, 0), axis=0)
         mine = large_blocks(count, BM)
