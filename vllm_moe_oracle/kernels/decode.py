@@ -318,6 +318,13 @@ def fragments4(a, b, RC: tl.constexpr, KC: tl.constexpr):
 
 
 @triton.jit
+def fragments8(w, RC: tl.constexpr, KC: tl.constexpr):
+    """Eight-bit codes' results `[RC, KC, 4, 512]` to `[RC * 64, KC * 32]`, no value leaving its lane."""
+    w = w.reshape(RC, KC, 4, 8, 4, 2, 2, 2, 2)
+    return w.trans(0, 2, 7, 3, 1, 5, 6, 4, 8).reshape(RC * 64, KC * 32)
+
+
+@triton.jit
 def decode_codes(packed, FORMAT: tl.constexpr, FP16: tl.constexpr, HAS_ZERO: tl.constexpr, RAW: tl.constexpr,
                  RC: tl.constexpr, KC: tl.constexpr):  # fmt: skip
     """Bytes `[RC, KC, 4, 512]` of RC x KC chunks to 16-bit floats `[RC * 64, KC * chunk columns]` in register order.
@@ -342,8 +349,7 @@ def decode_codes(packed, FORMAT: tl.constexpr, FP16: tl.constexpr, HAS_ZERO: tl.
             w = s8_fp16(packed)
         else:
             w = s8_bf16(packed)
-        w = w.reshape(RC, KC, 4, 8, 4, 2, 2, 2, 2)
-        return w.trans(0, 2, 7, 3, 1, 5, 6, 4, 8).reshape(RC * 64, KC * 32)
+        return fragments8(w, RC, KC)
 
 
 @triton.jit
