@@ -17,7 +17,6 @@ from vllm_moe_oracle.kernels import prefill_launch, prefill_route  # noqa: E402
 from vllm_moe_oracle.kernels.prefill_config import Prefill, reasons_against  # noqa: E402
 from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, load_expert  # noqa: E402
 
-CONFIGS = [Prefill(), Prefill(groups=4)]
 UNIT = {dtype: torch.finfo(dtype).eps / 12**0.5 for dtype in (torch.bfloat16, torch.float16)}
 _layers: dict[str, tuple[Layer, OwnWeights]] = {}
 
@@ -102,11 +101,9 @@ def check(out: torch.Tensor, expected: torch.Tensor) -> None:
 def test_layer(case: Case, tokens: int) -> None:
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, tokens)
-    expected = reference(case, layer, x, router, ids)
-    for config in CONFIGS:
-        out = call(weights, x, router, ids, case, config)
-        check(out, expected)
-        assert torch.equal(out, call(weights, x, router, ids, case, config))
+    out = call(weights, x, router, ids, case)
+    check(out, reference(case, layer, x, router, ids))
+    assert torch.equal(out, call(weights, x, router, ids, case))
 
 
 @pytest.mark.parametrize("routing", ("one", "negative", "none"))
@@ -115,9 +112,7 @@ def test_layer(case: Case, tokens: int) -> None:
 def test_routing(case: Case, tokens: int, routing: str) -> None:
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, tokens, routing)
-    expected = reference(case, layer, x, router, ids)
-    for config in CONFIGS:
-        check(call(weights, x, router, ids, case, config), expected)
+    check(call(weights, x, router, ids, case), reference(case, layer, x, router, ids))
 
 
 @pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.name)
@@ -127,9 +122,7 @@ def test_every_number_of_tokens_of_a_block(case: Case) -> None:
     for tokens in (31, 32, 33, 64, 65, 95, 96, 97, 127, 128, 160, 161, 192, 193, 224, 256, 257):
         x, router, ids = inputs(case, tokens, "one")
         ids = torch.arange(case.top_k, device="cuda", dtype=torch.int32).expand(tokens, -1).contiguous()
-        expected = reference(case, layer, x, router, ids)
-        for config in CONFIGS:
-            check(call(weights, x, router, ids, case, config), expected)
+        check(call(weights, x, router, ids, case), reference(case, layer, x, router, ids))
 
 
 @pytest.mark.parametrize("case", PREFILL_CASES[:1], ids=lambda case: case.name)
@@ -144,11 +137,10 @@ def test_expert_map_and_weights_on_input(case: Case) -> None:
     ids = torch.rand(300, 2 * case.experts, generator=generator).argsort(1)[:, : case.top_k]
     ids[150, 0] = -1
     local = torch.where(ids >= 0, expert_map[ids.clamp(min=0)], -1).cuda()
-    for config in CONFIGS:
-        out = call(weights, x, router, ids.cuda(), case, config, expert_map=expert_map.cuda())
-        check(out, reference(case, layer, x, router, local))
-        out = call(weights, x, router, local.int(), case, config, apply_router_weight_on_input=True)
-        check(out, reference(case, layer, x, router, local, weight_on_input=True))
+    out = call(weights, x, router, ids.cuda(), case, expert_map=expert_map.cuda())
+    check(out, reference(case, layer, x, router, local))
+    out = call(weights, x, router, local.int(), case, apply_router_weight_on_input=True)
+    check(out, reference(case, layer, x, router, local, weight_on_input=True))
 
 
 @pytest.mark.parametrize(("offset", "gap"), ((0, 16), (0, 8), (0, 1), (8, 16), (1, 15)))
@@ -163,28 +155,26 @@ def test_rows_of_x_anywhere(case: Case, offset: int, gap: int) -> None:
     assert torch.equal(call(weights, apart, router, ids, case), call(weights, x, router, ids, case))
 
 
-@pytest.mark.parametrize("config", (Prefill(stages=2), Prefill(stages=3), Prefill(stages=2, groups=4)), ids=str)
+@pytest.mark.parametrize("config", (Prefill(stages=2), Prefill(stages=3)), ids=str)
 @pytest.mark.parametrize("case", [case for case in PREFILL_CASES if case.name in ("int4-g128", "mxfp8")],
                          ids=lambda case: case.name)  # fmt: skip
 def test_stages_agree_bitwise(case: Case, config: Prefill) -> None:
     _, weights = layer_of(case)
     x, router, ids = inputs(case, 700)
-    whole = Prefill(groups=config.groups)
-    assert torch.equal(call(weights, x, router, ids, case, config), call(weights, x, router, ids, case, whole))
+    assert torch.equal(call(weights, x, router, ids, case, config), call(weights, x, router, ids, case))
 
 
-@pytest.mark.parametrize("most_rows", (96, 128))
 @pytest.mark.parametrize("experts", (1, 8, 100, 128, 384, 512))
 @pytest.mark.parametrize("tokens", (3, 64, 512, 3000))
-def test_lists_of_slots_and_blocks(experts: int, tokens: int, most_rows: int) -> None:
-    top_k = min(8, experts)
+def test_lists_of_slots_and_blocks(experts: int, tokens: int) -> None:
+    top_k, most_rows = min(8, experts), 128
     slots = tokens * top_k
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-1, experts, (slots,), generator=generator, dtype=torch.int32)
     if tokens == 64:
         ids[:] = experts - 1
     router = torch.rand(slots, generator=generator)
-    most, padded = prefill_launch._blocks(slots, experts, most_rows), prefill_launch._experts_padded(experts)
+    most, padded = prefill_launch._blocks(slots, experts), prefill_launch._experts_padded(experts)
     chunks = prefill_launch._chunks(slots)
     table, ordered, counts, totals = (
         torch.full((n,), -7, dtype=torch.int32, device="cuda")

@@ -3,9 +3,8 @@
 The same stored weights and the same arithmetic as `gemm.py`, arranged for a matrix unit that is the bottleneck. A
 program stays on its multiprocessor and takes tiles of 256 weight rows and up to 128 tokens (in steps of 32) in turn.
 Four warps fetch (rows of x by index, codes and scales, `STAGES` steps of 64 columns ahead, across tiles), two groups of
-four warps multiply 128 weight rows each, or four groups 64 rows each of up to 96 tokens (`Prefill.groups`). The groups
-need not stay in step: one decodes, or ends its tile, while the matrix unit works for another. Codes and h go by the
-copy engine, which takes few instructions of the four warps.
+four warps multiply 128 weight rows each. The groups need not stay in step: one decodes, or ends its tile, while the
+matrix unit works for the other. Codes and h go by the copy engine, which takes few instructions of the four warps.
 
 Blocks of more than 64 tokens and smaller ones are two lists, by expert; every program gets its share of both and takes
 them in the order of experts, so that programs end together and an expert's weights are read once.
@@ -36,8 +35,8 @@ from .gemm import activate
 copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 copy_in_bulk = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
-# Weight rows of a tile, columns of a step.
-TILE = gl.constexpr(256)
+# Weight rows of one group of warps (of two), columns of a step.
+ROWS = gl.constexpr(128)
 BK = gl.constexpr(64)
 
 
@@ -56,25 +55,23 @@ def scales_of(FORMAT, GROUP):
 
 
 @gluon.constexpr_function
-def codes_layout(chunks, rows):
-    """Bytes [rows, chunks * 16, 128] of codes, one or two chunks of rows: a lane holds its 16 bytes of every chunk."""
+def codes_layout(chunks):
+    """Bytes [2, chunks * 16, 128] of codes, two chunks of rows: a lane holds its 16 bytes of every chunk."""
     registers = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]]
     if chunks == 2:
         registers = [*registers, [0, 16, 0]]
-    if rows == 2:
-        registers = [*registers, [1, 0, 0]]
+    registers = [*registers, [1, 0, 0]]
     lanes = [[0, 0, 16], [0, 0, 32], [0, 0, 64], [0, 1, 0], [0, 2, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 4, 0], [0, 8, 0]], [], [rows, chunks * 16, 128])
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 4, 0], [0, 8, 0]], [], [2, chunks * 16, 128])
 
 
 @gluon.constexpr_function
-def scales_layout(groups, words, rows):
-    """int32 words [rows, groups, 4, words] of one or two chunks of rows, as the lanes that multiply need them."""
-    registers = ([[0, 0, 0, 1]] if words == 16 else []) + ([[0, 1, 0, 0]] if groups == 2 else [])
-    registers += [[1, 0, 0, 0]] if rows == 2 else []
+def scales_layout(groups, words):
+    """int32 words [2, groups, 4, words] of 128 rows, as the lanes that multiply need them."""
+    registers = ([[0, 0, 0, 1]] if words == 16 else []) + ([[0, 1, 0, 0]] if groups == 2 else []) + [[1, 0, 0, 0]]
     first = 2 if words == 16 else 1
     lanes = [[0, 0, 0, 0], [0, 0, 0, 0], *([0, 0, 0, first << i] for i in range(3))]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 0, 1, 0], [0, 0, 2, 0]], [], [rows, groups, 4, words])
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0, 1, 0], [0, 0, 2, 0]], [], [2, groups, 4, words])
 
 
 @gluon.constexpr_function
@@ -228,7 +225,6 @@ def fetch(x, rows_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, x_s
           GATHER: gl.constexpr, TOP_K: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
           HAS_ZERO: gl.constexpr, STAGES: gl.constexpr, MOVE: gl.constexpr):  # fmt: skip
     """The warps that copy."""
-    GROUPS: gl.constexpr = memory[6].shape[0]
     stage = 0
     phase = 0
     taken = 0
@@ -242,8 +238,8 @@ def fetch(x, rows_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, x_s
         e64 = expert.to(gl.int64)
         scales = s_ptr + e64 * s_stride
         zeros = z_ptr + e64 * s_stride
-        first = tile_n * (TILE // 64)
-        if GROUPS == 2 and rows > 96:
+        first = tile_n * (ROWS * 2 // 64)
+        if rows > 96:
             stage, phase = fetch_tile(
                 x, rows_ptr, codes, scales, zeros, memory, stage, phase, start, rows, expert * n_chunks + first, first,
                 x_stride, columns, n_chunks, GATHER, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, 128)  # fmt: skip
@@ -292,52 +288,51 @@ def e4m3_by_products(x, sixteen):
 @gluon.jit
 def decode_step(memory, stage, k, GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
                 HAS_ZERO: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
-    """One group's weights of one step, 16-bit [rows, 64] in the matrix instruction's register layout."""
+    """One group's weights of one step, 16-bit [128, 64] in the matrix instruction's register layout."""
     x_smem, w_smem, s_smem, z_smem = memory[0], memory[1], memory[2], memory[3]
     FP16: gl.constexpr = x_smem.dtype == gl.float16
     KC: gl.constexpr = chunks_of(FORMAT)
     COUNT: gl.constexpr = scales_of(FORMAT, GROUP)[0]
     WORDS: gl.constexpr = scales_of(FORMAT, GROUP)[1]
     MX: gl.constexpr = FORMAT == "mxfp4" or FORMAT == "mxfp8"
-    RC: gl.constexpr = TILE // 64 // memory[6].shape[0]  # chunks of rows
     REBASED: gl.constexpr = FORMAT == "int4" and GROUP > 0 and not HAS_ZERO and not FP16
-    packed = w_smem.index(stage).slice(RC * GROUP_OF_WARPS, RC).load(codes_layout(KC, RC)).reshape(RC, KC, 4, 512)
+    packed = w_smem.index(stage).slice(2 * GROUP_OF_WARPS, 2).load(codes_layout(KC)).reshape(2, KC, 4, 512)
     if FORMAT == "mxfp8":
-        w = fragments8(e4m3_by_products(packed, memory[9]), RC, KC)
+        w = fragments8(e4m3_by_products(packed, memory[9]), 2, KC)
     else:
-        w = decode_codes(packed, FORMAT, FP16, HAS_ZERO, REBASED, RC, KC)
+        w = decode_codes(packed, FORMAT, FP16, HAS_ZERO, REBASED, 2, KC)
     w = gl.convert_layout(w, DOT, assert_trivial=True)
     if COUNT > 0:
-        words = s_smem.index(stage).slice(RC * GROUP_OF_WARPS, RC).load(scales_layout(COUNT, WORDS, RC))
+        words = s_smem.index(stage).slice(2 * GROUP_OF_WARPS, 2).load(scales_layout(COUNT, WORDS))
         if MX:
             N_SCALES: gl.constexpr = 2
-            scale = decode_mx_scales(words >> (k % 128 // 4), RC, 1, 2)
+            scale = decode_mx_scales(words >> (k % 128 // 4), 2, 1, 2)
         else:
             N_SCALES: gl.constexpr = COUNT
-            scale = decode_group_values(words, FP16, RC, COUNT)
-        w3 = w.reshape(RC * 64, N_SCALES, BK // N_SCALES)
+            scale = decode_group_values(words, FP16, 2, COUNT)
+        w3 = w.reshape(ROWS, N_SCALES, BK // N_SCALES)
         L3: gl.constexpr = w3.type.layout
         ROW: gl.constexpr = gl.SliceLayout(2, L3)
         scale = gl.convert_layout(scale, ROW, assert_trivial=True).expand_dims(2)
         if REBASED:
-            offset = decode_group_values(times_minus_2_pow_minus_130(words), FP16, RC, COUNT)
+            offset = decode_group_values(times_minus_2_pow_minus_130(words), FP16, 2, COUNT)
             offset = gl.convert_layout(offset, ROW, assert_trivial=True).expand_dims(2)
             w3, scale = gl.broadcast(w3, scale)
             w3, offset = gl.broadcast(w3, offset)
             w3 = fused_multiply_add(w3, scale, offset)
         else:
             if HAS_ZERO:
-                zeros = z_smem.index(stage).slice(RC * GROUP_OF_WARPS, RC).load(scales_layout(COUNT, WORDS, RC))
-                zero = decode_group_values(zeros, FP16, RC, COUNT)
+                zeros = z_smem.index(stage).slice(2 * GROUP_OF_WARPS, 2).load(scales_layout(COUNT, WORDS))
+                zero = decode_group_values(zeros, FP16, 2, COUNT)
                 w3 = w3 - gl.convert_layout(zero, ROW, assert_trivial=True).expand_dims(2)
             w3 = w3 * scale
-        w = gl.convert_layout(w3.reshape(RC * 64, BK), DOT, assert_trivial=True)
+        w = gl.convert_layout(w3.reshape(ROWS, BK), DOT, assert_trivial=True)
     return w
 
 
 @gluon.constexpr_function
 def product_layout(BM):
-    """Accumulator of a group's weight rows and BM tokens."""
+    """Accumulator of 128 weight rows and BM tokens."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
 
 
@@ -350,11 +345,10 @@ def operand_layout(BM):
 @gluon.jit
 def multiply_tile(memory, stage, phase, columns, GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.constexpr,
                   GROUP: gl.constexpr, HAS_ZERO: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr):  # fmt: skip
-    """float32 [rows, tokens], this group's weight rows times the tile's tokens: one or two tensors (`parts_of`)."""
+    """float32 [128, tokens], this group's weight rows times the tile's tokens: one or two tensors (`parts_of`)."""
     x_smem, full, empty = memory[0], memory[4], memory[5]
     FIRST: gl.constexpr = parts_of(BM)[0]
     SECOND: gl.constexpr = parts_of(BM)[1]
-    ROWS: gl.constexpr = TILE // memory[6].shape[0]
     acc = gl.zeros((ROWS, FIRST), gl.float32, product_layout(FIRST))
     more = gl.zeros((ROWS, SECOND), gl.float32, product_layout(SECOND)) if SECOND > 0 else 0
     for k in range(0, columns, BK):
@@ -390,26 +384,25 @@ def skip_tile(memory, stage, phase, columns, STAGES: gl.constexpr):
 def finish(acc, results, values, slots, out_ptr, width, first, start, rows, offset, alpha, beta, limit,
            AT: gl.constexpr, HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr,
            DOWN: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr):  # fmt: skip
-    """Epilogue of float32 [ROWS, BM], the weight rows from `first` and the block's tokens from `offset` on.
+    """Epilogue of float32 [128, BM], the weight rows from `first` and the block's tokens from `offset` on.
 
     WEIGHT: router weights multiply, after the bias if DOWN, else before. DOWN: rows of out are slots, else positions.
-    In shared memory: values, float32 [3 * groups, 128], from AT on the rows' scales and biases and the block's router
-    weights; slots, int32 [128], its slots; results, 16-bit [128, OUT], in which lanes exchange tokens for columns.
+    In shared memory: values, float32 [6, 128], from AT on the rows' scales and biases and the block's router weights;
+    slots, int32 [128], its slots; results, 16-bit [128, OUT], in which lanes exchange tokens for columns.
     """
-    ROWS: gl.constexpr = acc.shape[0]
     BM: gl.constexpr = acc.shape[1]
     MMA: gl.constexpr = acc.type.layout
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     OUT: gl.constexpr = ROWS // 2 if GATED else ROWS
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // OUT, OUT // 8], [4, 1], [1, 0])
     if HAS_ROW_SCALE:
-        acc = acc * values.index(AT).slice(0, ROWS).load(gl.SliceLayout(1, MMA)).expand_dims(1)
+        acc = acc * values.index(AT).load(gl.SliceLayout(1, MMA)).expand_dims(1)
     if WEIGHT:
         router = values.index(AT + 2).slice(offset, BM).load(gl.SliceLayout(0, MMA)).expand_dims(0)
     if WEIGHT and not DOWN:
         acc = acc * router
     if HAS_BIAS:
-        acc = acc + values.index(AT + 1).slice(0, ROWS).load(gl.SliceLayout(1, MMA)).expand_dims(1)
+        acc = acc + values.index(AT + 1).load(gl.SliceLayout(1, MMA)).expand_dims(1)
     if WEIGHT and DOWN:
         acc = acc * router
     if GATED:
@@ -480,16 +473,13 @@ def work_tile(memory, stage, phase, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr
 
 
 @gluon.jit
-def work(about,
+def work(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr, routers_ptr, most, tiles, columns, width,
+         n_chunks, alpha, beta, limit,
          GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
          HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr,
          GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr, STAGES: gl.constexpr,
          MOVE: gl.constexpr):  # fmt: skip
     """A group of warps that multiplies."""
-    memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr, routers_ptr, most, tiles = about[0]
-    columns, width, n_chunks, alpha, beta, limit = about[1]
-    GROUPS: gl.constexpr = memory[6].shape[0]
-    ROWS: gl.constexpr = TILE // GROUPS
     padded = n_chunks * 64
     stage = 0
     phase = 0
@@ -501,12 +491,12 @@ def work(about,
         expert, start, rows, tile_n, taken, other = pick(one, two, taken, other, large, small)
         # Arrives while this tile is worked on.
         one, two = look(blocks_ptr, most, tiles, taken, other, place, mirrored, MOVE)
-        first = tile_n * TILE + GROUP_OF_WARPS * ROWS
+        first = (tile_n * 2 + GROUP_OF_WARPS) * ROWS
         row_scale = row_scale_ptr + expert.to(gl.int64) * padded
         biases = bias_ptr + expert.to(gl.int64) * padded
         if first >= padded:
             stage, phase = skip_tile(memory, stage, phase, columns, STAGES)
-        elif GROUPS == 2 and rows > 96:
+        elif rows > 96:
             stage, phase = work_tile(
                 memory, stage, phase, row_scale, biases, out_ptr, sorted_ptr, routers_ptr, columns, width, padded,
                 first, start, rows, alpha, beta, limit, GROUP_OF_WARPS, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
@@ -530,7 +520,7 @@ def work(about,
 
 @gluon.jit
 def ring(sixteen, DTYPE: gl.constexpr, OUT: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
-         HAS_ZERO: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):  # fmt: skip
+         HAS_ZERO: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Shared memory: x, codes, scales, zero points of the stages, their barriers (full, empty); then, for the end of
     each group's tile, results, values, slots (`finish`); and `sixteen`. OUT: columns of one group's result.
     """
@@ -552,10 +542,10 @@ def ring(sixteen, DTYPE: gl.constexpr, OUT: gl.constexpr, FORMAT: gl.constexpr, 
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=129)
-        mbarrier.init(empty.index(i), count=GROUPS)
-    results = gl.allocate_shared_memory(DTYPE, [GROUPS, 128, OUT], gl.NVMMASharedLayout(min(128, OUT * 2), 16, 2))
-    values = gl.allocate_shared_memory(gl.float32, [GROUPS * 3, 128], LINE)
-    slots = gl.allocate_shared_memory(gl.int32, [GROUPS, 128], LINE)
+        mbarrier.init(empty.index(i), count=2)
+    results = gl.allocate_shared_memory(DTYPE, [2, 128, OUT], SWIZZLED)
+    values = gl.allocate_shared_memory(gl.float32, [6, 128], LINE)
+    slots = gl.allocate_shared_memory(gl.int32, [2, 128], LINE)
     return x_smem, w_smem, s_smem, z_smem, full, empty, results, values, slots, sixteen
 
 
@@ -565,53 +555,34 @@ def gate_up(x_ptr, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_p
             TOP_K: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
             HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
             HAS_LIMIT: gl.constexpr, WEIGHT_INPUT: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
-            MOVE: gl.constexpr, GROUPS: gl.constexpr):  # fmt: skip
+            MOVE: gl.constexpr):  # fmt: skip
     """h[position] = activation(x[sorted[position] // TOP_K] @ w13[expert].T + b13[expert]).
 
     x [tokens, columns] 16-bit, rows aligned to 16 bytes, x_stride elements apart, columns a multiple of 64; h [slots,
     inner] of x's dtype, in the order of sorted. codes: descriptor, boxes [4, 16 * chunks of a step, 128], of all
     experts' codes (`Matrix`, weights.py) as lines of 128 bytes; s, z, row_scale, bias: its tensors, s_stride the int32
     words per expert of s and z. sorted, routers, blocks, most: `prefill_route.place_slots`. tiles: 256 rows of w13
-    each. WEIGHT_INPUT: router weights multiply the input. MOVE: `share`. sixteen: `e4m3_by_products`. GROUPS: 2, or
-    4 where blocks have up to 96 positions. A one-dimensional grid of any size, of 4 warps.
+    each. WEIGHT_INPUT: router weights multiply the input. MOVE: `share`. sixteen: `e4m3_by_products`. A
+    one-dimensional grid of any size, of 4 warps.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    memory = ring(sixteen, x_ptr.dtype.element_ty, TILE // GROUPS // 2 if GATED else TILE // GROUPS, FORMAT, GROUP,
-                  HAS_ZERO, STAGES, GROUPS)  # fmt: skip
-    about = ((memory, blocks_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, most, tiles),
-             (columns, inner, n_chunks, alpha, beta, limit))  # fmt: skip
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (work, (about, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT, False, GATED,
-                        ACTIVATION, HAS_LIMIT, STAGES, MOVE)),
-                (work, (about, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT, False, GATED,
-                        ACTIVATION, HAS_LIMIT, STAGES, MOVE)),
-                (fetch, (x_ptr, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, x_stride, columns,
-                         n_chunks, s_stride, True, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, MOVE)),
-            ],
-            [4, 4],
-            [208, 80],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (work, (about, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT, False, GATED,
-                        ACTIVATION, HAS_LIMIT, STAGES, MOVE)),
-                (work, (about, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT, False, GATED,
-                        ACTIVATION, HAS_LIMIT, STAGES, MOVE)),
-                (work, (about, 2, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT, False, GATED,
-                        ACTIVATION, HAS_LIMIT, STAGES, MOVE)),
-                (work, (about, 3, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT, False, GATED,
-                        ACTIVATION, HAS_LIMIT, STAGES, MOVE)),
-                (fetch, (x_ptr, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, x_stride, columns,
-                         n_chunks, s_stride, True, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, MOVE)),
-            ],
-            [4, 4, 4, 4],
-            [104, 104, 104, 64],
-        )  # fmt: skip
+    memory = ring(sixteen, x_ptr.dtype.element_ty, ROWS // 2 if GATED else ROWS, FORMAT, GROUP, HAS_ZERO, STAGES)
+    gl.warp_specialize(
+        [
+            (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, most, tiles, columns,
+                    inner, n_chunks, alpha, beta, limit, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
+                    WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES, MOVE)),
+            (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, most, tiles, columns,
+                    inner, n_chunks, alpha, beta, limit, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
+                    WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES, MOVE)),
+            (fetch, (x_ptr, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, x_stride, columns,
+                     n_chunks, s_stride, True, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, MOVE)),
+        ],
+        [4, 4],
+        [208, 80],
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["most", "tiles", "sixteen"])
@@ -619,7 +590,7 @@ def down(h, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_pt
          tiles, columns, hidden, n_chunks, s_stride, sixteen,
          TOP_K: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
          HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT_INPUT: gl.constexpr, PDL: gl.constexpr,
-         STAGES: gl.constexpr, MOVE: gl.constexpr, GROUPS: gl.constexpr):  # fmt: skip
+         STAGES: gl.constexpr, MOVE: gl.constexpr):  # fmt: skip
     """partial[sorted[position]] = (h[position] @ w2[expert].T + b2[expert]) * router weight.
 
     h [slots, columns] in the order of sorted: descriptor, boxes [32, 64]; partial [slots, hidden]; both 16-bit.
@@ -628,36 +599,18 @@ def down(h, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_pt
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    memory = ring(sixteen, partial_ptr.dtype.element_ty, TILE // GROUPS, FORMAT, GROUP, HAS_ZERO, STAGES, GROUPS)
-    about = ((memory, blocks_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, most, tiles),
-             (columns, hidden, n_chunks, 0.0, 0.0, 0.0))  # fmt: skip
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (work, (about, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS, not WEIGHT_INPUT, True, False, "",
-                        False, STAGES, MOVE)),
-                (work, (about, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS, not WEIGHT_INPUT, True, False, "",
-                        False, STAGES, MOVE)),
-                (fetch, (h, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, columns, columns,
-                         n_chunks, s_stride, False, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, MOVE)),
-            ],
-            [4, 4],
-            [208, 80],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (work, (about, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS, not WEIGHT_INPUT, True, False, "",
-                        False, STAGES, MOVE)),
-                (work, (about, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS, not WEIGHT_INPUT, True, False, "",
-                        False, STAGES, MOVE)),
-                (work, (about, 2, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS, not WEIGHT_INPUT, True, False, "",
-                        False, STAGES, MOVE)),
-                (work, (about, 3, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS, not WEIGHT_INPUT, True, False, "",
-                        False, STAGES, MOVE)),
-                (fetch, (h, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, columns, columns,
-                         n_chunks, s_stride, False, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, MOVE)),
-            ],
-            [4, 4, 4, 4],
-            [104, 104, 104, 64],
-        )  # fmt: skip
+    memory = ring(sixteen, partial_ptr.dtype.element_ty, ROWS, FORMAT, GROUP, HAS_ZERO, STAGES)
+    gl.warp_specialize(
+        [
+            (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, most, tiles,
+                    columns, hidden, n_chunks, 0.0, 0.0, 0.0, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
+                    not WEIGHT_INPUT, True, False, "", False, STAGES, MOVE)),
+            (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, most, tiles,
+                    columns, hidden, n_chunks, 0.0, 0.0, 0.0, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
+                    not WEIGHT_INPUT, True, False, "", False, STAGES, MOVE)),
+            (fetch, (h, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, columns, columns,
+                     n_chunks, s_stride, False, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, MOVE)),
+        ],
+        [4, 4],
+        [208, 80],
+    )  # fmt: skip

@@ -13,33 +13,19 @@ import torch
 from .weights import OwnWeights, bits_of
 
 BLOCK = 128  # most tokens of a block
-LEAST_BLOCK = 96  # the same with four groups of warps, whose registers hold no more
 _SHARED = 222 * 1024  # bytes of shared memory for stages and results; a tile's end has other uses for the rest
 _ROWS = 30  # the rule: rows per active expert from which these kernels are the faster ones
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """How the persistent kernels run.
-
-    Attributes:
-        stages: steps of 64 columns held in shared memory, 0 for as many as fit.
-        groups: groups of warps that multiply, 2 or 4.
-    """
+    """How the persistent kernels run: steps of 64 columns held in shared memory, 0 for as many as fit."""
 
     stages: int = 0
-    groups: int = 2
 
     def __post_init__(self) -> None:
         if self.stages < 0 or self.stages == 1:
             raise ValueError(f"{self}: needs at least two stages, or 0")
-        if self.groups not in (2, 4):
-            raise ValueError(f"{self}: two or four groups of warps multiply")
-
-    @property
-    def block(self) -> int:
-        """Most tokens of a block."""
-        return BLOCK if self.groups == 2 else LEAST_BLOCK
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

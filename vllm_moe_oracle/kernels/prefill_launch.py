@@ -9,7 +9,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import gemm, prefill, prefill_route
-from .prefill_config import BLOCK, LEAST_BLOCK, Prefill, stages_of
+from .prefill_config import BLOCK, Prefill, stages_of
 from .weights import Matrix, OwnWeights
 
 _CODES = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
@@ -22,9 +22,9 @@ def _experts_padded(experts: int) -> int:
     return max(16, 1 << (experts - 1).bit_length())
 
 
-def _blocks(slots: int, experts: int, block: int = BLOCK) -> int:
+def _blocks(slots: int, experts: int) -> int:
     active = min(slots, experts)
-    return active + (slots - active) // block
+    return active + (slots - active) // BLOCK
 
 
 def _chunks(slots: int) -> int:
@@ -40,7 +40,7 @@ def sizes(weights: OwnWeights, tokens: int, top_k: int) -> dict[str, int]:
         "partial": slots * weights.hidden * 2,
         "counts": (_chunks(slots) + 1) * padded * 4,
         "sorted": slots * 4,
-        "blocks": (1 + 2 * _blocks(slots, weights.experts, LEAST_BLOCK)) * 16,
+        "blocks": (1 + 2 * _blocks(slots, weights.experts)) * 16,
         "routers": slots * 4,
     }
 
@@ -87,7 +87,7 @@ def launch(
     slots, experts = tokens * top_k, weights.experts
     ids_map = topk_ids if expert_map is None else expert_map
     h, partial, ordered, table, routers = (buffers[name] for name in ("h", "partial", "sorted", "blocks", "routers"))
-    chunks, blocks, padded = _chunks(slots), _blocks(slots, experts, config.block), _experts_padded(experts)
+    chunks, blocks, padded = _chunks(slots), _blocks(slots, experts), _experts_padded(experts)
     counts, totals = buffers["counts"][padded:], buffers["counts"]
     has_map = expert_map is not None
     options = {"PDL": pdl, "launch_pdl": pdl, "enable_fp_fusion": True}
@@ -99,11 +99,11 @@ def launch(
         prefill_route.add_chunks[(padded,)](counts, totals, chunks, BLOCK=512, num_warps=4, **lists)
     prefill_route.place_slots[(max(chunks, experts),)](
         topk_ids, ids_map, topk_weights, counts, totals, ordered, routers, table, slots, chunks, experts, blocks,
-        ADD=not add, BM=config.block, **chunked,
+        ADD=not add, BM=BLOCK, **chunked,
     )  # fmt: skip
     shared = {
         "TOP_K": top_k, "FORMAT": weights.format, "GROUP": weights.group, "WEIGHT_INPUT": weight_input,
-        "GROUPS": config.groups, "num_warps": 4, **options,
+        "num_warps": 4, **options,
     }  # fmt: skip
     w13, w2 = weights.w13, weights.w2
     grid = (_processors(x.device),)
