@@ -22,14 +22,14 @@ class Tile:
     bm is a power of two or, in ordinary loops, the sum of two of at least 16 (48: 32 and 16 tokens, multiplied by the
     same decoded weights).
 
-    `fold` parts of the columns are multiplied side by side in one program (gemm.accumulate): bm * fold must be at least
-    16 and bn * fold a multiple of 64. `stages` is Triton's num_stages. `registers` caps registers per thread, 0 leaves
-    it to the compiler. `promote`: group scales of integer weights multiply float32 sums (where a group is whole steps
-    and bm <= 32), not the weights. `straight`: no loop, all weights of a tile wait in registers (few columns or many
-    parts); the second product then asks for its weights before the first has ended. `sweep` (second product, columns a
-    multiple of bk, not many): tiles along the rows that one program goes through with the same h. `merge` (second
-    product, straight, per_slot): a program multiplies all choices of a token, `fold` parts of the columns each, and
-    adds them up, so no third kernel does.
+    `fold` parts of the columns are multiplied side by side in one program (product.accumulate): bm * fold must be at
+    least 16 and bn * fold a multiple of 64. `stages` is Triton's num_stages. `registers` caps registers per thread, 0
+    leaves it to the compiler. `promote`: group scales of integer weights multiply float32 sums (where a group is whole
+    steps and bm <= 32), not the weights. `straight`: no loop, all weights of a tile wait in registers (few columns or
+    many parts); the second product then asks for its weights before the first has ended. `sweep` (second product,
+    columns a multiple of bk, not many): tiles along the rows that one program goes through with the same h. `merge`
+    (second product, straight, per_slot): a program multiplies all choices of a token, `fold` parts of the columns each,
+    and adds them up, so no third kernel does.
     """
 
     bm: int

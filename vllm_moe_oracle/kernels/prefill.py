@@ -29,7 +29,7 @@ from .decode import (
     fused_multiply_add,
     times_minus_2_pow_minus_130,
 )
-from .gemm import activate
+from .epilogue import activate
 
 # Newer Gluon renamed the copies.
 copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
