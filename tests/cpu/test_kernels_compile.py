@@ -19,6 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 
+from machine_code import overwritten_in_flight  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
@@ -129,6 +130,7 @@ def check(monkeypatch: pytest.MonkeyPatch, layer: str, tokens: int, config: Conf
             assert products, f"{name} of {layer} has no wgmma: {config}"
             assert all(operand.startswith("R") for operand in products)
             assert not re.search(r"\bHMMA", code)
+            assert not overwritten_in_flight(code), f"{name} of {layer} at {tokens} tokens: {config}"
 
 
 def shipped() -> Iterator[tuple[str, int, Config]]:
@@ -143,6 +145,31 @@ def shipped() -> Iterator[tuple[str, int, Config]]:
             if (layer, config) not in seen:
                 seen.add((layer, config))
                 yield layer, tokens, config
+
+
+LOOP = """
+        /*0100*/                   LDS.128 R20, [R3] ;
+        /*0110*/                   HFMA2.BF16_V2 R24, R20, R9, R10 ;
+        /*0120*/                   HGMMA.64x16x16.F32.BF16 R48, R24, gdesc[UR16], R48, gsb0 ;
+        /*0130*/                   HFMA2.BF16_V2 R28, R21, R9, R10 ;
+        /*0140*/                   HGMMA.64x16x16.F32.BF16 R48, R28, gdesc[UR16], R48, gsb0 ;
+        /*0150*/                   WARPGROUP.DEPBAR.LE gsb0, {left} ;
+        /*0160*/                   LDGSTS.E.BYPASS.128 [R29], desc[UR20][R30.64], P6 ;
+        /*0170*/                   @P2 BRA 0x100 ;
+        /*0180*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0190*/                   IMAD.WIDE R26, R1, 0x4, R2 ;
+"""
+
+
+def test_operands_of_products_in_flight_are_found() -> None:
+    """One wait too short: the first product is done at the end of a step, the second is not."""
+    assert overwritten_in_flight(LOOP.format(left="0x0")) == []
+    assert overwritten_in_flight(LOOP.format(left="0x1")) == ["0x130 HFMA2.BF16_V2 R28, R21, R9, R10"]
+    assert overwritten_in_flight(LOOP.format(left="0x2"))[0] == "0x110 HFMA2.BF16_V2 R24, R20, R9, R10"
+    early = LOOP.format(left="0x0").replace("LDS.128 R20", "LDS.128 R28").replace("@P2 BRA 0x100", "NOP")
+    assert overwritten_in_flight(early.replace("WARPGROUP.DEPBAR.LE gsb0, 0x0", "NOP")) == [
+        "0x190 IMAD.WIDE R26, R1, 0x4, R2"
+    ]
 
 
 @pytest.mark.parametrize("layer", ["gptoss", "qwen-mxfp8", "qwen-int4"])

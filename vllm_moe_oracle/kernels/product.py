@@ -101,6 +101,16 @@ def weights_of(packed, words, zero_words, FORMAT: tl.constexpr, GROUP: tl.conste
 
 
 @triton.jit
+def awaited(acc):
+    """acc, once all products are done that add to it: no instruction, but a use that the compiler must wait for.
+
+    Triton lets the last products of a loop's step run on while the next step is decoded, into registers that they may
+    still be reading (github.com/triton-lang/triton/issues/9433); sums had other bits from run to run then.
+    """
+    return tl.inline_asm_elementwise("", constraints="=f,0", args=[acc], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
 def product(acc, w, factor, x, MX: tl.constexpr, PROMOTE: tl.constexpr):
     """acc [rows, tokens] + w @ x.T; w and factor: `weights_of`; x [tokens, columns of the step]."""
     if MX and x.dtype == tl.float16:
@@ -224,10 +234,11 @@ def accumulate(x_rows, x_valid, more_rows, more_valid, w_ptr, s_ptr, z_ptr, tile
                 more_x = tl.load(more_ptrs, mask=mask, other=0.0)
                 w, factor = weights_of(packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, FP16, BK)
                 acc = product(acc, w, factor, x, MX, PROMOTE)
-                more = product(more, w, factor, more_x, MX, PROMOTE)
+                more = awaited(product(more, w, factor, more_x, MX, PROMOTE))
+                acc = awaited(acc)
                 more_ptrs += BK
             else:
-                acc = multiply(acc, x, packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, BK)
+                acc = awaited(multiply(acc, x, packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, BK))
             x_ptrs += BK
             w_ptrs += KC * 2048
     if FOLD > 1:
