@@ -26,7 +26,7 @@ from kernel_cases import Case
 from vllm_moe_oracle.kernels.config import Config, Tile
 
 KERNELS = (
-    "gate_up", "down", "down_sweep", "down_merged", "sum_slots", "sort_slots", "list_blocks", "round_trip_rows",
+    "gate_up", "down", "down_sweep", "down_merged", "sum_slots", "sort_slots", "sort_many_slots", "round_trip_rows",
     "count_slots", "add_chunks", "place_slots",
 )  # fmt: skip
 TILES = {
@@ -35,7 +35,7 @@ TILES = {
     "fold": (3, Config(Tile(8, 64, 128, fold=2), Tile(4, 32, 128, fold=4, stages=3), per_slot=True, prefetch=True)),
     "straight": (3, Config(Tile(4, 32, 128, fold=4, straight=True), Tile(8, 64, 64, fold=2, straight=True), True)),
     "merged": (2, Config(Tile(8, 64, 128, fold=2), Tile(1, 32, 64, straight=True, merge=True), per_slot=True)),
-    "two-parts": (90, Config(Tile(48, 128, 64, stages=3), Tile(48, 128, 64, stages=3))),
+    "two-parts": (260, Config(Tile(48, 128, 64, stages=3), Tile(48, 128, 64, stages=3))),
     "wide": (40, Config(Tile(32, 128, 128, stages=3), Tile(32, 128, 64, stages=3))),
     "sweep": (17, Config(Tile(16, 128, 64), Tile(16, 64, 64, sweep=2))),
     "quantised": (17, Config(Tile(16, 64, 128), Tile(16, 64, 128))),
@@ -66,6 +66,7 @@ def run_case(name: str, tiles: list[str]) -> None:
         options = {"quantise_activations": True} if kind == "quantised" else {}
         test_kernels.call(weights, x, router, ids, case, config, **options)
         torch.cuda.synchronize()
+        print(f"{name}: {kind} ended", flush=True)
     print(f"{name} ran")
 
 
@@ -95,8 +96,11 @@ def sanitise(name: str, tiles: list[str], tool: str, limit: float) -> tuple[str,
     start = time.time()
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return name, tool, f"did not end in {limit:.0f} s", time.time() - start
+    except subprocess.TimeoutExpired as cut:
+        text = (cut.stdout or b"").decode(errors="replace")
+        ended = ", ".join(re.findall(rf"{name}: (\S+) ended", text)) or "nothing"
+        found = len(re.findall(r"^=+ (?:Error|Warning|Invalid|Potential|Race)", text, re.M))
+        return name, tool, f"did not end in {limit:.0f} s; ended: {ended}; {found} reports", time.time() - start
     text = done.stdout + done.stderr
     summary = re.search(r"(ERROR|RACECHECK) SUMMARY: .*", text)
     found = re.search(r"SUMMARY: (\d+) (errors|hazards)", summary[0]) if summary else None
@@ -140,12 +144,14 @@ def main() -> int:
     if args.case:
         run_case(args.case, tiles)
         return 0
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda name: subprocess.run(plain(name, tiles), check=True), CASES))  # compiles
         jobs = [(name, tiles, tool, args.seconds) for tool in args.tool or ("racecheck", "memcheck") for name in CASES]
-        results = list(pool.map(lambda job: sanitise(*job), jobs))
-    for name, tool, verdict, seconds in results:
-        print(f"{tool:9s} {name:20s} {seconds:5.0f} s  {verdict}")
+        results = []
+        for done in concurrent.futures.as_completed([pool.submit(sanitise, *job) for job in jobs]):
+            results.append(done.result())
+            name, tool, verdict, seconds = results[-1]
+            print(f"{tool:9s} {name:20s} {seconds:5.0f} s  {verdict}", flush=True)
     return int(any(not verdict.startswith("ok") for _, _, verdict, _ in results))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -56,7 +57,18 @@ def max_blocks(slots: int, experts: int, bm: int) -> int:
 
 
 def _blocks(config: Config, slots: int, experts: int) -> int:
-    return slots if config.per_slot else max_blocks(slots, experts, config.gate_up.bm)
+    """Programs along the slots: entries of the list of blocks, or slots where there is none."""
+    return slots if config.per_slot else _listed(slots, experts, config.gate_up.bm)
+
+
+def _listed(slots: int, experts: int, bm: int) -> int:
+    """Entries of the list of blocks."""
+    return slots // bm + experts if _compares(slots, experts) else max_blocks(slots, experts, bm)
+
+
+def _compares(slots: int, experts: int) -> bool:
+    """Whether `sort_many_slots` sorts: its list has an entry for every expert at least."""
+    return slots >= max(512, experts)
 
 
 def _tiles(rows: int, tile: Tile) -> int:
@@ -84,8 +96,8 @@ def plan_workspace(
         return WorkspacePlan(*_offsets([needs.get(name, 0) for name in names]), counters=0, token_counters=0)
     slots = tokens * top_k
     sizes = [slots * weights.intermediate * 2, slots * weights.hidden * 2, tokens * weights.hidden * 2 * quantise]
-    listed = 0 if config.per_slot else max_blocks(slots, weights.experts, config.gate_up.bm)
-    sizes += [weights.experts * 4 * (not config.per_slot), slots * 4 * (not config.per_slot), listed * 16]
+    listed = 0 if config.per_slot else _listed(slots, weights.experts, config.gate_up.bm)
+    sizes += [0, slots * 4 * (not config.per_slot), listed * 16]
     scratch, counters = 0, 0
     for tile, rows in ((config.gate_up, weights.w13.rows), (config.down, weights.w2.rows)):
         if tile.split > 1:
@@ -106,9 +118,13 @@ def _power_of_two(value: int, least: int) -> int:
     return max(least, 1 << (value - 1).bit_length())
 
 
-def _sort_variant(slots: int) -> tuple[int, bool]:
-    """Slots per step of the sorting kernel, and whether it writes the table of blocks itself."""
-    return min(max(_power_of_two(slots, 1), 128), 1024), slots <= 8192
+def _sort_variant(slots: int, experts: int) -> tuple[Any, dict[str, int]]:
+    """The sorting kernel and what it is compiled for."""
+    chunk = _power_of_two(slots, 128)
+    if _compares(slots, experts):
+        chunk = min(chunk, 4096)
+        return route.sort_many_slots, {"CHUNK": chunk, "ONE": slots <= chunk, "num_warps": max(chunk // 256, 4)}
+    return route.sort_slots, {"CHUNK": min(chunk, 1024), "EP": _power_of_two(experts, 16), "num_warps": 4}
 
 
 def _promote(weights: OwnWeights, tile: Tile) -> bool:
@@ -268,21 +284,11 @@ def fused_moe(
     if not config.per_slot:
         ordered = _view(workspace, plan.sorted, slots, torch.int32)
         table = _view(workspace, plan.blocks, blocks * 4, torch.int32)
-        counts = _view(workspace, plan.counts, experts, torch.int32)
-        chunk, in_one = _sort_variant(slots)
-        lists = {
-            "EP": _power_of_two(experts, 16),
-            "BM": config.gate_up.bm,
-            "PDL": pdl,
-            "num_warps": 4,
-            **_launch(pdl),
-        }
-        route.sort_slots[(experts,)](
-            topk_ids, ids_map, counts, ordered, table, slots, experts, blocks, HAS_MAP=has_map, CHUNK=chunk,
-            TABLE=in_one, **lists,
+        sort, compiled = _sort_variant(slots, experts)
+        sort[(experts,)](
+            topk_ids, ids_map, ordered, table, slots, experts, blocks, HAS_MAP=has_map, BM=config.gate_up.bm, PDL=pdl,
+            **compiled, **_launch(pdl),
         )  # fmt: skip
-        if not in_one:
-            route.list_blocks[(experts,)](counts, table, experts, blocks, **lists)
     w13, w2 = weights.w13, weights.w2
     shared = {
         "TOP_K": top_k, "FORMAT": weights.format, "GROUP": weights.group, "HAS_MAP": has_map,
@@ -410,7 +416,7 @@ def warmup(
     for count in tokens:
         config = INVARIANT if batch_invariant else choose(weights, top_k, count, quantise=quantise_activations)
         slots = count * top_k
-        variant = (config, _sort_variant(slots), count >= 64)
+        variant = (config, *_sort_variant(slots, weights.experts)[1].items(), count >= 64)
         if count == 0 or variant in seen:
             continue
         seen.add(variant)

@@ -3,7 +3,8 @@
 A *slot* is one (token, choice) pair, numbered `token * top_k + choice`; `topk_ids` in memory is the experts of all
 slots. A *block* is up to BM slots of one expert. Slots with an id that is negative, or that `expert_map` sends to a
 negative local id, belong to no block. With few tokens every slot is a block of its own, and no list is needed;
-otherwise `sort_slots` lists slots by expert and blocks, so that a product's program finds its work with one load.
+otherwise `sort_slots` or, with many, `sort_many_slots` lists slots by expert and blocks, so that a product's program
+finds its work with one load.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def local_ids(ids_ptr, map_ptr, offsets, mask, HAS_MAP: tl.constexpr):
 def find_block(ids_ptr, map_ptr, blocks_ptr, block, HAS_MAP: tl.constexpr, PER_SLOT: tl.constexpr):
     """(expert or -1, first index, rows or 0) of block number `block`; `block_slots` turns them into slots.
 
-    PER_SLOT: block number = slot number. Otherwise blocks is int32 [blocks, 4] as `sort_slots` writes it.
+    PER_SLOT: block number = slot number. Otherwise blocks is int32 [blocks, 4] as the sorting kernels write it.
     """
     if PER_SLOT:
         return local_ids(ids_ptr, map_ptr, block, block >= 0, HAS_MAP), block, 1
@@ -63,14 +64,13 @@ def write_blocks(blocks_ptr, expert, experts, start, count, before, total, most,
 
 
 @triton.jit(do_not_specialize=["slots", "experts", "most"])
-def sort_slots(ids_ptr, map_ptr, counts_ptr, sorted_ptr, blocks_ptr, slots, experts, most, HAS_MAP: tl.constexpr,
-               CHUNK: tl.constexpr, EP: tl.constexpr, TABLE: tl.constexpr, BM: tl.constexpr,
-               PDL: tl.constexpr):  # fmt: skip
-    """Lists the slots by local expert, stably: one program per expert, grid `(experts,)`.
+def sort_slots(ids_ptr, map_ptr, sorted_ptr, blocks_ptr, slots, experts, most, HAS_MAP: tl.constexpr,
+               CHUNK: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Lists the slots by local expert, stably, and the blocks: one program per expert, grid `(experts,)`.
 
-    ids [slots]; sorted int32 [slots] (its first sum(counts) entries are written). Each program counts the slots of
-    lower experts itself, so no program waits for another. TABLE: also writes blocks, int32 [most, 4]; otherwise counts,
-    int32 [experts], for `list_blocks`. EP >= experts.
+    ids [slots]; sorted int32 [slots] (as many entries as there are slots with a local expert are written); blocks int32
+    [most, 4], the experts' blocks one after the other, then empty entries. Each program counts the slots of all experts
+    itself, so no program waits for another. EP >= experts.
     """
     if PDL:
         gdc_wait()
@@ -79,45 +79,72 @@ def sort_slots(ids_ptr, map_ptr, counts_ptr, sorted_ptr, blocks_ptr, slots, expe
     p = tl.arange(0, CHUNK)
     e = tl.arange(0, EP)
     counts = tl.zeros([EP], tl.int32)
-    lower = tl.zeros([CHUNK], tl.int32)
-    equal = tl.zeros([CHUNK], tl.int32)
     for at in range(0, slots, CHUNK):
         ids = local_ids(ids_ptr, map_ptr, at + p, at + p < slots, HAS_MAP)
-        if TABLE:
-            counts += tl.histogram(tl.maximum(ids, 0), EP, mask=ids >= 0)
-        else:
-            lower += ((ids >= 0) & (ids < expert)).to(tl.int32)
-            equal += (ids == expert).to(tl.int32)
-    if TABLE:
-        start = tl.sum(tl.where(e < expert, counts, 0), axis=0)
-        count = tl.sum(tl.where(e == expert, counts, 0), axis=0)
-        each = (counts + BM - 1) // BM
-        before = tl.sum(tl.where(e < expert, each, 0), axis=0)
-        write_blocks(blocks_ptr, expert, experts, start, count, before, tl.sum(each, axis=0), most, BM)
-    else:
-        start = tl.sum(lower, axis=0)
-        count = tl.sum(equal, axis=0)
-        tl.store(counts_ptr + expert, count)
+        counts += tl.histogram(tl.maximum(ids, 0), EP, mask=ids >= 0)
+    start = tl.sum(tl.where(e < expert, counts, 0), axis=0)
+    count = tl.sum(tl.where(e == expert, counts, 0), axis=0)
+    each = (counts + BM - 1) // BM
+    before = tl.sum(tl.where(e < expert, each, 0), axis=0)
+    write_blocks(blocks_ptr, expert, experts, start, count, before, tl.sum(each, axis=0), most, BM)
     if count > 0:
-        for at in range(0, slots, CHUNK):
-            ids = local_ids(ids_ptr, map_ptr, at + p, at + p < slots, HAS_MAP)
-            mine = (ids == expert).to(tl.int32)
-            rank = tl.cumsum(mine, axis=0) - mine
-            tl.store(sorted_ptr + start + rank, at + p, mask=mine > 0)
-            start += tl.sum(mine, axis=0)
+        list_slots(ids_ptr, map_ptr, sorted_ptr, expert, start, slots, HAS_MAP, CHUNK)
 
 
-@triton.jit(do_not_specialize=["experts", "most"])
-def list_blocks(counts_ptr, blocks_ptr, experts, most, EP: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr):
-    """blocks, int32 [most, 4], from counts, int32 [experts]; grid `(experts,)`, EP >= experts."""
+@triton.jit
+def list_slots(ids_ptr, map_ptr, sorted_ptr, expert, start, slots, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr):
+    """Writes an expert's slots into the list from `start` on, in their order."""
+    p = tl.arange(0, CHUNK)
+    for at in range(0, slots, CHUNK):
+        ids = local_ids(ids_ptr, map_ptr, at + p, at + p < slots, HAS_MAP)
+        mine = (ids == expert).to(tl.int32)
+        rank = tl.cumsum(mine, axis=0) - mine
+        tl.store(sorted_ptr + start + rank, at + p, mask=mine > 0)
+        start += tl.sum(mine, axis=0)
+
+
+@triton.jit(do_not_specialize=["slots", "experts", "most"])
+def sort_many_slots(ids_ptr, map_ptr, sorted_ptr, blocks_ptr, slots, experts, most, HAS_MAP: tl.constexpr,
+                    CHUNK: tl.constexpr, ONE: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """What `sort_slots` does, but for empty entries among the blocks, by comparing alone: grid `(experts,)`.
+
+    An expert's blocks begin at entry `start // BM + expert`, where start is the number of slots of lower experts: they
+    have room before the next expert's, and no program needs the lower experts' numbers of blocks. blocks: int32 [most,
+    4], most >= slots // BM + experts. ONE: CHUNK >= slots, ids are read once.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     expert = tl.program_id(0)
-    e = tl.arange(0, EP)
-    counts = tl.load(counts_ptr + e, mask=e < experts, other=0)
-    each = (counts + BM - 1) // BM
-    start = tl.sum(tl.where(e < expert, counts, 0), axis=0)
-    count = tl.sum(tl.where(e == expert, counts, 0), axis=0)
-    before = tl.sum(tl.where(e < expert, each, 0), axis=0)
-    write_blocks(blocks_ptr, expert, experts, start, count, before, tl.sum(each, axis=0), most, BM)
+    p = tl.arange(0, CHUNK)
+    if ONE:
+        ids = local_ids(ids_ptr, map_ptr, p, p < slots, HAS_MAP)
+        mine = (ids == expert).to(tl.int32)
+        # Both numbers in one sum: CHUNK is less than 2**15.
+        both = tl.sum(((ids >= 0) & (ids < expert)).to(tl.int32) + mine * 65536, axis=0)
+        start = both & 65535
+        count = both >> 16
+        if count > 0:
+            rank = tl.cumsum(mine, axis=0) - mine
+            tl.store(sorted_ptr + start + rank, p, mask=mine > 0)
+    else:
+        lower = tl.zeros([CHUNK], tl.int32)
+        equal = tl.zeros([CHUNK], tl.int32)
+        for at in range(0, slots, CHUNK):
+            ids = local_ids(ids_ptr, map_ptr, at + p, at + p < slots, HAS_MAP)
+            lower += ((ids >= 0) & (ids < expert)).to(tl.int32)
+            equal += (ids == expert).to(tl.int32)
+        start = tl.sum(lower, axis=0)
+        count = tl.sum(equal, axis=0)
+        if count > 0:
+            list_slots(ids_ptr, map_ptr, sorted_ptr, expert, start, slots, HAS_MAP, CHUNK)
+    first = start // BM + expert
+    end = tl.where(expert == experts - 1, most, (start + count) // BM + expert + 1)
+    i = tl.arange(0, 64)
+    for at in range(first, end, 64):
+        row = (at - first + i) * BM
+        entry = blocks_ptr + (at + i) * 4
+        inside = at + i < end
+        tl.store(entry, tl.where(row < count, expert, -1), mask=inside)
+        tl.store(entry + 1, start + row, mask=inside)
+        tl.store(entry + 2, tl.minimum(BM, count - row), mask=inside)
