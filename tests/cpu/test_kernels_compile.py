@@ -119,6 +119,7 @@ def disassemble(cubin: bytes) -> tuple[str, int]:
 
 
 def check(monkeypatch: pytest.MonkeyPatch, layer: str, tokens: int, config: Config, **extra: Any) -> None:
+    format, group, hidden, inner, *_ = (LAYERS | MEASURED)[layer]
     for kernel, args, kwargs in launches(monkeypatch, layer, tokens, config, **extra):
         compiled, code, stack = compile_launch(kernel, args, kwargs)
         name = kernel.__name__
@@ -126,6 +127,12 @@ def check(monkeypatch: pytest.MonkeyPatch, layer: str, tokens: int, config: Conf
         assert not re.search(r"\b(STL|LDL)\b", code)
         assert compiled.metadata.shared <= 227 * 1024
         if name in ("gate_up", "down", "down_sweep", "down_merged"):
+            tile, columns = (config.gate_up, hidden) if name == "gate_up" else (config.down, inner)
+            needed = configs.shared_bytes(tile, format, group, columns)
+            least, most = (0.7 * needed if tile.sweep > 1 else needed), needed
+            if tile.bm >= 64:  # handing over the results takes more
+                most = configs.SHARED_BYTES
+            assert least <= compiled.metadata.shared <= most, f"{name}: {needed} bytes expected: {config}"
             products = re.findall(r"\bHGMMA\S* R\d+, (\S+)", code)
             assert products, f"{name} of {layer} has no wgmma: {config}"
             assert all(operand.startswith("R") for operand in products)

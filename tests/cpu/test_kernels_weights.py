@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,47 @@ def test_impossible_tiles_are_refused() -> None:
         Tile(16, 32, 128)
     with pytest.raises(ValueError, match="must be equal"):
         Config(Tile(16, 64, 128), Tile(32, 64, 128))
+
+
+MERGE = Tile(1, 16, 128, warps=8, straight=True, merge=True)
+UP = Tile(8, 32, 128, fold=2)
+
+
+@pytest.mark.parametrize(
+    ("format", "top_k", "config", "reason"),
+    [
+        ("int4", 2, Config(Tile(16, 64, 32), Tile(16, 64, 64)), "gate_up: int4 codes are stored by 64 columns, bk 32"),
+        ("mxfp4", 2, Config(Tile(16, 64, 64), Tile(16, 64, 32)), "down: mxfp4 codes are stored by 64 columns, bk 32"),
+        ("int8", 2, Config(Tile(16, 64, 128), Tile(16, 64, 128, sweep=2)), "320 columns are not a multiple of bk 128"),
+        ("int4", 12, Config(UP, replace(MERGE, fold=2), per_slot=True), r"16 \(top_k 12\) x 2 \(fold\) parts"),
+        ("int4", 17, Config(UP, MERGE, per_slot=True), r"32 \(top_k 17\) x 1 \(fold\) parts of 16 rows"),
+        ("int4", 2, Config(UP, MERGE, per_slot=True), r"2 \(top_k 2\) x 1 \(fold\) parts of 16 rows"),
+        ("mxfp8", 2, Config(Tile(16, 256, 256, stages=5), Tile(16, 64, 128)), "5 stages .* 311296 bytes .* 232448"),
+        ("int4", 2, Config(Tile(256, 128, 128, stages=4), Tile(256, 64, 64)), "gate_up: 4 stages of 256 x 128"),
+    ],
+)
+def test_configurations_that_no_kernel_runs_are_refused(format: str, top_k: int, config: Config, reason: str) -> None:
+    """With what is wrong, before anything is launched; candidates leave them out."""
+    weights = kernel_weights.allocate(format, 32, 256, 320, group=32)
+    (found,) = configs.misfits(weights, top_k, config)
+    assert re.search(reason, found)
+    assert not configs.fits(weights, top_k, config, quantise=False)
+    x = torch.zeros(1, 256, dtype=torch.bfloat16)
+    ids = torch.zeros(1, top_k, dtype=torch.int32)
+    with pytest.raises(ValueError, match=reason):
+        fm.fused_moe(x, weights, ids.float(), ids, activation="silu", workspace=torch.empty(1 << 20, dtype=torch.uint8),
+                     counters=torch.zeros(64, dtype=torch.int32), out=x.clone(), config=config)  # fmt: skip
+
+
+def test_measured_configurations_run_on_their_shapes() -> None:
+    for name, shapes in configs.measured_table().items():
+        format, _, group = name.partition(" g")
+        for shape, rows in shapes.items():
+            experts, top_k, hidden, inner = map(int, re.findall(r"\d+", shape))
+            weights = kernel_weights.allocate(format, experts, hidden, inner, gated=shape.endswith("gated"),
+                                              group=int(group or 32), device="meta")  # fmt: skip
+            for row in rows:
+                assert not configs.misfits(weights, top_k, Config.from_json(row["config"])), (name, shape, row)
 
 
 def test_blocks_are_enough_for_any_routing() -> None:

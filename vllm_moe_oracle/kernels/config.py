@@ -247,8 +247,65 @@ def _likely(
             yield apart + 0.3 * sizes + 0.5 * plain + 1.0 * (config.per_slot != (tokens <= 4)) + penalty, config
 
 
+SHARED_BYTES = 227 * 1024
+"""Shared memory of a program, at most (compute capability 9.0)."""
+
+
+def misfits(weights: OwnWeights, top_k: int, config: Config) -> tuple[str, ...]:
+    """Every reason why no kernel runs this configuration on such a layer; none when one does."""
+    return _misfits(config, weights.format, weights.group, weights.hidden, weights.intermediate, top_k)
+
+
+@functools.lru_cache(maxsize=1024)
+def _misfits(config: Config, format: str, group: int, hidden: int, inner: int, top_k: int) -> tuple[str, ...]:
+    reasons = []
+    chunk = 64 if bits_of(format) == 4 else 32
+    for name, tile, columns in (("gate_up", config.gate_up, hidden), ("down", config.down, inner)):
+        if tile.bk % chunk:
+            reasons.append(f"{name}: {format} codes are stored by {chunk} columns, bk {tile.bk} must be a multiple")
+        if tile.sweep > 1 and columns % tile.bk:
+            reasons.append(f"{name}: a sweep needs whole steps; {columns} columns are not a multiple of bk {tile.bk}")
+        if tile.merge:
+            choices = 1 << (top_k - 1).bit_length()
+            parts = choices * tile.fold
+            if parts > 16 or parts * tile.bn % 64:
+                reasons.append(
+                    f"{name}: merge multiplies {choices} (top_k {top_k}) x {tile.fold} (fold) parts of {tile.bn} rows "
+                    f"(bn) in one program: at most 16 parts, together whole 64 rows"
+                )
+        needed = shared_bytes(tile, format, group, columns)
+        if needed > SHARED_BYTES:
+            reasons.append(
+                f"{name}: {tile.stages} stages of {tile.bm} x {tile.bk} activations and {tile.bn} x {tile.bk} weights "
+                f"need {needed} bytes of shared memory, {SHARED_BYTES} are there; take fewer stages or a smaller tile"
+            )
+    return tuple(reasons)
+
+
+def shared_bytes(tile: Tile, format: str, group: int, columns: int) -> int:
+    """Shared memory that a tile's products take, as Triton lays it out: activations `stages` times, because the last
+    are still being read, codes and scales once less; without a loop activations alone; in a sweep all of h once and at
+    most 2560 bytes to hand it over (Triton 3.6; 3.9 takes up to 30 % less).
+    """
+    if tile.straight:
+        return 2 * (16 * columns // tile.fold if tile.merge else tile.bm * columns)
+    rows, tokens = tile.bn * tile.fold, tile.bm * tile.fold
+    width = columns if tile.sweep > 1 else tile.bk
+    codes = rows * width * bits_of(format) // 8
+    if format.startswith("mx"):
+        words = rows * -(-width // 128)
+    elif group:
+        words = rows // 2 * -(-width // group)
+    else:
+        words = 0
+    activations = 2 * tokens * width + 2560 if tile.sweep > 1 else 2 * tokens * width * tile.stages
+    return activations + (codes + 4 * words) * (tile.stages - 1)
+
+
 def fits(weights: OwnWeights, top_k: int, config: Config, quantise: bool) -> bool:
     """Whether a configuration of another shape can run this one, without more registers than it needs there."""
+    if misfits(weights, top_k, config):
+        return False
     for tile, columns in ((config.gate_up, weights.hidden), (config.down, weights.intermediate)):
         if (tile.straight or tile.sweep > 1) and columns % (tile.bk * tile.fold):
             return False

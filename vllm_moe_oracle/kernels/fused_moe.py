@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from . import gemm, prefill_launch, route
-from .config import INVARIANT, Config, Tile, choose, quantisable
+from .config import INVARIANT, Config, Tile, choose, misfits, quantisable
 from .prefill_config import Prefill
 from .weights import Matrix, OwnWeights, dequantise_expert, restore_expert
 
@@ -237,8 +237,8 @@ def fused_moe(
     config = config or choose(weights, top_k, tokens, quantise=quantise_activations)
     if quantise_activations and (isinstance(config, Prefill) or not quantisable(weights, config)):
         raise ValueError(f"{config} does not hold whole groups of 32 columns of h, which are quantised together")
-    if isinstance(config, Config) and config.down.sweep > 1 and weights.intermediate % config.down.bk:
-        raise ValueError(f"{config.down} sweeps, so the intermediate size {weights.intermediate} must be whole steps")
+    if isinstance(config, Config) and (reasons := misfits(weights, top_k, config)):
+        raise ValueError(f"{config} does not fit this layer: " + "; ".join(reasons))
     plan = plan_workspace(weights, tokens, top_k, config, quantise=quantise_activations)
     available = workspace.numel() * workspace.element_size()
     if available < plan.nbytes or counters.numel() < plan.counters:
@@ -308,10 +308,7 @@ def fused_moe(
     tile = config.down
     tiles = _tiles(w2.rows, tile)
     if tile.merge:
-        choices = _power_of_two(top_k, 1)
-        if choices * tile.fold > 16 or choices * tile.fold * tile.bn % 64:
-            raise ValueError(f"{tile} with {top_k} choices: at most 16 parts, of whole 64 rows together")
-        down, programs, only = gemm.down_merged, tiles, {"CHOICES": choices}
+        down, programs, only = gemm.down_merged, tiles, {"CHOICES": _power_of_two(top_k, 1)}
         blocks = tokens
     elif tile.sweep > 1:
         down, programs, only = gemm.down_sweep, -(-tiles // tile.sweep), {"SWEEP": tile.sweep}
