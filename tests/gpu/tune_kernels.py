@@ -4,7 +4,9 @@
 
 A cell is scheme:shape (mxfp8, mxfp4, int<bits>_<group>; the shapes below). One process per CPU core compiles first,
 then one process times: whole layers in CUDA graphs, by turns in changing order, L2 flushed before each replay, so that
-neither weights nor machine code are in a cache that a model's other layers would have filled; medians in microseconds.
+neither weights nor machine code are in a cache that a model's other layers would have filled; medians in microseconds,
+their mean over several draws of experts: with few tokens these differ in number, and programs that just fit the card
+at once in one draw do not in the next.
 Per number of tokens the second product's tile is searched with the first's fixed, then the first's, then the options.
 """
 
@@ -65,9 +67,9 @@ def stored(scheme: str, shape: str, device: str = "cuda") -> OwnWeights:
     return weights
 
 
-def routed(tokens: int, shape: str, device: str = "cuda"):
+def routed(tokens: int, shape: str, device: str = "cuda", draw: int = 0):
     experts, top_k, hidden, *_ = SHAPES[shape]
-    generator = torch.Generator(device=device).manual_seed(tokens)
+    generator = torch.Generator(device=device).manual_seed(tokens + 100_003 * draw)
     options = {"device": device, "dtype": torch.bfloat16, "generator": generator}
     x = torch.randn(tokens, hidden, **options) * 0.5
     logits = torch.randn(tokens, experts, **options)
@@ -75,9 +77,9 @@ def routed(tokens: int, shape: str, device: str = "cuda"):
     return x, weights / weights.sum(-1, keepdim=True), ids.to(torch.int32)
 
 
-def prepare(weights: OwnWeights, shape: str, tokens: int, config: Config | Prefill, pdl: bool = True):
+def prepare(weights: OwnWeights, shape: str, tokens: int, config: Config | Prefill, pdl: bool = True, draw: int = 0):
     """A function that runs the layer once, with everything it needs allocated."""
-    x, router, ids = routed(tokens, shape)
+    x, router, ids = routed(tokens, shape, draw=draw)
     plan = plan_workspace(weights, tokens, SHAPES[shape][1], config)
     workspace = torch.empty(plan.nbytes, dtype=torch.uint8, device="cuda")
     counters = torch.zeros(max(1, plan.counters), dtype=torch.int32, device="cuda")
@@ -99,7 +101,8 @@ def candidates(scheme: str, weights: OwnWeights, shape: str, tokens: int) -> tup
     if rows <= 24:
         found = list(FOUR_BIT if scheme.startswith(("int4", "mxfp4")) else EIGHT_BIT)
         wider = MIDDLE if rows > 6 else []
-        return found + wider, found + wider + sweeping(scheme, weights.intermediate)
+        parts = [replace(tile, split=2) for tile in found[:3]] if weights.hidden >= 4096 else []
+        return found + wider + parts, found + wider + sweeping(scheme, weights.intermediate)
     found = [*MIDDLE, *TWO_PARTS, *(tile for tile in WIDE if tile.bm <= 64)] if rows <= 80 else list(WIDE)
     return found, found
 
@@ -147,7 +150,9 @@ NARROW = [Tile(8, 32, 128, stages=5, fold=2), Tile(8, 32, 128, stages=3, fold=2)
           Tile(8, 64, 128, fold=2), Tile(8, 64, 64, fold=2), Tile(16, 64, 128), Tile(16, 64, 128, stages=6),
           Tile(4, 16, 128, stages=4, fold=4), Tile(4, 16, 128, stages=6, fold=4), Tile(4, 32, 128, fold=4),
           Tile(2, 16, 128, warps=8, stages=3, fold=8), Tile(8, 32, 256, stages=3, fold=2),
-          Tile(16, 128, 128, stages=3, registers=128)]  # fmt: skip
+          Tile(16, 128, 128, stages=3, registers=128), Tile(2, 16, 128, warps=8, stages=5, fold=8),
+          Tile(8, 32, 128, stages=7, fold=2), Tile(4, 32, 128, stages=6, fold=4),
+          Tile(16, 64, 256, stages=3)]  # fmt: skip
 # For up to about 24 rows per active expert.
 FOUR_BIT = [Tile(16, 256, 64, promote=False), Tile(16, 256, 128, stages=3, promote=False), Tile(16, 256, 64),
             Tile(16, 128, 128, registers=128), Tile(16, 128, 128, stages=3, registers=128),
@@ -211,6 +216,11 @@ def pairs(current: Config, ups: list[Tile], downs: list[Tile]) -> list[Config]:
     return list(dict.fromkeys(found))
 
 
+def options(config: Config) -> list[Config]:
+    """A configuration with the options that its tiles leave open turned over."""
+    return [replace(config, prefetch=not config.prefetch)] if config.per_slot else []
+
+
 PER_SLOT_TOKENS = 4
 CLOCK = CudaClock()
 
@@ -218,28 +228,37 @@ CLOCK = CudaClock()
 class Timer:
     """Times configurations of one cell and number of tokens."""
 
-    def __init__(self, weights: OwnWeights, scheme: str, shape: str, tokens: int, replays: int, prefill: bool) -> None:
+    def __init__(self, weights: OwnWeights, scheme: str, shape: str, tokens: int, replays: int, prefill: bool,
+                 draws: int) -> None:  # fmt: skip
         self.weights, self.scheme, self.shape, self.tokens, self.replays = weights, scheme, shape, tokens, replays
         self.others = [Prefill()] if prefill else []
+        self.draws = draws if tokens <= 64 else 1
         self.times: dict[Config | Prefill, float] = {}
 
     def best(self, found: Iterable[Config | Prefill]) -> Config | Prefill:
         """The fastest of some configurations, timed by turns; one alone, or one that cannot run, is never timed."""
         distinct = list(dict.fromkeys(found))
-        runs = {}
+        runs: dict[Config | Prefill, list[list]] = {}
         kept = []  # what a graph works on: it does not keep it itself
         for config in distinct if len(distinct) > 1 else ():
             try:
-                run = prepare(self.weights, self.shape, self.tokens, config)
-                kept.append(run)
-                runs[config] = [CLOCK.prepare(run)[0]]
+                graphs = []
+                for draw in range(self.draws):
+                    run = prepare(self.weights, self.shape, self.tokens, config, draw=draw)
+                    kept.append(run)
+                    graphs.append([CLOCK.prepare(run)[0]])
+                runs[config] = graphs
             except (RuntimeError, ValueError, triton.TritonError) as error:
                 torch.cuda.synchronize()  # an error that broke the device ends the run here
                 name = f"{self.scheme} {self.shape} {self.tokens} {config}"
                 print(f"{name}: {type(error).__name__} {error}"[:300], flush=True)
-        timed = {str(index): runs[config] for index, config in enumerate(runs)}
-        times = compare(CLOCK, timed, self.replays, 10.0) if timed else {}
-        self.times |= {config: times[str(index)].us for index, config in enumerate(runs)}
+        totals = dict.fromkeys(runs, 0.0)
+        for draw in range(self.draws if runs else 0):
+            timed = {str(index): runs[config][draw] for index, config in enumerate(runs)}
+            times = compare(CLOCK, timed, self.replays, 10.0)
+            for index, config in enumerate(runs):
+                totals[config] += times[str(index)].us / self.draws
+        self.times |= totals
         return min(runs, key=self.times.__getitem__) if runs else distinct[0]
 
     def search(self, current: Config, ups: list[Tile], downs: list[Tile]) -> Config:
@@ -254,7 +273,7 @@ class Timer:
             start = self.best([start, *(replace(start, down=tile, fuse_sum=False) for tile in same)])
             same = [tile for tile in ups if start.per_slot or tile.bm == start.down.bm]
             start = self.best([start, *(replace(start, gate_up=tile) for tile in same)])
-            found += [start, replace(start, prefetch=not start.prefetch)] if start.per_slot else [start]
+            found += [start, *options(start)]
         found += [config for config in sorted(self.times, key=self.times.__getitem__)[:3] if isinstance(config, Config)]
         return self.best([*found, *self.others])
 
@@ -281,6 +300,7 @@ def main() -> None:
     parser.add_argument("--json", required=True)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="0: compiled before, or as needed")
     parser.add_argument("--replays", type=int, default=11)
+    parser.add_argument("--draws", type=int, default=3, help="of experts, up to 64 tokens")
     parser.add_argument("--prefill", type=int, default=1 << 30, help="from so many tokens on, beside prefill.py")
     parser.add_argument("--seconds", type=float, default=480, help="stop timing after this long")
     args = parser.parse_args()
@@ -295,10 +315,11 @@ def main() -> None:
             jobs.insert(0, (scheme, shape, max(counts), Prefill()))  # they take the longest
         for tokens in counts:
             current = configs.choose_tiles(weights, SHAPES[shape][1], tokens)
-            for config in pairs(current, *candidates(scheme, weights, shape, tokens)):
-                if config not in seen:
-                    seen.add(config)
-                    jobs.append((scheme, shape, tokens, config))
+            for pair in pairs(current, *candidates(scheme, weights, shape, tokens)):
+                for config in (pair, *options(pair)):
+                    if config not in seen:
+                        seen.add(config)
+                        jobs.append((scheme, shape, tokens, config))
     print(f"{len(jobs)} configurations to compile", flush=True)
     if args.processes:
         precompile(jobs, args.processes)
@@ -309,7 +330,7 @@ def main() -> None:
         for tokens in counts:
             if time.time() - start > args.seconds:
                 break
-            timer = Timer(weights, scheme, shape, tokens, args.replays, tokens >= args.prefill)
+            timer = Timer(weights, scheme, shape, tokens, args.replays, tokens >= args.prefill, args.draws)
             current = configs.choose_tiles(weights, SHAPES[shape][1], tokens)
             best = timer.search(current, *candidates(scheme, weights, shape, tokens))
             ranked = sorted(timer.times.items(), key=lambda item: item[1])
