@@ -26,8 +26,8 @@ _ROUNDED: dict[str, tuple[ActivationPrecision, ...]] = {
 }
 """Formats to which the inputs of a scheme's products may be quantised."""
 
-_FORMATS: dict[ActivationPrecision, Literal["mxfp8", "mxfp4", "fp8", "wna16"]] = {
-    "mxfp8": "mxfp8", "mxfp4": "mxfp4", "fp8": "fp8", "int8": "wna16"
+_FORMATS: dict[ActivationPrecision, Literal["mxfp8", "mxfp4", "fp8", "fp8_token", "wna16"]] = {
+    "mxfp8": "mxfp8", "mxfp4": "mxfp4", "fp8": "fp8", "fp8_token": "fp8_token", "int8": "wna16"
 }  # fmt: skip
 """The scheme whose module rounds activations of that precision."""
 

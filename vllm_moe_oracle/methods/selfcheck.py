@@ -42,7 +42,8 @@ _ROUNDINGS = 5
 """Places where a kernel may round to the model's dtype on the way from input to output: a dequantised weight, the first
 product, the activation, the second product, the sum over experts."""
 _UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
-_FORMAT_ERROR = {"16bit": 0.0, "mxfp8": 2.0**-4, "fp8": 2.0**-4, "mxfp4": 2.0**-2, "int8": 2.0**-7}
+_FORMAT_ERROR = {"16bit": 0.0, "mxfp8": 2.0**-4, "fp8": 2.0**-4, "fp8_token": 2.0**-4, "mxfp4": 2.0**-2,
+                 "int8": 2.0**-7}  # fmt: skip
 """Relative error of one rounding in the format of the activations: kernel and reference round values that differ in the
 last bit to neighbouring codes."""
 _FLOAT32_SUMS = 1e-4

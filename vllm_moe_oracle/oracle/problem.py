@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 SchemeName = Literal["mxfp8", "wna16", "mxfp4"]
-ActivationPrecision = Literal["16bit", "mxfp8", "mxfp4", "fp8", "int8"]
+ActivationPrecision = Literal["16bit", "mxfp8", "mxfp4", "fp8", "fp8_token", "int8"]
 ActOrder = Literal["none", "group", "static"]
 ActivationFormat = Literal["standard", "batched"]
 Placement = Literal["linear", "round_robin"]
@@ -44,8 +44,8 @@ class Scheme:
         act_order: whether input features were reordered before grouping (GPTQ's ``desc_act``), and how.
         packing: the layout of the checkpoint's tensors, as the scheme's reader calls it.
         activations: the precision of the experts' inputs that the checkpoint declares; ``16bit`` is the model's own
-            dtype, ``mxfp8`` is e4m3 with one e8m0 scale per 32, ``fp8`` with one per 128, ``int8`` one scale a token,
-            all computed from each token as it comes.
+            dtype, ``mxfp8`` is e4m3 with one e8m0 scale per 32, ``fp8`` with one per 128, ``fp8_token`` with one
+            float32 scale a token, ``int8`` one scale a token, all computed from each token as it comes.
     """
 
     name: SchemeName

@@ -14,6 +14,6 @@ from typing import Literal
 from ..oracle.problem import SchemeName
 
 
-def module(name: SchemeName | Literal["fp8"]) -> ModuleType:
+def module(name: SchemeName | Literal["fp8", "fp8_token"]) -> ModuleType:
     """The module of a scheme, or of a format that only activations have; imports torch."""
     return importlib.import_module(f"{__name__}.{name}")

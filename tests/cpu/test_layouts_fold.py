@@ -1,0 +1,112 @@
+"""MXFP4 folded into e4m3: exact for every row that fits, known and marked for every row that does not.
+
+What MXFP4 and e4m3 are is written down here anew, from the specification's tables.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_moe_oracle.layouts import fold
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E4M3 = {m / 8 * 2.0**-6 for m in range(8)} | {(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)}
+E4M3.discard(480.0)  # the code of NaN
+
+
+def packed(codes: list[list[int]]) -> torch.Tensor:
+    nibbles = torch.tensor(codes, dtype=torch.uint8)
+    return nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+
+
+def numbers(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float64 `[N, K]`."""
+    table = torch.tensor(E2M1 + [-value for value in E2M1], dtype=torch.float64)
+    values = table[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()]
+    return torch.ldexp(values, scales.double().repeat_interleave(32, -1) - 127)
+
+
+def fits(row: torch.Tensor) -> bool:
+    """Whether some power of two makes a row of float64 numbers e4m3's: by trying all."""
+    present = {abs(value) for value in row.tolist() if value}
+    return any(all(value * 2.0**-shift in E4M3 for value in present) for shift in range(-150, 150))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 254), st.integers(0, 22), st.lists(st.integers(0, 7), min_size=1, max_size=8), st.integers(0, 99))
+def test_fold_is_exact_or_refused(low: int, spread: int, allowed: list[int], seed: int) -> None:
+    """Rows of some of the codes, over scales of some spread: refused exactly where no row scale would do."""
+    generator = torch.Generator().manual_seed(seed)
+    choices = torch.tensor([*allowed, *(code + 8 for code in allowed)], dtype=torch.uint8)
+    nibbles = choices[torch.randint(len(choices), (4, 96), generator=generator)]
+    codes = packed(nibbles.tolist())
+    scales = torch.randint(low, min(low + spread, 254) + 1, (4, 3), generator=generator, dtype=torch.uint8)
+    folded, factors = fold.fold(codes, scales)
+    top, last = fold.exponents(codes, scales)
+    exact = numbers(codes, scales)
+    for row in range(4):
+        held = bool(top[row] - last[row] <= fold.SPREAD)
+        assert held == fits(exact[row])
+        assert held == bool(torch.isfinite(factors[row]))
+        if held:
+            assert torch.equal(folded[row].double() * factors[row].double(), exact[row])
+            assert factors[row] >= 2.0**-126 and torch.frexp(factors[row]).mantissa == 0.5
+
+
+@pytest.mark.parametrize("scale", (0, 1, 127, 253, 254))
+def test_every_code_at_every_end_of_the_scales(scale: int) -> None:
+    codes = packed([[*range(16), *range(16)]])
+    scales = torch.tensor([[scale]], dtype=torch.uint8)
+    folded, factors = fold.fold(codes, scales)
+    assert torch.equal(folded.double() * factors.double()[:, None], numbers(codes, scales))
+
+
+@pytest.mark.parametrize(("large", "small", "within"), ((6, 1, 14), (6, 7, 16), (1, 7, 19), (7, 1, 14), (7, 3, 14)))
+def test_the_limit_and_one_beyond(large: int, small: int, within: int) -> None:
+    """One block of code `large`, one of `small`, `within` binades below: that fits, and one more does not."""
+    for distance, held in ((within, True), (within + 1, False)):
+        codes = packed([[large] * 32 + [small] * 32])
+        scales = torch.tensor([[100 + distance, 100]], dtype=torch.uint8)
+        folded, factors = fold.fold(codes, scales)
+        top, last = fold.exponents(codes, scales)
+        assert (int(top) - int(last) <= fold.SPREAD) == held == fits(numbers(codes, scales)[0])
+        assert bool(torch.isfinite(factors)) == held
+        if held:
+            assert torch.equal(fold.unfold(folded, factors).double(), numbers(codes, scales))
+
+
+def test_blocks_of_zeros_may_have_any_scale() -> None:
+    codes = packed([[0] * 32 + [7] * 32 + [8] * 32, [0] * 96])
+    scales = torch.tensor([[0, 100, 254], [0, 254, 7]], dtype=torch.uint8)
+    folded, factors = fold.fold(codes, scales)
+    assert torch.isfinite(factors).all()
+    assert torch.equal(folded.double() * factors.double()[:, None], numbers(codes, scales))
+
+
+def test_a_scale_that_is_not_a_number_makes_the_row_so() -> None:
+    codes = packed([[7] * 64, [7] * 64])
+    _, factors = fold.fold(codes, torch.tensor([[100, 255], [100, 100]], dtype=torch.uint8))
+    assert factors.isnan().tolist() == [True, False]
+
+
+def test_many_rows_are_folded_as_few() -> None:
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(0, 256, (2 * 1024 + 7, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(90, 130, (codes.shape[0], 1), generator=generator, dtype=torch.uint8)
+    folded, factors = fold.fold(codes, scales)
+    assert torch.equal(folded.double() * factors.double()[:, None], numbers(codes, scales))
+
+
+@pytest.mark.parametrize("rows", (64, 192, 5760))
+def test_orders_are_permutations_that_put_eight_neighbours_into_a_lane(rows: int) -> None:
+    pairs, plain = fold.lanes_of_pairs(rows), fold.lanes_of_rows(rows)
+    assert sorted(pairs.tolist()) == sorted(plain.tolist()) == list(range(rows))
+    # wgmma's accumulator: of every eight columns, lane t of four has 2 t and 2 t + 1.
+    for lane in range(4):
+        mine = [place for place in range(64) if place % 8 // 2 == lane]
+        assert pairs[mine][0::2].tolist() == list(range(8 * lane, 8 * lane + 8))
+        assert (pairs[mine][1::2] - rows // 2).tolist() == list(range(8 * lane, 8 * lane + 8))
+        assert plain[mine].tolist() == [*range(8 * lane, 8 * lane + 8), *range(32 + 8 * lane, 40 + 8 * lane)]

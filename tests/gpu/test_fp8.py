@@ -1,0 +1,346 @@
+"""The kernels for MXFP4 weights and fp8 activations on a GPU, each against arithmetic that shares no code with them.
+
+Codes and scales must be equal. Products are checked on the very codes that they read: their results are rounded to
+the activations' dtype, whose root mean square is at most eps / sqrt(12) (UNIT), and the matrix unit keeps 13 bits
+behind the point of the largest term when it adds one block of 32 columns to the sum: the error of a sum of K columns is
+at most K / 32 times 2**-13 of the largest sum on the way, and as those errors go either way, sqrt(K / 32) times that on
+average.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import Case, Layer, make_layer
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+from vllm_moe_oracle.kernels import fp8_moe, fp8_quantise  # noqa: E402
+from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights, convert_expert  # noqa: E402
+
+UNIT = {dtype: torch.finfo(dtype).eps / 12**0.5 for dtype in (torch.bfloat16, torch.float16)}
+_BASE = Case("oai", "mxfp4", 32, "swigluoai", bias=True, limit=7.0, experts=16, top_k=4, hidden=320, inner=160)
+CASES = (
+    _BASE,
+    Case("silu", "mxfp4", 32, "silu", experts=8, top_k=2, hidden=256, inner=192),
+    Case("gelu-narrow", "mxfp4", 32, "gelu", bias=True, experts=8, top_k=3, hidden=96, inner=32),
+    Case("gelu-tanh-fp16", "mxfp4", 32, "gelu_tanh", experts=8, top_k=2, hidden=544, inner=416, dtype=torch.float16),
+    replace(_BASE, name="long", experts=4, top_k=2, hidden=2880, inner=2880),
+)
+CASES = tuple(replace(case, spread=(114, 122)) for case in CASES)
+_layers: dict[str, tuple[Layer, Fp8Weights]] = {}
+
+
+def layer_of(case: Case) -> tuple[Layer, Fp8Weights]:
+    """The case's layer, canonical and stored."""
+    if case.name not in _layers:
+        layer = make_layer(case)
+        matrices = []
+        for which in ("w13", "w2"):
+            bias = layer.bias[which]
+            made = [
+                convert_expert(which, layer.codes[which][e].cuda(), layer.scales[which][e].cuda(),
+                               None if bias is None else bias[e].cuda())
+                for e in range(case.experts)
+            ]  # fmt: skip
+            codes, scales, biases = zip(*made, strict=True)
+            matrices.append(
+                Fp8Matrix(torch.stack(codes), torch.stack(scales), None if bias is None else torch.stack(biases))
+            )
+        _layers[case.name] = layer, Fp8Weights(*matrices, case.dtype)
+    return _layers[case.name]
+
+
+def inputs(case: Case, tokens: int, routing: str = "random") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x with 1 % of its channels 50 times larger, router weights, int32 ids: random, "one" expert, some "negative"."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, case.hidden, generator=generator)
+    x[:, torch.randperm(case.hidden, generator=generator)[: max(1, case.hidden // 100)]] *= 50
+    ids = torch.rand(tokens, case.experts, generator=generator).argsort(1)[:, : case.top_k]
+    if routing == "one":
+        ids = torch.full_like(ids, case.experts - 1)
+    elif routing == "negative":
+        ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.4, -1, ids)
+        ids[0] = -1
+    elif routing == "none":
+        ids = torch.full_like(ids, -1)
+    router = torch.rand(tokens, case.top_k, generator=generator) + 0.1
+    return x.to("cuda", case.dtype), router.cuda(), ids.to("cuda", torch.int32)
+
+
+def call(case: Case, weights: Fp8Weights, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor,
+         **options: object) -> torch.Tensor:  # fmt: skip
+    """fused_moe_fp8 with poisoned workspace and output."""
+    nbytes = fp8_moe.workspace_bytes(weights, *ids.shape)
+    workspace = torch.full((nbytes,), (0xFF, 0x7F)[ids.shape[0] % 2], dtype=torch.uint8, device="cuda")
+    out = torch.full_like(x, float("nan"))
+    fp8_moe.fused_moe_fp8(x, weights, router, ids, activation=case.activation, limit=case.limit, workspace=workspace,
+                          out=out, **options)  # fmt: skip
+    return out
+
+
+def e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Nearest numbers of e4m3, ties to even: spaced 2**(floor(log2 |v|) - 3), at least its subnormals' spacing."""
+    spacing = torch.exp2(torch.floor(torch.log2(values.abs().double().clamp(min=2.0**-6))) - 3)
+    return torch.round(values.double() / spacing) * spacing
+
+
+def quantised(rows: torch.Tensor) -> torch.Tensor:
+    """float32 rows as e4m3 times amax / 448, as float64."""
+    rows = rows.float()
+    amax = rows.abs().amax(-1, keepdim=True)
+    scale, inverse = scales_of(amax)
+    return e4m3((rows * inverse).clamp(-448, 448)) * scale.double()
+
+
+def scales_of(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """amax / 448 and its inverse, each rounded once: divided by a number, torch multiplies by its reciprocal."""
+    largest = torch.full_like(amax, 448)
+    return amax / largest, torch.where(amax > 0, largest / amax, 0)
+
+
+def hidden_of(case: Case, y: torch.Tensor) -> torch.Tensor:
+    """The activation of float64 `[m, 2 * inner]`, in the activations' dtype."""
+    gate, up = y[:, : case.inner], y[:, case.inner :]
+    if case.limit is not None:
+        gate, up = torch.clamp(gate, max=case.limit), torch.clamp(up, -case.limit, case.limit)
+    if case.activation == "swigluoai":
+        h = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+    elif case.activation == "silu":
+        h = gate / (1 + torch.exp(-gate)) * up
+    elif case.activation == "gelu":
+        h = 0.5 * gate * (1 + torch.erf(gate / 2**0.5)) * up
+    else:
+        h = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+    return h.to(case.dtype)
+
+
+def reference(case: Case, layer: Layer, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, *,
+              weight_on_input: bool = False, quantise: bool = True) -> torch.Tensor:  # fmt: skip
+    """The layer in float64 for local ids (negative: nothing); quantise=False: activations in their dtype."""
+    rows = quantised(x) if quantise else x.double()
+    out = torch.zeros_like(rows)
+    for expert in range(case.experts):
+        token, choice = (ids == expert).nonzero(as_tuple=True)
+        if not len(token):
+            continue
+        scale = router[token, choice].double()[:, None]
+        y = rows[token] @ layer.matrix["w13"][expert].cuda().double().T
+        y = y * scale if weight_on_input else y
+        if case.bias:
+            y = y + layer.bias["w13"][expert].cuda()
+        h = hidden_of(case, y)
+        y = (quantised(h) if quantise else h.double()) @ layer.matrix["w2"][expert].cuda().double().T
+        if case.bias:
+            y = y + layer.bias["w2"][expert].cuda()
+        out.index_add_(0, token, y if weight_on_input else y * scale)
+    return out
+
+
+def error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative L2 error."""
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+def tolerance(case: Case) -> float:
+    """Of a layer against its reference: roundings to the dtype, the sums of both products, and two roundings of h to
+    e4m3 that need not agree: numbers that differ in the last bit may have different codes, or a row another scale. A
+    code's spacing is between 2**-4 and 2**-3 of the number, so a rounding's root mean square at most 2**-3 / sqrt(12).
+    """
+    return 2 * UNIT[case.dtype] + 2 * sums_of(max(case.hidden, case.inner)) + 2**0.5 * 2.0**-3 / 12**0.5
+
+
+def sums_of(columns: int) -> float:
+    """Relative error of a product's sums, on average."""
+    return (columns / 32) ** 0.5 * 2.0**-13
+
+
+def check(case: Case, out: torch.Tensor, expected: torch.Tensor) -> None:
+    assert torch.isfinite(out).all()
+    if not expected.any():
+        assert not out.any()
+        return
+    found = error(out, expected)
+    print(f"{case.name} {out.shape[0]} tokens: {found:.2e} of {tolerance(case):.2e}")
+    assert found <= tolerance(case)
+
+
+@pytest.mark.parametrize("tokens", (1, 3, 17, 65, 129, 513, 2200))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_layer(case: Case, tokens: int) -> None:
+    layer, weights = layer_of(case)
+    x, router, ids = inputs(case, tokens)
+    out = call(case, weights, x, router, ids)
+    check(case, out, reference(case, layer, x, router, ids))
+    assert torch.equal(out, call(case, weights, x, router, ids))
+
+
+def test_no_tokens() -> None:
+    _, weights = layer_of(CASES[0])
+    x, router, ids = inputs(CASES[0], 1)
+    assert call(CASES[0], weights, x[:0], router[:0], ids[:0]).shape == (0, CASES[0].hidden)
+
+
+@pytest.mark.parametrize("routing", ("one", "negative", "none"))
+@pytest.mark.parametrize("tokens", (3, 129, 700))
+@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
+def test_routing(case: Case, tokens: int, routing: str) -> None:
+    layer, weights = layer_of(case)
+    x, router, ids = inputs(case, tokens, routing)
+    check(case, call(case, weights, x, router, ids), reference(case, layer, x, router, ids))
+
+
+def test_every_number_of_tokens_of_a_block() -> None:
+    case = CASES[0]
+    layer, weights = layer_of(case)
+    for tokens in (31, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257):
+        x, router, ids = inputs(case, tokens)
+        ids = torch.arange(case.top_k, device="cuda", dtype=torch.int32).expand(tokens, -1).contiguous()
+        check(case, call(case, weights, x, router, ids), reference(case, layer, x, router, ids))
+
+
+def test_expert_map_and_weights_on_input() -> None:
+    case = CASES[0]
+    layer, weights = layer_of(case)
+    x, router, _ = inputs(case, 300)
+    generator = torch.Generator().manual_seed(5)
+    expert_map = torch.full((2 * case.experts,), -1, dtype=torch.int32)
+    mine = torch.randperm(2 * case.experts, generator=generator)[: case.experts]
+    expert_map[mine] = torch.arange(case.experts, dtype=torch.int32)
+    ids = torch.rand(300, 2 * case.experts, generator=generator).argsort(1)[:, : case.top_k]
+    ids[150, 0] = -1
+    local = torch.where(ids >= 0, expert_map[ids.clamp(min=0)], -1).cuda()
+    out = call(case, weights, x, router, ids.cuda(), expert_map=expert_map.cuda())
+    check(case, out, reference(case, layer, x, router, local))
+    out = call(case, weights, x, router, local.int(), apply_router_weight_on_input=True)
+    check(case, out, reference(case, layer, x, router, local, weight_on_input=True))
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("columns", (32, 96, 736, 2880))
+def test_rows_are_quantised_to_the_bit(columns: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    x = torch.randn(40, columns, generator=generator) * torch.logspace(-6, 4, 40)[:, None]
+    x[3] = 0
+    x[5] = 1
+    x = x.to("cuda", dtype)
+    ordered = torch.randperm(80, generator=generator).to("cuda", torch.int32)
+    totals = torch.tensor([30, 20, 0, 25] + [0] * 12, dtype=torch.int32, device="cuda")
+    codes = torch.full((80, columns), 0x7F, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    scales = torch.full((80,), -7.0, device="cuda")
+    fp8_quantise.quantise_rows[(80,)](x, codes, scales, ordered, totals, columns, columns, TOP_K=2, GATHER=True, EP=16,
+                                      BLOCK=max(32, 1 << (columns - 1).bit_length()), PDL=False)  # fmt: skip
+    picked = x[(ordered[:75] // 2).long()].float()
+    amax = picked.abs().amax(1)
+    scale, inverse = scales_of(amax)
+    assert torch.equal(scales[:75], scale) and (scales[75:] == -7).all()
+    assert torch.equal(codes[:75].float().double(), e4m3((picked * inverse[:, None]).clamp(-448, 448)))
+    assert (codes[75:].view(torch.uint8) == 0x7F).all()
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf")))
+def test_what_is_not_finite_is_not_hidden(bad: float) -> None:
+    case = CASES[1]
+    _, weights = layer_of(case)
+    x, router, ids = inputs(case, 40)
+    clean = call(case, weights, x, router, ids)
+    x[7, 3] = bad
+    out = call(case, weights, x, router, ids)
+    assert not torch.isfinite(out[7]).any()
+    others = torch.arange(40, device="cuda") != 7
+    assert torch.equal(out[others], clean[others])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("oai", "long")], ids=lambda case: case.name)
+def test_second_product_on_the_codes_that_it_reads(case: Case) -> None:
+    """Nothing but one rounding and the matrix unit's sums is between the kernel and float64 here."""
+    layer, weights = layer_of(case)
+    x, router, ids = inputs(case, 300)
+    x, weights = x.half(), replace(weights, dtype=torch.float16)
+    workspace = torch.empty(fp8_moe.workspace_bytes(weights, *ids.shape), dtype=torch.uint8, device="cuda")
+    fp8_moe.fused_moe_fp8(x, weights, router, ids, activation=case.activation, limit=case.limit, workspace=workspace,
+                          out=torch.empty_like(x))  # fmt: skip
+    parts = fp8_moe._parts(weights, *ids.shape, workspace)
+    slots = ids.numel()
+    h = parts["codes"][: slots * case.inner].view(slots, case.inner).double() * parts["scales"].double()[:, None]
+    partial = parts["wide"][: slots * case.hidden].view(slots, case.hidden)
+    ordered = parts["sorted"].long()
+    experts = ids.flatten()[ordered].long()
+    found, wanted = [], []
+    for expert in range(case.experts):
+        mine = experts == expert
+        y = h[mine] @ layer.matrix["w2"][expert].cuda().double().T + layer.bias["w2"][expert].cuda()
+        wanted.append(y * router.flatten()[ordered[mine]].double()[:, None])
+        found.append(partial[ordered[mine]])
+    measured = error(torch.cat(found), torch.cat(wanted))
+    allowed = UNIT[torch.float16] + sums_of(case.inner)
+    print(f"{case.name}: second product {measured:.2e} of {allowed:.2e}, rounding alone {UNIT[torch.float16]:.2e}")
+    assert measured <= allowed
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("silu", "long")], ids=lambda case: case.name)
+def test_first_product_on_the_codes_that_it_reads(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """As above; gate and up are two sums, and an activation may multiply an error by a little more than 1."""
+    layer, weights = layer_of(case)
+    x, router, ids = inputs(case, 300)
+    x, weights = x.half(), replace(weights, dtype=torch.float16)
+    seen: list[torch.Tensor] = []
+    original = fp8_quantise.quantise_rows
+
+    class Watched:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            def run(source: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, ordered: torch.Tensor,
+                    *rest: object, **options: object) -> None:  # fmt: skip
+                if not options["GATHER"]:
+                    seen.extend(each.clone() for each in (source, codes, scales, ordered))
+                original[grid](source, codes, scales, ordered, *rest, **options)
+
+            return run
+
+    monkeypatch.setattr(fp8_quantise, "quantise_rows", Watched())
+    call(case, weights, x, router, ids)
+    wide, codes, scales, ordered = seen
+    slots = ids.numel()
+    rows = codes[: slots * case.hidden].view(slots, case.hidden).double() * scales.double()[:, None]
+    experts = ids.flatten()[ordered.long()].long()
+    found = wide[: slots * case.inner].view(slots, case.inner)
+    wanted = torch.zeros(slots, case.inner, dtype=torch.float64, device="cuda")
+    for expert in range(case.experts):
+        mine = experts == expert
+        y = rows[mine] @ layer.matrix["w13"][expert].cuda().double().T
+        wanted[mine] = hidden_of(case, y + layer.bias["w13"][expert].cuda() if case.bias else y).double()
+    measured = error(found, wanted)
+    allowed = 2**0.5 * UNIT[torch.float16] + 3 * sums_of(case.hidden)
+    print(f"{case.name}: first product {measured:.2e} of {allowed:.2e}, roundings alone {UNIT[torch.float16]:.2e}")
+    assert measured <= allowed
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
+def test_a_token_does_not_depend_on_its_company(case: Case) -> None:
+    _, weights = layer_of(case)
+    x, router, ids = inputs(case, 257)
+    alone = call(case, weights, x[:1], router[:1], ids[:1])
+    for tokens in (4, 16, 64, 257):
+        out = call(case, weights, x[:tokens], router[:tokens], ids[:tokens])
+        assert torch.equal(out[:1], alone)
+
+
+def test_a_graph_replays_the_same_bits() -> None:
+    case = CASES[0]
+    _, weights = layer_of(case)
+    x, router, ids = inputs(case, 200)
+    expected = call(case, weights, x, router, ids)
+    workspace = torch.empty(fp8_moe.workspace_bytes(weights, *ids.shape), dtype=torch.uint8, device="cuda")
+    out = torch.empty_like(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fp8_moe.fused_moe_fp8(x, weights, router, ids, activation=case.activation, limit=case.limit,
+                              workspace=workspace, out=out)  # fmt: skip
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)

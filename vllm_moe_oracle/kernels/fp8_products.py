@@ -1,0 +1,282 @@
+"""The two products of a fused MoE layer on fp8 tensor cores: persistent, warp-specialised kernels in Gluon.
+
+Both operands are e4m3 in shared memory, where the copy engine puts them. A program stays on its multiprocessor and
+takes tiles of up to 128 tokens and 256 weight rows in turn: one warp asks for steps of 128 columns, `STAGES` ahead and
+across tiles, two groups of four warps multiply 64 tokens each. The groups need not stay in step: one ends its tile
+while the matrix unit works for the other. Blocks and their order are those of `prefill.py`.
+
+A row's scale and a token's scale multiply the finished sum. The matrix unit adds products of one column block of 32
+after the other to a float32 register with fewer bits than float32 has; README.md says what that was measured to cost.
+
+Weight rows are stored so that a lane's results are eight neighbouring columns (`layouts/fold.py`).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .gemm import activate
+from .prefill import advance, look, pick, share
+
+# Newer Gluon renamed the copy.
+copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+# Tokens of one group of warps (of two), weight rows of a copy, columns of a step.
+TOKENS = gl.constexpr(64)
+ROWS = gl.constexpr(128)
+BK = gl.constexpr(128)
+BOX = gl.NVMMASharedLayout(128, 8, 2)
+"""How copies are laid out in shared memory: 128 bytes a row, in the matrix unit's swizzle."""
+_LAYOUT = gl.constexpr(BOX)
+
+
+@gluon.constexpr_function
+def product_layout(N):
+    """Accumulator of 64 tokens and N weight rows."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])
+
+
+@gluon.constexpr_function
+def store_layout(columns):
+    """Results of 64 tokens and 32 or 64 columns: a lane has eight neighbours, one after the other in its registers."""
+    more = [[0, 32]] if columns == 64 else []
+    registers = [[0, 1], [0, 2], [0, 4], *more, [8, 0]]
+    return gl.DistributedLinearLayout(
+        registers, [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, columns]
+    )
+
+
+@gluon.jit
+def fetch(x_desc, w_desc, memory, blocks_ptr, most, tiles, columns, rows_of_expert, STAGES: gl.constexpr,
+          MOVE: gl.constexpr):  # fmt: skip
+    """The warp that copies."""
+    x_smem, w_smem, full, empty = memory
+    stage = 0
+    phase = 0
+    taken = 0
+    other = 0
+    large, small, place, mirrored = share(blocks_ptr, tiles, MOVE)
+    one, two = look(blocks_ptr, most, tiles, 0, 0, place, mirrored, MOVE)
+    for _ in range(0, large + small):
+        expert, start, rows, tile_n, taken, other = pick(one, two, taken, other, large, small)
+        # Arrives while this tile is worked on.
+        one, two = look(blocks_ptr, most, tiles, taken, other, place, mirrored, MOVE)
+        first = tile_n * (2 * ROWS)
+        both = rows > TOKENS
+        wide = rows_of_expert - first > ROWS
+        row = expert * rows_of_expert + first
+        for k in range(0, columns, BK):
+            mbarrier.wait(empty.index(stage), phase ^ 1)
+            bar = full.index(stage)
+            mbarrier.expect(bar, (2 * TOKENS + 2 * ROWS) * BK, pred=both & wide)
+            mbarrier.expect(bar, (TOKENS + 2 * ROWS) * BK, pred=(both ^ True) & wide)
+            mbarrier.expect(bar, (2 * TOKENS + ROWS) * BK, pred=both & (wide ^ True))
+            mbarrier.expect(bar, (TOKENS + ROWS) * BK, pred=(both | wide) ^ True)
+            x = x_smem.index(stage)
+            w = w_smem.index(stage)
+            copy_box(w_desc, [row, k], bar, w.slice(0, ROWS))
+            copy_box(x_desc, [start, k], bar, x.slice(0, TOKENS))
+            copy_box(w_desc, [row + ROWS, k], bar, w.slice(ROWS, ROWS), pred=wide)
+            copy_box(x_desc, [start + TOKENS, k], bar, x.slice(TOKENS, TOKENS), pred=both)
+            stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def before(stage, STAGES: gl.constexpr):
+    """The stage before. A variable that a loop hands on from the step before would be the first step's for ever: Triton
+    3.6 takes it for the value that it begins with."""
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
+def multiply_tile(memory, stage, phase, columns, GROUP_OF_WARPS: gl.constexpr, STAGES: gl.constexpr,
+                  N: gl.constexpr):  # fmt: skip
+    """float32 [64, N]: this group's tokens times the tile's first N weight rows."""
+    x_smem, w_smem, full, empty = memory
+    acc = gl.zeros((TOKENS, N), gl.float32, product_layout(N))
+    for k in range(0, columns, BK):
+        mbarrier.wait(full.index(stage), phase)
+        x = x_smem.index(stage).slice(TOKENS * GROUP_OF_WARPS, TOKENS)
+        w = w_smem.index(stage).slice(0, N).permute((1, 0))
+        acc = hopper.warpgroup_mma(x, w, acc, is_async=True)
+        # The step before has ended when only this one is under way.
+        acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index(before(stage, STAGES)), count=1, pred=k > 0)
+        stage, phase = advance(stage, phase, STAGES)
+    acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
+    return acc, stage, phase
+
+
+@gluon.jit
+def skip_tile(memory, stage, phase, columns, STAGES: gl.constexpr):
+    """Lets a tile's steps pass unused."""
+    full, empty = memory[2], memory[3]
+    for _ in range(0, columns, BK):
+        mbarrier.wait(full.index(stage), phase)
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = advance(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def halves(acc):
+    """The left and the right half of the columns, without moving anything between lanes."""
+    HALF: gl.constexpr = acc.shape[1] // 2
+    return gl.split(acc.reshape(TOKENS, 2, HALF).permute(0, 2, 1))
+
+
+@gluon.jit
+def finish(acc, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, width, first, start, rows, alpha,
+           beta, limit, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr, ACTIVATION: gl.constexpr,
+           HAS_LIMIT: gl.constexpr):  # fmt: skip
+    """Epilogue of float32 [64, 64]: the weight rows from `first` on, the tokens from `start` on, of which `rows` exist.
+
+    row_scale and bias: of the expert. WEIGHT: router weights multiply, after the bias if DOWN, else before. DOWN: rows
+    of out are slots, and its columns are weight rows; else positions, and pairs of rows.
+    """
+    L: gl.constexpr = acc.type.layout
+    DTYPE: gl.constexpr = out_ptr.dtype.element_ty
+    token = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, L))
+    n = first + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
+    found = token < rows
+    factor = gl.load(scale_ptr + start + token, mask=found, other=0.0)
+    inside = n < (width if DOWN else 2 * width)
+    acc = acc * factor.expand_dims(1) * gl.load(row_scale_ptr + n, mask=inside, other=0.0).expand_dims(0)
+    if WEIGHT:
+        router = gl.load(routers_ptr + start + token, mask=found, other=0.0).expand_dims(1)
+    if WEIGHT and not DOWN:
+        acc = acc * router
+    if HAS_BIAS:
+        acc = acc + gl.load(bias_ptr + n, mask=inside, other=0.0).expand_dims(0)
+    if WEIGHT and DOWN:
+        acc = acc * router
+    # The order of columns in layouts/fold.py: registers change places, lanes do not.
+    if DOWN:
+        value = acc.to(DTYPE).reshape(TOKENS, 2, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(TOKENS, 64)
+    else:
+        gate, up = gl.split(acc.reshape(TOKENS, 32, 2))
+        value = activate(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT).to(DTYPE)
+        value = value.reshape(TOKENS, 8, 4).permute(0, 2, 1).reshape(TOKENS, 32)
+        first = first // 2
+    V: gl.constexpr = store_layout(value.shape[1])
+    value = gl.convert_layout(value, V, assert_trivial=True)
+    i = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, V))
+    row = gl.load(sorted_ptr + start + i, mask=i < rows, other=0) if DOWN else start + i
+    column = first + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, V)).expand_dims(0)
+    ptrs = out_ptr + row.to(gl.int64).expand_dims(1) * width + column
+    gl.store(ptrs, value, mask=(i < rows).expand_dims(1) & (column < width))
+
+
+@gluon.jit
+def finish_parts(acc, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, width, first, start, rows,
+                 alpha, beta, limit, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr,
+                 ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr):  # fmt: skip
+    """`finish`, 64 columns after 64: scales and biases of all at once would take registers that acc has."""
+    N: gl.constexpr = acc.shape[1]
+    if N > 64:
+        left, right = halves(acc)
+        finish_parts(left, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, width, first, start,
+                     rows, alpha, beta, limit, HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT)  # fmt: skip
+        finish_parts(right, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, width,
+                     first + N // 2, start, rows, alpha, beta, limit, HAS_BIAS, WEIGHT, DOWN, ACTIVATION,
+                     HAS_LIMIT)  # fmt: skip
+    else:
+        finish(acc, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, width, first, start, rows,
+               alpha, beta, limit, HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT)  # fmt: skip
+
+
+@gluon.jit
+def work_tile(memory, stage, phase, scales, biases, out_ptr, scale_ptr, sorted_ptr, routers_ptr, columns, width, first,
+              start, rows, alpha, beta, limit, GROUP_OF_WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
+              WEIGHT: gl.constexpr, DOWN: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr,
+              STAGES: gl.constexpr, N: gl.constexpr):  # fmt: skip
+    """One tile of N weight rows, from its first step to its rows of out."""
+    acc, stage, phase = multiply_tile(memory, stage, phase, columns, GROUP_OF_WARPS, STAGES, N)
+    finish_parts(acc, scales, biases, out_ptr, scale_ptr, sorted_ptr, routers_ptr, width, first, start, rows, alpha,
+                 beta, limit, HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT)  # fmt: skip
+    return stage, phase
+
+
+@gluon.jit
+def work(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, most, tiles, columns,
+         rows_of_expert, width, alpha, beta, limit, GROUP_OF_WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
+         WEIGHT: gl.constexpr, DOWN: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr,
+         STAGES: gl.constexpr, MOVE: gl.constexpr):  # fmt: skip
+    """One of the two groups of warps that multiply."""
+    stage = 0
+    phase = 0
+    taken = 0
+    other = 0
+    large, small, place, mirrored = share(blocks_ptr, tiles, MOVE)
+    one, two = look(blocks_ptr, most, tiles, 0, 0, place, mirrored, MOVE)
+    for _ in range(0, large + small):
+        expert, start, rows, tile_n, taken, other = pick(one, two, taken, other, large, small)
+        # Arrives while this tile is worked on.
+        one, two = look(blocks_ptr, most, tiles, taken, other, place, mirrored, MOVE)
+        first = tile_n * (2 * ROWS)
+        scales = row_scale_ptr + expert.to(gl.int64) * rows_of_expert
+        biases = bias_ptr + expert.to(gl.int64) * rows_of_expert
+        start += TOKENS * GROUP_OF_WARPS
+        rows -= TOKENS * GROUP_OF_WARPS
+        if rows <= 0:
+            stage, phase = skip_tile(memory, stage, phase, columns, STAGES)
+        elif rows_of_expert - first > ROWS:
+            stage, phase = work_tile(
+                memory, stage, phase, scales, biases, out_ptr, scale_ptr, sorted_ptr, routers_ptr, columns, width,
+                first, start, rows, alpha, beta, limit, GROUP_OF_WARPS, HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT,
+                STAGES, 256)  # fmt: skip
+        else:
+            stage, phase = work_tile(
+                memory, stage, phase, scales, biases, out_ptr, scale_ptr, sorted_ptr, routers_ptr, columns, width,
+                first, start, rows, alpha, beta, limit, GROUP_OF_WARPS, HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT,
+                STAGES, 128)  # fmt: skip
+
+
+@gluon.jit
+def ring(STAGES: gl.constexpr):
+    """Shared memory of the stages and their barriers: `full` counts the copying warp, `empty` the groups."""
+    x_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 2 * TOKENS, BK], _LAYOUT)
+    w_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 2 * ROWS, BK], _LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    return x_smem, w_smem, full, empty
+
+
+@gluon.jit(do_not_specialize=["most", "tiles", "alpha", "beta", "limit"])
+def product(x_desc, w_desc, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, blocks_ptr, most,
+            tiles, columns, rows_of_expert, width, alpha, beta, limit,
+            HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr, ACTIVATION: gl.constexpr,
+            HAS_LIMIT: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr, MOVE: gl.constexpr):  # fmt: skip
+    """One product of a layer; x [slots, columns] e4m3 in the order of sorted, scale float32 [slots] its rows' scales.
+
+    DOWN: out[sorted[position]] = (x[position] @ w[expert].T + bias[expert]) * router weight, out 16-bit [slots, width];
+    else out[position] = activation of pairs of rows of x[position] @ w[expert].T + bias[expert], [slots, width] too.
+    w [experts * rows_of_expert, columns] e4m3, row_scale and bias float32 [experts, rows_of_expert], a multiple of 64.
+    sorted, routers, blocks, most: `prefill_route.place_slots`. tiles: 256 rows of an expert each. WEIGHT: router
+    weights multiply in this product. MOVE: `prefill.share`. A one-dimensional grid of any size, of 4 warps.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    memory = ring(STAGES)
+    gl.warp_specialize(
+        [
+            (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, most,
+                    tiles, columns, rows_of_expert, width, alpha, beta, limit, 0, HAS_BIAS, WEIGHT, DOWN, ACTIVATION,
+                    HAS_LIMIT, STAGES, MOVE)),
+            (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, most,
+                    tiles, columns, rows_of_expert, width, alpha, beta, limit, 1, HAS_BIAS, WEIGHT, DOWN, ACTIVATION,
+                    HAS_LIMIT, STAGES, MOVE)),
+            (fetch, (x_desc, w_desc, memory, blocks_ptr, most, tiles, columns, rows_of_expert, STAGES, MOVE)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip

@@ -1,0 +1,106 @@
+"""MXFP4 folded into e4m3: the powers of two of a row's blocks go into its codes, but for one that the row keeps.
+
+Exact, or not at all: e4m3 holds e2m1's significands from 2**-9 to 448, so a row fits when its largest number's exponent
+and its last bit's (that of the number with the smallest one) lie within 17 of each other. Also the order in which
+`kernels/fp8_products.py` wants a matrix's rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_LARGEST = 8  # exponent of the largest e2m1 significand that e4m3 holds: 1.5 * 2**8 = 384
+_LEAST = -9  # exponent of e4m3's last subnormal bit
+SPREAD = _LARGEST - _LEAST
+"""By how much the exponents of a row's largest number and of its last bit may differ."""
+
+_BIAS = 127  # of e8m0
+_NAN = 255
+_NORMAL = -126  # a smaller row scale is subnormal, which kernels flush to zero
+_BLOCK = 32
+_PART = 512  # rows folded at a time: what is in memory in between is a multiple of it
+_NONE = 1 << 10  # the exponent of nothing
+_SHIFTS = 16  # a number times a larger power of two than this is none of e4m3's, nor one times the inverse's square
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_TOP = (-_NONE, -1, 0, 0, 1, 1, 2, 2)  # exponents of the magnitudes
+_LAST = (_NONE, -1, 0, -1, 1, 0, 2, 1)  # and of their last bits
+
+
+def _split(codes: torch.Tensor) -> torch.Tensor:
+    """Codes int64 `[N, K/32, 32]` of packed ones, uint8 `[N, K/2]`, low nibble first."""
+    return torch.stack((codes & 15, codes >> 4), dim=-1).view(codes.shape[0], -1, _BLOCK).long()
+
+
+def _exponents(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    magnitudes = _split(codes) & 7
+    exponents = scales.to(torch.int32) - _BIAS
+    top = torch.tensor(_TOP, dtype=torch.int32, device=codes.device)[magnitudes].amax(-1)
+    last = torch.tensor(_LAST, dtype=torch.int32, device=codes.device)[magnitudes].amin(-1)
+    return (top + exponents).amax(-1), (last + exponents).amin(-1)
+
+
+def exponents(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 `[N]` each: exponents of a row's largest number and of its last bit, the lowest that a number of it has.
+
+    Args:
+        codes: uint8 `[N, K/2]`, e2m1, low nibble first.
+        scales: uint8 `[N, K/32]`, e8m0.
+
+    A row of zeros has a last bit that is above its largest number.
+    """
+    parts = [_exponents(codes[i : i + _PART], scales[i : i + _PART]) for i in range(0, codes.shape[0], _PART)]
+    top, last = zip(*parts, strict=True)
+    return torch.cat(top), torch.cat(last)
+
+
+def fold(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float8_e4m3fn `[N, K]` and float32 `[N]`, powers of two, whose products are exactly what was folded.
+
+    Args:
+        codes: uint8 `[N, K/2]`, e2m1, low nibble first.
+        scales: uint8 `[N, K/32]`, e8m0.
+
+    A row with a scale of 255, which is NaN, and one that does not fit (`exponents`, `SPREAD`) have NaN for a scale.
+    """
+    folded = torch.empty(codes.shape[0], codes.shape[1] * 2, dtype=torch.float8_e4m3fn, device=codes.device)
+    factors = torch.empty(codes.shape[0], dtype=torch.float32, device=codes.device)
+    table = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=codes.device)
+    for first in range(0, codes.shape[0], _PART):
+        rows = slice(first, first + _PART)
+        top, last = _exponents(codes[rows], scales[rows])
+        lost = (scales[rows] == _NAN).any(-1) | (top - last > SPREAD)
+        # As low as it may be, so that most numbers are normal; a row of zeros may have any.
+        exponent = (top - _LARGEST).clamp(min=_NORMAL, max=_BIAS)
+        shift = scales[rows].to(torch.int32) - _BIAS - exponent[:, None]
+        nibbles = _split(codes[rows])
+        values = torch.ldexp(table[nibbles & 7], shift[:, :, None].clamp(-2 * _SHIFTS, _SHIFTS))
+        values = torch.where(nibbles > 7, -values, values)
+        folded[rows] = values.clamp(-448.0, 448.0).flatten(1).to(torch.float8_e4m3fn)
+        factor = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+        factors[rows] = factor.masked_fill(lost, float("nan"))
+    return folded, factors
+
+
+def unfold(folded: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Inverse of `fold`, in the numbers: float32 `[N, K]`. Which block had which exponent is not kept where the numbers
+    do not tell."""
+    return folded.to(torch.float32) * factors[:, None]
+
+
+def lanes_of_pairs(rows: int, device: torch.device | None = None) -> torch.Tensor:
+    """int64 `[rows]`: which row of gate rows, then up rows, is stored in each place; rows a multiple of 64.
+
+    64 stored rows are 32 gate and 32 up rows. An accumulator's lane holds columns 8 b + 2 t and 8 b + 2 t + 1 for all
+    b: a gate row and its up row, and for eight b the rows of eight neighbours.
+    """
+    place = torch.arange(rows, device=device)  # block of 64, b of 8, t of 4, gate or up
+    block, b, t, part = place // 64, place // 8 % 8, place // 2 % 4, place % 2
+    return part * (rows // 2) + 32 * block + 8 * t + b
+
+
+def lanes_of_rows(rows: int, device: torch.device | None = None) -> torch.Tensor:
+    """int64 `[rows]`: which row is stored in each place, so that a lane holds eight neighbours; rows: whole 32s."""
+    place = torch.arange(rows, device=device)  # block of 32, b of 4, t of 4, r of 2
+    block, b, t, r = place // 32, place // 8 % 4, place // 2 % 4, place % 2
+    return 32 * block + 8 * t + 2 * b + r
