@@ -15,7 +15,7 @@ from .fused_moe import _GATED
 
 ACTIVATIONS = tuple(_GATED)
 
-STAGES = 4
+STAGES, FETCH = 4, 4  # of `fp8_products.product`
 _BLOCK = 128  # most tokens of a block
 _CHUNK = 128  # slots that one program of the sorting kernels counts
 _ALIGN = 256
@@ -142,7 +142,8 @@ def fused_moe_fp8(
             matrix.row_scale, table if matrix.bias is None else matrix.bias, wide, scales, ordered, routers, table,
             blocks, -(-rows // 256), columns, rows, width, *act, HAS_BIAS=matrix.bias is not None,
             WEIGHT=down != apply_router_weight_on_input, DOWN=down, ACTIVATION=name,
-            HAS_LIMIT=limit is not None and not down, STAGES=STAGES, MOVE=rows % 256 > 0, num_warps=4, **options,
+            HAS_LIMIT=limit is not None and not down, STAGES=STAGES, FETCH=FETCH,
+            MOVE=rows % 256 > 0, num_warps=4, **options,
         )  # fmt: skip
 
     quantise(x, x.stride(0), hidden, True)

@@ -1,7 +1,7 @@
 """The two products of a fused MoE layer on fp8 tensor cores: persistent, warp-specialised kernels in Gluon.
 
 Both operands are e4m3 in shared memory, where the copy engine puts them. A program stays on its multiprocessor and
-takes tiles of up to 128 tokens and 256 weight rows in turn: one warp asks for steps of 128 columns, `STAGES` ahead and
+takes tiles of up to 128 tokens and 256 weight rows in turn: some warps ask for steps of 128 columns, `STAGES` ahead and
 across tiles, two groups of four warps multiply 64 tokens each. The groups need not stay in step: one ends its tile
 while the matrix unit works for the other. Blocks and their order are those of `prefill.py`.
 
@@ -53,8 +53,8 @@ def store_layout(columns):
 @gluon.jit
 def fetch(x_desc, w_desc, memory, blocks_ptr, most, tiles, columns, rows_of_expert, STAGES: gl.constexpr,
           MOVE: gl.constexpr):  # fmt: skip
-    """The warp that copies."""
-    x_smem, w_smem, full, empty = memory
+    """The warps that copy."""
+    x_smem, w_smem, full, empty = memory[0], memory[1], memory[2], memory[3]
     stage = 0
     phase = 0
     taken = 0
@@ -93,14 +93,14 @@ def before(stage, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def multiply_tile(memory, stage, phase, columns, GROUP_OF_WARPS: gl.constexpr, STAGES: gl.constexpr,
+def multiply_tile(memory, stage, phase, columns, GROUP: gl.constexpr, STAGES: gl.constexpr,
                   N: gl.constexpr):  # fmt: skip
     """float32 [64, N]: this group's tokens times the tile's first N weight rows."""
-    x_smem, w_smem, full, empty = memory
+    x_smem, w_smem, full, empty = memory[0], memory[1], memory[2], memory[3]
     acc = gl.zeros((TOKENS, N), gl.float32, product_layout(N))
     for k in range(0, columns, BK):
         mbarrier.wait(full.index(stage), phase)
-        x = x_smem.index(stage).slice(TOKENS * GROUP_OF_WARPS, TOKENS)
+        x = x_smem.index(stage).slice(TOKENS * GROUP, TOKENS)
         w = w_smem.index(stage).slice(0, N).permute((1, 0))
         acc = hopper.warpgroup_mma(x, w, acc, is_async=True)
         # The step before has ended when only this one is under way.
@@ -131,31 +131,32 @@ def halves(acc):
 
 
 @gluon.jit
-def finish(acc, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, width, first, start, rows, alpha,
-           beta, limit, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr, ACTIVATION: gl.constexpr,
-           HAS_LIMIT: gl.constexpr):  # fmt: skip
+def finish(acc, by_row, by_token, slots, out_ptr, width, first, start, rows, alpha, beta, limit, OFFSET: gl.constexpr,
+           GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr,
+           ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr):  # fmt: skip
     """Epilogue of float32 [64, 64]: the weight rows from `first` on, the tokens from `start` on, of which `rows` exist.
 
-    row_scale and bias: of the expert. WEIGHT: router weights multiply, after the bias if DOWN, else before. DOWN: rows
-    of out are slots, and its columns are weight rows; else positions, and pairs of rows.
+    In shared memory: by_row, float32 [4, 256], from 2 * GROUP on scales and biases of the tile's weight rows, of which
+    these are from OFFSET on; by_token, float32 [4, 64], the tokens' scales and router weights; slots, int32 [2, 64], at
+    GROUP theirs. WEIGHT: router weights multiply, after the bias if DOWN, else before. DOWN: rows of out are slots, and
+    its columns are weight rows; else positions, and pairs of rows.
     """
     L: gl.constexpr = acc.type.layout
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
-    token = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, L))
-    n = first + gl.arange(0, 64, layout=gl.SliceLayout(0, L))
-    found = token < rows
-    factor = gl.load(scale_ptr + start + token, mask=found, other=0.0)
-    inside = n < (width if DOWN else 2 * width)
-    acc = acc * factor.expand_dims(1) * gl.load(row_scale_ptr + n, mask=inside, other=0.0).expand_dims(0)
+    ROW: gl.constexpr = gl.SliceLayout(0, L)
+    TOKEN: gl.constexpr = gl.SliceLayout(1, L)
+    acc = acc * by_token.index(2 * GROUP).load(TOKEN).expand_dims(1)
+    acc = acc * by_row.index(2 * GROUP).slice(OFFSET, 64).load(ROW).expand_dims(0)
     if WEIGHT:
-        router = gl.load(routers_ptr + start + token, mask=found, other=0.0).expand_dims(1)
+        router = by_token.index(2 * GROUP + 1).load(TOKEN).expand_dims(1)
     if WEIGHT and not DOWN:
         acc = acc * router
     if HAS_BIAS:
-        acc = acc + gl.load(bias_ptr + n, mask=inside, other=0.0).expand_dims(0)
+        acc = acc + by_row.index(2 * GROUP + 1).slice(OFFSET, 64).load(ROW).expand_dims(0)
     if WEIGHT and DOWN:
         acc = acc * router
     # The order of columns in layouts/fold.py: registers change places, lanes do not.
+    first += OFFSET
     if DOWN:
         value = acc.to(DTYPE).reshape(TOKENS, 2, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(TOKENS, 64)
     else:
@@ -166,45 +167,69 @@ def finish(acc, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers
     V: gl.constexpr = store_layout(value.shape[1])
     value = gl.convert_layout(value, V, assert_trivial=True)
     i = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, V))
-    row = gl.load(sorted_ptr + start + i, mask=i < rows, other=0) if DOWN else start + i
+    row = slots.index(GROUP).load(gl.SliceLayout(1, V)) if DOWN else start + i
     column = first + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, V)).expand_dims(0)
     ptrs = out_ptr + row.to(gl.int64).expand_dims(1) * width + column
     gl.store(ptrs, value, mask=(i < rows).expand_dims(1) & (column < width))
 
 
 @gluon.jit
-def finish_parts(acc, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, width, first, start, rows,
-                 alpha, beta, limit, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr,
-                 ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr):  # fmt: skip
+def finish_parts(acc, by_row, by_token, slots, out_ptr, width, first, start, rows, alpha, beta, limit,
+                 OFFSET: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr,
+                 DOWN: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr):  # fmt: skip
     """`finish`, 64 columns after 64: scales and biases of all at once would take registers that acc has."""
     N: gl.constexpr = acc.shape[1]
     if N > 64:
         left, right = halves(acc)
-        finish_parts(left, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, width, first, start,
-                     rows, alpha, beta, limit, HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT)  # fmt: skip
-        finish_parts(right, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, width,
-                     first + N // 2, start, rows, alpha, beta, limit, HAS_BIAS, WEIGHT, DOWN, ACTIVATION,
-                     HAS_LIMIT)  # fmt: skip
+        finish_parts(left, by_row, by_token, slots, out_ptr, width, first, start, rows, alpha, beta, limit, OFFSET,
+                     GROUP, HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT)  # fmt: skip
+        finish_parts(right, by_row, by_token, slots, out_ptr, width, first, start, rows, alpha, beta, limit,
+                     OFFSET + N // 2, GROUP, HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT)  # fmt: skip
     else:
-        finish(acc, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, width, first, start, rows,
-               alpha, beta, limit, HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT)  # fmt: skip
+        finish(acc, by_row, by_token, slots, out_ptr, width, first, start, rows, alpha, beta, limit, OFFSET, GROUP,
+               HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT)  # fmt: skip
 
 
 @gluon.jit
-def work_tile(memory, stage, phase, scales, biases, out_ptr, scale_ptr, sorted_ptr, routers_ptr, columns, width, first,
-              start, rows, alpha, beta, limit, GROUP_OF_WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
-              WEIGHT: gl.constexpr, DOWN: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr,
-              STAGES: gl.constexpr, N: gl.constexpr):  # fmt: skip
+def look_up(pointer, count, SIZE: gl.constexpr):
+    """SIZE values, 0 from `count` on."""
+    i = gl.arange(0, SIZE, layout=gl.BlockedLayout([max(1, SIZE // 128)], [32], [4], [0]))
+    return gl.load(pointer + i, mask=i < count, other=0)
+
+
+@gluon.jit
+def work_tile(memory, stage, phase, scales, biases, out_ptr, scale_ptr, sorted_ptr, routers_ptr, columns,
+              rows_of_expert, width, first, start, rows, alpha, beta, limit, GROUP: gl.constexpr,
+              HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr, ACTIVATION: gl.constexpr,
+              HAS_LIMIT: gl.constexpr, STAGES: gl.constexpr, N: gl.constexpr):  # fmt: skip
     """One tile of N weight rows, from its first step to its rows of out."""
-    acc, stage, phase = multiply_tile(memory, stage, phase, columns, GROUP_OF_WARPS, STAGES, N)
-    finish_parts(acc, scales, biases, out_ptr, scale_ptr, sorted_ptr, routers_ptr, width, first, start, rows, alpha,
-                 beta, limit, HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT)  # fmt: skip
+    by_row, by_token, slots = memory[4], memory[5], memory[6]
+    # What the end needs is asked for before the steps, a few values a thread, and handed round after them.
+    factor = look_up(scales + first, rows_of_expert - first, N)
+    if HAS_BIAS:
+        bias = look_up(biases + first, rows_of_expert - first, N)
+    scale = look_up(scale_ptr + start, rows, TOKENS)
+    if WEIGHT:
+        router = look_up(routers_ptr + start, rows, TOKENS)
+    if DOWN:
+        slot = look_up(sorted_ptr + start, rows, TOKENS)
+    acc, stage, phase = multiply_tile(memory, stage, phase, columns, GROUP, STAGES, N)
+    by_row.index(2 * GROUP).slice(0, N).store(factor)
+    if HAS_BIAS:
+        by_row.index(2 * GROUP + 1).slice(0, N).store(bias)
+    by_token.index(2 * GROUP).store(scale)
+    if WEIGHT:
+        by_token.index(2 * GROUP + 1).store(router)
+    if DOWN:
+        slots.index(GROUP).store(slot)
+    finish_parts(acc, by_row, by_token, slots, out_ptr, width, first, start, rows, alpha, beta, limit, 0, GROUP,
+                 HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT)  # fmt: skip
     return stage, phase
 
 
 @gluon.jit
 def work(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, most, tiles, columns,
-         rows_of_expert, width, alpha, beta, limit, GROUP_OF_WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
+         rows_of_expert, width, alpha, beta, limit, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr,
          WEIGHT: gl.constexpr, DOWN: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr,
          STAGES: gl.constexpr, MOVE: gl.constexpr):  # fmt: skip
     """One of the two groups of warps that multiply."""
@@ -221,25 +246,27 @@ def work(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted
         first = tile_n * (2 * ROWS)
         scales = row_scale_ptr + expert.to(gl.int64) * rows_of_expert
         biases = bias_ptr + expert.to(gl.int64) * rows_of_expert
-        start += TOKENS * GROUP_OF_WARPS
-        rows -= TOKENS * GROUP_OF_WARPS
+        start += TOKENS * GROUP
+        rows -= TOKENS * GROUP
         if rows <= 0:
             stage, phase = skip_tile(memory, stage, phase, columns, STAGES)
         elif rows_of_expert - first > ROWS:
             stage, phase = work_tile(
-                memory, stage, phase, scales, biases, out_ptr, scale_ptr, sorted_ptr, routers_ptr, columns, width,
-                first, start, rows, alpha, beta, limit, GROUP_OF_WARPS, HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT,
-                STAGES, 256)  # fmt: skip
+                memory, stage, phase, scales, biases, out_ptr, scale_ptr, sorted_ptr, routers_ptr, columns,
+                rows_of_expert, width, first, start, rows, alpha, beta, limit, GROUP, HAS_BIAS, WEIGHT, DOWN,
+                ACTIVATION, HAS_LIMIT, STAGES, 256)  # fmt: skip
         else:
             stage, phase = work_tile(
-                memory, stage, phase, scales, biases, out_ptr, scale_ptr, sorted_ptr, routers_ptr, columns, width,
-                first, start, rows, alpha, beta, limit, GROUP_OF_WARPS, HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT,
-                STAGES, 128)  # fmt: skip
+                memory, stage, phase, scales, biases, out_ptr, scale_ptr, sorted_ptr, routers_ptr, columns,
+                rows_of_expert, width, first, start, rows, alpha, beta, limit, GROUP, HAS_BIAS, WEIGHT, DOWN,
+                ACTIVATION, HAS_LIMIT, STAGES, 128)  # fmt: skip
 
 
 @gluon.jit
 def ring(STAGES: gl.constexpr):
-    """Shared memory of the stages and their barriers: `full` counts the copying warp, `empty` the groups."""
+    """Shared memory: x and weights of the stages, their barriers (`full` counts the warps that copy, `empty` the
+    groups); then, for the end of each group's tile, what `finish` reads.
+    """
     x_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 2 * TOKENS, BK], _LAYOUT)
     w_smem = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 2 * ROWS, BK], _LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -247,21 +274,27 @@ def ring(STAGES: gl.constexpr):
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    return x_smem, w_smem, full, empty
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    by_row = gl.allocate_shared_memory(gl.float32, [4, 2 * ROWS], LINE)
+    by_token = gl.allocate_shared_memory(gl.float32, [4, TOKENS], LINE)
+    slots = gl.allocate_shared_memory(gl.int32, [2, TOKENS], LINE)
+    return x_smem, w_smem, full, empty, by_row, by_token, slots
 
 
 @gluon.jit(do_not_specialize=["most", "tiles", "alpha", "beta", "limit"])
 def product(x_desc, w_desc, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, blocks_ptr, most,
             tiles, columns, rows_of_expert, width, alpha, beta, limit,
             HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr, ACTIVATION: gl.constexpr,
-            HAS_LIMIT: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr, MOVE: gl.constexpr):  # fmt: skip
+            HAS_LIMIT: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr, FETCH: gl.constexpr,
+            MOVE: gl.constexpr):  # fmt: skip
     """One product of a layer; x [slots, columns] e4m3 in the order of sorted, scale float32 [slots] its rows' scales.
 
     DOWN: out[sorted[position]] = (x[position] @ w[expert].T + bias[expert]) * router weight, out 16-bit [slots, width];
     else out[position] = activation of pairs of rows of x[position] @ w[expert].T + bias[expert], [slots, width] too.
     w [experts * rows_of_expert, columns] e4m3, row_scale and bias float32 [experts, rows_of_expert], a multiple of 64.
-    sorted, routers, blocks, most: `prefill_route.place_slots`. tiles: 256 rows of an expert each. WEIGHT: router
-    weights multiply in this product. MOVE: `prefill.share`. A one-dimensional grid of any size, of 4 warps.
+    x and w: descriptors, boxes [64, 128] and [128, 128]. sorted, routers, blocks, most: `prefill_route.place_slots`.
+    tiles: 256 rows of an expert each. WEIGHT: router weights multiply in this product. FETCH: warps that copy. MOVE:
+    `prefill.share`. A one-dimensional grid of any size, of 4 warps.
     """
     if PDL:
         gdc_wait()
@@ -277,6 +310,6 @@ def product(x_desc, w_desc, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_
                     HAS_LIMIT, STAGES, MOVE)),
             (fetch, (x_desc, w_desc, memory, blocks_ptr, most, tiles, columns, rows_of_expert, STAGES, MOVE)),
         ],
-        [4, 1],
+        [4, FETCH],
         [232, 40],
     )  # fmt: skip
