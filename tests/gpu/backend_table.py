@@ -13,9 +13,9 @@ parallelism is played: an expert map says that every other expert is elsewhere, 
 others are in other places. Also measured: peak memory beyond what was there before while weights are converted; what a
 self-check takes when kernels are compiled; and what it says when the conversion is broken on purpose.
 
-`PASS` asks at most 6e-3, at most 1.2 times the error of the stock class that the backend wraps, where it wraps one and
-stock could run the layer, at most one expert plus 64 MiB for the conversion, at most 150 ms for the self-check, that
-it keeps no memory, and that it finds every fault.
+`PASS` asks at most 6e-3 (or what a table allows where activations are quantised), at most 1.2 times the error of the
+stock class that the backend wraps, where it wraps one and stock could run the layer, at most one expert plus 64 MiB for
+the conversion, at most 150 ms for the self-check, that it keeps no memory, and that it finds every fault.
 
 Many processes share the cards, all that the machine has, and the cores; nothing else should. Self-checks are timed
 last, one after the other, while every other process of the table waits. Humming's and our kernels compile for 10 to
@@ -170,6 +170,7 @@ class Table:
         stock: vLLM's ``--moe-backend`` for the class that a backend wraps.
         load: fills a layer's parameters; None copies each tensor into the parameter of its name.
         rounded: how inputs of products are rounded for backends that quantise activations, by their precision.
+        limits: largest error, by precision of activations; `LIMIT` for the others.
         faults: conversions that go wrong, besides those of `faults`, by name.
         ignored: what of an activation a kernel might leave out: by name, the activation's fields as it takes them.
         before_conversion: makes stock vLLM do what its method alone would not, on a layer with loaded weights.
@@ -182,6 +183,7 @@ class Table:
     stock: Mapping[str, str]
     load: Callable[[Any, Case, Raw], None] | None = None
     rounded: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+    limits: Mapping[str, float] = field(default_factory=dict)
     faults: Callable[[Case], Mapping[str, Callable[[Raw], Raw]]] = lambda case: {}
     ignored: Callable[[Case], Mapping[str, Mapping[str, Any]]] = lambda case: {}
     before_conversion: Callable[[Any, Case, Raw, str], None] = lambda layer, case, raw, moe_backend: None
@@ -807,6 +809,8 @@ def rows_of(
             raise SystemExit(f"the plugin stands down: {state.reason}")
         expected = targets[kind]
         row: dict[str, Any] = {"layer": case.name, "backend": name, "vllm": vllm.__version__, "activations": kind}
+        if kind in table.limits:
+            row["limit"] = table.limits[kind]
         start = time.perf_counter()
         try:
             built = build(table, case, checkpoint, device, "auto", own=name)
@@ -898,14 +902,15 @@ def _stock(
 def broken(row: dict[str, Any]) -> list[str]:
     """The module's rules that a row does not keep; empty when it passes."""
     found = []
+    limit = row.get("limit", LIMIT)
     if row["convert_peak_mib"] > row["one_expert_mib"] + CONVERSION_SLACK_MIB:
         found.append("conversion's peak")
     for count, modes in row["error"].items():
         stock = row.get("stock_error", {}).get(count)
-        allowed = LIMIT if stock is None else min(LIMIT, RATIO * stock)
+        allowed = limit if stock is None else min(limit, RATIO * stock)
         # NaN is not within any limit.
         found += [f"{mode} at {count}" for mode, error in modes.items() if not error <= allowed]
-    if not row.get("spread_error", 0.0) <= LIMIT:
+    if not row.get("spread_error", 0.0) <= limit:
         found.append("spread experts")
     check = row["self_check"]
     if "skipped" not in check:

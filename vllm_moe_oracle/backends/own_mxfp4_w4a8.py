@@ -81,7 +81,7 @@ class OwnMxfp4W4A8(Backend):
         """
         from ..kernels.fp8_weights import convert_expert
 
-        converted = {}
+        converted: dict[str, Tensor] = {}
         for name in ("w13", "w2"):
             codes, scale, bias = convert_expert(name, expert[name], expert[f"{name}_scale"], expert.get(f"{name}_bias"))
             converted |= {name: codes, f"{name}_scale": scale}
