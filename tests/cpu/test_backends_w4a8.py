@@ -88,7 +88,7 @@ def test_conversion_is_exact_and_known_without_data(name: str) -> None:
             key: (each.shape, each.dtype) for key, each in blank.items()
         }
         for which in ("w13", "w2"):
-            order = order_of(which, one[which].shape[0])
+            order = order_of(which, one[which].shape[0], layer.activation.gated)
             values = stored[which].float() * stored[f"{which}_scale"][:, None]
             assert torch.equal(values, mxfp4.dequantise_expert(one, which)[order])
             if layer.has_bias:

@@ -56,7 +56,8 @@ def launches_of(monkeypatch: pytest.MonkeyPatch, hidden: int, inner: int, activa
         scale = torch.ones(2, rows)
         return Fp8Matrix(torch.zeros(2, rows, columns, dtype=torch.float8_e4m3fn), scale, scale if bias else None)
 
-    weights = Fp8Weights(matrix(2 * inner, hidden), matrix(hidden, inner), dtype)
+    gated = activation != "relu2"
+    weights = Fp8Weights(matrix((1 + gated) * inner, hidden), matrix(hidden, inner), dtype, gated)
     x, ids = torch.zeros(3, hidden, dtype=dtype), torch.zeros(3, 2, dtype=torch.int32)
     workspace = torch.zeros(fp8_moe.workspace_bytes(weights, 3, 2), dtype=torch.uint8)
     fp8_moe.fused_moe_fp8(x, weights, torch.ones(3, 2), ids, activation=activation, limit=7.0, workspace=workspace,
@@ -114,7 +115,7 @@ def test_kernels_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation", ("silu", "gelu", "gelu_tanh"))
+@pytest.mark.parametrize("activation", ("silu", "gelu", "gelu_tanh", "relu2"))
 def test_other_layers_compile(monkeypatch: pytest.MonkeyPatch, activation: str) -> None:
     check(launches_of(monkeypatch, 544, 96, activation, False, torch.float16))
 
@@ -128,7 +129,8 @@ def test_what_does_not_fit_is_refused() -> None:
     space = torch.zeros(fp8_moe.workspace_bytes(weights, 3, 2), dtype=torch.uint8)
     good = {"x": x, "topk_weights": router, "topk_ids": ids, "activation": "silu", "workspace": space, "out": x.clone()}
     bad: dict[str, tuple[dict[str, Any], str]] = {
-        "activation": ({"activation": "relu2"}, "unknown activation 'relu2'"),
+        "activation": ({"activation": "tanh"}, "unknown activation 'tanh'"),
+        "gate": ({"activation": "relu2"}, "'relu2' does not fit weights that are gated"),
         "width": ({"x": x[:, :16]}, r"expected \[tokens, 32\]"),
         "type": ({"x": x.half(), "out": x.half()}, "stored for torch.bfloat16"),
         "out": ({"out": x[:2]}, r"out has shape \(2, 32\)"),

@@ -100,6 +100,48 @@ def test_many_rows_are_folded_as_few() -> None:
     assert torch.equal(folded.double() * factors.double()[:, None], numbers(codes, scales))
 
 
+def mxfp8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float64 `[N, K]` of e4m3's bytes, by the table of this file."""
+    magnitudes = [m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)]
+    table = torch.tensor(magnitudes + [-each for each in magnitudes], dtype=torch.float64)
+    return torch.ldexp(table[codes.long()], scales.double().repeat_interleave(32, -1) - 127)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 254), st.integers(0, 12), st.integers(0, 127), st.integers(0, 99))
+def test_codes_under_one_scale_are_the_nearest_that_there_are(low: int, spread: int, least: int, seed: int) -> None:
+    """What e4m3 does not hold is off by half of its last subnormal bit at most, and told."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (4, 96), generator=generator, dtype=torch.uint8)
+    codes = torch.where(codes & 127 == 127, codes - 1, codes)
+    codes = torch.where(codes & 127 < least, 0, codes).to(torch.uint8)
+    scales = torch.randint(low, min(low + spread, 254) + 1, (4, 3), generator=generator, dtype=torch.uint8)
+    folded, factors, errors = fold.fold_codes(codes.view(torch.float8_e4m3fn), scales)
+    exact = mxfp8(codes, scales)
+    found = folded.float().double() * factors.double()[:, None]
+    half = 2.0**-10 * factors.double()[:, None]
+    assert ((found - exact).abs() <= half).all()
+    normal = exact.abs() >= 2.0**-6 * factors.double()[:, None]
+    assert torch.equal(found[normal], exact[normal])
+    size = exact.view(4, 3, 32).norm(dim=-1)
+    expected = torch.where(size > 0, (found - exact).view(4, 3, 32).norm(dim=-1) / size, 0).amax(-1)
+    assert torch.allclose(errors.double(), expected, rtol=1e-6, atol=0)
+    assert (torch.frexp(factors).mantissa == 0.5).all()
+    # The largest number is as near to 448 as a power of two brings it.
+    top = folded.float().abs().amax(1)
+    small = factors == 2.0**-126
+    assert (((top > 224) & (top <= 448)) | (exact == 0).all(1) | small).all()
+
+
+def test_a_row_of_codes_that_is_not_a_number_stays_so() -> None:
+    codes = torch.full((3, 64), 0x38, dtype=torch.uint8)
+    codes[0, 5] = 0x7F
+    _, factors, errors = fold.fold_codes(
+        codes.view(torch.float8_e4m3fn), torch.tensor([[100, 100], [100, 255], [0, 100]], dtype=torch.uint8)
+    )
+    assert factors.isnan().tolist() == [True, True, False] and torch.isfinite(errors).all()
+
+
 @pytest.mark.parametrize("rows", (64, 192, 5760))
 def test_orders_are_permutations_that_put_eight_neighbours_into_a_lane(rows: int) -> None:
     pairs, plain = fold.lanes_of_pairs(rows), fold.lanes_of_rows(rows)

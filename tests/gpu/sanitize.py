@@ -40,13 +40,15 @@ TILES = {
     "sweep": (17, Config(Tile(16, 128, 64), Tile(16, 64, 64, sweep=2))),
     "quantised": (17, Config(Tile(16, 64, 128), Tile(16, 64, 128))),
 }
+FP8 = ("product", "quantise_rows")
 PREFILL = (3, 300, 600, 800)
 """Tokens for the persistent kernels of prefill.py: tiles of every size come up."""
 CASES = ("int4-g128", "int4-g32", "int8-g128-relu2", "mxfp4-fp16", "mxfp4-swigluoai", "mxfp8-wide-scales")
 
 
 def run_case(name: str, tiles: list[str]) -> None:
-    """These of the tile configurations, as far as they fit the case, once; "prefill" are the persistent kernels."""
+    """These of the tile configurations, as far as they fit the case, once; "prefill" are the persistent kernels, "fp8"
+    those for fp8 activations."""
     import test_kernels
     import torch
     from kernel_cases import by_name
@@ -56,6 +58,9 @@ def run_case(name: str, tiles: list[str]) -> None:
     for kind in tiles:
         if kind == "prefill":
             run_prefill(case)
+            continue
+        if kind == "fp8":
+            run_fp8(case)
             continue
         tokens, config = TILES[kind]
         if kind == "quantised" and case.format != "mxfp8":
@@ -83,6 +88,19 @@ def run_prefill(case: Case) -> None:
             torch.cuda.synchronize()
 
 
+def run_fp8(case: Case) -> None:
+    """A layer of the case's format by the kernels for fp8 activations, where they can run it."""
+    import test_fp8
+    import torch
+
+    for each in test_fp8.CASES:
+        if each.format == case.format and each.activation == case.activation and each.hidden < 1024:
+            _, weights = test_fp8.layer_of(each)
+            for tokens in PREFILL:
+                test_fp8.call(each, weights, *test_fp8.inputs(each, tokens, "negative"))
+                torch.cuda.synchronize()
+
+
 def plain(name: str, tiles: list[str]) -> list[str]:
     """The command that runs one case without a tool."""
     return [sys.executable, __file__, "--case", name, *(part for tile in tiles for part in ("--tiles", tile))]
@@ -90,7 +108,7 @@ def plain(name: str, tiles: list[str]) -> list[str]:
 
 def sanitise(name: str, tiles: list[str], tool: str, limit: float) -> tuple[str, str, str, float]:
     """(case, tool, "ok" or what went wrong, seconds)."""
-    filters = [f"--kernel-name=kernel_name={kernel}" for kernel in KERNELS]
+    filters = [f"--kernel-name=kernel_name={kernel}" for kernel in (*KERNELS, *FP8)]
     report = ["--racecheck-report", "all"] if tool == "racecheck" else []
     command = ["compute-sanitizer", "--tool", tool, *report, *filters, *plain(name, tiles)]
     start = time.time()
@@ -120,13 +138,13 @@ def hazards_of_dispatch(text: str) -> int:
     read it (the machine code has `BAR.SYNC 1` on both sides); racecheck does not see that the barrier parts the two.
     Its places are those of code without a line of its own: the kernel's `def`, for the writer and for the reader.
     """
-    from vllm_moe_oracle.kernels import prefill
+    from vllm_moe_oracle.kernels import fp8_products, prefill
 
-    lines = Path(prefill.__file__).read_text().splitlines()
     place = "|".join(
-        rf"{name}\+0x[0-9a-f]+ in prefill\.py:{number}"
-        for number, line in enumerate(lines, 1)
-        for name in ("gate_up", "down")
+        rf"{name}\+0x[0-9a-f]+ in {Path(module.__file__).stem}\.py:{number}"
+        for module, names in ((prefill, ("gate_up", "down")), (fp8_products, ("product",)))
+        for number, line in enumerate(Path(module.__file__).read_text().splitlines(), 1)
+        for name in names
         if line.startswith(f"def {name}(")
     )
     write, read = (rf"=+\s+{who} Thread \S+ at ({place})\n" for who in ("Write", "Read"))
@@ -136,11 +154,13 @@ def hazards_of_dispatch(text: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES)
-    parser.add_argument("--tiles", action="append", choices=(*TILES, "prefill"), help="only these; by default all")
+    parser.add_argument(
+        "--tiles", action="append", choices=(*TILES, "prefill", "fp8"), help="only these; by default all"
+    )
     parser.add_argument("--tool", action="append", choices=("memcheck", "racecheck"))
     parser.add_argument("--seconds", type=float, default=240, help="for one case with one tool")
     args = parser.parse_args()
-    tiles = args.tiles or [*TILES, "prefill"]
+    tiles = args.tiles or [*TILES, "prefill", "fp8"]
     if args.case:
         run_case(args.case, tiles)
         return 0

@@ -5,12 +5,11 @@ Backends that quantise activations have rows where `MOE_ORACLE_ALLOW_ACTIVATION_
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-from backend_table import LIMIT, Case, Checkpoint, Table, by_name
-from table_mxfp8 import faults, ignored
+from backend_table import Case, Checkpoint, Table, by_name
+from table_mxfp8 import by_token_limit, faults, ignored, rounded_by_token
 
 from vllm_moe_oracle.oracle.problem import Routing, Scheme
 
@@ -73,26 +72,12 @@ def quantisation(case: Case) -> Any:
     return get_quantization_config(name).from_config({"quant_method": "mxfp4"})
 
 
-def rounded_by_token(values: torch.Tensor) -> torch.Tensor:
-    """To bfloat16, then to e4m3 with one scale a row, its largest magnitude over 448."""
-    values = values.bfloat16().float()
-    scale = (values.abs().amax(-1, keepdim=True) / 448).clamp(min=2.0**-119)
-    return (values / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
-
-
-BY_TOKEN_LIMIT = LIMIT + math.sqrt(2.0**-3 * (math.sqrt(2880 / 32) * 2.0**-13 + 2.0**-9))
-"""Between the products, two right results may have other codes: of numbers that differ by d of their size, about
-d / spacing are rounded to other codes, which lie a spacing apart, at most 2**-3 of the number: the root of 2**-3 d in
-the mean. d: of the first product's sums, which the matrix unit adds with 13 bits behind the point of the largest term,
-32 of 2880 columns at a time; and of a scale whose largest number was rounded to another bfloat16."""
-
-
 TABLE = Table(
     cases=by_name(CASES),
     checkpoint=checkpoint,
     quantisation=quantisation,
     rounded={"fp8_token": rounded_by_token},
-    limits={"fp8_token": BY_TOKEN_LIMIT},
+    limits={"fp8_token": by_token_limit()},
     faults=faults,
     ignored=ignored,
     stock={

@@ -1,15 +1,17 @@
 """MXFP8 layers for `backend_table`: ModelOpt's checkpoints, which declare MXFP8 activations.
 
-Stock's MXFP8 method drops expert biases, so its classes are given them as vLLM gives them in other formats.
+Stock's MXFP8 method drops expert biases, so its classes are given them as vLLM gives them in other formats. Backends
+that quantise activations otherwise have rows where `MOE_ORACLE_ALLOW_ACTIVATION_QUANTIZATION=1` is set.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from backend_table import Case, Checkpoint, Raw, Table, by_name
+from backend_table import LIMIT, Case, Checkpoint, Raw, Table, by_name
 
 from vllm_moe_oracle.oracle.problem import Scheme
 
@@ -79,6 +81,24 @@ def rounded(values: torch.Tensor) -> torch.Tensor:
     return (codes * torch.exp2(exponent)).flatten(-2)
 
 
+def rounded_by_token(values: torch.Tensor) -> torch.Tensor:
+    """To bfloat16, then to e4m3 with one scale a row, its largest magnitude over 448."""
+    values = values.bfloat16().float()
+    scale = (values.abs().amax(-1, keepdim=True) / 448).clamp(min=2.0**-119)
+    return (values / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+
+def by_token_limit(growth: float = 1.0) -> float:
+    """The largest error with one scale a token; growth: how much an activation may enlarge relative errors.
+
+    Between the products, two right results may have other codes: of numbers that differ by d of their size, about
+    d / spacing are rounded to other codes, which lie a spacing apart, at most 2**-3 of the number: the root of 2**-3 d
+    in the mean. d: of the first product's sums, which the matrix unit adds with 13 bits behind the point of the largest
+    term, 32 of up to 2880 columns at a time; and of a scale whose largest number was rounded to another bfloat16.
+    """
+    return LIMIT + math.sqrt(2.0**-3 * growth * (math.sqrt(2880 / 32) * 2.0**-13 + 2.0**-9))
+
+
 def faults(case: Case) -> dict[str, Callable[[Raw], Raw]]:
     """Scales in the order that a kernel of another layout reads, and such that are one exponent off."""
 
@@ -127,7 +147,8 @@ TABLE = Table(
     checkpoint=checkpoint,
     quantisation=quantisation,
     stock={"marlin_mxfp8": "marlin", "humming_mxfp8": "humming", "humming_mxfp8_grouped": "humming"},
-    rounded={"mxfp8": rounded},
+    rounded={"mxfp8": rounded, "fp8_token": rounded_by_token},
+    limits={"fp8_token": by_token_limit(growth=2)},  # a squared ReLU
     faults=faults,
     ignored=ignored,
     before_conversion=register_biases,

@@ -1,4 +1,4 @@
-"""The kernels for MXFP4 weights and fp8 activations on a GPU, each against arithmetic that shares no code with them.
+"""The kernels for weights and activations in fp8 on a GPU, each against arithmetic that shares no code with them.
 
 Codes and scales must be equal. Products are checked on the very codes that they read: their results are rounded to
 the activations' dtype, whose root mean square is at most eps / sqrt(12) (UNIT), and the matrix unit keeps 13 bits
@@ -30,8 +30,10 @@ CASES = (
     Case("gelu-narrow", "mxfp4", 32, "gelu", bias=True, experts=8, top_k=3, hidden=96, inner=32),
     Case("gelu-tanh-fp16", "mxfp4", 32, "gelu_tanh", experts=8, top_k=2, hidden=544, inner=416, dtype=torch.float16),
     replace(_BASE, name="long", experts=4, top_k=2, hidden=2880, inner=2880),
+    Case("mxfp8-silu", "mxfp8", 32, "silu", experts=16, top_k=4, hidden=416, inner=224),
+    Case("mxfp8-relu2", "mxfp8", 32, "relu2", bias=True, experts=8, top_k=3, hidden=352, inner=288),
 )
-CASES = tuple(replace(case, spread=(114, 122)) for case in CASES)
+CASES = tuple(replace(case, spread=(114, 122) if case.format == "mxfp4" else (108, 112)) for case in CASES)
 _layers: dict[str, tuple[Layer, Fp8Weights]] = {}
 
 
@@ -43,16 +45,21 @@ def layer_of(case: Case) -> tuple[Layer, Fp8Weights]:
         for which in ("w13", "w2"):
             bias = layer.bias[which]
             made = [
-                convert_expert(which, layer.codes[which][e].cuda(), layer.scales[which][e].cuda(),
-                               None if bias is None else bias[e].cuda())
+                convert_expert(which, codes_of(case, layer, which)[e].cuda(), layer.scales[which][e].cuda(),
+                               None if bias is None else bias[e].cuda(), case.gated)
                 for e in range(case.experts)
             ]  # fmt: skip
             codes, scales, biases = zip(*made, strict=True)
             matrices.append(
                 Fp8Matrix(torch.stack(codes), torch.stack(scales), None if bias is None else torch.stack(biases))
             )
-        _layers[case.name] = layer, Fp8Weights(*matrices, case.dtype)
+        _layers[case.name] = layer, Fp8Weights(*matrices, case.dtype, case.gated)
     return _layers[case.name]
+
+
+def codes_of(case: Case, layer: Layer, which: str) -> torch.Tensor:
+    """Canonical codes in the type of the format."""
+    return layer.codes[which].view(torch.float8_e4m3fn) if case.format == "mxfp8" else layer.codes[which]
 
 
 def inputs(case: Case, tokens: int, routing: str = "random") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -104,7 +111,9 @@ def scales_of(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def hidden_of(case: Case, y: torch.Tensor) -> torch.Tensor:
-    """The activation of float64 `[m, 2 * inner]`, in the activations' dtype."""
+    """The activation of float64 `[m, 2 * inner]` (`[m, inner]` if not gated), in the activations' dtype."""
+    if not case.gated:
+        return (y.clamp(min=0) ** 2).to(case.dtype)
     gate, up = y[:, : case.inner], y[:, case.inner :]
     if case.limit is not None:
         gate, up = torch.clamp(gate, max=case.limit), torch.clamp(up, -case.limit, case.limit)
@@ -150,8 +159,11 @@ def tolerance(case: Case) -> float:
     """Of a layer against its reference: roundings to the dtype, the sums of both products, and two roundings of h to
     e4m3 that need not agree: numbers that differ in the last bit may have different codes, or a row another scale. A
     code's spacing is between 2**-4 and 2**-3 of the number, so a rounding's root mean square at most 2**-3 / sqrt(12).
+    Rows of MXFP8 may lose 2**-13 each, and a square has twice the error.
     """
-    return 2 * UNIT[case.dtype] + 2 * sums_of(max(case.hidden, case.inner)) + 2**0.5 * 2.0**-3 / 12**0.5
+    lost = 3 * 2.0**-13 if case.format == "mxfp8" else 0.0
+    sums = (2 if case.gated else 3) * sums_of(max(case.hidden, case.inner))
+    return 2 * UNIT[case.dtype] + sums + lost + 2**0.5 * 2.0**-3 / 12**0.5
 
 
 def sums_of(columns: int) -> float:
@@ -282,9 +294,13 @@ def test_second_product_on_the_codes_that_it_reads(case: Case) -> None:
     assert measured <= allowed
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("silu", "long")], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.name in ("silu", "long", "mxfp8-silu", "mxfp8-relu2")],
+    ids=lambda case: case.name,
+)  # fmt: skip
 def test_first_product_on_the_codes_that_it_reads(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
-    """As above; gate and up are two sums, and an activation may multiply an error by a little more than 1."""
+    """As above; gate and up are two sums, and an activation may multiply an error by a little more than 1, a square by
+    2."""
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, 300)
     x, weights = x.half(), replace(weights, dtype=torch.float16)
@@ -314,12 +330,13 @@ def test_first_product_on_the_codes_that_it_reads(monkeypatch: pytest.MonkeyPatc
         y = rows[mine] @ layer.matrix["w13"][expert].cuda().double().T
         wanted[mine] = hidden_of(case, y + layer.bias["w13"][expert].cuda() if case.bias else y).double()
     measured = error(found, wanted)
-    allowed = 2**0.5 * UNIT[torch.float16] + 3 * sums_of(case.hidden)
+    lost = 2.0**-12 if case.format == "mxfp8" else 0.0  # of a row, or twice that of its square
+    allowed = 2**0.5 * UNIT[torch.float16] + 3 * sums_of(case.hidden) + lost
     print(f"{case.name}: first product {measured:.2e} of {allowed:.2e}, roundings alone {UNIT[torch.float16]:.2e}")
     assert measured <= allowed
 
 
-@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*CASES[:2], *CASES[-2:]), ids=lambda case: case.name)
 def test_a_token_does_not_depend_on_its_company(case: Case) -> None:
     _, weights = layer_of(case)
     x, router, ids = inputs(case, 257)

@@ -11,11 +11,9 @@ import torch
 
 from . import fp8_products, fp8_quantise, gemm, prefill_launch, prefill_route
 from .fp8_weights import Fp8Matrix, Fp8Weights
-from .fused_moe import _GATED
+from .fused_moe import _GATED, ACTIVATIONS
 
-ACTIVATIONS = tuple(_GATED)
-
-STAGES, FETCH = 4, 4  # of `fp8_products.product`
+STAGES = 4  # of `fp8_products.product`
 _BLOCK = 128  # most tokens of a block
 _CHUNK = 128  # slots that one program of the sorting kernels counts
 _ALIGN = 256
@@ -59,6 +57,9 @@ def _check(x: torch.Tensor, weights: Fp8Weights, topk_weights: torch.Tensor, top
            out: torch.Tensor, workspace: torch.Tensor) -> None:  # fmt: skip
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; the kernels know {', '.join(ACTIVATIONS)}")
+    if (activation != "relu2") != weights.gated:
+        kind = "gated" if weights.gated else "not gated"
+        raise ValueError(f"activation {activation!r} does not fit weights that are {kind}")
     if x.dim() != 2 or x.shape[1] != weights.hidden or x.stride(1) != 1:
         raise ValueError(f"x has shape {tuple(x.shape)}; expected [tokens, {weights.hidden}] with contiguous rows")
     if x.dtype != weights.dtype or out.dtype != x.dtype:
@@ -106,7 +107,7 @@ def fused_moe_fp8(
         return out
     if pdl is None:
         pdl = torch.cuda.get_device_capability(x.device)[0] >= 9
-    name, own_alpha, own_beta = _GATED[activation]
+    name, own_alpha, own_beta = _GATED.get(activation, ("relu2", 1.0, 0.0))
     slots, experts, hidden, inner = tokens * top_k, weights.experts, weights.hidden, weights.intermediate
     ids_map = topk_ids if expert_map is None else expert_map
     has_map = expert_map is not None
@@ -141,9 +142,9 @@ def fused_moe_fp8(
             _box(codes[: slots * columns].view(slots, columns), 64), _box(matrix.codes.view(-1, columns), 128),
             matrix.row_scale, table if matrix.bias is None else matrix.bias, wide, scales, ordered, routers, table,
             blocks, -(-rows // 256), columns, rows, width, *act, HAS_BIAS=matrix.bias is not None,
-            WEIGHT=down != apply_router_weight_on_input, DOWN=down, ACTIVATION=name,
-            HAS_LIMIT=limit is not None and not down, STAGES=STAGES, FETCH=FETCH,
-            MOVE=rows % 256 > 0, num_warps=4, **options,
+            WEIGHT=down != apply_router_weight_on_input, DOWN=down, GATED=weights.gated and not down, ACTIVATION=name,
+            HAS_LIMIT=limit is not None and not down, STAGES=STAGES, MOVE=rows % 256 > 0, num_warps=4,
+            **options,
         )  # fmt: skip
 
     quantise(x, x.stride(0), hidden, True)

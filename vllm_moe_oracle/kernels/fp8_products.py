@@ -1,7 +1,7 @@
 """The two products of a fused MoE layer on fp8 tensor cores: persistent, warp-specialised kernels in Gluon.
 
 Both operands are e4m3 in shared memory, where the copy engine puts them. A program stays on its multiprocessor and
-takes tiles of up to 128 tokens and 256 weight rows in turn: some warps ask for steps of 128 columns, `STAGES` ahead and
+takes tiles of up to 128 tokens and 256 weight rows in turn: four warps ask for steps of 128 columns, `STAGES` ahead and
 across tiles, two groups of four warps multiply 64 tokens each. The groups need not stay in step: one ends its tile
 while the matrix unit works for the other. Blocks and their order are those of `prefill.py`.
 
@@ -132,14 +132,14 @@ def halves(acc):
 
 @gluon.jit
 def finish(acc, by_row, by_token, slots, out_ptr, width, first, start, rows, alpha, beta, limit, OFFSET: gl.constexpr,
-           GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr,
+           GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr, GATED: gl.constexpr,
            ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr):  # fmt: skip
     """Epilogue of float32 [64, 64]: the weight rows from `first` on, the tokens from `start` on, of which `rows` exist.
 
     In shared memory: by_row, float32 [4, 256], from 2 * GROUP on scales and biases of the tile's weight rows, of which
     these are from OFFSET on; by_token, float32 [4, 64], the tokens' scales and router weights; slots, int32 [2, 64], at
-    GROUP theirs. WEIGHT: router weights multiply, after the bias if DOWN, else before. DOWN: rows of out are slots, and
-    its columns are weight rows; else positions, and pairs of rows.
+    GROUP theirs. WEIGHT: router weights multiply, after the bias if DOWN, else before. DOWN: rows of out are slots,
+    else positions. GATED: its columns are pairs of weight rows, else weight rows.
     """
     L: gl.constexpr = acc.type.layout
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
@@ -157,7 +157,10 @@ def finish(acc, by_row, by_token, slots, out_ptr, width, first, start, rows, alp
         acc = acc * router
     # The order of columns in layouts/fold.py: registers change places, lanes do not.
     first += OFFSET
-    if DOWN:
+    if not GATED:
+        if not DOWN:
+            acc = gl.maximum(acc, 0.0)
+            acc = acc * acc
         value = acc.to(DTYPE).reshape(TOKENS, 2, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(TOKENS, 64)
     else:
         gate, up = gl.split(acc.reshape(TOKENS, 32, 2))
@@ -176,18 +179,19 @@ def finish(acc, by_row, by_token, slots, out_ptr, width, first, start, rows, alp
 @gluon.jit
 def finish_parts(acc, by_row, by_token, slots, out_ptr, width, first, start, rows, alpha, beta, limit,
                  OFFSET: gl.constexpr, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr,
-                 DOWN: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr):  # fmt: skip
+                 DOWN: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
+                 HAS_LIMIT: gl.constexpr):  # fmt: skip
     """`finish`, 64 columns after 64: scales and biases of all at once would take registers that acc has."""
     N: gl.constexpr = acc.shape[1]
     if N > 64:
         left, right = halves(acc)
         finish_parts(left, by_row, by_token, slots, out_ptr, width, first, start, rows, alpha, beta, limit, OFFSET,
-                     GROUP, HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT)  # fmt: skip
+                     GROUP, HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
         finish_parts(right, by_row, by_token, slots, out_ptr, width, first, start, rows, alpha, beta, limit,
-                     OFFSET + N // 2, GROUP, HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT)  # fmt: skip
+                     OFFSET + N // 2, GROUP, HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
     else:
         finish(acc, by_row, by_token, slots, out_ptr, width, first, start, rows, alpha, beta, limit, OFFSET, GROUP,
-               HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT)  # fmt: skip
+               HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
 
 
 @gluon.jit
@@ -200,8 +204,9 @@ def look_up(pointer, count, SIZE: gl.constexpr):
 @gluon.jit
 def work_tile(memory, stage, phase, scales, biases, out_ptr, scale_ptr, sorted_ptr, routers_ptr, columns,
               rows_of_expert, width, first, start, rows, alpha, beta, limit, GROUP: gl.constexpr,
-              HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr, ACTIVATION: gl.constexpr,
-              HAS_LIMIT: gl.constexpr, STAGES: gl.constexpr, N: gl.constexpr):  # fmt: skip
+              HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr, GATED: gl.constexpr,
+              ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr, STAGES: gl.constexpr,
+              N: gl.constexpr):  # fmt: skip
     """One tile of N weight rows, from its first step to its rows of out."""
     by_row, by_token, slots = memory[4], memory[5], memory[6]
     # What the end needs is asked for before the steps, a few values a thread, and handed round after them.
@@ -223,15 +228,15 @@ def work_tile(memory, stage, phase, scales, biases, out_ptr, scale_ptr, sorted_p
     if DOWN:
         slots.index(GROUP).store(slot)
     finish_parts(acc, by_row, by_token, slots, out_ptr, width, first, start, rows, alpha, beta, limit, 0, GROUP,
-                 HAS_BIAS, WEIGHT, DOWN, ACTIVATION, HAS_LIMIT)  # fmt: skip
+                 HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
     return stage, phase
 
 
 @gluon.jit
 def work(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, most, tiles, columns,
          rows_of_expert, width, alpha, beta, limit, GROUP: gl.constexpr, HAS_BIAS: gl.constexpr,
-         WEIGHT: gl.constexpr, DOWN: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr,
-         STAGES: gl.constexpr, MOVE: gl.constexpr):  # fmt: skip
+         WEIGHT: gl.constexpr, DOWN: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
+         HAS_LIMIT: gl.constexpr, STAGES: gl.constexpr, MOVE: gl.constexpr):  # fmt: skip
     """One of the two groups of warps that multiply."""
     stage = 0
     phase = 0
@@ -253,12 +258,12 @@ def work(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted
         elif rows_of_expert - first > ROWS:
             stage, phase = work_tile(
                 memory, stage, phase, scales, biases, out_ptr, scale_ptr, sorted_ptr, routers_ptr, columns,
-                rows_of_expert, width, first, start, rows, alpha, beta, limit, GROUP, HAS_BIAS, WEIGHT, DOWN,
+                rows_of_expert, width, first, start, rows, alpha, beta, limit, GROUP, HAS_BIAS, WEIGHT, DOWN, GATED,
                 ACTIVATION, HAS_LIMIT, STAGES, 256)  # fmt: skip
         else:
             stage, phase = work_tile(
                 memory, stage, phase, scales, biases, out_ptr, scale_ptr, sorted_ptr, routers_ptr, columns,
-                rows_of_expert, width, first, start, rows, alpha, beta, limit, GROUP, HAS_BIAS, WEIGHT, DOWN,
+                rows_of_expert, width, first, start, rows, alpha, beta, limit, GROUP, HAS_BIAS, WEIGHT, DOWN, GATED,
                 ACTIVATION, HAS_LIMIT, STAGES, 128)  # fmt: skip
 
 
@@ -284,17 +289,18 @@ def ring(STAGES: gl.constexpr):
 @gluon.jit(do_not_specialize=["most", "tiles", "alpha", "beta", "limit"])
 def product(x_desc, w_desc, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, blocks_ptr, most,
             tiles, columns, rows_of_expert, width, alpha, beta, limit,
-            HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr, ACTIVATION: gl.constexpr,
-            HAS_LIMIT: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr, FETCH: gl.constexpr,
+            HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr, GATED: gl.constexpr,
+            ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
             MOVE: gl.constexpr):  # fmt: skip
     """One product of a layer; x [slots, columns] e4m3 in the order of sorted, scale float32 [slots] its rows' scales.
 
     DOWN: out[sorted[position]] = (x[position] @ w[expert].T + bias[expert]) * router weight, out 16-bit [slots, width];
-    else out[position] = activation of pairs of rows of x[position] @ w[expert].T + bias[expert], [slots, width] too.
+    else out[position] = activation(x[position] @ w[expert].T + bias[expert]), [slots, width] too: of pairs of columns
+    if GATED, else of each, max(., 0) ** 2.
     w [experts * rows_of_expert, columns] e4m3, row_scale and bias float32 [experts, rows_of_expert], a multiple of 64.
     x and w: descriptors, boxes [64, 128] and [128, 128]. sorted, routers, blocks, most: `prefill_route.place_slots`.
-    tiles: 256 rows of an expert each. WEIGHT: router weights multiply in this product. FETCH: warps that copy. MOVE:
-    `prefill.share`. A one-dimensional grid of any size, of 4 warps.
+    tiles: 256 rows of an expert each. WEIGHT: router weights multiply in this product. MOVE: `prefill.share`. A
+    one-dimensional grid of any size, of 4 warps.
     """
     if PDL:
         gdc_wait()
@@ -303,13 +309,13 @@ def product(x_desc, w_desc, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_
     gl.warp_specialize(
         [
             (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, most,
-                    tiles, columns, rows_of_expert, width, alpha, beta, limit, 0, HAS_BIAS, WEIGHT, DOWN, ACTIVATION,
-                    HAS_LIMIT, STAGES, MOVE)),
+                    tiles, columns, rows_of_expert, width, alpha, beta, limit, 0, HAS_BIAS, WEIGHT, DOWN, GATED,
+                    ACTIVATION, HAS_LIMIT, STAGES, MOVE)),
             (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_ptr, routers_ptr, most,
-                    tiles, columns, rows_of_expert, width, alpha, beta, limit, 1, HAS_BIAS, WEIGHT, DOWN, ACTIVATION,
-                    HAS_LIMIT, STAGES, MOVE)),
+                    tiles, columns, rows_of_expert, width, alpha, beta, limit, 1, HAS_BIAS, WEIGHT, DOWN, GATED,
+                    ACTIVATION, HAS_LIMIT, STAGES, MOVE)),
             (fetch, (x_desc, w_desc, memory, blocks_ptr, most, tiles, columns, rows_of_expert, STAGES, MOVE)),
         ],
-        [4, FETCH],
+        [4, 4],
         [232, 40],
     )  # fmt: skip

@@ -17,7 +17,7 @@ class Fp8Matrix:
     """One projection of all experts, logically `[rows, columns]` each.
 
     codes float8_e4m3fn `[E, rows, columns]`, row_scale float32 `[E, rows]`, bias float32 `[E, rows]` or None, rows in
-    the order of `layouts/fold.py`: `lanes_of_pairs` (w13) or `lanes_of_rows` (w2).
+    the order of `layouts/fold.py`: `lanes_of_pairs` (w13 of a gated layer) or `lanes_of_rows`.
     """
 
     codes: torch.Tensor
@@ -37,11 +37,12 @@ class Fp8Matrix:
 
 @dataclass(frozen=True)
 class Fp8Weights:
-    """A gated layer's weights; dtype is the activations' (bfloat16 or float16)."""
+    """A layer's weights; dtype is the activations' (bfloat16 or float16). Not gated: w13 has no gate rows."""
 
     w13: Fp8Matrix
     w2: Fp8Matrix
     dtype: torch.dtype
+    gated: bool = True
 
     @property
     def experts(self) -> int:
@@ -55,19 +56,32 @@ class Fp8Weights:
 
     @property
     def intermediate(self) -> int:
-        """Columns of w2, half the rows of w13."""
+        """Columns of w2, and rows of w13, or half of them where the layer is gated."""
         return self.w2.columns
 
 
-def order_of(which: str, rows: int, device: torch.device | None = None) -> torch.Tensor:
-    """Which canonical row is stored in each place; `which` is "w13" (gate rows, then up rows) or "w2"."""
-    return fold.lanes_of_pairs(rows, device) if which == "w13" else fold.lanes_of_rows(rows, device)
+def order_of(which: str, rows: int, gated: bool, device: torch.device | None = None) -> torch.Tensor:
+    """Which canonical row is stored in each place; `which` is "w13" (gate rows, then up rows, if gated) or "w2"."""
+    pairs = which == "w13" and gated
+    return fold.lanes_of_pairs(rows, device) if pairs else fold.lanes_of_rows(rows, device)
 
 
 def convert_expert(
-    which: str, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    which: str, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, gated: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """One expert's part of `Fp8Matrix` from its canonical MXFP4 tensors: uint8 `[N, K/2]`, uint8 `[N, K/32]`, `[N]`."""
-    order = order_of(which, codes.shape[0], codes.device)
-    folded, row_scale = fold.fold(codes[order], scales.view(torch.uint8)[order])
+    """One expert's part of `Fp8Matrix` from its canonical tensors.
+
+    Args:
+        which: "w13" or "w2".
+        codes: of MXFP4, uint8 `[N, K/2]`, or of MXFP8, float8_e4m3fn `[N, K]`.
+        scales: e8m0, one byte each, `[N, K/32]`.
+        bias: `[N]`, or None.
+        gated: whether w13 has gate rows.
+    """
+    order = order_of(which, codes.shape[0], gated, codes.device)
+    scales = scales.view(torch.uint8)[order]
+    if codes.dtype == torch.float8_e4m3fn:
+        folded, row_scale, _ = fold.fold_codes(codes.view(torch.uint8)[order].view(codes.dtype), scales)
+    else:
+        folded, row_scale = fold.fold(codes[order], scales)
     return folded, row_scale, None if bias is None else bias[order].float()

@@ -1,7 +1,9 @@
-"""MXFP4 folded into e4m3: the powers of two of a row's blocks go into its codes, but for one that the row keeps.
+"""MXFP4 and MXFP8 folded into e4m3: the powers of two of a row's blocks go into its codes, but for one of the row.
 
-Exact, or not at all: e4m3 holds e2m1's significands from 2**-9 to 448, so a row fits when its largest number's exponent
-and its last bit's (that of the number with the smallest one) lie within 17 of each other. Also the order in which
+MXFP4 exactly, or not at all: e4m3 holds e2m1's significands from 2**-9 to 448, so a row fits when its largest number's
+exponent and its last bit's (that of the number with the smallest one) lie within 17 of each other. Numbers of MXFP8 are
+e4m3's already: those of blocks with smaller scales lose bits where they become subnormal, by at most 2**-10 where the
+row's largest number is 448; how much that is of a block is known (`fold_codes`). Also the order in which
 `kernels/fp8_products.py` wants a matrix's rows.
 """
 
@@ -80,6 +82,39 @@ def fold(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch
         factor = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
         factors[rows] = factor.masked_fill(lost, float("nan"))
     return folded, factors
+
+
+def fold_codes(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """float8_e4m3fn `[N, K]`, float32 `[N]`, powers of two, whose products are what was folded, but for what is lost:
+    float32 `[N]`, the largest relative L2 error of a row's blocks of 32, 0 where all are exact.
+
+    Args:
+        codes: float8_e4m3fn `[N, K]`.
+        scales: uint8 `[N, K/32]`, e8m0.
+
+    A row with a NaN, be it a code or a scale of 255, has NaN for a scale and an error of 0.
+    """
+    folded = torch.empty(codes.shape, dtype=torch.float8_e4m3fn, device=codes.device)
+    factors = torch.empty(codes.shape[0], dtype=torch.float32, device=codes.device)
+    errors = torch.empty_like(factors)
+    for first in range(0, codes.shape[0], _PART):
+        rows = slice(first, first + _PART)
+        values = codes[rows].float().double().view(-1, codes.shape[1] // _BLOCK, _BLOCK)
+        power = scales[rows].to(torch.int32) - _BIAS
+        largest = torch.ldexp(values.abs().amax(-1), power).amax(-1)
+        nan = (scales[rows] == _NAN).any(-1) | largest.isnan()
+        # The largest number becomes 448 or less, as little less as a power of two allows: 448 is 0.875 * 2**9.
+        mantissa, exponent = torch.frexp(largest)
+        exponent = exponent.to(torch.int32) - 9 + (mantissa > 0.875).to(torch.int32)
+        exponent = exponent.masked_fill(nan | (largest == 0), 0).clamp(min=_NORMAL, max=_BIAS)
+        scaled = torch.ldexp(values, (power - exponent[:, None])[:, :, None]).flatten(1).nan_to_num()
+        folded[rows] = scaled.float().clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        lost = (folded[rows].float().double() - scaled).view(values.shape).norm(dim=-1)
+        size = scaled.view(values.shape).norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
+        errors[rows] = (lost / size).amax(-1).float().masked_fill(nan, 0)
+        factor = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+        factors[rows] = factor.masked_fill(nan, float("nan"))
+    return folded, factors, errors
 
 
 def unfold(folded: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
