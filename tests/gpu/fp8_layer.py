@@ -1,10 +1,11 @@
-"""What fp8 activations cost and save: one MXFP4 layer with them beside the same layer with 16-bit activations.
+"""What fp8 activations cost and save: a layer with them beside the same layer with 16-bit activations.
 
-    PYTHONPATH=.:tests/gpu:tests python tests/gpu/fp8_layer.py [--tokens 1024,4096,16384] [--json FILE]
+    PYTHONPATH=.:tests/gpu:tests python tests/gpu/fp8_layer.py [--layer NAME] [--tokens 1024,4096,16384] [--json FILE]
 
-gpt-oss-20b's layer (32 experts, 4 a token, 2880 x 2880), random weights, tokens drawn from a normal distribution and
-the same with 1 % of the channels 50 times larger. Errors are relative L2 errors against float64 with 16-bit
-activations, of up to 512 tokens. Times are of CUDA graphs, by turns, after 256 MiB were written: medians, quartiles.
+gpt-oss-20b's layer in MXFP4 (32 experts, 4 a token, 2880 x 2880), or one of `CASES` in MXFP8. Random weights, tokens
+drawn from a normal distribution and the same with 1 % of the channels 50 times larger. Errors are relative L2 errors
+against float64 with 16-bit activations, of up to 512 tokens. Times are of CUDA graphs, by turns, after 256 MiB were
+written: medians, quartiles.
 """
 
 from __future__ import annotations
@@ -16,16 +17,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from kernel_cases import E2M1, Case, Layer
-from test_fp8 import error, reference
+from kernel_cases import E2M1, Case, Layer, e4m3_table
+from test_fp8 import codes_of, error, reference
 
 from vllm_moe_oracle.kernels import fp8_moe
 from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights, convert_expert
 from vllm_moe_oracle.kernels.fused_moe import fused_moe, plan_workspace
 from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, load_expert
 
-CASE = Case("gpt-oss-20b", "mxfp4", 32, "swigluoai", bias=True, limit=7.0, experts=32, top_k=4, hidden=2880,
-            inner=2880, spread=(119, 123))  # fmt: skip
+CASES = {
+    case.name: case
+    for case in (
+        Case("gpt-oss-20b", "mxfp4", 32, "swigluoai", bias=True, limit=7.0, experts=32, top_k=4, hidden=2880,
+             inner=2880, spread=(119, 123)),
+        Case("qwen3-30b-a3b", "mxfp8", 32, experts=128, top_k=8, hidden=2048, inner=768, spread=(113, 115)),
+        Case("nemotron-3-nano", "mxfp8", 32, "relu2", experts=128, top_k=6, hidden=2688, inner=1856,
+             spread=(113, 115)),
+    )
+}  # fmt: skip
 
 
 class Dequantised:
@@ -36,6 +45,9 @@ class Dequantised:
 
     def __getitem__(self, expert: int) -> torch.Tensor:
         codes = self._codes[expert]
+        if codes.shape[1] == 32 * self._scales.shape[2]:
+            values = e4m3_table().float().to(codes.device)[codes.long()]
+            return torch.ldexp(values, self._scales[expert].int().repeat_interleave(32, -1) - 127)
         table = torch.tensor(E2M1 + [-value for value in E2M1], device=codes.device)
         values = table[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()]
         return torch.ldexp(values, self._scales[expert].int().repeat_interleave(32, -1) - 127)
@@ -47,11 +59,17 @@ def random_layer(case: Case) -> Layer:
     options = {"device": "cuda", "generator": generator}
     layer = Layer()
     for which in ("w13", "w2"):
-        rows, columns = (case.hidden, case.inner) if which == "w2" else (case.inner * 2, case.hidden)
-        layer.codes[which] = torch.randint(0, 256, (case.experts, rows, columns // 2), dtype=torch.uint8, **options)
+        rows, columns = (case.hidden, case.inner) if which == "w2" else (case.inner * (1 + case.gated), case.hidden)
+        if case.format == "mxfp8":
+            # Of normal numbers, of which the largest of a block is about 448.
+            numbers = torch.randn(case.experts, rows, columns, **options) * 128
+            codes = numbers.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        else:
+            codes = torch.randint(0, 256, (case.experts, rows, columns // 2), dtype=torch.uint8, **options)
+        layer.codes[which] = codes
         shape = (case.experts, rows, columns // 32)
         layer.scales[which] = torch.randint(*case.spread, shape, dtype=torch.uint8, **options)
-        layer.bias[which] = torch.randn(case.experts, rows, **options)
+        layer.bias[which] = torch.randn(case.experts, rows, **options) if case.bias else None
         layer.matrix[which] = Dequantised(layer.codes[which], layer.scales[which])  # type: ignore[assignment]
     return layer
 
@@ -60,19 +78,27 @@ def folded(case: Case, layer: Layer) -> Fp8Weights:
     """The layer as the kernels for fp8 activations store it."""
     matrices = []
     for which in ("w13", "w2"):
-        parts = layer.codes[which], layer.scales[which], layer.bias[which]
-        made = [convert_expert(which, *(part[expert] for part in parts)) for expert in range(case.experts)]
-        matrices.append(Fp8Matrix(*(torch.stack(part) for part in zip(*made, strict=True))))
-    return Fp8Weights(*matrices, case.dtype)
+        parts = codes_of(case, layer, which), layer.scales[which], layer.bias[which]
+        made = [
+            convert_expert(which, *(None if part is None else part[expert] for part in parts), gated=case.gated)
+            for expert in range(case.experts)
+        ]
+        codes, scales, biases = zip(*made, strict=True)
+        biases = torch.stack(biases) if case.bias else None
+        codes = torch.stack([each.view(torch.uint8) for each in codes]).view(torch.float8_e4m3fn)
+        matrices.append(Fp8Matrix(codes, torch.stack(scales), biases))
+    return Fp8Weights(*matrices, case.dtype, case.gated)
 
 
 def sixteen_bit(case: Case, layer: Layer) -> OwnWeights:
     """The layer as the kernels for 16-bit activations store it."""
-    weights = allocate("mxfp4", case.experts, case.hidden, case.inner, bias=case.bias, device="cuda")
+    weights = allocate(case.format, case.experts, case.hidden, case.inner, gated=case.gated, bias=case.bias,
+                       device="cuda")  # fmt: skip
     for which in ("w13", "w2"):
+        codes, bias = codes_of(case, layer, which), layer.bias[which]
         for expert in range(case.experts):
-            load_expert(weights, which, expert, layer.codes[which][expert], layer.scales[which][expert], None,
-                        layer.bias[which][expert])  # fmt: skip
+            load_expert(weights, which, expert, codes[expert], layer.scales[which][expert], None,
+                        None if bias is None else bias[expert])  # fmt: skip
     return weights
 
 
@@ -147,26 +173,28 @@ def main() -> None:
     parser.add_argument("--replays", type=int, default=21)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--kernels", action="store_true", help="each kernel's time, too")
+    parser.add_argument("--layer", default="gpt-oss-20b", choices=CASES)
     arguments = parser.parse_args()
-    layer = random_layer(CASE)
-    stored, weights = sixteen_bit(CASE, layer), folded(CASE, layer)
+    case = CASES[arguments.layer]
+    layer = random_layer(case)
+    stored, weights = sixteen_bit(case, layer), folded(case, layer)
     for tokens in map(int, arguments.tokens.split(",")):
-        row: dict[str, object] = {"device": torch.cuda.get_device_name(), "tokens": tokens}
+        row: dict[str, object] = {"device": torch.cuda.get_device_name(), "layer": case.name, "tokens": tokens}
         if arguments.kernels:
-            x, router, ids = inputs(CASE, tokens, False)
-            print(kernels_of(calls(CASE, stored, weights, x, router, ids)["fp8"]), flush=True)
+            x, router, ids = inputs(case, tokens, False)
+            print(kernels_of(calls(case, stored, weights, x, router, ids)["fp8"]), flush=True)
         for kind in ("normal", "outliers"):
-            x, router, ids = inputs(CASE, tokens, kind == "outliers")
-            functions = calls(CASE, stored, weights, x, router, ids)
+            x, router, ids = inputs(case, tokens, kind == "outliers")
+            functions = calls(case, stored, weights, x, router, ids)
             some = slice(0, 512)
-            expected = reference(CASE, layer, x[some], router[some], ids[some], quantise=False)
-            same = reference(CASE, layer, x[some], router[some], ids[some])
+            expected = reference(case, layer, x[some], router[some], ids[some], quantise=False)
+            same = reference(case, layer, x[some], router[some], ids[some])
             outs = {name: function()[some] for name, function in functions.items()}
             row[f"error_{kind}"] = {name: error(out, expected) for name, out in outs.items()}
             row[f"error_{kind}"]["fp8 against the same codes"] = error(outs["fp8"], same)  # type: ignore[index]
         for name, values in times(functions, arguments.replays).items():
             low, middle, high = statistics.quantiles(values, n=4)
-            flops = 2 * ids.numel() * 3 * CASE.hidden * CASE.inner
+            flops = 2 * ids.numel() * (2 + case.gated) * case.hidden * case.inner
             row[name] = {"us": round(middle, 1), "quartiles": [round(low, 1), round(high, 1)],
                          "tflops": round(flops / middle / 1e6, 1)}  # fmt: skip
         row["ratio"] = round(row["16-bit"]["us"] / row["fp8"]["us"], 3)  # type: ignore[index]

@@ -33,7 +33,7 @@ CASES = (
     Case("mxfp8-silu", "mxfp8", 32, "silu", experts=16, top_k=4, hidden=416, inner=224),
     Case("mxfp8-relu2", "mxfp8", 32, "relu2", bias=True, experts=8, top_k=3, hidden=352, inner=288),
 )
-CASES = tuple(replace(case, spread=(114, 122) if case.format == "mxfp4" else (108, 112)) for case in CASES)
+CASES = tuple(replace(case, spread=(114, 122) if case.format == "mxfp4" else (112, 116)) for case in CASES)
 _layers: dict[str, tuple[Layer, Fp8Weights]] = {}
 
 
