@@ -93,10 +93,10 @@ def by_token_limit(growth: float = 1.0) -> float:
 
     Between the products, two right results may have other codes: of numbers that differ by d of their size, about
     d / spacing are rounded to other codes, which lie a spacing apart, at most 2**-3 of the number: the root of 2**-3 d
-    in the mean. d: of the first product's sums, which the matrix unit adds with 13 bits behind the point of the largest
-    term, 32 of up to 2880 columns at a time; and of a scale whose largest number was rounded to another bfloat16.
+    in the mean. d: of the first product's sums, of whose up to 2880 terms the matrix unit cuts off what is below 2**-13
+    of the largest, 2**-13 / sqrt(3) in the mean; and of a scale whose largest number was rounded to another bfloat16.
     """
-    return LIMIT + math.sqrt(2.0**-3 * growth * (math.sqrt(2880 / 32) * 2.0**-13 + 2.0**-9))
+    return LIMIT + math.sqrt(2.0**-3 * growth * (math.sqrt(2880 / 3) * 2.0**-13 + 2.0**-9))
 
 
 def faults(case: Case) -> dict[str, Callable[[Raw], Raw]]:
