@@ -92,10 +92,11 @@ def test_a_scale_that_is_not_a_number_makes_the_row_so() -> None:
     assert factors.isnan().tolist() == [True, False]
 
 
-def test_many_rows_are_folded_as_few() -> None:
+def test_many_rows_are_folded_as_few(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(0, 256, (2 * 1024 + 7, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(90, 130, (codes.shape[0], 1), generator=generator, dtype=torch.uint8)
+    monkeypatch.setattr(fold, "_PART", 32 * 100 + 5)
     folded, factors = fold.fold(codes, scales)
     assert torch.equal(folded.double() * factors.double()[:, None], numbers(codes, scales))
 
@@ -125,7 +126,7 @@ def test_codes_under_one_scale_are_the_nearest_that_there_are(low: int, spread: 
     assert torch.equal(found[normal], exact[normal])
     size = exact.view(4, 3, 32).norm(dim=-1)
     expected = torch.where(size > 0, (found - exact).view(4, 3, 32).norm(dim=-1) / size, 0).amax(-1)
-    assert torch.allclose(errors.double(), expected, rtol=1e-6, atol=0)
+    assert torch.allclose(errors.double(), expected, rtol=1e-5, atol=0)
     assert (torch.frexp(factors).mantissa == 0.5).all()
     # The largest number is as near to 448 as a power of two brings it.
     top = folded.float().abs().amax(1)

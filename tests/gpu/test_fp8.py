@@ -181,6 +181,17 @@ def check(case: Case, out: torch.Tensor, expected: torch.Tensor) -> None:
     assert found <= tolerance(case)
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_weights_are_folded_as_on_a_cpu(case: Case) -> None:
+    layer, weights = layer_of(case)
+    for which, matrix in (("w13", weights.w13), ("w2", weights.w2)):
+        codes, scales, _ = convert_expert(
+            which, codes_of(case, layer, which)[0], layer.scales[which][0], None, case.gated
+        )
+        assert torch.equal(matrix.codes[0].view(torch.uint8).cpu(), codes.view(torch.uint8))
+        assert torch.equal(matrix.row_scale[0].cpu(), scales)
+
+
 @pytest.mark.parametrize("tokens", (1, 3, 17, 65, 129, 513, 2200))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_layer(case: Case, tokens: int) -> None:

@@ -9,6 +9,8 @@ row's largest number is 448; how much that is of a block is known (`fold_codes`)
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 _LARGEST = 8  # exponent of the largest e2m1 significand that e4m3 holds: 1.5 * 2**8 = 384
@@ -20,25 +22,43 @@ _BIAS = 127  # of e8m0
 _NAN = 255
 _NORMAL = -126  # a smaller row scale is subnormal, which kernels flush to zero
 _BLOCK = 32
-_PART = 512  # rows folded at a time: what is in memory in between is a multiple of it
+_PART = 1 << 21  # numbers folded at a time: what is in memory in between is a multiple of it
 _NONE = 1 << 10  # the exponent of nothing
+_FAR = -40  # a number times a smaller power of two is nothing to e4m3
 _SHIFTS = 16  # a number times a larger power of two than this is none of e4m3's, nor one times the inverse's square
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 _TOP = (-_NONE, -1, 0, 0, 1, 1, 2, 2)  # exponents of the magnitudes
 _LAST = (_NONE, -1, 0, -1, 1, 0, 2, 1)  # and of their last bits
 
 
-def _split(codes: torch.Tensor) -> torch.Tensor:
-    """Codes int64 `[N, K/32, 32]` of packed ones, uint8 `[N, K/2]`, low nibble first."""
-    return torch.stack((codes & 15, codes >> 4), dim=-1).view(codes.shape[0], -1, _BLOCK).long()
+@functools.cache
+def _pairs(values: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+    pairs = [(values[byte & 15], values[byte >> 4]) for byte in range(256)]
+    return torch.tensor(pairs, dtype=dtype, device="cpu")
+
+
+def _two_to(exponents: torch.Tensor) -> torch.Tensor:
+    """float32 powers of two of int32 from -126 to 127, by their bits: a GPU's `pow` promises no exact ones."""
+    return (exponents + _BIAS << 23).view(torch.float32)
+
+
+def _parts(rows: int, columns: int) -> list[slice]:
+    step = max(1, _PART // columns)
+    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def _of_bytes(codes: torch.Tensor, values: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
+    """`[N, K/32, 32]`: what stands for each of 16 codes, of packed ones, uint8 `[N, K/2]`, low nibble first."""
+    table = _pairs(values, dtype).to(codes.device)
+    return table.index_select(0, codes.flatten().int()).view(codes.shape[0], -1, _BLOCK)
 
 
 def _exponents(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    magnitudes = _split(codes) & 7
     exponents = scales.to(torch.int32) - _BIAS
-    top = torch.tensor(_TOP, dtype=torch.int32, device=codes.device)[magnitudes].amax(-1)
-    last = torch.tensor(_LAST, dtype=torch.int32, device=codes.device)[magnitudes].amin(-1)
+    top = _of_bytes(codes, _TOP * 2, torch.int16).amax(-1)
+    last = _of_bytes(codes, _LAST * 2, torch.int16).amin(-1)
     return (top + exponents).amax(-1), (last + exponents).amin(-1)
 
 
@@ -51,7 +71,7 @@ def exponents(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, 
 
     A row of zeros has a last bit that is above its largest number.
     """
-    parts = [_exponents(codes[i : i + _PART], scales[i : i + _PART]) for i in range(0, codes.shape[0], _PART)]
+    parts = [_exponents(codes[rows], scales[rows]) for rows in _parts(codes.shape[0], 2 * codes.shape[1])]
     top, last = zip(*parts, strict=True)
     return torch.cat(top), torch.cat(last)
 
@@ -67,20 +87,16 @@ def fold(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch
     """
     folded = torch.empty(codes.shape[0], codes.shape[1] * 2, dtype=torch.float8_e4m3fn, device=codes.device)
     factors = torch.empty(codes.shape[0], dtype=torch.float32, device=codes.device)
-    table = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=codes.device)
-    for first in range(0, codes.shape[0], _PART):
-        rows = slice(first, first + _PART)
+    for rows in _parts(*folded.shape):
         top, last = _exponents(codes[rows], scales[rows])
         lost = (scales[rows] == _NAN).any(-1) | (top - last > SPREAD)
         # As low as it may be, so that most numbers are normal; a row of zeros may have any.
         exponent = (top - _LARGEST).clamp(min=_NORMAL, max=_BIAS)
         shift = scales[rows].to(torch.int32) - _BIAS - exponent[:, None]
-        nibbles = _split(codes[rows])
-        values = torch.ldexp(table[nibbles & 7], shift[:, :, None].clamp(-2 * _SHIFTS, _SHIFTS))
-        values = torch.where(nibbles > 7, -values, values)
+        values = _of_bytes(codes[rows], _VALUES, torch.float32)
+        values *= _two_to(shift.clamp(-2 * _SHIFTS, _SHIFTS))[:, :, None]
         folded[rows] = values.clamp(-448.0, 448.0).flatten(1).to(torch.float8_e4m3fn)
-        factor = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
-        factors[rows] = factor.masked_fill(lost, float("nan"))
+        factors[rows] = _two_to(exponent).masked_fill(lost, float("nan"))
     return folded, factors
 
 
@@ -97,23 +113,22 @@ def fold_codes(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor,
     folded = torch.empty(codes.shape, dtype=torch.float8_e4m3fn, device=codes.device)
     factors = torch.empty(codes.shape[0], dtype=torch.float32, device=codes.device)
     errors = torch.empty_like(factors)
-    for first in range(0, codes.shape[0], _PART):
-        rows = slice(first, first + _PART)
-        values = codes[rows].float().double().view(-1, codes.shape[1] // _BLOCK, _BLOCK)
+    for rows in _parts(*codes.shape):
+        values = codes[rows].float().view(-1, codes.shape[1] // _BLOCK, _BLOCK)
         power = scales[rows].to(torch.int32) - _BIAS
-        largest = torch.ldexp(values.abs().amax(-1), power).amax(-1)
-        nan = (scales[rows] == _NAN).any(-1) | largest.isnan()
+        largest = values.abs().amax(-1)
+        nan = ((scales[rows] == _NAN) | largest.isnan()).any(-1)
         # The largest number becomes 448 or less, as little less as a power of two allows: 448 is 0.875 * 2**9.
         mantissa, exponent = torch.frexp(largest)
-        exponent = exponent.to(torch.int32) - 9 + (mantissa > 0.875).to(torch.int32)
-        exponent = exponent.masked_fill(nan | (largest == 0), 0).clamp(min=_NORMAL, max=_BIAS)
-        scaled = torch.ldexp(values, (power - exponent[:, None])[:, :, None]).flatten(1).nan_to_num()
-        folded[rows] = scaled.float().clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-        lost = (folded[rows].float().double() - scaled).view(values.shape).norm(dim=-1)
-        size = scaled.view(values.shape).norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
-        errors[rows] = (lost / size).amax(-1).float().masked_fill(nan, 0)
-        factor = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
-        factors[rows] = factor.masked_fill(nan, float("nan"))
+        needed = power + exponent.to(torch.int32) - 9 + (mantissa > 0.875).to(torch.int32)
+        exponent = needed.masked_fill(largest == 0, _NORMAL).amax(-1).masked_fill(nan, 0).clamp(min=_NORMAL, max=_BIAS)
+        # A block of zeros may have any scale.
+        scaled = (values * _two_to((power - exponent[:, None]).clamp(_FAR, _BIAS))[:, :, None]).nan_to_num()
+        folded[rows] = scaled.clamp(-448.0, 448.0).flatten(1).to(torch.float8_e4m3fn)
+        lost = (folded[rows].float().view(values.shape) - scaled).norm(dim=-1)
+        size = scaled.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+        errors[rows] = (lost / size).amax(-1).masked_fill(nan, 0)
+        factors[rows] = _two_to(exponent).masked_fill(nan, float("nan"))
     return folded, factors, errors
 
 
