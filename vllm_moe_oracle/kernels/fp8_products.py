@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .gemm import activate
+from .epilogue import activate
 from .prefill import advance, look, pick, share
 
 # Newer Gluon renamed the copy.
