@@ -72,6 +72,7 @@ SELF_CHECK_SECONDS = 0.15
 PROCESSES = 16
 TIMED = 3
 TIMING_SECONDS = 1.5
+KEEP_SECONDS = 5
 
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Routed tokens: x `[M, hidden]` bfloat16, weights `[M, top_k]` float32, int32 ids `[M, top_k]`."""
@@ -956,7 +957,13 @@ def conditions(scheme: str) -> dict[str, Any]:
 
 
 def in_processes(
-    scheme: str, names: list[str], only: set[str], extra: list[str], processes: int, seconds: float
+    scheme: str,
+    names: list[str],
+    only: set[str],
+    extra: list[str],
+    processes: int,
+    seconds: float,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
     """Runs each layer in processes of its own, many at once: kernels are compiled on many cores, and one that writes
     where it must not harms no other backend. A process that is ready but for the times of its self-checks makes room
@@ -971,6 +978,7 @@ def in_processes(
         processes: how many at once.
         seconds: what all may take. What then would leave no time to time the self-checks of the others is ended before,
             and says so in its row; its rows before that are kept.
+        keep: called with the rows so far, also those of processes that still run: the table may be ended, too.
     """
     import vllm_moe_oracle.device as machine
 
@@ -983,7 +991,8 @@ def in_processes(
         waiting += [(name, group) for group in (*([each] for each in found if each not in quick), quick) if group]
     # What compiles comes first.
     waiting.sort(key=lambda each: "emulation" in each[1])
-    rows = _many(scheme, waiting, extra, processes, time.monotonic() + seconds)
+    deadline = time.monotonic() + seconds
+    rows = _many(scheme, waiting, extra, processes, deadline, lambda rows: keep(in_order(table, rows)))
     return in_order(table, rows)
 
 
@@ -1010,22 +1019,35 @@ def merge(scheme: str, files: list[str]) -> dict[str, Any]:
 
 
 def _many(
-    scheme: str, waiting: list[tuple[str, list[str]]], extra: list[str], processes: int, deadline: float
+    scheme: str,
+    waiting: list[tuple[str, list[str]]],
+    extra: list[str],
+    processes: int,
+    deadline: float,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> list[dict[str, Any]]:
     """The rows of layers with some backends each, one process for each of these, `processes` at once besides those that
     only wait for silence. Those that are late are ended while there is time left for these."""
     folder = Path(tempfile.mkdtemp())
     quiet = str(folder / "quiet")
 
+    def written(name: str, first: str) -> list[dict[str, Any]]:
+        file = folder / f"{name}.{first}.json"
+        found: list[dict[str, Any]] = json.loads(file.read_text())["rows"] if file.exists() else []
+        return found
+
     def waits(name: str, group: list[str]) -> bool:
-        file = folder / f"{name}.{group[0]}.json"
-        return file.exists() and len(json.loads(file.read_text())["rows"]) == len(group)
+        return len(written(name, group[0])) == len(group)
 
     running: dict[tuple[str, str], tuple[list[str], Any, str]] = {}
     cards = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     rows: list[dict[str, Any]] = []
     reserve = TIMING_SECONDS * len(waiting)
+    kept = time.monotonic()
     while waiting or running:
+        if time.monotonic() > kept + KEEP_SECONDS:
+            kept = time.monotonic()
+            keep([*rows, *chain.from_iterable(written(*each) for each in running)])
         busy = [card for (name, _), (group, _, card) in running.items() if not waits(name, group)]
         while waiting and len(busy) < processes:
             name, group = waiting.pop(0)
@@ -1057,7 +1079,7 @@ def _many(
             file = folder / f"{name}.{first}.json"
             text = file.with_suffix(".log").read_text()
             print("\n".join(line for line in text.splitlines() if line.startswith(f"{name} ")), flush=True)
-            done = json.loads(file.read_text())["rows"] if file.exists() else []
+            done = written(name, first)
             rows += done
             checks = {row["backend"]: row.get("self_check", {}) for row in done}
             beside = [each for each, check in checks.items() if check.get("passed") and "alone" not in check]
@@ -1112,7 +1134,7 @@ def main() -> None:
         keep(rows)
     else:
         extra = ["--tokens", args.tokens, "--device", args.device]
-        rows = in_processes(args.scheme, names, set(args.backend), extra, args.processes, args.seconds)
+        rows = in_processes(args.scheme, names, set(args.backend), extra, args.processes, args.seconds, keep)
         keep(rows)
     failed = [f"{row['layer']} {row['backend']}" for row in rows if not row["pass"]]
     print(
