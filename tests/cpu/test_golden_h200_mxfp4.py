@@ -52,22 +52,34 @@ EARLIER = {"1", "2"}
 """Runs with fewer faults."""
 
 SHARED = "the card and the cores were shared with other processes: times are no measure of the check"
+TWICE = (
+    "the map of experts of run 3 gave four experts one place: a token could have it twice, which a bit for each expert "
+    "cannot say; places are given once since"
+)
+MENDED = "moved bits in words of 64, which was mended after run 2"
 EXCEPTIONS = {
+    **{
+        (release, "gpt_oss_120b_ep8", backend, "spread experts"): TWICE
+        for release in ("0.33.0", "0.26.0")
+        for backend in ("triton_mxfp4", "triton_mxfp4_monolithic", "triton_mxfp4_unfused")
+    },
     ("0.33.0", "gpt_oss_120b", "triton_mxfp4_monolithic", "self-check's time"): SHARED,
     ("0.33.0", "gpt_oss_20b_tp4", "cutlass_mxfp4", "self-check's time"): SHARED,
-    ("0.33.0", "qwen3_silu", "own_mxfp4", "self-check's time"): SHARED,
-    ("0.33.0", "gpt_oss_20b", "cutlass_mxfp4", "conversion's peak"): "moved bits in words of 64, which was mended",
-    ("0.33.0", "gpt_oss_120b", "cutlass_mxfp4", "conversion's peak"): "moved bits in words of 64, which was mended",
+    ("0.33.0", "gpt_oss_20b", "cutlass_mxfp4", "conversion's peak"): MENDED,
+    ("0.33.0", "gpt_oss_120b", "cutlass_mxfp4", "conversion's peak"): MENDED,
     ("0.26.0", "gpt_oss_20b", "own_mxfp4", "self-check's time"): SHARED,
     ("0.26.0", "gpt_oss_20b", "triton_mxfp4", "self-check's time"): SHARED,
     ("0.26.0", "gpt_oss_120b", "own_mxfp4", "self-check's time"): SHARED,
     ("0.26.0", "gpt_oss_120b", "triton_mxfp4", "self-check's time"): SHARED,
     ("0.26.0", "gpt_oss_20b_tp4", "triton_mxfp4", "self-check's time"): SHARED,
+    ("0.26.0", "gpt_oss_120b_ep8", "triton_mxfp4", "self-check's time"): SHARED,
     ("0.26.0", "qwen3_silu", "own_mxfp4", "self-check's time"): SHARED,
 }
 """What does not keep the rules, by release, layer, backend and rule, and why."""
 
 FAILED = {
+    ("0.33.0", "gpt_oss_120b_ep8", "humming_mxfp4_grouped"): "ended, being late",
+    ("0.26.0", "gpt_oss_120b_ep8", "humming_mxfp4"): "ended, being late",
     ("0.26.0", "gpt_oss_20b_tp4", "humming_mxfp4"): "ended, being late",
     ("0.26.0", "qwen3_silu", "humming_mxfp4"): "ended, being late",
 }
@@ -133,7 +145,8 @@ def test_errors_are_within_the_rules(file: Path) -> None:
                 if "stock_error" in row:
                     assert error <= 1.2 * row["stock_error"][count], (key(row), count)
         assert ("spread_error" in row) == (row["backend"] not in NEIGHBOURS), key(row)
-        assert row.get("spread_error", 0.0) <= 6e-3, key(row)
+        spread = row.get("spread_error", 0.0) <= 6e-3
+        assert spread != ((*key(row), "spread experts") in EXCEPTIONS), key(row)
 
 
 @every_file
@@ -171,6 +184,15 @@ def test_passing_rows_are_those_that_break_nothing(file: Path) -> None:
             assert (row["self_check"]["seconds"] <= 0.15) == ("self-check's time" not in row["broken"]), key(row)
             peak = row["convert_peak_mib"] <= row["one_expert_mib"] + 64
             assert peak == ("conversion's peak" not in row["broken"]), key(row)
+
+
+def test_on_an_idle_card_no_self_check_is_late() -> None:
+    """Those that were timed while every other process waited: our own kernels' in the newest release."""
+    alone = [row for file in FILES for row in rows(file) if row.get("self_check", {}).get("alone")]
+    assert {row["backend"] for row in alone if row["vllm"] == "0.33.0"} >= {"own_mxfp4"}
+    for row in alone:
+        assert max(row["self_check"]["each"]) == row["self_check"]["seconds"] <= 0.15, key(row)
+        assert row["self_check"]["kept_mib"] <= 0, key(row)
 
 
 @every_file
