@@ -2,7 +2,7 @@
 
 With files of ``tests/gpu/serve.py --json`` it makes tests/golden/h200/serve-vllm-0.33.0.json of them; a later file's
 model takes the place of an earlier one's. The table in vllm_moe_oracle/kernels/README.md comes from that file and from
-the kernels' numbers (tests/kernel_numbers.py); ``--write`` brings it up to date, and without it the exit status is 1
+the numbers of the kernels that the models ran (a file of tests/kernel_numbers.py); ``--write`` brings it up to date, and without it the exit status is 1
 where it is stale.
 
 A step is predicted to be shorter by the layers' number times the difference of the kernels' times at that number of
@@ -19,7 +19,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "h200" / "serve-vllm-0.33.0.json"
-KERNELS = ROOT / "tests" / "golden" / "h200" / "kernels-vllm-0.33.0.json"
+KERNELS = ROOT / "tests" / "golden" / "h200" / "kernels-served-vllm-0.33.0.json"
+"""Numbers of the kernels that the models were served with: tests/kernel_numbers.py's file of that tree."""
 README = ROOT / "vllm_moe_oracle" / "kernels" / "README.md"
 MARK = "serving"
 

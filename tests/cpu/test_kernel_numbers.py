@@ -32,8 +32,8 @@ def test_the_tables_are_up_to_date() -> None:
 def test_a_benchmark_becomes_ratios() -> None:
     first = lines(
         record("mxfp4:gpt-oss-20b", 1, own_mxfp4=10, stock=20, marlin_mxfp4=15, emulation=1, triton_mxfp4=30),
-        record("mxfp8:qwen3", 64, own_mxfp8=100, own_mxfp8_w8a8=50, stock=104, marlin_mxfp8=90),
-        record("mxfp8:qwen3", 1, stock=104),
+        record("mxfp8:qwen3-30b-a3b", 64, own_mxfp8=100, own_mxfp8_w8a8=50, stock=104, marlin_mxfp8=90),
+        record("mxfp8:qwen3-30b-a3b", 1, stock=104),
     )
     data = kernel_numbers.golden(
         [first, lines(record("mxfp4:gpt-oss-20b", 2, own_mxfp4=10, stock=10), command="bench --jsonl /d/e.jsonl")]
@@ -41,14 +41,14 @@ def test_a_benchmark_becomes_ratios() -> None:
     assert data["commands"] == ["c", "bench --jsonl e.jsonl"]
     assert [(row["cell"], sorted(row["us"])) for row in data["rows"]] == [
         ("mxfp4:gpt-oss-20b", ["1", "2"]),
-        ("mxfp8:qwen3", ["64"]),
+        ("mxfp8:qwen3-30b-a3b", ["64"]),
     ]
     assert kernel_numbers.ratios(data, (1, 1), 4, best=False) == [(2.0, "mxfp4:gpt-oss-20b 1")]
     assert kernel_numbers.ratios(data, (1, 1), 4, best=True) == [(1.5, "mxfp4:gpt-oss-20b 1")]
-    assert kernel_numbers.ratios(data, (8, 64), 8, best=True) == [(0.9, "mxfp8:qwen3 64")]
+    assert kernel_numbers.ratios(data, (8, 64), 8, best=True) == [(0.9, "mxfp8:qwen3-30b-a3b 64")]
     table = kernel_numbers.against_stock(data)
     assert "| 1 | 2.00 (2.00) | 1.50 (1.50) |  |  |" in table
-    assert "up to 512 tokens: 1 of 3 (mxfp8:qwen3 64 0.90)." in table
+    assert "up to 512 tokens: 1 of 3 (mxfp8:qwen3-30b-a3b 64 0.90)." in table
     assert "| mxfp4:gpt-oss-20b | 10.0, 50%\\* |  |" in kernel_numbers.cells(data)
 
 
@@ -58,6 +58,34 @@ def test_a_later_run_replaces_cells_and_marks_the_others() -> None:
     data = kernel_numbers.golden([first, second])
     assert data["commands"] == ["c", "bench --set profile=b.json --jsonl d"]
     assert "| mxfp4:gpt-oss-20b | 8.0, 62% | 40.0, 12%\\* |" in kernel_numbers.cells(data)
+
+
+def test_the_judged_layers_are_every_format_on_every_shape_that_it_does_not_cut() -> None:
+    found = kernel_numbers.judged()
+    assert len(found) == len(set(found)) == 24
+    assert "int4_g128:gpt-oss-20b" not in found and "int4_g32:gpt-oss-20b" in found
+    other = kernel_numbers.golden([lines(record("mxfp8:glm-4.5@tp8", 1, own_mxfp8=10, stock=20))])
+    assert other["rows"] == []
+
+
+def test_aims_are_held_against_what_was_measured() -> None:
+    data = kernel_numbers.golden(
+        [
+            lines(
+                record("mxfp4:gpt-oss-20b", 1, own_mxfp4=10, stock=20),
+                record("mxfp8:qwen3-30b-a3b", 1, own_mxfp8=16, stock=28),
+                record("mxfp8:qwen3-30b-a3b", 16, own_mxfp8=6, stock=9, marlin_mxfp8=5.5),
+                record("mxfp8:qwen3-30b-a3b", 16384, own_mxfp8=2000, stock=2600),
+            )
+        ]
+    )
+    text = kernel_numbers.aims(data)
+    assert "| 1 token: 2 times the default | 1.87 (4-bit 2.00; 8-bit 1.75) |" in text
+    assert "reached by 1 of 2 layers; missed, us: mxfp8:qwen3-30b-a3b 0.9 |" in text  # 5 / 0.7 + 8 = 15.1
+    assert "| 8 to 64 tokens: 1.25 and 1.08 times the default (4-bit, 8-bit) | 1.50 (8-bit 1.50) |" in text
+    assert "8-bit: 75% of the floor's rate | 83% in the mean, 1 of 1 cells |" in text
+    assert "up to 512 tokens | 1 of 3 cells: mxfp8:qwen3-30b-a3b 16 0.92 |" in text
+    assert "| 16384 tokens: 600 TFLOP/s | 1 of 1: mxfp8:qwen3-30b-a3b 618 |" in text
 
 
 def test_many_tokens_are_rates() -> None:
@@ -71,5 +99,5 @@ def test_benchmarks_under_other_conditions_are_not_mixed() -> None:
 
 
 def test_lost_markers_are_noticed() -> None:
-    with pytest.raises(ValueError, match="no one part <!-- against stock -->"):
+    with pytest.raises(ValueError, match="0 tables 'against stock'"):
         kernel_numbers.updated("", json.loads(kernel_numbers.GOLDEN.read_text()))
