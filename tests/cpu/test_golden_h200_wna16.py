@@ -1,41 +1,43 @@
 """The committed tables of backends for integer weights on an H200, as `tests/gpu/backend_table.py` printed them, and
 what holds of them.
 
-A row that breaks a rule of the table has `pass` false there, and stands in `EXCEPTIONS` here with the reason; nothing
-else may break one, and these no other rule.
+A row that breaks a rule of the table has `pass` false there, and stands in `EXCEPTIONS` here with what it breaks and
+why; nothing else may break one, and these no other rule.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vllm_moe_oracle.oracle.problem import Device
+from vllm_moe_oracle.oracle.registry import default_registry
+
+_environment = dict(os.environ)
+sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+try:
+    from table_wna16 import TABLE
+finally:
+    # The script sets vLLM's for its own process.
+    sys.path.pop(0)
+    os.environ.clear()
+    os.environ.update(_environment)
+
 FOLDER = Path(__file__).parents[1] / "golden/h200"
 FILES = sorted(FOLDER.glob("wna16-vllm-*.json"))
 TOKENS = {"1", "7", "64", "513"}
-LAYERS = {
-    "qwen3_g128",
-    "kimi_k2_tp8_g32",
-    "qwen3_int8_g128",
-    "qwen3_int8_channel",
-    "qwen3_channel",
-    "qwen3_awq_g128",
-    "qwen3_zeros_g32",
-    "qwen3_int8_zeros_g64",
-    "qwen3_moe_wna16_g128",
-    "qwen3_act_order",
-    "qwen3_bias",
-    "nemotron_relu2_g32",
-    "narrow_g128",
-    "ragged_g32",
-}
-FEW_TOKENS = (
-    "Humming adds up parts of a product of few tokens in bfloat16, up to ten of them: see `Numerics`. Stock's own "
-    "class is off by as much, and differs from run to run"
+LAYERS = {name: case for name, case in TABLE.cases.items() if not name.startswith("tiny")}
+
+BROKEN_AT_ONE = {"eager at 1", "graph at 1"}
+MANY_PARTS = (
+    "Humming added up to ten parts of a product of few tokens, each rounded to bfloat16; stock's own class does, and "
+    "differs from run to run. Mended since, three at most (`backends._humming.few_parts`); not run again here"
 )
 ONE_DRAW = (
     "the error of one token is one draw of a random quantity, here the very one of stock's class; 16 are drawn since"
@@ -44,27 +46,33 @@ MENDED_ORDER = (
     "scales of a matrix as wide as its group were in the order of other kernels. Mended before the table of 0.26.0 was "
     "made, which has this layer right; not run again here"
 )
-MENDED_LAUNCH = (
-    "vLLM's configuration for few tokens of int4 experts is one of its CUDA kernel. Mended since by what vLLM 0.27 "
-    "says there, with which the same kernel, source by source, ran on 0.33.0; not run again here"
-)
-EXCEPTIONS: dict[tuple[str, str, str], str] = {
-    ("0.33.0", "kimi_k2_tp8_g32", "humming_wna16"): FEW_TOKENS,
-    ("0.33.0", "narrow_g128", "humming_wna16"): MENDED_ORDER,
-    ("0.33.0", "ragged_g32", "marlin_wna16"): ONE_DRAW,
-    ("0.26.0", "kimi_k2_tp8_g32", "humming_wna16"): FEW_TOKENS,
-    ("0.26.0", "narrow_g128", "humming_wna16"): FEW_TOKENS,
-    ("0.26.0", "ragged_g32", "humming_wna16"): FEW_TOKENS,
-    ("0.26.0", "qwen3_g128", "triton_wna16"): MENDED_LAUNCH,
-    ("0.26.0", "kimi_k2_tp8_g32", "triton_wna16"): MENDED_LAUNCH,
-    ("0.26.0", "qwen3_awq_g128", "triton_wna16"): MENDED_LAUNCH,
-    ("0.26.0", "qwen3_zeros_g32", "triton_wna16"): MENDED_LAUNCH,
-    ("0.26.0", "qwen3_moe_wna16_g128", "triton_wna16"): MENDED_LAUNCH,
-    ("0.26.0", "nemotron_relu2_g32", "triton_wna16"): MENDED_LAUNCH,
-    ("0.26.0", "narrow_g128", "triton_wna16"): MENDED_LAUNCH,
-    ("0.26.0", "ragged_g32", "triton_wna16"): MENDED_LAUNCH,
+EVERYTHING = {f"{mode} at {tokens}" for mode in ("eager", "graph") for tokens in TOKENS}
+EXCEPTIONS: dict[tuple[str, str, str], tuple[set[str], str]] = {
+    ("0.33.0", "kimi_k2_tp8_g32", "humming_wna16"): (BROKEN_AT_ONE, MANY_PARTS),
+    ("0.26.0", "kimi_k2_tp8_g32", "humming_wna16"): (BROKEN_AT_ONE, MANY_PARTS),
+    ("0.26.0", "narrow_g128", "humming_wna16"): (BROKEN_AT_ONE, MANY_PARTS),
+    ("0.26.0", "ragged_g32", "humming_wna16"): (BROKEN_AT_ONE, MANY_PARTS),
+    ("0.33.0", "ragged_g32", "marlin_wna16"): (BROKEN_AT_ONE, ONE_DRAW),
+    ("0.33.0", "narrow_g128", "humming_wna16"): (EVERYTHING | {"spread experts", "self-check"}, MENDED_ORDER),
 }
-"""Release, layer and backend of rows that do not pass."""
+"""Release, layer and backend of rows that do not pass: what they break, and why. All are of the first run."""
+
+_LATER = ("narrow_both_g128", "narrow_awq_g128", "narrow_int8_zeros_g64", "qwen3_g128_ep2")
+_OTHERS = {(layer, backend) for layer in _LATER for backend in ("emulation", "humming_wna16", "marlin_wna16")}
+_OTHERS -= {("narrow_int8_zeros_g64", "marlin_wna16")}  # refused: zero points of 8-bit codes
+NOT_RUN = {
+    "0.26.0": _OTHERS
+    | {("qwen3_act_order", "own_wna16_ordered"), ("qwen3_g128_ep2", "triton_wna16")}
+    | {(layer, "own_wna16") for layer in _LATER},
+    "0.33.0": _OTHERS - {("qwen3_g128_ep2", "humming_wna16")}
+    | {("qwen3_g128_ep2", "humming_wna16_grouped"), ("qwen3_g128_ep2", "triton_wna16")}
+    | {("narrow_int8_zeros_g64", "triton_wna16")},
+}
+"""Layers and backends that joined the table after its first run, and have not been run in a release."""
+
+COMPILED_LATER = {"kimi_k2_tp8_g32": {"513"}}
+"""Our kernels are compiled at load, but for those of calls whose scratch memory is more than loading may take: here
+from 353 tokens on. vLLM's first full call, by which it learns what a step needs, compiles these."""
 
 ROUNDING = 2.0**-8 / math.sqrt(3) * math.sqrt(0.75 / (2 * math.log(2)))
 """Relative error of a rounding to bfloat16, the root of the mean square over mantissas of Benford's law: 1.7e-3."""
@@ -84,9 +92,13 @@ WRONG_STOCK = {
 """Release, layer and backend whose stock class gives wrong numbers, and why: they say nothing of ours."""
 
 
-def rows(file: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
-    return found
+def read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    table = json.loads(file.read_text())
+    return table["conditions"], table["rows"]
+
+
+def key(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["vllm"], row["layer"], row["backend"]
 
 
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -98,84 +110,102 @@ def test_both_releases_were_measured() -> None:
 
 @every_file
 def test_the_conditions_are_there(file: Path) -> None:
-    kept = json.loads(file.read_text())["conditions"]
+    kept, rows = read(file)
     assert kept["gpu"] == "NVIDIA H200" and f"wna16-vllm-{kept['packages']['vllm']}" == file.stem
     assert "backend_table.py --scheme wna16" in kept["command"]
+    assert (kept["limit"], kept["ratio_to_stock"]) == (6e-3, 1.2)
+    assert {row["vllm"] for row in rows} == {kept["packages"]["vllm"]}
+    assert {row["run"] for row in rows} == kept["runs"].keys()
 
 
 @every_file
-def test_every_layer_was_run(file: Path) -> None:
-    ran = {(row["layer"], row["backend"]) for row in rows(file)}
-    assert {layer for layer, _ in ran} == LAYERS
-    for layer in LAYERS:
-        assert (layer, "emulation") in ran
-        assert ((layer, "own_wna16") in ran) == (layer != "qwen3_act_order")
+def test_every_backend_that_the_oracle_accepts_was_run_on_every_layer(file: Path) -> None:
+    kept, rows = read(file)
+    release = kept["packages"]["vllm"]
+    machine = Device("cuda", kept["gpu"], kept["capability"], packages=kept["packages"])
+    missing = set()
+    for name, case in LAYERS.items():
+        accepted = {
+            backend.name
+            for backend in default_registry().for_scheme("wna16")
+            if not backend.check(case.problem(), machine).reasons
+        }
+        ran = [row["backend"] for row in rows if row["layer"] == name]
+        assert len(ran) == len(set(ran)) and set(ran) <= accepted, name
+        missing |= {(name, backend) for backend in accepted - set(ran)}
+    assert missing == NOT_RUN[release]
 
 
 @every_file
 def test_every_rule_is_kept_but_for_what_is_excepted_with_its_reason(file: Path) -> None:
-    excepted = set()
-    for row in rows(file):
-        where = (row["vllm"], row["layer"], row["backend"])
-        why = EXCEPTIONS.get(where)
-        assert row["pass"] == (why is None), where
-        excepted |= {where} if why is not None else set()
-        if why == MENDED_LAUNCH:
-            assert "missing 1 required positional argument: 'GROUP_SIZE_M'" in row["failure"], where
-            continue
-        assert row["convert_peak_mib"] <= row["one_expert_mib"] + 64, where
-        if why == MENDED_ORDER:
-            # Every number of tokens alike, and the self-check would not have let it start.
-            assert min(min(modes.values()) for modes in row["error"].values()) > 0.5, where
-            assert not row["self_check"]["passed"], where
-            continue
-        if why is not None:
-            assert set(row["broken"]) == {"eager at 1", "graph at 1"}, where
-        assert row["error"].keys() == TOKENS and row["spread_error"] <= 6e-3, where
+    for row in read(file)[1]:
+        breaks, why = EXCEPTIONS.get(key(row), (set(), ""))
+        assert row["pass"] is (not breaks) and set(row.get("broken", [])) == breaks, (key(row), why)
+        assert "failure" not in row and (row["run"] == "1" or not breaks), key(row)
+        assert row["convert_peak_mib"] <= row["one_expert_mib"] + 64, key(row)
+        assert row["error"].keys() == TOKENS, key(row)
+        assert row["spread_error"] <= 6e-3 or "spread experts" in breaks, key(row)
         for tokens, modes in row["error"].items():
-            assert modes.keys() == {"eager", "graph"}, where
-            largest = max(modes.values())
-            if why == ONE_DRAW and tokens == "1":
-                assert largest == row["stock_error"][tokens], where
-            else:
-                assert largest <= (FEW_LIMIT if why == FEW_TOKENS and tokens == "1" else 6e-3), (where, tokens)
-            if "stock_error" in row:
-                assert largest <= 1.2 * row["stock_error"][tokens], (where, tokens)
-    assert excepted == {each for each in EXCEPTIONS if each[0] in file.stem}
+            assert modes.keys() == {"eager", "graph"}, key(row)
+            for mode, error in modes.items():
+                if f"{mode} at {tokens}" not in breaks:
+                    assert error <= 6e-3, (key(row), tokens)
+                    assert error <= 1.2 * row.get("stock_error", {}).get(tokens, 1.0), (key(row), tokens)
+                elif why == MANY_PARTS:
+                    assert error <= FEW_LIMIT and error <= row.get("stock_error", {}).get(tokens, 1.0), key(row)
+                elif why == ONE_DRAW:
+                    assert error == row["stock_error"][tokens], key(row)
+                else:  # the self-check would not have let it start
+                    assert error > 0.5 and not row["self_check"]["passed"], key(row)
+    excepted = {each for each in EXCEPTIONS if each[0] in file.stem}
+    assert excepted <= {key(row) for row in read(file)[1]}
 
 
 @every_file
 def test_every_fault_is_found_in_time(file: Path) -> None:
-    for row in (row for row in rows(file) if row["error"]):
-        where, check = (row["layer"], row["backend"]), row["self_check"]
-        wrong = EXCEPTIONS.get((row["vllm"], *where)) == MENDED_ORDER
-        assert check["passed"] is not wrong and not check["missed"] and len(check["faults"]) >= 3, where
-        assert check["seconds"] <= 0.15, where
-        # Ours are compiled at load.
-        assert row["backend"] != "own_wna16" or "compiled" not in row, where
+    for row in read(file)[1]:
+        check, case = row["self_check"], LAYERS[row["layer"]]
+        wrong = EXCEPTIONS.get(key(row), (set(), ""))[1] == MENDED_ORDER
+        assert check["passed"] is not wrong and not check["missed"], key(row)
+        expected = {"scales of rows moved", "rows of w2 moved"}
+        expected |= {"gate and up exchanged"} if case.gated else set()
+        expected |= {"scales of groups moved"} if -1 < case.scheme.group_size < case.hidden else set()
+        expected |= {"zero points left out"} if case.scheme.zero_points else set()
+        expected |= {"order left out"} if case.scheme.act_order == "group" else set()
+        expected |= {"w13's biases left out", "w2's biases left out"} if case.bias else set()
+        assert check["faults"].keys() == expected and min(check["faults"].values()) > check["tolerance"], key(row)
+        assert check["seconds"] <= 0.15, key(row)
+        if row["backend"].startswith("own_"):
+            assert row.get("compiled", {}).keys() <= COMPILED_LATER.get(row["layer"], set()), key(row)
 
 
 def test_a_matrix_as_wide_as_its_group_is_right_with_every_kernel() -> None:
-    """In the later table, which was made with the scales in the order that the kernels look for."""
-    later = [row for row in rows(FOLDER / "wna16-vllm-0.26.0.json") if row["layer"] == "narrow_g128" and row["error"]]
-    assert {row["backend"] for row in later} == {"emulation", "humming_wna16", "marlin_wna16", "own_wna16"}
+    """In the table of 0.26.0, which was made with the scales in the order that the kernels look for."""
+    later = [row for row in read(FOLDER / "wna16-vllm-0.26.0.json")[1] if row["layer"] == "narrow_g128"]
+    assert len(later) == 5
     for row in later:
         assert max(max(modes.values()) for tokens, modes in row["error"].items() if tokens != "1") <= 6e-3
 
 
+def test_act_order_ran_on_this_projects_kernels() -> None:
+    rows = read(FOLDER / "wna16-vllm-0.33.0.json")[1]
+    (row,) = [row for row in rows if row["backend"] == "own_wna16_ordered"]
+    assert row["pass"] and row["layer"] == "qwen3_act_order" and row["self_check"]["alone"]
+    assert row["self_check"]["faults"]["order left out"] > 100 * row["self_check"]["error"]
+
+
 @every_file
 def test_stock_is_right_but_where_it_is_known_not_to_be(file: Path) -> None:
-    for row in (row for row in rows(file) if "stock_error" in row):
-        wrong = (row["vllm"], row["layer"], row["backend"]) in WRONG_STOCK
-        assert all((error > 0.5) == wrong for error in row["stock_error"].values()), row["layer"]
+    for row in (row for row in read(file)[1] if "stock_error" in row):
+        assert all((error > 0.5) == (key(row) in WRONG_STOCK) for error in row["stock_error"].values()), key(row)
 
 
 @every_file
 def test_gptqs_and_moe_wna16s_layers_ran_with_every_kernel(file: Path) -> None:
     """Those that stock vLLM chose for them, where it had a choice, and those that it forbade."""
-    ran = {(row["layer"], row["backend"]): row["experts"] for row in rows(file) if row.get("error")}
+    ran = {(row["layer"], row["backend"]): row["experts"] for row in read(file)[1]}
     assert ran["qwen3_moe_wna16_g128", "marlin_wna16"] == ran["qwen3_int8_g128", "marlin_wna16"] == "MarlinExperts"
     for layer in ("qwen3_moe_wna16_g128", "qwen3_int8_g128", "qwen3_bias"):
         assert ran[layer, "humming_wna16"] == "HummingIndexedExperts"
-    for layer in ("qwen3_int8_zeros_g64", "qwen3_int8_g128"):
+    for layer in ("qwen3_moe_wna16_g128", "qwen3_int8_zeros_g64", "qwen3_int8_g128"):
         assert ran[layer, "triton_wna16"] == "TritonWNA16Experts"
