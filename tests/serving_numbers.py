@@ -2,8 +2,8 @@
 
 With files of ``tests/gpu/serve.py --json`` it makes tests/golden/h200/serve-vllm-0.33.0.json of them; a later file's
 model takes the place of an earlier one's. The table in vllm_moe_oracle/kernels/README.md comes from that file and from
-the numbers of the kernels that the models ran (a file of tests/kernel_numbers.py); ``--write`` brings it up to date, and without it the exit status is 1
-where it is stale.
+the numbers of the kernels that the models ran (a file of tests/kernel_numbers.py); ``--write`` brings it up to date,
+and without it the exit status is 1 where it is stale.
 
 A step is predicted to be shorter by the layers' number times the difference of the kernels' times at that number of
 tokens: under uniform routing and over a cold cache, which is not what a model has.

@@ -36,8 +36,8 @@ LAYERS = {name: case for name, case in TABLE.cases.items() if not name.startswit
 
 BROKEN_AT_ONE = {"eager at 1", "graph at 1"}
 MANY_PARTS = (
-    "Humming added up to ten parts of a product of few tokens, each rounded to bfloat16; stock's own class does, and "
-    "differs from run to run. Mended since, three at most (`backends._humming.few_parts`); not run again here"
+    "Humming adds up to ten parts of a product of few tokens, each rounded to bfloat16, as its numerics say; stock's "
+    "own class does, and differs from run to run"
 )
 ONE_DRAW = (
     "the error of one token is one draw of a random quantity, here the very one of stock's class; 16 are drawn since"

@@ -16,7 +16,7 @@ from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import loaded_group, round_up
 from ..oracle.problem import ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
-from ._humming import FEW_PARTS, RULES, all_at_once, code_order, few_parts, sums
+from ._humming import RULES, all_at_once, code_order, sums
 from ._limits import Limits, Rule
 from ._stock import FROM_SM75
 
@@ -68,7 +68,7 @@ class HummingWna16(Backend):
         """One rounding of a weight: its group scale multiplies in 16 bit."""
         scaled = "scaled there" if problem.scheme.group_size != -1 else "the sums scaled"
         weights = f"codes converted exactly to {problem.dtype}, {scaled}"
-        return Numerics(weights, f"left in {problem.dtype}", sums(problem, FEW_PARTS))
+        return Numerics(weights, f"left in {problem.dtype}", sums(problem))
 
     def compiled(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:
         """All that any number of tokens needs, with the first call."""
@@ -111,11 +111,5 @@ class HummingWna16(Backend):
         return converted
 
     def experts(self, tensors: Tensors, problem: Problem, plan: Plan, builder: Builder) -> Any:
-        """The stock class, with the library's description of both matrices.
-
-        Sums of few tokens are not cut into as many parts as the library would have it: with more than three, one
-        token's error was up to 7.2e-3 on an H200, where whole sums have 4.9e-3.
-        """
-        experts = builder.stock(self.stock_class, problem=problem, tensors=tensors)
-        few_parts(experts, tensors, problem)
-        return experts
+        """The stock class, with the library's description of both matrices."""
+        return builder.stock(self.stock_class, problem=problem, tensors=tensors)
