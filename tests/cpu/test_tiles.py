@@ -20,11 +20,13 @@ pytest.importorskip("vllm", reason="what is measured runs through vLLM's modular
 from test_measuring import BUCKETS, HERE, LAYERS, Slowed, backends, chosen, plan, ready, store  # noqa: F401
 
 from vllm_moe_oracle.backends import _own
+from vllm_moe_oracle.backends.own_mxfp4 import OwnMxfp4
 from vllm_moe_oracle.backends.own_mxfp8 import OwnMxfp8
 from vllm_moe_oracle.kernels import config as configs
 from vllm_moe_oracle.kernels.config import Config
+from vllm_moe_oracle.kernels.fused_moe import plan_workspace
 from vllm_moe_oracle.kernels.weights import OwnWeights, allocate
-from vllm_moe_oracle.measure import engine, environment, lookup, profile, tuning
+from vllm_moe_oracle.measure import engine, environment, lookup, profile, shapes, tuning
 from vllm_moe_oracle.measure.cells import Sample, cell_of
 from vllm_moe_oracle.measure.store import Store
 from vllm_moe_oracle.oracle import oracle as oracle_module
@@ -267,3 +269,18 @@ def test_candidates_keep_in_registers_what_has_room_there() -> None:
     assert not _own._in_registers(wide, sweep)
     narrow, _ = layer_of((384, 8, 7168, 256))
     assert _own._in_registers(narrow, sweep)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 32, 64, 128])
+@pytest.mark.parametrize("layer", ["mxfp8:minimax-m2@tp4", "mxfp8:kimi-k2@tp8", "mxfp4:gpt-oss-120b"])
+def test_no_suggestion_counts_what_a_layer_has_no_counters_for(layer: str, tokens: int) -> None:
+    """A layer's counters are made for its own choices; a split of the columns found elsewhere would need some."""
+    shape = shapes.parse(layer)
+    backend = OwnMxfp8() if layer.startswith("mxfp8") else OwnMxfp4()
+    weights = backend._allocate(shape, shape.local_experts, "meta")
+    room = plan_workspace(weights, tokens, shape.top_k).counters
+    suggested = backend.tiles(shape, tokens, 3)
+    assert suggested
+    assert all(
+        plan_workspace(weights, tokens, shape.top_k, configs.checked(each)).counters <= room for each in suggested
+    )

@@ -201,15 +201,22 @@ class OwnBackend(Backend):
 
     def tiles(self, problem: Problem, tokens: int, most: int) -> tuple[str, ...]:
         """What was the fastest for other shapes with as many rows an expert; none where one configuration must do for
-        all numbers of tokens."""
+        all numbers of tokens, and none that counts arrivals where the layer's own choice does not: a layer's counters
+        are made once, for its own choices."""
         from ..kernels.config import candidates
+        from ..kernels.fused_moe import plan_workspace
 
         if problem.batch_invariant:
             return ()
         blank = self._allocate(problem, problem.local_experts, "meta")
         quantise = self.activations(problem) == "mxfp8"
         found = candidates(blank, problem.top_k, tokens, 4 * most, quantise=quantise)
-        small = [each for each in found if _in_registers(blank, each)]
+
+        def counters(config: Config | None) -> int:
+            return plan_workspace(blank, tokens, problem.top_k, config, quantise=quantise).counters
+
+        room = counters(None)
+        small = [each for each in found if _in_registers(blank, each) and counters(each) <= room]
         return tuple(json.dumps(each.to_json(), sort_keys=True) for each in small[:most])
 
     def tiled(self, problem: Problem, tile: str) -> AbstractContextManager[None]:
