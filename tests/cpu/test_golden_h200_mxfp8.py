@@ -9,33 +9,54 @@ from typing import Any
 
 import pytest
 
-from vllm_moe_oracle.oracle.problem import Activation, Device, Problem, Scheme
+from vllm_moe_oracle import settings
+from vllm_moe_oracle.oracle.oracle import candidates
+from vllm_moe_oracle.oracle.problem import Activation, Device, Parallel, Problem, Scheme
 from vllm_moe_oracle.oracle.registry import default_registry
 
 FOLDER = Path(__file__).parents[1] / "golden/h200"
 FILES = sorted(FOLDER.glob("mxfp8-vllm-*.json"))
+EARLIER = "0.26.0"
+"""The release whose table is of an earlier day: without the newest layers and faults, with two rows of a script that
+had no self-checks."""
+FIRST = "1"
+"""The run of these rows."""
 LAYERS = {
     "qwen3_silu",
     "qwen3_silu_bias",
     "qwen3_relu2",
     "qwen3_relu2_bias",
+    "qwen3_swigluoai_bias",
     "nemotron_silu",
     "nemotron_relu2",
     "nemotron_relu2_bias",
-    "qwen3_swigluoai_bias",
 }
+LATER_LAYERS = {"qwen3_silu_ep2", "nemotron_relu2_tp2"}
 TOKENS = {"1", "7", "64", "513"}
 EVERYWHERE = {"marlin_mxfp8", "own_mxfp8", "own_mxfp8_w8a8", "emulation"}
 
 FAULTS = {"scales of rows moved", "rows of w2 moved", "scales of groups moved"}
+LATER_FAULTS = {
+    "scales of w13 column by column",
+    "scales of w2 column by column",
+    "scales of w13 one exponent up",
+    "scales of w2 one exponent down",
+}
 GATED_FAULTS = {"gate and up exchanged"}
 BIAS_FAULTS = {"w13's biases left out", "w2's biases left out"}
+PARAMETER_FAULTS = {"alpha ignored", "beta ignored", "limit ignored"}
+
+BROKEN: dict[tuple[str, str, str], list[str]] = {
+    # Where few tokens leave multiprocessors idle, Humming adds up parts of the first product that were rounded to
+    # bfloat16, and ReLU² doubles what that does; stock's own error is beside it, and is as large.
+    ("0.33.0", "nemotron_relu2_tp2", "humming_mxfp8"): ["eager at 1", "graph at 1"],
+}
+"""Rows that break a rule, and which."""
+NEVER_ENDED = {("0.33.0", "qwen3_silu_ep2", "humming_mxfp8_grouped")}
+"""Not ready, stock's own first, after 190 s on a card and cores that 15 processes shared; not repeated alone."""
 
 TIME = "self-check's time"
 LATE = {
-    ("0.33.0", "qwen3_relu2_bias", "own_mxfp8_w8a8"),
-    ("0.33.0", "nemotron_silu", "own_mxfp8"),
-    ("0.33.0", "nemotron_silu", "own_mxfp8_w8a8"),
     ("0.26.0", "qwen3_silu", "own_mxfp8"),
     ("0.26.0", "qwen3_silu", "own_mxfp8_w8a8"),
     ("0.26.0", "qwen3_silu_bias", "own_mxfp8"),
@@ -47,9 +68,12 @@ LATE = {
     ("0.26.0", "qwen3_swigluoai_bias", "own_mxfp8"),
 }
 """Self-checks that took more than 150 ms while their card and cores were shared with other processes, and that were not
-timed again alone."""
-EARLIER = "1"
-"""The run whose rows have no self-check and no spread experts: its script had none."""
+timed again alone. The same backends on 0.33.0, alone, take 22 to 63 ms."""
+BESIDE_OTHERS = {"qwen3_silu", "qwen3_silu_bias", "qwen3_silu_ep2", "nemotron_silu", "nemotron_relu2"}
+"""Layers on which 0.33.0's vLLM kernels were self-checked beside 15 other processes, and in time all the same."""
+
+STOCK_CANNOT = {("nemotron_relu2_tp2", "marlin_mxfp8"): "shape '[128, 2, 928, 2688]' is invalid"}
+"""Layers that stock's own conversion fails on, with its words: it takes 928 rows without a gate for two halves."""
 
 
 def table(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -64,11 +88,16 @@ def key(row: dict[str, Any]) -> tuple[str, str, str]:
 def problem(layer: str) -> Problem:
     """What `backend_table` made of a layer's name."""
     hidden, inner, top_k = (2048, 768, 8) if layer.startswith("qwen3") else (2688, 1856, 6)
+    inner = inner // 2 if layer.endswith("_tp2") else inner
     activation = Activation("relu2", gated=False) if "relu2" in layer else Activation("silu")
     if "swigluoai" in layer:
         activation = Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0)
     scheme = Scheme("mxfp8", 8, 32, "modelopt", activations="mxfp8")
-    return Problem(layer, scheme, 128, 128, top_k, hidden, inner, activation, has_bias=layer.endswith("_bias"))
+    ep = 2 if layer.endswith("_ep2") else 1
+    return Problem(
+        layer, scheme, 128, 128 // ep, top_k, hidden, inner, activation, has_bias=layer.endswith("_bias"),
+        parallel=Parallel(ep=ep),
+    )  # fmt: skip
 
 
 def machine(conditions: dict[str, Any]) -> Device:
@@ -77,6 +106,16 @@ def machine(conditions: dict[str, Any]) -> Device:
 
 
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+def measured(file: Path) -> list[dict[str, Any]]:
+    """The rows of what ran and is not refused since."""
+    return [row for row in table(file)[1] if "refused" not in row and key(row) not in NEVER_ENDED]
+
+
+def checked(file: Path) -> list[dict[str, Any]]:
+    """Those of them that have a self-check."""
+    return [row for row in measured(file) if row.get("run") != FIRST]
 
 
 def test_both_releases_were_measured() -> None:
@@ -88,82 +127,92 @@ def test_the_conditions_are_there(file: Path) -> None:
     conditions, rows = table(file)
     assert conditions["gpu"] == "NVIDIA H200" and conditions["capability"] == 90
     assert conditions["packages"]["vllm"] == file.stem.removeprefix("mxfp8-vllm-")
-    assert {"torch", "cuda", "command", "date", "limit", "ratio_to_stock", "runs"} <= conditions.keys()
+    assert {"torch", "cuda", "command", "date", "limit", "ratio_to_stock"} <= conditions.keys()
     assert (conditions["limit"], conditions["ratio_to_stock"]) == (6e-3, 1.2)
-    assert {row["run"] for row in rows} <= conditions["runs"].keys()
+    assert {row["run"] for row in rows if "run" in row} == conditions.get("runs", {}).keys()
     assert len({key(row) for row in rows}) == len(rows)
 
 
 @every_file
 def test_every_backend_that_the_oracle_accepts_was_run_on_every_layer(file: Path) -> None:
     conditions, rows = table(file)
-    for layer in LAYERS:
-        accepted = {
-            backend.name
-            for backend in default_registry().for_scheme("mxfp8")
-            if not backend.check(problem(layer), machine(conditions)).reasons
-        }
+    layers = LAYERS | (LATER_LAYERS if EARLIER not in file.stem else set())
+    assert {row["layer"] for row in rows} == layers
+    for layer in layers:
+        asked = candidates(problem(layer), machine(conditions), settings.load({}))
+        accepted = {each.backend for each in asked if each.accepted}
         ran = {row["backend"] for row in rows if row["layer"] == layer and "refused" not in row}
         assert ran == accepted >= EVERYWHERE, layer
 
 
 @every_file
-def test_errors_conversions_and_ranks_keep_the_rules(file: Path) -> None:
+def test_what_breaks_a_rule_is_known(file: Path) -> None:
     for row in table(file)[1]:
-        if "refused" in row:
-            continue
-        assert "failure" not in row, key(row)
+        if key(row) in NEVER_ENDED:
+            assert row["failure"].startswith("ended, being late") and not row["pass"]
+    for row in checked(file):
+        assert row["broken"] == BROKEN.get(key(row), [TIME] * (key(row) in LATE)), key(row)
+        assert row["pass"] == (not row["broken"]) and "failure" not in row, key(row)
+
+
+@every_file
+def test_errors_conversions_and_ranks_keep_the_rules(file: Path) -> None:
+    for row in measured(file):
         assert row["error"].keys() == TOKENS, key(row)
         assert row["convert_peak_mib"] <= row["one_expert_mib"] + 64, key(row)
-        assert row["run"] == EARLIER or row["spread_error"] <= 6e-3, key(row)
+        assert row.get("run") == FIRST or row["spread_error"] <= 6e-3, key(row)
         for tokens, modes in row["error"].items():
             assert modes.keys() == {"eager", "graph"}, key(row)
-            assert max(modes.values()) <= 6e-3, (key(row), tokens)
+            known = [f"{mode} at {tokens}" for mode in modes]
+            if not set(known) & set(BROKEN.get(key(row), [])):
+                assert max(modes.values()) <= 6e-3, (key(row), tokens)
             if "stock_error" in row:
                 assert max(modes.values()) <= 1.2 * row["stock_error"][tokens], (key(row), tokens)
 
 
 @every_file
 def test_stock_was_measured_beside_the_kernels_that_are_its_own(file: Path) -> None:
-    for row in table(file)[1]:
-        if row["backend"].startswith(("marlin", "humming")) and "refused" not in row:
+    for row in measured(file):
+        words = STOCK_CANNOT.get((row["layer"], row["backend"]))
+        if words is not None:
+            assert words in row["stock_failure"], key(row)
+        elif row["backend"].startswith(("marlin", "humming")):
             assert "stock_error" in row, (key(row), row.get("stock_failure"))
 
 
 @every_file
 def test_self_checks_pass_and_find_every_fault(file: Path) -> None:
-    for row in table(file)[1]:
-        if row["run"] == EARLIER:
-            continue
+    for row in checked(file):
         check, layer = row["self_check"], problem(row["layer"])
         assert check["passed"] and check["error"] <= check["tolerance"] and not check["missed"], key(row)
         wanted = FAULTS | (GATED_FAULTS if layer.activation.gated else set())
         wanted |= BIAS_FAULTS if layer.has_bias else set()
+        if EARLIER not in file.stem:
+            wanted |= LATER_FAULTS | (PARAMETER_FAULTS if layer.activation.alpha is not None else set())
+            assert check["raised"] == {} and not check.get("refused"), key(row)
+            assert check["faults"].keys() == wanted, key(row)
         assert check["faults"].keys() >= wanted, key(row)
         assert min(check["faults"].values()) > check["tolerance"], key(row)
 
 
 @every_file
-def test_nothing_is_broken_but_times_on_a_shared_card(file: Path) -> None:
-    late = set()
-    for row in table(file)[1]:
-        if "refused" in row or row["run"] == EARLIER:
-            assert "refused" in row or row["pass"], key(row)
-            continue
-        if row["self_check"]["seconds"] > 0.15:
-            late.add(key(row))
-        assert row["broken"] == [TIME] * (key(row) in late) and row["pass"] == (key(row) not in late), key(row)
+def test_self_checks_take_less_than_150_ms_and_keep_nothing(file: Path) -> None:
+    """With everything compiled; the longest of three where they ran alone."""
+    late = {key(row) for row in checked(file) if row["self_check"]["seconds"] > 0.15}
     assert late == {each for each in LATE if each[0] in file.stem}
+    if EARLIER in file.stem:
+        return
+    for row in checked(file):
+        check = row["self_check"]
+        if row["layer"] in BESIDE_OTHERS and not row["backend"].startswith("own"):
+            continue
+        assert check["alone"] is True and len(check["each"]) == 3, key(row)
+        assert check["seconds"] == max(check["each"]) and check["kept_mib"] == 0.0, key(row)
 
 
 @every_file
 def test_every_kind_of_backend_was_self_checked_in_time(file: Path) -> None:
-    """Each at least once although the card was shared."""
-    seen = {
-        row["backend"]
-        for row in table(file)[1]
-        if "refused" not in row and row["run"] != EARLIER and row["self_check"]["seconds"] <= 0.15
-    }
+    seen = {row["backend"] for row in checked(file) if row["self_check"]["seconds"] <= 0.15}
     assert seen == {*EVERYWHERE, "humming_mxfp8"}
 
 
@@ -171,10 +220,10 @@ def test_every_kind_of_backend_was_self_checked_in_time(file: Path) -> None:
 def test_what_was_refused_afterwards_is_refused(file: Path) -> None:
     conditions, rows = table(file)
     refused = [row for row in rows if "refused" in row]
+    assert bool(refused) == (EARLIER in file.stem)
     for row in refused:
         backend = default_registry()[row["backend"]]
         codes = {reason.code for reason in backend.check(problem(row["layer"]), machine(conditions)).reasons}
         assert codes == {"activation.since"}, key(row)
     worst = max((max(modes.values()) for row in refused for modes in row["error"].values()), default=0.0)
-    # The number that stands in the reason.
     assert worst == 0.0 or 6.15e-3 < worst < 6.25e-3
