@@ -9,8 +9,6 @@ row's largest number is 448; how much that is of a block is known (`fold_codes`)
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 _LARGEST = 8  # exponent of the largest e2m1 significand that e4m3 holds: 1.5 * 2**8 = 384
@@ -22,21 +20,19 @@ _BIAS = 127  # of e8m0
 _NAN = 255
 _NORMAL = -126  # a smaller row scale is subnormal, which kernels flush to zero
 _BLOCK = 32
-_PART = 1 << 21  # numbers folded at a time: what is in memory in between is a multiple of it
+_PART = 1 << 20  # numbers folded at a time: what is in memory in between is a multiple of it
 _NONE = 1 << 10  # the exponent of nothing
 _FAR = -40  # a number times a smaller power of two is nothing to e4m3
-_SHIFTS = 16  # a number times a larger power of two than this is none of e4m3's, nor one times the inverse's square
+_SHIFTS = (-16, 10)  # powers of two beyond, times a number, are none of e4m3's; those within are float16's
 
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
-_TOP = (-_NONE, -1, 0, 0, 1, 1, 2, 2)  # exponents of the magnitudes
-_LAST = (_NONE, -1, 0, -1, 1, 0, 2, 1)  # and of their last bits
-
-
-@functools.cache
-def _pairs(values: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
-    pairs = [(values[byte & 15], values[byte >> 4]) for byte in range(256)]
-    return torch.tensor(pairs, dtype=dtype, device="cpu")
+_LAST = (_NONE, -1, 0, -1, 1, 0, 2, 1)
+"""Exponents of the last bits of e2m1's eight magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+_TOP = (-_NONE, -1, 0, 0, 1, 1, 2, 2)
+"""Exponents of the magnitudes."""
+_ORDER = (4, 0, 1, 0, 2, 1, 3, 2)
+"""The magnitudes' places by the exponent of the last bit, zero last."""
+_PACKED = sum(place << 4 * magnitude for magnitude, place in enumerate(_ORDER))
+_LAST_BY_PLACE = tuple(_LAST[_ORDER.index(place)] for place in range(5))
 
 
 def _two_to(exponents: torch.Tensor) -> torch.Tensor:
@@ -49,17 +45,29 @@ def _parts(rows: int, columns: int) -> list[slice]:
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
-def _of_bytes(codes: torch.Tensor, values: tuple[float, ...], dtype: torch.dtype) -> torch.Tensor:
-    """`[N, K/32, 32]`: what stands for each of 16 codes, of packed ones, uint8 `[N, K/2]`, low nibble first."""
-    table = _pairs(values, dtype).to(codes.device)
-    return table.index_select(0, codes.flatten().int()).view(codes.shape[0], -1, _BLOCK)
+def _split(codes: torch.Tensor) -> torch.Tensor:
+    """Codes uint8 `[N, K/32, 32]` of packed ones, uint8 `[N, K/2]`, low nibble first."""
+    return torch.stack((codes & 15, codes >> 4), dim=-1).view(codes.shape[0], -1, _BLOCK)
 
 
-def _exponents(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _looked_up(values: tuple[int, ...], places: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=places.device)[places.long()]
+
+
+def _exponents(magnitudes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `exponents`, of e2m1's codes without their signs, uint8 `[N, K/32, 32]`."""
     exponents = scales.to(torch.int32) - _BIAS
-    top = _of_bytes(codes, _TOP * 2, torch.int16).amax(-1)
-    last = _of_bytes(codes, _LAST * 2, torch.int16).amin(-1)
+    # Magnitudes are in the order of their codes; those of last bits are looked up in the nibbles of a number.
+    packed = torch.full((), _PACKED, dtype=torch.int32, device=magnitudes.device)
+    places = (packed >> (magnitudes.to(torch.int32) << 2) & 7).amin(-1)
+    top, last = _looked_up(_TOP, magnitudes.amax(-1)), _looked_up(_LAST_BY_PLACE, places)
     return (top + exponents).amax(-1), (last + exponents).amin(-1)
+
+
+def _values(nibbles: torch.Tensor) -> torch.Tensor:
+    """float16 of e2m1's codes: two bits of exponent and one of mantissa, in their places there, are 2**14 too small."""
+    codes = nibbles.to(torch.int16)
+    return ((codes & 7) << 9 | (codes & 8) << 12).view(torch.float16) * 2.0**14
 
 
 def exponents(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +79,7 @@ def exponents(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, 
 
     A row of zeros has a last bit that is above its largest number.
     """
-    parts = [_exponents(codes[rows], scales[rows]) for rows in _parts(codes.shape[0], 2 * codes.shape[1])]
+    parts = [_exponents(_split(codes[rows]) & 7, scales[rows]) for rows in _parts(codes.shape[0], 2 * codes.shape[1])]
     top, last = zip(*parts, strict=True)
     return torch.cat(top), torch.cat(last)
 
@@ -88,14 +96,15 @@ def fold(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch
     folded = torch.empty(codes.shape[0], codes.shape[1] * 2, dtype=torch.float8_e4m3fn, device=codes.device)
     factors = torch.empty(codes.shape[0], dtype=torch.float32, device=codes.device)
     for rows in _parts(*folded.shape):
-        top, last = _exponents(codes[rows], scales[rows])
+        nibbles = _split(codes[rows])
+        top, last = _exponents(nibbles & 7, scales[rows])
         lost = (scales[rows] == _NAN).any(-1) | (top - last > SPREAD)
         # As low as it may be, so that most numbers are normal; a row of zeros may have any.
         exponent = (top - _LARGEST).clamp(min=_NORMAL, max=_BIAS)
         shift = scales[rows].to(torch.int32) - _BIAS - exponent[:, None]
-        values = _of_bytes(codes[rows], _VALUES, torch.float32)
-        values *= _two_to(shift.clamp(-2 * _SHIFTS, _SHIFTS))[:, :, None]
-        folded[rows] = values.clamp(-448.0, 448.0).flatten(1).to(torch.float8_e4m3fn)
+        factor = _two_to(shift.clamp(*_SHIFTS)).to(torch.float16)
+        values = _values(nibbles).mul_(factor[:, :, None]).clamp_(-448.0, 448.0)
+        folded[rows] = values.flatten(1).to(torch.float8_e4m3fn)
         factors[rows] = _two_to(exponent).masked_fill(lost, float("nan"))
     return folded, factors
 
