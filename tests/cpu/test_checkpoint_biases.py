@@ -82,7 +82,14 @@ def header(*, length: int | None = None, **tensors: Any) -> bytes:
         (header(length=1 << 40), "its header would have 1099511627776 bytes"),
         (b"\x05\0\0\0\0\0\0\0{tru", "is no safetensors file"),
         (header() + b"", None),
-        (header(**{NAME: {"dtype": "F16", "shape": [4], "data_offsets": [0, 8]}}) + b"\0\0", "it ends before model"),
+        (
+            header(**{NAME: {"dtype": "F16", "shape": [4], "data_offsets": [0, 8]}}) + b"\0\0",
+            "bytes 0 to 8 of 2",
+        ),
+        (header(**{NAME: {"dtype": "F16", "shape": [4], "data_offsets": [0, 10**15]}}), "would be bytes 0 to 10000000"),
+        (header(**{NAME: {"dtype": "F16", "shape": [4], "data_offsets": [0, 10**30]}}), "would be bytes 0 to 10000000"),
+        (header(**{NAME: {"dtype": "F16", "shape": [4], "data_offsets": [-2, 0]}}), "would be bytes -2 to 0"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n", "git lfs pull"),
         (header(**{NAME: {"dtype": "F16", "shape": [4]}}), "'data_offsets'"),
         (header(**{NAME: [1, 2]}), "is no safetensors file"),
         (header(**{NAME: {"dtype": "F16", "shape": [4], "data_offsets": "ab"}}), "is no safetensors file"),
@@ -104,9 +111,11 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
         holds_expert_biases(tmp_path)
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", ["gptq", "GPTQ", "awq"])
 def test_explain_knows_them_where_it_is_given_the_folder(method: str, tmp_path: Path) -> None:
-    quantization = GPTQ if method == "gptq" else {"quant_method": "awq", "bits": 4, "group_size": 64}
+    quantization = (
+        {**GPTQ, "quant_method": method} if method != "awq" else {"quant_method": "awq", "bits": 4, "group_size": 64}
+    )
     (tmp_path / "config.json").write_text(json.dumps(quantised(quantization_config=quantization)))
     for bias, biased in ((ZEROS, False), (one(at=3, value=0.25), True)):
         save_file({NAME: bias}, tmp_path / "model.safetensors")

@@ -147,3 +147,20 @@ def test_everything_that_a_layer_runs_is_run_once_more_where_kernels_are_shared(
     }
     found = {(job.problem.layer, job.backend): list(job.calls) for job in jobs}
     assert {key: sorted(each) for key, each in found.items()} == {key: sorted(each) for key, each in expected.items()}
+
+
+def test_a_backend_that_fails_to_say_what_it_compiles_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = default_registry()["own_wna16"]
+
+    def fails(self: Any, *args: Any) -> Any:
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr(type(own), "compiled", fails)
+    layer = shapes.parse("int4_g128:qwen3-30b-a3b")
+    with caplog.at_level("WARNING", logger="vllm.moe_oracle"):
+        jobs = [*tuning._jobs([(layer, ("own_wna16", "triton_wna16"))], H200, COUNTS, TILES)]
+    mine = sorted(count for job in jobs if job.backend == "own_wna16" for count, _ in job.calls)
+    assert mine == [*COUNTS]
+    assert "own_wna16: compiled fails for" in caplog.text

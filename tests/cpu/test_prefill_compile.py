@@ -27,7 +27,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 
-from vllm_moe_oracle.kernels import prefill_launch  # noqa: E402
+from vllm_moe_oracle.kernels import fused_moe, prefill_launch  # noqa: E402
 from vllm_moe_oracle.kernels.prefill_config import Prefill, measured_table, reasons_against, stages_of  # noqa: E402
 from vllm_moe_oracle.kernels.weights import allocate  # noqa: E402
 
@@ -181,3 +181,28 @@ def test_table_of_hand_overs_is_whole() -> None:
             assert tokens == sorted(set(tokens)) and tokens[-1] >= 10**9
             for row in rows:
                 assert row["config"] is None or Prefill(**row["config"])
+
+
+def test_a_layer_that_they_cannot_run_is_refused_also_when_asked_for() -> None:
+    weights = allocate("mxfp8", 4, 96, 96, device="meta")
+    x = torch.empty(8, 96, dtype=torch.bfloat16, device="meta")
+    routed = torch.empty(8, 2, device="meta")
+    empty = torch.empty(1 << 22, dtype=torch.uint8, device="meta")
+    with pytest.raises(ValueError, match="hidden size 96 is not a multiple of 64"):
+        fused_moe.fused_moe(
+            x, weights, routed, routed.to(torch.int32), activation="silu", workspace=empty, pdl=True,
+            counters=torch.empty(1, dtype=torch.int32, device="meta"), out=torch.empty_like(x), config=Prefill(),
+        )  # fmt: skip
+
+
+def test_warm_up_runs_both_ways_of_adding_up_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = allocate("mxfp8", 128, 2048, 768, device="meta")
+    ran: list[bool] = []
+
+    def record(x: Any, weights: Any, topk_weights: Any, topk_ids: Any, **more: Any) -> None:
+        if isinstance(more["config"], Prefill):
+            ran.append(prefill_launch.has_adding_launch(topk_ids.numel(), weights.experts))
+
+    monkeypatch.setattr(fused_moe, "fused_moe", record)
+    fused_moe.warmup(weights, 8, [1 << power for power in range(15)], activation="silu")
+    assert sorted(ran) == [False, True]

@@ -41,23 +41,26 @@ def _not_zero(path: Path) -> bool:
         raise CheckpointError("is no regular file", where=str(path))
     try:
         with path.open("rb") as file:
-            return any(_differs_from_zero(data, width) for data, width in _biases(file))
+            return any(_differs_from_zero(data, width) for data, width in _biases(file, path.stat().st_size))
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"is no safetensors file: {error}", where=str(path)) from error
+        remedy = "Fetch the file itself (git lfs pull), or give the config.json: no tensor is looked at then"
+        raise CheckpointError(f"is no safetensors file: {error}", remedy, str(path)) from error
 
 
-def _biases(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """Bytes of each bias of experts, and those of one number."""
+def _biases(file: BinaryIO, length: int) -> Iterator[tuple[bytes, int]]:
+    """Bytes of each bias of experts, and those of one number; of a file of so many bytes."""
     size = int.from_bytes(file.read(8), "little")
-    if not 0 < size <= MAX_HEADER:
+    if not 0 < size <= min(MAX_HEADER, length - 8):
         raise ValueError(f"its header would have {size} bytes")
     tensors = json.loads(file.read(size))
     for name, tensor in tensors.items():
         if name == "__metadata__" or not is_expert_bias(name):
             continue
         first, last = tensor["data_offsets"]
+        if not 0 <= first <= last <= length - 8 - size:
+            raise ValueError(f"{name} would be bytes {first} to {last} of {length - 8 - size}")
         file.seek(8 + size + first)
         data = file.read(last - first)
         if len(data) != last - first:

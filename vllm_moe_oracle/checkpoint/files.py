@@ -63,7 +63,7 @@ def read(path: Path) -> Config:
     top = _object(file)
     model, nested = _language_model(top, file)
     quantization = _quantization(top, model, file)
-    told = quantization is not None and quantization[0].get("quant_method") in _TOLD_BY_TENSORS
+    told = quantization is not None and str(quantization[0].get("quant_method")).lower() in _TOLD_BY_TENSORS
     return Config(file, top, model, nested, quantization, told and path.is_dir() and holds_expert_biases(path))
 
 

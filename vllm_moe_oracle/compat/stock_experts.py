@@ -133,7 +133,7 @@ class StockExperts(Engine):
         """An instance of vLLM's own expert class.
 
         Args:
-            class_name: a key of `stock_experts_classes`.
+            class_name: a key of `stock_experts_classes`, or ``module:Class``.
             moe: vLLM's `FusedMoEConfig`. Given a plan, its sizes become the plan's, as stock code does it: vLLM's
                 runner then pads what goes in and crops what comes out.
             quant_config: from `quant_config`.
@@ -151,7 +151,7 @@ class StockExperts(Engine):
             moe.intermediate_size_per_partition = plan.intermediate_size
         found = self.stock_class(class_name)
         described = described_for_stock(quant_config, weights, inputs, scales, swizzled, group)
-        if class_name.startswith("Humming"):
+        if class_name.startswith("Humming") or "humming" in found.__module__:
             assert problem is not None and tensors is not None
             return self.humming_experts(found, moe, described, problem, tensors)
         experts = found.__new__(found)

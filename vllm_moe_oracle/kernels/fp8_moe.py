@@ -1,4 +1,4 @@
-"""The launcher of a fused MoE layer on fp8 tensor cores: nine kernels, no allocation, any number of tokens.
+"""The launcher of a fused MoE layer on fp8 tensor cores: eight kernels, no allocation, any number of tokens.
 
 All launches go to the current CUDA stream, depend only on shapes, and are safe to capture in a CUDA graph.
 """

@@ -297,7 +297,7 @@ def product(x_desc, w_desc, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_
     DOWN: out[sorted[position]] = (x[position] @ w[expert].T + bias[expert]) * router weight, out 16-bit [slots, width];
     else out[position] = activation(x[position] @ w[expert].T + bias[expert]), [slots, width] too: of pairs of columns
     if GATED, else of each, max(., 0) ** 2.
-    w [experts * rows_of_expert, columns] e4m3, row_scale and bias float32 [experts, rows_of_expert], a multiple of 64.
+    w [experts * rows_of_expert, columns] e4m3, row_scale and bias float32 [experts, rows_of_expert], a multiple of 32.
     x and w: descriptors, boxes [64, 128] and [128, 128]. sorted, routers, blocks, most: `prefill_route.place_slots`.
     tiles: 256 rows of an expert each. WEIGHT: router weights multiply in this product. MOVE: `prefill.share`. A
     one-dimensional grid of any size, of 4 warps.

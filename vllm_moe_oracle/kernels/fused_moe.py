@@ -1,4 +1,5 @@
-"""The launcher: a fused MoE layer over quantised weights, in two to five kernels and no allocation.
+"""The launcher: a fused MoE layer over quantised weights, in two to six kernels and no allocation but of a copy of x
+whose rows are not aligned, for many tokens.
 
     weights = allocate("mxfp4", experts, hidden, intermediate, bias=True, device="cuda")   # then load_expert(...)
     config = choose(weights, top_k, tokens)
@@ -19,7 +20,7 @@ import torch
 
 from . import gemm, prefill_launch, route
 from .config import INVARIANT, Config, Tile, choose, misfits, quantisable
-from .prefill_config import Prefill
+from .prefill_config import Prefill, reasons_against
 from .weights import Matrix, OwnWeights, dequantise_expert, restore_expert
 
 # Name -> (kernel's name, alpha, beta): a gated activation is gate * sigmoid(alpha * gate) * (up + beta), or gelu.
@@ -237,7 +238,7 @@ def fused_moe(
     config = config or choose(weights, top_k, tokens, quantise=quantise_activations)
     if quantise_activations and (isinstance(config, Prefill) or not quantisable(weights, config)):
         raise ValueError(f"{config} does not hold whole groups of 32 columns of h, which are quantised together")
-    if isinstance(config, Config) and (reasons := misfits(weights, top_k, config)):
+    if reasons := misfits(weights, top_k, config) if isinstance(config, Config) else reasons_against(weights):
         raise ValueError(f"{config} does not fit this layer: " + "; ".join(reasons))
     plan = plan_workspace(weights, tokens, top_k, config, quantise=quantise_activations)
     available = workspace.numel() * workspace.element_size()
@@ -413,7 +414,11 @@ def warmup(
     for count in tokens:
         config = INVARIANT if batch_invariant else choose(weights, top_k, count, quantise=quantise_activations)
         slots = count * top_k
-        variant = (config, *_sort_variant(slots, weights.experts)[1].items(), count >= 64)
+        if isinstance(config, Prefill):
+            sorting: tuple[object, ...] = (prefill_launch.has_adding_launch(slots, weights.experts),)
+        else:
+            sorting = tuple(_sort_variant(slots, weights.experts)[1].items())
+        variant = (config, *sorting, count >= 64)
         if count == 0 or variant in seen:
             continue
         seen.add(variant)

@@ -1,4 +1,5 @@
-"""The launcher's other half: a fused MoE layer for many tokens, in five or six kernels and no allocation."""
+"""The launcher's other half: a fused MoE layer for many tokens, in five or six kernels and no allocation but of a
+copy of x whose rows are not aligned."""
 
 from __future__ import annotations
 
@@ -58,6 +59,11 @@ def _flags(matrix: Matrix) -> dict[str, object]:
     }
 
 
+def has_adding_launch(slots: int, experts: int) -> bool:
+    """Whether counts of chunks of slots are added up by a launch of their own: other kernels are compiled then."""
+    return _chunks(slots) * _experts_padded(experts) > _FEW
+
+
 def launch(
     x: torch.Tensor,
     weights: OwnWeights,
@@ -94,7 +100,7 @@ def launch(
     lists = {"EP": padded, **options}
     chunked = {"HAS_MAP": has_map, "CHUNK": _CHUNK, "num_warps": 1, **lists}
     prefill_route.count_slots[(chunks,)](topk_ids, ids_map, counts, slots, **chunked)
-    add = chunks * padded > _FEW
+    add = has_adding_launch(slots, experts)
     if add:
         prefill_route.add_chunks[(padded,)](counts, totals, chunks, BLOCK=512, num_warps=4, **lists)
     prefill_route.place_slots[(max(chunks, experts),)](

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from ..device import detect
 from ..errors import MeasurementError
@@ -405,6 +406,15 @@ class _Warmed:
     failures: tuple[str, ...]
 
 
+def _asked(backend: Any, question: str, problem: Problem, *more: Any) -> Any:
+    """What a backend says of its kernels; None where that fails, which is told and does not end others' measuring."""
+    try:
+        return getattr(backend, question)(problem, *more)
+    except Exception:
+        engine.logger.warning("%s: %s fails for %s", backend.name, question, problem.layer, exc_info=True)
+        return None
+
+
 def _jobs(
     work: Sequence[tuple[Problem, Sequence[str]]], device: Device, counts: Sequence[int], tiles: int
 ) -> Iterator[_Job]:
@@ -421,23 +431,23 @@ def _jobs(
                 yield _Job(problem, name, tuple(plain), device, max(counts))
                 continue
             backend = registry[name]
-            if backend.compiled(problem, max(counts)) is None:
+            if _asked(backend, "compiled", problem, max(counts)) is None:
                 # In two parts, because it may compile for each number of tokens.
                 parts = [plain[first::2] for first in range(2)]
             else:
                 calls = plain + [
                     (count, tile)
                     for count in counts
-                    for tile in (backend.tiles(problem, count, tiles) if tiles else ())
+                    for tile in (_asked(backend, "tiles", problem, count, tiles) or () if tiles else ())
                 ]
                 missing = []
                 for count, tile in calls:
-                    kernels = backend.compiled(problem, count, tile) or frozenset()
+                    kernels = _asked(backend, "compiled", problem, count, tile) or frozenset()
                     if not kernels <= seen:
                         missing.append((count, tile))
                         seen |= kernels
                 parts = [missing[first : first + CALLS] for first in range(0, len(missing), CALLS)]
-                if any(backend.compiled(problem, *call) for call in calls):
+                if any(_asked(backend, "compiled", problem, *call) for call in calls):
                     after.append(_Job(problem, name, tuple(calls), device, max(counts), again=True))
             for part in parts:
                 if part:
