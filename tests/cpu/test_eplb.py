@@ -62,6 +62,9 @@ def canonical(case: Problem) -> dict[str, Tensor]:
             found[f"{name}_scale"] = scales.to(torch.bfloat16)
         else:
             found[name], found[f"{name}_scale"] = quantise[case.scheme.name](weights)
+        if case.scheme.act_order != "none":
+            orders = [torch.randperm(columns, generator=generator, dtype=torch.int32) for _ in range(EXPERTS)]
+            found[f"{name}_order"] = torch.stack(orders)
         if case.has_bias:
             found[f"{name}_bias"] = torch.randn(EXPERTS, rows, generator=generator).to(torch.bfloat16)
     return found
@@ -110,6 +113,9 @@ def test_moved_experts_are_converted_experts_that_were_moved(name: str, scheme: 
     spread = dataclasses.replace(case, local_experts=3, parallel=dataclasses.replace(case.parallel, ep=2))
     batched = dataclasses.replace(case, parallel=dataclasses.replace(case.parallel, format="batched"))
     device = next(filter(None, (machine(backend, each) for each in (case, spread, batched))), None)
+    if device is None and backend.limits.act_orders != ("none",):
+        case = dataclasses.replace(case, scheme=dataclasses.replace(case.scheme, act_order="group"))
+        device = machine(backend, case)
     if device is None:
         assert bias and not backend.limits.bias, f"{name} takes no such layer anywhere"
         return

@@ -75,7 +75,7 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> Tiled:
             if tile == "broken":
                 raise RuntimeError("out of resource: shared memory")
             result = once()
-            time.sleep({"quick": 0.0, "slower": 20e-3}.get(tile, 8e-3))
+            time.sleep({"quick": 0.0, "slower": 60e-3}.get(tile, 30e-3))
             return result * 1.5 if tile == "wrong" else result
 
         return with_tile
