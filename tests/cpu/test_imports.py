@@ -19,7 +19,7 @@ PACKAGE = "vllm_moe_oracle"
 BASE = {"errors", "oracle.problem", "oracle.decision", "oracle.planner"}
 PURE = BASE | {"oracle.overrides", "oracle.objectives", "settings"}
 TENSORS = BASE | {"schemes", "layouts", "kernels"}
-RELEASES = {"compat.eras", "compat.since", "compat.order"}  # tables that need no vLLM
+RELEASES = {"compat.eras", "compat.since", "compat.order", "compat.expert_names"}  # tables that need no vLLM
 DECIDING = PURE | TENSORS | RELEASES | {"backends", "oracle"}
 SERVING = (
     DECIDING
@@ -43,13 +43,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "device": {"errors", "oracle.problem", "compat.eras"},
     "expressions": {"errors"},
     "quantization": BASE | {"expressions", "quantization"},
-    "checkpoint": BASE | {"quantization", "checkpoint"},
+    "checkpoint": BASE | {"quantization", "checkpoint", "compat.expert_names"},
     "layouts": {"errors", "layouts", "oracle.problem"},
     "schemes": BASE | {"schemes", "layouts"},
     "kernels": {"kernels", "layouts"},  # knows neither vLLM nor the oracle
     "compat.eras": set(),
     "compat.since": {"compat.eras", "oracle.problem"},
     "compat.order": {"oracle.problem"},
+    "compat.expert_names": set(),
     "backends": TENSORS | RELEASES | {"backends"},
     "oracle": PURE | {"backends", "oracle"},
     "profiles": BASE,

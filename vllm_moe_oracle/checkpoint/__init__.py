@@ -51,7 +51,12 @@ class Layers:
 
 
 def layers(
-    config: Config, tp: int = 1, expert_parallel: bool = False, ragged: bool = False, online: str = ""
+    config: Config,
+    tp: int = 1,
+    expert_parallel: bool = False,
+    ragged: bool = False,
+    online: str = "",
+    vllm: str | None = None,
 ) -> Layers:
     """The MoE layers of a checkpoint as one rank sees them.
 
@@ -61,6 +66,7 @@ def layers(
         expert_parallel: the ranks hold different experts instead of parts of each (``--enable-expert-parallel``).
         ragged: the setting `ragged_shards`.
         online: vLLM's ``--quantization``: for a checkpoint in 16 bits a key of `ONLINE`; "" for none.
+        vllm: the release of vLLM, which decides what names in a compressed-tensors config mean; None for the newest.
 
     Raises:
         CheckpointError: no MoE layers, no quantisation, an unknown one, another than `online`, a field that is missing
@@ -69,9 +75,9 @@ def layers(
     where = str(config.path)
     if tp > MAX_RANKS:
         raise CheckpointError(f"{tp} ranks are more than {MAX_RANKS}, the most that are considered", where=where)
-    names = moe_layers(config)
+    names = moe_layers(config, vllm)
     scheme_of, method = _quantised(config, online)
-    further = predictors(config)
+    further = predictors(config, vllm)
     problems: list[Problem] = []
     predicting: list[Problem] = []
     unquantised, foreign = [], {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..compat.expert_names import asked
 from ..errors import CheckpointError
 from ..quantization.answers import GATED_PROJECTIONS, NUMBERED, PLAIN_PROJECTIONS, LayerNames
 from .fields import EXPERTS, LAYERS, MAX_LAYERS, UNGATED, model_type, read_integer
@@ -39,8 +40,8 @@ PREDICTING = frozenset({"deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe"
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_modules")
 
 
-def moe_layers(config: Config) -> dict[int, LayerNames]:
-    """Names of the layers that have experts, by index."""
+def moe_layers(config: Config, vllm: str | None = None) -> dict[int, LayerNames]:
+    """Names of the layers that have experts, by index, for a release of vLLM; None for the newest."""
     model, where = config.model, str(config.path)
     if isinstance(model.get("block_configs"), list):
         rule = "block_configs gives every layer a shape of its own, which this release does not read"
@@ -58,17 +59,17 @@ def moe_layers(config: Config) -> dict[int, LayerNames]:
     if not indices:
         rule = f"it has no MoE layers: by its config, none of the {total} layers has experts"
         raise CheckpointError(rule, where=where)
-    return {index: _layer_names(config, index) for index in indices}
+    return {index: _layer_names(config, index, vllm) for index in indices}
 
 
-def predictors(config: Config) -> dict[int, LayerNames]:
-    """Names of the layers of modules for multi-token prediction that have experts, by index."""
+def predictors(config: Config, vllm: str | None = None) -> dict[int, LayerNames]:
+    """The same for the layers of modules for multi-token prediction."""
     model, where = config.model, str(config.path)
     if model_type(config) not in PREDICTING or not model.get(PREDICTORS[0]):
         return {}
     count, total = (read_integer(model, names, where, MAX_LAYERS) for names in (PREDICTORS[:1], LAYERS))
     indices = [index for index in range(total, total + count) if _has_experts(model, index, where, beyond=True)]
-    return {index: _layer_names(config, index) for index in indices}
+    return {index: _layer_names(config, index, vllm) for index in indices}
 
 
 def _has_experts(model: Mapping[str, Any], index: int, where: str, beyond: bool = False) -> bool:
@@ -115,7 +116,7 @@ def _has_experts(model: Mapping[str, Any], index: int, where: str, beyond: bool 
     return not period or index % period == (every("expert_layer_offset") or 0)
 
 
-def _layer_names(config: Config, index: int) -> LayerNames:
+def _layer_names(config: Config, index: int, vllm: str | None) -> LayerNames:
     """vLLM's name of a layer's experts, then those under which checkpoints may speak of them."""
     kind = model_type(config)
     block = _BLOCKS.get(kind, "mlp")
@@ -125,7 +126,7 @@ def _layer_names(config: Config, index: int) -> LayerNames:
     modules = [f"{place}.layers.{inside}" for place in (root, *roots)]
     modules += [f"{root}.layers.{index}.{other}.experts" for other in _CHECKPOINT_BLOCKS if other != block]
     projections = PLAIN_PROJECTIONS if kind in UNGATED else GATED_PROJECTIONS
-    return LayerNames(tuple(modules), projections, projections[kind in NUMBERED])
+    return LayerNames(tuple(modules), projections, projections[kind in NUMBERED], asked(kind, vllm))
 
 
 def compact(names: Iterable[str]) -> str:

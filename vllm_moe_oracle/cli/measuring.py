@@ -22,13 +22,15 @@ def problems(models: Sequence[str], tp: int, ep: bool) -> list[Problem]:
         OracleError: a word means nothing.
     """
     from .. import checkpoint
+    from ..device import installed_packages
     from ..errors import MeasurementError
     from ..measure import shapes
 
     found: list[Problem] = []
     for word in models:
         if Path(word).exists() or "/" in word or word.endswith(".json"):
-            found += checkpoint.layers(checkpoint.read(Path(word)), tp, ep).problems
+            read = checkpoint.read(Path(word))
+            found += checkpoint.layers(read, tp, ep, vllm=installed_packages().get("vllm")).problems
         elif ":" in word:
             found.append(shapes.parse(word if "@" in word or tp == 1 else f"{word}@tp{tp}"))
         elif word in shapes.names():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import CheckpointError
@@ -40,11 +40,18 @@ class LayerNames:
         modules: names of the experts' module: vLLM's first, then those that checkpoints use for the same.
         projections: names of one expert's matrices; one tuple for each convention.
         own: the convention that the checkpoint follows; empty where nobody knows.
+        asked: names by which vLLM asks a compressed-tensors config about an expert's matrices: those for integers, then
+            those for everything else; empty where they are `own`.
     """
 
     modules: tuple[str, ...]
     projections: tuple[tuple[str, ...], ...]
     own: tuple[str, ...] = ()
+    asked: tuple[tuple[str, ...], ...] = ()
+
+    def only(self, convention: tuple[str, ...]) -> LayerNames:
+        """The same layer, with matrices of these names alone."""
+        return replace(self, projections=(convention,), own=convention, asked=())
 
     def matrices(self, convention: tuple[str, ...] = ()) -> Iterable[tuple[str, ...]]:
         """For every name, the full names of an expert's matrices, those of expert 0, by one convention; without one, by

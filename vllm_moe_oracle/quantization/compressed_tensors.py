@@ -17,8 +17,9 @@ def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
 
     A name in ``ignore`` or ``targets`` is a module's full name, or a regular expression after ``re:`` that matches from
     the start; a target may also be a class, and ``Linear`` means experts too. vLLM asks for the names of an expert's
-    matrices, of which the first target that matches counts: an entry that names the experts' module alone says nothing.
-    A target that stands in two groups is the later one's.
+    matrices, of which the first target that matches counts: an entry that names the experts' module alone says nothing,
+    and neither does one over names that vLLM does not ask for (`LayerNames.asked`). A target that stands in two groups
+    is the later one's.
     """
     ignored = _first(read_names(config, ("ignore",), where), where)
     groups: dict[str, Answer] = {}
@@ -41,7 +42,14 @@ def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
             target = target_of(names)
             return UNNAMED if target is None else groups[target]
 
-        return in_common(layer, of_matrix, usual, where)
+        for names in layer.asked[:-1]:
+            try:
+                found = in_common(layer.only(names), of_matrix, usual, where)
+            except CheckpointError:
+                continue  # no integers, of which all matrices of a layer are alike
+            if isinstance(found, Scheme) and found.name == "wna16":
+                return found
+        return in_common(layer.only(layer.asked[-1]) if layer.asked else layer, of_matrix, usual, where)
 
     return of
 

@@ -105,7 +105,9 @@ def command(
             raise SettingError(rule, "Add --ep and --tp N, N above 1", option)
     chosen = settings.load(assignments=read_assignments(assignments or []))
     machine = _device(device)
-    layers = checkpoint.layers(checkpoint.read(Path(path)), tp, ep, chosen.ragged_shards, quantization.lower())
+    layers = checkpoint.layers(
+        checkpoint.read(Path(path)), tp, ep, chosen.ragged_shards, quantization.lower(), _vllm(machine)
+    )
     moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
     _check_all_used(chosen, layers)
     serving: dict[str, Any] = {

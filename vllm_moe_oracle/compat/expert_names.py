@@ -1,0 +1,63 @@
+"""By which names vLLM asks a compressed-tensors config about the matrices of a layer's experts.
+
+Stock's `get_moe_method` asks about expert 0's gate, up and down. Until 0.31 it calls them ``gate_proj``, ``up_proj``
+and ``down_proj`` whatever the model; since then as the model's code says (``ckpt_names``), with ``None`` for the gate's
+partner where experts have no gate. This project's method for integers is asked first, and goes by what the model's code
+says as soon as a release has it, without the ``None``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from packaging.version import InvalidVersion, Version
+
+_DEFAULT = ("gate_proj", "up_proj", "down_proj")
+_NUMBERED = ("w1", "w3", "w2")
+_UNGATED = ("up_proj", "None", "down_proj")
+
+_ASKED_BY_STOCK = "0.32.0"
+_SAID = {
+    "mixtral": (_NUMBERED, "0.25.1"),
+    "minimax_m2": (_NUMBERED, "0.25.1"),
+    "phimoe": (_NUMBERED, "0.25.1"),
+    "lfm2_moe": (_NUMBERED, "0.26.0"),
+    "nemotron_h": (_UNGATED, "0.26.0"),
+    "nemotron_h_puzzle": (_UNGATED, "0.26.0"),
+    "deepseek_v4": (_NUMBERED, "0.32.0"),
+    "deepseek_v41": (_NUMBERED, "0.32.0"),
+}
+"""What the code of a kind of model says, gate, up, down, and the first release in which it does; elsewhere it is
+`_DEFAULT`."""
+
+
+class Asked(NamedTuple):
+    """Names of an expert's matrices, gate, up, down.
+
+    Attributes:
+        integers: by which this project's method for integers asks.
+        stock: by which stock vLLM asks, for everything else.
+    """
+
+    integers: tuple[str, ...]
+    stock: tuple[str, ...]
+
+
+def asked(kind: str, vllm: str | None) -> Asked:
+    """The names for a kind of model.
+
+    Args:
+        kind: its ``model_type``.
+        vllm: the release; None, or what cannot be read, counts as the newest.
+    """
+
+    def reached(release: str) -> bool:
+        try:
+            return vllm is None or Version(vllm).release >= Version(release).release
+        except InvalidVersion:
+            return True
+
+    names, first = _SAID.get(kind, (_DEFAULT, ""))
+    said = names if not first or reached(first) else _DEFAULT
+    integers = tuple(said[0] if name == "None" else name for name in said)
+    return Asked(integers, said if reached(_ASKED_BY_STOCK) else _DEFAULT)
