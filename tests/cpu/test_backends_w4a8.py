@@ -1,4 +1,4 @@
-"""MXFP4 weights with fp8 activations: never without the user's word, weights exact or refused, all that the layer has
+"""MXFP4 weights with fp8 activations: never without the checkpoint's or the user's word, weights exact or refused, all that the layer has
 handed to the kernels. The kernels' numbers are tested on a GPU."""
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from vllm_moe_oracle.kernels.fp8_weights import order_of
 from vllm_moe_oracle.oracle.decision import Decision
 from vllm_moe_oracle.oracle.oracle import decide
 from vllm_moe_oracle.oracle.problem import Device, Problem, Scheme
+from vllm_moe_oracle.oracle.registry import discover
 from vllm_moe_oracle.schemes import fp8_token, mxfp4
 from vllm_moe_oracle.settings import load
 
@@ -54,6 +55,18 @@ def test_it_is_no_candidate_without_the_users_word(declared: Any) -> None:
     assert verdict(decide(layer, H200, load({}))) == ["activation_quantization"]
     with pytest.raises(Exception, match="fp8_token"):
         decide(layer, H200, load(NAMED))
+
+
+def test_a_checkpoint_that_declares_one_scale_a_token_asks_for_it() -> None:
+    layer = dataclasses.replace(LAYERS["oai"], scheme=dataclasses.replace(MXFP4, activations="fp8_token"))
+    decision = decide(layer, H200, load({}))
+    assert verdict(decision) == [] and decision.backend != BACKEND.name
+    assert decide(layer, H200, load(NAMED)).backend == BACKEND.name
+    # Powers of two for smaller groups are not the same numbers; 16 bits lose nothing.
+    for each in decision.candidates:
+        consumed = discover()[each.backend].activations(layer)
+        refused = [reason for reason in each.reasons if reason.code == "activation_quantization"]
+        assert bool(refused) == (consumed not in ("16bit", "fp8_token")), each.backend
 
 
 def test_allowed_it_is_a_candidate_and_taken_by_name() -> None:

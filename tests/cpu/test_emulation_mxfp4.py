@@ -215,6 +215,7 @@ FAULTS: dict[str, Fault] = {
     "activations in mxfp8": scheme_of(activations="mxfp8"),
     "activations in mxfp4": scheme_of(activations="mxfp4"),
     "activations in fp8": scheme_of(activations="fp8"),
+    "activations in fp8 per token": scheme_of(activations="fp8_token"),
 }
 
 
@@ -231,7 +232,7 @@ def test_an_injected_fault_is_outside_the_bound(fault: str) -> None:
 def test_activations_that_emulation_cannot_round_are_refused_with_what_it_can(activations: Any) -> None:
     layer = dataclasses.replace(MXFP4_LAYER, scheme=dataclasses.replace(SCHEME, activations=activations))
     (reason,) = BACKEND.check(layer, CPU).reasons
-    assert reason.code == "activations" and "mxfp8 or fp8 or mxfp4" in reason.detail and activations in reason.detail
+    assert reason.code == "activations" and "mxfp8 or fp8 or fp8_token or mxfp4" in reason.detail and activations in reason.detail
 
 
 @pytest.mark.parametrize("columns", [32, 128, 160, 384])

@@ -96,7 +96,7 @@ def test_an_fp8_config_declares_fp8_whatever_the_release_says_of_its_experts() -
     for key in (None, kMxfp8Dynamic):
         assert mxfp4.declared_by(layer, key) == "fp8"
     for key, expected in ((None, "16bit"), (kMxfp8Dynamic, "mxfp8"), (kMxfp4Dynamic, "mxfp4"),
-                          (kFp8DynamicTokenSym, "fp8"), (kFp8Dynamic128Sym, "fp8")):  # fmt: skip
+                          (kFp8DynamicTokenSym, "fp8_token"), (kFp8Dynamic128Sym, "fp8")):  # fmt: skip
         assert mxfp4.declared_by(SimpleNamespace(quant_config=None), key) == expected
         assert mxfp4.declared_by(None, key) == expected
 

@@ -567,7 +567,8 @@ def test_with_lora_a_checkpoint_that_stock_cannot_read_is_refused_and_others_are
     ("inputs", "declared"),
     [
         (None, "16bit"),
-        ({"num_bits": 8, "strategy": "token", "dynamic": True}, "fp8"),
+        ({"num_bits": 8, "strategy": "token", "dynamic": True}, "fp8_token"),
+        ({"num_bits": 8, "strategy": "group", "group_size": 128, "dynamic": True}, "fp8"),
         ({"num_bits": 8, "strategy": "group", "group_size": 32, "dynamic": True}, "mxfp8"),
     ],
 )

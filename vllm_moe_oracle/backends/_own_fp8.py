@@ -36,7 +36,7 @@ class OwnFp8(Backend):
         return self.place
 
     def activations(self, problem: Problem) -> ActivationPrecision:
-        """e4m3 with one float32 scale a token, which no checkpoint declares: offered when the user allows it."""
+        """e4m3 with one float32 scale a token: offered where the checkpoint declares it, or the user allows it."""
         return "fp8_token"
 
     def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ROUNDED: dict[str, tuple[ActivationPrecision, ...]] = {
-    "mxfp8": ("mxfp8",),
-    "mxfp4": ("mxfp8", "fp8", "mxfp4"),
+    "mxfp8": ("mxfp8", "fp8_token"),
+    "mxfp4": ("mxfp8", "fp8", "fp8_token", "mxfp4"),
     "wna16": (),
 }
 """Formats to which the inputs of a scheme's products may be quantised."""

@@ -158,7 +158,8 @@ def precision_of(key: Any) -> ActivationPrecision:
         return "16bit"
     group = tuple(key.scale.group_shape)
     if key.dtype == torch.float8_e4m3fn:
-        return "mxfp8" if group == (1, MX_BLOCK) else "fp8"
+        whole = (1, -1)  # vLLM's GroupShape.PER_TOKEN
+        return {(1, MX_BLOCK): "mxfp8", whole: "fp8_token"}.get(group, "fp8")
     return "mxfp4"
 
 

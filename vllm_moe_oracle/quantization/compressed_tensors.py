@@ -148,4 +148,6 @@ def compressed_activations(inputs: Mapping[str, Any] | None) -> ActivationPrecis
         return "16bit"
     if inputs.get("num_bits") == 4:
         return "mxfp4"
+    if inputs.get("strategy") == "token":
+        return "fp8_token"
     return "mxfp8" if inputs.get("group_size") == MX_BLOCK else "fp8"
