@@ -19,8 +19,8 @@ from vllm_moe_oracle.oracle.planner import (
     round_up,
     scale_group,
     share_of,
+    survives,
     ways_out,
-    working_tp_sizes,
 )
 from vllm_moe_oracle.oracle.problem import Activation, Scheme
 
@@ -68,31 +68,37 @@ def test_nemotron_nano_is_padded_to_whole_tiles(inner: int, expected: int) -> No
     assert plan.notes == (f"intermediate size {inner} is zero-padded to {expected}, the next multiple of 128",)
 
 
-@given(SIZES, MULTIPLES, st.integers(0, 64))
-def test_working_sizes_are_exactly_the_powers_of_two_that_divide(full: int, multiple: int, limit: int) -> None:
-    found = working_tp_sizes(full, multiple, limit)
-    expected = [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= limit and full % (size * multiple) == 0]
-    assert found == expected
-
-
-@given(st.sampled_from([2, 4, 8, 16]), st.integers(1, 4000), MULTIPLES, st.sampled_from([1, 4, 128]))
+@given(st.sampled_from([2, 3, 4, 6, 8, 16]), st.integers(1, 4000), MULTIPLES, st.sampled_from([1, 4, 128]))
 def test_every_way_out_really_works(tp: int, shard: int, multiple: int, experts: int) -> None:
     layer = problem(intermediate_size=shard, tp=tp, experts=experts, top_k=1)
-    words = ways_out(layer, multiple)
+    words = ways_out(layer, lambda other: other.intermediate_size % multiple == 0)
     full = shard * tp
     # TP 1 is a way whenever the whole size is a multiple; then, and only then, is there any way.
     assert bool(words) is (full % multiple == 0)
     assume(words)
     size = int(words.removeprefix("TP ").split()[0])
-    assert size < tp and full % size == 0 and (full // size) % multiple == 0
+    works = [each for each in range(1, tp) if tp % each == 0 and (full // each) % multiple == 0]
+    assert size == max(works)
     assert ("expert parallelism" in words) is (experts >= tp)
+
+
+def test_a_way_that_nothing_works_under_is_not_offered() -> None:
+    assert ways_out(problem(intermediate_size=320, tp=2, scheme=INT4_G128), lambda other: False) == ""
+    asked = []
+    assert (
+        ways_out(problem(intermediate_size=320, tp=2, scheme=INT4_G128), lambda other: bool(asked.append(other))) == ""
+    )
+    assert [(each.parallel.tp, each.parallel.ep, each.intermediate_size) for each in asked] == [
+        (1, 1, 640), (1, 2, 640), (2, 1, 384),
+    ]  # fmt: skip
 
 
 def test_a_loader_that_cuts_between_blocks_has_more_ways_out() -> None:
     # gpt-oss-20b: 2880 / 16 = 180 splits a block; 8 ranks have 384 each but the last, which has 192.
     layer = problem(scheme=MXFP4, intermediate_size=180, tp=16, activation=GPT_OSS)
-    assert ways_out(layer, 32).startswith("TP 8 or expert parallelism")
-    assert ways_out(problem(scheme=MXFP4, intermediate_size=180, tp=16), 32).startswith("TP 2 or expert parallelism")
+    assert ways_out(layer, survives).startswith("TP 8 or expert parallelism")
+    even = problem(scheme=MXFP4, intermediate_size=180, tp=16)
+    assert ways_out(even, survives).startswith("TP 2 or expert parallelism")
 
 
 def test_shares_of_whole_groups_are_noted_with_the_schemes_own_group() -> None:
@@ -108,7 +114,7 @@ def test_groups_that_are_halved_are_said_to_be() -> None:
 
 
 def test_without_a_cut_there_is_no_other_cut_to_offer() -> None:
-    assert ways_out(problem(intermediate_size=100), 64) == ""
+    assert ways_out(problem(intermediate_size=100), lambda other: True) == ""
 
 
 def test_the_shard_that_splits_a_scale_group_is_refused_with_numbers_and_ways_out() -> None:

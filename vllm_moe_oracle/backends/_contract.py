@@ -148,7 +148,7 @@ class Backend(ABC):
 
     def check(self, problem: Problem, device: Device) -> Verdict:
         """Whether this backend can run the layer on the machine, with every rule that fails."""
-        reasons = violations(self.limits, self.rules, problem, device, self.plan(problem, device))
+        reasons = violations(self.limits, self.rules, problem, device, lambda other: self.plan(other, device))
         return Rejected(reasons) if reasons else Accepted()
 
     def tiles(self, problem: Problem, tokens: int, most: int) -> tuple[str, ...]:

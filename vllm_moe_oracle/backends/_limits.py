@@ -5,14 +5,18 @@ A backend states its limits; nothing here knows a backend. What a limit cannot s
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from packaging.version import InvalidVersion, Version
 
 from ..oracle.decision import Plan, Reason
-from ..oracle.planner import cut_in_words, group_reasons, loader_reasons, packing_reasons, ways_out
+from ..oracle.planner import cut_in_words, group_reasons, loader_reasons, packing_reasons, survives, ways_out
 from ..oracle.problem import ActivationFormat, ActOrder, Device, Problem
+
+PlanOf = Callable[[Problem], Plan]
+"""How a backend pads a shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,26 +217,35 @@ def _deployment_reasons(limits: Limits, problem: Problem) -> list[Reason]:
     return reasons
 
 
-def _shape_reasons(limits: Limits, problem: Problem, plan: Plan) -> list[Reason]:
-    reasons = group_reasons(problem) + packing_reasons(problem) + loader_reasons(problem)
-    if plan.hidden_size % limits.hidden_multiple:
-        detail = (
-            f"hidden size {plan.hidden_size} is no multiple of {limits.hidden_multiple} "
-            f"({plan.hidden_size} mod {limits.hidden_multiple} = {plan.hidden_size % limits.hidden_multiple})"
-        )
-        reasons.append(Reason("alignment.hidden", detail))
-    rest = plan.intermediate_size % limits.intermediate_multiple
-    if rest:
-        detail = (
-            f"intermediate size {cut_in_words(problem)} is no multiple of {limits.intermediate_multiple} "
-            f"({plan.intermediate_size} mod {limits.intermediate_multiple} = {rest})"
-        )
-        reasons.append(Reason("alignment.intermediate", detail, ways_out(problem, limits.intermediate_multiple)))
+def _shape_reasons(limits: Limits, problem: Problem, plan: PlanOf) -> list[Reason]:
+    def works(other: Problem) -> bool:
+        spread = other.parallel.ep == 1 or limits.expert_parallel
+        return spread and survives(other) and not _alignment_reasons(limits, other, plan(other))
+
+    reasons = group_reasons(problem, works) + packing_reasons(problem, works) + loader_reasons(problem)
+    for reason in _alignment_reasons(limits, problem, plan(problem)):
+        cut = reason.code == "alignment.intermediate"
+        reasons.append(dataclasses.replace(reason, remedy=ways_out(problem, works)) if cut else reason)
     return reasons
 
 
+def _alignment_reasons(limits: Limits, problem: Problem, plan: Plan) -> list[Reason]:
+    sizes = (
+        ("hidden", plan.hidden_size, str(plan.hidden_size), limits.hidden_multiple),
+        ("intermediate", plan.intermediate_size, cut_in_words(problem), limits.intermediate_multiple),
+    )
+    return [
+        Reason(
+            f"alignment.{name}",
+            f"{name} size {words} is no multiple of {multiple} ({size} mod {multiple} = {size % multiple})",
+        )
+        for name, size, words, multiple in sizes
+        if size % multiple
+    ]
+
+
 def violations(
-    limits: Limits, rules: tuple[Rule, ...], problem: Problem, device: Device, plan: Plan
+    limits: Limits, rules: tuple[Rule, ...], problem: Problem, device: Device, plan: PlanOf
 ) -> tuple[Reason, ...]:
     """Every limit and rule that the case breaks, with its numbers; empty when it can run.
 
@@ -241,7 +254,8 @@ def violations(
         rules: what `limits` cannot say.
         problem: the layer on this rank.
         device: the machine.
-        plan: the backend's padding of the shard; alignment is judged on padded sizes.
+        plan: the backend's padding of a shard, of this one and of those that a remedy speaks of; alignment is judged on
+            padded sizes.
     """
     reasons = _device_reasons(limits, device)
     reasons += _format_reasons(limits, problem)

@@ -7,6 +7,7 @@ the hidden size is never cut.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 
 from .decision import Plan, Reason
 from .problem import MX_BLOCK, Problem
@@ -18,12 +19,6 @@ _HALVED = ("moe_wna16", "gptq", "gptq_v2", "awq")
 def round_up(value: int, multiple: int) -> int:
     """Smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
-
-
-def working_tp_sizes(full: int, multiple: int, limit: int) -> list[int]:
-    """Tensor-parallel sizes up to `limit`, powers of two, whose shard of `full` is a multiple of `multiple`."""
-    sizes = [1 << exponent for exponent in range(limit.bit_length()) if 1 << exponent <= limit]
-    return [size for size in sizes if full % size == 0 and (full // size) % multiple == 0]
 
 
 def scale_group(problem: Problem) -> int:
@@ -94,62 +89,102 @@ def cut_in_words(problem: Problem) -> str:
     return f"{problem.full_intermediate_size} / {problem.parallel.tp} = {problem.intermediate_size}"
 
 
-def ways_out(problem: Problem, multiple: int) -> str:
-    """Parallel settings under which the intermediate size is a multiple of `multiple`, as a remedy; may be empty."""
-    ranks = problem.parallel.tp
+Works = Callable[[Problem], bool]
+"""Whether a layer that is cut otherwise would do."""
+
+
+def ways_out(problem: Problem, works: Works) -> str:
+    """Parallel settings, and shares of whole groups, under which the layer would do, as a remedy; may be empty.
+
+    Of tensor-parallel sizes only those are asked about that divide the present one: heads and everything else that is
+    cut as well come out even then.
+
+    Args:
+        problem: the layer on this rank.
+        works: asked about the same layer under other settings. It should know every rule of whoever refuses: a way out
+            that another rule closes is none.
+    """
+    ranks, full = problem.parallel.tp, problem.full_intermediate_size
     if ranks == 1:
         return ""
-    full = problem.full_intermediate_size
-    sizes = working_tp_sizes(full, multiple, ranks - 1)
-    if _cut_in_blocks(problem) and full % multiple == 0:
-        # Unequal shares of whole blocks work where the largest, and so the last, is of whole multiples.
-        halves = (1 << exponent for exponent in range((ranks - 1).bit_length()))
-        sizes += [size for size in halves if size < ranks and _largest_share(full, size, MX_BLOCK) % multiple == 0]
-    ways = [f"TP {max(sizes)}"] if sizes else []
-    if full % multiple == 0 and problem.num_experts >= ranks:
+    smaller = (size for size in range(ranks - 1, 0, -1) if ranks % size == 0)
+    ways = [f"TP {size}" for size in smaller if any(map(works, _cut_over(problem, size)))][:1]
+    local = -(-problem.num_experts // ranks)
+    spread = dataclasses.replace(
+        problem,
+        intermediate_size=full,
+        whole_intermediate_size=0,
+        local_experts=local,
+        parallel=dataclasses.replace(problem.parallel, tp=1, ep=ranks),
+    )
+    if problem.num_experts >= ranks and works(spread):
         ways.append(f"expert parallelism over the {ranks} ranks (--enable-expert-parallel)")
-    return f"{' or '.join(ways)} would work" if ways else ""
+    words = f"{' or '.join(ways)} would work" if ways else ""
+    ragged = in_whole_groups(problem)
+    if ragged is not problem and works(ragged):
+        words += (
+            f"{'; so ' if ways else ''}would ragged_shards=1, with {ragged.intermediate_size} on the first rank "
+            f"and {share_of(ragged, ranks - 1)} on the last"
+        )
+    return words
 
 
-def group_reasons(problem: Problem) -> list[Reason]:
+def _cut_over(problem: Problem, ranks: int) -> Iterator[Problem]:
+    """The layer on one of fewer tensor-parallel ranks."""
+    full, parallel = problem.full_intermediate_size, dataclasses.replace(problem.parallel, tp=ranks)
+    if full % ranks == 0:
+        even = dataclasses.replace(
+            problem, intermediate_size=full // ranks, whole_intermediate_size=0, parallel=parallel
+        )
+        yield in_whole_groups(even) if problem.whole_intermediate_size else even
+    share = _largest_share(full, ranks, MX_BLOCK)
+    if _cut_in_blocks(problem) and share:
+        yield dataclasses.replace(problem, intermediate_size=share, whole_intermediate_size=full, parallel=parallel)
+
+
+def survives(problem: Problem) -> bool:
+    """Whether scale groups and packed words survive the cut, and every rank gets its experts."""
+    return not (_broken_groups(problem) or _broken_words(problem) or loader_reasons(problem))
+
+
+def group_reasons(problem: Problem, works: Works = survives) -> list[Reason]:
     """Why the checkpoint's scale groups do not survive the cut; empty when they do.
 
     A rank's scales are a slice of the checkpoint's: they begin and end with a group. With act order ``group`` every
     rank holds all scales, and only the whole size must be a multiple.
+
+    Args:
+        problem: the layer on this rank.
+        works: see `ways_out`.
     """
-    group = scale_group(problem)
-    reasons = []
-    if problem.hidden_size % group:
-        detail = (
-            f"hidden size {problem.hidden_size} is no multiple of the scale group {group} "
-            f"({problem.hidden_size} mod {group} = {problem.hidden_size % group})"
+    return _with_ways_out(_broken_groups(problem), problem, works)
+
+
+def _with_ways_out(broken: list[Reason], problem: Problem, works: Works) -> list[Reason]:
+    """The reasons, those of the size that is cut with what would help."""
+    cut = [reason for reason in broken if reason.code.endswith(".intermediate")]
+    if not cut:
+        return broken
+    remedy = ways_out(problem, works)
+    return [dataclasses.replace(reason, remedy=remedy) if reason in cut else reason for reason in broken]
+
+
+def _broken_groups(problem: Problem) -> list[Reason]:
+    group, tp = scale_group(problem), problem.parallel.tp
+    whole = has_group_index(problem)
+    inner = problem.full_intermediate_size if whole else problem.intermediate_size
+    sizes = (
+        ("hidden", problem.hidden_size, str(problem.hidden_size)),
+        ("intermediate", inner, str(inner) if whole or tp == 1 else cut_in_words(problem)),
+    )
+    return [
+        Reason(
+            f"group.{name}",
+            f"{name} size {words} is no multiple of the scale group {group} ({size} mod {group} = {size % group})",
         )
-        reasons.append(Reason("group.hidden", detail))
-    if has_group_index(problem):
-        rest = problem.full_intermediate_size % group
-        if rest:
-            detail = (
-                f"intermediate size {problem.full_intermediate_size} is no multiple of the scale group {group} "
-                f"({problem.full_intermediate_size} mod {group} = {rest})"
-            )
-            reasons.append(Reason("group.intermediate", detail))
-        return reasons
-    rest = problem.intermediate_size % group
-    if rest:
-        detail = (
-            f"intermediate size {cut_in_words(problem)} is no multiple of the scale group {group} "
-            f"({problem.intermediate_size} mod {group} = {rest})"
-        )
-        ways = ways_out(problem, group)
-        ragged = in_whole_groups(problem)
-        if ragged is not problem:
-            last = share_of(ragged, problem.parallel.tp - 1)
-            ways += (
-                f"{'; so ' if ways else ''}would ragged_shards=1, with {ragged.intermediate_size} on the first rank "
-            )
-            ways += f"and {last} on the last"
-        reasons.append(Reason("group.intermediate", detail, ways))
-    return reasons
+        for name, size, words in sizes
+        if size % group
+    ]
 
 
 def in_whole_blocks(problem: Problem, block: int = MX_BLOCK) -> Problem:
@@ -200,16 +235,17 @@ def share_of(problem: Problem, rank: int) -> int:
 def loader_reasons(problem: Problem) -> list[Reason]:
     """Why a model's own loader does not give ranks the experts that vLLM expects there; empty where it does.
 
-    That of gpt-oss's files cuts them into equal parts, where vLLM's map of experts gives the first ranks one more.
+    gpt-oss's cuts them into equal parts, in every packing, where vLLM's map of experts gives the first ranks one more.
     """
     experts, ranks = problem.num_experts, problem.parallel.ep
-    if problem.scheme.packing != "gpt_oss" or experts % ranks == 0:
+    equal = problem.equal_experts or problem.scheme.packing == "gpt_oss"
+    if not equal or experts % ranks == 0:
         return []
     even = [size for size in range(2, ranks) if experts % size == 0]
     return [
         Reason(
             "expert_parallel.loader",
-            f"vLLM's loader of gpt-oss's files gives each of {ranks} ranks {experts // ranks} of {experts} experts, "
+            f"vLLM's loader of gpt-oss gives each of {ranks} ranks {experts // ranks} of {experts} experts, "
             f"which leaves {experts % ranks} to nobody",
             f"expert parallelism over {even[-1]} ranks, or tensor parallelism" if even else "tensor parallelism",
         )
@@ -224,25 +260,32 @@ def codes_per_word(problem: Problem) -> int:
     return (8 if scheme.packing in ("moe_wna16", "compressed-tensors-int") else 32) // scheme.bits
 
 
-def packing_reasons(problem: Problem) -> list[Reason]:
+def packing_reasons(problem: Problem, works: Works = survives) -> list[Reason]:
     """Why the packed words of integer codes do not survive the cut; empty when they do.
 
     Some packings put the codes of neighbouring input features into one word, some those of neighbouring rows, and zero
     points are always packed by rows: both sizes must be whole words in all of them.
+
+    Args:
+        problem: the layer on this rank.
+        works: see `ways_out`.
     """
+    return _with_ways_out(_broken_words(problem), problem, works)
+
+
+def _broken_words(problem: Problem) -> list[Reason]:
     codes = codes_per_word(problem)
     sizes = (
-        ("hidden", problem.hidden_size, str(problem.hidden_size), ""),
-        ("intermediate", problem.intermediate_size, cut_in_words(problem), ways_out(problem, codes)),
+        ("hidden", problem.hidden_size, str(problem.hidden_size)),
+        ("intermediate", problem.intermediate_size, cut_in_words(problem)),
     )
     return [
         Reason(
             f"packing.{name}",
             f"{name} size {words} is no multiple of the {codes} codes in one word of the packing "
             f"{problem.scheme.packing} ({size} mod {codes} = {size % codes})",
-            remedy,
         )
-        for name, size, words, remedy in sizes
+        for name, size, words in sizes
         if size % codes
     ]
 
