@@ -1,5 +1,5 @@
-"""MXFP4 weights with fp8 activations: never without the checkpoint's or the user's word, weights exact or refused, all that the layer has
-handed to the kernels. The kernels' numbers are tested on a GPU."""
+"""MXFP4 weights with fp8 activations: never without the checkpoint's or the user's word, weights exact or refused, all
+that the layer has handed to the kernels. The kernels' numbers are tested on a GPU."""
 
 from __future__ import annotations
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import json
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cases import GPT_OSS as HALVES
 from cases import problem
+from configs import CT_INPUTS, CT_MXFP8, GPTQ, INT4, PACKED, compressed, config, group
 from releases import RELEASES, ReleaseUnavailable, sources
 
 from vllm_moe_oracle.backends._limits import Limits
+from vllm_moe_oracle.checkpoint import layers, read
 from vllm_moe_oracle.compat import retired
 from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.oracle.decision import Plan
@@ -134,15 +139,48 @@ def test_experts_that_gpt_osss_loader_would_lose_are_refused_with_numbers(
     assert decide(gpt_oss(experts, ep=instead), H200, Settings()).backend != "emulation"
 
 
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "mxfp4"}, compressed(group(CT_MXFP8, CT_INPUTS)),
+        compressed(group(CT_MXFP8 | {"num_bits": 4}), format="mxfp4-pack-quantized"),
+        compressed(group(INT4 | {"group_size": 32}), format=PACKED), GPTQ | {"group_size": 32}, None,
+    ],
+    ids=["own", "MXFP8", "MXFP4", "int4", "GPTQ", "online"],
+)  # fmt: skip
+def test_gpt_osss_experts_are_refused_in_every_packing_before_they_load(quantization: Any, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps(config("gpt-oss-20b", quantization_config=quantization, num_attention_heads=60))
+    )
+
+    def of(ranks: int) -> Problem:
+        online = "" if quantization else "mxfp8"
+        return layers(read(tmp_path), ranks, expert_parallel=True, online=online).problems[0]
+
+    for each in candidates(of(6), H200, Settings()):
+        (reason,) = (reason for reason in each.reasons if reason.code == "expert_parallel.loader")
+        assert "each of 6 ranks 5 of 32 experts, which leaves 2 to nobody" in reason.detail
+        assert "over 4 ranks, or tensor parallelism" in reason.remedy
+    with pytest.raises(NoBackendError, match="which leaves 2 to nobody"):
+        decide(of(6), H200, Settings(backend="emulation"))
+    for each in candidates(of(4), H200, Settings()):
+        assert "expert_parallel.loader" not in {reason.code for reason in each.reasons}
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_gpt_osss_loader_cuts_experts_into_equal_parts(release: str) -> None:
-    """What the refusal of the test before says of every release."""
+    """What the refusals of the tests before say of every release; nothing else decides what a rank loads, of whatever
+    packing. Experts that come one by one are what a server hands out while it runs, none that checkpoints have."""
     try:
         text = (sources(release) / "vllm/model_executor/models/gpt_oss.py").read_text()
     except ReleaseUnavailable as error:
         pytest.skip(str(error))
     assert "experts_per_rank = num_experts // ep_size" in text
     assert "ep_rank_start = ep_rank * experts_per_rank" in text
+    loaders = [node for node in ast.walk(ast.parse(text)) if getattr(node, "name", "").startswith("_load_weights_")]
+    assert {"_load_weights_mxfp4", "_load_weights_other"} <= {node.name for node in loaders}  # type: ignore[attr-defined]
+    for node in loaders:
+        assert "[ep_rank_start:ep_rank_end" in ast.unparse(node)
 
 
 def test_what_lies_between_ranks_is_as_wide_as_what_kernels_see() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..errors import CheckpointError
 from ..oracle.planner import in_whole_blocks, in_whole_groups
-from ..oracle.problem import Activation, Parallel, Problem, Routing, Scheme
+from ..oracle.problem import EQUAL_EXPERTS, Activation, Parallel, Problem, Routing, Scheme
 from ..quantization.fields import shown
 from .fields import EXPERTS, MAX_EXPERTS, MAX_WIDTH, UNGATED, model_type, read_count, read_integer, read_real
 from .files import Config
@@ -87,6 +87,7 @@ def problem_of(
             dtype=dtype_of(config)[0],
             routing=_routing(config, index),
             parallel=parallel,
+            equal_experts=model_type(config) == EQUAL_EXPERTS,
         )
         if scheme.name == "wna16":  # as the methods do: rows that alternate are put apart when they are loaded
             problem = replace(problem, activation=replace(problem.activation, interleaved=False))

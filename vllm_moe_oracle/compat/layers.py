@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..oracle.problem import Activation, Parallel, Placement, Problem, Routing, Scheme
+from ..oracle.problem import EQUAL_EXPERTS, Activation, Parallel, Placement, Problem, Routing, Scheme
 from .engine import Engine
 
 _OAI_DEFAULTS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
@@ -52,6 +52,7 @@ class Layers(Engine):
             lora=bool(moe.is_lora_enabled),
             eplb=bool(parallel.enable_eplb),
             batch_invariant=self.batch_invariant(),
+            equal_experts=self.model_type() == EQUAL_EXPERTS,
         )
 
     def placement(self, moe: Any, layer: Any) -> Placement:

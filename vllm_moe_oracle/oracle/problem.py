@@ -28,6 +28,9 @@ def answers(consumed: ActivationPrecision, declared: ActivationPrecision) -> boo
     return consumed in ("16bit", declared, *_NO_COARSER.get(declared, ()))
 
 
+EQUAL_EXPERTS = "gpt_oss"
+"""The kind of model (``model_type``) whose loader in vLLM cuts experts over ranks into equal parts."""
+
 MX_BLOCK = 32
 """Elements that share one e8m0 scale in every OCP microscaling (MX) format, specification v1.0, table 1."""
 
@@ -159,6 +162,8 @@ class Problem:
         batch_invariant: a token's output must not depend, to the bit, on what else is in the batch.
         whole_intermediate_size: features between the two products over all ranks, where the ranks' shares are not
             equal: `intermediate_size` is then the largest share, and the last rank has less. 0 where they are.
+        equal_experts: the model's own loader cuts the experts into equal parts under expert parallelism, whatever they
+            are stored as (gpt-oss's).
     """
 
     layer: str
@@ -177,6 +182,7 @@ class Problem:
     eplb: bool = False
     batch_invariant: bool = False
     whole_intermediate_size: int = 0
+    equal_experts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "local_experts", "top_k", "hidden_size", "intermediate_size"):

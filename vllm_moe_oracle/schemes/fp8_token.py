@@ -1,7 +1,7 @@
 """FP8 for activations: e4m3 with one float32 scale a token, its largest magnitude over 448.
 
-What `kernels/fp8_quantise.py` does, and what compressed-tensors means by FP8 inputs with the strategy ``token``, which it
-can have beside MXFP4. No weights in it are read here.
+What `kernels/fp8_quantise.py` does, and what compressed-tensors means by FP8 inputs with the strategy ``token``, which
+it can have beside MXFP4. No weights in it are read here.
 """
 
 from __future__ import annotations
