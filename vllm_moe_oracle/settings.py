@@ -136,7 +136,14 @@ class Settings:
     force: bool = _setting(
         False, _boolean, "serve vLLM releases outside the tested range instead of standing down", "0|1", early=True
     )
-    strict: bool = _setting(False, _boolean, "a reason to stand down is an error instead", "0|1", early=True)
+    strict: bool = _setting(
+        False,
+        _boolean,
+        "a reason to stand down is an error instead; so is a setting that would come to nothing (an override without "
+        "layers, a profile that cannot be read)",
+        "0|1",
+        early=True,
+    )
     backend: str = _setting(AUTO, _name, "backend for every layer, or auto; goes before vLLM's --moe-backend", "NAME")
     overrides: tuple[Override, ...] = _setting(
         (),

@@ -131,7 +131,7 @@ def test_a_group_without_a_backend_ends_with_3_and_still_prints_the_table(run: R
     text = " ".join(result.out.split())
     assert "backend none" in text and "no backend can run mxfp8 experts here" in text
     assert "2880 / 60 = 48 is no multiple of the scale group 32 (48 mod 32 = 16)" in text
-    assert "(TP 2 would work)" in text
+    assert "(TP 30 would work)" in text
     result = run(*arguments, "--json")
     assert result.status == 3
     (group,) = result.json["groups"]
@@ -397,6 +397,47 @@ def test_a_profile_and_a_cache_that_cannot_be_read_are_said(
     result = run("status", "--json")
     assert f"note: {said}" in result.err
     assert "its folder is no folder" in result.json["cache"]["error"]
+
+
+@pytest.mark.parametrize("line", [["explain"], ["tune"], ["bench"], ["report"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: No such file or directory. Name a file that tune --export has written"),
+        ("{}", "is no profile of measurements. Make one with: vllm-moe-oracle tune MODEL --export FILE"),
+        ("no JSON", "is no profile of measurements: JSON is malformed"),
+        ("", "cannot be read: Is a directory. Name a file that tune --export has written, or leave the setting out"),
+    ],
+    ids=["missing", "another", "no JSON", "folder"],
+)
+def test_a_profile_that_is_none_is_refused_before_anything_is_done(
+    line: list[str], content: str | None, said: str, run: Run, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint, cache, page = write(), tmp_path / "cache", tmp_path / "page.html"
+    path = tmp_path / "profile.json"
+    if content:
+        path.write_text(content)
+    elif content is not None:
+        path.mkdir()
+    more = ["-o", page] if line == ["report"] else [checkpoint]
+    result = run(*line, *more, "--set", f"profile={path}", "--set", f"cache={cache}")
+    assert result.status == 2 and result.out == "" and not cache.exists() and not page.exists()
+    (only,) = result.err.splitlines()
+    assert only.startswith(f"error: --set profile: {path}: {said}")
+
+
+def test_a_profile_of_the_environment_that_is_none_ends_what_measures_and_is_a_note_of_what_predicts(
+    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A server starts without it, and says so, unless it is strict."""
+    monkeypatch.setenv("MOE_ORACLE_PROFILE", str(tmp_path / "nope"))
+    result = run("tune", write())
+    assert result.status == 2 and "error: environment variable MOE_ORACLE_PROFILE: " in result.err
+    result = run("explain", write(), "--device", "nvidia-h200", "--json")
+    assert result.status == 0 and "is not used" in result.err and "strict" not in result.err
+    monkeypatch.setenv("MOE_ORACLE_STRICT", "1")
+    result = run("explain", write(), "--device", "nvidia-h200", "--json")
+    assert result.status == 0 and "a strict server would not start" in result.err
 
 
 def test_a_bad_variable_is_an_error_too(run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

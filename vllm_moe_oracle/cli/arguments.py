@@ -2,7 +2,40 @@
 
 from __future__ import annotations
 
-from ..errors import SettingError
+from typing import TYPE_CHECKING
+
+from ..errors import MeasurementError, SettingError
+
+if TYPE_CHECKING:
+    from ..settings import Settings
+
+
+def read_settings(words: list[str] | None, for_a_server: bool = False) -> Settings:
+    """The settings of a command: the environment's, and over them those after ``--set``.
+
+    Args:
+        words: see `read_assignments`; None for none.
+        for_a_server: the command says what a server would do in this environment, which starts without a profile that
+            cannot be read: only one of ``--set`` is refused.
+
+    Raises:
+        SettingError: as by `settings.load` and `read_assignments`, or the profile cannot be read.
+    """
+    from pathlib import Path
+
+    from ..measure import profile
+    from ..settings import load
+
+    chosen = load(assignments=read_assignments(words or []))
+    source = chosen.source("profile")
+    if chosen.profile and (source.startswith("--set") or not for_a_server):
+        try:
+            profile.read(Path(chosen.profile).expanduser())
+        except MeasurementError as error:
+            rule = f"{error.where}: {error.rule}" if error.where else error.rule
+            remedy = error.remedy or "Name a file that tune --export has written, or leave the setting out"
+            raise SettingError(rule, remedy, source) from error
+    return chosen
 
 
 def read_assignments(words: list[str]) -> dict[str, str]:

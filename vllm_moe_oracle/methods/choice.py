@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import device
 from ..backends import Backend
-from ..errors import NoBackendError
+from ..errors import NoBackendError, SettingError
 from ..measure import lookup
 from ..oracle.decision import Decision, Reason, Rejected
 from ..oracle.measured import Evidence
@@ -59,11 +59,26 @@ def evidence(problem: Problem, settings: Settings) -> Evidence | None:
     Args:
         problem: the layer.
         settings: where to look.
+
+    Raises:
+        SettingError: the profile of the settings cannot be read, and they are strict.
     """
     key = problem.key()
+    if not _evidence:
+        _check_profile(settings)
     if key not in _evidence:
         _evidence[key] = lookup.evidence(problem, device.detect(), settings)
     return _evidence[key]
+
+
+def _check_profile(settings: Settings) -> None:
+    """Says once a load that the user's profile cannot be read: only speed hangs on it, so that a server starts without
+    it unless it is strict."""
+    unread = lookup.profile_error(settings)
+    if unread and settings.strict:
+        raise SettingError(unread, "Correct the setting, or leave it out")
+    if unread:
+        logger.warning("moe_oracle: %s", unread)
 
 
 def choose(method: Chooser, layer: str, decide: Callable[[], Decision], registry: Registry | None = None) -> None:

@@ -78,11 +78,10 @@ def command(
     from ...errors import MeasurementError
     from ...measure import benching
     from ...oracle.registry import default_registry
-    from ...settings import load
     from .. import UNFINISHED, measuring, output
-    from ..arguments import read_assignments
+    from ..arguments import read_settings
 
-    chosen = load(assignments=read_assignments(assignments or []))
+    chosen = read_settings(assignments)
     wanted = list(models or [])
     for each in filter(None, shape.split(",")):
         wanted += [f"{name}:{each}" for name in filter(None, scheme.split(","))]

@@ -85,7 +85,7 @@ def command(
     from ...errors import SettingError
     from ...oracle.problem import Placement
     from .. import NO_BACKEND, output
-    from ..arguments import read_assignments
+    from ..arguments import read_settings
 
     if not path.strip():
         raise SettingError("the path is empty", "Give a checkpoint's folder or its config.json", "PATH")
@@ -103,7 +103,7 @@ def command(
             having = f"{tp} rank{'s' * (tp > 1)} {'with' if ep else 'without'} --ep"
             rule = f"{what} ranks that hold different ones; this is {having}"
             raise SettingError(rule, "Add --ep and --tp N, N above 1", option)
-    chosen = settings.load(assignments=read_assignments(assignments or []))
+    chosen = read_settings(assignments, for_a_server=True)
     machine = _device(device)
     layers = checkpoint.layers(
         checkpoint.read(Path(path)), tp, ep, chosen.ragged_shards, quantization.lower(), _vllm(machine)
@@ -279,7 +279,7 @@ def _notes(settings: Settings, method: str, groups: list[_Group], device: Device
     for name, reason in default_registry().broken.items():
         yield f"the backend of the entry point {name} could not be loaded: {reason}"
     if unused := profile_error(settings):
-        yield unused
+        yield f"{unused}{'; a strict server would not start' if settings.strict else ''}"
     if not settings.enabled:
         yield f"the plugin is switched off by {settings.source('enabled')}: vLLM would choose by itself"
         return

@@ -50,12 +50,11 @@ def command(
     """
     from ...errors import MeasurementError
     from ...measure import reporting
-    from ...settings import load
     from .. import output
-    from ..arguments import read_assignments
+    from ..arguments import read_settings
 
     _require("matplotlib", "jinja2")
-    chosen = load(assignments=read_assignments(assignments or []))
+    chosen = read_settings(assignments)
     content = reporting.Content()
     for path in files or []:
         content += reporting.read(path, chosen)

@@ -90,11 +90,11 @@ def command(
     from ...measure import shapes as known_shapes
     from ...measure import tuning
     from ...measure.store import Store
-    from ...settings import cache_folder, load
+    from ...settings import cache_folder
     from .. import NO_BACKEND, UNFINISHED, measuring, output
-    from ..arguments import read_assignments
+    from ..arguments import read_settings
 
-    chosen = load(assignments=read_assignments(assignments or []))
+    chosen = read_settings(assignments)
     if imported:
         _import(imported, export, chosen)
         return
