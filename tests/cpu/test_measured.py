@@ -85,6 +85,16 @@ def test_skewed_routing_counts_where_all_have_it() -> None:
     assert choose(one, ["first", "second"], BALANCED, 0.03).backend == "second"
 
 
+@pytest.mark.parametrize("counts", [(1,), (1, 2, 4, 8), (1, 1024, 4096)])
+def test_half_of_a_skewed_run_does_not_count(counts: tuple[int, ...]) -> None:
+    """A run that was ended while it measured skewed routing: what it has must not be continued to the other counts."""
+    steady = {"uniform": line(100)["uniform"], "skewed": line(100, counts=counts)["uniform"]}
+    faster = {"uniform": line(80)["uniform"], "skewed": line(200, counts=counts)["uniform"]}
+    choice = choose(evidence(first=steady, second=faster), ["first", "second"], BALANCED, 0.03)
+    assert choice.backend == "second" and choice.measured is not None
+    assert choice.measured.gain == pytest.approx(0.2)
+
+
 # --- No basis for a choice --------------------------------------------------------------------------------------------
 
 

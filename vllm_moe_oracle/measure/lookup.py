@@ -1,7 +1,8 @@
 """Finding the measurements that hold for a layer on a machine: the user's profile, the cache, the shipped profiles.
 
-The first place that has usable measurements of the layer's cell answers alone: times from two places are not compared
-with each other. Whatever cannot be read is a remark, never an error: serving does not depend on it.
+The first place whose measurements of the layer's cell hold here and decide answers alone: times from two places are not
+compared with each other, and a run of `tune` that was ended early hides no other place's. Whatever cannot be read is a
+remark, never an error: serving does not depend on it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import MeasurementError, SettingError
-from ..oracle.measured import Evidence
+from ..oracle.measured import Evidence, choose
+from ..oracle.objectives import parse
+from ..oracle.oracle import REFERENCE, candidates, comparable
 from ..oracle.problem import Device, Problem
 from ..oracle.registry import default_registry
 from ..settings import Settings, cache_folder
@@ -33,12 +36,15 @@ def evidence(problem: Problem, device: Device, settings: Settings) -> Evidence |
         settings: where to look.
 
     Returns:
-        Times from one place, or none with remarks that say why what was found is not used.
+        Times from one place, or none with remarks that say why what was found is not used. Where no place's decide, the
+        first one's.
     """
     if not settings.measured:
         return None
     cell, here = cell_of(problem), environment.of(device)
     remarks: list[str] = []
+    first: Evidence | None = None
+    failed: dict[str, str] = {}
     for name, look in _places(settings):
         try:
             found = look(cell)
@@ -50,14 +56,33 @@ def evidence(problem: Problem, device: Device, settings: Settings) -> Evidence |
             continue
         there, samples, soft = best
         made = _evidence(f"{name} ({there})", samples, problem)
-        if soft:
-            remarks.insert(0, f"measured with {', '.join(soft)}")
+        # What failed in a place that was passed over is not chosen by the next one's times.
+        times = {backend: each for backend, each in made.times.items() if backend not in failed}
+        failed |= made.failures
+        why = _decides_nothing(Evidence(times, made.source, failed), problem, device, settings)
+        said = [f"measured with {', '.join(soft)}"] * bool(soft) + remarks
         tiles = made.tiles
         if tiles and not environment.same_code(there, here):
             tiles = {}
-            remarks.append("tile configurations measured there are left out: here they are compiled to something else")
-        return Evidence(made.times, made.source, made.failures, tuple(remarks), tiles)
-    return Evidence(remarks=tuple(remarks))
+            said.append("tile configurations measured there are left out: here they are compiled to something else")
+        made = Evidence(times, made.source, dict(failed), tuple(said), tiles)
+        if not why:
+            return made
+        remarks.append(why)
+        first = first or made
+    return first or Evidence(remarks=tuple(remarks))
+
+
+def _decides_nothing(found: Evidence, problem: Problem, device: Device, settings: Settings) -> str:
+    """Why measurements from one place leave the static choice as it is without having judged it; "" where they do."""
+    registry = default_registry()
+    judged = candidates(problem, device, settings, registry)
+    static = next((each for each in judged if each.accepted), None)
+    if static is None or static.backend == REFERENCE:
+        return ""
+    names = comparable(static, judged, problem, registry)
+    choice = choose(found, names, parse(settings.objective), settings.margin)
+    return "" if choice.measured is not None else choice.because or f"{found.source} has no times of these backends"
 
 
 def _places(settings: Settings) -> Iterator[tuple[str, Callable[[Cell], Iterable[_Found]]]]:
@@ -114,16 +139,30 @@ def _evidence(source: str, samples: Iterable[Sample], problem: Problem) -> Evide
         known = sample.backend in registry
         if known and registry[sample.backend].activations(problem) == sample.activations:
             kept.append(sample)
-    timed = [sample for sample in kept if not sample.failure]
+    # What failed somewhere, be it at one number of tokens or under one routing, is not chosen for its times elsewhere.
+    failed = dict.fromkeys(sample.backend for sample in kept if sample.failure)
+    failures = {name: _failure([each for each in kept if each.backend == name]) for name in failed}
+    timed = [sample for sample in kept if sample.backend not in failures]
     routed = {sample.backend for sample in timed if sample.router}
     if routed and len(routed) < len({sample.backend for sample in timed}):
         timed = [sample for sample in timed if sample.router]
     times: dict[str, dict[str, dict[int, float]]] = {}
     for sample in timed:
         times.setdefault(sample.backend, {}).setdefault(sample.routing, {})[sample.tokens] = sample.us
-    failures = {sample.backend: sample.failure for sample in kept if sample.failure and sample.backend not in times}
     tiles = {name: rows for name in times if (rows := _tiles([each for each in timed if each.backend == name]))}
     return Evidence(times, source, failures, tiles=tiles)
+
+
+def _failure(samples: list[Sample]) -> str:
+    """Why a backend is not to be chosen, and where it failed if it has times, too."""
+    failed = sorted(
+        (each for each in samples if each.failure), key=lambda each: (each.routing != "uniform", each.tokens)
+    )
+    first = failed[0]
+    if len(failed) == len(samples):
+        return first.failure
+    skewed = " under skewed routing" if first.routing == "skewed" else ""
+    return f"failed with {first.tokens} tokens{skewed}: {first.failure}"
 
 
 def _tiles(samples: list[Sample]) -> tuple[tuple[int, str], ...]:

@@ -100,7 +100,9 @@ def choose(
     if len(curves) == 1 and first == static:
         said_too = "; ".join(("nothing else was measured beside it", *remarks))
         return Choice(static, f"measurements of {evidence.source} decide nothing: {said_too}")
-    routings = [each for each in ("uniform", "skewed") if all(each in curve.points for curve in curves.values())]
+    # Skewed routing counts where it is known of all as uniform routing is: half of it would be continued to the rest.
+    complete = all(not curve.gap(objective, "skewed") for curve in curves.values())
+    routings = ["uniform", "skewed"] if complete else ["uniform"]
     scores = {name: curve.score(objective, routings) for name, curve in curves.items()}
     fastest = min(scores, key=lambda name: scores[name])  # the first of equals: the static order
     gain = 1.0 - math.exp(scores[fastest] - scores[first])
@@ -160,9 +162,9 @@ class _Curve:
     def read(cls, times: Times) -> _Curve:
         return cls({routing: dict(counts) for routing, counts in times.items() if counts})
 
-    def gap(self, objective: Objective) -> str:
-        """Why the measured numbers of tokens are no basis for the objective; empty when they are."""
-        counts = sorted(self.points.get("uniform", {}))
+    def gap(self, objective: Objective, routing: str = "uniform") -> str:
+        """Why the numbers of tokens measured under a routing are no basis for the objective; empty when they are."""
+        counts = sorted(self.points.get(routing, {}))
         if not counts:
             return "measured at no number of tokens"
         if counts[0] > objective.weights[0][0]:
