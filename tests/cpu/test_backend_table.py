@@ -191,3 +191,10 @@ def test_what_is_ready_is_timed_beside_what_is_late(tmp_path: Path, monkeypatch:
     by_name = {row["backend"]: row for row in rows}
     assert by_name["slow"]["failure"].startswith("ended, being late")
     assert by_name["ready"]["self_check"]["alone"] is True
+
+
+def test_every_test_for_a_gpu_is_marked_as_one() -> None:
+    """``-m gpu`` runs no other: a file that forgets it is never run, and nothing says so."""
+    files = sorted((Path(__file__).parents[1] / "gpu").glob("test_*.py"))
+    assert files
+    assert [each.name for each in files if "\npytestmark = pytest.mark.gpu\n" not in each.read_text()] == []

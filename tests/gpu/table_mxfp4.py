@@ -54,7 +54,7 @@ def checkpoint(case: Case, device: str) -> Checkpoint:
     def matrix(which: str, expert: int) -> torch.Tensor:
         codes, scales = raw[f"{which}_weight"][expert], raw[f"{which}_weight_scale"][expert]
         # The eight magnitudes of e2m1 as the OCP specification lists them, and their negatives.
-        table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=codes.device)
+        table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float32, device=codes.device)
         table = torch.cat((table, -table))
         values = table[torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).long()]
         return torch.ldexp(values, scales.int().repeat_interleave(32, dim=-1) - 127)

@@ -17,6 +17,8 @@ from table_mxfp8 import SCHEME, TABLE
 from vllm_moe_oracle import device
 from vllm_moe_oracle.oracle.registry import default_registry
 
+pytestmark = pytest.mark.gpu
+
 CASES = (
     Case("padded_silu", SCHEME, 8, 2, 256, 96, "silu"),
     Case("whole_silu", SCHEME, 8, 2, 512, 256, "silu"),
