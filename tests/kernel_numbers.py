@@ -98,7 +98,7 @@ def golden(files: Iterable[Iterable[str]]) -> dict[str, Any]:
                 row["spread"][tokens] = {names[name]: spread for name, spread in record["quartiles"].items()}
                 row["floor"][tokens] = record["floor_us"]
                 row["run"][tokens] = len(commands) - 1
-    found = [{"cell": name, **row} for name, row in rows.items() if row["us"]]
+    found = [{"cell": name, **rows[name]} for name in names_judged if name in rows and rows[name]["us"]]
     return {**conditions, "commands": commands, "rows": found}
 
 

@@ -40,8 +40,8 @@ def test_a_benchmark_becomes_ratios() -> None:
     )
     assert data["commands"] == ["c", "bench --jsonl e.jsonl"]
     assert [(row["cell"], sorted(row["us"])) for row in data["rows"]] == [
-        ("mxfp4:gpt-oss-20b", ["1", "2"]),
         ("mxfp8:qwen3-30b-a3b", ["64"]),
+        ("mxfp4:gpt-oss-20b", ["1", "2"]),
     ]
     assert kernel_numbers.ratios(data, (1, 1), 4, best=False) == [(2.0, "mxfp4:gpt-oss-20b 1")]
     assert kernel_numbers.ratios(data, (1, 1), 4, best=True) == [(1.5, "mxfp4:gpt-oss-20b 1")]

@@ -70,8 +70,11 @@ def test_what_tune_measured_has_both_routings_and_ten_numbers_of_tokens() -> Non
     found = profile.read(profile.SHIPPED / "nvidia_h200.json")
     assert " tune --shapes " in found.conditions["command"] and len(found.entries) >= 7
     for entry in found.entries:
-        for backend, timing in entry.backends.items():
-            assert not timing.failures, (entry.cell, backend)
+        measured = {name: timing for name, timing in entry.backends.items() if not timing.failures}
+        # What the libraries' kernels cannot run is kept with its reason, and not chosen; ours run what they accept.
+        assert not any(name.startswith("own") for name in entry.backends.keys() - measured.keys()), entry.cell
+        assert any(name.startswith("own") for name in measured) and len(measured) >= 2, entry.cell
+        for backend, timing in measured.items():
             assert {kind: len(counts) >= 10 for kind, counts in timing.times.items()} == {
                 "uniform": True,
                 "skewed": True,
