@@ -5,25 +5,31 @@
 gpt-oss-20b's layer in MXFP4 (32 experts, 4 a token, 2880 x 2880), or one of `CASES` in MXFP8. Random weights, tokens
 drawn from a normal distribution and the same with 1 % of the channels 50 times larger. Errors are relative L2 errors
 against float64 with 16-bit activations, of up to 512 tokens. Times are of CUDA graphs, by turns, after 256 MiB were
-written: medians, quartiles.
+written: medians, quartiles. A JSON file begins with its conditions, which all runs that add to it must share.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import torch
 from kernel_cases import E2M1, Case, Layer, e4m3_table
 from test_fp8 import codes_of, error, reference
 
+from vllm_moe_oracle.device import detect
 from vllm_moe_oracle.kernels import fp8_moe
 from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights, convert_expert
 from vllm_moe_oracle.kernels.fused_moe import fused_moe, plan_workspace
 from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, load_expert
+from vllm_moe_oracle.measure import environment
 
 CASES = {
     case.name: case
@@ -166,6 +172,31 @@ def kernels_of(function: Callable[[], torch.Tensor]) -> dict[str, float]:
     return found
 
 
+def conditions(replays: int) -> dict[str, object]:
+    """What the figures depend on."""
+    where = msgspec.to_builtins(environment.of(detect()))
+    method = f"medians of {replays} replays of CUDA graphs, by turns in changing order; 256 MiB written before each"
+    return {"environment": where, "cuda": torch.version.cuda, "method": method}
+
+
+def begin(path: Path, replays: int) -> None:
+    """Starts a file of results, or adds to one.
+
+    Raises:
+        SystemExit: what is there was measured under other conditions.
+    """
+    mine = conditions(replays)
+    if not path.exists() or not path.stat().st_size:
+        command = shlex.join(["python", *sys.argv])
+        path.write_text(
+            json.dumps({"conditions": mine | {"command": command, "date": time.strftime("%Y-%m-%d")}}) + "\n"
+        )
+        return
+    there = json.loads(path.read_text().splitlines()[0]).get("conditions", {})
+    if different := [key for key, value in mine.items() if there.get(key) != value]:
+        raise SystemExit(f"{path} was measured under other conditions ({', '.join(different)}): name another file")
+
+
 def main() -> None:
     """Prints a line of JSON for each number of tokens."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -175,6 +206,8 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="each kernel's time, too")
     parser.add_argument("--layer", default="gpt-oss-20b", choices=CASES)
     arguments = parser.parse_args()
+    if arguments.json:
+        begin(arguments.json, arguments.replays)
     case = CASES[arguments.layer]
     layer = random_layer(case)
     stored, weights = sixteen_bit(case, layer), folded(case, layer)
