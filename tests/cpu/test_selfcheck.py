@@ -237,6 +237,39 @@ def test_any_number_of_experts(experts: int, top_k: int) -> None:
     assert not check(Faulty("shifted", shift("w13_scale", 1)), layer, loaded).passed
 
 
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("zeros", "dtype"), [((0,), "bfloat16"), ((0, 1), "float16"), (tuple(range(8)), "bfloat16")])
+def test_experts_of_zeros_are_no_fault(name: str, zeros: tuple[int, ...], dtype: str) -> None:
+    """As pruning leaves them."""
+    layer = dataclasses.replace(LAYERS[name], dtype=dtype)
+    loaded = weights(layer)
+    for index in zeros:
+        for each in ("w13", "w2"):
+            loaded[each][index].view(torch.uint8).zero_()
+    result = check(Faulty("none"), layer, loaded)
+    assert result.passed and not result.skipped, result
+
+
+ONCE = [(fault, names[0]) for fault, names in FAULTS]
+
+
+@pytest.mark.parametrize(("fault", "name"), ONCE, ids=[fault.name for fault, _ in ONCE])
+def test_and_hide_none_of_another_expert(fault: Faulty, name: str) -> None:
+    layer = LAYERS[name]
+    loaded = weights(layer)
+    for each in ("w13", "w2"):
+        loaded[each][0].view(torch.uint8).zero_()
+    assert not check(fault, layer, loaded).passed
+
+
+def test_experts_of_very_different_sizes_are_no_fault() -> None:
+    layer = dataclasses.replace(LAYERS["silu"], dtype="float16")
+    loaded = weights(layer)
+    loaded["w13_scale"][0] -= 12  # 4096 times smaller: inputs sized for this one would overflow in the others
+    result = check(Faulty("none"), layer, loaded)
+    assert result.passed, result
+
+
 def test_scales_in_another_order_are_caught_even_where_all_are_alike() -> None:
     layer = LAYERS["silu"]
     loaded = weights(layer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -199,7 +199,7 @@ def make_telling(experts: dict[str, Tensor], problem: Problem) -> None:
     if problem.has_bias:
         # Of the first product, for inputs as `tokens` makes them; a part of the second, for activations around 1: all
         # of it would drown what alpha does.
-        second = _dequantised(problem, experts, "w2").square().sum(-1).mean().sqrt().item()
+        second = max(each.square().sum(-1).mean().sqrt().item() for each in _dequantised(problem, experts, "w2"))
         sizes = {"w13_bias": 1.0, "w2_bias": 0.3 * second}
         for name, size in sizes.items():
             experts[name] = (_random(experts[name], seed=2) * size).to(experts[name].dtype)
@@ -209,14 +209,15 @@ def tokens(problem: Problem, experts: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs that show every fault: `x` `[TOKENS, hidden]`, weights and ids `[TOKENS, top_k]`.
 
     The first token is zero, so that its output is what the biases make of it. The others lead to first products of
-    different sizes (root mean square): around 1 alpha and beta matter most, beyond the limit the limit does.
+    different sizes (root mean square, of the expert whose are largest: one may be all zeros, as pruned ones are):
+    around 1 alpha and beta matter most, beyond the limit the limit does.
     """
     device = experts["w13"].device
     x = _random(torch.empty(TOKENS, problem.hidden_size, device=device), seed=0)
-    rows = x @ _dequantised(problem, experts, "w13").T
+    largest = max((x @ each.T).square().mean().sqrt().item() for each in _dequantised(problem, experts, "w13"))
     limit = problem.activation.limit or 2.0
     sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, limit, limit, 2 * limit], dtype=torch.float32, device=device)
-    x = x * (sizes / max(rows.square().mean().sqrt().item(), 1e-30)).unsqueeze(-1)
+    x = x * (sizes / (largest or 1.0)).unsqueeze(-1)
     first, choice = torch.arange(TOKENS, device=device)[:, None], torch.arange(problem.top_k, device=device)[None, :]
     ids = (first + choice) % problem.num_experts
     weights = _random(torch.empty(TOKENS, problem.top_k, device=device), seed=3).abs() + 0.5
@@ -244,12 +245,11 @@ def _random_bits(like: Tensor) -> Tensor:
     return (values >> 16).bitwise_and_(1).to(torch.uint8).view(like.shape)
 
 
-def _dequantised(problem: Problem, experts: Tensors, which: str) -> Tensor:
-    """One weight matrix of the first expert, float32 `[N, K]`."""
-    weights: Tensor = schemes.module(problem.scheme.name).dequantise_expert(
-        {name: tensor[0] for name, tensor in experts.items()}, which
-    )
-    return weights
+def _dequantised(problem: Problem, experts: Tensors, which: str) -> Iterator[Tensor]:
+    """One weight matrix of each expert in turn, float32 `[N, K]`."""
+    scheme = schemes.module(problem.scheme.name)
+    for index in range(experts[which].shape[0]):
+        yield scheme.dequantise_expert({name: tensor[index] for name, tensor in experts.items()}, which)
 
 
 def token_error(actual: Tensor, expected: Tensor) -> float:
