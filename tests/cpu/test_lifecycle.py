@@ -39,6 +39,9 @@ STEPS = {
 BROKEN = {"damaged": ("half", "first"), "whole layer": ("run", 0), "half converted layer": ("run", 1)}
 """What is done to one that was started with the second checkpoint; vLLM's reload cannot be repeated after it failed."""
 
+LACKING = {"lacking": ("lack", "first"), "after it": ("run", 1)}
+"""The same, where the reload does not bring every tensor."""
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
@@ -69,9 +72,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         add(route, backend, "first", backend, STEPS.values())
     add("online", "second", "second", "emulation", [("generate",)])
     add("checkpoint", "second", "second", "emulation", [("generate",), *BROKEN.values()])
+    for route in ROUTES:
+        add(route, "lacking", "second", "emulation", LACKING.values())
+    names = {"second": ["first", *BROKEN], "lacking": list(LACKING)}
     found: Results = {}
     for key, each in runner.run("lifecycle.py", jobs, folder).items():
-        found[key] = dict(zip(["first", *BROKEN] if key[1] == "second" else STEPS, each, strict=False))
+        found[key] = dict(zip(names.get(key[1], list(STEPS)), each, strict=False))
     return found
 
 
@@ -139,6 +145,17 @@ def test_a_layer_whose_conversion_failed_does_not_run(results: Results) -> None:
     assert "error" not in steps["whole layer"]
     assert "LifecycleError: model.layers.1.mlp.experts" in steps["half converted layer"]["error"]
     assert "they are converting" in steps["half converted layer"]["error"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_reload_that_lacks_a_tensor_is_refused_and_not_filled_up_with_what_the_memory_held(
+    results: Results, route: str
+) -> None:
+    steps = results[route, "lacking"]
+    name = "model.layers.1.mlp.experts"
+    assert f"{name}: the up projection of local expert 3 was never loaded" in steps["lacking"]["error"]
+    assert steps["lacking"]["states"] == ["converted", "converting"]
+    assert f"{name}: the layer was run before its weights were converted" in steps["after it"]["error"]
 
 
 @each_model

@@ -77,6 +77,73 @@ def test_what_the_loader_itself_raises_is_raised() -> None:
         loader(Layer().w13_weight, torch.ones(32, 64).to(torch.float8_e4m3fn), "experts.w13_weight", "w1", 0)
 
 
+MXFP4 = dataclasses.replace(PROBLEM, scheme=Scheme("mxfp4", 4, 32, "gpt_oss"), intermediate_size=64,
+                            whole_intermediate_size=96)  # fmt: skip
+
+
+def all_experts(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> None:
+    """Loads a tensor of all experts into a parameter of the first of two ranks; the second has half as many features
+    between the products."""
+    shapes = {"w13_weight": (4, 128, 32), "w2_weight": (4, 64, 32), "w13_bias": (4, 128), "w2_bias": (4, 64)}
+    parameter = torch.nn.Parameter(torch.zeros(shapes[name], dtype=dtype), requires_grad=False)
+    loading.fitting(parameter, torch.zeros(shape, dtype=dtype), MXFP4, f"experts.{name}", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("w13_weight", (4, 128, 32)), ("w13_weight", (4, 64, 32)), ("w2_weight", (4, 64, 32)),
+        ("w2_weight", (4, 64, 16)), ("w13_bias", (4, 128)), ("w13_bias", (4, 64)), ("w2_bias", (4, 64)),
+    ],
+)  # fmt: skip
+def test_tensors_of_all_experts_are_a_rank_s_or_the_last_one_s(name: str, shape: tuple[int, ...]) -> None:
+    all_experts(name, shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("w13_weight", (1, 128, 32)), ("w13_weight", (4, 127, 32)), ("w13_weight", (4, 128, 1)),
+        ("w2_weight", (4, 32, 32)), ("w2_weight", (4, 64, 8)), ("w13_bias", (1, 128)), ("w2_bias", (4, 32)),
+        ("w2_bias", (4, 1)),
+    ],
+)  # fmt: skip
+def test_others_would_be_spread_or_leave_the_rest_as_it_is_and_are_refused(name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        all_experts(name, shape)
+    assert str(list(shape)) in str(caught.value) and f"{MXFP4.layer}, experts.{name}" in str(caught.value)
+
+
+def test_new_memory_is_filled_before_anything_is_loaded_into_it_and_only_then() -> None:
+    """vLLM's reload gives parameters new memory, and copies their attributes."""
+    layer = Layer()
+    loader = loading.checked(layer.weight_loader, PROBLEM, Group())
+    gate = torch.ones(64, 64).to(torch.float8_e4m3fn)
+    loading.remember({"w13": layer.w13_weight}, {"w13": 0x7F})
+    loading.fill({"w13": layer.w13_weight}, {"w13": 0x7F})
+    again = torch.nn.Parameter(torch.zeros_like(layer.w13_weight.data), requires_grad=False)
+    again.__dict__.update(layer.w13_weight.__dict__)
+    with pytest.raises(CheckpointError, match=r"model.layers.3.mlp.experts: nothing was loaded into w13_weight\. The"):
+        loading.refuse_untouched({"w13_weight": again}, PROBLEM.layer)
+    loading.refuse_untouched({"w13_weight": layer.w13_weight}, PROBLEM.layer)
+    for expert in (1, 2):
+        loader(again, gate, "experts.w13_weight", "w1", expert)
+    loading.refuse_untouched({"w13_weight": again}, PROBLEM.layer)
+    loaded = again.data.view(torch.uint8)
+    for expert, filled in enumerate((64, 32, 32, 64)):
+        assert int((loaded[expert] == 0x7F).sum()) == filled * 64
+
+
+def test_parameters_without_memory_are_left_alone() -> None:
+    """vLLM counts what is loaded before there is memory for it."""
+    layer = Layer().to("meta")
+    loading.remember({"w13": layer.w13_weight}, {"w13": 0x7F})
+    loader = loading.checked(layer.weight_loader, PROBLEM, Group())
+    loader(layer.w13_weight, torch.ones(64, 64, device="meta").to(torch.float8_e4m3fn), "experts.w13_weight", "w1", 1)
+    with pytest.raises(CheckpointError, match="nothing was loaded"):
+        loading.refuse_untouched({"w13_weight": layer.w13_weight}, PROBLEM.layer)
+
+
 def one_cannot_load(processes: Any) -> Any:
     group = Group(processes, 60.0)
     gather(group, "before", lambda: 1)

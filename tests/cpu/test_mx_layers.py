@@ -178,6 +178,34 @@ def test_scales_of_mxfp4_that_were_never_loaded_are_noticed(name: str) -> None:
     MXFP4.refused(given, "never loaded")
 
 
+MATRICES: dict[str, tuple[str, Callable[[Tensor, bool], Tensor]]] = {
+    "gate": ("w13", lambda rows, interleaved: rows[0::2] if interleaved else rows[: rows.shape[0] // 2]),
+    "up": ("w13", lambda rows, interleaved: rows[1::2] if interleaved else rows[rows.shape[0] // 2 :]),
+    "down": ("w2", lambda rows, interleaved: rows),
+}
+
+
+@each_form
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_a_matrix_that_was_never_loaded_is_named_and_counted(form: Form, matrix: str) -> None:
+    given, (canonical, part) = form.given(), MATRICES[matrix]
+    name = next(name for name, each in form.canonical().items() if each == canonical)
+    code = form.scheme.UNLOADED[canonical]
+    for expert in (1, 2):
+        part(given[name][expert].view(torch.uint8), form.layer.activation.interleaved).fill_(code)
+    said = f"the {matrix} projection of local expert 1 was never loaded"
+    assert f"(2 such in {name})" in form.refused(given, said).remedy
+
+
+@each_form
+def test_one_row_of_such_bytes_is_a_row_like_any_other(form: Form) -> None:
+    given = form.given()
+    for name, canonical in form.canonical().items():
+        if canonical in ("w13", "w2"):
+            given[name].view(torch.uint8)[:, 0] = form.scheme.UNLOADED[canonical]
+    form.scheme.read(given, form.layer)
+
+
 def test_rows_of_mxfp8_that_alternate_gate_and_up_are_refused_rather_than_read_as_halves() -> None:
     interleaved = dataclasses.replace(MXFP8.layer.activation, interleaved=True)
     with pytest.raises(CheckpointError, match="alternate gate and up"):

@@ -12,6 +12,7 @@ A job is an object: ``checkpoint``, ``engine`` (more arguments of vLLM's `LLM`),
 * ``["process"]``: every layer's `process_weights_after_loading` once more;
 * ``["forget"]``: every weight becomes something else, as after sleep of level 2;
 * ``["half", CHECKPOINT]``: a reload in which the second layer's tensors turn out to be damaged;
+* ``["lack", CHECKPOINT]``: a reload in which a tensor of the second layer does not come;
 * ``["run", NUMBER]``: one MoE layer by itself.
 
 A result is a list with one object for each step: ``said`` (tokens and logprobs, after "generate"), ``addresses`` and
@@ -93,6 +94,12 @@ class Served:
         tensors = load_file(Path(checkpoint, "model.safetensors"))
         damaged = next(name for name in tensors if ".layers.1." in name and ".experts.3.up_proj.weight_scale" in name)
         tensors[damaged].fill_(255)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(tensors.items())})
+
+    def lack(self, checkpoint: str) -> None:
+        """A reload in which a tensor of the second layer does not come."""
+        tensors = load_file(Path(checkpoint, "model.safetensors"))
+        tensors.pop("model.layers.1.mlp.experts.3.up_proj.weight")
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(tensors.items())})
 
     def run(self, number: str) -> None:

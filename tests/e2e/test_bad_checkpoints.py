@@ -53,6 +53,27 @@ FAULTS = {
     ),
     "scale as e8m0": (put("up_proj.weight_scale", lambda tensor: tensor.view(torch.float8_e8m0fnu)), ""),
 }
+ONLINE_FAULTS = {
+    "missing weight": (
+        drop("up_proj.weight"),
+        f"{LAYER}: the up projection of local expert 3 was never loaded. The checkpoint lacks it, or names it "
+        "differently (1 such in w13_weight)",
+    ),
+    "no down projections": (
+        lambda tensors: [tensors.pop(name) for name in list(tensors) if f"{LAYER}." in name and "down_proj" in name],
+        f"{LAYER}: nothing was loaded into w2_weight. The checkpoint lacks it or names it differently",
+    ),
+    "one column": (
+        put("up_proj.weight", lambda tensor: tensor[:, :1].contiguous()),
+        "an expert's tensor has shape [64, 1], expected [64, 128]",
+    ),
+    "weight in fp8": (
+        put("up_proj.weight", lambda tensor: tensor.to(torch.float8_e4m3fn)),
+        "the checkpoint stores it as float8_e4m3fn, a model in 16 bits as bfloat16",
+    ),
+}
+"""Of a checkpoint in 16 bits that is quantised while it loads."""
+ONLINE = {"quantization": "mxfp8", "quantization_config": {"ignore": ["lm_head", "re:.*\\.mlp\\.gate$"]}}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +84,16 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     for number, (name, (change, _)) in enumerate(FAULTS.items()):
         path = checkpoints.rewrite_tensors(plain, folder / str(number), change)
         made[name] = {"checkpoint": str(path), "dtype": "bfloat16", "prompt": [5, 6, 7], "tokens": 1}
+    plain = checkpoints.write_checkpoint(folder / "16bit", format="bf16")
+    for number, (name, (change, _)) in enumerate(ONLINE_FAULTS.items()):
+        path = checkpoints.rewrite_tensors(plain, folder / f"online{number}", change)
+        job = {"checkpoint": str(path), "dtype": "bfloat16", "prompt": [5, 6, 7], "tokens": 1}
+        made[f"online {name}"] = {**job, "engine": ONLINE}
+        if name in ("missing weight", "no down projections"):
+            made[f"mxfp4 {name}"] = {**job, "online_experts": "kMxfp4Static"}
+    gpt_oss = checkpoints.write_checkpoint(folder / "gpt_oss", arch="gpt_oss", format="bf16")
+    made["gpt_oss"] = {"checkpoint": str(gpt_oss), "dtype": "bfloat16", "prompt": [5, 6, 7], "tokens": 1}
+    made["gpt_oss"]["online_experts"] = "kMxfp4Static"
     return runner.run("generate.py", made, folder)
 
 
@@ -72,6 +103,27 @@ def test_a_damaged_checkpoint_is_refused_with_the_tensor_and_the_numbers(
 ) -> None:
     assert FAULTS[name][1] in outcomes[name]["error"]
     assert LAYER in outcomes[name]["error"]
+
+
+@pytest.mark.parametrize("name", ONLINE_FAULTS)
+def test_so_is_one_that_is_quantised_while_it_loads(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+    assert ONLINE_FAULTS[name][1] in outcomes[f"online {name}"]["error"]
+    assert LAYER in outcomes[f"online {name}"]["error"]
+
+
+def test_and_one_that_becomes_mxfp4(outcomes: dict[str, dict[str, Any]]) -> None:
+    missing, nothing = outcomes["mxfp4 missing weight"]["error"], outcomes["mxfp4 no down projections"]["error"]
+    assert "1 of" not in missing and "are NaN" in missing and LAYER in missing
+    assert ONLINE_FAULTS["no down projections"][1] in nothing
+
+
+def test_a_model_whose_loader_passes_by_vllms_is_not_quantised_from_what_the_memory_held(
+    outcomes: dict[str, dict[str, Any]],
+) -> None:
+    """vLLM loads a gpt-oss in 16 bits by copying into the parameters, which have no memory yet."""
+    error = outcomes["gpt_oss"]["error"]
+    assert "model.layers.0.mlp.experts: nothing was loaded into w13_weight, w2_weight" in error
+    assert "the model's own loader passes by the one that vLLM quantises and reloads with" in error
 
 
 def test_scales_stored_as_e8m0_numbers_are_the_bytes_that_they_are(

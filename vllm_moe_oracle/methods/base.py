@@ -224,6 +224,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
         super().create_weights(layer, num_experts, *args, **kwargs)
         if problem.has_bias:
             self._register_biases(layer, kwargs)
+        names = self._names(self._scheme().shapes(problem))
+        loading.remember({own: getattr(layer, name) for own, name in names.items()}, unloaded)
 
     def _make_room(self, layer: Any) -> None:
         """Makes slots as large as the kernel's tensors are, and fills them with what no checkpoint holds."""
@@ -262,6 +264,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
         self._enter(layer, "converting")
         problem = self.decision.problem
         with agreement.telling(self.group, f"the loaded weights of {problem.layer}"):
+            if self.moe_kernel is not None:
+                loading.refuse_untouched(dict(self.release.parameters(layer)), problem.layer)
             raw = self._read(layer)
         parallel = self.moe.moe_parallel_config
         if "w2_bias" in raw and parallel.tp_size > 1 and parallel.tp_rank > 0:

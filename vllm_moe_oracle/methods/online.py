@@ -25,8 +25,11 @@ from ..errors import CheckpointError
 from ..oracle.problem import MX_BLOCK, Scheme
 from ..quantization import ONLINE
 from ..schemes import mxfp8
-from . import storage
+from . import agreement, loading, storage
 from .base import _PROCESSED, OracleMoEMethod
+
+_NAN = 0xFF
+"""In every byte of a floating-point number it is NaN: what was never loaded."""
 
 
 def require_blocks(name: str, format: str = "MXFP8", **sizes: int) -> None:
@@ -145,6 +148,8 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
         layer.orig_dtype = layer.params_dtype = dtype
         layer.weight_block_size = self.weight_block_size
         layer.w13_input_scale = layer.w2_input_scale = None
+        if "weight_loader" in kwargs:
+            kwargs["weight_loader"] = loading.checked(kwargs["weight_loader"], problem, self.group)
         shapes = self._scheme().shapes(problem)
         for own in ("w13", "w2"):
             *outer, columns = shapes[own]
@@ -153,6 +158,8 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
             set_weight_attrs(parameter, {name: value for name, value in kwargs.items() if name != "params_dtype"})
         if problem.has_bias:
             self._register_biases(layer, kwargs)
+        registered = {own: getattr(layer, name) for own, name in self._names(shapes).items() if hasattr(layer, name)}
+        loading.remember(registered, {"w13": _NAN, "w2": _NAN})
         self._enter(layer, "raw")
         initialize_online_processing(layer)
 
@@ -160,13 +167,17 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
         """Quantises the loaded weights, then converts them as those of a checkpoint. A second call changes nothing.
 
         Raises:
-            CheckpointError: a weight is NaN or infinite. Nothing has been converted.
+            CheckpointError: a weight is NaN or infinite, or was never loaded. Nothing has been converted.
         """
         if self._is_processed(layer):
             return
         self._enter(layer, "converting")
         if self._source() is None:
             weights = {own: getattr(layer, f"{own}_weight") for own in ("w13", "w2")}
+            if self.moe_kernel is not None or not self.release.weights_are_made_up():
+                name = self.decision.problem.layer
+                with agreement.telling(self.group, f"the loaded weights of {name}"):
+                    loading.refuse_untouched({f"{own}_weight": each for own, each in weights.items()}, name)
         else:
             weights = dict(zip(("w13", "w2"), self.get_weights_for_quantization(layer), strict=True))
         self._quantise(layer, weights)

@@ -56,6 +56,41 @@ def checked(
     return found
 
 
+def refuse_unloaded(
+    found: Mapping[str, Tensor], names: Mapping[str, str], codes: Mapping[str, int], problem: Problem
+) -> None:
+    """Raises where a matrix of an expert is as it was before anything was loaded.
+
+    Args:
+        found: from `checked`.
+        names: parameter name by canonical name.
+        codes: the byte that fills a matrix which was not loaded, by canonical name.
+        problem: the layer, which says how gate and up share the rows of the first product.
+
+    Raises:
+        CheckpointError: it names the first such matrix, and says how many there are.
+    """
+    for canonical in ("w13", "w2"):
+        data = found[canonical].view(torch.uint8)
+        matrices = {"down" if canonical == "w2" else "up": data}
+        if canonical == "w13" and problem.activation.gated:
+            matrices = {"gate": data[:, ::2], "up": data[:, 1::2]}
+            if not problem.activation.interleaved:
+                matrices = dict(zip(matrices, data.chunk(2, dim=1), strict=True))
+        # One row of each matrix first: it is as large as a layer.
+        missing = [
+            (expert, matrix)
+            for matrix, rows in matrices.items()
+            for expert in (rows[:, 0] == codes[canonical]).all(-1).nonzero().flatten().tolist()
+            if bool((rows[expert] == codes[canonical]).all())
+        ]
+        if missing:
+            expert, matrix = min(missing)
+            rule = f"the {matrix} projection of local expert {expert} was never loaded"
+            remedy = f"The checkpoint lacks it, or names it differently ({len(missing)} such in {names[canonical]})"
+            raise CheckpointError(rule, remedy, problem.layer)
+
+
 def refuse_nan_scales(found: Mapping[str, Tensor], names: Mapping[str, str], problem: Problem) -> None:
     """Raises where a scale is no number.
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..oracle.problem import MX_BLOCK, Problem
-from ._mx_parameters import E8M0_NAN, checked, refuse_nan_scales
+from ._mx_parameters import E8M0_NAN, checked, refuse_nan_scales, refuse_unloaded
 from .mxfp8 import E8M0_BIAS, ScaleRule, scale_values
 from .mxfp8 import scale_exponents as mx_scale_exponents
 
@@ -44,8 +44,10 @@ PARAMETERS = {
 }
 _PACKED = {"w13_weight": "w13_weight_packed", "w2_weight": "w2_weight_packed"}
 
-UNLOADED = {"w13_scale": E8M0_NAN, "w2_scale": E8M0_NAN}
-"""Bytes that no checkpoint holds, for what was not loaded yet; every byte of weights is a pair of numbers."""
+_MINUS_ZEROS = 0x88
+UNLOADED = {"w13": _MINUS_ZEROS, "w2": _MINUS_ZEROS, "w13_scale": E8M0_NAN, "w2_scale": E8M0_NAN}
+"""Bytes that no checkpoint holds, for what was not loaded yet. Every byte of weights is a pair of numbers; but a matrix
+of nothing but minus zeros is none."""
 MADE_UP = {"w13_scale": E8M0_BIAS - 7, "w2_scale": E8M0_BIAS - 7}
 """Bytes for a model without a checkpoint, whose other weights vLLM makes up."""
 
@@ -81,10 +83,12 @@ def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor
         problem: the layer, whose shapes the tensors must have.
 
     Raises:
-        CheckpointError: a tensor is missing, has the wrong dtype or shape, or a scale is the NaN code 255.
+        CheckpointError: a tensor is missing, has the wrong dtype or shape, an expert's matrix was never loaded, or a
+            scale is the NaN code 255.
     """
     names = parameters_of(problem)
     found = checked(parameters, names, shapes(problem), torch.uint8, problem)
+    refuse_unloaded(found, names, UNLOADED, problem)
     refuse_nan_scales(found, names, problem)
     return found
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..oracle.problem import MX_BLOCK, Problem
-from ._mx_parameters import E8M0_NAN, checked, refuse_nan_scales
+from ._mx_parameters import E8M0_NAN, checked, refuse_nan_scales, refuse_unloaded
 
 ScaleRule = Literal["ceil", "floor", "llm-compressor"]
 
@@ -85,24 +85,16 @@ def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor
         problem: the layer, whose shapes the tensors must have.
 
     Raises:
-        CheckpointError: a tensor is missing, has the wrong dtype or shape, a scale is the NaN code 255, or the rows of
-            the first product alternate gate and up, which no MXFP8 checkpoint is known to do.
+        CheckpointError: a tensor is missing, has the wrong dtype or shape, an expert's matrix was never loaded, a scale
+            is the NaN code 255, or the rows of the first product alternate gate and up, which no MXFP8 checkpoint is
+            known to do.
     """
     if problem.activation.interleaved:
         rule = "the rows of w13_weight alternate gate and up; MXFP8 is read as gate rows, then up rows"
         raise CheckpointError(rule, where=problem.layer)
     names = {canonical: name for name, canonical in PARAMETERS.items()}
     found = checked(parameters, names, shapes(problem), torch.float8_e4m3fn, problem)
-    for canonical, halves in (("w13", 2 if problem.activation.gated else 1), ("w2", 1)):
-        # One element of each matrix is looked at: one that was never loaded is NaN throughout.
-        heads = found[canonical].view(torch.uint8)[:, :: found[canonical].shape[1] // halves, 0]
-        missing = ((heads == _E4M3_NAN).nonzero()).tolist()
-        if missing:
-            expert, half = missing[0]
-            matrix = "down" if canonical == "w2" else ("gate" if half == 0 else "up") if halves == 2 else "up"
-            rule = f"the {matrix} projection of local expert {expert} was never loaded"
-            remedy = f"The checkpoint lacks it, or names it differently ({len(missing)} such in {names[canonical]})"
-            raise CheckpointError(rule, remedy, problem.layer)
+    refuse_unloaded(found, names, UNLOADED, problem)
     refuse_nan_scales(found, names, problem)
     return found
 
