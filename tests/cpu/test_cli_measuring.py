@@ -46,6 +46,14 @@ def test_without_a_gpu_one_line_says_so(run: Run, command: str, tmp_path: Path) 
         ((GPT_OSS, "--budget", "0"), "--budget: 0 seconds"),
         ((GPT_OSS, "--budget", "nan"), "--budget: nan seconds"),
         ((GPT_OSS, "--set", "objective=fast"), "no objective"),
+        ((GPT_OSS, "--tp", "0"), "--tp: 0 ranks are not possible"),
+        (("mxfp8:gpt-oss-20b", "--tp", "-2"), "--tp: -2 ranks"),
+        ((" ",), "an empty word names no layer"),
+        # What would change nothing is said, and not ignored.
+        (("mxfp8:qwen3-30b-a3b@tp2", "--tp", "4"), "--tp: 4 ranks, and 'mxfp8:qwen3-30b-a3b@tp2' names others"),
+        (("mxfp8:qwen3-30b-a3b", "--tp", "2", "--ep"), "--ep: 'mxfp8:qwen3-30b-a3b' names a layer"),
+        (("qwen3-30b-a3b", "--ep"), "--ep: 'qwen3-30b-a3b' names a layer"),
+        (("qwen3-30b-a3b", "--tp", "3"), "list of served layers at 1, 2 ranks, not at 3"),
     ],
 )
 def test_wrong_input_is_one_line(run: Run, command: str, arguments: tuple[Any, ...], words: str) -> None:  # noqa: F811
@@ -57,6 +65,79 @@ def test_wrong_input_is_one_line(run: Run, command: str, arguments: tuple[Any, .
 def test_tune_refuses_numbers_of_tokens_that_decide_nothing(run: Run) -> None:  # noqa: F811
     result = run("tune", GPT_OSS, "--tokens", "8192")
     assert result.status == 2 and "1, 2, 4, 8, 16 missing" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--shapes", "--tp", "2"), "--tp: the layers of --shapes have numbers of ranks of their own"),
+        (("--shapes", "--ep"), "--ep: the layers of --shapes"),
+        ((GPT_OSS, "--tiles", "-3"), "--tiles: -3 tile configurations"),
+        (("--import", "b.jsonl", GPT_OSS), "MODEL would change nothing: with --import nothing is measured"),
+        (("--import", "b.jsonl", "--shapes", "--tiles", "4"), "--shapes, --tiles would change nothing"),
+        (("--import", "b.jsonl", "--profile", "p.json"), "--profile would change nothing"),
+    ],
+)
+def test_tune_refuses_options_that_change_nothing(run: Run, arguments: tuple[Any, ...], words: str) -> None:  # noqa: F811
+    result = run("tune", *arguments)
+    assert result.status == 2 and result.out == ""
+    assert words in result.err and result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((GPT_OSS, "--scheme", "mxfp8"), "--scheme: there is no --shape"),
+        ((GPT_OSS, "--plot", "times.foo"), "--plot: times.foo has no kind of a drawing. Valid are ."),
+        ((GPT_OSS, "--plot", "times"), "--plot: times has no kind of a drawing"),
+        ((GPT_OSS, "--plot", "no/such/folder/times.svg"), "--plot: there is no folder no/such/folder"),
+    ],
+)
+def test_bench_refuses_a_drawing_that_cannot_be_made_before_it_measures(
+    run: Run,  # noqa: F811
+    arguments: tuple[Any, ...],
+    words: str,
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra plot")
+    result = run("bench", *arguments)
+    assert result.status == 2 and words in result.err and result.err.count("\n") == 1
+
+
+def test_imports_say_what_was_kept(run: Run, tmp_path: Path) -> None:  # noqa: F811
+    golden = CONFIGS.parent / "h200" / "choice-vllm-0.33.0.jsonl"
+    made = run("tune", "--import", golden, "--export", tmp_path / "p.json", "--json").json
+    assert made["measurements"] > 100 and made["kept"] == str(tmp_path / "p.json")
+    assert made["environment"]["gpu"] == "NVIDIA H200" and (tmp_path / "p.json").exists()
+
+
+def test_memory_that_was_short_in_a_benchmark_is_not_imported_as_a_failure(tmp_path: Path) -> None:
+    from vllm_moe_oracle.measure import benching
+
+    golden = CONFIGS.parent / "h200" / "choice-vllm-0.33.0.jsonl"
+    head, first = golden.read_text().splitlines()[:2]
+    record = json.loads(first)
+    name = next(iter(record["activations"]))
+    failures = []
+    for why in ("OutOfMemoryError: CUDA out of memory", "RuntimeError: no kernel"):
+        del record["us"][name]
+        (tmp_path / "b.jsonl").write_text(f"{head}\n{json.dumps(record | {'failures': {name: why}})}\n")
+        record["us"][name] = 1.0
+        (found,) = benching.read(tmp_path / "b.jsonl")[2].values()
+        failures.append([each.failure for each in found if each.backend == name])
+    assert failures == [[], ["RuntimeError: no kernel"]]
+
+
+def test_a_profile_of_another_place_is_not_passed_over_in_silence() -> None:
+    import msgspec
+
+    from vllm_moe_oracle.measure import environment, profile, tuning
+
+    card = device.named("nvidia-h200")
+    here = environment.of(card)
+    assert tuning.unlike(profile.make(here, {}, {}), card) == ""
+    for changes, words in (({"gpu": "NVIDIA H100"}, "measured on NVIDIA H100"), ({"driver": "1"}, "does not know")):
+        there = msgspec.structs.replace(here, **changes)
+        assert words in tuning.unlike(profile.make(there, {}, {}), card)
 
 
 def test_bench_refuses_backends_that_there_are_not(run: Run) -> None:  # noqa: F811

@@ -26,21 +26,50 @@ def problems(models: Sequence[str], tp: int, ep: bool) -> list[Problem]:
     from ..errors import MeasurementError
     from ..measure import shapes
 
+    if tp < 1:
+        raise MeasurementError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")
     found: list[Problem] = []
     for word in models:
+        if not word.strip():
+            raise MeasurementError(
+                "an empty word names no layer", "Give a checkpoint's folder, or SCHEME:SHAPE", "MODEL"
+            )
         if Path(word).exists() or "/" in word or word.endswith(".json"):
             read = checkpoint.read(Path(word))
             found += checkpoint.layers(read, tp, ep, vllm=installed_packages().get("vllm")).problems
-        elif ":" in word:
+            continue
+        if ep:
+            rule = f"{word!r} names a layer whose experts are all on one rank"
+            raise MeasurementError(rule, "Give the model's config.json, whose experts can be spread over ranks", "--ep")
+        if ":" in word:
+            if "@" in word and tp != 1 and not word.endswith(f"@tp{tp}"):
+                raise MeasurementError(f"{tp} ranks, and {word!r} names others", "Leave one of them out", "--tp")
             found.append(shapes.parse(word if "@" in word or tp == 1 else f"{word}@tp{tp}"))
         elif word in shapes.names():
-            of_it = [each for each in shapes.served() if each.layer.split(":")[1].split("@")[0] == word]
-            found += [each for each in of_it if tp == 1 or each.parallel.tp == tp]
+            found += _in_all_formats(word, tp)
         else:
             rule = f"{word!r} is no checkpoint's folder, no config.json and no name of a layer"
             raise MeasurementError(rule, f"Names are SCHEME:SHAPE, with SHAPE one of {', '.join(shapes.names())}")
     if not found:
         raise MeasurementError("there are no layers to measure")
+    return found
+
+
+def _in_all_formats(shape: str, tp: int) -> list[Problem]:
+    """The layers of a shape in the formats in which it is served; with 1 rank, at every number of ranks.
+
+    Raises:
+        MeasurementError: it is not served at that number of ranks.
+    """
+    from ..errors import MeasurementError
+    from ..measure import shapes
+
+    known = [each for each in shapes.served() if each.layer.split(":")[1].split("@")[0] == shape]
+    found = [each for each in known if tp in (1, each.parallel.tp)]
+    if not found:
+        sizes = ", ".join(map(str, sorted({each.parallel.tp for each in known})))
+        rule = f"{shape} is in the list of served layers at {sizes} ranks, not at {tp}"
+        raise MeasurementError(rule, f"Name a format: SCHEME:{shape}@tp{tp}", "--tp")
     return found
 
 

@@ -27,7 +27,7 @@ from .cells import Cell, RoutingKind, Sample, cell_of
 from .environment import Environment
 from .floors import floor_us
 from .profile import contents
-from .tuning import COMPILING, accepted, add_stock, compile_beforehand, same_kind
+from .tuning import COMPILING, accepted, add_stock, compile_beforehand, no_verdict, same_kind
 from .tuning import STOCK as STOCK
 
 Record = dict[str, Any]
@@ -277,8 +277,10 @@ def _samples(record: Record, routing: str) -> Iterator[Sample]:
             fields |= {"us": record["us"][name], "low": low, "high": high, "replays": record["replays"][name]}
             fields |= {"error": record["errors"][name], "router": record["router_included"]}
             fields["tile"] = record.get("tiles", {}).get(name, "")
+        elif no_verdict(failure := record["failures"][name]):
+            continue
         else:
-            fields["failure"] = record["failures"][name]
+            fields["failure"] = failure
         yield msgspec.convert(fields, Sample)
 
 

@@ -283,6 +283,21 @@ def _hopeful(names: Sequence[str], outcome: Outcome) -> tuple[str, ...]:
     return tuple(name for name in names if name not in failed)
 
 
+def no_verdict(failure: str) -> bool:
+    """Whether a failure says nothing of the backend: what else is on the GPU decides whether there is memory."""
+    return any(word in failure for word in _OUT_OF_MEMORY)
+
+
+def unlike(profile: Profile, device: Device) -> str:
+    """Why measurements of a profile are repeated on this machine: how its place differs; "" where it does not."""
+    here = environment.of(device)
+    if profile.environment == here:
+        return ""
+    found = environment.differences(profile.environment, here)
+    said = ", ".join((*found.hard, *found.soft)) or "one of the two places does not know all that the other does"
+    return f"it is of another environment: {said}"
+
+
 def _known(cell: Cell, here: Environment, store: Store | None, profiles: Sequence[Profile]) -> list[Sample]:
     """What was measured of a cell in this environment."""
     found = [samples for profile in profiles if profile.environment == here for samples in [profile.samples(cell)]]
@@ -338,7 +353,7 @@ def _measure(
             found = bench.measure(count, routing, plan.replays, plan.seconds, tiles, fixed)
             gone = {sample.backend for sample in found}
             found += [each for each in bench.failed(count, routing) if each.backend not in gone]
-            found = [each for each in found if not any(word in each.failure for word in _OUT_OF_MEMORY)]
+            found = [each for each in found if not no_verdict(each.failure)]
             if store is not None:
                 store.add(here, cell, found)
             replaced = {(each.backend, each.routing, each.tokens) for each in found}

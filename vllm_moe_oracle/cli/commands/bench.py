@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from ...measure.benching import Record
 
 
+SCHEMES = "mxfp8,mxfp4,int4_g128,int4_g32,int8_g128"
+"""Formats of `--shape` where `--scheme` names none."""
+
+
 def command(
     models: Annotated[
         list[str] | None,
@@ -23,8 +27,9 @@ def command(
         ),
     ] = None,
     scheme: Annotated[
-        str, typer.Option(help="Formats, for every SHAPE of --shape.", metavar="NAME,...")
-    ] = "mxfp8,mxfp4,int4_g128,int4_g32,int8_g128",
+        str | None,
+        typer.Option(help="Formats, for every SHAPE of --shape.", metavar="NAME,...", show_default=SCHEMES),
+    ] = None,
     shape: Annotated[str, typer.Option(help="Names of shapes, @tpN at will.", metavar="NAME,...")] = "",
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", metavar="N")] = 1,
     ep: Annotated[bool, typer.Option("--ep", help="The ranks hold different experts instead of parts of each.")] = (
@@ -83,15 +88,17 @@ def command(
 
     chosen = read_settings(assignments)
     wanted = list(models or [])
+    if scheme is not None and not shape:
+        raise MeasurementError("there is no --shape that these formats are for", "Name shapes with --shape", "--scheme")
     for each in filter(None, shape.split(",")):
-        wanted += [f"{name}:{each}" for name in filter(None, scheme.split(","))]
+        wanted += [f"{name}:{each}" for name in filter(None, (SCHEMES if scheme is None else scheme).split(","))]
     if not wanted:
         raise MeasurementError("nothing is named to be timed", "Name a model, or --shape with --scheme")
     if routing not in ("uniform", "skewed"):
         raise MeasurementError(f"{routing!r} is no routing", "Write uniform or skewed", "--routing")
     measuring.check_numbers(replays, jobs, budget)
     if plot is not None:
-        _require_matplotlib()
+        _check_plot(plot)
     from ...measure import tuning
 
     known = [each.name for each in default_registry()]
@@ -121,8 +128,8 @@ def command(
             _write(msgspec.json.encode(record), jsonl, as_json, "ab")
     if not as_json:
         _print(records, device.name)
-    if plot is not None:
-        benching.plot(records, str(plot))
+    if plot is not None and records:
+        _plot(records, plot)
     failures = {
         f"{record['layer']['name']}: {name}": why for record in records for name, why in record["failures"].items()
     }
@@ -151,13 +158,31 @@ def _write(line: bytes, path: Path | None, printed: bool, mode: str) -> None:
         raise MeasurementError(f"cannot be written: {error.strerror}", where=str(path)) from error
 
 
-def _require_matplotlib() -> None:
+def _check_plot(path: Path) -> None:
+    """Whether a plot can be drawn there, before minutes of measuring."""
     from importlib.util import find_spec
 
     from ...errors import MeasurementError
 
     if find_spec("matplotlib") is None:
         raise MeasurementError("matplotlib is not installed", "pip install 'vllm-moe-oracle[plot]'", "--plot")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix[1:].lower() not in kinds:
+        raise MeasurementError(f"{path} has no kind of a drawing", f"Valid are .{', .'.join(kinds)}", "--plot")
+    if not path.parent.is_dir():
+        raise MeasurementError(f"there is no folder {path.parent}", "Make it, or name another file", "--plot")
+
+
+def _plot(records: list[Record], path: Path) -> None:
+    from ...errors import MeasurementError
+    from ...measure import benching
+
+    try:
+        benching.plot(records, str(path))
+    except OSError as error:
+        raise MeasurementError(f"cannot be written: {error.strerror}", where=str(path)) from error
 
 
 def _print(records: list[Record], gpu: str) -> None:

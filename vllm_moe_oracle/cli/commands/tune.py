@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from ...settings import Settings
 
 
+ROUTINGS, REPLAYS, TILES = "uniform,skewed", 20, 2
+"""Defaults of the options of these names."""
+
+
 def command(
     models: Annotated[
         list[str] | None,
@@ -32,8 +36,8 @@ def command(
         False
     ),
     tokens: Annotated[str, typer.Option(help="Numbers of tokens.", metavar="N,...")] = "",
-    routing: Annotated[str, typer.Option(help="uniform, skewed, or both.", metavar="KIND,...")] = "uniform,skewed",
-    replays: Annotated[int, typer.Option(help="Timed replays of each, at most.", metavar="N")] = 20,
+    routing: Annotated[str, typer.Option(help="uniform, skewed, or both.", metavar="KIND,...")] = ROUTINGS,
+    replays: Annotated[int, typer.Option(help="Timed replays of each, at most.", metavar="N")] = REPLAYS,
     budget: Annotated[float | None, typer.Option(help="Seconds for everything.", metavar="SECONDS")] = None,
     jobs: Annotated[int, typer.Option(help="Processes that compile kernels beforehand.", metavar="N")] = 0,
     tiles: Annotated[
@@ -42,7 +46,7 @@ def command(
             help="Tile configurations of our kernels to time beside their own choice; each is compiled once.",
             metavar="N",
         ),
-    ] = 2,
+    ] = TILES,
     gpus: Annotated[
         str, typer.Option(help="Measure on several GPUs: all, or numbers like 0,1.", metavar="all|N,...")
     ] = "",
@@ -96,17 +100,33 @@ def command(
 
     chosen = read_settings(assignments)
     if imported:
-        _import(imported, export, chosen)
+        unused = {
+            "MODEL": models, "--shapes": shapes, "--tp": tp != 1, "--ep": ep, "--tokens": tokens,
+            "--routing": routing != ROUTINGS, "--replays": replays != REPLAYS, "--budget": budget is not None,
+            "--jobs": jobs, "--tiles": tiles != TILES, "--gpus": gpus, "--again": again, "--profile": profile,
+        }  # fmt: skip
+        if given := [name for name, value in unused.items() if value]:
+            rule = f"{', '.join(given)} would change nothing: with --import nothing is measured"
+            raise MeasurementError(rule, "Leave it out, or measure without --import")
+        _import(imported, export, chosen, as_json)
         return
     if not models and not shapes:
         raise MeasurementError("no model is named", "Name one, or --shapes")
+    if not models and (tp != 1 or ep):
+        rule = "the layers of --shapes have numbers of ranks of their own"
+        raise MeasurementError(rule, "Leave it out, or name a model", "--ep" if ep else "--tp")
+    if tiles < 0:
+        raise MeasurementError(f"{tiles} tile configurations are not possible", "Give 0 or more", "--tiles")
     problems = measuring.problems(models, tp, ep) if models else []
     problems += known_shapes.served() if shapes else []
     plan = _plan(tokens, routing, replays, budget, jobs, again)
     tuning.check_buckets(plan.buckets)
     read = [profiles.read(each) for each in profile or []]
     device = measuring.machine()
-    plan = dataclasses.replace(plan, tiles=max(tiles, 0), gpus=measuring.gpus(gpus))
+    plan = dataclasses.replace(plan, tiles=tiles, gpus=measuring.gpus(gpus))
+    for path, each in zip(profile or [], read, strict=True):
+        if said := tuning.unlike(each, device):
+            output.remark("note", f"nothing of the profile {path} is used: {said}")
     store = Store(cache_folder(chosen))
     if said := store.prepare():
         output.remark("note", said)
@@ -133,7 +153,7 @@ def command(
         raise typer.Exit(UNFINISHED)
 
 
-def _import(files: list[Path], export: Path | None, settings: Settings) -> None:
+def _import(files: list[Path], export: Path | None, settings: Settings, as_json: bool) -> None:
     """Puts measurements of benchmarks into a profile, or into the cache."""
     from ...errors import MeasurementError
     from ...measure import benching
@@ -160,7 +180,11 @@ def _import(files: list[Path], export: Path | None, settings: Settings) -> None:
         for cell, some in samples.items():
             store.add(place, cell, some)
         where = str(store.path)
-    output.show(f"{sum(map(len, samples.values()))} measurements of {len(samples)} layers, {place}: kept in {where}")
+    count = sum(map(len, samples.values()))
+    if as_json:
+        output.print_json({"measurements": count, "layers": len(samples), "environment": place, "kept": where})
+    else:
+        output.show(f"{count} measurements of {len(samples)} layers, {place}: kept in {where}")
 
 
 def _plan(tokens: str, routing: str, replays: int, budget: float | None, jobs: int, again: bool) -> Plan:
