@@ -81,6 +81,23 @@ MXFP4 = dataclasses.replace(PROBLEM, scheme=Scheme("mxfp4", 4, 32, "gpt_oss"), i
                             whole_intermediate_size=96)  # fmt: skip
 
 
+@pytest.mark.parametrize("stored", ["int8", "float4_e2m1fn_x2"])
+def test_pairs_of_codes_are_the_bytes_that_they_are_whatever_the_file_calls_them(stored: str) -> None:
+    """DeepSeek-V4's experts are int8."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(8).view(64, 32)
+    parameter = torch.nn.Parameter(torch.zeros(4, 64, 32, dtype=torch.uint8), requires_grad=False)
+    problem = dataclasses.replace(MXFP4, whole_intermediate_size=0, intermediate_size=32)
+    found = loading.fitting(parameter, codes.view(getattr(torch, stored)), problem, "experts.w13_weight", "w1", 0)
+    assert found.dtype == torch.uint8 and torch.equal(found, codes)
+
+
+def test_numbers_that_may_be_scales_of_another_kind_are_refused() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(4, 64, 2, dtype=torch.uint8), requires_grad=False)
+    problem = dataclasses.replace(MXFP4, whole_intermediate_size=0, intermediate_size=32)
+    with pytest.raises(CheckpointError, match="stores it as int8, mxfp4 as uint8"):
+        loading.fitting(parameter, torch.zeros(64, 2, dtype=torch.int8), problem, "experts.w13_weight_scale", "w1", 0)
+
+
 def all_experts(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.uint8) -> None:
     """Loads a tensor of all experts into a parameter of the first of two ranks; the second has half as many features
     between the products."""

@@ -23,6 +23,8 @@ from ..oracle.problem import Problem
 from . import agreement
 
 _E8M0 = getattr(torch, "float8_e8m0fnu", None)
+_PAIRS = (torch.int8, getattr(torch, "float4_e2m1fn_x2", None))
+"""What files call bytes of two e2m1 codes, beside uint8: DeepSeek-V4's int8."""
 
 _UNLOADED = "moe_oracle_unloaded"
 """Attribute of a parameter: the byte that fills it before anything is loaded."""
@@ -86,14 +88,17 @@ def fitting(
         kwargs: likewise.
 
     Returns:
-        The tensor; scales that are stored as float8_e8m0fnu come back as the bytes that they are.
+        The tensor; scales that are stored as float8_e8m0fnu, and pairs of 4-bit codes, come back as the bytes that they
+        are.
 
     Raises:
         CheckpointError: another dtype or shape.
     """
     where = ", ".join(each for each in (problem.layer, weight_name, shard_id) if each)
-    if _E8M0 is not None and tensor.dtype == _E8M0 and parameter.dtype == torch.uint8:
-        tensor = tensor.view(torch.uint8)
+    if parameter.dtype == torch.uint8:
+        is_scale = "scale" in weight_name.rpartition(".")[2]
+        if (_E8M0 is not None and tensor.dtype == _E8M0) or (tensor.dtype in _PAIRS and not is_scale):
+            tensor = tensor.view(torch.uint8)
     both_real = parameter.dtype.itemsize > 1 and parameter.dtype.is_floating_point and tensor.dtype.is_floating_point
     if tensor.dtype != parameter.dtype and not (both_real and tensor.dtype.itemsize > 1):
         format = "a model in 16 bits" if problem.scheme.packing == "online" else problem.scheme.name
