@@ -123,20 +123,58 @@ def flashinfer(version: str) -> tuple[str, str]:
         with locked(f"flashinfer-{wanted}"):
             if not file.exists():
                 folder = file.parent.with_name(f"{wanted}.unfinished")
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True)
-                command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-                command += ["--no-input", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
-                result = subprocess.run([*command, f"flashinfer-python=={wanted}"], capture_output=True, text=True)
-                wheels = list(folder.glob("*.whl"))
-                if result.returncode or not wheels:
-                    said = (result.stderr or result.stdout).strip().splitlines()
-                    raise ReleaseUnavailable(f"FlashInfer {wanted}: {said[-1] if said else 'pip gave no wheel'}")
-                with zipfile.ZipFile(wheels[0]) as archive:
+                wheel = _wheel("flashinfer-python", wanted, folder)
+                with zipfile.ZipFile(wheel) as archive:
                     (folder / file.name).write_bytes(archive.read(_LAUNCHERS))
-                wheels[0].unlink()
+                wheel.unlink()
                 folder.rename(file.parent)
     return wanted, file.read_text(encoding="utf-8")
+
+
+def humming(version: str) -> tuple[str, Path]:
+    """The Python code of humming-kernels that a release of vLLM asks for.
+
+    Args:
+        version: of vLLM.
+
+    Returns:
+        The version of humming-kernels, and the folder that holds the package ``humming``.
+
+    Raises:
+        ReleaseUnavailable: it is not there and cannot be downloaded.
+    """
+    (described,) = sources(version).glob("vllm-*.dist-info/METADATA")
+    lines = [line for line in described.read_text().splitlines() if "humming-kernels" in line]
+    (wanted,) = {line.partition("==")[2].partition(";")[0].strip() for line in lines}
+    folder = cache() / "humming" / wanted
+    if not folder.is_dir():
+        with locked(f"humming-{wanted}"):
+            if not folder.is_dir():
+                unfinished = folder.with_name(f"{wanted}.unfinished")
+                wheel = _wheel("humming-kernels", wanted, unfinished)
+                with zipfile.ZipFile(wheel) as archive:
+                    archive.extractall(unfinished, [name for name in archive.namelist() if name.endswith(".py")])
+                wheel.unlink()
+                unfinished.rename(folder)
+    return wanted, folder
+
+
+def _wheel(distribution: str, version: str, folder: Path) -> Path:
+    """A wheel of a package that vLLM needs, downloaded into a new folder.
+
+    Raises:
+        ReleaseUnavailable: it cannot be downloaded.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    result = subprocess.run([*command, f"{distribution}=={version}"], capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode or not wheels:
+        said = (result.stderr or result.stdout).strip().splitlines()
+        raise ReleaseUnavailable(f"{distribution} {version}: {said[-1] if said else 'pip gave no wheel'}")
+    return wheels[0]
 
 
 _LAUNCHERS = "flashinfer/data/csrc/trtllm_fused_moe_kernel_launcher.cu"

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 APACHE = "c71d239df91726fc519c6eb72d318ec65820627232b2f796219e87dcf35d0ab4"
-"""SHA-256 of the Apache License 2.0 as apache.org has it, without the empty line before it."""
+"""SHA-256 of the Apache License 2.0 as most packages carry it."""
 
 
 def test_the_text_is_the_apache_licence_and_the_metadata_names_it() -> None:
