@@ -96,9 +96,9 @@ def fused_moe_fp8(
             _box(codes[: slots * columns].view(slots, columns), 64), _box(matrix.codes.view(-1, columns), 128),
             matrix.row_scale, table if matrix.bias is None else matrix.bias, wide, scales, ordered, routers, table,
             blocks, -(-rows // 256), columns, rows, width, *act, HAS_BIAS=matrix.bias is not None,
-            WEIGHT=down != apply_router_weight_on_input, DOWN=down, GATED=weights.gated and not down, ACTIVATION=name,
-            HAS_LIMIT=limit is not None and not down, STAGES=STAGES, MOVE=rows % 256 > 0, num_warps=4,
-            **options,
+            WEIGHT=down != apply_router_weight_on_input, DOWN=down, GATED=weights.gated and not down,
+            ACTIVATION="" if down else name, HAS_LIMIT=limit is not None and not down, STAGES=STAGES,
+            MOVE=rows % 256 > 0, num_warps=4, **options,
         )  # fmt: skip
 
     quantise(x, x.stride(0), hidden, True)
