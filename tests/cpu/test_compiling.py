@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +17,11 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from vllm_moe_oracle import device, settings  # noqa: E402
 from vllm_moe_oracle.backends import Backend  # noqa: E402
-from vllm_moe_oracle.kernels import fused_moe, prefill_launch  # noqa: E402
+from vllm_moe_oracle.backends._own_fp8 import OwnFp8  # noqa: E402
+from vllm_moe_oracle.kernels import fp8_moe, fused_moe, prefill_launch  # noqa: E402
 from vllm_moe_oracle.kernels.config import choose  # noqa: E402
 from vllm_moe_oracle.measure import shapes, tuning  # noqa: E402
-from vllm_moe_oracle.oracle.problem import Problem  # noqa: E402
+from vllm_moe_oracle.oracle.problem import Activation, Parallel, Problem  # noqa: E402
 from vllm_moe_oracle.oracle.registry import default_registry  # noqa: E402
 
 H200 = device.named("nvidia-h200")
@@ -39,10 +42,16 @@ def work() -> list[tuple[Problem, tuple[str, ...]]]:
     return [(layer, tuning.accepted(layer, H200, settings.load({}))) for layer in LAYERS]
 
 
+def fp8_work() -> list[tuple[Problem, tuple[str, ...]]]:
+    """Layers with the backends that quantise activations to fp8, which a setting allows."""
+    asked = settings.load({"MOE_ORACLE_ALLOW_ACTIVATION_QUANTIZATION": "1"})
+    mine = {each.name for each in default_registry() if isinstance(each, OwnFp8)}
+    accepted = [(layer, mine & {*tuning.accepted(layer, H200, asked)}) for layer in LAYERS]
+    return [(layer, tuple(sorted(names))) for layer, names in accepted if names]
+
+
 def launches(backend: Any, problem: Problem, tokens: int, tile: str) -> set[Any]:
     """What Triton would compile for a call: kernel, constants, what it asks of other arguments, and options."""
-    weights = backend._allocate(problem, problem.local_experts, "meta")
-    quantise = backend.activations(problem) == "mxfp8"
     found: set[Any] = set()
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -63,19 +72,49 @@ def launches(backend: Any, problem: Problem, tokens: int, tile: str) -> set[Any]
     with pytest.MonkeyPatch.context() as patch, backend.tiled(problem, tile) if tile else patch.context():
         patch.setattr(JITFunction, "run", record)
         patch.setattr(prefill_launch, "_processors", lambda device: 132)
-        config = choose(weights, problem.top_k, tokens, quantise=quantise)
-        plan = fused_moe.plan_workspace(weights, tokens, problem.top_k, config, quantise=quantise)
-        x = torch.empty(tokens, problem.hidden_size, dtype=torch.bfloat16, device="meta")
+        x = torch.empty(tokens, problem.hidden_size, dtype=getattr(torch, problem.dtype), device="meta")
         routed = torch.empty(tokens, problem.top_k, device="meta")
         activation = problem.activation
-        fused_moe.fused_moe(
-            x, weights, routed, routed.to(torch.int32), activation=activation.name, alpha=activation.alpha,
-            beta=activation.beta, limit=activation.limit, out=torch.empty_like(x), pdl=True,
-            workspace=torch.empty(plan.nbytes, dtype=torch.uint8, device="meta"),
-            counters=torch.empty(max(1, plan.counters), dtype=torch.int32, device="meta"),
-            quantise_activations=quantise, config=config,
-        )  # fmt: skip
+        shared: dict[str, Any] = {
+            "topk_weights": routed, "topk_ids": routed.to(torch.int32), "activation": activation.name,
+            "alpha": activation.alpha, "beta": activation.beta, "limit": activation.limit, "out": torch.empty_like(x),
+            "pdl": True,
+        }  # fmt: skip
+        if problem.parallel.ep > 1:
+            shared["expert_map"] = torch.empty(problem.num_experts, dtype=torch.int32, device="meta")
+        if isinstance(backend, OwnFp8):
+            call_fp8(backend, problem, x, **shared)
+        else:
+            call(backend, problem, x, **shared)
     return found
+
+
+def call(backend: Any, problem: Problem, x: Any, **shared: Any) -> None:
+    """The kernels on nothing, as a layer calls them."""
+    tokens, top_k = shared["topk_ids"].shape
+    weights = backend._allocate(problem, problem.local_experts, "meta")
+    quantise = backend.activations(problem) == "mxfp8"
+    config = choose(weights, top_k, tokens, quantise=quantise)
+    plan = fused_moe.plan_workspace(weights, tokens, top_k, config, quantise=quantise)
+    fused_moe.fused_moe(
+        x, weights, workspace=torch.empty(plan.nbytes, dtype=torch.uint8, device="meta"),
+        counters=torch.empty(max(1, plan.counters), dtype=torch.int32, device="meta"),
+        quantise_activations=quantise, config=config, **shared,
+    )  # fmt: skip
+
+
+def call_fp8(backend: OwnFp8, problem: Problem, x: Any, **shared: Any) -> None:
+    """As `call`, with activations in fp8."""
+    experts, hidden, inner = problem.local_experts, problem.hidden_size, problem.intermediate_size
+    tensors = {}
+    for name, rows, columns in (("w13", inner * (1 + problem.activation.gated), hidden), ("w2", hidden, inner)):
+        tensors[name] = torch.empty(experts, rows, columns, dtype=torch.float8_e4m3fn, device="meta")
+        tensors[f"{name}_scale"] = torch.empty(experts, rows, device="meta")
+        if problem.has_bias:
+            tensors[f"{name}_bias"] = torch.empty(experts, rows, device="meta")
+    weights = backend._stored(tensors, problem)
+    nbytes = fp8_moe.workspace_bytes(weights, *shared["topk_ids"].shape)
+    fp8_moe.fused_moe_fp8(x, weights, workspace=torch.empty(nbytes, dtype=torch.uint8, device="meta"), **shared)
 
 
 def calls(backend: Backend, problem: Problem) -> Iterator[tuple[int, str]]:
@@ -84,19 +123,54 @@ def calls(backend: Backend, problem: Problem) -> Iterator[tuple[int, str]]:
         yield from ((count, tile) for tile in backend.tiles(problem, count, TILES))
 
 
-def test_every_kernel_that_a_layer_will_run_is_compiled() -> None:
+@pytest.mark.parametrize("layers", (work, fp8_work))
+def test_every_kernel_that_a_layer_will_run_is_compiled(layers: Any) -> None:
     compiled: set[Any] = set()
-    for job in tuning._jobs(work(), H200, COUNTS, TILES):
+    for job in tuning._jobs(layers(), H200, COUNTS, TILES):
         if job.backend.startswith("own") and not job.again:
             for call in job.calls:
                 compiled |= launches(default_registry()[job.backend], job.problem, *call)
     needed: set[Any] = set()
-    for problem, names in work():
+    for problem, names in layers():
         for name in names:
             if name.startswith("own"):
                 for call in calls(default_registry()[name], problem):
                     needed |= launches(default_registry()[name], problem, *call)
-    assert needed <= compiled, sorted(needed - compiled, key=str)[:3]
+    assert needed and needed <= compiled, sorted(needed - compiled, key=str)[:3]
+
+
+def test_kernels_with_activations_in_fp8_are_compiled_at_one_number_of_tokens() -> None:
+    jobs = [*tuning._jobs(fp8_work(), H200, COUNTS, TILES)]
+    assert all(len(job.calls) == 1 for job in jobs if not job.again)
+    assert {job.backend for job in jobs} == {"own_mxfp4_w4a8", "own_mxfp8_w8a8_token"}
+    w4a8, w8a8 = (default_registry()[name] for name in ("own_mxfp4_w4a8", "own_mxfp8_w8a8_token"))
+    four, eight = shapes.parse("mxfp4:qwen3-30b-a3b"), shapes.parse("mxfp8:qwen3-30b-a3b")
+    assert w4a8.compiled(four, 1) == w8a8.compiled(eight, 4096)
+    assert launches(w4a8, four, 1, "") == launches(w8a8, eight, 4096, "")
+
+
+def test_all_that_makes_another_kernel_with_activations_in_fp8_is_told() -> None:
+    """A layer is not compiled when two others have all that it says it needs: each differs from it in one thing, so
+    what one kernel forgets to tell is missing from both."""
+    own, layer = default_registry()["own_mxfp8_w8a8_token"], shapes.parse("mxfp8:qwen3-30b-a3b")
+    changes: list[dict[str, Any]] = [
+        {"dtype": "float16"}, {"has_bias": True}, {"top_k": 4}, {"num_experts": 256, "local_experts": 256},
+        {"num_experts": 256, "parallel": Parallel(ep=2)}, {"activation": Activation("silu", limit=10.0)},
+        {"activation": Activation("gelu")}, {"activation": Activation("relu2", gated=False)},
+        {"hidden_size": 1824}, {"hidden_size": 4096}, {"intermediate_size": 736}, {"intermediate_size": 1536},
+    ]  # fmt: skip
+    others = [dataclasses.replace(layer, **each) for each in changes]
+    assert all(own.check(each, H200) == own.check(layer, H200) for each in others)
+    told, run = own.compiled(layer, 1), launches(own, layer, 1, "")
+    assert told is not None
+    known = [(own.compiled(each, 1), launches(own, each, 1, "")) for each in others]
+    assert all(their_run != run for _, their_run in known)
+    covered = [
+        run <= run_by_one | run_by_other
+        for (one, run_by_one), (other, run_by_other) in itertools.combinations(known, 2)
+        if told <= (one or frozenset()) | (other or frozenset())
+    ]
+    assert covered and all(covered)
 
 
 def test_few_are_compiled_twice() -> None:

@@ -1,4 +1,4 @@
-"""Random canonical MoE weights and a float32 reference for the kernels' GPU tests.
+"""Random canonical MoE weights, calls, and a float32 reference for the kernels' GPU tests.
 
 Shares no code with `vllm_moe_oracle.kernels` or `vllm_moe_oracle.layouts`: weights are built from their values' bits
 with tables and arithmetic of this file's own, and the layer is a plain loop over slots' experts.
@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+UNIT = {dtype: torch.finfo(dtype).eps / 12**0.5 for dtype in (torch.bfloat16, torch.float16)}
+"""Root mean square of a rounding, relative to the number, at most: that of a number just above a power of two."""
 
 
 def e4m3_table() -> torch.Tensor:
@@ -98,6 +100,58 @@ def make_layer(case: Case, seed: int = 0) -> Layer:
     return layer
 
 
+def inputs(
+    case: Case, tokens: int, routing: str = "random", outliers: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, router weights and int32 ids of a call, on the GPU.
+
+    routing: "random", all to "one" expert, some "negative" and the first token's all, or "none". outliers: 1 % of x's
+    channels are 50 times larger.
+    """
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, case.hidden, generator=generator)
+    if outliers:
+        x[:, torch.randperm(case.hidden, generator=generator)[: max(1, case.hidden // 100)]] *= 50
+    ids = torch.rand(tokens, case.experts, generator=generator).argsort(1)[:, : case.top_k]
+    if routing == "one":
+        ids = torch.full_like(ids, case.experts - 1)
+    elif routing == "negative":
+        ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.4, -1, ids)
+        ids[0] = -1
+    elif routing == "none":
+        ids = torch.full_like(ids, -1)
+    router = torch.rand(tokens, case.top_k, generator=generator) + 0.1
+    return x.to("cuda", case.dtype), router.cuda(), ids.to("cuda", torch.int32)
+
+
+def half_elsewhere(case: Case, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A map of twice the case's experts of which half are elsewhere, int32; ids of them, one of them negative, int64;
+    and the local ids that these mean. On the CPU."""
+    generator = torch.Generator().manual_seed(5)
+    expert_map = torch.full((2 * case.experts,), -1, dtype=torch.int32)
+    mine = torch.randperm(2 * case.experts, generator=generator)[: case.experts]
+    expert_map[mine] = torch.arange(case.experts, dtype=torch.int32)
+    ids = torch.rand(tokens, 2 * case.experts, generator=generator).argsort(1)[:, : case.top_k]
+    ids[tokens // 2, 0] = -1
+    return expert_map, ids, torch.where(ids >= 0, expert_map[ids.clamp(min=0)], -1)
+
+
+def poisoned(nbytes: int, tokens: int) -> torch.Tensor:
+    """A workspace on the GPU. As floats both bytes are NaN or huge; as integers one is negative, the other far out of
+    range."""
+    return torch.full((nbytes,), (0xFF, 0x7F)[tokens % 2], dtype=torch.uint8, device="cuda")
+
+
+def e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Nearest numbers of e4m3 in float64, ties to even, of what is at most 448.
+
+    Spaced 2**(floor(log2 |v|) - 3), at least its subnormals' spacing.
+    """
+    values = values.double()
+    spacing = torch.exp2(torch.floor(torch.log2(values.abs().clamp(min=2.0**-6))) - 3)
+    return torch.round(values / spacing) * spacing
+
+
 def mxfp8_values(x: torch.Tensor) -> torch.Tensor:
     """x (float32) as MXFP8-dynamic activations: nearest e4m3 of x / 2**ceil(log2(amax / 448)), in float64, per 32."""
     groups = x.double().reshape(*x.shape[:-1], -1, 32)
@@ -105,10 +159,23 @@ def mxfp8_values(x: torch.Tensor) -> torch.Tensor:
     mantissa, exponent = torch.frexp(amax / 448)
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
     unit = torch.exp2(exponent.double())
-    scaled = groups / unit
-    # The spacing of e4m3 around a value: 2**(floor(log2 |v|) - 3), at least that of its subnormals; round half to even.
-    spacing = torch.exp2(torch.floor(torch.log2(scaled.abs().clamp(min=2.0**-6))) - 3)
-    return (torch.round(scaled / spacing) * spacing * unit).float().reshape(x.shape)
+    return (e4m3(groups / unit) * unit).float().reshape(x.shape)
+
+
+def activated(case: Case, y: torch.Tensor) -> torch.Tensor:
+    """The case's activation of `[m, 2 * inner]` (`[m, inner]` if not gated), in y's dtype: `[m, inner]`."""
+    if not case.gated:
+        return torch.relu(y) ** 2
+    gate, up = y[:, : case.inner], y[:, case.inner :]
+    if case.limit is not None:
+        gate, up = torch.clamp(gate, max=case.limit), torch.clamp(up, -case.limit, case.limit)
+    if case.activation == "swigluoai":
+        return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+    if case.activation == "silu":
+        return gate / (1 + torch.exp(-gate)) * up
+    if case.activation == "gelu":
+        return 0.5 * gate * (1 + torch.erf(gate / 2**0.5)) * up
+    return 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
 
 
 def reference(case: Case, layer: Layer, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, *,
@@ -128,20 +195,7 @@ def reference(case: Case, layer: Layer, x: torch.Tensor, router: torch.Tensor, i
             y = (rows[picked] * scale if weight_on_input else rows[picked]) @ w13[expert].T
             if case.bias:
                 y = y + layer.bias["w13"][expert].to(x.device)
-            if case.gated:
-                gate, up = y[:, : case.inner], y[:, case.inner :]
-                if case.limit is not None:
-                    gate, up = torch.clamp(gate, max=case.limit), torch.clamp(up, -case.limit, case.limit)
-                if case.activation == "swigluoai":
-                    h = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
-                elif case.activation == "silu":
-                    h = gate / (1 + torch.exp(-gate)) * up
-                elif case.activation == "gelu":
-                    h = 0.5 * gate * (1 + torch.erf(gate / 2**0.5)) * up
-                else:
-                    h = 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
-            else:
-                h = torch.relu(y) ** 2
+            h = activated(case, y)
             h = mxfp8_values(h) if quantise else h.to(x.dtype).float()
             y = h @ w2[expert].T
             if case.bias:

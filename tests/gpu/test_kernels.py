@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import CASES, Case, Layer, by_name, make_layer, reference
+from kernel_cases import CASES, UNIT, Case, Layer, by_name, half_elsewhere, inputs, make_layer, poisoned, reference
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -25,7 +25,6 @@ from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, load_expert  #
 
 TOKENS = (1, 2, 3, 17, 129, 513)
 MANY_TOKENS = 2200  # more than 8192 slots of top-4: ids are then sorted in more than one step
-UNIT = {dtype: torch.finfo(dtype).eps / 12**0.5 for dtype in (torch.bfloat16, torch.float16)}
 _layers: dict[str, tuple[Layer, OwnWeights]] = {}
 
 
@@ -48,22 +47,6 @@ def layer_of(case: Case) -> tuple[Layer, OwnWeights]:
     return _layers[case.name]
 
 
-def inputs(case: Case, tokens: int, routing: str = "random", outliers: bool = True):
-    """x with 1 % of its channels 50 times larger, router weights, int32 ids: random, "one" expert, some "negative"."""
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, case.hidden, generator=generator)
-    if outliers:
-        x[:, torch.randperm(case.hidden, generator=generator)[: max(1, case.hidden // 100)]] *= 50
-    ids = torch.rand(tokens, case.experts, generator=generator).argsort(1)[:, : case.top_k]
-    if routing == "one":
-        ids = torch.full_like(ids, case.experts - 1)
-    elif routing == "negative":
-        ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.4, -1, ids)
-        ids[0] = -1
-    router = torch.rand(tokens, case.top_k, generator=generator) + 0.1
-    return x.to("cuda", case.dtype), router.cuda(), ids.to("cuda", torch.int32)
-
-
 def call(weights, x, router, ids, case: Case, config: Config | None = None, **options):
     """fused_moe with poisoned workspace and output; checks that the counters are left at zero."""
     quantise = options.get("quantise_activations", False)
@@ -71,9 +54,7 @@ def call(weights, x, router, ids, case: Case, config: Config | None = None, **op
         config = configs.INVARIANT
     config = config or configs.choose(weights, *ids.shape[::-1], quantise=quantise)
     plan = fm.plan_workspace(weights, ids.shape[0], ids.shape[1], config, quantise=quantise)
-    # As floats both bytes are NaN or huge; as integers one is negative, the other far out of range.
-    poison = (0xFF, 0x7F)[ids.shape[0] % 2]
-    workspace = torch.full((plan.nbytes,), poison, dtype=torch.uint8, device="cuda")
+    workspace = poisoned(plan.nbytes, ids.shape[0])
     counters = torch.zeros(max(1, plan.counters), dtype=torch.int32, device="cuda")
     out = torch.full_like(x, float("nan"))
     fm.fused_moe(x, weights, router, ids, activation=case.activation, limit=case.limit, workspace=workspace,
@@ -118,16 +99,9 @@ def test_expert_map(tokens):
     case = by_name("mxfp8")[0]
     layer, weights = layer_of(case)
     x, router, _ = inputs(case, tokens)
-    generator = torch.Generator().manual_seed(5)
-    expert_map = torch.full((2 * case.experts,), -1, dtype=torch.int32)
-    expert_map[torch.randperm(2 * case.experts, generator=generator)[: case.experts]] = torch.arange(
-        case.experts, dtype=torch.int32
-    )
-    ids = torch.rand(tokens, 2 * case.experts, generator=generator).argsort(1)[:, : case.top_k].int()
-    ids[tokens // 2, 0] = -1
-    out = call(weights, x, router, ids.cuda(), case, expert_map=expert_map.cuda())
-    local = torch.where(ids >= 0, expert_map[ids.clamp(min=0).long()], -1)
-    check(out, reference(case, layer, x, router, local.cuda()), case.dtype)
+    expert_map, ids, local = (each.cuda() for each in half_elsewhere(case, tokens))
+    out = call(weights, x, router, ids.int(), case, expert_map=expert_map)
+    check(out, reference(case, layer, x, router, local), case.dtype)
 
 
 def test_many_tokens():

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import CASES, Case, Layer, make_layer, reference
+from kernel_cases import CASES, UNIT, Case, Layer, half_elsewhere, inputs, make_layer, poisoned, reference
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -17,7 +17,6 @@ from vllm_moe_oracle.kernels import prefill_launch, prefill_route  # noqa: E402
 from vllm_moe_oracle.kernels.prefill_config import Prefill, reasons_against  # noqa: E402
 from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, load_expert  # noqa: E402
 
-UNIT = {dtype: torch.finfo(dtype).eps / 12**0.5 for dtype in (torch.bfloat16, torch.float16)}
 _layers: dict[str, tuple[Layer, OwnWeights]] = {}
 
 
@@ -55,32 +54,14 @@ def layer_of(case: Case) -> tuple[Layer, OwnWeights]:
     return _layers[case.name]
 
 
-def inputs(case: Case, tokens: int, routing: str = "random") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x with 1 % of its channels 50 times larger, router weights, int32 ids: random, "one" expert, some "negative"."""
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, case.hidden, generator=generator)
-    x[:, torch.randperm(case.hidden, generator=generator)[: max(1, case.hidden // 100)]] *= 50
-    ids = torch.rand(tokens, case.experts, generator=generator).argsort(1)[:, : case.top_k]
-    if routing == "one":
-        ids = torch.full_like(ids, case.experts - 1)
-    elif routing == "negative":
-        ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.4, -1, ids)
-        ids[0] = -1
-    elif routing == "none":
-        ids = torch.full_like(ids, -1)
-    router = torch.rand(tokens, case.top_k, generator=generator) + 0.1
-    return x.to("cuda", case.dtype), router.cuda(), ids.to("cuda", torch.int32)
-
-
 def call(weights: OwnWeights, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, case: Case,
          config: Prefill | None = None, **options: object) -> torch.Tensor:  # fmt: skip
     """fused_moe with poisoned workspace and output."""
     config = config or Prefill()
     plan = fm.plan_workspace(weights, *ids.shape, config)
-    # As floats both bytes are NaN or huge; as integers one is negative, the other far out of range.
-    workspace = torch.full((plan.nbytes,), (0xFF, 0x7F)[ids.shape[0] % 2], dtype=torch.uint8, device="cuda")
     out = torch.full(x.shape, float("nan"), dtype=x.dtype, device="cuda")
-    fm.fused_moe(x, weights, router, ids, activation=case.activation, limit=case.limit, workspace=workspace,
+    fm.fused_moe(x, weights, router, ids, activation=case.activation, limit=case.limit,
+                 workspace=poisoned(plan.nbytes, ids.shape[0]),
                  counters=torch.zeros(1, dtype=torch.int32, device="cuda"), out=out, config=config,
                  **options)  # fmt: skip
     return out
@@ -129,15 +110,8 @@ def test_every_number_of_tokens_of_a_block(case: Case) -> None:
 def test_expert_map_and_weights_on_input(case: Case) -> None:
     layer, weights = layer_of(case)
     x, router, _ = inputs(case, 300)
-    generator = torch.Generator().manual_seed(5)
-    expert_map = torch.full((2 * case.experts,), -1, dtype=torch.int32)
-    expert_map[torch.randperm(2 * case.experts, generator=generator)[: case.experts]] = torch.arange(
-        case.experts, dtype=torch.int32
-    )
-    ids = torch.rand(300, 2 * case.experts, generator=generator).argsort(1)[:, : case.top_k]
-    ids[150, 0] = -1
-    local = torch.where(ids >= 0, expert_map[ids.clamp(min=0)], -1).cuda()
-    out = call(weights, x, router, ids.cuda(), case, expert_map=expert_map.cuda())
+    expert_map, ids, local = (each.cuda() for each in half_elsewhere(case, 300))
+    out = call(weights, x, router, ids, case, expert_map=expert_map)
     check(out, reference(case, layer, x, router, local))
     out = call(weights, x, router, local.int(), case, apply_router_weight_on_input=True)
     check(out, reference(case, layer, x, router, local, weight_on_input=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..oracle.decision import Plan
@@ -38,6 +39,23 @@ class OwnFp8(Backend):
     def activations(self, problem: Problem) -> ActivationPrecision:
         """e4m3 with one float32 scale a token: offered where the checkpoint declares it, or the user allows it."""
         return "fp8_token"
+
+    def compiled(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:
+        """The same for all numbers of tokens and both weight formats: of a product's sizes Triton asks whether its rows
+        are whole tiles, of a row that is quantised the next power of two."""
+        activation = problem.activation
+        hidden, inner, has_map = problem.hidden_size, problem.intermediate_size, problem.parallel.ep > 1
+        product = ("own_fp8 product", problem.dtype, problem.has_bias)
+        rows = ("own_fp8 rows", problem.dtype, problem.local_experts, problem.top_k)
+        return frozenset({
+            (*product, activation.gated, activation.name, activation.limit is None,
+             inner * (1 + activation.gated) % 256 == 0),
+            (*product, hidden % 256 == 0),
+            (*rows, "x", (hidden - 1).bit_length()),
+            (*rows, "h", (inner - 1).bit_length()),
+            ("own_fp8 lists", problem.local_experts, has_map),
+            ("own_fp8 sum", problem.dtype, problem.top_k, has_map),
+        })  # fmt: skip
 
     def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
         """The kernels' storage order.

@@ -16,14 +16,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .epilogue import activate
-from .prefill import advance, look, pick, share
-
-# Newer Gluon renamed the copy.
-copy_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+from .prefill import advance, copy_in_bulk, look, pick, share
 
 # Tokens of one group of warps (of two), weight rows of a copy, columns of a step.
 TOKENS = gl.constexpr(64)
@@ -78,10 +75,10 @@ def fetch(x_desc, w_desc, memory, blocks_ptr, most, tiles, columns, rows_of_expe
             mbarrier.expect(bar, (TOKENS + ROWS) * BK, pred=(both | wide) ^ True)
             x = x_smem.index(stage)
             w = w_smem.index(stage)
-            copy_box(w_desc, [row, k], bar, w.slice(0, ROWS))
-            copy_box(x_desc, [start, k], bar, x.slice(0, TOKENS))
-            copy_box(w_desc, [row + ROWS, k], bar, w.slice(ROWS, ROWS), pred=wide)
-            copy_box(x_desc, [start + TOKENS, k], bar, x.slice(TOKENS, TOKENS), pred=both)
+            copy_in_bulk(w_desc, [row, k], bar, w.slice(0, ROWS))
+            copy_in_bulk(x_desc, [start, k], bar, x.slice(0, TOKENS))
+            copy_in_bulk(w_desc, [row + ROWS, k], bar, w.slice(ROWS, ROWS), pred=wide)
+            copy_in_bulk(x_desc, [start + TOKENS, k], bar, x.slice(TOKENS, TOKENS), pred=both)
             stage, phase = advance(stage, phase, STAGES)
 
 

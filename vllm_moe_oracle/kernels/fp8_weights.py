@@ -8,13 +8,10 @@ import torch
 
 from ..layouts import fold
 
-ROWS = 32  # rows and columns come in multiples of these
-COLUMNS = 32
-
 
 @dataclass(frozen=True)
 class Fp8Matrix:
-    """One projection of all experts, logically `[rows, columns]` each.
+    """One projection of all experts, logically `[rows, columns]` each, both multiples of 32.
 
     codes float8_e4m3fn `[E, rows, columns]`, row_scale float32 `[E, rows]`, bias float32 `[E, rows]` or None, rows in
     the order of `layouts/fold.py`: `lanes_of_pairs` (w13 of a gated layer) or `lanes_of_rows`.

@@ -20,6 +20,7 @@ import torch
 
 from . import gemm, prefill_launch, route
 from .config import INVARIANT, Config, Tile, choose, misfits, quantisable
+from .fp8_weights import Fp8Weights
 from .prefill_config import Prefill, reasons_against
 from .weights import Matrix, OwnWeights, dequantise_expert, restore_expert
 
@@ -176,8 +177,14 @@ def _options(tile: Tile, pdl: bool) -> dict[str, object]:
     return options
 
 
-def _check(x: torch.Tensor, weights: OwnWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor, activation: str,
-           out: torch.Tensor) -> None:  # fmt: skip
+def _activation(activation: str, alpha: float | None, beta: float | None) -> tuple[str, float, float]:
+    """The kernels' name of an activation, and alpha and beta: its own where they are None."""
+    name, own_alpha, own_beta = _GATED.get(activation, ("relu2", 1.0, 0.0))
+    return name, own_alpha if alpha is None else alpha, own_beta if beta is None else beta
+
+
+def _check(x: torch.Tensor, weights: OwnWeights | Fp8Weights, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
+           activation: str, out: torch.Tensor) -> None:  # fmt: skip
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; the kernels know {', '.join(ACTIVATIONS)}")
     if (activation != "relu2") != weights.gated:
@@ -249,9 +256,8 @@ def fused_moe(
         )
     if pdl is None:
         pdl = torch.cuda.get_device_capability(x.device)[0] >= 9
-    name, own_alpha, own_beta = _GATED.get(activation, ("relu2", 1.0, 0.0))
+    name, alpha, beta = _activation(activation, alpha, beta)
     slots, hidden, inner, experts = tokens * top_k, weights.hidden, weights.intermediate, weights.experts
-    alpha, beta = own_alpha if alpha is None else alpha, own_beta if beta is None else beta
     if isinstance(config, Prefill):
         buffers = {
             part: _view(workspace, at, size // dtype.itemsize, dtype)
@@ -345,8 +351,7 @@ def fused_moe_reference(
     quantise_activations: bool = False,
 ) -> torch.Tensor:
     """What `fused_moe` computes, in plain torch and float32, on any device; h is rounded as the kernels round it."""
-    name, own_alpha, own_beta = _GATED.get(activation, ("relu2", 1.0, 0.0))
-    alpha, beta = own_alpha if alpha is None else alpha, own_beta if beta is None else beta
+    name, alpha, beta = _activation(activation, alpha, beta)
     ids = topk_ids.long()
     if expert_map is not None:
         ids = torch.where(ids >= 0, expert_map.long()[ids.clamp(min=0)], -1)

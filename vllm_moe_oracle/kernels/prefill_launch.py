@@ -32,18 +32,21 @@ def _chunks(slots: int) -> int:
     return -(-slots // _CHUNK)
 
 
+def list_sizes(slots: int, experts: int) -> dict[str, int]:
+    """Bytes of each buffer of `sort_slots`: routers float32, the others int32."""
+    return {
+        "counts": (_chunks(slots) + 1) * _experts_padded(experts) * 4,
+        "sorted": slots * 4,
+        "blocks": (1 + 2 * _blocks(slots, experts)) * 16,
+        "routers": slots * 4,
+    }
+
+
 def sizes(weights: OwnWeights, tokens: int, top_k: int) -> dict[str, int]:
     """Bytes of each buffer of a call, in the words of `launch`."""
     slots = tokens * top_k
-    padded = _experts_padded(weights.experts)
-    return {
-        "h": slots * weights.intermediate * 2,
-        "partial": slots * weights.hidden * 2,
-        "counts": (_chunks(slots) + 1) * padded * 4,
-        "sorted": slots * 4,
-        "blocks": (1 + 2 * _blocks(slots, weights.experts)) * 16,
-        "routers": slots * 4,
-    }
+    wide = {"h": slots * weights.intermediate * 2, "partial": slots * weights.hidden * 2}
+    return wide | list_sizes(slots, weights.experts)
 
 
 @functools.cache
@@ -62,6 +65,53 @@ def _flags(matrix: Matrix) -> dict[str, object]:
 def has_adding_launch(slots: int, experts: int) -> bool:
     """Whether counts of chunks of slots are added up by a launch of their own: other kernels are compiled then."""
     return _chunks(slots) * _experts_padded(experts) > _FEW
+
+
+def launch_options(pdl: bool) -> dict[str, object]:
+    """What every kernel of a layer for many tokens is launched with."""
+    return {"PDL": pdl, "launch_pdl": pdl, "enable_fp_fusion": True}
+
+
+def sort_slots(
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    experts: int,
+    buffers: dict[str, torch.Tensor],
+    *,
+    add: bool,
+    pdl: bool,
+) -> None:
+    """Launches the kernels of `prefill_route.py`, which fill buffers (`list_sizes`) in the words of `place_slots`.
+
+    add: counts are added up by a launch of their own (`has_adding_launch`), which leaves every expert's number of
+    positions at the beginning of `counts`.
+    """
+    slots = topk_ids.numel()
+    ids_map = topk_ids if expert_map is None else expert_map
+    chunks, blocks, padded = _chunks(slots), _blocks(slots, experts), _experts_padded(experts)
+    counts, totals = buffers["counts"][padded:], buffers["counts"]
+    lists = {"EP": padded, **launch_options(pdl)}
+    chunked = {"HAS_MAP": expert_map is not None, "CHUNK": _CHUNK, "num_warps": 1, **lists}
+    prefill_route.count_slots[(chunks,)](topk_ids, ids_map, counts, slots, **chunked)
+    if add:
+        prefill_route.add_chunks[(padded,)](counts, totals, chunks, BLOCK=512, num_warps=4, **lists)
+    prefill_route.place_slots[(max(chunks, experts),)](
+        topk_ids, ids_map, topk_weights, counts, totals, buffers["sorted"], buffers["routers"], buffers["blocks"],
+        slots, chunks, experts, blocks, ADD=not add, BM=BLOCK, **chunked,
+    )  # fmt: skip
+
+
+def sum_slots(
+    partial: torch.Tensor, out: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, *, pdl: bool
+) -> None:
+    """Launches `gemm.sum_slots`: out, 16-bit `[tokens, hidden]`, from partial, `[slots, hidden]`."""
+    tokens, top_k = topk_ids.shape
+    hidden = out.shape[1]
+    gemm.sum_slots[(tokens, -(-hidden // 1024))](
+        partial, out, topk_ids, topk_ids if expert_map is None else expert_map, hidden, out.stride(0), TOP_K=top_k,
+        HAS_MAP=expert_map is not None, BLOCK=1024, num_warps=4, **launch_options(pdl),
+    )  # fmt: skip
 
 
 def launch(
@@ -91,22 +141,10 @@ def launch(
         x = x.clone(memory_format=torch.contiguous_format)
     tokens, top_k = topk_ids.shape
     slots, experts = tokens * top_k, weights.experts
-    ids_map = topk_ids if expert_map is None else expert_map
     h, partial, ordered, table, routers = (buffers[name] for name in ("h", "partial", "sorted", "blocks", "routers"))
-    chunks, blocks, padded = _chunks(slots), _blocks(slots, experts), _experts_padded(experts)
-    counts, totals = buffers["counts"][padded:], buffers["counts"]
-    has_map = expert_map is not None
-    options = {"PDL": pdl, "launch_pdl": pdl, "enable_fp_fusion": True}
-    lists = {"EP": padded, **options}
-    chunked = {"HAS_MAP": has_map, "CHUNK": _CHUNK, "num_warps": 1, **lists}
-    prefill_route.count_slots[(chunks,)](topk_ids, ids_map, counts, slots, **chunked)
+    blocks, options = _blocks(slots, experts), launch_options(pdl)
     add = has_adding_launch(slots, experts)
-    if add:
-        prefill_route.add_chunks[(padded,)](counts, totals, chunks, BLOCK=512, num_warps=4, **lists)
-    prefill_route.place_slots[(max(chunks, experts),)](
-        topk_ids, ids_map, topk_weights, counts, totals, ordered, routers, table, slots, chunks, experts, blocks,
-        ADD=not add, BM=BLOCK, **chunked,
-    )  # fmt: skip
+    sort_slots(topk_weights, topk_ids, expert_map, experts, buffers, add=add, pdl=pdl)
     shared = {
         "TOP_K": top_k, "FORMAT": weights.format, "GROUP": weights.group, "WEIGHT_INPUT": weight_input,
         "num_warps": 4, **options,
@@ -139,7 +177,4 @@ def launch(
         weights.hidden, w2.codes.shape[1], stride(w2), 16, STAGES=stages_of(weights, config, False),
         MOVE=w2.rows % 256 > 0, **_flags(w2), **shared,
     )  # fmt: skip
-    gemm.sum_slots[(tokens, -(-weights.hidden // 1024))](
-        partial, out, topk_ids, ids_map, weights.hidden, out.stride(0), TOP_K=top_k, HAS_MAP=has_map, BLOCK=1024,
-        num_warps=4, **options,
-    )  # fmt: skip
+    sum_slots(partial, out, topk_ids, expert_map, pdl=pdl)
