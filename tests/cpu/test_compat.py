@@ -191,6 +191,23 @@ def test_before_0_30_a_cpu_is_given_router_logits() -> None:
     assert era("BeforeModularCpu").is_monolithic(SimpleNamespace(monolithic=True)) is True
 
 
+@pytest.mark.parametrize(("grouped", "expected"), [(True, (8, 4)), (False, (None, None))])
+def test_a_kernel_that_routes_is_told_of_groups_only_where_routing_is_grouped(
+    grouped: bool, expected: tuple[int | None, int | None]
+) -> None:
+    """A model may hand both numbers to vLLM's layer and not route by them."""
+    pytest.importorskip("vllm", reason="the adapter is written against vLLM")
+    from vllm_moe_oracle.compat.adapter import Adapter
+
+    told: dict[str, Any] = {}
+    kernel = SimpleNamespace(apply_monolithic=lambda *args, **given: told.update(given))
+    names = ("w13_weight", "w2_weight", "activation", "global_num_experts", "expert_map",
+             "apply_router_weight_on_input", "e_score_correction_bias", "routed_scaling_factor")  # fmt: skip
+    layer = SimpleNamespace(**dict.fromkeys(names), use_grouped_topk=grouped, num_expert_group=8, topk_group=4)
+    Adapter().apply_monolithic(kernel, layer, None, None, {})
+    assert (told["num_expert_group"], told["topk_group"]) == expected
+
+
 def test_the_package_offers_its_names_after_everything_is_imported() -> None:
     """A module of the package must not take the place of a function of the same name."""
     pytest.importorskip("vllm")

@@ -251,6 +251,8 @@ class Adapter(Layers, StockExperts):
             "hash_indices_table": getattr(layer, "hash_indices_table", None),
             **extra,
         }
+        # A model may name groups and not route by them; what was checked is what `Layers.routing` says.
+        grouped = getattr(layer, "use_grouped_topk", True)
         return kernel.apply_monolithic(
             x,
             layer.w13_weight,
@@ -260,8 +262,8 @@ class Adapter(Layers, StockExperts):
             global_num_experts=layer.global_num_experts,
             expert_map=layer.expert_map,
             apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            num_expert_group=layer.num_expert_group,
-            topk_group=layer.topk_group,
+            num_expert_group=layer.num_expert_group if grouped else None,
+            topk_group=layer.topk_group if grouped else None,
             e_score_correction_bias=layer.e_score_correction_bias,
             routed_scaling_factor=layer.routed_scaling_factor,
             **_accepted(_APPLY_MONOLITHIC, extra),
