@@ -100,7 +100,8 @@ def summary(found: list[Row]) -> list[str]:
     worst = max(found, key=lambda row: row.behind)
     against = [math.log(row.stock_us / row.us) for row in found if row.stock_us]
     lines = [
-        f"* {near} of {len(found)} cells ({near / len(found):.1%}) within {WITHIN:.0%} of the fastest accepted backend",
+        f"* {near} of {len(found)} cells ({near / len(found):.1%}) within {WITHIN:.0%} of the fastest accepted backend "
+        "that computes the same",
         f"* furthest behind: {worst.behind:.1%}, {worst.layer} at {worst.tokens} tokens "
         f"({worst.choice} {worst.us:.1f} us, {worst.best} {worst.best_us:.1f} us)",
     ]

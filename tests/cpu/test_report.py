@@ -110,6 +110,58 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     assert rows[2] == ["16", "20.0", "20.0", "40.0", "30.0", "own_mxfp8", "100.0%", "0.75×"]
 
 
+def test_what_computes_something_else_is_no_rival(tmp_path: Path) -> None:
+    """A backend with other numerics may be faster: no measurement could choose it."""
+    rows = [record("mxfp8:qwen3-30b-a3b", 16, {"own_mxfp8": 40.0, "own_mxfp8_w8a8": 10.0}, "own_mxfp8")]
+    (panel,) = reporting.read(write(tmp_path / "b.jsonl", HEAD, *rows), Settings()).panels
+    assert panel.chosen == {16: "own_mxfp8"} and "own_mxfp8" in panel.rivals
+    assert panel.behind(16) == 0.0
+
+
+def test_skewed_routing_is_shown_and_not_mixed_with_uniform(tmp_path: Path) -> None:
+    skewed = {"conditions": HEAD["conditions"] | {"routing": "skewed"}}
+    us = {"own_mxfp8": 77.0, "marlin_mxfp8": 88.0}
+    rows = [record("mxfp8:qwen3-30b-a3b", count, us, "own_mxfp8") for count in (1, 4, 16)]
+    content = reporting.read(bench_file(tmp_path / "b.jsonl"), Settings())
+    content += reporting.read(write(tmp_path / "s.jsonl", skewed, *rows), Settings())
+    panels = reporting.distinct(content).panels
+    assert len(panels) == 3 and [panel.place.endswith("skewed routing") for panel in panels] == [False, False, True]
+    given = profile_file(tmp_path / "p.json")
+    data = json.loads(given.read_text())
+    for timing in data["entries"][0]["backends"].values():
+        timing["times"]["skewed"] = {"1": [123.0, 122.0, 124.0, 5]}
+    given.write_text(json.dumps(data))
+    (panel,) = reporting.read(given, Settings()).panels
+    assert reporting.skewed_table(panel)[1] == [["1", "123", "123", "123"]]
+    assert "skewed routing" in page(given) and "123" not in {cell for row in reporting.table(panel)[1] for cell in row}
+    (both,) = [each for each in reporting.distinct(content + reporting.read(given, Settings())).panels if each.skewed]
+    assert "stock:auto" in both.times or len(both.times) == 3
+
+
+def test_the_choice_between_measured_numbers_of_tokens_is_known_where_its_neighbours_agree(tmp_path: Path) -> None:
+    panel = reporting.Panel("l", "c", "p", {}, chosen={1: "a", 8: "a", 64: "b"})
+    assert [panel.runs(count) for count in (1, 4, 8, 16, 64, 4096)] == ["a", "a", "a", None, "b", "b"]
+    assert reporting.Panel("l", "c", "p", {}).runs(4) is None
+
+
+def test_what_failed_somewhere_is_said_beside_its_times(tmp_path: Path) -> None:
+    given = profile_file(tmp_path / "p.json")
+    data = json.loads(given.read_text())
+    data["entries"][0]["backends"]["marlin_mxfp8"]["failures"] = {"skewed": {"4": "relative error 3.0e-01"}}
+    given.write_text(json.dumps(data))
+    (panel,) = reporting.read(given, Settings()).panels
+    assert "relative error" in panel.failures["marlin_mxfp8"] and panel.times["marlin_mxfp8"]
+    assert set(panel.chosen.values()) == {"humming_mxfp8"} and "relative error 3.0e-01" in page(given)
+
+
+def test_many_layers_have_a_list_of_links(tmp_path: Path) -> None:
+    few = page(bench_file(tmp_path / "b.jsonl"))
+    shipped = reporting.page(reporting.shipped(Settings()), "report")[0]
+    assert "<nav" not in few
+    links = re.findall(r'href="#(times-\d+-card)"', shipped)
+    assert len(links) > 6 and all(f'id="{each}"' in shipped for each in links)
+
+
 def test_a_profile_is_shown_with_the_choice_that_the_oracle_makes_of_it(tmp_path: Path) -> None:
     content = reporting.read(profile_file(tmp_path / "p.json"), Settings())
     (panel,) = content.panels
@@ -128,6 +180,13 @@ def test_a_bench_s_choices_are_the_oracle_s_of_today_not_those_of_the_day_it_ran
     assert figures["choices within 3% of the fastest backend"] in table
     assert figures["furthest behind the fastest"] in table.replace(" %", "%")
     assert all(panel.why == "measured" and panel.because for panel in content.panels)
+
+
+def test_a_profile_on_one_line_is_one_too(tmp_path: Path) -> None:
+    given = profile_file(tmp_path / "p.json")
+    before = reporting.read(given, Settings())
+    given.write_text(json.dumps(json.loads(given.read_text())))
+    assert reporting.read(given, Settings()) == before and len(before.panels) == 1
 
 
 def test_a_layer_in_several_files_counts_once(tmp_path: Path) -> None:

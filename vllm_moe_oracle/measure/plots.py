@@ -185,7 +185,7 @@ def choices(panels: Sequence[Panel], colours: Mapping[str, int]) -> str:
     counts = sorted({count for panel in rows for count in panel.counts})
     figure, axis = _grid(rows, counts)
     for y, panel in enumerate(rows):
-        here = [panel.chosen.get(count) for count in counts]
+        here = [panel.runs(count) for count in counts]
         start = 0
         for x in range(1, len(counts) + 1):
             if x < len(counts) and here[x] == here[start]:

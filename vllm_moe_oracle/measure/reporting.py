@@ -23,8 +23,9 @@ from .. import __version__
 from ..device import named, names
 from ..errors import MeasurementError, NoBackendError
 from ..oracle.decision import Decision
-from ..oracle.oracle import decide
+from ..oracle.oracle import comparable, decide
 from ..oracle.problem import Device, Problem
+from ..oracle.registry import default_registry
 from ..settings import Settings
 from . import floors, lookup, profile, shapes
 from .benching import STOCK, choice_at
@@ -67,7 +68,9 @@ class Panel:
         why: what decided.
         because: the same in a sentence; "" when the file does not say.
         rejected: candidates that cannot run the layer, with every reason.
-        failures: why a backend has no times.
+        failures: why a backend has no times, or not all.
+        rivals: backends that the choice is held against: those that compute the same; all where it is not known.
+        skewed: as `times`, of tokens that choose few experts often.
     """
 
     name: str
@@ -81,6 +84,8 @@ class Panel:
     because: str = ""
     rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
     failures: Mapping[str, str] = field(default_factory=dict)
+    rivals: tuple[str, ...] = ()
+    skewed: Mapping[str, Mapping[int, Point]] = field(default_factory=dict)
 
     @property
     def counts(self) -> list[int]:
@@ -88,10 +93,11 @@ class Panel:
         return sorted({count for points in self.times.values() for count in points})
 
     def behind(self, count: int) -> float | None:
-        """By what part the choice takes longer than the fastest backend of ours; None where it was not measured."""
-        ours = [points[count].us for name, points in self.times.items() if count in points and name not in self.stock]
+        """By what part the choice takes longer than the fastest of its rivals; None where it was not measured."""
         own = self._chosen(count)
-        return None if own is None else own / min(ours) - 1
+        against = self.rivals or tuple(name for name in self.times if name not in self.stock)
+        times = [self.times[name][count].us for name in against if count in self.times.get(name, {})]
+        return None if own is None else own / min([own, *times]) - 1
 
     def speedup(self, count: int) -> float | None:
         """Time of stock vLLM's default over that of the choice; None where one of them was not measured."""
@@ -101,6 +107,14 @@ class Panel:
     def _chosen(self, count: int) -> float | None:
         point = self.times.get(self.chosen.get(count, ""), {}).get(count)
         return None if point is None else point.us
+
+    def runs(self, count: int) -> str | None:
+        """The choice at a number of tokens that need not have been measured; None where its neighbours differ."""
+        below = [each for each in self.chosen if each <= count]
+        above = [each for each in self.chosen if each >= count]
+        found = {self.chosen[max(below)]} if below else set()
+        found |= {self.chosen[min(above)]} if above else set()
+        return found.pop() if len(found) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -238,14 +252,12 @@ def read(path: Path, settings: Settings) -> Content:
     if not lines:
         raise MeasurementError("is empty", _KINDS, str(path))
     first = _object(lines[0])
-    if first is None:
+    if first is None or "format" in first:  # over several lines as it is written, or on one
         return _of_profile(profile.read(path), dataclasses.replace(settings, profile=str(path)), str(path))
     if "conditions" in first or "us" in first:
         return _of_bench(lines, path, settings)
     if "moe_oracle" in first and "groups" in first:
         return Content(servers=tuple(_server(_typed(line, _Server, path, n)) for n, line in enumerate(lines, 1)))
-    if "format" in first:
-        return _of_profile(profile.read(path), dataclasses.replace(settings, profile=str(path)), str(path))
     raise MeasurementError("is nothing that can be shown", _KINDS, str(path))
 
 
@@ -292,7 +304,7 @@ def _typed(line: bytes, kind: type[Any], path: Path, number: int) -> Any:
 
 def _of_bench(lines: Sequence[bytes], path: Path, settings: Settings) -> Content:
     conditions: list[tuple[str, tuple[tuple[str, str], ...]]] = []
-    here = Environment("an unknown machine")
+    here, suffix = Environment("an unknown machine"), ""
     layers: dict[tuple[str, Cell, str], list[_Record]] = {}
     places: dict[str, Environment] = {}
     for number, line in enumerate(lines, 1):
@@ -300,6 +312,7 @@ def _of_bench(lines: Sequence[bytes], path: Path, settings: Settings) -> Content
         if plain is not None and isinstance(head := plain.get("conditions"), dict):
             conditions.append((str(path), tuple((str(name), _words(value)) for name, value in head.items())))
             here = _environment(head)
+            suffix = "" if head.get("routing", "uniform") == "uniform" else f", {head['routing']} routing"
             continue
         record: _Record = _typed(line, _Record, path, number)
         times = [*record.us.values(), *(each for pair in record.quartiles.values() for each in pair)]
@@ -307,8 +320,9 @@ def _of_bench(lines: Sequence[bytes], path: Path, settings: Settings) -> Content
             times.append(record.floor_us)
         if record.tokens < 1 or not all(0 < each < MOST_MICROSECONDS for each in times):
             raise MeasurementError(f"line {number} has an impossible measurement", _KINDS, str(path))
-        places[str(here)] = here
-        layers.setdefault((str(record.layer.get("name", "a layer")), record.cell, str(here)), []).append(record)
+        place = f"{here}{suffix}"
+        places[place] = here
+        layers.setdefault((str(record.layer.get("name", "a layer")), record.cell, place), []).append(record)
     panels = []
     for (name, cell, place), found in layers.items():
         panel = _panel(name, str(cell), place, found)
@@ -356,7 +370,7 @@ def _panel(name: str, words: str, place: str, records: Sequence[_Record]) -> Pan
         chosen={record.tokens: record.choice.backend for record in records if record.choice is not None},
         why=why,
         because="as it was recorded when this was measured; the layer is none of a known model" if why else "",
-        failures={key: value for record in records for key, value in record.failures.items() if key not in times},
+        failures={key: value for record in records for key, value in record.failures.items()},
     )
 
 
@@ -390,20 +404,21 @@ def _layers() -> dict[Cell, Problem]:
 
 def _measured(found: profile.Profile, cell: Cell, problem: Problem | None) -> Panel:
     times: dict[str, dict[int, Point]] = {}
+    skewed: dict[str, dict[int, Point]] = {}
     failures: dict[str, str] = {}
     for sample in found.samples(cell):
-        if sample.routing != "uniform":
-            continue
         if sample.failure:
-            failures[sample.backend] = sample.failure
-        else:
-            times.setdefault(sample.backend, {})[sample.tokens] = Point(sample.us, sample.low, sample.high)
+            failures.setdefault(sample.backend, sample.failure)
+            continue
+        into = times if sample.routing == "uniform" else skewed
+        into.setdefault(sample.backend, {})[sample.tokens] = Point(sample.us, sample.low, sample.high)
     panel = Panel(
         name=str(cell) if problem is None else problem.layer,
         words=str(cell),
         place=str(found.environment),
         times=times,
         failures=failures,
+        skewed=skewed,
     )
     if problem is None:
         return panel
@@ -426,8 +441,10 @@ def _decided(panel: Panel, problem: Problem, machine: Device, settings: Settings
         decision: Decision = decide(problem, machine, settings, evidence=lookup.evidence(problem, machine, settings))
     except NoBackendError as error:
         return dataclasses.replace(panel, because=str(error))
+    static = next(each for each in decision.candidates if each.accepted)
     return dataclasses.replace(
         panel,
+        rivals=comparable(static, decision.candidates, problem, default_registry()),
         chosen={count: choice_at(decision, count) for count in panel.counts},
         why=decision.why,
         because=decision.because,
@@ -472,7 +489,8 @@ def _words(value: Any) -> str:
 
 
 def distinct(content: Content) -> Content:
-    """The content with each layer on each machine once: of several, the one with the most backends.
+    """The content with each layer on each machine once: of several, the one with the most backends, and with another's
+    times under skewed routing where it has none.
 
     Args:
         content: of several files.
@@ -483,8 +501,9 @@ def distinct(content: Content) -> Content:
         key = (panel.words, panel.place)
         if key in best:
             twice.append(panel.name)
-        if key not in best or len(panel.times) > len(best[key].times):
-            best[key] = panel
+        before = best.get(key, panel)
+        kept = panel if len(panel.times) > len(before.times) else before
+        best[key] = dataclasses.replace(kept, skewed=kept.skewed or panel.skewed or before.skewed)
     said = f"in several of the files, shown once: {', '.join(dict.fromkeys(twice))}"
     return dataclasses.replace(content, panels=tuple(best.values()), notes=content.notes + ((said,) if twice else ()))
 
@@ -535,6 +554,17 @@ def table(panel: Panel) -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
+def skewed_table(panel: Panel) -> tuple[list[str], list[list[str]]]:
+    """A panel's figures under skewed routing: column names and rows; no rows where there are none."""
+    backends = sorted(panel.skewed)
+    counts = sorted({count for points in panel.skewed.values() for count in points})
+    rows = []
+    for count in counts:
+        cells = [panel.skewed[name].get(count) for name in backends]
+        rows.append([str(count), *("" if cell is None else _us(cell.us) for cell in cells)])
+    return ["tokens", *backends], rows
+
+
 def _us(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
@@ -565,7 +595,13 @@ def page(content: Content, command: str) -> tuple[str, dict[str, str]]:
         name = f"times-{number + 1:02d}"
         drawn[name] = plots.times(panel, palette)
         heads, rows = table(panel)
-        shown.append({"panel": panel, "plot": name, "heads": heads, "rows": rows})
+        skewed_heads, skewed_rows = skewed_table(panel)
+        shown.append(
+            {
+                "panel": panel, "plot": name, "heads": heads, "rows": rows, "skewed_heads": skewed_heads,
+                "skewed_rows": skewed_rows,
+            }
+        )  # fmt: skip
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     html = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         content=content,
