@@ -74,7 +74,7 @@ from vllm_moe_oracle.oracle.problem import Problem
         ({"quantization_config": MODELOPT | {"quant_algo": "MIXED_PRECISION"}}, "needs an object quantized_layers"),
         ({"quantization_config": mixed(a="")}, "quantized_layers.a has no quant_algo"),
         ({"quantization_config": compressed()}, "there are no config_groups"),
-        ({"quantization_config": compressed(group({"type": "float"}))}, "num_bits is None"),
+        ({"quantization_config": compressed(group({"num_bits": "8"}))}, "num_bits is '8'"),
         ({"quantization_config": compressed(group(CT_MXFP8, [1]))}, r"input_activations is \[1\]"),
         ({"quantization_config": compressed(group({**CT_MXFP8, "group_size": 16}))}, "8-bit float.* does not read"),
         ({"quantization_config": {"quant_method": "gptq", "bits": "4"}}, "bits is '4', not a width"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ def fields_of(config: Any) -> dict[str, Any]:
         "group_size": config.group_size,
         "zero_point": config.zero_point,
         "modules_to_not_convert": config.modules_to_not_convert,
+        **getattr(config, "packed_for", {}),
     }
 
 
@@ -49,12 +52,18 @@ class AwqExperts:
     """The method of its experts."""
     expert_biases: bool = False
     """The checkpoint holds biases of experts."""
+    packed_for: Mapping[str, Any] = MappingProxyType({})
+    """Fields of the checkpoint's config that say how its codes are packed; stock classes keep none of them."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         """The config object of a checkpoint; lists of modules may be lists of lists."""
+        # A null says as little as a field that is not there, which the stock class refuses.
+        stated = {name: value for name, value in config.items() if name != "zero_point" or value is not None}
         listed = config.get("modules_to_not_convert")
-        return super().from_config({**config, "modules_to_not_convert": flattened(listed)})  # type: ignore[misc]
+        made = super().from_config({**stated, "modules_to_not_convert": flattened(listed)})  # type: ignore[misc]
+        made.packed_for = {name: config.get(name) for name in ("version", "checkpoint_format", "format")}
+        return made
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:

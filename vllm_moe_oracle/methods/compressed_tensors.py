@@ -18,7 +18,13 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 
 from ..compat.construction import current_layer
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Scheme
-from ..quantization.compressed_tensors import COMPRESSED_PACKINGS, compressed_activations, compressed_order
+from ..quantization.compressed_tensors import (
+    COMPRESSED_PACKINGS,
+    compressed_activations,
+    compressed_order,
+    online_transforms,
+    refuse_transforms,
+)
 from .base import OracleMoEMethod
 from .dtypes import with_emulated
 from .gptq import refuse_act_order
@@ -111,6 +117,11 @@ class CompressedTensorsConfig(stock_config.CompressedTensorsConfig):
         return with_emulated(super().get_supported_act_dtypes())
 
     @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """The config object of a checkpoint; a list that is null has nothing in it."""
+        return super().from_config({**config, "ignore": config.get("ignore") or []})
+
+    @classmethod
     def _quantization_scheme_map_from_config(cls, config: dict[str, Any]) -> Any:
         """What each target's weights and activations are; stock code asks."""
         groups = config.get("config_groups") or {}
@@ -146,7 +157,8 @@ def _as_stock_takes_it(group: dict[str, Any], common_format: Any) -> dict[str, A
         common_format: that of the config, for a group without its own.
     """
     weights, form = group.get("weights"), group.get("format") or common_format
-    if not weights or weights.get("type") != "int" or group.get("input_activations"):
+    kind = (weights or {}).get("type", "int")
+    if not weights or str(_word(kind)).lower() != "int" or group.get("input_activations"):
         return group
     ordered = compressed_order(weights.get("actorder"), _WHERE) == "group"
     if form not in COMPRESSED_PACKINGS or (form == PACKED and not ordered):
@@ -170,19 +182,26 @@ def get_moe_method(original: Any, quant_config: Any, layer: Any, layer_name: str
         weights, inputs, form = found
         more = {} if form == PACKED else {"form": form}
         made = CompressedTensorsWNA16MoEMethod(weights, inputs, layer.moe_config, **more)
-        if made is not None:
-            return made
-    return original(quant_config, layer, layer_name)
+    else:
+        made = None
+    made = original(quant_config, layer, layer_name) if made is None else made
+    if isinstance(made, OracleMoEMethod):
+        transforms = online_transforms(getattr(quant_config, "config", None) or {}, _WHERE)
+        refuse_transforms(transforms, [f"{layer_name}.0.{name}" for name in _projections(layer)], _WHERE)
+    return made
+
+
+def _projections(layer: Any) -> list[str]:
+    """What the checkpoint calls the matrices of an expert."""
+    names = (getattr(layer, f"ckpt_{each}_proj_name", "") or f"{each}_proj" for each in ("gate", "up", "down"))
+    return list(names)
 
 
 def _integers(quant_config: Any, layer: Any, layer_name: str) -> tuple[Any, Any, str] | None:
     """Weights' and inputs' arguments and the format of a layer whose experts are all integers of 4 or 8 bits with
     activations in 16 bits; None for any other layer."""
     quant_config._add_fused_moe_to_target_scheme_map()
-    names = [
-        getattr(layer, f"ckpt_{each}_proj_name", f"{each}_proj") or f"{each}_proj" for each in ("gate", "up", "down")
-    ]
-    schemes = [quant_config.get_scheme_dict(layer, f"{layer_name}.0.{name}") for name in names]
+    schemes = [quant_config.get_scheme_dict(layer, f"{layer_name}.0.{name}") for name in _projections(layer)]
     first = schemes[-1]
     if first is None or any(scheme != first for scheme in schemes):
         return None

@@ -15,10 +15,11 @@ from vllm.model_executor.layers.quantization.utils import gptq_utils
 from vllm.scalar_type import scalar_types
 
 from ..compat.construction import under_construction
+from ..errors import CheckpointError
 from ..oracle.problem import Scheme
 from ..quantization import reader
 from ..quantization.answers import Answer
-from ..quantization.fields import flattened
+from ..quantization.fields import flattened, shown
 from ..quantization.gptq import gptq_scheme
 from . import storage
 from .dtypes import with_emulated
@@ -36,12 +37,14 @@ def fields_of(config: Any) -> dict[str, Any]:
     Args:
         config: vLLM's `AutoGPTQConfig`; others than a checkpoint's reader make them too (Intel's AutoRound).
     """
+    told = ("checkpoint_format", "format", "static_groups", "pack_dtype", "is_marlin_format")
+    static = config.full_config.get("static_groups") and config.full_config.get("desc_act")
     return {
-        **{name: config.full_config.get(name) for name in ("checkpoint_format", "format", "static_groups")},
+        **{name: config.full_config.get(name) for name in told},
         "quant_method": "gptq",
         "bits": config.weight_bits,
         "group_size": config.group_size,
-        "desc_act": config.desc_act,
+        "desc_act": bool(config.desc_act or static),
         "sym": config.is_sym,
         "dynamic": config.dynamic,
         "modules_in_block_to_quantize": config.modules_in_block_to_quantize,
@@ -113,6 +116,9 @@ class AutoGPTQConfig(stock.AutoGPTQConfig):
         full_config: dict[str, Any],
         modules_in_block_to_quantize: list[Any] | None = None,
     ) -> None:
+        if not isinstance(dynamic or {}, Mapping):
+            raise CheckpointError(f"dynamic is {shown(dynamic)}, not an object", where=_WHERE)
+        dynamic = dynamic or {}
         modules = flattened(modules_in_block_to_quantize)
         super().__init__(
             weight_bits, group_size, False, is_sym, lm_head_quantized, without_act_order(dynamic), full_config, modules
@@ -165,7 +171,9 @@ class AutoGPTQConfig(stock.AutoGPTQConfig):
         found.weight_bits, found.group_size = scheme.bits, scheme.group_size
         found.is_sym, found.desc_act = not scheme.zero_points, scheme.act_order == "group"
         found.pack_factor = 32 // scheme.bits
-        found.quant_type = self.TYPE_MAP[scheme.bits, not scheme.zero_points]
+        # Widths that vLLM has no type for are refused by the oracle, with what every backend says.
+        found.quant_type = self.TYPE_MAP.get((scheme.bits, not scheme.zero_points), self.quant_type)
+        found.full_config = {**self.full_config, "checkpoint_format": scheme.packing, "format": None}
         return found
 
 

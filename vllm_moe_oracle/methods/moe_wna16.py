@@ -18,7 +18,7 @@ from ..oracle.problem import Scheme
 from ..quantization import reader
 from ..quantization.answers import Answer
 from ..quantization.awq import awq_scheme
-from ..quantization.fields import flattened
+from ..quantization.fields import flattened, read_word
 from ..quantization.gptq import gptq_scheme
 from .dtypes import with_emulated
 from .gptq import AutoGPTQConfig, without_act_order
@@ -32,7 +32,7 @@ def fields_of(config: Any) -> dict[str, Any]:
     """A config object of vLLM's for MoeWNA16 as the fields of a checkpoint's config."""
     own = {"bits": config.weight_bits, "group_size": config.group_size}
     if config.linear_quant_method == "gptq":
-        return {**config.full_config, **own, "quant_method": "gptq", "sym": not config.has_zp}
+        return {"desc_act": False, "sym": not config.has_zp, **config.full_config, **own, "quant_method": "gptq"}
     own |= {"quant_method": "awq", "zero_point": config.has_zp, "modules_to_not_convert": config.modules_to_not_convert}
     return {**config.full_config, **own}
 
@@ -93,8 +93,18 @@ class MoeWNA16Config(stock.MoeWNA16Config):
         return with_emulated(super().get_supported_act_dtypes())
 
     @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """The config object of a checkpoint; its fields as the checkpoint's own name has them spelled."""
+        other = {"bits": config.get("w_bit"), "group_size": config.get("q_group_size")}
+        config = {
+            name: value for name, value in config.items() if value is not None or name not in ("sym", "zero_point")
+        }
+        return super().from_config({**other, **config, "quant_method": read_word(config, "quant_method", _WHERE)})
+
+    @classmethod
     def is_moe_wna16_compatible(cls, quant_config: dict[str, Any]) -> bool:
         """Whether a checkpoint's config can be served under this name."""
+        quant_config = {**quant_config, "quant_method": read_word(quant_config, "quant_method", _WHERE)}
         plain = {**quant_config, "desc_act": False, "dynamic": without_act_order(quant_config.get("dynamic") or {})}
         on_cpu = current_platform.is_cpu() and plain.get("quant_method") in _AWQ and plain.get("bits") == 4
         return on_cpu or bool(super().is_moe_wna16_compatible(plain))
@@ -127,6 +137,8 @@ class MoeWNA16Config(stock.MoeWNA16Config):
         """The config of a layer with that scheme, which an exception in ``dynamic`` may have given it."""
         if scheme == scheme_in_file(self):
             return self
+        of_layer: dict[str, Any] = {"desc_act": scheme.act_order != "none", "sym": not scheme.zero_points}
+        of_layer |= {"checkpoint_format": scheme.packing, "format": None}
         made: MoeWNA16Config = type(self)(
             self.linear_quant_method,
             scheme.bits,
@@ -134,7 +146,7 @@ class MoeWNA16Config(stock.MoeWNA16Config):
             scheme.zero_points,
             self.lm_head_quantized,
             self.modules_to_not_convert,
-            {**self.full_config, "desc_act": scheme.act_order != "none"},
+            {**self.full_config, **of_layer},
         )
         made.expert_biases = self.expert_biases
         return made

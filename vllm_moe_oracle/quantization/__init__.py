@@ -100,7 +100,7 @@ def _method(config: Mapping[str, Any], where: str) -> str:
 
 def config_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     """What to know of the answers for a config that `reader` took, one sentence each."""
-    families = {"auto-round": auto_round, "compressed-tensors": compressed_tensors}
+    families = {"auto-round": auto_round, "awq": awq, "compressed-tensors": compressed_tensors, "gptq": gptq}
     if (family := families.get(_method(config, where))) is not None:
         yield from family.notes(config, where)
 

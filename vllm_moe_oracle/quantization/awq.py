@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..errors import CheckpointError
 from ..oracle.problem import Scheme
 from .answers import SchemeOf
-from .fields import read_boolean, read_integer, read_names
+from .fields import read_boolean, read_integer, read_names, read_word, shown
+
+_OTHER_PACKINGS = ("gemv", "gemv_fast", "llm-awq", "marlin")
+"""AutoAWQ's and GPTQModel's words for packings that nothing in vLLM reads."""
 
 
 def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
@@ -17,12 +21,27 @@ def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
     return lambda layer: None if layer.match(lambda name: any(part in name for part in excluded)) else scheme
 
 
+def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
+    """What to know of the answers for a config that `reader` took, one sentence each."""
+    if config.get("zero_point") is None:
+        yield f"{where}: zero_point is not set: taken as true; vLLM refuses to serve without it"
+
+
 def awq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
     """What an AWQ config says of every module that it does not exclude.
 
+    ``version`` (GPTQModel: ``checkpoint_format`` or ``format``) says for which kernel codes are packed. vLLM reads what
+    ``gemm`` has; some words are of those who load the same packing (``exllama``, ``ipex``).
+
     Raises:
-        CheckpointError: a field that is missing or has a value that it cannot have.
+        CheckpointError: a field that is missing or has a value that it cannot have, or another packing.
     """
+    for name in ("version", "checkpoint_format", "format"):
+        if (word := read_word(config, name, where)) in _OTHER_PACKINGS:
+            rule = (
+                f"{name} is {shown(word)}: codes are packed for another kernel than gemm, whose packing alone is read"
+            )
+            raise CheckpointError(rule, "Quantise again with version gemm", where)
     bits = read_integer(config, "w_bit" if "w_bit" in config else "bits", where)
     group = read_integer(config, "q_group_size" if "q_group_size" in config else "group_size", where)
     return Scheme("wna16", bits, group, "awq", zero_points=read_boolean(config, "zero_point", where, default=True))

@@ -30,9 +30,18 @@ def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
         raise CheckpointError("there are no config_groups", where=where)
 
     target_of = _first(groups, where)
+    transforms = online_transforms(config, where)
     usual = next((groups[name] for name in _CLASSES if name in groups), None)
 
     def of(layer: LayerNames) -> Answer:
+        answer = stored(layer)
+        if isinstance(answer, Scheme) and transforms:
+            names = layer.asked or ((layer.own,) if layer.own else layer.projections)
+            for module in layer.modules:
+                refuse_transforms(transforms, [f"{module}.0.{name}" for each in names for name in each], where)
+        return answer
+
+    def stored(layer: LayerNames) -> Answer:
         def of_matrix(name: str) -> Answer | Unnamed:
             names = [f"{module}.0.{name.rpartition('.')[2]}" for module in layer.modules]
             if name not in names:
@@ -52,6 +61,54 @@ def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
         return in_common(layer.only(layer.asked[-1]) if layer.asked else layer, of_matrix, usual, where)
 
     return of
+
+
+Transform = tuple[str, Callable[[Iterable[str]], bool]]
+"""A transform's name, and whether it is for a matrix with one of some names."""
+
+
+def online_transforms(config: Mapping[str, Any], where: str) -> list[Transform]:
+    """What a checkpoint wants done to the inputs or outputs of linear layers while it runs (``transform_config``);
+    what is done to weights alone is done when it is written."""
+    stated = config.get("transform_config") or {}
+    schemes = stated.get("config_groups") if isinstance(stated, Mapping) else None
+    found: list[Transform] = []
+    for name, scheme in (schemes or {}).items() if isinstance(schemes, Mapping | None) else ():
+        for part in scheme.get("apply") or () if isinstance(scheme, Mapping) else ():
+            if read_word(part, "location", where) in ("input", "output"):
+                fields = {
+                    field: [part[field]] if isinstance(part.get(field), str) else part.get(field) for field in _TO
+                }
+                targets, ignored = (read_names(fields, (field,), where) for field in _TO)
+                found.append((name, _applies(targets, ignored, where)))
+    return found
+
+
+_TO = ("targets", "ignore")
+
+
+def _applies(targets: list[str], ignored: list[str], where: str) -> Callable[[Iterable[str]], bool]:
+    meant, left = _first(targets, where), _first(ignored, where)
+    every = "Linear" in targets
+    return lambda names: any((every or meant((name,))) and not left((name,)) for name in names)
+
+
+def refuse_transforms(transforms: list[Transform], names: Iterable[str], where: str) -> None:
+    """Refuses experts whose inputs or outputs are to be transformed, which nothing in vLLM does.
+
+    Args:
+        transforms: from `online_transforms`.
+        names: full names of an expert's matrices.
+        where: file and field, for messages.
+
+    Raises:
+        CheckpointError: a transform is for one of the matrices.
+    """
+    names = tuple(names)
+    for transform, applies in transforms:
+        if applies(names):
+            rule = f"the transform {shown(transform)} is for inputs or outputs of experts, where vLLM has none"
+            raise CheckpointError(rule, "Serve a checkpoint without it", f"{where}.transform_config, {names[0]}")
 
 
 _CLASSES = ("RoutedExperts", "Linear")
@@ -86,27 +143,35 @@ def _first(entries: Iterable[str], where: str) -> Callable[[Iterable[str]], str 
 
 
 def _scheme(group: Mapping[str, Any], common_format: object, where: str) -> Answer:
-    weights, inputs = group.get("weights"), group.get("input_activations")
+    """What a group of the config stores; where it leaves something out, the defaults are those of the library's
+    `QuantizationArgs`, and so is what contradicts itself."""
+    weights, inputs = group.get("weights"), group.get("input_activations") or None
     if weights is None:
         return None
     for name, part in (("weights", weights), ("input_activations", inputs)):
         if part is not None and not isinstance(part, Mapping):
             raise CheckpointError(f"config_groups: {name} is {shown(part)}, not an object", where=where)
-    kind, bits = read_word(weights, "type", where), read_integer(weights, "num_bits", where)
-    strategy = read_word(weights, "strategy", where)
+    kind, bits = read_word(weights, "type", where) or "int", read_integer(weights, "num_bits", where, default=8)
+    size = None if weights.get("group_size") is None else read_integer(weights, "group_size", where)
+    usual = {None: "tensor", -1: "channel"}.get(size, "group")
+    strategy = read_word(weights, "strategy", where) or usual
     layout = str(group.get("format") or common_format or "")
-    group_size = -1 if strategy == "channel" else read_integer(weights, "group_size", where, default=-1)
     symmetric = read_boolean(weights, "symmetric", where, default=True)
-    if kind == "float" and strategy == "group" and group_size == MX_BLOCK and symmetric:
+    if kind == "float" and strategy == "group" and size == MX_BLOCK and symmetric:
         # A float8 of groups of 32 whose scales are no e8m0 is not MX; 4-bit scales have no other type in vLLM.
         if bits == 8 and _is_e8m0(weights.get("scale_dtype"), layout):
             return Scheme("mxfp8", 8, MX_BLOCK, "compressed-tensors", activations=compressed_activations(inputs))
         if bits == 4:
             return Scheme("mxfp4", 4, MX_BLOCK, "compressed-tensors", activations=compressed_activations(inputs))
-    if kind == "int" and inputs is None and strategy in ("group", "channel") and layout in COMPRESSED_PACKINGS:
+    served = inputs is None and not weights.get("dynamic") and bits in (4, 8) and layout in COMPRESSED_PACKINGS
+    if kind == "int" and served and strategy in ("group", "channel"):
         order = compressed_order(weights.get("actorder"), where)
-        return Scheme("wna16", bits, group_size, COMPRESSED_PACKINGS[layout], not symmetric, order)
-    words = (layout or "compressed-tensors", f"{bits}-bit {kind or 'of no type'}", f"strategy {strategy or 'unknown'}")
+        if usual not in (strategy, "tensor") or (usual == "tensor" and strategy == "group"):
+            raise CheckpointError(f"config_groups: strategy {strategy} with group_size {size}", where=where)
+        if order == "group" and strategy == "channel":
+            raise CheckpointError(f"config_groups: strategy channel with actorder {weights['actorder']}", where=where)
+        return Scheme("wna16", bits, size or -1, COMPRESSED_PACKINGS[layout], not symmetric, order)
+    words = (layout or "compressed-tensors", f"{bits}-bit {kind}", f"strategy {strategy}")
     return Foreign(" ".join(words))
 
 
