@@ -98,3 +98,28 @@ def test_the_config_goes_to_workers_by_pickle_after_it_was_asked() -> None:
 def test_an_excluded_layer_is_not_quantised_whatever_its_recipe_says() -> None:
     config = config_of({experts(0): "MXFP8"}, ignore=[experts(0)])
     assert config.is_layer_excluded(experts(0)) and not config.is_layer_excluded(experts(1))
+
+
+@pytest.mark.parametrize("precision", ["MXFP8", "MIXED_PRECISION"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["model.layers.1", "model.layers.1*", "layers.1", "model.layers.1.mlp*", "model.layers.1?", "*.mlp.experts"],
+)
+def test_vllm_leaves_out_the_layers_that_explain_does(precision: str, pattern: str, tmp_path: Path) -> None:
+    """A layer's number ends where it ends: `model.layers.1` is no part of layer 10."""
+    from vllm_moe_oracle.methods.modelopt import ModelOptMxFp8Config
+
+    if precision == "MXFP8":
+        given = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": [pattern]}
+        config: Any = ModelOptMxFp8Config.from_config(given)
+    else:
+        given = quantization({experts(index): "MXFP8" for index in range(48)}, ignore=[pattern])
+        config = config_of({experts(index): "MXFP8" for index in range(48)}, ignore=[pattern])
+    data = json.loads(CONFIG.read_text()) | {"quantization_config": given}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    left_out = [name for name in map(experts, range(48)) if config.is_layer_excluded(name)]
+    assert left_out == list(layers(read(tmp_path)).unquantised)
+    for index in (1, 10):
+        attention = f"model.layers.{index}.self_attn.qkv_proj"
+        assert config.is_layer_excluded(attention) == (experts(index) in left_out and "mlp" not in pattern)
+    assert config.exclude_modules == [pattern]

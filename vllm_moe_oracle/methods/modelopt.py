@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm.model_executor.layers.quantization import modelopt as stock
 from ..compat.construction import under_construction
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Scheme
 from ..quantization.answers import GATED_PROJECTIONS, PLAIN_PROJECTIONS, LayerNames
+from ..quantization.fields import runs_over
 from ..quantization.modelopt import MixedAlgorithms, modelopt_activations
 from .base import OracleMoEMethod
 from .dtypes import with_emulated
@@ -30,7 +32,28 @@ class ModelOptMxFp8FusedMoE(OracleMoEMethod, stock.ModelOptMxFp8FusedMoE):
         self.decide(moe_config, dataclasses.replace(SCHEME, activations=activations))
 
 
-class ModelOptMxFp8Config(stock.ModelOptMxFp8Config):
+class _WholeNumbers:
+    """Mixed in before a stock config: an excluded ``model.layers.1`` or ``model.layers.1*`` is layer 1.
+
+    That is how ModelOpt writes a module with everything below it. The stock classes take layers 10 to 19 for excluded
+    too, and load their codes as 16-bit weights.
+    """
+
+    exclude_modules: list[str]
+
+    def is_layer_excluded(self, prefix: str) -> bool:
+        """Whether a module is not quantised; stock code asks."""
+        meant = [name for name in self.exclude_modules if not runs_over(name, prefix)]
+        if len(meant) == len(self.exclude_modules):
+            asked = self
+        else:
+            asked = copy.copy(self)
+            asked.exclude_modules = meant
+        excluded: bool = super(_WholeNumbers, asked).is_layer_excluded(prefix)  # type: ignore[misc]
+        return excluded
+
+
+class ModelOptMxFp8Config(_WholeNumbers, stock.ModelOptMxFp8Config):
     """The stock config with this project's MoE method; everything else in the checkpoint stays the stock classes'."""
 
     FusedMoEMethodCls = ModelOptMxFp8FusedMoE
@@ -70,7 +93,7 @@ class Mxfp8Config(ModelOptMxFp8Config):
         return super().from_config(config)
 
 
-class ModelOptMixedPrecisionConfig(stock.ModelOptMixedPrecisionConfig):
+class ModelOptMixedPrecisionConfig(_WholeNumbers, stock.ModelOptMixedPrecisionConfig):
     """The stock config of mixed precision, which decides for each MoE layer as `explain` does.
 
     The stock class takes the algorithm of the first matrix that it finds for the whole layer, takes that of a shared

@@ -108,6 +108,15 @@ def exclusion(patterns: Iterable[str], where: str) -> Callable[[str], bool]:
     return matches
 
 
+def runs_over(pattern: str, name: str) -> bool:
+    """Whether a pattern that ends with a number is found in a name only where the number goes on: ``layers.1``, or
+    ``layers.1*``, in ``layers.10``."""
+    stem = pattern.removesuffix("*")
+    if not stem[-1:].isdigit() or stem not in name or is_wildcard(stem):
+        return False
+    return re.search(re.escape(stem) + r"(?!\d)", name) is None
+
+
 def matching(expression: re.Pattern[str]) -> Callable[[str], bool]:
     """The predicate over names that an expression matches from the start."""
     return lambda name: expression.match(name) is not None
