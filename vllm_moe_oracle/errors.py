@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .oracle.decision import Candidate
+
+
+def meant(name: str, valid: Iterable[str]) -> str:
+    """``Did you mean own_mxfp8? `` with the valid name that is most like a name, capitals and hyphens aside; "" where
+    none is."""
+    words = {each.lower().replace("-", "_"): each for each in valid}
+    close = difflib.get_close_matches(name.strip().lower().replace("-", "_"), words, n=1)
+    return f"Did you mean {words[close[0]]}? " if close else ""
 
 
 class OracleError(Exception):

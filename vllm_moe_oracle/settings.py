@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from .errors import SettingError
+from .errors import SettingError, meant
 from .oracle import objectives
 from .oracle.overrides import Override, parse
 
@@ -239,9 +238,7 @@ def variable(name: str) -> str:
 
 
 def _unknown(name: str, valid: list[str], where: str) -> SettingError:
-    close = difflib.get_close_matches(name, valid, n=1)
-    guess = f"Did you mean {close[0]}? " if close else ""
-    return SettingError(f"unknown setting {name!r}", f"{guess}Valid are {', '.join(valid)}", where)
+    return SettingError(f"unknown setting {name!r}", f"{meant(name, valid)}Valid are {', '.join(valid)}", where)
 
 
 def load(

@@ -213,9 +213,49 @@ def test_moe_backend_is_read_as_vllm_reads_it(word: str, run: Run, write: Callab
 
 def test_the_remedy_of_a_refusal_is_kept(run: Run, write: Callable[..., Path]) -> None:
     arguments = ("explain", write(), "--device", "cpu", "--set", "backend=marlin_mxfp8")
-    remedy = "Choose an accepted one, or auto, or set on_unavailable=fallback"
+    remedy = "Choose an accepted one (emulation), or auto, or set on_unavailable=fallback"
     assert remedy in " ".join(run(*arguments).out.split())
     assert remedy in run(*arguments, "--json").err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("own_mxpf8", "Did you mean own_mxfp8? Choose an accepted one"),
+        ("own_mxpf4", "Did you mean own_mxfp8?"),
+        (
+            "own_mxfp4",
+            "own_mxfp4 (--set backend) is no backend for mxfp8 experts but for mxfp4 experts; valid are auto,",
+        ),
+        ("own-mxfp8", "Did you mean own_mxfp8?"),
+        ("EMULATION", "Did you mean emulation?"),
+        ("trtllm_mxfp8", "needs compute capability sm_100 to below sm_110; NVIDIA H200 has sm_90. Choose an accepted"),
+    ],
+)
+def test_a_backend_that_is_none_here_is_refused_with_why_and_what_would_do(
+    name: str, said: str, run: Run, write: Callable[..., Path]
+) -> None:
+    result = run("explain", write(), "--device", "nvidia-h200", "--backend", name)
+    text = " ".join(result.out.split())
+    assert result.status == 3 and said in text
+    accepted = [words[0] for words in map(str.split, result.out.splitlines()) if words[1:2] == ["accepted"]]
+    assert f"Choose an accepted one ({', '.join(accepted)}), or auto, or set on_unavailable=fallback" in text
+    assert "humming_mxfp8" in accepted and "trtllm_mxfp8" not in accepted
+    assert ("Did you mean" in text) == (name != "trtllm_mxfp8")
+
+
+def test_the_option_backend_is_the_setting(run: Run, write: Callable[..., Path]) -> None:
+    path = write()
+    result = run("explain", path, "--device", "nvidia-h200", "--backend", "marlin_mxfp8", "--json")
+    assert result.json["groups"][0]["decision"]["backend"] == "marlin_mxfp8"
+    result = run("explain", path, "--device", "nvidia-h200", "--backend", "emulation", "--set", "backend=marlin_mxfp8")
+    assert result.status == 2 and "backend is given twice" in result.err
+    # To vLLM's option only vLLM's names are known, and those are what would do instead.
+    result = run("explain", path, "--device", "nvidia-h200", "--moe-backend", "marlim")
+    text = " ".join(result.out.split())
+    assert "Did you mean marlin? Choose an accepted one (humming, marlin, emulation), or auto" in text
+    result = run("explain", path, "--device", "nvidia-h200", "--set", "disable=own_mxpf8")
+    assert result.status == 2 and "Did you mean own_mxfp8? Valid are" in result.err
 
 
 def test_a_fallback_is_seen_in_json_and_on_standard_error(run: Run, write: Callable[..., Path]) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from ..backends import Backend
-from ..errors import NoBackendError, SettingError
+from ..errors import NoBackendError, SettingError, meant
 from ..settings import AUTO, Settings
 from .decision import Accepted, Candidate, Decision, Reason, Rejected, Why, table
 from .measured import Choice, Evidence, choose
@@ -41,7 +41,8 @@ def candidates(
     unknown = [name for name in settings.disable if name not in registry and name not in registry.broken]
     if unknown:
         rule = f"{', '.join(map(repr, unknown))} cannot be disabled: there is no such backend"
-        remedy = f"Valid are {', '.join(sorted(backend.name for backend in registry))}"
+        names = sorted(backend.name for backend in registry)
+        remedy = f"{meant(unknown[0], names)}Valid are {', '.join(names)}"
         raise SettingError(rule, remedy, settings.source("disable"))
     judged = [_judge(backend, problem, device, settings) for backend in registry.for_scheme(problem.scheme.name)]
     return tuple(sorted(judged, key=lambda candidate: (not candidate.accepted, candidate.rank, candidate.backend)))
@@ -85,8 +86,10 @@ def decide(
         rule = _unavailable(wish, named, problem, device, registry)
         if settings.on_unavailable == "error":
             remedy = _way_out(judged)
-            if any(candidate.accepted for candidate in judged):
-                remedy = "Choose an accepted one, or auto, or set on_unavailable=fallback"
+            if accepted := _accepted(wish, judged, registry):
+                remedy = f"Choose an accepted one ({accepted}), or auto, or set on_unavailable=fallback"
+            if not named:
+                remedy = meant(wish.name, [AUTO, *_names(wish, problem, registry)]) + remedy
             rule = f"{rule}\nEvery candidate for {problem}:\n{table(judged)}\n"
             raise NoBackendError(rule, remedy, problem.layer, judged)
         note = f"; not what was asked for: {rule}"
@@ -222,14 +225,30 @@ def _unavailable(wish: _Wish, named: list[Candidate], problem: Problem, device: 
         return f"{wish.name} ({wish.by}) cannot run this layer on {device}: {_all_reasons(named)}"
     if wish.name in registry.broken:
         return f"{wish.name} ({wish.by}) could not be loaded: {registry.broken[wish.name]}"
-    names = registry.names(scheme)
-    if wish.stock:  # vLLM refuses every name but its own
-        names = sorted({name for backend in registry.for_scheme(scheme) for name in backend.vllm_names})
-    rule = f"{wish.name} ({wish.by}) is no backend for {scheme} experts; valid are {', '.join([AUTO, *names])}"
+    names = _names(wish, problem, registry)
+    rule = f"{wish.name} ({wish.by}) is no backend for {scheme} experts"
+    if wish.name in registry and not wish.stock:
+        rule += f" but for {' and '.join(registry[wish.name].schemes)} experts"
+    rule += f"; valid are {', '.join([AUTO, *names])}"
     if wish.stock:
         rule += "; this project's own names go into the setting backend"
     # An entry point need not have the name of its backend.
     return f"{rule}; entry points that could not be loaded: {', '.join(registry.broken)}" if registry.broken else rule
+
+
+def _names(wish: _Wish, problem: Problem, registry: Registry) -> list[str]:
+    """Names that an explicit choice may be for a layer, sorted: to vLLM's option only its own."""
+    scheme = problem.scheme.name
+    if not wish.stock:
+        return registry.names(scheme)
+    return sorted({name for backend in registry.for_scheme(scheme) for name in backend.vllm_names})
+
+
+def _accepted(wish: _Wish, judged: tuple[Candidate, ...], registry: Registry) -> str:
+    """What an explicit choice may be instead: names of the accepted candidates, best first; "" where there are none."""
+    names = [candidate.backend for candidate in judged if candidate.accepted]
+    theirs = list(dict.fromkeys(word for name in names for word in registry[name].vllm_names)) if wish.stock else names
+    return ", ".join(theirs) or (f"by the setting backend: {', '.join(names)}" if names else "")
 
 
 def _way_out(judged: tuple[Candidate, ...]) -> str:

@@ -80,7 +80,7 @@ def command(
     """
     import msgspec
 
-    from ...errors import MeasurementError
+    from ...errors import MeasurementError, meant
     from ...measure import benching
     from ...oracle.registry import default_registry
     from .. import UNFINISHED, measuring, output
@@ -104,7 +104,8 @@ def command(
     known = [each.name for each in default_registry()]
     if unknown := [name for name in backend.split(",") if name and name not in known]:
         rule = f"there is no backend {', '.join(map(repr, unknown))}"
-        raise MeasurementError(rule, f"Valid are {', '.join(sorted(known))}", "--backend")
+        remedy = f"{meant(unknown[0], known)}Valid are {', '.join(sorted(known))}"
+        raise MeasurementError(rule, remedy, "--backend")
     problems = tuning.groups(measuring.as_asked(each, chosen) for each in measuring.problems(wanted, tp, ep))
     plan = benching.Plan(
         measuring.counts(tokens),

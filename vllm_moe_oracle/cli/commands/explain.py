@@ -50,6 +50,9 @@ def command(
             metavar="NAME",
         ),
     ] = "linear",
+    backend: Annotated[
+        str | None, typer.Option(help="As the setting backend: --set backend=NAME.", metavar="NAME")
+    ] = None,
     moe_backend: Annotated[str, typer.Option(help="As vLLM's --moe-backend.", metavar="NAME")] = "auto",
     quantization: Annotated[
         str,
@@ -103,7 +106,9 @@ def command(
             having = f"{tp} rank{'s' * (tp > 1)} {'with' if ep else 'without'} --ep"
             rule = f"{what} ranks that hold different ones; this is {having}"
             raise SettingError(rule, "Add --ep and --tp N, N above 1", option)
-    chosen = read_settings(assignments, for_a_server=True)
+    chosen = read_settings(
+        [*(assignments or []), *([] if backend is None else [f"backend={backend}"])], for_a_server=True
+    )
     machine = _device(device)
     layers = checkpoint.layers(
         checkpoint.read(Path(path)), tp, ep, chosen.ragged_shards, quantization.lower(), _vllm(machine)
