@@ -82,7 +82,7 @@ def test_explain_answers_for_a_machine_that_is_elsewhere(run: Run, write: Callab
     assert lines[2] == "48 layers: model.layers.0-47.mlp.experts"
     for word in ("problem", "backend", "why", "numerics", "plan"):
         assert any(line.startswith(f"  {word} ") for line in lines), word
-    assert re.search(r"^  candidate +verdict +reasons$", result.out, re.MULTILINE)
+    assert re.search(r"^  candidate +verdict +reasons, or microseconds by tokens$", result.out, re.MULTILINE)
     assert re.search(r"^  emulation +accepted$", result.out, re.MULTILINE)
 
 

@@ -244,6 +244,11 @@ def test_explain_shows_what_was_measured(run: Run, measured: Path) -> None:  # n
     turns = run("explain", MXFP8, *where, "--set", "second_copy=1")
     words = " ".join(turns.out.split())
     assert "turns marlin_mxfp8 up to 128 tokens, own_mxfp8 beyond; a second copy of the weights: about 594 MiB" in words
+    rows = {line.split()[0]: " ".join(line.split()[2:]) for line in result.out.splitlines() if " accepted" in line}
+    assert rows["humming_mxfp8"] == "1: 60.0, 16: 60.0, 256: 60.0, 4096: 60.0"
+    assert rows["own_mxfp8"] == "1: 50.0, 16: 50.0, 256: 40.0, 4096: 40.0" and rows["emulation"] == ""
+    assert "microseconds" not in run("explain", MXFP8, *where, "--set", "measured=0").out
+    assert "reasons, or microseconds by tokens" in " ".join(result.out.split())
     off = run("explain", MXFP8, *where, "--set", "measured=0", "--json").json["groups"][0]["decision"]
     assert off["why"] == "estimate"
 

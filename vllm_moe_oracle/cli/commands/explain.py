@@ -324,7 +324,9 @@ def _print(groups: list[_Group], notes: list[str], device: Device, tp: int, ep: 
         role = ", for multi-token prediction" if group.predicts else ""
         output.show(f"\n{count}: {group.layers}{role}", output.facts(_facts(group)))
         if group.candidates:
-            output.show("", output.table(("candidate", "verdict", "reasons"), _rows(group.candidates), indent=2))
+            times = _times(group.decision)
+            last = "reasons, or microseconds by tokens" if times else "reasons"
+            output.show("", output.table(("candidate", "verdict", last), _rows(group.candidates, times), indent=2))
     for note in notes:
         output.show(f"\nnote: {note}")
 
@@ -370,11 +372,24 @@ def _turns(group: _Group) -> str:
     )
 
 
-def _rows(candidates: tuple[Candidate, ...]) -> list[tuple[str, str, str]]:
+def _times(decision: Decision | None) -> dict[str, str]:
+    """What a decision by measurement compared, by candidate: times at a few numbers of tokens, the fewest and the most
+    among them."""
+    if decision is None or decision.measured is None:
+        return {}
+    found = {}
+    for name, points in decision.measured.times:
+        shown = sorted({len(points) * part // 3 for part in range(3)} | {len(points) - 1})
+        pairs = [points[index] for index in shown]
+        found[name] = ", ".join(f"{count}: {us:.1f}" if us < 100 else f"{count}: {us:.0f}" for count, us in pairs)
+    return found
+
+
+def _rows(candidates: tuple[Candidate, ...], times: dict[str, str]) -> list[tuple[str, str, str]]:
     rows = []
     for candidate in candidates:
         verdict = "accepted" if candidate.accepted else "rejected"
-        reasons = [str(reason) for reason in candidate.reasons] or [""]
+        reasons = [str(reason) for reason in candidate.reasons] or [times.get(candidate.backend, "")]
         rows.append((candidate.backend, verdict, reasons[0]))
         rows += [("", "", reason) for reason in reasons[1:]]
     return rows
