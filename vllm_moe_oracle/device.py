@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from .compat.eras import BRINGS
-from .errors import SettingError
+from .errors import SettingError, meant
 from .oracle.problem import Device
 
 # Distributions that rules ask for. vLLM's CPU builds are distributed under another name.
@@ -62,7 +62,8 @@ def named(name: str) -> Device:
     """
     if name not in _NAMED:
         rule = f"unknown device {name!r}"
-        raise SettingError(rule, f"Valid are auto, {', '.join(names())}, or a JSON file of a device", "--device")
+        remedy = f"{meant(name, names())}Valid are auto, {', '.join(names())}, or a JSON file of a device"
+        raise SettingError(rule, remedy, "--device")
     device = _NAMED[name]
     return dataclasses.replace(device, packages=dict(BRINGS[device.kind]))
 

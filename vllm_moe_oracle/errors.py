@@ -11,10 +11,14 @@ if TYPE_CHECKING:
 
 
 def meant(name: str, valid: Iterable[str]) -> str:
-    """``Did you mean own_mxfp8? `` with the valid name that is most like a name, capitals and hyphens aside; "" where
-    none is."""
+    """``Did you mean own_mxfp8? `` with the valid name that is most like a name, or the only one that holds it.
+
+    Capitals and hyphens do not matter; "" where no name is like it.
+    """
     words = {each.lower().replace("-", "_"): each for each in valid}
-    close = difflib.get_close_matches(name.strip().lower().replace("-", "_"), words, n=1)
+    word = name.strip().lower().replace("-", "_")
+    holding = [each for each in words if word in each]
+    close = holding if len(holding) == 1 else difflib.get_close_matches(word, words, n=1)
     return f"Did you mean {words[close[0]]}? " if close else ""
 
 

@@ -135,6 +135,31 @@ def test_files_that_are_no_config(content: bytes, message: str, tmp_path: Path) 
         layers(read(file))
 
 
+def test_a_path_that_is_something_else_gets_what_it_is_and_what_to_give(tmp_path: Path) -> None:
+    def said(path: Path) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            layers(read(path))
+        return str(caught.value)
+
+    empty, gguf, cache = (tmp_path / name for name in ("empty", "gguf", "cache"))
+    for folder in (empty, gguf, cache / "snapshots" / "abc"):
+        folder.mkdir(parents=True)
+    (gguf / "model-Q4_K_M.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    (cache / "snapshots" / "abc" / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"\x10" + bytes(23))
+    assert said(empty).endswith("the folder has no config.json: it is empty")
+    assert "the folder has no config.json, but GGUF files. GGUF is none of the formats" in said(gguf)
+    assert "is a GGUF file. GGUF is none of the formats that are decided here: give the" in said(next(gguf.iterdir()))
+    assert said(cache).endswith(f"the folder has no config.json. There is one in {cache}/snapshots/abc")
+    assert "holds tensors. Give the folder that it is in, or its config.json" in said(tmp_path / "model.safetensors")
+    assert "hf download Qwen/Qwen3-30B-A3B --include '*config.json'" in said(Path("Qwen/Qwen3-30B-A3B"))
+    assert "hf download" not in said(tmp_path / "Qwen/Qwen3-30B-A3B") + said(Path("./nowhere/at/all"))
+    dense = {"model_type": "llama", "num_hidden_layers": 2, "quantization_config": {"quant_method": "gptq"}}
+    (empty / "config.json").write_text(json.dumps(dense))
+    assert "it has no MoE layers: none of num_experts" in said(empty)
+    assert "Only experts are decided here; of all other layers vLLM chooses the kernels itself" in said(empty)
+
+
 def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere: no such file or folder\. Give a checkpoint's folder"):
         read(tmp_path / "nowhere")

@@ -332,13 +332,14 @@ def test_a_device_can_come_from_a_file(run: Run, write: Callable[..., Path], tmp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("CONFIG", "--device", "H200"), "--device: unknown device 'H200'. Did you mean nvidia-h200? Valid are auto,"),
         (("nowhere",), "nowhere: no such file or folder. Give a checkpoint's folder or its config.json"),
         (("",), "PATH: the path is empty. Give a checkpoint's folder"),
         (("CONFIG", "--tp", "5"), "do not divide the 32 attention heads (32 mod 5 = 2). TP 4 would do"),
         (("CONFIG", "--tp", "1000000000"), "1000000000 ranks are more than 65536"),
         (("CONFIG", "--tp", "24"), "do not divide the 32 attention heads (32 mod 24 = 8). TP 16 would do"),
         (("CONFIG", "--tp", "0"), "--tp: 0 ranks are not possible"),
-        (("CONFIG", "--device", "nvidia-h2000"), "--device: unknown device 'nvidia-h2000'. Valid are auto, "),
+        (("CONFIG", "--device", "nvidia-h2000"), "'nvidia-h2000'. Did you mean nvidia-h200? Valid are auto, "),
         (("CONFIG", "--device", "missing.json"), "missing.json: cannot be read: No such file"),
         (("CONFIG", "--set", "backend"), "--set: 'backend' has no =. Write --set backend=emulation"),
         (("CONFIG", "--set", "bakend=emulation"), "--set: unknown setting 'bakend'. Did you mean backend?"),

@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from vllm_moe_oracle import errors
-from vllm_moe_oracle.errors import NoBackendError, OracleError
+from vllm_moe_oracle.errors import NoBackendError, OracleError, meant
 
 TYPES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, OracleError)]
 
@@ -47,3 +47,20 @@ def test_bad_input_is_a_value_error_for_callers_that_know_nothing_of_us() -> Non
     for kind in (errors.SettingError, errors.CheckpointError, errors.NoBackendError):
         assert issubclass(kind, ValueError)
     assert issubclass(errors.LifecycleError, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("own_mxpf4", "own_mxfp4"),
+        ("OWN-MXFP4", "own_mxfp4"),
+        ("h200", "nvidia-h200"),
+        ("nvidia-h2000", "nvidia-h200"),
+        ("marlin", ""),  # two hold it, and neither is nearly it
+        ("something", ""),
+        ("", ""),
+    ],
+)
+def test_the_name_that_was_meant(name: str, said: str) -> None:
+    valid = ["own_mxfp4", "nvidia-h200", "stock_marlin_one_way", "stock_marlin_another"]
+    assert meant(name, valid) == (f"Did you mean {said}? " if said else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,15 +57,47 @@ def read(path: Path) -> Config:
         raise CheckpointError(f"cannot be a path: {error.strerror if isinstance(error, OSError) else error}") from error
     if not found:
         remedy = "Give a checkpoint's folder or its config.json; nothing is downloaded"
+        if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path), re.ASCII):  # as the Hugging Face Hub names models
+            remedy += f". Of the Hugging Face Hub's model: hf download {path} --include '*config.json' prints a folder"
         raise CheckpointError("no such file or folder", remedy, str(path))
     file = path / "config.json" if path.is_dir() else path
     if not file.exists():
-        raise CheckpointError("the folder has no config.json", where=str(path))
+        raise CheckpointError(*_without_config(path), str(path))
     top = _object(file)
     model, nested = _language_model(top, file)
     quantization = _quantization(top, model, file)
     told = quantization is not None and str(quantization[0].get("quant_method")).lower() in _TOLD_BY_TENSORS
     return Config(file, top, model, nested, quantization, told and path.is_dir() and holds_expert_biases(path))
+
+
+_GGUF = "GGUF is none of the formats that are decided here: give the model's checkpoint in safetensors"
+
+
+def _without_config(folder: Path) -> tuple[str, str]:
+    """What a folder without a config.json is instead, and what to do."""
+    rule = "the folder has no config.json"
+    try:
+        names = sorted(each.name for each in folder.iterdir())
+        found = [each for pattern in ("*", "snapshots/*") for each in folder.glob(f"{pattern}/config.json")]
+    except OSError as error:
+        return f"the folder cannot be read: {error.strerror}", ""
+    if found:
+        nearby = sorted(str(each.parent) for each in found)
+        return rule, f"There is one in {', '.join(nearby[:3])}{', ...' if len(nearby) > 3 else ''}"
+    if any(name.lower().endswith(".gguf") for name in names):
+        return f"{rule}, but GGUF files", _GGUF
+    if not names:
+        return f"{rule}: it is empty", ""
+    return rule, "Give the folder that config.json and the tensors are in"
+
+
+def _unlike_json(file: Path, data: bytes) -> CheckpointError | None:
+    """What a file is that no config can be; None where nothing says so."""
+    if data.startswith(b"GGUF"):
+        return CheckpointError("is a GGUF file", _GGUF, str(file))
+    if file.suffix in (".safetensors", ".bin", ".pt", ".pth"):
+        return CheckpointError("holds tensors", "Give the folder that it is in, or its config.json", str(file))
+    return None
 
 
 def _object(file: Path) -> Mapping[str, Any]:
@@ -74,6 +107,9 @@ def _object(file: Path) -> Mapping[str, Any]:
         # A pipe or a device would block, or never end.
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError("is no regular file", where=str(file))
+        with file.open("rb") as opened:
+            if (other := _unlike_json(file, opened.read(4))) is not None:
+                raise other
         if status.st_size > MAX_BYTES:
             rule = f"has {status.st_size} bytes; a config of more than {MAX_BYTES} is not read"
             raise CheckpointError(rule, where=str(file))

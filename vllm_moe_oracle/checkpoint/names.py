@@ -40,6 +40,9 @@ PREDICTING = frozenset({"deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe"
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_modules")
 
 
+_DENSE = "Only experts are decided here; of all other layers vLLM chooses the kernels itself"
+
+
 def moe_layers(config: Config, vllm: str | None = None) -> dict[int, LayerNames]:
     """Names of the layers that have experts, by index, for a release of vLLM; None for the newest."""
     model, where = config.model, str(config.path)
@@ -52,13 +55,13 @@ def moe_layers(config: Config, vllm: str | None = None) -> dict[int, LayerNames]
         raise CheckpointError(f"hybrid_override_pattern has {total} layers, more than {MAX_LAYERS}", where=where)
     if all(not model.get(name) for name in EXPERTS) and any(model.get(name) == 0 for name in EXPERTS):
         name = next(name for name in EXPERTS if model.get(name) == 0)
-        raise CheckpointError(f"it has no MoE layers: {name} is 0", where=where)
+        raise CheckpointError(f"it has no MoE layers: {name} is 0", _DENSE, where)
     if not any(model.get(name) for name in EXPERTS):
-        raise CheckpointError(f"it has no MoE layers: none of {', '.join(EXPERTS)} is set", where=where)
+        raise CheckpointError(f"it has no MoE layers: none of {', '.join(EXPERTS)} is set", _DENSE, where)
     indices = [index for index in range(total) if _has_experts(model, index, where)]
     if not indices:
         rule = f"it has no MoE layers: by its config, none of the {total} layers has experts"
-        raise CheckpointError(rule, where=where)
+        raise CheckpointError(rule, _DENSE, where)
     return {index: _layer_names(config, index, vllm) for index in indices}
 
 

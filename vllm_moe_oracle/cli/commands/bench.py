@@ -23,7 +23,7 @@ def command(
         list[str] | None,
         typer.Argument(
             help="A checkpoint's folder, a config.json, SCHEME:SHAPE[@tpN], or a SHAPE in all its formats.",
-            metavar="MODEL...",
+            metavar="MODEL",
         ),
     ] = None,
     scheme: Annotated[

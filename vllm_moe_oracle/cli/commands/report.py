@@ -20,7 +20,7 @@ def command(
         typer.Argument(
             help="Files of bench --jsonl, of tune --export, or of the setting report; without any, this machine's "
             "cache, or the shipped profile where that has nothing.",
-            metavar="FILE...",
+            metavar="FILE",
         ),
     ] = None,
     to: Annotated[Path, typer.Option("--output", "-o", help="The page.", metavar="FILE")] = Path(

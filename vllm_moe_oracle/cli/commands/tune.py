@@ -25,7 +25,7 @@ def command(
         list[str] | None,
         typer.Argument(
             help="A checkpoint's folder, a config.json, SCHEME:SHAPE[@tpN], or a SHAPE in all its formats.",
-            metavar="MODEL...",
+            metavar="MODEL",
         ),
     ] = None,
     shapes: Annotated[
@@ -35,7 +35,9 @@ def command(
     ep: Annotated[bool, typer.Option("--ep", help="The ranks hold different experts instead of parts of each.")] = (
         False
     ),
-    tokens: Annotated[str, typer.Option(help="Numbers of tokens.", metavar="N,...")] = "",
+    tokens: Annotated[
+        str, typer.Option(help="Numbers of tokens, ten at least; else powers of two up to 8192.", metavar="N,...")
+    ] = "",
     routing: Annotated[str, typer.Option(help="uniform, skewed, or both.", metavar="KIND,...")] = ROUTINGS,
     replays: Annotated[int, typer.Option(help="Timed replays of each, at most.", metavar="N")] = REPLAYS,
     budget: Annotated[float | None, typer.Option(help="Seconds for everything.", metavar="SECONDS")] = None,
