@@ -145,7 +145,14 @@ def load(layer: Layer, files: dict[tuple[int, str, str], torch.Tensor]) -> None:
             expert_id=expert,
             return_success=True,
         )
-        assert done is here or name in ("qzeros", "g_idx", "weight_shape", "weight_g_idx", "bias"), (name, done)
+        assert done is here or name in (
+            "qzeros",
+            "g_idx",
+            "weight_zero_point",
+            "weight_shape",
+            "weight_g_idx",
+            "bias",
+        ), (name, done)
 
 
 def tokens(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

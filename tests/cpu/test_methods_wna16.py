@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from vllm_moe_oracle import plugin
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.compat.construction import under_construction
 from vllm_moe_oracle.errors import CheckpointError, NoBackendError
+from vllm_moe_oracle.methods import wna16
 from vllm_moe_oracle.methods.base import OracleMoEMethod
 from vllm_moe_oracle.methods.wna16 import experts_called
 from vllm_moe_oracle.quantization import reader
@@ -119,6 +121,34 @@ def test_zero_points_of_a_symmetric_file_are_not_applied(name: str) -> None:
     add_what_symmetric_files_carry(files, 32)
     with moe.engine():
         assert whole_of(loaded(contents, name, files=files), contents) < FLOAT32
+
+
+@pytest.mark.parametrize(
+    ("packing", "bits", "word", "odd"),
+    [
+        ("gptq", 4, 0x77777777, False), ("gptq", 4, -0x77777778, False), ("gptq", 4, 0, False),
+        ("gptq_v2", 4, -0x77777778, False), ("gptq", 8, 0x7F7F7F7F, False), ("awq", 4, -0x77777778, False),
+        ("gptq", 4, 0x77777776, True), ("gptq", 8, 0x77777777, True), ("awq", 4, 0x33333333, True),
+        ("compressed-tensors-int", 8, 0, False), ("compressed-tensors-int", 8, 1, True),
+        ("compressed-tensors", 4, -0x77777778, False), ("compressed-tensors", 4, 0x11111111, True),
+    ],
+)  # fmt: skip
+def test_zero_points_that_no_symmetric_file_has_are_told_of_once(
+    packing: str, bits: int, word: int, odd: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wna16, "_said", set())
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    contents = contents_of(layer_of(packing, bits=bits, **SIZES))
+    files = contents.files()
+    name = "weight_zero_point" if packing.startswith("compressed") else "qzeros"
+    kind = torch.int8 if packing.endswith("int") else torch.int32
+    for expert, shard, _ in list(files):
+        files[expert, shard, name] = torch.full((4, 8), word, dtype=kind)
+    with caplog.at_level("WARNING"), moe.engine():
+        assert whole_of(loaded(contents, files=files), contents) < FLOAT32
+    said = [record.getMessage() for record in caplog.records if "not those of symmetric weights" in record.getMessage()]
+    assert len(said) == odd
+    assert all("expert" in words and "correct sym" in words for words in said)
 
 
 def test_a_borrow_between_packed_zero_points_is_not_lost() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
@@ -29,14 +30,20 @@ from ..oracle.problem import Problem, Scheme
 from ..quantization.answers import GATED_PROJECTIONS, NUMBERED, PLAIN_PROJECTIONS, LayerNames
 from ..schemes import _wna16_files as files
 from ..schemes import _wna16_parameters as layouts
+from ..schemes._packings import PACKINGS, every_code
 from . import agreement, storage
 from .base import OracleMoEMethod
 
 if TYPE_CHECKING:
     from ..schemes._wna16_files import Shard
 
+logger = logging.getLogger("vllm.moe_oracle")
+
 _GPT_OSS = {"gpt_oss_w13": "w13", "gpt_oss_w2": "w2"}
 """gpt-oss's loader hands over gate and up as one tensor whose rows alternate, under the first of these names."""
+
+_said: set[str] = set()
+"""Packings of which the warning about zero points of symmetric weights was given: once, not for every tensor."""
 
 _REMEDY = "Check the model's files, or serve another export of it"
 
@@ -107,8 +114,8 @@ class Wna16MoEMethod(OracleMoEMethod):
     def _ignored(self) -> list[str]:
         """Names of parameters that a checkpoint of this kind may have, read or not."""
         packing = layouts.packing_of(self.decision.problem)
-        suffixes = ["bias", packing.group_index]
-        suffixes += ["weight_shape"] if packing.weight.startswith("weight") else [packing.zero_point]
+        suffixes = ["bias", packing.group_index, packing.zero_point]
+        suffixes += ["weight_shape"] if packing.weight.startswith("weight") else []
         return [f"{matrix}_{suffix}" for matrix in layouts.MATRICES for suffix in suffixes]
 
     def _parameter(self, layer: Any, data: Tensor, name: str, canonical: str) -> nn.Parameter:
@@ -199,7 +206,8 @@ class Wna16MoEMethod(OracleMoEMethod):
         return True
 
     def _look_at(self, tensor: Tensor, name: str, shard: str, expert: int) -> None:
-        """What is not read must not mean anything.
+        """What is not read must not mean anything. Zero points of symmetric weights are never applied, as in vLLM; of
+        those that no symmetric weights have a warning tells, for a config that says the wrong thing.
 
         Raises:
             CheckpointError: it does.
@@ -209,6 +217,8 @@ class Wna16MoEMethod(OracleMoEMethod):
         if name.endswith("_bias") and tensor.any():
             rule = "the checkpoint has expert biases, which the model's config does not declare"
             raise CheckpointError(rule, _REMEDY, where)
+        if name.endswith("zero_point" if "weight" in name else "_qzeros"):
+            self._look_at_zeros(tensor, where)
         if name.endswith("_weight_shape") and shard in files.PROJECTIONS:
             shape = tuple(int(size) for size in tensor.flatten())
             expected = files.sizes_in_file(cast("Shard", shard), problem)
@@ -219,6 +229,22 @@ class Wna16MoEMethod(OracleMoEMethod):
             if tensor.numel() and not (torch.equal(tensor.to(in_order.dtype), in_order) or bool((tensor == 0).all())):
                 rule = "its input features are in the order of a group index, and its config declares no act order"
                 raise CheckpointError(rule, "desc_act (GPTQ) or actorder (compressed-tensors) would say so", where)
+
+    def _look_at_zeros(self, tensor: Tensor, where: str) -> None:
+        bits, packing = self.decision.problem.scheme.bits, PACKINGS[self.file_packing]
+        if tensor.dtype != packing.word or not tensor.numel() or self.file_packing in _said:
+            return
+        middle = 1 << bits - 1
+        # Of both storages, and what a tool leaves that never fills them.
+        usual = [0] if packing.signed else [0, middle, middle - 1]
+        words = [every_code(code, bits, packing) for code in usual]
+        if not any(bool((tensor == word).all()) for word in words):
+            _said.add(self.file_packing)
+            rule = "zero points of weights that are symmetric by the config are not those of symmetric weights"
+            remedy = (
+                "if they were quantised with these, correct sym (GPTQ), zero_point (AWQ) or symmetric in the config"
+            )
+            logger.warning("moe_oracle: %s: %s; they are not applied: %s", where, rule, remedy)
 
     # --- converting -------------------------------------------------------------------------------
 

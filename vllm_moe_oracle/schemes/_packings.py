@@ -136,6 +136,15 @@ def _ones(bits: int) -> int:
     return {4: 0x11111111, 8: 0x01010101}[bits]
 
 
+def every_code(code: int, bits: int, packing: Packing) -> int:
+    """The word of a packing, as its dtype reads it, all of whose codes are the same."""
+    if packing.signed:
+        return code
+    size = packing.word.itemsize
+    unsigned = sum(code << place for place in range(0, 8 * size, bits))
+    return int.from_bytes(unsigned.to_bytes(size, "little"), "little", signed=packing.word.is_signed)
+
+
 # --- One expert -------------------------------------------------------------------------------------------------------
 
 
