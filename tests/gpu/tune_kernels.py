@@ -2,11 +2,11 @@
 
     python tests/gpu/tune_kernels.py --cell mxfp8:qwen3_30b --tokens 1,16,256 --json sweep.json
 
-A cell is scheme:shape (mxfp8, mxfp4, int<bits>_<group>; the shapes below). One process per CPU core compiles first,
-then one process times: whole layers in CUDA graphs, by turns in changing order, L2 flushed before each replay, so that
-neither weights nor machine code are in a cache that a model's other layers would have filled; medians in microseconds,
-their mean over several draws of experts: with few tokens these differ in number, and programs that just fit the card
-at once in one draw do not in the next.
+A cell is scheme:shape (mxfp8, mxfp4, int<bits>_<group>; the shapes below), or scheme:shape:1,16 with numbers of tokens
+of its own. One process per CPU core compiles first, then one process times: whole layers in CUDA graphs, by turns in
+changing order, L2 flushed before each replay, so that neither weights nor machine code are in a cache that a model's
+other layers would have filled; medians in microseconds, their mean over several draws of experts: with few tokens these
+differ in number, and programs that just fit the card at once in one draw do not in the next.
 Per number of tokens the second product's tile is searched with the first's fixed, then the first's, then the options.
 """
 
@@ -101,6 +101,8 @@ def candidates(scheme: str, weights: OwnWeights, shape: str, tokens: int) -> tup
     if rows <= 24:
         found = list(FOUR_BIT if scheme.startswith(("int4", "mxfp4")) else EIGHT_BIT)
         wider = MIDDLE if rows > 6 else []
+        if rows > 12:
+            wider = wider + [tile for tile in TWO_PARTS if tile.bm == 48]
         parts = [replace(tile, split=2) for tile in found[:3]] if weights.hidden >= 4096 else []
         return found + wider + parts, found + wider + sweeping(scheme, weights.intermediate)
     found = [*MIDDLE, *TWO_PARTS, *(tile for tile in WIDE if tile.bm <= 64)] if rows <= 80 else list(WIDE)
@@ -152,23 +154,29 @@ NARROW = [Tile(8, 32, 128, stages=5, fold=2), Tile(8, 32, 128, stages=3, fold=2)
           Tile(2, 16, 128, warps=8, stages=3, fold=8), Tile(8, 32, 256, stages=3, fold=2),
           Tile(16, 128, 128, stages=3, registers=128), Tile(2, 16, 128, warps=8, stages=5, fold=8),
           Tile(8, 32, 128, stages=7, fold=2), Tile(4, 32, 128, stages=6, fold=4),
-          Tile(16, 64, 256, stages=3)]  # fmt: skip
+          Tile(16, 64, 256, stages=3), Tile(8, 64, 128, warps=8, fold=2), Tile(4, 32, 128, warps=8, fold=4),
+          Tile(4, 64, 128, warps=8, stages=3, fold=4), Tile(8, 64, 64, stages=6, fold=2),
+          Tile(16, 128, 128, warps=8, stages=3)]  # fmt: skip
 # For up to about 24 rows per active expert.
 FOUR_BIT = [Tile(16, 256, 64, promote=False), Tile(16, 256, 128, stages=3, promote=False), Tile(16, 256, 64),
             Tile(16, 128, 128, registers=128), Tile(16, 128, 128, stages=3, registers=128),
             Tile(16, 128, 128, stages=3), Tile(16, 128, 128, stages=3, registers=128, promote=False),
-            Tile(16, 128, 128, stages=3, registers=96, promote=False), Tile(16, 128, 256, stages=3),
-            Tile(16, 64, 128)]  # fmt: skip
+            Tile(16, 128, 256, stages=3), Tile(16, 64, 128), Tile(16, 256, 64, warps=8, promote=False),
+            Tile(16, 256, 128, warps=8, stages=3, promote=False),
+            Tile(16, 256, 64, stages=6, promote=False)]  # fmt: skip
 EIGHT_BIT = [Tile(16, 64, 128), Tile(16, 64, 128, stages=6), Tile(16, 128, 128, stages=3, registers=128),
-             Tile(16, 128, 128, stages=3), Tile(16, 128, 128, registers=128)]  # fmt: skip
+             Tile(16, 128, 128, stages=3), Tile(16, 128, 128, registers=128), Tile(16, 64, 256, stages=3),
+             Tile(16, 128, 128, warps=8, stages=3)]  # fmt: skip
 # For 6 to 80 rows, too.
 MIDDLE = [Tile(32, 128, 128, stages=3), Tile(32, 128, 128, stages=3, registers=128, promote=False),
           Tile(32, 128, 64, promote=False), Tile(32, 128, 64, registers=128, promote=False),
-          Tile(32, 256, 64, warps=8, promote=False)]  # fmt: skip
-# For 24 to 80 rows, too.
+          Tile(32, 256, 64, warps=8, promote=False), Tile(32, 256, 64, promote=False),
+          Tile(32, 128, 64, stages=6, promote=False)]  # fmt: skip
+# For 12 to 80 rows, too.
 TWO_PARTS = [Tile(48, 128, 64), Tile(48, 128, 64, stages=3), Tile(48, 128, 128, stages=3),
              Tile(48, 256, 64, warps=8, stages=3), Tile(80, 128, 64), Tile(80, 128, 64, stages=3),
-             Tile(80, 128, 128, warps=8, stages=3), Tile(96, 128, 64, stages=3)]  # fmt: skip
+             Tile(80, 128, 128, warps=8, stages=3), Tile(96, 128, 64, stages=3),
+             Tile(48, 256, 64, stages=3, promote=False)]  # fmt: skip
 # For more.
 WIDE = [Tile(32, 128, 64), Tile(32, 256, 128, warps=8, stages=3), Tile(64, 128, 64),
         Tile(64, 128, 128, warps=8, stages=3), Tile(64, 256, 64, warps=8, stages=3),
@@ -306,13 +314,16 @@ def main() -> None:
     args = parser.parse_args()
     start = time.time()
     counts = [int(t) for t in args.tokens.split(",")]
-    cells = [tuple(cell.split(":")) for cell in args.cell]
-    jobs = []
-    for scheme, shape in cells:
+    cells: list[tuple[str, str, list[int]]] = []
+    for cell in args.cell:
+        scheme, shape, *tokens = cell.split(":")
+        cells.append((scheme, shape, [int(t) for t in tokens[0].split(",")] if tokens else counts))
+    jobs, first = [], []
+    for scheme, shape, counts in cells:
         weights = stored(scheme, shape, "meta")
         seen = set()
         if max(counts) >= args.prefill:
-            jobs.insert(0, (scheme, shape, max(counts), Prefill()))  # they take the longest
+            first.append((scheme, shape, max(counts), Prefill()))  # they take the longest
         for tokens in counts:
             current = configs.choose_tiles(weights, SHAPES[shape][1], tokens)
             for pair in pairs(current, *candidates(scheme, weights, shape, tokens)):
@@ -320,12 +331,13 @@ def main() -> None:
                     if config not in seen:
                         seen.add(config)
                         jobs.append((scheme, shape, tokens, config))
+    jobs = first + jobs
     print(f"{len(jobs)} configurations to compile", flush=True)
     if args.processes:
         precompile(jobs, args.processes)
     print(f"compiled after {time.time() - start:.0f} s", flush=True)
     rows = []
-    for scheme, shape in cells:
+    for scheme, shape, counts in cells:
         weights = stored(scheme, shape)
         for tokens in counts:
             if time.time() - start > args.seconds:
