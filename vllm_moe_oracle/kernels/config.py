@@ -285,7 +285,7 @@ def _misfits(config: Config, format: str, group: int, hidden: int, inner: int, t
 def shared_bytes(tile: Tile, format: str, group: int, columns: int) -> int:
     """Shared memory that a tile's products take, as Triton lays it out: activations `stages` times, because the last
     are still being read, codes and scales once less; without a loop activations alone; in a sweep all of h once and at
-    most 2560 bytes to hand it over (Triton 3.6; 3.9 takes up to 30 % less).
+    most 2048 bytes and 8 a row to hand it over (Triton 3.6; 3.9 takes up to 30 % less).
     """
     if tile.straight:
         return 2 * (16 * columns // tile.fold if tile.merge else tile.bm * columns)
@@ -298,7 +298,7 @@ def shared_bytes(tile: Tile, format: str, group: int, columns: int) -> int:
         words = rows // 2 * -(-width // group)
     else:
         words = 0
-    activations = 2 * tokens * width + 2560 if tile.sweep > 1 else 2 * tokens * width * tile.stages
+    activations = 2 * tokens * width + 2048 + 8 * tile.bn if tile.sweep > 1 else 2 * tokens * width * tile.stages
     return activations + (codes + 4 * words) * (tile.stages - 1)
 
 
