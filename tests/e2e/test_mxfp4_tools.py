@@ -39,6 +39,8 @@ COMPRESSED = {
     },
     "ignore": OTHERS,
 }
+TAGGED = {"quant_method": "mxfp4", "modules_to_not_convert": OTHERS}
+SECOND = "model.layers.1.mlp.experts"
 QUARK = {
     "quant_method": "quark", "quant_mode": "eager_mode", "exclude": OTHERS, "layer_quant_config": {},
     "layer_type_quant_config": {}, "algo_config": None, "kv_cache_quant_config": {}, "kv_cache_post_rope": False,
@@ -64,25 +66,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def models(folder: Path) -> dict[str, Path]:
     plain = checkpoints.write_checkpoint(folder / "plain", format="bf16")
 
-    def quantised(tensors: dict[str, Any], names: Callable[[str], tuple[str, str]]) -> None:
-        for name in [each for each in tensors if ".mlp.experts." in each]:
+    def quantised(tensors: dict[str, Any], names: Callable[[str], tuple[str, str]], without: str) -> None:
+        for name in [each for each in tensors if ".mlp.experts." in each and not (without and without in each)]:
             codes, scales = checkpoints.quantise_mxfp4(tensors.pop(name).float().numpy())
             for key, array in zip(names(name), (codes, scales), strict=True):
                 tensors[key] = torch.from_numpy(array)
 
-    def written(target: str, config: dict[str, Any], weight: str) -> Path:
+    def written(target: str, config: dict[str, Any], weight: str, without: str = "") -> Path:
         def names(name: str) -> tuple[str, str]:
             stem = name.removesuffix("weight")
             return f"{stem}{weight}", f"{stem}weight_scale"
 
-        made = checkpoints.rewrite_tensors(plain, folder / target, lambda tensors: quantised(tensors, names))
+        made = checkpoints.rewrite_tensors(plain, folder / target, lambda tensors: quantised(tensors, names, without))
         described = json.loads((made / "config.json").read_text())
         (made / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
         return made
 
     return {
         "plain": plain,
-        "tagged": written("tagged", {"quant_method": "mxfp4", "modules_to_not_convert": OTHERS}, "weight"),
+        "tagged": written("tagged", TAGGED, "weight"),
+        "tagged but for a layer": written(
+            "but", {**TAGGED, "modules_to_not_convert": [*OTHERS, SECOND]}, "weight", SECOND
+        ),
         "compressed": written("compressed", COMPRESSED, "weight_packed"),
         "quark": written("quark", QUARK, "weight"),
     }
@@ -99,7 +104,7 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
     """Every job of this file in one process: importing vLLM is most of the time."""
     online = {"online_experts": "kMxfp4Static", "dtype": "bfloat16"}
     jobs = {
-        **{name: job(models[name], EXACT) for name in ("tagged", "compressed")},
+        **{name: job(models[name], EXACT) for name in ("tagged", "tagged but for a layer", "compressed")},
         "quark": job(models["quark"], EXACT, dtype="bfloat16"),
         "tagged in bfloat16": job(models["tagged"], EXACT, dtype="bfloat16"),
         "online": job(models["plain"], {**EXACT, "mxfp4_scale_rule": "floor"}, **online),
@@ -126,14 +131,17 @@ def test_layers_hold_and_say_what_the_tagged_checkpoint_s_do(
     np.testing.assert_array_equal(served[name]["logprobs"], served[other]["logprobs"])
 
 
+@pytest.mark.parametrize("name", ["tagged", "tagged but for a layer"])
 def test_the_tagged_checkpoint_says_what_transformers_says(
-    models: dict[str, Path], served: dict[str, dict[str, Any]]
+    models: dict[str, Path], served: dict[str, dict[str, Any]], name: str
 ) -> None:
-    model = reference.load_transformers(models["tagged"])
+    assert "error" not in served[name], served[name]["error"]
+    assert served[name]["layers"]["served"] == (1 if "but" in name else 2)
+    model = reference.load_transformers(models[name])
     expected = reference.greedy(model, PROMPT, TOKENS)
-    assert served["tagged"]["tokens"] == expected.tokens
+    assert served[name]["tokens"] == expected.tokens
     start = len(PROMPT) - 1
-    found = np.array(served["tagged"]["logprobs"])
+    found = np.array(served[name]["logprobs"])
     # float32 on both sides; the bound of `test_gpt_oss` for that is larger.
     assert np.abs(found - expected.logprobs[start : start + TOKENS]).max() < 1e-3
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization import mxfp4 as stock
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
@@ -21,6 +21,8 @@ from ..compat.construction import current_layer, under_construction
 from ..errors import SettingError
 from ..oracle.planner import in_whole_blocks, share_of
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Problem, Scheme
+from ..quantization.fields import exclusion, read_names
+from ..quantization.gpt_oss import LEFT_OUT
 from ..schemes.mxfp8 import E8M0_BIAS
 from .base import OracleMoEMethod
 from .dtypes import with_emulated
@@ -165,7 +167,20 @@ def precision_of(key: Any) -> ActivationPrecision:
 
 
 class Mxfp4Config(stock.Mxfp4Config):
-    """The stock config with this project's MoE method; linear layers stay what they are in the stock class."""
+    """The stock config with this project's MoE method; linear layers stay what they are in the stock class.
+
+    Experts that the checkpoint leaves in 16 bits are vLLM's own: the stock class reads no exclusions.
+    """
+
+    left_out: tuple[str, ...] = ()
+    """Names and wildcards of modules that are not quantised."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """The config object of a checkpoint."""
+        made = super().from_config(config)
+        made.left_out = tuple(read_names(config, LEFT_OUT, "quantization_config"))
+        return made
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -174,6 +189,8 @@ class Mxfp4Config(stock.Mxfp4Config):
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method for a layer; see the stock class."""
+        if isinstance(layer, RoutedExperts) and exclusion(self.left_out, "quantization_config")(prefix):
+            return UnquantizedFusedMoEMethod(layer.moe_config)
         return _method(Mxfp4MoEMethod, layer, prefix) or super().get_quant_method(layer, prefix)
 
 
