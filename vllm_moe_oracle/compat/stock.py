@@ -45,6 +45,9 @@ NARROWED: dict[str, str] = {
     "methods/compressed_tensors.py:_integers:quant_config": (
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
     ),
+    "methods/compressed_tensors.py:get_moe_method:quant_config": (
+        "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
+    ),
     "methods/online.py:process_weights_after_loading:self.kernel": (
         "vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel:Mxfp8LinearKernel"
     ),

@@ -62,8 +62,7 @@ class AwqExperts:
         stated = {name: value for name, value in config.items() if name != "zero_point" or value is not None}
         listed = config.get("modules_to_not_convert")
         made = super().from_config({**stated, "modules_to_not_convert": flattened(listed)})  # type: ignore[misc]
-        made.packed_for = {name: config.get(name) for name in ("version", "checkpoint_format", "format")}
-        return made
+        return _keeping(made, {name: config.get(name) for name in ("version", "checkpoint_format", "format")})
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -87,3 +86,9 @@ class AwqExperts:
             return unquantised(layer.moe_config)
         with under_construction(layer, prefix):
             return self.Method(self, layer.moe_config)
+
+
+def _keeping(config: Any, packed_for: Mapping[str, Any]) -> Any:
+    """The config object, which knows how its checkpoint is packed."""
+    config.packed_for = packed_for
+    return config

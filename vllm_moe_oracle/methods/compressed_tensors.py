@@ -186,7 +186,7 @@ def get_moe_method(original: Any, quant_config: Any, layer: Any, layer_name: str
         made = None
     made = original(quant_config, layer, layer_name) if made is None else made
     if isinstance(made, OracleMoEMethod):
-        transforms = online_transforms(getattr(quant_config, "config", None) or {}, _WHERE)
+        transforms = online_transforms(quant_config.config or {}, _WHERE)
         refuse_transforms(transforms, [f"{layer_name}.0.{name}" for name in _projections(layer)], _WHERE)
     return made
 
