@@ -3,24 +3,29 @@
     python tests/gpu/sanitize.py                 # all cases, both tools, several processes at a time
     python tests/gpu/sanitize.py --case mxfp8    # runs one case plainly; what the tools run
 
-Exit status 1 when a tool reports an error or does not end in its time. Only our kernels are instrumented: torch's own
-take most of the time otherwise.
+Exit status 1 when a tool reports an error or does not end in its time. Racecheck's hazards in Triton's dispatch of
+warps are counted apart and are none, where the machine code of the very kernels that ran proves it (`dispatch.py`).
+Only our kernels are instrumented: torch's own take most of the time otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import gzip
+import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from dispatch import Dispatch, dispatch_of, verdict_of
 from kernel_cases import Case
 
 from vllm_moe_oracle.kernels.config import Config, Tile
@@ -101,55 +106,69 @@ def run_fp8(case: Case) -> None:
                 torch.cuda.synchronize()
 
 
+def keep_dispatching(folder: Path) -> None:
+    """Writes what `dispatches` reads: machine code and sizes of every warp-specialised kernel that this process ran."""
+    from vllm_moe_oracle.kernels import fp8_products, prefill
+
+    for function in (prefill.gate_up, prefill.down, fp8_products.product):
+        for caches in function.device_caches.values():
+            for number, kernel in enumerate(caches[0].values()):
+                # Triton's metadata have all of a program's warps, not the four that a launch asks for.
+                sizes = {"kernel": kernel.name, "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
+                file = folder / f"{kernel.name}-{number}.cubin"
+                file.write_bytes(kernel.asm["cubin"])
+                file.with_suffix(".json").write_text(json.dumps(sizes))
+
+
+def dispatches(folder: Path) -> tuple[list[Dispatch], list[str]]:
+    """What is proven of the kernels in a folder, and of which ones nothing is."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    proven, failed = [], []
+    for file in sorted(folder.glob("*.cubin")):
+        code = subprocess.run([tool, "-c", file], capture_output=True, text=True, check=True).stdout
+        sizes = json.loads(file.with_suffix(".json").read_text())
+        try:
+            proven.append(dispatch_of(code=code, **sizes))
+        except ValueError as error:
+            failed.append(str(error))
+    return proven, failed
+
+
 def plain(name: str, tiles: list[str]) -> list[str]:
     """The command that runs one case without a tool."""
     return [sys.executable, __file__, "--case", name, *(part for tile in tiles for part in ("--tiles", tile))]
 
 
-def sanitise(name: str, tiles: list[str], tool: str, limit: float) -> tuple[str, str, str, float]:
+def sanitise(name: str, tiles: list[str], tool: str, limit: float, reports: Path | None) -> tuple[str, str, str, float]:
     """(case, tool, "ok" or what went wrong, seconds)."""
     filters = [f"--kernel-name=kernel_name={kernel}" for kernel in (*KERNELS, *FP8)]
-    # Its summary counts what it displays, and by default that is no more than 100.
+    # It shows no more than 100 by default.
     report = ["--racecheck-report", "all", "--print-limit", "100000"] if tool == "racecheck" else []
-    command = ["compute-sanitizer", "--tool", tool, *report, *filters, *plain(name, tiles)]
-    start = time.time()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired as cut:
-        text = (cut.stdout or b"").decode(errors="replace")
-        ended = ", ".join(re.findall(rf"{name}: (\S+) ended", text)) or "nothing"
-        found = len(re.findall(r"^=+ (?:Error|Warning|Invalid|Potential|Race)", text, re.M))
-        return name, tool, f"did not end in {limit:.0f} s; ended: {ended}; {found} reports", time.time() - start
-    text = done.stdout + done.stderr
-    summary = re.search(r"(ERROR|RACECHECK) SUMMARY: .*", text)
-    found = re.search(r"SUMMARY: (\d+) (errors|hazards)", summary[0]) if summary else None
-    if found is None or f"{name} ran" not in text:
-        return name, tool, summary[0] if summary else text[-600:], time.time() - start
-    parts = re.search(r"\((\d+) errors?, (\d+) warnings?\)", summary[0])
-    total = int(parts[1]) + int(parts[2]) if parts else int(found[1])
-    left = total - hazards_of_dispatch(text)
-    verdict = "ok" if total == 0 else "ok, but for how warps are sent to their work" if left == 0 else summary[0]
-    return name, tool, verdict, time.time() - start
-
-
-def hazards_of_dispatch(text: str) -> int:
-    """How many of racecheck's hazards are in what Triton puts before a warp-specialised kernel, and nowhere else.
-
-    The first warps write what the others are to run into shared memory, and all meet at a named barrier before these
-    read it (the machine code has `BAR.SYNC 1` on both sides); racecheck does not see that the barrier parts the two.
-    Its places are those of code without a line of its own: the kernel's `def`, for the writer and for the reader.
-    """
-    from vllm_moe_oracle.kernels import fp8_products, prefill
-
-    place = "|".join(
-        rf"{name}\+0x[0-9a-f]+ in {Path(module.__file__).stem}\.py:{number}"
-        for module, names in ((prefill, ("gate_up", "down")), (fp8_products, ("product",)))
-        for number, line in enumerate(Path(module.__file__).read_text().splitlines(), 1)
-        for name in names
-        if line.startswith(f"def {name}(")
-    )
-    write, read = (rf"=+\s+{who} Thread \S+ at ({place})\n" for who in ("Write", "Read"))
-    return len(re.findall(rf"Potential RAW hazard detected at __shared__ .*\n{write}{read}", text))
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["compute-sanitizer", "--tool", tool, *report, *filters, *plain(name, tiles), "--keep", folder]
+        start = time.time()
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+        except subprocess.TimeoutExpired as cut:
+            text = (cut.stdout or b"").decode(errors="replace")
+            ended = ", ".join(re.findall(rf"{name}: (\S+) ended", text)) or "nothing"
+            found = len(re.findall(r"^=+ (?:Error|Warning|Invalid|Potential|Race)", text, re.M))
+            return name, tool, f"did not end in {limit:.0f} s; ended: {ended}; {found} reports", time.time() - start
+        text, seconds = done.stdout + done.stderr, time.time() - start
+        if reports:
+            reports.mkdir(parents=True, exist_ok=True)
+            with gzip.open(reports / f"{tool}-{name}-{'-'.join(tiles)}.txt.gz", "wt") as file:
+                file.write(text)
+        if f"{name} ran" not in text:
+            return name, tool, f"did not run to its end: {text[-600:]}", seconds
+        if tool == "racecheck":
+            return name, tool, verdict_of(text, *dispatches(Path(folder))), seconds
+    summary = re.search(r"ERROR SUMMARY: (\d+) errors?.*", text)
+    if summary is None:
+        return name, tool, f"no summary: {text[-600:]}", seconds
+    return name, tool, "ok" if summary[1] == "0" else summary[0], seconds
 
 
 def main() -> int:
@@ -160,14 +179,19 @@ def main() -> int:
     )
     parser.add_argument("--tool", action="append", choices=("memcheck", "racecheck"))
     parser.add_argument("--seconds", type=float, default=240, help="for one case with one tool")
+    parser.add_argument("--reports", type=Path, metavar="FOLDER", help="keeps what the tools said there, compressed")
+    parser.add_argument("--keep", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     tiles = args.tiles or [*TILES, "prefill", "fp8"]
     if args.case:
         run_case(args.case, tiles)
+        if args.keep:
+            keep_dispatching(args.keep)
         return 0
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda name: subprocess.run(plain(name, tiles), check=True), CASES))  # compiles
-        jobs = [(name, tiles, tool, args.seconds) for tool in args.tool or ("racecheck", "memcheck") for name in CASES]
+        tools = args.tool or ("racecheck", "memcheck")
+        jobs = [(name, tiles, tool, args.seconds, args.reports) for tool in tools for name in CASES]
         results = []
         for done in concurrent.futures.as_completed([pool.submit(sanitise, *job) for job in jobs]):
             results.append(done.result())
