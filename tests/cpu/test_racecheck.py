@@ -92,7 +92,7 @@ def test_a_report_that_is_not_whole_fails(old: str, new: str, reason: str):
         # A barrier less in one part, or of fewer threads than all, or only for some.
         ("        /*01b0*/ BAR.SYNC.DEFER_BLOCKING 0x1 ;\n", "", "behind \\[0\\] and \\[0, 1, 2\\] barriers"),
         ("/*0100*/ BAR.SYNC.DEFER_BLOCKING 0x1 ;", "/*0100*/ BAR.SYNC 0x1, 0x100 ;", "0x100: .* all 384"),
-        ("/*0100*/ BAR.SYNC.DEFER_BLOCKING 0x1 ;", "/*0100*/ @P0 BAR.SYNC.DEFER_BLOCKING 0x1 ;", "0x100: .* all 384"),
+        ("/*0100*/ BAR.SYNC.DEFER_BLOCKING 0x1 ;", "/*0100*/ @P0 BAR.SYNC.DEFER_BLOCKING 0x1 ;", "and \\[0, 1, 2\\] b"),
         ("/*0100*/ BAR.SYNC.DEFER_BLOCKING 0x1 ;", "/*0100*/ BAR.ARV 0x1, 0x180 ;", "0x100: .* all 384 threads"),
         # Code that this does not understand.
         ("/*0070*/ @!P0 BRA `(.L_x_0) ;", "/*0070*/ BRX R2 -0x10 ;", "0x70: BRX R2 -0x10 is not understood"),
@@ -103,6 +103,25 @@ def test_code_without_the_barriers_is_not_proven(old: str, new: str, reason: str
     assert old in CODE["first"]
     with pytest.raises(ValueError, match=reason):
         proven("first", CODE["first"].replace(old, new, 1))
+
+
+def test_barriers_and_a_jump_may_have_one_guard():
+    """As Triton 3.9 has them, for a part that there is not: there it is two barriers, then the next load."""
+    old = """        /*a3b0*/ @!P0 EXIT ;
+        /*a3c0*/ BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*a3d0*/ BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*a3e0*/ BRA `(.L_x_17) ;
+"""
+    new = """        /*a3b0*/ @P0 BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*a3c0*/ @P0 BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*a3d0*/ @P0 BRA `(.L_x_17) ;
+        /*a3e0*/ EXIT ;
+"""
+    assert old in CODE["first"]
+    assert proven("first", CODE["first"].replace(old, new)) == proven("first")
+    for line in ("/*a3c0*/ @P1", "/*a3b8*/ ISETP.NE.AND P0, PT, R3, RZ, PT ;\n  /*a3c0*/ @P0"):
+        with pytest.raises(ValueError, match="behind \\[0\\] and \\[0, 1, 2\\] barriers"):
+            proven("first", CODE["first"].replace(old, new.replace("/*a3c0*/ @P0", line)))
 
 
 def test_a_barrier_of_all_threads_may_say_so():

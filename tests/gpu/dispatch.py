@@ -18,7 +18,7 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BARRIER = 1
 """The named barrier of the dispatch; 0 is the first group's own, those from 2 on are the others' own."""
@@ -169,42 +169,72 @@ def _instructions(code: str) -> _Code:
     return _Code(lines, labels)
 
 
+@dataclass(frozen=True)
+class _Thread:
+    """Where a thread can be: instruction, count, where each BSYNC register takes it, and a guard known to be so."""
+
+    index: int
+    count: int = 0
+    rejoins: frozenset[tuple[str, int]] = frozenset()
+    guard: tuple[str, bool] | None = None
+
+
 def _barriers_before(code: _Code, threads: int) -> list[set[int]]:
     """For each instruction, how many of the dispatch's barriers, modulo CYCLE, a thread can have behind it there."""
     behind: list[set[int]] = [set() for _ in code.lines]
-    # Where a thread is, its count, and where each BSYNC register that was set takes it.
-    todo: list[tuple[int, int, frozenset[tuple[str, int]]]] = [(0, 0, frozenset())]
+    todo = [_Thread(0)]
     seen = set(todo)
     while todo:
-        index, count, rejoins = todo.pop()
-        if index == len(code.lines):
+        thread = todo.pop()
+        if thread.index == len(code.lines):
             raise ValueError("the code runs over its end")
-        behind[index].add(count)
-        address, text = code.lines[index]
-        guard, bare = re.fullmatch(r"(@!?U?P\w+ +)?(.*)", text).groups()  # type: ignore[union-attr]
-        name, *operands = re.split(r"[ ,]+", bare)
-        name = name.split(".")[0]
-        target = re.search(r"`\((\.L\w+)\)", bare)
-        following = {index + 1}
-        if name == "BAR":
-            count = (count + _is_dispatch(bare, guard is not None, address, threads)) % CYCLE
-        elif name == "BRA" and target:
-            always = guard is None and bare.startswith("BRA `(")
-            following = {code.labels[target[1]]} if always else {index + 1, code.labels[target[1]]}
-        elif name == "BSSY" and target and guard is None:
-            rejoins = frozenset({*(each for each in rejoins if each[0] != operands[0]),
-                                 (operands[0], code.labels[target[1]])})  # fmt: skip
-        elif name == "BSYNC" and operands[-1] in dict(rejoins):
-            following = {dict(rejoins)[operands[-1]]} | (following if guard else set())
-        elif name == "EXIT":
-            following = following if guard else set()
-        elif target or name in _JUMPS:
-            raise ValueError(f"{address:#x}: {text} is not understood")
-        for state in ((each, count, rejoins) for each in following):
-            if state not in seen:
-                seen.add(state)
-                todo.append(state)
+        behind[thread.index].add(thread.count)
+        for following in _after(thread, code, threads):
+            if following not in seen:
+                seen.add(following)
+                todo.append(following)
     return behind
+
+
+def _after(thread: _Thread, code: _Code, threads: int) -> list[_Thread]:
+    """Where a thread can be behind its instruction."""
+    address, text = code.lines[thread.index]
+    guard, bare = re.fullmatch(r"(?:@(!?U?P\w+) +)?(.*)", text).groups()  # type: ignore[union-attr]
+    if guard is None:
+        return _done(replace(thread, guard=None), address, bare, code, threads)
+    # Behind a barrier its guard is known for the next instruction: two barriers and a jump under one, or none of them.
+    stays = bare.startswith("BAR.")
+    found = []
+    if thread.guard != (guard, True):
+        found.append(replace(thread, index=thread.index + 1, guard=(guard, False) if stays else None))
+    if thread.guard != (guard, False):
+        done = _done(replace(thread, guard=None), address, bare, code, threads)
+        found += [replace(each, guard=(guard, True) if stays else None) for each in done]
+    return found
+
+
+def _done(thread: _Thread, address: int, text: str, code: _Code, threads: int) -> list[_Thread]:
+    """Where a thread can be that has executed an instruction."""
+    name, *operands = re.split(r"[ ,]+", text)
+    name = name.split(".")[0]
+    found = re.search(r"`\((\.L\w+)\)", text)
+    target = code.labels.get(found[1]) if found else None
+    following = replace(thread, index=thread.index + 1)
+    if name == "BAR":
+        return [replace(following, count=(thread.count + _is_dispatch(text, address, threads)) % CYCLE)]
+    if name == "BRA" and target is not None:
+        jump = replace(thread, index=target)
+        return [jump] if text.startswith("BRA `(") else [jump, following]
+    if name == "BSSY" and target is not None:
+        others = {each for each in thread.rejoins if each[0] != operands[0]}
+        return [replace(following, rejoins=frozenset(others | {(operands[0], target)}))]
+    if name == "BSYNC" and operands[-1] in dict(thread.rejoins):
+        return [replace(thread, index=dict(thread.rejoins)[operands[-1]])]
+    if name == "EXIT":
+        return []
+    if found or name in _JUMPS:
+        raise ValueError(f"{address:#x}: {text} is not understood")
+    return [following]
 
 
 _JUMPS = frozenset(
@@ -212,11 +242,11 @@ _JUMPS = frozenset(
 )
 
 
-def _is_dispatch(text: str, guarded: bool, address: int, threads: int) -> bool:
+def _is_dispatch(text: str, address: int, threads: int) -> bool:
     """Whether a BAR is one of the dispatch; raises ValueError on one that may be, but not of all threads."""
     found = re.fullmatch(r"BAR\.SYNC(?:\.DEFER_BLOCKING)? (0x[0-9a-f]+)(?:, (0x[0-9a-f]+))?", text)
     if found and int(found[1], 16) != BARRIER:
         return False
-    if found is None or guarded or (found[2] and int(found[2], 16) != threads):
+    if found is None or (found[2] and int(found[2], 16) != threads):
         raise ValueError(f"{address:#x}: {text} may be barrier {BARRIER}, and not of all {threads} threads")
     return True

@@ -61,11 +61,9 @@ def run_case(name: str, tiles: list[str]) -> None:
     (case,) = by_name(name)
     _, weights = test_kernels.layer_of(case)
     for kind in tiles:
-        if kind == "prefill":
-            run_prefill(case)
-            continue
-        if kind == "fp8":
-            run_fp8(case)
+        if kind in ("prefill", "fp8"):
+            ran = (run_prefill if kind == "prefill" else run_fp8)(case)
+            print(f"{name}: {kind} {'ended' if ran else 'does not run it'}", flush=True)
             continue
         tokens, config = TILES[kind]
         if kind == "quantised" and case.format != "mxfp8":
@@ -80,30 +78,34 @@ def run_case(name: str, tiles: list[str]) -> None:
     print(f"{name} ran")
 
 
-def run_prefill(case: Case) -> None:
-    """The case's layer, in whole steps of columns, by the kernels for many tokens, where they can run it."""
+def run_prefill(case: Case) -> bool:
+    """The case's layer, in whole steps of columns, by the kernels for many tokens; whether they can run it."""
     import test_prefill
     import torch
 
     case = test_prefill.whole_steps(case)
-    if test_prefill.supported(case):
-        _, weights = test_prefill.layer_of(case)
-        for tokens in PREFILL:
-            test_prefill.call(weights, *test_prefill.inputs(case, tokens, "negative"), case)
-            torch.cuda.synchronize()
+    if not test_prefill.supported(case):
+        return False
+    _, weights = test_prefill.layer_of(case)
+    for tokens in PREFILL:
+        test_prefill.call(weights, *test_prefill.inputs(case, tokens, "negative"), case)
+        torch.cuda.synchronize()
+    return True
 
 
-def run_fp8(case: Case) -> None:
-    """A layer of the case's format by the kernels for fp8 activations, where they can run it."""
+def run_fp8(case: Case) -> bool:
+    """Layers of the case's format and activation by the kernels for fp8 activations; whether there are any."""
     import test_fp8
     import torch
 
-    for each in test_fp8.CASES:
-        if each.format == case.format and each.activation == case.activation and each.hidden < 1024:
-            _, weights = test_fp8.layer_of(each)
-            for tokens in PREFILL:
-                test_fp8.call(each, weights, *test_fp8.inputs(each, tokens, "negative"))
-                torch.cuda.synchronize()
+    cases = [each for each in test_fp8.CASES if (each.format, each.activation) == (case.format, case.activation)]
+    cases = [each for each in cases if each.hidden < 1024]
+    for each in cases:
+        _, weights = test_fp8.layer_of(each)
+        for tokens in PREFILL:
+            test_fp8.call(each, weights, *test_fp8.inputs(each, tokens, "negative"))
+            torch.cuda.synchronize()
+    return bool(cases)
 
 
 def keep_dispatching(folder: Path) -> None:
@@ -163,12 +165,13 @@ def sanitise(name: str, tiles: list[str], tool: str, limit: float, reports: Path
                 file.write(text)
         if f"{name} ran" not in text:
             return name, tool, f"did not run to its end: {text[-600:]}", seconds
+        idle = "".join(f"; {tile} does not run it" for tile in re.findall(rf"{name}: (\S+) does not run it", text))
         if tool == "racecheck":
-            return name, tool, verdict_of(text, *dispatches(Path(folder))), seconds
+            return name, tool, verdict_of(text, *dispatches(Path(folder))) + idle, seconds
     summary = re.search(r"ERROR SUMMARY: (\d+) errors?.*", text)
     if summary is None:
         return name, tool, f"no summary: {text[-600:]}", seconds
-    return name, tool, "ok" if summary[1] == "0" else summary[0], seconds
+    return name, tool, ("ok" if summary[1] == "0" else summary[0]) + idle, seconds
 
 
 def main() -> int:
