@@ -134,7 +134,11 @@ def run(variant: str) -> None:
 def checked(variant: str) -> str:
     """A line on what racecheck said of a variant."""
     tool = ["compute-sanitizer", "--tool", "racecheck", "--racecheck-report", "all", "--print-limit", "100000"]
-    done = subprocess.run([*tool, sys.executable, __file__, "--variant", variant], capture_output=True, text=True)
+    command = [*tool, sys.executable, __file__, "--variant", variant]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=40)
+    except subprocess.TimeoutExpired:
+        return f"{variant:10s} did not end in 40 s"
     text = done.stdout + done.stderr
     kinds = {kind: len(re.findall(f"Potential {kind} hazard", text)) for kind in ("RAW", "WAR", "WAW")}
     ended = "ended" if "every warp read" in text else f"did not end right: {text[-300:]}"
