@@ -4,6 +4,7 @@ served, both refuse it."""
 from __future__ import annotations
 
 import copy
+import enum
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +25,7 @@ from vllm_moe_oracle.quantization import config_notes, reader
 from vllm_moe_oracle.quantization.answers import GATED_PROJECTIONS, Foreign, LayerNames
 
 SIZES = {"experts": 3, "top_k": 2, "hidden_size": 64, "intermediate_size": 128}
-ABSENT: Any = object()
+ABSENT: Any = enum.Enum("ABSENT", ["absent"]).absent
 LAYER = LayerNames((moe.NAME,), GATED_PROJECTIONS, GATED_PROJECTIONS[0])
 
 
