@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,27 @@ def test_times_are_taken_when_no_other_process_works(tmp_path: Path) -> None:
     assert other.wait(timeout=30) == 0
     assert waiting.communicate(timeout=30)[0] == "alone\n"
     other.stdout.close()
+
+
+def test_a_row_that_failed_after_its_self_check_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that refuses the loaded weights passed its self-check before: its row has no other numbers."""
+    built: list[str] = []
+
+    def build(*args: Any, own: str) -> Any:
+        built.append(own)
+        method = SimpleNamespace(backend=None, release=None)
+        return SimpleNamespace(method=method, close=lambda: None)
+
+    monkeypatch.setattr(backend_table, "build", build)
+    monkeypatch.setattr(backend_table, "_checked", lambda *args: SimpleNamespace(seconds=0.02))
+    monkeypatch.setattr("vllm_moe_oracle.plugin.register", lambda: None)
+    monkeypatch.setattr("vllm_moe_oracle.plugin.unregister", lambda: None)
+    check = {"passed": True, "missed": [], "raised": {}, "seconds": 0.1}
+    failed = {"backend": "refuses", "failure": "NoBackendError: no", "pass": False, "self_check": check}
+    rows = [dict(failed), row("runs", self_check={"seconds": 0.3})]
+    backend_table.time_self_checks(TABLE, TABLE.cases["qwen3_silu"], None, "cpu", rows, Quiet(""))
+    assert rows[0] == failed and "alone" not in check
+    assert built == ["runs"] and rows[1]["pass"] and rows[1]["self_check"]["each"] == [0.02] * 3
 
 
 def test_who_is_alone_shares_again_afterwards(tmp_path: Path) -> None:

@@ -673,14 +673,15 @@ def time_self_checks(
         case: the layer.
         checkpoint: its weights.
         device: ``cuda`` or ``cpu``.
-        rows: of the layer, in this process; those whose self-check passed are changed.
+        rows: of the layer, in this process; those whose self-check passed, and that did not fail after it, are changed.
         quiet: nobody else works while it is held.
     """
     from vllm_moe_oracle import plugin
 
     plugin.register()
     for row in rows:
-        if not row.get("self_check", {}).get("passed"):
+        # A backend may refuse the weights after its self-check passed: there is nothing of it to judge.
+        if "failure" in row or not row.get("self_check", {}).get("passed"):
             continue
         built = build(table, case, checkpoint, device, "auto", own=row["backend"])
         with quiet.alone(), _Compiled() as compiled:
@@ -1081,7 +1082,7 @@ def _many(
             print("\n".join(line for line in text.splitlines() if line.startswith(f"{name} ")), flush=True)
             done = written(name, first)
             rows += done
-            checks = {row["backend"]: row.get("self_check", {}) for row in done}
+            checks = {row["backend"]: row.get("self_check", {}) for row in done if "failure" not in row}
             beside = [each for each, check in checks.items() if check.get("passed") and "alone" not in check]
             if beside:
                 print(f"{name} {', '.join(beside)}: self-check not timed alone:\n{text[-1000:]}", flush=True)
