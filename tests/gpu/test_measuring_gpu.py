@@ -1,4 +1,10 @@
-"""Measuring on a GPU: a clock that means something, every accepted backend of every scheme, tuning in its time."""
+"""Measuring on a GPU: a clock that means something, every accepted backend of every scheme, tuning in its time.
+
+    python -m pytest -m gpu tests/gpu/test_measuring_gpu.py
+
+Not in a process in which vLLM served: the plugin is registered there, so that stock is not stock's, and vLLM's
+workspaces are locked.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_moe_oracle import device, settings
+from vllm_moe_oracle import device, plugin, settings
 from vllm_moe_oracle.measure import benching, engine, lookup, shapes, timing, tuning
 from vllm_moe_oracle.measure.floors import floor_us
 from vllm_moe_oracle.measure.store import Store
@@ -18,6 +24,16 @@ from vllm_moe_oracle.oracle.measured import Evidence
 from vllm_moe_oracle.oracle.oracle import decide
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unused_process() -> None:
+    """Says why nothing can be measured here, instead of failing one by one."""
+    from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
+
+    if plugin.state().active or (is_workspace_manager_initialized() and current_workspace_manager().is_locked()):
+        pytest.fail("vLLM served in this process: run pytest for this file alone, see the file's first lines")
+
 
 CELLS = ("mxfp4:gpt-oss-20b", "mxfp8:qwen3-30b-a3b", "int4_g128:qwen3-30b-a3b", "int8_g128:qwen3-30b-a3b")
 

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +76,32 @@ def started(folder: str, **where: str) -> Any:
     )
 
 
+def run(log: Path, *words: str) -> dict[str, Any]:
+    """What this file prints as a script. An engine has a process of its own: it leaves the plugin registered and vLLM's
+    workspaces locked, with which nothing can be measured afterwards (test_measuring_gpu.py)."""
+    with log.open("w") as output:
+        subprocess.run(
+            [sys.executable, __file__, *words], stdout=output, stderr=subprocess.STDOUT, check=False,
+            env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, timeout=300,
+        )  # fmt: skip
+    text = log.read_text(errors="replace")
+    lines = [line for line in text.splitlines() if line.startswith("SAID ")]
+    assert lines, text[-3000:]
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix("SAID "))
+    return found
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return reload.write(tmp_path_factory.mktemp("model"), "mxfp8:auto", 0)
 
 
 @pytest.fixture(scope="module")
-def llm(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def seen(folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("profile") / "p.json"
     made = profile.make(environment.of(device.detect()), {cell(folder): samples()}, {"command": "none: made up"})
     profile.write(made, path)
-    return started(folder, profile=str(path))
+    return run(path.with_name("log"), "watch", folder, str(path))
 
 
 def methods(llm: Any) -> list[Any]:
@@ -93,30 +109,27 @@ def methods(llm: Any) -> list[Any]:
     return [method for method in found if hasattr(method, "decision")]
 
 
-def test_every_layer_takes_turns_with_a_copy_of_its_weights(llm: Any) -> None:
-    layers = methods(llm)
-    assert len(layers) == 2
-    for method in layers:
-        assert [(step.backend, step.most) for step in method.decision.steps] == [(FEW, SWITCH), (MANY, None)]
-        assert method.by_turns is not None and len(method.copies) == 1
+def steps_of(method: Any) -> list[tuple[str, int | None]]:
+    return [(step.backend, step.most) for step in method.decision.steps]
+
+
+def test_every_layer_takes_turns_with_a_copy_of_its_weights(seen: dict[str, Any]) -> None:
+    assert seen["layers"] == [{"steps": [[FEW, SWITCH], [MANY, None]], "by_turns": True, "copies": 1}] * 2
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_a_graph_holds_the_backend_of_its_number_of_tokens(llm: Any, batch: int) -> None:
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(max_tokens=reload.TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": reload.PROMPT} for _ in range(batch)]
-    llm.reset_prefix_cache()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        outputs = llm.generate(prompts, parameters, use_tqdm=False)
-    assert all(list(each.outputs[0].token_ids) == reload.ALPHABET for each in outputs)
-    names = [event.name for event in seen.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+def test_a_graph_holds_the_backend_of_its_number_of_tokens(seen: dict[str, Any], batch: int) -> None:
+    found = seen["batches"][str(batch)]
+    assert found["text"] == [reload.ALPHABET] * batch
+    names = found["kernels"]
     # One of each a layer and step; marlin_moe_wna16's name is mangled, ours are what the functions are called.
-    ran = {MANY: sum("marlin" in name.lower() for name in names), FEW: sum(name in OWN_KERNELS for name in names)}
+    ran = {
+        MANY: sum(count for name, count in names.items() if "marlin" in name.lower()),
+        FEW: sum(count for name, count in names.items() if name in OWN_KERNELS),
+    }
     steps = 2 * (reload.TOKENS - 1)  # of two layers; the first token comes with the prompt
     decoded, other = (FEW, MANY) if batch <= SWITCH else (MANY, FEW)
-    assert ran[decoded] >= steps and ran[other] < steps / 2, (ran, sorted(set(names)))
+    assert ran[decoded] >= steps and ran[other] < steps / 2, (ran, sorted(names))
 
 
 def test_a_restart_with_the_same_cache_decides_and_says_the_same(folder: str, tmp_path: Path) -> None:
@@ -125,20 +138,34 @@ def test_a_restart_with_the_same_cache_decides_and_says_the_same(folder: str, tm
     store.prepare()
     store.add(environment.of(device.detect()), cell(folder), samples())
     before = store.path.read_bytes()
-    said = []
-    for number in range(2):
-        log = tmp_path / f"{number}.log"
-        with log.open("w") as output:
-            subprocess.run(
-                [sys.executable, __file__, folder, str(cache)], stdout=output, stderr=subprocess.STDOUT, check=False,
-                env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, timeout=300,
-            )  # fmt: skip
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("SAID ")]
-        assert lines, log.read_text(errors="replace")[-3000:]
-        said.append(json.loads(lines[-1].removeprefix("SAID ")))
+    said = [run(tmp_path / f"{number}.log", "say", folder, str(cache)) for number in range(2)]
     assert said[0] == said[1]
     assert {tuple(map(tuple, steps)) for steps in said[0]["steps"]} == {((FEW, SWITCH), (MANY, None))}
     assert store.path.read_bytes() == before  # serving writes nothing
+
+
+def watch(folder: str, path: str) -> dict[str, Any]:
+    """How layers take turns with a profile, and what runs for each number of prompts: kernels by name, with counts."""
+    from vllm import SamplingParams
+
+    llm = started(folder, profile=path)
+    layers = [
+        {"steps": steps_of(each), "by_turns": each.by_turns is not None, "copies": len(each.copies)}
+        for each in methods(llm)
+    ]
+    parameters = SamplingParams(max_tokens=reload.TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
+    batches = {}
+    for batch in BATCHES:
+        prompts = [{"prompt_token_ids": reload.PROMPT} for _ in range(batch)]
+        llm.reset_prefix_cache()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+            outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        on_card = [event for event in profiled.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+        batches[batch] = {
+            "text": [list(each.outputs[0].token_ids) for each in outputs],
+            "kernels": Counter(event.name for event in on_card),
+        }
+    return {"layers": layers, "batches": batches}
 
 
 def say(folder: str, cache: str) -> dict[str, Any]:
@@ -149,13 +176,13 @@ def say(folder: str, cache: str) -> dict[str, Any]:
     parameters = SamplingParams(max_tokens=reload.TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
     prompts = [reload.PROMPT, [40, 3, 17, 33, 8], [11] * 9]
     outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], parameters, use_tqdm=False)
-    decisions = [method.decision for method in methods(llm)]
+    decided = methods(llm)
     return {
         "text": [list(each.outputs[0].token_ids) for each in outputs],
-        "because": [each.because for each in decisions],
-        "steps": [[(step.backend, step.most) for step in each.steps] for each in decisions],
+        "because": [each.decision.because for each in decided],
+        "steps": [steps_of(each) for each in decided],
     }
 
 
 if __name__ == "__main__":
-    print("SAID " + json.dumps(say(*sys.argv[1:])), flush=True)
+    print("SAID " + json.dumps({"watch": watch, "say": say}[sys.argv[1]](*sys.argv[2:])), flush=True)
