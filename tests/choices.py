@@ -20,6 +20,7 @@ from typing import Any
 
 from vllm_moe_oracle import device, settings
 from vllm_moe_oracle.measure import lookup, profile, shapes
+from vllm_moe_oracle.measure.cells import cell_of
 from vllm_moe_oracle.oracle.oracle import comparable, decide
 from vllm_moe_oracle.oracle.problem import Device
 from vllm_moe_oracle.oracle.registry import default_registry
@@ -76,12 +77,14 @@ def rows(lines: Iterator[str], chosen: settings.Settings) -> list[Row]:
         card.kind, conditions["gpu"], card.capability, card.sm_count, card.memory_gib,
         packages=conditions["packages"], driver=conditions["driver"],
     )  # fmt: skip
-    apart = conditions.get("command") not in {each.conditions.get("command") for each in profile.shipped()}
-    return [row for line in lines for row in _row(json.loads(line), machine, chosen, apart)]
+    return [row for line in lines for row in _row(json.loads(line), machine, chosen, conditions.get("command"))]
 
 
-def _row(record: Mapping[str, Any], machine: Device, chosen: settings.Settings, apart: bool) -> Iterator[Row]:
+def _row(record: Mapping[str, Any], machine: Device, chosen: settings.Settings, command: str | None) -> Iterator[Row]:
     layer = shapes.parse(record["layer"]["name"])
+    # The first that has the cell answers alone.
+    answering = next((each for each in profile.shipped() if each.samples(cell_of(layer))), None)
+    apart = answering is None or answering.conditions.get("command") != command
     decision = decide(layer, machine, chosen, evidence=lookup.evidence(layer, machine, chosen))
     static = next(each for each in decision.candidates if each.accepted)
     names = comparable(static, decision.candidates, layer, default_registry())
@@ -127,6 +130,8 @@ def table(found: list[Row], sources: list[str]) -> str:
         "Layers whose shipped times are from the same run, so that what is tested is that one backend a layer, chosen\n"
         "for all numbers of tokens, loses little at each:": [row for row in found if not row.apart],
     }
+    if all(parts.values()):
+        parts["All of them:"] = found
     for words, rows in parts.items():
         if rows:
             lines += ["", words, "", *summary(rows)]

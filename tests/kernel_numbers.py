@@ -177,7 +177,7 @@ def many(data: dict[str, Any]) -> str:
                 parts.append("")
                 continue
             rate = int(count) * flops(row["cell"]) / us["ours"] / 1e6
-            against = f"{us['auto'] / us['ours']:.2f}" if "auto" in us else ""
+            against = f"{us['auto'] / us['ours']:.2f}" if "auto" in us else "-"
             parts.append(f"{us['ours']:.0f}, {against}, {rate:.0f}{earlier(data, row, count)}")
         lines.append(f"| {row['cell']} | " + " | ".join(parts) + " |")
     return "\n".join(lines)
