@@ -11,6 +11,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "golden/h200"
 FILES = sorted(FOLDER.glob("mxfp4-vllm-*.json"))
+LAYERS = {"gpt_oss_20b", "gpt_oss_120b", "gpt_oss_20b_tp4", "gpt_oss_120b_ep8", "qwen3_silu"}
 TOKENS = {"1", "7", "64", "513"}
 BACKENDS = {
     "own_mxfp4",
@@ -51,42 +52,40 @@ BUILT_IN = {
 EARLIER = {"1", "2"}
 """Runs with fewer faults."""
 
+ALONE = {
+    ("0.33.0", "own_mxfp4"): LAYERS,
+    ("0.33.0", "triton_mxfp4"): {"gpt_oss_20b_tp4", "gpt_oss_120b_ep8"},
+    ("0.33.0", "triton_mxfp4_monolithic"): {"gpt_oss_120b"},
+    ("0.33.0", "triton_mxfp4_unfused"): {"gpt_oss_20b_tp4"},
+    ("0.26.0", "own_mxfp4"): LAYERS,
+    ("0.26.0", "triton_mxfp4"): {"gpt_oss_20b", "gpt_oss_120b", "gpt_oss_20b_tp4"},
+    ("0.26.0", "triton_mxfp4_monolithic"): {"gpt_oss_20b", "gpt_oss_120b_ep8"},
+    ("0.26.0", "triton_mxfp4_unfused"): {"gpt_oss_20b", "gpt_oss_20b_tp4", "qwen3_silu"},
+    ("0.26.0", "marlin_mxfp4"): {"gpt_oss_20b", "gpt_oss_120b", "qwen3_silu"},
+    ("0.26.0", "humming_mxfp4"): {"gpt_oss_20b_tp4", "gpt_oss_120b_ep8", "qwen3_silu"},
+    ("0.26.0", "emulation"): {"gpt_oss_20b", "gpt_oss_120b", "qwen3_silu"},
+}
+"""Layers whose self-checks were timed while every other process waited; the others' times were taken beside others."""
+
 SHARED = "the card and the cores were shared with other processes: times are no measure of the check"
-TWICE = (
-    "the map of experts of run 3 gave four experts one place: a token could have it twice, which a bit for each expert "
-    "cannot say; places are given once since"
-)
-MENDED = "moved bits in words of 64, which was mended after run 2"
+OTHERWISE = "; a later run of FlashInfer's kernels ended within 37 s in every layer, without a result or a word why"
+MENDED = "moved bits in words of 64, which was mended after run 2" + OTHERWISE
 EXCEPTIONS = {
-    **{
-        (release, "gpt_oss_120b_ep8", backend, "spread experts"): TWICE
-        for release in ("0.33.0", "0.26.0")
-        for backend in ("triton_mxfp4", "triton_mxfp4_monolithic", "triton_mxfp4_unfused")
-    },
-    ("0.33.0", "gpt_oss_120b", "triton_mxfp4_monolithic", "self-check's time"): SHARED,
-    ("0.33.0", "gpt_oss_20b_tp4", "cutlass_mxfp4", "self-check's time"): SHARED,
+    ("0.33.0", "gpt_oss_120b_ep8", "triton_mxfp4_monolithic", "self-check's time"): SHARED,
+    ("0.33.0", "gpt_oss_20b_tp4", "cutlass_mxfp4", "self-check's time"): SHARED + OTHERWISE,
     ("0.33.0", "gpt_oss_20b", "cutlass_mxfp4", "conversion's peak"): MENDED,
     ("0.33.0", "gpt_oss_120b", "cutlass_mxfp4", "conversion's peak"): MENDED,
-    ("0.26.0", "gpt_oss_20b", "own_mxfp4", "self-check's time"): SHARED,
-    ("0.26.0", "gpt_oss_20b", "triton_mxfp4", "self-check's time"): SHARED,
-    ("0.26.0", "gpt_oss_120b", "own_mxfp4", "self-check's time"): SHARED,
-    ("0.26.0", "gpt_oss_120b", "triton_mxfp4", "self-check's time"): SHARED,
-    ("0.26.0", "gpt_oss_20b_tp4", "triton_mxfp4", "self-check's time"): SHARED,
     ("0.26.0", "gpt_oss_120b_ep8", "triton_mxfp4", "self-check's time"): SHARED,
-    ("0.26.0", "qwen3_silu", "own_mxfp4", "self-check's time"): SHARED,
 }
 """What does not keep the rules, by release, layer, backend and rule, and why."""
 
-FAILED = {
-    ("0.33.0", "gpt_oss_120b_ep8", "humming_mxfp4_grouped"): "ended, being late",
-    ("0.26.0", "gpt_oss_120b_ep8", "humming_mxfp4"): "ended, being late",
-    ("0.26.0", "gpt_oss_20b_tp4", "humming_mxfp4"): "ended, being late",
-    ("0.26.0", "qwen3_silu", "humming_mxfp4"): "ended, being late",
-}
+FAILED = {("0.33.0", "gpt_oss_120b_ep8", "humming_mxfp4_grouped"): "ended, being late"}
 """Rows without numbers: Humming compiles for minutes beside other processes."""
 
 LAST_BITS = {"marlin_mxfp4", "humming_mxfp4"}
 """Kernels that may add the parts of a product in the order in which they are ready: two runs differ in last bits."""
+ONE_ROUNDING = 2.0**-9
+"""Of a number to bfloat16, relative, at most: by what two runs differ that round at different places."""
 
 STOCK_IS_WRONG = {("0.26.0", "qwen3_silu"): "stock's class for the tag mxfp4 is gpt-oss's, and clamps silu at 7"}
 """Layers that stock vLLM runs with an error of a third: the reference with that limit is as far off."""
@@ -119,15 +118,22 @@ def test_the_conditions_are_there(file: Path) -> None:
 def test_every_backend_is_in_the_table(file: Path) -> None:
     flashinfer = "flashinfer-python" in json.loads(file.read_text())["conditions"]["packages"]
     wanted = BACKENDS | NEIGHBOURS if flashinfer else BACKENDS
+    found = {layer: {row["backend"] for row in rows(file) if row["layer"] == layer} for layer in LAYERS}
     for layer in ("gpt_oss_20b", "gpt_oss_120b", "gpt_oss_20b_tp4"):
-        assert {row["backend"] for row in rows(file) if row["layer"] == layer} == wanted, layer
+        assert found[layer] == wanted, layer
+    # Not that of neighbours' kernels, and Humming's for a rank of several has another name in some releases.
+    assert {name.removesuffix("_grouped") for name in found["gpt_oss_120b_ep8"]} == BACKENDS
+    assert found["qwen3_silu"] == wanted - {"triton_mxfp4", "triton_mxfp4_monolithic"}
+    assert {row["layer"] for row in rows(file)} == LAYERS
 
 
 @every_file
 def test_a_row_without_numbers_says_why(file: Path) -> None:
-    for row in rows(file):
-        if "failure" in row:
-            assert FAILED[file.stem.removeprefix("mxfp4-vllm-"), row["layer"], row["backend"]] in row["failure"]
+    vllm = json.loads(file.read_text())["conditions"]["packages"]["vllm"]
+    failed = {(vllm, row["layer"], row["backend"]): row["failure"] for row in rows(file) if "failure" in row}
+    assert failed.keys() == {each for each in FAILED if f"mxfp4-vllm-{each[0]}" == file.stem}
+    for each, failure in failed.items():
+        assert FAILED[each] in failure
 
 
 @every_file
@@ -145,8 +151,7 @@ def test_errors_are_within_the_rules(file: Path) -> None:
                 if "stock_error" in row:
                     assert error <= 1.2 * row["stock_error"][count], (key(row), count)
         assert ("spread_error" in row) == (row["backend"] not in NEIGHBOURS), key(row)
-        spread = row.get("spread_error", 0.0) <= 6e-3
-        assert spread != ((*key(row), "spread experts") in EXCEPTIONS), key(row)
+        assert row.get("spread_error", 0.0) <= 6e-3, key(row)
 
 
 @every_file
@@ -187,9 +192,11 @@ def test_passing_rows_are_those_that_break_nothing(file: Path) -> None:
 
 
 def test_on_an_idle_card_no_self_check_is_late() -> None:
-    """Those that were timed while every other process waited: our own kernels' in the newest release."""
+    """Those that were timed while every other process waited: our own kernels' in both releases, among others."""
     alone = [row for file in FILES for row in rows(file) if row.get("self_check", {}).get("alone")]
-    assert {row["backend"] for row in alone if row["vllm"] == "0.33.0"} >= {"own_mxfp4"}
+    assert {key(row) for row in alone} == {
+        (vllm, layer, name) for (vllm, name), each in ALONE.items() for layer in each
+    }
     for row in alone:
         assert max(row["self_check"]["each"]) == row["self_check"]["seconds"] <= 0.15, key(row)
         assert row["self_check"]["kept_mib"] <= 0, key(row)
@@ -212,6 +219,11 @@ def test_where_stock_ran_our_layer_has_its_error(file: Path) -> None:
             wrong.add((row["vllm"], row["layer"]))
             continue
         for count, modes in row["error"].items():
-            differ = abs(modes["eager"] / row["stock_error"][count] - 1)
+            stock = row["stock_error"][count]
+            if row["backend"] in LAST_BITS and (row["layer"], count) == ("gpt_oss_120b_ep8", "1"):
+                # Sixteen tokens choose this rank's experts eight times in the mean: too few to average last bits over.
+                assert abs(modes["eager"] ** 2 - stock**2) <= ONE_ROUNDING**2, key(row)
+                continue
+            differ = abs(modes["eager"] / stock - 1)
             assert differ <= (0.01 if row["backend"] in LAST_BITS else 0), (key(row), count)
     assert wrong == {each for each in STOCK_IS_WRONG if f"mxfp4-vllm-{each[0]}" == file.stem}
