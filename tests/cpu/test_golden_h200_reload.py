@@ -36,7 +36,8 @@ def test_the_conditions_are_there(file: Path) -> None:
 def test_checkpoints_of_mxfp8_and_mxfp4_and_online_weights_were_reloaded(file: Path) -> None:
     backends = {name: case["backends"] for name, case in cases(file).items()}
     assert backends["mxfp8:own_mxfp8"] == backends["online:own_mxfp8"] == ["own_mxfp8"]
-    assert backends["mxfp8:marlin_mxfp8"] == ["marlin_mxfp8"]
+    # The second one's layers have rows that Marlin pads, which the checkpoint's loaders do not see.
+    assert backends["mxfp8:marlin_mxfp8"] == backends["padded:marlin_mxfp8"] == ["marlin_mxfp8"]
     assert len(backends["mxfp4:auto"]) == 1
 
 
