@@ -85,6 +85,7 @@ READ = [
     ("compressed-tensors", {"strategy": ABSENT}, Scheme("wna16", 4, 32, "compressed-tensors")),
     ("compressed-tensors", {"strategy": ABSENT, "group_size": -1}, Scheme("wna16", 4, -1, "compressed-tensors")),
     ("compressed-tensors", {"strategy": "CHANNEL", "group_size": None}, Scheme("wna16", 4, -1, "compressed-tensors")),
+    ("compressed-tensors", {"strategy": "channel", "group_size": 0}, Scheme("wna16", 4, -1, "compressed-tensors")),
     ("compressed-tensors", {"type": ABSENT}, Scheme("wna16", 4, 32, "compressed-tensors")),
     ("compressed-tensors", {"num_bits": ABSENT}, Scheme("wna16", 8, 32, "compressed-tensors")),
     ("compressed-tensors", {"actorder": True}, Scheme("wna16", 4, 32, "compressed-tensors", False, "group")),
@@ -107,6 +108,15 @@ def test_explain_and_the_method_read_the_same(packing: str, changes: dict[str, A
     config = config_of(packing, changes)
     assert reader(config, "x")(LAYER) == scheme
     assert served(packing, config, name) == scheme
+
+
+@pytest.mark.parametrize("packing", ["gptq", "awq"])
+@pytest.mark.parametrize("field", ["bits", "group_size"])
+@pytest.mark.parametrize("value", [ABSENT, None], ids=["absent", "null"])
+def test_a_width_or_group_size_that_is_missing_is_named(packing: str, field: str, value: Any) -> None:
+    config = config_of(packing, {field: value})
+    with pytest.raises(ValueError, match=re.escape(f"['{field}']")):
+        get_quantization_config("moe_wna16").from_config(config)
 
 
 INPUT = {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"], "location": "input"}]}

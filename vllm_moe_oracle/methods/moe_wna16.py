@@ -96,10 +96,11 @@ class MoeWNA16Config(stock.MoeWNA16Config):
     def from_config(cls, config: dict[str, Any]) -> Any:
         """The config object of a checkpoint; its fields as the checkpoint's own name has them spelled."""
         other = {"bits": config.get("w_bit"), "group_size": config.get("q_group_size")}
-        config = {
-            name: value for name, value in config.items() if value is not None or name not in ("sym", "zero_point")
-        }
-        return super().from_config({**other, **config, "quant_method": read_word(config, "quant_method", _WHERE)})
+        # A null says as little as a field that is not there, which the stock class refuses by its name.
+        required = ("bits", "group_size", "sym", "zero_point")
+        fields = [*other.items(), *config.items()]
+        stated = {name: value for name, value in fields if value is not None or name not in required}
+        return super().from_config({**stated, "quant_method": read_word(config, "quant_method", _WHERE)})
 
     @classmethod
     def is_moe_wna16_compatible(cls, quant_config: dict[str, Any]) -> bool:

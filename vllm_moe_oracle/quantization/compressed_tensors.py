@@ -152,9 +152,13 @@ def _scheme(group: Mapping[str, Any], common_format: object, where: str) -> Answ
         if part is not None and not isinstance(part, Mapping):
             raise CheckpointError(f"config_groups: {name} is {shown(part)}, not an object", where=where)
     kind, bits = read_word(weights, "type", where) or "int", read_integer(weights, "num_bits", where, default=8)
-    size = None if weights.get("group_size") is None else read_integer(weights, "group_size", where)
+    strategy, size = read_word(weights, "strategy", where), weights.get("group_size")
+    if size == 0 and strategy == "channel":  # which the library takes for none
+        size = None
+    elif size is not None:
+        size = read_integer(weights, "group_size", where)
     usual = {None: "tensor", -1: "channel"}.get(size, "group")
-    strategy = read_word(weights, "strategy", where) or usual
+    strategy = strategy or usual
     layout = str(group.get("format") or common_format or "")
     symmetric = read_boolean(weights, "symmetric", where, default=True)
     if kind == "float" and strategy == "group" and size == MX_BLOCK and symmetric:
