@@ -119,6 +119,23 @@ def test_a_width_or_group_size_that_is_missing_is_named(packing: str, field: str
         get_quantization_config("moe_wna16").from_config(config)
 
 
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        ["R4"],
+        {"config_groups": ["R4"]},
+        {"config_groups": {"R4": "hadamard"}},
+        {"config_groups": {"R4": {"apply": 4}}},
+        {"config_groups": {"R4": {"apply": {"location": "input"}}}},
+        {"config_groups": {"R4": {"apply": ["input"]}}},
+    ],
+    ids=str,
+)
+def test_transforms_that_cannot_be_read_are_refused(transforms: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"transform_config: .* is .*, not "):
+        reader(config_of("compressed-tensors", {"/transform_config": transforms}), "x")
+
+
 INPUT = {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"], "location": "input"}]}
 REFUSED = [
     ("gptq", {"sym": 1}, "sym is 1"),

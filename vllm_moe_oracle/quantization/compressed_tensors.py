@@ -69,12 +69,19 @@ Transform = tuple[str, Callable[[Iterable[str]], bool]]
 
 def online_transforms(config: Mapping[str, Any], where: str) -> list[Transform]:
     """What a checkpoint wants done to the inputs or outputs of linear layers while it runs (``transform_config``);
-    what is done to weights alone is done when it is written."""
-    stated = config.get("transform_config") or {}
-    schemes = stated.get("config_groups") if isinstance(stated, Mapping) else None
+    what is done to weights alone is done when it is written.
+
+    Raises:
+        CheckpointError: it is not what compressed-tensors writes.
+    """
+    groups = _object(_object(config, "transform_config", where), "config_groups", where)
     found: list[Transform] = []
-    for name, scheme in (schemes or {}).items() if isinstance(schemes, Mapping | None) else ():
-        for part in scheme.get("apply") or () if isinstance(scheme, Mapping) else ():
+    for name in groups:
+        parts = _object(groups, name, where).get("apply") or []
+        if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+            rule = f"transform_config: apply of {shown(name)} is {shown(parts)}, not a list of objects"
+            raise CheckpointError(rule, where=where)
+        for part in parts:
             if read_word(part, "location", where) in ("input", "output"):
                 fields = {
                     field: [part[field]] if isinstance(part.get(field), str) else part.get(field) for field in _TO
@@ -82,6 +89,14 @@ def online_transforms(config: Mapping[str, Any], where: str) -> list[Transform]:
                 targets, ignored = (read_names(fields, (field,), where) for field in _TO)
                 found.append((name, _applies(targets, ignored, where)))
     return found
+
+
+def _object(fields: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    """What stands under a name; empty where that is nothing."""
+    value = fields.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"transform_config: {shown(name)} is {shown(value)}, not an object", where=where)
+    return value
 
 
 _TO = ("targets", "ignore")
