@@ -85,7 +85,7 @@ def _compressed_tensors_with_fp8(probe: Any) -> None:
         method = layer.quant_method
         known = _exists("compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a8_mxfp4")
         assert ("W4A8" in type(method).__name__) == known
-        assert method.decision.problem.scheme.activations == "fp8", method.decision.problem
+        assert method.decision.problem.scheme.activations == "fp8_token", method.decision.problem
         _runs(probe, layer, "_packed", loads_only=True)
 
 

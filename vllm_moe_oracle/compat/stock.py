@@ -79,6 +79,7 @@ OPTIONAL = {
     "hash_indices_table": (("0.22", "0.23"), ("0.33", _NOW)),
     "quant_config": (("0.22", _NOW),),
     "prefix": (("0.22", _NOW),),
+    "use_grouped_topk": (("0.22", _NOW),),
     "ckpt_down_proj_name": (("0.25", _NOW),),
     "requantization_source": (("0.33", _NOW),),
     "requantization_source_parameters": (("0.33", _NOW),),

@@ -39,17 +39,16 @@ class _WholeNumbers:
     too, and load their codes as 16-bit weights.
     """
 
-    exclude_modules: list[str]
+    exclude_modules: Any
 
     def is_layer_excluded(self, prefix: str) -> bool:
         """Whether a module is not quantised; stock code asks."""
         meant = [name for name in self.exclude_modules if not runs_over(name, prefix)]
-        if len(meant) == len(self.exclude_modules):
-            asked = self
-        else:
+        if len(meant) < len(self.exclude_modules):
             asked = copy.copy(self)
             asked.exclude_modules = meant
-        excluded: bool = super(_WholeNumbers, asked).is_layer_excluded(prefix)  # type: ignore[misc]
+            return asked.is_layer_excluded(prefix)
+        excluded: bool = super().is_layer_excluded(prefix)  # type: ignore[misc]
         return excluded
 
 

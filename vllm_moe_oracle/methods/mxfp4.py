@@ -8,7 +8,7 @@ Here each name has one method in every release; whether rows alternate gate and 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -166,6 +166,12 @@ def precision_of(key: Any) -> ActivationPrecision:
     return "mxfp4"
 
 
+def _leaving_out(config: Any, names: Iterable[str]) -> Any:
+    """The config object, which knows what of its checkpoint is not quantised."""
+    config.left_out = tuple(names)
+    return config
+
+
 class Mxfp4Config(stock.Mxfp4Config):
     """The stock config with this project's MoE method; linear layers stay what they are in the stock class.
 
@@ -178,9 +184,7 @@ class Mxfp4Config(stock.Mxfp4Config):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         """The config object of a checkpoint."""
-        made = super().from_config(config)
-        made.left_out = tuple(read_names(config, LEFT_OUT, "quantization_config"))
-        return made
+        return _leaving_out(super().from_config(config), read_names(config, LEFT_OUT, "quantization_config"))
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
