@@ -147,7 +147,8 @@ def test_a_path_that_is_something_else_gets_what_it_is_and_what_to_give(tmp_path
     (gguf / "model-Q4_K_M.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
     (cache / "snapshots" / "abc" / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"\x10" + bytes(23))
-    assert said(empty).endswith("the folder has no config.json: it is empty")
+    give = "Give the folder that config.json and the tensors are in"
+    assert said(empty).endswith(f"the folder has no config.json: it is empty. {give}")
     assert "the folder has no config.json, but GGUF files. GGUF is none of the formats" in said(gguf)
     assert "is a GGUF file. GGUF is none of the formats that are decided here: give the" in said(next(gguf.iterdir()))
     assert said(cache).endswith(f"the folder has no config.json. There is one in {cache}/snapshots/abc")

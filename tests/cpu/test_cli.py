@@ -344,7 +344,7 @@ def test_a_device_can_come_from_a_file(run: Run, write: Callable[..., Path], tmp
         (("CONFIG", "--set", "backend"), "--set: 'backend' has no =. Write --set backend=emulation"),
         (("CONFIG", "--set", "bakend=emulation"), "--set: unknown setting 'bakend'. Did you mean backend?"),
         (("CONFIG", "--set", "enabled=perhaps"), "'perhaps' is no truth value"),
-        (("CONFIG", "--set", "backend=a", "--set", "backend=b"), "--set: backend is given twice"),
+        (("CONFIG", "--set", "backend=a", "--backend", "b"), "--set: backend is given twice. Leave one of them out"),
         (("CONFIG", "--set", r"overrides=rs\.99\.=emulation"), r"re:rs\.99\. matches none of the 48 quantised"),
         (("CONFIG", "--set", "overrides=(=emulation"), "is no regular expression"),
         (("CONFIG", "--set", "disable=nothing"), "'nothing'"),

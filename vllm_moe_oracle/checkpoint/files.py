@@ -75,20 +75,20 @@ _GGUF = "GGUF is none of the formats that are decided here: give the model's che
 
 def _without_config(folder: Path) -> tuple[str, str]:
     """What a folder without a config.json is instead, and what to do."""
-    rule = "the folder has no config.json"
+    rule, remedy = "the folder has no config.json", "Give the folder that config.json and the tensors are in"
     try:
         names = sorted(each.name for each in folder.iterdir())
         found = [each for pattern in ("*", "snapshots/*") for each in folder.glob(f"{pattern}/config.json")]
     except OSError as error:
-        return f"the folder cannot be read: {error.strerror}", ""
+        return f"the folder cannot be read: {error.strerror}", "Give this user the right to read it"
     if found:
         nearby = sorted(str(each.parent) for each in found)
         return rule, f"There is one in {', '.join(nearby[:3])}{', ...' if len(nearby) > 3 else ''}"
     if any(name.lower().endswith(".gguf") for name in names):
         return f"{rule}, but GGUF files", _GGUF
     if not names:
-        return f"{rule}: it is empty", ""
-    return rule, "Give the folder that config.json and the tensors are in"
+        return f"{rule}: it is empty", remedy
+    return rule, remedy
 
 
 def _unlike_json(file: Path, data: bytes) -> CheckpointError | None:

@@ -50,7 +50,7 @@ def read_assignments(words: list[str]) -> dict[str, str]:
         if not separator:
             raise SettingError(f"{word!r} has no =", "Write --set backend=emulation", "--set")
         if name in found:
-            remedy = "Separate several overrides with ;" if name == "overrides" else ""
+            remedy = "Separate several overrides with ;" if name == "overrides" else "Leave one of them out"
             raise SettingError(f"{name} is given twice", remedy, "--set")
         found[name] = value
     return found
