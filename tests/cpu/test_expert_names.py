@@ -162,3 +162,8 @@ def test_experts_without_a_gate_are_asked_about_a_matrix_that_they_have_not(read
         assert read_for(name, compressed(MXFP8, ignore=[]), release).problems
     ints = compressed({**group(INT4), "targets": [mine]}, format=PACKED)
     assert read_for(name, ints, "0.33.0").problems
+
+
+@pytest.mark.parametrize("release", ["0.32", "0.32.0", "0.32.0rc1", "0.32.0+cpu", "0.33"])
+def test_a_release_may_be_written_in_any_way(release: str) -> None:
+    assert asked("mixtral", release) == asked("mixtral", None)

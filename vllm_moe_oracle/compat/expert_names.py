@@ -53,7 +53,7 @@ def asked(kind: str, vllm: str | None) -> Asked:
 
     def reached(release: str) -> bool:
         try:
-            return vllm is None or Version(vllm).release >= Version(release).release
+            return vllm is None or Version(Version(vllm).base_version) >= Version(release)
         except InvalidVersion:
             return True
 
