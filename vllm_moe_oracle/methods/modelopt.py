@@ -32,27 +32,16 @@ class ModelOptMxFp8FusedMoE(OracleMoEMethod, stock.ModelOptMxFp8FusedMoE):
         self.decide(moe_config, dataclasses.replace(SCHEME, activations=activations))
 
 
-class _WholeNumbers:
-    """Mixed in before a stock config: an excluded ``model.layers.1`` or ``model.layers.1*`` is layer 1.
+def _meant(names: list[str], prefix: str) -> list[str]:
+    """Exclusions, without those that would take a module for excluded only because its layer's number begins alike.
 
-    That is how ModelOpt writes a module with everything below it. The stock classes take layers 10 to 19 for excluded
-    too, and load their codes as 16-bit weights.
+    An excluded ``model.layers.1`` or ``model.layers.1*`` is layer 1: that is how ModelOpt writes a module with all that
+    is below it. The stock classes take layers 10 to 19 for excluded too, and load their codes as 16-bit weights.
     """
-
-    exclude_modules: Any
-
-    def is_layer_excluded(self, prefix: str) -> bool:
-        """Whether a module is not quantised; stock code asks."""
-        meant = [name for name in self.exclude_modules if not runs_over(name, prefix)]
-        if len(meant) < len(self.exclude_modules):
-            asked = copy.copy(self)
-            asked.exclude_modules = meant
-            return asked.is_layer_excluded(prefix)
-        excluded: bool = super().is_layer_excluded(prefix)  # type: ignore[misc]
-        return excluded
+    return [name for name in names if not runs_over(name, prefix)]
 
 
-class ModelOptMxFp8Config(_WholeNumbers, stock.ModelOptMxFp8Config):
+class ModelOptMxFp8Config(stock.ModelOptMxFp8Config):
     """The stock config with this project's MoE method; everything else in the checkpoint stays the stock classes'."""
 
     FusedMoEMethodCls = ModelOptMxFp8FusedMoE
@@ -65,6 +54,16 @@ class ModelOptMxFp8Config(_WholeNumbers, stock.ModelOptMxFp8Config):
         made = super().from_config(config)
         made.activations = modelopt_activations(config)
         return made
+
+    def is_layer_excluded(self, prefix: str) -> bool:
+        """Whether a module is not quantised; stock code asks."""
+        meant = _meant(self.exclude_modules, prefix)
+        if len(meant) < len(self.exclude_modules):
+            asked = copy.copy(self)
+            asked.exclude_modules = meant
+            return asked.is_layer_excluded(prefix)
+        excluded: bool = super().is_layer_excluded(prefix)
+        return excluded
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Dtypes of the model. On a CPU, where both the experts and vLLM's linear layers are emulated, also float16 and
@@ -92,7 +91,7 @@ class Mxfp8Config(ModelOptMxFp8Config):
         return super().from_config(config)
 
 
-class ModelOptMixedPrecisionConfig(_WholeNumbers, stock.ModelOptMixedPrecisionConfig):
+class ModelOptMixedPrecisionConfig(stock.ModelOptMixedPrecisionConfig):
     """The stock config of mixed precision, which decides for each MoE layer as `explain` does.
 
     The stock class takes the algorithm of the first matrix that it finds for the whole layer, takes that of a shared
@@ -101,6 +100,16 @@ class ModelOptMixedPrecisionConfig(_WholeNumbers, stock.ModelOptMixedPrecisionCo
 
     _algorithms: tuple[Any, MixedAlgorithms | None] = None, None
     """vLLM's dictionary of layers, and what was read of it."""
+
+    def is_layer_excluded(self, prefix: str) -> bool:
+        """Whether a module is not quantised; stock code asks."""
+        meant = _meant(self.exclude_modules, prefix)
+        if len(meant) < len(self.exclude_modules):
+            asked = copy.copy(self)
+            asked.exclude_modules = meant
+            return asked.is_layer_excluded(prefix)
+        excluded: bool = super().is_layer_excluded(prefix)
+        return excluded
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Dtypes of the model; see `ModelOptMxFp8Config`."""
