@@ -225,7 +225,15 @@ def test_what_came_with_a_release_names_a_tested_one() -> None:
 
 @pytest.mark.parametrize(
     ("installed", "there"),
-    [("0.29.0", False), ("0.30.0", True), ("0.30.0rc1", True), ("0.30.1.dev3+g12", True), ("main", True), (None, True)],
+    [
+        ("0.29.0", False),
+        ("0.30.0", True),
+        ("0.30", True),
+        ("0.30.0rc1", True),
+        ("0.30.1.dev3+g12", True),
+        ("main", True),
+        (None, True),
+    ],
 )
 def test_whether_a_machine_has_what_a_release_brought(installed: str | None, there: bool) -> None:
     packages = {} if installed is None else {"vllm": installed}

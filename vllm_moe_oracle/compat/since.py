@@ -91,7 +91,7 @@ def reached(release: str, device: Device) -> bool:
         device: the machine.
     """
     try:
-        return Version(device.packages["vllm"]).release >= Version(release).release
+        return Version(Version(device.packages["vllm"]).base_version) >= Version(release)
     except (KeyError, InvalidVersion):
         return True
 
