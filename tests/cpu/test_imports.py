@@ -29,7 +29,7 @@ SERVING = (
         "methods",
     }
 )
-MEASURING = {f"measure.{name}" for name in ("engine", "crew", "tuning", "benching", "reporting", "plots")}
+MEASURING = {f"measure.{name}" for name in ("engine", "crew", "tuning", "benching", "reporting", "pages", "plots")}
 MAY_IMPORT: dict[str, set[str]] = {
     "": set(),
     "errors": {"oracle.decision"},  # for a type only

@@ -16,7 +16,7 @@ from test_cli import Run, run  # noqa: F401
 
 from vllm_moe_oracle import device
 from vllm_moe_oracle.errors import MeasurementError
-from vllm_moe_oracle.measure import environment, profile, reporting, shapes
+from vllm_moe_oracle.measure import environment, pages, profile, reporting, shapes
 from vllm_moe_oracle.measure.cells import Sample, cell_of
 from vllm_moe_oracle.settings import Settings
 
@@ -88,7 +88,7 @@ def page(*paths: Path) -> str:
     content = reporting.Content()
     for path in paths:
         content += reporting.read(path, Settings())
-    return reporting.page(content, "report")[0]
+    return pages.page(content, "report")[0]
 
 
 # --- What is said ---------------------------------------------------------------------------------------------------
@@ -100,12 +100,12 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     assert first.speedup(1) == pytest.approx(3.0) and first.speedup(16) == pytest.approx(0.75)
     assert first.behind(4) == pytest.approx(0.0) and first.behind(16) == pytest.approx(1.0)
     assert first.floors == {1: 5.0, 4: 10.0, 16: 20.0}
-    figures = dict(reporting.tiles(content.panels))
+    figures = dict(pages.tiles(content.panels))
     assert figures["choices within 3% of the fastest backend"] == "66.7%"
     assert figures["furthest behind the fastest"] == "100.0%"
     assert figures["stock's default over our choice, 1 token"] == "3.00×"
     assert figures["stock's default over our choice, 8 to 64 tokens"] == "0.75×"
-    heads, rows = reporting.table(first)
+    heads, rows = pages.table(first)
     assert heads[:5] == ["tokens", "floor", "marlin_mxfp8", "own_mxfp8", "stock:auto"]
     assert rows[2] == ["16", "20.0", "20.0", "40.0", "30.0", "own_mxfp8", "100.0%", "0.75×"]
 
@@ -132,8 +132,8 @@ def test_skewed_routing_is_shown_and_not_mixed_with_uniform(tmp_path: Path) -> N
         timing["times"]["skewed"] = {"1": [123.0, 122.0, 124.0, 5]}
     given.write_text(json.dumps(data))
     (panel,) = reporting.read(given, Settings()).panels
-    assert reporting.skewed_table(panel)[1] == [["1", "123", "123", "123"]]
-    assert "skewed routing" in page(given) and "123" not in {cell for row in reporting.table(panel)[1] for cell in row}
+    assert pages.skewed_table(panel)[1] == [["1", "123", "123", "123"]]
+    assert "skewed routing" in page(given) and "123" not in {cell for row in pages.table(panel)[1] for cell in row}
     (both,) = [each for each in reporting.distinct(content + reporting.read(given, Settings())).panels if each.skewed]
     assert "stock:auto" in both.times or len(both.times) == 3
 
@@ -156,7 +156,7 @@ def test_what_failed_somewhere_is_said_beside_its_times(tmp_path: Path) -> None:
 
 def test_many_layers_have_a_list_of_links(tmp_path: Path) -> None:
     few = page(bench_file(tmp_path / "b.jsonl"))
-    shipped = reporting.page(reporting.shipped(Settings()), "report")[0]
+    shipped = pages.page(reporting.shipped(Settings()), "report")[0]
     assert "<nav" not in few
     links = re.findall(r'href="#(times-\d+-card)"', shipped)
     assert len(links) > 6 and all(f'id="{each}"' in shipped for each in links)
@@ -174,7 +174,7 @@ def test_a_profile_is_shown_with_the_choice_that_the_oracle_makes_of_it(tmp_path
 def test_a_bench_s_choices_are_the_oracle_s_of_today_not_those_of_the_day_it_ran() -> None:
     golden = Path(__file__).parents[1] / "golden/h200"
     content = reporting.read(golden / "choice-vllm-0.33.0.jsonl", Settings())
-    figures = dict(reporting.tiles(content.panels))
+    figures = dict(pages.tiles(content.panels))
     # The table beside it is made by other code, by the same profile.
     table = (golden / "choice.md").read_text(encoding="utf-8")
     assert figures["choices within 3% of the fastest backend"] in table
@@ -290,7 +290,7 @@ def test_each_plot_stands_by_itself_in_both_themes(run: Run, tmp_path: Path) -> 
 
 def test_the_same_plot_is_the_same_file(tmp_path: Path) -> None:
     path = bench_file(tmp_path / "b.jsonl")
-    one, two = (reporting.page(reporting.read(path, Settings()), "report")[1] for _ in range(2))
+    one, two = (pages.page(reporting.read(path, Settings()), "report")[1] for _ in range(2))
     assert one == two
 
 
@@ -307,12 +307,12 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize(("index", "pages"), [(0, ("#ffffff", "#f5f7f9")), (1, ("#14171b", "#1d2127"))])
-def test_lines_and_letters_can_be_told_from_the_page(index: int, pages: tuple[str, str]) -> None:
+@pytest.mark.parametrize(("index", "backgrounds"), [(0, ("#ffffff", "#f5f7f9")), (1, ("#14171b", "#1d2127"))])
+def test_lines_and_letters_can_be_told_from_the_page(index: int, backgrounds: tuple[str, str]) -> None:
     from vllm_moe_oracle.measure import plots
 
-    template = reporting.TEMPLATE.read_text(encoding="utf-8")
-    for background in pages:
+    template = pages.TEMPLATE.read_text(encoding="utf-8")
+    for background in backgrounds:
         assert background in template
         assert contrast(plots.INK[index], background) >= 7
         for pair in plots.SERIES:

@@ -49,7 +49,7 @@ def command(
       2  a file cannot be used, or nothing was measured; one line on standard error says what
     """
     from ...errors import MeasurementError
-    from ...measure import reporting
+    from ...measure import pages, reporting
     from .. import output
     from ..arguments import read_settings
 
@@ -64,13 +64,13 @@ def command(
     if not content.panels and not content.servers:
         remedy = "Measure: vllm-moe-oracle tune MODEL, or bench MODEL --jsonl FILE; or name a file"
         raise MeasurementError("there is nothing to report", remedy)
-    page, plots = reporting.page(content, "vllm-moe-oracle " + shlex.join(sys.argv[1:]))
+    page, plots = pages.page(content, "vllm-moe-oracle " + shlex.join(sys.argv[1:]))
     _write(to, page)
     if svg is not None:
         _make(svg)
         for name, text in plots.items():
             _write(svg / name, text)
-    for words, figure in reporting.tiles(content.panels):
+    for words, figure in pages.tiles(content.panels):
         output.show(f"{figure:>8}  {words}")
     for note in content.notes:
         output.remark("note", note)
