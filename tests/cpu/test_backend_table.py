@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ _environment = dict(os.environ)
 sys.path.insert(0, str(FOLDER))
 try:
     import backend_table
-    from backend_table import Quiet, broken, merge
+    from backend_table import FewKernels, Quiet, broken, merge
     from table_mxfp8 import TABLE
 finally:
     # The script sets vLLM's for its own process.
@@ -168,6 +169,39 @@ def test_every_named_fault_is_among_those_of_mxfp8() -> None:
         "scales of w2 column by column", "scales of w13 one exponent up", "scales of w2 one exponent down",
         "alpha ignored", "beta ignored", "limit ignored",
     }  # fmt: skip
+
+
+def test_humming_compiles_the_kernels_of_the_rows_that_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its launcher chooses them: more than the first number, up to the second. Both releases' ways to call it."""
+    prepared: list[tuple[Any, ...]] = []
+
+    class HummingKernel:
+        @classmethod
+        def prepare_kernels(cls, *args: Any) -> None:
+            prepared.append(args)
+
+    module = types.ModuleType("humming.kernel.humming")
+    module.HummingKernel = HummingKernel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "humming.kernel.humming", module)
+    ranges = [[0, 8, "a"], [8, 56, "b"], [56, 57, "c"], [57, 4103, "d"], [4103, 1 << 30, "e"]]
+    with FewKernels({56, 4104}):
+        HummingKernel.prepare_kernels("layer", "compute", json.dumps(ranges))
+        HummingKernel.prepare_kernels("layer", "compute", json.dumps({"one": "for all"}), "device")
+        HummingKernel.prepare_kernels("layer", None, None)
+    HummingKernel.prepare_kernels("layer", "compute", json.dumps(ranges))
+    # That of one row is always there: a launch looks at it.
+    assert prepared[0] == ("layer", "compute", json.dumps([ranges[0], ranges[1], ranges[4]]))
+    assert prepared[1] == ("layer", "compute", json.dumps({"one": "for all"}), "device")
+    assert prepared[2] == ("layer", None, None)
+    assert prepared[3] == ("layer", "compute", json.dumps(ranges))
+
+
+@pytest.mark.parametrize(
+    ("layer", "rows"), [("qwen3_silu", {8, 56, 512, 4104, 64}), ("qwen3_silu_ep2", {4, 28, 256, 2052, 64})]
+)
+def test_the_rows_that_choose_hummings_kernels(layer: str, rows: set[int]) -> None:
+    """Of the table's calls, a rank's share of them, and of the self-check's eight tokens."""
+    assert backend_table.rows_called(TABLE.cases[layer], (1, 7, 64, 513)) == rows
 
 
 LAYER = """#!/usr/bin/env bash

@@ -18,8 +18,10 @@ stock class that the backend wraps, where it wraps one and stock could run the l
 the conversion, at most 150 ms for the self-check, that it keeps no memory, and that it finds every fault.
 
 Many processes share the cards, all that the machine has, and the cores; nothing else should. Self-checks are timed
-last, one after the other, while every other process of the table waits. Humming's and our kernels compile for 10 to
-40 s a layer: the 64 rows of WNA16 take six minutes on 16 cores and one card:
+last, one after the other, while every other process of the table waits. Our kernels compile for 10 to 40 s a layer. So
+would Humming's, which has up to 43 kernels a product and compiles all of them with a layer's first call: it is given
+the numbers of rows that the table calls it with, and compiles the kernels that its own configurations have for these
+(`FewKernels`); a row names them under ``rows_of_kernels``.
 
     python tests/gpu/backend_table.py --scheme wna16 --processes 12 --seconds 280 --json wna16-vllm-0.33.0.json
     python -m pytest -m gpu tests/gpu/test_wna16_backends.py
@@ -45,8 +47,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -734,6 +736,53 @@ def accepted(case: Case, machine: Any) -> dict[str, str]:
     }
 
 
+class FewKernels:
+    """While it is entered, Humming compiles the kernels of these numbers of rows only: of its configurations for a
+    product, each for a range of rows, those whose range has one of them. What is launched for them stays the same;
+    the library's launcher raises for any other number.
+
+    Args:
+        rows: of calls; a launch looks at the kernel of one row, too.
+    """
+
+    def __init__(self, rows: Iterable[int]) -> None:
+        self.rows = frozenset(rows) | {1}
+        self._called: dict[str, str] = {}
+
+    def __enter__(self) -> FewKernels:
+        self._kernel = importlib.import_module("humming.kernel.humming").HummingKernel
+        self._whole = vars(self._kernel)["prepare_kernels"]
+        prepare = self._kernel.prepare_kernels
+
+        def few(layer: Any, compute: Any = None, tuning: Any = None, *device: Any) -> Any:
+            return prepare(layer, compute, self.called(tuning) if isinstance(tuning, str) else tuning, *device)
+
+        self._kernel.prepare_kernels = staticmethod(few)
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self._kernel.prepare_kernels = self._whole
+
+    def called(self, tuning: str) -> str:
+        """Those of some configurations ``[more than, up to, configuration]`` in JSON that are called."""
+        if tuning not in self._called:
+            found = json.loads(tuning)
+            if isinstance(found, list):
+                found = [each for each in found if any(each[0] < rows <= (each[1] or 1 << 30) for rows in self.rows)]
+            self._called[tuning] = json.dumps(found)
+        return self._called[tuning]
+
+
+def rows_called(case: Case, tokens: Iterable[int]) -> set[int]:
+    """Numbers of rows by which vLLM's classes over Humming choose a kernel: those of calls of so many tokens, of which
+    a rank has its share, of the spread experts' call and of self-checks, whose layers are whole."""
+    from vllm_moe_oracle.methods import selfcheck
+
+    share = {-(-count * case.top_k * case.local_experts // case.experts) for count in (*tokens, SPREAD_TOKENS)}
+    chosen = min(case.top_k, len(selfcheck.sample(case.problem())))
+    return share | {selfcheck.TOKENS * chosen}
+
+
 def takes_any_map(name: str, case: Case, machine: Any) -> bool:
     """Whether a rank's experts may be any for a backend; there are some that take them for neighbours."""
     from vllm_moe_oracle.oracle.registry import default_registry
@@ -778,13 +827,31 @@ def rows_of(
         keep: called with the rows so far after each: a kernel may take the process down.
         quiet: shared with other processes while they work; None when there are none.
     """
-    import vllm
-
     import vllm_moe_oracle.device as machine
     from vllm_moe_oracle import plugin
 
     plugin.unregister()
     backends = {name: kind for name, kind in accepted(case, machine.detect()).items() if not only or name in only}
+    humming = any(name.startswith("humming") for name in backends)
+    with FewKernels(rows_called(case, tokens)) if humming else nullcontext():
+        return _rows_of(table, case, device, backends, tokens, keep, quiet or Quiet(""))
+
+
+def _rows_of(
+    table: Table,
+    case: Case,
+    device: str,
+    backends: Mapping[str, str],
+    tokens: tuple[int, ...],
+    keep: Callable[[list[dict[str, Any]]], None],
+    quiet: Quiet,
+) -> list[dict[str, Any]]:
+    """As `rows_of`, of backends with the precision of their activations."""
+    import vllm
+
+    import vllm_moe_oracle.device as machine
+    from vllm_moe_oracle import plugin
+
     checkpoint = table.checkpoint(case, device)
     real = {count: drawn(case, count, device) for count in tokens}
     places = spread_places(case, device)
@@ -813,6 +880,8 @@ def rows_of(
         row: dict[str, Any] = {"layer": case.name, "backend": name, "vllm": vllm.__version__, "activations": kind}
         if kind in table.limits:
             row["limit"] = table.limits[kind]
+        if name.startswith("humming"):
+            row["rows_of_kernels"] = sorted(rows_called(case, tokens))
         start = time.perf_counter()
         try:
             built = build(table, case, checkpoint, device, "auto", own=name)
@@ -856,7 +925,7 @@ def rows_of(
         plugin.unregister()
         if device == "cuda":
             torch.cuda.empty_cache()
-    time_self_checks(table, case, checkpoint, device, rows, quiet or Quiet(""))
+    time_self_checks(table, case, checkpoint, device, rows, quiet)
     keep(rows)
     return rows
 
