@@ -411,7 +411,10 @@ def test_words_about_the_kernels_do_not_change_their_hash(tmp_path: Path) -> Non
         (tmp_path / "k.py").write_text(text)
         hashes.append(environment.sources_of(tmp_path))
     assert hashes[0] == hashes[1] and len(set(hashes)) == 3
-    (tmp_path / "tiles.json").write_text("{}")
+    for chooses in ("tiles.json", "config.py", "prefill_config.py"):
+        (tmp_path / chooses).write_text("{}")
+        assert environment.sources_of(tmp_path) == hashes[-1]
+    (tmp_path / "launch.py").write_text("{}")
     assert environment.sources_of(tmp_path) not in hashes
 
 

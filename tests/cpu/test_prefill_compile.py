@@ -154,7 +154,9 @@ def test_layers_that_do_not_fit_are_refused_with_reasons() -> None:
 
     assert not reasons("mxfp4", 2880, 2880)
     assert reasons("mxfp4", 2848, 2880) == "hidden size 2848 is not a multiple of 64, the columns of a step"
-    assert "intermediate size 96" in reasons("mxfp8", 256, 96)
+    assert not reasons("mxfp4", 2880, 1440) and not reasons("mxfp8", 256, 96) and not reasons("int8", 256, 96, group=0)
+    assert "intermediate size 96 is not a multiple of 64" in reasons("int4", 256, 96, group=32)
+    assert "intermediate size 96" in reasons("int8", 256, 96, group=32, zero_points=True)
     assert "zero points of one scale per row" in reasons("int4", 256, 256, group=0, zero_points=True)
     assert "float16" in reasons("mxfp8", 256, 256, dtype=torch.float16)
 

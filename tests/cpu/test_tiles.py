@@ -180,6 +180,35 @@ def test_suggestions_are_few_different_and_fit(shape: tuple[int, int, int, int],
         assert all(configs.quantisable(weights, each) for each in quantised)
 
 
+def parts(config: Config, weights: OwnWeights, top_k: int, tokens: int) -> tuple[float, float]:
+    """Programs of the two products."""
+    active = configs.active_experts(weights.experts, top_k, tokens)
+    count = tokens * top_k if config.per_slot else active
+    merged = tokens if config.down.merge else count
+    return count * -(-weights.w13.rows // config.gate_up.bn), merged * -(-weights.hidden // config.down.bn)
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "int4", "int8"])
+@pytest.mark.parametrize("inner", [704, 1440, 7168, 14336])
+def test_the_rule_makes_enough_programs_or_the_narrowest_tiles(inner: int, format: str) -> None:
+    """At one token an H200's 132 multiprocessors would have one program of a layer with two active experts each."""
+    weights, top_k = layer_of((8, 2, 4096, inner), format)
+    for tokens in (1, 2, 4, 8, 16, 32):
+        config = configs.heuristic(weights, top_k, tokens)
+        least = 16 if config.per_slot else 64
+        for count, tile in zip(parts(config, weights, top_k, tokens), (config.gate_up, config.down), strict=True):
+            assert count >= 330 or tile.bn == least, (tokens, config)
+        assert config.per_slot == (tokens <= 2)  # four tokens have 8 choices, and 5.5 experts, whose weights are large
+
+
+def test_where_no_shape_was_measured_wider_and_narrower_tiles_are_tried() -> None:
+    weights, top_k = layer_of((8, 2, 4096, 14336), "int4")
+    now = configs.choose(weights, top_k, 1)
+    assert isinstance(now, Config) and (now.down.bn, now.down.fold) == (16, 4)
+    first = configs.candidates(weights, top_k, 1, 1)
+    assert [each.down.bn for each in first] == [32] and first[0].gate_up == now.gate_up
+
+
 def test_a_given_configuration_goes_before_the_table_and_leaves_no_trace() -> None:
     weights, top_k = layer_of((128, 8, 2048, 768))
     before = [configs.choose_tiles(weights, top_k, tokens) for tokens in (1, 8, 64)]

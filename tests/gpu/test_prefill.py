@@ -32,7 +32,13 @@ def supported(case: Case) -> bool:
     return not reasons_against(weights)
 
 
+def half_steps(case: Case) -> Case:
+    """The case with half a step at the end of h, where scales are of MX or one a row."""
+    return replace(case, name=f"{case.name}-half", inner=case.inner + 32)
+
+
 PREFILL_CASES = [case for case in map(whole_steps, CASES) if supported(case)]
+PREFILL_CASES += [case for case in map(half_steps, PREFILL_CASES) if case.group in (0, 32) and supported(case)]
 
 
 def layer_of(case: Case) -> tuple[Layer, OwnWeights]:

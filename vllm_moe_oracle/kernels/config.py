@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -124,28 +125,57 @@ def measured_table() -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+_PROGRAMS = 330  # the rule: programs that a product should at least have, two and a half a multiprocessor
+
+
+def _width(parts: float, rows: int, widths: tuple[int, ...]) -> int:
+    """Weight rows of a tile, the first of widths that makes enough programs of so many parts of `rows` rows each.
+
+    Too few programs leave memory idle, more than needed read activations more often: where tiles were measured (tiles
+    of 6 shapes in 7 formats), the widest of at least 330 programs is the fastest or within a few percent of it.
+    """
+    return next((width for width in widths if parts * -(-rows // width) >= _PROGRAMS), widths[-1])
+
+
+def _alone(weights: OwnWeights, slots: int, rows: int, columns: int) -> Tile:
+    """The rule's tile where every slot is a tile of its own."""
+    width = _width(slots, rows, (128, 64, 32, 16))
+    if width == 128:
+        return _wide(weights)
+    fold = {64: 2, 32: 4, 16: 4}[width]
+    if columns < 128 * fold:
+        return Tile(8, 64, 128, fold=2)
+    return Tile(16 // fold, width, 128, fold=fold)
+
+
+def _wide(weights: OwnWeights) -> Tile:
+    # Under a cap of 128 registers, promoted sums spill in Triton 3.9.
+    return Tile(16, 128, 128, stages=3, registers=0 if weights.format == "int8" else 128, promote=False)
+
+
 def heuristic(weights: OwnWeights, top_k: int, tokens: int) -> Config:
     """A configuration for a shape that was not measured, from the expected rows per active expert."""
     active = max(1.0, active_experts(weights.experts, top_k, tokens))
-    rows = tokens * top_k / active
+    slots = tokens * top_k
+    rows = slots / active
     four = bits_of(weights.format) == 4
-    if tokens <= 2:
-        few = active * -(-weights.w13.rows // 64) < 264
-        up = Tile(8, 32, 128, fold=2) if few else Tile(8, 64, 128, fold=2)
-        down = Tile(8, 64, 128, fold=2)
+    # Beyond a quarter more slots than experts, those of one expert are better multiplied together.
+    if tokens <= 4 and rows <= 1.25:
+        up = _alone(weights, slots, weights.w13.rows, weights.hidden)
+        down = _alone(weights, slots, weights.hidden, weights.intermediate)
         choices = 1 << (top_k - 1).bit_length()
         # 256 threads hold the weights of 16 rows of all choices in at most 96 registers each.
         fits = choices * 16 * weights.intermediate * bits_of(weights.format) <= 96 * 32 * 256
-        if fits and weights.intermediate % 128 == 0 and 8 <= choices <= 16:
+        if tokens <= 2 and fits and weights.intermediate % 128 == 0 and 8 <= choices <= 16:
             down = Tile(1, 16, 128, warps=8, promote=False, straight=True, merge=True)
         return Config(up, down, per_slot=True)
     if rows <= 12:
-        # Under a cap of 128 registers, promoted sums spill in Triton 3.9.
-        wide = Tile(16, 128, 128, stages=3, registers=0 if weights.format == "int8" else 128, promote=False)
-        down = wide
+        wide, narrow = _wide(weights), Tile(16, 64, 128)
+        up = wide if four and _width(active, weights.w13.rows, (128, 64)) == 128 else narrow
+        down = wide if _width(active, weights.hidden, (128, 64)) == 128 else narrow
         if tokens > 4 and weights.intermediate in (128, 256, 384, 512):
             down = Tile(16, 64, 128, stages=3, promote=False, sweep=8)
-        return Config(wide if four else Tile(16, 64, 128), down, per_slot=tokens <= 4)
+        return Config(up, down)
     if rows <= 28:
         tile = Tile(32, 128, 128, stages=3) if four else Tile(32, 128, 64)
     elif rows <= 60:
@@ -200,7 +230,8 @@ def given(weights: OwnWeights, top_k: int, config: Config) -> Iterator[None]:
 
 def candidates(weights: OwnWeights, top_k: int, tokens: int, most: int, *, quantise: bool = False) -> list[Config]:
     """Configurations to time beside the chosen one: what was the fastest for other shapes with as many rows an expert,
-    the shapes that are most alike first; none where the persistent kernels run.
+    the shapes that are most alike first, and where the rule chose narrower and wider tiles than it did; none where the
+    persistent kernels run.
 
     most: how many, at most.
     """
@@ -214,9 +245,28 @@ def candidates(weights: OwnWeights, top_k: int, tokens: int, most: int, *, quant
             continue
         for shape, table in shapes.items():
             found += _likely(shape, table, weights, tokens, rows, 0.0 if name == format_key(weights) else 0.5)
-    configs = dict.fromkeys(config for _, config in sorted(found, key=lambda pair: pair[0]))
-    fit = [each for each in configs if each != chosen and fits(weights, top_k, each, quantise)]
+    configs = [config for _, config in sorted(found, key=lambda pair: pair[0])]
+    if shape_key(weights, top_k) not in measured_table().get(format_key(weights), {}):
+        # The rule's own doubts: they come by turns with what other shapes had.
+        configs = [each for pair in itertools.zip_longest(_neighbours(chosen), configs) for each in pair if each]
+    fit = [each for each in dict.fromkeys(configs) if each != chosen and fits(weights, top_k, each, quantise)]
     return fit[:most]
+
+
+_NARROWER = {(16, 128): Tile(16, 64, 128), (16, 64): Tile(8, 64, 128, fold=2), (8, 64): Tile(4, 32, 128, fold=4),
+             (4, 32): Tile(4, 16, 128, fold=4)}  # fmt: skip
+_WIDER = {(4, 16): Tile(4, 32, 128, fold=4), (4, 32): Tile(8, 64, 128, fold=2), (8, 64): Tile(16, 64, 128),
+          (16, 64): Tile(16, 128, 128, stages=3, promote=False)}  # fmt: skip
+
+
+def _neighbours(config: Config) -> Iterator[Config]:
+    """Configurations with one tile narrower or wider, the second product's first: it has the fewer programs."""
+    for name in ("down", "gate_up"):
+        tile = getattr(config, name)
+        for table in (_NARROWER, _WIDER):
+            other = table.get((tile.bm, tile.bn))
+            if other and not (tile.straight or tile.sweep > 1) and (config.per_slot or other.bm == tile.bm):
+                yield replace(config, **{name: other})
 
 
 def _alike(name: str, weights: OwnWeights) -> bool:

@@ -593,7 +593,8 @@ def down(h, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_pt
          STAGES: gl.constexpr, MOVE: gl.constexpr):  # fmt: skip
     """partial[sorted[position]] = (h[position] @ w2[expert].T + b2[expert]) * router weight.
 
-    h [slots, columns] in the order of sorted: descriptor, boxes [32, 64]; partial [slots, hidden]; both 16-bit.
+    h [slots, columns] in the order of sorted: descriptor, boxes [32, 64]; partial [slots, hidden]; both 16-bit. Columns
+    are a multiple of 64, or, where no groups of 32 integers have scales, of 32: what is copied beyond them is 0.
     WEIGHT_INPUT: router weights were applied to the input. The rest as in `gate_up`.
     """
     if PDL:

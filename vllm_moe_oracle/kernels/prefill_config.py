@@ -35,9 +35,13 @@ class Prefill:
 def reasons_against(weights: OwnWeights) -> list[str]:
     """Every reason why the persistent kernels cannot run this layer; an empty list when they can."""
     reasons = []
-    for name, size in (("hidden size", weights.hidden), ("intermediate size", weights.intermediate)):
-        if size % 64:
-            reasons.append(f"{name} {size} is not a multiple of 64, the columns of a step")
+    if weights.hidden % 64:
+        reasons.append(f"hidden size {weights.hidden} is not a multiple of 64, the columns of a step")
+    # Half a step at the end of h: its copy brings zeros there, and stored codes and scales of MX go on to whole words.
+    whole = 64 if weights.group == 32 and not weights.format.startswith("mx") else 32
+    if weights.intermediate % whole:
+        words = "64, the columns of a step: scales in groups of 32 end with the last column"
+        reasons.append(f"intermediate size {weights.intermediate} is not a multiple of {words}")
     if not weights.group and weights.w13.zeros is not None:
         reasons.append("zero points of one scale per row are not copied ahead")
     if weights.format.startswith("mx") and weights.dtype == torch.float16:

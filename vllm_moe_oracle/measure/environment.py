@@ -129,18 +129,22 @@ def _release(version: str) -> object:
     return parsed.release, parsed.pre, parsed.post
 
 
+_CHOOSING = ("config.py", "prefill_config.py")
+"""Where kernels and tiles are chosen, by tables beside them. What is chosen for a layer that was measured changes only
+with new measurements of it (a test keeps what was chosen then), so other layers' entries void nothing."""
+
+
 @cache
 def kernel_sources() -> str:
-    """Hash of the sources of this project's kernels and of their tables, without docstrings and lines of comments."""
+    """Hash of the sources of this project's kernels and of what launches them, without docstrings and comment lines."""
     return sources_of(Path(__file__).parents[1] / "kernels")
 
 
 def sources_of(folder: Path) -> str:
-    """Hash of the Python and JSON files of a folder, as `kernel_sources` has it."""
+    """Hash of the Python files of a folder, as `kernel_sources` has it."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in (".py", ".json")):
-        text = path.read_text(encoding="utf-8")
-        content = _code(text) if path.suffix == ".py" else text
+    for path in sorted(path for path in folder.iterdir() if path.suffix == ".py" and path.name not in _CHOOSING):
+        content = _code(path.read_text(encoding="utf-8"))
         digest.update(f"{path.name} {len(content)}\n{content}".encode())
     return digest.hexdigest()[:16]
 
