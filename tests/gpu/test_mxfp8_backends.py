@@ -44,6 +44,9 @@ NAMES = {
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", ["marlin_mxfp8", "humming_mxfp8"])
 def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
+    backend, chosen = default_registry()[name], case.problem()
+    if backend.check(chosen, device.detect()).reasons:
+        pytest.skip("the backend does not take it")
     checkpoint = TABLE.checkpoint(case, "cuda")
     try:
         built = backend_table.build(TABLE, case, checkpoint, "cuda", TABLE.stock[name])
@@ -53,8 +56,6 @@ def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
     stored = {own: getattr(built.layer, parameter).data for own, parameter in NAMES.items()}
     expected = {own: tensor.clone() for own, tensor in stored.items()}
     built.close()
-    backend = default_registry()[name]
-    chosen = case.problem()
     plan = backend.plan(chosen, device.detect())
     canonical = {own: checkpoint.raw[parameter] for own, parameter in NAMES.items()}
     for expert in range(case.experts):
@@ -67,8 +68,11 @@ def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_backends_over_vllms_kernels_agree_with_the_reference(case: Case) -> None:
+    humming = not default_registry()["humming_mxfp8"].check(case.problem(), device.detect()).reasons
+    assert humming or not case.gated  # it takes experts without a gate in later releases only
     rows = backend_table.rows_of(TABLE, case, "cuda", {*TABLE.stock, "emulation"}, (1, 7, 64))
-    assert len(rows) == 3 and not [row["failure"] for row in rows if "failure" in row]
+    assert not [row["failure"] for row in rows if "failure" in row]
+    assert {row["backend"] for row in rows} == {"marlin_mxfp8", "emulation"} | ({"humming_mxfp8"} if humming else set())
     for row in rows:
         for count, modes in row["error"].items():
             # Small layers have few values to average over: one token's error is up to a third above the mean.
