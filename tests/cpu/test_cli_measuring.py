@@ -11,6 +11,7 @@ import pytest
 from test_cli import CONFIGS, Result, Run, run  # noqa: F401
 
 from vllm_moe_oracle import device
+from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measure import shapes
 from vllm_moe_oracle.measure.tuning import groups
 from vllm_moe_oracle.oracle.registry import default_registry
@@ -162,6 +163,13 @@ def test_every_shape_of_the_list_is_a_layer_that_some_backend_runs_on_an_h200() 
         accepted = [name for name in backends if name.check(each, device.named("nvidia-h200")).reasons == ()]
         assert accepted, each.layer
     assert load({}).objective == "balanced"
+
+
+def test_gpt_oss_is_cut_between_blocks_as_its_loader_does() -> None:
+    layer = shapes.parse("mxfp4:gpt-oss-120b@tp4")
+    assert (layer.intermediate_size, layer.whole_intermediate_size) == (736, 2880)
+    with pytest.raises(MeasurementError, match="720"):
+        shapes.parse("mxfp8:gpt-oss-120b@tp4")
 
 
 def test_the_shapes_are_those_of_the_models() -> None:

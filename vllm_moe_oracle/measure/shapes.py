@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ..errors import MeasurementError
-from ..oracle.planner import group_reasons, packing_reasons
+from ..oracle.planner import group_reasons, in_whole_blocks, packing_reasons
 from ..oracle.problem import MX_BLOCK, Activation, Parallel, Problem, Routing, Scheme
 
 FILE = Path(__file__).parents[1] / "profiles" / "shapes.json"
@@ -134,6 +134,8 @@ def problem(scheme: str, shape: str, tp: int = 1) -> Problem:
         routing=Routing(method="renormalize"),
         parallel=Parallel(tp=tp),
     )
+    if activation.interleaved:  # gpt-oss's loader cuts between blocks
+        layer = in_whole_blocks(layer)
     if reasons := group_reasons(layer) + packing_reasons(layer):
         raise MeasurementError("; ".join(map(str, reasons)), where=where)
     return layer
