@@ -32,6 +32,7 @@ from vllm_moe_oracle.kernels.config import Config, Tile
 from vllm_moe_oracle.kernels.fused_moe import fused_moe, plan_workspace
 from vllm_moe_oracle.kernels.prefill_config import Prefill
 from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, rebased
+from vllm_moe_oracle.measure import shapes
 from vllm_moe_oracle.measure.timing import CudaClock, compare
 
 # experts, top-k, hidden, intermediate on this rank, activation, biases
@@ -44,6 +45,13 @@ SHAPES = {
     "nemotron3_nano": (128, 6, 2688, 1856, "relu2", False),
     "tiny": (8, 2, 256, 256, "silu", False),
 }
+# The layers that `tune` knows by name, too, as mixtral-8x7b@tp2; tiles depend on neither formats nor limits.
+SHAPES |= {
+    layer.layer.partition(":")[2]: (
+        layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size, layer.activation.name, layer.has_bias
+    )
+    for layer in shapes.served()
+}  # fmt: skip
 
 
 def stored(scheme: str, shape: str, device: str = "cuda") -> OwnWeights:
