@@ -66,6 +66,7 @@ PROMPT, SHORT, LONG = 32, 16, 144
 MIXED = (128, 128)
 """Tokens of a throughput benchmark's prompts, and what it generates."""
 WARMUPS, ITERATIONS = 2, 9
+"""Of a latency benchmark; the second is `--iterations`'s default."""
 BUSY_SHORT, BUSY_LONG = 8, 40
 """Tokens that are generated under the profiler, which keeps every kernel."""
 NAMED = 14
@@ -146,11 +147,11 @@ def benchmark(name: str, options: list[str], **more: Any) -> dict[str, Any]:
     return found
 
 
-def latencies(options: list[str], batch: int, tokens: int, tiny: bool) -> list[float]:
+def latencies(options: list[str], batch: int, tokens: int, iterations: int) -> list[float]:
     """Quartiles of the seconds that vLLM's latency benchmark takes for a batch."""
     found = benchmark(
         "latency", options, input_len=PROMPT, output_len=tokens, batch_size=batch,
-        num_iters_warmup=1 if tiny else WARMUPS, num_iters=2 if tiny else ITERATIONS,
+        num_iters_warmup=WARMUPS, num_iters=iterations,
     )  # fmt: skip
     return [round(found["percentiles"][part], 6) for part in ("25", "50", "75")]
 
@@ -166,13 +167,14 @@ def throughput(options: list[str], prompts: int, prompt: int, tokens: int) -> in
     return round(found["tokens_per_second"])
 
 
-def measure(folder: str, mode: str, tiny: bool, busy: bool = False) -> Iterator[dict[str, Any]]:
+def measure(folder: str, mode: str, tiny: bool, iterations: int, busy: bool = False) -> Iterator[dict[str, Any]]:
     """Loads the model and times it; in a process of its own. Each time all that is known.
 
     Args:
         folder: the model's.
         mode: see the module.
         tiny: on a CPU.
+        iterations: of a latency benchmark.
         busy: the time in which the GPU works, too.
     """
     options = engine_options(folder, mode, tiny)
@@ -180,8 +182,11 @@ def measure(folder: str, mode: str, tiny: bool, busy: bool = False) -> Iterator[
     llm = one_engine(options)
     found: dict[str, Any] = {"start_seconds": round(time.perf_counter() - begin, 1)}
     yield found
+    if not busy:
+        found["prefill_tokens_per_second"] = throughput(options, *PREFILL, 1)
+        yield found
     for batch in BATCHES:
-        short, long = (latencies(options, batch, tokens, tiny) for tokens in (SHORT, LONG))
+        short, long = (latencies(options, batch, tokens, iterations) for tokens in (SHORT, LONG))
         step = (long[1] - short[1]) / (LONG - SHORT) * 1e3
         # Half of what lies between the quartiles: a median's own spread is less.
         noise = sum((each[2] - each[0]) / 2 for each in (short, long)) / (LONG - SHORT) * 1e3
@@ -197,9 +202,6 @@ def measure(folder: str, mode: str, tiny: bool, busy: bool = False) -> Iterator[
             found.setdefault("kernels_ms", {})[str(batch)] = dict(longest)
         else:
             found.setdefault("tokens_per_second", {})[str(batch)] = throughput(options, batch, *MIXED)
-        yield found
-    if not busy:
-        found["prefill_tokens_per_second"] = throughput(options, *PREFILL, 1)
         yield found
 
 
@@ -226,7 +228,9 @@ def kernels_ms(llm: Any, batch: int, tokens: int) -> tuple[float, dict[str, floa
     return total / 1e3, names
 
 
-def run_mode(folder: Path, mode: str, tiny: bool, seconds: float, busy: bool = False) -> dict[str, Any]:
+def run_mode(
+    folder: Path, mode: str, tiny: bool, seconds: float, iterations: int = 2, busy: bool = False
+) -> dict[str, Any]:
     """One mode in a process of its own; what it found, or the end of what it said.
 
     Args:
@@ -234,6 +238,7 @@ def run_mode(folder: Path, mode: str, tiny: bool, seconds: float, busy: bool = F
         mode: see the module.
         tiny: on a CPU.
         seconds: after which it is ended, with every process that it started.
+        iterations: of a latency benchmark.
         busy: see `measure`.
     """
     report = folder / f"{mode}.jsonl"
@@ -247,7 +252,7 @@ def run_mode(folder: Path, mode: str, tiny: bool, seconds: float, busy: bool = F
         | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if busy else {})
     )
     command = [sys.executable, __file__, "--inner", str(folder), "--mode", mode, *(["--tiny"] if tiny else [])]
-    command += ["--busy"] * busy
+    command += ["--iterations", str(iterations), *["--busy"] * busy]
     log = folder / f"{mode}.log"
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -300,8 +305,8 @@ def conditions(chosen: argparse.Namespace) -> dict[str, Any]:
         "torch": torch.__version__,
         "layers": chosen.layers,
         "decode": (
-            f"vllm bench latency, prompts of {PROMPT} tokens, medians of {ITERATIONS}: the difference between {LONG} "
-            f"and {SHORT} generated tokens, in ms a step"
+            f"vllm bench latency, prompts of {PROMPT} tokens, medians of {chosen.iterations}: the difference between "
+            f"{LONG} and {SHORT} generated tokens, in ms a step"
         ),
         "mixed": f"vllm bench throughput, as many prompts of {MIXED[0]} tokens as the batch, {MIXED[1]} generated",
         "prefill": (
@@ -339,13 +344,14 @@ def main() -> int:
     parser.add_argument("--mode", action="append", help="stock, auto or a backend's name; default: stock and auto")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=240.0, help="for each mode, after which it is ended")
+    parser.add_argument("--iterations", type=int, default=ITERATIONS, help="of each latency benchmark")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--busy", action="store_true", help="also the GPU's time in a step")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--inner", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.inner:
-        for known in measure(chosen.inner, chosen.mode[0], chosen.tiny, chosen.busy):
+        for known in measure(chosen.inner, chosen.mode[0], chosen.tiny, chosen.iterations, chosen.busy):
             print("FOUND " + json.dumps(known), flush=True)
         return 0
     found: dict[str, Any] = {"conditions": conditions(chosen), "models": {}}
@@ -358,7 +364,7 @@ def main() -> int:
             for inside in (False, True)[: 1 + chosen.busy]:
                 for mode in chosen.mode or ("stock", "auto"):
                     begin = time.perf_counter()
-                    row = run_mode(Path(folder), mode, chosen.tiny, chosen.seconds, busy=inside)
+                    row = run_mode(Path(folder), mode, chosen.tiny, chosen.seconds, chosen.iterations, inside)
                     row["wall_seconds"] = round(time.perf_counter() - begin, 1)
                     if "error" in row:
                         print(row["end"], flush=True)
