@@ -254,3 +254,13 @@ def test_every_test_for_a_gpu_is_marked_as_one() -> None:
     files = sorted((Path(__file__).parents[1] / "gpu").glob("test_*.py"))
     assert files
     assert [each.name for each in files if "\npytestmark = pytest.mark.gpu\n" not in each.read_text()] == []
+
+
+def test_how_a_process_without_a_result_ended_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = tmp_path / "layer"
+    layer.write_text("#!/usr/bin/env bash\necho its last words\nkill -ILL $$\n")
+    layer.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(layer))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (found,) = backend_table._many("mxfp8", [("a", ["dies"])], [], 1, time.monotonic() + 60)
+    assert found["failure"] == "no result, exit status -4: its last words\n" and not found["pass"]

@@ -73,7 +73,7 @@ CONVERSION_SLACK_MIB = 64
 SELF_CHECK_SECONDS = 0.15
 PROCESSES = 16
 TIMED = 3
-TIMING_SECONDS = 1.5
+TIMING_SECONDS = 1.0
 KEEP_SECONDS = 5
 
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -1155,7 +1155,8 @@ def _many(
             beside = [each for each, check in checks.items() if check.get("passed") and "alone" not in check]
             if beside:
                 print(f"{name} {', '.join(beside)}: self-check not timed alone:\n{text[-1000:]}", flush=True)
-            why = "ended, being late: " if late else "no result: "
+            # A negative status is a signal: a kernel's library may end the process without a word of Python.
+            why = "ended, being late: " if late else f"no result, exit status {process.returncode}: "
             missing = [each for each in group if each not in {row["backend"] for row in done}]
             for backend in missing:
                 rows.append({"layer": name, "backend": backend, "failure": why + text[-400:], "pass": False})
@@ -1197,6 +1198,7 @@ def main() -> None:
         Path(args.json).write_text(json.dumps(merged, indent=1) + "\n")
         rows = merged["rows"]
     elif len(names) == 1:
+        faulthandler.enable()
         faulthandler.register(signal.SIGUSR1)
         quiet = Quiet(args.quiet)
         join_alone(args.device)
