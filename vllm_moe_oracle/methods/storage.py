@@ -111,28 +111,36 @@ def convert_in_place(
     }
     changed: set[str] = set()
     for index in range(count):
-        before = {name: tensor[index] for name, tensor in raw.items()}
-        after = convert(before)
-        ready = {}
-        for name, tensor in after.items():
-            if Kind.of(tensor) != kinds.get(name):
-                rule = f"expert {index}'s {name} became {Kind.of(tensor)}, the first one's is {kinds.get(name)}"
-                raise LifecycleError(rule, "The backend's conversion depends on values, which its contract forbids")
-            if tensor is not before.get(name):
-                # A view of what is about to be overwritten must be copied out first.
-                shared = any(
-                    tensor.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in raw.values()
-                )
-                ready[name] = tensor.clone() if shared else tensor
-        for name, tensor in ready.items():
-            _view(memory[name][index : index + 1], kinds[name])[0].copy_(tensor)
-        changed |= ready.keys()
+        # In a function of its own: what one expert's conversion made must be gone when the next one's begins.
+        changed |= _convert_one(index, raw, convert, kinds, memory)
     for name in raw.keys() - kinds.keys():
         delattr(layer, names[name])
     for name in changed:
         parameter = names.get(name, name)
         replace(layer, parameter, _view(memory[name], kinds[name]))
     return {name: names.get(name, name) for name in kinds}
+
+
+def _convert_one(
+    index: int, raw: Mapping[str, Tensor], convert: Convert, kinds: Mapping[str, Kind], memory: Mapping[str, Tensor]
+) -> set[str]:
+    """Converts one expert and writes it into its place; names of the tensors that are not those that came in."""
+    before = {name: tensor[index] for name, tensor in raw.items()}
+    after = convert(before)
+    ready = {}
+    for name, tensor in after.items():
+        if Kind.of(tensor) != kinds.get(name):
+            rule = f"expert {index}'s {name} became {Kind.of(tensor)}, the first one's is {kinds.get(name)}"
+            raise LifecycleError(rule, "The backend's conversion depends on values, which its contract forbids")
+        if tensor is not before.get(name):
+            # A view of what is about to be overwritten must be copied out first.
+            shared = any(
+                tensor.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in raw.values()
+            )
+            ready[name] = tensor.clone() if shared else tensor
+    for name, tensor in ready.items():
+        _view(memory[name][index : index + 1], kinds[name])[0].copy_(tensor)
+    return set(ready)
 
 
 def rename(layer: nn.Module, names: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:
