@@ -15,6 +15,7 @@ class Peak(TorchDispatchMode):
     Attributes:
         peak: largest sum of bytes of storages that were allocated inside and alive at the same time.
         calls: operations of torch.
+        starts: those of them that a GPU would have to be told of: neither views nor allocations, nor on meta tensors.
     """
 
     def __init__(self, *own: Tensor) -> None:
@@ -26,12 +27,17 @@ class Peak(TorchDispatchMode):
         self._alive = {tensor.untyped_storage().data_ptr(): 0 for tensor in own if not tensor.is_meta}
         self.peak = 0
         self.calls = 0
+        self.starts = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         """Runs an operation and looks at what it made."""
         self.calls += 1
         result = function(*arguments, **(keywords or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
+        made = result if isinstance(result, tuple | list) else (result,)
+        views = any(each.alias_info is not None and not each.alias_info.is_write for each in function._schema.returns)
+        meta = any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in made)
+        self.starts += not (views or meta or function._schema.name.startswith(("aten::empty", "aten::new_empty")))
+        for tensor in made:
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 memory = tensor.untyped_storage()
                 if memory.data_ptr() not in self._alive and memory.nbytes():

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 from cases import CPU, GPT_OSS, H200, SILU, problem
+from peak import Peak
+from torch import nn
 
 from vllm_moe_oracle.backends.own_mxfp4_w4a8 import BACKEND
 from vllm_moe_oracle.kernels.fp8_weights import order_of
+from vllm_moe_oracle.layouts import fold
+from vllm_moe_oracle.methods import storage
 from vllm_moe_oracle.oracle.decision import Decision
 from vllm_moe_oracle.oracle.oracle import decide
 from vllm_moe_oracle.oracle.problem import Device, Problem, Scheme
@@ -123,6 +127,48 @@ def test_a_row_that_does_not_fit_is_named_with_its_exponents() -> None:
     # Should it be converted all the same, the row is not silently another one.
     scale = BACKEND.convert(one, layer, BACKEND.plan(layer, H200))["w2_scale"]
     assert torch.isnan(scale).sum() == 1
+
+
+def test_an_expert_of_gpt_oss_is_converted_in_few_operations_and_little_memory() -> None:
+    """What a conversion of four experts takes of the 150 ms of a self-check, and of the memory of one expert and 64 MiB
+    that a layer's may take, follows from these two."""
+    scheme = dataclasses.replace(MXFP4, packing="gpt_oss")
+    activation = dataclasses.replace(GPT_OSS, interleaved=True)
+    layer = problem(
+        scheme=scheme, experts=2, top_k=2, hidden_size=2880, intermediate_size=2880, activation=activation,
+        has_bias=True,
+    )  # fmt: skip
+    plan = BACKEND.plan(layer, H200)
+
+    def convert(expert: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return BACKEND.convert(mxfp4.canonical_expert(expert, layer), layer, plan)
+
+    weights = canonical(layer)
+    one = mxfp4.canonical_expert({key: each[0] for key, each in weights.items()}, layer)
+    expected = convert({key: each[1] for key, each in weights.items()})
+    with Peak() as objecting:
+        assert BACKEND.objection(one, layer) == ""
+    module = nn.Module()
+    for key, each in weights.items():
+        storage.replace(module, key, torch.empty_like(each))
+    for key, kind in storage.kinds_after(convert, weights).items():
+        storage.make_room(module.get_parameter(key), kind)
+        module.get_parameter(key).data.copy_(weights[key])
+    with Peak(*module.parameters()) as converting:
+        storage.convert_in_place(module, {key: key for key in weights}, convert, BACKEND.dense)
+    assert all(torch.equal(bits(module.get_parameter(key)[1]), bits(each)) for key, each in expected.items())
+    # Four parts of w13 and two of w2, eleven operations each; 24 a matrix beside them (`test_layouts_fold.py`), what
+    # puts eight tensors into order, and six that are written.
+    assert objecting.starts <= 6 * 9 + 2 * 24
+    assert converting.starts <= 2 * (6 * 11 + 2 * 24 + 4 * 8 + 6)
+    # w13 in the order of the format; both matrices in e4m3, one of them in the kernels' order; three bytes for each
+    # number of a part, and what scales and the order take.
+    matrix = 2880 * 2880
+    assert converting.peak <= matrix + 3 * matrix + matrix + 3 * fold._PART + matrix // 2
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 class Recorder:

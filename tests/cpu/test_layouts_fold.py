@@ -9,12 +9,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peak import Peak
 
 from vllm_moe_oracle.layouts import fold
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 E4M3 = {m / 8 * 2.0**-6 for m in range(8)} | {(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)}
 E4M3.discard(480.0)  # the code of NaN
+
+
+LOOKED, FOLDED = 9, 2
+"""Operations on a part of a matrix: the places of its bytes, and twice (for the largest numbers, and for last bits) a
+look-up, the best of each block, its scale, and the best of each row; then the places among the codes, and a look-up."""
+MATRIX = 24
+"""Most operations on the rows' exponents and the blocks' scales of a matrix, however many parts it has."""
 
 
 def packed(codes: list[list[int]]) -> torch.Tensor:
@@ -99,6 +107,45 @@ def test_many_rows_are_folded_as_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fold, "_PART", 32 * 100 + 5)
     folded, factors = fold.fold(codes, scales)
     assert torch.equal(folded.double() * factors.double()[:, None], numbers(codes, scales))
+
+
+def test_a_part_is_folded_in_few_operations_however_large_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU has to be told to do takes time for each operation, not for each number."""
+
+    def counted(rows: int) -> tuple[int, int]:
+        codes = torch.full((rows, 64), 0x21, dtype=torch.uint8)
+        scales = torch.full((rows, 4), 120, dtype=torch.uint8)
+        with Peak() as folding:
+            fold.fold(codes, scales)
+        with Peak() as looking:
+            fold.exponents(codes, scales)
+        return folding.starts, looking.starts
+
+    counted(1)  # makes the tables
+    monkeypatch.setattr(fold, "_PART", 128 * 100)
+    (one, looked), (five, looked_five) = counted(100), counted(500)
+    assert (one, looked) == counted(3) and (five, looked_five) == counted(401)
+    assert five - one == 4 * (LOOKED + FOLDED) and looked_five - looked == 4 * LOOKED
+    assert looked < one <= LOOKED + FOLDED + MATRIX
+
+
+def test_of_what_has_no_data_only_shapes_are_made() -> None:
+    codes, scales = (torch.empty(size, dtype=torch.uint8, device="meta") for size in ((5760, 1440), (5760, 90)))
+    with Peak() as found:
+        four = fold.fold(codes, scales)
+        eight = fold.fold_codes(codes.view(torch.float8_e4m3fn), scales)
+    assert found.calls < 20
+    assert [each.dtype for each in (*four, *eight)] == [torch.float8_e4m3fn, torch.float32] * 2 + [torch.float32]
+    assert all(each.is_meta for each in (*four, *eight))
+    assert four[0].shape == (5760, 2880) and eight[0].shape == (5760, 1440)
+    assert {each.shape for each in (four[1], *eight[1:])} == {(5760,)}
+
+
+def test_tables_are_the_hosts_whatever_the_default_device_is() -> None:
+    fold._tables_on_host.cache_clear()
+    with torch.device("meta"):
+        assert fold._tables_on_host().device == torch.device("cpu")
+    test_every_code_at_every_end_of_the_scales(127)
 
 
 def mxfp8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
