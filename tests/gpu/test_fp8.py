@@ -26,6 +26,7 @@ if not torch.cuda.is_available():
 
 from vllm_moe_oracle.kernels import fp8_moe, fp8_quantise  # noqa: E402
 from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights, convert_expert  # noqa: E402
+from vllm_moe_oracle.layouts import fold  # noqa: E402
 
 _BASE = Case("oai", "mxfp4", 32, "swigluoai", bias=True, limit=7.0, experts=16, top_k=4, hidden=320, inner=160)
 CASES = (
@@ -185,6 +186,27 @@ def compare(name: str, found: torch.Tensor, summed: torch.Tensor, exact: torch.T
         f"{name} {measured:.2e} of {allowed:.2e}; sums {error(summed, exact):.2e}, with both {error(found, exact):.2e}"
     )
     assert measured <= allowed
+
+
+@pytest.mark.parametrize("rows", (64, 5760))
+def test_a_gpu_folds_to_the_same_bits_and_nobody_waits_for_it(rows: int) -> None:
+    """Rows that fit, and rows that do not; one part, and several."""
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(0, 256, (rows, 1440), generator=generator, dtype=torch.uint8)
+    codes.view(rows, 90, 16)[torch.rand((rows, 90), generator=generator) < 0.2] &= 0x99  # zeros and halves
+    scales = torch.randint(112, 124, (rows, 90), generator=generator, dtype=torch.uint8)
+    scales[3, 5], scales[4, 5] = 0, 255
+    expected = (*fold.fold(codes, scales), *fold.exponents(codes, scales))
+    assert 0 < int(expected[1].isnan().sum()) < rows
+    codes, scales = codes.cuda(), scales.cuda()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = (*fold.fold(codes, scales), *fold.exponents(codes, scales))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for here, there in zip(found, expected, strict=True):
+        assert here.dtype == there.dtype and torch.equal(here.cpu().view(torch.uint8), there.view(torch.uint8))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
