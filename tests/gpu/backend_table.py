@@ -430,7 +430,7 @@ def spread_places(case: Case, device: str) -> torch.Tensor:
 def _fill(target: torch.Tensor, tensor: torch.Tensor, name: str, halves: int) -> None:
     """Copies a tensor into a parameter of its shape, of its shape with the last two dimensions exchanged, or of a
     larger one, as stock pads it: with zeros, each half of the rows by itself."""
-    if target.dim() == 3 and target.shape == tensor.transpose(1, 2).shape:
+    if target.dim() == 3 and target.shape != tensor.shape and target.shape == tensor.transpose(1, 2).shape:
         tensor = tensor.transpose(1, 2)
     larger = all(room >= size for room, size in zip(target.shape, tensor.shape, strict=True))
     if not larger or target.element_size() != tensor.element_size():
