@@ -171,6 +171,17 @@ def test_a_scale_that_is_nan_is_named_and_counted(form: Form, name: str) -> None
     assert form.refused(given, rf"2 of {total} scales in {name} are NaN \(e8m0 code 255\)").remedy
 
 
+@both
+@pytest.mark.parametrize("name", ["w13_bias", "w2_bias"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_bias_that_is_no_number_is_named_and_counted(form: Form, name: str, bad: float) -> None:
+    """The self-check would not notice: it puts biases of its own in the place of the checkpoint's."""
+    given = form.given()
+    given[name][2, 5:7] = bad
+    total = given[name].numel()
+    assert form.refused(given, rf"2 of {total} biases in {name} are NaN or infinite").remedy
+
+
 @pytest.mark.parametrize("name", ["w13_scale", "w2_scale"])
 def test_scales_of_mxfp4_that_were_never_loaded_are_noticed(name: str) -> None:
     given = MXFP4.given()

@@ -393,6 +393,22 @@ def test_a_damaged_checkpoint_is_not_the_backends_fault(monkeypatch: pytest.Monk
     assert method.decision.backend == "none"
 
 
+def test_weights_that_are_no_numbers_are_not_the_backends_fault() -> None:
+    """No backend would pass; each one that fails would take the blame, and the next its place."""
+    from vllm_moe_oracle.errors import CheckpointError
+
+    layer = LAYERS["silu"]
+    other = second()
+    backends, loaded = registry([Faulty("none"), other]), weights(layer)
+    loaded["w2"].view(torch.uint8)[0, 3, 5] = 0x7F  # e4m3's NaN
+    method = Method.of(backends, layer)
+    rule = r"the float32 reference is NaN or infinite for [1-8] of 8 tokens on the weights of local experts 0, "
+    with pytest.raises(CheckpointError, match=rule) as caught:
+        selfcheck.settle(method, loaded, registry=backends)
+    assert caught.value.where == layer.layer and caught.value.remedy
+    assert method.decision.backend == "none" and other.runs == 0
+
+
 def test_an_override_is_an_explicit_choice() -> None:
     from vllm_moe_oracle.oracle.overrides import parse
 

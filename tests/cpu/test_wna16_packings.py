@@ -123,6 +123,19 @@ def test_reading_what_was_written_changes_nothing(case: tuple[Problem, bool | No
         assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor), name
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("what", ["scale", "bias"])
+@pytest.mark.parametrize("matrix", ["w13", "w2"])
+def test_scales_and_biases_that_are_no_numbers_are_named_and_counted(matrix: str, what: str, bad: float) -> None:
+    """Of biases the self-check would not notice it: it puts its own in the place of the checkpoint's."""
+    layer = layer_of("gptq", bias=True)
+    made = any_canonical(layer, 0)
+    made[f"{matrix}_{what}"].view(-1)[7:9] = bad
+    words = rf"2 of {made[f'{matrix}_{what}'].numel()} {what}(s|es) in {matrix}_{what}s? are NaN or infinite"
+    with pytest.raises(CheckpointError, match=words):
+        wna16.read(wna16.write(made, layer), layer)
+
+
 # --- Zero points of GPTQ ----------------------------------------------------------------------------------------------
 
 

@@ -134,6 +134,9 @@ def run(backend: Backend, problem: Problem, plan: Plan, raw: Tensors, moe: Any, 
         raw: the layer's loaded weights as the scheme's `read` found them, `[local_experts, ...]` each; not modified.
         moe: vLLM's `FusedMoEConfig` of the layer.
         release: vLLM's side.
+
+    Raises:
+        CheckpointError: the weights are such that the reference itself is NaN or infinite.
     """
     start = time.perf_counter()
     limit = tolerance(backend, problem)
@@ -164,6 +167,7 @@ def run(backend: Backend, problem: Problem, plan: Plan, raw: Tensors, moe: Any, 
         weights, ids = (each.to(x.device) for each in routing.route(small.routing, small.top_k, *routed))
     expected = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     forward(experts, reference, expected, x, weights, ids)
+    _refuse_to_judge(expected, picked, problem)
     made, layer, tensors = _converted(backend, small, plan, experts, moe, release)
     if logits is None:
         actual = release.run_alone(made, layer, tensors, x, weights, ids)
@@ -171,6 +175,17 @@ def run(backend: Backend, problem: Problem, plan: Plan, raw: Tensors, moe: Any, 
         actual = release.run_alone_routing(made, tensors, x, small, *logits)
     error = token_error(actual, expected)
     return Result(error, limit, time.perf_counter() - start)
+
+
+def _refuse_to_judge(expected: Tensor, experts: list[int], problem: Problem) -> None:
+    """Raises where what kernels are compared with is no number: all of them would fail, none for its own fault."""
+    bad = int((~torch.isfinite(expected)).any(-1).sum())
+    if bad:
+        rule = (
+            f"the float32 reference is NaN or infinite for {bad} of {len(expected)} tokens on the weights of local "
+            f"experts {', '.join(map(str, dict.fromkeys(experts)))}: no backend can be judged by it"
+        )
+        raise CheckpointError(rule, "The checkpoint is damaged: some of its weights are no numbers", problem.layer)
 
 
 def canonical(problem: Problem, raw: Tensors, experts: list[int]) -> dict[str, Tensor]:

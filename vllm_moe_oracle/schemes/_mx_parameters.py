@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..oracle.problem import Problem
+from ._finite import refuse_not_finite
 
 E8M0_NAN = 255
 """The one e8m0 code that is no scale."""
@@ -91,8 +92,8 @@ def refuse_unloaded(
             raise CheckpointError(rule, remedy, problem.layer)
 
 
-def refuse_nan_scales(found: Mapping[str, Tensor], names: Mapping[str, str], problem: Problem) -> None:
-    """Raises where a scale is no number.
+def refuse_no_numbers(found: Mapping[str, Tensor], names: Mapping[str, str], problem: Problem) -> None:
+    """Raises where a scale or a bias is no number.
 
     Args:
         found: from `checked`.
@@ -100,7 +101,7 @@ def refuse_nan_scales(found: Mapping[str, Tensor], names: Mapping[str, str], pro
         problem: the layer.
 
     Raises:
-        CheckpointError: a scale is the NaN code 255.
+        CheckpointError: a scale is the NaN code 255, or a bias is NaN or infinite.
     """
     for canonical in ("w13_scale", "w2_scale"):
         scales = found[canonical]
@@ -109,3 +110,7 @@ def refuse_nan_scales(found: Mapping[str, Tensor], names: Mapping[str, str], pro
         if bad:
             rule = f"{bad} of {scales.numel()} scales in {names[canonical]} are NaN (e8m0 code 255)"
             raise CheckpointError(rule, "The checkpoint is damaged, or a scale was never loaded", problem.layer)
+    # The self-check would not tell: it puts biases of its own in the place of the checkpoint's.
+    for canonical in ("w13_bias", "w2_bias"):
+        if canonical in found:
+            refuse_not_finite(found[canonical], "biases", names[canonical], problem)

@@ -14,13 +14,11 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..oracle.planner import group_reasons, has_order, packing_reasons, scale_columns
 from ..oracle.problem import Problem
+from ._finite import refuse_not_finite
 from ._packings import PACKINGS, Layout, Packing, raw_shapes
 
 Matrix = Literal["w13", "w2"]
 MATRICES: tuple[Matrix, Matrix] = ("w13", "w2")
-
-_CHECKED = 2**21
-"""Scales that are looked at together."""
 
 REAL = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -118,8 +116,9 @@ def read(given: Mapping[str, Tensor], problem: Problem, is_transposed: bool | No
             raise CheckpointError(rule, where=problem.layer)
         found[canonical] = tensor.data
     for name, canonical in parameters(problem).items():
-        if canonical.endswith("_scale"):
-            _check_scales(found[canonical], name, problem)
+        if canonical.endswith(("_scale", "_bias")):
+            what = "scales" if canonical.endswith("_scale") else "biases"
+            refuse_not_finite(found[canonical], what, name, problem)
         elif canonical.endswith("_order"):
             _check_group_index(found[canonical], name, problem)
         elif packing.signed and problem.scheme.bits == 4 and not canonical.endswith("_bias"):
@@ -219,16 +218,6 @@ def _dtypes(canonical: str, packing: Packing) -> tuple[torch.dtype, ...]:
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _check_scales(scales: Tensor, name: str, problem: Problem) -> None:
-    # Some experts at a time: the test makes copies, and a layer may have a hundred megabytes of scales.
-    some = max(1, _CHECKED // max(scales[0].numel(), 1))
-    parts = (scales[start : start + some] for start in range(0, len(scales), some))
-    bad = sum(int((~torch.isfinite(part)).sum()) for part in parts)
-    if bad:
-        rule = f"{bad} of {scales.numel()} scales in {name} are NaN or infinite"
-        raise CheckpointError(rule, "The checkpoint is damaged, or a scale was never loaded", problem.layer)
 
 
 def _check_range(values: Tensor, name: str, problem: Problem) -> None:

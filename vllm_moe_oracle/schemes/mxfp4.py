@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..oracle.problem import MX_BLOCK, Problem
-from ._mx_parameters import E8M0_NAN, checked, refuse_nan_scales, refuse_unloaded
+from ._mx_parameters import E8M0_NAN, checked, refuse_no_numbers, refuse_unloaded
 from .mxfp8 import E8M0_BIAS, ScaleRule, scale_values
 from .mxfp8 import scale_exponents as mx_scale_exponents
 
@@ -83,13 +83,13 @@ def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor
         problem: the layer, whose shapes the tensors must have.
 
     Raises:
-        CheckpointError: a tensor is missing, has the wrong dtype or shape, an expert's matrix was never loaded, or a
-            scale is the NaN code 255.
+        CheckpointError: a tensor is missing, has the wrong dtype or shape, an expert's matrix was never loaded, a
+            scale is the NaN code 255, or a bias is NaN or infinite.
     """
     names = parameters_of(problem)
     found = checked(parameters, names, shapes(problem), torch.uint8, problem)
     refuse_unloaded(found, names, UNLOADED, problem)
-    refuse_nan_scales(found, names, problem)
+    refuse_no_numbers(found, names, problem)
     return found
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..oracle.problem import MX_BLOCK, Problem
-from ._mx_parameters import E8M0_NAN, checked, refuse_nan_scales, refuse_unloaded
+from ._mx_parameters import E8M0_NAN, checked, refuse_no_numbers, refuse_unloaded
 
 ScaleRule = Literal["ceil", "floor", "llm-compressor"]
 
@@ -86,8 +86,8 @@ def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor
 
     Raises:
         CheckpointError: a tensor is missing, has the wrong dtype or shape, an expert's matrix was never loaded, a scale
-            is the NaN code 255, or the rows of the first product alternate gate and up, which no MXFP8 checkpoint is
-            known to do.
+            is the NaN code 255, a bias is NaN or infinite, or the rows of the first product alternate gate and up,
+            which no MXFP8 checkpoint is known to do.
     """
     if problem.activation.interleaved:
         rule = "the rows of w13_weight alternate gate and up; MXFP8 is read as gate rows, then up rows"
@@ -95,7 +95,7 @@ def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor
     names = {canonical: name for name, canonical in PARAMETERS.items()}
     found = checked(parameters, names, shapes(problem), torch.float8_e4m3fn, problem)
     refuse_unloaded(found, names, UNLOADED, problem)
-    refuse_nan_scales(found, names, problem)
+    refuse_no_numbers(found, names, problem)
     return found
 
 
