@@ -306,8 +306,10 @@ def test_a_multimodal_models_quantisation_may_stand_in_its_language_part(explain
         ("model.layers.1.*", [1]),
         ("model.layers.1.mlp*", [1]),
         ("layers.1.mlp", [1]),
-        ("*.layers.1.mlp.experts.*", [1]),
-        ("re:model\\.layers\\.[0-3]\\.", [0, 1, 2, 3]),
+        ("*.layers.1.mlp.experts.*", []),  # the module's name has nothing after it
+        ("*.layers.1.mlp.*", [1]),
+        ("model.layers.1.mlp.experts.7.down_proj", [1]),  # all or nothing
+        ("re:model\\.layers\\.[0-3]\\.", []),  # no expressions are read there
         ("*", list(range(48))),
         ("mlp.experts", list(range(48))),
         ("lm_head", []),
@@ -339,12 +341,20 @@ def test_an_exclusion_may_use_the_checkpoints_name_of_a_module(explain: Any) -> 
     assert found.unquantised == ("language_model.model.layers.2.mlp.experts",)
 
 
-def test_an_expert_is_left_out_when_all_its_matrices_are(explain: Any) -> None:
-    names = [f"model.layers.5.mlp.experts.0.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
-    assert explain(quantised(quantization_config=MODELOPT | {"ignore": names})).unquantised == (
-        "model.layers.5.mlp.experts",
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (r"re:.*experts.*", "means nothing: vLLM reads names and wildcards there"),
+        ("*.mlp.experts.*", "leaves no experts out: vLLM asks for the experts' module, whose name ends with experts"),
+        ("model.layers.1.mlp.experts.*", ""),
+        ("*self_attn*", ""),
+    ],
+)
+def test_exclusions_that_leave_nothing_out_are_told_of(entry: str, words: str, explain: Any) -> None:
+    notes = explain(quantised(quantization_config=MODELOPT | {"ignore": [entry]})).notes
+    assert [note.rpartition(f"the exclusion {entry!r} ")[2] for note in notes if "exclusion" in note] == [words] * bool(
+        words
     )
-    assert explain(quantised(quantization_config=MODELOPT | {"ignore": names[:2]})).unquantised == ()
 
 
 def test_compressed_tensors_ignores_and_targets_by_name_and_expression(explain: Any) -> None:

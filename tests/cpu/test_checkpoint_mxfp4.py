@@ -69,7 +69,9 @@ def test_expert_parallelism_cuts_nothing(explain: Any) -> None:
 # --- Who wrote it ---------------------------------------------------------------------------------------------------
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-QUARK_WEIGHT = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "is_dynamic": False}
+QUARK_WEIGHT = {
+    "dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "is_dynamic": False
+}  # fmt: skip
 QUARK = {"quant_method": "quark", "exclude": ["lm_head"], "global_quant_config": {"weight": QUARK_WEIGHT}}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "mx_fp", "sym": True}
 
@@ -100,6 +102,8 @@ def test_deepseek_v4_has_four_bit_experts_and_fp8_activations(explain: Any, kind
         ({}, {**QUARK, "global_quant_config": {"weight": {**QUARK_WEIGHT, "dtype": "fp6_e3m2"}}}),
         ({}, {**QUARK, "global_quant_config": {"weight": [QUARK_WEIGHT, QUARK_WEIGHT]}}),
         ({}, {**QUARK, "global_quant_config": {"weight": {**QUARK_WEIGHT, "group_size": 16}}}),
+        ({}, {**QUARK, "global_quant_config": {"weight": {**QUARK_WEIGHT, "scale_format": "float32"}}}),
+        ({}, {**QUARK, "global_quant_config": {"weight": {**QUARK_WEIGHT, "scale_format": None}}}),
         ({}, {**QUARK, "global_quant_config": {"weight": QUARK_WEIGHT, "input_tensors": QUARK_WEIGHT}}),
         ({}, {**AUTO_ROUND, "data_type": "fp", "group_size": 128}),
     ],
@@ -113,12 +117,41 @@ def test_what_is_not_mxfp4_is_named_as_another_format(
 
 def test_quark(explain: Any) -> None:
     assert scheme(explain(QWEN3, QUARK)) == ("mxfp4", "quark", "16bit")
+    alone = {**QUARK, "global_quant_config": {"weight": [QUARK_WEIGHT], "input_tensors": None}}
+    assert scheme(explain(QWEN3, alone)) == ("mxfp4", "quark", "16bit")
     dynamic = {"weight": QUARK_WEIGHT, "input_tensors": {**QUARK_WEIGHT, "is_dynamic": True}}
     assert scheme(explain(QWEN3, {**QUARK, "global_quant_config": dynamic})) == ("mxfp4", "quark", "mxfp4")
-    apart = {**QUARK, "layer_quant_config": {"*layers.3.*": {"weight": None}}, "exclude": ["*layers.5.mlp*"]}
+    apart = {
+        **QUARK,
+        "layer_quant_config": {"*layers.3.*": {"weight": None}, f"{module(4)}.0.up_proj": {"weight": None}},
+        "exclude": [f"{module(5)}.*.down_proj", r"re:.*\.layers\.7\.", module(9)],
+    }
     found = explain(QWEN3, apart)
-    assert found.unquantised == ("model.layers.3.mlp.experts", "model.layers.5.mlp.experts")
+    assert found.unquantised == tuple(map(module, (3, 4, 5, 7, 9)))
     assert found.method == "quark"
+
+
+def module(index: int) -> str:
+    return f"model.layers.{index}.mlp.experts"
+
+
+@pytest.mark.parametrize("entry", ["*layers.5.mlp*", "*", "model.layers.5.mlp", "layers.5.mlp.experts", "re:layers"])
+def test_quark_leaves_out_names_and_expressions_only(explain: Any, entry: str) -> None:
+    found = explain(QWEN3, {**QUARK, "exclude": [entry]})
+    assert not found.unquantised
+    assert any(f"exclude: {entry!r} means nothing" in note for note in found.notes) == ("*" in entry)
+
+
+@pytest.mark.parametrize("entry", ["*.experts.*", "*_proj", "*experts.0.up_proj"])
+def test_quark_gives_modules_not_their_matrices_a_format_by_wildcard(explain: Any, entry: str) -> None:
+    assert not explain(QWEN3, {**QUARK, "layer_quant_config": {entry: {"weight": None}}}).unquantised
+
+
+def test_what_vllm_fails_without_is_told_of_quark_s_configs(explain: Any) -> None:
+    whole = {**QUARK, "export": {"kv_cache_group": []}, "layer_type_quant_config": {}}
+    assert not any("not set" in note for note in explain(QWEN3, whole).notes)
+    (told,) = (note for note in explain(QWEN3, {**whole, "export": None, "exclude": None}).notes if "not set" in note)
+    assert told.endswith("exclude, export are not set, which vLLM fails without")
 
 
 def test_auto_round(explain: Any) -> None:

@@ -68,7 +68,7 @@ from vllm_moe_oracle.oracle.problem import Problem
         ({"quantization_config": {"quant_method": "fp8"}}, "stored as fp8, which this release does not read"),
         ({"quantization_config": MODELOPT | {"ignore": "lm_head"}}, "ignore is 'lm_head', not a list of names"),
         ({"quantization_config": MODELOPT | {"ignore": [1]}}, r"ignore is \[1\], not a list of names"),
-        ({"quantization_config": MODELOPT | {"ignore": ["re:("]}}, "is no regular expression"),
+        ({"quantization_config": {"quant_method": "quark", "exclude": ["re:("]}}, "is no regular expression"),
         ({"quantization_config": MODELOPT | {"config_groups": []}}, "config_groups is not an object of objects"),
         ({"quantization_config": {"quant_method": "modelopt", "quantization": 1}}, "quantization is 1, not an object"),
         ({"quantization_config": MODELOPT | {"quant_algo": "MIXED_PRECISION"}}, "needs an object quantized_layers"),
@@ -88,6 +88,10 @@ from vllm_moe_oracle.oracle.problem import Problem
                 }
             },
             "unknown checkpoint_format 'marlin'. Known are gptq, gptq_v2",
+        ),
+        (
+            {"quantization_config": {"quant_method": "awq", "w_bit": 8, "q_group_size": 32, "zero_point": True}},
+            "w_bit is 8; vLLM's classes for AWQ refuse any width but 4 bits. Quantise again with 4 bits",
         ),
         (
             {

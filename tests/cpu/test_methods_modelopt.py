@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM's own config classes are asked")
 
 from vllm_moe_oracle.checkpoint import layers, read
 from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.quantization.modelopt import exclusion
 
 CONFIG = Path(__file__).parents[1] / "golden" / "configs" / "qwen3-30b-a3b.json"
 
@@ -103,7 +106,22 @@ def test_an_excluded_layer_is_not_quantised_whatever_its_recipe_says() -> None:
 @pytest.mark.parametrize("precision", ["MXFP8", "MIXED_PRECISION"])
 @pytest.mark.parametrize(
     "pattern",
-    ["model.layers.1", "model.layers.1*", "layers.1", "model.layers.1.mlp*", "model.layers.1?", "*.mlp.experts"],
+    [
+        "model.layers.1",
+        "model.layers.1*",
+        "layers.1",
+        "model.layers.1.mlp*",
+        "model.layers.1?",
+        "*.mlp.experts",
+        "*.mlp.experts.*",
+        "model.layers.1.mlp.experts.*",
+        "model.layers.1.mlp.experts.3.up_proj",
+        "re:.*experts",
+        "*.layers.1.mlp.*",
+        ".mlp.",
+        "mlp.shared_experts",
+        "*mlp.gate*",
+    ],
 )
 def test_vllm_leaves_out_the_layers_that_explain_does(precision: str, pattern: str, tmp_path: Path) -> None:
     """A layer's number ends where it ends: `model.layers.1` is no part of layer 10."""
@@ -123,3 +141,32 @@ def test_vllm_leaves_out_the_layers_that_explain_does(precision: str, pattern: s
         attention = f"model.layers.{index}.self_attn.qkv_proj"
         assert config.is_layer_excluded(attention) == (experts(index) in left_out and "mlp" not in pattern)
     assert config.exclude_modules == [pattern]
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> str:
+    """Parts of a matrix's name, with wildcards here and there."""
+    name = f"{experts(draw(st.sampled_from((1, 2, 10))))}.{draw(st.sampled_from((0, 7)))}.gate_proj"
+    start, stop = sorted(draw(st.tuples(*[st.integers(0, len(name))] * 2)))
+    start = draw(st.sampled_from((0, start)))
+    assume(start < stop)
+    entry = name[start:stop]
+    for sign in draw(st.lists(st.sampled_from(("*", "?", ".*", "re:", "[12]", ".")), max_size=2)):
+        place, skipped = draw(st.integers(0, len(entry))), draw(st.integers(0, 3))
+        entry = entry[:place] + sign + entry[place + skipped :]
+    return entry
+
+
+@given(st.lists(entries(), min_size=1, max_size=2))
+def test_explain_reads_any_exclusions_as_vllm_does(names: list[str]) -> None:
+    """With a model's mapping of names and without, which differ where a part of a name ends with a star."""
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    from vllm_moe_oracle.methods.modelopt import ModelOptMxFp8Config
+
+    given_ = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": names}
+    plain, mapped = (ModelOptMxFp8Config.from_config(given_) for _ in range(2))
+    mapped.apply_vllm_mapper(WeightsMapper())
+    excluded = exclusion(names)
+    for module in map(experts, (1, 2, 10)):
+        assert excluded(module) in {plain.is_layer_excluded(module), mapped.is_layer_excluded(module)}

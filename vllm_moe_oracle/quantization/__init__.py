@@ -100,8 +100,15 @@ def _method(config: Mapping[str, Any], where: str) -> str:
 
 def config_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     """What to know of the answers for a config that `reader` took, one sentence each."""
-    families = {"auto-round": auto_round, "awq": awq, "compressed-tensors": compressed_tensors, "gptq": gptq}
-    if (family := families.get(_method(config, where))) is not None:
+    families = {
+        "auto-round": auto_round,
+        "awq": awq,
+        "compressed-tensors": compressed_tensors,
+        "gptq": gptq,
+        "quark": quark,
+    }
+    method = _method(config, where)
+    if (family := modelopt if method in modelopt.METHODS else families.get(method)) is not None:
         yield from family.notes(config, where)
 
 

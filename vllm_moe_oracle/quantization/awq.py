@@ -13,6 +13,9 @@ from .fields import read_boolean, read_integer, read_names, read_word, shown
 _OTHER_PACKINGS = ("gemv", "gemv_fast", "llm-awq", "marlin")
 """AutoAWQ's and GPTQModel's words for packings that nothing in vLLM reads."""
 
+BITS = 4
+"""The one width for which vLLM has a type of AWQ's codes, in every supported release."""
+
 
 def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
     """An entry of ``modules_to_not_convert`` excludes every module whose name holds it."""
@@ -34,7 +37,8 @@ def awq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
     ``gemm`` has; some words are of those who load the same packing (``exllama``, ``ipex``).
 
     Raises:
-        CheckpointError: a field that is missing or has a value that it cannot have, or another packing.
+        CheckpointError: a field that is missing or has a value that it cannot have, another width than 4 bits, or
+            another packing.
     """
     for name in ("version", "checkpoint_format", "format"):
         if (word := read_word(config, name, where)) in _OTHER_PACKINGS:
@@ -42,6 +46,10 @@ def awq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
                 f"{name} is {shown(word)}: codes are packed for another kernel than gemm, whose packing alone is read"
             )
             raise CheckpointError(rule, "Quantise again with version gemm", where)
-    bits = read_integer(config, "w_bit" if "w_bit" in config else "bits", where)
+    field = "w_bit" if "w_bit" in config else "bits"
+    bits = read_integer(config, field, where)
+    if bits != BITS:
+        rule = f"{field} is {bits}; vLLM's classes for AWQ refuse any width but {BITS} bits"
+        raise CheckpointError(rule, f"Quantise again with {BITS} bits, or to GPTQ, which has 8 too", where)
     group = read_integer(config, "q_group_size" if "q_group_size" in config else "group_size", where)
     return Scheme("wna16", bits, group, "awq", zero_points=read_boolean(config, "zero_point", where, default=True))

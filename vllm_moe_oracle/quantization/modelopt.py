@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 from ..errors import CheckpointError
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Scheme
 from .answers import Answer, Foreign, LayerNames, SchemeOf
-from .fields import exclusion, is_wildcard, matching, read_groups, read_names, read_word, shown
+from .fields import is_wildcard, matching, read_groups, read_names, read_word, runs_over, shown
 
 
 def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
     """ModelOpt: fields at the top (config.json) or under ``quantization`` (hf_quant_config.json).
 
-    Exclusions are names or wildcards over modules; a name also excludes everything below it.
+    Exclusions are those of vLLM's classes, which ask for the experts' module alone; see `exclusion`.
     """
     nested = config.get("quantization")
     if nested is not None and not isinstance(nested, Mapping):
@@ -25,7 +25,7 @@ def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
     fields = config if nested is None else nested
     method = read_word(config, "quant_method", where)
     algo = read_word(fields, "quant_algo", where).upper() or ("MXFP8" if method == "modelopt_mxfp8" else "")
-    excluded = exclusion(read_names(fields, ("ignore", "exclude_modules", "ignored_layers"), where), where)
+    excluded = exclusion(read_names(fields, _EXCLUSIONS, where))
     if algo == "MIXED_PRECISION":
         return _mixed(fields, excluded, where)
     if not algo:
@@ -35,7 +35,61 @@ def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
     if isinstance(scheme, Foreign) and algo not in _OTHERS:
         known = ", ".join(("MXFP8", "MIXED_PRECISION", *_OTHERS))
         raise CheckpointError(f"unknown quant_algo {shown(algo)}", f"Known are {known}", where)
-    return lambda layer: None if layer.match(excluded) else scheme
+    return lambda layer: None if any(map(excluded, layer.modules)) else scheme
+
+
+METHODS = frozenset({"modelopt", "modelopt-mxfp8", "modelopt-mixed", "modelopt-fp4", "mxfp8"})
+"""The quant_methods of this family, with hyphens."""
+
+_EXCLUSIONS = ("ignore", "exclude_modules", "ignored_layers")
+
+
+def exclusion(entries: Iterable[str]) -> Callable[[str], bool]:
+    """Whether a module of experts is left out, as vLLM's ModelOpt classes have it together with this project's.
+
+    An entry leaves a module out that it is part of (``mlp.experts``, ``model.layers.1``), that is part of it where it
+    says ``experts`` (a matrix of one expert), or whose whole name it matches as a wildcard. ``name*`` is the name and
+    everything below it, wherever it stands: vLLM rewrites it so for models whose names it maps. Nothing is a regular
+    expression. A number ends where it ends: ``model.layers.1`` is no part of layer 10.
+
+    Args:
+        entries: names and wildcards.
+
+    Returns:
+        A predicate over names of modules.
+    """
+    parts: set[str] = set()
+    heads: set[str] = set()
+    wildcards: list[re.Pattern[str]] = []
+    for entry in dict.fromkeys(entries):
+        stem = entry.removesuffix("*")
+        if is_wildcard(entry) and (is_wildcard(stem) or not stem[-1:].isdigit()):
+            wildcards.append(re.compile(translate(entry)))
+        parts.add(entry if is_wildcard(stem) or stem.endswith(".") else stem)
+        heads.update(entry[: found.end()] for found in re.finditer("experts", entry))
+    parts.discard("")
+    ends = {head[start:] for head in heads for start in range(len(head))}
+    lengths = sorted({len(part) for part in parts})
+
+    def excluded(module: str) -> bool:
+        # Lists of tens of thousands of names are usual: every part of the module's name is looked up.
+        found = (module[at : at + size] for size in lengths for at in range(len(module) - size + 1))
+        if module in ends or any(part in parts and not runs_over(part, module) for part in found):
+            return True
+        return any(expression.match(module) for expression in wildcards)
+
+    return excluded
+
+
+def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
+    """What to know of the answers for a config that `reader` took, one sentence each."""
+    nested = config.get("quantization")
+    for name in read_names(config if nested is None else nested, _EXCLUSIONS, where):
+        if name.startswith("re:"):
+            yield f"{where}: the exclusion {shown(name)} means nothing: vLLM reads names and wildcards there"
+        elif re.search(r"experts\.", name) and is_wildcard(name.partition("experts.")[0]):
+            rule = "vLLM asks for the experts' module, whose name ends with experts"
+            yield f"{where}: the exclusion {shown(name)} leaves no experts out: {rule}"
 
 
 _OTHERS = (
@@ -69,7 +123,7 @@ def _mixed(fields: Mapping[str, Any], excluded: Callable[[str], bool], where: st
     algorithms = MixedAlgorithms.read(fields.get("quantized_layers"), where)
 
     def of(layer: LayerNames) -> Answer:
-        if layer.match(excluded):
+        if any(map(excluded, layer.modules)):
             return None
         algo = algorithms.of(layer)
         return _scheme(algo, "mxfp8") if algo else None

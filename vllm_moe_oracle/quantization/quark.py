@@ -3,38 +3,91 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import translate
 from typing import Any
 
 from ..errors import CheckpointError
+from ..expressions import Expression
 from ..oracle.problem import MX_BLOCK, Scheme
 from .answers import Answer, Foreign, LayerNames, SchemeOf
-from .fields import exclusion, matching, read_names, read_word, shown
+from .fields import is_wildcard, read_names, read_word, shown
 
 
 def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
-    """One entry for all modules, and others by wildcards over names in ``layer_quant_config``."""
-    excluded = exclusion(read_names(config, ("exclude",), where), where)
+    """One entry for all modules, others for modules in ``layer_quant_config``, and names that are left out.
+
+    vLLM asks for the experts' module alone. ``exclude`` leaves it out by its name, by the name of anything below it,
+    were it one matrix of one expert, or by a regular expression after ``re:`` that matches from the start. Nothing
+    there is a wildcard, and a module's name says nothing of what is below it. In ``layer_quant_config`` the first entry
+    counts that holds the module's name, or that has a ``*`` and matches all of it.
+    """
+    excluded = _exclusion(read_names(config, ("exclude",), where), where)
     entries = config.get("layer_quant_config") or {}
     if not isinstance(entries, Mapping):
         raise CheckpointError(f"layer_quant_config is {shown(entries)}, not an object", where=where)
-    special = [(matching(re.compile(translate(name))), _answer(entry, where)) for name, entry in entries.items()]
+    special = [(_matching(name), _answer(entry, where)) for name, entry in entries.items()]
     usual = _answer(config.get("global_quant_config"), where)
 
     def of(layer: LayerNames) -> Answer:
-        if layer.match(excluded):
+        if any(map(excluded, layer.modules)):
             return None
-        return next((answer for matches, answer in special if layer.match(matches)), usual)
+        return next((answer for matches, answer in special if any(map(matches, layer.modules))), usual)
 
     return of
+
+
+def _exclusion(entries: Iterable[str], where: str) -> Callable[[str], bool]:
+    """Whether a module of experts is left out."""
+    above: set[str] = set()
+    expressions = []
+    for entry in entries:
+        if entry.startswith("re:"):
+            expressions.append(Expression(entry[3:], where))
+            continue
+        # Lists of tens of thousands of names are usual: every name that an entry is at or below is looked up.
+        parts = entry.split(".")
+        above |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+    return lambda module: module in above or any(expression.match(module) for expression in expressions)
+
+
+def _matching(pattern: str) -> Callable[[str], bool]:
+    """Whether an entry of ``layer_quant_config`` speaks of a module."""
+    if "*" not in pattern:
+        return lambda module: module in pattern
+    expression = re.compile(translate(pattern))
+    return lambda module: expression.match(module) is not None
+
+
+_NEEDED = ("exclude", "export", "layer_type_quant_config")
+
+
+def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
+    """What to know of the answers for a config that `reader` took, one sentence each."""
+    missing = [name for name in _NEEDED if config.get(name) is None]
+    if missing:
+        yield f"{where}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, which vLLM fails without"
+    names = read_names(config, ("exclude",), where)
+    for name in names:
+        stem = name[: next((place for place, sign in enumerate(name) if is_wildcard(sign)), len(name))]
+        if not name.startswith("re:") and is_wildcard(name) and not re.search(r"(^|\.)experts\.", stem):
+            rule = "vLLM takes entries for names, or after re: for regular expressions"
+            yield f"{where}.exclude: {shown(name)} means nothing: {rule}"
+    if any("experts" in name for name in names):
+        rule = "vLLM before 0.26 fails where experts are left out, and leaves none out for their matrices' names"
+        yield f"{where}.exclude: {rule}"
+
+
+def _alone(steps: object) -> Any:
+    """The one step of a list of one; anything else as it is."""
+    return steps[0] if isinstance(steps, list) and len(steps) == 1 else steps
 
 
 def _answer(entry: object, where: str) -> Answer:
     """What one entry of a Quark config means for experts."""
     if not isinstance(entry, Mapping):
         raise CheckpointError(f"an entry of Quark's config is {shown(entry)}, not an object", where=where)
-    weights, inputs = entry.get("weight"), entry.get("input_tensors")
+    weights, inputs = (_alone(entry.get(name)) for name in ("weight", "input_tensors"))
     if weights is None:
         return None
     parts = [part for part in (weights, inputs) if part is not None]
@@ -43,6 +96,8 @@ def _answer(entry: object, where: str) -> Answer:
     kinds = [
         (read_word(part, "dtype", where), read_word(part, "qscheme", where), part.get("group_size")) for part in parts
     ]
+    if kinds[0][0] == "fp4" and read_word(weights, "scale_format", where) != "e8m0":
+        return Foreign(f"quark fp4 with scales in {read_word(weights, 'scale_format', where) or 'no format'}")
     mxfp4 = ("fp4", "per_group", MX_BLOCK)
     if kinds == [mxfp4] or (kinds == [mxfp4, mxfp4] and parts[1].get("is_dynamic") is True):
         return Scheme("mxfp4", 4, MX_BLOCK, "quark", activations="mxfp4" if inputs is not None else "16bit")
