@@ -66,6 +66,18 @@ def test_expert_parallelism_cuts_nothing(explain: Any) -> None:
     assert (problem.intermediate_size, problem.local_experts) == (2880, 4)
 
 
+@pytest.mark.parametrize("tag", ["mxfp4", "gpt_oss_mxfp4"])
+@pytest.mark.parametrize("entry", ["model.layers.3.mlp.experts", "model.layers.3*", r"re:.*\.3\.mlp\.experts"])
+def test_experts_of_gpt_oss_are_all_quantised_or_none_are_served(explain: Any, entry: str, tag: str) -> None:
+    """Those of another model that is tagged so may be left out."""
+    quantization = {"quant_method": tag, "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head", entry]}
+    with pytest.raises(CheckpointError, match="leaves experts in 16 bits; vLLM's loader of gpt-oss reads") as caught:
+        explain(GPT_OSS, quantization)
+    assert "model.layers.3.mlp.experts" in caught.value.where and repr(entry)[2:-1] in caught.value.rule
+    if tag == "mxfp4":
+        assert explain(QWEN3, quantization).unquantised == ("model.layers.3.mlp.experts",)
+
+
 # --- Who wrote it ---------------------------------------------------------------------------------------------------
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

@@ -32,6 +32,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 
 from vllm_moe_oracle import methods
+from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.methods import dtypes, mxfp4
 from vllm_moe_oracle.methods.base import OracleMoEMethod
 
@@ -104,6 +105,46 @@ def test_an_fp8_config_declares_fp8_whatever_the_release_says_of_its_experts() -
 @pytest.mark.parametrize("name", CONFIGS)
 def test_other_layers_are_the_stock_classes_business(name: str) -> None:
     assert CONFIGS[name].from_config(PUBLISHED).get_quant_method(torch.nn.Linear(1, 1), "lm_head") is None
+
+
+def experts_layer() -> Any:
+    """A layer of experts, as far as a config class looks at it."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    layer = RoutedExperts.__new__(RoutedExperts)
+    torch.nn.Module.__init__(layer)
+    layer.moe_config = SimpleNamespace(is_act_and_mul=True)
+    layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name = "gate", "up", "down"
+    return layer
+
+
+LEFT = [
+    "model.layers.3.mlp.experts", "model.layers.3", "layers.3.mlp", "*.layers.3.*", "model.layers.3*",
+    r"re:.*layers\.3\..*",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", [*LEFT, "hf.layers.3.mlp"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_experts_that_are_left_out_are_stock_s_or_for_gpt_oss_refused(
+    name: str, entry: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    made: list[Any] = []
+    monkeypatch.setattr(mxfp4, "UnquantizedFusedMoEMethod", lambda moe: "stock's")
+    monkeypatch.setattr(mxfp4, "_method", lambda kind, layer, prefix: made.append(prefix) or "ours")
+    config = CONFIGS[name].from_config({**PUBLISHED, "modules_to_not_convert": ["lm_head", entry]})
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"hf.": "model."}))
+    first, third = (f"model.layers.{index}.mlp.experts" for index in (30, 3))
+    assert config.get_quant_method(experts_layer(), first) == "ours"
+    if name == "mxfp4":
+        assert config.get_quant_method(experts_layer(), third) == "stock's"
+    else:
+        with pytest.raises(CheckpointError, match="loader of gpt-oss reads them all as MXFP4") as caught:
+            config.get_quant_method(experts_layer(), third)
+        assert third in caught.value.where and repr(config.left_out[1]) in caught.value.rule
+    assert made == [first]
 
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------

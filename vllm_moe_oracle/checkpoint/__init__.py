@@ -117,6 +117,8 @@ def _quantised(config: Config, online: str) -> tuple[SchemeOf, str]:
     if model_type(config) in _FOUR_BIT_EXPERTS:
         quantization = {"expert_dtype": config.model.get("expert_dtype") or "fp4", **quantization}
     scheme_of, method = reader(quantization, source), vllm_name(quantization)
+    if model_type(config) == "gpt_oss" and method == "mxfp4":  # for which vLLM has a config class of its own
+        scheme_of = reader({**quantization, "quant_method": "gpt_oss_mxfp4"}, source)
     others = OTHER_NAMES.get(method, ())
     if model_type(config) != "gpt_oss":
         others = tuple(name for name in others if not name.startswith("gpt_oss"))

@@ -22,10 +22,13 @@ from ..errors import SettingError
 from ..oracle.planner import in_whole_blocks, share_of
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Problem, Scheme
 from ..quantization.fields import exclusion, read_names
-from ..quantization.gpt_oss import LEFT_OUT
+from ..quantization.gpt_oss import LEFT_OUT, refuse_left_out
 from ..schemes.mxfp8 import E8M0_BIAS
 from .base import OracleMoEMethod
 from .dtypes import with_emulated
+from .wna16 import experts_called
+
+_WHERE = "quantization_config"
 
 
 class AnyMxfp4MoEMethod(OracleMoEMethod):
@@ -172,19 +175,29 @@ def _leaving_out(config: Any, names: Iterable[str]) -> Any:
     return config
 
 
-class Mxfp4Config(stock.Mxfp4Config):
-    """The stock config with this project's MoE method; linear layers stay what they are in the stock class.
-
-    Experts that the checkpoint leaves in 16 bits are vLLM's own: the stock class reads no exclusions.
-    """
+class _LeavesOut:
+    """Mixed in before a stock config class, which keeps no names of what is not quantised."""
 
     left_out: tuple[str, ...] = ()
-    """Names and wildcards of modules that are not quantised."""
+    """Names and wildcards of modules that are not quantised, as vLLM calls them."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         """The config object of a checkpoint."""
-        return _leaving_out(super().from_config(config), read_names(config, LEFT_OUT, "quantization_config"))
+        made = super().from_config(config)  # type: ignore[misc]
+        return _leaving_out(made, read_names(config, LEFT_OUT, _WHERE))
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Takes vLLM's names for the checkpoint's; stock code calls it with a model's mapping."""
+        super().apply_vllm_mapper(hf_to_vllm_mapper)  # type: ignore[misc]
+        self.left_out = tuple(hf_to_vllm_mapper.apply_list(list(self.left_out)))
+
+
+class Mxfp4Config(_LeavesOut, stock.Mxfp4Config):
+    """The stock config with this project's MoE method; linear layers stay what they are in the stock class.
+
+    Experts that the checkpoint leaves in 16 bits are vLLM's own: the stock class reads no exclusions.
+    """
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -193,12 +206,13 @@ class Mxfp4Config(stock.Mxfp4Config):
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method for a layer; see the stock class."""
-        if isinstance(layer, RoutedExperts) and exclusion(self.left_out, "quantization_config")(prefix):
+        left_out = isinstance(layer, RoutedExperts) and exclusion(self.left_out, _WHERE)
+        if left_out and experts_called(prefix, layer).match(left_out):
             return UnquantizedFusedMoEMethod(layer.moe_config)
         return _method(Mxfp4MoEMethod, layer, prefix) or super().get_quant_method(layer, prefix)
 
 
-class GptOssMxfp4Config(stock.GptOssMxfp4Config):
+class GptOssMxfp4Config(_LeavesOut, stock.GptOssMxfp4Config):
     """The stock config with this project's MoE method; see `Mxfp4Config`."""
 
     @classmethod
@@ -207,7 +221,13 @@ class GptOssMxfp4Config(stock.GptOssMxfp4Config):
         return with_emulated(super().get_supported_act_dtypes())
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """The method for a layer; see the stock class."""
+        """The method for a layer; see the stock class.
+
+        Raises:
+            CheckpointError: the layer's experts are not quantised.
+        """
+        if isinstance(layer, RoutedExperts):
+            refuse_left_out(self.left_out, experts_called(prefix, layer), _WHERE)
         return _method(GptOssMxfp4MoEMethod, layer, prefix) or super().get_quant_method(layer, prefix)
 
 

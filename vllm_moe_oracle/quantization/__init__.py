@@ -29,7 +29,7 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any], str], SchemeOf]] = {
     "gptq": gptq.reader,
     "awq": awq.reader,
     "mxfp4": gpt_oss.reader,
-    "gpt-oss-mxfp4": gpt_oss.reader,
+    "gpt-oss-mxfp4": gpt_oss.own_reader,
     "fp8": fp8.reader,
     "quark": quark.reader,
     "auto-round": auto_round.reader,
