@@ -101,6 +101,23 @@ def test_our_method_for_integers_asks_by_what_the_models_code_says(release: str)
         assert tuple(config.names) == tuple(f"experts.0.{name}" for name in asked(kind, release).integers), kind
 
 
+@pytest.mark.parametrize("release", RELEASES)
+def test_declared_inputs_are_those_of_the_name_that_stock_asks_for(
+    release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entry of another name may not be there, or may declare other inputs."""
+    pytest.importorskip("vllm")
+    from vllm_moe_oracle.methods import compressed_tensors
+
+    monkeypatch.setattr(compressed_tensors, "current_adapter", lambda: SimpleNamespace(version=lambda: release))
+    of_models = said(release)
+    for kind, file in KINDS.items():
+        layer = layer_of(release, of_models.get(file, DEFAULT))
+        layer.quant_config = Config({"input_activations": None})
+        assert compressed_tensors.declared_inputs(layer, "experts", "mxfp8") == "16bit"
+        assert layer.quant_config.names == [f"experts.0.{asked(kind, release).stock[-1]}"], kind
+
+
 def test_what_cannot_be_read_is_the_newest_release() -> None:
     assert asked("mixtral", None) == asked("mixtral", "of today") == asked("mixtral", RELEASES[-1])
     assert asked("mixtral", RELEASES[0]).stock == DEFAULT and asked("mixtral", RELEASES[-1]).stock == NUMBERED

@@ -29,6 +29,7 @@ from vllm_moe_oracle.errors import CheckpointError, NoBackendError
 from vllm_moe_oracle.methods import wna16
 from vllm_moe_oracle.methods.base import OracleMoEMethod
 from vllm_moe_oracle.methods.wna16 import experts_called
+from vllm_moe_oracle.oracle.problem import Scheme
 from vllm_moe_oracle.quantization import reader
 from vllm_moe_oracle.quantization.answers import in_words
 
@@ -600,25 +601,46 @@ def test_with_lora_a_checkpoint_that_stock_cannot_read_is_refused_and_others_are
         ({"num_bits": 8, "strategy": "token", "dynamic": True}, "fp8_token"),
         ({"num_bits": 8, "strategy": "group", "group_size": 128, "dynamic": True}, "fp8"),
         ({"num_bits": 8, "strategy": "group", "group_size": 32, "dynamic": True}, "mxfp8"),
+        ({"num_bits": 8, "group_size": 32, "dynamic": True, "scale_dtype": "torch.uint8"}, "mxfp8"),
+        ({"num_bits": 4, "strategy": "group", "group_size": 32, "dynamic": True}, "mxfp4"),
+        ({"num_bits": 8, "strategy": "tensor", "dynamic": True}, "8-bit float, strategy tensor, group_size None"),
+        ({"num_bits": 8, "strategy": "tensor"}, "8-bit float, strategy tensor, group_size None, static"),
+        ({"num_bits": 8, "group_size": 64, "dynamic": True}, "strategy group, group_size 64"),
+        ({"num_bits": 8, "group_size": 32, "dynamic": True, "scale_dtype": "torch.float32"}, "scale_dtype float32"),
+        ({"num_bits": 8, "group_size": 128, "dynamic": True, "scale_dtype": "torch.uint8"}, "group_size 128"),
+        ({"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}, "strategy tensor_group"),
+        ({"num_bits": 4, "strategy": "token", "dynamic": True}, "4-bit float, strategy token"),
+        ({"num_bits": 8, "strategy": "token", "dynamic": True, "type": "int"}, "8-bit int, strategy token"),
+        ({"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": False}, "8-bit float, strategy token"),
     ],
 )
-def test_inputs_that_a_config_declares_are_the_same_to_explain_and_to_the_method(inputs: Any, declared: str) -> None:
+@pytest.mark.parametrize("bits", [4, 8])
+def test_inputs_that_a_config_declares_are_the_same_to_explain_and_to_the_method(
+    inputs: Any, declared: str, bits: int
+) -> None:
+    """The precision, or what both say of inputs that have none of ours."""
     from compressed_tensors.quantization import QuantizationArgs
 
     from vllm_moe_oracle.methods.compressed_tensors import declared_inputs
     from vllm_moe_oracle.quantization import reader
-    from vllm_moe_oracle.quantization.answers import GATED_PROJECTIONS, LayerNames
+    from vllm_moe_oracle.quantization.answers import GATED_PROJECTIONS, Foreign, LayerNames
 
-    weights = {"type": "float", "num_bits": 8, "strategy": "group", "group_size": 32, "symmetric": True}
+    weights = {"type": "float", "num_bits": bits, "strategy": "group", "group_size": 32, "symmetric": True}
     weights["scale_dtype"] = "torch.uint8"
     typed = None if inputs is None else {"type": "float", "symmetric": True, **inputs}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": typed}
     config = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized", "config_groups": {"g": group}}
     explained = reader(config, "x")(LayerNames(("m.experts",), GATED_PROJECTIONS))
-    assert explained is not None and explained.activations == declared
     found = {"input_activations": None if typed is None else QuantizationArgs.model_validate(typed)}
     layer = SimpleNamespace(quant_config=SimpleNamespace(get_scheme_dict=lambda layer, name: found))
-    assert declared_inputs(layer, "m.experts", without_layer="mxfp8") == declared
+    if isinstance(explained, Scheme):
+        assert explained.name == f"mxfp{bits}" and explained.activations == declared
+        assert declared_inputs(layer, "m.experts", without_layer="mxfp8") == declared
+    else:
+        assert isinstance(explained, Foreign) and declared in explained.format
+        with pytest.raises(CheckpointError, match=declared) as caught:
+            declared_inputs(layer, "m.experts", without_layer="mxfp8")
+        assert caught.value.where == "m.experts" and caught.value.remedy
 
 
 def test_with_lora_the_stock_function_says_which_of_its_classes_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

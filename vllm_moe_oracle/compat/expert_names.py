@@ -51,13 +51,23 @@ def asked(kind: str, vllm: str | None) -> Asked:
         vllm: the release; None, or what cannot be read, counts as the newest.
     """
 
-    def reached(release: str) -> bool:
-        try:
-            return vllm is None or Version(Version(vllm).base_version) >= Version(release)
-        except InvalidVersion:
-            return True
-
     names, first = _SAID.get(kind, (_DEFAULT, ""))
-    said = names if not first or reached(first) else _DEFAULT
+    said = names if not first or _reached(first, vllm) else _DEFAULT
     integers = tuple(said[0] if name == "None" else name for name in said)
-    return Asked(integers, said if reached(_ASKED_BY_STOCK) else _DEFAULT)
+    return Asked(integers, said if asks_as_models_say(vllm) else _DEFAULT)
+
+
+def asks_as_models_say(vllm: str | None) -> bool:
+    """Whether stock vLLM asks by the names that a model's code says; else by those of gate, up and down.
+
+    Args:
+        vllm: the release; None, or what cannot be read, counts as the newest.
+    """
+    return _reached(_ASKED_BY_STOCK, vllm)
+
+
+def _reached(release: str, vllm: str | None) -> bool:
+    try:
+        return vllm is None or Version(Version(vllm).base_version) >= Version(release)
+    except InvalidVersion:
+        return True

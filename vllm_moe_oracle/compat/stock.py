@@ -21,6 +21,7 @@ TYPES = {
     "experts": f"{_FUSED_MOE}.modular_kernel:FusedMoEExpertsModular",
     "quant_config": f"{_FUSED_MOE}.config:FusedMoEQuantConfig",
     "key": "vllm.model_executor.layers.quantization.utils.quant_utils:QuantKey",
+    "hf_to_vllm_mapper": "vllm.model_executor.models.utils:WeightsMapper",
     "linear": "vllm.model_executor.kernels.linear",
     "loader": f"{LAYER}.weight_loader",
     "select_experts": (

@@ -16,12 +16,16 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     compressed_tensors_moe_wna16 as stock_wna16,
 )
 
+from ..compat import current_adapter
 from ..compat.construction import current_layer
+from ..compat.expert_names import asks_as_models_say
+from ..errors import CheckpointError
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Scheme
 from ..quantization.compressed_tensors import (
     COMPRESSED_PACKINGS,
     compressed_activations,
     compressed_order,
+    inputs_in_words,
     online_transforms,
     refuse_transforms,
 )
@@ -58,15 +62,26 @@ def declared_inputs(layer: Any, name: str, without_layer: ActivationPrecision) -
         layer: the layer under construction; None where vLLM does not hand it out.
         name: the layer's name.
         without_layer: the answer without a layer, or without an entry for it: what the stock class is called after.
+
+    Raises:
+        CheckpointError: inputs of which nothing here computes the very numbers.
     """
     if layer is None:
         return without_layer
-    down = getattr(layer, "ckpt_down_proj_name", "down_proj") or "down_proj"
-    scheme = layer.quant_config.get_scheme_dict(layer, f"{name}.0.{down}")
+    # By the name that stock vLLM, which chose the class, has asked for: another may be in no entry, or in another one.
+    said = getattr(layer, "ckpt_down_proj_name", "") if asks_as_models_say(current_adapter().version()) else ""
+    scheme = layer.quant_config.get_scheme_dict(layer, f"{name}.0.{said or 'down_proj'}")
     if scheme is None:
         return without_layer
     inputs = scheme.get("input_activations")
-    return compressed_activations(None if inputs is None else inputs.model_dump())
+    given = None if inputs is None else inputs.model_dump()
+    found = compressed_activations(given)
+    if found is None:
+        declared_as = inputs_in_words(given or {})
+        rule = f"inputs of experts in an MX format are declared as {declared_as}, which nothing computes"
+        remedy = "Serve a checkpoint that declares MXFP8, MXFP4, or 8-bit floats by token or in groups of 128; or none"
+        raise CheckpointError(rule, remedy, name)
+    return found
 
 
 class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTensorsWNA16MoEMethod):

@@ -8,6 +8,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     compressed_tensors_moe_w4a8_mxfp4 as stock,
 )
 
+from ..compat.construction import current_layer
+from .compressed_tensors import declared_inputs
 from .mxfp4 import AnyMxfp4MoEMethod, mxfp4_scheme, precision_of
 
 
@@ -18,4 +20,7 @@ class CompressedTensorsW4A8Mxfp4MoEMethod(AnyMxfp4MoEMethod, stock.CompressedTen
 
     def __init__(self, moe: Any, activation_key: Any = None) -> None:
         # Not the stock constructor: it would choose a backend by its own list, and raise where that has none.
-        self.decide(moe, mxfp4_scheme("compressed-tensors", precision_of(activation_key)))
+        layer, name = current_layer()
+        # The config says what scales are; vLLM's key has float32 for every group.
+        declared = precision_of(activation_key) if layer is None else declared_inputs(layer, name, "fp8_token")
+        self.decide(moe, mxfp4_scheme("compressed-tensors", declared))

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization import mxfp4 as stock
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 from ..compat.construction import current_layer, under_construction
-from ..errors import SettingError
+from ..errors import CheckpointError, SettingError
 from ..oracle.planner import in_whole_blocks, share_of
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Problem, Scheme
 from ..quantization.fields import exclusion, read_names
@@ -158,15 +158,24 @@ def declared_by(layer: Any, activation_key: Any) -> ActivationPrecision:
 
 
 def precision_of(key: Any) -> ActivationPrecision:
-    """Our word for vLLM's `QuantKey` of dynamic activations; None is the model's own dtype."""
+    """Our word for vLLM's `QuantKey` of dynamic activations; None is the model's own dtype.
+
+    Raises:
+        CheckpointError: a key of which nothing here computes the very numbers.
+    """
     if key is None:
         return "16bit"
-    group = tuple(key.scale.group_shape)
-    if key.dtype == torch.float8_e4m3fn:
-        if group == (1, -1):  # vLLM's GroupShape.PER_TOKEN
-            return "fp8_token"
-        return "mxfp8" if group == (1, MX_BLOCK) else "fp8"
-    return "mxfp4"
+    group, mx = tuple(key.scale.group_shape), key.scale.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+    known: dict[object, ActivationPrecision] = {
+        (True, (1, -1), False): "fp8_token",  # vLLM's GroupShape.PER_TOKEN
+        (True, (1, 128), False): "fp8",
+        (True, (1, MX_BLOCK), True): "mxfp8",
+        (False, (1, MX_BLOCK), True): "mxfp4",
+    }
+    found = known.get((key.dtype == torch.float8_e4m3fn, group, mx))
+    if found is None or key.scale.static or not key.symmetric:
+        raise CheckpointError(f"activations in {key} are not computed for experts in MXFP4", where=current_layer()[1])
+    return found
 
 
 def _leaving_out(config: Any, names: Iterable[str]) -> Any:

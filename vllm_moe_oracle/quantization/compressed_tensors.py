@@ -176,12 +176,14 @@ def _scheme(group: Mapping[str, Any], common_format: object, where: str) -> Answ
     strategy = strategy or usual
     layout = str(group.get("format") or common_format or "")
     symmetric = read_boolean(weights, "symmetric", where, default=True)
-    if kind == "float" and strategy == "group" and size == MX_BLOCK and symmetric:
-        # A float8 of groups of 32 whose scales are no e8m0 is not MX; 4-bit scales have no other type in vLLM.
-        if bits == 8 and _is_e8m0(weights.get("scale_dtype"), layout):
-            return Scheme("mxfp8", 8, MX_BLOCK, "compressed-tensors", activations=compressed_activations(inputs))
-        if bits == 4:
-            return Scheme("mxfp4", 4, MX_BLOCK, "compressed-tensors", activations=compressed_activations(inputs))
+    # A float8 of groups of 32 whose scales are no e8m0 is not MX; 4-bit scales have no other type in vLLM.
+    mx = bits == 4 or (bits == 8 and _is_e8m0(weights.get("scale_dtype"), layout))
+    if kind == "float" and strategy == "group" and size == MX_BLOCK and symmetric and mx:
+        activations = compressed_activations(inputs)
+        if activations is None:
+            declared = inputs_in_words(inputs or {})
+            return Foreign(f"{layout or 'compressed-tensors'} {bits}-bit float with inputs in {declared}")
+        return Scheme("mxfp4" if bits == 4 else "mxfp8", bits, MX_BLOCK, "compressed-tensors", activations=activations)
     served = inputs is None and not weights.get("dynamic") and bits in (4, 8) and layout in COMPRESSED_PACKINGS
     if kind == "int" and served and strategy in ("group", "channel"):
         order = compressed_order(weights.get("actorder"), where)
@@ -222,16 +224,45 @@ def _is_e8m0(scale_dtype: object, layout: str) -> bool:
     return str(scale_dtype).removeprefix("torch.") == "uint8" or (scale_dtype is None and layout == "mxfp8-quantized")
 
 
-def compressed_activations(inputs: Mapping[str, Any] | None) -> ActivationPrecision:
-    """Precision of activations that a group of a compressed-tensors config declares.
+def compressed_activations(inputs: Mapping[str, Any] | None) -> ActivationPrecision | None:
+    """Precision of activations that a group of a compressed-tensors config declares beside weights in MX formats.
+
+    Known are floats, symmetric and quantised while the model runs: 8 bits with a scale for each token, or for 128
+    features of it; MXFP8 and MXFP4, whose scales for 32 features are e8m0, which a config may leave unsaid.
 
     Args:
         inputs: its ``input_activations``; None for weights alone.
+
+    Returns:
+        None for anything else, of which nothing here computes the very numbers.
     """
     if inputs is None:
         return "16bit"
-    if inputs.get("num_bits") == 4:
-        return "mxfp4"
-    if inputs.get("strategy") == "token":
+    kind, bits, strategy, size = _declared(inputs)
+    scales = inputs.get("scale_dtype")
+    mx = scales is None or _is_e8m0(scales, "")
+    if kind != "float" or inputs.get("dynamic") is not True or inputs.get("symmetric", True) is not True:
+        return None
+    if (bits, strategy) == (8, "token"):
         return "fp8_token"
-    return "mxfp8" if inputs.get("group_size") == MX_BLOCK else "fp8"
+    if strategy == "group" and size == MX_BLOCK and mx:
+        return "mxfp4" if bits == 4 else "mxfp8" if bits == 8 else None
+    return "fp8" if (bits, strategy, size) == (8, "group", 128) and (scales is None or not mx) else None
+
+
+def inputs_in_words(inputs: Mapping[str, Any]) -> str:
+    """What a group's ``input_activations`` declare, for a message."""
+    kind, bits, strategy, size = _declared(inputs)
+    how = "static" if inputs.get("dynamic", False) is False else f"dynamic {shown(inputs['dynamic'])}"
+    scales = str(inputs.get("scale_dtype")).removeprefix("torch.")
+    return f"{bits}-bit {kind}, strategy {strategy}, group_size {size}, {how}, scale_dtype {scales}"
+
+
+def _declared(inputs: Mapping[str, Any]) -> tuple[object, object, object, object]:
+    """Type, bits, strategy and group size; what is left out is the library's default."""
+    kind, bits, strategy, size = (
+        getattr(each, "value", each) for each in map(inputs.get, ("type", "num_bits", "strategy", "group_size"))
+    )
+    usual = "tensor" if size is None else "channel" if size == -1 else "group"
+    words = (str(kind or "int").lower(), str(strategy or usual).lower())
+    return words[0], 8 if bits is None else bits, words[1], size
