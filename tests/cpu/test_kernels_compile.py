@@ -43,6 +43,8 @@ LAYERS = {
     "qwen-int8": ("int8", 128, 2048, 768, 128, 8, "silu", False),
     "kimi": ("int4", 32, 7168, 256, 384, 8, "silu", False),
     "nemotron": ("mxfp8", 32, 2688, 1856, 128, 6, "relu2", False),
+    "mixtral": ("int4", 128, 4096, 14336, 8, 2, "silu", False),
+    "glm": ("mxfp8", 32, 5120, 192, 160, 8, "silu", False),
 }
 
 

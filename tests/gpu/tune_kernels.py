@@ -48,7 +48,8 @@ SHAPES = {
 # The layers that `tune` knows by name, too, as mixtral-8x7b@tp2; tiles depend on neither formats nor limits.
 SHAPES |= {
     layer.layer.partition(":")[2]: (
-        layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size, layer.activation.name, layer.has_bias
+        layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size, layer.activation.name,
+        layer.has_bias,
     )
     for layer in shapes.served()
 }  # fmt: skip
