@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .prefill_config import Prefill, choose_prefill
 from .weights import OwnWeights, bits_of
 
@@ -150,8 +152,9 @@ def _alone(weights: OwnWeights, slots: int, rows: int, columns: int) -> Tile:
 
 
 def _wide(weights: OwnWeights) -> Tile:
-    # Under a cap of 128 registers, promoted sums spill in Triton 3.9.
-    return Tile(16, 128, 128, stages=3, registers=0 if weights.format == "int8" else 128, promote=False)
+    # Under a cap of 128 registers, promoted sums spill in Triton 3.9, and so do the two products of float16 and MX.
+    two = weights.dtype == torch.float16 and weights.format.startswith("mx")
+    return Tile(16, 128, 128, stages=3, registers=0 if weights.format == "int8" or two else 128, promote=False)
 
 
 def _few_rows(weights: OwnWeights, active: float, rows: int, columns: int, wide: bool) -> Tile:
@@ -317,11 +320,14 @@ SHARED_BYTES = 227 * 1024
 
 def misfits(weights: OwnWeights, top_k: int, config: Config) -> tuple[str, ...]:
     """Every reason why no kernel runs this configuration on such a layer; none when one does."""
-    return _misfits(config, weights.format, weights.group, weights.hidden, weights.intermediate, top_k)
+    more = weights.w13.zeros is not None, weights.dtype == torch.float16
+    return _misfits(config, weights.format, weights.group, weights.hidden, weights.intermediate, top_k, *more)
 
 
 @functools.lru_cache(maxsize=1024)
-def _misfits(config: Config, format: str, group: int, hidden: int, inner: int, top_k: int) -> tuple[str, ...]:
+def _misfits(
+    config: Config, format: str, group: int, hidden: int, inner: int, top_k: int, zero_points: bool, half: bool
+) -> tuple[str, ...]:
     reasons = []
     chunk = 64 if bits_of(format) == 4 else 32
     for name, tile, columns in (("gate_up", config.gate_up, hidden), ("down", config.down, inner)):
@@ -337,7 +343,7 @@ def _misfits(config: Config, format: str, group: int, hidden: int, inner: int, t
                     f"{name}: merge multiplies {choices} (top_k {top_k}) x {tile.fold} (fold) parts of {tile.bn} rows "
                     f"(bn) in one program: at most 16 parts, together whole 64 rows"
                 )
-        needed = shared_bytes(tile, format, group, columns)
+        needed = shared_bytes(tile, format, group, columns, zero_points=zero_points, half=half)
         if needed > SHARED_BYTES:
             reasons.append(
                 f"{name}: {tile.stages} stages of {tile.bm} x {tile.bk} activations and {tile.bn} x {tile.bk} weights "
@@ -346,10 +352,13 @@ def _misfits(config: Config, format: str, group: int, hidden: int, inner: int, t
     return tuple(reasons)
 
 
-def shared_bytes(tile: Tile, format: str, group: int, columns: int) -> int:
+def shared_bytes(
+    tile: Tile, format: str, group: int, columns: int, *, zero_points: bool = False, half: bool = False
+) -> int:
     """Shared memory that a tile's products take, as Triton lays it out: activations `stages` times, because the last
-    are still being read, codes and scales once less; without a loop activations alone; in a sweep all of h once and at
-    most 2048 bytes and 8 a row to hand it over (Triton 3.6; 3.9 takes up to 30 % less).
+    are still being read, and once more where there are two products, of MX weights in float16 (half); codes and scales
+    once less, and zero points as scales; without a loop activations alone; in a sweep all of h once and at most 2048
+    bytes and 8 a row to hand it over (Triton 3.6; 3.9 takes up to 30 % less).
     """
     if tile.straight:
         return 2 * (16 * columns // tile.fold if tile.merge else tile.bm * columns)
@@ -359,10 +368,11 @@ def shared_bytes(tile: Tile, format: str, group: int, columns: int) -> int:
     if format.startswith("mx"):
         words = rows * -(-width // 128)
     elif group:
-        words = rows // 2 * -(-width // group)
+        words = rows // 2 * -(-width // group) * (1 + zero_points)
     else:
         words = 0
-    activations = 2 * tokens * width + 2048 + 8 * tile.bn if tile.sweep > 1 else 2 * tokens * width * tile.stages
+    held = tile.stages + (half and format.startswith("mx"))
+    activations = 2 * tokens * width + 2048 + 8 * tile.bn if tile.sweep > 1 else 2 * tokens * width * held
     return activations + (codes + 4 * words) * (tile.stages - 1)
 
 
