@@ -1,6 +1,8 @@
-"""Whether humming-kernels' configurations for sm_90 split products of few columns; run with the package's folder.
+"""humming-kernels' configurations for sm_90; run with the package's folder.
 
-    python tests/humming_probe.py FOLDER     prints JSON: by number of columns, with and without batch invariance
+    python tests/humming_probe.py FOLDER     prints JSON: whether products of few columns are split, by their number,
+                                             with and without batch invariance
+    python tests/humming_probe.py FOLDER --tuning     all configurations of both products of `LAYERS`
 
 The package's heuristics need no GPU but for the number of its multiprocessors, which is an H200's here.
 """
@@ -17,6 +19,10 @@ from unittest.mock import MagicMock
 COLUMNS = (256, 768, 1024, 2048)
 TOKENS = (1, 4, 16, 64, 256, 1024)
 SMS = 132
+LAYERS = {
+    # Experts of this rank, hidden and intermediate size. The first product of the third has more than 4096 rows.
+    "qwen3_ep2": (64, 2048, 768), "qwen3": (128, 2048, 768), "wide": (8, 4096, 4096), "wider": (8, 6144, 4096),
+}  # fmt: skip
 _UNUSED = (
     "cuda", "cuda.bindings", "cuda.bindings.driver", "cuda.bindings.runtime", "pynvml", "jinja2", "elftools",
     "elftools.elf", "elftools.elf.elffile",
@@ -24,8 +30,8 @@ _UNUSED = (
 """What the package imports to compile and to ask GPUs."""
 
 
-def main(folder: str) -> None:
-    """Asks the configurations of MXFP8 and int4 experts for some numbers of tokens."""
+def main(folder: str, tuning: bool = False) -> None:
+    """Asks the configurations of MXFP8 and int4 experts."""
     for name in _UNUSED:
         sys.modules.setdefault(name, MagicMock())
     sys.path.insert(0, folder)
@@ -46,10 +52,23 @@ def main(folder: str) -> None:
         "mxfp8": {"b_dtype": dtypes.float8e4m3, "bs_dtype": dtypes.float8e8m0, "weight_scale_group_size": 32},
         "int4": {"b_dtype": dtypes.uint4, "bs_dtype": dtypes.bfloat16, "weight_scale_group_size": 128},
     }
+    sixteen = {"a_dtype": dtypes.bfloat16, "c_dtype": dtypes.bfloat16}
+    if tuning:
+        print(json.dumps({
+            f"{name} {kind}": {
+                product: heuristics.get_configs(
+                    layer(shape_n=rows, shape_k=columns, num_experts=experts, **sixteen, **weights[kind]),
+                    gemm_type=config.GemmType.INDEXED,
+                )
+                for product, rows, columns in (("w13", 2 * inner, hidden), ("w2", hidden, inner))
+            }
+            for kind in weights
+            for name, (experts, hidden, inner) in LAYERS.items()
+        }))  # fmt: skip
+        return
     found: dict[int, dict[str, bool]] = {}
     for columns in COLUMNS:
-        asked: dict[str, Any] = {"shape_n": 2048, "shape_k": columns, "num_experts": 128}
-        asked |= {"a_dtype": dtypes.bfloat16, "c_dtype": dtypes.bfloat16}
+        asked: dict[str, Any] = {"shape_n": 2048, "shape_k": columns, "num_experts": 128, **sixteen}
         for invariant in (False, True):
             split = [
                 heuristics.get_config(
@@ -66,4 +85,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], "--tuning" in sys.argv[2:])

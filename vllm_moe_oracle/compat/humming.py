@@ -9,13 +9,17 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import json
+from collections.abc import Mapping
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from ..backends import Tensors
-from ..oracle.planner import loaded_group
+from ..oracle.planner import loaded_group, round_up
 from ..oracle.problem import MX_BLOCK, Problem
 
 ROW_MULTIPLE = 256
@@ -26,6 +30,12 @@ _QUANT_CONFIG_MODULES = (
     "vllm.model_executor.layers.quantization.utils.humming",
     "vllm.model_executor.layers.quantization.utils.humming_utils",
 )
+
+_WHOLE_SUMS_SINCE = "0.1.12"
+"""First release of humming-kernels whose blocks add up all that their warps have each summed over a part of K."""
+
+Tuning = list[tuple[int, int, dict[str, Any]]]
+"""The library's configurations for a product: above how many rows, up to how many, and with what."""
 
 
 def matrix_shapes(problem: Problem) -> dict[str, tuple[int, int]]:
@@ -92,6 +102,61 @@ def quant_config(stock: Any, problem: Problem) -> Any:
     described = configs(problem)
     found = importlib.import_module(module).HummingMoEQuantConfig
     return found(**known, w1_humming_config=described["w13"], w2_humming_config=described["w2"])
+
+
+def leaves_out(config: Mapping[str, Any]) -> bool:
+    """Whether a block of this configuration leaves out parts of its sums before 0.1.12.
+
+    Where several warps each sum over a part of K, they add up their accumulators through shared memory by turns, as
+    many as the block has whole 16 rows, each of the same number of 16-byte words. What does not go into that is never
+    added: of 56 rows by 32 columns, which are 14 words a thread in three turns, the last two. These are rows 40 to 55
+    of half the columns, which then have half of K. Which tokens stand there changes from run to run.
+
+    Source: the package humming-kernels, ``epilogue/smem_reducer.cuh``; its configurations for sm_90 have blocks of 56
+    rows for products of at most 4096 rows of weights, whose experts have some 28 to 38 tokens each.
+    """
+    rows, columns, depth = config["warp_shape"]
+    words = rows * columns // 128
+    return bool(config["block_shape"][2] > depth and words % max(rows // 16, 1))
+
+
+def with_whole_sums(products: Mapping[str, Tuning]) -> dict[str, Tuning]:
+    """The same configurations with blocks of so many more rows that nothing of their sums is left out.
+
+    Both products are changed alike: tokens are sorted once, for blocks of the same height.
+
+    Args:
+        products: configurations by product; not changed, the library keeps them for other layers.
+    """
+    faulty = {each[2]["block_shape"][0] for tuning in products.values() for each in tuning if leaves_out(each[2])}
+    return {
+        name: [
+            (above, to, _taller(config) if config["block_shape"][0] in faulty else config)
+            for above, to, config in tuning
+        ]
+        for name, tuning in products.items()
+    }
+
+
+def _taller(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with rows up to the next multiple of 16."""
+    rows, *warp = config["warp_shape"]
+    height, *block = config["block_shape"]
+    new = round_up(rows, 16)
+    return {**config, "warp_shape": (new, *warp), "block_shape": (height // rows * new, *block)}
+
+
+def sum_whole(experts: Any) -> None:
+    """Gives one of vLLM's experts over a library before 0.1.12 configurations that leave nothing out.
+
+    Args:
+        experts: an instance of vLLM's class; its configurations are replaced.
+    """
+    if Version(metadata.version("humming-kernels")) >= Version(_WHOLE_SUMS_SINCE):
+        return
+    whole = with_whole_sums({"w13": experts.w13_tuning_config, "w2": experts.w2_tuning_config})
+    experts.w13_tuning_config, experts.w2_tuning_config = whole["w13"], whole["w2"]
+    experts.w13_tuning_config_str, experts.w2_tuning_config_str = json.dumps(whole["w13"]), json.dumps(whole["w2"])
 
 
 def stand_in(problem: Problem, tensors: Tensors, inner: int) -> Any:

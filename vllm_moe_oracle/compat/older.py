@@ -102,6 +102,7 @@ class BeforeFreeHumming(BeforeModularCpu):
         """Experts over a stand-in for the layer; see `Adapter.humming_experts`."""
         layer = humming.stand_in(problem, tensors, self.humming_intermediate_size(problem))
         experts = stock_class(layer, moe, quant_config)
+        humming.sum_whole(experts)
         run = experts.apply
 
         def apply(**arguments: Any) -> Any:
