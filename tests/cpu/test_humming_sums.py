@@ -130,8 +130,9 @@ def test_only_a_library_that_leaves_sums_out_gets_others(monkeypatch: pytest.Mon
         experts.w13_tuning_config_str = experts.w2_tuning_config_str = json.dumps(given)
         ours.sum_whole(experts)
         for product in ("w13", "w2"):
-            of_vllm, of_library = getattr(experts, f"{product}_tuning_config"), json.loads(
-                getattr(experts, f"{product}_tuning_config_str")
+            of_vllm, of_library = (
+                getattr(experts, f"{product}_tuning_config"),
+                json.loads(getattr(experts, f"{product}_tuning_config_str")),
             )
             assert [each[2]["block_shape"][0] for each in of_vllm] == [8, height], version
             assert [each[2]["block_shape"][0] for each in of_library] == [8, height], version

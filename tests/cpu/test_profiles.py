@@ -12,6 +12,7 @@ from cases import H200, problem
 
 from vllm_moe_oracle import device, settings
 from vllm_moe_oracle.errors import MeasurementError
+from vllm_moe_oracle.kernels.prefill_config import Prefill
 from vllm_moe_oracle.measure import environment, lookup, profile, shapes
 from vllm_moe_oracle.measure.cells import Sample, cell_of
 from vllm_moe_oracle.oracle.measured import WIDEST_GAP
@@ -170,3 +171,19 @@ def test_a_profile_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None
     with pytest.raises(MeasurementError, match="cannot be written"):
         profile.write(made, tmp_path / "file" / "p.json")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_our_kernels_choose_what_they_chose_where_a_profile_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile's fingerprint leaves their tables and rules out: a changed choice needs its layer measured anew."""
+    import own_choices
+
+    assert own_choices.changed() == []
+    before = own_choices.choose
+
+    def other(weights: Any, top_k: int, tokens: int, *, quantise: bool) -> Any:
+        found = before(weights, top_k, tokens, quantise=quantise)
+        persistent = isinstance(found, Prefill) and (weights.hidden, tokens) == (2880, 4096)
+        return Prefill(stages=2) if persistent else found
+
+    monkeypatch.setattr(own_choices, "choose", other)
+    assert own_choices.changed() and all("H2880" in each and "4096 tokens" in each for each in own_choices.changed())

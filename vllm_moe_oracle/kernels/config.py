@@ -167,7 +167,7 @@ def _few_rows(weights: OwnWeights, active: float, rows: int, columns: int, wide:
     if wide and programs >= _PROGRAMS:
         return _wide(weights)
     if columns >= _LONG:
-        return Tile(16, 128 if wide and programs >= 0.7 * _PROGRAMS else 64, 256, stages=3)
+        return Tile(16, 128 if wide and programs >= 0.6 * _PROGRAMS else 64, 256, stages=3)
     return Tile(16, 64, 128)
 
 
