@@ -133,11 +133,48 @@ def test_tables_become_one_in_the_order_of_layers_and_the_later_row_holds(tmp_pa
     assert merged["conditions"] == {"gpu": "NVIDIA H200", "limit": 6e-3}
 
 
+def test_a_row_without_numbers_replaces_none_that_has_some(tmp_path: Path) -> None:
+    late = {"layer": "qwen3_silu", "backend": "emulation", "failure": "ended, being late: ", "pass": False}
+    later, first = written(tmp_path, "a.json", [late]), written(tmp_path, "b.json", [row()])
+    assert merge("mxfp8", [first, later])["rows"] == [row()] == merge("mxfp8", [later, first])["rows"]
+    again = written(tmp_path, "c.json", [late | {"failure": "not begun"}])
+    assert merge("mxfp8", [later, again])["rows"] == [late | {"failure": "not begun"}]
+
+
+def test_what_is_said_of_runs_and_packages_is_put_together(tmp_path: Path) -> None:
+    packages = {"vllm": "0.33.0", "triton": "3.6.0"}
+    first = written(tmp_path, "a.json", [], date="2026-11-22", runs={"1": "alone"}, packages=packages)
+    more = packages | {"flashinfer-python": "0.7.2"}
+    second = written(tmp_path, "b.json", [], date="2026-11-21", runs={"2": "beside others"}, packages=more)
+    assert merge("mxfp8", [first, second])["conditions"] == {
+        "gpu": "NVIDIA H200", "limit": 6e-3, "date": "2026-11-22", "runs": {"1": "alone", "2": "beside others"},
+        "packages": more,
+    }  # fmt: skip
+    other = written(tmp_path, "c.json", [], date="2026-11-22", runs={"1": "other"}, packages={"vllm": "0.26.0"})
+    with pytest.raises(ValueError, match=r"c\.json was made with another packages: vllm, runs: 1 than"):
+        merge("mxfp8", [first, other])
+
+
 @pytest.mark.parametrize("conditions", [{"gpu": "NVIDIA H100"}, {"more": 1}])
 def test_tables_of_other_conditions_do_not_become_one(tmp_path: Path, conditions: dict[str, Any]) -> None:
     files = [written(tmp_path, "a.json", []), written(tmp_path, "b.json", [], **conditions)]
     with pytest.raises(ValueError, match=r"b\.json was made with another (gpu|more) than .*a\.json"):
         merge("mxfp8", files)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 4), (2, 6, 4), (2, 4, 6), (2, 8, 4)])
+def test_a_parameter_is_filled_as_it_is_transposed_or_padded(shape: tuple[int, ...]) -> None:
+    """A square matrix as it is: its transposed shape is its own."""
+    tensor = torch.arange(2 * shape[1] * 4).reshape(2, shape[1], 4) if shape[2] == 4 else torch.arange(48).view(2, 6, 4)
+    target = torch.full(shape, -1)
+    backend_table._fill(target, tensor, "w2_weight", 1)
+    assert torch.equal(target, tensor if shape[2] == 4 else tensor.transpose(1, 2))
+    wider = torch.full((2, shape[1] + 2, shape[2] + 1), -1)
+    backend_table._fill(wider, target, "w2_weight", 2)
+    half = shape[1] // 2
+    assert torch.equal(wider[:, :half, :-1], target[:, :half])
+    assert torch.equal(wider[:, half + 1 : -1, :-1], target[:, half:])
+    assert not wider[:, half].any() and not wider[:, -1].any() and not wider[:, :, -1].any()
 
 
 @pytest.mark.parametrize("ep", [1, 2, 8])

@@ -75,6 +75,8 @@ PROCESSES = 16
 TIMED = 3
 TIMING_SECONDS = 1.0
 KEEP_SECONDS = 5
+FREE = ("date", "packages", "runs")
+"""Conditions that tables which become one need not have in common."""
 
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Routed tokens: x `[M, hidden]` bfloat16, weights `[M, top_k]` float32, int32 ids `[M, top_k]`."""
@@ -1073,19 +1075,36 @@ def in_order(table: Table, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def merge(scheme: str, files: list[str]) -> dict[str, Any]:
-    """One table of several that were made under the same conditions; where two have a row, the later file's holds.
+    """One table of several that were made under the same conditions; where two have a row, the later file's holds, but
+    one without numbers replaces none that has some.
+
+    ``runs`` of the conditions say by name how rows were run, of each row its ``run``: the tables' are put together.
+    Days may differ (the last one is kept), and so may what is installed, but for what two have in another version.
 
     Raises:
-        ValueError: conditions differ.
+        ValueError: other conditions differ, or one name is said of two runs.
     """
     tables = [json.loads(Path(file).read_text()) for file in files]
     first = tables[0]["conditions"]
+    merged = {**first, "packages": {}, "runs": {}}
     for file, each in zip(files, tables, strict=True):
-        differ = [name for name in first | each["conditions"] if first.get(name) != each["conditions"].get(name)]
+        kept = each["conditions"]
+        differ = [name for name in first | kept if name not in FREE and first.get(name) != kept.get(name)]
+        for name in ("packages", "runs"):
+            known, more = merged[name], kept.get(name, {})
+            differ += [f"{name}: {one}" for one in known if one in more and known[one] != more[one]]
+            known.update(more)
         if differ:
             raise ValueError(f"{file} was made with another {', '.join(differ)} than {files[0]}")
-    rows = {(row["layer"], row["backend"]): row for each in tables for row in each["rows"]}
-    return {"conditions": first, "rows": in_order(table_of(scheme), list(rows.values()))}
+    merged = {name: value for name, value in merged.items() if name not in ("packages", "runs") or value}
+    if "date" in first:
+        merged["date"] = max(each["conditions"]["date"] for each in tables)
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in chain.from_iterable(each["rows"] for each in tables):
+        key = row["layer"], row["backend"]
+        if key not in rows or "failure" not in row or "failure" in rows[key]:
+            rows[key] = row
+    return {"conditions": merged, "rows": in_order(table_of(scheme), list(rows.values()))}
 
 
 def _many(
