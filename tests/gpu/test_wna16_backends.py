@@ -3,7 +3,10 @@ table of backends does not reach."""
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +44,34 @@ STOCK_IS_WRONG = {
     ("marlin_wna16", "narrow_first"): "w13_scale",
 }
 """Tensors that stock orders for another kernel than it runs."""
+REFUSAL = (RuntimeError, ValueError, AssertionError, AttributeError, NotImplementedError)
+NO_WORDS = "^$"
+STOCK_REFUSES: dict[str, tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...]] = {
+    "marlin_wna16": (
+        # 0.26: one scale a row has no group size.
+        (TypeError, "'>' not supported between instances of 'NoneType' and 'int'"),
+    ),
+    "humming_wna16": (
+        # 0.26: no file of compressed-tensors; of groups of 32, the words of the refusal fail on the type's name.
+        (TypeError, "Humming WNA16 MoE requires AutoAWQConfig or AutoGPTQConfig, got QuantizationArgs"),
+        (KeyError, r"ScalarType\.uint4(b8)?"),
+        # 0.26: the layer has dropped them.
+        (REFUSAL, "bias is required by humming"),
+        # 0.33: one scale a row.
+        (REFUSAL, NO_WORDS),
+    ),
+    "triton_wna16": (
+        # 0.26
+        (REFUSAL, "moe_backend='triton' is not supported for WNA16 MoE"),
+        # 0.33: of GPTQ's and AWQ's layers, whose loaders may have a bias; and of one scale a row.
+        (REFUSAL, "does not support the deployment configuration since expert bias is not supported"),
+        (REFUSAL, NO_WORDS),
+    ),
+}
+"""What stock vLLM refuses or fails on where it should run a backend's class: the error, and its words. A test with any
+other error fails."""
+STOCK_DROPS = {("0.26.0", "marlin_wna16", "bias"): {"w13_bias", "w2_bias"}}
+"""Tensors of a case that a release's stock leaves out: until 0.26 the layer's loader drops biases of single experts."""
 WEIGHTS = ("weight_packed", "qweight", "weight")
 
 
@@ -62,6 +93,14 @@ def stored(built: Built) -> dict[str, Any]:
     return {name: tensor.data.clone() for name, tensor in found.items() if tensor is not None}
 
 
+def refused(name: str, error: Exception) -> bool:
+    """Whether an error is among those that stock is known to raise in a backend's place, and not raised by us."""
+    where = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    if any(where.is_relative_to(folder) for folder in (Path(__file__).parent, Path(plugin.__file__).parent)):
+        return False
+    return any(isinstance(error, types) and re.search(words, str(error)) for types, words in STOCK_REFUSES[name])
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", ["marlin_wna16", "humming_wna16", "triton_wna16"])
 def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
@@ -75,20 +114,26 @@ def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
         if type(built.method.moe_kernel.fused_experts).__name__ != backend.stock_class:
             pytest.skip("stock runs something else")
         expected = stored(built)
-    except (RuntimeError, ValueError, AssertionError, AttributeError, NotImplementedError) as error:
-        pytest.skip(f"stock cannot convert it: {error}")
+    except Exception as error:
+        if not refused(name, error):
+            raise
+        pytest.skip(f"stock cannot convert it: {type(error).__name__}: {error}")
     built.close()
     plan = backend.plan(problem, device.detect())
     if name == "triton_wna16" and plan.pads(problem):
         pytest.skip("stock does not pad for Triton")
     canonical = wna16.canonical(checkpoint.raw, problem, is_transposed=case.scheme.packing != CT)
+    dropped = STOCK_DROPS.get((device.detect().packages["vllm"], name, case.name), set())
     for expert in range(case.experts):
         found = backend.convert({own: tensor[expert] for own, tensor in canonical.items()}, problem, plan)
-        for own, tensor in found.items():
-            theirs = expected[own][expert]
+        assert found.keys() - expected.keys() == dropped
+        for own in found.keys() - dropped:
+            tensor, theirs = found[own], expected[own][expert]
             assert tensor.shape == theirs.shape, own
             same = torch.equal(tensor.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
             assert same == (STOCK_IS_WRONG.get((name, case.name)) != own), own
+    if dropped:
+        pytest.skip(f"stock drops {', '.join(sorted(dropped))}: not compared; the other tensors are as stock's")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
