@@ -16,11 +16,6 @@ from vllm_moe_oracle.oracle.registry import default_registry
 
 FOLDER = Path(__file__).parents[1] / "golden/h200"
 FILES = sorted(FOLDER.glob("mxfp8-vllm-*.json"))
-EARLIER = "0.26.0"
-"""The release whose table is of an earlier day: without the newest layers and faults, with two rows of a script that
-had no self-checks."""
-FIRST = "1"
-"""The run of these rows."""
 LAYERS = {
     "qwen3_silu",
     "qwen3_silu_bias",
@@ -30,13 +25,18 @@ LAYERS = {
     "nemotron_silu",
     "nemotron_relu2",
     "nemotron_relu2_bias",
+    "nemotron_relu2_tp2",
+    "qwen3_silu_ep2",
 }
-LATER_LAYERS = {"qwen3_silu_ep2", "nemotron_relu2_tp2"}
+TINY = {"0.33.0": {("tiny_silu_ep2", "humming_mxfp8_grouped")}, "0.26.0": set()}
+"""Rows of small layers, by release: of a backend that compiles for longer than its run took."""
 TOKENS = {"1", "7", "64", "513"}
 EVERYWHERE = {"marlin_mxfp8", "own_mxfp8", "own_mxfp8_w8a8", "emulation"}
 
-FAULTS = {"scales of rows moved", "rows of w2 moved", "scales of groups moved"}
-LATER_FAULTS = {
+FAULTS = {
+    "scales of rows moved",
+    "rows of w2 moved",
+    "scales of groups moved",
     "scales of w13 column by column",
     "scales of w2 column by column",
     "scales of w13 one exponent up",
@@ -50,27 +50,22 @@ BROKEN: dict[tuple[str, str, str], list[str]] = {
     # Where few tokens leave multiprocessors idle, Humming adds up parts of the first product that were rounded to
     # bfloat16, and ReLU² doubles what that does; stock's own error is beside it, and is as large.
     ("0.33.0", "nemotron_relu2_tp2", "humming_mxfp8"): ["eager at 1", "graph at 1"],
+    # Not understood: Humming's indexed kernels on a rank of two, some 2052 rows a product; about what one wrong row of
+    # them makes, and another number in each run. Stock's own error is beside it, and is as large.
+    ("0.26.0", "qwen3_silu_ep2", "humming_mxfp8"): ["eager at 513", "graph at 513"],
 }
 """Rows that break a rule, and which."""
 NEVER_ENDED = {("0.33.0", "qwen3_silu_ep2", "humming_mxfp8_grouped")}
-"""Not ready, stock's own first, after 190 s on a card and cores that 15 processes shared; not repeated alone."""
+"""Compiled kernels for its first self-check when the 50 s of its run were over. The same backend is right on a small
+layer, in `TINY`."""
 
 TIME = "self-check's time"
 LATE = {
-    ("0.26.0", "qwen3_silu", "own_mxfp8"),
-    ("0.26.0", "qwen3_silu", "own_mxfp8_w8a8"),
-    ("0.26.0", "qwen3_silu_bias", "own_mxfp8"),
-    ("0.26.0", "qwen3_relu2", "own_mxfp8_w8a8"),
-    ("0.26.0", "qwen3_relu2_bias", "own_mxfp8"),
-    ("0.26.0", "nemotron_silu", "own_mxfp8"),
-    ("0.26.0", "nemotron_relu2", "own_mxfp8"),
-    ("0.26.0", "nemotron_relu2_bias", "own_mxfp8_w8a8"),
-    ("0.26.0", "qwen3_swigluoai_bias", "own_mxfp8"),
+    ("0.26.0", "qwen3_silu", "emulation"),
+    ("0.26.0", "nemotron_relu2_bias", "marlin_mxfp8"),
 }
-"""Self-checks that took more than 150 ms while their card and cores were shared with other processes, and that were not
-timed again alone. The same backends on 0.33.0, alone, take 22 to 63 ms."""
-BESIDE_OTHERS = {"qwen3_silu", "qwen3_silu_bias", "qwen3_silu_ep2", "nemotron_silu", "nemotron_relu2"}
-"""Layers on which 0.33.0's vLLM kernels were self-checked beside 15 other processes, and in time all the same."""
+"""Self-checks that took more than 150 ms (150.4 and 151.3) while their card and cores were shared with 13 other
+processes, and that were not timed again alone. On 0.33.0 the first takes 53 ms beside others, the second 24 alone."""
 
 STOCK_CANNOT = {("nemotron_relu2_tp2", "marlin_mxfp8"): "shape '[128, 2, 928, 2688]' is invalid"}
 """Layers that stock's own conversion fails on, with its words: it takes 928 rows without a gate for two halves."""
@@ -78,16 +73,21 @@ STOCK_CANNOT = {("nemotron_relu2_tp2", "marlin_mxfp8"): "shape '[128, 2, 928, 26
 
 def table(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     data = json.loads(file.read_text())
-    return data["conditions"], data["rows"]
+    # A row without numbers does not say it.
+    release = {"vllm": data["conditions"]["packages"]["vllm"]}
+    return data["conditions"], [release | row for row in data["rows"]]
 
 
 def key(row: dict[str, Any]) -> tuple[str, str, str]:
     return row["vllm"], row["layer"], row["backend"]
 
 
+SIZES = {"qwen3": (128, 8, 2048, 768), "nemotron": (128, 6, 2688, 1856), "tiny": (8, 2, 256, 96)}
+
+
 def problem(layer: str) -> Problem:
     """What `backend_table` made of a layer's name."""
-    hidden, inner, top_k = (2048, 768, 8) if layer.startswith("qwen3") else (2688, 1856, 6)
+    experts, top_k, hidden, inner = SIZES[layer.partition("_")[0]]
     inner = inner // 2 if layer.endswith("_tp2") else inner
     activation = Activation("relu2", gated=False) if "relu2" in layer else Activation("silu")
     if "swigluoai" in layer:
@@ -95,7 +95,7 @@ def problem(layer: str) -> Problem:
     scheme = Scheme("mxfp8", 8, 32, "modelopt", activations="mxfp8")
     ep = 2 if layer.endswith("_ep2") else 1
     return Problem(
-        layer, scheme, 128, 128 // ep, top_k, hidden, inner, activation, has_bias=layer.endswith("_bias"),
+        layer, scheme, experts, experts // ep, top_k, hidden, inner, activation, has_bias=layer.endswith("_bias"),
         parallel=Parallel(ep=ep),
     )  # fmt: skip
 
@@ -113,11 +113,6 @@ def measured(file: Path) -> list[dict[str, Any]]:
     return [row for row in table(file)[1] if "refused" not in row and key(row) not in NEVER_ENDED]
 
 
-def checked(file: Path) -> list[dict[str, Any]]:
-    """Those of them that have a self-check."""
-    return [row for row in measured(file) if row.get("run") != FIRST]
-
-
 def test_both_releases_were_measured() -> None:
     assert [file.stem for file in FILES] == ["mxfp8-vllm-0.26.0", "mxfp8-vllm-0.33.0"]
 
@@ -129,16 +124,16 @@ def test_the_conditions_are_there(file: Path) -> None:
     assert conditions["packages"]["vllm"] == file.stem.removeprefix("mxfp8-vllm-")
     assert {"torch", "cuda", "command", "date", "limit", "ratio_to_stock"} <= conditions.keys()
     assert (conditions["limit"], conditions["ratio_to_stock"]) == (6e-3, 1.2)
-    assert {row["run"] for row in rows if "run" in row} == conditions.get("runs", {}).keys()
+    assert {row["run"] for row in rows} == conditions["runs"].keys()
     assert len({key(row) for row in rows}) == len(rows)
 
 
 @every_file
 def test_every_backend_that_the_oracle_accepts_was_run_on_every_layer(file: Path) -> None:
     conditions, rows = table(file)
-    layers = LAYERS | (LATER_LAYERS if EARLIER not in file.stem else set())
-    assert {row["layer"] for row in rows} == layers
-    for layer in layers:
+    tiny = {(row["layer"], row["backend"]) for row in rows if row["layer"] not in LAYERS}
+    assert tiny == TINY[conditions["packages"]["vllm"]]
+    for layer in LAYERS:
         asked = candidates(problem(layer), machine(conditions), settings.load({}))
         accepted = {each.backend for each in asked if each.accepted}
         ran = {row["backend"] for row in rows if row["layer"] == layer and "refused" not in row}
@@ -150,7 +145,7 @@ def test_what_breaks_a_rule_is_known(file: Path) -> None:
     for row in table(file)[1]:
         if key(row) in NEVER_ENDED:
             assert row["failure"].startswith("ended, being late") and not row["pass"]
-    for row in checked(file):
+    for row in measured(file):
         assert row["broken"] == BROKEN.get(key(row), [TIME] * (key(row) in LATE)), key(row)
         assert row["pass"] == (not row["broken"]) and "failure" not in row, key(row)
 
@@ -160,7 +155,7 @@ def test_errors_conversions_and_ranks_keep_the_rules(file: Path) -> None:
     for row in measured(file):
         assert row["error"].keys() == TOKENS, key(row)
         assert row["convert_peak_mib"] <= row["one_expert_mib"] + 64, key(row)
-        assert row.get("run") == FIRST or row["spread_error"] <= 6e-3, key(row)
+        assert row["spread_error"] <= 6e-3, key(row)
         for tokens, modes in row["error"].items():
             assert modes.keys() == {"eager", "graph"}, key(row)
             known = [f"{mode} at {tokens}" for mode in modes]
@@ -182,45 +177,42 @@ def test_stock_was_measured_beside_the_kernels_that_are_its_own(file: Path) -> N
 
 @every_file
 def test_self_checks_pass_and_find_every_fault(file: Path) -> None:
-    for row in checked(file):
+    for row in measured(file):
         check, layer = row["self_check"], problem(row["layer"])
         assert check["passed"] and check["error"] <= check["tolerance"] and not check["missed"], key(row)
         wanted = FAULTS | (GATED_FAULTS if layer.activation.gated else set())
         wanted |= BIAS_FAULTS if layer.has_bias else set()
-        if EARLIER not in file.stem:
-            wanted |= LATER_FAULTS | (PARAMETER_FAULTS if layer.activation.alpha is not None else set())
-            assert check["raised"] == {} and not check.get("refused"), key(row)
-            assert check["faults"].keys() == wanted, key(row)
-        assert check["faults"].keys() >= wanted, key(row)
+        wanted |= PARAMETER_FAULTS if layer.activation.alpha is not None else set()
+        assert check["raised"] == {} and not check.get("refused"), key(row)
+        assert check["faults"].keys() == wanted, key(row)
         assert min(check["faults"].values()) > check["tolerance"], key(row)
 
 
 @every_file
 def test_self_checks_take_less_than_150_ms_and_keep_nothing(file: Path) -> None:
-    """With everything compiled; the longest of three where they ran alone."""
-    late = {key(row) for row in checked(file) if row["self_check"]["seconds"] > 0.15}
+    """With everything compiled; the longest of three where they ran alone, which is always so for this project's."""
+    late = {key(row) for row in measured(file) if row["self_check"]["seconds"] > 0.15}
     assert late == {each for each in LATE if each[0] in file.stem}
-    if EARLIER in file.stem:
-        return
-    for row in checked(file):
+    for row in measured(file):
         check = row["self_check"]
-        if row["layer"] in BESIDE_OTHERS and not row["backend"].startswith("own"):
-            continue
-        assert check["alone"] is True and len(check["each"]) == 3, key(row)
-        assert check["seconds"] == max(check["each"]) and check["kept_mib"] == 0.0, key(row)
+        assert check["alone"] if row["backend"].startswith("own") else key(row) not in late or "alone" not in check
+        if "alone" in check:
+            assert len(check["each"]) == 3 and check["seconds"] == max(check["each"]), key(row)
+            assert check["kept_mib"] == 0.0, key(row)
 
 
 @every_file
 def test_every_kind_of_backend_was_self_checked_in_time(file: Path) -> None:
-    seen = {row["backend"] for row in checked(file) if row["self_check"]["seconds"] <= 0.15}
-    assert seen == {*EVERYWHERE, "humming_mxfp8"}
+    seen = {row["backend"] for row in measured(file) if row["self_check"]["seconds"] <= 0.15}
+    grouped = {backend for _, backend in TINY[table(file)[0]["packages"]["vllm"]]}
+    assert seen == {*EVERYWHERE, "humming_mxfp8"} | grouped
 
 
 @every_file
 def test_what_was_refused_afterwards_is_refused(file: Path) -> None:
     conditions, rows = table(file)
     refused = [row for row in rows if "refused" in row]
-    assert bool(refused) == (EARLIER in file.stem)
+    assert len(refused) == (4 if conditions["packages"]["vllm"] == "0.26.0" else 0)
     for row in refused:
         backend = default_registry()[row["backend"]]
         codes = {reason.code for reason in backend.check(problem(row["layer"]), machine(conditions)).reasons}
