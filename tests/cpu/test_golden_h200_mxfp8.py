@@ -50,9 +50,6 @@ BROKEN: dict[tuple[str, str, str], list[str]] = {
     # Where few tokens leave multiprocessors idle, Humming adds up parts of the first product that were rounded to
     # bfloat16, and ReLU² doubles what that does; stock's own error is beside it, and is as large.
     ("0.33.0", "nemotron_relu2_tp2", "humming_mxfp8"): ["eager at 1", "graph at 1"],
-    # Not understood: Humming's indexed kernels on a rank of two, some 2052 rows a product; about what one wrong row of
-    # them makes, and another number in each run. Stock's own error is beside it, and is as large.
-    ("0.26.0", "qwen3_silu_ep2", "humming_mxfp8"): ["eager at 513", "graph at 513"],
 }
 """Rows that break a rule, and which."""
 NEVER_ENDED = {("0.33.0", "qwen3_silu_ep2", "humming_mxfp8_grouped")}
@@ -173,6 +170,17 @@ def test_stock_was_measured_beside_the_kernels_that_are_its_own(file: Path) -> N
             assert words in row["stock_failure"], key(row)
         elif row["backend"].startswith(("marlin", "humming")):
             assert "stock_error" in row, (key(row), row.get("stock_failure"))
+
+
+def test_sums_that_stock_leaves_out_are_whole_here() -> None:
+    """Humming 0.1.10 takes blocks of 56 rows for 513 tokens on a rank of two, in no other cell of this table, and
+    leaves out parts of the sums of rows 40 to 55. Here such blocks are 64 rows high."""
+    ((eager, graph), stock), *others = [
+        (row["error"]["513"].values(), row["stock_error"]["513"])
+        for row in measured(FOLDER / "mxfp8-vllm-0.26.0.json")
+        if row["layer"] == "qwen3_silu_ep2" and row["backend"] == "humming_mxfp8"
+    ]
+    assert not others and max(eager, graph) <= 6e-3 and stock > 1e-2
 
 
 @every_file
