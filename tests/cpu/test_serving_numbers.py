@@ -10,8 +10,14 @@ import serving_numbers
 
 
 def run(**changes: Any) -> dict[str, Any]:
-    conditions = {"device": "a card", "vllm": "1", "torch": "2", "layers": 2, "decode": "d", "prefill": "p"}
-    row = {"decode_ms": {"1": 2.0, "8": 3.0, "64": 4.0}, "prefill_tokens_per_second": 10, "start_seconds": 5.0}
+    conditions = {"device": "a card", "vllm": "1", "torch": "2", "layers": 2}
+    conditions |= {"decode": "d", "mixed": "m", "prefill": "p"}
+    each = {"1": 2.0, "8": 3.0, "64": 4.0}
+    inside = {"decode_ms": each, "busy_ms": {"1": 1.0, "8": 2.5, "64": 3.5}, "end": "words"}
+    row = {
+        "decode_ms": each, "noise_ms": dict.fromkeys(each, 0.01), "tokens_per_second": dict.fromkeys(each, 7),
+        "prefill_tokens_per_second": 10, "start_seconds": 5.0, "inside": inside,
+    }  # fmt: skip
     groups = [{"backend": "own_mxfp8", "layers": 2, "why": "measured", "measured": "much more"}]
     modes = [
         {"mode": "stock", **row},
@@ -25,16 +31,38 @@ def run(**changes: Any) -> dict[str, Any]:
     return made
 
 
-KERNELS = {"rows": [{"cell": "mxfp8:qwen3-30b-a3b", "us": {n: {"auto": 40.0, "ours": 20.0} for n in ("1", "8", "64")}}]}
+TIMES = {"auto": 40.0, "ours": 20.0, "marlin_mxfp8": 30.0}
+KERNELS = {"rows": [{"cell": "mxfp8:qwen3-30b-a3b", "us": {n: TIMES for n in ("1", "8", "64")}}]}
 
 
 def test_a_step_is_held_against_the_kernels_difference_times_the_layers() -> None:
     made = serving_numbers.golden([run()])
     text = serving_numbers.table(made, KERNELS)
-    assert "| qwen3-mxfp8 | 1 | 2.000 | 1.500 | +0.500 | +0.040 |" in text
-    assert "| qwen3-mxfp8 | 8 | 3.000 | 3.000 | +0.000 | +0.040 |" in text
+    assert "| qwen3-mxfp8 | 1 | 2.000 | 1.500 | +0.500 | 0.020 | +0.040 |" in text
+    assert "| qwen3-mxfp8 | 8 | 3.000 | 3.000 | +0.000 | 0.020 | +0.040 |" in text
+    assert "| qwen3-mxfp8 | 8 | 2.500 of 3.000 | 2.500 of 3.000 | +0.000 | +0.040 |" in text
+    assert "| qwen3-mxfp8 | 7 / 7 / 7 | 7 / 7 / 7 | 10 | 10 | 5 | 5 |" in text
+    assert "words" not in json.dumps(made)
     assert made["models"]["qwen3-mxfp8"]["modes"][1]["backends"] == {"own_mxfp8": {"layers": 2, "why": "measured"}}
     assert "/tmp" not in json.dumps(made)
+
+
+def test_what_noise_hides_or_was_not_timed_is_no_number() -> None:
+    made = run()
+    stock, ours = made["models"]["qwen3-mxfp8"]
+    stock["noise_ms"] = {**stock["noise_ms"], "8": 0.8}  # compiling while it was timed, say
+    stock["decode_ms"] = {**stock["decode_ms"], "64": -0.2}
+    ours["inside"] = {"busy_ms": {"1": 1.0}, "error": "ended after 150 s"}
+    text = serving_numbers.table(serving_numbers.golden([made]), KERNELS)
+    assert "| qwen3-mxfp8 | 8 | - | 3.000 | - | 0.810 | +0.040 |" in text
+    assert "| qwen3-mxfp8 | 64 | - | 4.000 | - | 0.020 | +0.040 |" in text
+    assert "| qwen3-mxfp8 | 1 | 1.000 of 2.000 | - | - | +0.040 |" in text
+
+
+def test_the_prediction_is_of_the_backend_that_was_chosen() -> None:
+    assert serving_numbers.predicted_ms(KERNELS, "qwen3-mxfp8", "8", 2, "marlin_mxfp8") == pytest.approx(0.02)
+    with pytest.raises(KeyError):
+        serving_numbers.predicted_ms(KERNELS, "qwen3-mxfp8", "8", 2, "humming_mxfp8")
 
 
 def test_what_has_no_numbers_or_other_conditions_is_refused() -> None:
