@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import math
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from cases import problem
-from releases import ReleaseUnavailable, humming
+from releases import ReleaseUnavailable, humming, sources
 
 from vllm_moe_oracle.backends._humming import sums
 from vllm_moe_oracle.compat import RELEASES, since
@@ -130,10 +131,8 @@ def test_only_a_library_that_leaves_sums_out_gets_others(monkeypatch: pytest.Mon
         experts.w13_tuning_config_str = experts.w2_tuning_config_str = json.dumps(given)
         ours.sum_whole(experts)
         for product in ("w13", "w2"):
-            of_vllm, of_library = (
-                getattr(experts, f"{product}_tuning_config"),
-                json.loads(getattr(experts, f"{product}_tuning_config_str")),
-            )
+            of_vllm = getattr(experts, f"{product}_tuning_config")
+            of_library = json.loads(getattr(experts, f"{product}_tuning_config_str"))
             assert [each[2]["block_shape"][0] for each in of_vllm] == [8, height], version
             assert [each[2]["block_shape"][0] for each in of_library] == [8, height], version
 
@@ -147,3 +146,20 @@ def test_the_first_release_that_leaves_nothing_out_is_told_by_its_pins() -> None
         except ReleaseUnavailable as error:
             pytest.skip(str(error))
         assert (tuple(map(int, version.split("."))) < (0, 1, 12)) == (release < "0.28"), (release, version)
+
+
+@pytest.mark.parametrize("release", [each for each in SERVED if each < "0.28"])
+def test_vllms_classes_hold_and_use_the_configurations_that_are_replaced(release: str) -> None:
+    try:
+        file = sources(release) / "vllm/model_executor/layers/fused_moe/experts/fused_humming_moe.py"
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    tree = ast.parse(file.read_text())
+    uses: dict[str, list[type]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and "tuning_config" in node.attr and ast.unparse(node.value) == "self":
+            uses.setdefault(node.attr, []).append(type(node.ctx))
+    # What chooses a kernel, and the height of the blocks that tokens are sorted for, is read at each call.
+    for name in ("w13_tuning_config", "w13_tuning_config_str", "w2_tuning_config", "w2_tuning_config_str"):
+        assert uses[name].count(ast.Store) == 1 and ast.Load in uses[name], (name, uses)
+    assert set(uses) == {f"{each}_tuning_config{end}" for each in ("w13", "w2") for end in ("", "_str")}

@@ -113,7 +113,7 @@ def leaves_out(config: Mapping[str, Any]) -> bool:
     of half the columns, which then have half of K. Which tokens stand there changes from run to run.
 
     Source: the package humming-kernels, ``epilogue/smem_reducer.cuh``; its configurations for sm_90 have blocks of 56
-    rows for products of at most 4096 rows of weights, whose experts have some 28 to 38 tokens each.
+    rows for products of at most 4096 rows of weights, whose experts have 25 to 38 tokens each on average.
     """
     rows, columns, depth = config["warp_shape"]
     words = rows * columns // 128
@@ -154,9 +154,11 @@ def sum_whole(experts: Any) -> None:
     """
     if Version(metadata.version("humming-kernels")) >= Version(_WHOLE_SUMS_SINCE):
         return
-    whole = with_whole_sums({"w13": experts.w13_tuning_config, "w2": experts.w2_tuning_config})
-    experts.w13_tuning_config, experts.w2_tuning_config = whole["w13"], whole["w2"]
-    experts.w13_tuning_config_str, experts.w2_tuning_config_str = json.dumps(whole["w13"]), json.dumps(whole["w2"])
+    # By name: only these classes among vLLM's have them.
+    found = {name: getattr(experts, f"{name}_tuning_config") for name in ("w13", "w2")}
+    for name, tuning in with_whole_sums(found).items():
+        setattr(experts, f"{name}_tuning_config", tuning)
+        setattr(experts, f"{name}_tuning_config_str", json.dumps(tuning))
 
 
 def stand_in(problem: Problem, tensors: Tensors, inner: int) -> Any:
