@@ -611,7 +611,9 @@ def test_with_lora_a_checkpoint_that_stock_cannot_read_is_refused_and_others_are
         ({"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}, "strategy tensor_group"),
         ({"num_bits": 4, "strategy": "token", "dynamic": True}, "4-bit float, strategy token"),
         ({"num_bits": 8, "strategy": "token", "dynamic": True, "type": "int"}, "8-bit int, strategy token"),
-        ({"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": False}, "8-bit float, strategy token"),
+        ({"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": False}, "asymmetric 8-bit float, strategy"),
+        ({"num_bits": 8, "strategy": "token", "dynamic": True, "scale_dtype": "torch.uint8"}, "scale_dtype uint8"),
+        ({"num_bits": 8, "strategy": "token", "dynamic": True, "scale_dtype": "torch.float32"}, "fp8_token"),
     ],
 )
 @pytest.mark.parametrize("bits", [4, 8])

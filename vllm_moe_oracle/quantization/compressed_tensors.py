@@ -243,11 +243,11 @@ def compressed_activations(inputs: Mapping[str, Any] | None) -> ActivationPrecis
     mx = scales is None or _is_e8m0(scales, "")
     if kind != "float" or inputs.get("dynamic") is not True or inputs.get("symmetric", True) is not True:
         return None
-    if (bits, strategy) == (8, "token"):
-        return "fp8_token"
     if strategy == "group" and size == MX_BLOCK and mx:
         return "mxfp4" if bits == 4 else "mxfp8" if bits == 8 else None
-    return "fp8" if (bits, strategy, size) == (8, "group", 128) and (scales is None or not mx) else None
+    if bits != 8 or (scales is not None and mx):
+        return None
+    return "fp8_token" if strategy == "token" else "fp8" if (strategy, size) == ("group", 128) else None
 
 
 def inputs_in_words(inputs: Mapping[str, Any]) -> str:
@@ -255,7 +255,8 @@ def inputs_in_words(inputs: Mapping[str, Any]) -> str:
     kind, bits, strategy, size = _declared(inputs)
     how = "static" if inputs.get("dynamic", False) is False else f"dynamic {shown(inputs['dynamic'])}"
     scales = str(inputs.get("scale_dtype")).removeprefix("torch.")
-    return f"{bits}-bit {kind}, strategy {strategy}, group_size {size}, {how}, scale_dtype {scales}"
+    sign = "" if inputs.get("symmetric", True) is True else "asymmetric "
+    return f"{sign}{bits}-bit {kind}, strategy {strategy}, group_size {size}, {how}, scale_dtype {scales}"
 
 
 def _declared(inputs: Mapping[str, Any]) -> tuple[object, object, object, object]:
