@@ -347,6 +347,7 @@ def test_an_exclusion_may_use_the_checkpoints_name_of_a_module(explain: Any) -> 
         (r"re:.*experts.*", "means nothing: vLLM reads names and wildcards there"),
         ("*.mlp.experts.*", "leaves no experts out: vLLM asks for the experts' module, whose name ends with experts"),
         ("model.layers.1.mlp.experts.*", ""),
+        ("*.mlp.shared_experts.*", ""),
         ("*self_attn*", ""),
     ],
 )

@@ -166,6 +166,18 @@ def test_what_vllm_fails_without_is_told_of_quark_s_configs(explain: Any) -> Non
     assert told.endswith("exclude, export are not set, which vLLM fails without")
 
 
+@pytest.mark.parametrize(
+    ("entry", "is_told"),
+    [
+        (module(5), True), (r"re:.*\.experts\.", True), ("experts.0.down_proj", True), ("lm_head", False),
+        ("re:.*shared_experts.*", False), ("model.layers.5.mlp.shared_experts.down_proj", False),
+    ],
+)  # fmt: skip
+def test_old_releases_are_told_of_where_routed_experts_are_left_out(explain: Any, entry: str, is_told: bool) -> None:
+    notes = explain(QWEN3, {**QUARK, "exclude": [entry]}).notes
+    assert any("the oldest supported releases" in note for note in notes) == is_told
+
+
 def test_auto_round(explain: Any) -> None:
     found = explain(QWEN3, AUTO_ROUND)
     assert scheme(found) == ("mxfp4", "auto-round", "mxfp4") and found.method == "inc"

@@ -87,7 +87,7 @@ def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     for name in read_names(config if nested is None else nested, _EXCLUSIONS, where):
         if name.startswith("re:"):
             yield f"{where}: the exclusion {shown(name)} means nothing: vLLM reads names and wildcards there"
-        elif re.search(r"experts\.", name) and is_wildcard(name.partition("experts.")[0]):
+        elif (found := re.search(r"(?<![A-Za-z_])experts\.", name)) and is_wildcard(name[: found.start()]):
             rule = "vLLM asks for the experts' module, whose name ends with experts"
             yield f"{where}: the exclusion {shown(name)} leaves no experts out: {rule}"
 
