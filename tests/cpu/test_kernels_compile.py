@@ -245,6 +245,20 @@ def test_float16_compiles(monkeypatch: pytest.MonkeyPatch, layer: str, tokens: i
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8"])
+def test_float16_of_long_rows_compiles(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    """Where a product of integers or in bfloat16 takes 128 rows of 256 columns."""
+    layer = (format, 32, 4096, 4096, 8, 2, "silu", False)
+    monkeypatch.setitem(LAYERS, "long", layer)
+    tiles = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        config = configs.heuristic(allocate(format, 8, 4096, 4096, group=32, dtype=dtype, device="meta"), 2, 16)
+        tiles[dtype] = config.down.bn, config.down.bk
+    assert tiles == {torch.bfloat16: (128, 256), torch.float16: (64, 256)}
+    check(monkeypatch, "long", 16, config, dtype=torch.float16)
+
+
+@pytest.mark.slow
 def test_quantised_activations_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     for layer in ("qwen-mxfp8", "nemotron"):
         config = Config(Tile(16, 64, 128), Tile(16, 128, 128, stages=3), per_slot=True)

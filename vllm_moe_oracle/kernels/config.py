@@ -151,10 +151,15 @@ def _alone(weights: OwnWeights, slots: int, rows: int, columns: int) -> Tile:
     return Tile(16 // fold, width, 128, fold=fold, stages=6 if width == 16 and columns >= _LONG else 4)
 
 
+def _two_products(weights: OwnWeights) -> bool:
+    """Whether a step is two products, which take more registers: float16 activations and MX weights."""
+    return weights.dtype == torch.float16 and weights.format.startswith("mx")
+
+
 def _wide(weights: OwnWeights) -> Tile:
-    # Under a cap of 128 registers, promoted sums spill in Triton 3.9, and so do the two products of float16 and MX.
-    two = weights.dtype == torch.float16 and weights.format.startswith("mx")
-    return Tile(16, 128, 128, stages=3, registers=0 if weights.format == "int8" or two else 128, promote=False)
+    # Under a cap of 128 registers, promoted sums spill in Triton 3.9, and so do two products.
+    free = weights.format == "int8" or _two_products(weights)
+    return Tile(16, 128, 128, stages=3, registers=0 if free else 128, promote=False)
 
 
 def _few_rows(weights: OwnWeights, active: float, rows: int, columns: int, wide: bool) -> Tile:
@@ -167,7 +172,9 @@ def _few_rows(weights: OwnWeights, active: float, rows: int, columns: int, wide:
     if wide and programs >= _PROGRAMS:
         return _wide(weights)
     if columns >= _LONG:
-        return Tile(16, 128 if wide and programs >= 0.6 * _PROGRAMS else 64, 256, stages=3)
+        # Two products of 128 rows and 256 columns spill.
+        enough = wide and programs >= 0.6 * _PROGRAMS and not _two_products(weights)
+        return Tile(16, 128 if enough else 64, 256, stages=3)
     return Tile(16, 64, 128)
 
 
