@@ -409,6 +409,17 @@ def test_weights_that_are_no_numbers_are_not_the_backends_fault() -> None:
     assert method.decision.backend == "none" and other.runs == 0
 
 
+def test_weights_too_small_for_float16_s_inputs_are_not_said_to_be_no_numbers() -> None:
+    from vllm_moe_oracle.errors import CheckpointError
+
+    layer = dataclasses.replace(LAYERS["silu, 16 bit"], dtype="float16")
+    backends, loaded = registry([Faulty("none"), second()]), weights(layer)
+    for name in ("w13_scale", "w2_scale"):
+        loaded[name] = torch.full_like(loaded[name], 127 - 30)
+    with pytest.raises(CheckpointError, match="or so small or large that float16 does not reach as far"):
+        selfcheck.settle(Method.of(backends, layer), loaded, registry=backends)
+
+
 def test_an_override_is_an_explicit_choice() -> None:
     from vllm_moe_oracle.oracle.overrides import parse
 

@@ -185,7 +185,9 @@ def _refuse_to_judge(expected: Tensor, experts: list[int], problem: Problem) -> 
             f"the float32 reference is NaN or infinite for {bad} of {len(expected)} tokens on the weights of local "
             f"experts {', '.join(map(str, dict.fromkeys(experts)))}: no backend can be judged by it"
         )
-        raise CheckpointError(rule, "The checkpoint is damaged: some of its weights are no numbers", problem.layer)
+        # Inputs are made for the weights' size; of tiny ones float16 does not hold them.
+        which = f"some of its weights are no numbers, or so small or large that {problem.dtype} does not reach as far"
+        raise CheckpointError(rule, f"The checkpoint is damaged: {which}", problem.layer)
 
 
 def canonical(problem: Problem, raw: Tensors, experts: list[int]) -> dict[str, Tensor]:
