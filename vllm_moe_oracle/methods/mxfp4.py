@@ -179,13 +179,16 @@ def precision_of(key: Any) -> ActivationPrecision:
 
 
 def _leaving_out(config: Any, names: Iterable[str]) -> Any:
-    """The config object, which knows what of its checkpoint is not quantised."""
+    """The config object, which knows what of its checkpoint is not quantised: the stock classes keep no names."""
     config.left_out = tuple(names)
     return config
 
 
-class _LeavesOut:
-    """Mixed in before a stock config class, which keeps no names of what is not quantised."""
+class Mxfp4Config(stock.Mxfp4Config):
+    """The stock config with this project's MoE method; linear layers stay what they are in the stock class.
+
+    Experts that the checkpoint leaves in 16 bits are vLLM's own: the stock class reads no exclusions.
+    """
 
     left_out: tuple[str, ...] = ()
     """Names and wildcards of modules that are not quantised, as vLLM calls them."""
@@ -193,20 +196,12 @@ class _LeavesOut:
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         """The config object of a checkpoint."""
-        made = super().from_config(config)  # type: ignore[misc]
-        return _leaving_out(made, read_names(config, LEFT_OUT, _WHERE))
+        return _leaving_out(super().from_config(config), read_names(config, LEFT_OUT, _WHERE))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Takes vLLM's names for the checkpoint's; stock code calls it with a model's mapping."""
-        super().apply_vllm_mapper(hf_to_vllm_mapper)  # type: ignore[misc]
+        super().apply_vllm_mapper(hf_to_vllm_mapper)
         self.left_out = tuple(hf_to_vllm_mapper.apply_list(list(self.left_out)))
-
-
-class Mxfp4Config(_LeavesOut, stock.Mxfp4Config):
-    """The stock config with this project's MoE method; linear layers stay what they are in the stock class.
-
-    Experts that the checkpoint leaves in 16 bits are vLLM's own: the stock class reads no exclusions.
-    """
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -221,8 +216,21 @@ class Mxfp4Config(_LeavesOut, stock.Mxfp4Config):
         return _method(Mxfp4MoEMethod, layer, prefix) or super().get_quant_method(layer, prefix)
 
 
-class GptOssMxfp4Config(_LeavesOut, stock.GptOssMxfp4Config):
+class GptOssMxfp4Config(stock.GptOssMxfp4Config):
     """The stock config with this project's MoE method; see `Mxfp4Config`."""
+
+    left_out: tuple[str, ...] = ()
+    """Names and wildcards of modules that are not quantised, as vLLM calls them."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """The config object of a checkpoint."""
+        return _leaving_out(super().from_config(config), read_names(config, LEFT_OUT, _WHERE))
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Takes vLLM's names for the checkpoint's; stock code calls it with a model's mapping."""
+        super().apply_vllm_mapper(hf_to_vllm_mapper)
+        self.left_out = tuple(hf_to_vllm_mapper.apply_list(list(self.left_out)))
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
