@@ -79,9 +79,10 @@ def test_explain_shows_them_as_groups_of_their_own_and_overrides_reach_them(tmp_
 
 def test_activations_that_only_they_declare_and_a_setting_changes_are_named(tmp_path: Path) -> None:
     weights = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    inputs = weights | {"dynamic": True}
     groups = {
         "model": {"targets": ["Linear"], "weights": weights},
-        "beyond": {"targets": [r"re:.*layers\.61\."], "weights": weights, "input_activations": weights},
+        "beyond": {"targets": [r"re:.*layers\.61\."], "weights": weights, "input_activations": inputs},
     }
     quantization = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized", "config_groups": groups}
     file = written(tmp_path, "deepseek-v3", num_nextn_predict_layers=1, quantization_config=quantization)
