@@ -22,6 +22,7 @@ SMS = 132
 LAYERS = {
     # Experts of this rank, hidden and intermediate size. The first product of the third has more than 4096 rows.
     "qwen3_ep2": (64, 2048, 768), "qwen3": (128, 2048, 768), "wide": (8, 4096, 4096), "wider": (8, 6144, 4096),
+    "kimi_tp8": (384, 7168, 256), "narrow": (128, 2048, 128),
 }  # fmt: skip
 _UNUSED = (
     "cuda", "cuda.bindings", "cuda.bindings.driver", "cuda.bindings.runtime", "pynvml", "jinja2", "elftools",

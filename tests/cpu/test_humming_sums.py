@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 from cases import problem
+from humming_probe import LAYERS, SMS
 from releases import ReleaseUnavailable, humming, sources
 
-from vllm_moe_oracle.backends._humming import sums
+from vllm_moe_oracle.backends._humming import few_parts, sums
 from vllm_moe_oracle.compat import RELEASES, since
+from vllm_moe_oracle.oracle.problem import Activation
 
 PROBE = Path(__file__).parents[1] / "humming_probe.py"
 SERVED = RELEASES[RELEASES.index(since.HUMMING) :]
@@ -163,3 +165,95 @@ def test_vllms_classes_hold_and_use_the_configurations_that_are_replaced(release
     for name in ("w13_tuning_config", "w13_tuning_config_str", "w2_tuning_config", "w2_tuning_config_str"):
         assert uses[name].count(ast.Store) == 1 and ast.Load in uses[name], (name, uses)
     assert set(uses) == {f"{each}_tuning_config{end}" for each in ("w13", "w2") for end in ("", "_str")}
+
+
+def parts(config: dict[str, Any], rows: int, columns: int, blocks: int) -> int:
+    """Most parts that a block's sum of a product is cut into, each choice being another expert's.
+
+    Blocks that make whole waves stay whole; the columns of the others are dealt out to all multiprocessors in pieces of
+    one length, one behind the other, wherever these begin.
+
+    Source: humming-kernels, ``scheduler.cuh``, of 0.1.10 and 0.1.19, but for what makes pieces longer.
+    """
+    _, width, depth = config["block_shape"]
+    if not config["use_stream_k"]:
+        return 1
+    places = (config.get("num_sms") or SMS) * config.get("num_ctas_per_sm", 1)
+    steps = columns // depth
+    tiles = blocks * (rows // width)
+    cut = tiles
+    if tiles > places:
+        cut = tiles % places
+        cut += places if cut and cut * 10 <= places else 0
+    if not cut:
+        return 1
+    piece = math.ceil(cut * steps / places)
+    return max((tile * steps + steps - 1) // piece - tile * steps // piece + 1 for tile in range(cut))
+
+
+def replaced(products: dict[str, list[Any]], inner: int, hidden: int, **more: Any) -> Any:
+    """Experts with these configurations, after `few_parts`."""
+    experts = SimpleNamespace(w13_tuning_config=products["w13"], w2_tuning_config=products["w2"])
+    few_parts(experts, problem(hidden_size=hidden, intermediate_size=inner, **more), SMS)
+    return experts
+
+
+def config_of(found: list[Any], choices: int) -> dict[str, Any]:
+    """The one configuration for so many choices."""
+    (one,) = [config for above, to, config in found if above < choices <= (to or 1 << 30)]
+    assert isinstance(one, dict)
+    return one
+
+
+@pytest.mark.parametrize("release", SERVED)
+def test_no_sum_of_a_short_grid_has_more_than_three_parts(release: str) -> None:
+    try:
+        version, folder = humming(release)
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    cut = 0
+    for name, products in tuning(folder).items():
+        _, hidden, inner = LAYERS[name.split()[0]]
+        before = copy.deepcopy(products)
+        experts = replaced(products, inner, hidden)
+        assert products == before, "the library keeps them for other layers"
+        for product, rows, columns in (("w13", 2 * inner, hidden), ("w2", hidden, inner)):
+            found = getattr(experts, f"{product}_tuning_config")
+            assert json.loads(getattr(experts, f"{product}_tuning_config_str")) == json.loads(json.dumps(found))
+            for choices in range(1, 300):
+                theirs, ours = config_of(products[product], choices), config_of(found, choices)
+                blocks, places = choices * (rows // theirs["block_shape"][1]), SMS * theirs.get("num_ctas_per_sm", 1)
+                if blocks <= places:  # else only the last wave is cut
+                    assert parts(ours, rows, columns, choices) <= 3, (version, name, product, choices)
+                    cut = max(cut, parts(theirs, rows, columns, choices))
+                # The same kernel on fewer multiprocessors, and only where these would be more than two for a block.
+                assert {**theirs, "num_sms": 0} == {**ours, "num_sms": 0}
+                few = 2 * blocks < places and theirs["use_stream_k"]
+                assert (ours != theirs) is few, (version, name, product, choices)
+    assert cut > 4, "nothing was cut into many parts before"
+
+
+def test_two_blocks_on_a_multiprocessor_are_two_places() -> None:
+    config = {"block_shape": (8, 128, 256), "use_stream_k": True, "num_ctas_per_sm": 2, "num_sms": 132}
+    given = {"w13": [(0, 40, config), (40, 0, {**config, "use_stream_k": False})], "w2": [(0, 1 << 30, config)]}
+    found = replaced(given, 256, 7168).w13_tuning_config
+    assert [(above, to) for above, to, _ in found] == [*((each, each + 1) for each in range(32)), (32, 40), (40, 0)]
+    assert [each["num_sms"] for _, _, each in found[:3]] == [4, 8, 12], "of eight places a choice"
+    assert found[-2:] == [(32, 40, config), given["w13"][1]]
+
+
+def test_experts_without_a_gate_have_half_the_rows_and_padded_ones_count() -> None:
+    config = {"block_shape": (8, 128, 128), "use_stream_k": True}
+    given = {"w13": [(0, 1 << 30, config)], "w2": [(0, 1 << 30, {**config, "use_stream_k": False})]}
+    found = replaced(given, 928, 2688, activation=Activation("relu2", gated=False))
+    assert found.w13_tuning_config[0] == (0, 1, {**config, "num_sms": 16}), "928 rows are padded to 1024: 8 blocks"
+    assert found.w2_tuning_config == given["w2"]
+
+
+def test_a_sum_of_many_parts_is_seen() -> None:
+    """What `parts` counts, by hand: 32 blocks of 28 steps on 132 multiprocessors are pieces of seven steps."""
+    config = {"block_shape": (8, 128, 256), "use_stream_k": True}
+    assert parts(config, 512, 7168, 8) == 4
+    assert parts({**config, "num_sms": 64}, 512, 7168, 8) == 2
+    assert parts({**config, "use_stream_k": False}, 512, 7168, 8) == 1
+    assert parts({**config, "num_sms": 8}, 512, 1280, 1) == 3, "the second block begins within a piece"

@@ -8,6 +8,7 @@ matrix and not of its halves, and knows the unpadded sizes: nobody outside sees 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 _ONE_ORDER_SINCE = "0.1.17"
 """First release of humming-kernels whose wgmma kernels read codes in the order of its mma kernels."""
+
+ROW_MULTIPLE = 256
+"""What the library pads rows to."""
 
 ONE = 127
 """The e8m0 code of 1.0, which padded scales get."""
@@ -44,19 +48,69 @@ def code_order(device: Device) -> str:
 def sums(problem: Problem) -> str:
     """What sums have for a type.
 
-    Where few tokens leave multiprocessors idle, the library gives a product's columns to up to ten blocks, and each
-    adds its rounded sum to the output, from four on in any order: so up to nine roundings more than one, and results
-    that differ from run to run. Not with batch invariance. On sm_90 however few columns a product has, in every release
-    that vLLM asked for; below sm_90 only from 1025 columns on, of which nothing is said here: hidden sizes are larger.
-
-    Three parts at most were tried: one token of Kimi-K2 over eight ranks in int4, groups of 32, had an error of 4.5e-3
-    instead of 5.5e-3, and took 55 us instead of 37 on an H200. So the library's own configurations stay.
+    Where few tokens leave multiprocessors idle, the library gives a product's columns to several blocks, and each adds
+    its rounded sum to the output; see `few_parts` for how many. Not with batch invariance. On sm_90 however few columns
+    a product has, in every release that vLLM asked for; below sm_90 only from 1025 columns on, of which nothing is said
+    here: hidden sizes are larger.
 
     Source: the package humming-kernels, ``get_heuristics_config`` (stream-K) and ``epilogue/gmem_writer.cuh``.
     """
     if problem.batch_invariant:
         return "float32"
     return f"float32, and those of parts of a product of few tokens in {problem.dtype}"
+
+
+MOST_PARTS = 2
+"""How many multiprocessors a block of a product gets at most."""
+
+
+def few_parts(experts: Any, problem: Problem, multiprocessors: int) -> None:
+    """Launches the library's kernels for few tokens on fewer multiprocessors, so that no sum is cut into many parts.
+
+    By its own configurations the library cuts the columns of all blocks of a product into as many equal pieces as there
+    are multiprocessors: up to ten for a block. Each piece's sum is rounded to 16 bits and added to the output, which is
+    rounded again, from four pieces on in any order. With `MOST_PARTS` multiprocessors for a block there are as many
+    parts, one more where pieces do not end with a block. The last wave of more blocks than multiprocessors is cut as
+    the library has it: most blocks of such a product are whole. What is launched is the same kernel: how many
+    multiprocessors it gets belongs to a configuration, and does not ask for compiling.
+
+    A call's blocks are taken to be one for each of its choices and each step of rows, every choice another expert.
+
+    Args:
+        experts: an instance of one of vLLM's Humming classes; its configurations are replaced, not changed: the library
+            keeps them for other layers.
+        problem: the layer.
+        multiprocessors: of the GPU.
+    """
+    for name, rows in (("w13", problem.w13_rows), ("w2", problem.hidden_size)):
+        found: list[tuple[int, int, dict[str, Any]]] = []
+        for above, to, config in getattr(experts, f"{name}_tuning_config"):
+            last = above
+            if config["use_stream_k"]:
+                steps = -(-round_up(rows, ROW_MULTIPLE) // config["block_shape"][1])
+                blocks = config.get("num_ctas_per_sm", 1)
+                room = min(config.get("num_sms") or multiprocessors, multiprocessors)
+                last = min(to or 1 << 30, (room * blocks - 1) // (MOST_PARTS * steps))
+                for choices in range(above + 1, last + 1):
+                    few = -(-MOST_PARTS * choices * steps // blocks)
+                    found.append((choices - 1, choices, {**config, "num_sms": few}))
+            if last < (to or 1 << 30):
+                found.append((max(above, last), to, config))
+        # By name: all of vLLM's classes over the library have these, and read them at each call.
+        setattr(experts, f"{name}_tuning_config", found)
+        setattr(experts, f"{name}_tuning_config_str", json.dumps(found))
+
+
+def built(backend: Backend, tensors: Tensors, problem: Problem, builder: Builder) -> Any:
+    """The stock class of a Humming backend; on a GPU its sums have few parts, see `few_parts`."""
+    import torch
+
+    experts = builder.stock(backend.stock_class, problem=problem, tensors=tensors)
+    weights = tensors["w13"]
+    if weights.is_cuda:
+        card = torch.cuda.get_device_properties(weights.device)
+        few_parts(experts, problem, card.multi_processor_count)
+    return experts
 
 
 def all_at_once(name: str, problem: Problem) -> frozenset[Hashable]:
@@ -136,8 +190,8 @@ class Humming(Backend):
         return converted
 
     def experts(self, tensors: Tensors, problem: Problem, plan: Plan, builder: Builder) -> Any:
-        """The stock class, with the library's description of both matrices."""
-        return builder.stock(self.stock_class, problem=problem, tensors=tensors)
+        """The stock class, with the library's description of both matrices, and sums of few parts."""
+        return built(self, tensors, problem, builder)
 
 
 def kind_rule(kind: str) -> Rule:

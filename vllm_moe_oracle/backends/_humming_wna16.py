@@ -16,7 +16,7 @@ from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import loaded_group, round_up
 from ..oracle.problem import ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
-from ._humming import RULES, all_at_once, code_order, sums
+from ._humming import RULES, all_at_once, built, code_order, sums
 from ._limits import Limits, Rule
 from ._stock import FROM_SM75
 
@@ -111,5 +111,5 @@ class HummingWna16(Backend):
         return converted
 
     def experts(self, tensors: Tensors, problem: Problem, plan: Plan, builder: Builder) -> Any:
-        """The stock class, with the library's description of both matrices."""
-        return builder.stock(self.stock_class, problem=problem, tensors=tensors)
+        """The stock class, with the library's description of both matrices, and sums of few parts."""
+        return built(self, tensors, problem, builder)
