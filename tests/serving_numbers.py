@@ -45,7 +45,7 @@ def golden(runs: list[dict[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: they ran under other conditions, or one lacks a number.
     """
-    shared = ("device", "vllm", "torch", "layers", "decode", "mixed", "prefill")
+    shared = ("device", "vllm", "torch", "layers", "mixed", "prefill")
     conditions = {name: runs[0]["conditions"][name] for name in shared}
     models: dict[str, Any] = {}
     for run in runs:
@@ -53,7 +53,11 @@ def golden(runs: list[dict[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"runs under different conditions: {conditions} and {run['conditions']}")
         command = " ".join(word for word in run["conditions"]["command"].split() if "/tmp" not in word)
         for model, rows in run["models"].items():
-            models[model] = {"command": command.removesuffix(" --json"), "modes": [_row(row) for row in rows]}
+            models[model] = {
+                "command": command.removesuffix(" --json"),
+                "decode": run["conditions"]["decode"],  # of how many medians may differ
+                "modes": [_row(row) for row in rows],
+            }
     return {"conditions": conditions, "models": models}
 
 

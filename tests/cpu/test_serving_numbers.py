@@ -65,6 +65,15 @@ def test_the_prediction_is_of_the_backend_that_was_chosen() -> None:
         serving_numbers.predicted_ms(KERNELS, "qwen3-mxfp8", "8", 2, "humming_mxfp8")
 
 
+def test_each_model_says_of_how_many_runs_its_medians_are() -> None:
+    other = {
+        "models": {"gpt-oss": run()["models"]["qwen3-mxfp8"]},
+        "conditions": run(decode="medians of 15")["conditions"],
+    }
+    found = serving_numbers.golden([run(), other])["models"]
+    assert {name: each["decode"] for name, each in found.items()} == {"qwen3-mxfp8": "d", "gpt-oss": "medians of 15"}
+
+
 def test_what_has_no_numbers_or_other_conditions_is_refused() -> None:
     with pytest.raises(ValueError, match="different conditions"):
         serving_numbers.golden([run(), run(layers=3)])
