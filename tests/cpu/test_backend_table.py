@@ -17,12 +17,15 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_moe_oracle.oracle.registry import default_registry
+
 FOLDER = Path(__file__).parents[1] / "gpu"
 
 _environment = dict(os.environ)
 sys.path.insert(0, str(FOLDER))
 try:
     import backend_table
+    import table_mxfp8_normal
     from backend_table import FewKernels, Quiet, broken, merge
     from table_mxfp8 import TABLE
 finally:
@@ -206,6 +209,24 @@ def test_every_named_fault_is_among_those_of_mxfp8() -> None:
         "scales of w2 column by column", "scales of w13 one exponent up", "scales of w2 one exponent down",
         "alpha ignored", "beta ignored", "limit ignored",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen3_silu", "nemotron_relu2"])
+def test_normal_weights_go_under_one_scale_a_row_and_codes_at_random_do_not(name: str) -> None:
+    """One expert of a whole layer: what is rare comes up in its millions of numbers."""
+    case = dataclasses.replace(TABLE.cases[name], experts=1, top_k=1)
+    said = []
+    for table, binades in ((TABLE, 5), (table_mxfp8_normal.TABLE, 8)):
+        made = table.checkpoint(case, "cpu")
+        for which in ("w13", "w2"):
+            codes, scales = made.raw[f"{which}_weight"][0], made.raw[f"{which}_weight_scale"][0]
+            assert codes.float().isfinite().all() and len(scales.unique()) == binades
+            blocks = codes.double().unflatten(-1, (-1, 32)) * torch.exp2(scales.double() - 127)[..., None]
+            assert torch.equal(made.matrix(which, 0).double(), blocks.flatten(-2))
+        expert = {name.replace("_weight", ""): tensor[0] for name, tensor in made.raw.items()}
+        said.append(default_registry()["own_mxfp8_w8a8_token"].objection(expert, case.problem()))
+    assert said[0].startswith("row ") and "own_mxfp8 takes such weights" in said[0]
+    assert said[1] == ""
 
 
 def test_humming_compiles_the_kernels_of_the_rows_that_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
