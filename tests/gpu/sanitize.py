@@ -5,7 +5,8 @@
 
 Exit status 1 when a tool reports an error or does not end in its time. Racecheck's hazards in Triton's dispatch of
 warps are counted apart and are none, where the machine code of the very kernels that ran proves it (`dispatch.py`).
-Only our kernels are instrumented: torch's own take most of the time otherwise.
+Only our kernels are instrumented: torch's own take most of the time otherwise. Under memcheck every tensor is an
+allocation of its own (`memcheck_control.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from dispatch import Dispatch, dispatch_of, verdict_of
 from kernel_cases import Case
+from memcheck_control import EXACT
 
 from vllm_moe_oracle.kernels.config import Config, Tile
 
@@ -48,12 +50,15 @@ TILES = {
 FP8 = ("product", "quantise_rows")
 PREFILL = (3, 300, 600, 800)
 """Tokens for the persistent kernels of prefill.py: tiles of every size come up."""
+PERSISTENT = ("prefill", "prefill-half", "fp8")
 CASES = ("int4-g128", "int4-g32", "int8-g128-relu2", "mxfp4-fp16", "mxfp4-swigluoai", "mxfp8-wide-scales")
+HALVES = ("int4-row", "int8-row-fp16", "mxfp4-swigluoai", "mxfp8", "mxfp8-relu2", "mxfp8-wide-scales")
+"""Cases that can have half a step at the end: scales are of MX or one a row."""
 
 
 def run_case(name: str, tiles: list[str]) -> None:
-    """These of the tile configurations, as far as they fit the case, once; "prefill" are the persistent kernels, "fp8"
-    those for fp8 activations."""
+    """These of the tile configurations, as far as they fit the case, once; "prefill" are the persistent kernels,
+    "prefill-half" the same on layers with half a step at the end, "fp8" those for fp8 activations."""
     import test_kernels
     import torch
     from kernel_cases import by_name
@@ -61,8 +66,8 @@ def run_case(name: str, tiles: list[str]) -> None:
     (case,) = by_name(name)
     _, weights = test_kernels.layer_of(case)
     for kind in tiles:
-        if kind in ("prefill", "fp8"):
-            ran = (run_prefill if kind == "prefill" else run_fp8)(case)
+        if kind in PERSISTENT:
+            ran = run_fp8(case) if kind == "fp8" else run_prefill(prefill_layers(case, kind))
             print(f"{name}: {kind} {'ended' if ran else 'does not run it'}", flush=True)
             continue
         tokens, config = TILES[kind]
@@ -78,15 +83,22 @@ def run_case(name: str, tiles: list[str]) -> None:
     print(f"{name} ran")
 
 
-def run_prefill(case: Case) -> bool:
-    """The case's layer, in whole steps of columns and with half a step at the end of h, by the kernels for many tokens;
-    whether they can run it."""
+def prefill_layers(case: Case, kind: str) -> list[Case]:
+    """The case in whole steps of columns, or with half a step at the end of h; nothing where the kernels for many
+    tokens cannot run that."""
+    import test_prefill
+
+    layer = test_prefill.whole_steps(case)
+    if kind == "prefill-half":
+        layer = test_prefill.half_steps(layer)
+    return [layer] if layer.inner % max(1, layer.group) == 0 and test_prefill.supported(layer) else []
+
+
+def run_prefill(cases: list[Case]) -> bool:
+    """Layers by the kernels for many tokens; whether there are any."""
     import test_prefill
     import torch
 
-    whole = test_prefill.whole_steps(case)
-    cases = [each for each in (whole, test_prefill.half_steps(whole)) if each.inner % max(1, each.group) == 0]
-    cases = [each for each in cases if test_prefill.supported(each)]
     for each in cases:
         _, weights = test_prefill.layer_of(each)
         for tokens in PREFILL:
@@ -150,11 +162,12 @@ def sanitise(name: str, tiles: list[str], tool: str, limit: float, reports: Path
     filters = [f"--kernel-name=kernel_name={kernel}" for kernel in (*KERNELS, *FP8)]
     # It shows no more than 100 by default.
     report = ["--racecheck-report", "all", "--print-limit", "100000"] if tool == "racecheck" else []
+    memory = EXACT if tool == "memcheck" else {}
     with tempfile.TemporaryDirectory() as folder:
         command = ["compute-sanitizer", "--tool", tool, *report, *filters, *plain(name, tiles), "--keep", folder]
         start = time.time()
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=os.environ | memory)
         except subprocess.TimeoutExpired as cut:
             text = (cut.stdout or b"").decode(errors="replace")
             ended = ", ".join(re.findall(rf"{name}: (\S+) ended", text)) or "nothing"
@@ -178,25 +191,26 @@ def sanitise(name: str, tiles: list[str], tool: str, limit: float, reports: Path
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=CASES)
-    parser.add_argument(
-        "--tiles", action="append", choices=(*TILES, "prefill", "fp8"), help="only these; by default all"
-    )
+    parser.add_argument("--case", choices=sorted({*CASES, *HALVES}))
+    parser.add_argument("--tiles", action="append", choices=(*TILES, *PERSISTENT), help="only these; by default all")
     parser.add_argument("--tool", action="append", choices=("memcheck", "racecheck"))
     parser.add_argument("--seconds", type=float, default=240, help="for one case with one tool")
     parser.add_argument("--reports", type=Path, metavar="FOLDER", help="keeps what the tools said there, compressed")
     parser.add_argument("--keep", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    tiles = args.tiles or [*TILES, "prefill", "fp8"]
+    tiles = args.tiles or [*TILES, *PERSISTENT]
     if args.case:
         run_case(args.case, tiles)
         if args.keep:
             keep_dispatching(args.keep)
         return 0
+    others = [tile for tile in tiles if tile != "prefill-half"]
+    runs = [(name, others) for name in CASES if others]
+    runs += [(name, ["prefill-half"]) for name in HALVES if "prefill-half" in tiles]
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        list(pool.map(lambda name: subprocess.run(plain(name, tiles), check=True), CASES))  # compiles
+        list(pool.map(lambda run: subprocess.run(plain(*run), check=True), runs))  # compiles
         tools = args.tool or ("racecheck", "memcheck")
-        jobs = [(name, tiles, tool, args.seconds, args.reports) for tool in tools for name in CASES]
+        jobs = [(*run, tool, args.seconds, args.reports) for tool in tools for run in runs]
         results = []
         for done in concurrent.futures.as_completed([pool.submit(sanitise, *job) for job in jobs]):
             results.append(done.result())
