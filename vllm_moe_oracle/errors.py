@@ -22,6 +22,12 @@ def meant(name: str, valid: Iterable[str]) -> str:
     return f"Did you mean {words[close[0]]}? " if close else ""
 
 
+def plain(text: str) -> str:
+    """Text from a file or a library on one line, each run of white space and unprintable characters a space: none of it
+    moves a terminal's cursor or begins a line of a log."""
+    return " ".join("".join(each if each.isprintable() else " " for each in text).split())
+
+
 class OracleError(Exception):
     """Base of every error raised on purpose.
 

@@ -50,6 +50,8 @@ def test_without_a_gpu_one_line_says_so(run: Run, command: str, tmp_path: Path) 
         ((GPT_OSS, "--tp", "0"), "--tp: 0 ranks are not possible"),
         (("mxfp8:gpt-oss-20b", "--tp", "-2"), "--tp: -2 ranks"),
         ((" ",), "an empty word names no layer"),
+        (("x" * 300,), "is no checkpoint's folder"),
+        (("x" * 300 + ".json",), "File name too long"),
         # What would change nothing is said, and not ignored.
         (("mxfp8:qwen3-30b-a3b@tp2", "--tp", "4"), "--tp: 4 ranks, and 'mxfp8:qwen3-30b-a3b@tp2' names others"),
         (("mxfp8:qwen3-30b-a3b", "--tp", "2", "--ep"), "--ep: 'mxfp8:qwen3-30b-a3b' names a layer"),
@@ -259,6 +261,26 @@ def test_explain_shows_what_was_measured(run: Run, measured: Path) -> None:  # n
     assert "reasons, or microseconds by tokens" in " ".join(result.out.split())
     off = run("explain", MXFP8, *where, "--set", "measured=0", "--json").json["groups"][0]["decision"]
     assert off["why"] == "estimate"
+
+
+@pytest.mark.parametrize("source", ["cache", "profile"])
+def test_what_failed_is_shown_without_moving_the_cursor(run: Run, tmp_path: Path, source: str) -> None:  # noqa: F811
+    from vllm_moe_oracle.measure import environment, profile
+    from vllm_moe_oracle.measure.cells import Sample, cell_of
+    from vllm_moe_oracle.measure.store import Store
+
+    layer, here = shapes.parse("mxfp8:qwen3-30b-a3b"), environment.of(device.named("nvidia-h200"))
+    samples = [Sample("marlin_mxfp8", "16bit", 4, "uniform", failure="no \x1b[2Jroom\nERROR: none of our lines")]
+    if source == "cache":
+        Store(tmp_path).prepare()
+        Store(tmp_path).add(here, cell_of(layer), samples)
+    else:
+        profile.write(profile.make(here, {cell_of(layer): samples}, {}), tmp_path / "p.json")
+    where = tmp_path if source == "cache" else tmp_path / "p.json"
+    result = run("explain", MXFP8, "--device", "nvidia-h200", "--set", f"{source}={where}")
+    assert result.status == 0 and "\x1b" not in result.out + result.err
+    assert "marlin_mxfp8: no [2Jroom ERROR: none of our lines" in " ".join(result.out.split())
+    assert not [line for line in result.out.splitlines() if line.startswith("ERROR")]
 
 
 def test_explain_says_why_measurements_of_another_card_are_not_used(run: Run, measured: Path) -> None:  # noqa: F811

@@ -10,8 +10,10 @@ import subprocess
 import sys
 import textwrap
 import time
+import tracemalloc
 from pathlib import Path
 
+import msgspec
 import pytest
 from cases import H200, problem
 
@@ -244,6 +246,7 @@ def test_triggers_and_views_are_refused(store: Store) -> None:
         '{"backend":"marlin_mxfp8","activations":"16bit","tokens":99999999,"routing":"uniform","failure":"x"}',
         '{"backend":"marlin_mxfp8","activations":"16bit","tokens":1,"routing":"sideways","us":1}',
         '{"backend":"m","activations":"16bit","tokens":1,"routing":"uniform","us":1,"import":"os"}',
+        '{"backend":"m","activations":"' + "x" * 300 + '","tokens":1,"routing":"uniform","failure":"x"}',
         b"\xff\xfe",
         12,
         None,
@@ -259,6 +262,53 @@ def test_impossible_contents_are_not_believed(store: Store, text: object) -> Non
         connection.commit()
     with pytest.raises(MeasurementError, match="holds what no measurement is"):
         store.samples(CELL)
+
+
+@pytest.mark.parametrize("text", ["x\x1b[2J", "9\nERROR no line of ours", "x" * 300])
+def test_a_place_that_cannot_be_shown_is_not_believed(store: Store, text: str) -> None:
+    store.add(HERE, CELL, [sample()])
+    place = msgspec.structs.replace(HERE, driver=text)
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("UPDATE environments SET description = ?", (place.key,))
+        connection.commit()
+    with pytest.raises(MeasurementError, match="holds what no measurement is: an impossible place"):
+        store.samples(CELL)
+
+
+def test_bytes_that_are_no_text_are_not_believed(store: Store) -> None:
+    store.add(HERE, CELL, [sample()])
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("UPDATE samples SET sample = CAST(x'ff1b22' AS TEXT)")
+        connection.commit()
+    with pytest.raises(MeasurementError, match="holds what no measurement is: not a text"):
+        store.samples(CELL)
+
+
+@pytest.mark.parametrize("length", [60_000, 1 << 20])
+def test_a_small_file_does_not_fill_the_memory(store: Store, length: int) -> None:
+    """One description for all samples: beside each of them it would be megabytes a thousand times."""
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        description = msgspec.structs.replace(HERE, driver="x" * length).key
+        connection.execute("INSERT INTO environments VALUES (1, ?)", (description,))
+        text = msgspec.json.encode(sample()).decode()
+        rows = [(CELL.key, str(number), text) for number in range(300)]
+        connection.executemany("INSERT INTO samples VALUES (1, ?, ?, 1, 'uniform', ?, 0)", rows)
+        connection.commit()
+    tracemalloc.start()
+    try:
+        with pytest.raises(MeasurementError, match="holds what no measurement is"):
+            store.samples(CELL)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_samples_of_a_place_that_is_not_there_are_none(store: Store) -> None:
+    store.add(HERE, CELL, [sample()])
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("UPDATE samples SET environment = 7")
+        connection.commit()
+    assert store.samples(CELL) == []
 
 
 def test_a_file_made_to_be_slow_does_not_hold_a_server_up(store: Store) -> None:

@@ -228,7 +228,7 @@ def test_named_objectives_hold_small_batches_and_full_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "fast", "1", "0:1", "1:0", "1:-1", "1:nan", "1:inf", "1:1,1:2", "x:1", "9999999:1"]
+    "text", ["", "fast", "1", "0:1", "1:0", "1:-1", "1:nan", "1:inf", "1:1,1:2", "x:1", "9999999:1", "1:1e308,2:1e308"]
 )
 def test_other_objectives_are_refused(text: str) -> None:
     with pytest.raises(SettingError, match="Write one of decode, prefill, balanced"):

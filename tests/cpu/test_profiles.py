@@ -130,6 +130,9 @@ TIMES = ("entries", 0, "backends", "marlin_mxfp8", "times")
         (lambda data: _set(data, *TIMES, "uniform", "-4", to=[1, 1, 1, 9]), "impossible"),
         (lambda data: _set(data, *TIMES, "sideways", to={"1": [1, 1, 1, 9]}), "is no profile"),
         (lambda data: _set(data, "environment", "gpu", to=7), "is no profile"),
+        (lambda data: _set(data, "environment", "driver", to="9\x1b[2J"), "impossible place"),
+        (lambda data: _set(data, "environment", "packages", "torch", to="2.0\nERROR"), "impossible place"),
+        (lambda data: _set(data, "environment", "packages", to=dict.fromkeys(map(str, range(60)), "1")), "impossible"),
         (lambda data: _set(data, "entries", 0, "cell", "experts", to="many"), "is no profile"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..errors import OracleError
+from ..errors import OracleError, plain
 from . import UNUSABLE, commands
 
 app = typer.Typer(
@@ -54,7 +54,7 @@ def main() -> None:
         app(prog_name="vllm-moe-oracle")
     except OracleError as error:
         # One line: what tools and people grep for. A message's table, where it has one, belongs to the command.
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {plain(str(error))}", file=sys.stderr)
         sys.exit(UNUSABLE)
 
 

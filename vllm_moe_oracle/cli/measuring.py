@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,7 +35,8 @@ def problems(models: Sequence[str], tp: int, ep: bool) -> list[Problem]:
             raise MeasurementError(
                 "an empty word names no layer", "Give a checkpoint's folder, or SCHEME:SHAPE", "MODEL"
             )
-        if Path(word).exists() or "/" in word or word.endswith(".json"):
+        # Not Path's: it raises where a name is too long for a file.
+        if os.path.exists(word) or "/" in word or word.endswith(".json"):
             read = checkpoint.read(Path(word))
             found += checkpoint.layers(read, tp, ep, vllm=installed_packages().get("vllm")).problems
             continue

@@ -14,6 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import plain
+
 
 def show(*parts: Any) -> None:
     """Prints for people: no markup (names hold brackets), no escape codes unless standard output is a terminal."""
@@ -32,7 +34,7 @@ def print_json(data: object) -> None:
 
 def remark(kind: str, text: str) -> None:
     """One line to standard error: ``error: ...`` or ``note: ...``."""
-    print(f"{kind}: {' '.join(text.split())}", file=sys.stderr)
+    print(f"{kind}: {plain(text)}", file=sys.stderr)
 
 
 def facts(rows: Iterable[tuple[str, str]], indent: int = 2) -> Table:
@@ -41,7 +43,7 @@ def facts(rows: Iterable[tuple[str, str]], indent: int = 2) -> Table:
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(" " * indent + name, Text(value))
+        table.add_row(" " * indent + name, _text(value))
     return table
 
 
@@ -53,8 +55,13 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]], indent: int = 0
         made.add_column(name, overflow="fold")
     made.add_column(names[-1], overflow="fold", ratio=1)
     for row in rows:
-        made.add_row(*(Text(cell) for cell in row))
+        made.add_row(*map(_text, row))
     return Padding(made, (0, 0, 0, indent))
+
+
+def _text(words: str) -> Text:
+    """A cell, of words that may come from a file: printable characters and line breaks."""
+    return Text("\n".join("".join(c if c.isprintable() else " " for c in line) for line in words.split("\n")))
 
 
 @contextlib.contextmanager

@@ -137,7 +137,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     @property
     def sound(self) -> bool:
         """Whether a measurement can be like that: what is read from a file need not be."""
-        if not (0 < len(self.backend) <= 200 and 1 <= self.tokens <= LARGEST):
+        if not (0 < len(self.backend) <= 200 and len(self.activations) <= 200 and 1 <= self.tokens <= LARGEST):
             return False
         if self.failure:
             return len(self.failure) <= 2000

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..backends import Backend
 from ..backends.emulation import forward
 from ..compat import current_adapter
-from ..errors import MeasurementError
+from ..errors import MeasurementError, plain
 from ..methods import selfcheck
 from ..methods.builder import VllmBuilder
 from ..oracle.problem import Device, Problem
@@ -229,7 +229,7 @@ class Bench:
         Raises:
             BrokenContext: nothing can, from now on.
         """
-        self.failures[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        self.failures[name] = plain(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
         if any(word in self.failures[name] for word in _BROKEN):
             raise BrokenContext(name, self.failures[name]) from error
         self._layers.pop(name, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +25,10 @@ LIBRARIES = ("vllm", "humming-kernels", "flashinfer-python", "deep-gemm")
 
 COMPILERS = ("torch", "triton")
 """Packages that compile or launch kernels."""
+
+MOST_TEXTS = 99
+MOST_TEXT = 200
+"""Texts of an environment, and characters of each: far more than any has."""
 
 
 class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -44,6 +49,12 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     packages: dict[str, str] = {}
     driver: str = ""
     kernels: str = ""
+
+    @property
+    def sound(self) -> bool:
+        """Whether a place can be like that: what is read from a file need not be, and is shown to people."""
+        texts = [self.gpu, self.driver, self.kernels, *itertools.chain(*self.packages.items())]
+        return len(texts) <= MOST_TEXTS and all(len(each) <= MOST_TEXT and each.isprintable() for each in texts)
 
     @property
     def key(self) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from ..errors import MeasurementError, SettingError
+from ..errors import MeasurementError, SettingError, plain
 from ..oracle.measured import Evidence, choose
 from ..oracle.objectives import parse
 from ..oracle.oracle import REFERENCE, candidates, comparable
@@ -49,7 +49,7 @@ def evidence(problem: Problem, device: Device, settings: Settings) -> Evidence |
         try:
             found = look(cell)
         except (MeasurementError, SettingError) as error:
-            remarks.append(f"{name} is not used: {error}")
+            remarks.append(plain(f"{name} is not used: {error}"))
             continue
         best = _closest(name, found, here, remarks)
         if best is None:
@@ -98,7 +98,7 @@ def profile_error(settings: Settings) -> str:
         if settings.profile:
             _read(settings.profile)
     except MeasurementError as error:
-        return f"the profile of {settings.source('profile')} is not used: {error}"
+        return plain(f"the profile of {settings.source('profile')} is not used: {error}")
     return ""
 
 
@@ -159,10 +159,11 @@ def _failure(samples: list[Sample]) -> str:
         (each for each in samples if each.failure), key=lambda each: (each.routing != "uniform", each.tokens)
     )
     first = failed[0]
+    why = plain(first.failure)
     if len(failed) == len(samples):
-        return first.failure
+        return why
     skewed = " under skewed routing" if first.routing == "skewed" else ""
-    return f"failed with {first.tokens} tokens{skewed}: {first.failure}"
+    return f"failed with {first.tokens} tokens{skewed}: {why}"
 
 
 def _tiles(samples: list[Sample]) -> tuple[tuple[int, str], ...]:

@@ -201,6 +201,8 @@ def read(path: Path) -> Profile:
                 f"has version {version!r} of the format, this release reads {VERSION}", remedy, where
             )
         profile = msgspec.json.decode(data, type=Profile)
+        if not profile.environment.sound:
+            raise MeasurementError("was measured in an impossible place", remedy, where)
         for entry in profile.entries:
             for sample in _samples(entry):
                 if not sample.sound:

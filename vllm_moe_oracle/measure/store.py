@@ -74,14 +74,19 @@ class Store:
         Raises:
             MeasurementError: there is a file, and it cannot be read or is no store of ours.
         """
-        question = (
-            "SELECT description, sample FROM samples JOIN environments ON environment = id WHERE cell = ? "
-            f"ORDER BY taken DESC LIMIT {_MOST_ROWS}"
-        )
-        found: dict[str, list[Sample]] = {}
-        for description, sample in self._ask(question, cell.key):
-            found.setdefault(str(description), []).append(self._decode(sample, Sample))
-        return [(self._decode(description, Environment), samples) for description, samples in found.items()]
+        # Environments are asked for one by one: beside each sample, one description would come thousands of times.
+        which = f"SELECT environment, sample FROM samples WHERE cell = ? ORDER BY taken DESC LIMIT {_MOST_ROWS}"
+        found: dict[int, list[Sample]] = {}
+        places: dict[int, Environment] = {}
+        with self._reading() as connection:
+            for number, sample in [] if connection is None else connection.execute(which, (cell.key,)):
+                found.setdefault(number, []).append(self._decode(sample, Sample))
+            for number in found:
+                assert connection is not None
+                row = connection.execute("SELECT description FROM environments WHERE id = ?", (number,)).fetchone()
+                if row is not None:
+                    places[number] = self._decode(row[0], Environment)
+        return [(places[number], samples) for number, samples in found.items() if number in places]
 
     def everything(self, environment: Environment) -> dict[Cell, list[Sample]]:
         """All that was measured in one environment, by cell.
@@ -91,7 +96,7 @@ class Store:
         """
         question = "SELECT cell, sample FROM samples JOIN environments ON environment = id WHERE description = ?"
         found: dict[Cell, list[Sample]] = {}
-        for cell, sample in self._ask(question, environment.key, bounded=False):
+        for cell, sample in self._ask(question, environment.key):
             found.setdefault(self._decode(cell, Cell), []).append(self._decode(sample, Sample))
         return found
 
@@ -103,19 +108,28 @@ class Store:
         """
         question = "SELECT description, COUNT(*) FROM samples JOIN environments ON environment = id GROUP BY id"
         counts: dict[str, int] = {}
-        for description, count in self._ask(question, bounded=False):
+        for description, count in self._ask(question):
             name = str(self._decode(description, Environment))
             counts[name] = counts.get(name, 0) + int(count)
         return counts
 
-    def _ask(self, question: str, *values: Any, bounded: bool = True) -> list[tuple[Any, ...]]:
+    def _ask(self, question: str, *values: Any) -> list[tuple[Any, ...]]:
+        with self._reading(bounded=False) as connection:
+            return [] if connection is None else connection.execute(question, values).fetchall()
+
+    @contextlib.contextmanager
+    def _reading(self, bounded: bool = True) -> Iterator[sqlite3.Connection | None]:
+        """A connection that changes nothing; None where there is no file."""
         if not self.exists():
-            return []
+            yield None
+            return
         with self._errors(), self._opened("rw", _READER_WAITS) as connection:
+            # Of longer texts SQLite gives none: a small file could name one of them in every row of an answer.
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_TEXT)
             self._check(connection)
             if bounded:
                 connection.set_progress_handler(lambda: 1, _MOST_STEPS)
-            return connection.execute(question, values).fetchall()
+            yield connection
 
     def exists(self) -> bool:
         """Whether there is a file.
@@ -305,7 +319,11 @@ class Store:
         try:
             yield
         except sqlite3.OperationalError as error:
+            if str(error).startswith("Could not decode to UTF-8"):
+                raise self._error("holds what no measurement is: not a text", "Move it away") from error
             raise self._error(_words(error), _ELSEWHERE) from error
+        except sqlite3.DataError as error:  # longer than the connection takes
+            raise self._error(f"holds what no measurement is: {error}", "Move it away") from error
         except (sqlite3.Error, OverflowError) as error:
             remedy = "The next tune puts it aside and begins a new one"
             raise self._error(f"is damaged: {error}", remedy) from error
@@ -317,6 +335,8 @@ class Store:
             value = msgspec.json.decode(text, type=kind)
             if isinstance(value, Sample) and not value.sound:
                 raise ValueError("an impossible measurement")
+            if isinstance(value, Environment) and not value.sound:
+                raise ValueError("an impossible place")
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise self._error(f"holds what no measurement is: {error}", "Move it away") from error
         return value

@@ -76,6 +76,8 @@ def parse(text: str, where: str = "objective") -> Objective:
         if not 1 <= tokens <= LARGEST or not 0 < weight < math.inf or tokens in weights:
             raise SettingError(f"{text!r} is no objective: {part.strip()!r} is no new pair", remedy, where)
         weights[tokens] = weight
+    if not math.isfinite(sum(weights.values())):
+        raise SettingError(f"{text!r} is no objective: its weights have no sum", remedy, where)
     return Objective(word, _normalised(weights))
 
 

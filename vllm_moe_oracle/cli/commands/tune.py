@@ -197,7 +197,7 @@ def _plan(tokens: str, routing: str, replays: int, budget: float | None, jobs: i
     from ...measure.tuning import BUCKETS, Plan
     from .. import measuring
 
-    kinds = tuple(word.strip() for word in routing.split(","))
+    kinds = tuple(dict.fromkeys(word.strip() for word in routing.split(",")))
     if not set(kinds) <= set(get_args(RoutingKind)) or "uniform" not in kinds:
         raise MeasurementError(f"{routing!r} is no routing", "Write uniform, or uniform,skewed", "--routing")
     measuring.check_numbers(replays, jobs, budget)
