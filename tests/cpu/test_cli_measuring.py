@@ -130,6 +130,41 @@ def test_memory_that_was_short_in_a_benchmark_is_not_imported_as_a_failure(tmp_p
     assert failures == [[], ["RuntimeError: no kernel"]]
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tiles": "none"}, "is no benchmark's records: AttributeError"),
+        ({"activations": ["16bit"]}, "is no benchmark's records: AttributeError"),
+        ({"tokens": 1 << 40}, "impossible measurement"),
+    ],
+)
+def test_what_is_no_record_is_not_imported(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    from vllm_moe_oracle.errors import MeasurementError
+    from vllm_moe_oracle.measure import benching
+
+    golden = CONFIGS.parent / "h200" / "choice-vllm-0.33.0.jsonl"
+    head, first = golden.read_text().splitlines()[:2]
+    (tmp_path / "b.jsonl").write_text(f"{head}\n{json.dumps(json.loads(first) | change)}\n")
+    with pytest.raises(MeasurementError, match=words):
+        benching.read(tmp_path / "b.jsonl")
+
+
+@pytest.mark.parametrize(("line", "words"), [("[" * 100_000, "RecursionError"), ("place", "impossible place")])
+def test_a_place_that_cannot_be_shown_is_not_imported(tmp_path: Path, line: str, words: str) -> None:
+    from vllm_moe_oracle.errors import MeasurementError
+    from vllm_moe_oracle.measure import benching
+
+    golden = CONFIGS.parent / "h200" / "choice-vllm-0.33.0.jsonl"
+    head, first = golden.read_text().splitlines()[:2]
+    if line == "place":
+        data = json.loads(head)
+        data["conditions"]["environment"]["driver"] = "1\x1b[2J"
+        head, line = json.dumps(data), first
+    (tmp_path / "b.jsonl").write_text(f"{head}\n{line}\n{first}\n")
+    with pytest.raises(MeasurementError, match=words):
+        benching.read(tmp_path / "b.jsonl")
+
+
 def test_a_profile_of_another_place_is_not_passed_over_in_silence() -> None:
     import msgspec
 

@@ -261,9 +261,11 @@ def read(path: Path) -> tuple[Environment, dict[str, str], dict[Cell, list[Sampl
                 raise
             samples = found.setdefault(msgspec.convert(record["cell"], Cell), [])
             samples += _samples(record, conditions["routing"])
-    except (msgspec.MsgspecError, ValueError, KeyError, TypeError) as error:
+    except (msgspec.MsgspecError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         rule = f"is no benchmark's records: {type(error).__name__}: {error}"
         raise MeasurementError(rule, "Make them with: vllm-moe-oracle bench --jsonl FILE", where) from error
+    if not place.sound:
+        raise MeasurementError("was measured in an impossible place", where=where)
     if unsound := [each for samples in found.values() for each in samples if not each.sound]:
         raise MeasurementError(f"has an impossible measurement: {unsound[0]}", where=where)
     return place, how, found

@@ -18,8 +18,9 @@ from typing import Any
 import msgspec
 
 from ..device import named, names
-from ..errors import MeasurementError, NoBackendError
+from ..errors import MeasurementError, NoBackendError, plain
 from ..oracle.decision import Decision
+from ..oracle.objectives import LARGEST
 from ..oracle.oracle import comparable, decide
 from ..oracle.problem import Device, Problem
 from ..oracle.registry import default_registry
@@ -253,6 +254,9 @@ def read(path: Path, settings: Settings) -> Content:
     raise MeasurementError("is nothing that can be shown", _KINDS, str(path))
 
 
+_MOST_NAME = 200
+"""Characters of a layer's, a backend's or a class's name."""
+
 _KINDS = "Give a file of bench --jsonl, of tune --export, or of the setting report"
 
 
@@ -300,21 +304,25 @@ def _of_bench(lines: Sequence[bytes], path: Path, settings: Settings) -> Content
     layers: dict[tuple[str, Cell, str], list[_Record]] = {}
     places: dict[str, Environment] = {}
     for number, line in enumerate(lines, 1):
-        plain = _object(line)
-        if plain is not None and isinstance(head := plain.get("conditions"), dict):
-            conditions.append((str(path), tuple((str(name), _words(value)) for name, value in head.items())))
+        fields = _object(line)
+        if fields is not None and isinstance(head := fields.get("conditions"), dict):
+            conditions.append((str(path), tuple((_words(name), _words(value)) for name, value in head.items())))
             here = _environment(head)
-            suffix = "" if head.get("routing", "uniform") == "uniform" else f", {head['routing']} routing"
+            suffix = "" if head.get("routing", "uniform") == "uniform" else plain(f", {head['routing']} routing")
             continue
         record: _Record = _typed(line, _Record, path, number)
         times = [*record.us.values(), *(each for pair in record.quartiles.values() for each in pair)]
         if record.floor_us is not None:
             times.append(record.floor_us)
-        if record.tokens < 1 or not all(0 < each < MOST_MICROSECONDS for each in times):
+        if not 1 <= record.tokens <= LARGEST or not all(0 < each < MOST_MICROSECONDS for each in times):
             raise MeasurementError(f"line {number} has an impossible measurement", _KINDS, str(path))
+        name = str(record.layer.get("name", "a layer"))
+        texts = (name, str(record.cell), *record.us, *record.stock.values())
+        if not all(len(each) <= _MOST_NAME and each.isprintable() for each in texts):
+            raise MeasurementError(f"line {number} names what cannot be drawn", _KINDS, str(path))
         place = f"{here}{suffix}"
         places[place] = here
-        layers.setdefault((str(record.layer.get("name", "a layer")), record.cell, place), []).append(record)
+        layers.setdefault((name, record.cell, place), []).append(record)
     panels = []
     for (name, cell, place), found in layers.items():
         panel = _panel(name, str(cell), place, found)
@@ -329,10 +337,10 @@ def _environment(head: Mapping[str, Any]) -> Environment:
     """Where records were taken, as far as their conditions say."""
     packages = head.get("packages")
     try:
-        if "environment" in head:
-            return msgspec.convert(head["environment"], Environment)
-        return msgspec.convert(
-            {
+        found = msgspec.convert(
+            head["environment"]
+            if "environment" in head
+            else {
                 "gpu": head.get("gpu", "an unknown machine"),
                 "packages": packages if isinstance(packages, dict) else {},
                 "driver": head.get("driver", ""),
@@ -342,6 +350,7 @@ def _environment(head: Mapping[str, Any]) -> Environment:
         )
     except msgspec.ValidationError:
         return Environment("an unknown machine")
+    return found if found.sound else Environment("an unknown machine")
 
 
 def _panel(name: str, words: str, place: str, records: Sequence[_Record]) -> Panel:
@@ -476,8 +485,8 @@ def _server(found: _Server) -> Server:
 
 def _words(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {each}" for name, each in value.items())
-    return str(value)
+        return plain(", ".join(f"{name} {each}" for name, each in value.items()))
+    return plain(str(value))
 
 
 def distinct(content: Content) -> Content:
