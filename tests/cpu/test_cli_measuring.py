@@ -76,12 +76,15 @@ def test_tune_refuses_numbers_of_tokens_that_decide_nothing(run: Run) -> None:  
         (("--shapes", "--tp", "2"), "--tp: the layers of --shapes have numbers of ranks of their own"),
         (("--shapes", "--ep"), "--ep: the layers of --shapes"),
         ((GPT_OSS, "--tiles", "-3"), "--tiles: -3 tile configurations"),
+        ((GPT_OSS, "--export", ""), ".: is a folder. Name a file"),
+        ((GPT_OSS, "--export", "/"), "/: is a folder. Name a file"),
+        (("--import", "b.jsonl", "--export", "/tmp"), "/tmp: is a folder. Name a file"),
         (("--import", "b.jsonl", GPT_OSS), "MODEL would change nothing: with --import nothing is measured"),
         (("--import", "b.jsonl", "--shapes", "--tiles", "4"), "--shapes, --tiles would change nothing"),
         (("--import", "b.jsonl", "--profile", "p.json"), "--profile would change nothing"),
     ],
 )
-def test_tune_refuses_options_that_change_nothing(run: Run, arguments: tuple[Any, ...], words: str) -> None:  # noqa: F811
+def test_tune_refuses_options_that_lead_nowhere(run: Run, arguments: tuple[Any, ...], words: str) -> None:  # noqa: F811
     result = run("tune", *arguments)
     assert result.status == 2 and result.out == ""
     assert words in result.err and result.err.count("\n") == 1

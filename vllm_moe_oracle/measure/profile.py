@@ -231,12 +231,23 @@ def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
+def check_target(path: Path) -> None:
+    """Whether a path can be a profile's: to be asked before minutes of measuring.
+
+    Raises:
+        MeasurementError: it names no file.
+    """
+    if not path.name or os.path.isdir(path):
+        raise MeasurementError("is a folder", "Name a file", str(path))
+
+
 def write(profile: Profile, path: Path) -> None:
     """Writes a profile, all of it or nothing.
 
     Raises:
         MeasurementError: the file cannot be written.
     """
+    check_target(path)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

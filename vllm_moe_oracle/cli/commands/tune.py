@@ -101,6 +101,8 @@ def command(
     from ..arguments import read_settings
 
     chosen = read_settings(assignments)
+    if export is not None:
+        profiles.check_target(export)
     if imported:
         unused = {
             "MODEL": models, "--shapes": shapes, "--tp": tp != 1, "--ep": ep, "--tokens": tokens,
