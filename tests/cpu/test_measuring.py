@@ -347,6 +347,20 @@ def test_compiling_beforehand_runs_in_processes_of_their_own() -> None:
     assert steps[-1] == (2, 2)
 
 
+def test_no_more_processes_are_asked_for_than_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def run(work: Any, tasks: list[Any], places: list[Any], *rest: Any, **options: Any) -> Iterator[Any]:
+        seen.append((len(tasks), len(places)))
+        yield from ()
+
+    monkeypatch.setattr(tuning.crew, "run", run)
+    layers = [(LAYERS["mxfp8"], ("emulation",))]
+    tuning.compile_beforehand(layers, HERE, (1, 2, 4, 8, 16), 10**12, lambda *said: None)
+    ((tasks, places),) = seen
+    assert places == tasks > 0
+
+
 # --- Other places -----------------------------------------------------------------------------------------------------
 
 THERE = environment.Environment(

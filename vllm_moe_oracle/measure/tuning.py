@@ -499,7 +499,7 @@ def compile_beforehand(
     """
     begin = time.monotonic()
     jobs = list(_jobs(work, device, counts, tiles))
-    places = list(itertools.islice(itertools.cycle(gpus or (None,)), processes))
+    places = list(itertools.islice(itertools.cycle(gpus or (None,)), min(processes, len(jobs))))
     spent: dict[str, dict[str, float]] = {}
     done = 0
     with contextlib.closing(crew.run(_warm, jobs, places, 2, quiet=True)) as found:
