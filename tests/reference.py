@@ -314,7 +314,9 @@ def activate(
     Gated: act(gate) * up. `silu` with a limit clamps gate from above and up on both sides, as vLLM's kernel does.
     `swigluoai` and `swigluoai_uninterleave` are gate * sigmoid(alpha * gate) * (up + beta) on clamped halves. For the
     former vLLM has alpha 1.702, beta 1 and limit 7; for the latter alpha is 1 and beta 0 unless given, and a limit is
-    required. Raises ValueError for anything else, or a parameter that the activation has no use for.
+    required. `situ` (Kimi-K3) is alpha * tanh(gate / alpha) * sigmoid(gate) * beta * tanh(up / beta), where beta is
+    vLLM's linear beta and may be missing. `swiglustep` (Step-3.5) clamps silu(gate) from above and up on both sides, to
+    7 unless given. Raises ValueError for anything else, or a parameter that the activation has no use for.
     """
     name = activation.removesuffix("_no_mul")
     if not is_gated(activation):
@@ -323,6 +325,12 @@ def activate(
         return _PLAIN[name](y)
     half = y.shape[-1] // 2
     gate, up = (y[..., ::2], y[..., 1::2]) if interleaved else (y[..., :half], y[..., half:])
+    if name == "situ" and alpha is not None and limit is None:
+        up = up if beta is None else np.float64(beta) * np.tanh(up / beta)
+        return np.float64(alpha) * np.tanh(gate / alpha) * _sigmoid(gate) * up
+    if name == "swiglustep" and (alpha, beta) == (None, None):
+        limit = 7.0 if limit is None else limit
+        return np.minimum(gate * _sigmoid(gate), limit) * np.clip(up, -limit, limit)
     if name == "swigluoai":
         alpha, beta, limit = (
             1.702 if alpha is None else alpha,

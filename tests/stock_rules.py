@@ -27,6 +27,8 @@ ACTIVATIONS = {
     "gelu_tanh": Activation("gelu_tanh"),
     "swigluoai": dataclasses.replace(HALVES, interleaved=True),
     "swigluoai_uninterleave": HALVES,
+    "situ": Activation("situ", alpha=4.0, beta=25.0),
+    "swiglustep": Activation("swiglustep", limit=7.0),
     "silu_no_mul": Activation("silu", gated=False),
     "gelu_no_mul": Activation("gelu", gated=False),
     "gelu_tanh_no_mul": Activation("gelu_tanh", gated=False),
@@ -36,6 +38,18 @@ ACTIVATIONS = {
 IN_HALVES = {name: activation for name, activation in ACTIVATIONS.items() if not activation.interleaved}
 """Those of gate rows, then up rows, as all layers have them but those of MXFP4: rows that alternate are put apart while
 they are loaded."""
+
+_OWN = "the library's own kernel for it, of which nobody has run one"
+UNTRIED = {
+    **dict.fromkeys([(f"humming_{scheme}{kind}", name) for scheme in ("mxfp8", "mxfp4", "wna16")
+                     for kind in ("", "_grouped") for name in ("situ", "swiglustep")], _OWN),
+    **dict.fromkeys([(f"trtllm_mxfp4{kind}", "situ") for kind in ("", "_monolithic", "_a8", "_a8_monolithic")],
+                    "a kernel that FlashInfer does not give to everybody"),
+    **dict.fromkeys([(f"deep_gemm_{scheme}", name) for scheme in ("mxfp8", "mxfp4") for name in ("situ", "swiglustep")],
+                    "activated apart and rounded once more, which nobody has run"),
+    ("triton_mxfp4_unfused", "swiglustep"): "nobody has run it between these products",
+}  # fmt: skip
+"""Activations that a backend refuses although the class of some release claims them, by vLLM's name, and why."""
 
 
 def number(release: str) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from stock_code import FUSED_MOE, QUANTIZATION, Platform, load
 from stock_rules import (
     ACTIVATIONS,
     CAPABILITIES,
+    UNTRIED,
     claims_activation,
     codes_of,
     every_release,
@@ -133,7 +134,8 @@ def test_activations(name: str, release: str) -> None:
     for stock_name, activation in ACTIVATIONS.items():
         claimed = claims_activation(found, names, stock_name, activation)
         codes = refused(name, release, HOME.get(name, 90), activation=activation)
-        assert (not codes & {"activation", "activation.parameters"}) == claimed, stock_name
+        ours = not codes & {"activation", "activation.parameters"}
+        assert ours == (claimed and (name, stock_name) not in UNTRIED), stock_name
 
 
 @every_release

@@ -19,6 +19,7 @@ from stock_code import FUSED_MOE, QUANTIZATION, Platform, load, tree
 from stock_rules import (
     CAPABILITIES,
     IN_HALVES,
+    UNTRIED,
     claims_activation,
     codes_of,
     every_release,
@@ -162,7 +163,7 @@ def test_activations(name: str, release: str) -> None:
         claimed = claims_activation(found, names, stock_name, activation)
         codes = refused(name, release, home(name), activation=activation)
         ours = not codes & {"activation", "activation.parameters", "activation.parameters.since", "activation.limit"}
-        assert ours == claimed, stock_name
+        assert ours == (claimed and (name, stock_name) not in UNTRIED), stock_name
 
 
 def test_activations_of_the_cpus_class() -> None:

@@ -19,7 +19,7 @@ from ..oracle.planner import has_group_index, has_order, loaded_group, padded, s
 from ..oracle.problem import ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
-from ._stock import FROM_SM75, activation_rule, lora_rule
+from ._stock import FROM_SM75, GATED, activation_rule, lora_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ def limits(formats: tuple[ActivationFormat, ...], ungated: tuple[str, ...]) -> L
     return Limits(
         capabilities=FROM_SM75,
         dtypes=("bfloat16", "float16"),
-        gated=("silu", "gelu", "gelu_tanh", "swigluoai"),
+        gated=GATED,
         ungated=ungated,
         parameters=True,
         bias=True,

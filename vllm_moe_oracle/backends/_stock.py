@@ -16,6 +16,13 @@ FROM_SM80 = ((80, 200),)
 """Every CUDA device from Ampere on: kernels that carry PTX for compute capability 8.0."""
 
 
+GATED = ("silu", "gelu", "gelu_tanh", "swigluoai", "situ", "swiglustep")
+"""Gated activations of the classes that leave them to vLLM's own functions."""
+
+_STEP_LIMIT = 7.0
+"""What vLLM's ``swiglustep`` has built in."""
+
+
 def lora_rule(padding: Callable[[Problem, Device], Plan]) -> Rule:
     """vLLM makes a LoRA adapter's tensors for the layer's own sizes, and adds them to what the kernel computes.
 
@@ -48,6 +55,14 @@ def _reaches(problem: Problem, device: Device, swigluoai_since: str) -> str:
         if not since.reached(swigluoai_since, device):
             return f"takes gate rows, then up rows, for swigluoai only since vLLM {swigluoai_since}"
         return "" if activation.limit is not None else "asks a limit of swigluoai, the layer has none"
+    if activation.name == "situ":
+        if not since.reached(since.SITU, device):
+            return f"vLLM has situ since {since.SITU}"
+        known = activation.alpha is not None and activation.limit is None
+        return "" if known else f"asks alpha of situ, and no limit; the layer has {activation}"
+    if activation.name == "swiglustep":
+        known = _neutral(activation) and activation.limit == _STEP_LIMIT
+        return "" if known else f"has the limit {_STEP_LIMIT:g} built in for swiglustep, the layer has {activation}"
     if activation.name == "silu" and activation.gated:
         return "" if _neutral(activation) else f"uses alpha 1 and beta 0 for silu, the layer has {activation}"
     if _neutral(activation) and activation.limit is None:

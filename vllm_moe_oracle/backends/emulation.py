@@ -41,7 +41,7 @@ class Emulation(Backend):
     limits = Limits(
         devices=("cpu", "cuda", "rocm", "xpu"),
         dtypes=("bfloat16", "float16", "float32"),
-        gated=("silu", "gelu", "gelu_tanh", "swigluoai"),
+        gated=("silu", "gelu", "gelu_tanh", "swigluoai", "situ", "swiglustep"),
         ungated=("silu", "gelu", "gelu_tanh", "relu2"),
         parameters=True,
         bias=True,
@@ -237,6 +237,11 @@ def _possible_activations(problem: Problem) -> str:
 def _parameters_have_meaning(activation: Activation) -> bool:
     if not activation.gated:
         return activation.alpha is None and activation.beta is None and activation.limit is None
+    if activation.name == "situ":
+        alpha, beta = activation.alpha or 0.0, 1.0 if activation.beta is None else activation.beta
+        return activation.limit is None and alpha > 0 and beta > 0
+    if activation.name == "swiglustep":
+        return activation.alpha is None and activation.beta is None and activation.limit is not None
     return activation.name in ("silu", "swigluoai") or activation.alpha is None
 
 
@@ -247,7 +252,9 @@ def activate(hidden: Tensor, activation: Activation) -> Tensor:
         hidden: float32 `[M, R]`: gate columns then up columns when gated.
         activation: which function, with its parameters. ``swigluoai`` is
             ``gate * sigmoid(alpha * gate) * (up + beta)`` after clamping gate from above and up from both sides to
-            ``limit`` (gpt-oss's modelling code); a limit on any other gated function clamps the same way.
+            ``limit`` (gpt-oss's modelling code); a limit on any other gated function clamps the same way, but on
+            ``swiglustep``, which clamps ``silu(gate)`` (Step-3.5's modelling code). ``situ`` is
+            ``alpha * tanh(gate / alpha) * sigmoid(gate) * beta * tanh(up / beta)`` (Kimi-K3).
 
     Returns:
         float32 `[M, I]`.
@@ -270,13 +277,18 @@ def activate(hidden: Tensor, activation: Activation) -> Tensor:
         "gelu_tanh": lambda gate: gelu(gate, approximate="tanh"),
         "relu2": lambda gate: relu(gate).square(),
     }
-    function = functions[activation.name]
     if not activation.gated:
-        return function(hidden)
+        return functions[activation.name](hidden)
     gate, up = hidden.chunk(2, dim=-1)
+    if activation.name == "situ":
+        gate = alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate)
+        return gate * (up if activation.beta is None else beta * torch.tanh(up / beta))
+    if activation.name == "swiglustep":
+        limit = activation.limit
+        return swish(gate).clamp(max=limit) * (up if limit is None else up.clamp(-limit, limit))
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    return function(gate) * (up + beta)
+    return functions[activation.name](gate) * (up + beta)
 
 
 BACKEND = Emulation()

@@ -18,7 +18,7 @@ from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits
 from ._mxfp4 import oai_rule, padded_expert
-from ._stock import FROM_SM80, lora_rule
+from ._stock import FROM_SM80, GATED, lora_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ class MarlinMxfp4(Backend):
         capabilities=FROM_SM80,
         # The operator has no instance with e8m0 scales for float16.
         dtypes=("bfloat16",),
-        gated=("silu", "gelu", "gelu_tanh", "swigluoai"),
+        gated=GATED,
         ungated=("silu", "gelu", "gelu_tanh", "relu2"),
         parameters=True,
         bias=True,

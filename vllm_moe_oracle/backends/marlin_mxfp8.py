@@ -17,7 +17,7 @@ from ..oracle.planner import padded
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits
-from ._stock import FROM_SM80, activation_rule, lora_rule
+from ._stock import FROM_SM80, GATED, activation_rule, lora_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ class MarlinMxfp8(Backend):
         capabilities=FROM_SM80,
         # The operator has no instance with e8m0 scales for float16.
         dtypes=("bfloat16",),
-        gated=("silu", "gelu", "gelu_tanh", "swigluoai"),
+        gated=GATED,
         ungated=("silu", "gelu", "gelu_tanh", "relu2"),
         parameters=True,
         bias=True,

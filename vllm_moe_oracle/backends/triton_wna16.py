@@ -16,7 +16,7 @@ from ..oracle.planner import loaded_group, padded
 from ..oracle.problem import ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 from ._limits import Limits, Rule
-from ._stock import FROM_SM75, activation_rule
+from ._stock import FROM_SM75, GATED, activation_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,7 +36,7 @@ class TritonWna16(Backend):
     limits = Limits(
         capabilities=FROM_SM75,
         dtypes=("bfloat16", "float16"),
-        gated=("silu", "gelu", "gelu_tanh", "swigluoai"),
+        gated=tuple(name for name in GATED if name != "situ"),
         ungated=("silu", "gelu", "gelu_tanh", "relu2"),
         parameters=True,
         bias=False,
@@ -53,7 +53,9 @@ class TritonWna16(Backend):
         Rule(
             "activation.parameters.since",
             lambda problem, device: (
-                problem.activation.limit is not None and not since.reached(since.TRITON_WNA16_LIMIT, device)
+                problem.activation.limit is not None
+                and problem.activation.name != "swiglustep"  # has its limit built in
+                and not since.reached(since.TRITON_WNA16_LIMIT, device)
             ),
             lambda problem, device: (
                 f"passes the limit {problem.activation.limit:g} to its activation since vLLM {since.TRITON_WNA16_LIMIT}"

@@ -25,6 +25,7 @@ _BLOCKS = {
     "mixtral": "block_sparse_moe",
     "phimoe": "block_sparse_moe",
     "jamba": "feed_forward",
+    "kimi_linear": "block_sparse_moe",
     "lfm2_moe": "feed_forward",
     "llama4": "feed_forward",
     "llama4_text": "feed_forward",

@@ -16,6 +16,7 @@ TOP_K = (
     "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k", "top_k",
 )  # fmt: skip
 WIDTH = ("moe_intermediate_size", "expert_intermediate_size", "moe_ffn_hidden_size", "intermediate_size")
+HIDDEN = ("moe_latent_size", "routed_expert_hidden_size", "hidden_size", "n_embd", "d_model")
 ACTIVATION = ("mlp_hidden_act", "hidden_act", "hidden_activation")
 
 # Routers that score by sigmoid whatever the config says, routers with a bias for choosing, and routers that always
@@ -36,6 +37,9 @@ _CUSTOM = {"llama4": "llama4", "llama4_text": "llama4", "gemma4_text": "custom"}
 
 # Models whose code computes gpt-oss's activation, whatever hidden_act says.
 _SWIGLUOAI = frozenset({"gpt_oss", "minimax_m3", "minimax_m3_text"})
+
+# Models whose code clamps SiLU's result in layers with a limit, whatever hidden_act says.
+_STEP = frozenset({"step3p5", "step5"})
 
 _GPT_OSS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
 """Parameters of gpt-oss's activation where a config names the activation and not its parameters."""
@@ -65,8 +69,8 @@ def problem_of(
         scheme = replace(scheme, packing="mxfp4")
     experts = read_integer(model, EXPERTS, where, MAX_EXPERTS, index)
     width = read_integer(model, WIDTH, where, MAX_WIDTH, index)
-    # Experts of Nemotron-3-Super work in a latent space that is smaller than the hidden state.
-    hidden = read_integer(model, ("moe_latent_size", "hidden_size", "n_embd", "d_model"), where, MAX_WIDTH)
+    # Experts of Nemotron-3-Super and Kimi-K3 work in a latent space that is smaller than the hidden state.
+    hidden = read_integer(model, HIDDEN, where, MAX_WIDTH)
     heads = model.get("num_attention_heads")
     heads = heads if isinstance(heads, int) and heads > 0 else 0
     _check_cut(where, tp, expert_parallel, experts, width, heads)
@@ -147,6 +151,12 @@ def _activation(config: Config, index: int) -> Activation:
     )
     if kind in UNGATED:
         return Activation(name, gated=False)
+    if name == "situ":
+        fields = ("activation_situ_beta", "activation_situ_linear_beta")
+        alpha, beta = (read_real(model, (field,), where, index) for field in fields)
+        return Activation(name, alpha=alpha, beta=beta if beta and beta > 0 else None)
+    if kind in _STEP and limit:
+        return Activation("swiglustep", limit=limit)
     if kind in _SWIGLUOAI or name == "swigluoai":
         return Activation(
             "swigluoai",
@@ -161,20 +171,23 @@ def _activation(config: Config, index: int) -> Activation:
 
 def _routing(config: Config, index: int) -> Routing:
     model, where, kind = config.model, str(config.path), model_type(config)
-    fields = ("scoring_func", "score_func", "score_function", "moe_router_activation")
+    fields = ("scoring_func", "score_func", "score_function", "moe_router_activation", "moe_router_activation_func")
     word = next((model[name] for name in fields if isinstance(model.get(name), str)), "")
     word = word or ("sqrtsoftplus" if kind in _SOFTPLUS else "softmax")
     if not re.fullmatch("[A-Za-z0-9_-]+", word):
         raise CheckpointError(f"the scoring function {shown(word)!a} is not a name", where=where)
     scoring = "sigmoid" if kind in _SIGMOID else word.lower()
-    renormalised = next((model[name] for name in ("norm_topk_prob", "route_norm") if name in model), True)
+    renormalised = next(
+        (model[name] for name in ("norm_topk_prob", "route_norm", "moe_renormalize") if name in model), True
+    )
     renormalise = (kind in _RENORMALISED or renormalised is not False) and not kind.startswith("llama4")
     corrected = (
         kind in _CORRECTED
         or model.get("topk_method") == "noaux_tc"
         or any(model.get(name) is True for name in ("use_routing_bias", "moe_router_enable_expert_bias"))
     )
-    groups = read_count(model, "n_group", where)
+    grouped = "n_group" if model.get("use_grouped_topk") is not True else "num_expert_group"  # as Kimi's are called
+    groups = read_count(model, grouped, where)
     hashed = index < (read_count(model, "num_hash_layers", where) or 0)
     return Routing(
         method=_routing_method(kind, scoring, renormalise, groups, corrected),

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivati
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import make_moe_prepare_and_finalize_no_dp_ep
 
 from ..backends import Backend, Forward, ScratchForward
-from ..oracle.problem import MX_BLOCK, Problem
+from ..oracle.problem import MX_BLOCK, Activation, Problem
 from .experts import FunctionExperts
 from .layers import Layers
 from .stock_experts import StockExperts
@@ -50,7 +50,8 @@ class Adapter(Layers, StockExperts):
             )
             for name in ("w13", "w2")
         )
-        activation = problem.activation
+        # vLLM's kernels have the numbers of other activations from the layer's config, or built in.
+        swish = problem.activation if problem.activation.name not in ("situ", "swiglustep") else Activation("silu")
         # By keyword: the order of the fields, and of the parameters of vLLM's own helpers, moves.
         return FusedMoEQuantConfig(
             _a1=inputs,
@@ -58,9 +59,9 @@ class Adapter(Layers, StockExperts):
             _w1=w1,
             _w2=w2,
             is_scale_swizzled=False,
-            gemm1_alpha=activation.alpha,
-            gemm1_beta=activation.beta,
-            gemm1_clamp_limit=activation.limit,
+            gemm1_alpha=swish.alpha,
+            gemm1_beta=swish.beta,
+            gemm1_clamp_limit=swish.limit,
             mx_alignment=MX_BLOCK if problem.scheme.name == "mxfp8" else 0,
         )
 

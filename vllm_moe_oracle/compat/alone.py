@@ -23,7 +23,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
 from ..errors import MeasurementError
-from ..oracle.problem import Problem
+from ..oracle.problem import Activation, Problem
 
 
 @contextmanager
@@ -73,9 +73,7 @@ def layer_config(problem: Problem, kind: str, most_tokens: int) -> Any:
         "in_dtype": getattr(torch, problem.dtype),
         "has_bias": problem.has_bias,
         "max_num_tokens": most_tokens,
-        "swiglu_limit": activation.limit,
-        "swiglu_alpha": activation.alpha,
-        "swiglu_beta": activation.beta,
+        **_numbers_of(activation),
     }
     known = {field.name for field in dataclasses.fields(FusedMoEConfig)}
     derived = "intermediate_size_per_partition" if "intermediate_size" in known else ""
@@ -85,6 +83,14 @@ def layer_config(problem: Problem, kind: str, most_tokens: int) -> Any:
     if "is_act_and_mul" in known:
         config.is_act_and_mul = activation.gated
     return config
+
+
+def _numbers_of(activation: Activation) -> dict[str, float | None]:
+    """Alpha, beta and limit as vLLM calls them; its ``swiglustep`` has its limit built in."""
+    if activation.name == "situ":
+        return {"activation_situ_beta": activation.alpha, "activation_situ_linear_beta": activation.beta}
+    limit = None if activation.name == "swiglustep" else activation.limit
+    return {"swiglu_limit": limit, "swiglu_alpha": activation.alpha, "swiglu_beta": activation.beta}
 
 
 def activation_name(problem: Problem) -> str:
@@ -213,7 +219,7 @@ def _stock_layer(problem: Problem, kind: str) -> Any:
 
     factory = getattr(moe_layer, "FusedMoEFactory" if hasattr(moe_layer, "FusedMoEFactory") else "FusedMoE")
     activation = problem.activation
-    optional = {"swiglu_limit": activation.limit, "swiglu_alpha": activation.alpha, "swiglu_beta": activation.beta}
+    optional = _numbers_of(activation)
     if activation.name == "swigluoai" and activation.interleaved:
         # gpt-oss: vLLM's kernels have alpha and beta built in, and its constructor is given the limit alone.
         optional = {"swiglu_limit": activation.limit}

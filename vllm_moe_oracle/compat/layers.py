@@ -10,6 +10,9 @@ from .engine import Engine
 _OAI_DEFAULTS = {"alpha": 1.702, "beta": 1.0, "limit": 7.0}
 """gpt-oss's constants, which vLLM's kernels for ``swigluoai`` have built in."""
 
+_STEP_LIMIT = 7.0
+"""The limit that vLLM's kernels for ``swiglustep`` have built in."""
+
 
 class Layers(Engine):
     """What vLLM says of a MoE layer that is being built."""
@@ -79,6 +82,11 @@ class Layers(Engine):
         interleaved = name == "swigluoai"
         name = name.removesuffix("_no_mul").removesuffix("_uninterleave")
         alpha, beta, limit = self.activation_parameters(moe)
+        if name == "situ":
+            # Not above zero: up stays as it is.
+            return Activation(name, gated, moe.activation_situ_beta, _positive(moe.activation_situ_linear_beta), limit)
+        if name == "swiglustep":
+            return Activation(name, gated, alpha, beta, _STEP_LIMIT if limit is None else limit)
         if name == "swigluoai":
             alpha = _OAI_DEFAULTS["alpha"] if alpha is None else alpha
             beta = _OAI_DEFAULTS["beta"] if beta is None else beta
@@ -114,3 +122,7 @@ class Layers(Engine):
     def hashed(self, moe: Any, layer: Any) -> bool:
         """Whether experts come from a table over token ids, which a kernel that routes itself has to be given."""
         return bool(moe.has_hash_routing)
+
+
+def _positive(value: float | None) -> float | None:
+    return value if value is not None and value > 0 else None

@@ -50,6 +50,9 @@ MARLIN_HALVES = "0.24.0"
 MARLIN_UNORDERED = "0.30.0"
 """Marlin's operator no longer reorders input features."""
 
+SITU = "0.27.1"
+"""The activation ``situ``, of which expert classes that run vLLM's own functions for activations know the numbers."""
+
 TRITON_KERNELS_CONSUMER = "0.32.0"
 """The package triton_kernels is run on sm_120."""
 

@@ -232,7 +232,9 @@ def tokens(problem: Problem, experts: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     device = experts["w13"].device
     x = _random(torch.empty(TOKENS, problem.hidden_size, device=device), seed=0)
     largest = max((x @ each.T).square().mean().sqrt().item() for each in _dequantised(problem, experts, "w13"))
-    limit = problem.activation.limit or 2.0
+    activation = problem.activation
+    bounds = (activation.alpha or 0.0, activation.beta or 0.0) if activation.name == "situ" else ()
+    limit = max(bounds, default=0.0) or activation.limit or 2.0
     sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, limit, limit, 2 * limit], dtype=torch.float32, device=device)
     x = x * (sizes / (largest or 1.0)).unsqueeze(-1)
     first, choice = torch.arange(TOKENS, device=device)[:, None], torch.arange(problem.top_k, device=device)[None, :]

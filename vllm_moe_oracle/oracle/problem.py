@@ -73,11 +73,15 @@ class Activation:
     """The function between the two products of an expert.
 
     Attributes:
-        name: vLLM's name without its ``_no_mul`` suffix: ``silu``, ``gelu``, ``gelu_tanh``, ``swigluoai``, ``relu2``...
+        name: vLLM's name without its ``_no_mul`` suffix: ``silu``, ``gelu``, ``gelu_tanh``, ``swigluoai``, ``relu2``,
+            ``situ`` (Kimi-K3), ``swiglustep`` (Step-3.5)...
         gated: True: ``f(gate) * up`` over two halves of the first product; False: ``f`` alone over one.
-        alpha: factor inside the sigmoid of ``swigluoai``: ``gate * sigmoid(alpha * gate)``. None where it has none.
-        beta: added to ``up`` in ``swigluoai``. None where the activation has none.
-        limit: gate is clamped from above, up from both sides, to this value. None: no clamp.
+        alpha: factor inside the sigmoid of ``swigluoai``: ``gate * sigmoid(alpha * gate)``. Of ``situ`` the value that
+            gate does not pass: ``alpha * tanh(gate / alpha) * sigmoid(gate)``. None where it has none.
+        beta: added to ``up`` in ``swigluoai``. Of ``situ`` the value that up does not pass: ``beta * tanh(up / beta)``;
+            None leaves up as it is. None where the activation has none.
+        limit: gate is clamped from above, up from both sides, to this value; in ``swiglustep`` not gate, but
+            ``silu(gate)``. None: no clamp.
         interleaved: the rows of the checkpoint's first product alternate gate, up, gate, up (gpt-oss).
     """
 
