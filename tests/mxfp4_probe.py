@@ -24,6 +24,8 @@ def checks(probe: Any) -> Checks:
         "compressed_tensors_mxfp4_with_fp8": lambda: _compressed_tensors_with_fp8(probe),
         "fp8_with_mxfp4_experts": lambda: _fp8(probe),
         "deepseek_v4": lambda: _deepseek_v4(probe),
+        "situ": lambda: _activation(probe, "situ"),
+        "swiglustep": lambda: _activation(probe, "swiglustep"),
         "inc_mxfp4": lambda: _inc(probe, 4),
         "inc_mxfp8": lambda: _inc(probe, 8),
         "online_mxfp4": lambda: _online(probe),
@@ -87,6 +89,42 @@ def _compressed_tensors_with_fp8(probe: Any) -> None:
         assert ("W4A8" in type(method).__name__) == known
         assert method.decision.problem.scheme.activations == "fp8_token", method.decision.problem
         _runs(probe, layer, "_packed", loads_only=True)
+
+
+def _activation(probe: Any, name: str) -> None:
+    """Activations with numbers of their own: Kimi-K3's, whose numbers vLLM is given, and Step-3.5's, which it knows."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    if name not in [each.value for each in MoEActivation]:
+        return  # no model of the release has it
+    situ = name == "situ"
+    keywords = {"activation_situ_beta": 1.5, "activation_situ_linear_beta": 2.5} if situ else {}
+
+    def function(gate: Any, up: Any) -> Any:
+        if situ:
+            return 1.5 * (gate / 1.5).tanh() * gate.sigmoid() * 2.5 * (up / 2.5).tanh()
+        return (gate * gate.sigmoid()).clamp(max=7.0) * up.clamp(-7.0, 7.0)
+
+    with probe.engine(backend="emulation"):
+        layer = probe.moe_layer(probe.quant_config(_group(4, None)), activation=name, **keywords)
+        probe.ours(layer)
+        found = layer.quant_method.decision.problem.activation
+        numbers = (1.5, 2.5, None) if situ else (None, None, 7.0)
+        assert (found.name, found.gated, found.alpha, found.beta, found.limit) == (name, True, *numbers), found
+        weights = _load_experts(probe, layer, "_packed")
+        layer.quant_method.process_weights_after_loading(layer)
+        x = torch.randn(probe.TOKENS, probe.HIDDEN, generator=torch.Generator().manual_seed(4)) * 4
+        ids = torch.arange(probe.TOP_K).repeat(probe.TOKENS, 1)
+        shares = torch.full(ids.shape, 0.5)
+        given = {"shared_experts": None, "shared_experts_input": None}
+        said = layer.quant_method.apply(layer=layer, x=x.clone(), topk_weights=shares, topk_ids=ids.int(), **given)
+    expected = torch.zeros_like(x)
+    for expert in range(probe.TOP_K):
+        gate, up = x @ weights["gate"][expert].T, x @ weights["up"][expert].T
+        assert gate.max() > 7 and up.abs().max() > 7
+        expected += 0.5 * function(gate, up) @ weights["down"][expert].T
+    assert (said - expected).norm() / expected.norm() < 1e-5
 
 
 def _activations_asked(probe: Any) -> None:
