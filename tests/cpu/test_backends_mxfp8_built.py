@@ -35,13 +35,15 @@ def inside_vllm(layer: Problem) -> Iterator[Any]:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
     name = "swigluoai_uninterleave" if layer.activation.name == "swigluoai" else layer.activation.name
+    situ = {"activation_situ_beta": layer.activation.alpha, "activation_situ_linear_beta": layer.activation.beta}
+    numbers = situ if name == "situ" else {}
     with set_current_vllm_config(VllmConfig()):
         yield FusedMoEConfig(
             num_experts=8, num_local_experts=8, num_logical_experts=8, experts_per_token=2,
             hidden_dim=layer.hidden_size, intermediate_size=layer.intermediate_size, activation=MoEActivation(name),
             device="cpu", routing_method=RoutingMethodType.Renormalize,
             moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(), in_dtype=torch.bfloat16,
-            has_bias=layer.has_bias,
+            has_bias=layer.has_bias, **numbers,
         )  # fmt: skip
 
 
@@ -137,3 +139,16 @@ def test_the_activations_parameters_are_the_classes_own(name: str, monkeypatch: 
     if name == "marlin_mxfp8":
         given = made.activation_config
         assert (given.alpha, given.beta, given.clamp_limit) == (1.702, 1.0, 7.0)
+
+
+@pytest.mark.parametrize("activation", [Activation("situ", alpha=4.0, beta=25.0), Activation("swiglustep", limit=7.0)])
+def test_numbers_that_vllm_keeps_elsewhere_are_not_given_twice(
+    activation: Activation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, _, _ = build("marlin_mxfp8", usual(activation=activation), monkeypatch)
+    given = made.activation_config
+    assert (given.alpha, given.beta, given.clamp_limit) == (1.0, 0.0, None)
+    assert (given.activation_situ_beta, given.activation_situ_linear_beta) == (activation.alpha, activation.beta)
+    assert made._supports_activation(made.moe_config.activation)
+    # Read back as it was given.
+    assert current_adapter().activation(made.moe_config) == activation

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import H200
 from configs import CONFIGS, CT_INPUTS, CT_MXFP8, MODELOPT, MXFP8, compressed, config, group, mixed, quantised
+from stock_rules import codes_of
 
 from vllm_moe_oracle.checkpoint import layers, read
 from vllm_moe_oracle.checkpoint.names import compact
@@ -83,6 +85,40 @@ def test_parameters_of_an_activation_are_the_models_own(explain: Any) -> None:
 def test_a_clamp_that_only_some_layers_have_makes_two_kinds_of_layers(explain: Any) -> None:
     found = explain(quantised(swiglu_limits=[0.0] * 47 + [7.0])).problems
     assert [problem.activation.limit for problem in found] == [None] * 47 + [7.0]
+    other = explain(quantised(expert_swiglu_limit_list=[0.0] * 47 + [5.0])).problems  # Ling's name for it
+    assert [problem.activation.limit for problem in other] == [None] * 47 + [5.0]
+
+
+def test_step_clamps_silus_result_in_layers_with_a_limit(explain: Any) -> None:
+    for kind in ("step3p5", "step5"):
+        found = explain(quantised(model_type=kind, swiglu_limits=[0.0] * 46 + [7.0, 16.0])).problems
+        assert {problem.activation for problem in found[:46]} == {Activation("silu")}
+        assert [each.activation for each in found[46:]] == [
+            Activation("swiglustep", limit=size) for size in (7.0, 16.0)
+        ]
+        # vLLM has 7 built in, and refuses the model.
+        codes = [codes_of("marlin_mxfp8", each, H200) for each in found[46:]]
+        assert codes == [set(), {"activation.parameters"}]
+
+
+def test_kimi_k3(explain: Any) -> None:
+    kimi = {
+        "model_type": "kimi_linear", "hidden_act": "situ", "activation_situ_beta": 4.0,
+        "activation_situ_linear_beta": 25.0, "routed_expert_hidden_size": 1024, "norm_topk_prob": None,
+        "moe_renormalize": False, "moe_router_activation_func": "sigmoid", "use_grouped_topk": True,
+        "num_expert_group": 4, "topk_group": 2, "topk_method": "noaux_tc",
+    }  # fmt: skip
+    problem = explain(quantised(**kimi)).problems[0]
+    assert problem.layer == "model.layers.0.block_sparse_moe.experts"
+    assert problem.activation == Activation("situ", alpha=4.0, beta=25.0)
+    assert problem.hidden_size == 1024
+    assert (problem.routing.scoring, problem.routing.renormalize, problem.routing.num_groups) == ("sigmoid", False, 4)
+    without = explain(quantised(**kimi | {"activation_situ_linear_beta": -1.0})).problems[0]
+    assert without.activation == Activation("situ", alpha=4.0)
+    # vLLM asks for the first of the two numbers.
+    nothing = explain(quantised(**kimi | {"activation_situ_beta": None})).problems[0]
+    assert codes_of("marlin_mxfp8", problem, H200) == set()
+    assert codes_of("marlin_mxfp8", nothing, H200) == {"activation.parameters"}
 
 
 @pytest.mark.parametrize(

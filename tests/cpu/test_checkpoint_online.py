@@ -25,6 +25,13 @@ def written(folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", ONLINE)
+def test_a_gpt_oss_in_16_bits_is_refused(name: str, tmp_path: Path) -> None:
+    """In a server it is an error while weights are loaded: nothing reaches the loader that quantises."""
+    with pytest.raises(CheckpointError, match="copies experts in 16 bits past the loader that would quantise them"):
+        layers(read(written(tmp_path, model_type="gpt_oss", num_local_experts=8)), online=name)
+
+
+@pytest.mark.parametrize("name", ONLINE)
 def test_every_layer_becomes_what_was_asked_for(name: str, tmp_path: Path) -> None:
     found = layers(read(written(tmp_path)), online=name)
     assert len(found.problems) == 48 and not found.unquantised and not found.foreign

@@ -28,7 +28,7 @@ from vllm_moe_oracle.errors import SelfCheckError
 from vllm_moe_oracle.methods import choice, selfcheck
 from vllm_moe_oracle.methods.agreement import Group
 from vllm_moe_oracle.oracle.oracle import decide
-from vllm_moe_oracle.oracle.problem import Problem
+from vllm_moe_oracle.oracle.problem import Activation, Problem
 from vllm_moe_oracle.schemes import mxfp8
 from vllm_moe_oracle.settings import Settings
 
@@ -44,6 +44,8 @@ LAYERS = {
     "gpt-oss, 16 bit": problem(**SMALL, scheme=MXFP8, activation=OAI, has_bias=True, dtype="float16"),
     "relu2": problem(**SMALL, scheme=MXFP8_W8A8, activation=RELU2),
     "relu2, biases": problem(**SMALL, scheme=MXFP8, activation=RELU2, has_bias=True),
+    "situ": problem(**SMALL, scheme=MXFP8, activation=Activation("situ", alpha=4.0, beta=25.0)),
+    "swiglustep": problem(**SMALL, scheme=MXFP8, activation=Activation("swiglustep", limit=7.0)),
 }
 GATED = [name for name, layer in LAYERS.items() if layer.activation.gated]
 BIASED = [name for name, layer in LAYERS.items() if layer.has_bias]
@@ -196,6 +198,9 @@ FAULTS: list[tuple[Faulty, list[str]]] = [
     (Faulty("alpha ignored", understand=ignore(alpha=1.0)), PARAMETERS),
     (Faulty("beta ignored", understand=ignore(beta=0.0)), PARAMETERS),
     (Faulty("limit ignored", understand=ignore(limit=None)), PARAMETERS),
+    (Faulty("situ's bound of gate ignored", understand=ignore(alpha=1e9)), ["situ"]),
+    (Faulty("situ's bound of up ignored", understand=ignore(beta=None)), ["situ"]),
+    (Faulty("swiglustep's limit ignored", understand=ignore(limit=1e9)), ["swiglustep"]),
     (Faulty("other experts", compute=other_experts), SOME),
     (Faulty("other router weights", compute=other_weights), SOME),
     (Faulty("one NaN", compute=one_nan), SOME),

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..errors import CheckpointError
-from ..oracle.problem import Problem
+from ..oracle.problem import EQUAL_EXPERTS, Problem
 from ..quantization import ONLINE, OTHER_NAMES, config_notes, in_bytes, reader, vllm_name
 from ..quantization.answers import Foreign, SchemeOf
 from ..quantization.fields import shown
@@ -103,6 +103,9 @@ def _quantised(config: Config, online: str) -> tuple[SchemeOf, str]:
     """What each layer's experts are stored as, or become while they load, and vLLM's name for the quantisation."""
     where = str(config.path)
     if config.quantization is None:
+        if online in ONLINE and model_type(config) == EQUAL_EXPERTS:
+            rule = "vLLM's loader of gpt-oss copies experts in 16 bits past the loader that would quantise them"
+            raise CheckpointError(rule, "Serve the checkpoint in MXFP4 that OpenAI publishes", where)
         if online in ONLINE:
             return lambda layer: ONLINE[online], online
         if online:

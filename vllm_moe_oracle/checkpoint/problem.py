@@ -147,7 +147,8 @@ def _activation(config: Config, index: int) -> Activation:
         raise CheckpointError(f"the activation {shown(word)!a} is not a name", where=where)
     name = aliases.get(name, name).removesuffix("_uninterleave")
     alpha, beta, limit = (
-        read_real(model, (f"swiglu_{part}", f"swiglu_{part}s"), where, index) for part in ("alpha", "beta", "limit")
+        read_real(model, (f"swiglu_{part}", f"swiglu_{part}s", f"expert_swiglu_{part}_list"), where, index)
+        for part in ("alpha", "beta", "limit")
     )
     if kind in UNGATED:
         return Activation(name, gated=False)
@@ -178,7 +179,8 @@ def _routing(config: Config, index: int) -> Routing:
         raise CheckpointError(f"the scoring function {shown(word)!a} is not a name", where=where)
     scoring = "sigmoid" if kind in _SIGMOID else word.lower()
     renormalised = next(
-        (model[name] for name in ("norm_topk_prob", "route_norm", "moe_renormalize") if name in model), True
+        (model[name] for name in ("norm_topk_prob", "route_norm", "moe_renormalize") if model.get(name) is not None),
+        True,
     )
     renormalise = (kind in _RENORMALISED or renormalised is not False) and not kind.startswith("llama4")
     corrected = (
