@@ -10,6 +10,7 @@ triton_kernels are installed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,12 +28,17 @@ from vllm_moe_oracle.settings import Settings
 _OAI = Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0, interleaved=True)
 _CLAMPED = Activation("silu", limit=10.0)
 _DEEPSEEK = (256, 6, 4096, 2048, _CLAMPED, False, "deepseekv4", "mxfp4")
+_QWEN3 = (128, 8, 2048, 768, Activation("silu"), False, "renormalize")
 # experts, top-k, hidden, intermediate of the whole layer, activation, biases, routing, packing, declared activations.
 MODELS: dict[str, tuple[int, int, int, int, Activation, bool, str, str, ActivationPrecision]] = {
     "gpt-oss-20b": (32, 4, 2880, 2880, _OAI, True, "renormalize", "gpt_oss", "16bit"),
     "gpt-oss-120b": (128, 4, 2880, 2880, _OAI, True, "renormalize", "gpt_oss", "16bit"),
     "a model with halves and clamped SiLU": (*_DEEPSEEK, "16bit"),
     "DeepSeek-V4-Flash, within an FP8 checkpoint": (*_DEEPSEEK, "fp8"),
+    "Qwen3-30B-A3B by llm-compressor, weights alone": (*_QWEN3, "compressed-tensors", "16bit"),
+    "Qwen3-30B-A3B by llm-compressor, W4A4": (*_QWEN3, "compressed-tensors", "mxfp4"),
+    "Qwen3-30B-A3B by Quark, W4A4": (*_QWEN3, "quark", "mxfp4"),
+    "Qwen3-30B-A3B made while it loads": (*_QWEN3, "online", "mxfp4"),
 }
 RANKS = {"TP1": (1, 1), "TP2": (2, 1), "TP4": (4, 1), "TP8": (8, 1), "EP8": (1, 8)}
 CLASS_FILES = {
@@ -46,6 +52,7 @@ CLASS_FILES = {
     "FLASHINFER_CUTLASS_MXFP4_MXFP8": ("flashinfer_cutlass_moe", ("FlashInferExperts",)),
     "DEEPGEMM_MXFP4": ("deep_gemm_moe", ("DeepGemmFP4Experts",)),
     "TRITON": ("gpt_oss_triton_kernels_moe", ("OAITritonMxfp4ExpertsMonolithic", "OAITritonExperts")),
+    "CUTLASS_MXFP4_MXFP4": ("cutlass_moe", ("CutlassExpertsMxfp4",)),
     "MARLIN": ("marlin_moe", ("MarlinExperts",)),
     "BATCHED_MARLIN": ("marlin_moe", ("BatchedMarlinExperts",)),
     "HUMMING": (
@@ -57,12 +64,24 @@ CLASS_FILES = {
 """Files and classes behind stock's names of backends for CUDA, in its own order: `backend_to_kernel_cls`."""
 
 DIFFERENCES = {
-    "marlin_mxfp4": (
+    "unasked": (
         "stock quantises activations to 8 bits, which neither the checkpoint nor the user asked for; here the first "
         "kernel that leaves them alone is taken, and allow_activation_quantization takes stock's"
     ),
+    "unasked, no backend": (
+        "stock quantises activations to 4 bits, which neither the checkpoint nor the user asked for, by a kernel that "
+        "is none of those here (vLLM's own over CUTLASS); the first that leaves them alone is taken"
+    ),
+    "no backend": (
+        "stock's kernel with activations in MXFP4 (vLLM's own over CUTLASS) is none of those here; the first that "
+        "leaves them in 16 bits is taken, which is more exact than what is declared"
+    ),
+    "emulated": (
+        "stock emulates what no kernel does with activations in MXFP4; here the first kernel that leaves them in "
+        "16 bits is taken, which is more exact than what is declared"
+    ),
 }
-"""Why a decision is not stock's, by our backend."""
+"""Why a decision is not stock's."""
 
 
 def layer(model: str, ranks: str) -> Problem:
@@ -84,6 +103,9 @@ def layer(model: str, ranks: str) -> Problem:
     )
     return in_whole_blocks(whole) if activation.interleaved else whole
 
+
+CONSUMED = {"": "16bit", "kMxfp8Dynamic": "mxfp8", "kFp8Dynamic128Sym": "fp8"}
+"""Our words for the types to which stock's classes quantise activations."""
 
 _METHODS = {"renormalize": "Renormalize", "deepseekv4": "DeepseekV4"}
 _ACTIVATIONS = {"swigluoai": "swigluoai", "silu": "silu"}
@@ -114,6 +136,7 @@ def stock(problem: Problem, capability: int) -> dict[str, str]:
         "apply_moe_activation_masked_supported": activation["apply_moe_activation_masked_supported"],
         "has_flashinfer": lambda: True, "has_flashinfer_cutlass_fused_moe": lambda: True,
         "has_triton_kernels": lambda: True, "get_triton_kernels_version": lambda: None,
+        "ops": SimpleNamespace(mxfp4_experts_quant_supported=lambda capability: 100 <= capability < 120),
         # Of this release: `CudaPlatform.support_deep_gemm`.
         "is_deep_gemm_supported": lambda: capability == 90 or capability // 10 in (10, 12),
         "HummingGemmType": SimpleNamespace(
@@ -125,8 +148,11 @@ def stock(problem: Problem, capability: int) -> dict[str, str]:
     def classes(backend: Any) -> list[Any]:
         # What is not listed is for other makers' devices, for CPUs, or asks to be named.
         file, names = CLASS_FILES.get(backend.name, ("marlin_moe", ()))
-        found = load(RELEASE, f"{FUSED_MOE}/experts/{file}.py", **given)
-        return [whole(found[name], kinds) for name in names]
+        base = ()
+        if backend.name == "EMULATION":
+            base = (load(RELEASE, f"{FUSED_MOE}/experts/triton_moe.py", **given)["TritonExperts"],)
+        found = load(RELEASE, f"{FUSED_MOE}/experts/{file}.py", **given | {each.__name__: each for each in base})
+        return [whole(type(name, (found[name], *base), {}), kinds) for name in names]
 
     priority = load(RELEASE, f"{QUANTIZATION}/utils/humming/priority.py", current_platform=platform)
     oracle = load(
@@ -136,14 +162,27 @@ def stock(problem: Problem, capability: int) -> dict[str, str]:
     oracle["backend_to_kernel_cls"] = classes
     oracle["_user_moe_activation_override"] = lambda: None
     config = _config(problem, activation["MoEActivation"](_ACTIVATIONS[problem.activation.name]), methods)
-    gpt_oss = problem.scheme.packing == "gpt_oss"
-    select = oracle["select_mxfp4_moe_backend" if gpt_oss else "select_deepseek_v4_mxfp4_moe_backend"]
-    chosen, found = select(config)
+    if problem.scheme.packing == "compressed-tensors":
+        return _compressed_tensors(classes)
+    if problem.scheme.packing == "mxfp4":
+        chosen, found = oracle["select_deepseek_v4_mxfp4_moe_backend"](config)
+    else:
+        declared = keys["kMxfp4Dynamic"] if problem.scheme.activations == "mxfp4" else None
+        chosen, found = oracle["select_mxfp4_moe_backend"](config, declared)
     result = {"backend": chosen.value, "class": found.__name__}
     inputs = oracle["_backend_activation_key"](chosen)
     if inputs is not None:
         result["activations"] = next(name for name, key in keys.items() if key is inputs)
     return result
+
+
+def _compressed_tensors(classes: Callable[[Any], list[Any]]) -> dict[str, str]:
+    """`CompressedTensorsW4A4Mxfp4MoEMethod` asks no list: its weights are for CUTLASS, where that runs, or for Marlin,
+    whatever is declared of activations."""
+    (cutlass,) = classes(SimpleNamespace(name="CUTLASS_MXFP4_MXFP4"))
+    if cutlass._supports_current_device():
+        return {"backend": "CUTLASS", "class": "CutlassExpertsMxfp4", "activations": "kMxfp4Dynamic"}
+    return {"backend": "MARLIN", "class": "MarlinExperts"}
 
 
 def _config(problem: Problem, activation: Any, methods: Any) -> Any:
@@ -171,7 +210,12 @@ def _config(problem: Problem, activation: Any, methods: Any) -> Any:
 
 def difference(row: dict[str, Any]) -> str:
     """Why a row's decision is not stock's; "" where it is."""
-    return "" if row["ours"]["class"] == row["stock"]["class"] else DIFFERENCES[row["ours"]["backend"]]
+    if row["ours"]["class"] == row["stock"]["class"]:
+        return ""
+    asked = MODELS[row["model"]][-1] != "16bit"
+    if row["stock"]["class"] == "CutlassExpertsMxfp4":
+        return DIFFERENCES["no backend" if asked else "unasked, no backend"]
+    return DIFFERENCES["emulated" if asked else "unasked"]
 
 
 GOLDEN = Golden(
@@ -194,11 +238,17 @@ def test_every_difference_has_its_reason_beside_it() -> None:
     for row in GOLDEN.rows():
         # Stock quantises activations unasked exactly where we differ for that reason.
         unasked = "activations" in row["stock"] and MODELS[row["model"]][-1] == "16bit"
-        assert unasked == (row["difference"] == DIFFERENCES["marlin_mxfp4"]), GOLDEN.place(row)
+        assert unasked == row["difference"].startswith("stock quantises"), GOLDEN.place(row)
+        if not row["difference"]:
+            # One class may take activations in several precisions: they are the same, too.
+            consumed = default_registry()[row["ours"]["backend"]].activations(layer(row["model"], row["ranks"]))
+            assert consumed == CONSUMED[row["stock"].get("activations", "")], GOLDEN.place(row)
+        emulated = row["stock"]["backend"] == "EMULATION"
+        assert emulated == (row["difference"] == DIFFERENCES["emulated"]), GOLDEN.place(row)
 
 
 def test_where_activations_may_be_quantised_the_decision_is_stocks() -> None:
-    row = next(row for row in GOLDEN.rows() if row["difference"] == DIFFERENCES["marlin_mxfp4"])
+    row = next(row for row in GOLDEN.rows() if row["difference"] == DIFFERENCES["unasked"])
     problem = layer(row["model"], row["ranks"])
     allowed = decide(problem, machine(row["sm"]), Settings(allow_activation_quantization=True))
     assert default_registry()[allowed.backend].stock_class == row["stock"]["class"]

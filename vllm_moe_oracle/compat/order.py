@@ -78,7 +78,8 @@ _NOT_FOR_OTHERS = (
 """What stock offers of itself only to the packings in `_GPT_OSS_LIST`; others get it after everything else."""
 _GPT_OSS_LIST = ("gpt_oss", "quark", "online")
 _MARLIN_FIRST = ("compressed-tensors", "auto-round")
-"""Packings whose stock classes construct Marlin without asking a list."""
+"""Packings whose stock classes construct Marlin without asking a list; on sm_100 to below sm_120 a kernel of vLLM's own
+for both sides in MXFP4, which no backend here runs."""
 _AFTER_EVERYTHING = 200.0
 _WITH_MXFP8 = ("trtllm_mxfp8_monolithic", "trtllm_mxfp8", "cutlass_mxfp8")
 """What stock takes before everything else from gpt-oss's list where MXFP8 activations are declared."""
