@@ -98,6 +98,21 @@ def test_the_tag_mxfp4_is_gpt_oss_s_layout_for_gpt_oss_only(explain: Any) -> Non
     assert scheme(explain(QWEN3, {"quant_method": "mxfp4"})) == ("mxfp4", "mxfp4", "16bit")
 
 
+def test_kimi_k3s_experts_are_read_as_tagged_though_compressed_tensors_stored_them(explain: Any) -> None:
+    inputs = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True}
+    weights = {**inputs, "dynamic": False}
+    config = {
+        "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": ["re:.*self_attn.*"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
+    }  # fmt: skip
+    assert scheme(explain(QWEN3, config)) == ("mxfp4", "compressed-tensors", "mxfp4")
+    kimi = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "text_config": QWEN3}
+    found = explain(kimi, config)
+    # vLLM writes another method into the config before it asks anybody: what is declared of inputs is not read.
+    assert scheme(found) == ("mxfp4", "mxfp4", "16bit") and found.method == "mxfp4"
+    assert found.problems[0].layer.startswith("language_model.model.layers.0.")
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v4", "deepseek_v41"])
 @pytest.mark.parametrize("stated", [{}, {"expert_dtype": "fp4"}])
 def test_deepseek_v4_has_four_bit_experts_and_fp8_activations(explain: Any, kind: str, stated: dict[str, str]) -> None:

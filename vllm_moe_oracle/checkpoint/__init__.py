@@ -24,6 +24,8 @@ from .problem import dtype_of, problem_of
 
 __all__ = ["Config", "Layers", "layers", "read"]
 
+_KIMI_K3 = "KimiK3ForConditionalGeneration"
+
 # Models whose FP8 config leaves the experts' own type to the model's config.
 _FOUR_BIT_EXPERTS = frozenset({"deepseek_v4", "deepseek_v41"})
 
@@ -119,6 +121,10 @@ def _quantised(config: Config, online: str) -> tuple[SchemeOf, str]:
     quantization, source = config.quantization
     if model_type(config) in _FOUR_BIT_EXPERTS:
         quantization = {"expert_dtype": config.model.get("expert_dtype") or "fp4", **quantization}
+    names = config.top.get("architectures")
+    if isinstance(names, list) and _KIMI_K3 in names and quantization.get("format") == "mxfp4-pack-quantized":
+        # vLLM reads what compressed-tensors stored as a checkpoint that is tagged so.
+        quantization = {**quantization, "quant_method": "mxfp4"}
     scheme_of, method = reader(quantization, source), vllm_name(quantization)
     if model_type(config) == "gpt_oss" and method == "mxfp4":  # for which vLLM has a config class of its own
         scheme_of = reader({**quantization, "quant_method": "gpt_oss_mxfp4"}, source)
