@@ -590,6 +590,10 @@ def test_explain_knows_lora_and_moving_experts(run: Run) -> None:
     assert lora["problem"]["lora"] and not plain["problem"]["lora"]
     before = {each["backend"] for each in plain["candidates"] if each["accepted"]}
     assert any("lora" in refused.get(name, "").lower() for name in before)
+    left = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM"
+    assert lora["decision"] is None and left in run(*here, "--lora").err
+    assert left not in run(*here, "--lora", "--backend", "marlin_mxfp4").err
+    assert left not in run(*here).err
     spread = (*here, "--ep", "--tp", "2")
     moved = run(*spread, "--eplb").json["groups"][0]
     assert moved["problem"]["eplb"] and moved["decision"]["backend"]

@@ -276,11 +276,15 @@ def _notes(settings: Settings, method: str, groups: list[_Group], device: Device
     from ...measure.lookup import profile_error
     from ...methods import SERVED
     from ...oracle.registry import default_registry
-    from ...settings import not_selected
+    from ...settings import AUTO, not_selected
 
     for group in groups:
         if group.decision is not None and group.decision.regretted:
             yield f"{group.layers}: {group.decision.because}"
+        named = settings.backend != AUTO or settings.overrides
+        if group.decision is None and group.problem.lora and not named:
+            rule = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM, with a warning"
+            yield f"{group.layers}: {rule}; stock's class refuses what it cannot read"
     for name, reason in default_registry().broken.items():
         yield f"the backend of the entry point {name} could not be loaded: {reason}"
     if unused := profile_error(settings):
