@@ -4,6 +4,7 @@ for the CPU's; what a conversion means is undone here and compared with what wen
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -548,38 +549,66 @@ def test_biases_and_scales_come_in_the_models_dtype() -> None:
         assert floats == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", ["marlin_wna16", "triton_wna16"])
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("group", [32, -1])
-@pytest.mark.parametrize("activation", [SILU, GPT_OSS, RELU2], ids=str)
-def test_garbage_in_padded_codes_and_zero_points_changes_nothing(
-    name: str, zeros: bool, group: int, activation: Activation
-) -> None:
-    """Padding is scales of zero. The padded layer is computed by the reference, its padded codes set to anything."""
-    layer = usual(
-        name, hidden_size=128, intermediate_size=96, experts=2, top_k=2, activation=activation,
-        scheme=scheme(4, group, zeros, packing="compressed-tensors"), has_bias=name == "marlin_wna16",
-    )  # fmt: skip
-    plan = backend(name).plan(layer, gpu(90))
-    assert plan.intermediate_size == 128
-    wide = dataclasses.replace(layer, intermediate_size=128)
-    whole = Plan(128, 128)
+def _padded_layers() -> list[tuple[str, Problem]]:
+    """Layers that backends take whose kernels know no padding."""
+    layers = [
+        (name, usual(
+            name, hidden_size=128, intermediate_size=96, experts=2, top_k=2, activation=activation,
+            scheme=scheme(bits, group, zeros, packing="compressed-tensors"), has_bias=name == "marlin_wna16",
+        ))
+        for name in ("marlin_wna16", "triton_wna16", "trtllm_mxint4")
+        for bits, group, zeros in itertools.product((4, 8), (32, -1), (False, True))
+        for activation in (SILU, GPT_OSS, RELU2)
+    ]  # fmt: skip
+    widened = [
+        (name, dataclasses.replace(each, num_experts=8, local_experts=8)) if name == "trtllm_mxint4" else (name, each)
+        for name, each in layers
+    ]
+    return [(name, each) for name, each in widened if not backend(name).check(each, home(name)).reasons]
+
+
+def test_layers_with_padding_are_of_every_backend_that_pads() -> None:
+    found = [name for name, _ in _padded_layers()]
+    assert {name: found.count(name) for name in found} == {"marlin_wna16": 18, "triton_wna16": 24, "trtllm_mxint4": 1}
+    pads = {
+        name
+        for name in NAMES
+        for inner in (96, 160, 352)
+        for hidden in (128, 384)
+        for each in [usual(name, hidden_size=hidden, intermediate_size=inner, scheme=scheme(group=32))]
+        if backend(name).plan(each, home(name)).pads(each)
+    }
+    assert pads == {*found, "marlin_wna16_batched"}  # whose conversion is Marlin's
+
+
+@pytest.mark.parametrize(("name", "each"), _padded_layers(), ids=lambda value: str(getattr(value, "scheme", value)))
+def test_garbage_in_padded_codes_and_zero_points_changes_nothing(name: str, each: Problem) -> None:
+    """Padding is scales of zero. The padded layer is computed by the reference, its padded codes set to anything, and
+    its inputs beyond the layer's own too."""
+    plan = backend(name).plan(each, home(name))
+    assert plan.intermediate_size > 96
+    wide = dataclasses.replace(each, hidden_size=plan.hidden_size, intermediate_size=plan.intermediate_size)
+    whole = dataclasses.replace(plan, hidden_size=wide.hidden_size, intermediate_size=wide.intermediate_size)
     experts, padded = [], []
     for index in range(2):
-        one = expert(layer, index)
-        full = undone(name, backend(name).convert(one, layer, plan), wide, whole)
+        one = expert(each, index)
+        full = undone(name, backend(name).convert(one, each, plan), wide, whole)
         generator = torch.Generator().manual_seed(index)
         for key in ("w13", "w2", "w13_zero_point", "w2_zero_point"):
             if key not in full:
                 continue
-            garbage = torch.randint(0, 256 if "zero" not in key else 16, full[key].shape, generator=generator)
+            high = 16 if "zero" in key and each.scheme.bits == 4 else 256
+            garbage = torch.randint(0, high, full[key].shape, generator=generator).to(torch.uint8)
             inside = torch.ones_like(one[key], dtype=torch.bool)
-            full[key] = torch.where(_placed(inside, full[key].shape, layer, key), full[key], garbage.to(torch.uint8))
+            placed = _placed(inside, full[key].shape, each, key)
+            assert not placed.all() or key == "w2_zero_point"
+            full[key] = torch.where(placed, full[key], garbage)
         experts.append(one)
         padded.append(full)
     broken = [{**one, "w13_scale": one["w13_scale"].clamp(min=0.01)} for one in padded]
     expected, found, wrong = (
-        _output(each, tensors) for each, tensors in ((layer, experts), (wide, padded), (wide, broken))
+        _output(shape, tensors)[:, : each.hidden_size]
+        for shape, tensors in ((each, experts), (wide, padded), (wide, broken))
     )
     # Sums of more columns run in another order: a rounding of the activations to bfloat16 may fall differently.
     assert float((found - expected).norm() / expected.norm()) < 2.0**-9
@@ -587,10 +616,14 @@ def test_garbage_in_padded_codes_and_zero_points_changes_nothing(
 
 
 def _output(each: Problem, experts: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    x = torch.randn(5, each.hidden_size, generator=torch.Generator().manual_seed(9)).bfloat16()
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(9))
+    beyond = torch.full((5, each.hidden_size - 128), 1e3)
     out = torch.empty(5, each.hidden_size)
     stacked = {key: torch.stack([one[key] for one in experts]) for key in experts[0]}
-    forward(stacked, each, out, x, torch.full((5, 2), 0.5), torch.tensor([[0, 1]] * 5))
+    two = dataclasses.replace(each, num_experts=2, local_experts=2)
+    forward(
+        stacked, two, out, torch.cat((x, beyond), 1).bfloat16(), torch.full((5, 2), 0.5), torch.tensor([[0, 1]] * 5)
+    )
     return out
 
 
