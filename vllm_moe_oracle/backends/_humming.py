@@ -2,7 +2,10 @@
 
 Weights and scales are those of the package humming-kernels for MXFP8 weights and 16-bit activations: e4m3 codes in
 register order, e8m0 scales. The library pads rows to a multiple of 256 and columns to one of 128, at the end of the
-matrix and not of its halves, and knows the unpadded sizes: nobody outside sees padded ones.
+matrix and not of its halves, and knows the unpadded sizes: nobody outside sees padded ones. Its kernels fill inputs
+beyond the columns with zeros and store no rows beyond, so that padding may hold anything finite.
+
+Sources for the last: the package humming-kernels, ``memory/g2s_loader/loader_a.cuh`` and ``epilogue/gmem_writer.cuh``.
 """
 
 from __future__ import annotations

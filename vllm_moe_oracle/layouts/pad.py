@@ -1,7 +1,8 @@
 """Zero-padding of one expert's tensors to the sizes of a kernel, and the way back.
 
-Zero codes are zero weights in every format here (e4m3, e2m1), so padded rows produce zeros and padded columns read
-nothing, whatever their scale. A gated w13 is padded half by half: gate and up stay halves of equal size.
+Zero codes of floats (e4m3, e2m1) are zero weights: padded rows produce zeros and padded columns read nothing, whatever
+their scale. Those of integers are none, a zero point away from it: there scales of zero do the same. A gated w13 is
+padded half by half: gate and up stay halves of equal size.
 """
 
 from __future__ import annotations
