@@ -59,33 +59,25 @@ BUILT_IN = {
     "humming_mxfp4_grouped": IGNORED,
 }
 """What of gpt-oss's activation kernels have built in: their backends refuse layers with another value."""
-EARLIER = {"1"}
-"""Runs with fewer faults."""
-
 ALONE = {
     ("0.33.0", "own_mxfp4"): LAYERS,
     ("0.33.0", "cutlass_mxfp4"): LAYERS | {"tiny_oai"},
     ("0.33.0", "triton_mxfp4"): {"gpt_oss_20b_tp4", "gpt_oss_120b_ep8"},
     ("0.33.0", "triton_mxfp4_monolithic"): {"gpt_oss_120b", "gpt_oss_120b_ep8", "tiny_oai_ep2"},
     ("0.33.0", "triton_mxfp4_unfused"): {"gpt_oss_20b_tp4"},
+    ("0.33.0", "humming_mxfp4"): {"gpt_oss_20b_tp4"},
+    ("0.33.0", "humming_mxfp4_grouped"): {"gpt_oss_120b_ep8", "tiny_oai_ep2"},
     ("0.26.0", "own_mxfp4"): LAYERS,
     ("0.26.0", "triton_mxfp4"): {"gpt_oss_20b", "gpt_oss_20b_tp4", "gpt_oss_120b_ep8"},
     ("0.26.0", "triton_mxfp4_monolithic"): {"gpt_oss_20b", "gpt_oss_120b_ep8"},
     ("0.26.0", "triton_mxfp4_unfused"): {"gpt_oss_20b_tp4", "qwen3_silu", "gpt_oss_120b_ep8"},
     ("0.26.0", "marlin_mxfp4"): {"gpt_oss_20b", "gpt_oss_120b", "qwen3_silu"},
-    ("0.26.0", "humming_mxfp4"): {"gpt_oss_20b", "gpt_oss_120b", "gpt_oss_20b_tp4", "qwen3_silu"},
+    ("0.26.0", "humming_mxfp4"): {"gpt_oss_20b", "gpt_oss_120b", "gpt_oss_20b_tp4", "gpt_oss_120b_ep8", "qwen3_silu"},
     ("0.26.0", "emulation"): {"gpt_oss_20b", "gpt_oss_120b", "qwen3_silu"},
 }
 """Layers whose self-checks were timed while every other process waited; the others' times were taken beside others."""
 
-FAILED = {
-    ("0.33.0", "gpt_oss_120b_ep8", "humming_mxfp4_grouped"): "ended, being late",
-    ("0.33.0", "tiny_oai_ep2", "humming_mxfp4_grouped"): "ended, being late",
-}
-"""Rows without numbers: Humming was choosing or compiling the kernels of its first self-check when its run's 56 s were
-over. Every other row keeps every rule."""
-
-LAST_BITS = {"marlin_mxfp4", "humming_mxfp4"}
+LAST_BITS = {"marlin_mxfp4", "humming_mxfp4", "humming_mxfp4_grouped"}
 """Kernels that may add the parts of a product in the order in which they are ready: two runs differ in last bits."""
 STOCK_IS_WRONG = {("0.26.0", "qwen3_silu"): "stock's class for the tag mxfp4 is gpt-oss's, and clamps silu at 7"}
 """Layers that stock vLLM runs with an error of a third: the reference with that limit is as far off."""
@@ -129,20 +121,9 @@ def test_every_backend_is_in_the_table(file: Path) -> None:
 
 
 @every_file
-def test_a_row_without_numbers_says_why(file: Path) -> None:
-    vllm = json.loads(file.read_text())["conditions"]["packages"]["vllm"]
-    failed = {(vllm, row["layer"], row["backend"]): row["failure"] for row in rows(file) if "failure" in row}
-    assert failed.keys() == {each for each in FAILED if f"mxfp4-vllm-{each[0]}" == file.stem}
-    for each, failure in failed.items():
-        assert FAILED[each] in failure
-
-
-@every_file
 def test_errors_are_within_the_rules(file: Path) -> None:
     """6e-3 from float32; that far apart, two vectors have a cosine above 0.99998."""
     for row in rows(file):
-        if "failure" in row:
-            continue
         assert row["error"].keys() == TOKENS
         for count, modes in row["error"].items():
             assert modes.keys() == {"eager", "graph"}
@@ -158,17 +139,14 @@ def test_errors_are_within_the_rules(file: Path) -> None:
 @every_file
 def test_the_self_check_finds_every_fault_and_nothing_else(file: Path) -> None:
     for row in rows(file):
-        if "failure" in row:
-            continue
         check = row["self_check"]
         assert check["passed"] and check["error"] <= check["tolerance"], key(row)
         assert not check["missed"] and not check.get("raised"), key(row)
         gpt_oss, wanted = row["layer"].startswith(("gpt_oss", "tiny_oai")), set(FAULTS)
-        if row["run"] not in EARLIER:
-            wanted |= MORE | (IGNORED if gpt_oss else set())
-            refused = BUILT_IN.get(row["backend"], set()) if gpt_oss else set()
-            assert check["refused"].keys() == refused, key(row)
-            wanted -= refused
+        wanted |= MORE | (IGNORED if gpt_oss else set())
+        refused = BUILT_IN.get(row["backend"], set()) if gpt_oss else set()
+        assert check["refused"].keys() == refused, key(row)
+        wanted -= refused
         assert check["faults"].keys() == {each for each in wanted if gpt_oss or "bias" not in each}, key(row)
         assert min(check["faults"].values()) > 5 * check["tolerance"]
 
@@ -179,10 +157,9 @@ def test_nothing_is_broken(file: Path) -> None:
     runs = json.loads(file.read_text())["conditions"]["runs"]
     assert {row["run"] for row in rows(file)} == runs.keys()
     for row in rows(file):
-        if "failure" not in row:
-            assert row["pass"] and row["broken"] == [], key(row)
-            assert row["self_check"]["seconds"] <= 0.15, key(row)
-            assert row["convert_peak_mib"] <= row["one_expert_mib"] + 64, key(row)
+        assert "failure" not in row and row["pass"] and row["broken"] == [], key(row)
+        assert row["self_check"]["seconds"] <= 0.15, key(row)
+        assert row["convert_peak_mib"] <= row["one_expert_mib"] + 64, key(row)
 
 
 def test_on_an_idle_card_no_self_check_is_late() -> None:
@@ -214,6 +191,8 @@ def test_where_stock_ran_our_layer_has_its_error(file: Path) -> None:
             continue
         for count, modes in row["error"].items():
             stock = row["stock_error"][count]
-            differ = abs(modes["eager"] / stock - 1)
+            differ = modes["eager"] / stock - 1
+            if not (row["backend"].startswith("humming") and count == "1"):  # sums of fewer parts than stock's
+                differ = abs(differ)
             assert differ <= (0.01 if row["backend"] in LAST_BITS else 0), (key(row), count)
     assert wrong == {each for each in STOCK_IS_WRONG if f"mxfp4-vllm-{each[0]}" == file.stem}
