@@ -57,3 +57,11 @@ def test_the_table_is_up_to_date() -> None:
         assert not choices.TABLE.exists()
         pytest.skip("no benchmark is kept")
     assert Path(choices.TABLE).read_text() == choices.table(found, sources)
+
+
+def test_the_choices_are_good_enough() -> None:
+    """All of them, and those whose shipped times are of another run than the benchmark alone."""
+    found, _ = choices.read()
+    apart = [row for row in found if row.apart]
+    assert len(apart) >= 200 and len({row.layer for row in apart}) >= 16
+    assert choices.good_enough(found) and choices.good_enough(apart)
