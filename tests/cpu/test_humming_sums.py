@@ -242,6 +242,13 @@ def test_two_blocks_on_a_multiprocessor_are_two_places() -> None:
     assert found[-2:] == [(32, 40, config), given["w13"][1]]
 
 
+def test_a_configuration_that_does_not_say_is_cut_as_the_library_cuts_it() -> None:
+    config = {"block_shape": (8, 128, 128)}
+    found = replaced({"w13": [(0, 8, config)], "w2": [(0, 8, {**config, "use_stream_k": False})]}, 256, 7168)
+    assert [each["num_sms"] for _, _, each in found.w13_tuning_config] == [8 * each for each in range(1, 9)]
+    assert found.w2_tuning_config == [(0, 8, {**config, "use_stream_k": False})]
+
+
 def test_experts_without_a_gate_have_half_the_rows_and_padded_ones_count() -> None:
     config = {"block_shape": (8, 128, 128), "use_stream_k": True}
     given = {"w13": [(0, 1 << 30, config)], "w2": [(0, 1 << 30, {**config, "use_stream_k": False})]}

@@ -93,7 +93,7 @@ def few_parts(experts: Any, problem: Problem, multiprocessors: int) -> None:
         found: list[tuple[int, int, dict[str, Any]]] = []
         for above, to, config in getattr(experts, f"{name}_tuning_config"):
             last = above
-            if config["use_stream_k"]:
+            if config.get("use_stream_k", True):  # as the library takes a configuration that does not say
                 steps = -(-round_up(rows, ROW_MULTIPLE) // config["block_shape"][1])
                 blocks = config.get("num_ctas_per_sm", 1)
                 room = min(config.get("num_sms") or multiprocessors, multiprocessors)
