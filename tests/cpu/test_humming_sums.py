@@ -26,6 +26,14 @@ PROBE = Path(__file__).parents[1] / "humming_probe.py"
 SERVED = RELEASES[RELEASES.index(since.HUMMING) :]
 
 
+def library(release: str) -> tuple[str, Path]:
+    """Version and folder of the library that a release of vLLM asks for; the test is skipped where it cannot be had."""
+    try:
+        return humming(release)
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+
+
 @cache
 def probed(folder: Path) -> dict[str, dict[str, bool]]:
     """Whether products are split, by number of columns, free and with batch invariance."""
@@ -37,10 +45,7 @@ def probed(folder: Path) -> dict[str, dict[str, bool]]:
 
 @pytest.mark.parametrize("release", SERVED)
 def test_products_are_split_whatever_their_columns_but_with_batch_invariance(release: str) -> None:
-    try:
-        version, folder = humming(release)
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    version, folder = library(release)
     found = probed(folder)
     assert len(found) == 4
     for columns, split in found.items():
@@ -96,10 +101,7 @@ def tallest(products: dict[str, Any], rows: int) -> dict[str, int]:
 def test_configurations_that_leave_sums_out_are_replaced(release: str) -> None:
     from vllm_moe_oracle.compat.humming import leaves_out, with_whole_sums
 
-    try:
-        version, folder = humming(release)
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    version, folder = library(release)
     faulty = 0
     for name, products in tuning(folder).items():
         before = copy.deepcopy(products)
@@ -143,10 +145,7 @@ def test_the_first_release_that_leaves_nothing_out_is_told_by_its_pins() -> None
     """vLLM's releases over a stand-in for the layer are those whose library leaves sums out; `sum_whole` is called
     there and nowhere else."""
     for release in SERVED:
-        try:
-            version, _ = humming(release)
-        except ReleaseUnavailable as error:
-            pytest.skip(str(error))
+        version, _ = library(release)
         assert (tuple(map(int, version.split("."))) < (0, 1, 12)) == (release < "0.28"), (release, version)
 
 
@@ -207,10 +206,7 @@ def config_of(found: list[Any], choices: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("release", SERVED)
 def test_no_sum_of_a_short_grid_has_more_than_three_parts(release: str) -> None:
-    try:
-        version, folder = humming(release)
-    except ReleaseUnavailable as error:
-        pytest.skip(str(error))
+    version, folder = library(release)
     cut = 0
     for name, products in tuning(folder).items():
         _, hidden, inner = LAYERS[name.split()[0]]
