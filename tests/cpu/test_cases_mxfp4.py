@@ -144,9 +144,9 @@ def test_experts_that_gpt_osss_loader_would_lose_are_refused_with_numbers(
     [
         {"quant_method": "mxfp4"}, compressed(group(CT_MXFP8, CT_INPUTS)),
         compressed(group(CT_MXFP8 | {"num_bits": 4}), format="mxfp4-pack-quantized"),
-        compressed(group(INT4 | {"group_size": 32}), format=PACKED), GPTQ | {"group_size": 32}, None,
+        compressed(group(INT4 | {"group_size": 32}), format=PACKED), GPTQ | {"group_size": 32},
     ],
-    ids=["own", "MXFP8", "MXFP4", "int4", "GPTQ", "online"],
+    ids=["own", "MXFP8", "MXFP4", "int4", "GPTQ"],
 )  # fmt: skip
 def test_gpt_osss_experts_are_refused_in_every_packing_before_they_load(quantization: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
@@ -154,8 +154,7 @@ def test_gpt_osss_experts_are_refused_in_every_packing_before_they_load(quantiza
     )
 
     def of(ranks: int) -> Problem:
-        online = "" if quantization else "mxfp8"
-        return layers(read(tmp_path), ranks, expert_parallel=True, online=online).problems[0]
+        return layers(read(tmp_path), ranks, expert_parallel=True).problems[0]
 
     for each in candidates(of(6), H200, Settings()):
         (reason,) = (reason for reason in each.reasons if reason.code == "expert_parallel.loader")

@@ -83,8 +83,7 @@ class Layers(Engine):
         name = name.removesuffix("_no_mul").removesuffix("_uninterleave")
         alpha, beta, limit = self.activation_parameters(moe)
         if name == "situ":
-            # Not above zero: up stays as it is.
-            return Activation(name, gated, moe.activation_situ_beta, _positive(moe.activation_situ_linear_beta), limit)
+            return Activation(name, gated, *self.situ_parameters(moe), limit)
         if name == "swiglustep":
             return Activation(name, gated, alpha, beta, _STEP_LIMIT if limit is None else limit)
         if name == "swigluoai":
@@ -102,6 +101,10 @@ class Layers(Engine):
     def activation_parameters(self, moe: Any) -> tuple[float | None, float | None, float | None]:
         """Alpha, beta and limit as the model set them."""
         return moe.swiglu_alpha, moe.swiglu_beta, moe.swiglu_limit
+
+    def situ_parameters(self, moe: Any) -> tuple[float | None, float | None]:
+        """Alpha and beta of ``situ`` as the model set them; a beta not above zero leaves up as it is."""
+        return moe.activation_situ_beta, _positive(moe.activation_situ_linear_beta)
 
     def routing(self, moe: Any, layer: Any) -> Routing:
         """How the layer's tokens choose experts."""

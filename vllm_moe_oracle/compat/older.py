@@ -121,6 +121,10 @@ class BeforeFreeHumming(BeforeModularCpu):
 class BeforeExpertBiases(BeforeFreeHumming):
     """0.24 to 0.26: the layer's loader drops the biases of single experts without a word."""
 
+    def situ_parameters(self, moe: Any) -> tuple[float | None, float | None]:
+        """None: there is no such activation."""
+        return None, None
+
     def humming_intermediate_size(self, problem: Problem) -> int:
         """Half the rows of the first product: they are taken for twice this number, gated or not."""
         return problem.w13_rows // 2
