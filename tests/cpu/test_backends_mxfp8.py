@@ -136,6 +136,32 @@ def test_parameters_reach_the_kernel_or_the_layer_is_refused(name: str, activati
 
 
 @pytest.mark.parametrize(
+    ("activation", "taken"),
+    [
+        (Activation("situ", alpha=4.0, beta=25.0), True),
+        (Activation("situ", alpha=4.0), True),
+        (Activation("situ", beta=25.0), False),
+        (Activation("situ", alpha=0.0, beta=25.0), False),
+        (Activation("situ", alpha=-4.0, beta=25.0), False),
+        (Activation("situ", alpha=4.0, beta=25.0, limit=7.0), False),
+        (Activation("swiglustep", limit=7.0), True),
+        (Activation("swiglustep", limit=16.0), False),
+        (Activation("swiglustep"), False),
+        (Activation("swiglustep", alpha=1.702, limit=7.0), False),
+    ],
+    ids=str,
+)
+def test_numbers_of_other_gated_activations(activation: Activation, taken: bool) -> None:
+    """By Marlin, and where numbers mean nothing, by the reference neither."""
+    for name in ("marlin_mxfp8", "emulation"):
+        verdict = default_registry()[name].check(usual(name, activation=activation), at_home("marlin_mxfp8"))
+        codes = {code for code in codes_of(verdict) if code.startswith("activation")}
+        expected = taken or (name == "emulation" and activation == Activation("swiglustep", limit=16.0))
+        refusal = "activation.meaning" if name == "emulation" else "activation.parameters"
+        assert codes == (set() if expected else {refusal})
+
+
+@pytest.mark.parametrize(
     ("name", "since"),
     [
         ("marlin_mxfp8", "0.24.0"),

@@ -239,6 +239,29 @@ def test_ranks_that_do_not_divide_the_heads_are_refused_whatever_is_cut(ep: bool
     assert "--ep" not in str(caught.value)
 
 
+def test_ranks_for_which_kimis_experts_are_filled_up_are_refused(tmp_path: Path) -> None:
+    """A server's loader refuses their tensors, which have less than the layer."""
+    kimi = quantised(model_type="kimi_linear", moe_intermediate_size=3072)
+
+    def inner(tp: int, ep: bool = False, vllm: str | None = None, **changes: Any) -> int:
+        (tmp_path / "config.json").write_text(json.dumps(kimi | changes))
+        return layers(read(tmp_path), tp, ep, vllm=vllm).problems[0].intermediate_size
+
+    assert (inner(8), inner(16, ep=True), inner(16, vllm="0.26.0")) == (384, 3072, 192)
+    words = r"fewer than 256 columns a rank .* \(3072 over 16 ranks: 192\).*TP 8 would do, or cut by experts with --ep"
+    for vllm in (None, "0.27.1"):
+        with pytest.raises(CheckpointError, match=words):
+            inner(16, vllm=vllm)
+    # A model says how many itself.
+    assert inner(16, min_moe_intermediate_per_partition=192) == inner(16, min_moe_intermediate_per_partition=0) == 192
+    with pytest.raises(CheckpointError, match="fewer than 512 columns"):
+        inner(8, min_moe_intermediate_per_partition=512)
+    with pytest.raises(CheckpointError, match="min_moe_intermediate_per_partition"):
+        inner(8, min_moe_intermediate_per_partition="many")
+    assert inner(1, moe_intermediate_size=128) == 128, "one rank's experts stay as they are"
+    assert inner(16, model_type="qwen3_moe") == 192
+
+
 def test_expert_parallelism_is_no_way_out_for_more_ranks_than_experts(explain: Any) -> None:
     with pytest.raises(CheckpointError, match="TP 32 divides it") as caught:
         explain(quantised("mixtral-8x7b", num_attention_heads=96, intermediate_size=14368), tp=48)

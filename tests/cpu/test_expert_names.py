@@ -17,7 +17,7 @@ from stock_rules import globals_of
 
 from vllm_moe_oracle.checkpoint import Layers, layers, read
 from vllm_moe_oracle.compat import RELEASES
-from vllm_moe_oracle.compat.expert_names import asked
+from vllm_moe_oracle.compat.expert_names import asked, least_width
 from vllm_moe_oracle.errors import CheckpointError
 
 KINDS = {
@@ -184,3 +184,22 @@ def test_experts_without_a_gate_are_asked_about_a_matrix_that_they_have_not(read
 @pytest.mark.parametrize("release", ["0.32", "0.32.0", "0.32.0rc1", "0.32.0+cpu", "0.33"])
 def test_a_release_may_be_written_in_any_way(release: str) -> None:
     assert asked("mixtral", release) == asked("mixtral", None)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_kimis_experts_are_filled_up_where_a_releases_code_says_so(release: str) -> None:
+    try:
+        root = sources(release) / "vllm"
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    files = [*(root / "model_executor/models").glob("kimi_linear.py"), *(root / "models").glob("kimi_k3/*/*.py")]
+    asks = {
+        tuple(ast.literal_eval(each) for each in node.args[1:])
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and "min_moe_" in ast.unparse(node)
+    }
+    assert files
+    least = least_width("kimi_linear", release)
+    assert asks == ({("min_moe_intermediate_per_partition", least)} if least else set())
+    assert least_width("qwen3_moe", release) == 0

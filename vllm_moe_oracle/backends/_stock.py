@@ -58,8 +58,8 @@ def _reaches(problem: Problem, device: Device, swigluoai_since: str) -> str:
     if activation.name == "situ":
         if not since.reached(since.SITU, device):
             return f"vLLM has situ since {since.SITU}"
-        known = activation.alpha is not None and activation.limit is None
-        return "" if known else f"asks alpha of situ, and no limit; the layer has {activation}"
+        known = (activation.alpha or 0.0) > 0 and activation.limit is None
+        return "" if known else f"asks an alpha above 0 of situ, and no limit; the layer has {activation}"
     if activation.name == "swiglustep":
         known = _neutral(activation) and activation.limit == _STEP_LIMIT
         return "" if known else f"has the limit {_STEP_LIMIT:g} built in for swiglustep, the layer has {activation}"

@@ -68,7 +68,8 @@ def layers(
         expert_parallel: the ranks hold different experts instead of parts of each (``--enable-expert-parallel``).
         ragged: the setting `ragged_shards`.
         online: vLLM's ``--quantization``: for a checkpoint in 16 bits a key of `ONLINE`; "" for none.
-        vllm: the release of vLLM, which decides what names in a compressed-tensors config mean; None for the newest.
+        vllm: the release of vLLM, which decides what names in a compressed-tensors config mean, and which experts are
+            filled up with zeros; None for the newest.
 
     Raises:
         CheckpointError: no MoE layers, no quantisation, an unknown one, another than `online`, a field that is missing
@@ -92,7 +93,7 @@ def layers(
             foreign[name] = answer.format
         else:
             found = predicting if index in further else problems
-            found.append(problem_of(config, index, name, answer, tp, expert_parallel, ragged))
+            found.append(problem_of(config, index, name, answer, tp, expert_parallel, ragged, vllm))
     if foreign and not problems:
         formats = ", ".join(dict.fromkeys(foreign.values()))
         rule = f"its experts are stored as {formats}, which this release does not read"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from ..compat.expert_names import least_width
 from ..errors import CheckpointError
 from ..oracle.planner import in_whole_blocks, in_whole_groups
 from ..oracle.problem import EQUAL_EXPERTS, Activation, Parallel, Problem, Routing, Scheme
@@ -48,7 +49,14 @@ _DTYPES = frozenset({"bfloat16", "float16", "float32"})
 
 
 def problem_of(
-    config: Config, index: int, name: str, scheme: Scheme, tp: int, expert_parallel: bool, ragged: bool
+    config: Config,
+    index: int,
+    name: str,
+    scheme: Scheme,
+    tp: int,
+    expert_parallel: bool,
+    ragged: bool,
+    vllm: str | None = None,
 ) -> Problem:
     """A layer as one rank sees it.
 
@@ -60,6 +68,7 @@ def problem_of(
         tp: ranks.
         expert_parallel: they hold different experts.
         ragged: the setting `ragged_shards`.
+        vllm: the release of vLLM; None for the newest.
 
     Raises:
         CheckpointError: a field that is missing or has a value that it cannot have, or ranks that cannot share it.
@@ -73,7 +82,7 @@ def problem_of(
     hidden = read_integer(model, HIDDEN, where, MAX_WIDTH)
     heads = model.get("num_attention_heads")
     heads = heads if isinstance(heads, int) and heads > 0 else 0
-    _check_cut(where, tp, expert_parallel, experts, width, heads)
+    _check_cut(where, tp, expert_parallel, experts, width, heads, _least_width(config, vllm))
     # The fullest rank: vLLM gives the first ranks one expert more where the split is uneven.
     local = -(-experts // tp) if expert_parallel else experts
     parallel = Parallel(ep=tp) if expert_parallel else Parallel(tp=tp)
@@ -105,7 +114,18 @@ def problem_of(
         raise CheckpointError(str(error), where=where) from error
 
 
-def _check_cut(where: str, tp: int, expert_parallel: bool, experts: int, width: int, heads: int) -> None:
+def _least_width(config: Config, vllm: str | None) -> int:
+    """Columns of an expert on one rank below which vLLM fills experts up with zeros; 0 where it does not."""
+    name = "min_moe_intermediate_per_partition"
+    least = least_width(model_type(config), vllm)
+    if not least or config.model.get(name) is None:
+        return least
+    return read_integer(config.model, (name,), str(config.path), MAX_WIDTH, least=0)
+
+
+def _check_cut(
+    where: str, tp: int, expert_parallel: bool, experts: int, width: int, heads: int, least: int = 0
+) -> None:
     """Refuses ranks that a layer cannot be spread over.
 
     vLLM's `verify_with_parallel_config` wants whole attention heads on every rank, with expert parallelism too.
@@ -117,13 +137,16 @@ def _check_cut(where: str, tp: int, expert_parallel: bool, experts: int, width: 
         experts: experts of the layer.
         width: features between the two products.
         heads: attention heads of the model; 0 when unknown.
+        least: features between the two products on one rank below which vLLM fills experts up with zeros.
     """
     if expert_parallel and tp > experts:
         rule = f"expert parallelism over {tp} ranks leaves ranks without one of the {experts} experts"
         raise CheckpointError(rule, where=where)
 
     def fits(size: int) -> bool:
-        return not heads % size and (size <= experts if expert_parallel else not width % size)
+        if expert_parallel:
+            return not heads % size and size <= experts
+        return not heads % size and not width % size and (size == 1 or width // size >= least)
 
     if fits(tp):
         return
@@ -131,6 +154,10 @@ def _check_cut(where: str, tp: int, expert_parallel: bool, experts: int, width: 
     if heads % tp:
         rule = f"vLLM refuses {tp} ranks, which do not divide the {heads} attention heads ({heads} mod {tp} = "
         raise CheckpointError(f"{rule}{heads % tp})", f"{remedy} would do", where)
+    if not width % tp:
+        rule = f"vLLM fills experts of fewer than {least} columns a rank up with zeros ({width} over {tp} ranks: "
+        also = ", or cut by experts with --ep" if tp <= experts else ""
+        raise CheckpointError(f"{rule}{width // tp}), which the loaders here refuse", f"{remedy} would do{also}", where)
     rule = f"tensor parallelism over {tp} ranks does not divide the experts' intermediate size {width}"
     by_experts = ", or cut by experts with --ep" if tp <= experts else ""
     raise CheckpointError(f"{rule} ({width} mod {tp} = {width % tp})", f"{remedy} divides it{by_experts}", where)

@@ -31,6 +31,10 @@ _SAID = {
 `_DEFAULT`."""
 
 
+_WIDENED_SINCE = "0.27.1"
+"""Kimi-Linear's and Kimi-K3's experts are filled up with zeros: ``min_moe_intermediate_per_partition``."""
+
+
 class Asked(NamedTuple):
     """Names of an expert's matrices, gate, up, down.
 
@@ -64,6 +68,16 @@ def asks_as_models_say(vllm: str | None) -> bool:
         vllm: the release; None, or what cannot be read, counts as the newest.
     """
     return _reached(_ASKED_BY_STOCK, vllm)
+
+
+def least_width(kind: str, vllm: str | None) -> int:
+    """Columns of an expert on one rank below which a model's code fills experts up with zeros; 0 where it does not.
+
+    Args:
+        kind: its ``model_type``.
+        vllm: the release; None, or what cannot be read, counts as the newest.
+    """
+    return 256 if kind == "kimi_linear" and _reached(_WIDENED_SINCE, vllm) else 0
 
 
 def _reached(release: str, vllm: str | None) -> bool:
