@@ -152,7 +152,10 @@ def test_what_is_no_record_is_not_imported(tmp_path: Path, change: dict[str, Any
         benching.read(tmp_path / "b.jsonl")
 
 
-@pytest.mark.parametrize(("line", "words"), [("[" * 100_000, "RecursionError"), ("place", "impossible place")])
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [("[" * 100_000, "RecursionError"), ("place", "impossible place"), ("layer", "impossible layer")],
+)
 def test_a_place_that_cannot_be_shown_is_not_imported(tmp_path: Path, line: str, words: str) -> None:
     from vllm_moe_oracle.errors import MeasurementError
     from vllm_moe_oracle.measure import benching
@@ -163,6 +166,10 @@ def test_a_place_that_cannot_be_shown_is_not_imported(tmp_path: Path, line: str,
         data = json.loads(head)
         data["conditions"]["environment"]["driver"] = "1\x1b[2J"
         head, line = json.dumps(data), first
+    elif line == "layer":
+        data = json.loads(first)
+        data["cell"]["activation"] = "silu\x1b[2J"
+        line = json.dumps(data)
     (tmp_path / "b.jsonl").write_text(f"{head}\n{line}\n{first}\n")
     with pytest.raises(MeasurementError, match=words):
         benching.read(tmp_path / "b.jsonl")

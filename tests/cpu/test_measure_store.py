@@ -246,6 +246,7 @@ def test_triggers_and_views_are_refused(store: Store) -> None:
         '{"backend":"marlin_mxfp8","activations":"16bit","tokens":99999999,"routing":"uniform","failure":"x"}',
         '{"backend":"marlin_mxfp8","activations":"16bit","tokens":1,"routing":"sideways","us":1}',
         '{"backend":"m","activations":"16bit","tokens":1,"routing":"uniform","us":1,"import":"os"}',
+        '{"backend":"m\\u001b[2J","activations":"16bit","tokens":1,"routing":"uniform","failure":"x"}',
         '{"backend":"m","activations":"' + "x" * 300 + '","tokens":1,"routing":"uniform","failure":"x"}',
         b"\xff\xfe",
         12,
@@ -273,6 +274,17 @@ def test_a_place_that_cannot_be_shown_is_not_believed(store: Store, text: str) -
         connection.commit()
     with pytest.raises(MeasurementError, match="holds what no measurement is: an impossible place"):
         store.samples(CELL)
+
+
+@pytest.mark.parametrize("text", ["silu\x1b[2J", "silu\nERROR no line of ours", "x" * 300])
+def test_a_layer_that_cannot_be_shown_is_not_believed(store: Store, text: str) -> None:
+    store.add(HERE, CELL, [sample()])
+    layer = msgspec.structs.replace(CELL, activation=text)
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("UPDATE samples SET cell = ?", (layer.key,))
+        connection.commit()
+    with pytest.raises(MeasurementError, match="holds what no measurement is: an impossible layer"):
+        store.everything(HERE)
 
 
 def test_bytes_that_are_no_text_are_not_believed(store: Store) -> None:

@@ -134,6 +134,12 @@ TIMES = ("entries", 0, "backends", "marlin_mxfp8", "times")
         (lambda data: _set(data, "environment", "packages", "torch", to="2.0\nERROR"), "impossible place"),
         (lambda data: _set(data, "environment", "packages", to=dict.fromkeys(map(str, range(60)), "1")), "impossible"),
         (lambda data: _set(data, "entries", 0, "cell", "experts", to="many"), "is no profile"),
+        (lambda data: _set(data, "entries", 0, "cell", "activation", to="silu\x1b[2J"), "impossible layer"),
+        (lambda data: _set(data, "entries", 0, "cell", "dtype", to="x" * 201), "impossible layer"),
+        (
+            lambda data: _set(data, *TIMES[:3], "\x1b[2Jown", to=data["entries"][0]["backends"]["marlin_mxfp8"]),
+            "has an impossible measurement",
+        ),
     ],
 )
 def test_impossible_profiles_are_refused(written: Path, change: Change, words: str) -> None:

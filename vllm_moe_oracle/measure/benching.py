@@ -266,6 +266,8 @@ def read(path: Path) -> tuple[Environment, dict[str, str], dict[Cell, list[Sampl
         raise MeasurementError(rule, "Make them with: vllm-moe-oracle bench --jsonl FILE", where) from error
     if not place.sound:
         raise MeasurementError("was measured in an impossible place", where=where)
+    if not all(cell.sound for cell in found):
+        raise MeasurementError("has an impossible layer", where=where)
     if unsound := [each for samples in found.values() for each in samples if not each.sound]:
         raise MeasurementError(f"has an impossible measurement: {unsound[0]}", where=where)
     return place, how, found

@@ -24,6 +24,14 @@ MOST_TILE = 2000
 """Characters of a tile configuration."""
 
 
+_MOST_WORD = 200
+"""Characters of a name: far more than any has."""
+
+
+def _shown(*words: str) -> bool:
+    return all(len(each) <= _MOST_WORD and each.isprintable() for each in words)
+
+
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, order=True):
     """The layer as its kernels see it.
 
@@ -64,6 +72,11 @@ class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     order: str = ""
     spread: bool = False
     invariant: bool = False
+
+    @property
+    def sound(self) -> bool:
+        """Whether a layer's words can be like that: what is read from a file need not be, and is shown to people."""
+        return _shown(self.scheme, self.activation, self.dtype, self.order)
 
     @property
     def key(self) -> str:
@@ -137,7 +150,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     @property
     def sound(self) -> bool:
         """Whether a measurement can be like that: what is read from a file need not be."""
-        if not (0 < len(self.backend) <= 200 and len(self.activations) <= 200 and 1 <= self.tokens <= LARGEST):
+        if not (self.backend and _shown(self.backend, self.activations) and 1 <= self.tokens <= LARGEST):
             return False
         if self.failure:
             return len(self.failure) <= 2000

@@ -204,9 +204,12 @@ def read(path: Path) -> Profile:
         if not profile.environment.sound:
             raise MeasurementError("was measured in an impossible place", remedy, where)
         for entry in profile.entries:
+            if not entry.cell.sound:
+                raise MeasurementError("has an impossible layer", remedy, where)
             for sample in _samples(entry):
                 if not sample.sound:
-                    raise MeasurementError(f"{entry.cell}: {sample.backend} has an impossible measurement", where=where)
+                    rule = f"{entry.cell}: {sample.backend[:200]} has an impossible measurement"
+                    raise MeasurementError(rule, where=where)
     except (msgspec.MsgspecError, ValueError, RecursionError, UnicodeDecodeError) as error:
         if isinstance(error, MeasurementError):
             raise

@@ -337,6 +337,8 @@ class Store:
                 raise ValueError("an impossible measurement")
             if isinstance(value, Environment) and not value.sound:
                 raise ValueError("an impossible place")
+            if isinstance(value, Cell) and not value.sound:
+                raise ValueError("an impossible layer")
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise self._error(f"holds what no measurement is: {error}", "Move it away") from error
         return value
