@@ -143,10 +143,9 @@ def test_experts_that_gpt_osss_loader_would_lose_are_refused_with_numbers(
     "quantization",
     [
         {"quant_method": "mxfp4"}, compressed(group(CT_MXFP8, CT_INPUTS)),
-        compressed(group(CT_MXFP8 | {"num_bits": 4}), format="mxfp4-pack-quantized"),
         compressed(group(INT4 | {"group_size": 32}), format=PACKED), GPTQ | {"group_size": 32},
     ],
-    ids=["own", "MXFP8", "MXFP4", "int4", "GPTQ"],
+    ids=["own", "MXFP8", "int4", "GPTQ"],
 )  # fmt: skip
 def test_gpt_osss_experts_are_refused_in_every_packing_before_they_load(quantization: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(

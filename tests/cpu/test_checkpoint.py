@@ -144,6 +144,29 @@ def test_routing(
     assert routing.weight_on_input == (name == "llama-4-maverick")
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "method", "renormalize", "groups", "bias"),
+    [
+        ("jamba", {}, "default", False, None, False),
+        ("phimoe", {}, "default", False, None, False),
+        ("afmoe", {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}, "deepseekv3", True, 1,
+         True),
+        ("step3p5", {"moe_router_activation": "sigmoid", "norm_expert_weight": True}, "minimax2", True, None, True),
+        ("step3_text", {"norm_expert_weight": False}, "default", False, None, False),
+        ("lfm2_moe", {"use_expert_bias": True}, "deepseekv3", True, 1, True),
+        ("lfm2_moe", {"use_expert_bias": False}, "sigmoidrenorm", True, 1, False),
+    ],
+)  # fmt: skip
+def test_routing_that_a_models_code_decides(
+    kind: str, fields: dict[str, Any], method: str, renormalize: bool, groups: int | None, bias: bool, explain: Any
+) -> None:
+    """As the calls of `FusedMoE` in vLLM's files of these models have it, in 0.23 to 0.33."""
+    data = quantised("qwen3-30b-a3b", model_type=kind, norm_topk_prob=None) | fields
+    routing = explain(data).problems[0].routing
+    assert (routing.method, routing.renormalize, routing.correction_bias) == (method, renormalize, bias)
+    assert (routing.num_groups, routing.top_k_groups) == (groups, groups)
+
+
 def test_routing_by_table_and_by_square_root_of_softplus(explain: Any) -> None:
     data = quantised("deepseek-v3", model_type="deepseek_v4", scoring_func="sqrtsoftplus", num_hash_layers=4)
     first, *_, last = explain(data).problems
@@ -260,6 +283,24 @@ def test_ranks_for_which_kimis_experts_are_filled_up_are_refused(tmp_path: Path)
         inner(8, min_moe_intermediate_per_partition="many")
     assert inner(1, moe_intermediate_size=128) == 128, "one rank's experts stay as they are"
     assert inner(16, model_type="qwen3_moe") == 192
+
+
+@pytest.mark.parametrize("ep", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 20, "intermediate_size": 12288},
+        {"num_key_value_heads": 20, "intermediate_size": None, "shared_expert_intermediate_size": 1536},
+        {"num_key_value_heads": 20, "intermediate_size": None, "moe_intermediate_size": 1536},
+    ],
+    ids=["key heads", "dense layers", "shared experts", "experts"],
+)
+def test_ranks_that_would_do_cut_what_else_vllm_cuts(fields: dict[str, Any], ep: bool, explain: Any) -> None:
+    """Five ranks divide 20 heads; vLLM's attention and linear layers assert that they divide these, too."""
+    data = quantised(num_attention_heads=20, moe_intermediate_size=1600, intermediate_size=9600) | fields
+    with pytest.raises(CheckpointError, match=r"do not divide the 20 .* \(20 mod 8 = 4\)\. TP 4 would do"):
+        explain(data, tp=8, ep=ep)
 
 
 def test_expert_parallelism_is_no_way_out_for_more_ranks_than_experts(explain: Any) -> None:

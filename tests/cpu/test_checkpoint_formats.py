@@ -197,3 +197,5 @@ def test_integers_of_gpt_oss_are_loaded_with_gate_and_up_apart(explain: Any) -> 
     found = explain({**config("gpt-oss-20b"), "quantization_config": ints})
     assert {problem.activation.interleaved for problem in found.problems} == {False}
     assert {problem.activation.name for problem in found.problems} == {"swigluoai"}
+    assert [note for note in found.notes if "loader of gpt-oss skips experts under the names of GPTQ" in note]
+    assert not any("gpt-oss" in note for note in explain(quantised(quantization_config=ints)).notes)

@@ -113,6 +113,27 @@ def test_kimi_k3s_experts_are_read_as_tagged_though_compressed_tensors_stored_th
     assert found.problems[0].layer.startswith("language_model.model.layers.0.")
 
 
+@pytest.mark.parametrize("inputs", [None, {"num_bits": 4}, {"num_bits": 8, "strategy": "token", "group_size": None}])
+def test_gpt_oss_is_not_read_as_compressed_tensors_stores_mxfp4(explain: Any, inputs: dict[str, Any] | None) -> None:
+    """Its loader in vLLM maps no name of theirs (`test_methods_mxfp4`); of other models it is read."""
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    declared = None if inputs is None else {"type": "float", "strategy": "group", "group_size": 32, "dynamic": True}
+    groups = {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": weights,
+            "input_activations": declared and declared | (inputs or {}),
+        }
+    }
+    stored = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": groups}
+    assert len(explain(QWEN3, stored).problems) == 48
+    with pytest.raises(
+        CheckpointError, match=r"gpt-oss skips .*\(weight_packed\)\. Serve .* OpenAI publishes"
+    ) as caught:
+        explain(GPT_OSS, stored)
+    assert "model.layers.0.mlp.experts" in str(caught.value)
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v4", "deepseek_v41"])
 @pytest.mark.parametrize("stated", [{}, {"expert_dtype": "fp4"}])
 def test_deepseek_v4_has_four_bit_experts_and_fp8_activations(explain: Any, kind: str, stated: dict[str, str]) -> None:

@@ -57,6 +57,10 @@ from vllm_moe_oracle.oracle.problem import Problem
         ({"text_config": [1]}, r"text_config is \[1\], not an object"),
         ({"block_configs": [{}]}, "block_configs .* does not read"),
         ({"hybrid_override_pattern": "E" * 5000}, "has 5000 layers, more than 4096"),
+        (
+            {"num_experts": None, "ffn_config": {"moe_num_experts": 16}},
+            "ffn_config describes its experts, which this release does not read",
+        ),
         ({"quantization_config": None}, "there is no quantization_config and no hf_quant_config.json"),
         ({"quantization_config": "MXFP8"}, "quantization_config is 'MXFP8', not an object"),
         ({"quantization_config": {}}, "there is no quant_method. Known are modelopt, "),

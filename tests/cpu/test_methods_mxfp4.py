@@ -18,6 +18,7 @@ import checkpoints
 import numpy as np
 import pytest
 import torch
+from cases import problem
 from safetensors.torch import load_file
 
 pytest.importorskip("vllm", reason="vLLM's own classes are asked")
@@ -60,6 +61,37 @@ def test_only_gpt_oss_is_claimed_by_its_name() -> None:
         return found
 
     assert (claim("gpt_oss"), claim("qwen3_moe")) == ("gpt_oss_mxfp4", None)
+
+
+NAMES = ["0.gate_up_proj", "0.gate_proj", "0.up_proj", "0.down_proj", "gate_up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vllms_loader_of_gpt_oss_skips_what_compressed_tensors_packs(name: str) -> None:
+    """Why such checkpoints are refused: no name of theirs becomes that of a parameter, or of one expert's part."""
+    from vllm.model_executor.models.gpt_oss import GptOssForCausalLM, GptOssModel
+
+    def becomes(tensor: str) -> str:
+        (found,) = GptOssForCausalLM.hf_to_vllm_mapper.apply_list([f"layers.0.mlp.experts.{tensor}"])
+        return str(found)
+
+    parameters = dict.fromkeys(f"layers.0.mlp.experts.routed_experts.w{part}_weight_packed" for part in (13, 2))
+    for suffix in ("weight_packed", "qweight"):
+        packed = becomes(f"{name}.{suffix}")
+        assert packed.endswith(f"{name}.{suffix}")
+        assert GptOssModel._get_streamed_expert_info(packed, parameters) is None
+    assert becomes("down_proj_blocks").endswith("experts.w2_weight")  # as OpenAI's are
+
+
+@pytest.mark.parametrize("activations", ["16bit", "mxfp4", "fp8_token"])
+def test_experts_of_gpt_oss_that_compressed_tensors_packed_are_refused(activations: Any) -> None:
+    made = mxfp4.AnyMxfp4MoEMethod.__new__(mxfp4.AnyMxfp4MoEMethod)
+    scheme = mxfp4.mxfp4_scheme("compressed-tensors", activations)
+    asked = problem(scheme=scheme, equal_experts=True)
+    with pytest.raises(CheckpointError, match=r"gpt-oss skips experts .* \(weight_packed\)"):
+        made._refined(asked)
+    assert made._refined(replace(asked, equal_experts=False)).scheme == scheme
+    assert made._refined(replace(asked, scheme=mxfp4.mxfp4_scheme("gpt_oss"))).equal_experts
 
 
 @pytest.mark.parametrize("cpu", [True, False])

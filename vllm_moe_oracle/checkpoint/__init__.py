@@ -99,6 +99,9 @@ def layers(
         rule = f"its experts are stored as {formats}, which this release does not read"
         raise CheckpointError(rule, "It reads MXFP8, MXFP4 and 16-bit-activation integer formats", where)
     notes = tuple(_notes(config, unquantised, foreign))
+    if model_type(config) == EQUAL_EXPERTS and any(problem.scheme.name == "wna16" for problem in problems):
+        rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "
+        notes += (f"{rule}weight_packed): such a checkpoint ends while it loads, as weights that never came",)
     return Layers(tuple(problems), tuple(unquantised), foreign, method, notes, tuple(predicting))
 
 

@@ -50,6 +50,10 @@ def moe_layers(config: Config, vllm: str | None = None) -> dict[int, LayerNames]
     if isinstance(model.get("block_configs"), list):
         rule = "block_configs gives every layer a shape of its own, which this release does not read"
         raise CheckpointError(rule, where=where)
+    parts = model.get("ffn_config")
+    if isinstance(parts, Mapping) and parts.get("moe_num_experts"):  # DBRX's
+        rule = "ffn_config describes its experts, which this release does not read"
+        raise CheckpointError(rule, "vLLM's loader of DBRX takes experts in 16 bits or FP8", where)
     pattern = model.get("hybrid_override_pattern")
     total = len(pattern) if isinstance(pattern, str) else read_integer(model, LAYERS, where, MAX_LAYERS)
     if total > MAX_LAYERS:

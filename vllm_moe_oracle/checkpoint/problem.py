@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..compat.expert_names import least_width
@@ -10,6 +11,7 @@ from ..errors import CheckpointError
 from ..oracle.planner import in_whole_blocks, in_whole_groups
 from ..oracle.problem import EQUAL_EXPERTS, Activation, Parallel, Problem, Routing, Scheme
 from ..quantization.fields import shown
+from ..quantization.gpt_oss import refuse_packed
 from .fields import EXPERTS, MAX_EXPERTS, MAX_WIDTH, UNGATED, model_type, read_count, read_integer, read_real
 from .files import Config
 
@@ -20,22 +22,26 @@ WIDTH = ("moe_intermediate_size", "expert_intermediate_size", "moe_ffn_hidden_si
 HIDDEN = ("moe_latent_size", "routed_expert_hidden_size", "hidden_size", "n_embd", "d_model")
 ACTIVATION = ("mlp_hidden_act", "hidden_act", "hidden_activation")
 
-# Routers that score by sigmoid whatever the config says, routers with a bias for choosing, and routers that always
-# renormalise: these models' code decides it, no field does.
+# Routers that score by sigmoid whatever the config says, routers with a bias for choosing, routers that always or never
+# renormalise, and routers with one group of experts: these models' code decides it, no field does.
 _SIGMOID = frozenset(
     {"nemotron_h", "nemotron_h_puzzle", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "mimo_v2", "mimo_v2_flash",
      "lfm2_moe", "exaone_moe", "hy_v3", "laguna", "llama4", "llama4_text"}
 )  # fmt: skip
 _CORRECTED = frozenset(
     {"nemotron_h", "nemotron_h_puzzle", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "mimo_v2", "mimo_v2_flash",
-     "exaone_moe", "ernie4_5_moe"}
+     "exaone_moe", "ernie4_5_moe", "afmoe", "step3p5"}
 )  # fmt: skip
 _RENORMALISED = frozenset(
     {"mixtral", "gpt_oss", "minimax_m2", "minimax_m3", "minimax_m3_text", "ernie4_5_moe", "laguna", "gemma4_text"}
 )
+_NEVER_RENORMALISED = frozenset({"jamba", "phimoe"})
+_ONE_GROUP = frozenset({"lfm2_moe"})
 _SOFTPLUS = frozenset({"deepseek_v4", "deepseek_v41"})
 _CUSTOM = {"llama4": "llama4", "llama4_text": "llama4", "gemma4_text": "custom"}
 
+_RENORMALISING = ("norm_topk_prob", "route_norm", "moe_renormalize", "norm_expert_weight")
+_BIASED = ("use_routing_bias", "moe_router_enable_expert_bias", "use_expert_bias")
 # Models whose code computes gpt-oss's activation, whatever hidden_act says.
 _SWIGLUOAI = frozenset({"gpt_oss", "minimax_m3", "minimax_m3_text"})
 
@@ -76,13 +82,19 @@ def problem_of(
     model, where = config.model, str(config.path)
     if scheme.packing == "gpt_oss" and model_type(config) != "gpt_oss":
         scheme = replace(scheme, packing="mxfp4")
+    if model_type(config) == EQUAL_EXPERTS:
+        refuse_packed(scheme, f"{where}, quantization_config, {name}")
     experts = read_integer(model, EXPERTS, where, MAX_EXPERTS, index)
     width = read_integer(model, WIDTH, where, MAX_WIDTH, index)
     # Experts of Nemotron-3-Super and Kimi-K3 work in a latent space that is smaller than the hidden state.
     hidden = read_integer(model, HIDDEN, where, MAX_WIDTH)
     heads = model.get("num_attention_heads")
     heads = heads if isinstance(heads, int) and heads > 0 else 0
-    _check_cut(where, tp, expert_parallel, experts, width, heads, _least_width(config, vllm))
+    others = [model.get(name) for name in _CUT]
+    sizes = [size for size in others if isinstance(size, int) and size > 0]
+    key_heads = model.get("num_key_value_heads")
+    key_heads = key_heads if isinstance(key_heads, int) and key_heads > 0 else 0
+    _check_cut(where, tp, expert_parallel, experts, width, heads, _least_width(config, vllm), key_heads, sizes)
     # The fullest rank: vLLM gives the first ranks one expert more where the split is uneven.
     local = -(-experts // tp) if expert_parallel else experts
     parallel = Parallel(ep=tp) if expert_parallel else Parallel(tp=tp)
@@ -114,6 +126,10 @@ def problem_of(
         raise CheckpointError(str(error), where=where) from error
 
 
+_CUT = ("intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+"""Widths of layers that vLLM cuts over ranks beside the experts, some of which not every model has."""
+
+
 def _least_width(config: Config, vllm: str | None) -> int:
     """Columns of an expert on one rank below which vLLM fills experts up with zeros; 0 where it does not."""
     name = "min_moe_intermediate_per_partition"
@@ -124,7 +140,15 @@ def _least_width(config: Config, vllm: str | None) -> int:
 
 
 def _check_cut(
-    where: str, tp: int, expert_parallel: bool, experts: int, width: int, heads: int, least: int = 0
+    where: str,
+    tp: int,
+    expert_parallel: bool,
+    experts: int,
+    width: int,
+    heads: int,
+    least: int = 0,
+    key_heads: int = 0,
+    others: Sequence[int] = (),
 ) -> None:
     """Refuses ranks that a layer cannot be spread over.
 
@@ -138,6 +162,8 @@ def _check_cut(
         width: features between the two products.
         heads: attention heads of the model; 0 when unknown.
         least: features between the two products on one rank below which vLLM fills experts up with zeros.
+        key_heads: heads of keys and values, which a remedy cuts or copies evenly; 0 when unknown.
+        others: widths of other layers, which a remedy cuts evenly.
     """
     if expert_parallel and tp > experts:
         rule = f"expert parallelism over {tp} ranks leaves ranks without one of the {experts} experts"
@@ -148,9 +174,14 @@ def _check_cut(
             return not heads % size and size <= experts
         return not heads % size and not width % size and (size == 1 or width // size >= least)
 
+    def serves(size: int) -> bool:
+        copied = not key_heads or not key_heads % size or not size % key_heads
+        # Shared experts, as wide as one or several routed ones, are cut with expert parallelism too.
+        return fits(size) and copied and not any(other % size for other in (width, *others))
+
     if fits(tp):
         return
-    remedy = f"TP {next(size for size in range(tp - 1, 0, -1) if fits(size))}"
+    remedy = f"TP {next(size for size in range(tp - 1, 0, -1) if serves(size))}"
     if heads % tp:
         rule = f"vLLM refuses {tp} ranks, which do not divide the {heads} attention heads ({heads} mod {tp} = "
         raise CheckpointError(f"{rule}{heads % tp})", f"{remedy} would do", where)
@@ -206,24 +237,24 @@ def _routing(config: Config, index: int) -> Routing:
         raise CheckpointError(f"the scoring function {shown(word)!a} is not a name", where=where)
     scoring = "sigmoid" if kind in _SIGMOID else word.lower()
     renormalised = next(
-        (model[name] for name in ("norm_topk_prob", "route_norm", "moe_renormalize") if model.get(name) is not None),
+        (model[name] for name in _RENORMALISING if model.get(name) is not None),
         True,
     )
-    renormalise = (kind in _RENORMALISED or renormalised is not False) and not kind.startswith("llama4")
+    never = kind in _NEVER_RENORMALISED or kind.startswith("llama4")
+    renormalise = (kind in _RENORMALISED or renormalised is not False) and not never
     corrected = (
-        kind in _CORRECTED
-        or model.get("topk_method") == "noaux_tc"
-        or any(model.get(name) is True for name in ("use_routing_bias", "moe_router_enable_expert_bias"))
+        kind in _CORRECTED or model.get("topk_method") == "noaux_tc" or any(model.get(name) is True for name in _BIASED)
     )
     grouped = "n_group" if model.get("use_grouped_topk") is not True else "num_expert_group"  # as Kimi's are called
-    groups = read_count(model, grouped, where)
+    groups = 1 if kind in _ONE_GROUP else read_count(model, grouped, where)
+    chosen = 1 if kind in _ONE_GROUP else read_count(model, "topk_group", where)
     hashed = index < (read_count(model, "num_hash_layers", where) or 0)
     return Routing(
         method=_routing_method(kind, scoring, renormalise, groups, corrected),
         scoring=scoring,
         renormalize=renormalise,
         num_groups=groups,
-        top_k_groups=read_count(model, "topk_group", where) if groups else None,
+        top_k_groups=chosen if groups else None,
         # Experts from a table are not chosen by score.
         correction_bias=corrected and not hashed,
         weight_on_input=kind.startswith("llama4"),

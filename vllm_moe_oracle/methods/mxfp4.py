@@ -22,7 +22,7 @@ from ..errors import CheckpointError, SettingError
 from ..oracle.planner import in_whole_blocks, share_of
 from ..oracle.problem import MX_BLOCK, ActivationPrecision, Problem, Scheme
 from ..quantization.fields import exclusion, read_names
-from ..quantization.gpt_oss import LEFT_OUT, refuse_left_out
+from ..quantization.gpt_oss import LEFT_OUT, refuse_left_out, refuse_packed
 from ..schemes.mxfp8 import E8M0_BIAS
 from .base import OracleMoEMethod
 from .dtypes import with_emulated
@@ -63,6 +63,8 @@ class AnyMxfp4MoEMethod(OracleMoEMethod):
         raise SettingError(rule, "Leave it out", current_layer()[1])
 
     def _refined(self, problem: Problem) -> Problem:
+        if problem.equal_experts:
+            refuse_packed(problem.scheme, problem.layer)
         problem = super()._refined(problem)
         # Rows that alternate come through gpt-oss's loader.
         return in_whole_blocks(problem) if problem.activation.interleaved else problem

@@ -51,3 +51,19 @@ def refuse_left_out(names: Sequence[str], layer: LayerNames, where: str) -> None
     name = next((name for name in names if layer.match(exclusion([name], where))), names[0])
     rule = f"{shown(name)} leaves experts in 16 bits; vLLM's loader of gpt-oss reads them all as MXFP4"
     raise CheckpointError(rule, "Take the entry out, if they are in MXFP4", f"{where}, {layer.modules[0]}")
+
+
+def refuse_packed(scheme: Scheme, where: str) -> None:
+    """Refuses experts of gpt-oss in compressed-tensors' MXFP4 (``weight_packed``). vLLM's loader of the model maps no
+    such name to a parameter and skips what it does not know: scales may arrive without the codes that they belong to.
+
+    Args:
+        scheme: what the layer's experts are stored as.
+        where: file, field and layer, for messages.
+
+    Raises:
+        CheckpointError: the experts are such ones.
+    """
+    if scheme.name == "mxfp4" and scheme.packing == "compressed-tensors":
+        rule = "vLLM's loader of gpt-oss skips experts in MXFP4 under compressed-tensors' names (weight_packed)"
+        raise CheckpointError(rule, "Serve the checkpoint in MXFP4 that OpenAI publishes", where)
