@@ -178,6 +178,9 @@ def test_routing_by_table_and_by_square_root_of_softplus(explain: Any) -> None:
 
 def test_multi_token_prediction_layers_are_said_to_be_missing(explain: Any) -> None:
     assert any("multi-token-prediction" in note for note in explain(quantised("minimax-m2")).notes)
+    # As Qwen3.5's configs call them.
+    (note,) = explain(quantised(mtp_num_hidden_layers=1)).notes
+    assert note == "layers of the 1 multi-token-prediction module(s) are not listed"
     assert explain(quantised()).notes == ()
 
 

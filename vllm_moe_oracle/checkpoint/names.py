@@ -38,7 +38,7 @@ _CHECKPOINT_BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "mixer",
 
 # Models whose modules for multi-token prediction are decoder layers like the others, after the last of them.
 PREDICTING = frozenset({"deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe"})
-PREDICTORS = ("num_nextn_predict_layers", "num_mtp_modules")
+PREDICTORS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 
 
 _DENSE = "Only experts are decided here; of all other layers vLLM chooses the kernels itself"
