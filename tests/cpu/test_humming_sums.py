@@ -14,13 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from cases import problem
 from humming_probe import LAYERS, SMS
 from releases import ReleaseUnavailable, humming, sources
 
 from vllm_moe_oracle.backends._humming import few_parts, sums
 from vllm_moe_oracle.compat import RELEASES, since
-from vllm_moe_oracle.oracle.problem import Activation
+from vllm_moe_oracle.oracle.problem import Activation, Parallel
 
 PROBE = Path(__file__).parents[1] / "humming_probe.py"
 SERVED = RELEASES[RELEASES.index(since.HUMMING) :]
@@ -236,6 +237,32 @@ def test_two_blocks_on_a_multiprocessor_are_two_places() -> None:
     assert [(above, to) for above, to, _ in found] == [*((each, each + 1) for each in range(32)), (32, 40), (40, 0)]
     assert [each["num_sms"] for _, _, each in found[:3]] == [4, 8, 12], "of eight places a choice"
     assert found[-2:] == [(32, 40, config), given["w13"][1]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "places"), [(1, (2, 4, 6, 8)), (2, (3, 4, 6, 8)), (8, (3, 5, 7, 8)), (64, (3, 5, 7, 8))]
+)
+def test_the_busiest_rank_of_experts_gets_a_multiprocessor_for_each_block(ranks: int, places: tuple[int, ...]) -> None:
+    """By the mean of one to four choices."""
+    config = {"block_shape": (8, 128, 256), "use_stream_k": True}
+    given = {"w13": [(0, 1 << 30, config)], "w2": [(0, 1 << 30, {**config, "use_stream_k": False})]}
+    found = replaced(given, 256, 7168, parallel=Parallel(ep=ranks)).w13_tuning_config
+    assert tuple(each["num_sms"] for _, _, each in found[:4]) == tuple(4 * each for each in places)
+
+
+def test_the_busiest_of_eight_ranks_has_fewer_choices_than_are_counted() -> None:
+    """One token of eight choices: 2.6 in the mean, where 3 are counted."""
+    drawn = torch.randint(8, (100_000, 8), generator=torch.Generator().manual_seed(0))
+    busiest = torch.nn.functional.one_hot(drawn, 8).sum(1).amax(1).double().mean()
+    assert busiest.item() == pytest.approx(2.6, abs=0.1)
+
+
+def test_places_are_no_more_than_there_are() -> None:
+    config = {"block_shape": (8, 128, 256), "use_stream_k": True}
+    given = {"w13": [(0, 1 << 30, config)], "w2": [(0, 1 << 30, {**config, "use_stream_k": False})]}
+    found = replaced(given, 2880, 2880, parallel=Parallel(ep=8)).w13_tuning_config
+    assert [(above, to, each["num_sms"]) for above, to, each in found[:1]] == [(0, 1, SMS)], "3 times 46 of 132"
+    assert found[1:] == [(1, 1 << 30, config)]
 
 
 def test_a_configuration_that_does_not_say_is_cut_as_the_library_cuts_it() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -81,7 +82,10 @@ def few_parts(experts: Any, problem: Problem, multiprocessors: int) -> None:
     44.5 us instead of 37.0 (vLLM 0.33.0; 5.6e-3 instead of 6.3e-3 in 0.26.0). Of one part each, 4.5e-3 in 55 us.
     Experts of Nemotron without a gate, over two ranks in MXFP8: 5.9e-3 instead of 6.3e-3.
 
-    A call's blocks are taken to be one for each of its choices and each step of rows, every choice another expert.
+    A call's blocks are taken to be one for each of its choices and each step of rows, every choice another expert:
+    where tokens share experts there are fewer, and more parts, as by the library's own. With expert parallelism a
+    call's choices are the rank's share of all, by which vLLM looks up configurations; the rank that every other waits
+    for has more (two standard deviations are counted), and all its blocks get a multiprocessor at once.
 
     Args:
         experts: an instance of one of vLLM's Humming classes; its configurations are replaced, not changed: the library
@@ -99,13 +103,18 @@ def few_parts(experts: Any, problem: Problem, multiprocessors: int) -> None:
                 room = min(config.get("num_sms") or multiprocessors, multiprocessors)
                 last = min(to or 1 << 30, (room * blocks - 1) // (MOST_PARTS * steps))
                 for choices in range(above + 1, last + 1):
-                    few = -(-MOST_PARTS * choices * steps // blocks)
-                    found.append((choices - 1, choices, {**config, "num_sms": few}))
+                    places = steps * max(MOST_PARTS * choices, _busiest(choices, problem.parallel.ep))
+                    found.append((choices - 1, choices, {**config, "num_sms": min(-(-places // blocks), room)}))
             if last < (to or 1 << 30):
                 found.append((max(above, last), to, config))
         # By name: all of vLLM's classes over the library have these, and read them at each call.
         setattr(experts, f"{name}_tuning_config", found)
         setattr(experts, f"{name}_tuning_config_str", json.dumps(found))
+
+
+def _busiest(choices: int, ranks: int) -> int:
+    """Choices of a rank that has many, where so many are the mean of all ranks'."""
+    return math.ceil(choices + 2 * math.sqrt(choices * (1 - 1 / ranks)))
 
 
 def built(backend: Backend, tensors: Tensors, problem: Problem, builder: Builder) -> Any:
