@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from configs import CT_INPUTS, CT_MXFP8, GPTQ, INT4, INT8, PACKED, compressed, config, group, quantised
+from releases import ReleaseUnavailable, sources
 
+from vllm_moe_oracle.checkpoint import layers, read
+from vllm_moe_oracle.compat import RELEASES, since
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.oracle.problem import Scheme
 from vllm_moe_oracle.quantization import reader
@@ -199,3 +204,28 @@ def test_integers_of_gpt_oss_are_loaded_with_gate_and_up_apart(explain: Any) -> 
     assert {problem.activation.name for problem in found.problems} == {"swigluoai"}
     assert [note for note in found.notes if "loader of gpt-oss skips experts under the names of GPTQ" in note]
     assert not any("gpt-oss" in note for note in explain(quantised(quantization_config=ints)).notes)
+
+
+def test_linear_layers_with_act_order_are_told_of_where_vllm_refuses_them(tmp_path: Path) -> None:
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}
+
+    def notes(vllm: str | None, **changes: Any) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(quantised(quantization_config=gptq | changes)))
+        return " ".join(layers(read(tmp_path), vllm=vllm).notes)
+
+    for vllm in (None, "0.30.0", "0.33.0", "0.33.0+cu130"):
+        assert "vLLM refuses linear layers with act order in groups" in notes(vllm)
+    assert "act order" not in notes("0.29.0")
+    for other in ({"desc_act": False}, {"group_size": -1}, {"static_groups": True}):
+        assert "refuses linear layers" not in notes(None, **other)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_release_from_which_linear_layers_have_no_act_order(release: str) -> None:
+    try:
+        folder = sources(release)
+    except ReleaseUnavailable as error:
+        pytest.skip(str(error))
+    text = (folder / "vllm/model_executor/layers/quantization/utils/gptq_utils.py").read_text()
+    refuses = "is no longer supported" in " ".join(text.replace('"', " ").split())
+    assert refuses is (release >= since.LINEAR_UNORDERED)

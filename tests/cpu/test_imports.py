@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "device": {"errors", "oracle.problem", "compat.eras"},
     "expressions": {"errors"},
     "quantization": BASE | {"expressions", "quantization"},
-    "checkpoint": BASE | {"quantization", "checkpoint", "compat.expert_names"},
+    "checkpoint": BASE | {"quantization", "checkpoint", "compat.expert_names", "compat.since"},
     "layouts": {"errors", "layouts", "oracle.problem"},
     "schemes": BASE | {"schemes", "layouts"},
     "kernels": {"kernels", "layouts"},  # knows neither vLLM nor the oracle

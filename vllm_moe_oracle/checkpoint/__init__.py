@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ..compat import since
 from ..errors import CheckpointError
 from ..oracle.problem import EQUAL_EXPERTS, Problem
 from ..quantization import ONLINE, OTHER_NAMES, config_notes, in_bytes, reader, vllm_name
@@ -102,6 +103,10 @@ def layers(
     if model_type(config) == EQUAL_EXPERTS and any(problem.scheme.name == "wna16" for problem in problems):
         rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "
         notes += (f"{rule}weight_packed): such a checkpoint ends while it loads, as weights that never came",)
+    ordered = any(problem.scheme.act_order == "group" and problem.scheme.group_size != -1 for problem in problems)
+    if ordered and since.reached_by(since.LINEAR_UNORDERED, vllm):
+        rule = f"from {since.LINEAR_UNORDERED} on, vLLM refuses linear layers with act order in groups: a server starts only "
+        notes += (f"{rule}if the checkpoint leaves attention and the like unquantised, or without act order",)
     return Layers(tuple(problems), tuple(unquantised), foreign, method, notes, tuple(predicting))
 
 

@@ -86,6 +86,10 @@ TRTLLM_MXINT4_SILU = "0.25.1"
 """The class for TRTLLM-gen's int4 kernels takes SiLU for an activation of its kernel's."""
 
 
+LINEAR_UNORDERED = "0.30.0"
+"""vLLM's linear layers take no act order in groups any more: a server whose checkpoint has it there does not start."""
+
+
 def reached(release: str, device: Device) -> bool:
     """Whether vLLM on a machine is a release or a newer one; what is unknown counts as the newest.
 
@@ -93,9 +97,14 @@ def reached(release: str, device: Device) -> bool:
         release: one of the above.
         device: the machine.
     """
+    return reached_by(release, device.packages.get("vllm"))
+
+
+def reached_by(release: str, vllm: str | None) -> bool:
+    """The same of a release of vLLM; None, or what cannot be read, counts as the newest."""
     try:
-        return Version(Version(device.packages["vllm"]).base_version) >= Version(release)
-    except (KeyError, InvalidVersion):
+        return vllm is None or Version(Version(vllm).base_version) >= Version(release)
+    except InvalidVersion:
         return True
 
 
