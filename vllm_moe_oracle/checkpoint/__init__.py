@@ -105,8 +105,8 @@ def layers(
         notes += (f"{rule}weight_packed): such a checkpoint ends while it loads, as weights that never came",)
     ordered = any(problem.scheme.act_order == "group" and problem.scheme.group_size != -1 for problem in problems)
     if ordered and since.reached_by(since.LINEAR_UNORDERED, vllm):
-        rule = f"from {since.LINEAR_UNORDERED} on, vLLM refuses linear layers with act order in groups: a server starts only "
-        notes += (f"{rule}if the checkpoint leaves attention and the like unquantised, or without act order",)
+        rule = f"from {since.LINEAR_UNORDERED} on, vLLM refuses linear layers with act order in groups: a server "
+        notes += (f"{rule}starts only if the checkpoint leaves attention unquantised, or without act order",)
     return Layers(tuple(problems), tuple(unquantised), foreign, method, notes, tuple(predicting))
 
 
