@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _ONE_ORDER_SINCE = "0.1.17"
 """First release of humming-kernels whose wgmma kernels read codes in the order of its mma kernels."""
 
-ROW_MULTIPLE = 256
-"""What the library pads rows to."""
+ROW_MULTIPLE, COLUMN_MULTIPLE = 256, 128
+"""What the library pads rows and columns to."""
 
 ONE = 127
 """The e8m0 code of 1.0, which padded scales get."""
@@ -195,7 +195,7 @@ class Humming(Backend):
         converted = {}
         for name in ("w13", "w2"):
             codes, scales = expert[name], expert[f"{name}_scale"]
-            rows, columns = round_up(codes.shape[0], 256), round_up(codes.shape[1], 128)
+            rows, columns = round_up(codes.shape[0], ROW_MULTIPLE), round_up(codes.shape[1], COLUMN_MULTIPLE)
             codes = pad_rows(pad_columns(codes, columns), rows)
             converted[name] = pack_tiles(codes, "transposed" if plan.layout == "transposed" else "interleaved")
             scales = pad_rows(pad_columns(scales, columns // MX_BLOCK, ONE), rows, value=ONE)

@@ -11,7 +11,7 @@ from ..oracle.decision import Plan
 from ..oracle.planner import round_up
 from ..oracle.problem import MX_BLOCK, Device, Problem
 from ._contract import Tensors
-from ._humming import ONE, Humming
+from ._humming import COLUMN_MULTIPLE, ONE, ROW_MULTIPLE, Humming
 from ._mxfp4 import in_rows_of, oai_rule
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class HummingMxfp4(Humming):
         converted = {}
         for name in ("w13", "w2"):
             codes, scales = ordered[name], ordered[f"{name}_scale"]
-            rows, columns = round_up(codes.shape[0], 256), round_up(2 * codes.shape[1], 128)
+            rows, columns = round_up(codes.shape[0], ROW_MULTIPLE), round_up(2 * codes.shape[1], COLUMN_MULTIPLE)
             codes = pad_rows(pad_columns(codes, columns // 2), rows)
             converted[name] = pack_nibbles(codes, "transposed" if plan.layout == "transposed" else "interleaved")
             scales = pad_rows(pad_columns(scales, columns // MX_BLOCK, ONE), rows, value=ONE)

@@ -16,14 +16,12 @@ from ..oracle.decision import Numerics, Plan
 from ..oracle.planner import loaded_group, round_up
 from ..oracle.problem import ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
-from ._humming import RULES, all_at_once, built, code_order, sums
+from ._humming import COLUMN_MULTIPLE, ROW_MULTIPLE, RULES, all_at_once, built, code_order, sums
 from ._limits import Limits, Rule
 from ._stock import FROM_SM75
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-ROWS, COLUMNS = 256, 128
 
 
 class HummingWna16(Backend):
@@ -91,8 +89,8 @@ class HummingWna16(Backend):
         order: Literal["interleaved", "transposed"] = "transposed" if plan.layout == "transposed" else "interleaved"
         converted = {}
         for name in ("w13", "w2"):
-            rows = round_up(expert[name].shape[0], ROWS)
-            columns = round_up(expert[name].shape[1] * 8 // bits, COLUMNS)
+            rows = round_up(expert[name].shape[0], ROW_MULTIPLE)
+            columns = round_up(expert[name].shape[1] * 8 // bits, COLUMN_MULTIPLE)
             groups = 1 if group == -1 else columns // group
             codes = pad_rows(pad_columns(expert[name], columns * bits // 8), rows)
             scales = pad_rows(pad_columns(expert[f"{name}_scale"].to(dtype), groups), rows)
