@@ -187,7 +187,7 @@ class Dirty:
         codes = torch.zeros(rows, columns * bits // 8, dtype=torch.uint8, device="cpu")
         codes[: rows - self._cut.rows, : (columns - self._cut.columns) * bits // 8] = 255
         if bits == 8:
-            found = {which: order.shuffle_bytes(codes)}
+            found = {which: order.shuffle_e4m3(codes) if mx else order.shuffle_int8(codes)}
         else:
             found = {which: order.shuffle_e2m1(codes) if mx else order.shuffle_int4(codes)}
         every = order.padded_rows(rows)

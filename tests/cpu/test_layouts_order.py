@@ -36,12 +36,19 @@ def test_four_bit_codes_come_back(rows: int, blocks: int, seed: int) -> None:
 
 
 @settings(deadline=None, max_examples=20)
-@given(ROWS, BLOCKS, SEEDS, st.booleans())
-def test_bytes_come_back(rows: int, blocks: int, seed: int, offset: bool) -> None:
+@given(ROWS, BLOCKS, SEEDS)
+def test_bytes_come_back(rows: int, blocks: int, seed: int) -> None:
     codes = random_bytes(seed, rows, blocks * 32)
-    stored = order.shuffle_bytes(codes, offset=offset)
-    assert stored.shape == order.chunk_shape(rows, blocks * 32, 8)
-    assert torch.equal(order.unshuffle_bytes(stored, rows, blocks * 32, offset=offset), codes)
+    for shuffle, unshuffle in (
+        (order.shuffle_int8, order.unshuffle_int8),
+        (order.shuffle_e4m3, order.unshuffle_e4m3),
+    ):
+        stored = shuffle(codes)
+        assert stored.shape == order.chunk_shape(rows, blocks * 32, 8)
+        assert torch.equal(unshuffle(stored, rows, blocks * 32), codes)
+        target = torch.full(stored.shape, 0xA5, dtype=torch.uint8)
+        assert shuffle(codes, target) is target
+        assert torch.equal(target, stored)
 
 
 @settings(deadline=None, max_examples=20)
@@ -84,63 +91,84 @@ def fragment(warp: int, g: int, t: int, step: int) -> list[tuple[int, int]]:
 LANES = [(warp, g, t) for warp in range(4) for g in (0, 3, 7) for t in range(4)]
 
 
+def bfloat16(bits: int) -> float:
+    signed = bits & 0xFFFF
+    return float(torch.tensor(signed - 65536 if signed > 32767 else signed).short().view(torch.bfloat16))
+
+
+def rotated(word: int, right: int) -> int:
+    return (word >> right | word << 32 - right) & 0xFFFFFFFF
+
+
 def test_int4_words_decode_to_the_operand() -> None:
-    """The kernels mask nibbles 0 and 4, then 1 and 5, 2 and 6, 3 and 7 of a word into four registers."""
+    """Nibbles 0 and 4 of a word, masked, are one register; 1 and 5, four bits higher, the next; then 2, 6 and 3, 7."""
     codes = random_bytes(1, 64, 32)
     matrix = order.split_nibbles(codes)
     words = order.shuffle_int4(codes).view(4, 8, 4, 4, 4).view(torch.int32)[..., 0]
     for warp, g, t in LANES:
         for step in range(4):
             word = int(words[warp, g, t, step]) & 0xFFFFFFFF
-            values = [word >> 4 * register + 16 * half & 15 for register in range(4) for half in range(2)]
-            assert values == [int(matrix[place]) for place in fragment(warp, g, t, step)]
+            registers = [shifted & mask for shifted in (word, word >> 8) for mask in (0x000F000F, 0x00F000F0)]
+            values = [bfloat16(register >> 16 * half) * 2.0**133 for register in registers for half in range(2)]
+            # Every other register has rows g + 8.
+            places = fragment(warp, g, t, step)
+            assert values == [int(matrix[row, column]) * (16 if row % 16 >= 8 else 1) for row, column in places]
 
 
 def test_e2m1_words_decode_to_the_operand() -> None:
-    """Shifted left by 0, 3 and 6 and masked with 0x81c0, a halfword is bfloat16 value * 2**-126; the fourth is pieced
-    together from what is left."""
+    """Masked with 0x81c0 as they are, four bits to the left and turned six to the right, halfwords are bfloat16 value *
+    2**-126; the fourth is put together from what is left."""
     codes = random_bytes(2, 64, 32)
     matrix = order.split_nibbles(codes)
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     words = order.shuffle_e2m1(codes).view(4, 8, 4, 4, 4).view(torch.int32)[..., 0]
-
-    def bfloat16(bits: int) -> float:
-        signed = bits & 0xFFFF
-        return float(torch.tensor(signed - 65536 if signed > 32767 else signed).short().view(torch.bfloat16)) * 2.0**126
-
     for warp, g, t in LANES:
         for step in range(4):
             word = int(words[warp, g, t, step]) & 0xFFFFFFFF
-            last = word << 1 & 0x80008000 | word >> 3 & 0x01800180 | word >> 7 & 0x00400040
-            registers = [word & 0x81C081C0, word << 3 & 0x81C081C0, word << 6 & 0x81C081C0, last]
-            values = [bfloat16(register >> 16 * half) for register in registers for half in range(2)]
+            last = word << 6 & 0x80C080C0 | word >> 2 & 0x01000100
+            registers = [word & 0x81C081C0, word << 4 & 0x81C081C0, rotated(word, 6) & 0x81C081C0, last]
+            values = [bfloat16(register >> 16 * half) * 2.0**126 for register in registers for half in range(2)]
             assert values == [float(table[int(matrix[place])]) for place in fragment(warp, g, t, step)]
 
 
-def test_bytes_decode_to_the_operand() -> None:
-    """Bytes 1 and 3 of a word are one register, bytes 0 and 2 the next."""
+def test_int8_words_decode_to_the_operand() -> None:
+    """Bytes 1 and 3 of a word, masked, are one register, bytes 0 and 2 the next."""
     codes = random_bytes(3, 64, 32)
-    words = order.shuffle_bytes(codes).view(4, 8, 4, 4, 4)
+    words = order.shuffle_int8(codes).view(4, 8, 4, 4, 4).view(torch.int32)[..., 0]
     for warp, g, t in LANES:
         for step in range(2):
             values = []
             for k8 in range(2):
-                word = words[warp, g, t, 2 * step + k8].tolist()
-                values += [word[1], word[3], word[0], word[2]]
+                word = int(words[warp, g, t, 2 * step + k8]) & 0xFFFFFFFF
+                for register in (word >> 8 & 0x00FF00FF, word & 0x00FF00FF):
+                    values += [bfloat16(register >> 16 * half) * 2.0**133 for half in range(2)]
             assert values == [int(codes[place]) for place in fragment(warp, g, t, step)]
+
+
+def test_e4m3_words_decode_to_the_operand() -> None:
+    """A mask gives one register of bfloat16 value * 2**-120, two shifts and masks the next."""
+    codes = random_bytes(5, 64, 32)
+    codes[codes & 127 == 127] = 0  # NaN
+    words = order.shuffle_e4m3(codes).view(4, 8, 4, 4, 4).view(torch.int32)[..., 0]
+    for warp, g, t in LANES:
+        for step in range(2):
+            values = []
+            for k8 in range(2):
+                word = int(words[warp, g, t, 2 * step + k8]) & 0xFFFFFFFF
+                for register in (word & 0x87F087F0, word << 4 & 0x80F080F0 | word >> 4 & 0x07000700):
+                    values += [bfloat16(register >> 16 * half) * 2.0**120 for half in range(2)]
+            expected = codes.view(torch.float8_e4m3fn).float()
+            assert values == [float(expected[place]) for place in fragment(warp, g, t, step)]
 
 
 def test_chunks_tile_the_matrix() -> None:
     """Chunk [i, j] is the chunk of rows 64 i and columns 64 j (or 32 j) by itself."""
     codes = random_bytes(4, 128, 96)
-    eight = order.shuffle_bytes(codes)
-    four = order.shuffle_int4(codes)
-    for i in range(2):
-        for j in range(3):
-            assert torch.equal(
-                eight[i, j], order.shuffle_bytes(codes[64 * i : 64 * i + 64, 32 * j : 32 * j + 32])[0, 0]
-            )
-            assert torch.equal(four[i, j], order.shuffle_int4(codes[64 * i : 64 * i + 64, 32 * j : 32 * j + 32])[0, 0])
+    for shuffle in (order.shuffle_int4, order.shuffle_e2m1, order.shuffle_int8, order.shuffle_e4m3):
+        whole = shuffle(codes)
+        for i in range(2):
+            for j in range(3):
+                assert torch.equal(whole[i, j], shuffle(codes[64 * i : 64 * i + 64, 32 * j : 32 * j + 32])[0, 0])
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -168,7 +168,7 @@ def test_garbage_in_the_padding_meets_zeros_or_is_dropped(kind: str, name: str) 
     read = found["w2"][0].shape[1] > each.intermediate_size
     if read and not (kind == "own" and each.scheme.name == "wna16" and each.scheme.group_size != -1):
         # It is the inputs' zeros that make it harmless: there are scales, too.
-        assert distance(output(each, found, beyond=1.0), expected) > 2.0**-4
+        assert distance(output(each, found, beyond=4096.0), expected) > 2.0**-4
 
 
 @pytest.mark.parametrize("kind", ["humming", "own"])

@@ -32,7 +32,7 @@ from vllm_moe_oracle.kernels.prefill_config import Prefill, measured_table, reas
 from vllm_moe_oracle.kernels.weights import allocate  # noqa: E402
 
 KERNELS = ("count_slots", "place_slots", "gate_up", "down", "sum_slots")
-SPILLS = {("down", "qwen-int8"): 8}
+SPILLS = {("down", "qwen-int8"): 16}
 """Bytes a thread that Triton 3.9 keeps on the stack, outside the loops, where 3.6 keeps none."""
 
 
@@ -115,9 +115,9 @@ def check(monkeypatch: pytest.MonkeyPatch, layer: str, **extra: Any) -> None:
             assert all(line.split("HGMMA")[1].split(",")[1].strip().startswith("R") for line in products)
             for width in (128, 64, 32):
                 assert any(f"64x{width}x16" in line for line in products), f"{name}: no tile of {width} tokens"
-            if layer in ("qwen-mxfp8", "nemotron"):  # two products for every four e4m3 codes
-                counts = [sum("IMAD" in text for text in loop) for loop in loops if "HGMMA" in "".join(loop)]
-                assert min(counts) >= 32, f"{name}: shifts instead of products"
+            if layer in ("qwen-mxfp8", "nemotron", "gptoss"):  # one for four e4m3 codes, two for eight e2m1 codes
+                counts = [len(re.findall(r"\bIMAD ", "".join(loop))) for loop in loops if "HGMMA" in "".join(loop)]
+                assert min(counts) >= 16, f"{name}: shifts instead of products"
             assert "serialized" not in warnings_of_ptxas(compiled.asm["ptx"]), f"{name}: products in single file"
 
 

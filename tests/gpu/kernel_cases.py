@@ -214,6 +214,8 @@ CASES = [
     Case("int4-g128-fp16-zero", "int4", 128, zero_points=True, dtype=torch.float16),
     Case("int8-g128-relu2", "int8", 128, "relu2", hidden=384, inner=256),
     Case("int8-g32-zero", "int8", 32, zero_points=True, hidden=288, inner=96),
+    Case("int8-row", "int8", 0, hidden=256, inner=160),
+    Case("int8-row-zero", "int8", 0, zero_points=True),
     Case("int8-row-fp16", "int8", 0, dtype=torch.float16),
     Case("mxfp4-swigluoai", "mxfp4", 32, "swigluoai", bias=True, limit=7.0, experts=16, top_k=4, hidden=320, inner=160),
     Case("mxfp4-fp16", "mxfp4", 32, dtype=torch.float16, hidden=256, inner=192),

@@ -31,7 +31,7 @@ from vllm_moe_oracle.kernels import config as configs
 from vllm_moe_oracle.kernels.config import Config, Tile
 from vllm_moe_oracle.kernels.fused_moe import fused_moe, plan_workspace
 from vllm_moe_oracle.kernels.prefill_config import Prefill
-from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, rebased
+from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, bits_of, rebased
 from vllm_moe_oracle.measure import shapes
 from vllm_moe_oracle.measure.timing import CudaClock, compare
 
@@ -62,9 +62,10 @@ def stored(scheme: str, shape: str, device: str = "cuda") -> OwnWeights:
     weights = allocate(format, experts, hidden, inner, gated=activation != "relu2", group=int(group or 32), bias=bias,
                        device=device)  # fmt: skip
     mx = format.startswith("mx")
-    high = rebased(format, weights.group, weights.dtype, zero_points=False)
+    high = rebased(format, weights.group, weights.dtype)
+    factor = 2.0 ** (1 - bits_of(format)) if high else 2.0**-16
     for matrix in (weights.w13, weights.w2):
-        matrix.codes.random_(0, 120 if format == "mxfp8" else 256)
+        matrix.codes.random_(0, 256)
         if matrix.scales is not None and mx:
             matrix.scales.view(torch.uint8).random_(248, 255)
         elif matrix.scales is not None:
@@ -72,7 +73,7 @@ def stored(scheme: str, shape: str, device: str = "cuda") -> OwnWeights:
             matrix.scales.view(weights.dtype).uniform_(*((0.5, 0.99) if high else (0.001, 0.01)))
             matrix.scales.view(weights.dtype).mul_(2.0**127 if high else 1.0)
         if matrix.row_scale is not None:
-            matrix.row_scale.uniform_(*((0.05, 0.1) if high else (2.0**-16, 2.0**-15)))
+            matrix.row_scale.uniform_(factor / 2, factor)
     return weights
 
 

@@ -4,10 +4,12 @@ The storage is `layouts/order.py`'s. Each function takes the bytes of a tile, `[
 512]`, and gives 16-bit floats that a reshape and a transpose put into rows and columns without moving a value between
 lanes.
 
-The bit tricks: a code OR-ed into the mantissa of 128 (bfloat16) or 1024 (float16) is that number plus the code; a code
-alone is the mantissa of a subnormal number; e2m1 and e4m3 bits moved to bfloat16's exponent and mantissa are the value
-times 2**-126 or 2**-120, subnormals included (IEEE 754 and OCP Microscaling Formats 1.0 have the same structure). The
-factors return with the scales. The two NaN codes of e4m3 decode to +-480.
+The bit tricks: the bits of an integer below 256, as a bfloat16, are that integer times 2**-133, a subnormal number up
+to 127 and a normal one above. So a code may stay where it is stored, and one fused multiply-add scales it and takes off
+its zero point. In float16 a code OR-ed into the mantissa of 1024 is that number plus the code. e2m1 and e4m3 bits moved
+to bfloat16's exponent and mantissa are the value times 2**-126 or 2**-120, subnormals included (IEEE 754 and OCP
+Microscaling Formats 1.0 have the same structure). The factors return with the scales (`weights.code_factors`). The two
+NaN codes of e4m3 decode to +-480.
 """
 
 from __future__ import annotations
@@ -17,70 +19,17 @@ import triton.language as tl
 
 
 @triton.jit
-def u4_bf16(x, CENTERED: tl.constexpr):
-    """Words of 8 codes to bfloat16 `code - 8`, or `code + 128` when not CENTERED; two results of four per word."""
-    if CENTERED:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a, one, z;
-            mov.b32 one, 0x3f803f80;
-            mov.b32 z, 0xc308c308;
-            lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $0, $0, one, z;
-            shr.u32 a, $4, 4;
-            lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $1, $1, one, z;
-            shr.u32 a, $4, 8;
-            lop3.b32 $2, a, 0x000f000f, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $2, $2, one, z;
-            shr.u32 a, $4, 12;
-            lop3.b32 $3, a, 0x000f000f, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $3, $3, one, z;
-            }
-            """,
-            constraints="=&r,=&r,=&r,=&r,r",
-            args=[x],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 a;
-            lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xEA;
-            shr.u32 a, $4, 4;
-            lop3.b32 $1, a, 0x000f000f, 0x43004300, 0xEA;
-            shr.u32 a, $4, 8;
-            lop3.b32 $2, a, 0x000f000f, 0x43004300, 0xEA;
-            shr.u32 a, $4, 12;
-            lop3.b32 $3, a, 0x000f000f, 0x43004300, 0xEA;
-            }
-            """,
-            constraints="=&r,=&r,=&r,=&r,r",
-            args=[x],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-
-
-@triton.jit
-def u4_subnormal(x):
-    """Words of 8 codes to bfloat16 `code * 2**-133`, codes as the mantissas of subnormal numbers: masks only."""
+def u4_raw(x):
+    """Words of 8 codes to bfloat16 `code * 2**-133`, of rows g + 8 `code * 2**-129`: masks and one shift."""
     return tl.inline_asm_elementwise(
         """
         {
         .reg .b32 a;
         and.b32 $0, $4, 0x000f000f;
-        shr.u32 a, $4, 4;
-        and.b32 $1, a, 0x000f000f;
+        and.b32 $1, $4, 0x00f000f0;
         shr.u32 a, $4, 8;
         and.b32 $2, a, 0x000f000f;
-        shr.u32 a, $4, 12;
-        and.b32 $3, a, 0x000f000f;
+        and.b32 $3, a, 0x00f000f0;
         }
         """,
         constraints="=&r,=&r,=&r,=&r,r",
@@ -92,16 +41,115 @@ def u4_subnormal(x):
 
 
 @triton.jit
-def times_minus_2_pow_minus_130(words):
-    """Both bfloat16 halves of int32 words times -2**-130: eight times a stored scale's 2**-133, negative."""
+def u4_bf16(x):
+    """Words of 8 codes to bfloat16 `(code - 8) * 2**-6`, of rows g + 8 `(code - 8) * 2**-2`."""
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 a; mov.b32 a, 0x80088008; mul.rn.bf16x2 $0, $1, a; }",
-        constraints="=r,r",
-        args=[words],
-        dtype=tl.int32,
+        """
+        {
+        .reg .b32 a, power, low, high;
+        mov.b32 power, 0x7f007f00;
+        mov.b32 low, 0xbe00be00;
+        mov.b32 high, 0xc000c000;
+        and.b32 $0, $4, 0x000f000f;
+        fma.rn.bf16x2 $0, $0, power, low;
+        and.b32 $1, $4, 0x00f000f0;
+        fma.rn.bf16x2 $1, $1, power, high;
+        shr.u32 a, $4, 8;
+        and.b32 $2, a, 0x000f000f;
+        fma.rn.bf16x2 $2, $2, power, low;
+        and.b32 $3, a, 0x00f000f0;
+        fma.rn.bf16x2 $3, $3, power, high;
+        }
+        """,
+        constraints="=&r,=&r,=&r,=&r,r",
+        args=[x],
+        dtype=(tl.bfloat16, tl.bfloat16),
         is_pure=True,
-        pack=1,
+        pack=4,
     )
+
+
+@triton.jit
+def u8_raw(x):
+    """Words of 4 codes to bfloat16 `code * 2**-133`: two masks and a shift."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a;
+        shr.u32 a, $2, 8;
+        and.b32 $0, a, 0x00ff00ff;
+        and.b32 $1, $2, 0x00ff00ff;
+        }
+        """,
+        constraints="=&r,=&r,r",
+        args=[x],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def u8_bf16(x):
+    """Words of 4 codes to bfloat16 `(code - 128) * 2**-6`."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, power, zero;
+        mov.b32 power, 0x7f007f00;
+        mov.b32 zero, 0xc000c000;
+        shr.u32 a, $2, 8;
+        and.b32 $0, a, 0x00ff00ff;
+        fma.rn.bf16x2 $0, $0, power, zero;
+        and.b32 $1, $2, 0x00ff00ff;
+        fma.rn.bf16x2 $1, $1, power, zero;
+        }
+        """,
+        constraints="=&r,=&r,r",
+        args=[x],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def add_to_code(raw, addend):
+    """bfloat16 raw * 2**127 + addend, exact for codes and zero points of up to 8 bits."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a; mov.b32 a, 0x7f007f00; fma.rn.bf16x2 $0, $1, a, $2; }",
+        constraints="=r,r,r",
+        args=[raw, addend],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def middles(words, FORMAT: tl.constexpr):
+    """What a stored scale's code of 8 (int4) or 128 (int8) comes to, negative: both bfloat16 halves of int32 words.
+
+    Times -2**-130 and, of int4's rows g + 8, -2**-126; times -2**-126 for int8.
+    """
+    if FORMAT == "int4":
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a; mov.b32 a, 0x80808008; mul.rn.bf16x2 $0, $1, a; }",
+            constraints="=r,r",
+            args=[words],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a; mov.b32 a, 0x80808080; mul.rn.bf16x2 $0, $1, a; }",
+            constraints="=r,r",
+            args=[words],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -124,19 +172,19 @@ def u4_fp16(x, CENTERED: tl.constexpr):
         return tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 a, z;
+            .reg .b32 a, z, sixteenth, y;
             mov.b32 z, 0xe408e408;
+            mov.b32 sixteenth, 0x2c002c00;
+            mov.b32 y, 0xd480d480;
             lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xEA;
             add.f16x2 $0, $0, z;
-            shr.u32 a, $4, 4;
-            lop3.b32 $1, a, 0x000f000f, 0x64006400, 0xEA;
-            add.f16x2 $1, $1, z;
+            lop3.b32 $1, $4, 0x00f000f0, 0x64006400, 0xEA;
+            fma.rn.f16x2 $1, $1, sixteenth, y;
             shr.u32 a, $4, 8;
             lop3.b32 $2, a, 0x000f000f, 0x64006400, 0xEA;
             add.f16x2 $2, $2, z;
-            shr.u32 a, $4, 12;
-            lop3.b32 $3, a, 0x000f000f, 0x64006400, 0xEA;
-            add.f16x2 $3, $3, z;
+            lop3.b32 $3, a, 0x00f000f0, 0x64006400, 0xEA;
+            fma.rn.f16x2 $3, $3, sixteenth, y;
             }
             """,
             constraints="=&r,=&r,=&r,=&r,r",
@@ -168,42 +216,17 @@ def u4_fp16(x, CENTERED: tl.constexpr):
 
 
 @triton.jit
-def s8_bf16(x):
-    """Words of 4 two's complement bytes to bfloat16: (128 + low seven bits) - (128 or, when negative, 256)."""
-    return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, s, m;
-        mov.b32 m, 0xbf80bf80;
-        shr.u32 a, $2, 8;
-        lop3.b32 $0, a, 0x007f007f, 0x43004300, 0xEA;
-        lop3.b32 s, a, 0x00800080, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $0, s, m, $0;
-        lop3.b32 $1, $2, 0x007f007f, 0x43004300, 0xEA;
-        lop3.b32 s, $2, 0x00800080, 0x43004300, 0xEA;
-        fma.rn.bf16x2 $1, s, m, $1;
-        }
-        """,
-        constraints="=&r,=&r,r",
-        args=[x],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def s8_fp16(x):
-    """Words of 4 two's complement bytes to float16: the code under 1024's mantissa, less 1152."""
+def u8_fp16(x):
+    """Words of 4 codes to float16 `code - 128`: the code under 1024's mantissa, less 1152."""
     return tl.inline_asm_elementwise(
         """
         {
         .reg .b32 a, z;
         mov.b32 z, 0xe480e480;
         shr.u32 a, $2, 8;
-        lop3.b32 $0, a, 0x00ff00ff, 0x64806480, 0x6A;
+        lop3.b32 $0, a, 0x00ff00ff, 0x64006400, 0xEA;
         add.f16x2 $0, $0, z;
-        lop3.b32 $1, $2, 0x00ff00ff, 0x64806480, 0x6A;
+        lop3.b32 $1, $2, 0x00ff00ff, 0x64006400, 0xEA;
         add.f16x2 $1, $1, z;
         }
         """,
@@ -221,18 +244,16 @@ def e2m1_bf16(x):
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 b, c, d;
-        shl.b32 b, $4, 3;
-        shl.b32 c, $4, 6;
-        shl.b32 d, $4, 1;
-        and.b32 d, d, 0x80008000;
+        .reg .b32 b, c, d, e;
+        shl.b32 b, $4, 4;
+        shf.r.wrap.b32 c, $4, $4, 6;
+        shl.b32 d, $4, 6;
+        shr.u32 e, $4, 2;
+        and.b32 d, d, 0x80c080c0;
+        and.b32 $0, $4, 0x81c081c0;
         and.b32 $1, b, 0x81c081c0;
         and.b32 $2, c, 0x81c081c0;
-        shr.u32 b, $4, 3;
-        shr.u32 c, $4, 7;
-        and.b32 $0, $4, 0x81c081c0;
-        lop3.b32 d, b, 0x01800180, d, 0xEA;
-        lop3.b32 $3, c, 0x00400040, d, 0xEA;
+        lop3.b32 $3, e, 0x01000100, d, 0xEA;
         }
         """,
         constraints="=&r,=&r,=&r,=&r,r",
@@ -245,23 +266,73 @@ def e2m1_bf16(x):
 
 @triton.jit
 def e4m3_bf16(x):
-    """Words of 4 e4m3 codes to bfloat16 `value * 2**-120`."""
+    """Words of 4 bit-permuted e4m3 codes to bfloat16 `value * 2**-120`."""
     return tl.inline_asm_elementwise(
         """
         {
-        .reg .b32 a, s;
-        and.b32 a, $2, 0x7f007f00;
-        shr.u32 a, a, 4;
-        lop3.b32 $0, $2, 0x80008000, a, 0xEA;
-        shl.b32 s, $2, 8;
-        and.b32 a, s, 0x7f007f00;
-        shr.u32 a, a, 4;
-        lop3.b32 $1, s, 0x80008000, a, 0xEA;
+        .reg .b32 a, b;
+        shl.b32 a, $2, 4;
+        shr.u32 b, $2, 4;
+        and.b32 a, a, 0x80f080f0;
+        and.b32 $0, $2, 0x87f087f0;
+        lop3.b32 $1, b, 0x07000700, a, 0xEA;
         }
         """,
         constraints="=&r,=&r,r",
         args=[x],
         dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def e4m3_by_products(x, sixteen):
+    """As `e4m3_bf16`, with the shift to the left as a product: other units than shifts and masks do it.
+
+    sixteen: 16, as a value that is not known when this is compiled: it would become a shift again.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 a, b;
+        mul.lo.u32 a, $2, $3;
+        shr.u32 b, $2, 4;
+        and.b32 a, a, 0x80f080f0;
+        and.b32 $0, $2, 0x87f087f0;
+        lop3.b32 $1, b, 0x07000700, a, 0xEA;
+        }
+        """,
+        constraints="=&r,=&r,r,r,r,r,r",
+        args=[x, sixteen],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def e2m1_by_products(x, sixteen):
+    """As `e2m1_bf16`, with shifts to the left as products (`e4m3_by_products`)."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 b, c, d, e;
+        mul.lo.u32 b, $4, $5;
+        shf.r.wrap.b32 c, $4, $4, 6;
+        shl.b32 d, $5, 2;
+        mul.lo.u32 d, $4, d;
+        shr.u32 e, $4, 2;
+        and.b32 d, d, 0x80c080c0;
+        and.b32 $0, $4, 0x81c081c0;
+        and.b32 $1, b, 0x81c081c0;
+        and.b32 $2, c, 0x81c081c0;
+        lop3.b32 $3, e, 0x01000100, d, 0xEA;
+        }
+        """,
+        constraints="=&r,=&r,=&r,=&r,r,r,r,r,r",
+        args=[x, sixteen],
+        dtype=(tl.bfloat16, tl.bfloat16),
         is_pure=True,
         pack=4,
     )
@@ -329,26 +400,29 @@ def decode_codes(packed, FORMAT: tl.constexpr, FP16: tl.constexpr, HAS_ZERO: tl.
                  RC: tl.constexpr, KC: tl.constexpr):  # fmt: skip
     """Bytes `[RC, KC, 4, 512]` of RC x KC chunks to 16-bit floats `[RC * 64, KC * chunk columns]` in register order.
 
-    FORMAT "int4": code * 2**-133 if RAW, else code - 8, or code + 128 (float16: + 1024) with HAS_ZERO; "int8": code -
-    128; "mxfp4": value * 2**-126; "mxfp8": value * 2**-120 (always bfloat16).
+    Integers: code times `weights.code_factors`, and times 2**-127 if RAW or HAS_ZERO, else less 8 or 128 before. For
+    float16: code - 8, with HAS_ZERO code + 1024 (int4); code - 128 (int8). "mxfp4": value * 2**-126; "mxfp8": value *
+    2**-120 (always bfloat16).
     """
     if FORMAT == "int4" or FORMAT == "mxfp4":
         if FORMAT == "mxfp4":
             a, b = e2m1_bf16(packed)
-        elif RAW:
-            a, b = u4_subnormal(packed)
         elif FP16:
             a, b = u4_fp16(packed, not HAS_ZERO)
+        elif RAW or HAS_ZERO:
+            a, b = u4_raw(packed)
         else:
-            a, b = u4_bf16(packed, not HAS_ZERO)
+            a, b = u4_bf16(packed)
         return fragments4(a, b, RC, KC)
     else:
         if FORMAT == "mxfp8":
             w = e4m3_bf16(packed)
         elif FP16:
-            w = s8_fp16(packed)
+            w = u8_fp16(packed)
+        elif RAW or HAS_ZERO:
+            w = u8_raw(packed)
         else:
-            w = s8_bf16(packed)
+            w = u8_bf16(packed)
         return fragments8(w, RC, KC)
 
 

@@ -22,12 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .decode import (
+    add_to_code,
     decode_codes,
     decode_group_values,
     decode_mx_scales,
+    e2m1_by_products,
+    e4m3_by_products,
+    fragments4,
     fragments8,
     fused_multiply_add,
-    times_minus_2_pow_minus_130,
+    middles,
 )
 from .epilogue import activate
 
@@ -258,34 +262,6 @@ def fetch(x, rows_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, x_s
 
 
 @gluon.jit
-def e4m3_by_products(x, sixteen):
-    """As `e4m3_bf16`, two of its seven instructions a word as products, which other units than shifts and masks do.
-
-    sixteen: 16, as a value that is not known when this is compiled: it would become shifts again.
-    """
-    return gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, s, fifteen;
-        and.b32 a, $2, 0x7f007f00;
-        shr.u32 a, a, 4;
-        lop3.b32 $0, $2, 0x80008000, a, 0xEA;
-        sub.s32 fifteen, $3, 1;
-        and.b32 a, $2, 0x00ff00ff;
-        mul.lo.u32 a, a, $3;
-        and.b32 s, a, 0x08000800;
-        mad.lo.u32 $1, s, fifteen, a;
-        }
-        """,
-        constraints="=&r,=&r,r,r,r,r,r",
-        args=[x, sixteen],
-        dtype=gl.bfloat16,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@gluon.jit
 def decode_step(memory, stage, k, GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
                 HAS_ZERO: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
     """One group's weights of one step, 16-bit [128, 64] in the matrix instruction's register layout."""
@@ -295,10 +271,13 @@ def decode_step(memory, stage, k, GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.const
     COUNT: gl.constexpr = scales_of(FORMAT, GROUP)[0]
     WORDS: gl.constexpr = scales_of(FORMAT, GROUP)[1]
     MX: gl.constexpr = FORMAT == "mxfp4" or FORMAT == "mxfp8"
-    REBASED: gl.constexpr = FORMAT == "int4" and GROUP > 0 and not HAS_ZERO and not FP16
+    REBASED: gl.constexpr = not MX and GROUP > 0 and not HAS_ZERO and not FP16
     packed = w_smem.index(stage).slice(2 * GROUP_OF_WARPS, 2).load(codes_layout(KC)).reshape(2, KC, 4, 512)
     if FORMAT == "mxfp8":
         w = fragments8(e4m3_by_products(packed, memory[9]), 2, KC)
+    elif FORMAT == "mxfp4":
+        a, b = e2m1_by_products(packed, memory[9])
+        w = fragments4(a, b, 2, KC)
     else:
         w = decode_codes(packed, FORMAT, FP16, HAS_ZERO, REBASED, 2, KC)
     w = gl.convert_layout(w, DOT, assert_trivial=True)
@@ -315,7 +294,7 @@ def decode_step(memory, stage, k, GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.const
         ROW: gl.constexpr = gl.SliceLayout(2, L3)
         scale = gl.convert_layout(scale, ROW, assert_trivial=True).expand_dims(2)
         if REBASED:
-            offset = decode_group_values(times_minus_2_pow_minus_130(words), FP16, 2, COUNT)
+            offset = decode_group_values(middles(words, FORMAT), FP16, 2, COUNT)
             offset = gl.convert_layout(offset, ROW, assert_trivial=True).expand_dims(2)
             w3, scale = gl.broadcast(w3, scale)
             w3, offset = gl.broadcast(w3, offset)
@@ -324,7 +303,9 @@ def decode_step(memory, stage, k, GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.const
             if HAS_ZERO:
                 zeros = z_smem.index(stage).slice(2 * GROUP_OF_WARPS, 2).load(scales_layout(COUNT, WORDS))
                 zero = decode_group_values(zeros, FP16, 2, COUNT)
-                w3 = w3 - gl.convert_layout(zero, ROW, assert_trivial=True).expand_dims(2)
+                zero = gl.convert_layout(zero, ROW, assert_trivial=True).expand_dims(2)
+                w3, zero = gl.broadcast(w3, zero)
+                w3 = w3 - zero if FP16 else add_to_code(w3, zero)
             w3 = w3 * scale
         w = gl.convert_layout(w3.reshape(ROWS, BK), DOT, assert_trivial=True)
     return w

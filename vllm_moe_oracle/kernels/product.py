@@ -13,11 +13,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .decode import (
+    add_to_code,
     decode_codes,
     decode_group_values,
     decode_mx_scales,
     fused_multiply_add,
-    times_minus_2_pow_minus_130,
+    middles,
 )
 
 
@@ -67,36 +68,37 @@ def weights_of(packed, words, zero_words, FORMAT: tl.constexpr, GROUP: tl.conste
     KC: tl.constexpr = packed.shape[1]
     VN: tl.constexpr = RC * 64
     MX: tl.constexpr = FORMAT == "mxfp4" or FORMAT == "mxfp8"
-    # Stored scales are the scales times a row's power of two (weights.py), up to 2**127.
-    REBASED: tl.constexpr = FORMAT == "int4" and GROUP > 0 and not HAS_ZERO and not FP16
+    INTEGER: tl.constexpr = FORMAT == "int4" or FORMAT == "int8"
+    # Stored scales are the scales times a row's power of two, up to 2**127 (`weights.rebased`).
+    REBASED: tl.constexpr = INTEGER and GROUP > 0 and not HAS_ZERO and not FP16
     w = decode_codes(packed, FORMAT, FP16 and not MX, HAS_ZERO, REBASED and not PROMOTE, RC, KC)
     factor = 0.0
     if MX:
         scale = decode_mx_scales(words, RC, (BK + 127) // 128, 4 if BK >= 128 else BK // 32)
         w = w * scale.expand_dims(2).broadcast_to(VN, BK // 32, 32).reshape(VN, BK)
-    elif GROUP > 0:
-        GROUPS: tl.constexpr = (BK + GROUP - 1) // GROUP
+    else:
+        GROUPS: tl.constexpr = (BK + GROUP - 1) // GROUP if GROUP > 0 else 1
         WIDTH: tl.constexpr = BK // GROUPS
-        scale = decode_group_values(words, FP16, RC, GROUPS)
         if HAS_ZERO:
             zero = decode_group_values(zero_words, FP16, RC, GROUPS)
-            w = w - zero.expand_dims(2).broadcast_to(VN, GROUPS, WIDTH).reshape(VN, BK)
-        if PROMOTE:
-            factor = scale.reshape(VN).to(tl.float32)
-            if REBASED:
-                factor *= 9.183549615799121e-41  # 2**-133
-        elif REBASED:
-            # (code - 8) * scale, rounded once: 8 scales is exact, and code * 2**-133 costs no arithmetic.
-            offset = decode_group_values(times_minus_2_pow_minus_130(words), FP16, RC, GROUPS)
-            w = fused_multiply_add(
-                w,
-                scale.expand_dims(2).broadcast_to(VN, GROUPS, WIDTH).reshape(VN, BK),
-                offset.expand_dims(2).broadcast_to(VN, GROUPS, WIDTH).reshape(VN, BK),
-            )
-        else:
-            w = w * scale.expand_dims(2).broadcast_to(VN, GROUPS, WIDTH).reshape(VN, BK)
-    elif HAS_ZERO:
-        w = w - decode_group_values(zero_words, FP16, RC, 1).broadcast_to(VN, BK)
+            zero = zero.expand_dims(2).broadcast_to(VN, GROUPS, WIDTH).reshape(VN, BK)
+            w = w - zero if FP16 else add_to_code(w, zero)
+        if GROUP > 0:
+            scale = decode_group_values(words, FP16, RC, GROUPS)
+            if PROMOTE:
+                factor = scale.reshape(VN).to(tl.float32)
+                if REBASED:
+                    factor *= 5.877471754111438e-39  # 2**-127
+            elif REBASED:
+                # (code - 8 or 128) * scale, rounded once: what is taken off is exact.
+                offset = decode_group_values(middles(words, FORMAT), FP16, RC, GROUPS)
+                w = fused_multiply_add(
+                    w,
+                    scale.expand_dims(2).broadcast_to(VN, GROUPS, WIDTH).reshape(VN, BK),
+                    offset.expand_dims(2).broadcast_to(VN, GROUPS, WIDTH).reshape(VN, BK),
+                )
+            else:
+                w = w * scale.expand_dims(2).broadcast_to(VN, GROUPS, WIDTH).reshape(VN, BK)
     return w, factor
 
 

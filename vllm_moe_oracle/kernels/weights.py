@@ -22,12 +22,37 @@ FORMATS = ("int4", "int8", "mxfp4", "mxfp8")
 _MX_EXCESS = {"mxfp4": 1, "mxfp8": 7}
 
 
-def rebased(format: str, group: int, dtype: torch.dtype, zero_points: bool) -> bool:
-    """Whether group scales are stored times a power of two per row, the row's largest near 2**127.
+def rebased(format: str, group: int, dtype: torch.dtype) -> bool:
+    """Whether group scales are stored times a power of two per row, which row_scale takes back.
 
-    The kernels then multiply codes as subnormal numbers (code * 2**-133) by them; row_scale takes the power back.
+    The row's largest is then near 2**127, because the kernels multiply codes as small numbers (`code_factors`) by them;
+    with zero points, which take another multiplication, near 1.
     """
-    return format == "int4" and group > 0 and dtype == torch.bfloat16 and not zero_points
+    return format in ("int4", "int8") and group > 0 and dtype == torch.bfloat16
+
+
+def code_factors(format: str, dtype: torch.dtype, rows: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """What decode.py makes of 1 in an integer code, for each of `rows` stored rows (a multiple of 16): float64.
+
+    A code is left in the mantissa where it is stored, bfloat16 `code * 2**-133`; of 4-bit codes those of rows g + 8 of
+    every 16 are four bits higher (order.py). A multiplication by 2**127 comes with the zero point or the scale.
+    """
+    factors = torch.ones(rows // 16, 2, 8, dtype=torch.float64, device=device)
+    if dtype == torch.bfloat16:
+        factors *= 2.0**-6
+        if format == "int4":
+            factors[:, 1] *= 16
+    return factors.reshape(rows)
+
+
+_SHUFFLES = {
+    "int4": order.shuffle_int4, "int8": order.shuffle_int8,
+    "mxfp4": order.shuffle_e2m1, "mxfp8": order.shuffle_e4m3,
+}  # fmt: skip
+_UNSHUFFLES = {
+    "int4": order.unshuffle_int4, "int8": order.unshuffle_int8,
+    "mxfp4": order.unshuffle_e2m1, "mxfp8": order.unshuffle_e4m3,
+}  # fmt: skip
 
 
 def bits_of(format: str) -> int:
@@ -123,7 +148,7 @@ def allocate(format: str, experts: int, hidden: int, intermediate: int, *, gated
     if reasons:
         raise ValueError("; ".join(reasons))
     mx = format.startswith("mx")
-    per_row = mx or not group or rebased(format, group, dtype, zero_points)
+    per_row = mx or not group or rebased(format, group, dtype)
 
     def matrix(rows: int, columns: int) -> Matrix:
         padded = order.padded_rows(rows)
@@ -151,11 +176,38 @@ def allocate(format: str, experts: int, hidden: int, intermediate: int, *, gated
     return OwnWeights(format, group, dtype, gated, w13, matrix(hidden, intermediate))
 
 
-def _zero_offset(format: str, dtype: torch.dtype) -> int:
-    """What decode.py adds to a code when the layer has zero points."""
-    if format == "int8":
-        return -128
-    return 128 if dtype == torch.bfloat16 else 1024
+def _zeros_fp16(format: str) -> int:
+    """What decode.py adds to a code for float16 activations when the layer has zero points."""
+    return -128 if format == "int8" else 1024
+
+
+def _load_integer_scales(
+    weights: OwnWeights, matrix: Matrix, expert: int, scales: torch.Tensor, zero_points: torch.Tensor | None
+) -> None:
+    """Stores scales and zero points of integer codes, `[N, K/g]`, rows in stored order."""
+    padded = matrix.codes.shape[1] * 64
+    padding = (0, padded - matrix.rows)
+    factors = code_factors(weights.format, weights.dtype, padded, scales.device)
+    if weights.group:
+        assert matrix.scales is not None
+        scales = scales.to(weights.dtype)
+        if matrix.row_scale is not None:
+            exponents = torch.frexp(scales.float().abs().amax(dim=1)).exponent
+            powers = 127 - exponents if zero_points is None else -exponents
+            scales = torch.ldexp(scales.double(), powers[:, None]).to(weights.dtype)
+            row_scale = torch.nn.functional.pad(torch.exp2(exponents.double()), padding)
+            matrix.row_scale[expert].copy_(row_scale / factors)
+        matrix.scales[expert].copy_(order.shuffle_group_scales(scales))
+    else:
+        assert matrix.row_scale is not None
+        matrix.row_scale[expert].copy_(torch.nn.functional.pad(scales[:, 0].double(), padding) / factors)
+    if zero_points is not None and matrix.zeros is not None:
+        values = zero_points.to(torch.int32)
+        if weights.dtype == torch.bfloat16:
+            stored = -(values * factors[: matrix.rows, None])
+        else:
+            stored = values + _zeros_fp16(weights.format)
+        matrix.zeros[expert].copy_(order.shuffle_group_scales(stored.to(weights.dtype)))
 
 
 def load_expert(weights: OwnWeights, which: str, expert: int, codes: torch.Tensor, scales: torch.Tensor,
@@ -178,12 +230,7 @@ def load_expert(weights: OwnWeights, which: str, expert: int, codes: torch.Tenso
     codes = interleave(codes.view(torch.uint8))
     scales = interleave(scales)
     target = matrix.codes[expert]
-    if weights.format == "int4":
-        order.shuffle_int4(codes, target)
-    elif weights.format == "mxfp4":
-        order.shuffle_e2m1(codes, target)
-    else:
-        order.shuffle_bytes(codes, target, offset=weights.format == "int8")
+    _SHUFFLES[weights.format](codes, target)
     padding = (0, target.shape[0] * 64 - matrix.rows)
     if weights.format.startswith("mx"):
         assert matrix.scales is not None and matrix.row_scale is not None
@@ -191,22 +238,9 @@ def load_expert(weights: OwnWeights, which: str, expert: int, codes: torch.Tenso
         matrix.scales[expert].copy_(words)
         factor = torch.exp2(largest.double() - 127 - _MX_EXCESS[weights.format])
         matrix.row_scale[expert].copy_(factor.masked_fill(largest == 255, float("nan")))
-    elif weights.group:
-        assert matrix.scales is not None
-        scales = scales.to(weights.dtype)
-        if matrix.row_scale is not None:
-            exponents = torch.frexp(scales.float().abs().amax(dim=1)).exponent
-            scales = torch.ldexp(scales.double(), (127 - exponents)[:, None]).to(weights.dtype)
-            factor = torch.exp2((exponents + 6).double())
-            matrix.row_scale[expert].copy_(torch.nn.functional.pad(factor, padding))
-        matrix.scales[expert].copy_(order.shuffle_group_scales(scales))
     else:
-        assert matrix.row_scale is not None
-        matrix.row_scale[expert].copy_(torch.nn.functional.pad(scales[:, 0].float(), padding))
-    if zero_points is not None and matrix.zeros is not None:
-        offset = _zero_offset(weights.format, weights.dtype)
-        values = (interleave(zero_points).to(torch.int32) + offset).to(weights.dtype)
-        matrix.zeros[expert].copy_(order.shuffle_group_scales(values))
+        zeros = None if zero_points is None else interleave(zero_points)
+        _load_integer_scales(weights, matrix, expert, scales, zeros)
     if bias is not None and matrix.bias is not None:
         matrix.bias[expert].copy_(torch.nn.functional.pad(interleave(bias).float(), padding))
 
@@ -222,12 +256,8 @@ def restore_expert(
     rows, columns = matrix.rows, matrix.columns
     restore = order.deinterleave_gate_up if which == "w13" and weights.gated else torch.Tensor.contiguous
     stored = matrix.codes[expert]
-    if weights.format == "int4":
-        codes = order.unshuffle_int4(stored, rows, columns)
-    elif weights.format == "mxfp4":
-        codes = order.unshuffle_e2m1(stored, rows, columns)
-    else:
-        codes = order.unshuffle_bytes(stored, rows, columns, offset=weights.format == "int8")
+    codes = _UNSHUFFLES[weights.format](stored, rows, columns)
+    factors = code_factors(weights.format, weights.dtype, stored.shape[0] * 64, stored.device)[:rows, None]
     if weights.format.startswith("mx"):
         assert matrix.scales is not None and matrix.row_scale is not None
         exponent = torch.log2(matrix.row_scale[expert].double()) + 127 + _MX_EXCESS[weights.format]
@@ -237,14 +267,19 @@ def restore_expert(
         assert matrix.scales is not None
         scales = order.unshuffle_group_scales(matrix.scales[expert], rows, weights.dtype)
         if matrix.row_scale is not None:
-            scales = (scales.double() * matrix.row_scale[expert, :rows, None].double() * 2.0**-133).to(weights.dtype)
+            power = matrix.row_scale[expert, :rows, None].double() * factors
+            if matrix.zeros is None:
+                power *= 2.0**-127
+            scales = (scales.double() * power).to(weights.dtype)
     else:
         assert matrix.row_scale is not None
-        scales = matrix.row_scale[expert, :rows, None]
+        scales = (matrix.row_scale[expert, :rows, None] * factors).float()
     zero_points = None
     if matrix.zeros is not None:
-        values = order.unshuffle_group_scales(matrix.zeros[expert], rows, weights.dtype).to(torch.int32)
-        zero_points = restore((values - _zero_offset(weights.format, weights.dtype)).to(torch.uint8))
+        values = order.unshuffle_group_scales(matrix.zeros[expert], rows, weights.dtype).double()
+        brain = weights.dtype == torch.bfloat16
+        values = -values / factors if brain else values - _zeros_fp16(weights.format)
+        zero_points = restore(values.to(torch.uint8))
     bias = None if matrix.bias is None else restore(matrix.bias[expert, :rows])
     return restore(codes), restore(scales), zero_points, bias
 

@@ -9,9 +9,10 @@ exchange between lanes afterwards. The same storage serves every tile size.
 Within a lane's 16 bytes, `half` is the row (g or g + 8), `k8` the column's offset by 8, `par` its parity:
 
 * integer codes, 4 bit: word = 16 columns; nibble `4 par + 2 k8 + half`.
-* e2m1: word = 16 columns; halfword `par`; its 16 bits hold code `half + 2 k8` as `bits` spreads them.
-* 8-bit codes: word = 8 columns; byte order (half, par) = (1, 0), (0, 0), (1, 1), (0, 1), so that one mask isolates the
-  two values of a register. Integer codes are stored as two's complement of `code - 128`.
+* e2m1: word = 16 columns; halfword `par`; its 16 bits hold code `half + 2 k8` as `operand_bits` spreads them.
+* integer codes, 8 bit: word = 8 columns; byte order (half, par) = (1, 0), (0, 0), (1, 1), (0, 1), so that one mask
+  isolates the two values of a register.
+* e4m3: word = 8 columns; halfword `par`; its 16 bits hold the codes of both rows as `operand_bits` spreads them.
 
 Rows of a gated w13 are interleaved in eights (gate 0..7, up 0..7, gate 8..15, ...): a gate value and its up value then
 sit in the same lane. N is padded with zeros to a multiple of 64 and K to a multiple of the chunk where it is not one.
@@ -23,12 +24,12 @@ from __future__ import annotations
 
 import torch
 
-from .bits import gather_bits, spread_bits
+from .operand_bits import gather_e2m1, gather_e4m3, spread_e2m1, spread_e4m3
 
 CHUNK_ROWS = 64
 CHUNK_BYTES = 2048
 _PART = 48
-"""Chunks of rows of e2m1 codes that are ordered at a time."""
+"""Chunks of rows of e2m1 or e4m3 codes that are ordered at a time."""
 
 
 def chunk_columns(bits: int) -> int:
@@ -121,36 +122,58 @@ def shuffle_e2m1(codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.
         blocks = chunk_shape(part.shape[0], columns, 4)[0]
         # A byte holds both parities.
         view = _pad(part, blocks * 64, columns * 32).view(blocks, 4, 2, 8, columns, 4, 2, 4)
-        words = spread_bits(view.permute(0, 4, 1, 3, 7, 5, 6, 2).reshape(-1, 4))
+        words = spread_e2m1(view.permute(0, 4, 1, 3, 7, 5, 6, 2).reshape(-1, 4))
         shuffled[first : first + blocks] = words.view(blocks, columns, CHUNK_BYTES)
     return shuffled
 
 
 def unshuffle_e2m1(shuffled: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Inverse of `shuffle_e2m1`: uint8 `[rows, columns/2]`, low nibble first."""
-    four = gather_bits(shuffled.reshape(-1, 4)).view(*shuffled.shape[:2], 4, 8, 4, 4, 2, 2)
+    four = gather_e2m1(shuffled.reshape(-1, 4)).view(*shuffled.shape[:2], 4, 8, 4, 4, 2, 2)
     padded = four.permute(0, 2, 7, 3, 1, 5, 6, 4).reshape(shuffled.shape[0] * 64, shuffled.shape[1] * 32)
     return padded[:rows, : columns // 2].contiguous()
 
 
-def shuffle_bytes(codes: torch.Tensor, out: torch.Tensor | None = None, *, offset: bool = False) -> torch.Tensor:
-    """Orders 8-bit codes, uint8 `[N, K]`, into uint8 `[N/64, K/32, 2048]`.
-
-    With `offset` (integer codes) each byte is stored as two's complement of `code - 128`; e4m3 bytes stay as they are.
-    """
+def _fragments8(codes: torch.Tensor) -> torch.Tensor:
+    """Codes uint8 `[N, K]` to `[N/64, K/32, warp, g, t, word, par, half]`."""
     rows, columns, _ = chunk_shape(codes.shape[0], codes.shape[1], 8)
-    view = _pad(codes ^ 128 if offset else codes, rows * 64, columns * 32).view(rows, 4, 2, 8, columns, 4, 4, 2)
-    # [N/64, 4, half, g, K/32, word, t, par] -> [N/64, K/32, warp, g, t, word, par, half], half 1 in the lower byte.
-    shuffled = view.permute(0, 4, 1, 3, 6, 5, 7, 2).flip(-1).reshape(rows, columns, CHUNK_BYTES)
+    view = _pad(codes, rows * 64, columns * 32).view(rows, 4, 2, 8, columns, 4, 4, 2)
+    return view.permute(0, 4, 1, 3, 6, 5, 7, 2)
+
+
+def _matrix8(fragments: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    padded = fragments.permute(0, 2, 7, 3, 1, 5, 4, 6).reshape(fragments.shape[0] * 64, fragments.shape[1] * 32)
+    return padded[:rows, :columns].contiguous()
+
+
+def shuffle_int8(codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Orders unsigned 8-bit codes, uint8 `[N, K]`, into uint8 `[N/64, K/32, 2048]`."""
+    # Half 1 is in the lower byte.
+    shuffled = _fragments8(codes).flip(-1).reshape(chunk_shape(codes.shape[0], codes.shape[1], 8))
     return shuffled if out is None else out.copy_(shuffled)
 
 
-def unshuffle_bytes(shuffled: torch.Tensor, rows: int, columns: int, *, offset: bool = False) -> torch.Tensor:
-    """Inverse of `shuffle_bytes`: uint8 `[rows, columns]`."""
+def unshuffle_int8(shuffled: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Inverse of `shuffle_int8`: uint8 `[rows, columns]`."""
     fragments = shuffled.view(*shuffled.shape[:2], 4, 8, 4, 4, 2, 2).flip(-1)
-    padded = fragments.permute(0, 2, 7, 3, 1, 5, 4, 6).reshape(shuffled.shape[0] * 64, shuffled.shape[1] * 32)
-    codes = padded[:rows, :columns].contiguous()
-    return codes ^ 128 if offset else codes
+    return _matrix8(fragments, rows, columns)
+
+
+def shuffle_e4m3(codes: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Orders e4m3 codes, uint8 `[N, K]`, into bit-permuted uint8 `[N/64, K/32, 2048]`."""
+    rows, columns, _ = chunk_shape(codes.shape[0], codes.shape[1], 8)
+    shuffled = codes.new_empty((rows, columns, CHUNK_BYTES)) if out is None else out
+    for first in range(0, rows, _PART):
+        part = _fragments8(codes[first * CHUNK_ROWS : (first + _PART) * CHUNK_ROWS])
+        halves = spread_e4m3(part[..., 0], part[..., 1])
+        shuffled[first : first + part.shape[0]] = halves.view(part.shape[0], columns, CHUNK_BYTES)
+    return shuffled
+
+
+def unshuffle_e4m3(shuffled: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Inverse of `shuffle_e4m3`: uint8 `[rows, columns]`."""
+    codes = torch.stack(gather_e4m3(shuffled.view(*shuffled.shape[:2], 4, 8, 4, 4, 2, 2)), dim=-1)
+    return _matrix8(codes, rows, columns)
 
 
 def mx_scale_shape(rows: int, columns: int) -> tuple[int, int, int]:

@@ -1,0 +1,84 @@
+"""Spreads the bits of e2m1 and e4m3 codes over halfwords so that few instructions make them bfloat16, and back.
+
+Of a word, each half holds codes of its own; both are decoded at once. The value of a code is left times 2**-126 (e2m1)
+or 2**-120 (e4m3) where its sign is at bit 15 of a half, its lowest exponent bit at bit 7 and its mantissa below.
+
+* e2m1, four codes a half. Bits that take (sign, high exponent bit, low exponent bit, mantissa):
+  ``(15, 8, 7, 6)``, by a mask; ``(11, 4, 3, 2)``, after a shift to the left by 4; ``(5 of the other half, 14, 13,
+  12)``, after a rotation to the right by 6; ``(9, 10, 1, 0)``, the high exponent bit after a shift to the right by 2,
+  the others to the left by 6. Nine instructions for eight codes. A mask and three rotations, which would be seven,
+  cannot place all codes; of the six ways with one rotation more, this one shifts to the left most often, which
+  multipliers can do.
+* e4m3, two codes a half. Bits that take (sign, exponent, mantissa): ``(15, 10 to 7, 6 to 4)``, by a mask; ``(11, 14 to
+  12 and 3, 2 to 0)``, after a shift to the left by 4 (sign, lowest exponent bit, mantissa) and one to the right by 4.
+  Five instructions for four codes.
+
+Everything is computed on bytes: what is in memory beside input and output is less than either.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def spread_e2m1(four: Tensor) -> Tensor:
+    """Four bytes of two e2m1 codes each to the four bytes of their word, the lowest first: uint8 `[..., 4]`, both.
+
+    Low nibbles go to the word's lower half, high ones to the upper half.
+    """
+    if four.is_meta:
+        # Only the shape is asked for, and there torch computes it in Python: 20 ms for the operations below.
+        return torch.empty(four.shape, dtype=torch.uint8, device="meta")
+    low = [byte & 15 for byte in four.unbind(-1)]
+    halves = [_low_byte(low), _high_byte(low)]
+    sign = (low[2] & 8) << 2
+    del low
+    high = [byte >> 4 for byte in four.unbind(-1)]
+    halves[0] |= (high[2] & 8) << 2
+    return torch.stack([*halves, _low_byte(high) | sign, _high_byte(high)], dim=-1)
+
+
+def gather_e2m1(word: Tensor) -> Tensor:
+    """Inverse of `spread_e2m1`."""
+    lower, lower_high, upper, upper_high = word.unbind(-1)
+    pairs = zip(_codes(lower, lower_high, upper), _codes(upper, upper_high, lower), strict=True)
+    return torch.stack([low | (high << 4) for low, high in pairs], dim=-1)
+
+
+def _low_byte(codes: list[Tensor]) -> Tensor:
+    """All but bit 5, which is the other half's."""
+    return ((codes[0] & 3) << 6) | ((codes[1] & 7) << 2) | (codes[3] & 3)
+
+
+def _high_byte(codes: list[Tensor]) -> Tensor:
+    first, second, third, fourth = codes
+    result = ((first & 8) << 4) | ((first & 4) >> 2)
+    result |= (third & 7) << 4
+    result |= second & 8
+    return result | (fourth & 4) | ((fourth & 8) >> 2)
+
+
+def _codes(low: Tensor, high: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    first = ((high >> 4) & 8) | ((high & 1) << 2) | (low >> 6)
+    second = (high & 8) | ((low >> 2) & 7)
+    third = ((other >> 2) & 8) | ((high >> 4) & 7)
+    fourth = ((high << 2) & 8) | (high & 4) | (low & 3)
+    return first, second, third, fourth
+
+
+def spread_e4m3(first: Tensor, second: Tensor) -> Tensor:
+    """Two e4m3 codes, uint8 of any shape, to the two bytes of their half, the lower first: uint8 `[..., 2]`."""
+    low = ((first & 15) << 4) | (second & 15)
+    high = (first & 0x80) | (second & 0x70)
+    high |= (first >> 4) & 7
+    high |= (second >> 4) & 8
+    return torch.stack([low, high], dim=-1)
+
+
+def gather_e4m3(halves: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse of `spread_e4m3`: the first and the second code of uint8 `[..., 2]`."""
+    low, high = halves.unbind(-1)
+    first = (high & 0x80) | ((high & 7) << 4) | (low >> 4)
+    second = ((high & 8) << 4) | (high & 0x70) | (low & 15)
+    return first, second
