@@ -6,10 +6,10 @@ lanes.
 
 The bit tricks: the bits of an integer below 256, as a bfloat16, are that integer times 2**-133, a subnormal number up
 to 127 and a normal one above. So a code may stay where it is stored, and one fused multiply-add scales it and takes off
-its zero point. In float16 a code OR-ed into the mantissa of 1024 is that number plus the code. e2m1 and e4m3 bits moved
-to bfloat16's exponent and mantissa are the value times 2**-126 or 2**-120, subnormals included (IEEE 754 and OCP
-Microscaling Formats 1.0 have the same structure). The factors return with the scales (`weights.code_factors`). The two
-NaN codes of e4m3 decode to +-480.
+the middle (or, before a scale, a zero point of its own). In float16 a code OR-ed into the mantissa of 1024 is that
+number plus the code. e2m1 and e4m3 bits moved to bfloat16's exponent and mantissa are the value times 2**-126 or
+2**-120, subnormals included (IEEE 754 and OCP Microscaling Formats 1.0 have the same structure). The factors return
+with the scales (`weights.code_factors`). The two NaN codes of e4m3 decode to +-480.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def rebased(format: str, group: int, dtype: torch.dtype) -> bool:
     """Whether group scales are stored times a power of two per row, which row_scale takes back.
 
     The row's largest is then near 2**127, because the kernels multiply codes as small numbers (`code_factors`) by them;
-    with zero points, which take another multiplication, near 1.
+    with zero points, which are taken off by a multiply-add before (REBASED is false there), near 1.
     """
     return format in ("int4", "int8") and group > 0 and dtype == torch.bfloat16
 
@@ -36,6 +36,7 @@ def code_factors(format: str, dtype: torch.dtype, rows: int, device: torch.devic
 
     A code is left in the mantissa where it is stored, bfloat16 `code * 2**-133`; of 4-bit codes those of rows g + 8 of
     every 16 are four bits higher (order.py). A multiplication by 2**127 comes with the zero point or the scale.
+    row_scale has what is left over: it is infinite for scales from 2**122 on, with which weights leave bfloat16, too.
     """
     factors = torch.ones(rows // 16, 2, 8, dtype=torch.float64, device=device)
     if dtype == torch.bfloat16:
@@ -212,7 +213,8 @@ def _load_integer_scales(
 
 def load_expert(weights: OwnWeights, which: str, expert: int, codes: torch.Tensor, scales: torch.Tensor,
                 zero_points: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> None:  # fmt: skip
-    """Stores one expert's canonical tensors; `which` is "w13" or "w2". Needs memory for that one matrix at most.
+    """Stores one expert's canonical tensors; `which` is "w13" or "w2". Beside these it needs
+    memory for a few copies of the matrix's codes: four of int4, three of mxfp4, two of 8-bit codes.
 
     codes uint8 `[N, K * bits / 8]` (or float8_e4m3fn), scales `[N, K/g]`, zero_points uint8 `[N, K/g]`, bias `[N]`.
     """

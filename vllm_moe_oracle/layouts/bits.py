@@ -5,7 +5,7 @@ sign, exponent and mantissa of the first three codes stand where bfloat16 has th
 the fourth fill the gaps. Bit of a half that takes (sign, high exponent bit, low exponent bit, mantissa bit):
 ``(15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 11, 10, 13)``.
 
-Everything is computed on bytes: what is in memory beside input and output is less than either.
+Everything is computed on bytes: beside input and output there is in memory what two inputs take.
 """
 
 from __future__ import annotations

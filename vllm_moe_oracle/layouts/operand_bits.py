@@ -13,7 +13,8 @@ or 2**-120 (e4m3) where its sign is at bit 15 of a half, its lowest exponent bit
   12 and 3, 2 to 0)``, after a shift to the left by 4 (sign, lowest exponent bit, mantissa) and one to the right by 4.
   Five instructions for four codes.
 
-Everything is computed on bytes: what is in memory beside input and output is less than either.
+Everything is computed on bytes: beside input and output there is in memory what two inputs and a quarter take (e2m1),
+or one (e4m3).
 """
 
 from __future__ import annotations
