@@ -25,7 +25,7 @@ from vllm_moe_oracle.kernels import fp8_moe, fp8_products, fp8_quantise, gemm, p
 from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights  # noqa: E402
 
 KERNELS = ["count_slots", "add_chunks", "place_slots", "quantise_rows", "product", "quantise_rows", "product",
-           "sum_slots"]  # fmt: skip
+           "sum_strips"]  # fmt: skip
 FP8 = {**TYPES, torch.float8_e4m3fn: "*fp8e4nv"}
 
 
@@ -45,7 +45,7 @@ def launches_of(monkeypatch: pytest.MonkeyPatch, hidden: int, inner: int, activa
     found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     modules = {
         prefill_route: ("count_slots", "add_chunks", "place_slots"), fp8_quantise: ("quantise_rows",),
-        fp8_products: ("product",), gemm: ("sum_slots",),
+        fp8_products: ("product",), gemm: ("sum_strips",),
     }  # fmt: skip
     for module, names in modules.items():
         for name in names:

@@ -31,8 +31,8 @@ from vllm_moe_oracle.kernels import fused_moe, prefill_launch  # noqa: E402
 from vllm_moe_oracle.kernels.prefill_config import Prefill, measured_table, reasons_against, stages_of  # noqa: E402
 from vllm_moe_oracle.kernels.weights import allocate  # noqa: E402
 
-KERNELS = ("count_slots", "place_slots", "gate_up", "down", "sum_slots")
-SPILLS = {("down", "qwen-int8"): 16}
+KERNELS = ("count_slots", "place_slots", "gate_up", "down", "sum_strips")
+SPILLS = dict.fromkeys((("down", "gptoss"), ("down", "kimi"), ("down", "nemotron")), 8)
 """Bytes a thread that Triton 3.9 keeps on the stack, outside the loops, where 3.6 keeps none."""
 
 
@@ -123,6 +123,34 @@ def check(monkeypatch: pytest.MonkeyPatch, layer: str, **extra: Any) -> None:
 
 def test_persistent_kernels_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, "qwen-int4")
+
+
+def test_half_of_a_large_sum_runs_beside_the_second_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both halves of the columns in one compiled kernel each, and room for the sum's programs beside the second."""
+    monkeypatch.setattr(prefill_launch, "_processors", lambda device: 132)
+    for layer, tiles in (("qwen-int4", 8), ("gptoss", 12), ("nemotron", 11), ("kimi", 28)):
+        whole = kernels_compile.launches(monkeypatch, layer, 256, Prefill())[-2:]
+        monkeypatch.setattr(prefill_launch, "_BESIDE", 256 * LAYERS[layer][5] * LAYERS[layer][2] * 2)
+        launches = kernels_compile.launches(monkeypatch, layer, 256, Prefill())
+        monkeypatch.undo()
+        monkeypatch.setattr(prefill_launch, "_processors", lambda device: 132)
+        names = [kernel.__name__ for kernel, _, _ in launches]
+        assert names == [*KERNELS[:4], "down", "sum_strips"]
+        first, second, total = (
+            dict(zip(kernel.arg_names, args, strict=False)) | kwargs for kernel, args, kwargs in launches[-3:]
+        )
+        assert (first["begin"], first["tiles"]) == (0, tiles // 2)
+        assert (second["begin"], second["tiles"]) == (tiles // 2, tiles - tiles // 2)
+        assert total["ready"] == tiles // 2
+        # Nothing that is compiled depends on the number of tokens.
+        for alone, parted in zip(whole, launches[-2:], strict=True):
+            assert {key: value for key, value in alone[2].items()} == parted[2]
+        assert all(name in launches[-2][0].do_not_specialize for name in ("begin", "tiles"))
+        assert "ready" in launches[-1][0].do_not_specialize
+        threads = 32 * 4 * 3
+        assert first["maxnreg"] * threads + total["maxnreg"] * 32 * 4 <= 65536
+        shared = compile_launch(*launches[-2]).metadata.shared + compile_launch(*launches[-1]).metadata.shared
+        assert shared + 2 * 1024 <= 228 * 1024, f"{layer}: a program of each kernel does not fit"
 
 
 def test_lists_of_very_many_slots_compile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,8 @@ from memcheck_control import EXACT
 from vllm_moe_oracle.kernels.config import Config, Tile
 
 KERNELS = (
-    "gate_up", "down", "down_sweep", "down_merged", "sum_slots", "sort_slots", "sort_many_slots", "round_trip_rows",
-    "count_slots", "add_chunks", "place_slots",
+    "gate_up", "down", "down_sweep", "down_merged", "sum_slots", "sum_strips", "sort_slots", "sort_many_slots",
+    "round_trip_rows", "count_slots", "add_chunks", "place_slots",
 )  # fmt: skip
 TILES = {
     "list": (17, Config(Tile(16, 128, 128, stages=3), Tile(16, 64, 128))),
@@ -99,11 +99,17 @@ def run_prefill(cases: list[Case]) -> bool:
     import test_prefill
     import torch
 
+    from vllm_moe_oracle.kernels import prefill_launch
+
+    whole = prefill_launch._BESIDE
     for each in cases:
         _, weights = test_prefill.layer_of(each)
         for tokens in PREFILL:
-            test_prefill.call(weights, *test_prefill.inputs(each, tokens, "negative"), each)
-            torch.cuda.synchronize()
+            for beside in (whole, 0):  # the second product in one launch, and in two
+                prefill_launch._BESIDE = beside
+                test_prefill.call(weights, *test_prefill.inputs(each, tokens, "negative"), each)
+                torch.cuda.synchronize()
+    prefill_launch._BESIDE = whole
     return bool(cases)
 
 

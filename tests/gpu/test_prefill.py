@@ -144,6 +144,35 @@ def test_stages_agree_bitwise(case: Case, config: Prefill) -> None:
     assert torch.equal(call(weights, x, router, ids, case, config), call(weights, x, router, ids, case))
 
 
+@pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.name)
+def test_two_launches_of_the_second_product_give_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, weights = layer_of(case)
+    for tokens, routing in ((1, "random"), (17, "negative"), (129, "none"), (700, "random"), (2200, "one")):
+        given = inputs(case, tokens, routing)
+        for options in ({}, {"pdl": False}, {"apply_router_weight_on_input": True}):
+            whole = call(weights, *given, case, **options)
+            with monkeypatch.context() as patch:
+                patch.setattr(prefill_launch, "_BESIDE", 0)
+                assert torch.equal(call(weights, *given, case, **options), whole)
+
+
+@pytest.mark.parametrize("top_k", (2, 8))
+def test_a_sum_beside_the_second_product_reads_what_is_there(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer so large that the sum does run beside: programs that began too early would add up poison."""
+    case = Case("large", "int4", 128, hidden=2048, inner=768, experts=8, top_k=top_k)
+    _, weights = layer_of(case)
+    x, router, ids = inputs(case, 65536 // top_k)
+    whole = call(weights, x, router, ids, case)
+    assert ids.numel() * case.hidden * 2 >= prefill_launch._BESIDE
+    with monkeypatch.context() as patch:
+        patch.setattr(prefill_launch, "_BESIDE", 1 << 62)
+        alone = call(weights, x, router, ids, case)
+    assert torch.isfinite(whole).all()
+    assert torch.equal(whole, alone)
+    for _ in range(20):
+        assert torch.equal(call(weights, x, router, ids, case), alone)
+
+
 @pytest.mark.parametrize("experts", (1, 8, 100, 128, 384, 512))
 @pytest.mark.parametrize("tokens", (3, 64, 512, 3000))
 def test_lists_of_slots_and_blocks(experts: int, tokens: int) -> None:

@@ -397,6 +397,33 @@ def sum_slots(partial_ptr, out_ptr, ids_ptr, map_ptr, hidden, out_stride, TOP_K:
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=column < hidden)
 
 
+@triton.jit(do_not_specialize=["tokens", "ready"])
+def sum_strips(partial_ptr, out_ptr, ids_ptr, map_ptr, tokens, hidden, out_stride, ready, TOP_K: tl.constexpr,
+               HAS_MAP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """What `sum_slots` computes, in strips of 256 columns, the first `ready` of which are there when this one begins.
+
+    ready: fewer than all, as kernels after this one rely on its waiting for the one before. Grid
+    `(ceil(tokens / 4) * ceil(hidden / 256),)`: one strip of four tokens each, the first strips' programs first.
+    """
+    groups = (tokens + 3) // 4
+    strip = tl.program_id(0) // groups
+    token = (tl.program_id(0) % groups) * 4 + tl.arange(0, 4)[:, None]
+    column = strip * 256 + tl.arange(0, 256)[None, :]
+    valid = ()
+    for j in tl.static_range(TOP_K):
+        ids = local_ids(ids_ptr, map_ptr, token * TOP_K + j, token < tokens, HAS_MAP)
+        valid = valid + ((ids >= 0) & (column < hidden),)
+    if PDL:  # noqa: SIM102 - one is known when compiled, the other is not
+        if strip >= ready:
+            gdc_wait()
+    total = tl.zeros([4, 256], tl.float32)
+    partial_ptrs = partial_ptr + token.to(tl.int64) * (TOP_K * hidden) + column
+    for j in tl.static_range(TOP_K):
+        total += tl.load(partial_ptrs + j * hidden, mask=valid[j], other=0.0).to(tl.float32)
+    out = out_ptr + token.to(tl.int64) * out_stride + column
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=(token < tokens) & (column < hidden))
+
+
 @triton.jit
 def round_trip_rows(x_ptr, out_ptr, columns, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out = x through MXFP8 and back (`mx_round_trip` per 32 columns); grid (rows, ceil(columns / BLOCK))."""

@@ -112,8 +112,9 @@ def share(blocks_ptr, tiles, MOVE: gl.constexpr):
     have the same tile along N in each otherwise, where the tiles of a block divide the programs, and the last tile of
     a block is a short one. Who has one tile more of the first list has one less of the second.
     """
-    large = gl.load(blocks_ptr) * tiles
-    small = gl.load(blocks_ptr + 1) * tiles
+    both = gl.load(blocks_ptr.to(gl.pointer_type(gl.int64)))  # in one load: one address
+    large = both.to(gl.int32) * tiles
+    small = (both >> 32).to(gl.int32) * tiles
     programs = gl.num_programs(0)
     last = gl.program_id(0)  # the place in the round that is not full
     if MOVE:
@@ -225,8 +226,8 @@ def row_pointers(x_ptr, rows_ptr, start, rows, x_stride, offset, COUNT: gl.const
 
 
 @gluon.jit
-def fetch(x, rows_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, x_stride, columns, n_chunks, s_stride,
-          GATHER: gl.constexpr, TOP_K: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
+def fetch(x, rows_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, begin, x_stride, columns, n_chunks,
+          s_stride, GATHER: gl.constexpr, TOP_K: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
           HAS_ZERO: gl.constexpr, STAGES: gl.constexpr, MOVE: gl.constexpr):  # fmt: skip
     """The warps that copy."""
     stage = 0
@@ -242,7 +243,7 @@ def fetch(x, rows_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, x_s
         e64 = expert.to(gl.int64)
         scales = s_ptr + e64 * s_stride
         zeros = z_ptr + e64 * s_stride
-        first = tile_n * (ROWS * 2 // 64)
+        first = (begin + tile_n) * (ROWS * 2 // 64)
         if rows > 96:
             stage, phase = fetch_tile(
                 x, rows_ptr, codes, scales, zeros, memory, stage, phase, start, rows, expert * n_chunks + first, first,
@@ -454,8 +455,8 @@ def work_tile(memory, stage, phase, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr
 
 
 @gluon.jit
-def work(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr, routers_ptr, most, tiles, columns, width,
-         n_chunks, alpha, beta, limit,
+def work(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr, routers_ptr, most, tiles, begin, columns,
+         width, n_chunks, alpha, beta, limit,
          GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
          HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr,
          GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr, STAGES: gl.constexpr,
@@ -472,7 +473,7 @@ def work(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr, route
         expert, start, rows, tile_n, taken, other = pick(one, two, taken, other, large, small)
         # Arrives while this tile is worked on.
         one, two = look(blocks_ptr, most, tiles, taken, other, place, mirrored, MOVE)
-        first = (tile_n * 2 + GROUP_OF_WARPS) * ROWS
+        first = ((begin + tile_n) * 2 + GROUP_OF_WARPS) * ROWS
         row_scale = row_scale_ptr + expert.to(gl.int64) * padded
         biases = bias_ptr + expert.to(gl.int64) * padded
         if first >= padded:
@@ -552,13 +553,13 @@ def gate_up(x_ptr, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_p
     memory = ring(sixteen, x_ptr.dtype.element_ty, ROWS // 2 if GATED else ROWS, FORMAT, GROUP, HAS_ZERO, STAGES)
     gl.warp_specialize(
         [
-            (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, most, tiles, columns,
-                    inner, n_chunks, alpha, beta, limit, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
+            (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, most, tiles, 0,
+                    columns, inner, n_chunks, alpha, beta, limit, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
                     WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES, MOVE)),
-            (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, most, tiles, columns,
-                    inner, n_chunks, alpha, beta, limit, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
+            (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, most, tiles, 0,
+                    columns, inner, n_chunks, alpha, beta, limit, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
                     WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES, MOVE)),
-            (fetch, (x_ptr, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, x_stride, columns,
+            (fetch, (x_ptr, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, 0, x_stride, columns,
                      n_chunks, s_stride, True, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, MOVE)),
         ],
         [4, 4],
@@ -566,9 +567,9 @@ def gate_up(x_ptr, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_p
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["most", "tiles", "sixteen"])
+@gluon.jit(do_not_specialize=["most", "tiles", "begin", "sixteen"])
 def down(h, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, blocks_ptr, most,
-         tiles, columns, hidden, n_chunks, s_stride, sixteen,
+         tiles, begin, columns, hidden, n_chunks, s_stride, sixteen,
          TOP_K: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
          HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT_INPUT: gl.constexpr, PDL: gl.constexpr,
          STAGES: gl.constexpr, MOVE: gl.constexpr):  # fmt: skip
@@ -576,7 +577,7 @@ def down(h, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_pt
 
     h [slots, columns] in the order of sorted: descriptor, boxes [32, 64]; partial [slots, hidden]; both 16-bit. Columns
     are a multiple of 64, or, where no groups of 32 integers have scales, of 32: what is copied beyond them is 0.
-    WEIGHT_INPUT: router weights were applied to the input. The rest as in `gate_up`.
+    begin: the first of `tiles`. WEIGHT_INPUT: router weights were applied to the input. The rest as in `gate_up`.
     """
     if PDL:
         gdc_wait()
@@ -585,14 +586,14 @@ def down(h, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_pt
     gl.warp_specialize(
         [
             (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, most, tiles,
-                    columns, hidden, n_chunks, 0.0, 0.0, 0.0, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
-                    not WEIGHT_INPUT, True, False, "", False, STAGES, MOVE)),
+                    begin, columns, hidden, n_chunks, 0.0, 0.0, 0.0, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
+                    HAS_BIAS, not WEIGHT_INPUT, True, False, "", False, STAGES, MOVE)),
             (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, most, tiles,
-                    columns, hidden, n_chunks, 0.0, 0.0, 0.0, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
-                    not WEIGHT_INPUT, True, False, "", False, STAGES, MOVE)),
-            (fetch, (h, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, columns, columns,
+                    begin, columns, hidden, n_chunks, 0.0, 0.0, 0.0, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
+                    HAS_BIAS, not WEIGHT_INPUT, True, False, "", False, STAGES, MOVE)),
+            (fetch, (h, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, begin, columns, columns,
                      n_chunks, s_stride, False, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, MOVE)),
         ],
         [4, 4],
-        [208, 80],
+        [208, 32],
     )  # fmt: skip

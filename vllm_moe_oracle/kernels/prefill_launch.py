@@ -15,7 +15,11 @@ from .weights import Matrix, OwnWeights
 
 _CODES = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
 _ROWS = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+# Registers of a thread of `prefill.down` (384 threads): what a multiprocessor has is enough for a program of
+# `gemm.sum_strips` (128 threads of 56) beside it then.
+_REGISTERS = 152
 _CHUNK = 128  # slots that one program of the sorting kernels counts
+_BESIDE = 100_000_000  # bytes of the second product's results from which half of them are summed beside the rest
 _FEW = 64 * 128  # so many counts are added up by every program that needs the sums, without a launch for it
 
 
@@ -103,14 +107,23 @@ def sort_slots(
 
 
 def sum_slots(
-    partial: torch.Tensor, out: torch.Tensor, topk_ids: torch.Tensor, expert_map: torch.Tensor | None, *, pdl: bool
+    partial: torch.Tensor,
+    out: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    *,
+    ready: int = 0,
+    pdl: bool,
 ) -> None:
-    """Launches `gemm.sum_slots`: out, 16-bit `[tokens, hidden]`, from partial, `[slots, hidden]`."""
+    """Launches `gemm.sum_strips`: out, 16-bit `[tokens, hidden]`, from partial, `[slots, hidden]`.
+
+    ready: that many strips of 256 columns were there before the kernel began that this one is launched behind.
+    """
     tokens, top_k = topk_ids.shape
     hidden = out.shape[1]
-    gemm.sum_slots[(tokens, -(-hidden // 1024))](
-        partial, out, topk_ids, topk_ids if expert_map is None else expert_map, hidden, out.stride(0), TOP_K=top_k,
-        HAS_MAP=expert_map is not None, BLOCK=1024, num_warps=4, **launch_options(pdl),
+    gemm.sum_strips[(-(-tokens // 4) * -(-hidden // 256),)](
+        partial, out, topk_ids, topk_ids if expert_map is None else expert_map, tokens, hidden, out.stride(0), ready,
+        TOP_K=top_k, HAS_MAP=expert_map is not None, num_warps=4, maxnreg=56, **launch_options(pdl),
     )  # fmt: skip
 
 
@@ -171,10 +184,15 @@ def launch(
         GATED=weights.gated, ACTIVATION=activation, HAS_LIMIT=limit is not None,
         STAGES=stages_of(weights, config, weights.gated), MOVE=w13.rows % 256 > 0, **_flags(w13), **shared,
     )  # fmt: skip
-    prefill.down[grid](
-        TensorDescriptor.from_tensor(h.view(slots, -1), [32, 64], _ROWS), codes(w2),
-        *operands(w2), partial, ordered, routers, table, blocks, -(-w2.rows // 256), weights.intermediate,
-        weights.hidden, w2.codes.shape[1], stride(w2), 16, STAGES=stages_of(weights, config, False),
-        MOVE=w2.rows % 256 > 0, **_flags(w2), **shared,
-    )  # fmt: skip
-    sum_slots(partial, out, topk_ids, expert_map, pdl=pdl)
+    # Two launches, where the sum over top-k of the first one's columns is worth hiding behind the second. `sum_strips`
+    # begins when all programs of the kernel before it run: those have waited for the end of the one before.
+    tiles = -(-w2.rows // 256)
+    ready = tiles // 2 if partial.numel() * 2 >= _BESIDE else 0
+    for begin, end in ((0, ready), (ready, tiles)) if ready else ((0, tiles),):
+        prefill.down[grid](
+            TensorDescriptor.from_tensor(h.view(slots, -1), [32, 64], _ROWS), codes(w2),
+            *operands(w2), partial, ordered, routers, table, blocks, end - begin, begin, weights.intermediate,
+            weights.hidden, w2.codes.shape[1], stride(w2), 16, STAGES=stages_of(weights, config, False),
+            MOVE=w2.rows % 256 > 0, maxnreg=_REGISTERS, **_flags(w2), **shared,
+        )  # fmt: skip
+    sum_slots(partial, out, topk_ids, expert_map, ready=ready, pdl=pdl)
