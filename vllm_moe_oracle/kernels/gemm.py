@@ -413,7 +413,8 @@ def sum_strips(partial_ptr, out_ptr, ids_ptr, map_ptr, tokens, hidden, out_strid
     for j in tl.static_range(TOP_K):
         ids = local_ids(ids_ptr, map_ptr, token * TOP_K + j, token < tokens, HAS_MAP)
         valid = valid + ((ids >= 0) & (column < hidden),)
-    if PDL:  # noqa: SIM102 - one is known when compiled, the other is not
+    # Not one condition: PDL is known when the kernel is compiled, the other when it runs.
+    if PDL:
         if strip >= ready:
             gdc_wait()
     total = tl.zeros([4, 256], tl.float32)

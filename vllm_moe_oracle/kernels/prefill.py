@@ -586,11 +586,11 @@ def down(h, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_pt
     gl.warp_specialize(
         [
             (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, most, tiles,
-                    begin, columns, hidden, n_chunks, 0.0, 0.0, 0.0, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
-                    HAS_BIAS, not WEIGHT_INPUT, True, False, "", False, STAGES, MOVE)),
+                    begin, columns, hidden, n_chunks, 0.0, 0.0, 0.0, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
+                    not WEIGHT_INPUT, True, False, "", False, STAGES, MOVE)),
             (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, most, tiles,
-                    begin, columns, hidden, n_chunks, 0.0, 0.0, 0.0, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
-                    HAS_BIAS, not WEIGHT_INPUT, True, False, "", False, STAGES, MOVE)),
+                    begin, columns, hidden, n_chunks, 0.0, 0.0, 0.0, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
+                    not WEIGHT_INPUT, True, False, "", False, STAGES, MOVE)),
             (fetch, (h, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, begin, columns, columns,
                      n_chunks, s_stride, False, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, MOVE)),
         ],
