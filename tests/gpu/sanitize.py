@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -101,15 +102,14 @@ def run_prefill(cases: list[Case]) -> bool:
 
     from vllm_moe_oracle.kernels import prefill_launch
 
-    whole = prefill_launch._BESIDE
     for each in cases:
         _, weights = test_prefill.layer_of(each)
         for tokens in PREFILL:
-            for beside in (whole, 0):  # the second product in one launch, and in two
-                prefill_launch._BESIDE = beside
-                test_prefill.call(weights, *test_prefill.inputs(each, tokens, "negative"), each)
+            # The second product in one launch, and in two.
+            for beside in (1 << 62, 0):
+                with mock.patch.object(prefill_launch, "_BESIDE", beside):
+                    test_prefill.call(weights, *test_prefill.inputs(each, tokens, "negative"), each)
                 torch.cuda.synchronize()
-    prefill_launch._BESIDE = whole
     return bool(cases)
 
 

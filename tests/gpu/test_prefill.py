@@ -144,7 +144,17 @@ def test_stages_agree_bitwise(case: Case, config: Prefill) -> None:
     assert torch.equal(call(weights, x, router, ids, case, config), call(weights, x, router, ids, case))
 
 
-@pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.name)
+WIDER = (
+    Case("int4-wide", "int4", 64, hidden=704, inner=192, dtype=torch.float16, zero_points=True),
+    Case("mxfp4-wide", "mxfp4", 32, "swigluoai", bias=True, limit=7.0, experts=16, top_k=4, hidden=1088, inner=192),
+    Case("mxfp8-wide", "mxfp8", 32, "relu2", hidden=1344, inner=320, top_k=3),
+)
+"""Three, five and six tiles of columns, of which the last is a short one."""
+
+
+@pytest.mark.parametrize(
+    "case", [*(case for case in PREFILL_CASES if case.hidden > 256), *WIDER], ids=lambda case: case.name
+)
 def test_two_launches_of_the_second_product_give_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     _, weights = layer_of(case)
     for tokens, routing in ((1, "random"), (17, "negative"), (129, "none"), (700, "random"), (2200, "one")):
@@ -162,15 +172,17 @@ def test_a_sum_beside_the_second_product_reads_what_is_there(top_k: int, monkeyp
     case = Case("large", "int4", 128, hidden=2048, inner=768, experts=8, top_k=top_k)
     _, weights = layer_of(case)
     x, router, ids = inputs(case, 65536 // top_k)
-    whole = call(weights, x, router, ids, case)
     assert ids.numel() * case.hidden * 2 >= prefill_launch._BESIDE
+    both = (x, x.flip(0).contiguous())
     with monkeypatch.context() as patch:
         patch.setattr(prefill_launch, "_BESIDE", 1 << 62)
-        alone = call(weights, x, router, ids, case)
-    assert torch.isfinite(whole).all()
-    assert torch.equal(whole, alone)
-    for _ in range(20):
-        assert torch.equal(call(weights, x, router, ids, case), alone)
+        alone = [call(weights, each, router, ids, case) for each in both]
+    assert not torch.equal(*alone)
+    # By turns: what a multiprocessor still had from the call before would be of the other x.
+    for turn in range(20):
+        whole = call(weights, both[turn % 2], router, ids, case)
+        assert torch.isfinite(whole).all()
+        assert torch.equal(whole, alone[turn % 2])
 
 
 @pytest.mark.parametrize("experts", (1, 8, 100, 128, 384, 512))

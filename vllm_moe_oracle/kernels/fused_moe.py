@@ -1,4 +1,4 @@
-"""The launcher: a fused MoE layer over quantised weights, in two to six kernels and no allocation but of a copy of x
+"""The launcher: a fused MoE layer over quantised weights, in two to seven kernels and no allocation but of a copy of x
 whose rows are not aligned, for many tokens.
 
     weights = allocate("mxfp4", experts, hidden, intermediate, bias=True, device="cuda")   # then load_expert(...)

@@ -2,7 +2,8 @@
 what is before and after them.
 
 `gate_up` computes `h = activation(x @ w13.T + b13)` for the slots of each expert, `down` computes `h @ w2.T + b2`
-times the router weights (`down_sweep` for few columns, `down_merged` for few tokens), `sum_slots` sums over top-k.
+times the router weights (`down_sweep` for few columns, `down_merged` for few tokens), `sum_slots` sums over top-k,
+`sum_strips` too, for many tokens.
 
 The products take a one-dimensional grid of `blocks * tiles along N * SPLIT` programs, the last fastest. `counters` must
 be zero when a kernel starts and is zero again when it ends. With PDL a kernel starts while its predecessor still runs
@@ -402,8 +403,9 @@ def sum_strips(partial_ptr, out_ptr, ids_ptr, map_ptr, tokens, hidden, out_strid
                HAS_MAP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """What `sum_slots` computes, in strips of 256 columns, the first `ready` of which are there when this one begins.
 
-    ready: fewer than all, as kernels after this one rely on its waiting for the one before. Grid
-    `(ceil(tokens / 4) * ceil(hidden / 256),)`: one strip of four tokens each, the first strips' programs first.
+    ready: fewer than all, as kernels after this one rely on its waiting for the one before. These strips are read without
+    a wait of this kernel's: every multiprocessor runs a program of the kernel before, which has waited for them.
+    Grid `(ceil(tokens / 4) * ceil(hidden / 256),)`: one strip of four tokens each, the first strips' programs first.
     """
     groups = (tokens + 3) // 4
     strip = tl.program_id(0) // groups

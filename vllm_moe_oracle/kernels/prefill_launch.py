@@ -1,4 +1,4 @@
-"""The launcher's other half: a fused MoE layer for many tokens, in five or six kernels and no allocation but of a
+"""The launcher's other half: a fused MoE layer for many tokens, in five to seven kernels and no allocation but of a
 copy of x whose rows are not aligned."""
 
 from __future__ import annotations
