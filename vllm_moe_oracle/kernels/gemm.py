@@ -403,8 +403,8 @@ def sum_strips(partial_ptr, out_ptr, ids_ptr, map_ptr, tokens, hidden, out_strid
                HAS_MAP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """What `sum_slots` computes, in strips of 256 columns, the first `ready` of which are there when this one begins.
 
-    ready: fewer than all, as kernels after this one rely on its waiting for the one before. These strips are read without
-    a wait of this kernel's: every multiprocessor runs a program of the kernel before, which has waited for them.
+    ready: fewer than all, as kernels after this one rely on its waiting for the one before. These strips are read
+    without a wait of this kernel's: every multiprocessor runs a program of the kernel before, which has waited.
     Grid `(ceil(tokens / 4) * ceil(hidden / 256),)`: one strip of four tokens each, the first strips' programs first.
     """
     groups = (tokens + 3) // 4
