@@ -5,7 +5,7 @@
 #
 # Makes the environment (examples/setup.sh), writes a tiny random Qwen3-MoE checkpoint in ModelOpt's MXFP8 format, serves
 # it with vLLM and the plugin on a free port of this machine, asks for a completion, shows who computed it, and stops.
-# Options before `--` go to tests/checkpoints.py (e.g. --seed 7, --format bf16), those after it to `vllm serve`.
+# Options before `--` go to tests/lib/checkpoints.py (e.g. --seed 7, --format bf16), those after it to `vllm serve`.
 # Environment: START_TIMEOUT, seconds that the server may take to become healthy (default 300).
 set -euo pipefail
 
@@ -89,7 +89,7 @@ fail() {
 }
 
 say "writing a tiny checkpoint to $work/model"
-"$bin/python" "$root/tests/checkpoints.py" "$work/model" ${checkpoint_options[@]+"${checkpoint_options[@]}"} ||
+PYTHONPATH=$root "$bin/python" -m tests.lib.checkpoints "$work/model" ${checkpoint_options[@]+"${checkpoint_options[@]}"} ||
     fail "the checkpoint could not be written"
 
 port=$("$bin/python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
@@ -190,7 +190,7 @@ for record in records:
 sys.exit(not complete)
 PY
 elif grep -q '"quantization_config"' "$work/model/config.json"; then
-    fail "the plugin wrote no report of its decisions: stock vLLM served the quantised experts"
+    fail "the plugin wrote no report of its decisions: stock vLLM served the quantized experts"
 fi
 
 say "vllm-moe-oracle status:"

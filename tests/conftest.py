@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.lib.cli import Run, runner
+
+# Small tensors on a busy machine: OpenMP's threads spin while they wait for each other, and cost 20 times the work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Shared and slow machines are no defect; the same examples each time, and nothing is written beside the tests.
 settings.register_profile(
@@ -19,12 +25,18 @@ settings.load_profile("repeatable")
 @pytest.fixture
 def explain(tmp_path: Path) -> Any:
     """Reads a config as a checkpoint folder with that config.json, and what else is given by file name."""
-    from vllm_moe_oracle.checkpoint import Layers, layers, read
+    from vllm_moe_oracle.checkpoint import MoeLayers, find_moe_layers, read_checkpoint
 
-    def run(data: dict[str, Any], tp: int = 1, ep: bool = False, **files: Any) -> Layers:
+    def run(data: dict[str, Any], tp: int = 1, ep: bool = False, **files: Any) -> MoeLayers:
         (tmp_path / "config.json").write_text(json.dumps(data))
         for name, content in files.items():
             (tmp_path / f"{name}.json").write_text(json.dumps(content))
-        return layers(read(tmp_path), tp, ep)
+        return find_moe_layers(read_checkpoint(tmp_path), tp, ep)
 
     return run
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command line tool in this process."""
+    return runner(monkeypatch, capsys)

@@ -1,23 +1,44 @@
 #!/usr/bin/env bash
-# Makes the environment of examples/setup.sh with the test tools, then runs ruff, mypy and pytest.
+# Makes the environment of examples/setup.sh with the test tools, then runs ruff, mypy and pytest on two processes.
 #
-#   bash tests/run.sh [PYTEST ARGUMENTS...]
-#   bash tests/run.sh --matrix [PYTEST ARGUMENTS...]    the tests that need other vLLM releases
+#   bash tests/run.sh [PYTEST ARGUMENTS...]             the default tier: what every change must pass
+#   bash tests/run.sh --full [PYTEST ARGUMENTS...]      the tests that the default tier leaves out; no ruff, no mypy
+#   bash tests/run.sh --matrix [PYTEST ARGUMENTS...]    the tests of other vLLM releases, whose sources are downloaded
+#   bash tests/run.sh --lint                            ruff and mypy alone
 #
-# Exit status 0 only if every tool is content. pytest comes last, so that its closing line is the last one.
+# --cov, in front of the arguments of pytest, reports line and branch coverage. Environment: WORKERS, the number of
+# processes (2); LINT=0 leaves ruff and mypy out of the default tier.
+# Exit status 0 only if every tool passes. pytest comes last, so that its closing line is the last one.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+tier=default
+case ${1:-} in
+    --full | --matrix | --lint)
+        tier=${1#--}
+        shift
+        ;;
+    -h | --help)
+        sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+esac
+
 bash "$root/examples/setup.sh" --test
 cd "$root"
 PATH=$root/.venv/bin:$PATH
 export PATH
 
-if [ "${1:-}" = --matrix ]; then
+# Two workers on two cores: more threads in each only make them wait for each other.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+pytest=(pytest -n "${WORKERS:-2}" --dist worksteal)
+case $tier in
+    full) pytest+=(-m "(full or slow) and not gpu and not matrix") ;;
+    matrix) pytest+=(-m "matrix and not gpu" --dist loadgroup) ;;
+esac
+if [ "${1:-}" = --cov ]; then
     shift
-    # By file: their tests of the oldest and the newest release run by default, and are no "matrix" by their mark.
-    exec pytest -m "not gpu and not slow" --durations=5 \
-        tests/cpu/test_surface.py tests/cpu/test_registration.py tests/e2e/test_matrix.py "$@"
+    pytest+=(--cov=vllm_moe_oracle --cov-branch --cov-report=term:skip-covered --cov-report=xml)
 fi
 
 failed=""
@@ -25,10 +46,14 @@ check() {
     printf '== %s\n' "$*"
     "$@" || failed="$failed '$*'"
 }
-check ruff check .
-check ruff format --check .
-check mypy
-if [ -n "$failed" ]; then printf '== FAILED before pytest:%s\n' "$failed"; fi
-printf '== pytest %s\n' "$*"
-pytest "$@" || failed="$failed 'pytest'"
+if { [ "$tier" = default ] && [ "${LINT:-1}" = 1 ]; } || [ "$tier" = lint ]; then
+    check ruff check .
+    check ruff format --check .
+    check mypy
+    if [ -n "$failed" ]; then printf '== FAILED before pytest:%s\n' "$failed"; fi
+fi
+if [ "$tier" != lint ]; then
+    printf '== %s\n' "${pytest[*]} $*"
+    "${pytest[@]}" "$@" || failed="$failed 'pytest'"
+fi
 [ -z "$failed" ]

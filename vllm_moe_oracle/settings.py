@@ -1,11 +1,10 @@
 """Every setting of the plugin: name, type, default, help. The only reader of the environment.
 
-A setting comes, later ones over earlier ones, from its default, from the environment variable ``MOE_ORACLE_<NAME>``,
-from vLLM's ``--additional-config '{"moe_oracle": {"<name>": ...}}'``, and in the command line tool from ``--set
-name=value``. Those that are settled before there is an engine (`enabled`, `force`, `strict`) are refused in
-``--additional-config``. An unknown name, or a value that a setting cannot take, is an error that lists what is valid;
-nothing is ignored. A variable of ours that is set to nothing (``MOE_ORACLE_BACKEND=``) is as good as not set, which is
-how scripts and container files hand on what nobody chose.
+The sources of a setting, in increasing precedence: its default, the environment variable ``MOE_ORACLE_<NAME>``, vLLM's
+``--additional-config '{"moe_oracle": {"<name>": ...}}'`` and, in the command line tool, ``--set name=value``. Settings
+that take effect before an engine has a config (`enabled`, `force`, `strict`) are refused in ``--additional-config``. An
+unknown name or an invalid value is an error that lists the valid ones. An empty variable (``MOE_ORACLE_BACKEND=``)
+counts as not set, because scripts and container files pass variables on that way.
 """
 
 from __future__ import annotations
@@ -20,33 +19,35 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from .errors import SettingError, meant
-from .oracle import objectives
-from .oracle.overrides import Override, parse
+from .core import objectives
+from .core.overrides import Override, parse_override
+from .errors import SettingError, did_you_mean
 
-PREFIX = "MOE_ORACLE_"
-SECTION = "moe_oracle"
+ENV_PREFIX = "MOE_ORACLE_"
+CONFIG_SECTION = "moe_oracle"
 AUTO = "auto"
-_RECORDS = "_MOE_ORACLE_RECORDS"
-"""No setting: one process of a server sets it for those that it starts."""
+_RECORDS_DIR_VAR = "_MOE_ORACLE_RECORDS"
+"""Not a setting: the first process of a server sets it for the processes that it starts."""
 
 OnUnavailable = Literal["error", "fallback"]
 Activations = Literal["checkpoint", "16bit"]
 SelfCheck = Literal["off", "group", "all", "strict"]
 ScaleRule = Literal["ceil", "floor", "llm-compressor"]
-"""The rules of `vllm_moe_oracle.schemes.mxfp8.scale_exponents`, which imports torch."""
+"""The rules of `vllm_moe_oracle.schemes.mxfp8.e8m0_from_amax`, which imports torch."""
 
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off"})
+_TRUE_WORDS = frozenset({"1", "true", "yes", "on"})
+_FALSE_WORDS = frozenset({"0", "false", "no", "off"})
 
 
 def _boolean(value: object, where: str) -> bool:
     if isinstance(value, bool):
         return value
     word = str(value).strip().lower()
-    if word in _TRUE or word in _FALSE:
-        return word in _TRUE
-    raise SettingError(f"{value!r} is no truth value", f"Write one of {', '.join(sorted(_TRUE | _FALSE))}", where)
+    if word in _TRUE_WORDS or word in _FALSE_WORDS:
+        return word in _TRUE_WORDS
+    raise SettingError(
+        f"{value!r} is not a boolean", f"Write one of {', '.join(sorted(_TRUE_WORDS | _FALSE_WORDS))}", where
+    )
 
 
 def _seconds(value: object, where: str) -> float:
@@ -55,25 +56,25 @@ def _seconds(value: object, where: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise SettingError(f"{value!r} is no time in seconds", "Write a number above 0", where)
+        raise SettingError(f"{value!r} is not a time in seconds", "Write a number above 0", where)
     return seconds
 
 
-def _part(value: object, where: str) -> float:
+def _fraction(value: object, where: str) -> float:
     text = str(value).strip()
     try:
-        part = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        fraction = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
-        part = math.nan
-    if isinstance(value, bool) or not 0 <= part < 1:
-        raise SettingError(f"{value!r} is no part of a whole", "Write a number from 0 to 1, or a percentage: 3%", where)
-    return part
+        fraction = math.nan
+    if isinstance(value, bool) or not 0 <= fraction < 1:
+        raise SettingError(f"{value!r} is not in [0, 1)", "Write a number from 0 to 1, or a percentage: 3%", where)
+    return fraction
 
 
 def _objective(value: object, where: str) -> str:
     if isinstance(value, Mapping):
         value = ",".join(f"{tokens}:{weight}" for tokens, weight in value.items())
-    return objectives.parse(_name(value, where), where).name
+    return objectives.parse_objective(_name(value, where), where).name
 
 
 def _name(value: object, where: str) -> str:
@@ -88,11 +89,11 @@ def _path(value: object, where: str) -> str:
     return value
 
 
-def _names(value: object, where: str) -> tuple[str, ...]:
+def _name_list(value: object, where: str) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [part for part in value.split(",") if part.strip()]
     if not isinstance(value, list | tuple):
-        raise SettingError(f"{value!r} is no list of names", "Separate names with commas", where)
+        raise SettingError(f"{value!r} is not a list of names", "Separate names with commas", where)
     return tuple(_name(part, where) for part in value)
 
 
@@ -102,14 +103,14 @@ def _overrides(value: object, where: str) -> tuple[Override, ...]:
     if isinstance(value, Mapping):
         pairs = [(_name(pattern, where), _name(backend, where)) for pattern, backend in value.items()]
     elif isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
-        # The last "=" separates: an expression may hold one, a backend's name does not.
+        # The last "=" separates: a pattern may contain one, the name of a backend does not.
         pairs = [(before, after) for before, _, after in (str(part).rpartition("=") for part in value)]
     else:
         remedy = (
             r'Write re:layers\.[0-9]\.=marlin (several with ";"), or a JSON object {"re:layers\\.[0-9]\\.": "marlin"}'
         )
-        raise SettingError(f"{value!r} is no list of overrides", remedy, where)
-    return tuple(parse(pattern, backend, where) for pattern, backend in pairs)
+        raise SettingError(f"{value!r} is not a list of overrides", remedy, where)
+    return tuple(parse_override(pattern, backend, where) for pattern, backend in pairs)
 
 
 def _one_of(words: tuple[str, ...]) -> Callable[[object, str], str]:
@@ -122,108 +123,128 @@ def _one_of(words: tuple[str, ...]) -> Callable[[object, str], str]:
     return read
 
 
-def _setting(default: Any, read: Callable[[object, str], Any], help: str, metavar: str, early: bool = False) -> Any:
-    """A field; `early` when it counts before there is an engine whose ``--additional-config`` could set it."""
-    return field(default=default, metadata={"read": read, "help": help, "metavar": metavar, "early": early})
+def _setting(
+    default: Any, read: Callable[[object, str], Any], help: str, metavar: str, startup_only: bool = False
+) -> Any:
+    """A field of `Settings`; `startup_only` if it takes effect before an engine has an ``--additional-config``."""
+    metadata = {"read": read, "help": help, "metavar": metavar, "startup_only": startup_only}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the user asked for. `sources` says where each setting that is not at its default came from."""
+    """The user's settings. `sources` has the origin of each one that is not at its default."""
 
-    enabled: bool = _setting(True, _boolean, "use the plugin; 0 leaves vLLM as it is", "0|1", early=True)
+    enabled: bool = _setting(True, _boolean, "use the plugin; 0 leaves vLLM unchanged", "0|1", startup_only=True)
     force: bool = _setting(
-        False, _boolean, "serve vLLM releases outside the tested range instead of standing down", "0|1", early=True
+        False,
+        _boolean,
+        "serve vLLM releases outside the tested range instead of standing down",
+        "0|1",
+        startup_only=True,
     )
     strict: bool = _setting(
         False,
         _boolean,
-        "a reason to stand down is an error instead; so is a setting that would come to nothing (an override without "
-        "layers, a profile that cannot be read)",
+        "raise an error instead of standing down, and for settings without effect (an override that matches no layer, "
+        "a profile that cannot be read)",
         "0|1",
-        early=True,
+        startup_only=True,
     )
-    backend: str = _setting(AUTO, _name, "backend for every layer, or auto; goes before vLLM's --moe-backend", "NAME")
+    backend: str = _setting(
+        AUTO, _name, "backend for every layer, or auto; takes precedence over vLLM's --moe-backend", "NAME"
+    )
     overrides: tuple[Override, ...] = _setting(
         (),
         _overrides,
-        "backends for the layers whose name matches a regular expression; goes before all",
+        "backends for the layers whose name matches a regular expression; take precedence over everything else",
         "RE=NAME;...",
     )
-    disable: tuple[str, ...] = _setting((), _names, "backends that are no candidates", "NAME,...")
+    disable: tuple[str, ...] = _setting((), _name_list, "backends that must not be chosen", "NAME,...")
     on_unavailable: OnUnavailable = _setting(
         "error",
         _one_of(get_args(OnUnavailable)),
-        "what an explicitly chosen backend that cannot run leads to; a fallback is logged",
+        "what happens when an explicitly chosen backend cannot run: an error, or a logged fallback",
         "error|fallback",
     )
     activations: Activations = _setting(
         "checkpoint",
         _one_of(get_args(Activations)),
-        "precision of the experts' inputs: what the checkpoint declares, or left in the model's 16 bits",
+        "precision of the experts' inputs: as the checkpoint declares it, or the model's 16-bit dtype",
         "checkpoint|16bit",
     )
     allow_activation_quantization: bool = _setting(
-        False, _boolean, "also offer backends that quantise activations which nobody asked to quantise", "0|1"
+        False,
+        _boolean,
+        "also consider backends that quantize activations although the checkpoint does not declare it",
+        "0|1",
     )
     self_check: SelfCheck = _setting(
         "group",
         _one_of(get_args(SelfCheck)),
-        "compare kernels with the reference at load: not, one layer of each group, every layer, or one layer of each "
-        "group with a refusal to start where it fails",
+        "compare kernels with the reference at load time: never, for one layer of each group, for every layer, or for "
+        "one layer of each group with a failure being an error",
         "off|group|all|strict",
     )
     mxfp8_scale_rule: ScaleRule = _setting(
         "ceil",
         _one_of(get_args(ScaleRule)),
-        "how weights that are quantised to MXFP8 while they load get their scales: as vLLM, as the MX specification, "
-        "or as the compressed-tensors package",
+        "rule for the scales of weights that are quantized to MXFP8 at load time: vLLM's (ceil), the MX "
+        "specification's (floor) or the compressed-tensors package's",
         "ceil|floor|llm-compressor",
     )
     mxfp4_scale_rule: ScaleRule = _setting(
         "llm-compressor",
         _one_of(get_args(ScaleRule)),
-        "the same for experts that are quantised to MXFP4 while they load; vLLM does as the compressed-tensors package",
+        "the same for experts that are quantized to MXFP4 at load time; vLLM uses the compressed-tensors package's",
         "ceil|floor|llm-compressor",
     )
-    agreement_seconds: float = _setting(
+    rank_sync_timeout: float = _setting(
         600.0,
         _seconds,
-        "how long a rank waits for the others, which may still load or check, before it gives up with an error",
+        "how long a rank waits for the other ranks, which may still load or check weights, before it fails",
         "SECONDS",
     )
-    measured: bool = _setting(True, _boolean, "choose by measurements, where there are some of such a machine", "0|1")
+    use_measurements: bool = _setting(
+        True, _boolean, "choose by measurements, if there are any for this kind of machine", "0|1"
+    )
     objective: str = _setting(
         "balanced",
         _objective,
-        "numbers of tokens that a measured choice is for: decode (1 to 256), prefill (512 to 4096), balanced (half and "
+        "token counts that measured choices optimize: decode (1 to 256), prefill (512 to 4096), balanced (half and "
         "half), or weights by number of tokens",
         "decode|prefill|balanced|TOKENS:WEIGHT,...",
     )
-    margin: float = _setting(
-        0.03, _part, "by what part a backend must be faster than the one that comes first, to be taken instead", "PART"
+    min_speedup: float = _setting(
+        0.03, _fraction, "minimum speedup over the static choice for another backend to replace it", "FRACTION"
     )
-    second_copy: bool = _setting(
+    allow_second_layout: bool = _setting(
         False,
         _boolean,
-        "let a layer keep its weights for two backends, one for few tokens and one for many, where that is faster",
+        "let a layer keep its weights in two layouts, for a backend at few tokens and another at many, if that is "
+        "faster",
         "0|1",
     )
     ragged_shards: bool = _setting(
         False,
         _boolean,
-        "cut integer experts between whole scale groups where equal shares would split one: ranks then differ in size",
+        "shard integer experts at the boundaries of scale groups if equal shards would split one; ranks then differ in "
+        "size",
         "0|1",
     )
     cache: str = _setting(
-        "", _path, "folder of the measurements that tune keeps; by default the user's cache folder", "DIR"
+        "", _path, "directory of the measurements that tune writes; by default in the user's cache directory", "DIR"
     )
-    profile: str = _setting("", _path, "file of measurements that goes before the cache; never written", "FILE")
-    report: str = _setting("", _path, "file that each process appends its decisions to, one JSON object a line", "PATH")
+    profile: str = _setting(
+        "", _path, "file of measurements that takes precedence over the cache; never written", "FILE"
+    )
+    report: str = _setting(
+        "", _path, "file to which each process appends its decisions, one JSON object per line", "PATH"
+    )
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def source(self, name: str) -> str:
-        """Where the setting's value came from: ``default`` or the place that set it."""
+        """The origin of a setting's value: ``default``, or what set it."""
         return self.sources.get(name, "default")
 
 
@@ -232,13 +253,13 @@ FIELDS: Mapping[str, dataclasses.Field[Any]] = MappingProxyType(
 )
 
 
-def variable(name: str) -> str:
+def env_var(name: str) -> str:
     """The environment variable of a setting."""
-    return PREFIX + name.upper()
+    return ENV_PREFIX + name.upper()
 
 
-def _unknown(name: str, valid: list[str], where: str) -> SettingError:
-    return SettingError(f"unknown setting {name!r}", f"{meant(name, valid)}Valid are {', '.join(valid)}", where)
+def _unknown_setting(name: str, valid: list[str], where: str) -> SettingError:
+    return SettingError(f"unknown setting {name!r}", f"{did_you_mean(name, valid)}Valid are {', '.join(valid)}", where)
 
 
 def load(
@@ -246,15 +267,15 @@ def load(
     additional_config: object = None,
     assignments: Mapping[str, str] | None = None,
 ) -> Settings:
-    """The settings in force.
+    """The effective settings.
 
     Args:
-        environment: environment variables, of which empty ones do not count; None reads the process's own.
-        additional_config: vLLM's ``additional_config``; our part is its key ``moe_oracle``.
+        environment: environment variables; empty ones count as not set. None reads the process's own.
+        additional_config: vLLM's ``additional_config``; our section is its key ``moe_oracle``.
         assignments: ``--set`` of the command line tool, by setting name.
 
     Raises:
-        SettingError: an unknown name, or a value that the setting cannot take.
+        SettingError: an unknown name or an invalid value.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -263,125 +284,125 @@ def load(
         values[name] = FIELDS[name].metadata["read"](value, where)
         sources[name] = where
 
-    variables = {variable(name): name for name in FIELDS}
+    variables = {env_var(name): name for name in FIELDS}
     for key, value in sorted((os.environ if environment is None else environment).items()):
-        if key.startswith(PREFIX):
+        if key.startswith(ENV_PREFIX):
             if key not in variables:
-                raise _unknown(key, sorted(variables), "environment")
+                raise _unknown_setting(key, sorted(variables), "environment")
             if not value:
                 continue
             put(variables[key], value, f"environment variable {key}")
 
-    for name, setting in _section(additional_config).items():
+    for name, setting in _plugin_section(additional_config).items():
         if name not in FIELDS:
-            raise _unknown(str(name), sorted(FIELDS), f"--additional-config {SECTION}")
-        if FIELDS[name].metadata["early"]:
-            rule = "this is settled when the process starts, before an engine has a config"
-            raise SettingError(rule, f"Set {variable(name)} instead", f"--additional-config {SECTION}.{name}")
-        put(name, setting, f"--additional-config {SECTION}.{name}")
+            raise _unknown_setting(str(name), sorted(FIELDS), f"--additional-config {CONFIG_SECTION}")
+        if FIELDS[name].metadata["startup_only"]:
+            rule = "this takes effect when the process starts, before an engine has a config"
+            raise SettingError(rule, f"Set {env_var(name)} instead", f"--additional-config {CONFIG_SECTION}.{name}")
+        put(name, setting, f"--additional-config {CONFIG_SECTION}.{name}")
 
     for name, word in (assignments or {}).items():
         if name not in FIELDS:
-            raise _unknown(name, sorted(FIELDS), "--set")
+            raise _unknown_setting(name, sorted(FIELDS), "--set")
         put(name, word, f"--set {name}")
     return Settings(**values, sources=sources)
 
 
-def strict_wanted(environment: Mapping[str, str] | None = None) -> bool:
-    """The setting `strict` by itself, however wrong the others are; a value that cannot be read counts as set.
+def is_strict(environment: Mapping[str, str] | None = None) -> bool:
+    """The setting `strict` alone, even if others are invalid; an invalid value counts as set.
 
     Args:
         environment: environment variables; None reads the process's own.
     """
-    value = (os.environ if environment is None else environment).get(variable("strict"))
+    value = (os.environ if environment is None else environment).get(env_var("strict"))
     try:
         return bool(value) and _boolean(value, "")
     except SettingError:
         return True
 
 
-def _section(additional_config: object) -> Mapping[str, object]:
-    section = additional_config.get(SECTION, {}) if isinstance(additional_config, Mapping) else {}
+def _plugin_section(additional_config: object) -> Mapping[str, object]:
+    section = additional_config.get(CONFIG_SECTION, {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(section, Mapping):
         remedy = 'Write {"moe_oracle": {"backend": "emulation"}}'
-        raise SettingError(f"{section!r} is no JSON object", remedy, f"--additional-config {SECTION}")
+        raise SettingError(f"{section!r} is not a JSON object", remedy, f"--additional-config {CONFIG_SECTION}")
     return section
 
 
-def environment(name: str) -> str | None:
-    """A variable that is not ours, for the few places that have to look at one."""
+def get_env(name: str) -> str | None:
+    """An environment variable that is not this project's; None if it is not set."""
     return os.environ.get(name)
 
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""Which GPUs a process sees."""
+VISIBLE_GPUS_VAR = "CUDA_VISIBLE_DEVICES"
+"""The variable that selects the GPUs of a process."""
 
 
 @contextlib.contextmanager
-def seeing(gpu: str | None) -> Iterator[None]:
-    """Processes that are begun meanwhile see one GPU, before anything that they import can ask for GPUs.
+def visible_gpu(gpu: str | None) -> Iterator[None]:
+    """Processes that are started within this context see one GPU only.
 
     Args:
-        gpu: as `VISIBLE` has it; None leaves what this process sees.
+        gpu: its name in `VISIBLE_GPUS_VAR`; None leaves the GPUs of this process.
     """
-    before = os.environ.get(VISIBLE)
+    before = os.environ.get(VISIBLE_GPUS_VAR)
     if gpu is not None:
-        os.environ[VISIBLE] = gpu
+        os.environ[VISIBLE_GPUS_VAR] = gpu
     try:
         yield
     finally:
         if before is not None:
-            os.environ[VISIBLE] = before
+            os.environ[VISIBLE_GPUS_VAR] = before
         elif gpu is not None:
-            del os.environ[VISIBLE]
+            del os.environ[VISIBLE_GPUS_VAR]
 
 
 def batch_invariant() -> bool:
-    """Whether vLLM's ``VLLM_BATCH_INVARIANT`` asks for it, as vLLM reads it.
+    """Whether vLLM's ``VLLM_BATCH_INVARIANT`` is on, read as vLLM reads it.
 
     Raises:
-        SettingError: it is no integer, which vLLM would not start with.
+        SettingError: it is not an integer; vLLM does not start with such a value.
     """
-    value = environment("VLLM_BATCH_INVARIANT")
+    value = get_env("VLLM_BATCH_INVARIANT")
     try:
         return value is not None and bool(int(value))
     except ValueError as error:
-        raise SettingError(f"{value!a} is no integer", "Set it to 1 or 0", "VLLM_BATCH_INVARIANT") from error
+        raise SettingError(f"{value!a} is not an integer", "Set it to 1 or 0", "VLLM_BATCH_INVARIANT") from error
 
 
-def records_folder() -> str | None:
-    """Where the processes of one server leave their decisions for its metrics endpoint; None where there is no such."""
-    return os.environ.get(_RECORDS)
+def records_dir() -> str | None:
+    """The directory in which the processes of one server write decisions for its metrics endpoint; None without one."""
+    return os.environ.get(_RECORDS_DIR_VAR)
 
 
-def set_records_folder(folder: str | None) -> None:
-    """Names that folder to this process and those that it starts; None takes the name away."""
+def set_records_dir(folder: str | None) -> None:
+    """Sets that directory for this process and the processes that it starts; None unsets it."""
     if folder is None:
-        os.environ.pop(_RECORDS, None)
+        os.environ.pop(_RECORDS_DIR_VAR, None)
     else:
-        os.environ[_RECORDS] = folder
+        os.environ[_RECORDS_DIR_VAR] = folder
 
 
-def cache_folder(settings: Settings) -> Path:
-    """Where measurements are kept: the setting `cache`, or the user's cache folder by the XDG rules.
+def cache_dir(settings: Settings) -> Path:
+    """The directory of measurements: the setting `cache`, or the user's cache directory by the XDG specification.
 
     Raises:
-        SettingError: there is no home folder to put it into.
+        SettingError: there is no home directory.
     """
     if settings.cache:
         return Path(settings.cache).expanduser()
-    base = environment("XDG_CACHE_HOME")
-    if base and Path(base).is_absolute():  # the XDG rules: relative paths are to be ignored
+    base = get_env("XDG_CACHE_HOME")
+    if base and Path(base).is_absolute():  # the XDG specification: relative paths are ignored
         return Path(base) / "vllm-moe-oracle"
     try:
         return Path.home() / ".cache" / "vllm-moe-oracle"
     except RuntimeError as error:
-        raise SettingError(f"there is no cache folder: {error}", "Set MOE_ORACLE_CACHE to one", "cache") from error
+        raise SettingError(f"there is no cache directory: {error}", "Set MOE_ORACLE_CACHE to one", "cache") from error
 
 
-def not_selected() -> str:
-    """How vLLM's ``VLLM_PLUGINS`` leaves this plugin out, in words; "" when it does not."""
-    chosen = environment("VLLM_PLUGINS")
-    if chosen is None or SECTION in chosen.split(","):
+def excluded_by_vllm() -> str:
+    """Why vLLM's ``VLLM_PLUGINS`` excludes this plugin; "" if it does not."""
+    chosen = get_env("VLLM_PLUGINS")
+    if chosen is None or CONFIG_SECTION in chosen.split(","):
         return ""
     return f"not selected by VLLM_PLUGINS={chosen!r}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import checkpoints
 import pytest
-import runner
 import torch
 
+from tests.lib import checkpoints, vllm_runner
+
 pytest.importorskip("vllm", reason="loading needs vLLM")
+
+pytestmark = pytest.mark.full
 
 EXPERT = "model.layers.1.mlp.experts.3."
 
@@ -72,7 +74,7 @@ ONLINE_FAULTS = {
         "the checkpoint stores it as float8_e4m3fn, a model in 16 bits as bfloat16",
     ),
 }
-"""Of a checkpoint in 16 bits that is quantised while it loads."""
+"""Of a checkpoint in 16 bits that is quantized while it loads."""
 ONLINE = {"quantization": "mxfp8", "quantization_config": {"ignore": ["lm_head", "re:.*\\.mlp\\.gate$"]}}
 
 
@@ -94,7 +96,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     gpt_oss = checkpoints.write_checkpoint(folder / "gpt_oss", arch="gpt_oss", format="bf16")
     made["gpt_oss"] = {"checkpoint": str(gpt_oss), "dtype": "bfloat16", "prompt": [5, 6, 7], "tokens": 1}
     made["gpt_oss"]["online_experts"] = "kMxfp4Static"
-    return runner.run("generate.py", made, folder)
+    return vllm_runner.run("run_generate.py", made, folder)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, message) in FAULTS.items() if message])
@@ -106,7 +108,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_tensor_and_the_numbers(
 
 
 @pytest.mark.parametrize("name", ONLINE_FAULTS)
-def test_so_is_one_that_is_quantised_while_it_loads(outcomes: dict[str, dict[str, Any]], name: str) -> None:
+def test_so_is_one_that_is_quantized_while_it_loads(outcomes: dict[str, dict[str, Any]], name: str) -> None:
     assert ONLINE_FAULTS[name][1] in outcomes[f"online {name}"]["error"]
     assert LAYER in outcomes[f"online {name}"]["error"]
 
@@ -117,13 +119,13 @@ def test_and_one_that_becomes_mxfp4(outcomes: dict[str, dict[str, Any]]) -> None
     assert ONLINE_FAULTS["no down projections"][1] in nothing
 
 
-def test_a_model_whose_loader_passes_by_vllms_is_not_quantised_from_what_the_memory_held(
+def test_a_model_with_its_own_loader_is_not_quantized_online(
     outcomes: dict[str, dict[str, Any]],
 ) -> None:
     """vLLM loads a gpt-oss in 16 bits by copying into the parameters, which have no memory yet."""
     error = outcomes["gpt_oss"]["error"]
     assert "model.layers.0.mlp.experts: nothing was loaded into w13_weight, w2_weight" in error
-    assert "the model's own loader passes by the one that vLLM quantises and reloads with" in error
+    assert "the model's own loader passes by the one that vLLM quantizes and reloads with" in error
 
 
 def test_scales_stored_as_e8m0_numbers_are_the_bytes_that_they_are(

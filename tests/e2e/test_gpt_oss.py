@@ -1,40 +1,28 @@
 """A tiny gpt-oss in MXFP4, as OpenAI publishes it, served through vLLM and the plugin equals float32 transformers.
 
 Real config class, biases, sinks, sliding window, yarn; and a model whose rows of gate and up stand apart (the method
-``mxfp4``). The tolerance is that of `test_served_model`, whose derivation holds here: about 12 results a layer are
-rounded, logits are as large as 6.
+``mxfp4``). `tests.lib.served` derives the tolerance.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import checkpoints
-import numpy as np
 import pytest
-import reference
-import runner
 
-from vllm_moe_oracle.device import detect
+from tests.lib import checkpoints, reference, vllm_runner
+from tests.lib.served import PROMPT, difference, tolerance
+from vllm_moe_oracle.devices.detect import detect
 
 pytest.importorskip("vllm", reason="serving needs vLLM")
 
+pytestmark = pytest.mark.full
+
 SIZE = replace(checkpoints.Size(), top_k=4)
-LOGIT = 6.0
-ROUNDINGS = 12 * SIZE.layers + 2
-PROMPT = [5, 6, 7, 8, 9, 10]
 TOKENS = 4
-
-
-def tolerance(dtype: str) -> float:
-    unit = {"float32": 2.0**-24, "bfloat16": 2.0**-9}[dtype]
-    # In bfloat16 sums are in float32: only results are rounded.
-    order = 1 + math.sqrt(SIZE.hidden) if dtype == "float32" else 1
-    return 2 * LOGIT * math.sqrt(ROUNDINGS) * order * unit
 
 
 Edit = Callable[[str, Any], Any]
@@ -45,7 +33,7 @@ def only(suffixes: tuple[str, ...], change: Callable[[Any], Any]) -> Edit:
     return lambda name, tensor: change(tensor) if name.endswith(suffixes) else tensor
 
 
-def swap_neighbours(rows: Any) -> Any:
+def swap_neighbors(rows: Any) -> Any:
     """Gate for up and up for gate."""
     return rows.unflatten(1, (-1, 2)).flip(2).flatten(1, 2)
 
@@ -56,10 +44,10 @@ def shift_one_expert(scales: Any) -> Any:
 
 
 FAULTS: dict[str, Edit] = {
-    "gate and up swapped": only(("gate_up_proj_blocks", "gate_up_proj_scales", "gate_up_proj_bias"), swap_neighbours),
+    "gate and up swapped": only(("gate_up_proj_blocks", "gate_up_proj_scales", "gate_up_proj_bias"), swap_neighbors),
     "a scale off by one exponent": only(("down_proj_scales",), shift_one_expert),
 }
-"""More of them, on one layer, in tests/cpu."""
+"""More of them, on one layer, in tests/verification/test_self_check.py."""
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +83,7 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
         "halves": job(models["halves"]),
         **{fault: job(models[fault], tokens=1) for fault in FAULTS},
     }
-    return runner.run("generate.py", jobs, folder)
+    return vllm_runner.run("run_generate.py", jobs, folder)
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +92,6 @@ def expected(models: dict[str, Path]) -> dict[str, reference.Continuation]:
         name: reference.greedy(reference.load_transformers(models[name]), PROMPT, TOKENS)
         for name in ("right", "halves")
     }
-
-
-def difference(result: dict[str, Any], continuation: reference.Continuation) -> float:
-    """Largest difference of a logprob, over the generated positions and the whole vocabulary."""
-    assert "error" not in result, result["error"]
-    start = len(PROMPT) - 1
-    found = np.array(result["logprobs"])
-    largest = float(np.abs(found - continuation.logprobs[start : start + len(found)]).max())
-    print(f"largest difference of a logprob {largest:.2e}")
-    return largest
 
 
 @pytest.mark.parametrize(
@@ -151,7 +129,7 @@ def test_every_moe_layer_runs_through_the_oracle(served: dict[str, dict[str, Any
     assert (problem["hidden_size"], problem["intermediate_size"]) == (SIZE.hidden, SIZE.intermediate)
 
 
-def test_in_bfloat16_vllms_own_cpu_kernel_runs_where_the_cpu_has_its_instructions(
+def test_bfloat16_runs_vllms_cpu_kernel_where_the_cpu_can(
     served: dict[str, dict[str, Any]],
 ) -> None:
     """Its class in stock vLLM asks for AMX, the operator does not."""
@@ -164,7 +142,7 @@ def test_in_bfloat16_vllms_own_cpu_kernel_runs_where_the_cpu_has_its_instruction
 def stock(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The same checkpoint in vLLM without plugins."""
     jobs = {dtype: job(models["right"], dtype, tokens=1) for dtype in ("float32", "bfloat16")}
-    return runner.run("generate.py", jobs, tmp_path_factory.mktemp("stock"), VLLM_PLUGINS="")
+    return vllm_runner.run("run_generate.py", jobs, tmp_path_factory.mktemp("stock"), VLLM_PLUGINS="")
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import checkpoints
 import numpy as np
 import pytest
-import reference
-import runner
+
+from tests.lib import checkpoints, reference, vllm_runner
 
 pytest.importorskip("vllm", reason="models are served")
+
+pytestmark = pytest.mark.full
 
 # 3 blocks are 2 and 1 on two ranks.
 SIZE = replace(checkpoints.Size(), top_k=4, intermediate=96)
@@ -38,7 +39,9 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
     report = folder / "report.jsonl"
     # One core for each rank: vLLM binds them to NUMA nodes of their own otherwise.
-    said = runner.run("generate.py", jobs, folder, MOE_ORACLE_REPORT=str(report), VLLM_CPU_OMP_THREADS_BIND="0|1")
+    said = vllm_runner.run(
+        "run_generate.py", jobs, folder, MOE_ORACLE_REPORT=str(report), VLLM_CPU_OMP_THREADS_BIND="0|1"
+    )
     records = [json.loads(line) for line in report.read_text().splitlines()]
     return {
         "said": said,

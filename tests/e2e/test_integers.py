@@ -1,7 +1,7 @@
 """Tiny models with integer experts, as GPTQ's, AWQ's and llm-compressor's tools write them, served through vLLM and the
 plugin equal float32 transformers with the numbers that the codes stand for.
 
-The tolerance is that of `test_served_model`, whose derivation holds here: emulation dequantises exactly, so the two
+The tolerance is derived in `tests.lib.served`; emulation dequantizes exactly, so the two
 differ by the roundings of float32 alone. Files that are damaged, or say something else than their config, are refused
 by vLLM's own way of loading them, or give other numbers, which the tolerance shows.
 """
@@ -10,34 +10,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import checkpoints
-import integer_checkpoints
 import numpy as np
 import pytest
-import reference
 import torch
-from cases import problem
-from integer_checkpoints import Integers
 
-from vllm_moe_oracle import device
-from vllm_moe_oracle.oracle.problem import Scheme
+from tests.lib import checkpoints, integer_checkpoints, reference, vllm_runner
+from tests.lib.cases import problem
+from tests.lib.integer_checkpoints import Integers
+from tests.lib.served import HIDDEN, LAYERS, PROMPT, difference, tolerance
+from vllm_moe_oracle.core.problem import Scheme
+from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import default_registry
 
 pytest.importorskip("vllm", reason="serving needs vLLM")
 
-LAYERS, HIDDEN, LOGIT = 2, 128, 6.0
-ROUNDINGS = 12 * LAYERS + 2
-TOLERANCE = 2 * LOGIT * math.sqrt(ROUNDINGS) * (1 + math.sqrt(HIDDEN)) * 2.0**-24
-PROMPT = [5, 6, 7, 8, 9, 10]
+pytestmark = pytest.mark.full
+
+TOLERANCE = tolerance("float32")
 TOKENS = 3
 EXPERT = "model.layers.1.mlp.experts.3."
 LAYER = "model.layers.1.mlp.experts"
@@ -62,7 +56,7 @@ KINDS: dict[str, tuple[Integers, str | None]] = {
 """How a model is stored, and ``--quantization``."""
 
 OPERATOR = ("gptq", "compressed-tensors")
-"""Kinds that vLLM's int4 operator for CPUs runs too, with leave to quantise activations to int8."""
+"""Kinds that vLLM's int4 operator for CPUs runs too, with leave to quantize activations to int8."""
 OPERATOR_MEAN = 0.08
 """Mean difference of a logprob that the operator's users have seen on whole models, with activations in int8."""
 
@@ -161,20 +155,14 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
             jobs[f"{kind} by the operator"] = {**jobs[kind], "dtype": "bfloat16", "oracle": oracle}
         swapped = {**jobs["gate and up swapped in gptq"], "dtype": "bfloat16", "oracle": oracle}
         jobs["gate and up swapped in gptq by the operator"] = swapped
-    (folder / "jobs.json").write_text(json.dumps(list(jobs.values())))
-    script = str(Path(__file__).with_name("generate.py"))
-    command = [sys.executable, script, str(folder / "jobs.json"), str(folder / "results.json")]
-    environment = {**os.environ, "VLLM_PLUGINS": "moe_oracle"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return dict(zip(jobs, json.loads((folder / "results.json").read_text()), strict=True))
+    return vllm_runner.run("run_generate.py", jobs, folder)
 
 
 def operator_missing() -> list[str]:
     """Why vLLM's int4 operator cannot run here; nothing where it can."""
     layer = problem(scheme=Scheme("wna16", 4, 32, "gptq"), hidden_size=HIDDEN, intermediate_size=HIDDEN)
     allowed = dataclasses.replace(layer, scheme=dataclasses.replace(layer.scheme, activations="int8"))
-    return [str(each) for each in default_registry()["cpu_int4"].check(allowed, device.detect()).reasons]
+    return [str(each) for each in default_registry()["cpu_int4"].check(allowed, detect.detect()).reasons]
 
 
 def with_biases(checkpoint: Path) -> torch.nn.Module:
@@ -209,16 +197,6 @@ def _biased(
 def expected(checkpoint: Path, biased: bool = False) -> reference.Continuation:
     twin = checkpoint.with_name(f"{checkpoint.name}-exact")
     return reference.greedy(with_biases(twin) if biased else reference.load_transformers(twin), PROMPT, TOKENS)
-
-
-def difference(result: dict[str, Any], continuation: reference.Continuation) -> float:
-    """Largest difference of a logprob, over the generated positions and the whole vocabulary."""
-    assert "error" not in result, result["error"]
-    start, count = len(PROMPT) - 1, len(result["tokens"])
-    wanted = continuation.logprobs[start : start + count]
-    largest = float(np.abs(np.array(result["logprobs"]) - wanted).max())
-    print(f"largest difference of a logprob {largest:.2e}, allowed {TOLERANCE:.2e}")
-    return largest
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -304,13 +282,7 @@ def reloaded(folder: Path) -> dict[str, list[dict[str, Any]]]:
             (second, [["process"]]),
         ):
             jobs.append({"checkpoint": start, "backend": "emulation", "engine": {}, "steps": steps})
-    (folder / "reloads.json").write_text(json.dumps(jobs))
-    script = str(Path(__file__).with_name("lifecycle.py"))
-    command = [sys.executable, script, str(folder / "reloads.json"), str(folder / "reloaded.json")]
-    environment = {**os.environ, "VLLM_PLUGINS": "moe_oracle"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    results = json.loads((folder / "reloaded.json").read_text())
+    results = vllm_runner.run("run_lifecycle.py", dict(enumerate(jobs)), folder)
     return {kind: [*results[2 * index], *results[2 * index + 1]] for index, kind in enumerate(RELOADED)}
 
 

@@ -14,19 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import checkpoints
-import integer_checkpoints
 import numpy as np
 import pytest
-import reference
-import releases
-from integer_checkpoints import Integers
 
+from tests.lib import checkpoints, integer_checkpoints, reference, releases
+from tests.lib.integer_checkpoints import Integers
 from vllm_moe_oracle.compat import CPU_RELEASES
 
 pytestmark = pytest.mark.matrix
 
-GENERATE = Path(__file__).with_name("generate.py")
+GENERATE = Path(__file__).with_name("run_generate.py")
 PROMPT = [5, 6, 7, 8, 9, 10]
 TOKENS = 6
 INTEGERS = {
@@ -44,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("matrix")
     size = replace(checkpoints.Size(), top_k=4)
     gpt_oss = checkpoints.write_checkpoint(folder / "gpt_oss", arch="gpt_oss", format="mxfp4", size=size)
-    plain = checkpoints.write_checkpoint(folder / "unquantised", format="bf16", dtype="float32")
+    plain = checkpoints.write_checkpoint(folder / "unquantized", format="bf16", dtype="float32")
     integers = {kind: integer_checkpoints.write(plain, folder / kind, how) for kind, how in INTEGERS.items()}
     return {"mxfp8": checkpoints.write_checkpoint(folder / "plain"), "gpt_oss": gpt_oss, **integers}
 

@@ -1,6 +1,6 @@
 """The ways to MXFP4 experts beside gpt-oss's: made while a 16-bit checkpoint loads, llm-compressor's files, Quark's.
 
-All hold the same weights as one checkpoint that is tagged ``mxfp4``, which this file quantises by the exact quantiser
+All hold the same weights as one checkpoint that is tagged ``mxfp4``, which this file quantizes by the exact quantizer
 of `checkpoints`: what a layer holds must be the same to the bit, and what is served too.
 """
 
@@ -11,14 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import numpy as np
 import pytest
-import reference
-import runner
 import torch
 
+from tests.lib import checkpoints, reference, vllm_runner
+
 pytest.importorskip("vllm", reason="serving needs vLLM")
+
+pytestmark = pytest.mark.full
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 TOKENS = 4
@@ -66,9 +67,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def models(folder: Path) -> dict[str, Path]:
     plain = checkpoints.write_checkpoint(folder / "plain", format="bf16")
 
-    def quantised(tensors: dict[str, Any], names: Callable[[str], tuple[str, str]], without: str) -> None:
+    def quantized(tensors: dict[str, Any], names: Callable[[str], tuple[str, str]], without: str) -> None:
         for name in [each for each in tensors if ".mlp.experts." in each and not (without and without in each)]:
-            codes, scales = checkpoints.quantise_mxfp4(tensors.pop(name).float().numpy())
+            codes, scales = checkpoints.quantize_mxfp4(tensors.pop(name).float().numpy())
             for key, array in zip(names(name), (codes, scales), strict=True):
                 tensors[key] = torch.from_numpy(array)
 
@@ -77,7 +78,7 @@ def models(folder: Path) -> dict[str, Path]:
             stem = name.removesuffix("weight")
             return f"{stem}{weight}", f"{stem}weight_scale"
 
-        made = checkpoints.rewrite_tensors(plain, folder / target, lambda tensors: quantised(tensors, names, without))
+        made = checkpoints.rewrite_tensors(plain, folder / target, lambda tensors: quantized(tensors, names, without))
         described = json.loads((made / "config.json").read_text())
         (made / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
         return made
@@ -111,7 +112,7 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
         "online as vLLM": job(models["plain"], EXACT, **online),
         "online W4A4": job(models["plain"], {"backend": "emulation"}, **online),
     }
-    return runner.run("generate.py", jobs, folder)
+    return vllm_runner.run("run_generate.py", jobs, folder)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_the_tagged_checkpoint_says_what_transformers_says(
     assert np.abs(found - expected.logprobs[start : start + TOKENS]).max() < 1e-3
 
 
-def test_vllm_s_scale_rule_and_quantised_activations_give_something_else(served: dict[str, dict[str, Any]]) -> None:
+def test_vllm_s_scale_rule_and_quantized_activations_give_something_else(served: dict[str, dict[str, Any]]) -> None:
     assert served["online as vLLM"]["digests"] != served["online"]["digests"]
     assert served["online W4A4"]["digests"] == served["online as vLLM"]["digests"]
     assert served["online W4A4"]["logprobs"] != served["online as vLLM"]["logprobs"]

@@ -8,14 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import numpy as np
 import pytest
-import reference
-import runner
-from e2e.test_served_model import PROMPT, TOKENS, difference, tolerance
+
+from tests.lib import checkpoints, reference, vllm_runner
+from tests.lib.served import PROMPT, difference, tolerance
 
 pytest.importorskip("vllm", reason="serving needs vLLM")
+
+pytestmark = pytest.mark.full
+
+TOKENS = 6
 
 TAGS = ("modelopt", "modelopt_mxfp8", "mxfp8", "legacy", "legacy_producer", "compressed-tensors")
 OTHERS = [tag for tag in TAGS if tag != "modelopt"]
@@ -42,7 +45,7 @@ def served(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
     """Every job of this file in one process: importing vLLM is most of the time."""
     job = {"dtype": "bfloat16", "prompt": PROMPT, "tokens": TOKENS, "oracle": {}}
     jobs = {name: {**job, "checkpoint": str(path)} for name, path in models.items()}
-    return runner.run("generate.py", jobs, tmp_path_factory.mktemp("served"))
+    return vllm_runner.run("run_generate.py", jobs, tmp_path_factory.mktemp("served"))
 
 
 @pytest.mark.parametrize("tag", TAGS)
@@ -68,7 +71,7 @@ def test_a_row_that_is_another_is_seen(served: dict[str, dict[str, Any]]) -> Non
 
 
 def test_it_is_what_transformers_say(served: dict[str, dict[str, Any]], models: dict[str, Path]) -> None:
-    model = reference.load_transformers(models["modelopt"], quantise_activations="ceil")
+    model = reference.load_transformers(models["modelopt"], quantize_activations="ceil")
     expected = reference.greedy(model, PROMPT, TOKENS)
     assert difference(served["modelopt"], expected) <= tolerance("bfloat16", True)
     assert served["modelopt"]["tokens"] == expected.tokens

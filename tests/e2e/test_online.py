@@ -1,7 +1,7 @@
-"""The other ways to MXFP8 experts: quantised while a 16-bit checkpoint loads, llm-compressor's files, mixed precision.
+"""The other ways to MXFP8 experts: quantized while a 16-bit checkpoint loads, llm-compressor's files, mixed precision.
 
-Online quantisation is compared to the bit with checkpoints that hold the same weights, quantised by code that is not
-ours: the exact quantiser of `checkpoints`, which follows vLLM's rule, and the compressed-tensors package's own
+Online quantization is compared to the bit with checkpoints that hold the same weights, quantized by code that is not
+ours: the exact quantizer of `checkpoints`, which follows vLLM's rule, and the compressed-tensors package's own
 compressor. What is served is compared with float32 transformers as in `test_served_model`.
 """
 
@@ -10,21 +10,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import numpy as np
 import pytest
-import reference
-import runner
 import torch
-from e2e.test_served_model import PROMPT, TOKENS, difference, tolerance
+
+from tests.lib import checkpoints, reference, vllm_runner
+from tests.lib.served import PROMPT, difference, tolerance
 
 pytest.importorskip("vllm", reason="serving needs vLLM")
 
+pytestmark = pytest.mark.full
+
+TOKENS = 6
+
 IGNORED = ["lm_head", "re:.*\\.mlp\\.gate$"]
-"""vLLM's online frontend quantises the router too, which no checkpoint of these tests does."""
+"""vLLM's online frontend quantizes the router too, which no checkpoint of these tests does."""
 
 
-def quantise_offline(source: Path, target: Path, name: str) -> Path:
+def quantize_offline(source: Path, target: Path, name: str) -> Path:
     """The 16-bit checkpoint as an MXFP8 one, made by the compressor of that name."""
     tag: Any = "compressed-tensors" if name == "compressed-tensors" else "modelopt"
     written = checkpoints.write_checkpoint(target.with_name(f"{target.name}-first"), tag=tag)
@@ -42,7 +45,7 @@ def quantise_offline(source: Path, target: Path, name: str) -> Path:
 
 
 def by_definition(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    codes, scales = checkpoints.quantise_mxfp8(weight.float().numpy())
+    codes, scales = checkpoints.quantize_mxfp8(weight.float().numpy())
     return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales)
 
 
@@ -70,8 +73,8 @@ def models(folder: Path) -> dict[str, Path]:
     plain = checkpoints.write_checkpoint(folder / "plain", format="bf16")
     return {
         "plain": plain,
-        "exact": quantise_offline(plain, folder / "exact", "exact"),
-        "compressed": quantise_offline(plain, folder / "compressed", "compressed-tensors"),
+        "exact": quantize_offline(plain, folder / "exact", "exact"),
+        "compressed": quantize_offline(plain, folder / "compressed", "compressed-tensors"),
         "weight only": checkpoints.write_checkpoint(folder / "weight-only", tag="compressed-tensors-a16"),
         "mixed": checkpoints.write_checkpoint(folder / "mixed", tag="mixed"),
     }
@@ -102,7 +105,7 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
         "narrow experts": job(models["plain"], narrow(moe_intermediate_size=80)),
         "narrow heads": job(models["plain"], narrow(head_dim=20)),
     }
-    return runner.run("generate.py", jobs, folder)
+    return vllm_runner.run("run_generate.py", jobs, folder)
 
 
 # --- Online -----------------------------------------------------------------------------------------------------------
@@ -111,7 +114,7 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("online", "offline"), [("online", "offline"), ("online llm-compressor", "compressed")], ids=["ceil", "llm"]
 )
-def test_weights_quantised_while_loading_are_those_of_a_checkpoint_to_the_bit(
+def test_online_weights_equal_the_checkpoints_bit_for_bit(
     served: dict[str, dict[str, Any]], online: str, offline: str
 ) -> None:
     assert "error" not in served[online] and "error" not in served[offline]
@@ -126,7 +129,7 @@ def test_the_two_rules_make_different_weights(served: dict[str, dict[str, Any]])
 @pytest.mark.parametrize(
     ("online", "offline"), [("online", "offline"), ("online llm-compressor", "compressed")], ids=["ceil", "llm"]
 )
-def test_a_model_quantised_while_loading_says_what_its_checkpoint_would(
+def test_a_model_quantized_while_loading_says_what_its_checkpoint_would(
     served: dict[str, dict[str, Any]], online: str, offline: str
 ) -> None:
     assert served[online]["tokens"] == served[offline]["tokens"]
@@ -165,7 +168,7 @@ def test_tokens_and_logprobs_equal_transformers(
     served: dict[str, dict[str, Any]], models: dict[str, Path], name: str, rule: Any
 ) -> None:
     checkpoint = models["exact" if name == "online" else name]
-    model = reference.load_transformers(checkpoint, quantise_activations=rule)
+    model = reference.load_transformers(checkpoint, quantize_activations=rule)
     expected = reference.greedy(model, PROMPT, TOKENS)
     assert difference(served[name], expected) <= tolerance("bfloat16", rule is not None)
     assert served[name]["tokens"] == expected.tokens

@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import pytest
-import runner
+
+from tests.lib import checkpoints, vllm_runner
 
 pytest.importorskip("vllm", reason="models are served")
+
+pytestmark = pytest.mark.full
 
 PROMPT = [5, 6, 7, 8]
 TOKENS = 4
@@ -27,7 +29,7 @@ class Half(Emulation):
     name = "half"
     vllm_names = ()
 
-    def estimate(self, problem, device):
+    def priority(self, problem, device):
         return 1.0
 
     def convert(self, expert, problem, plan):
@@ -68,7 +70,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
         "asked for": {**job, "oracle": {"backend": "half"}},
     }
     report = folder / "report.jsonl"
-    found = runner.run(
+    found = vllm_runner.run(
         "generate.py",
         jobs,
         folder,

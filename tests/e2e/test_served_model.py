@@ -1,48 +1,27 @@
-"""A tiny MXFP8 model served through vLLM and the plugin equals float32 transformers with dequantised weights.
+"""A tiny MXFP8 model served through vLLM and the plugin equals float32 transformers with dequantized weights.
 
-Tolerances. Both sides compute the same real function; they differ in roundings alone. Per layer about 12 results are
-rounded to the working precision (two norms, q, k, v, attention, its projection, router, two products, activation, sum
-over experts, residual), plus embedding and head: n = 12 * layers + 2 roundings with relative error u each. Independent
-errors add as sqrt(n) u; dot products of K terms in another order add sqrt(K) u for float32. A logit is as large as 6
-here (the head is fitted so), so a logprob may differ by 6 sqrt(n) (1 + sqrt(K)) u, doubled because a logprob is the
-difference of two logits. With activations in MXFP8, a value that differs by e on the two sides may round to
-neighbouring codes, s = 2**-3 of itself apart: a share e / s of K values does, and moves the vector by sqrt(e s), or,
-when e is so small that hardly any does, by the one that does, s / sqrt(K). Two vectors are quantised per layer.
+`tests.lib.served` derives the tolerance.
 """
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import numpy as np
 import pytest
-import reference
-import runner
 import torch
+
+from tests.lib import checkpoints, reference, vllm_runner
+from tests.lib.served import LAYERS, PROMPT, difference, tolerance
 
 pytest.importorskip("vllm", reason="serving needs vLLM")
 
-LAYERS, HIDDEN, LOGIT = 2, 128, 6.0
-ROUNDINGS = 12 * LAYERS + 2
-PROMPT = [5, 6, 7, 8, 9, 10]
+pytestmark = pytest.mark.full
+
 TOKENS = 6
 OAI = {"alpha": 1.702, "beta": 1.0, "limit": 2.0}
-
-
-def tolerance(dtype: str, mxfp8_activations: bool) -> float:
-    unit = {"float32": 2.0**-24, "bfloat16": 2.0**-9}[dtype]
-    # In bfloat16 sums are in float32: only results are rounded.
-    order = 1 + math.sqrt(HIDDEN) if dtype == "float32" else 1
-    spread = math.sqrt(ROUNDINGS) * order * unit
-    flips = 0.0
-    if mxfp8_activations:
-        step = 2.0**-3
-        flips = math.sqrt(2 * LAYERS) * max(math.sqrt(spread * step), step / math.sqrt(HIDDEN))
-    return 2 * LOGIT * (spread + flips)
 
 
 def experts_of(name: str) -> bool:
@@ -136,7 +115,7 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
         "oai wrong beta": job(models["biased"], **oai(beta=0.0)),
         "oai wrong limit": job(models["biased"], **oai(limit=7.0)),
     }
-    return runner.run("generate.py", jobs, folder)
+    return vllm_runner.run("run_generate.py", jobs, folder)
 
 
 def transformers_run(model: torch.nn.Module) -> reference.Continuation:
@@ -147,7 +126,7 @@ def transformers_run(model: torch.nn.Module) -> reference.Continuation:
 def expected(models: dict[str, Path]) -> dict[str, reference.Continuation]:
     return {
         "16bit": transformers_run(reference.load_transformers(models["plain"])),
-        "mxfp8": transformers_run(reference.load_transformers(models["plain"], quantise_activations="ceil")),
+        "mxfp8": transformers_run(reference.load_transformers(models["plain"], quantize_activations="ceil")),
         "oai": transformers_run(oai_transformers(models)),
     }
 
@@ -182,16 +161,6 @@ def oai_experts(
         **OAI,
     )
     return torch.from_numpy(y).to(hidden.dtype)
-
-
-def difference(result: dict[str, Any], continuation: reference.Continuation) -> float:
-    """Largest difference of a logprob, over the generated positions and the whole vocabulary."""
-    assert "error" not in result, result["error"]
-    start = len(PROMPT) - 1
-    wanted = continuation.logprobs[start : start + TOKENS]
-    largest = float(np.abs(np.array(result["logprobs"]) - wanted).max())
-    print(f"largest difference of a logprob {largest:.2e}")
-    return largest
 
 
 CASES = [

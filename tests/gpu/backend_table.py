@@ -8,12 +8,12 @@ weights go through stock vLLM's own method first (``--moe-backend`` of each clas
 the plugin's method with each accepted backend, eager and under a CUDA graph that was captured on other inputs. An error
 is the relative L2 distance of all tokens' outputs from the reference, which shares no code with the package, over as
 many calls as make `DRAWN` tokens: of one token the distance is one draw of a random quantity, a third up or down; for
-backends that quantise activations, as the checkpoint declares, the reference does so too. Then a rank of expert
+backends that quantize activations, as the checkpoint declares, the reference does so too. Then a rank of expert
 parallelism is played: an expert map says that every other expert is elsewhere, which must add nothing, and that the
 others are in other places. Also measured: peak memory beyond what was there before while weights are converted; what a
 self-check takes when kernels are compiled; and what it says when the conversion is broken on purpose.
 
-`PASS` asks at most 6e-3 (or what a table allows where activations are quantised), at most 1.2 times the error of the
+`PASS` asks at most 6e-3 (or what a table allows where activations are quantized), at most 1.2 times the error of the
 stock class that the backend wraps, where it wraps one and stock could run the layer, at most one expert plus 64 MiB for
 the conversion, at most 150 ms for the self-check, that it keeps no memory, and that it finds every fault.
 
@@ -63,7 +63,7 @@ os.environ.setdefault("MOE_ORACLE_SELF_CHECK", "off")
 
 import torch
 
-from vllm_moe_oracle.oracle.problem import Activation, Parallel, Problem, Routing, Scheme
+from vllm_moe_oracle.core.problem import Activation, Parallel, Problem, Routing, Scheme
 
 TOKENS = (1, 7, 64, 513)
 DRAWN = 16
@@ -172,10 +172,10 @@ class Table:
     Attributes:
         cases: the layers; those whose names begin with ``tiny`` only run when they are asked for.
         checkpoint: random weights of a layer on a device; biases about as large as the products.
-        quantisation: vLLM's config of such a checkpoint, stock's own, or the plugin's once that is registered.
+        quantization: vLLM's config of such a checkpoint, stock's own, or the plugin's once that is registered.
         stock: vLLM's ``--moe-backend`` for the class that a backend wraps.
         load: fills a layer's parameters; None copies each tensor into the parameter of its name.
-        rounded: how inputs of products are rounded for backends that quantise activations, by their precision.
+        rounded: how inputs of products are rounded for backends that quantize activations, by their precision.
         limits: largest error, by precision of activations; `LIMIT` for the others.
         faults: conversions that go wrong, besides those of `faults`, by name.
         ignored: what of an activation a kernel might leave out: by name, the activation's fields as it takes them.
@@ -185,11 +185,11 @@ class Table:
 
     cases: Mapping[str, Case]
     checkpoint: Callable[[Case, str], Checkpoint]
-    quantisation: Callable[[Case], Any]
+    quantization: Callable[[Case], Any]
     stock: Mapping[str, str]
     load: Callable[[Any, Case, Raw], None] | None = None
     rounded: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
-    limits: Mapping[str, float] = field(default_factory=dict)
+    capabilities: Mapping[str, float] = field(default_factory=dict)
     faults: Callable[[Case], Mapping[str, Callable[[Raw], Raw]]] = lambda case: {}
     ignored: Callable[[Case], Mapping[str, Mapping[str, Any]]] = lambda case: {}
     before_conversion: Callable[[Any, Case, Raw, str], None] = lambda layer, case, raw, moe_backend: None
@@ -203,7 +203,7 @@ def by_name(cases: tuple[Case, ...]) -> dict[str, Case]:
 
 def table_of(scheme: str) -> Table:
     """The table of a scheme."""
-    found: Table = importlib.import_module(f"table_{scheme}").TABLE
+    found: Table = importlib.import_module(f"tests.gpu.table_{scheme}").TABLE
     return found
 
 
@@ -264,7 +264,7 @@ class Built:
 
     layer: Any
     config: Any
-    device: str
+    detect: str
     seconds: float = 0.0
     peak: int = 0
 
@@ -323,7 +323,7 @@ class Built:
         """
         from vllm.forward_context import set_forward_context
 
-        kernel, release, wide = self.method.moe_kernel, self.method.release, self._padded(x)
+        kernel, release, wide = self.method.moe_kernel, self.method.adapter, self._padded(x)
         with set_forward_context(None, self.config, num_tokens=x.shape[0]):
             seen = _Spread(self.layer, places)
             if self.method.is_monolithic:
@@ -388,7 +388,7 @@ def build(table: Table, case: Case, checkpoint: Checkpoint, device: str, moe_bac
     with torch.device(device):
         runner = factory(
             num_experts=case.experts, top_k=case.top_k, hidden_size=case.hidden, intermediate_size=case.inner,
-            params_dtype=torch.bfloat16, renormalize=True, quant_config=table.quantisation(case),
+            params_dtype=torch.bfloat16, renormalize=True, quant_config=table.quantization(case),
             prefix="model.layers.0.mlp.experts", activation=case.activation, has_bias=case.bias,
             ckpt_names=("gate_proj", "down_proj", "up_proj") if case.gated else ("up_proj", "down_proj", None),
             swiglu_limit=case.limit, swiglu_alpha=case.alpha, swiglu_beta=case.beta,
@@ -547,9 +547,9 @@ class _Faulty:
         """Of the wrong tensors."""
         return self._backend.convert({**expert, **self._fault(dict(expert))}, problem, plan)
 
-    def experts(self, tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
+    def build_experts(self, tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
         """With the wrong activation."""
-        return self._backend.experts(tensors, _with(problem, self._activation), plan, builder)
+        return self._backend.build_experts(tensors, _with(problem, self._activation), plan, builder)
 
 
 class _Misled:
@@ -565,9 +565,9 @@ class _Misled:
         """Of a layer with the wrong activation."""
         return self._release.quant_config(_with(problem, self._activation), tensors)
 
-    def lone_config(self, moe: Any, problem: Any) -> Any:
+    def single_rank_config(self, moe: Any, problem: Any) -> Any:
         """Likewise."""
-        config = self._release.lone_config(moe, problem)
+        config = self._release.single_rank_config(moe, problem)
         for name, value in self._activation.items():
             if hasattr(config, f"swiglu_{name}"):
                 setattr(config, f"swiglu_{name}", value)
@@ -581,13 +581,13 @@ def _with(problem: Any, activation: Mapping[str, Any]) -> Any:
 def _checked(built: Built, backend: Any, release: Any) -> Any:
     """What the self-check says of a backend, on a layer that is not converted."""
     from vllm_moe_oracle import schemes
-    from vllm_moe_oracle.methods import selfcheck
+    from vllm_moe_oracle.verification import self_check
 
     method = built.method
     problem = method.decision.problem
-    raw = schemes.module(problem.scheme.name).read(dict(method.release.parameters(built.layer)), problem)
+    raw = schemes.module(problem.scheme.name).read(dict(method.adapter.parameters(built.layer)), problem)
     with torch.device(built.device):
-        result = selfcheck.run(backend, problem, method.decision.plan, raw, method.moe, release)
+        result = self_check.compare_with_reference(backend, problem, method.decision.plan, raw, method.moe, release)
     if built.device == "cuda":
         torch.cuda.synchronize()
     return result
@@ -605,23 +605,23 @@ def self_check(built: Built, table: Table, case: Case) -> dict[str, Any]:
     A fault with which the backend raises is not found by a comparison; it is named under ``raised``. What of the
     activation a backend cannot ignore, for it refuses every other value, is under ``refused``, with its reason.
     """
-    import vllm_moe_oracle.device as machine
+    import vllm_moe_oracle.devices.detect as machine
 
     method = built.method
     before = _allocated(built.device)
-    first = _checked(built, method.backend, method.release)
+    first = _checked(built, method.backend, method.adapter)
     kept = _allocated(built.device) - before
     with _Compiled() as compiled:
-        second = _checked(built, method.backend, method.release)
+        second = _checked(built, method.backend, method.adapter)
     found: dict[str, Any] = {"tolerance": float(f"{second.tolerance:.3e}"), "first_seconds": round(first.seconds, 3)}
     found["first_kept_mib"] = round(kept / 2**20, 3)
     if compiled.count:
         found["compiled"] = compiled.count
-    if second.skipped:
-        return found | {"skipped": second.skipped}
+    if second.skip_reason:
+        return found | {"skipped": second.skip_reason}
     found |= {"error": float(f"{second.error:.3e}"), "seconds": round(second.seconds, 4), "passed": second.passed}
     faulty = {
-        name: (_Faulty(method.backend, fault), method.release)
+        name: (_Faulty(method.backend, fault), method.adapter)
         for name, fault in {**faults(case), **table.faults(case)}.items()
     }
     found |= {"faults": {}, "missed": [], "raised": {}, "refused": {}}
@@ -631,7 +631,7 @@ def self_check(built: Built, table: Table, case: Case) -> dict[str, Any]:
         if refused:
             found["refused"][name] = str(refused[0])
         else:
-            faulty[name] = _Faulty(method.backend, activation=activation), _Misled(method.release, activation)
+            faulty[name] = _Faulty(method.backend, activation=activation), _Misled(method.adapter, activation)
     for name, (backend, release) in faulty.items():
         try:
             result = _checked(built, backend, release)
@@ -691,9 +691,9 @@ def time_self_checks(
         built = build(table, case, checkpoint, device, "auto", own=row["backend"])
         with quiet.alone(), _Compiled() as compiled:
             method = built.method
-            _checked(built, method.backend, method.release)
+            _checked(built, method.backend, method.adapter)
             before = _allocated(device)
-            seconds = [round(_checked(built, method.backend, method.release).seconds, 4) for _ in range(TIMED)]
+            seconds = [round(_checked(built, method.backend, method.adapter).seconds, 4) for _ in range(TIMED)]
             kept = (_allocated(device) - before) / 2**20
         row["self_check"] |= {"seconds": max(seconds), "each": seconds, "alone": True, "kept_mib": round(kept, 3)}
         if compiled.count:
@@ -728,13 +728,13 @@ class _Compiled:
 def accepted(case: Case, machine: Any) -> dict[str, str]:
     """The backends that the oracle accepts for the layer on a machine, and the precision of their activations."""
     from vllm_moe_oracle import settings
-    from vllm_moe_oracle.oracle.oracle import candidates
     from vllm_moe_oracle.oracle.registry import default_registry
+    from vllm_moe_oracle.oracle.selection import evaluate_candidates
 
     problem, registry = case.problem(), default_registry()
     return {
         each.backend: registry[each.backend].activations(problem)
-        for each in candidates(problem, machine, settings.load())
+        for each in evaluate_candidates(problem, machine, settings.load())
         if each.accepted
     }
 
@@ -779,21 +779,21 @@ class FewKernels:
 def rows_called(case: Case, tokens: Iterable[int]) -> set[int]:
     """Numbers of rows by which vLLM's classes over Humming choose a kernel: those of calls of so many tokens, of which
     a rank has its share, of the spread experts' call and of self-checks, whose layers are whole."""
-    from vllm_moe_oracle.methods import selfcheck
+    from vllm_moe_oracle.verification import inputs
 
     share = {-(-count * case.top_k * case.local_experts // case.experts) for count in (*tokens, SPREAD_TOKENS)}
-    chosen = min(case.top_k, len(selfcheck.sample(case.problem())))
-    return share | {selfcheck.TOKENS * chosen}
+    chosen = min(case.top_k, len(inputs.sample_experts(case.problem())))
+    return share | {inputs.NUM_TOKENS * chosen}
 
 
 def takes_any_map(name: str, case: Case, machine: Any) -> bool:
-    """Whether a rank's experts may be any for a backend; there are some that take them for neighbours."""
+    """Whether a rank's experts may be any for a backend; there are some that take them for neighbors."""
     from vllm_moe_oracle.oracle.registry import default_registry
 
     backend, problem = default_registry()[name], case.problem()
     dealt_out = dataclasses.replace(problem, parallel=Parallel(ep=2, placement="round_robin"))
     codes = {reason.code for reason in backend.check(dealt_out, machine).reasons}
-    return backend.limits.expert_parallel and "expert_parallel.placement" not in codes
+    return backend.capabilities.expert_parallel and "expert_parallel.placement" not in codes
 
 
 def join_alone(device: str) -> None:
@@ -830,7 +830,7 @@ def rows_of(
         keep: called with the rows so far after each: a kernel may take the process down.
         quiet: shared with other processes while they work; None when there are none.
     """
-    import vllm_moe_oracle.device as machine
+    import vllm_moe_oracle.devices.detect as machine
     from vllm_moe_oracle import plugin
 
     plugin.unregister()
@@ -852,7 +852,7 @@ def _rows_of(
     """As `rows_of`, of backends with the precision of their activations."""
     import vllm
 
-    import vllm_moe_oracle.device as machine
+    import vllm_moe_oracle.devices.detect as machine
     from vllm_moe_oracle import plugin
 
     checkpoint = table.checkpoint(case, device)
@@ -881,8 +881,8 @@ def _rows_of(
             raise SystemExit(f"the plugin stands down: {state.reason}")
         expected = targets[kind]
         row: dict[str, Any] = {"layer": case.name, "backend": name, "vllm": vllm.__version__, "activations": kind}
-        if kind in table.limits:
-            row["limit"] = table.limits[kind]
+        if kind in table.capabilities:
+            row["limit"] = table.capabilities[kind]
         if name.startswith("humming"):
             row["rows_of_kernels"] = sorted(rows_called(case, tokens))
         start = time.perf_counter()
@@ -962,7 +962,7 @@ def _stock(
         built = build(table, case, checkpoint, device, table.stock[name])
         built.convert()
         runs = type(getattr(built.method.moe_kernel, "fused_experts", None)).__name__
-        if runs != default_registry()[name].stock_class:
+        if runs != default_registry()[name].stock_class_name:
             raise RuntimeError(f"stock runs {runs}")
         table.after_conversion(built.layer, case, here(case, checkpoint), table.stock[name])
         errors = {count: relative_error(outputs(built, calls), expected[count]) for count, calls in real.items()}
@@ -1017,9 +1017,9 @@ def print_row(row: dict[str, Any]) -> None:
 
 def conditions(scheme: str) -> dict[str, Any]:
     """What the numbers depend on."""
-    from vllm_moe_oracle import device
+    from vllm_moe_oracle.devices import detect
 
-    found = device.detect()
+    found = detect.detect()
     return {
         "gpu": found.name, "capability": found.capability, "packages": dict(found.packages), "torch": torch.__version__,
         "cuda": torch.version.cuda, "limit": LIMIT, "ratio_to_stock": RATIO, "dtype": "bfloat16",
@@ -1053,7 +1053,7 @@ def in_processes(
             and says so in its row; its rows before that are kept.
         keep: called with the rows so far, also those of processes that still run: the table may be ended, too.
     """
-    import vllm_moe_oracle.device as machine
+    import vllm_moe_oracle.devices.detect as machine
 
     table = table_of(scheme)
     waiting = []

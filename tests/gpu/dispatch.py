@@ -1,6 +1,6 @@
 """Racecheck's hazards, and which of them are Triton's dispatch of warps: proven from a kernel's machine code.
 
-A warp-specialised kernel starts with all of its warps. Those beyond the first group wait at named barrier 1, then read
+A warp-specialized kernel starts with all of its warps. Those beyond the first group wait at named barrier 1, then read
 one byte each, which names the part of the kernel to run, or the end; the first group stores these bytes before the
 same barrier. racecheck reports some of these pairs of a store and a load as hazards although the barrier is between
 them. What it reports is put aside only where `dispatch_of` has shown for the very instructions that it cannot be:

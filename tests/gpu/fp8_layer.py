@@ -21,15 +21,15 @@ from pathlib import Path
 
 import msgspec
 import torch
-from kernel_cases import E2M1, Case, Layer, e4m3_table
-from test_fp8 import codes_of, error, reference
 
-from vllm_moe_oracle.device import detect
+from tests.gpu.fp8_reference import codes_of, error, reference
+from tests.gpu.kernel_cases import E2M1, Case, Layer, e4m3_table
+from vllm_moe_oracle.devices.detect import detect
 from vllm_moe_oracle.kernels import fp8_moe
-from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights, convert_expert
-from vllm_moe_oracle.kernels.fused_moe import fused_moe, plan_workspace
-from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, load_expert
-from vllm_moe_oracle.measure import environment
+from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights, pack_fp8_expert
+from vllm_moe_oracle.kernels.fused_moe import fused_moe, workspace_layout
+from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights, pack_expert
+from vllm_moe_oracle.measurements import environment
 
 CASES = {
     case.name: case
@@ -43,7 +43,7 @@ CASES = {
 }  # fmt: skip
 
 
-class Dequantised:
+class Dequantized:
     """A projection in float32, one expert at a time, from codes and scales as the format defines them."""
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
@@ -76,7 +76,7 @@ def random_layer(case: Case) -> Layer:
         shape = (case.experts, rows, columns // 32)
         layer.scales[which] = torch.randint(*case.spread, shape, dtype=torch.uint8, **options)
         layer.bias[which] = torch.randn(case.experts, rows, **options) if case.bias else None
-        layer.matrix[which] = Dequantised(layer.codes[which], layer.scales[which])  # type: ignore[assignment]
+        layer.matrix[which] = Dequantized(layer.codes[which], layer.scales[which])  # type: ignore[assignment]
     return layer
 
 
@@ -86,7 +86,7 @@ def folded(case: Case, layer: Layer) -> Fp8Weights:
     for which in ("w13", "w2"):
         parts = codes_of(case, layer, which), layer.scales[which], layer.bias[which]
         made = [
-            convert_expert(which, *(None if part is None else part[expert] for part in parts), gated=case.gated)
+            pack_fp8_expert(which, *(None if part is None else part[expert] for part in parts), gated=case.gated)
             for expert in range(case.experts)
         ]
         codes, scales, biases = zip(*made, strict=True)
@@ -96,23 +96,23 @@ def folded(case: Case, layer: Layer) -> Fp8Weights:
     return Fp8Weights(*matrices, case.dtype, case.gated)
 
 
-def sixteen_bit(case: Case, layer: Layer) -> OwnWeights:
+def sixteen_bit(case: Case, layer: Layer) -> PackedWeights:
     """The layer as the kernels for 16-bit activations store it."""
-    weights = allocate(case.format, case.experts, case.hidden, case.inner, gated=case.gated, bias=case.bias,
+    weights = allocate_weights(case.format, case.experts, case.hidden, case.inner, gated=case.gated, bias=case.bias,
                        device="cuda")  # fmt: skip
     for which in ("w13", "w2"):
         codes, bias = codes_of(case, layer, which), layer.bias[which]
         for expert in range(case.experts):
-            load_expert(weights, which, expert, codes[expert], layer.scales[which][expert], None,
+            pack_expert(weights, which, expert, codes[expert], layer.scales[which][expert], None,
                         None if bias is None else bias[expert])  # fmt: skip
     return weights
 
 
-def calls(case: Case, stored: OwnWeights, weights: Fp8Weights, x: torch.Tensor, router: torch.Tensor,
+def calls(case: Case, stored: PackedWeights, weights: Fp8Weights, x: torch.Tensor, router: torch.Tensor,
           ids: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:  # fmt: skip
     """By name, functions that run the layer once; they return the output."""
     common = {"activation": case.activation, "limit": case.limit}
-    plan = plan_workspace(stored, *ids.shape)
+    plan = workspace_layout(stored, *ids.shape)
     nbytes = max(plan.nbytes, fp8_moe.workspace_bytes(weights, *ids.shape))
     workspace = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     counters = torch.zeros(max(1, plan.counters), dtype=torch.int32, device="cuda")
@@ -220,7 +220,7 @@ def main() -> None:
             x, router, ids = inputs(case, tokens, kind == "outliers")
             functions = calls(case, stored, weights, x, router, ids)
             some = slice(0, 512)
-            expected = reference(case, layer, x[some], router[some], ids[some], quantise=False)
+            expected = reference(case, layer, x[some], router[some], ids[some], quantize=False)
             same = reference(case, layer, x[some], router[some], ids[some])
             outs = {name: function()[some] for name, function in functions.items()}
             row[f"error_{kind}"] = {name: error(out, expected) for name, out in outs.items()}

@@ -179,10 +179,10 @@ def activated(case: Case, y: torch.Tensor) -> torch.Tensor:
 
 
 def reference(case: Case, layer: Layer, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, *,
-              weight_on_input: bool = False, quantise: bool = False) -> torch.Tensor:  # fmt: skip
+              weight_on_input: bool = False, quantize: bool = False) -> torch.Tensor:  # fmt: skip
     """The layer in float32 for local ids (negative: nothing), h rounded to the activations' dtype or to MXFP8."""
     rows = x.float()
-    if quantise:
+    if quantize:
         rows = mxfp8_values(rows)
     out = torch.zeros_like(rows)
     w13, w2 = (layer.matrix[which].to(x.device) for which in ("w13", "w2"))
@@ -196,7 +196,7 @@ def reference(case: Case, layer: Layer, x: torch.Tensor, router: torch.Tensor, i
             if case.bias:
                 y = y + layer.bias["w13"][expert].to(x.device)
             h = activated(case, y)
-            h = mxfp8_values(h) if quantise else h.to(x.dtype).float()
+            h = mxfp8_values(h) if quantize else h.to(x.dtype).float()
             y = h @ w2[expert].T
             if case.bias:
                 y = y + layer.bias["w2"][expert].to(x.device)

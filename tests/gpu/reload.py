@@ -1,10 +1,10 @@
 """New weights under captured CUDA graphs, and sleep: outputs of the new weights, kernel tensors where they were.
 
     python tests/gpu/reload.py --json reload.json
-    python tests/gpu/reload.py --only mxfp8:own_mxfp8
+    python tests/gpu/reload.py --only mxfp8:hopper_mxfp8
 
-A tiny random model (tests/checkpoints.py) is started with the first of two checkpoints, its decode steps captured as
-CUDA graphs. Then, each time followed by the same prompt: vLLM's layer-wise reload with the second checkpoint, and
+A tiny random model (tests/lib/checkpoints.py) is started with the first of two checkpoints, its decode steps captured
+as CUDA graphs. Then, each time followed by the same prompt: vLLM's layer-wise reload with the second checkpoint, and
 with the first again; sleep of level 2 (vLLM's allocator gives all memory away), waking, reload with the second; sleep
 of level 1 and waking. The same weights must give the same logprobs, whatever came between, other weights others; the
 model must recite its alphabet all the time, which takes all weights of one checkpoint; and no tensor of an expert
@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "e2e")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 CASES = (
-    "mxfp8:auto", "mxfp8:marlin_mxfp8", "mxfp8:own_mxfp8", "online:own_mxfp8", "padded:marlin_mxfp8",
-    "mxfp4:auto", "mxfp4:marlin_mxfp4", "mxfp4:own_mxfp4",
+    "mxfp8:auto", "mxfp8:marlin_mxfp8", "mxfp8:hopper_mxfp8", "online:hopper_mxfp8", "padded:marlin_mxfp8",
+    "mxfp4:auto", "mxfp4:marlin_mxfp4", "mxfp4:hopper_mxfp4",
 )  # fmt: skip
 """Checkpoint and backend."""
 FORMATS = {
@@ -50,12 +50,12 @@ ALPHABET = list(range(PROMPT[-1] + 1, PROMPT[-1] + 1 + TOKENS))
 """What the models say after the prompt, whatever their seed."""
 TOLERANCE = 0.06
 """Largest difference of a logprob between two runs of the same weights: what bf16 arithmetic in another order does to
-these models (tests/checkpoints.py); other weights of one expert move it by 0.3 and more."""
+these models (tests/lib/checkpoints.py); other weights of one expert move it by 0.3 and more."""
 
 
 def write(folder: Path, case: str, seed: int) -> str:
     """The checkpoint of a case and seed."""
-    import checkpoints
+    from tests.lib import checkpoints
 
     kind, _, _ = case.partition(":")
     arch, written = FORMATS[kind]
@@ -76,8 +76,9 @@ class Served:
     """A model in this process."""
 
     def __init__(self, case: str, checkpoint: str, cpu: bool) -> None:
-        import generate
         from vllm import LLM
+
+        from tests.e2e import run_generate
 
         kind, _, backend = case.partition(":")
         graphs = {
@@ -90,14 +91,14 @@ class Served:
                 "cudagraph_capture_sizes": [1, 2, 4],
             },
         }
-        self.say = generate.say
+        self.say = run_generate.say
         self.llm: Any = LLM(
             model=checkpoint,
             dtype="bfloat16",
-            **generate.SMALL | ({} if cpu else graphs) | ENGINE.get(kind, {}),
+            **run_generate.SMALL | ({} if cpu else graphs) | ENGINE.get(kind, {}),
             **({} if backend == "auto" else {"additional_config": {"moe_oracle": {"backend": backend}}}),
         )
-        self.model = generate.model_of(self.llm)
+        self.model = run_generate.model_of(self.llm)
 
     def generate(self) -> dict[str, Any]:
         """What it says; a prompt's cache does not outlive the weights."""

@@ -25,30 +25,52 @@ from pathlib import Path
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from dispatch import Dispatch, dispatch_of, verdict_of
-from kernel_cases import Case
-from memcheck_control import EXACT
-
-from vllm_moe_oracle.kernels.config import Config, Tile
+from tests.gpu.dispatch import Dispatch, dispatch_of, verdict_of
+from tests.gpu.kernel_cases import Case
+from tests.gpu.memcheck_control import EXACT
+from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig
 
 KERNELS = (
-    "gate_up", "down", "down_sweep", "down_merged", "sum_slots", "sum_strips", "sort_slots", "sort_many_slots",
-    "round_trip_rows", "count_slots", "add_chunks", "place_slots",
+    "gate_up", "down", "down_loop_n", "down_fused_topk", "sum_topk", "sum_topk_strips", "sort_slots",
+    "sort_slots_by_comparison",
+    "mxfp8_round_trip_rows", "count_slots", "scan_chunks", "place_slots",
 )  # fmt: skip
 TILES = {
-    "list": (17, Config(Tile(16, 128, 128, stages=3), Tile(16, 64, 128))),
-    "split": (3, Config(Tile(16, 64, 128, split=2), Tile(16, 64, 128, split=2), per_slot=True, fuse_sum=True)),
-    "fold": (3, Config(Tile(8, 64, 128, fold=2), Tile(4, 32, 128, fold=4, stages=3), per_slot=True, prefetch=True)),
-    "straight": (3, Config(Tile(4, 32, 128, fold=4, straight=True), Tile(8, 64, 64, fold=2, straight=True), True)),
-    "merged": (2, Config(Tile(8, 64, 128, fold=2), Tile(1, 32, 64, straight=True, merge=True), per_slot=True)),
-    "two-parts": (260, Config(Tile(48, 128, 64, stages=3), Tile(48, 128, 64, stages=3))),
-    "wide": (40, Config(Tile(32, 128, 128, stages=3), Tile(32, 128, 64, stages=3))),
-    "sweep": (17, Config(Tile(16, 128, 64), Tile(16, 64, 64, sweep=2))),
-    "quantised": (17, Config(Tile(16, 64, 128), Tile(16, 64, 128))),
+    "list": (17, LaunchConfig(TileConfig(16, 128, 128, num_stages=3), TileConfig(16, 64, 128))),
+    "split_k": (
+        3,
+        LaunchConfig(
+            TileConfig(16, 64, 128, split_k=2), TileConfig(16, 64, 128, split_k=2), per_slot=True, fuse_sum=True
+        ),
+    ),
+    "k_parts": (
+        3,
+        LaunchConfig(
+            TileConfig(8, 64, 128, k_parts=2),
+            TileConfig(4, 32, 128, k_parts=4, num_stages=3),
+            per_slot=True,
+            prefetch=True,
+        ),
+    ),
+    "no_k_loop": (
+        3,
+        LaunchConfig(
+            TileConfig(4, 32, 128, k_parts=4, no_k_loop=True), TileConfig(8, 64, 64, k_parts=2, no_k_loop=True), True
+        ),
+    ),
+    "merged": (
+        2,
+        LaunchConfig(
+            TileConfig(8, 64, 128, k_parts=2), TileConfig(1, 32, 64, no_k_loop=True, fused_topk=True), per_slot=True
+        ),
+    ),
+    "two-parts": (260, LaunchConfig(TileConfig(48, 128, 64, num_stages=3), TileConfig(48, 128, 64, num_stages=3))),
+    "wide": (40, LaunchConfig(TileConfig(32, 128, 128, num_stages=3), TileConfig(32, 128, 64, num_stages=3))),
+    "n_tiles": (17, LaunchConfig(TileConfig(16, 128, 64), TileConfig(16, 64, 64, n_tiles=2))),
+    "quantized": (17, LaunchConfig(TileConfig(16, 64, 128), TileConfig(16, 64, 128))),
 }
-FP8 = ("product", "quantise_rows")
+FP8 = ("product", "quantize_rows")
 PREFILL = (3, 300, 600, 800)
 """Tokens for the persistent kernels of prefill.py: tiles of every size come up."""
 PERSISTENT = ("prefill", "prefill-half", "fp8")
@@ -60,9 +82,10 @@ HALVES = ("int4-row", "int8-row-fp16", "mxfp4-swigluoai", "mxfp8", "mxfp8-relu2"
 def run_case(name: str, tiles: list[str]) -> None:
     """These of the tile configurations, as far as they fit the case, once; "prefill" are the persistent kernels,
     "prefill-half" the same on layers with half a step at the end, "fp8" those for fp8 activations."""
-    import test_kernels
     import torch
-    from kernel_cases import by_name
+
+    from tests.gpu import test_kernels
+    from tests.gpu.kernel_cases import by_name
 
     (case,) = by_name(name)
     _, weights = test_kernels.layer_of(case)
@@ -72,12 +95,12 @@ def run_case(name: str, tiles: list[str]) -> None:
             print(f"{name}: {kind} {'ended' if ran else 'does not run it'}", flush=True)
             continue
         tokens, config = TILES[kind]
-        if kind == "quantised" and case.format != "mxfp8":
+        if kind == "quantized" and case.format != "mxfp8":
             continue
         if kind == "sweep" and case.inner % config.down.bk:
             continue
         x, router, ids = test_kernels.inputs(case, tokens, "negative")
-        options = {"quantise_activations": True} if kind == "quantised" else {}
+        options = {"quantize_activations": True} if kind == "quantized" else {}
         test_kernels.call(weights, x, router, ids, case, config, **options)
         torch.cuda.synchronize()
         print(f"{name}: {kind} ended", flush=True)
@@ -87,7 +110,7 @@ def run_case(name: str, tiles: list[str]) -> None:
 def prefill_layers(case: Case, kind: str) -> list[Case]:
     """The case in whole steps of columns, or with half a step at the end of h; nothing where the kernels for many
     tokens cannot run that."""
-    import test_prefill
+    from tests.gpu import test_prefill
 
     layer = test_prefill.whole_steps(case)
     if kind == "prefill-half":
@@ -97,9 +120,9 @@ def prefill_layers(case: Case, kind: str) -> list[Case]:
 
 def run_prefill(cases: list[Case]) -> bool:
     """Layers by the kernels for many tokens; whether there are any."""
-    import test_prefill
     import torch
 
+    from tests.gpu import test_prefill
     from vllm_moe_oracle.kernels import prefill_launch
 
     for each in cases:
@@ -107,7 +130,7 @@ def run_prefill(cases: list[Case]) -> bool:
         for tokens in PREFILL:
             # The second product in one launch, and in two.
             for beside in (1 << 62, 0):
-                with mock.patch.object(prefill_launch, "_BESIDE", beside):
+                with mock.patch.object(prefill_launch, "_MIN_OVERLAPPED_BYTES", beside):
                     test_prefill.call(weights, *test_prefill.inputs(each, tokens, "negative"), each)
                 torch.cuda.synchronize()
     return bool(cases)
@@ -115,8 +138,9 @@ def run_prefill(cases: list[Case]) -> bool:
 
 def run_fp8(case: Case) -> bool:
     """Layers of the case's format and activation by the kernels for fp8 activations; whether there are any."""
-    import test_fp8
     import torch
+
+    from tests.gpu import test_fp8
 
     cases = [each for each in test_fp8.CASES if (each.format, each.activation) == (case.format, case.activation)]
     cases = [each for each in cases if each.hidden < 1024]
@@ -129,14 +153,18 @@ def run_fp8(case: Case) -> bool:
 
 
 def keep_dispatching(folder: Path) -> None:
-    """Writes what `dispatches` reads: machine code and sizes of every warp-specialised kernel that this process ran."""
-    from vllm_moe_oracle.kernels import fp8_products, prefill
+    """Writes what `dispatches` reads: machine code and sizes of every warp-specialized kernel that this process ran."""
+    from vllm_moe_oracle.kernels import fp8_gemm, prefill
 
-    for function in (prefill.gate_up, prefill.down, fp8_products.product):
+    for function in (prefill.gate_up, prefill.down, fp8_gemm.product):
         for caches in function.device_caches.values():
             for number, kernel in enumerate(caches[0].values()):
                 # Triton's metadata have all of a program's warps, not the four that a launch asks for.
-                sizes = {"kernel": kernel.name, "shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
+                sizes = {
+                    "kernel": kernel.name,
+                    "shared": kernel.metadata.shared,
+                    "num_warps": kernel.metadata.num_warps,
+                }
                 file = folder / f"{kernel.name}-{number}.cubin"
                 file.write_bytes(kernel.asm["cubin"])
                 file.with_suffix(".json").write_text(json.dumps(sizes))
@@ -163,7 +191,7 @@ def plain(name: str, tiles: list[str]) -> list[str]:
     return [sys.executable, __file__, "--case", name, *(part for tile in tiles for part in ("--tiles", tile))]
 
 
-def sanitise(name: str, tiles: list[str], tool: str, limit: float, reports: Path | None) -> tuple[str, str, str, float]:
+def sanitize(name: str, tiles: list[str], tool: str, limit: float, reports: Path | None) -> tuple[str, str, str, float]:
     """(case, tool, "ok" or what went wrong, seconds)."""
     filters = [f"--kernel-name=kernel_name={kernel}" for kernel in (*KERNELS, *FP8)]
     # It shows no more than 100 by default.
@@ -218,7 +246,7 @@ def main() -> int:
         tools = args.tool or ("racecheck", "memcheck")
         jobs = [(*run, tool, args.seconds, args.reports) for tool in tools for run in runs]
         results = []
-        for done in concurrent.futures.as_completed([pool.submit(sanitise, *job) for job in jobs]):
+        for done in concurrent.futures.as_completed([pool.submit(sanitize, *job) for job in jobs]):
             results.append(done.result())
             name, tool, verdict, seconds = results[-1]
             print(f"{tool:9s} {name:20s} {seconds:5.0f} s  {verdict}", flush=True)

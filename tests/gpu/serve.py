@@ -37,9 +37,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT))
 
-import checkpoints  # noqa: E402
+from tests.lib import checkpoints  # noqa: E402
 
 CONFIGS = ROOT / "tests" / "golden" / "configs"
 

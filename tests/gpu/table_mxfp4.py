@@ -1,6 +1,6 @@
 """MXFP4 layers for `backend_table`: gpt-oss's checkpoints, whose rows alternate gate and up, and those of others.
 
-Backends that quantise activations have rows where `MOE_ORACLE_ALLOW_ACTIVATION_QUANTIZATION=1` is set.
+Backends that quantize activations have rows where `MOE_ORACLE_ALLOW_ACTIVATION_QUANTIZATION=1` is set.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from backend_table import Case, Checkpoint, Table, by_name
-from table_mxfp8 import by_token_limit, faults, ignored, rounded_by_token
 
-from vllm_moe_oracle.oracle.problem import Routing, Scheme
+from tests.gpu.backend_table import Case, Checkpoint, Table, by_name
+from tests.gpu.table_mxfp8 import by_token_limit, faults, ignored, rounded_by_token
+from vllm_moe_oracle.core.problem import Routing, Scheme
 
 GPT_OSS = Scheme("mxfp4", bits=4, group_size=32, packing="gpt_oss")
 OTHERS = Scheme("mxfp4", bits=4, group_size=32, packing="mxfp4")
@@ -62,7 +62,7 @@ def checkpoint(case: Case, device: str) -> Checkpoint:
     return Checkpoint(raw, matrix)
 
 
-def quantisation(case: Case) -> Any:
+def quantization(case: Case) -> Any:
     """vLLM's config of gpt-oss's checkpoints, or of other models'."""
     from vllm.model_executor.layers.fused_moe.oracle import mxfp4 as stock
     from vllm.model_executor.layers.quantization import get_quantization_config
@@ -75,9 +75,9 @@ def quantisation(case: Case) -> Any:
 TABLE = Table(
     cases=by_name(CASES),
     checkpoint=checkpoint,
-    quantisation=quantisation,
+    quantization=quantization,
     rounded={"fp8_token": rounded_by_token},
-    limits={"fp8_token": by_token_limit()},
+    capabilities={"fp8_token": by_token_limit()},
     faults=faults,
     ignored=ignored,
     stock={

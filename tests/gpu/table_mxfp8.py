@@ -1,7 +1,7 @@
 """MXFP8 layers for `backend_table`: ModelOpt's checkpoints, which declare MXFP8 activations.
 
 Stock's MXFP8 method drops expert biases, so its classes are given them as vLLM gives them in other formats. Backends
-that quantise activations otherwise have rows where `MOE_ORACLE_ALLOW_ACTIVATION_QUANTIZATION=1` is set.
+that quantize activations otherwise have rows where `MOE_ORACLE_ALLOW_ACTIVATION_QUANTIZATION=1` is set.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from backend_table import LIMIT, Case, Checkpoint, Raw, Table, by_name
 
-from vllm_moe_oracle.oracle.problem import Scheme
+from tests.gpu.backend_table import LIMIT, Case, Checkpoint, Raw, Table, by_name
+from vllm_moe_oracle.core.problem import Scheme
 
 SCHEME = Scheme("mxfp8", bits=8, group_size=32, packing="modelopt", activations="mxfp8")
 _QWEN3, _NEMOTRON = (SCHEME, 128, 8, 2048, 768), (SCHEME, 128, 6, 2688, 1856)
@@ -64,7 +64,7 @@ def checkpoint(case: Case, device: str) -> Checkpoint:
     return Checkpoint(raw, matrix)
 
 
-def quantisation(case: Case) -> Any:
+def quantization(case: Case) -> Any:
     """vLLM's config of ModelOpt's MXFP8."""
     from vllm.model_executor.layers.quantization import get_quantization_config
 
@@ -145,10 +145,10 @@ def give_biases(layer: Any, case: Case, raw: Raw, moe_backend: str) -> None:
 TABLE = Table(
     cases=by_name(CASES),
     checkpoint=checkpoint,
-    quantisation=quantisation,
+    quantization=quantization,
     stock={"marlin_mxfp8": "marlin", "humming_mxfp8": "humming", "humming_mxfp8_grouped": "humming"},
     rounded={"mxfp8": rounded, "fp8_token": rounded_by_token},
-    limits={"fp8_token": by_token_limit(growth=2)},  # a squared ReLU
+    capabilities={"fp8_token": by_token_limit(growth=2)},  # a squared ReLU
     faults=faults,
     ignored=ignored,
     before_conversion=register_biases,

@@ -1,6 +1,6 @@
 """MXFP8 layers for `backend_table` whose weights are normal numbers, as trained ones nearly are.
 
-`own_mxfp8_w8a8_token` keeps one scale a row, and refuses weights of which that would lose too much: those of
+`hopper_mxfp8_w8a8_token` keeps one scale a row, and refuses weights of which that would lose too much: those of
 `table_mxfp8`, where every code is as likely as any other, so that of millions of blocks of 32 some have small codes
 only. It has rows where `MOE_ORACLE_ALLOW_ACTIVATION_QUANTIZATION=1` is set.
 """
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 
-import table_mxfp8
 import torch
-from backend_table import Case, Checkpoint, by_name
+
+from tests.gpu import table_mxfp8
+from tests.gpu.backend_table import Case, Checkpoint, by_name
 
 NAMES = (
     "qwen3_silu",

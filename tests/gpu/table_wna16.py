@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from backend_table import Case, Checkpoint, Raw, Table, by_name
 
-from vllm_moe_oracle.oracle.problem import ActOrder, Scheme
+from tests.gpu.backend_table import Case, Checkpoint, Raw, Table, by_name
+from vllm_moe_oracle.core.problem import ActOrder, Scheme
 
 NAMES = {
     "gptq": ("qweight", "scales", "qzeros", "g_idx"),
@@ -57,7 +57,7 @@ CASES = (
 
 
 def _words(codes: torch.Tensor, bits: int, dimension: int, order: tuple[int, ...] = ()) -> torch.Tensor:
-    """Codes of neighbours along a dimension in int32, the first in the lowest bits, or in an order."""
+    """Codes of neighbors along a dimension in int32, the first in the lowest bits, or in an order."""
     per = 32 // bits
     split = codes.unflatten(dimension, (-1, per)).movedim(dimension + 1, -1)
     found = torch.zeros(split.shape[:-1], dtype=torch.int32, device=codes.device)
@@ -126,7 +126,7 @@ def checkpoint(case: Case, device: str) -> Checkpoint:
     return Checkpoint(raw, weights)
 
 
-def quantisation(case: Case) -> Any:
+def quantization(case: Case) -> Any:
     """vLLM's config of such a checkpoint."""
     from vllm.model_executor.layers.quantization import get_quantization_config
 
@@ -170,7 +170,7 @@ def load(layer: Any, case: Case, raw: Raw) -> None:
 TABLE = Table(
     cases=by_name(CASES),
     checkpoint=checkpoint,
-    quantisation=quantisation,
+    quantization=quantization,
     stock={
         "marlin_wna16": "marlin",
         "humming_wna16": "humming",

@@ -18,15 +18,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import UNIT, Case, Layer, activated, e4m3, half_elsewhere, inputs, make_layer, poisoned
+
+from tests.gpu.fp8_reference import codes_of, error, reference, scales_of
+from tests.gpu.kernel_cases import UNIT, Case, Layer, activated, e4m3, half_elsewhere, inputs, make_layer, poisoned
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-from vllm_moe_oracle.kernels import fp8_moe, fp8_quantise  # noqa: E402
-from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights, convert_expert  # noqa: E402
-from vllm_moe_oracle.layouts import fold  # noqa: E402
+from vllm_moe_oracle.kernels import fp8_moe, fp8_quantize  # noqa: E402
+from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights, pack_fp8_expert  # noqa: E402
+from vllm_moe_oracle.layouts import e4m3_folding  # noqa: E402
 
 _BASE = Case("oai", "mxfp4", 32, "swigluoai", bias=True, limit=7.0, experts=16, top_k=4, hidden=320, inner=160)
 CASES = (
@@ -50,7 +52,7 @@ def layer_of(case: Case) -> tuple[Layer, Fp8Weights]:
         for which in ("w13", "w2"):
             bias = layer.bias[which]
             made = [
-                convert_expert(which, codes_of(case, layer, which)[e].cuda(), layer.scales[which][e].cuda(),
+                pack_fp8_expert(which, codes_of(case, layer, which)[e].cuda(), layer.scales[which][e].cuda(),
                                None if bias is None else bias[e].cuda(), case.gated)
                 for e in range(case.experts)
             ]  # fmt: skip
@@ -62,11 +64,6 @@ def layer_of(case: Case) -> tuple[Layer, Fp8Weights]:
     return _layers[case.name]
 
 
-def codes_of(case: Case, layer: Layer, which: str) -> torch.Tensor:
-    """Canonical codes in the type of the format."""
-    return layer.codes[which].view(torch.float8_e4m3fn) if case.format == "mxfp8" else layer.codes[which]
-
-
 def call(case: Case, weights: Fp8Weights, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor,
          **options: object) -> torch.Tensor:  # fmt: skip
     """fused_moe_fp8 with poisoned workspace and output."""
@@ -75,47 +72,6 @@ def call(case: Case, weights: Fp8Weights, x: torch.Tensor, router: torch.Tensor,
     fp8_moe.fused_moe_fp8(x, weights, router, ids, activation=case.activation, limit=case.limit, workspace=workspace,
                           out=out, **options)  # fmt: skip
     return out
-
-
-def quantised(rows: torch.Tensor) -> torch.Tensor:
-    """float32 rows as e4m3 times amax / 448, as float64."""
-    rows = rows.float()
-    amax = rows.abs().amax(-1, keepdim=True)
-    scale, inverse = scales_of(amax)
-    return e4m3((rows * inverse).clamp(-448, 448)) * scale.double()
-
-
-def scales_of(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """amax / 448 and its inverse, each rounded once: divided by a number, torch multiplies by its reciprocal."""
-    largest = torch.full_like(amax, 448)
-    return amax / largest, torch.where(amax > 0, largest / amax, 0)
-
-
-def reference(case: Case, layer: Layer, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, *,
-              weight_on_input: bool = False, quantise: bool = True) -> torch.Tensor:  # fmt: skip
-    """The layer in float64 for local ids (negative: nothing); quantise=False: activations in their dtype."""
-    rows = quantised(x) if quantise else x.double()
-    out = torch.zeros_like(rows)
-    for expert in range(case.experts):
-        token, choice = (ids == expert).nonzero(as_tuple=True)
-        if not len(token):
-            continue
-        scale = router[token, choice].double()[:, None]
-        y = rows[token] @ layer.matrix["w13"][expert].cuda().double().T
-        y = y * scale if weight_on_input else y
-        if case.bias:
-            y = y + layer.bias["w13"][expert].cuda()
-        h = activated(case, y).to(case.dtype)
-        y = (quantised(h) if quantise else h.double()) @ layer.matrix["w2"][expert].cuda().double().T
-        if case.bias:
-            y = y + layer.bias["w2"][expert].cuda()
-        out.index_add_(0, token, y if weight_on_input else y * scale)
-    return out
-
-
-def error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative L2 error."""
-    return ((out.double() - expected).norm() / expected.norm()).item()
 
 
 def lossy(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -196,13 +152,13 @@ def test_a_gpu_folds_to_the_same_bits_and_nobody_waits_for_it(rows: int) -> None
     codes.view(rows, 90, 16)[torch.rand((rows, 90), generator=generator) < 0.2] &= 0x99  # zeros and halves
     scales = torch.randint(112, 124, (rows, 90), generator=generator, dtype=torch.uint8)
     scales[3, 5], scales[4, 5] = 0, 255
-    expected = (*fold.fold(codes, scales), *fold.exponents(codes, scales))
+    expected = (*e4m3_folding.fold_mxfp4(codes, scales), *e4m3_folding.row_exponents(codes, scales))
     assert 0 < int(expected[1].isnan().sum()) < rows
     codes, scales = codes.cuda(), scales.cuda()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = (*fold.fold(codes, scales), *fold.exponents(codes, scales))
+        found = (*e4m3_folding.fold_mxfp4(codes, scales), *e4m3_folding.row_exponents(codes, scales))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for here, there in zip(found, expected, strict=True):
@@ -213,7 +169,7 @@ def test_a_gpu_folds_to_the_same_bits_and_nobody_waits_for_it(rows: int) -> None
 def test_weights_are_folded_as_on_a_cpu(case: Case) -> None:
     layer, weights = layer_of(case)
     for which, matrix in (("w13", weights.w13), ("w2", weights.w2)):
-        codes, scales, _ = convert_expert(
+        codes, scales, _ = pack_fp8_expert(
             which, codes_of(case, layer, which)[0], layer.scales[which][0], None, case.gated
         )
         assert torch.equal(matrix.codes[0].view(torch.uint8).cpu(), codes.view(torch.uint8))
@@ -267,7 +223,7 @@ def test_expert_map_and_weights_on_input() -> None:
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("columns", (32, 96, 736, 2880))
-def test_rows_are_quantised_to_the_bit(columns: int, dtype: torch.dtype) -> None:
+def test_rows_are_quantized_to_the_bit(columns: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(columns)
     x = torch.randn(40, columns, generator=generator) * torch.logspace(-6, 4, 40)[:, None]
     x[3] = 0
@@ -277,7 +233,7 @@ def test_rows_are_quantised_to_the_bit(columns: int, dtype: torch.dtype) -> None
     totals = torch.tensor([30, 20, 0, 25] + [0] * 12, dtype=torch.int32, device="cuda")
     codes = torch.full((80, columns), 0x7F, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     scales = torch.full((80,), -7.0, device="cuda")
-    fp8_quantise.quantise_rows[(80,)](x, codes, scales, ordered, totals, columns, columns, TOP_K=2, GATHER=True, EP=16,
+    fp8_quantize.quantize_rows[(80,)](x, codes, scales, ordered, totals, columns, columns, TOP_K=2, GATHER=True, EP=16,
                                       BLOCK=max(32, 1 << (columns - 1).bit_length()), PDL=False)  # fmt: skip
     picked = x[(ordered[:75] // 2).long()].float()
     amax = picked.abs().amax(1)
@@ -309,7 +265,7 @@ def test_second_product_on_the_codes_that_it_reads(case: Case) -> None:
     workspace = torch.empty(fp8_moe.workspace_bytes(weights, *ids.shape), dtype=torch.uint8, device="cuda")
     fp8_moe.fused_moe_fp8(x, weights, router, ids, activation=case.activation, limit=case.limit, workspace=workspace,
                           out=torch.empty_like(x))  # fmt: skip
-    parts = fp8_moe._parts(weights, *ids.shape, workspace)
+    parts = fp8_moe._buffers(weights, *ids.shape, workspace)
     slots = ids.numel()
     h, scales = parts["codes"][: slots * case.inner].view(slots, case.inner).double(), parts["scales"].double()[:, None]
     partial = parts["wide"][: slots * case.hidden].view(slots, case.hidden)
@@ -336,7 +292,7 @@ def test_first_product_on_the_codes_that_it_reads(monkeypatch: pytest.MonkeyPatc
     x, router, ids = inputs(case, 300)
     x, weights = x.half(), replace(weights, dtype=torch.float16)
     seen: list[torch.Tensor] = []
-    original = fp8_quantise.quantise_rows
+    original = fp8_quantize.quantize_rows
 
     class Watched:
         def __getitem__(self, grid: tuple[int, ...]) -> object:
@@ -348,7 +304,7 @@ def test_first_product_on_the_codes_that_it_reads(monkeypatch: pytest.MonkeyPatc
 
             return run
 
-    monkeypatch.setattr(fp8_quantise, "quantise_rows", Watched())
+    monkeypatch.setattr(fp8_quantize, "quantize_rows", Watched())
     call(case, weights, x, router, ids)
     wide, codes, scales, ordered = seen
     slots = ids.numel()

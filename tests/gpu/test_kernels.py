@@ -11,7 +11,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import CASES, UNIT, Case, Layer, by_name, half_elsewhere, inputs, make_layer, poisoned, reference
+
+from tests.gpu.kernel_cases import (
+    CASES,
+    UNIT,
+    Case,
+    Layer,
+    by_name,
+    half_elsewhere,
+    inputs,
+    make_layer,
+    poisoned,
+    reference,
+)
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -20,40 +32,41 @@ if not torch.cuda.is_available():
 from vllm_moe_oracle.kernels import config as configs  # noqa: E402
 from vllm_moe_oracle.kernels import fused_moe as fm  # noqa: E402
 from vllm_moe_oracle.kernels import gemm  # noqa: E402
-from vllm_moe_oracle.kernels.config import Config, Tile  # noqa: E402
-from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, load_expert  # noqa: E402
+from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig  # noqa: E402
+from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights, pack_expert  # noqa: E402
 
 TOKENS = (1, 2, 3, 17, 129, 513)
 MANY_TOKENS = 2200  # more than 8192 slots of top-4: ids are then sorted in more than one step
-_layers: dict[str, tuple[Layer, OwnWeights]] = {}
+_layers: dict[str, tuple[Layer, PackedWeights]] = {}
 
 
-def layer_of(case: Case) -> tuple[Layer, OwnWeights]:
+def layer_of(case: Case) -> tuple[Layer, PackedWeights]:
     """The case's layer, canonical and stored; stored tensors are poisoned before they are filled."""
     if case.name not in _layers:
         layer = make_layer(case)
-        weights = allocate(case.format, case.experts, case.hidden, case.inner, gated=case.gated, group=case.group,
-                           dtype=case.dtype, zero_points=case.zero_points, bias=case.bias, device="cuda")  # fmt: skip
+        weights = allocate_weights(case.format, case.experts, case.hidden, case.inner, gated=case.gated,
+                           group=case.group, dtype=case.dtype, zero_points=case.zero_points, bias=case.bias,
+                           device="cuda")  # fmt: skip
         for matrix in (weights.w13, weights.w2):
             for tensor in matrix.tensors():
                 tensor.view(torch.uint8).fill_(0xA5)
         for which in ("w13", "w2"):
             for expert in range(case.experts):
                 parts = (layer.codes, layer.scales, layer.zeros, layer.bias)
-                load_expert(weights, which, expert, *(
+                pack_expert(weights, which, expert, *(
                     None if part[which] is None else part[which][expert].cuda() for part in parts
                 ))  # fmt: skip
         _layers[case.name] = layer, weights
     return _layers[case.name]
 
 
-def call(weights, x, router, ids, case: Case, config: Config | None = None, **options):
+def call(weights, x, router, ids, case: Case, config: LaunchConfig | None = None, **options):
     """fused_moe with poisoned workspace and output; checks that the counters are left at zero."""
-    quantise = options.get("quantise_activations", False)
+    quantize = options.get("quantize_activations", False)
     if options.get("batch_invariant"):
-        config = configs.INVARIANT
-    config = config or configs.choose(weights, *ids.shape[::-1], quantise=quantise)
-    plan = fm.plan_workspace(weights, ids.shape[0], ids.shape[1], config, quantise=quantise)
+        config = configs.BATCH_INVARIANT_CONFIG
+    config = config or configs.choose_config(weights, *ids.shape[::-1], quantize=quantize)
+    plan = fm.workspace_layout(weights, ids.shape[0], ids.shape[1], config, quantize=quantize)
     workspace = poisoned(plan.nbytes, ids.shape[0])
     counters = torch.zeros(max(1, plan.counters), dtype=torch.int32, device="cuda")
     out = torch.full_like(x, float("nan"))
@@ -121,9 +134,9 @@ def test_lists_of_slots_and_blocks(experts, tokens, skewed):
     ids = torch.randint(-1, experts, (slots,), generator=generator, dtype=torch.int32)
     if skewed:
         ids[torch.rand(slots, generator=generator) < 0.7] = experts // 2
-    blocks = fm._listed(slots, experts, bm)
+    blocks = fm._block_list_entries(slots, experts, bm)
     table, ordered = (torch.full((n,), -7, dtype=torch.int32, device="cuda") for n in (blocks * 4, slots))
-    sort, compiled = fm._sort_variant(slots, experts)
+    sort, compiled = fm._sort_kernel(slots, experts)
     device_ids = ids.cuda()
     sort[(experts,)](device_ids, device_ids, ordered, table, slots, experts, blocks, HAS_MAP=False, BM=bm, PDL=False,
                      **compiled)  # fmt: skip
@@ -146,24 +159,32 @@ def test_no_tokens():
 
 @pytest.mark.parametrize("tokens", (1, 17, 129))
 @pytest.mark.parametrize("case", by_name("mxfp8", "mxfp8-relu2", "mxfp8-fp16"), ids=lambda case: case.name)
-def test_quantised_activations(case, tokens):
+def test_quantized_activations(case, tokens):
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, tokens)
-    out = call(weights, x, router, ids, case, quantise_activations=True)
+    out = call(weights, x, router, ids, case, quantize_activations=True)
     # A last-place difference of h can move one e4m3 value by its spacing, 2**-3 at most, in a few of many elements.
-    check(out, reference(case, layer, x, router, ids, quantise=True), torch.bfloat16)
+    check(out, reference(case, layer, x, router, ids, quantize=True), torch.bfloat16)
 
 
-@pytest.mark.parametrize("tile", [Tile(16, 256, 64, promote=False), Tile(16, 128, 128, stages=3, promote=False),
-                                  Tile(16, 256, 128, stages=3, promote=False), Tile(16, 64, 128, stages=6),
-                                  Tile(48, 128, 64)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "tile",
+    [
+        TileConfig(16, 256, 64, scale_accumulators=False),
+        TileConfig(16, 128, 128, num_stages=3, scale_accumulators=False),
+        TileConfig(16, 256, 128, num_stages=3, scale_accumulators=False),
+        TileConfig(16, 64, 128, num_stages=6),
+        TileConfig(48, 128, 64),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("format", ["int4", "mxfp4", "int8", "mxfp8"])
 def test_the_same_bits_where_products_are_dense(format, tile):
     """Several programs to a multiprocessor and data in the cache: products are then late, and a step's weights must not
     be decoded into registers that products in flight still read."""
     case = Case("dense", format, 128 if format.startswith("int") else 32, hidden=1024, inner=512, experts=8, top_k=4)
     layer, weights = layer_of(case)
-    config = Config(tile, tile)
+    config = LaunchConfig(tile, tile)
     for tokens in (64, 320):
         x, router, ids = inputs(case, tokens)
         outs = [call(weights, x, router, ids, case, config) for _ in range(12)]
@@ -181,30 +202,66 @@ def test_router_weight_on_input(tokens):
 
 
 TILES = {
-    "split-fused": Config(Tile(16, 64, 128, split=2), Tile(16, 128, 128, split=2), per_slot=True, fuse_sum=True),
-    "split-lists": Config(Tile(16, 128, 128, split=3), Tile(16, 64, 128, split=2), fuse_sum=True, prefetch=True),
-    "deep": Config(Tile(16, 64, 256, stages=3), Tile(16, 128, 256, stages=3), per_slot=True, prefetch=True),
-    "fold": Config(Tile(8, 64, 128, fold=2, warps=8), Tile(8, 64, 128, fold=2), per_slot=True, prefetch=True),
-    "fold-lists": Config(Tile(4, 64, 64, fold=4, split=2), Tile(4, 64, 128, fold=4, warps=8), fuse_sum=True),
-    "fold-rows": Config(Tile(8, 32, 128, fold=2), Tile(4, 16, 128, fold=4, stages=3), per_slot=True),
-    "fold-rows-lists": Config(Tile(8, 32, 128, fold=2), Tile(8, 32, 64, fold=2), fuse_sum=True),
-    "capped": Config(Tile(16, 128, 128, stages=3, registers=96, promote=False), Tile(16, 128, 128, registers=128)),
-    "straight": Config(Tile(4, 32, 128, fold=4, straight=True), Tile(8, 64, 64, fold=2, straight=True), per_slot=True),
-    "straight-wide": Config(
-        Tile(2, 32, 64, warps=8, fold=8, straight=True), Tile(16, 64, 128, straight=True), per_slot=True
+    "split-fused": LaunchConfig(
+        TileConfig(16, 64, 128, split_k=2), TileConfig(16, 128, 128, split_k=2), per_slot=True, fuse_sum=True
     ),
-    "straight-lists": Config(Tile(8, 32, 128, fold=2, straight=True), Tile(8, 64, 128, fold=2, straight=True)),
-    "merged": Config(Tile(8, 64, 128, fold=2), Tile(1, 32, 64, straight=True, merge=True), per_slot=True),
-    "merged-fold": Config(Tile(8, 64, 128, fold=2), Tile(1, 16, 128, fold=4, straight=True, merge=True), per_slot=True),
-    "256-rows": Config(Tile(16, 256, 64, promote=False), Tile(16, 256, 64, stages=3)),
-    "256-rows-lists": Config(Tile(16, 256, 128, stages=3, promote=False), Tile(16, 256, 64, promote=False)),
-    "48": Config(Tile(48, 128, 128, stages=3), Tile(48, 64, 64)),
-    "80": Config(Tile(80, 128, 64), Tile(80, 128, 128, warps=8, stages=3)),
-    "96": Config(Tile(96, 128, 64, stages=3), Tile(96, 128, 64, stages=3)),
-    "32": Config(Tile(32, 128, 128, stages=3), Tile(32, 64, 128, stages=3), fuse_sum=True),
-    "64": Config(Tile(64, 128, 128, stages=3), Tile(64, 128, 64, stages=3)),
-    "128": Config(Tile(128, 128, 64, warps=8, stages=3), Tile(128, 128, 64, warps=8, stages=3)),
-    "256": Config(Tile(256, 128, 64, warps=8, stages=3), Tile(256, 128, 64, warps=8, stages=3)),
+    "split-lists": LaunchConfig(
+        TileConfig(16, 128, 128, split_k=3), TileConfig(16, 64, 128, split_k=2), fuse_sum=True, prefetch=True
+    ),
+    "deep": LaunchConfig(
+        TileConfig(16, 64, 256, num_stages=3), TileConfig(16, 128, 256, num_stages=3), per_slot=True, prefetch=True
+    ),
+    "k_parts": LaunchConfig(
+        TileConfig(8, 64, 128, k_parts=2, num_warps=8), TileConfig(8, 64, 128, k_parts=2), per_slot=True, prefetch=True
+    ),
+    "fold-lists": LaunchConfig(
+        TileConfig(4, 64, 64, k_parts=4, split_k=2), TileConfig(4, 64, 128, k_parts=4, num_warps=8), fuse_sum=True
+    ),
+    "fold-rows": LaunchConfig(
+        TileConfig(8, 32, 128, k_parts=2), TileConfig(4, 16, 128, k_parts=4, num_stages=3), per_slot=True
+    ),
+    "fold-rows-lists": LaunchConfig(TileConfig(8, 32, 128, k_parts=2), TileConfig(8, 32, 64, k_parts=2), fuse_sum=True),
+    "capped": LaunchConfig(
+        TileConfig(16, 128, 128, num_stages=3, maxnreg=96, scale_accumulators=False),
+        TileConfig(16, 128, 128, maxnreg=128),
+    ),
+    "no_k_loop": LaunchConfig(
+        TileConfig(4, 32, 128, k_parts=4, no_k_loop=True),
+        TileConfig(8, 64, 64, k_parts=2, no_k_loop=True),
+        per_slot=True,
+    ),
+    "straight-wide": LaunchConfig(
+        TileConfig(2, 32, 64, num_warps=8, k_parts=8, no_k_loop=True),
+        TileConfig(16, 64, 128, no_k_loop=True),
+        per_slot=True,
+    ),
+    "straight-lists": LaunchConfig(
+        TileConfig(8, 32, 128, k_parts=2, no_k_loop=True), TileConfig(8, 64, 128, k_parts=2, no_k_loop=True)
+    ),
+    "merged": LaunchConfig(
+        TileConfig(8, 64, 128, k_parts=2), TileConfig(1, 32, 64, no_k_loop=True, fused_topk=True), per_slot=True
+    ),
+    "merged-fold": LaunchConfig(
+        TileConfig(8, 64, 128, k_parts=2),
+        TileConfig(1, 16, 128, k_parts=4, no_k_loop=True, fused_topk=True),
+        per_slot=True,
+    ),
+    "256-rows": LaunchConfig(TileConfig(16, 256, 64, scale_accumulators=False), TileConfig(16, 256, 64, num_stages=3)),
+    "256-rows-lists": LaunchConfig(
+        TileConfig(16, 256, 128, num_stages=3, scale_accumulators=False),
+        TileConfig(16, 256, 64, scale_accumulators=False),
+    ),
+    "48": LaunchConfig(TileConfig(48, 128, 128, num_stages=3), TileConfig(48, 64, 64)),
+    "80": LaunchConfig(TileConfig(80, 128, 64), TileConfig(80, 128, 128, num_warps=8, num_stages=3)),
+    "96": LaunchConfig(TileConfig(96, 128, 64, num_stages=3), TileConfig(96, 128, 64, num_stages=3)),
+    "32": LaunchConfig(TileConfig(32, 128, 128, num_stages=3), TileConfig(32, 64, 128, num_stages=3), fuse_sum=True),
+    "64": LaunchConfig(TileConfig(64, 128, 128, num_stages=3), TileConfig(64, 128, 64, num_stages=3)),
+    "128": LaunchConfig(
+        TileConfig(128, 128, 64, num_warps=8, num_stages=3), TileConfig(128, 128, 64, num_warps=8, num_stages=3)
+    ),
+    "256": LaunchConfig(
+        TileConfig(256, 128, 64, num_warps=8, num_stages=3), TileConfig(256, 128, 64, num_warps=8, num_stages=3)
+    ),
 }
 
 
@@ -231,7 +288,7 @@ def test_tiles(case, tiles):
 def test_sweep(case, bk, sweep):
     (case,) = by_name(case)
     layer, weights = layer_of(case)
-    config = Config(Tile(16, 64, 128), Tile(16, 64, bk, stages=3, sweep=sweep))
+    config = LaunchConfig(TileConfig(16, 64, 128), TileConfig(16, 64, bk, num_stages=3, n_tiles=sweep))
     for tokens in (3, 40, 300):
         x, router, ids = inputs(case, tokens, "negative")
         check(call(weights, x, router, ids, case, config), reference(case, layer, x, router, ids), case.dtype)
@@ -247,7 +304,7 @@ def test_batch_invariance(case):
         assert torch.equal(out[:1], alone)
 
 
-@pytest.mark.parametrize("tile", [Tile(16, 64, 128), Tile(64, 128, 64)], ids=["narrow", "wide"])
+@pytest.mark.parametrize("tile", [TileConfig(16, 64, 128), TileConfig(64, 128, 64)], ids=["narrow", "wide"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_one_hot_rows_give_back_the_weights(case, tile):
     """h = one-hot rows makes the second product return single weights: decoding must be exact to the last bit."""
@@ -264,10 +321,10 @@ def test_one_hot_rows_give_back_the_weights(case, tile):
     out = torch.full((slots, case.hidden), float("nan"), device="cuda", dtype=case.dtype)
     tiles = -(-case.hidden // tile.bn)
     gemm.down[(blocks * tiles,)](
-        h, *fm._pointers(matrix, ids), out, out, ids, ids, ones, order, table, out, table, table, slots, tiles,
-        case.inner, case.hidden, out.stride(0), *matrix.codes.shape[1:3], fm._word_stride(matrix), TOP_K=1,
+        h, *fm._tensor_arguments(matrix, ids), out, out, ids, ids, ones, order, table, out, table, table, slots, tiles,
+        case.inner, case.hidden, out.stride(0), *matrix.codes.shape[1:3], fm._scale_stride(matrix), TOP_K=1,
         FORMAT=case.format, GROUP=case.group, HAS_MAP=False, WEIGHT_INPUT=False, PER_SLOT=False, FUSE_SUM=False,
-        PDL=False, **{**fm._flags(weights, matrix, tile), "HAS_BIAS": False}, **fm._options(tile, False),
+        PDL=False, **{**fm._constexprs(weights, matrix, tile), "HAS_BIAS": False}, **fm._compile_options(tile, False),
     )  # fmt: skip
     assert torch.equal(out.T, layer.matrix["w2"][expert].cuda().to(case.dtype))
 
@@ -277,8 +334,8 @@ def test_graph_replay():
     layer, weights = layer_of(case)
     for tokens in (2, 40):
         x, router, ids = inputs(case, tokens)
-        config = configs.choose(weights, case.top_k, tokens)
-        plan = fm.plan_workspace(weights, tokens, case.top_k, config)
+        config = configs.choose_config(weights, case.top_k, tokens)
+        plan = fm.workspace_layout(weights, tokens, case.top_k, config)
         workspace = torch.empty(plan.nbytes, dtype=torch.uint8, device="cuda")
         counters = torch.zeros(max(1, plan.counters), dtype=torch.int32, device="cuda")
         out = torch.empty_like(x)

@@ -12,14 +12,14 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-import backend_table
-from backend_table import Built, Case, Checkpoint
-from table_mxfp4 import _OAI, _SILU, GPT_OSS, OTHERS, TABLE
-
-from vllm_moe_oracle import device, plugin
-from vllm_moe_oracle.methods import selfcheck
+from tests.gpu import backend_table
+from tests.gpu.backend_table import Built, Case, Checkpoint
+from tests.gpu.table_mxfp4 import _OAI, _SILU, GPT_OSS, OTHERS, TABLE
+from vllm_moe_oracle import plugin
+from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.schemes import mxfp4
+from vllm_moe_oracle.verification import self_check
 
 pytestmark = pytest.mark.gpu
 
@@ -63,10 +63,10 @@ def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
     checkpoint = TABLE.checkpoint(case, "cuda")
     built = backend_table.build(TABLE, case, checkpoint, "cuda", TABLE.stock[name])
     built.convert()
-    assert type(built.method.moe_kernel.fused_experts).__name__ == backend.stock_class
+    assert type(built.method.moe_kernel.fused_experts).__name__ == backend.stock_class_name
     expected = stored(built)
     built.close()
-    plan = backend.plan(problem, device.detect())
+    plan = backend.plan(problem, detect.detect())
     for expert in range(case.experts):
         found = backend.convert(canonical(case, checkpoint, expert), problem, plan)
         assert found.keys() == expected.keys()
@@ -84,15 +84,15 @@ def test_batched_marlin_agrees_with_the_reference_and_faults_show(case: Case) ->
         built = backend_table.build(TABLE, case, TABLE.checkpoint(case, "cuda"), "cuda", "auto", own="emulation")
         method = built.method
         problem = method.decision.problem
-        raw = mxfp4.read(dict(method.release.parameters(built.layer)), problem)
-        plan = backend.plan(problem, device.detect())
+        raw = mxfp4.read(dict(method.adapter.parameters(built.layer)), problem)
+        plan = backend.plan(problem, detect.detect())
 
-        def run(tried: Any) -> selfcheck.Result:
+        def run(tried: Any) -> self_check.Comparison:
             with torch.device("cuda"):
-                return selfcheck.run(tried, problem, plan, raw, method.moe, method.release)
+                return self_check.compare_with_reference(tried, problem, plan, raw, method.moe, method.adapter)
 
         result = run(backend)
-        assert result.passed and not result.skipped, str(result)
+        assert result.passed and not result.skip_reason, str(result)
         for name, fault in {**backend_table.faults(case), **TABLE.faults(case)}.items():
             assert not run(backend_table._Faulty(backend, fault)).passed, name
         built.close()
@@ -103,7 +103,7 @@ def test_batched_marlin_agrees_with_the_reference_and_faults_show(case: Case) ->
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_backends_over_vllms_kernels_agree_with_the_reference(case: Case) -> None:
     """Small layers, of which some are padded."""
-    rows = backend_table.rows_of(TABLE, case, "cuda", {"marlin_mxfp4", "emulation", "own_mxfp4"}, (1, 7, 64))
+    rows = backend_table.rows_of(TABLE, case, "cuda", {"marlin_mxfp4", "emulation", "hopper_mxfp4"}, (1, 7, 64))
     assert len(rows) == 3 and not [row["failure"] for row in rows if "failure" in row]
     for row in rows:
         for count, modes in row["error"].items():

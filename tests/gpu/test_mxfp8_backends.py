@@ -10,11 +10,10 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-import backend_table
-from backend_table import Case
-from table_mxfp8 import SCHEME, TABLE
-
-from vllm_moe_oracle import device
+from tests.gpu import backend_table
+from tests.gpu.backend_table import Case
+from tests.gpu.table_mxfp8 import SCHEME, TABLE
+from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import default_registry
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +44,7 @@ NAMES = {
 @pytest.mark.parametrize("name", ["marlin_mxfp8", "humming_mxfp8"])
 def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
     backend, chosen = default_registry()[name], case.problem()
-    if backend.check(chosen, device.detect()).reasons:
+    if backend.check(chosen, detect.detect()).reasons:
         pytest.skip("the backend does not take it")
     checkpoint = TABLE.checkpoint(case, "cuda")
     try:
@@ -56,7 +55,7 @@ def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
     stored = {own: getattr(built.layer, parameter).data for own, parameter in NAMES.items()}
     expected = {own: tensor.clone() for own, tensor in stored.items()}
     built.close()
-    plan = backend.plan(chosen, device.detect())
+    plan = backend.plan(chosen, detect.detect())
     canonical = {own: checkpoint.raw[parameter] for own, parameter in NAMES.items()}
     for expert in range(case.experts):
         found = backend.convert({own: tensor[expert] for own, tensor in canonical.items()}, chosen, plan)
@@ -68,7 +67,7 @@ def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_backends_over_vllms_kernels_agree_with_the_reference(case: Case) -> None:
-    humming = not default_registry()["humming_mxfp8"].check(case.problem(), device.detect()).reasons
+    humming = not default_registry()["humming_mxfp8"].check(case.problem(), detect.detect()).reasons
     assert humming or not case.gated  # it takes experts without a gate in later releases only
     rows = backend_table.rows_of(TABLE, case, "cuda", {*TABLE.stock, "emulation"}, (1, 7, 64))
     assert not [row["failure"] for row in rows if "failure" in row]

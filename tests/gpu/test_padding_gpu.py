@@ -1,8 +1,8 @@
 """Layers whose kernels' tensors are padded, with garbage in the padding: outputs stay what they are.
 
-What is padded for which kernel, and what must not be in there, is in ``tests/padding.py``. Each layer is built three
-times through the plugin's method: as it is, with garbage, and with garbage in a few rows or columns of its own, which
-must show.
+What is padded for which kernel, and what must not be in there, is in ``tests/lib/padding_checks.py``. Each layer is
+built three times through the plugin's method: as it is, with garbage, and with garbage in a few rows or columns of its
+own, which must show.
 """
 
 from __future__ import annotations
@@ -18,16 +18,12 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-import backend_table
-import table_mxfp4
-import table_mxfp8
-import table_wna16
-from backend_table import Case, Table
-from padding import Cut, Dirty
-from table_mxfp4 import _OAI, _SILU, GPT_OSS, OTHERS
-from table_mxfp8 import SCHEME
-from table_wna16 import CT, _scheme
-
+from tests.gpu import backend_table, table_mxfp4, table_mxfp8, table_wna16
+from tests.gpu.backend_table import Case, Table
+from tests.gpu.table_mxfp4 import _OAI, _SILU, GPT_OSS, OTHERS
+from tests.gpu.table_mxfp8 import SCHEME
+from tests.gpu.table_wna16 import CT, _scheme
+from tests.lib.padding_checks import Cut, Dirty
 from vllm_moe_oracle import plugin
 
 pytestmark = pytest.mark.gpu
@@ -76,12 +72,12 @@ LAYERS = (
     integers("triton_wna16", Case("int4", INT4, *EVEN)),
     integers("triton_wna16", Case("zeros", ZEROS, *EVEN)),
     integers("triton_wna16", Case("channel", CHANNEL, *EVEN)),
-    integers("own_wna16", Case("int4", INT4, *SMALL)),
-    integers("own_wna16", Case("zeros_relu2", ZEROS, *SMALL, "relu2_no_mul")),
-    integers("own_wna16", Case("channel", CHANNEL, *EVEN), MANY),
-    Padded("own_mxfp8", table_mxfp8.TABLE, Case("relu2", SCHEME, *SMALL, "relu2_no_mul")),
-    Padded("own_mxfp4", table_mxfp4.TABLE, Case("oai", GPT_OSS, *SMALL, **_OAI)),
-    Padded("own_mxfp4", table_mxfp4.TABLE, Case("silu", OTHERS, *EVEN, **_SILU), MANY),
+    integers("hopper_wna16", Case("int4", INT4, *SMALL)),
+    integers("hopper_wna16", Case("zeros_relu2", ZEROS, *SMALL, "relu2_no_mul")),
+    integers("hopper_wna16", Case("channel", CHANNEL, *EVEN), MANY),
+    Padded("hopper_mxfp8", table_mxfp8.TABLE, Case("relu2", SCHEME, *SMALL, "relu2_no_mul")),
+    Padded("hopper_mxfp4", table_mxfp4.TABLE, Case("oai", GPT_OSS, *SMALL, **_OAI)),
+    Padded("hopper_mxfp4", table_mxfp4.TABLE, Case("silu", OTHERS, *EVEN, **_SILU), MANY),
 )
 
 

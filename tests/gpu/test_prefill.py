@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import CASES, UNIT, Case, Layer, half_elsewhere, inputs, make_layer, poisoned, reference
+
+from tests.gpu.kernel_cases import CASES, UNIT, Case, Layer, half_elsewhere, inputs, make_layer, poisoned, reference
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
@@ -14,10 +15,10 @@ if not torch.cuda.is_available():
 
 from vllm_moe_oracle.kernels import fused_moe as fm  # noqa: E402
 from vllm_moe_oracle.kernels import prefill_launch, prefill_route  # noqa: E402
-from vllm_moe_oracle.kernels.prefill_config import Prefill, reasons_against  # noqa: E402
-from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, load_expert  # noqa: E402
+from vllm_moe_oracle.kernels.prefill_config import PrefillConfig, prefill_errors  # noqa: E402
+from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights, pack_expert  # noqa: E402
 
-_layers: dict[str, tuple[Layer, OwnWeights]] = {}
+_layers: dict[str, tuple[Layer, PackedWeights]] = {}
 
 
 def whole_steps(case: Case) -> Case:
@@ -27,9 +28,9 @@ def whole_steps(case: Case) -> Case:
 
 
 def supported(case: Case) -> bool:
-    weights = allocate(case.format, 1, case.hidden, case.inner, group=case.group, dtype=case.dtype,
+    weights = allocate_weights(case.format, 1, case.hidden, case.inner, group=case.group, dtype=case.dtype,
                        zero_points=case.zero_points, device="meta")  # fmt: skip
-    return not reasons_against(weights)
+    return not prefill_errors(weights)
 
 
 def half_steps(case: Case) -> Case:
@@ -41,30 +42,31 @@ PREFILL_CASES = [case for case in map(whole_steps, CASES) if supported(case)]
 PREFILL_CASES += [case for case in map(half_steps, PREFILL_CASES) if case.group in (0, 32) and supported(case)]
 
 
-def layer_of(case: Case) -> tuple[Layer, OwnWeights]:
+def layer_of(case: Case) -> tuple[Layer, PackedWeights]:
     """The case's layer, canonical and stored; stored tensors are poisoned before they are filled."""
     if case.name not in _layers:
         layer = make_layer(case)
-        weights = allocate(case.format, case.experts, case.hidden, case.inner, gated=case.gated, group=case.group,
-                           dtype=case.dtype, zero_points=case.zero_points, bias=case.bias, device="cuda")  # fmt: skip
+        weights = allocate_weights(case.format, case.experts, case.hidden, case.inner, gated=case.gated,
+                           group=case.group, dtype=case.dtype, zero_points=case.zero_points, bias=case.bias,
+                           device="cuda")  # fmt: skip
         for matrix in (weights.w13, weights.w2):
             for tensor in matrix.tensors():
                 tensor.view(torch.uint8).fill_(0xA5)
         for which in ("w13", "w2"):
             for expert in range(case.experts):
                 parts = (layer.codes, layer.scales, layer.zeros, layer.bias)
-                load_expert(weights, which, expert, *(
+                pack_expert(weights, which, expert, *(
                     None if part[which] is None else part[which][expert].cuda() for part in parts
                 ))  # fmt: skip
         _layers[case.name] = layer, weights
     return _layers[case.name]
 
 
-def call(weights: OwnWeights, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, case: Case,
-         config: Prefill | None = None, **options: object) -> torch.Tensor:  # fmt: skip
+def call(weights: PackedWeights, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, case: Case,
+         config: PrefillConfig | None = None, **options: object) -> torch.Tensor:  # fmt: skip
     """fused_moe with poisoned workspace and output."""
-    config = config or Prefill()
-    plan = fm.plan_workspace(weights, *ids.shape, config)
+    config = config or PrefillConfig()
+    plan = fm.workspace_layout(weights, *ids.shape, config)
     out = torch.full(x.shape, float("nan"), dtype=x.dtype, device="cuda")
     fm.fused_moe(x, weights, router, ids, activation=case.activation, limit=case.limit,
                  workspace=poisoned(plan.nbytes, ids.shape[0]),
@@ -135,10 +137,10 @@ def test_rows_of_x_anywhere(case: Case, offset: int, gap: int) -> None:
     assert torch.equal(call(weights, apart, router, ids, case), call(weights, x, router, ids, case))
 
 
-@pytest.mark.parametrize("config", (Prefill(stages=2), Prefill(stages=3)), ids=str)
+@pytest.mark.parametrize("config", (PrefillConfig(num_stages=2), PrefillConfig(num_stages=3)), ids=str)
 @pytest.mark.parametrize("case", [case for case in PREFILL_CASES if case.name in ("int4-g128", "mxfp8")],
                          ids=lambda case: case.name)  # fmt: skip
-def test_stages_agree_bitwise(case: Case, config: Prefill) -> None:
+def test_stages_agree_bitwise(case: Case, config: PrefillConfig) -> None:
     _, weights = layer_of(case)
     x, router, ids = inputs(case, 700)
     assert torch.equal(call(weights, x, router, ids, case, config), call(weights, x, router, ids, case))
@@ -162,7 +164,7 @@ def test_two_launches_of_the_second_product_give_the_same_bits(case: Case, monke
         for options in ({}, {"pdl": False}, {"apply_router_weight_on_input": True}):
             whole = call(weights, *given, case, **options)
             with monkeypatch.context() as patch:
-                patch.setattr(prefill_launch, "_BESIDE", 0)
+                patch.setattr(prefill_launch, "_MIN_OVERLAPPED_BYTES", 0)
                 assert torch.equal(call(weights, *given, case, **options), whole)
 
 
@@ -172,10 +174,10 @@ def test_a_sum_beside_the_second_product_reads_what_is_there(top_k: int, monkeyp
     case = Case("large", "int4", 128, hidden=2048, inner=768, experts=8, top_k=top_k)
     _, weights = layer_of(case)
     x, router, ids = inputs(case, 65536 // top_k)
-    assert ids.numel() * case.hidden * 2 >= prefill_launch._BESIDE
+    assert ids.numel() * case.hidden * 2 >= prefill_launch._MIN_OVERLAPPED_BYTES
     both = (x, x.flip(0).contiguous())
     with monkeypatch.context() as patch:
-        patch.setattr(prefill_launch, "_BESIDE", 1 << 62)
+        patch.setattr(prefill_launch, "_MIN_OVERLAPPED_BYTES", 1 << 62)
         alone = [call(weights, each, router, ids, case) for each in both]
     assert not torch.equal(*alone)
     # By turns: what a multiprocessor still had from the call before would be of the other x.
@@ -195,8 +197,8 @@ def test_lists_of_slots_and_blocks(experts: int, tokens: int) -> None:
     if tokens == 64:
         ids[:] = experts - 1
     router = torch.rand(slots, generator=generator)
-    most, padded = prefill_launch._blocks(slots, experts), prefill_launch._experts_padded(experts)
-    chunks = prefill_launch._chunks(slots)
+    most, padded = prefill_launch.max_blocks(slots, experts), prefill_launch.padded_experts(experts)
+    chunks = prefill_launch._num_sort_chunks(slots)
     table, ordered, counts, totals = (
         torch.full((n,), -7, dtype=torch.int32, device="cuda")
         for n in ((1 + 2 * most) * 4, slots, chunks * padded, padded)
@@ -205,12 +207,12 @@ def test_lists_of_slots_and_blocks(experts: int, tokens: int) -> None:
     device_ids, lists = ids.cuda(), {"EP": padded, "PDL": False}
     prefill_route.count_slots[(chunks,)](device_ids, device_ids, counts, slots, HAS_MAP=False, CHUNK=128, num_warps=1,
                                          **lists)  # fmt: skip
-    add = chunks * padded > prefill_launch._FEW
+    add = chunks * padded > prefill_launch._MAX_INLINE_COUNTS
     if add:
-        prefill_route.add_chunks[(padded,)](counts, totals, chunks, BLOCK=512, **lists)
+        prefill_route.scan_chunks[(padded,)](counts, totals, chunks, BLOCK=512, **lists)
     prefill_route.place_slots[(max(chunks, experts),)](
         device_ids, device_ids, router.cuda(), counts, totals, ordered, routers, table, slots, chunks, experts, most,
-        ADD=not add, HAS_MAP=False, CHUNK=128, BM=most_rows, num_warps=1, **lists,
+        INLINE_SCAN=not add, HAS_MAP=False, CHUNK=128, BM=most_rows, num_warps=1, **lists,
     )  # fmt: skip
     large, small, start = [], [], 0
     by_expert = [(ids == expert).nonzero()[:, 0].tolist() for expert in range(experts)]

@@ -15,14 +15,14 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-import backend_table
-from backend_table import Built, Case
-from table_wna16 import CT, TABLE, _scheme
-
-from vllm_moe_oracle import device, plugin
-from vllm_moe_oracle.methods import selfcheck
+from tests.gpu import backend_table
+from tests.gpu.backend_table import Built, Case
+from tests.gpu.table_wna16 import CT, TABLE, _scheme
+from vllm_moe_oracle import plugin
+from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.schemes import wna16
+from vllm_moe_oracle.verification import self_check
 
 pytestmark = pytest.mark.gpu
 
@@ -105,13 +105,13 @@ def refused(name: str, error: Exception) -> bool:
 @pytest.mark.parametrize("name", ["marlin_wna16", "humming_wna16", "triton_wna16"])
 def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
     backend, problem = default_registry()[name], case.problem()
-    if backend.check(problem, device.detect()).reasons:
+    if backend.check(problem, detect.detect()).reasons:
         pytest.skip("the backend does not take it")
     checkpoint = TABLE.checkpoint(case, "cuda")
     try:
         built = backend_table.build(TABLE, case, checkpoint, "cuda", TABLE.stock[name])
         built.convert()
-        if type(built.method.moe_kernel.fused_experts).__name__ != backend.stock_class:
+        if type(built.method.moe_kernel.fused_experts).__name__ != backend.stock_class_name:
             pytest.skip("stock runs something else")
         expected = stored(built)
     except Exception as error:
@@ -119,11 +119,11 @@ def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
             raise
         pytest.skip(f"stock cannot convert it: {type(error).__name__}: {error}")
     built.close()
-    plan = backend.plan(problem, device.detect())
+    plan = backend.plan(problem, detect.detect())
     if name == "triton_wna16" and plan.pads(problem):
         pytest.skip("stock does not pad for Triton")
-    canonical = wna16.canonical(checkpoint.raw, problem, is_transposed=case.scheme.packing != CT)
-    dropped = STOCK_DROPS.get((device.detect().packages["vllm"], name, case.name), set())
+    canonical = wna16.to_canonical(checkpoint.raw, problem, is_transposed=case.scheme.packing != CT)
+    dropped = STOCK_DROPS.get((detect.detect().packages["vllm"], name, case.name), set())
     for expert in range(case.experts):
         found = backend.convert({own: tensor[expert] for own, tensor in canonical.items()}, problem, plan)
         assert found.keys() - expected.keys() == dropped
@@ -144,15 +144,15 @@ def test_batched_marlin_agrees_with_the_reference_and_faults_show(case: Case) ->
         built = backend_table.build(TABLE, case, TABLE.checkpoint(case, "cuda"), "cuda", "auto", own="emulation")
         method = built.method
         problem = method.decision.problem
-        raw = wna16.read(dict(method.release.parameters(built.layer)), problem)
-        plan = backend.plan(problem, device.detect())
+        raw = wna16.read(dict(method.adapter.parameters(built.layer)), problem)
+        plan = backend.plan(problem, detect.detect())
 
-        def run(tried: Any) -> selfcheck.Result:
+        def run(tried: Any) -> self_check.Comparison:
             with torch.device("cuda"):
-                return selfcheck.run(tried, problem, plan, raw, method.moe, method.release)
+                return self_check.compare_with_reference(tried, problem, plan, raw, method.moe, method.adapter)
 
         result = run(backend)
-        assert result.passed and not result.skipped, str(result)
+        assert result.passed and not result.skip_reason, str(result)
         for name, fault in backend_table.faults(case).items():
             assert not run(backend_table._Faulty(backend, fault)).passed, name
         built.close()

@@ -28,12 +28,12 @@ import torch
 import triton
 
 from vllm_moe_oracle.kernels import config as configs
-from vllm_moe_oracle.kernels.config import Config, Tile
-from vllm_moe_oracle.kernels.fused_moe import fused_moe, plan_workspace
-from vllm_moe_oracle.kernels.prefill_config import Prefill
-from vllm_moe_oracle.kernels.weights import OwnWeights, allocate, bits_of, rebased
-from vllm_moe_oracle.measure import shapes
-from vllm_moe_oracle.measure.timing import CudaClock, compare
+from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig
+from vllm_moe_oracle.kernels.fused_moe import fused_moe, workspace_layout
+from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
+from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights, code_bits, has_rebased_scales
+from vllm_moe_oracle.measurements import model_shapes
+from vllm_moe_oracle.measuring.timing import CudaClock, time_interleaved
 
 # experts, top-k, hidden, intermediate on this rank, activation, biases
 SHAPES = {
@@ -51,19 +51,19 @@ SHAPES |= {
         layer.num_experts, layer.top_k, layer.hidden_size, layer.intermediate_size, layer.activation.name,
         layer.has_bias,
     )
-    for layer in shapes.served()
+    for layer in model_shapes.served_problems()
 }  # fmt: skip
 
 
-def stored(scheme: str, shape: str, device: str = "cuda") -> OwnWeights:
+def stored(scheme: str, shape: str, device: str = "cuda") -> PackedWeights:
     """A layer with random stored bytes: right in size and range, meaningless in value."""
     experts, _, hidden, inner, activation, bias = SHAPES[shape]
     format, _, group = scheme.partition("_")
-    weights = allocate(format, experts, hidden, inner, gated=activation != "relu2", group=int(group or 32), bias=bias,
-                       device=device)  # fmt: skip
+    weights = allocate_weights(format, experts, hidden, inner, gated=activation != "relu2", group=int(group or 32),
+                       bias=bias, device=device)  # fmt: skip
     mx = format.startswith("mx")
-    high = rebased(format, weights.group, weights.dtype)
-    factor = 2.0 ** (1 - bits_of(format)) if high else 2.0**-16
+    high = has_rebased_scales(format, weights.group, weights.dtype)
+    factor = 2.0 ** (1 - code_bits(format)) if high else 2.0**-16
     for matrix in (weights.w13, weights.w2):
         matrix.codes.random_(0, 256)
         if matrix.scales is not None and mx:
@@ -87,10 +87,17 @@ def routed(tokens: int, shape: str, device: str = "cuda", draw: int = 0):
     return x, weights / weights.sum(-1, keepdim=True), ids.to(torch.int32)
 
 
-def prepare(weights: OwnWeights, shape: str, tokens: int, config: Config | Prefill, pdl: bool = True, draw: int = 0):
+def prepare(
+    weights: PackedWeights,
+    shape: str,
+    tokens: int,
+    config: LaunchConfig | PrefillConfig,
+    pdl: bool = True,
+    draw: int = 0,
+):
     """A function that runs the layer once, with everything it needs allocated."""
     x, router, ids = routed(tokens, shape, draw=draw)
-    plan = plan_workspace(weights, tokens, SHAPES[shape][1], config)
+    plan = workspace_layout(weights, tokens, SHAPES[shape][1], config)
     workspace = torch.empty(plan.nbytes, dtype=torch.uint8, device="cuda")
     counters = torch.zeros(max(1, plan.counters), dtype=torch.int32, device="cuda")
     out = torch.empty_like(x)
@@ -100,7 +107,9 @@ def prepare(weights: OwnWeights, shape: str, tokens: int, config: Config | Prefi
                              counters=counters, out=out, config=config, pdl=pdl)  # fmt: skip
 
 
-def candidates(scheme: str, weights: OwnWeights, shape: str, tokens: int) -> tuple[list[Tile], list[Tile]]:
+def candidates(
+    scheme: str, weights: PackedWeights, shape: str, tokens: int
+) -> tuple[list[TileConfig], list[TileConfig]]:
     """Tiles of the first and of the second product to try for a cell and a number of tokens, beside those in use."""
     top_k = SHAPES[shape][1]
     if tokens <= PER_SLOT_TOKENS:
@@ -113,33 +122,39 @@ def candidates(scheme: str, weights: OwnWeights, shape: str, tokens: int) -> tup
         wider = MIDDLE if rows > 6 else []
         if rows > 12:
             wider = wider + [tile for tile in TWO_PARTS if tile.bm == 48]
-        parts = [replace(tile, split=2) for tile in found[:3]] if weights.hidden >= 4096 else []
+        parts = [replace(tile, split_k=2) for tile in found[:3]] if weights.hidden >= 4096 else []
         return found + wider + parts, found + wider + sweeping(scheme, weights.intermediate)
     found = [*MIDDLE, *TWO_PARTS, *(tile for tile in WIDE if tile.bm <= 64)] if rows <= 80 else list(WIDE)
     return found, found
 
 
-def straight(scheme: str, columns: int) -> list[Tile]:
+def straight(scheme: str, columns: int) -> list[TileConfig]:
     """Tiles without a loop whose parts of the columns are even and whose weights fit registers."""
     found = []
     for bn, fold, warps in ((16, 4, 4), (16, 8, 8), (32, 4, 8), (32, 2, 4), (64, 1, 4), (64, 2, 4)):
         if columns % (128 * fold) == 0 and raw_registers(scheme, bn * columns, warps) <= 116:
-            found.append(Tile(16 // fold, bn, 128, warps=warps, fold=fold, promote=False, straight=True))
+            found.append(
+                TileConfig(16 // fold, bn, 128, num_warps=warps, k_parts=fold, scale_accumulators=False, no_k_loop=True)
+            )
     return found
 
 
-def merged(scheme: str, columns: int, top_k: int) -> list[Tile]:
+def merged(scheme: str, columns: int, top_k: int) -> list[TileConfig]:
     """Second products that add up a token's choices themselves."""
     choices = 1 << (top_k - 1).bit_length()
     found = []
     for bn, fold, warps in ((16, 1, 4), (16, 1, 8), (16, 2, 8), (32, 1, 4), (32, 1, 8)):
         fits = choices * fold <= 16 and choices * fold * bn >= 16 * warps
         if fits and columns % (128 * fold) == 0 and raw_registers(scheme, choices * bn * columns, warps) <= 116:
-            found.append(Tile(1, bn, 128, warps=warps, fold=fold, promote=False, straight=True, merge=True))
+            found.append(
+                TileConfig(
+                    1, bn, 128, num_warps=warps, k_parts=fold, scale_accumulators=False, no_k_loop=True, fused_topk=True
+                )
+            )
     return found
 
 
-def sweeping(scheme: str, columns: int) -> list[Tile]:
+def sweeping(scheme: str, columns: int) -> list[TileConfig]:
     """Second products whose programs keep h and go through several tiles."""
     if columns % 128 or columns > 768:
         return []
@@ -147,8 +162,8 @@ def sweeping(scheme: str, columns: int) -> list[Tile]:
     for bn, stages in ((64, 3), (64, 2), (128, 3), (128, 2)):
         if raw_registers(scheme, bn * columns * (stages - 1), 4) * 512 + 32 * columns < 110_000:
             # Under a cap of 128 registers tiles of 128 rows spill in Triton 3.9.
-            tile = Tile(16, bn, 128, stages=stages, promote=False)
-            found += [replace(tile, sweep=sweep) for sweep in (4, 8)]
+            tile = TileConfig(16, bn, 128, num_stages=stages, scale_accumulators=False)
+            found += [replace(tile, n_tiles=sweep) for sweep in (4, 8)]
     return found
 
 
@@ -158,44 +173,91 @@ def raw_registers(scheme: str, weights: int, warps: int) -> float:
 
 
 # For up to PER_SLOT_TOKENS tokens.
-NARROW = [Tile(8, 32, 128, stages=5, fold=2), Tile(8, 32, 128, stages=3, fold=2), Tile(4, 32, 128, stages=3, fold=4),
-          Tile(8, 64, 128, fold=2), Tile(8, 64, 64, fold=2), Tile(16, 64, 128), Tile(16, 64, 128, stages=6),
-          Tile(4, 16, 128, stages=4, fold=4), Tile(4, 16, 128, stages=6, fold=4), Tile(4, 32, 128, fold=4),
-          Tile(2, 16, 128, warps=8, stages=3, fold=8), Tile(8, 32, 256, stages=3, fold=2),
-          Tile(16, 128, 128, stages=3, registers=128), Tile(2, 16, 128, warps=8, stages=5, fold=8),
-          Tile(8, 32, 128, stages=7, fold=2), Tile(4, 32, 128, stages=6, fold=4),
-          Tile(16, 64, 256, stages=3), Tile(8, 64, 128, warps=8, fold=2), Tile(4, 32, 128, warps=8, fold=4),
-          Tile(4, 64, 128, warps=8, stages=3, fold=4), Tile(8, 64, 64, stages=6, fold=2),
-          Tile(16, 128, 128, warps=8, stages=3)]  # fmt: skip
+NARROW = [
+    TileConfig(8, 32, 128, num_stages=5, k_parts=2),
+    TileConfig(8, 32, 128, num_stages=3, k_parts=2),
+    TileConfig(4, 32, 128, num_stages=3, k_parts=4),
+    TileConfig(8, 64, 128, k_parts=2),
+    TileConfig(8, 64, 64, k_parts=2),
+    TileConfig(16, 64, 128),
+    TileConfig(16, 64, 128, num_stages=6),
+    TileConfig(4, 16, 128, num_stages=4, k_parts=4),
+    TileConfig(4, 16, 128, num_stages=6, k_parts=4),
+    TileConfig(4, 32, 128, k_parts=4),
+    TileConfig(2, 16, 128, num_warps=8, num_stages=3, k_parts=8),
+    TileConfig(8, 32, 256, num_stages=3, k_parts=2),
+    TileConfig(16, 128, 128, num_stages=3, maxnreg=128),
+    TileConfig(2, 16, 128, num_warps=8, num_stages=5, k_parts=8),
+    TileConfig(8, 32, 128, num_stages=7, k_parts=2),
+    TileConfig(4, 32, 128, num_stages=6, k_parts=4),
+    TileConfig(16, 64, 256, num_stages=3),
+    TileConfig(8, 64, 128, num_warps=8, k_parts=2),
+    TileConfig(4, 32, 128, num_warps=8, k_parts=4),
+    TileConfig(4, 64, 128, num_warps=8, num_stages=3, k_parts=4),
+    TileConfig(8, 64, 64, num_stages=6, k_parts=2),
+    TileConfig(16, 128, 128, num_warps=8, num_stages=3),
+]
 # For up to about 24 rows per active expert.
-FOUR_BIT = [Tile(16, 256, 64, promote=False), Tile(16, 256, 128, stages=3, promote=False), Tile(16, 256, 64),
-            Tile(16, 128, 128, registers=128), Tile(16, 128, 128, stages=3, registers=128),
-            Tile(16, 128, 128, stages=3), Tile(16, 128, 128, stages=3, registers=128, promote=False),
-            Tile(16, 128, 256, stages=3), Tile(16, 64, 128), Tile(16, 256, 64, warps=8, promote=False),
-            Tile(16, 256, 128, warps=8, stages=3, promote=False),
-            Tile(16, 256, 64, stages=6, promote=False)]  # fmt: skip
-EIGHT_BIT = [Tile(16, 64, 128), Tile(16, 64, 128, stages=6), Tile(16, 128, 128, stages=3, registers=128),
-             Tile(16, 128, 128, stages=3), Tile(16, 128, 128, registers=128), Tile(16, 64, 256, stages=3),
-             Tile(16, 128, 128, warps=8, stages=3)]  # fmt: skip
+FOUR_BIT = [
+    TileConfig(16, 256, 64, scale_accumulators=False),
+    TileConfig(16, 256, 128, num_stages=3, scale_accumulators=False),
+    TileConfig(16, 256, 64),
+    TileConfig(16, 128, 128, maxnreg=128),
+    TileConfig(16, 128, 128, num_stages=3, maxnreg=128),
+    TileConfig(16, 128, 128, num_stages=3),
+    TileConfig(16, 128, 128, num_stages=3, maxnreg=128, scale_accumulators=False),
+    TileConfig(16, 128, 256, num_stages=3),
+    TileConfig(16, 64, 128),
+    TileConfig(16, 256, 64, num_warps=8, scale_accumulators=False),
+    TileConfig(16, 256, 128, num_warps=8, num_stages=3, scale_accumulators=False),
+    TileConfig(16, 256, 64, num_stages=6, scale_accumulators=False),
+]
+EIGHT_BIT = [
+    TileConfig(16, 64, 128),
+    TileConfig(16, 64, 128, num_stages=6),
+    TileConfig(16, 128, 128, num_stages=3, maxnreg=128),
+    TileConfig(16, 128, 128, num_stages=3),
+    TileConfig(16, 128, 128, maxnreg=128),
+    TileConfig(16, 64, 256, num_stages=3),
+    TileConfig(16, 128, 128, num_warps=8, num_stages=3),
+]
 # For 6 to 80 rows, too.
-MIDDLE = [Tile(32, 128, 128, stages=3), Tile(32, 128, 128, stages=3, registers=128, promote=False),
-          Tile(32, 128, 64, promote=False), Tile(32, 128, 64, registers=128, promote=False),
-          Tile(32, 256, 64, warps=8, promote=False), Tile(32, 256, 64, promote=False),
-          Tile(32, 128, 64, stages=6, promote=False)]  # fmt: skip
+MIDDLE = [
+    TileConfig(32, 128, 128, num_stages=3),
+    TileConfig(32, 128, 128, num_stages=3, maxnreg=128, scale_accumulators=False),
+    TileConfig(32, 128, 64, scale_accumulators=False),
+    TileConfig(32, 128, 64, maxnreg=128, scale_accumulators=False),
+    TileConfig(32, 256, 64, num_warps=8, scale_accumulators=False),
+    TileConfig(32, 256, 64, scale_accumulators=False),
+    TileConfig(32, 128, 64, num_stages=6, scale_accumulators=False),
+]
 # For 12 to 80 rows, too.
-TWO_PARTS = [Tile(48, 128, 64), Tile(48, 128, 64, stages=3), Tile(48, 128, 128, stages=3),
-             Tile(48, 256, 64, warps=8, stages=3), Tile(80, 128, 64), Tile(80, 128, 64, stages=3),
-             Tile(80, 128, 128, warps=8, stages=3), Tile(96, 128, 64, stages=3),
-             Tile(48, 256, 64, stages=3, promote=False)]  # fmt: skip
+TWO_PARTS = [
+    TileConfig(48, 128, 64),
+    TileConfig(48, 128, 64, num_stages=3),
+    TileConfig(48, 128, 128, num_stages=3),
+    TileConfig(48, 256, 64, num_warps=8, num_stages=3),
+    TileConfig(80, 128, 64),
+    TileConfig(80, 128, 64, num_stages=3),
+    TileConfig(80, 128, 128, num_warps=8, num_stages=3),
+    TileConfig(96, 128, 64, num_stages=3),
+    TileConfig(48, 256, 64, num_stages=3, scale_accumulators=False),
+]
 # For more.
-WIDE = [Tile(32, 128, 64), Tile(32, 256, 128, warps=8, stages=3), Tile(64, 128, 64),
-        Tile(64, 128, 128, warps=8, stages=3), Tile(64, 256, 64, warps=8, stages=3),
-        Tile(128, 128, 64, warps=8, stages=3), Tile(128, 256, 64, warps=8),
-        Tile(256, 128, 64, warps=8, stages=3)]  # fmt: skip
+WIDE = [
+    TileConfig(32, 128, 64),
+    TileConfig(32, 256, 128, num_warps=8, num_stages=3),
+    TileConfig(64, 128, 64),
+    TileConfig(64, 128, 128, num_warps=8, num_stages=3),
+    TileConfig(64, 256, 64, num_warps=8, num_stages=3),
+    TileConfig(128, 128, 64, num_warps=8, num_stages=3),
+    TileConfig(128, 256, 64, num_warps=8),
+    TileConfig(256, 128, 64, num_warps=8, num_stages=3),
+]
 
 
-def compile_some(jobs: list[tuple[str, str, int, Config]]) -> None:
-    layers: dict[tuple[str, str], OwnWeights] = {}
+def compile_some(jobs: list[tuple[str, str, int, LaunchConfig]]) -> None:
+    layers: dict[tuple[str, str], PackedWeights] = {}
     for scheme, shape, tokens, config in jobs:
         if (scheme, shape) not in layers:
             layers.clear()
@@ -207,7 +269,7 @@ def compile_some(jobs: list[tuple[str, str, int, Config]]) -> None:
             print(f"{scheme} {shape} {tokens} {config}: {type(error).__name__} {error}"[:300], flush=True)
 
 
-def precompile(jobs: list[tuple[str, str, int, Config]], processes: int) -> None:
+def precompile(jobs: list[tuple[str, str, int, LaunchConfig]], processes: int) -> None:
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=compile_some, args=(jobs[i::processes],)) for i in range(processes)]
     for worker in workers:
@@ -216,7 +278,7 @@ def precompile(jobs: list[tuple[str, str, int, Config]], processes: int) -> None
         worker.join()
 
 
-def pairs(current: Config, ups: list[Tile], downs: list[Tile]) -> list[Config]:
+def pairs(current: LaunchConfig, ups: list[TileConfig], downs: list[TileConfig]) -> list[LaunchConfig]:
     """Configurations that hold every candidate once, beside the one in use: what must be compiled."""
     found = [current]
     if NARROW[0] in ups:
@@ -230,11 +292,11 @@ def pairs(current: Config, ups: list[Tile], downs: list[Tile]) -> list[Config]:
             found.append(replace(current, down=tile, fuse_sum=False))
     for tile in ups + downs:
         if not current.per_slot and tile.bm != current.gate_up.bm:
-            found.append(replace(current, gate_up=replace(tile, sweep=1), down=tile, fuse_sum=False))
+            found.append(replace(current, gate_up=replace(tile, n_tiles=1), down=tile, fuse_sum=False))
     return list(dict.fromkeys(found))
 
 
-def options(config: Config) -> list[Config]:
+def options(config: LaunchConfig) -> list[LaunchConfig]:
     """A configuration with the options that its tiles leave open turned over."""
     return [replace(config, prefetch=not config.prefetch)] if config.per_slot else []
 
@@ -246,17 +308,17 @@ CLOCK = CudaClock()
 class Timer:
     """Times configurations of one cell and number of tokens."""
 
-    def __init__(self, weights: OwnWeights, scheme: str, shape: str, tokens: int, replays: int, prefill: bool,
+    def __init__(self, weights: PackedWeights, scheme: str, shape: str, tokens: int, replays: int, prefill: bool,
                  draws: int) -> None:  # fmt: skip
         self.weights, self.scheme, self.shape, self.tokens, self.replays = weights, scheme, shape, tokens, replays
-        self.others = [Prefill()] if prefill else []
+        self.others = [PrefillConfig()] if prefill else []
         self.draws = draws if tokens <= 64 else 1
-        self.times: dict[Config | Prefill, float] = {}
+        self.times: dict[LaunchConfig | PrefillConfig, float] = {}
 
-    def best(self, found: Iterable[Config | Prefill]) -> Config | Prefill:
+    def best(self, found: Iterable[LaunchConfig | PrefillConfig]) -> LaunchConfig | PrefillConfig:
         """The fastest of some configurations, timed by turns; one alone, or one that cannot run, is never timed."""
         distinct = list(dict.fromkeys(found))
-        runs: dict[Config | Prefill, list[list]] = {}
+        runs: dict[LaunchConfig | PrefillConfig, list[list]] = {}
         kept = []  # what a graph works on: it does not keep it itself
         for config in distinct if len(distinct) > 1 else ():
             try:
@@ -273,16 +335,16 @@ class Timer:
         totals = dict.fromkeys(runs, 0.0)
         for draw in range(self.draws if runs else 0):
             timed = {str(index): runs[config][draw] for index, config in enumerate(runs)}
-            times = compare(CLOCK, timed, self.replays, 10.0)
+            times = time_interleaved(CLOCK, timed, self.replays, 10.0)
             for index, config in enumerate(runs):
                 totals[config] += times[str(index)].us / self.draws
         self.times |= totals
         return min(runs, key=self.times.__getitem__) if runs else distinct[0]
 
-    def search(self, current: Config, ups: list[Tile], downs: list[Tile]) -> Config:
+    def search(self, current: LaunchConfig, ups: list[TileConfig], downs: list[TileConfig]) -> LaunchConfig:
         """The second product's tile with the first's in use, then the first's; for each height of tiles in turn; at
         last the best of each height, as it is and with the options, and what is in use, once more together."""
-        starts: dict[int, Config] = {}
+        starts: dict[int, LaunchConfig] = {}
         for config in pairs(current, ups, downs):
             starts.setdefault(0 if config.per_slot else config.gate_up.bm, config)
         found = [current]
@@ -292,19 +354,21 @@ class Timer:
             same = [tile for tile in ups if start.per_slot or tile.bm == start.down.bm]
             start = self.best([start, *(replace(start, gate_up=tile) for tile in same)])
             found += [start, *options(start)]
-        found += [config for config in sorted(self.times, key=self.times.__getitem__)[:3] if isinstance(config, Config)]
+        found += [
+            config for config in sorted(self.times, key=self.times.__getitem__)[:3] if isinstance(config, LaunchConfig)
+        ]
         return self.best([*found, *self.others])
 
 
-def describe(config: Config | Prefill) -> str:
+def describe(config: LaunchConfig | PrefillConfig) -> str:
     """A configuration in a few characters."""
-    if isinstance(config, Prefill):
+    if isinstance(config, PrefillConfig):
         return str(config)
     parts = [
-        f"{t.bm}x{t.bn}x{t.bk}w{t.warps}s{t.stages}" + (f"/{t.split}" if t.split > 1 else "")
-        + (f"*{t.fold}" if t.fold > 1 else "")
-        + (f"r{t.registers}" if t.registers else "") + ("" if t.promote else "-") + ("S" if t.straight else "")
-        + ("M" if t.merge else "") + (f"~{t.sweep}" if t.sweep > 1 else "")
+        f"{t.bm}x{t.bn}x{t.bk}w{t.num_warps}s{t.num_stages}" + (f"/{t.split_k}" if t.split_k > 1 else "")
+        + (f"*{t.k_parts}" if t.k_parts > 1 else "")
+        + (f"r{t.maxnreg}" if t.maxnreg else "") + ("" if t.scale_accumulators else "-") + ("S" if t.no_k_loop else "")
+        + ("M" if t.fused_topk else "") + (f"~{t.n_tiles}" if t.n_tiles > 1 else "")
         for t in (config.gate_up, config.down)
     ]  # fmt: skip
     flags = "".join(name[0] for name in ("per_slot", "fuse_sum", "prefetch") if getattr(config, name))
@@ -333,9 +397,9 @@ def main() -> None:
         weights = stored(scheme, shape, "meta")
         seen = set()
         if max(counts) >= args.prefill:
-            first.append((scheme, shape, max(counts), Prefill()))  # they take the longest
+            first.append((scheme, shape, max(counts), PrefillConfig()))  # they take the longest
         for tokens in counts:
-            current = configs.choose_tiles(weights, SHAPES[shape][1], tokens)
+            current = configs.choose_launch_config(weights, SHAPES[shape][1], tokens)
             for pair in pairs(current, *candidates(scheme, weights, shape, tokens)):
                 for config in (pair, *options(pair)):
                     if config not in seen:
@@ -353,7 +417,7 @@ def main() -> None:
             if time.time() - start > args.seconds:
                 break
             timer = Timer(weights, scheme, shape, tokens, args.replays, tokens >= args.prefill, args.draws)
-            current = configs.choose_tiles(weights, SHAPES[shape][1], tokens)
+            current = configs.choose_launch_config(weights, SHAPES[shape][1], tokens)
             best = timer.search(current, *candidates(scheme, weights, shape, tokens))
             ranked = sorted(timer.times.items(), key=lambda item: item[1])
             rows.append({"scheme": scheme, "shape": shape, "tokens": tokens, "us": timer.times[best],

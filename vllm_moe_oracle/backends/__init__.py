@@ -1,6 +1,6 @@
 """One file, one backend. `README.md` says how to add one; nothing else has to be edited."""
 
-from ._contract import Backend, Builder, Forward, ScratchForward, Tensors
-from ._limits import Limits, Rule
+from ..core.capabilities import Capabilities, Rule
+from ._contract import Backend, Builder, Forward, Tensors, WorkspaceForward
 
-__all__ = ["Backend", "Builder", "Forward", "Limits", "Rule", "ScratchForward", "Tensors"]
+__all__ = ["Backend", "Builder", "Capabilities", "Forward", "Rule", "Tensors", "WorkspaceForward"]

@@ -1,7 +1,7 @@
-"""The contract of a backend: what one file in this folder, or a third party's entry point, provides.
+"""The interface of a backend: what a file in this folder, or a third party's entry point, provides.
 
-A backend is known without torch and without vLLM: `explain` and the tests ask it about any machine. Only the functions
-that touch tensors import torch, and they do it when they are called.
+Everything but `convert`, `validate_weights` and `build_experts` works without torch and without vLLM, so that `explain`
+and the tests can ask about any machine. Those three import torch when they are called.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from ..oracle.decision import Accepted, Numerics, Plan, Rejected, Verdict
-from ..oracle.problem import ActivationPrecision, Device, Problem, SchemeName
-from ._limits import Limits, Rule, violations
+from ..core.capabilities import Capabilities, Rule, violations
+from ..core.decision import Accepted, Numerics, Rejected, ShardPlan, Verdict
+from ..core.problem import ActivationPrecision, Device, Problem, SchemeName
+from ..core.sharding import padded_plan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, "Tensor"]
 """Weights of one layer, or of one expert, by canonical name: ``w13``, ``w2``, ``w13_scale``, ``w2_scale``, and where
 the checkpoint has them ``w13_bias``, ``w2_bias``, ``w13_zero_point``, ``w2_zero_point``, ``w13_order``, ``w2_order``,
-``w2_group_index``. Each scheme's module says what is in them.
+``w2_group_index``. The modules in `vllm_moe_oracle.schemes` document shapes and dtypes.
 """
 
 
@@ -29,12 +30,12 @@ class Forward(Protocol):
     """Runs the experts of a layer on routed tokens.
 
     Args:
-        out: `[M, hidden]`, overwritten with the sum over each token's experts on this rank.
+        out: `[M, hidden]`, overwritten with the weighted sum over each token's experts on this rank.
         x: `[M, hidden]` in the model's dtype; M may be 0.
         topk_weights: `[M, top_k]` float32.
         topk_ids: `[M, top_k]` integer, global expert ids; -1 for a slot without an expert.
-        expert_map: `[num_experts]` int32, local slot of each global expert, -1 for one that lives elsewhere; None when
-            all experts are here.
+        expert_map: `[num_experts]` int32, local slot of each global expert, -1 for an expert of another rank; None when
+            all experts are local.
     """
 
     def __call__(
@@ -42,11 +43,11 @@ class Forward(Protocol):
     ) -> None: ...
 
 
-class ScratchForward(Protocol):
-    """As `Forward`, with scratch memory.
+class WorkspaceForward(Protocol):
+    """As `Forward`, with a workspace.
 
     Args:
-        workspace: contiguous uint8, at least as many bytes as were asked for, any content, 16-byte aligned.
+        workspace: contiguous uint8, 16-byte aligned, at least the requested number of bytes, uninitialized.
     """
 
     def __call__(
@@ -61,29 +62,34 @@ class ScratchForward(Protocol):
 
 
 class Builder(Protocol):
-    """What vLLM's side offers a backend for making the object that vLLM's modular kernel runs."""
+    """Builds the object that vLLM's modular kernel runs; `Backend.build_experts` gets one for the layer."""
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens that a call may have."""
+        """The largest number of tokens of one call."""
 
     @property
-    def serves(self) -> bool:
-        """Whether the experts are for a layer that will serve, and not for trying them once."""
+    def for_serving(self) -> bool:
+        """Whether the layer will serve requests; False for experts that are only tried once, as by the self-check."""
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        """Makes a tensor that the experts hold on to beside the weights part of the layer, and returns it: vLLM's sleep
-        gives the memory of everything else away."""
+    def register_buffer(self, tensor: Tensor) -> Tensor:
+        """Registers a tensor that the experts keep besides the weights (counters, tables) as part of the layer.
+
+        vLLM's sleep mode frees the memory of every other tensor.
+
+        Returns:
+            The tensor.
+        """
 
     def from_function(self, forward: Forward) -> Any:
-        """Experts that call a plain function with routed tokens; vLLM prepares and finalises around it."""
+        """Experts that call a function with routed tokens, between vLLM's prepare and finalize steps."""
 
-    def from_scratch_function(self, forward: ScratchForward, nbytes: Callable[[int, int], int]) -> Any:
-        """As `from_function`, for a function that needs scratch memory, which comes from vLLM's workspaces.
+    def from_workspace_function(self, forward: WorkspaceForward, nbytes: Callable[[int, int], int]) -> Any:
+        """As `from_function`, for a function that needs a workspace, which comes from vLLM's workspace manager.
 
         Args:
             forward: the function.
-            nbytes: bytes of scratch memory for a number of tokens and of experts per token.
+            nbytes: size of the workspace in bytes, from the number of tokens and of experts per token.
         """
 
     def stock(
@@ -93,124 +99,172 @@ class Builder(Protocol):
         weights: str = "",
         inputs: str = "",
         swizzled: bool = False,
-        plan: Plan | None = None,
+        plan: ShardPlan | None = None,
         scales: tuple[Tensor, ...] = (),
         problem: Problem | None = None,
         tensors: Tensors | None = None,
         group: int = 0,
     ) -> Any:
-        """An instance of vLLM's own expert class of that name, built for this layer.
+        """An instance of one of vLLM's own expert classes, built for this layer.
 
         Args:
-            class_name: e.g. ``MarlinExperts``, or ``module:Class`` of one that no backend here wraps.
-            weights: what the class must believe of the weights' type, in vLLM's words (``fp8``, ``mxfp8``...); "" for
+            class_name: ``module:Class``, as in `Backend.stock_class`.
+            weights: the weight type that the class is told, in vLLM's words (``fp8``, ``mxfp8``, ``int4``, ...); "" for
                 the scheme's own name.
-            inputs: the type to which vLLM's prepare step quantises activations before the class gets them (``mxfp8``,
-                ``fp8_block128``: one scale per 128); "" when it must leave them alone.
-            swizzled: the prepare step orders the activations' scales in tiles of 128 rows x 4.
-            plan: given when the class, and the layer that calls it, must see padded sizes.
-            scales: of both weights as the class wants to see them; empty when they are what `tensors` has.
-            problem: given to classes that read sizes from elsewhere than vLLM's two configs.
-            tensors: kernel tensors of the layer, given to the same classes.
+            inputs: the type to which vLLM's prepare step quantizes activations before the class gets them (``mxfp8``,
+                ``fp8_block128``: one scale per 128); "" to leave them alone.
+            swizzled: the prepare step orders the scales of activations in tiles of 128 rows x 4.
+            plan: set when the class, and the layer that calls it, must see padded sizes.
+            scales: scales of both weights as the class takes them; empty when they are those in `tensors`.
+            problem: for classes that need sizes besides those in vLLM's two configs.
+            tensors: kernel tensors of the layer, for the same classes.
             group: input features that share one scale, for classes that cannot tell it from their tensors.
         """
 
 
 class Backend(ABC):
-    """One way to run the experts of a layer. Instances are stateless.
+    """One way to run the experts of a layer. Instances hold no state.
+
+    A backend declares most of itself as class attributes. Where an answer depends on the layer or on the machine, it
+    overrides the method of the same meaning instead: `priority`, `plan`, `activations`, `numerics`.
 
     Attributes:
-        name: unique name; what `backend` settings and decisions say.
-        schemes: the schemes whose layers it may be offered.
-        limits: what it can take.
-        rules: what `limits` cannot say.
-        vllm_names: values of vLLM's ``--moe-backend`` that mean this backend.
-        stock_class: name of the vLLM expert class that it wraps, which is asked too before it runs, or ``module:Class``
-            of one that no backend here wraps; "" when none.
-        asks_stock: False when that class is known to ask for more than its kernel needs; the self-check decides then.
-        monolithic: it routes inside its kernel: given router logits instead of routed ids.
-        dense: its kernel wants experts to follow one another in memory without room between them.
+        name: unique name, used by the setting `backend` and in decisions.
+        schemes: weight formats of the layers that it can run.
+        capabilities: the layers and machines that it supports, as data.
+        rules: conditions that `capabilities` cannot express.
+        static_priority: rank among the candidates of a layer while nothing has been measured; the lowest goes first.
+        activation_precision: precision in which the experts' inputs enter both products.
+        arithmetic: what it computes with, in words; ``{dtype}`` stands for the model's dtype.
+        padding: the hidden and the intermediate size are zero-padded to multiples of these two; None for no padding.
+        vllm_names: values of vLLM's ``--moe-backend`` that select this backend.
+        stock_class: the vLLM expert class that it wraps, ``module:Class``; "" when it wraps none.
+        stock_weight_key: vLLM's name of the weight format (a constant of ``quant_utils``) in questions to that class;
+            "" for the usual one of the scheme.
+        check_stock_class: ask that class too before the backend runs. False when the class demands more than its
+            kernel needs; the self-check decides then.
+        monolithic: the kernel routes tokens itself: it takes router logits instead of routed ids.
+        contiguous: the kernel needs the experts of a tensor to follow one another in memory without gaps.
+        precompiled: the kernels come compiled, so that no call compiles anything.
     """
 
     name: ClassVar[str]
     schemes: ClassVar[tuple[SchemeName, ...]]
-    limits: ClassVar[Limits]
+    capabilities: ClassVar[Capabilities]
     rules: ClassVar[tuple[Rule, ...]] = ()
+    static_priority: ClassVar[float]
+    activation_precision: ClassVar[ActivationPrecision]
+    arithmetic: ClassVar[Numerics]
+    padding: ClassVar[tuple[int, int] | None] = None
     vllm_names: ClassVar[tuple[str, ...]] = ()
     stock_class: ClassVar[str] = ""
-    asks_stock: ClassVar[bool] = True
+    stock_weight_key: ClassVar[str] = ""
+    check_stock_class: ClassVar[bool] = True
     monolithic: ClassVar[bool] = False
-    dense: ClassVar[bool] = False
+    contiguous: ClassVar[bool] = False
+    precompiled: ClassVar[bool] = False
 
-    def plan(self, problem: Problem, device: Device) -> Plan:
-        """How the shard meets the kernel. Without padding unless a backend says otherwise."""
-        return Plan(problem.hidden_size, problem.intermediate_size)
+    def undeclared(self) -> list[str]:
+        """Names of the required attributes that are neither set nor replaced by a method."""
+        methods = {"static_priority": "priority", "activation_precision": "activations", "arithmetic": "numerics"}
+        missing = [name for name in ("name", "schemes", "capabilities") if not hasattr(self, name)]
+        for attribute, method in methods.items():
+            if not hasattr(self, attribute) and getattr(type(self), method) is getattr(Backend, method):
+                missing.append(attribute)
+        return missing
+
+    @property
+    def stock_class_name(self) -> str:
+        """Name of the vLLM expert class that it wraps, without its module; "" when it wraps none."""
+        return self.stock_class.rpartition(":")[2]
+
+    def plan(self, problem: Problem, device: Device) -> ShardPlan:
+        """The sizes that the kernel sees: the layer's own, padded as `padding` says."""
+        if self.padding is None:
+            return ShardPlan(problem.hidden_size, problem.intermediate_size)
+        return padded_plan(problem, *self.padding)
 
     def check(self, problem: Problem, device: Device) -> Verdict:
         """Whether this backend can run the layer on the machine, with every rule that fails."""
-        reasons = violations(self.limits, self.rules, problem, device, lambda other: self.plan(other, device))
+        reasons = violations(self.capabilities, self.rules, problem, device, lambda other: self.plan(other, device))
         return Rejected(reasons) if reasons else Accepted()
 
+    def priority(self, problem: Problem, device: Device) -> float:
+        """Rank among the candidates while nothing has been measured, lowest first: `static_priority`."""
+        return self.static_priority
+
+    def activations(self, problem: Problem) -> ActivationPrecision:
+        """Precision in which the experts' inputs enter both products: `activation_precision`."""
+        return self.activation_precision
+
+    def numerics(self, problem: Problem) -> Numerics:
+        """What the backend computes with: `arithmetic`, with the model's dtype filled in."""
+        weights, activations, sums = (
+            text.format(dtype=problem.dtype)
+            for text in (self.arithmetic.weights, self.arithmetic.activations, self.arithmetic.accumulate)
+        )
+        return Numerics(weights, activations, sums)
+
     def tiles(self, problem: Problem, tokens: int, most: int) -> tuple[str, ...]:
-        """Tile configurations (JSON) that may be faster at a number of tokens than its own choice, at most so many, the
-        likeliest first; empty for a backend that has none to choose from."""
-        return ()
-
-    def tiled(self, problem: Problem, tile: str) -> AbstractContextManager[None]:
-        """While the context lasts, calls run with a configuration of `tiles`: for measuring it."""
-        return nullcontext()
-
-    def compiled(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable] | None:
-        """What must have been compiled before a call with so many tokens runs. Kernels of one name are the same for all
-        layers, so each is compiled once. Empty for a backend whose kernels come compiled; None where it is not known.
+        """Tile configurations that may be faster than the backend's own choice.
 
         Args:
             problem: the layer.
-            tokens: number of tokens.
-            tile: a configuration of `tiles`; "" for its own choice.
+            tokens: number of tokens of a call.
+            most: the largest number of configurations to return.
+
+        Returns:
+            JSON of each configuration, the most promising first; empty for a backend without configurations.
         """
-        return None
+        return ()
 
-    @abstractmethod
-    def estimate(self, problem: Problem, device: Device) -> float:
-        """Static place in the order of candidates, lower first: where nothing was measured, the order of the newest
-        stock vLLM."""
+    def use_tile(self, problem: Problem, tile: str) -> AbstractContextManager[None]:
+        """A context in which calls run with one configuration of `tiles`, to time it."""
+        return nullcontext()
 
-    @abstractmethod
-    def activations(self, problem: Problem) -> ActivationPrecision:
-        """Precision in which the experts' inputs enter the products."""
+    def compile_keys(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable] | None:
+        """The kernels that must be compiled before a call runs, so that tuning compiles each once for all layers.
 
-    @abstractmethod
-    def numerics(self, problem: Problem) -> Numerics:
-        """What the backend computes with, in words."""
+        Args:
+            problem: the layer.
+            tokens: number of tokens of the call.
+            tile: a configuration of `tiles`; "" for the backend's own choice.
 
-    def layout(self, problem: Problem, plan: Plan) -> str:
-        """Name of what `convert` makes: two backends that give the same name make the same tensors, to the bit, and can
-        run the same layer by turns. Its own, unless a backend says otherwise."""
+        Returns:
+            A key for each kernel; equal keys mean the same compiled kernel. Empty when nothing is compiled, None when
+            the backend does not know.
+        """
+        return frozenset() if self.precompiled else None
+
+    def layout(self, problem: Problem, plan: ShardPlan) -> str:
+        """Name of the layout that `convert` produces.
+
+        Two backends that return the same name convert to the same tensors, bit for bit, and can share them.
+        """
         return f"{self.name} {plan.hidden_size}x{plan.intermediate_size} {plan.layout}".rstrip()
 
-    def objection(self, expert: Tensors, problem: Problem) -> str:
-        """What of an expert's loaded weights the backend cannot hold; "" when it can hold them.
+    def validate_weights(self, expert: Tensors, problem: Problem) -> str:
+        """Why the backend cannot represent an expert's loaded weights; "" when it can.
 
-        Asked of every local expert before any is converted, where a backend has an answer of its own. With an objection
-        the next candidate is taken, or the start refused where the backend was chosen explicitly or the self-check is
-        strict. Unlike `convert` it may look at values.
+        Called for every local expert before any is converted, by backends that override it. After a refusal the next
+        candidate is taken; the start fails if the backend was chosen explicitly or the self-check is strict. Unlike
+        `convert` it may depend on values.
 
         Args:
             expert: canonical tensors of one expert, without the leading expert dimension. Not modified.
             problem: the layer.
 
         Returns:
-            Where, with numbers, and what would help.
+            Where the weights do not fit, with numbers, and what would help.
         """
         return ""
 
     @abstractmethod
-    def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
-        """Kernel tensors of one expert from its canonical ones.
+    def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
+        """Kernel tensors of one expert from its canonical tensors.
 
-        Called once with meta tensors before weights are loaded, to learn the storage that the layer needs, and once for
-        each expert afterwards: no shape, and no branch, may depend on values.
+        Called once with meta tensors before weights are loaded, to learn the storage that the layer needs, and then
+        once for each expert: no shape and no branch may depend on values.
 
         Args:
             expert: canonical tensors of one expert, without the leading expert dimension. Not modified.
@@ -218,17 +272,17 @@ class Backend(ABC):
             plan: this backend's own plan for it.
 
         Returns:
-            Tensors by name, of the same shape and dtype for every expert. One that the kernel takes as it is may be the
-            very one that came in. What the kernel does not need is left out; names that were not there are added.
+            Tensors by name, of the same shape and dtype for every expert. A tensor that the kernel takes as it is may
+            be returned itself. Tensors that the kernel does not need are left out; new names may be added.
         """
 
     @abstractmethod
-    def experts(self, tensors: Tensors, problem: Problem, plan: Plan, builder: Builder) -> Any:
+    def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
         """The object that vLLM's modular kernel runs, made by `builder`.
 
         Args:
-            tensors: kernel tensors of the layer, `[local_experts, ...]` each. They may be refilled in place by a weight
-                reload, never moved.
+            tensors: kernel tensors of the layer, `[local_experts, ...]` each. A weight reload refills them in place;
+                they never move.
             problem: the layer.
             plan: this backend's own plan for it.
             builder: vLLM's side.

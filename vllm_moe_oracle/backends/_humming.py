@@ -1,11 +1,11 @@
-"""What the Humming backends share: limits, layout, and how vLLM's classes are made.
+"""What the Humming backends share: padding, layouts, and how many parts a product's sums have.
 
-Weights and scales are those of the package humming-kernels for MXFP8 weights and 16-bit activations: e4m3 codes in
-register order, e8m0 scales. The library pads rows to a multiple of 256 and columns to one of 128, at the end of the
-matrix and not of its halves, and knows the unpadded sizes: nobody outside sees padded ones. Its kernels fill inputs
-beyond the columns with zeros and store no rows beyond, so that padding may hold anything finite.
+Weights and scales have the layouts of the package humming-kernels for 16-bit activations. The library pads rows to a
+multiple of 256 and columns to one of 128, at the end of the matrix and not of its halves. It knows the unpadded sizes:
+vLLM never sees padded ones. Its kernels read zeros for inputs beyond the columns and store no rows beyond the end, so
+that padding may hold anything finite.
 
-Sources for the last: the package humming-kernels, ``memory/g2s_loader/loader_a.cuh`` and ``epilogue/gmem_writer.cuh``.
+Source: the package humming-kernels, ``memory/g2s_loader/loader_a.cuh`` and ``epilogue/gmem_writer.cuh``.
 """
 
 from __future__ import annotations
@@ -14,48 +14,121 @@ import dataclasses
 import json
 import math
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ..compat import since
-from ..compat.order import mxfp8_place
-from ..oracle.decision import Numerics, Plan
-from ..oracle.planner import round_up
-from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem, SchemeName
-from ._contract import Backend, Builder, Tensors
-from ._limits import Limits, Rule, at_least
-from ._stock import activation_rule
+from ..core.capabilities import Capabilities, Rule, version_at_least
+from ..core.decision import Numerics, ShardPlan
+from ..core.problem import MX_BLOCK, Device, Problem
+from ..core.sharding import loaded_group_size, round_up
+from ..releases import min_versions
+from ._contract import Builder, Tensors
+from ._padding import E8M0_ONE, interleave_rows
+from ._stock import StockBackend
+from ._stock_priority import prefers_humming
+from ._stock_rules import FROM_SM75, STOCK_UNGATED, activation_rule, swigluoai_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ONE_ORDER_SINCE = "0.1.17"
+_SINGLE_CODE_LAYOUT_SINCE = "0.1.17"
 """First release of humming-kernels whose wgmma kernels read codes in the order of its mma kernels."""
 
 ROW_MULTIPLE, COLUMN_MULTIPLE = 256, 128
 """What the library pads rows and columns to."""
 
-ONE = 127
-"""The e8m0 code of 1.0, which padded scales get."""
+_MX = Capabilities(
+    # From sm_100 on, the order of the codes depends on the CUDA compiler that the library finds.
+    compute_capabilities=((80, 100),),
+    # Its float16 kernels keep five bits of a scale.
+    dtypes=("bfloat16",),
+    packages={"humming-kernels": "0.1.10", "vllm": min_versions.HUMMING},
+    gated=("silu", "gelu", "gelu_tanh", "swigluoai"),
+    ungated=STOCK_UNGATED,
+    activation_params=True,
+    bias=True,
+    groups=(MX_BLOCK,),
+    eplb=True,
+)
+
+MXFP8_CAPABILITIES = dataclasses.replace(_MX, bits=(8,))
+"""MXFP8 layers that the library supports."""
+
+MXFP4_CAPABILITIES = dataclasses.replace(_MX, bits=(4,))
+"""MXFP4 layers that the library supports."""
+
+WNA16_CAPABILITIES = dataclasses.replace(
+    _MX,
+    compute_capabilities=FROM_SM75,
+    dtypes=("bfloat16", "float16"),
+    bits=(4, 8),
+    groups=(-1, 32, 64, 128),
+    zero_points=True,
+    act_orders=("none", "static"),
+)
+"""Layers with integer weights that the library supports."""
 
 
-def grouped(problem: Problem, device: Device) -> bool:
+def uses_grouped_kernels(problem: Problem, device: Device) -> bool:
     """Whether vLLM runs the layer with Humming's grouped kernels rather than its indexed ones."""
-    return problem.parallel.ep > 1 and since.reached(since.HUMMING_GROUPED, device)
+    return problem.parallel.ep > 1 and min_versions.at_least(min_versions.HUMMING_GROUPED, device)
 
 
-def code_order(device: Device) -> str:
-    """The order of a lane's codes that the installed kernels read; see `vllm_moe_oracle.layouts.pack`."""
-    old = not at_least(device.packages.get("humming-kernels", _ONE_ORDER_SINCE), _ONE_ORDER_SINCE)
+def kernel_kind_rule(kind: Literal["indexed", "grouped"]) -> Rule:
+    """vLLM runs the layer with this kind of kernels, and not with the other.
+
+    Args:
+        kind: how the kernels find the rows of an expert's tokens.
+    """
+
+    def detail(problem: Problem, device: Device) -> str:
+        kernels = "grouped" if uses_grouped_kernels(problem, device) else "indexed"
+        spread = f"spread over {problem.parallel.ep} ranks" if problem.parallel.ep > 1 else "not spread over ranks"
+        return f"vLLM runs Humming's {kernels} kernels where experts are {spread}"
+
+    return Rule(
+        "humming.kernel_kind",
+        lambda problem, device: uses_grouped_kernels(problem, device) == (kind == "indexed"),
+        detail,
+    )
+
+
+WNA16_RULES = (activation_rule(swigluoai_since=min_versions.HUMMING_UNINTERLEAVED),)
+"""Rules for integer weights."""
+
+MXFP8_RULES = (
+    *WNA16_RULES,
+    Rule(
+        "activation.vllm_version",
+        lambda problem, device: (
+            not problem.activation.gated and not min_versions.at_least(min_versions.HUMMING_NON_GATED, device)
+        ),
+        lambda problem, device: (
+            f"vLLM runs Humming's kernels on experts without a gate ({problem.activation.name}) since "
+            f"{min_versions.HUMMING_NON_GATED}; before, its own conversion takes their first matrix for one of twice "
+            "as many rows, and no layer of its own is there to compare with"
+        ),
+    ),
+)
+"""Rules for MXFP8."""
+
+MXFP4_RULES = (swigluoai_rule(halves_since=min_versions.HUMMING_UNINTERLEAVED),)
+"""Rules for MXFP4."""
+
+
+def code_layout(device: Device) -> Literal["interleaved", "transposed"]:
+    """The order of a lane's codes that the installed kernels read; see `vllm_moe_oracle.layouts.mma_tiles`."""
+    installed = device.packages.get("humming-kernels", _SINGLE_CODE_LAYOUT_SINCE)
+    old = not version_at_least(installed, _SINGLE_CODE_LAYOUT_SINCE)
     return "transposed" if old and device.capability // 10 == 9 else "interleaved"
 
 
-def sums(problem: Problem) -> str:
-    """What sums have for a type.
+def accumulation(problem: Problem) -> str:
+    """Type of the sums, in words.
 
-    Where few tokens leave multiprocessors idle, the library gives a product's columns to several blocks, and each adds
-    its rounded sum to the output; see `few_parts` for how many. Not with batch invariance. On sm_90 however few columns
-    a product has, in every release that vLLM asked for; below sm_90 only from 1025 columns on, of which nothing is said
-    here: hidden sizes are larger.
+    When few tokens leave multiprocessors idle, the library splits K over several blocks, and each adds its rounded sum
+    to the output; see `limit_k_splits`. It does not with batch invariance. It does on sm_90 for any K, in every release
+    of the library that vLLM asks for; below sm_90 only from 1025 columns on. This text ignores that limit: hidden sizes
+    are larger.
 
     Source: the package humming-kernels, ``get_heuristics_config`` (stream-K) and ``epilogue/gmem_writer.cuh``.
     """
@@ -64,32 +137,33 @@ def sums(problem: Problem) -> str:
     return f"float32, and those of parts of a product of few tokens in {problem.dtype}"
 
 
-MOST_PARTS = 2
-"""How many multiprocessors a block of a product gets at most."""
+MAX_K_SPLITS = 2
+"""The largest number of multiprocessors that share a tile of a product."""
 
 
-def few_parts(experts: Any, problem: Problem, multiprocessors: int) -> None:
-    """Launches the library's kernels for few tokens on fewer multiprocessors, so that no sum is cut into many parts.
+def limit_k_splits(experts: Any, problem: Problem, multiprocessors: int) -> None:
+    """Launches the library's kernels for few tokens on fewer multiprocessors, so that no sum is split into many parts.
 
-    By its own configurations the library cuts the columns of all blocks of a product into as many equal pieces as there
-    are multiprocessors: up to ten for a block. Each piece's sum is rounded to 16 bits and added to the output, which is
-    rounded again, from four pieces on in any order. With `MOST_PARTS` multiprocessors for a block there are as many
-    parts, one more where pieces do not end with a block. The last wave of more blocks than multiprocessors is cut as
-    the library has it: most blocks of such a product are whole. What is launched is the same kernel: how many
-    multiprocessors it gets belongs to a configuration, and does not ask for compiling.
+    By default the library cuts the K columns of all tiles of a product into as many equal parts as there are
+    multiprocessors: up to ten for a tile. Each part's sum is rounded to 16 bits and added to the output, which is
+        rounded
+    again, from four parts on in any order. Here a product gets `MAX_K_SPLITS` multiprocessors for each tile, so that a
+    tile has as many parts, or one more where parts do not end with a tile. With more tiles than multiprocessors the
+    last wave is cut as the library does it: most tiles of such a product are whole. The kernel is the same: the number
+    of multiprocessors belongs to its launch configuration and needs no compilation.
 
-    On an H200, one token of Kimi-K2 over eight ranks in int4, groups of 32: an error of 5.3e-3 instead of 6.9e-3, in
-    44.5 us instead of 37.0 (vLLM 0.33.0; 5.6e-3 instead of 6.3e-3 in 0.26.0). Of one part each, 4.5e-3 in 55 us.
-    Experts of Nemotron without a gate, over two ranks in MXFP8: 5.9e-3 instead of 6.3e-3.
+    On an H200, one token of Kimi-K2 over eight ranks in int4 with groups of 32 has an error of 5.3e-3 instead of 6.9e-3
+    and takes 44.5 us instead of 37.0 us. With one part for each tile it is 4.5e-3 and 55 us. Nemotron's experts without
+    a gate, over two ranks in MXFP8, have an error of 5.9e-3 instead of 6.3e-3.
 
-    A call's blocks are taken to be one for each of its choices and each step of rows, every choice another expert:
-    where tokens share experts there are fewer, and more parts, as by the library's own. With expert parallelism a
-    call's choices are the rank's share of all, by which vLLM looks up configurations; the rank that every other waits
-    for has more (two standard deviations are counted), and all its blocks get a multiprocessor at once.
+    A call is assumed to have one tile for each routed token and step of rows, every token with experts of its own.
+    Where tokens share experts there are fewer tiles and more parts, as with the library's configuration. With expert
+    parallelism vLLM looks configurations up by the rank's share of all routed tokens. The busiest rank, for which the
+    others wait, has more (two standard deviations are counted): each of its tiles gets one multiprocessor at once.
 
     Args:
-        experts: an instance of one of vLLM's Humming classes; its configurations are replaced, not changed: the library
-            keeps them for other layers.
+        experts: an instance of one of vLLM's Humming classes. Its configurations are replaced, not modified: the
+            library keeps them for other layers.
         problem: the layer.
         multiprocessors: of the GPU.
     """
@@ -101,9 +175,9 @@ def few_parts(experts: Any, problem: Problem, multiprocessors: int) -> None:
                 steps = -(-round_up(rows, ROW_MULTIPLE) // config["block_shape"][1])
                 blocks = config.get("num_ctas_per_sm", 1)
                 room = min(config.get("num_sms") or multiprocessors, multiprocessors)
-                last = min(to or 1 << 30, (room * blocks - 1) // (MOST_PARTS * steps))
+                last = min(to or 1 << 30, (room * blocks - 1) // (MAX_K_SPLITS * steps))
                 for choices in range(above + 1, last + 1):
-                    places = steps * max(MOST_PARTS * choices, _busiest(choices, problem.parallel.ep))
+                    places = steps * max(MAX_K_SPLITS * choices, _busiest_rank_slots(choices, problem.parallel.ep))
                     found.append((choices - 1, choices, {**config, "num_sms": min(-(-places // blocks), room)}))
             if last < (to or 1 << 30):
                 found.append((max(above, last), to, config))
@@ -112,126 +186,98 @@ def few_parts(experts: Any, problem: Problem, multiprocessors: int) -> None:
         setattr(experts, f"{name}_tuning_config_str", json.dumps(found))
 
 
-def _busiest(choices: int, ranks: int) -> int:
-    """Choices of a rank that has many, where so many are the mean of all ranks'."""
+def _busiest_rank_slots(choices: int, ranks: int) -> int:
+    """Routed tokens of a busy rank when `choices` is the mean of all ranks: two standard deviations more."""
     return math.ceil(choices + 2 * math.sqrt(choices * (1 - 1 / ranks)))
 
 
-def built(backend: Backend, tensors: Tensors, problem: Problem, builder: Builder) -> Any:
-    """The stock class of a Humming backend; on a GPU its sums have few parts, see `few_parts`."""
-    import torch
-
-    experts = builder.stock(backend.stock_class, problem=problem, tensors=tensors)
-    weights = tensors["w13"]
-    if weights.is_cuda:
-        card = torch.cuda.get_device_properties(weights.device)
-        few_parts(experts, problem, card.multi_processor_count)
-    return experts
-
-
-def all_at_once(name: str, problem: Problem) -> frozenset[Hashable]:
-    """What a layer's first call compiles: the library has kernels for ranges of numbers of tokens, and makes all."""
-    return frozenset({(name, dataclasses.replace(problem, layer=""))})
-
-
-class Humming(Backend):
-    """MXFP8 weights through one of vLLM's classes over Humming.
+class HummingBackend(StockBackend):
+    """A backend over one of vLLM's classes over Humming. Weights convert exactly.
 
     Attributes:
-        kind: ``indexed`` or ``grouped``: how the kernel finds a token's rows.
+        preferred_priority: its `priority` on devices where vLLM moves Humming directly before Marlin.
     """
 
-    kind = "indexed"
-    schemes: ClassVar[tuple[SchemeName, ...]] = ("mxfp8",)
     vllm_names = ("humming",)
-    limits = Limits(
-        # From sm_100 on, the order of the codes depends on the CUDA compiler that the library finds.
-        capabilities=((80, 100),),
-        # Its float16 kernels squeeze the scales into five bits.
-        dtypes=("bfloat16",),
-        packages={"humming-kernels": "0.1.10", "vllm": since.HUMMING},
-        gated=("silu", "gelu", "gelu_tanh", "swigluoai"),
-        ungated=("silu", "gelu", "gelu_tanh", "relu2"),
-        parameters=True,
-        bias=True,
-        bits=(8,),
-        groups=(MX_BLOCK,),
-        eplb=True,
-    )
+    activation_precision = "16bit"
+    preferred_priority: ClassVar[float]
 
-    def plan(self, problem: Problem, device: Device) -> Plan:
-        """The problem's own sizes: the kernels know what their tensors are padded with."""
-        return Plan(problem.hidden_size, problem.intermediate_size, layout=code_order(device))
+    def priority(self, problem: Problem, device: Device) -> float:
+        """Directly before Marlin on sm_90, as in stock vLLM."""
+        return self.preferred_priority if prefers_humming(device) else self.static_priority
 
-    def estimate(self, problem: Problem, device: Device) -> float:
-        """Directly before Marlin on sm_90, behind it elsewhere, as in stock."""
-        return mxfp8_place("humming" if self.kind == "indexed" else "humming_grouped", device)
-
-    def activations(self, problem: Problem) -> ActivationPrecision:
-        """The model's own dtype."""
-        return "16bit"
+    def plan(self, problem: Problem, device: Device) -> ShardPlan:
+        """The layer's own sizes: only the library sees the padding."""
+        return ShardPlan(problem.hidden_size, problem.intermediate_size, layout=code_layout(device))
 
     def numerics(self, problem: Problem) -> Numerics:
-        """Exact weights."""
-        return Numerics("converted exactly to bfloat16, scaled there", f"left in {problem.dtype}", sums(problem))
+        """With integers the group scale multiplies in 16 bits, so that a weight is rounded once."""
+        weights = "converted exactly to bfloat16, scaled there"
+        if problem.scheme.name == "wna16":
+            scaled = "scaled there" if problem.scheme.group_size != -1 else "the sums scaled"
+            weights = f"codes converted exactly to {problem.dtype}, {scaled}"
+        return Numerics(weights, f"left in {problem.dtype}", accumulation(problem))
 
-    def compiled(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:
-        """All that any number of tokens needs, with the first call."""
-        return all_at_once(self.name, problem)
+    def compile_keys(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:
+        """One key for the layer: its first call compiles the kernels for all numbers of tokens."""
+        return frozenset({(self.name, dataclasses.replace(problem, layer=""))})
 
-    def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
-        """Pads and orders codes, scales and biases.
+    def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
+        """Pads to the library's multiples and repacks codes, scales, zero points and biases.
 
         Returns:
-            ``w13`` int32 `[K/16, 4 N]`, ``w13_scale`` float8_e8m0fnu `[K/32, N]`, ``w13_bias`` `[N]` in the model's
-            dtype, and the same of ``w2``, with N and K padded.
+            ``w13`` int32 `[K/16, N * bits / 2]`; ``w13_scale`` `[K/g, N]`, float8_e8m0fnu or the model's dtype;
+            ``w13_zero_point`` int32 `[K/g, N * bits / 32]`; ``w13_bias`` `[N]` in the model's dtype; the same of
+            ``w2``. N and K are padded.
         """
         import torch
 
-        from ..layouts.pack import pack_tiles
-        from ..layouts.pad import pad_columns, pad_rows
-        from ..layouts.scales import order_bias, order_group_scales
+        from ..layouts.mma_tiles import distances_from_zero_point, pack_nibbles, pack_tiles
+        from ..layouts.padding import pad_columns, pad_rows
+        from ..layouts.scales import pack_zero_points, permute_bias, permute_group_scales, permute_scales
 
+        bits, group, dtype = problem.scheme.bits, loaded_group_size(problem), getattr(torch, problem.dtype)
+        order: Literal["interleaved", "transposed"] = "transposed" if plan.layout == "transposed" else "interleaved"
+        integers = problem.scheme.name == "wna16"
+        ordered = interleave_rows(expert, problem) if problem.scheme.name == "mxfp4" else expert
         converted = {}
         for name in ("w13", "w2"):
-            codes, scales = expert[name], expert[f"{name}_scale"]
-            rows, columns = round_up(codes.shape[0], ROW_MULTIPLE), round_up(codes.shape[1], COLUMN_MULTIPLE)
-            codes = pad_rows(pad_columns(codes, columns), rows)
-            converted[name] = pack_tiles(codes, "transposed" if plan.layout == "transposed" else "interleaved")
-            scales = pad_rows(pad_columns(scales, columns // MX_BLOCK, ONE), rows, value=ONE)
-            converted[f"{name}_scale"] = order_group_scales(scales).view(torch.float8_e8m0fnu)
-            if f"{name}_bias" in expert:
-                bias = expert[f"{name}_bias"].to(getattr(torch, problem.dtype))
-                converted[f"{name}_bias"] = order_bias(pad_rows(bias, rows))
+            codes, scales = ordered[name], ordered[f"{name}_scale"]
+            rows = round_up(codes.shape[0], ROW_MULTIPLE)
+            columns = round_up(codes.shape[1] * 8 // bits, COLUMN_MULTIPLE)
+            groups = 1 if group == -1 else columns // group
+
+            def pad(tensor: Tensor, columns: int, value: int = 0, rows: int = rows) -> Tensor:
+                return pad_rows(pad_columns(tensor, columns, value), rows, value=value)
+
+            codes, zeros = pad(codes, columns * bits // 8), None
+            if problem.scheme.zero_points:
+                zeros = pad(ordered[f"{name}_zero_point"], groups)
+                converted[f"{name}_zero_point"] = pack_zero_points(zeros, bits, marlin=False)
+            if integers and bits == 8 and problem.dtype == "bfloat16":
+                # The kernel converts bytes to bfloat16 through unsigned numbers.
+                codes = distances_from_zero_point(codes, zeros)
+            converted[name] = pack_nibbles(codes, order) if bits == 4 else pack_tiles(codes, order)
+            if integers:
+                # The library is told the group size: with one group for all columns it still scales codes.
+                converted[f"{name}_scale"] = permute_scales(pad(scales.to(dtype), groups), on_accumulators=group == -1)
+            else:
+                padded = pad(scales, groups, E8M0_ONE)
+                converted[f"{name}_scale"] = permute_group_scales(padded).view(torch.float8_e8m0fnu)
+            if f"{name}_bias" in ordered:
+                converted[f"{name}_bias"] = permute_bias(pad_rows(ordered[f"{name}_bias"].to(dtype), rows))
         return converted
 
-    def experts(self, tensors: Tensors, problem: Problem, plan: Plan, builder: Builder) -> Any:
-        """The stock class, with the library's description of both matrices, and sums of few parts."""
-        return built(self, tensors, problem, builder)
+    def stock_arguments(self, tensors: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Any]:
+        """The library's own description of both matrices comes from the layer and its tensors."""
+        return {"problem": problem, "tensors": tensors}
 
+    def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
+        """An instance of the stock class; on a GPU its sums have few parts, see `limit_k_splits`."""
+        import torch
 
-def kind_rule(kind: str) -> Rule:
-    """vLLM itself decides between the indexed and the grouped kernels."""
-    return Rule(
-        "humming.kind",
-        lambda problem, device: grouped(problem, device) == (kind == "indexed"),
-        lambda problem, device: (
-            f"vLLM runs Humming's {'grouped' if grouped(problem, device) else 'indexed'} kernels where experts are "
-            + (f"spread over {problem.parallel.ep} ranks" if problem.parallel.ep > 1 else "not spread over ranks")
-        ),
-    )
-
-
-UNGATED = Rule(
-    "activation.since",
-    lambda problem, device: not problem.activation.gated and not since.reached(since.HUMMING_UNGATED, device),
-    lambda problem, device: (
-        f"vLLM runs Humming's kernels on experts without a gate ({problem.activation.name}) since "
-        f"{since.HUMMING_UNGATED}; before, its own conversion takes their first matrix for one of twice as many rows, "
-        "and no layer of its own is there to compare with"
-    ),
-)
-"""For MXFP8."""
-
-RULES = (activation_rule(swigluoai_since=since.HUMMING_HALVES),)
-"""Rules of both kinds."""
+        experts = super().build_experts(tensors, problem, plan, builder)
+        weights = tensors["w13"]
+        if weights.is_cuda:
+            limit_k_splits(experts, problem, torch.cuda.get_device_properties(weights.device).multi_processor_count)
+        return experts

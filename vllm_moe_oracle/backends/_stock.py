@@ -1,86 +1,56 @@
-"""What backends over vLLM's own kernels share: usual ranges of devices, and rules that depend on the release."""
+"""What backends over vLLM's own expert classes share.
+
+Such a backend is a description: the class, what it supports, its priority, and a `convert`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any, ClassVar
 
-from ..compat import since
-from ..oracle.decision import Plan
-from ..oracle.problem import Activation, Device, Problem
-from ._limits import Rule
+from ..core.decision import ShardPlan
+from ..core.problem import Problem
+from ._contract import Backend, Builder, Tensors
 
-FROM_SM75 = ((75, 200),)
-"""Every CUDA device from Turing on."""
-
-FROM_SM80 = ((80, 200),)
-"""Every CUDA device from Ampere on: kernels that carry PTX for compute capability 8.0."""
+EXPERTS = "vllm.model_executor.layers.fused_moe.experts"
+"""The package of vLLM's expert classes."""
 
 
-GATED = ("silu", "gelu", "gelu_tanh", "swigluoai", "situ", "swiglustep")
-"""Gated activations of the classes that leave them to vLLM's own functions."""
+class StockBackend(Backend):
+    """A backend over one of vLLM's expert classes.
 
-_STEP_LIMIT = 7.0
-"""What vLLM's ``swiglustep`` has built in."""
-
-
-def lora_rule(padding: Callable[[Problem, Device], Plan]) -> Rule:
-    """vLLM makes a LoRA adapter's tensors for the layer's own sizes, and adds them to what the kernel computes.
-
-    Args:
-        padding: the backend's plan for a problem.
+    Attributes:
+        stock_weights: the weight type that the class is told, in the words of `Builder.stock`; "" for the scheme's own.
+        quantize_inputs: the type to which vLLM's prepare step quantizes activations, in the words of `Builder.stock`;
+            "" to leave them alone.
+        swizzle_input_scales: the prepare step orders the scales of activations in tiles of 128 rows x 4.
+        padded_layer: the class, and the layer that calls it, must be told the padded sizes. Other classes read them
+            from their tensors.
     """
 
-    def sizes(problem: Problem, device: Device) -> str:
-        plan = padding(problem, device)
-        return f"hidden size {plan.hidden_size} and intermediate size {plan.intermediate_size}"
+    stock_weights: ClassVar[str] = ""
+    quantize_inputs: ClassVar[str] = ""
+    swizzle_input_scales: ClassVar[bool] = False
+    padded_layer: ClassVar[bool] = False
 
-    return Rule(
-        "lora.padding",
-        lambda problem, device: problem.lora and padding(problem, device).pads(problem),
-        lambda problem, device: (
-            f"pads to {sizes(problem, device)}; adapters have {problem.hidden_size} and {problem.intermediate_size}"
-        ),
-        "serve without --enable-lora",
-    )
+    def stock_arguments(self, tensors: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Any]:
+        """Arguments of `Builder.stock`; a subclass adds its own.
 
+        Args:
+            tensors: kernel tensors of the layer, `[local_experts, ...]` each.
+            problem: the layer.
+            plan: this backend's plan for it.
+        """
+        arguments: dict[str, Any] = {}
+        if self.stock_weights:
+            arguments["weights"] = self.stock_weights
+        if self.quantize_inputs:
+            arguments["inputs"] = self.quantize_inputs
+        if self.swizzle_input_scales:
+            arguments["swizzled"] = True
+        if self.padded_layer:
+            arguments["plan"] = plan
+        return arguments
 
-def _neutral(activation: Activation) -> bool:
-    return activation.alpha in (None, 1.0) and activation.beta in (None, 0.0)
-
-
-def _reaches(problem: Problem, device: Device, swigluoai_since: str) -> str:
-    """Why the activation's parameters do not reach a stock kernel; empty when they do."""
-    activation = problem.activation
-    if activation.name == "swigluoai":
-        if not since.reached(swigluoai_since, device):
-            return f"takes gate rows, then up rows, for swigluoai only since vLLM {swigluoai_since}"
-        return "" if activation.limit is not None else "asks a limit of swigluoai, the layer has none"
-    if activation.name == "situ":
-        if not since.reached(since.SITU, device):
-            return f"vLLM has situ since {since.SITU}"
-        known = (activation.alpha or 0.0) > 0 and activation.limit is None
-        return "" if known else f"asks an alpha above 0 of situ, and no limit; the layer has {activation}"
-    if activation.name == "swiglustep":
-        known = _neutral(activation) and activation.limit == _STEP_LIMIT
-        return "" if known else f"has the limit {_STEP_LIMIT:g} built in for swiglustep, the layer has {activation}"
-    if activation.name == "silu" and activation.gated:
-        return "" if _neutral(activation) else f"uses alpha 1 and beta 0 for silu, the layer has {activation}"
-    if _neutral(activation) and activation.limit is None:
-        return ""
-    return f"passes no alpha, beta or limit to its {activation.name}, the layer has {activation}"
-
-
-def activation_rule(swigluoai_since: str = since.OLDEST) -> Rule:
-    """Alpha, beta and limit reach the kernel, or the layer is refused.
-
-    vLLM applies a limit to silu, and alpha, beta and limit to ``swigluoai_uninterleave``; everything else is ignored in
-    silence.
-
-    Args:
-        swigluoai_since: first vLLM release whose class takes ``swigluoai_uninterleave``.
-    """
-    return Rule(
-        "activation.parameters",
-        lambda problem, device: bool(_reaches(problem, device, swigluoai_since)),
-        lambda problem, device: _reaches(problem, device, swigluoai_since),
-    )
+    def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
+        """An instance of the stock class."""
+        return builder.stock(self.stock_class, **self.stock_arguments(tensors, problem, plan))

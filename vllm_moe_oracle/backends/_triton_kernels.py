@@ -1,90 +1,94 @@
-"""What the backends over OpenAI's package triton_kernels share: layouts, and tensors as the package wants to see them.
+"""What the backends over OpenAI's package triton_kernels share: layouts, and the package's own tensor types.
 
-vLLM brings one generation of the package (that of Triton 3.5.1) in every supported release, and prefers another one
-that is installed beside it, whose layouts and interface differ: with such a one these backends are refused.
+Every supported vLLM vendors one version of the package, that of Triton 3.5.1, but prefers an installed one, whose
+layouts and interface differ. These backends are rejected when one is installed.
 
-Weights are e2m1 with e8m0 scales per 32 and stay so in memory. On Hopper codes and scales have the register order of
-`layouts.triton_kernels`; on Blackwell codes are rows, and scales tiles of 128 rows x 4.
+Weights stay e2m1 with e8m0 scales per 32 in memory. On Hopper codes and scales have the register order of
+`layouts.triton_kernels`. On Blackwell codes are rows, and scales are tiles of 128 rows x 4.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..compat import since
-from ..compat.order import mxfp4_place
-from ..oracle.decision import Numerics, Plan
-from ..oracle.planner import padded, round_up
-from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
-from ._contract import Backend, Builder, Tensors
-from ._limits import Limits, Rule
-from ._mxfp4 import padded_expert
+from ..core.capabilities import Capabilities, Rule
+from ..core.decision import Numerics, ShardPlan
+from ..core.problem import MX_BLOCK, Device, Problem
+from ..core.sharding import round_up
+from ..releases import min_versions
+from ._contract import Builder, Tensors
+from ._padding import interleave_rows, pad_expert
+from ._stock import StockBackend
+from ._stock_priority import gpt_oss_priority
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 PACKAGE = "triton-kernels"
-_MULTIPLE = 64
+_INTERMEDIATE_MULTIPLE = 64
 """Columns of one block of ordered codes; stock pads the intermediate size to it too."""
 _TILE_ROWS, _TILE_GROUPS = 128, 8
 """Blocks of scales on Blackwell."""
 _ROW_BYTES = 128
 """Bytes of a row of codes on Blackwell, of which a copy engine reads whole multiples."""
 
-_CONSTRAINTS: dict[str, dict[str, Any]] = {
+_OPT_FLAGS_CONSTRAINTS: dict[str, dict[str, Any]] = {
     "hopper": {"split_k": 1},
     "blackwell": {"is_persistent": True, "epilogue_subtile": 1},
 }
 """What vLLM tells the package about its choice of tiles, by layout."""
 
 
-class TritonKernels(Backend):
-    """MXFP4 weights through one of vLLM's classes over triton_kernels.
+class TritonKernelsBackend(StockBackend):
+    """A backend over one of vLLM's classes over triton_kernels. Scales of 2**-127 count as zero.
 
     Attributes:
-        place: its key in stock's order.
+        gpt_oss_only: only vLLM's list for gpt-oss has the class.
+        sm120_priority: its `priority` in that list on sm_120, whose little shared memory puts it behind Marlin; None
+            for no change.
     """
 
-    place: ClassVar[str]
-    # On Blackwell the scales of all experts are one tensor of tiles.
-    dense = True
     schemes = ("mxfp4",)
-    limits = Limits(
-        capabilities=((90, 110), (120, 130)),
+    # On Blackwell the scales of all experts are one tensor of tiles.
+    contiguous = True
+    activation_precision = "16bit"
+    arithmetic = Numerics(
+        "converted exactly to bfloat16, scaled there", "left in {dtype}; the router's weights rounded to it"
+    )
+    padding = (1, _INTERMEDIATE_MULTIPLE)
+    capabilities = Capabilities(
+        compute_capabilities=((90, 110), (120, 130)),
         dtypes=("bfloat16",),
         gated=("swigluoai",),
-        parameters=True,
+        activation_params=True,
         bias=True,
         bits=(4,),
         groups=(MX_BLOCK,),
-        hidden_multiple=_MULTIPLE,
-        intermediate_multiple=_MULTIPLE,
+        hidden_multiple=_INTERMEDIATE_MULTIPLE,
+        intermediate_multiple=_INTERMEDIATE_MULTIPLE,
     )
+    gpt_oss_only: ClassVar[bool] = True
+    sm120_priority: ClassVar[float | None] = None
 
-    def plan(self, problem: Problem, device: Device) -> Plan:
-        """The intermediate size, zero-padded to whole blocks of codes."""
-        found = padded(problem, intermediate_multiple=_MULTIPLE)
+    def plan(self, problem: Problem, device: Device) -> ShardPlan:
+        """The intermediate size, zero-padded to whole blocks of codes, and the layout of the device."""
         layout = "hopper" if device.capability // 10 == 9 else "blackwell"
-        return Plan(found.hidden_size, found.intermediate_size, found.notes, layout)
+        return dataclasses.replace(super().plan(problem, device), layout=layout)
 
-    def estimate(self, problem: Problem, device: Device) -> float:
-        """Stock's place."""
-        return mxfp4_place(self.place, problem, device)
+    def priority(self, problem: Problem, device: Device) -> float:
+        """The position in vLLM's lists; see `gpt_oss_priority` and `sm120_priority`."""
+        priority = gpt_oss_priority(self.static_priority, problem, device, only=self.gpt_oss_only, quantizes=False)
+        on_sm120 = device.kind == "cuda" and device.capability // 10 == 12
+        if on_sm120 and self.sm120_priority is not None and priority == self.static_priority:
+            return self.sm120_priority
+        return priority
 
-    def activations(self, problem: Problem) -> ActivationPrecision:
-        """The model's own dtype."""
-        return "16bit"
-
-    def numerics(self, problem: Problem) -> Numerics:
-        """Exact weights; scales of 2**-127 count as zero. The router's weights are rounded too."""
-        kind = f"left in {problem.dtype}; the router's weights rounded to it"
-        return Numerics("converted exactly to bfloat16, scaled there", kind)
-
-    def layout(self, problem: Problem, plan: Plan) -> str:
-        """One for all classes over the package."""
+    def layout(self, problem: Problem, plan: ShardPlan) -> str:
+        """The same for all classes over the package."""
         return f"triton_kernels {plan.layout} {plan.hidden_size}x{plan.intermediate_size}"
 
-    def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
+    def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
         """Pads, orders codes and scales, and makes biases float32.
 
         Returns:
@@ -94,34 +98,34 @@ class TritonKernels(Backend):
         """
         import torch
 
-        from ..layouts.pad import pad_columns, pad_rows
-        from ..layouts.scales import tile_scales
-        from ..layouts.triton_kernels import order_hopper_scales, pack_hopper_codes
+        from ..layouts.padding import pad_columns, pad_rows
+        from ..layouts.scales import swizzle_scales
+        from ..layouts.triton_kernels import swizzle_hopper_codes, swizzle_hopper_scales
 
-        full = padded_expert(expert, problem, plan)
+        full = interleave_rows(pad_expert(expert, problem, plan), problem)
         converted = {}
         for name in ("w13", "w2"):
             codes, scales = full[name], full[f"{name}_scale"]
             if plan.layout == "hopper":
-                converted[name], converted[f"{name}_scale"] = pack_hopper_codes(codes), order_hopper_scales(scales)
+                converted[name], converted[f"{name}_scale"] = swizzle_hopper_codes(codes), swizzle_hopper_scales(scales)
             else:
                 converted[name] = pad_columns(codes, round_up(codes.shape[1], _ROW_BYTES))
                 groups, rows = round_up(scales.shape[1], _TILE_GROUPS), round_up(scales.shape[0], _TILE_ROWS)
-                converted[f"{name}_scale"] = tile_scales(pad_rows(pad_columns(scales, groups), rows))
+                converted[f"{name}_scale"] = swizzle_scales(pad_rows(pad_columns(scales, groups), rows))
             if f"{name}_bias" in full:
                 converted[f"{name}_bias"] = full[f"{name}_bias"].to(torch.float32)
         return converted
 
-    def experts(self, tensors: Tensors, problem: Problem, plan: Plan, builder: Builder) -> Any:
-        """The stock class, which is given the package's own tensors over the layer's memory in place of the layer's."""
-        # Known under this name since vLLM imported its class, which was asked whether it takes the layer.
+    def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
+        """An instance of the stock class that gets the package's tensor types over the layer's memory."""
+        # vLLM registers the package under this name when it imports the class.
         from triton_kernels.matmul_ogs_details.opt_flags import update_opt_flags_constraints
 
-        update_opt_flags_constraints(_CONSTRAINTS[plan.layout])
-        sizes = {"w13": (plan.hidden_size, _rows(problem, plan)), "w2": (plan.intermediate_size, plan.hidden_size)}
+        update_opt_flags_constraints(_OPT_FLAGS_CONSTRAINTS[plan.layout])
+        sizes = {"w13": (plan.hidden_size, _w13_rows(problem, plan)), "w2": (plan.intermediate_size, plan.hidden_size)}
         weights, scales = {}, []
         for name, (columns, rows) in sizes.items():
-            weights[name], precision = _described(tensors, name, rows, columns, plan.layout)
+            weights[name], precision = _wrap_matrix(tensors, name, rows, columns, plan.layout)
             scales.append(precision)
         experts = builder.stock(self.stock_class, scales=tuple(scales))
         run = experts.apply
@@ -132,14 +136,14 @@ class TritonKernels(Backend):
         return experts
 
 
-def _rows(problem: Problem, plan: Plan) -> int:
+def _w13_rows(problem: Problem, plan: ShardPlan) -> int:
     return plan.intermediate_size * (2 if problem.activation.gated else 1)
 
 
-def _described(tensors: Tensors, name: str, rows: int, columns: int, layout: str) -> tuple[Any, Any]:
+def _wrap_matrix(tensors: Tensors, name: str, rows: int, columns: int, layout: str) -> tuple[Any, Any]:
     """The package's tensor of a matrix's codes, and its precision config with the scales.
 
-    Both stand for `[E, columns, rows]` and share memory with `tensors`.
+    Both are `[E, columns, rows]` and share memory with `tensors`.
     """
     from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
     from triton_kernels.numerics import InFlexData
@@ -164,13 +168,13 @@ def _described(tensors: Tensors, name: str, rows: int, columns: int, layout: str
     return Tensor(values, dtype=FP4, shape=[experts, columns, rows]), precision
 
 
-def _power_of_two(value: int) -> bool:
+def _is_power_of_two(value: int) -> bool:
     return value & (value - 1) == 0
 
 
 RULES = (
     Rule(
-        "triton_kernels.generation",
+        "triton_kernels.version",
         lambda problem, device: PACKAGE in device.packages,
         lambda problem, device: (
             f"knows the triton_kernels that vLLM brings; {device.packages[PACKAGE]} is installed, which vLLM prefers"
@@ -178,30 +182,35 @@ RULES = (
         "pip uninstall triton_kernels",
     ),
     Rule(
-        "capability.since",
-        lambda problem, device: device.capability >= 120 and not since.reached(since.TRITON_KERNELS_CONSUMER, device),
-        lambda problem, device: f"runs on sm_{device.capability} since vLLM {since.TRITON_KERNELS_CONSUMER}",
+        "capability.vllm_version",
+        lambda problem, device: (
+            device.capability >= 120 and not min_versions.at_least(min_versions.TRITON_KERNELS_SM120, device)
+        ),
+        lambda problem, device: f"runs on sm_{device.capability} since vLLM {min_versions.TRITON_KERNELS_SM120}",
     ),
     Rule(
-        "top_k.power",
+        "top_k.power_of_two",
         lambda problem, device: (
-            not _power_of_two(problem.top_k) and not since.reached(since.TRITON_KERNELS_LOCAL_IDS, device)
+            not _is_power_of_two(problem.top_k)
+            and not min_versions.at_least(min_versions.TRITON_KERNELS_LOCAL_IDS, device)
         ),
         lambda problem, device: (
-            f"takes {problem.top_k} experts per token, which is no power of two, since vLLM "
-            f"{since.TRITON_KERNELS_LOCAL_IDS}"
+            f"takes {problem.top_k} experts per token, which is not a power of two, since vLLM "
+            f"{min_versions.TRITON_KERNELS_LOCAL_IDS}"
         ),
     ),
 )
-"""Rules of all forms."""
+"""Rules of all classes."""
 
-LOCAL_IDS = Rule(
-    "expert_parallel.since",
-    lambda problem, device: problem.parallel.ep > 1 and not since.reached(since.TRITON_KERNELS_LOCAL_IDS, device),
+EMPTY_SLOTS_RULE = Rule(
+    "expert_parallel.vllm_version",
     lambda problem, device: (
-        f"takes an empty slot for the last expert before vLLM {since.TRITON_KERNELS_LOCAL_IDS}; experts are "
+        problem.parallel.ep > 1 and not min_versions.at_least(min_versions.TRITON_KERNELS_LOCAL_IDS, device)
+    ),
+    lambda problem, device: (
+        f"takes an empty slot for the last expert before vLLM {min_versions.TRITON_KERNELS_LOCAL_IDS}; experts are "
         f"spread over {problem.parallel.ep} ranks"
     ),
     "tensor parallelism",
 )
-"""Of the forms that are given routed ids."""
+"""Of the classes that take routed ids."""

@@ -1,46 +1,48 @@
 """vLLM's operator for int4 experts on x86 CPUs, which multiplies int8 activations by int4 weights.
 
-Stock's class asks for AMX; the operator does not need it, and is in vLLM's library for AVX-512 with bfloat16. That
-this is so on the machine at hand is proven by the self-check. Stock feeds it all packings but MoeWNA16's; here every
-one is converted. Where the operator is wrong it is refused: one scale for a whole row of more than one block of 128
-columns gave an error of 50 %.
+The stock class demands AMX. The operator does not need it: vLLM's library for AVX-512 with bfloat16 has it, and the
+self-check proves it on the machine. All packings are supported, also MoeWNA16's, which the stock class refuses. One
+scale for a whole row of more than 128 columns is rejected: the operator then has an error of 50 %.
 
-It quantises activations to int8, one scale a token: another precision than any such checkpoint declares, so it runs
-only where the user allows that.
+Activations are quantized to int8 with one scale a token. No such checkpoint declares that, so the backend runs only
+where the user allows it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..compat import since
-from ..compat.order import wna16_place
-from ..oracle.decision import Numerics
-from ..oracle.planner import loaded_group
-from ..oracle.problem import ActivationPrecision, Device, Problem
-from ._contract import Backend, Builder, Tensors
-from ._limits import Limits
+from ..core.capabilities import Capabilities
+from ..core.decision import Numerics, ShardPlan
+from ..core.problem import Problem
+from ..core.sharding import loaded_group_size
+from ..releases import min_versions
+from ._contract import Tensors
+from ._stock import EXPERTS, StockBackend
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MIDDLE = 8
+_ZERO_CODE = 8
 """The code of zero in every symmetric int4 format."""
 
 
-class CpuInt4(Backend):
+class CpuInt4(StockBackend):
     """vLLM's `CPUExpertsInt4`."""
 
     name = "cpu_int4"
     schemes = ("wna16",)
-    dense = True
-    stock_class = "CPUExpertsInt4"
-    asks_stock = False
-    limits = Limits(
+    contiguous = True
+    stock_class = f"{EXPERTS}.cpu_moe:CPUExpertsInt4"
+    static_priority = 80.0
+    activation_precision = "int8"
+    arithmetic = Numerics("int4 in integer products", "quantized to int8 per token, in both products")
+    check_stock_class = False
+    capabilities = Capabilities(
         devices=("cpu",),
-        # vLLM loads the library that has the operator where both are there.
+        # vLLM loads the library that has the operator on CPUs with both.
         features=("avx512f", "avx512_bf16"),
-        packages={"vllm": since.CPU_INT4_ROUTED},
+        packages={"vllm": min_versions.CPU_INT4_ROUTED_IDS},
         dtypes=("bfloat16", "float16"),
         gated=("silu",),
         bits=(4,),
@@ -51,19 +53,7 @@ class CpuInt4(Backend):
         expert_parallel=False,
     )
 
-    def estimate(self, problem: Problem, device: Device) -> float:
-        """Stock's first on a CPU with AMX."""
-        return wna16_place("cpu", device)
-
-    def activations(self, problem: Problem) -> ActivationPrecision:
-        """One scale a token."""
-        return "int8"
-
-    def numerics(self, problem: Problem) -> Numerics:
-        """Integer products, scaled per group."""
-        return Numerics("int4 in integer products", "quantised to int8 per token, in both products")
-
-    def convert(self, expert: Tensors, problem: Problem, plan: Any) -> dict[str, Tensor]:
+    def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
         """Orders codes and scales in blocks of 32 rows.
 
         Returns:
@@ -72,19 +62,15 @@ class CpuInt4(Backend):
         """
         import torch
 
-        from ..layouts.blocks import block_scales, pack_blocks
+        from ..layouts.cpu_int4 import block_scales, pack_blocks
 
         converted = {}
         for name in ("w13", "w2"):
             scales = block_scales(expert[f"{name}_scale"].to(torch.float32))
-            converted[name] = pack_blocks(expert[name], loaded_group(problem))
+            converted[name] = pack_blocks(expert[name], loaded_group_size(problem))
             converted[f"{name}_scale"] = scales
-            converted[f"{name}_zero_point"] = torch.full_like(scales, _MIDDLE, dtype=torch.int8)
+            converted[f"{name}_zero_point"] = torch.full_like(scales, _ZERO_CODE, dtype=torch.int8)
         return converted
-
-    def experts(self, tensors: Tensors, problem: Problem, plan: Any, builder: Builder) -> Any:
-        """The stock class."""
-        return builder.stock(self.stock_class)
 
 
 BACKEND = CpuInt4()

@@ -10,24 +10,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..compat import since
-from ..compat.order import mxfp4_place
+from ..core.capabilities import Capabilities, Rule
+from ..core.decision import Numerics, ShardPlan
+from ..core.problem import MX_BLOCK, Problem
 from ..errors import OracleError
-from ..oracle.decision import Numerics, Plan
-from ..oracle.problem import MX_BLOCK, ActivationPrecision, Device, Problem
+from ..releases import min_versions
 from ._contract import Backend, Builder, Tensors
-from ._limits import Limits, Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MXFP4 = 4
+_QUANT_METHOD = 4
 """The operator's number of the format: ``CPUQuantMethod.MXFP4``."""
 _SILU, _SWIGLU = 0, 1
 """Its numbers of activations, since 0.33: ``CPUActMethod``. Before, alpha and limit say that it is SwiGLU-OAI."""
 
 
-def _reaches(problem: Problem) -> bool:
+def _passes_activation_params(problem: Problem) -> bool:
     activation = problem.activation
     if activation.name == "swigluoai":
         return activation.alpha is not None and activation.limit is not None and activation.beta == 1.0
@@ -35,19 +34,22 @@ def _reaches(problem: Problem) -> bool:
 
 
 class CpuMxfp4(Backend):
-    """Weights become bfloat16 in registers."""
+    """Weights become bfloat16 in registers; the activation's output is rounded to bfloat16."""
 
     name = "cpu_mxfp4"
     schemes = ("mxfp4",)
     vllm_names = ("cpu",)
-    limits = Limits(
+    static_priority = 80.0
+    activation_precision = "16bit"
+    arithmetic = Numerics("converted exactly to bfloat16, scaled there", "left in {dtype}")
+    capabilities = Capabilities(
         devices=("cpu",),
         features=("avx512f", "avx512_bf16"),
-        packages={"vllm": since.CPU_MXFP4},
-        # With float16 the operator ends the process.
+        packages={"vllm": min_versions.CPU_MXFP4},
+        # With float16 the operator aborts the process.
         dtypes=("bfloat16",),
         gated=("silu", "swigluoai"),
-        parameters=True,
+        activation_params=True,
         bias=True,
         bits=(4,),
         groups=(MX_BLOCK,),
@@ -57,7 +59,7 @@ class CpuMxfp4(Backend):
     rules = (
         Rule(
             "activation.parameters",
-            lambda problem, device: not _reaches(problem),
+            lambda problem, device: not _passes_activation_params(problem),
             lambda problem, device: (
                 f"takes alpha and limit of swigluoai, whose beta is 1, and nothing of silu; the layer has "
                 f"{problem.activation}"
@@ -65,19 +67,7 @@ class CpuMxfp4(Backend):
         ),
     )
 
-    def estimate(self, problem: Problem, device: Device) -> float:
-        """Stock's only one on a CPU."""
-        return mxfp4_place("cpu", problem, device)
-
-    def activations(self, problem: Problem) -> ActivationPrecision:
-        """The model's own dtype."""
-        return "16bit"
-
-    def numerics(self, problem: Problem) -> Numerics:
-        """Exact weights; the activation's output is rounded to bfloat16."""
-        return Numerics("converted exactly to bfloat16, scaled there", f"left in {problem.dtype}")
-
-    def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
+    def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
         """Orders codes and scales; rows of ``swigluoai`` alternate gate and up, as the operator wants them.
 
         Returns:
@@ -85,20 +75,20 @@ class CpuMxfp4(Backend):
         """
         import torch
 
-        from ..layouts.cpu import order_block_scales, pack_row_pairs
-        from ..layouts.rows import alternate_halves
+        from ..layouts.cpu_mxfp4 import pack_block_scales, pack_row_pairs
+        from ..layouts.gate_up import interleave_gate_up
 
         alternate = problem.activation.name == "swigluoai"
         converted = {}
         for name, tensor in expert.items():
-            rows = alternate_halves(tensor) if alternate and name.startswith("w13") else tensor
+            rows = interleave_gate_up(tensor) if alternate and name.startswith("w13") else tensor
             if name.endswith("_bias"):
                 converted[name] = rows.to(torch.float32)
             else:
-                converted[name] = order_block_scales(rows) if name.endswith("_scale") else pack_row_pairs(rows)
+                converted[name] = pack_block_scales(rows) if name.endswith("_scale") else pack_row_pairs(rows)
         return converted
 
-    def experts(self, tensors: Tensors, problem: Problem, plan: Plan, builder: Builder) -> Any:
+    def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
         """Experts over the operator.
 
         Raises:
@@ -116,7 +106,7 @@ class CpuMxfp4(Backend):
         # By name: arguments come and go between releases, and until 0.29 the output is returned.
         known = {argument.name for argument in operator._schema.arguments}
         constant: dict[str, Any] = {
-            "inplace": False, "moe_comp_method": _MXFP4, "w1_zero": None, "w2_zero": None, "a1_scale": None,
+            "inplace": False, "moe_comp_method": _QUANT_METHOD, "w1_zero": None, "w2_zero": None, "a1_scale": None,
             "block_size": None, "alpha": activation.alpha if swiglu else None,
             "limit": activation.limit if swiglu else None, "is_vnni": True, "act_method": _SWIGLU if swiglu else _SILU,
         }  # fmt: skip

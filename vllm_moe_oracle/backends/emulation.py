@@ -1,6 +1,6 @@
 """Emulation: torch only, on any device; the ground truth for every other backend and the default on a CPU.
 
-Weights are dequantised one expert and one matrix at a time, exactly, to float32; all products, sums and activations are
+Weights are dequantized one expert and one matrix at a time, exactly, to float32; all products, sums and activations are
 in float32. What enters a product is rounded only where the layer says so: to the model's dtype, or to MXFP8 or MXFP4
 when the checkpoint's activations are that.
 """
@@ -11,39 +11,40 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..oracle.decision import Numerics, Plan
-from ..oracle.problem import Activation, ActivationPrecision, Device, Problem
+from ..core.activations import alpha_beta
+from ..core.capabilities import Capabilities, Rule
+from ..core.decision import Numerics, ShardPlan
+from ..core.problem import Activation, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
-from ._limits import Limits, Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ROUNDED: dict[str, tuple[ActivationPrecision, ...]] = {
+_ACTIVATION_PRECISIONS: dict[str, tuple[ActivationPrecision, ...]] = {
     "mxfp8": ("mxfp8", "fp8_token"),
     "mxfp4": ("mxfp8", "fp8", "fp8_token", "mxfp4"),
     "wna16": (),
 }
-"""Formats to which the inputs of a scheme's products may be quantised."""
+"""Formats to which the inputs of a scheme's products may be quantized."""
 
-_FORMATS: dict[ActivationPrecision, Literal["mxfp8", "mxfp4", "fp8", "fp8_token", "wna16"]] = {
+_ACTIVATION_SCHEMES: dict[ActivationPrecision, Literal["mxfp8", "mxfp4", "fp8", "fp8_token", "wna16"]] = {
     "mxfp8": "mxfp8", "mxfp4": "mxfp4", "fp8": "fp8", "fp8_token": "fp8_token", "int8": "wna16"
 }  # fmt: skip
 """The scheme whose module rounds activations of that precision."""
 
 
 class Emulation(Backend):
-    """Dequantise, multiply, add: slow and right."""
+    """Dequantize, multiply, add: slow and right."""
 
     name = "emulation"
     schemes = ("mxfp8", "mxfp4", "wna16")
     vllm_names = ("emulation",)
-    limits = Limits(
+    capabilities = Capabilities(
         devices=("cpu", "cuda", "rocm", "xpu"),
         dtypes=("bfloat16", "float16", "float32"),
         gated=("silu", "gelu", "gelu_tanh", "swigluoai", "situ", "swiglustep"),
         ungated=("silu", "gelu", "gelu_tanh", "relu2"),
-        parameters=True,
+        activation_params=True,
         bias=True,
         bits=(4, 8),
         zero_points=True,
@@ -53,8 +54,8 @@ class Emulation(Backend):
     )
     rules = (
         Rule(
-            "activation.meaning",
-            lambda problem, device: not _parameters_have_meaning(problem.activation),
+            "activation.parameters.undefined",
+            lambda problem, device: not _params_are_defined(problem.activation),
             lambda problem, device: f"some of alpha, beta and limit has no meaning for {problem.activation}",
         ),
         Rule(
@@ -65,15 +66,17 @@ class Emulation(Backend):
         ),
         Rule(
             "activations",
-            lambda problem, device: problem.scheme.activations not in ("16bit", *_ROUNDED[problem.scheme.name]),
             lambda problem, device: (
-                f"{_possible_activations(problem)}, the checkpoint declares {problem.scheme.activations}"
+                problem.scheme.activations not in ("16bit", *_ACTIVATION_PRECISIONS[problem.scheme.name])
+            ),
+            lambda problem, device: (
+                f"{_describe_precisions(problem)}, the checkpoint declares {problem.scheme.activations}"
             ),
             "set activations=16bit to leave them as they are",
         ),
     )
 
-    def estimate(self, problem: Problem, device: Device) -> float:
+    def priority(self, problem: Problem, device: Device) -> float:
         """Last: every other backend is faster. Stock has its emulation last too."""
         return 1000.0
 
@@ -84,14 +87,14 @@ class Emulation(Backend):
     def numerics(self, problem: Problem) -> Numerics:
         """Exact weights, float32 everywhere else."""
         declared = problem.scheme.activations
-        kind = "left in the model's dtype" if declared == "16bit" else f"quantised to {declared.upper()} per token"
-        return Numerics("dequantised exactly to float32", kind)
+        kind = "left in the model's dtype" if declared == "16bit" else f"quantized to {declared.upper()} per token"
+        return Numerics("dequantized exactly to float32", kind)
 
-    def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
+    def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
         """Canonical tensors are what it computes with."""
         return dict(expert)
 
-    def experts(self, tensors: Tensors, problem: Problem, plan: Plan, builder: Builder) -> Any:
+    def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
         """Experts over `forward`."""
 
         def run(out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> None:
@@ -124,13 +127,13 @@ def forward(
         ValueError: an id is neither -1 nor below the number of experts.
     """
 
-    with _exact_products():
+    with _ieee_fp32_matmul():
         total = _sum_over_experts(tensors, problem, x, topk_weights, topk_ids, expert_map)
     out.copy_(total)
 
 
 @contextmanager
-def _exact_products() -> Iterator[None]:
+def _ieee_fp32_matmul() -> Iterator[None]:
     """Float32 products in float32, whatever the process allows: TF32 keeps 10 of 23 bits, bfloat16 7.
 
     By torch's settings of each library: those for all libraries refuse to be read once anybody has used these.
@@ -163,25 +166,25 @@ def _sum_over_experts(
 
     scheme = schemes.module(problem.scheme.name)
     declared = problem.scheme.activations
-    quantised = declared != "16bit"
-    inputs_scheme = schemes.module(_FORMATS[declared]) if quantised else scheme
+    quantized = declared != "16bit"
+    inputs_scheme = schemes.module(_ACTIVATION_SCHEMES[declared]) if quantized else scheme
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     slots = _local_slots(topk_ids, expert_map, problem)
-    for slot, token, weight, chosen in _work(slots, topk_weights, tensors["w13"].shape[0]):
+    for slot, token, weight, chosen in _tokens_by_expert(slots, topk_weights, tensors["w13"].shape[0]):
         expert = {name: tensor[slot] for name, tensor in tensors.items()}
         inputs = x[token]
         if problem.routing.weight_on_input:
             # As vLLM's prepare step does it: both factors and the product in the model's dtype.
             inputs = inputs * weight.to(x.dtype)
         inputs = inputs.to(torch.float32)
-        if quantised:
-            inputs = inputs_scheme.round_trip(inputs)
-        hidden = inputs @ scheme.dequantise_expert(expert, "w13").T
+        if quantized:
+            inputs = inputs_scheme.fake_quantize(inputs)
+        hidden = inputs @ scheme.dequantize_expert(expert, "w13").T
         if "w13_bias" in expert:
             hidden += expert["w13_bias"].to(torch.float32)
         hidden = activate(hidden, problem.activation)
-        hidden = inputs_scheme.round_trip(hidden) if quantised else hidden.to(x.dtype).to(torch.float32)
-        result = hidden @ scheme.dequantise_expert(expert, "w2").T
+        hidden = inputs_scheme.fake_quantize(hidden) if quantized else hidden.to(x.dtype).to(torch.float32)
+        result = hidden @ scheme.dequantize_expert(expert, "w2").T
         if "w2_bias" in expert:
             result += expert["w2_bias"].to(torch.float32)
         if not problem.routing.weight_on_input:
@@ -192,7 +195,9 @@ def _sum_over_experts(
     return total
 
 
-def _work(slots: Tensor, topk_weights: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
+def _tokens_by_expert(
+    slots: Tensor, topk_weights: Tensor, experts: int
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
     """What each expert has to do: its slot, its tokens `[m]`, their weights `[m, 1]`, and which of them are meant.
 
     While a CUDA graph is captured no size may depend on data: every expert then gets every token, and a mask `[m, 1]`
@@ -227,14 +232,14 @@ def _local_slots(topk_ids: Tensor, expert_map: Tensor | None, problem: Problem) 
     return expert_map.long()[ids.clamp(min=0)].masked_fill(ids < 0, -1)
 
 
-def _possible_activations(problem: Problem) -> str:
+def _describe_precisions(problem: Problem) -> str:
     name = problem.scheme.name
-    if not _ROUNDED[name]:
+    if not _ACTIVATION_PRECISIONS[name]:
         return f"leaves activations of {name} experts in the model's dtype"
-    return f"quantises activations of {name} experts to {' or '.join(_ROUNDED[name])} only"
+    return f"quantizes activations of {name} experts to {' or '.join(_ACTIVATION_PRECISIONS[name])} only"
 
 
-def _parameters_have_meaning(activation: Activation) -> bool:
+def _params_are_defined(activation: Activation) -> bool:
     if not activation.gated:
         return activation.alpha is None and activation.beta is None and activation.limit is None
     if activation.name == "situ":
@@ -252,8 +257,8 @@ def activate(hidden: Tensor, activation: Activation) -> Tensor:
         hidden: float32 `[M, R]`: gate columns then up columns when gated.
         activation: which function, with its parameters. ``swigluoai`` is
             ``gate * sigmoid(alpha * gate) * (up + beta)`` after clamping gate from above and up from both sides to
-            ``limit`` (gpt-oss's modelling code); a limit on any other gated function clamps the same way, but on
-            ``swiglustep``, which clamps ``silu(gate)`` (Step-3.5's modelling code). ``situ`` is
+            ``limit`` (gpt-oss's modeling code); a limit on any other gated function clamps the same way, but on
+            ``swiglustep``, which clamps ``silu(gate)`` (Step-3.5's modeling code). ``situ`` is
             ``alpha * tanh(gate / alpha) * sigmoid(gate) * beta * tanh(up / beta)`` (Kimi-K3).
 
     Returns:
@@ -262,10 +267,7 @@ def activate(hidden: Tensor, activation: Activation) -> Tensor:
     import torch
     from torch.nn.functional import gelu, relu
 
-    # silu is swigluoai with other defaults: alpha 1 instead of 1.702, beta 0 instead of 1.
-    default_alpha, default_beta = (1.702, 1.0) if activation.name == "swigluoai" else (1.0, 0.0)
-    alpha = default_alpha if activation.alpha is None else activation.alpha
-    beta = default_beta if activation.beta is None else activation.beta
+    alpha, beta = alpha_beta(activation)  # silu is swigluoai with other defaults
 
     def swish(gate: Tensor) -> Tensor:
         return gate * torch.sigmoid(alpha * gate)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from ._humming import kind_rule
-from ._humming_mxfp4 import RULES_MXFP4, HummingMxfp4
+from ._humming import MXFP4_CAPABILITIES, MXFP4_RULES, HummingBackend, kernel_kind_rule
+from ._stock import EXPERTS
 
 
-class HummingMxfp4Indexed(HummingMxfp4):
+class HummingMxfp4(HummingBackend):
     """vLLM's `HummingIndexedExperts` on MXFP4 weights."""
 
     name = "humming_mxfp4"
-    kind = "indexed"
-    stock_class = "HummingIndexedExperts"
-    rules = (*RULES_MXFP4, kind_rule("indexed"))
+    schemes = ("mxfp4",)
+    stock_class = f"{EXPERTS}.fused_humming_moe:HummingIndexedExperts"
+    static_priority = 72.0
+    preferred_priority = 52.0
+    capabilities = MXFP4_CAPABILITIES
+    rules = (*MXFP4_RULES, kernel_kind_rule("indexed"))
 
 
-BACKEND = HummingMxfp4Indexed()
+BACKEND = HummingMxfp4()

@@ -1,18 +1,21 @@
-"""Humming's grouped kernels for MXFP4, weight-only: what vLLM runs under expert parallelism, since 0.30."""
+"""Humming's grouped kernels for MXFP4, weight-only: the kernels for experts that are spread over ranks."""
 
 from __future__ import annotations
 
-from ._humming import kind_rule
-from ._humming_mxfp4 import RULES_MXFP4, HummingMxfp4
+from ._humming import MXFP4_CAPABILITIES, MXFP4_RULES, HummingBackend, kernel_kind_rule
+from ._stock import EXPERTS
 
 
-class HummingMxfp4Grouped(HummingMxfp4):
+class HummingMxfp4Grouped(HummingBackend):
     """vLLM's `HummingGroupedExperts` on MXFP4 weights."""
 
     name = "humming_mxfp4_grouped"
-    kind = "grouped"
-    stock_class = "HummingGroupedExperts"
-    rules = (*RULES_MXFP4, kind_rule("grouped"))
+    schemes = ("mxfp4",)
+    stock_class = f"{EXPERTS}.fused_humming_moe:HummingGroupedExperts"
+    static_priority = 71.0
+    preferred_priority = 51.0
+    capabilities = MXFP4_CAPABILITIES
+    rules = (*MXFP4_RULES, kernel_kind_rule("grouped"))
 
 
 BACKEND = HummingMxfp4Grouped()

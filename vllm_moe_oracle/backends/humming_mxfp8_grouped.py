@@ -1,17 +1,21 @@
-"""Humming's grouped kernels for MXFP8, weight-only: stock's choice on sm_90 under expert parallelism, since 0.30."""
+"""Humming's grouped kernels for MXFP8, weight-only: the kernels for experts that are spread over ranks."""
 
 from __future__ import annotations
 
-from ._humming import RULES, UNGATED, Humming, kind_rule
+from ._humming import MXFP8_CAPABILITIES, MXFP8_RULES, HummingBackend, kernel_kind_rule
+from ._stock import EXPERTS
 
 
-class HummingMxfp8Grouped(Humming):
+class HummingMxfp8Grouped(HummingBackend):
     """vLLM's `HummingGroupedExperts` on MXFP8 weights."""
 
     name = "humming_mxfp8_grouped"
-    kind = "grouped"
-    stock_class = "HummingGroupedExperts"
-    rules = (*RULES, UNGATED, kind_rule("grouped"))
+    schemes = ("mxfp8",)
+    stock_class = f"{EXPERTS}.fused_humming_moe:HummingGroupedExperts"
+    static_priority = 61.0
+    preferred_priority = 26.0
+    capabilities = MXFP8_CAPABILITIES
+    rules = (*MXFP8_RULES, kernel_kind_rule("grouped"))
 
 
 BACKEND = HummingMxfp8Grouped()

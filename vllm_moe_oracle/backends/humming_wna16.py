@@ -1,18 +1,22 @@
-"""Humming's indexed kernels for integer weights: stock's first choice on sm_90 without expert parallelism."""
+"""Humming's indexed kernels for integer weights, weight-only."""
 
 from __future__ import annotations
 
-from ._humming import RULES, kind_rule
-from ._humming_wna16 import HummingWna16
+from ._humming import WNA16_CAPABILITIES, WNA16_RULES, HummingBackend, kernel_kind_rule
+from ._stock import EXPERTS
 
 
-class Humming(HummingWna16):
+class HummingWna16(HummingBackend):
     """vLLM's `HummingIndexedExperts` on integer weights."""
 
     name = "humming_wna16"
-    kind = "indexed"
-    stock_class = "HummingIndexedExperts"
-    rules = (*RULES, kind_rule("indexed"))
+    schemes = ("wna16",)
+    stock_class = f"{EXPERTS}.fused_humming_moe:HummingIndexedExperts"
+    static_priority = 62.0
+    preferred_priority = 27.0
+    contiguous = True
+    capabilities = WNA16_CAPABILITIES
+    rules = (*WNA16_RULES, kernel_kind_rule("indexed"))
 
 
-BACKEND = Humming()
+BACKEND = HummingWna16()

@@ -1,18 +1,22 @@
-"""Humming's grouped kernels for integer weights: stock's choice on sm_90 under expert parallelism, since 0.30."""
+"""Humming's grouped kernels for integer weights, weight-only: the kernels for experts that are spread over ranks."""
 
 from __future__ import annotations
 
-from ._humming import RULES, kind_rule
-from ._humming_wna16 import HummingWna16
+from ._humming import WNA16_CAPABILITIES, WNA16_RULES, HummingBackend, kernel_kind_rule
+from ._stock import EXPERTS
 
 
-class HummingGrouped(HummingWna16):
+class HummingWna16Grouped(HummingBackend):
     """vLLM's `HummingGroupedExperts` on integer weights."""
 
     name = "humming_wna16_grouped"
-    kind = "grouped"
-    stock_class = "HummingGroupedExperts"
-    rules = (*RULES, kind_rule("grouped"))
+    schemes = ("wna16",)
+    stock_class = f"{EXPERTS}.fused_humming_moe:HummingGroupedExperts"
+    static_priority = 61.0
+    preferred_priority = 26.0
+    contiguous = True
+    capabilities = WNA16_CAPABILITIES
+    rules = (*WNA16_RULES, kernel_kind_rule("grouped"))
 
 
-BACKEND = HummingGrouped()
+BACKEND = HummingWna16Grouped()

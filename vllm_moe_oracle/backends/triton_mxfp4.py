@@ -1,20 +1,24 @@
-"""OpenAI's triton_kernels for MXFP4, given routed tokens: SwiGLU-OAI inside the first product, the sum over experts
-inside the second."""
+"""OpenAI's triton_kernels for MXFP4 on routed tokens.
+
+The first product applies SwiGLU-OAI in its epilogue, the second adds up the experts of a token.
+"""
 
 from __future__ import annotations
 
-from ._mxfp4 import alternating_rule
-from ._triton_kernels import LOCAL_IDS, RULES, TritonKernels
+from ._stock import EXPERTS
+from ._stock_rules import gpt_oss_activation_rule
+from ._triton_kernels import EMPTY_SLOTS_RULE, RULES, TritonKernelsBackend
 
 
-class TritonMxfp4(TritonKernels):
+class TritonMxfp4(TritonKernelsBackend):
     """vLLM's `OAITritonExperts`."""
 
     name = "triton_mxfp4"
     vllm_names = ("triton",)
-    stock_class = "OAITritonExperts"
-    place = "triton"
-    rules = (*RULES, LOCAL_IDS, alternating_rule("OAITritonExperts"))
+    stock_class = f"{EXPERTS}.gpt_oss_triton_kernels_moe:OAITritonExperts"
+    static_priority = 31.0
+    sm120_priority = 63.0
+    rules = (*RULES, EMPTY_SLOTS_RULE, gpt_oss_activation_rule("OAITritonExperts"))
 
 
 BACKEND = TritonMxfp4()

@@ -1,23 +1,24 @@
-"""OpenAI's triton_kernels for MXFP4, which routes itself: stock's choice for gpt-oss on Hopper.
+"""OpenAI's triton_kernels for MXFP4, routing included: vLLM's choice for gpt-oss on Hopper.
 
-The kernel takes the largest logits and their softmax; vLLM's class reads from the layer's routing method whether the
-softmax comes before or after, and refuses the methods that are neither.
+The kernel takes the largest logits and their softmax. vLLM's class reads from the layer's routing method whether the
+softmax comes before or after, and refuses all other methods.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from ..oracle.problem import Device, Problem
-from ._limits import Rule
-from ._mxfp4 import alternating_rule
-from ._triton_kernels import RULES, TritonKernels
+from ..core.capabilities import Rule
+from ..core.problem import Device, Problem
+from ._stock import EXPERTS
+from ._stock_rules import gpt_oss_activation_rule
+from ._triton_kernels import RULES, TritonKernelsBackend
 
-_METHODS = ("renormalize", "renormalizenaive")
+ROUTING_METHODS = ("renormalize", "renormalizenaive")
 
 
-def _more_than_softmax(problem: Problem) -> list[str]:
-    """What the layer's routing asks and the kernel does not do."""
+def _unsupported_routing(problem: Problem) -> list[str]:
+    """What the layer's routing needs and the kernel does not do."""
     routing = problem.routing
     return [
         words
@@ -31,30 +32,33 @@ def _more_than_softmax(problem: Problem) -> list[str]:
     ]
 
 
-def _spread(problem: Problem, device: Device) -> bool:
+def _is_data_parallel(problem: Problem, device: Device) -> bool:
     return problem.parallel.dp > 1
 
 
-class TritonMxfp4Monolithic(TritonKernels):
+class TritonMxfp4Monolithic(TritonKernelsBackend):
     """vLLM's `OAITritonMxfp4ExpertsMonolithic`."""
 
     name = "triton_mxfp4_monolithic"
     vllm_names = ("triton",)
-    stock_class = "OAITritonMxfp4ExpertsMonolithic"
-    place = "triton_monolithic"
+    stock_class = f"{EXPERTS}.gpt_oss_triton_kernels_moe:OAITritonMxfp4ExpertsMonolithic"
+    static_priority = 30.0
+    sm120_priority = 62.0
     monolithic = True
-    limits = dataclasses.replace(TritonKernels.limits, routing_methods=_METHODS)
+    capabilities = dataclasses.replace(TritonKernelsBackend.capabilities, routing_methods=ROUTING_METHODS)
     rules = (
         *RULES,
-        alternating_rule("OAITritonMxfp4ExpertsMonolithic"),
+        gpt_oss_activation_rule("OAITritonMxfp4ExpertsMonolithic"),
         Rule(
             "routing.softmax",
-            lambda problem, device: bool(_more_than_softmax(problem)),
-            lambda problem, device: f"routes by softmax alone; the layer asks {', '.join(_more_than_softmax(problem))}",
+            lambda problem, device: bool(_unsupported_routing(problem)),
+            lambda problem, device: (
+                f"routes by softmax alone; the layer asks {', '.join(_unsupported_routing(problem))}"
+            ),
         ),
         Rule(
             "data_parallel",
-            _spread,
+            _is_data_parallel,
             lambda problem, device: (
                 f"routes before tokens are exchanged; {problem.parallel.dp} data-parallel ranks exchange routed ones"
             ),

@@ -1,40 +1,46 @@
-"""OpenAI's triton_kernels for MXFP4 with activation and sum apart: what other activations than gpt-oss's need."""
+"""OpenAI's triton_kernels for MXFP4 with the activation and the sum over experts as separate kernels.
+
+That supports other activations than gpt-oss's.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
-from ..compat import since
-from ..oracle.problem import Device, Problem
-from ._limits import Rule
-from ._stock import activation_rule
-from ._triton_kernels import LOCAL_IDS, RULES, TritonKernels
+from ..core.capabilities import Rule
+from ..core.problem import Device, Problem
+from ..releases import min_versions
+from ._stock import EXPERTS
+from ._stock_rules import activation_rule
+from ._triton_kernels import EMPTY_SLOTS_RULE, RULES, TritonKernelsBackend
 
-_HALVES = activation_rule(swigluoai_since=since.TRITON_KERNELS_HALVES)
+_HALVES_RULE = activation_rule(swigluoai_since=min_versions.TRITON_KERNELS_UNINTERLEAVED)
 
 
-def _broken(problem: Problem, device: Device) -> bool:
+def _rejects_activation(problem: Problem, device: Device) -> bool:
     activation = problem.activation
     if activation.interleaved:
         return activation.beta != 1.0 or activation.alpha is None or activation.limit is None
-    return _HALVES.broken(problem, device)
+    return _HALVES_RULE.broken(problem, device)
 
 
-def _detail(problem: Problem, device: Device) -> str:
+def _activation_detail(problem: Problem, device: Device) -> str:
     if problem.activation.interleaved:
         return f"has beta 1 built in for rows that alternate gate and up, the layer has {problem.activation}"
-    return _HALVES.detail(problem, device)
+    return _HALVES_RULE.detail(problem, device)
 
 
-class TritonMxfp4Unfused(TritonKernels):
+class TritonMxfp4Unfused(TritonKernelsBackend):
     """vLLM's `UnfusedOAITritonExperts`."""
 
     name = "triton_mxfp4_unfused"
     vllm_names = ("triton_unfused",)
-    stock_class = "UnfusedOAITritonExperts"
-    place = "triton_unfused"
-    limits = dataclasses.replace(TritonKernels.limits, gated=("silu", "gelu", "swigluoai"))
-    rules = (*RULES, LOCAL_IDS, Rule("activation.parameters", _broken, _detail))
+    stock_class = f"{EXPERTS}.gpt_oss_triton_kernels_moe:UnfusedOAITritonExperts"
+    # vLLM lists it nowhere: it runs only where it is asked for.
+    static_priority = 90.0
+    gpt_oss_only = False
+    capabilities = dataclasses.replace(TritonKernelsBackend.capabilities, gated=("silu", "gelu", "swigluoai"))
+    rules = (*RULES, EMPTY_SLOTS_RULE, Rule("activation.parameters", _rejects_activation, _activation_detail))
 
 
 BACKEND = TritonMxfp4Unfused()

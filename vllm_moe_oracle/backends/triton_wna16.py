@@ -9,81 +9,68 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..compat import since
-from ..compat.order import wna16_place
-from ..oracle.decision import Numerics, Plan
-from ..oracle.planner import loaded_group, padded
-from ..oracle.problem import ActivationPrecision, Device, Problem
-from ._contract import Backend, Builder, Tensors
-from ._limits import Limits, Rule
-from ._stock import FROM_SM75, GATED, activation_rule
+from ..core.capabilities import Capabilities, Rule
+from ..core.decision import Numerics, ShardPlan
+from ..core.problem import Problem
+from ..core.sharding import loaded_group_size
+from ..releases import min_versions
+from ._contract import Tensors
+from ._padding import pad_expert
+from ._stock import EXPERTS, StockBackend
+from ._stock_rules import FROM_SM75, STOCK_GATED, STOCK_UNGATED, activation_rule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-COLUMNS = 64
+BLOCK_K = 64
 """The most columns of a step of the kernel's loop, in the configurations that vLLM falls back to."""
 
 
-class TritonWna16(Backend):
+class TritonWna16(StockBackend):
     """vLLM's `TritonWNA16Experts` on integer weights."""
 
     name = "triton_wna16"
     schemes = ("wna16",)
-    dense = True
+    contiguous = True
     vllm_names = ("triton",)
-    stock_class = "TritonWNA16Experts"
-    limits = Limits(
-        capabilities=FROM_SM75,
+    stock_class = f"{EXPERTS}.triton_moe:TritonWNA16Experts"
+    static_priority = 40.0
+    activation_precision = "16bit"
+    arithmetic = Numerics("dequantized exactly to float32, rounded to {dtype}", "left in {dtype}")
+    padding = (1, BLOCK_K)
+    capabilities = Capabilities(
+        compute_capabilities=FROM_SM75,
         dtypes=("bfloat16", "float16"),
-        gated=tuple(name for name in GATED if name != "situ"),
-        ungated=("silu", "gelu", "gelu_tanh", "relu2"),
-        parameters=True,
+        gated=tuple(name for name in STOCK_GATED if name != "situ"),
+        ungated=STOCK_UNGATED,
+        activation_params=True,
         bias=False,
         bits=(4, 8),
         groups=(-1, 32, 64, 128),
         zero_points=True,
         act_orders=("none", "static"),
-        hidden_multiple=COLUMNS,
-        intermediate_multiple=COLUMNS,
+        hidden_multiple=BLOCK_K,
+        intermediate_multiple=BLOCK_K,
         eplb=True,
     )
     rules = (
-        activation_rule(swigluoai_since=since.TRITON_WNA16_HALVES),
+        activation_rule(swigluoai_since=min_versions.TRITON_WNA16_UNINTERLEAVED),
         Rule(
-            "activation.parameters.since",
+            "activation.parameters.vllm_version",
             lambda problem, device: (
                 problem.activation.limit is not None
                 and problem.activation.name != "swiglustep"  # has its limit built in
-                and not since.reached(since.TRITON_WNA16_LIMIT, device)
+                and not min_versions.at_least(min_versions.TRITON_WNA16_LIMIT, device)
             ),
             lambda problem, device: (
-                f"passes the limit {problem.activation.limit:g} to its activation since vLLM {since.TRITON_WNA16_LIMIT}"
+                f"passes the limit {problem.activation.limit:g} to its activation since vLLM "
+                f"{min_versions.TRITON_WNA16_LIMIT}"
             ),
         ),
     )
 
-    def plan(self, problem: Problem, device: Device) -> Plan:
-        """The intermediate size, zero-padded to whole steps."""
-        return padded(problem, intermediate_multiple=COLUMNS)
-
-    def estimate(self, problem: Problem, device: Device) -> float:
-        """Stock's, behind Marlin."""
-        return wna16_place("triton", device)
-
-    def activations(self, problem: Problem) -> ActivationPrecision:
-        """The model's own dtype."""
-        return "16bit"
-
-    def numerics(self, problem: Problem) -> Numerics:
-        """One rounding of a weight."""
-        return Numerics(f"dequantised exactly to float32, rounded to {problem.dtype}", f"left in {problem.dtype}")
-
-    def convert(self, expert: Tensors, problem: Problem, plan: Plan) -> dict[str, Tensor]:
-        """Pads, and packs 4-bit zero points of neighbouring rows into bytes.
-
-        Padding is made of scales that are zero: whatever its codes are, the rows give zeros, and the columns, which
-        meet only those, add nothing.
+    def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
+        """Pads with scales of zero, and packs 4-bit zero points of adjacent rows into bytes.
 
         Returns:
             ``w13`` uint8 `[R, H * bits / 8]`, ``w2`` `[H, I * bits / 8]`; their scales in the model's dtype `[R, H/g]`
@@ -91,32 +78,27 @@ class TritonWna16(Backend):
         """
         import torch
 
-        from ..layouts.pad import pad_columns, pad_rows
-        from ..layouts.scales import pair_rows
+        from ..layouts.scales import pack_adjacent_rows
 
-        bits, group, dtype = problem.scheme.bits, loaded_group(problem), getattr(torch, problem.dtype)
-        inner, halves = plan.intermediate_size, 2 if problem.activation.gated else 1
-        groups = 1 if group == -1 else inner // group
-        converted = {
-            "w13": pad_rows(expert["w13"], inner, halves),
-            "w2": pad_columns(expert["w2"], inner * bits // 8),
-            "w13_scale": pad_rows(expert["w13_scale"].to(dtype), inner, halves),
-            "w2_scale": pad_columns(expert["w2_scale"].to(dtype), groups),
-        }
-        if problem.scheme.zero_points:
-            first = pad_rows(expert["w13_zero_point"], inner, halves)
-            second = pad_columns(expert["w2_zero_point"], groups)
-            converted["w13_zero_point"] = pair_rows(first) if bits == 4 else first
-            converted["w2_zero_point"] = pair_rows(second) if bits == 4 else second
+        dtype = getattr(torch, problem.dtype)
+        converted = {}
+        for name, tensor in pad_expert(expert, problem, plan).items():
+            if name.endswith("_scale"):
+                converted[name] = tensor.to(dtype)
+            elif name.endswith("_zero_point") and problem.scheme.bits == 4:
+                converted[name] = pack_adjacent_rows(tensor)
+            else:
+                converted[name] = tensor
         return converted
 
-    def experts(self, tensors: Tensors, problem: Problem, plan: Plan, builder: Builder) -> Any:
-        """The stock class. It knows padded sizes by its tensors, and the group from its config."""
-        group = loaded_group(problem)
-        whole = max(plan.hidden_size, plan.intermediate_size)
-        return builder.stock(
-            self.stock_class, weights=f"int{problem.scheme.bits}", group=whole if group == -1 else group
-        )
+    def stock_arguments(self, tensors: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Any]:
+        """The class reads padded sizes from its tensors and the group size from its config.
+
+        One scale per output row is one group that is larger than any row.
+        """
+        group = loaded_group_size(problem)
+        largest = max(plan.hidden_size, plan.intermediate_size)
+        return {"weights": f"int{problem.scheme.bits}", "group": largest if group == -1 else group}
 
 
 BACKEND = TritonWna16()

@@ -1,18 +1,17 @@
-"""FlashInfer's TRTLLM-gen kernels for MXFP4 with 16-bit activations on sm_100 and sm_103, given routed ids."""
+"""FlashInfer's TRTLLM-gen kernels for MXFP4 with 16-bit activations on sm_100 and sm_103, on routed ids."""
 
 from __future__ import annotations
 
-from ._trtllm_mxfp4 import RULES, TrtllmMxfp4, limits
+from ._flashinfer_trtllm_mxfp4 import TrtllmMxfp4Backend
+from ._stock import EXPERTS
 
 
-class TrtllmMxfp4Bf16(TrtllmMxfp4):
+class TrtllmMxfp4Bf16(TrtllmMxfp4Backend):
     """vLLM's `TrtLlmMxfp4ExpertsModular` on 16-bit activations."""
 
     name = "trtllm_mxfp4"
-    stock_class = "TrtLlmMxfp4ExpertsModular"
-    place = "trtllm_bf16"
-    limits = limits(routes=False)
-    rules = RULES
+    stock_class = f"{EXPERTS}.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsModular"
+    static_priority = 11.0
 
 
 BACKEND = TrtllmMxfp4Bf16()

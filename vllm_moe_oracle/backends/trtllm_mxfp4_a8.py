@@ -1,19 +1,21 @@
-"""FlashInfer's TRTLLM-gen kernels for MXFP4 with MXFP8 activations on sm_100 and sm_103, given routed ids."""
+"""FlashInfer's TRTLLM-gen kernels for MXFP4 with MXFP8 activations on sm_100 and sm_103, on routed ids."""
 
 from __future__ import annotations
 
-from ._trtllm_mxfp4 import RULES, TrtllmMxfp4, limits
+from ._flashinfer_trtllm_mxfp4 import MXFP8_ARITHMETIC, TrtllmMxfp4Backend
+from ._stock import EXPERTS
 
 
-class TrtllmMxfp4Mxfp8(TrtllmMxfp4):
+class TrtllmMxfp4Mxfp8(TrtllmMxfp4Backend):
     """vLLM's `TrtLlmMxfp4ExpertsModular` on MXFP8 activations."""
 
     name = "trtllm_mxfp4_a8"
-    stock_class = "TrtLlmMxfp4ExpertsModular"
-    inputs = "mxfp8"
-    place = "trtllm_mxfp8"
-    limits = limits(routes=False)
-    rules = RULES
+    stock_class = f"{EXPERTS}.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsModular"
+    static_priority = 21.0
+    activation_precision = "mxfp8"
+    arithmetic = MXFP8_ARITHMETIC
+    quantizes = True
+    quantize_inputs = "mxfp8"
 
 
 BACKEND = TrtllmMxfp4Mxfp8()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from ._trtllm_mxfp4 import ROUTING_RULES, TrtllmMxfp4, limits
+from ._flashinfer_trtllm_mxfp4 import MXFP8_ARITHMETIC, ROUTING_CAPABILITIES, ROUTING_RULES, TrtllmMxfp4Backend
+from ._stock import EXPERTS
 
 
-class TrtllmMxfp4Mxfp8Monolithic(TrtllmMxfp4):
+class TrtllmMxfp4Mxfp8Monolithic(TrtllmMxfp4Backend):
     """vLLM's `TrtLlmMxfp4ExpertsMonolithic` on MXFP8 activations."""
 
     name = "trtllm_mxfp4_a8_monolithic"
     monolithic = True
-    stock_class = "TrtLlmMxfp4ExpertsMonolithic"
-    inputs = "mxfp8"
-    place = "trtllm_mxfp8_monolithic"
-    limits = limits(routes=True)
+    stock_class = f"{EXPERTS}.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsMonolithic"
+    static_priority = 20.0
+    activation_precision = "mxfp8"
+    arithmetic = MXFP8_ARITHMETIC
+    quantizes = True
+    quantize_inputs = "mxfp8"
+    capabilities = ROUTING_CAPABILITIES
     rules = ROUTING_RULES
 
 

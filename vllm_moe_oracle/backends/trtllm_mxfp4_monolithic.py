@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from ._trtllm_mxfp4 import ROUTING_RULES, TrtllmMxfp4, limits
+from ._flashinfer_trtllm_mxfp4 import ROUTING_CAPABILITIES, ROUTING_RULES, TrtllmMxfp4Backend
+from ._stock import EXPERTS
 
 
-class TrtllmMxfp4Bf16Monolithic(TrtllmMxfp4):
+class TrtllmMxfp4Bf16Monolithic(TrtllmMxfp4Backend):
     """vLLM's `TrtLlmMxfp4ExpertsMonolithic` on 16-bit activations."""
 
     name = "trtllm_mxfp4_monolithic"
     monolithic = True
-    stock_class = "TrtLlmMxfp4ExpertsMonolithic"
-    place = "trtllm_bf16_monolithic"
-    limits = limits(routes=True)
+    stock_class = f"{EXPERTS}.trtllm_mxfp4_moe:TrtLlmMxfp4ExpertsMonolithic"
+    static_priority = 10.0
+    capabilities = ROUTING_CAPABILITIES
     rules = ROUTING_RULES
 
 

@@ -1,21 +1,92 @@
-"""FlashInfer's TRTLLM-gen kernels for MXFP8 on sm_100 and sm_103, given routed ids.
+"""FlashInfer's TRTLLM-gen kernels for MXFP8 on sm_100 and sm_103, on routed ids.
 
-vLLM's class `TrtLlmFp8ExpertsModular` claims ReLU² and never passes the activation to the kernel, which then computes
-SwiGLU over rows that are no halves: non-gated experts are refused here and left to the monolithic class.
+vLLM's class `TrtLlmFp8ExpertsModular` claims ReLU² but never passes the activation to the kernel, which then computes
+SwiGLU. Experts without a gate are rejected here and left to the monolithic class.
 """
 
 from __future__ import annotations
 
-from ._trtllm import RULES, Trtllm, limits
+from typing import TYPE_CHECKING, ClassVar
+
+from ..core.capabilities import Capabilities, Rule
+from ..core.decision import Numerics, ShardPlan
+from ..core.problem import MX_BLOCK, Problem
+from ..releases import min_versions
+from ._contract import Tensors
+from ._flashinfer_trtllm import (
+    EVEN_SPLIT_RULE,
+    EXPERTS_MULTIPLE,
+    HIDDEN_MULTIPLE,
+    INTERMEDIATE_MULTIPLE,
+    LINEAR_PLACEMENT_RULE,
+    MAX_TOP_K,
+    TOP_K_BELOW_EXPERTS_RULE,
+    to_trtllm_layout,
+)
+from ._stock import EXPERTS, StockBackend
+from ._stock_rules import activation_rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RULES = (
+    activation_rule(swigluoai_since=min_versions.TRTLLM_MXFP8_ACTIVATION_PARAMS),
+    Rule(
+        "activation.parameters.vllm_version",
+        lambda problem, device: (
+            problem.activation.limit is not None
+            and not min_versions.at_least(min_versions.TRTLLM_MXFP8_ACTIVATION_PARAMS, device)
+        ),
+        lambda problem, device: (
+            f"passes the limit {problem.activation.limit:g} to its kernel since vLLM "
+            f"{min_versions.TRTLLM_MXFP8_ACTIVATION_PARAMS}"
+        ),
+    ),
+    TOP_K_BELOW_EXPERTS_RULE,
+    EVEN_SPLIT_RULE,
+    LINEAR_PLACEMENT_RULE,
+)
 
 
-class TrtllmMxfp8(Trtllm):
-    """vLLM's `TrtLlmFp8ExpertsModular` on MXFP8 weights."""
+class TrtllmMxfp8(StockBackend):
+    """vLLM's `TrtLlmFp8ExpertsModular` on MXFP8 weights and activations."""
 
     name = "trtllm_mxfp8"
-    stock_class = "TrtLlmFp8ExpertsModular"
-    limits = limits(ungated=(), max_experts=2048, routing_methods=None)
-    rules = RULES
+    schemes = ("mxfp8",)
+    vllm_names = ("flashinfer_trtllm",)
+    stock_class = f"{EXPERTS}.trtllm_fp8_moe:TrtLlmFp8ExpertsModular"
+    static_priority = 11.0
+    activation_precision = "mxfp8"
+    arithmetic = Numerics("MXFP8, in block-scaled tensor cores", "quantized to MXFP8 per token, in both products")
+    padding = (HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE)
+    quantize_inputs = "mxfp8"
+    padded_layer = True
+    capabilities = Capabilities(
+        compute_capabilities=((100, 110),),
+        packages={"flashinfer-python": "", "vllm": min_versions.TRTLLM_MXFP8},
+        dtypes=("bfloat16",),
+        gated=("silu", "swigluoai"),
+        activation_params=True,
+        # The kernel has biases; vLLM's classes do not pass them.
+        bias=False,
+        bits=(8,),
+        groups=(MX_BLOCK,),
+        hidden_multiple=HIDDEN_MULTIPLE,
+        intermediate_multiple=INTERMEDIATE_MULTIPLE,
+        experts_multiple=EXPERTS_MULTIPLE,
+        max_experts=2048,
+        max_top_k=MAX_TOP_K,
+    )
+    rules: ClassVar[tuple[Rule, ...]] = RULES
+
+    def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
+        """Pads, swaps and alternates gate and up (gated experts only), shuffles rows, tiles scales.
+
+        Returns:
+            ``w13`` float8_e4m3fn `[R, H]`, ``w2`` `[H, I]`, their scales uint8 `[R, H/32]` and `[H, I/32]`, with the
+            plan's padded sizes.
+        """
+        return to_trtllm_layout(expert, problem, plan)
 
 
 BACKEND = TrtllmMxfp8()

@@ -6,9 +6,13 @@ None where routing is not grouped; its limit on experts per token belongs to Dee
 
 from __future__ import annotations
 
-from ..oracle.problem import Device, Problem
-from ._limits import Rule
-from ._trtllm import RULES, Trtllm, limits
+import dataclasses
+
+from ..core.capabilities import Rule
+from ..core.problem import Device, Problem
+from ._stock import EXPERTS
+from ._stock_rules import HASHED_ROUTING_RULE
+from .trtllm_mxfp8 import RULES, TrtllmMxfp8
 
 ROUTING_METHODS = ("deepseekv3", "renormalize", "renormalizenaive", "sigmoidrenorm", "sigmoid", "minimax2")
 """What the class says that its kernel routes by, in every release from 0.23.0."""
@@ -24,34 +28,37 @@ def _grouped_top_k(problem: Problem) -> int:
     return _GROUPED_TOP_K if problem.num_experts <= _MANY_EXPERTS else _GROUPED_TOP_K_MANY
 
 
-def _grouped(problem: Problem, device: Device) -> bool:
+def _routes_by_groups(problem: Problem, device: Device) -> bool:
     return problem.routing.method == "deepseekv3"
 
 
-def _within_groups(problem: Problem) -> bool:
+def _groups_hold_top_k(problem: Problem) -> bool:
     """Whether a token finds enough experts in the groups that it may choose from, and all groups are alike."""
     groups, chosen = problem.routing.num_groups or 1, problem.routing.top_k_groups or 1
     return problem.num_experts % groups == 0 and problem.top_k < chosen * problem.num_experts // groups
 
 
-class TrtllmMxfp8Monolithic(Trtllm):
-    """vLLM's `TrtLlmFp8ExpertsMonolithic` on MXFP8 weights."""
+class TrtllmMxfp8Monolithic(TrtllmMxfp8):
+    """vLLM's `TrtLlmFp8ExpertsMonolithic` on MXFP8 weights and activations."""
 
     name = "trtllm_mxfp8_monolithic"
     monolithic = True
-    stock_class = "TrtLlmFp8ExpertsMonolithic"
-    limits = limits(ungated=("relu2",), max_experts=512, routing_methods=ROUTING_METHODS)
+    stock_class = f"{EXPERTS}.trtllm_fp8_moe:TrtLlmFp8ExpertsMonolithic"
+    static_priority = 10.0
+    capabilities = dataclasses.replace(
+        TrtllmMxfp8.capabilities, ungated=("relu2",), max_experts=512, routing_methods=ROUTING_METHODS
+    )
     rules = (
         *RULES,
         Rule(
             "routing.groups",
-            lambda problem, device: _grouped(problem, device) and not problem.routing.num_groups,
+            lambda problem, device: _routes_by_groups(problem, device) and not problem.routing.num_groups,
             lambda problem, device: "routes by deepseekv3 only with expert groups, the layer has none",
         ),
         Rule(
             "routing.top_k_groups",
             lambda problem, device: (
-                _grouped(problem, device) and (problem.routing.top_k_groups or 0) > _MAX_TOP_K_GROUPS
+                _routes_by_groups(problem, device) and (problem.routing.top_k_groups or 0) > _MAX_TOP_K_GROUPS
             ),
             lambda problem, device: (
                 f"lets a token choose from {_MAX_TOP_K_GROUPS} groups at most, "
@@ -60,7 +67,7 @@ class TrtllmMxfp8Monolithic(Trtllm):
         ),
         Rule(
             "routing.top_k",
-            lambda problem, device: _grouped(problem, device) and problem.top_k > _grouped_top_k(problem),
+            lambda problem, device: _routes_by_groups(problem, device) and problem.top_k > _grouped_top_k(problem),
             lambda problem, device: (
                 f"routes by deepseekv3 to {_grouped_top_k(problem)} of {problem.num_experts} experts at most, "
                 f"the layer to {problem.top_k}"
@@ -69,7 +76,9 @@ class TrtllmMxfp8Monolithic(Trtllm):
         Rule(
             "routing.group_size",
             lambda problem, device: (
-                _grouped(problem, device) and bool(problem.routing.num_groups) and not _within_groups(problem)
+                _routes_by_groups(problem, device)
+                and bool(problem.routing.num_groups)
+                and not _groups_hold_top_k(problem)
             ),
             lambda problem, device: (
                 f"needs groups of one size with more experts in {problem.routing.top_k_groups} of them than a token "
@@ -77,11 +86,7 @@ class TrtllmMxfp8Monolithic(Trtllm):
                 f"top-{problem.top_k}"
             ),
         ),
-        Rule(
-            "routing.hashed",
-            lambda problem, device: problem.routing.hashed,
-            lambda problem, device: "has no routing by token ids, the layer routes by a table over them",
-        ),
+        HASHED_ROUTING_RULE,
     )
 
 

@@ -14,45 +14,45 @@ from typing import BinaryIO
 
 from ..errors import CheckpointError
 
-MAX_HEADER = 100 << 20
+MAX_HEADER_BYTES = 100 << 20
 """Largest header that the format allows."""
 
-_BIAS = re.compile(r"\bexperts\.(\d+\..*\.bias|\w+_proj_bias)$")
-_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_EXPERT_BIAS = re.compile(r"\bexperts\.(\d+\..*\.bias|\w+_proj_bias)$")
+_DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 def is_expert_bias(name: str) -> bool:
     """Whether a tensor of that name is a bias of routed experts."""
-    return _BIAS.search(name) is not None
+    return _EXPERT_BIAS.search(name) is not None
 
 
-def holds_expert_biases(folder: Path) -> bool:
+def has_nonzero_expert_biases(folder: Path) -> bool:
     """Whether the safetensors files in a folder hold a bias of routed experts that is not zero. Nothing else of them is
     read, and the first such bias ends it.
 
     Raises:
-        CheckpointError: a file that cannot be read, or is none of the format.
+        CheckpointError: a file cannot be read, or is not in the safetensors format.
     """
-    return any(_not_zero(file) for file in sorted(folder.glob("*.safetensors")))
+    return any(_has_nonzero_bias(file) for file in sorted(folder.glob("*.safetensors")))
 
 
-def _not_zero(path: Path) -> bool:
+def _has_nonzero_bias(path: Path) -> bool:
     if not path.is_file():  # a pipe or a device would block, or never end
-        raise CheckpointError("is no regular file", where=str(path))
+        raise CheckpointError("is not a regular file", where=str(path))
     try:
         with path.open("rb") as file:
-            return any(_differs_from_zero(data, width) for data, width in _biases(file, path.stat().st_size))
+            return any(_any_nonzero(data, width) for data, width in _read_biases(file, path.stat().st_size))
     except OSError as error:
         raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         remedy = "Fetch the file itself (git lfs pull), or give the config.json: no tensor is looked at then"
-        raise CheckpointError(f"is no safetensors file: {error}", remedy, str(path)) from error
+        raise CheckpointError(f"is not a safetensors file: {error}", remedy, str(path)) from error
 
 
-def _biases(file: BinaryIO, length: int) -> Iterator[tuple[bytes, int]]:
-    """Bytes of each bias of experts, and those of one number; of a file of so many bytes."""
+def _read_biases(file: BinaryIO, length: int) -> Iterator[tuple[bytes, int]]:
+    """Yields the bytes of each expert bias and the bytes per number, from a file of `length` bytes."""
     size = int.from_bytes(file.read(8), "little")
-    if not 0 < size <= min(MAX_HEADER, length - 8):
+    if not 0 < size <= min(MAX_HEADER_BYTES, length - 8):
         raise ValueError(f"its header would have {size} bytes")
     tensors = json.loads(file.read(size))
     for name, tensor in tensors.items():
@@ -65,10 +65,10 @@ def _biases(file: BinaryIO, length: int) -> Iterator[tuple[bytes, int]]:
         data = file.read(last - first)
         if len(data) != last - first:
             raise ValueError(f"it ends before {name} does")
-        yield data, _BYTES.get(tensor["dtype"], 1)
+        yield data, _DTYPE_BYTES.get(tensor["dtype"], 1)
 
 
-def _differs_from_zero(data: bytes, width: int) -> bool:
+def _any_nonzero(data: bytes, width: int) -> bool:
     """Whether a number is neither zero nor minus zero; little-endian, so that the sign is in each one's last byte."""
     signs = data[width - 1 :: width]
     return any(data[place::width].strip(b"\0") for place in range(width - 1)) or bool(signs.strip(b"\0\x80"))

@@ -11,38 +11,38 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..quantization.fields import shown
-from .biases import holds_expert_biases
+from ..quantization.fields import short_repr
+from .biases import has_nonzero_expert_biases
 
-_TOLD_BY_TENSORS = ("gptq", "awq")
+_METHODS_WITH_BIASES = ("gptq", "awq")
 """Formats whose methods look for biases of experts among a checkpoint's tensors."""
 
-MAX_BYTES = 64 << 20
+MAX_CONFIG_BYTES = 64 << 20
 """Largest file that is taken for a config and not for a damaged or hostile one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class CheckpointFiles:
     """The files that describe a checkpoint.
 
     Attributes:
         path: the config.json.
         top: the whole of it.
         model: the part that describes the language model: `top`, or its ``text_config``.
-        nested: whether `model` is a part.
-        quantization: the quantisation config, and the file and field that it came from; None when there is none.
-        expert_biases: a folder's tensors have biases of experts, where the quantisation leaves that to them.
+        has_text_config: `model` is a part of `top`.
+        quantization: the quantization config, and the file and field that it came from; None when there is none.
+        expert_biases: a folder's tensors have biases of experts, where the quantization leaves that to them.
     """
 
     path: Path
     top: Mapping[str, Any]
     model: Mapping[str, Any]
-    nested: bool
+    has_text_config: bool
     quantization: tuple[Mapping[str, Any], str] | None
     expert_biases: bool = False
 
 
-def read(path: Path) -> Config:
+def read_checkpoint(path: Path) -> CheckpointFiles:
     """Reads the files that describe a checkpoint.
 
     Args:
@@ -62,18 +62,20 @@ def read(path: Path) -> Config:
         raise CheckpointError("no such file or folder", remedy, str(path))
     file = path / "config.json" if path.is_dir() else path
     if not file.exists():
-        raise CheckpointError(*_without_config(path), str(path))
-    top = _object(file)
-    model, nested = _language_model(top, file)
-    quantization = _quantization(top, model, file)
-    told = quantization is not None and str(quantization[0].get("quant_method")).lower() in _TOLD_BY_TENSORS
-    return Config(file, top, model, nested, quantization, told and path.is_dir() and holds_expert_biases(path))
+        raise CheckpointError(*_explain_missing_config(path), str(path))
+    top = _read_json_object(file)
+    model, nested = _text_config(top, file)
+    quantization = _quantization_config(top, model, file)
+    told = quantization is not None and str(quantization[0].get("quant_method")).lower() in _METHODS_WITH_BIASES
+    return CheckpointFiles(
+        file, top, model, nested, quantization, told and path.is_dir() and has_nonzero_expert_biases(path)
+    )
 
 
-_GGUF = "GGUF is none of the formats that are decided here: give the model's checkpoint in safetensors"
+_GGUF_REMEDY = "GGUF is not supported: give the model's checkpoint in safetensors"
 
 
-def _without_config(folder: Path) -> tuple[str, str]:
+def _explain_missing_config(folder: Path) -> tuple[str, str]:
     """What a folder without a config.json is instead, and what to do."""
     rule, remedy = "the folder has no config.json", "Give the folder that config.json and the tensors are in"
     try:
@@ -85,33 +87,33 @@ def _without_config(folder: Path) -> tuple[str, str]:
         nearby = sorted(str(each.parent) for each in found)
         return rule, f"There is one in {', '.join(nearby[:3])}{', ...' if len(nearby) > 3 else ''}"
     if any(name.lower().endswith(".gguf") for name in names):
-        return f"{rule}, but GGUF files", _GGUF
+        return f"{rule}, but GGUF files", _GGUF_REMEDY
     if not names:
         return f"{rule}: it is empty", remedy
     return rule, remedy
 
 
-def _unlike_json(file: Path, data: bytes) -> CheckpointError | None:
+def _non_json_error(file: Path, data: bytes) -> CheckpointError | None:
     """What a file is that no config can be; None where nothing says so."""
     if data.startswith(b"GGUF"):
-        return CheckpointError("is a GGUF file", _GGUF, str(file))
+        return CheckpointError("is a GGUF file", _GGUF_REMEDY, str(file))
     if file.suffix in (".safetensors", ".bin", ".pt", ".pth"):
         return CheckpointError("holds tensors", "Give the folder that it is in, or its config.json", str(file))
     return None
 
 
-def _object(file: Path) -> Mapping[str, Any]:
-    """The JSON object in a file. Python's own parser: model configs hold Infinity, which is no JSON but usual."""
+def _read_json_object(file: Path) -> Mapping[str, Any]:
+    """The JSON object in a file. Python's own parser: model configs may hold Infinity, which is not JSON."""
     try:
         status = file.stat()
         # A pipe or a device would block, or never end.
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError("is no regular file", where=str(file))
+            raise CheckpointError("is not a regular file", where=str(file))
         with file.open("rb") as opened:
-            if (other := _unlike_json(file, opened.read(4))) is not None:
+            if (other := _non_json_error(file, opened.read(4))) is not None:
                 raise other
-        if status.st_size > MAX_BYTES:
-            rule = f"has {status.st_size} bytes; a config of more than {MAX_BYTES} is not read"
+        if status.st_size > MAX_CONFIG_BYTES:
+            rule = f"has {status.st_size} bytes; a config of more than {MAX_CONFIG_BYTES} is not read"
             raise CheckpointError(rule, where=str(file))
         data = json.loads(file.read_bytes())
     except OSError as error:
@@ -122,27 +124,29 @@ def _object(file: Path) -> Mapping[str, Any]:
         # Not JSON, not text, or a number of more digits than Python reads.
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"is not JSON: {_line(error)}", where=str(file)) from error
+        raise CheckpointError(f"is not JSON: {_one_line(error)}", where=str(file)) from error
     if not isinstance(data, dict):
-        raise CheckpointError(f"holds {shown(data)}, not a JSON object", where=str(file))
+        raise CheckpointError(f"holds {short_repr(data)}, not a JSON object", where=str(file))
     return data
 
 
-def _language_model(top: Mapping[str, Any], file: Path) -> tuple[Mapping[str, Any], bool]:
+def _text_config(top: Mapping[str, Any], file: Path) -> tuple[Mapping[str, Any], bool]:
     """The part of a config that describes the language model."""
     for name in ("text_config", "llm_config", "language_config", "thinker_config"):
         part = top.get(name)
         if part is None:
             continue
         if not isinstance(part, Mapping):
-            raise CheckpointError(f"{name} is {shown(part)}, not an object", where=str(file))
+            raise CheckpointError(f"{name} is {short_repr(part)}, not an object", where=str(file))
         inner = part.get("text_config")
         return (inner if isinstance(inner, Mapping) else part), True
     return top, False
 
 
-def _quantization(top: Mapping[str, Any], model: Mapping[str, Any], file: Path) -> tuple[Mapping[str, Any], str] | None:
-    """The quantisation config, from the place where vLLM would take it."""
+def _quantization_config(
+    top: Mapping[str, Any], model: Mapping[str, Any], file: Path
+) -> tuple[Mapping[str, Any], str] | None:
+    """The quantization config, from the place where vLLM would take it."""
     beside = file.with_name("hf_quant_config.json") if file.name == "config.json" else None
     for part, field in (
         (top, "quantization_config"),
@@ -153,16 +157,16 @@ def _quantization(top: Mapping[str, Any], model: Mapping[str, Any], file: Path) 
         if found is None:
             continue
         if not isinstance(found, Mapping):
-            raise CheckpointError(f"{field} is {shown(found)}, not an object", where=str(file))
+            raise CheckpointError(f"{field} is {short_repr(found)}, not an object", where=str(file))
         mixed = str(found.get("quant_algo", "")).upper() == "MIXED_PRECISION"
         if mixed and "quantized_layers" not in found and beside is not None and beside.exists():
             # Older ModelOpt releases write the algorithm into config.json and its layers into the other file only.
             break
         return found, f"{file}, {field}"
     if beside is not None and beside.exists():
-        return _object(beside), str(beside)
+        return _read_json_object(beside), str(beside)
     return None
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())

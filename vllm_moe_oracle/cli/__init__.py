@@ -1,8 +1,8 @@
 """The command line tool. One file in `commands` is one command; nothing else has to be edited for a new one."""
 
-UNUSABLE = 2
+EXIT_INVALID_INPUT = 2
 """Exit status when the input cannot be used; also click's own for a wrong option."""
-NO_BACKEND = 3
+EXIT_NO_BACKEND = 3
 """Exit status when the answer was given and some layers have no backend."""
-UNFINISHED = 4
+EXIT_INCOMPLETE = 4
 """Exit status when a part of what was asked for could not be measured."""

@@ -10,25 +10,25 @@ if TYPE_CHECKING:
     from ..settings import Settings
 
 
-def read_settings(words: list[str] | None, for_a_server: bool = False) -> Settings:
+def command_settings(words: list[str] | None, ignore_bad_profile: bool = False) -> Settings:
     """The settings of a command: the environment's, and over them those after ``--set``.
 
     Args:
-        words: see `read_assignments`; None for none.
+        words: see `parse_assignments`; None for none.
         for_a_server: the command says what a server would do in this environment, which starts without a profile that
             cannot be read: only one of ``--set`` is refused.
 
     Raises:
-        SettingError: as by `settings.load` and `read_assignments`, or the profile cannot be read.
+        SettingError: as by `settings.load` and `parse_assignments`, or the profile cannot be read.
     """
     from pathlib import Path
 
-    from ..measure import profile
+    from ..measurements import profile
     from ..settings import load
 
-    chosen = load(assignments=read_assignments(words or []))
+    chosen = load(assignments=parse_assignments(words or []))
     source = chosen.source("profile")
-    if chosen.profile and (source.startswith("--set") or not for_a_server):
+    if chosen.profile and (source.startswith("--set") or not ignore_bad_profile):
         try:
             profile.read(Path(chosen.profile).expanduser())
         except MeasurementError as error:
@@ -38,7 +38,7 @@ def read_settings(words: list[str] | None, for_a_server: bool = False) -> Settin
     return chosen
 
 
-def read_assignments(words: list[str]) -> dict[str, str]:
+def parse_assignments(words: list[str]) -> dict[str, str]:
     """Settings by name, from the words after ``--set``.
 
     Raises:

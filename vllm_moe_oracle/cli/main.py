@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..errors import OracleError, plain
-from . import UNUSABLE, commands
+from ..errors import OracleError, sanitize
+from . import EXIT_INVALID_INPUT, commands
 
 app = typer.Typer(
     name="vllm-moe-oracle",
-    help="Says which kernels vLLM's quantised mixture-of-experts layers get on a machine, and why.",
+    help="Says which kernels vLLM's quantized mixture-of-experts layers get on a machine, and why.",
     no_args_is_help=True,
     add_completion=False,
     # Plain help and usage errors: readable in a log, and rich is not imported for them.
@@ -26,7 +26,7 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"vllm-moe-oracle {__version__}")
         raise typer.Exit
@@ -34,9 +34,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = (
-        False
-    ),
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = (False),
 ) -> None:
     pass
 
@@ -54,8 +54,8 @@ def main() -> None:
         app(prog_name="vllm-moe-oracle")
     except OracleError as error:
         # One line: what tools and people grep for. A message's table, where it has one, belongs to the command.
-        print(f"error: {plain(str(error))}", file=sys.stderr)
-        sys.exit(UNUSABLE)
+        print(f"error: {sanitize(str(error))}", file=sys.stderr)
+        sys.exit(EXIT_INVALID_INPUT)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Printing: JSON alone on standard output, or tables that stay readable without a terminal; remarks go to stderr."""
+"""Printing: JSON alone on standard output, or tables that stay readable without a terminal; messages go to stderr."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import plain
+from ..errors import sanitize
 
 
 def show(*parts: Any) -> None:
@@ -32,18 +32,18 @@ def print_json(data: object) -> None:
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
 
 
-def remark(kind: str, text: str) -> None:
+def print_message(kind: str, text: str) -> None:
     """One line to standard error: ``error: ...`` or ``note: ...``."""
-    print(f"{kind}: {plain(text)}", file=sys.stderr)
+    print(f"{kind}: {sanitize(text)}", file=sys.stderr)
 
 
-def facts(rows: Iterable[tuple[str, str]], indent: int = 2) -> Table:
+def key_value_table(rows: Iterable[tuple[str, str]], indent: int = 2) -> Table:
     """Names and values in two columns; values are wrapped, never cut."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(" " * indent + name, _text(value))
+        table.add_row(" " * indent + name, _cell(value))
     return table
 
 
@@ -55,18 +55,18 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]], indent: int = 0
         made.add_column(name, overflow="fold")
     made.add_column(names[-1], overflow="fold", ratio=1)
     for row in rows:
-        made.add_row(*map(_text, row))
+        made.add_row(*map(_cell, row))
     return Padding(made, (0, 0, 0, indent))
 
 
-def _text(words: str) -> Text:
+def _cell(words: str) -> Text:
     """A cell, of words that may come from a file: printable characters and line breaks."""
     return Text("\n".join("".join(c if c.isprintable() else " " for c in line) for line in words.split("\n")))
 
 
 @contextlib.contextmanager
-def waiting(words: str) -> Iterator[None]:
-    """Says on a terminal, on standard error, what takes a while, for as long as it does."""
+def status_spinner(words: str) -> Iterator[None]:
+    """Shows a status message on standard error while a slow step runs, if that is a terminal."""
     if not sys.stderr.isatty():
         yield
         return

@@ -1,7 +1,7 @@
-"""The only files that know a vLLM version.
+"""The interface to vLLM: adapters by release, and the patches that register this project's methods.
 
-`check` says whether an installed release can be served. `current_adapter` gives the functions that speak that release's
-language; it imports vLLM, so only code that runs inside vLLM calls it. The releases and their eras are in `eras`.
+`check_release` says whether the installed release is supported. `current_adapter` returns its adapter; it imports vLLM,
+so only code that runs inside vLLM calls it. `releases.supported` lists the releases and their adapters.
 """
 
 from __future__ import annotations
@@ -13,34 +13,43 @@ from typing import TYPE_CHECKING
 from packaging.version import InvalidVersion, Version
 
 from ..errors import StandDown
-from .eras import CPU_RELEASES, ERAS, RELEASES, Era, Support, era_of, support, table
+from ..releases.supported import (
+    CPU_RELEASES,
+    RELEASE_GROUPS,
+    RELEASES,
+    ReleaseGroup,
+    ReleaseSupport,
+    release_group,
+    release_support,
+    support_table,
+)
 
 if TYPE_CHECKING:
     from .adapter import Adapter
 
 __all__ = [
     "CPU_RELEASES",
-    "ERAS",
     "RELEASES",
-    "Era",
-    "Support",
-    "check",
+    "RELEASE_GROUPS",
+    "ReleaseGroup",
+    "ReleaseSupport",
+    "check_release",
     "current_adapter",
-    "era_of",
-    "support",
-    "table",
+    "release_group",
+    "release_support",
+    "support_table",
 ]
 
 
-def check(version: str, force: bool = False) -> None:
-    """Whether a vLLM release can be served.
+def check_release(version: str, force: bool = False) -> None:
+    """Checks that a vLLM release is supported.
 
     Args:
         version: as vLLM reports it; local parts (``+cpu``) and development suffixes do not matter.
-        force: serve it even if it lies outside the tested range.
+        force: accept any release.
 
     Raises:
-        StandDown: it cannot, with the reason and what to do.
+        StandDown: the release is outside the tested range, or cannot be parsed.
     """
     oldest, newest = RELEASES[0], RELEASES[-1]
     remedy = "MOE_ORACLE_FORCE=1 serves it all the same"
@@ -60,6 +69,6 @@ def current_adapter() -> Adapter:
     """The adapter of the vLLM release in this process. Imports vLLM."""
     import vllm
 
-    module, _, name = era_of(str(vllm.__version__)).adapter.partition(":")
+    module, _, name = release_group(str(vllm.__version__)).adapter.partition(":")
     found: Adapter = getattr(importlib.import_module(module), name)()
     return found

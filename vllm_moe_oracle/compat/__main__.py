@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from .eras import CPU_RELEASES, RELEASES, table
+from ..releases.supported import CPU_RELEASES, RELEASES, support_table
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     elif chosen.cpu:
         print(json.dumps(CPU_RELEASES))
     else:
-        print(table())
+        print(support_table())
 
 
 if __name__ == "__main__":

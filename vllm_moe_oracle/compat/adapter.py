@@ -1,4 +1,4 @@
-"""What the rest of the project asks of vLLM, in the language of the newest tested release."""
+"""The interface to vLLM that the rest of the package uses, written against the newest tested release."""
 
 from __future__ import annotations
 
@@ -16,30 +16,33 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig, Fus
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat, FusedMoEKernel
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import make_moe_prepare_and_finalize_no_dp_ep
 
-from ..backends import Backend, Forward, ScratchForward
-from ..oracle.problem import MX_BLOCK, Activation, Problem
-from .experts import FunctionExperts
-from .layers import Layers
-from .stock_experts import StockExperts
+from ..backends import Backend, Forward, WorkspaceForward
+from ..core.activations import spec_of
+from ..core.problem import MX_BLOCK, Activation, Problem
+from .experts_adapter import ExpertsAdapter
+from .function_experts import FunctionExperts
+from .layer_adapter import LayerAdapter
 
-# Read once: on a CPU the compiler traces through `apply`, and a signature is nothing that it can look at.
-_APPLY = frozenset(inspect.signature(FusedMoEKernel.apply).parameters)
-_APPLY_MONOLITHIC = frozenset(inspect.signature(FusedMoEKernel.apply_monolithic).parameters)
+# Read at import: on a CPU torch.compile traces through `apply`, and cannot trace `inspect.signature`.
+_APPLY_PARAMETERS = frozenset(inspect.signature(FusedMoEKernel.apply).parameters)
+_APPLY_MONOLITHIC_PARAMETERS = frozenset(inspect.signature(FusedMoEKernel.apply_monolithic).parameters)
 
 
-class Adapter(Layers, StockExperts):
-    """The newest era of vLLM: its engine, its layers, its expert classes, and here its kernels around experts. Older
-    eras subclass it, in `older`, and override what differs."""
+class Adapter(LayerAdapter, ExpertsAdapter):
+    """The newest tested vLLM. The base classes adapt its engine, layers and expert classes; this class its kernels.
+
+    `legacy_adapters` has a subclass for each group of older releases, which overrides what differs.
+    """
 
     def quant_config(self, problem: Problem, tensors: Mapping[str, Tensor]) -> Any:
-        """vLLM's `FusedMoEQuantConfig` with the layer's scales and biases in their slots.
+        """vLLM's `FusedMoEQuantConfig` with the layer's scales, zero points and biases.
 
         Args:
             problem: the layer.
             tensors: kernel tensors by canonical name.
         """
         weights = {"mxfp8": "mxfp8", "mxfp4": "mxfp4", "wna16": f"int{problem.scheme.bits}"}[problem.scheme.name]
-        # Activations are described as they enter vLLM's prepare step, which must leave them alone.
+        # Describes the activations that enter vLLM's prepare step, which must not quantize them.
         inputs = FusedMoEQuantDesc()
         w1, w2 = (
             FusedMoEQuantDesc(
@@ -50,18 +53,19 @@ class Adapter(Layers, StockExperts):
             )
             for name in ("w13", "w2")
         )
-        # vLLM's kernels have the numbers of other activations from the layer's config, or built in.
-        swish = problem.activation if problem.activation.name not in ("situ", "swiglustep") else Activation("silu")
-        # By keyword: the order of the fields, and of the parameters of vLLM's own helpers, moves.
+        activation = problem.activation
+        if not spec_of(activation).quant_config_params:
+            activation = Activation("silu")
+        # Keywords: the order of the fields differs between releases.
         return FusedMoEQuantConfig(
             _a1=inputs,
             _a2=FusedMoEQuantDesc(),
             _w1=w1,
             _w2=w2,
             is_scale_swizzled=False,
-            gemm1_alpha=swish.alpha,
-            gemm1_beta=swish.beta,
-            gemm1_clamp_limit=swish.limit,
+            gemm1_alpha=activation.alpha,
+            gemm1_beta=activation.beta,
+            gemm1_clamp_limit=activation.limit,
             mx_alignment=MX_BLOCK if problem.scheme.name == "mxfp8" else 0,
         )
 
@@ -69,20 +73,34 @@ class Adapter(Layers, StockExperts):
         self,
         moe: Any,
         quant_config: Any,
-        forward: Forward | ScratchForward,
+        forward: Forward | WorkspaceForward,
         nbytes: Callable[[int, int], int] | None = None,
     ) -> Any:
-        """Experts over a plain function; with `nbytes`, over one that needs scratch memory."""
+        """Experts that call a function.
+
+        Args:
+            moe: vLLM's `FusedMoEConfig`.
+            quant_config: from `quant_config`.
+            forward: the function.
+            nbytes: bytes of scratch memory that it needs, from the number of tokens and top-k; None for none.
+        """
         return FunctionExperts(moe, quant_config, forward, nbytes)
 
     def max_tokens(self, moe: Any) -> int:
-        """Most tokens that a call of a layer may have: the scheduler's limit on every data-parallel rank together."""
+        """Largest number of tokens in a call of a layer: the scheduler's limit times the data-parallel ranks."""
         config = self.engine()
         return int(config.scheduler_config.max_num_batched_tokens) * int(moe.moe_parallel_config.dp_size)
 
     def kernel(self, moe: Any, quant_config: Any, layer: Any, experts: Any) -> Any:
-        """vLLM's modular kernel around experts, with the prepare and finalise steps of this deployment."""
-        # A backend may describe activations to its own experts otherwise than the scheme does.
+        """vLLM's modular kernel around experts, with the prepare and finalize steps of this deployment.
+
+        Args:
+            moe: vLLM's `FusedMoEConfig`.
+            quant_config: from `quant_config`.
+            layer: vLLM's layer.
+            experts: what a backend built.
+        """
+        # A backend's experts can have a quant config of their own.
         quant_config = getattr(experts, "quant_config", None) or quant_config
         prepare = maybe_make_prepare_finalize(
             moe=moe,
@@ -94,15 +112,15 @@ class Adapter(Layers, StockExperts):
         return self.modular_kernel(prepare, experts)
 
     def modular_kernel(self, prepare: Any, experts: Any) -> Any:
-        """vLLM's modular kernel of its two parts."""
+        """vLLM's modular kernel from a prepare-and-finalize step and experts."""
         return FusedMoEKernel(prepare, experts)
 
     def is_monolithic(self, backend: Backend) -> bool:
-        """Whether vLLM has to hand over router logits instead of routed tokens."""
+        """Whether vLLM passes router logits to a backend's experts, not routed tokens."""
         return backend.monolithic
 
-    def lone_config(self, moe: Any, problem: Problem) -> Any:
-        """A copy of vLLM's `FusedMoEConfig` for a layer on this rank alone with the problem's number of experts."""
+    def single_rank_config(self, moe: Any, problem: Problem) -> Any:
+        """A copy of vLLM's `FusedMoEConfig` without parallelism, with the problem's number of experts."""
         config = copy.copy(moe)
         parallel = copy.copy(moe.moe_parallel_config)
         parallel.dp_size = parallel.ep_size = parallel.pcp_size = 1
@@ -113,30 +131,30 @@ class Adapter(Layers, StockExperts):
         config.experts_per_token = problem.top_k
         return config
 
-    def run_alone(
+    def run_single_rank(
         self, experts: Any, layer: Any, tensors: Mapping[str, Tensor], x: Tensor, weights: Tensor, ids: Tensor
     ) -> Tensor:
-        """Runs modular experts on routed tokens, with no other rank and no shared experts around them.
+        """Runs modular experts on routed tokens, without other ranks and without shared experts.
 
         Args:
             experts: what a backend built for `layer`.
-            layer: the module that holds `tensors`; experts may have left something on it.
+            layer: the module that holds `tensors`.
             tensors: kernel tensors by canonical name.
             x: `[M, hidden]`.
             weights: `[M, top_k]` float32.
             ids: `[M, top_k]` int32.
         """
         batched = experts.activation_format() == FusedMoEActivationFormat.BatchedExperts
-        unsorted = make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False)
-        prepare = self.sorting(experts.moe_config) if batched else unsorted
+        standard = make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False)
+        prepare = self.batched_prepare_finalize(experts.moe_config) if batched else standard
         kernel = self.modular_kernel(prepare, experts)
         hidden = x.shape[-1]
-        # Some classes ask how many tokens all ranks have together. Without a number of its own the context says that it
-        # does not know, and asks no other rank.
+        # Some classes read the number of tokens on all ranks from the forward context. Without a number of its own the
+        # context says that it is unknown, and does not communicate.
         engine = self._last_engine()
         with nullcontext() if engine is None else set_forward_context(None, engine):
             result = kernel.apply(
-                # Padded and cropped as vLLM's runner does it for kernels that want a larger hidden size.
+                # vLLM's runner pads and crops likewise for kernels with a larger hidden size.
                 torch.nn.functional.pad(x, (0, max(experts.moe_config.hidden_dim - hidden, 0))),
                 tensors["w13"],
                 tensors["w2"],
@@ -150,14 +168,14 @@ class Adapter(Layers, StockExperts):
         return cast(Tensor, result)[..., :hidden]
 
     def logits_dtype(self, moe: Any) -> torch.dtype:
-        """Type of the router's logits that a layer hands over.
+        """Dtype of the router logits that a layer passes to monolithic experts.
 
         Args:
             moe: vLLM's `FusedMoEConfig` of the layer.
         """
         return cast(torch.dtype, moe.router_logits_dtype or moe.in_dtype)
 
-    def run_alone_routing(
+    def run_single_rank_monolithic(
         self,
         experts: Any,
         tensors: Mapping[str, Tensor],
@@ -167,13 +185,13 @@ class Adapter(Layers, StockExperts):
         bias: Tensor | None,
         scale: float,
     ) -> Tensor:
-        """Runs monolithic experts on router logits; otherwise as `run_alone`.
+        """Runs monolithic experts on router logits; otherwise as `run_single_rank`.
 
         Args:
             experts: what a backend built.
             tensors: kernel tensors by canonical name.
             x: `[M, hidden]`.
-            problem: the lone layer.
+            problem: the layer on one rank.
             logits: `[M, experts]`.
             bias: correction bias, float32 `[experts]`, or None.
             scale: the layer's scaling factor.
@@ -193,15 +211,15 @@ class Adapter(Layers, StockExperts):
             topk_group=problem.routing.top_k_groups,
             e_score_correction_bias=None if bias is None else bias.to(x.device),
             routed_scaling_factor=scale,
-            **_accepted(_APPLY_MONOLITHIC, {"routing_sink": None}),
+            **_supported_kwargs(_APPLY_MONOLITHIC_PARAMETERS, {"routing_sink": None}),
         )
         return cast(Tensor, result)[..., :hidden]
 
-    def sorting(self, moe: Any) -> Any:
-        """vLLM's own stand-in for an all-to-all that sorts tokens by expert, on this rank alone.
+    def batched_prepare_finalize(self, moe: Any) -> Any:
+        """vLLM's prepare-and-finalize step that sorts tokens by expert on one rank, without an all-to-all.
 
         Args:
-            moe: from `lone_config`.
+            moe: from `single_rank_config`.
         """
         from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import BatchedPrepareAndFinalize
 
@@ -220,7 +238,7 @@ class Adapter(Layers, StockExperts):
             x: `[M, hidden]`.
             topk_weights: `[M, top_k]`.
             topk_ids: `[M, top_k]`.
-            extra: what else vLLM passed to the method's `apply`, by name (shared experts and their input).
+            extra: other keyword arguments of the method's `apply` (shared experts and their input).
         """
         return kernel.apply(
             x,
@@ -232,27 +250,27 @@ class Adapter(Layers, StockExperts):
             global_num_experts=layer.global_num_experts,
             expert_map=layer.expert_map,
             apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            **_accepted(_APPLY, extra),
+            **_supported_kwargs(_APPLY_PARAMETERS, extra),
         )
 
     def apply_monolithic(
         self, kernel: Any, layer: Any, x: Tensor, router_logits: Tensor, extra: Mapping[str, Any]
     ) -> Any:
-        """Runs a kernel that routes itself.
+        """Runs a monolithic kernel, which routes tokens itself.
 
         Args:
             kernel: from `kernel`.
             layer: the layer.
             x: `[M, hidden]`.
             router_logits: `[M, num_experts]`.
-            extra: what else vLLM passed to the method's `apply_monolithic`, by name (token ids).
+            extra: other keyword arguments of the method's `apply_monolithic` (token ids).
         """
         extra = {
             "routing_sink": getattr(layer, "routing_sink", None),
             "hash_indices_table": getattr(layer, "hash_indices_table", None),
             **extra,
         }
-        # A model may name groups and not route by them; what was checked is what `Layers.routing` says.
+        # A model can set groups and not use them. `LayerAdapter.routing` reads the same flag.
         grouped = getattr(layer, "use_grouped_topk", True)
         return kernel.apply_monolithic(
             x,
@@ -267,22 +285,22 @@ class Adapter(Layers, StockExperts):
             topk_group=layer.topk_group if grouped else None,
             e_score_correction_bias=layer.e_score_correction_bias,
             routed_scaling_factor=layer.routed_scaling_factor,
-            **_accepted(_APPLY_MONOLITHIC, extra),
+            **_supported_kwargs(_APPLY_MONOLITHIC_PARAMETERS, extra),
         )
 
     def parameters(self, layer: Any) -> Iterator[tuple[str, Tensor]]:
-        """The layer's own parameters, by name."""
+        """The layer's own parameters and their names."""
         yield from layer.named_parameters(recurse=False)
 
     def bias_loader(self, layer: Any, loader: Any) -> Any:
-        """What loads the biases of single experts.
+        """The weight loader for biases of single experts.
 
         Args:
             layer: the layer.
-            loader: its own loader of weights.
+            loader: the layer's weight loader.
         """
         return loader
 
 
-def _accepted(names: frozenset[str], extra: Mapping[str, Any]) -> dict[str, Any]:
+def _supported_kwargs(names: frozenset[str], extra: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in extra.items() if name in names}

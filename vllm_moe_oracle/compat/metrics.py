@@ -1,8 +1,8 @@
 """Decisions on vLLM's Prometheus endpoint: ``vllm:moe_oracle_info`` and ``vllm:moe_oracle_layers``.
 
-vLLM asks one function for the registry of its endpoint, in the process that answers; whatever that returns (the
-process's own registry, or one over several API servers) gets a collector that reads the records of the processes that
-hold the model.
+One function of vLLM's returns the registry of its endpoint, in the process that answers requests. The registry it
+returns (of the process, or of several API servers) gets a collector, which reads the decision records of the processes
+that hold the model.
 """
 
 from __future__ import annotations
@@ -12,34 +12,38 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakSet
 
-from .. import __version__, records
+from .. import __version__, decision_records
 
 logger = logging.getLogger("vllm.moe_oracle")
 
 NAMESPACE = "vllm"
-"""The part before the colon in the names of vLLM's own metrics."""
+"""Prefix of vLLM's own metrics, before the colon."""
 
-_served: WeakSet[Any] = WeakSet()
+_collected: WeakSet[Any] = WeakSet()
 
 
-def with_decisions(original: Any) -> Any:
-    """vLLM's registry, with our collector in it once."""
+def with_decision_collector(original: Any) -> Any:
+    """vLLM's registry, with one `DecisionCollector` registered in it.
+
+    Args:
+        original: vLLM's function that returns the registry.
+    """
     registry = original()
-    if registry not in _served:
-        registry.register(Decisions())
-        _served.add(registry)
+    if registry not in _collected:
+        registry.register(DecisionCollector())
+        _collected.add(registry)
     return registry
 
 
-class Decisions:
-    """A collector of `prometheus_client`: what the records say at the time of each scrape."""
+class DecisionCollector:
+    """A collector for `prometheus_client` that reads the decision records at each scrape."""
 
     def describe(self) -> list[Any]:
-        """Nothing: a registry that asks for names in advance need not read any file."""
+        """Empty: registering the collector reads no files."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """The metrics; none while no model has been decided."""
+        """The metrics; none before a model is loaded."""
         from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 
         info = InfoMetricFamily(
@@ -48,25 +52,25 @@ class Decisions:
         layers = GaugeMetricFamily(
             f"{NAMESPACE}:moe_oracle_layers", "MoE layers of the model by who runs them", labels=["rank", "run_by"]
         )
-        found = list(records.left())
+        found = list(decision_records.read_records())
         for record in found:
             rank = str(record.get("rank", 0))
-            served, total = _count(record, "served"), _count(record, "moe_layers")
+            served, total = _int_field(record, "served"), _int_field(record, "moe_layers")
             layers.add_metric([rank, "moe_oracle"], served)
             layers.add_metric([rank, "stock"], max(total - served, 0))
-            for labels in _groups(record):
+            for labels in _group_labels(record):
                 info.add_metric([], {"version": __version__, "rank": rank, **labels})
         if found:
             yield info
             yield layers
 
 
-def _count(record: dict[str, Any], name: str) -> int:
+def _int_field(record: dict[str, Any], name: str) -> int:
     value = record.get(name, 0)
     return value if isinstance(value, int) else 0
 
 
-def _groups(record: dict[str, Any]) -> Iterator[dict[str, str]]:
+def _group_labels(record: dict[str, Any]) -> Iterator[dict[str, str]]:
     for group in record["groups"]:
         try:
             yield {

@@ -1,7 +1,7 @@
-"""One place for every change to stock objects: named, idempotent, undoable, listed by ``status``.
+"""The patches of vLLM: each has a name, is applied once, can be undone, and is listed by ``status``.
 
-A patch whose owner lies in a module that is not imported yet waits for it: importing vLLM's quantisation modules takes
-seconds, which a process that never needs them must not pay.
+A patch to a module that is not imported yet is applied after its import. Importing vLLM's quantization modules takes
+seconds; a process that does not need them does not import them for the plugin.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Patch:
     """One replaced attribute or mapping entry.
 
     Attributes:
-        name: what ``status`` shows.
+        name: as ``status`` shows it.
         owner: the module, class or mapping that holds it.
         key: attribute name, or key when `owner` is a mapping.
-        replacement: what takes its place.
+        replacement: the new value.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Patch:
     replacement: Any
 
     def get(self) -> Any:
-        """What is in place now. A class is asked for its own attributes only, so that undoing adds none."""
+        """The current value. Of a class only its own attributes count, so that undoing a patch adds none."""
         if isinstance(self.owner, MutableMapping):
             return self.owner.get(self.key, _ABSENT)
         if self.key == "__class__":
@@ -51,7 +51,7 @@ class Patch:
         return getattr(self.owner, self.key, _ABSENT)
 
     def put(self, value: Any) -> None:
-        """Puts `value` in place, or takes the entry away when it was absent."""
+        """Sets `value`; deletes the entry where it was absent."""
         if isinstance(self.owner, MutableMapping):
             if value is _ABSENT:
                 self.owner.pop(self.key, None)
@@ -64,13 +64,13 @@ class Patch:
 
 
 @dataclass(frozen=True, slots=True)
-class Deferred:
-    """A patch to a module's contents, applied as soon as the module is there.
+class DeferredPatch:
+    """A patch to a module's contents, applied when the module is imported.
 
     Attributes:
         name: as for `Patch`.
         module: the module's name.
-        make: from the module to the patch; None when there is nothing to do in it.
+        make: makes the patch from the module; None where the module needs none.
     """
 
     name: str
@@ -79,13 +79,13 @@ class Deferred:
 
 
 class PatchManager:
-    """Applies patches once and gives the very objects back."""
+    """Applies each patch once, and restores the original objects."""
 
     def __init__(self) -> None:
         self._applied: dict[str, tuple[Patch, Any]] = {}
-        self._waiting: dict[str, Deferred] = {}
+        self._waiting: dict[str, DeferredPatch] = {}
         self._failed: dict[str, str] = {}
-        self._finder = _AfterImport(self._imported)
+        self._finder = _ImportWatcher(self._imported)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -99,14 +99,14 @@ class PatchManager:
 
     @property
     def failed(self) -> dict[str, str]:
-        """Why, by name, patches that had waited could not be applied."""
+        """Errors of deferred patches that could not be applied, by name."""
         return dict(self._failed)
 
-    def apply(self, patch: Patch | Deferred) -> None:
-        """Applies a patch, now or when its module is imported; one of the same name stays as it is.
+    def apply(self, patch: Patch | DeferredPatch) -> None:
+        """Applies a patch, now or when its module is imported. A patch with the name of another one is ignored.
 
         Raises:
-            AttributeError: the module is there, and has not what is to be patched.
+            AttributeError: the module is imported and lacks the attribute to patch.
         """
         if patch.name in self._applied or patch.name in self._waiting:
             return
@@ -121,10 +121,10 @@ class PatchManager:
                 sys.meta_path.insert(0, self._finder)
 
     def undo(self) -> None:
-        """Takes every patch back, last one first.
+        """Undoes every patch, last one first.
 
         Raises:
-            OracleError: somebody replaced our replacement in the meantime. It is left as it is, the others are undone.
+            OracleError: another package patched over one of ours. That one stays, the others are undone.
         """
         self._waiting.clear()
         self._failed.clear()
@@ -144,7 +144,7 @@ class PatchManager:
         patch.put(patch.replacement)
         self._applied[patch.name] = (patch, original)
 
-    def _make(self, deferred: Deferred, module: ModuleType) -> None:
+    def _make(self, deferred: DeferredPatch, module: ModuleType) -> None:
         patch = deferred.make(module)
         if patch is not None:
             self._put(patch)
@@ -156,7 +156,7 @@ class PatchManager:
             del self._waiting[name]
             try:
                 self._make(deferred, module)
-            except Exception as error:  # this runs inside vLLM's import of its own module, which must not fail
+            except Exception as error:  # runs inside vLLM's import of its own module, which must not fail
                 self._failed[name] = f"{type(error).__name__}: {error}"
                 logger.warning("moe_oracle: patch %r could not be applied: %s", name, self._failed[name])
         if not self._waiting:
@@ -168,8 +168,8 @@ class PatchManager:
             sys.meta_path.remove(self._finder)
 
 
-class _AfterImport(MetaPathFinder):
-    """Calls back after modules were imported. Their specs and loaders stay those of the finder that found them."""
+class _ImportWatcher(MetaPathFinder):
+    """Calls back after a module's import. Specs and loaders remain those of the finder that found the module."""
 
     def __init__(self, imported: Callable[[ModuleType], None]) -> None:
         self.modules: set[str] = set()
@@ -196,20 +196,19 @@ class _AfterImport(MetaPathFinder):
         if run is None:
             return
 
-        def run_and_tell(module: ModuleType) -> None:
+        def run_and_notify(module: ModuleType) -> None:
             run(module)
-            del loader.exec_module  # the instance's own; that of its class is back
+            del loader.exec_module  # the instance's attribute; the class's method is visible again
             self._imported(module)
 
-        loader.exec_module = run_and_tell
+        loader.exec_module = run_and_notify
 
 
-def transplant(name: str, stock: str, ours: str) -> Deferred:
-    """Makes every construction of a stock class give an instance of ours, wherever the stock class is named.
+def redirect_class(name: str, stock: str, ours: str) -> DeferredPatch:
+    """A patch after which calling a stock class constructs an instance of our subclass, wherever the class is used.
 
-    Nothing in the class changes, and it stays what `isinstance` asks for; only calling it becomes something else, and
-    that is its metaclass's business. (A ``__new__`` would do the same, but a class from which one was taken away again
-    cannot be constructed with arguments any more.)
+    The class itself does not change, and `isinstance` works as before. Its metaclass is replaced, which defines what a
+    call does. (``__new__`` would work too, but a class whose ``__new__`` is removed again accepts no arguments.)
 
     Args:
         name: the patch's name.
@@ -225,7 +224,7 @@ def transplant(name: str, stock: str, ours: str) -> Deferred:
         class Redirecting(metaclass):
             def __init__(cls, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **kwargs)
-                cls.__class__ = metaclass  # a subclass, made while this is in force, is an ordinary class
+                cls.__class__ = metaclass  # a subclass defined while the patch is in force is an ordinary class
 
             def __call__(cls, *args: Any, **kwargs: Any) -> Any:
                 if cls is not stock_class:
@@ -235,11 +234,11 @@ def transplant(name: str, stock: str, ours: str) -> Deferred:
 
         return Patch(name, stock_class, "__class__", Redirecting)
 
-    return Deferred(name, module_name, make)
+    return DeferredPatch(name, module_name, make)
 
 
-def around(name: str, path: str, wrapper: Callable[..., Any]) -> Deferred:
-    """Calls `wrapper` in place of a stock function or method, with the original in front of the arguments.
+def wrap_function(name: str, path: str, wrapper: Callable[..., Any]) -> DeferredPatch:
+    """A patch that replaces a stock function or method by `wrapper`, called with the original before the arguments.
 
     Args:
         name: the patch's name.
@@ -260,20 +259,20 @@ def around(name: str, path: str, wrapper: Callable[..., Any]) -> Deferred:
         is_static = isinstance(owner, type) and isinstance(owner.__dict__.get(key), staticmethod)
         return Patch(name, owner, key, staticmethod(wrapped) if is_static else wrapped)
 
-    return Deferred(name, module_name, make)
+    return DeferredPatch(name, module_name, make)
 
 
-def wrapped_by(name: str, stock: str, ours: str) -> Deferred:
-    """As `around`, with a wrapper that is imported at the first call.
+def wrap_function_lazily(name: str, stock: str, ours: str) -> DeferredPatch:
+    """Like `wrap_function`, with a wrapper that is imported at the first call.
 
     Args:
         name: the patch's name.
         stock: ``module:function`` or ``module:Class.method``.
-        ours: ``module:function``, called with the stock one before the arguments.
+        ours: ``module:function`` of the wrapper.
     """
 
     def call(original: Any, *args: Any, **kwargs: Any) -> Any:
         module, _, function = ours.partition(":")
         return getattr(importlib.import_module(module), function)(original, *args, **kwargs)
 
-    return around(name, stock, call)
+    return wrap_function(name, stock, call)

@@ -1,4 +1,4 @@
-"""The patches that make vLLM use this project's methods: through its registry, and where it never asks the registry."""
+"""The patches that make vLLM use this project's quantization methods."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import StandDown
-from . import metrics, retired
-from .construction import under_construction
-from .eras import era_of
-from .patches import Deferred, Patch, around, transplant, wrapped_by
-from .quantizations import LazyConfigs, is_for_release, offered
+from ..releases.supported import release_group
+from . import ignored_env_vars, metrics
+from .layer_context import set_current_layer
+from .patches import DeferredPatch, Patch, redirect_class, wrap_function, wrap_function_lazily
+from .quantization_registry import LazyQuantizationConfigs, available_configs, matches_release
 
-_FEW_TOKENS = "Triton's configuration for few tokens of int4 experts"
+_INT4_SMALL_BATCH = "Triton's configuration for few tokens of int4 experts"
 
 
 def patches_for(
@@ -22,59 +22,62 @@ def patches_for(
     configs: Mapping[str, str | tuple[str, ...]],
     methods: Mapping[str, str],
     needs: Mapping[str, str],
-) -> Iterator[Patch | Deferred]:
+) -> Iterator[Patch | DeferredPatch]:
     """Every patch for a vLLM release.
 
     Args:
         version: vLLM's version.
-        configs: ``module:Class`` of our quantisation configs by name.
-        methods: ``module:Class`` of our classes by that of the stock class that it takes the place of, and
-            ``module:function`` of our functions by ``module:Class.method`` of the stock one that each wraps.
-        needs: stock module by module of ours, of those that are not for every release.
+        configs: ``module:Class`` of our quantization configs by name.
+        methods: ``module:Class`` of our class by that of the stock class that it replaces, and ``module:function`` of
+            our wrapper by ``module:Class.method`` of the stock method.
+        needs: stock module that a module of ours requires, where not every release has it.
     """
     from vllm.platforms import current_platform
 
     if current_platform.is_rocm() or current_platform.is_xpu():
         rule = f"no backend knows {current_platform.device_name or 'this platform'}'s own kernels for these formats"
         raise StandDown(rule, "Stock vLLM serves them there")
-    retired.warn(version)
-    yield _registry(offered(configs, needs))
-    yield around("name of the layer under construction", f"{era_of(version).layer}.__init__", _construct_layer)
+    ignored_env_vars.warn_ignored(version)
+    yield _registry_patch(available_configs(configs, needs))
+    yield wrap_function("name of the layer under construction", f"{release_group(version).layer}.__init__", _init_layer)
     for stock, ours in methods.items():
-        if is_for_release(ours, needs):
+        if matches_release(ours, needs):
             name = stock.partition(":")[2]
-            yield (wrapped_by if "." in name else transplant)(f"every {name}", stock, ours)
-    yield around(
+            yield (wrap_function_lazily if "." in name else redirect_class)(f"every {name}", stock, ours)
+    yield wrap_function(
         "MXFP8 in ModelOpt's hf_quant_config.json",
         "vllm.transformers_utils.model_arch_config_convertor:ModelArchConfigConvertorBase._normalize_quantization_config",
-        _nested_mxfp8,
+        _normalize_modelopt_mxfp8,
     )
-    yield around(
+    yield wrap_function(
         "decisions on the metrics endpoint",
         "vllm.v1.metrics.prometheus:get_prometheus_registry",
-        metrics.with_decisions,
+        metrics.with_decision_collector,
     )
-    yield Deferred("MXFP8 linear on CPU", "vllm.model_executor.kernels.linear", _cpu_linear)
-    yield Deferred(_FEW_TOKENS, "vllm.model_executor.layers.fused_moe.fused_moe", _few_tokens)
+    yield DeferredPatch("MXFP8 linear on CPU", "vllm.model_executor.kernels.linear", _cpu_mxfp8_linear)
+    yield DeferredPatch(_INT4_SMALL_BATCH, "vllm.model_executor.layers.fused_moe.fused_moe", _int4_small_batch)
 
 
-def _registry(configs: dict[str, str]) -> Patch:
+def _registry_patch(configs: dict[str, str]) -> Patch:
     from vllm.model_executor.layers import quantization
 
     table = quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG
     return Patch(
-        "quantization registry", quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", LazyConfigs(table, configs)
+        "quantization registry",
+        quantization,
+        "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG",
+        LazyQuantizationConfigs(table, configs),
     )
 
 
-def _construct_layer(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Methods that vLLM constructs itself, past the registry, are told which layer they are for."""
-    with under_construction(self):
+def _init_layer(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Makes the layer known to quantization methods that its constructor makes."""
+    with set_current_layer(self):
         original(self, *args, **kwargs)
 
 
-def _nested_mxfp8(original: Any, self: Any, config: Any) -> Any:
-    """vLLM refuses the file that ModelOpt writes when its algorithm is MXFP8, which its config class can read."""
+def _normalize_modelopt_mxfp8(original: Any, self: Any, config: Any) -> Any:
+    """Accepts ModelOpt's hf_quant_config.json with MXFP8: vLLM's check rejects it, though its config class reads it."""
     try:
         return original(self, config)
     except ValueError:
@@ -88,8 +91,8 @@ def _nested_mxfp8(original: Any, self: Any, config: Any) -> Any:
         return found
 
 
-def _cpu_linear(linear: ModuleType) -> Patch | None:
-    """vLLM's emulation of MXFP8 linear layers runs on a CPU, but its table for CPUs does not offer it."""
+def _cpu_mxfp8_linear(linear: ModuleType) -> Patch | None:
+    """Offers vLLM's emulation of MXFP8 linear layers on a CPU: it runs there, but is not in vLLM's table for CPUs."""
     from vllm.platforms import PlatformEnum, current_platform
 
     table = linear._POSSIBLE_MXFP8_KERNELS
@@ -98,19 +101,22 @@ def _cpu_linear(linear: ModuleType) -> Patch | None:
     return Patch("MXFP8 linear on CPU", table, PlatformEnum.CPU, [linear.EmulationMxfp8LinearKernel])
 
 
-def _few_tokens(fused_moe: ModuleType) -> Patch | None:
-    """Until 0.26 the configuration for few tokens of int4 experts is one for vLLM's CUDA kernel, and its Triton kernel,
-    which the class for these experts runs at any number of tokens, cannot be launched with it."""
+def _int4_small_batch(fused_moe: ModuleType) -> Patch | None:
+    """Completes the Triton configuration of int4 experts with few tokens.
+
+    Up to 0.26 that configuration is for vLLM's CUDA kernel. The expert class runs the Triton kernel for any number of
+    tokens, which cannot be launched with it.
+    """
     original = fused_moe.get_default_config
     if "GROUP_SIZE_M" in original(1, 128, 768, 2048, 8, "int4_w4a16", [0, 128]):
         return None
 
     @functools.wraps(original)
-    def whole(*args: Any, **kwargs: Any) -> dict[str, int]:
+    def complete(*args: Any, **kwargs: Any) -> dict[str, int]:
         found: dict[str, int] = original(*args, **kwargs)
         if "GROUP_SIZE_M" in found:
             return found
-        # What 0.27 says there; a tile of Triton's has a power of two of tokens.
+        # As in 0.27. Triton requires a power of two of tokens in a tile.
         return {**found, "BLOCK_SIZE_M": 1 << (found["BLOCK_SIZE_M"] - 1).bit_length(), "GROUP_SIZE_M": 1}
 
-    return Patch(_FEW_TOKENS, fused_moe, "get_default_config", whole)
+    return Patch(_INT4_SMALL_BATCH, fused_moe, "get_default_config", complete)

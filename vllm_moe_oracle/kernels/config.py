@@ -1,8 +1,11 @@
-"""Tile configurations: what may vary with the number of tokens while the weights stay as they are stored."""
+"""Launch configurations of the kernels in `gemm.py`, and the choice among them.
+
+A configuration may change with the number of tokens; the stored weights do not depend on it. `choose_config` takes, in
+this order: a configuration that was measured on this machine (`tuned`), the shipped table (`tiles.json`), a heuristic.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
@@ -14,99 +17,124 @@ from typing import Any
 
 import torch
 
-from .prefill_config import Prefill, choose_prefill
-from .weights import OwnWeights, bits_of
+from .prefill_config import PrefillConfig, choose_prefill_config
+from .weights import PackedWeights, code_bits
 
 
 @dataclass(frozen=True)
-class Tile:
-    """Tile of one product: bm tokens, bn weight rows, bk columns a step; `split` programs share a tile's columns.
+class TileConfig:
+    """The tile that one program of one GEMM computes, and how it is compiled.
 
-    bm is a power of two or, in ordinary loops, the sum of two of at least 16 (48: 32 and 16 tokens, multiplied by the
-    same decoded weights).
-
-    `fold` parts of the columns are multiplied side by side in one program (product.accumulate): bm * fold must be at
-    least 16 and bn * fold a multiple of 64. `stages` is Triton's num_stages. `registers` caps registers per thread, 0
-    leaves it to the compiler. `promote`: group scales of integer weights multiply float32 sums (where a group is whole
-    steps and bm <= 32), not the weights. `straight`: no loop, all weights of a tile wait in registers (few columns or
-    many parts); the second product then asks for its weights before the first has ended. `sweep` (second product,
-    columns a multiple of bk, not many): tiles along the rows that one program goes through with the same h. `merge`
-    (second product, straight, per_slot): a program multiplies all choices of a token, `fold` parts of the columns each,
-    and adds them up, so no third kernel does.
+    Attributes:
+        bm: tokens. A power of two or, in an ordinary K loop, the sum of two powers of two of at least 16 (48 = 32 +
+            16), which share the dequantized weights.
+        bn: weight rows (output columns).
+        bk: columns of K that one step multiplies.
+        num_warps: Triton's.
+        num_stages: Triton's, of the K loop.
+        split_k: programs that share one tile's columns; the last to arrive adds their sums up.
+        maxnreg: cap on registers per thread; 0 leaves it to the compiler.
+        scale_accumulators: group scales of integer weights multiply float32 sums instead of weights, where a group is a
+            whole number of steps and bm is at most 32.
+        k_parts: parts of K that one program multiplies side by side (`mainloop.mainloop`). bm * k_parts is at least 16,
+            bn * k_parts a multiple of 64.
+        no_k_loop: all weights of the tile are loaded into registers at once, for few columns or many parts. The second
+            GEMM then loads its weights before the first has ended.
+        n_tiles: tiles along N that one program of the second GEMM computes with the same h; K is a multiple of bk.
+        fused_topk: one program of the second GEMM computes all choices of a token and adds them up, so no kernel for
+            the sum over top-k is launched. Needs no_k_loop and `LaunchConfig.per_slot`.
     """
 
     bm: int
     bn: int
     bk: int
-    warps: int = 4
-    stages: int = 4
-    split: int = 1
-    registers: int = 0
-    promote: bool = True
-    fold: int = 1
-    straight: bool = False
-    sweep: int = 1
-    merge: bool = False
+    num_warps: int = 4
+    num_stages: int = 4
+    split_k: int = 1
+    maxnreg: int = 0
+    scale_accumulators: bool = True
+    k_parts: int = 1
+    no_k_loop: bool = False
+    n_tiles: int = 1
+    fused_topk: bool = False
 
     def __post_init__(self) -> None:
-        if self.merge:
-            if self.bn % 16 or self.bk % 32 or not self.straight or self.split > 1 or self.sweep > 1 or self.bm != 1:
+        if self.fused_topk:
+            if (
+                self.bn % 16
+                or self.bk % 32
+                or not self.no_k_loop
+                or self.split_k > 1
+                or self.n_tiles > 1
+                or self.bm != 1
+            ):
                 raise ValueError(
-                    f"{self}: merge needs bm 1, bn a multiple of 16, bk of 32, straight, no split or sweep"
+                    f"{self}: fused_topk needs bm 1, bn a multiple of 16, bk of 32, no_k_loop, no split_k or n_tiles"
                 )
             return
-        if self.more and (self.more < 16 or self.more & (self.more - 1)):
-            raise ValueError(f"{self}: bm is a power of two, or the sum of two, 16 at least")
-        if self.more and (self.fold > 1 or self.split > 1 or self.straight or self.sweep > 1):
-            raise ValueError(f"{self}: bm of two powers of two goes with neither fold nor split, straight or sweep")
-        if self.bm * self.fold < 16 or self.bn % 16 or self.bn * self.fold % 64 or self.bk % 32:
-            raise ValueError(f"{self}: needs bm * fold >= 16, bn * fold a multiple of 64, bk a multiple of 32")
-        if self.straight and self.split > 1:
-            raise ValueError(f"{self}: a tile without a loop cannot be split")
-        if self.sweep > 1 and (self.split > 1 or self.fold > 1 or self.straight):
-            raise ValueError(f"{self}: sweep goes with neither split nor fold nor straight")
+        if self.bm_rest and (self.bm_rest < 16 or self.bm_rest & (self.bm_rest - 1)):
+            raise ValueError(f"{self}: bm must be a power of two, or the sum of two of at least 16")
+        if self.bm_rest and (self.k_parts > 1 or self.split_k > 1 or self.no_k_loop or self.n_tiles > 1):
+            raise ValueError(f"{self}: bm of two powers of two excludes k_parts, split_k, no_k_loop and n_tiles")
+        if self.bm * self.k_parts < 16 or self.bn % 16 or self.bn * self.k_parts % 64 or self.bk % 32:
+            raise ValueError(f"{self}: needs bm * k_parts >= 16, bn * k_parts a multiple of 64, bk a multiple of 32")
+        if self.no_k_loop and self.split_k > 1:
+            raise ValueError(f"{self}: no_k_loop excludes split_k")
+        if self.n_tiles > 1 and (self.split_k > 1 or self.k_parts > 1 or self.no_k_loop):
+            raise ValueError(f"{self}: n_tiles excludes split_k, k_parts and no_k_loop")
 
     @property
-    def more(self) -> int:
-        """What bm is above a power of two: tokens of the tile's second part."""
+    def bm_rest(self) -> int:
+        """Tokens of the second power of two in bm; 0 when bm is one power of two."""
         return self.bm - (1 << max(self.bm.bit_length(), 1) - 1)
 
 
 @dataclass(frozen=True)
-class Config:
-    """How one call runs.
+class LaunchConfig:
+    """How `fused_moe` runs for one number of tokens.
 
-    per_slot: every slot is a tile of its own and no list of slots is made (few tokens). fuse_sum: the second product
-    also sums over top-k, else a third kernel does. prefetch: the first product asks for the second's weights to be
-    brought into the L2. Unless per_slot, both tiles must have the same bm, because they share one list.
+    Attributes:
+        gate_up: tile of the first GEMM.
+        down: tile of the second GEMM. Same bm as `gate_up` unless `per_slot`, because both read one list of blocks.
+        per_slot: every slot is a block of its own and no list of blocks is made; for few tokens.
+        fuse_sum: the second GEMM also sums over top-k; otherwise a third kernel does.
+        prefetch: the first GEMM prefetches the second GEMM's weights into the L2 cache.
     """
 
-    gate_up: Tile
-    down: Tile
+    gate_up: TileConfig
+    down: TileConfig
     per_slot: bool = False
     fuse_sum: bool = False
     prefetch: bool = False
 
     def __post_init__(self) -> None:
         if self.gate_up.bm != self.down.bm and not self.per_slot:
-            raise ValueError(f"the two products' tiles have {self.gate_up.bm} and {self.down.bm} tokens; must be equal")
-        if self.fuse_sum and (self.down.straight or self.down.sweep > 1 or self.down.more):
-            raise ValueError("fuse_sum is for second products with an ordinary loop and tokens of a power of two")
-        if self.gate_up.sweep > 1 or self.gate_up.merge or (self.down.merge and not self.per_slot):
-            raise ValueError("only the second product can sweep or merge, and merge only with per_slot")
+            raise ValueError(
+                f"gate_up has bm {self.gate_up.bm} and down {self.down.bm}; without per_slot they must be equal"
+            )
+        if self.fuse_sum and (self.down.no_k_loop or self.down.n_tiles > 1 or self.down.bm_rest):
+            raise ValueError("fuse_sum needs a down tile with an ordinary K loop and one power of two for bm")
+        if self.gate_up.n_tiles > 1 or self.gate_up.fused_topk or (self.down.fused_topk and not self.per_slot):
+            raise ValueError("only down can have n_tiles or fused_topk, and fused_topk needs per_slot")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The fields as JSON values."""
         return asdict(self)
 
     @staticmethod
-    def from_json(value: dict[str, Any]) -> Config:
+    def from_json(value: dict[str, Any]) -> LaunchConfig:
         """Inverse of `to_json`."""
-        return Config(**{**value, "gate_up": Tile(**value["gate_up"]), "down": Tile(**value["down"])})
+        return LaunchConfig(**{**value, "gate_up": TileConfig(**value["gate_up"]), "down": TileConfig(**value["down"])})
 
 
-# One configuration for every number of tokens: a token's sums then run over the same columns in the same order.
-INVARIANT = Config(gate_up=Tile(32, 128, 128, stages=3), down=Tile(32, 128, 128, stages=3))
+BATCH_INVARIANT_CONFIG = LaunchConfig(
+    gate_up=TileConfig(32, 128, 128, num_stages=3), down=TileConfig(32, 128, 128, num_stages=3)
+)
+"""One configuration for every number of tokens: a token's sums always run over the same columns in the same order."""
+
+ConfigTable = tuple[tuple[int, LaunchConfig | None], ...]
+"""(largest number of tokens, configuration), ascending. None, and more tokens than the last row's, mean the shipped
+table and the heuristic."""
 
 
 def active_experts(experts: int, top_k: int, tokens: int) -> float:
@@ -114,197 +142,194 @@ def active_experts(experts: int, top_k: int, tokens: int) -> float:
     return experts * (1.0 - (1.0 - min(top_k, experts) / experts) ** tokens)
 
 
-def shape_key(weights: OwnWeights, top_k: int) -> str:
-    """The name of a layer's shape in the table of measured configurations."""
+def shape_key(weights: PackedWeights, top_k: int) -> str:
+    """The key of a layer's shape in `measured_table`."""
     kind = "gated" if weights.gated else "plain"
     return f"{weights.experts}x{top_k} {weights.hidden}x{weights.intermediate} {kind}"
 
 
 @functools.cache
 def measured_table() -> dict[str, Any]:
-    """Measured configurations: format and group -> shape -> list of {"tokens": most tokens, "config": ...}."""
+    """The shipped table: `format_key` -> `shape_key` -> rows of {"tokens": largest, "config": ...}, ascending."""
     path = Path(__file__).with_name("tiles.json")
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-_PROGRAMS = 330  # the rule: programs that a product should at least have, two and a half a multiprocessor
-_LONG = 4096  # the rule: columns from which a program's steps are many
+_MIN_PROGRAMS = 330
+"""Programs that the heuristic wants for one GEMM: 2.5 for each of an H200's 132 SMs."""
+_LONG_K = 4096
+"""Columns from which the heuristic takes deeper pipelines or wider steps."""
 
 
-def _width(parts: float, rows: int, widths: tuple[int, ...]) -> int:
-    """Weight rows of a tile, the first of widths that makes enough programs of so many parts of `rows` rows each.
+def _tile_width(parts: float, rows: int, widths: tuple[int, ...]) -> int:
+    """The first of `widths` (weight rows of a tile) that gives `parts` matrices of `rows` rows enough programs.
 
-    Too few programs leave memory idle, more than needed read activations more often: where tiles were measured (tiles
-    of 6 shapes in 7 formats), the widest of at least 330 programs is the fastest or within a few percent of it.
+    Too few programs leave memory idle, too many read activations more often. Over 6 shapes in 7 formats, the widest
+    tile with at least 330 programs is the fastest or within a few percent of it.
     """
-    return next((width for width in widths if parts * -(-rows // width) >= _PROGRAMS), widths[-1])
+    return next((width for width in widths if parts * -(-rows // width) >= _MIN_PROGRAMS), widths[-1])
 
 
-def _alone(weights: OwnWeights, slots: int, rows: int, columns: int) -> Tile:
-    """The rule's tile where every slot is a tile of its own."""
-    width = _width(slots, rows, (128, 64, 32, 16))
+def _per_slot_tile(weights: PackedWeights, slots: int, rows: int, columns: int) -> TileConfig:
+    """The heuristic's tile with `per_slot`."""
+    width = _tile_width(slots, rows, (128, 64, 32, 16))
     if width == 128:
-        return _wide(weights)
-    fold = {64: 2, 32: 4, 16: 4}[width]
-    if columns < 128 * fold:
-        return Tile(8, 64, 128, fold=2)
-    return Tile(16 // fold, width, 128, fold=fold, stages=6 if width == 16 and columns >= _LONG else 4)
+        return _wide_tile(weights)
+    k_parts = {64: 2, 32: 4, 16: 4}[width]
+    if columns < 128 * k_parts:
+        return TileConfig(8, 64, 128, k_parts=2)
+    num_stages = 6 if width == 16 and columns >= _LONG_K else 4
+    return TileConfig(16 // k_parts, width, 128, k_parts=k_parts, num_stages=num_stages)
 
 
-def _two_products(weights: OwnWeights) -> bool:
-    """Whether a step is two products, which take more registers: float16 activations and MX weights."""
+def _needs_two_mmas(weights: PackedWeights) -> bool:
+    """Whether a step is two MMAs, which take more registers: float16 activations of MX weights."""
     return weights.dtype == torch.float16 and weights.format.startswith("mx")
 
 
-def _wide(weights: OwnWeights) -> Tile:
-    # Under a cap of 128 registers, promoted sums spill in Triton 3.9, and so do two products.
-    free = weights.format == "int8" or _two_products(weights)
-    return Tile(16, 128, 128, stages=3, registers=0 if free else 128, promote=False)
+def _wide_tile(weights: PackedWeights) -> TileConfig:
+    # With at most 128 registers, scaled accumulators and two MMAs spill in Triton 3.9.
+    uncapped = weights.format == "int8" or _needs_two_mmas(weights)
+    return TileConfig(16, 128, 128, num_stages=3, maxnreg=0 if uncapped else 128, scale_accumulators=False)
 
 
-def _few_rows(weights: OwnWeights, active: float, rows: int, columns: int, wide: bool) -> Tile:
-    """The rule's tile for up to a dozen rows an expert; wide: 128 weight rows where there are programs enough.
+def _few_rows_tile(weights: PackedWeights, active: float, rows: int, columns: int, wide: bool) -> TileConfig:
+    """The heuristic's tile for up to 12 rows per expert; wide: 128 weight rows where that gives enough programs.
 
-    Long rows of few programs, and of narrow tiles in 8 bits, go by steps of 256 columns: 10 to 20 % of a layer of
-    Mixtral-8x7B in int4 from 4 to 32 tokens, 15 % of GLM-4.5 over eight ranks in MXFP8 at 32.
+    A long K with few programs, or with narrow tiles in 8 bits, takes steps of 256 columns. That saves 10 to 20 % of a
+    layer of Mixtral-8x7B in int4 at 4 to 32 tokens, 15 % of GLM-4.5 on one of eight ranks in MXFP8 at 32.
     """
     programs = active * -(-rows // 128)
-    if wide and programs >= _PROGRAMS:
-        return _wide(weights)
-    if columns >= _LONG:
-        # Two products of 128 rows and 256 columns spill.
-        enough = wide and programs >= 0.6 * _PROGRAMS and not _two_products(weights)
-        return Tile(16, 128 if enough else 64, 256, stages=3)
-    return Tile(16, 64, 128)
+    if wide and programs >= _MIN_PROGRAMS:
+        return _wide_tile(weights)
+    if columns >= _LONG_K:
+        # Two MMAs of 128 rows and 256 columns spill.
+        enough = wide and programs >= 0.6 * _MIN_PROGRAMS and not _needs_two_mmas(weights)
+        return TileConfig(16, 128 if enough else 64, 256, num_stages=3)
+    return TileConfig(16, 64, 128)
 
 
-def heuristic(weights: OwnWeights, top_k: int, tokens: int) -> Config:
-    """A configuration for a shape that was not measured, from the expected rows per active expert."""
+def heuristic_config(weights: PackedWeights, top_k: int, tokens: int) -> LaunchConfig:
+    """A configuration for a shape without measurements, from the expected rows per active expert."""
     active = max(1.0, active_experts(weights.experts, top_k, tokens))
     slots = tokens * top_k
     rows = slots / active
-    four = bits_of(weights.format) == 4
-    # Beyond a quarter more slots than experts, those of one expert are better multiplied together.
+    four = code_bits(weights.format) == 4
+    # With more than 1.25 slots per active expert, it is faster to multiply the slots of one expert together.
     if tokens <= 4 and rows <= 1.25:
-        up = _alone(weights, slots, weights.w13.rows, weights.hidden)
-        down = _alone(weights, slots, weights.hidden, weights.intermediate)
+        up = _per_slot_tile(weights, slots, weights.w13.rows, weights.hidden)
+        down = _per_slot_tile(weights, slots, weights.hidden, weights.intermediate)
         choices = 1 << (top_k - 1).bit_length()
         # 256 threads hold the weights of 16 rows of all choices in at most 96 registers each.
-        fits = choices * 16 * weights.intermediate * bits_of(weights.format) <= 96 * 32 * 256
+        fits = choices * 16 * weights.intermediate * code_bits(weights.format) <= 96 * 32 * 256
         if tokens <= 2 and fits and weights.intermediate % 128 == 0 and 8 <= choices <= 16:
-            down = Tile(1, 16, 128, warps=8, promote=False, straight=True, merge=True)
-        return Config(up, down, per_slot=True)
+            down = TileConfig(1, 16, 128, num_warps=8, scale_accumulators=False, no_k_loop=True, fused_topk=True)
+        return LaunchConfig(up, down, per_slot=True)
     if rows <= 12:
-        up = _few_rows(weights, active, weights.w13.rows, weights.hidden, four)
-        down = _few_rows(weights, active, weights.hidden, weights.intermediate, True)
+        up = _few_rows_tile(weights, active, weights.w13.rows, weights.hidden, four)
+        down = _few_rows_tile(weights, active, weights.hidden, weights.intermediate, True)
         if tokens > 4 and weights.intermediate in (128, 256, 384, 512):
-            down = Tile(16, 64, 128, stages=3, promote=False, sweep=8)
-        return Config(up, down)
+            down = TileConfig(16, 64, 128, num_stages=3, scale_accumulators=False, n_tiles=8)
+        return LaunchConfig(up, down)
     if rows <= 28:
-        tile = Tile(32, 128, 128, stages=3) if four else Tile(32, 128, 64)
+        tile = TileConfig(32, 128, 128, num_stages=3) if four else TileConfig(32, 128, 64)
     elif rows <= 60:
-        tile = Tile(64, 128, 64) if four else Tile(64, 128, 128, warps=8, stages=3)
+        tile = TileConfig(64, 128, 64) if four else TileConfig(64, 128, 128, num_warps=8, num_stages=3)
     elif rows <= 160:
-        tile = Tile(128, 128, 64, warps=8, stages=3)
+        tile = TileConfig(128, 128, 64, num_warps=8, num_stages=3)
     else:
-        tile = Tile(256, 128, 64, warps=8, stages=3)
-    return Config(tile, tile)
+        tile = TileConfig(256, 128, 64, num_warps=8, num_stages=3)
+    return LaunchConfig(tile, tile)
 
 
-def choose(weights: OwnWeights, top_k: int, tokens: int, *, quantise: bool = False) -> Config | Prefill:
-    """The measured configuration for this shape and number of tokens, else the rule's.
+def choose_config(
+    weights: PackedWeights, top_k: int, tokens: int, *, tuned: ConfigTable = (), quantize: bool = False
+) -> LaunchConfig | PrefillConfig:
+    """The configuration that `fused_moe` runs for a number of tokens.
 
-    quantise: for MXFP8-dynamic activations, whose groups of 32 columns of h must lie within a tile.
+    Args:
+        weights: the layer; tensors on the meta device will do.
+        top_k: choices per token.
+        tokens: rows of x.
+        tuned: configurations that were measured for this layer, before the shipped table's. They do not replace the
+            persistent kernels.
+        quantize: activations pass through MXFP8, so a tile must hold whole groups of 32 columns of h.
     """
     rows = tokens * top_k / max(1.0, active_experts(weights.experts, top_k, tokens))
-    prefill = choose_prefill(weights, format_key(weights), shape_key(weights, top_k), tokens, rows)
-    return choose_tiles(weights, top_k, tokens, quantise=quantise) if quantise or prefill is None else prefill
+    prefill = choose_prefill_config(weights, format_key(weights), shape_key(weights, top_k), tokens, rows)
+    if prefill is not None and not quantize:
+        return prefill
+    return choose_launch_config(weights, top_k, tokens, tuned=tuned, quantize=quantize)
 
 
-# --- Configurations measured where the kernels run --------------------------------------------------------------------
+def candidate_configs(
+    weights: PackedWeights, top_k: int, tokens: int, most: int, *, quantize: bool = False
+) -> list[LaunchConfig]:
+    """Configurations worth timing beside the chosen one, the likeliest first; none where the persistent kernels run.
 
-Rows = tuple[tuple[int, Config | None], ...]
-"""Most tokens and the configuration, ascending; for None, and beyond the last, the table's and the rule's hold."""
+    These are the fastest of similar shapes with as many rows per expert. For a shape that is not in the shipped table,
+    they alternate with tiles one width narrower or wider than the heuristic's.
 
-_given: dict[tuple[str, str], Rows] = {}
-
-
-def give(weights: OwnWeights, top_k: int, rows: Rows) -> Rows:
-    """Puts configurations that were measured elsewhere before the table's, for all layers of such a format and shape.
-
-    Returns:
-        Those that were given before.
+    Args:
+        weights: the layer; tensors on the meta device will do.
+        top_k: choices per token.
+        tokens: rows of x.
+        most: how many to return at most.
+        quantize: as in `choose_config`.
     """
-    key = (format_key(weights), shape_key(weights, top_k))
-    before = _given.pop(key, ())
-    if rows:
-        _given[key] = rows
-    return before
-
-
-@contextlib.contextmanager
-def given(weights: OwnWeights, top_k: int, config: Config) -> Iterator[None]:
-    """One configuration for every number of tokens, for as long as the context lasts: to be timed."""
-    before = give(weights, top_k, ((1 << 30, config),))
-    try:
-        yield
-    finally:
-        give(weights, top_k, before)
-
-
-def candidates(weights: OwnWeights, top_k: int, tokens: int, most: int, *, quantise: bool = False) -> list[Config]:
-    """Configurations to time beside the chosen one: what was the fastest for other shapes with as many rows an expert,
-    the shapes that are most alike first, and where the rule chose narrower and wider tiles than it did; none where the
-    persistent kernels run.
-
-    most: how many, at most.
-    """
-    chosen = choose(weights, top_k, tokens, quantise=quantise)
-    if not isinstance(chosen, Config):
+    chosen = choose_config(weights, top_k, tokens, quantize=quantize)
+    if not isinstance(chosen, LaunchConfig):
         return []
     rows = tokens * top_k / max(1.0, active_experts(weights.experts, top_k, tokens))
-    found: list[tuple[float, Config]] = []
+    found: list[tuple[float, LaunchConfig]] = []
     for name, shapes in measured_table().items():
-        if not _alike(name, weights):
+        if not _is_similar_format(name, weights):
             continue
         for shape, table in shapes.items():
-            found += _likely(shape, table, weights, tokens, rows, 0.0 if name == format_key(weights) else 0.5)
+            found += _nearby_configs(shape, table, weights, tokens, rows, 0.0 if name == format_key(weights) else 0.5)
     configs = [config for _, config in sorted(found, key=lambda pair: pair[0])]
     if shape_key(weights, top_k) not in measured_table().get(format_key(weights), {}):
-        # The rule's own doubts: they come by turns with what other shapes had.
-        configs = [each for pair in itertools.zip_longest(_neighbours(chosen), configs) for each in pair if each]
-    fit = [each for each in dict.fromkeys(configs) if each != chosen and fits(weights, top_k, each, quantise)]
+        configs = [each for pair in itertools.zip_longest(_neighbors(chosen), configs) for each in pair if each]
+    fit = [each for each in dict.fromkeys(configs) if each != chosen and is_suitable(weights, top_k, each, quantize)]
     return fit[:most]
 
 
-_NARROWER = {(16, 128): Tile(16, 64, 128), (16, 64): Tile(8, 64, 128, fold=2), (8, 64): Tile(4, 32, 128, fold=4),
-             (4, 32): Tile(4, 16, 128, fold=4)}  # fmt: skip
-_WIDER = {(4, 16): Tile(4, 32, 128, fold=4), (4, 32): Tile(8, 64, 128, fold=2), (8, 64): Tile(16, 64, 128),
-          (16, 64): Tile(16, 128, 128, stages=3, promote=False)}  # fmt: skip
+_NARROWER = {
+    (16, 128): TileConfig(16, 64, 128),
+    (16, 64): TileConfig(8, 64, 128, k_parts=2),
+    (8, 64): TileConfig(4, 32, 128, k_parts=4),
+    (4, 32): TileConfig(4, 16, 128, k_parts=4),
+}
+_WIDER = {
+    (4, 16): TileConfig(4, 32, 128, k_parts=4),
+    (4, 32): TileConfig(8, 64, 128, k_parts=2),
+    (8, 64): TileConfig(16, 64, 128),
+    (16, 64): TileConfig(16, 128, 128, num_stages=3, scale_accumulators=False),
+}
 
 
-def _neighbours(config: Config) -> Iterator[Config]:
-    """Configurations with one tile narrower or wider, the second product's first: it has the fewer programs."""
+def _neighbors(config: LaunchConfig) -> Iterator[LaunchConfig]:
+    """Configurations with one tile narrower or wider, `down` first: it has fewer programs."""
     for name in ("down", "gate_up"):
         tile = getattr(config, name)
         for table in (_NARROWER, _WIDER):
             other = table.get((tile.bm, tile.bn))
-            if other and not (tile.straight or tile.sweep > 1) and (config.per_slot or other.bm == tile.bm):
+            if other and not (tile.no_k_loop or tile.n_tiles > 1) and (config.per_slot or other.bm == tile.bm):
                 yield replace(config, **{name: other})
 
 
-def _alike(name: str, weights: OwnWeights) -> bool:
-    """Whether tiles of a format in the table suit a layer: codes of the same width, integers or floating point."""
+def _is_similar_format(name: str, weights: PackedWeights) -> bool:
+    """Whether a format of the table resembles the layer's: both integers or both MX, with as many bits."""
     kind = name.split()[0]
     return kind == weights.format or (
         kind.startswith("int") == weights.format.startswith("int") and kind[-1] == weights.format[-1]
     )
 
 
-def _likely(
-    shape: str, table: list[dict[str, Any]], weights: OwnWeights, tokens: int, rows: float, penalty: float
-) -> Iterator[tuple[float, Config]]:
-    """A shape's configurations near a number of rows an expert, with how far they are from it."""
+def _nearby_configs(
+    shape: str, table: list[dict[str, Any]], weights: PackedWeights, tokens: int, rows: float, penalty: float
+) -> Iterator[tuple[float, LaunchConfig]]:
+    """(distance, configuration) for rows of a shape's table with about as many rows per expert."""
     experts, top_k, hidden, inner = (
         int(word) for word in shape.split(" ")[0].split("x") + shape.split(" ")[1].split("x")
     )
@@ -312,144 +337,155 @@ def _likely(
     plain = shape.endswith("plain") == weights.gated
     for row in table:
         count = min(row["tokens"], 1 << 14)
-        config = _from_table(json.dumps(row["config"], sort_keys=True))
+        config = _parse_table_entry(json.dumps(row["config"], sort_keys=True))
         theirs = count * top_k / max(1.0, active_experts(experts, top_k, count))
         apart = abs(math.log(theirs / rows))
-        if config.per_slot:  # every choice is a tile: what counts is how many there are
+        if config.per_slot:  # every slot is a tile, so the number of tokens counts
             apart = abs(math.log(count / tokens))
         if apart <= math.log(2.1):
             yield apart + 0.3 * sizes + 0.5 * plain + 1.0 * (config.per_slot != (tokens <= 4)) + penalty, config
 
 
-SHARED_BYTES = 227 * 1024
-"""Shared memory of a program, at most (compute capability 9.0)."""
+MAX_SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that a program can have on compute capability 9.0."""
 
 
-def misfits(weights: OwnWeights, top_k: int, config: Config) -> tuple[str, ...]:
-    """Every reason why no kernel runs this configuration on such a layer; none when one does."""
-    more = weights.w13.zeros is not None, weights.dtype == torch.float16
-    return _misfits(config, weights.format, weights.group, weights.hidden, weights.intermediate, top_k, *more)
+def config_errors(weights: PackedWeights, top_k: int, config: LaunchConfig) -> tuple[str, ...]:
+    """Every reason why the kernels cannot run this configuration on such a layer; empty when they can."""
+    shape = weights.format, weights.group, weights.hidden, weights.intermediate, top_k
+    return _config_errors(config, *shape, weights.w13.zeros is not None, weights.dtype == torch.float16)
 
 
 @functools.lru_cache(maxsize=1024)
-def _misfits(
-    config: Config, format: str, group: int, hidden: int, inner: int, top_k: int, zero_points: bool, half: bool
+def _config_errors(
+    config: LaunchConfig, format: str, group: int, hidden: int, inner: int, top_k: int, zero_points: bool, half: bool
 ) -> tuple[str, ...]:
     reasons = []
-    chunk = 64 if bits_of(format) == 4 else 32
+    chunk = 64 if code_bits(format) == 4 else 32
     for name, tile, columns in (("gate_up", config.gate_up, hidden), ("down", config.down, inner)):
         if tile.bk % chunk:
             reasons.append(f"{name}: {format} codes are stored by {chunk} columns, bk {tile.bk} must be a multiple")
-        if tile.sweep > 1 and columns % tile.bk:
-            reasons.append(f"{name}: a sweep needs whole steps; {columns} columns are not a multiple of bk {tile.bk}")
-        if tile.merge:
+        if tile.n_tiles > 1 and columns % tile.bk:
+            reasons.append(f"{name}: n_tiles needs whole steps; {columns} columns are not a multiple of bk {tile.bk}")
+        if tile.fused_topk:
             choices = 1 << (top_k - 1).bit_length()
-            parts = choices * tile.fold
+            parts = choices * tile.k_parts
             if parts > 16 or parts * tile.bn % 64:
                 reasons.append(
-                    f"{name}: merge multiplies {choices} (top_k {top_k}) x {tile.fold} (fold) parts of {tile.bn} rows "
-                    f"(bn) in one program: at most 16 parts, together whole 64 rows"
+                    f"{name}: fused_topk multiplies {choices} (top_k {top_k}) x {tile.k_parts} (k_parts) parts of "
+                    f"{tile.bn} rows (bn) in one program: at most 16 parts, together a multiple of 64 rows"
                 )
-        needed = shared_bytes(tile, format, group, columns, zero_points=zero_points, half=half)
-        if needed > SHARED_BYTES:
+        needed = shared_memory_bytes(tile, format, group, columns, zero_points=zero_points, half=half)
+        if needed > MAX_SHARED_MEMORY:
             reasons.append(
-                f"{name}: {tile.stages} stages of {tile.bm} x {tile.bk} activations and {tile.bn} x {tile.bk} weights "
-                f"need {needed} bytes of shared memory, {SHARED_BYTES} are there; take fewer stages or a smaller tile"
+                f"{name}: {tile.num_stages} stages of {tile.bm} x {tile.bk} activations and {tile.bn} x {tile.bk} "
+                f"weights need {needed} bytes of shared memory of {MAX_SHARED_MEMORY}; take fewer stages or a "
+                f"smaller tile"
             )
     return tuple(reasons)
 
 
-def shared_bytes(
-    tile: Tile, format: str, group: int, columns: int, *, zero_points: bool = False, half: bool = False
+def shared_memory_bytes(
+    tile: TileConfig, format: str, group: int, columns: int, *, zero_points: bool = False, half: bool = False
 ) -> int:
-    """Shared memory that a tile's products take, as Triton lays it out: activations `stages` times, because the last
-    are still being read, and once more where there are two products, of MX weights in float16 (half); codes and scales
-    once less, and zero points as scales; without a loop activations alone; in a sweep all of h once and at most 2048
-    bytes and 8 a row to hand it over (Triton 3.6; 3.9 takes up to 30 % less).
+    """Bytes of shared memory that Triton 3.6 allocates for a tile (3.9 takes up to 30 % less).
+
+    Activations count `num_stages` times, because the last are still being read, and once more where a step is two MMAs
+    (`half` with MX weights). Codes, scales and zero points count once less. Without a K loop there are activations
+    alone. With n_tiles, h counts once, plus at most 2048 bytes and 8 per row for the layout conversion.
     """
-    if tile.straight:
-        return 2 * (16 * columns // tile.fold if tile.merge else tile.bm * columns)
-    rows, tokens = tile.bn * tile.fold, tile.bm * tile.fold
-    width = columns if tile.sweep > 1 else tile.bk
-    codes = rows * width * bits_of(format) // 8
+    if tile.no_k_loop:
+        return 2 * (16 * columns // tile.k_parts if tile.fused_topk else tile.bm * columns)
+    rows, tokens = tile.bn * tile.k_parts, tile.bm * tile.k_parts
+    width = columns if tile.n_tiles > 1 else tile.bk
+    codes = rows * width * code_bits(format) // 8
     if format.startswith("mx"):
         words = rows * -(-width // 128)
     elif group:
         words = rows // 2 * -(-width // group) * (1 + zero_points)
     else:
         words = 0
-    held = tile.stages + (half and format.startswith("mx"))
-    activations = 2 * tokens * width + 2048 + 8 * tile.bn if tile.sweep > 1 else 2 * tokens * width * held
-    return activations + (codes + 4 * words) * (tile.stages - 1)
+    held = tile.num_stages + (half and format.startswith("mx"))
+    activations = 2 * tokens * width + 2048 + 8 * tile.bn if tile.n_tiles > 1 else 2 * tokens * width * held
+    return activations + (codes + 4 * words) * (tile.num_stages - 1)
 
 
-def fits(weights: OwnWeights, top_k: int, config: Config, quantise: bool) -> bool:
-    """Whether a configuration of another shape can run this one, without more registers than it needs there."""
-    if misfits(weights, top_k, config):
+def is_suitable(weights: PackedWeights, top_k: int, config: LaunchConfig, quantize: bool) -> bool:
+    """Whether another shape's configuration can run this layer without more registers than it takes there."""
+    if config_errors(weights, top_k, config):
         return False
     for tile, columns in ((config.gate_up, weights.hidden), (config.down, weights.intermediate)):
-        if (tile.straight or tile.sweep > 1) and columns % (tile.bk * tile.fold):
+        if (tile.no_k_loop or tile.n_tiles > 1) and columns % (tile.bk * tile.k_parts):
             return False
-        if tile.straight and columns > 4096:
+        if tile.no_k_loop and columns > 4096:
             return False
-    if config.down.merge:
+    if config.down.fused_topk:
         choices = 1 << (top_k - 1).bit_length()
-        if choices * 16 * weights.intermediate * bits_of(weights.format) > 96 * 32 * 256 or not 8 <= choices <= 16:
+        if choices * 16 * weights.intermediate * code_bits(weights.format) > 96 * 32 * 256 or not 8 <= choices <= 16:
             return False
-    return not quantise or quantisable(weights, config)
+    return not quantize or keeps_mx_groups(weights, config)
 
 
-def checked(text: str) -> Config:
-    """A configuration from JSON that somebody wrote.
+def parse_config(text: str) -> LaunchConfig:
+    """A configuration from JSON of any origin.
 
     Raises:
-        ValueError: it is none, or one that no kernel is compiled for.
+        ValueError: the text is not a configuration, or the kernels cannot be compiled for it.
     """
     try:
-        config = Config.from_json(json.loads(text))
+        config = LaunchConfig.from_json(json.loads(text))
         for tile in (config.gate_up, config.down):
-            sizes = (tile.bm - tile.more, tile.bn, tile.bk, tile.warps, tile.fold)
+            sizes = (tile.bm - tile.bm_rest, tile.bn, tile.bk, tile.num_warps, tile.k_parts)
             whole = all(type(each) is int and each > 0 and each & (each - 1) == 0 for each in sizes)
-            counts = all(type(each) is int for each in (tile.stages, tile.split, tile.registers, tile.sweep))
+            counts = all(type(each) is int for each in (tile.num_stages, tile.split_k, tile.maxnreg, tile.n_tiles))
             if not (
-                whole and counts and max(tile.bm, tile.bn, tile.bk) <= 256 and tile.warps <= 16 and tile.fold <= 16
+                whole
+                and counts
+                and max(tile.bm, tile.bn, tile.bk) <= 256
+                and tile.num_warps <= 16
+                and tile.k_parts <= 16
             ):
-                raise ValueError(f"{tile} is no tile")
+                raise ValueError(f"{tile} is out of range")
             if not (
-                1 <= tile.stages <= 8 and 1 <= tile.split <= 16 and 0 <= tile.registers <= 255 and 1 <= tile.sweep <= 64
+                1 <= tile.num_stages <= 8
+                and 1 <= tile.split_k <= 16
+                and 0 <= tile.maxnreg <= 255
+                and 1 <= tile.n_tiles <= 64
             ):
-                raise ValueError(f"{tile} is no tile")
+                raise ValueError(f"{tile} is out of range")
     except (TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{text[:80]!r} is no configuration: {error}") from error
+        raise ValueError(f"{text[:80]!r} is not a launch configuration: {error}") from error
     return config
 
 
-def format_key(weights: OwnWeights) -> str:
-    """The name of a layer's format in the tables of measured configurations."""
+def format_key(weights: PackedWeights) -> str:
+    """The key of a layer's format in `measured_table`."""
     return weights.format if weights.format.startswith("mx") else f"{weights.format} g{weights.group}"
 
 
-def choose_tiles(weights: OwnWeights, top_k: int, tokens: int, *, quantise: bool = False) -> Config:
-    """`choose` among the kernels of `gemm.py` only."""
+def choose_launch_config(
+    weights: PackedWeights, top_k: int, tokens: int, *, tuned: ConfigTable = (), quantize: bool = False
+) -> LaunchConfig:
+    """`choose_config` among the kernels of `gemm.py` only."""
     name, shape = format_key(weights), shape_key(weights, top_k)
-    config = heuristic(weights, top_k, tokens)
+    config = heuristic_config(weights, top_k, tokens)
     for row in measured_table().get(name, {}).get(shape, ()):
         if tokens <= row["tokens"]:
-            config = _from_table(json.dumps(row["config"], sort_keys=True))
+            config = _parse_table_entry(json.dumps(row["config"], sort_keys=True))
             break
-    config = next((each for most, each in _given.get((name, shape), ()) if tokens <= most), None) or config
-    if quantise and not quantisable(weights, config):
-        # A tile's parts of the columns would otherwise make it several times as large.
-        small = Tile(8, 64, 128, fold=2) if config.per_slot else replace(config.gate_up, bn=64)
+    config = next((each for most, each in tuned if tokens <= most), None) or config
+    if quantize and not keeps_mx_groups(weights, config):
+        # With k_parts, a tile of whole groups would be several times as large.
+        small = TileConfig(8, 64, 128, k_parts=2) if config.per_slot else replace(config.gate_up, bn=64)
         config = replace(config, gate_up=small)
     return config
 
 
-def quantisable(weights: OwnWeights, config: Config) -> bool:
-    """Whether a tile of the first product holds whole groups of 32 columns of h."""
+def keeps_mx_groups(weights: PackedWeights, config: LaunchConfig) -> bool:
+    """Whether a tile of the first GEMM holds whole groups of 32 columns of h."""
     return config.gate_up.bn // (2 if weights.gated else 1) % 32 == 0
 
 
 @functools.cache
-def _from_table(text: str) -> Config:
-    return Config.from_json(json.loads(text))
+def _parse_table_entry(text: str) -> LaunchConfig:
+    return LaunchConfig.from_json(json.loads(text))

@@ -1,4 +1,4 @@
-"""What happens to a tile of sums before it is stored: scales, biases, router weights, activation, MXFP8."""
+"""Device functions that turn a tile of accumulators into stored values: scales, biases, router weights, activation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from triton.language.extra import libdevice
 
 
 @triton.jit
-def mx_round_trip(x, GROUP_AXIS: tl.constexpr):
+def mxfp8_round_trip(x, GROUP_AXIS: tl.constexpr):
     """float32 -> MXFP8 (e4m3, one e8m0 scale per slice along GROUP_AXIS) -> float32.
 
-    The scale's exponent is ceil(log2(amax / 448)), limited to [-127, 127], as vLLM's MXFP8 quantisation has it.
+    The scale's exponent is ceil(log2(amax / 448)), limited to [-127, 127], as vLLM's MXFP8 quantization has it.
     """
     amax = tl.maximum(tl.max(tl.abs(x), axis=GROUP_AXIS, keep_dims=True), 1.1754943508222875e-38)
     # 448 = 1.75 * 2**8, so the ceiling steps where amax's mantissa passes 1.75: exact, unlike a quotient's logarithm.
@@ -42,12 +42,12 @@ def activate(gate, up, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: 
 
 
 @triton.jit
-def epilogue_operands(row_scale_ptr, bias_ptr, router_ptr, first, n, slot, found, padded, HAS_ROW_SCALE: tl.constexpr,
-                      HAS_BIAS: tl.constexpr, HAS_ROUTER: tl.constexpr):  # fmt: skip
+def load_epilogue_operands(row_scale_ptr, bias_ptr, router_ptr, first, n, slot, slot_mask, padded,
+                           HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROUTER: tl.constexpr):  # fmt: skip
     """(row scales, biases, router weights) of rows n, an expert's `first` of `padded`; a zero for what is absent.
 
-    With small tiles they are asked for before the loop, so that their way from memory is not a program's last; with
-    large ones they would take registers that the loop needs.
+    Small tiles load them before the K loop, which hides the latency. Large tiles load them after it, because the loop
+    needs the registers.
     """
     row_scale = 0.0
     bias = 0.0
@@ -57,16 +57,16 @@ def epilogue_operands(row_scale_ptr, bias_ptr, router_ptr, first, n, slot, found
     if HAS_BIAS:
         bias = tl.load(bias_ptr + first + n, mask=n < padded, other=0.0)
     if HAS_ROUTER:
-        router = tl.load(router_ptr + slot, mask=found, other=0.0).to(tl.float32)
+        router = tl.load(router_ptr + slot, mask=slot_mask, other=0.0).to(tl.float32)
     return row_scale, bias, router
 
 
 @triton.jit
-def store_activated(acc, row_scale, bias, router, h_ptr, slot, found, tile_n, inner, alpha, beta, limit,
+def store_activated(acc, row_scale, bias, router, h_ptr, slot, slot_mask, tile_n, inner, alpha, beta, limit,
                     HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
-                    GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, QUANTISE: tl.constexpr,
+                    GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, QUANTIZE: tl.constexpr,
                     BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """The first product's epilogue: acc, float32 [BN, BM], becomes rows `slot` (where `found`) of h."""
+    """The first product's epilogue: acc, float32 [BN, BM], becomes rows `slot` (where `slot_mask`) of h."""
     if HAS_ROW_SCALE:
         acc *= row_scale[:, None]
     if WEIGHT_INPUT:
@@ -81,18 +81,19 @@ def store_activated(acc, row_scale, bias, router, h_ptr, slot, found, tile_n, in
         OUT: tl.constexpr = BN
         positive = tl.maximum(acc, 0.0)
         value = positive * positive
-    if QUANTISE:
-        value = mx_round_trip(value.reshape(OUT // 32, 32, BM), 1).reshape(OUT, BM)
+    if QUANTIZE:
+        value = mxfp8_round_trip(value.reshape(OUT // 32, 32, BM), 1).reshape(OUT, BM)
     value = value.to(h_ptr.dtype.element_ty)
     column = tile_n * OUT + tl.arange(0, OUT)
     h_ptrs = h_ptr + slot.to(tl.int64)[None, :] * inner + column[:, None]
-    tl.store(h_ptrs, value, mask=found[None, :] & (column < inner)[:, None])
+    tl.store(h_ptrs, value, mask=slot_mask[None, :] & (column < inner)[:, None])
 
 
 @triton.jit
-def store_partial(acc, row_scale, bias, router, partial_ptr, slot, found, n, hidden, HAS_ROW_SCALE: tl.constexpr,
+def store_partial(acc, row_scale, bias, router, partial_ptr, slot, slot_mask, n, hidden, HAS_ROW_SCALE: tl.constexpr,
                   HAS_BIAS: tl.constexpr, WEIGHT_INPUT: tl.constexpr):  # fmt: skip
-    """The second product's epilogue: acc, float32 [rows n, tokens], becomes rows `slot` (where `found`) of partial."""
+    """The second product's epilogue: acc, float32 [rows n, tokens],
+    becomes rows `slot` (where `slot_mask`) of partial."""
     if HAS_ROW_SCALE:
         acc *= row_scale[:, None]
     if HAS_BIAS:
@@ -100,5 +101,5 @@ def store_partial(acc, row_scale, bias, router, partial_ptr, slot, found, n, hid
     if not WEIGHT_INPUT:
         acc *= router[None, :]
     offsets = slot.to(tl.int64)[None, :] * hidden + n[:, None]
-    mask = found[None, :] & (n < hidden)[:, None]
+    mask = slot_mask[None, :] & (n < hidden)[:, None]
     tl.store(partial_ptr + offsets, acc.to(partial_ptr.dtype.element_ty), mask=mask)

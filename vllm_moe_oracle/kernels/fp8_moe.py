@@ -1,4 +1,4 @@
-"""The launcher of a fused MoE layer on fp8 tensor cores: eight kernels, no allocation, any number of tokens.
+"""The launcher of a fused MoE layer on fp8 tensor cores: eight kernels, no allocation.
 
 All launches go to the current CUDA stream, depend only on shapes, and are safe to capture in a CUDA graph.
 """
@@ -7,36 +7,36 @@ from __future__ import annotations
 
 import torch
 
-from . import fp8_products, fp8_quantise, prefill_launch
+from . import fp8_gemm, fp8_quantize, prefill_launch
 from .fp8_weights import Fp8Matrix, Fp8Weights
-from .fused_moe import _activation, _check, _offsets, _view
+from .fused_moe import aligned_offsets, check_arguments, resolve_activation, workspace_view
 
-STAGES = 4  # of `fp8_products.product`
+NUM_STAGES = 4  # of `fp8_gemm.product`
 
 
-def sizes(weights: Fp8Weights, tokens: int, top_k: int) -> dict[str, int]:
+def buffer_sizes(weights: Fp8Weights, tokens: int, top_k: int) -> dict[str, int]:
     """Bytes of each part of a call's workspace.
 
     `wide` holds h, then the second product's results; `codes` holds x, then h, in e4m3; the rest is of the lists
-    (`prefill_launch.list_sizes`).
+    (`prefill_launch.sort_buffer_sizes`).
     """
     slots, widest = tokens * top_k, max(weights.hidden, weights.intermediate)
     wide = {"wide": slots * widest * 2, "codes": slots * widest, "scales": slots * 4}
-    return wide | prefill_launch.list_sizes(slots, weights.experts)
+    return wide | prefill_launch.sort_buffer_sizes(slots, weights.experts)
 
 
 def workspace_bytes(weights: Fp8Weights, tokens: int, top_k: int) -> int:
     """What `fused_moe_fp8` needs besides its inputs: bytes of any content, 16-byte aligned."""
-    return _offsets([*sizes(weights, tokens, top_k).values()])[-1]
+    return aligned_offsets([*buffer_sizes(weights, tokens, top_k).values()])[-1]
 
 
-def _parts(weights: Fp8Weights, tokens: int, top_k: int, workspace: torch.Tensor) -> dict[str, torch.Tensor]:
-    needs = sizes(weights, tokens, top_k)
+def _buffers(weights: Fp8Weights, tokens: int, top_k: int, workspace: torch.Tensor) -> dict[str, torch.Tensor]:
+    needs = buffer_sizes(weights, tokens, top_k)
     types = {"wide": weights.dtype, "codes": torch.float8_e4m3fn, "scales": torch.float32, "routers": torch.float32}
-    starts = _offsets([*needs.values()])[:-1]
+    starts = aligned_offsets([*needs.values()])[:-1]
     dtypes = [types.get(name, torch.int32) for name in needs]
     return {
-        name: _view(workspace, start, size // dtype.itemsize, dtype)
+        name: workspace_view(workspace, start, size // dtype.itemsize, dtype)
         for (name, size), start, dtype in zip(needs.items(), starts, dtypes, strict=True)
     }
 
@@ -59,11 +59,11 @@ def fused_moe_fp8(
 ) -> torch.Tensor:
     """out[t] = sum over j of topk_weights[t, j] * expert(topk_ids[t, j])(x[t]); returns out.
 
-    x and h enter the products as e4m3 with one float32 scale a token (`fp8_quantise.quantise_rows`), h after it was
+    x and h enter the products as e4m3 with one float32 scale a token (`fp8_quantize.quantize_rows`), h after it was
     rounded to x's dtype. Arguments as those of `fused_moe`; workspace: `workspace_bytes`. Raises ValueError on what
     does not fit.
     """
-    _check(x, weights, topk_weights, topk_ids, activation, out)
+    check_arguments(x, weights, topk_weights, topk_ids, activation, out)
     tokens, top_k = topk_ids.shape
     available, needed = workspace.numel() * workspace.element_size(), workspace_bytes(weights, tokens, top_k)
     if available < needed:
@@ -72,48 +72,49 @@ def fused_moe_fp8(
         return out
     if pdl is None:
         pdl = torch.cuda.get_device_capability(x.device)[0] >= 9
-    name, *act = _activation(activation, alpha, beta)
+    name, *act = resolve_activation(activation, alpha, beta)
     slots, experts, hidden, inner = tokens * top_k, weights.experts, weights.hidden, weights.intermediate
-    parts = _parts(weights, tokens, top_k, workspace)
+    parts = _buffers(weights, tokens, top_k, workspace)
     wide, codes, scales, ordered, routers, table = (
         parts[part] for part in ("wide", "codes", "scales", "sorted", "routers", "blocks")
     )
-    # `place_slots` leaves no sums behind, which `quantise_rows` reads: the launch that adds them up does.
+    # `place_slots` leaves no sums behind, which `quantize_rows` reads: the launch that adds them up does.
     prefill_launch.sort_slots(topk_weights, topk_ids, expert_map, experts, parts, add=True, pdl=pdl)
-    totals, padded = parts["counts"], prefill_launch._experts_padded(experts)
-    blocks, options = prefill_launch._blocks(slots, experts), prefill_launch.launch_options(pdl)
-    grid = (prefill_launch._processors(x.device),)
+    totals, padded = parts["counts"], prefill_launch.padded_experts(experts)
+    blocks, options = prefill_launch.max_blocks(slots, experts), prefill_launch.launch_options(pdl)
+    grid = (prefill_launch.num_sms(x.device),)
 
-    def quantise(source: torch.Tensor, stride: int, columns: int, gather: bool) -> None:
-        fp8_quantise.quantise_rows[(slots,)](
+    def quantize(source: torch.Tensor, stride: int, columns: int, gather: bool) -> None:
+        fp8_quantize.quantize_rows[(slots,)](
             source, codes, scales, ordered, totals, columns, stride, TOP_K=top_k, GATHER=gather,
             EP=padded, BLOCK=1 << (columns - 1).bit_length(), num_warps=4, **options,
         )  # fmt: skip
 
     def multiply(matrix: Fp8Matrix, width: int, down: bool, *act: float) -> None:
         rows, columns = matrix.rows, matrix.columns
-        fp8_products.product[grid](
-            _box(codes[: slots * columns].view(slots, columns), 64), _box(matrix.codes.view(-1, columns), 128),
-            matrix.row_scale, table if matrix.bias is None else matrix.bias, wide, scales, ordered, routers, table,
-            blocks, -(-rows // 256), columns, rows, width, *act, HAS_BIAS=matrix.bias is not None,
-            WEIGHT=down != apply_router_weight_on_input, DOWN=down, GATED=weights.gated and not down,
-            ACTIVATION="" if down else name, HAS_LIMIT=limit is not None and not down, STAGES=STAGES,
-            MOVE=rows % 256 > 0, num_warps=4, **options,
+        fp8_gemm.product[grid](
+            _tensor_descriptor(codes[: slots * columns].view(slots, columns), 64),
+            _tensor_descriptor(matrix.codes.view(-1, columns), 128), matrix.row_scale,
+            table if matrix.bias is None else matrix.bias, wide, scales, ordered, routers, table, blocks,
+            -(-rows // 256), columns, rows, width, *act, HAS_BIAS=matrix.bias is not None,
+            ROUTER_WEIGHT=down != apply_router_weight_on_input, DOWN=down, GATED=weights.gated and not down,
+            ACTIVATION="" if down else name, HAS_LIMIT=limit is not None and not down, STAGES=NUM_STAGES,
+            ROTATE=rows % 256 > 0, num_warps=4, **options,
         )  # fmt: skip
 
-    quantise(x, x.stride(0), hidden, True)
+    quantize(x, x.stride(0), hidden, True)
     multiply(weights.w13, inner, False, *act, limit or 0.0)
-    quantise(wide, inner, inner, False)
+    quantize(wide, inner, inner, False)
     multiply(weights.w2, hidden, True, 0.0, 0.0, 0.0)
-    prefill_launch.sum_slots(wide, out, topk_ids, expert_map, pdl=pdl)
+    prefill_launch.sum_topk(wide, out, topk_ids, expert_map, pdl=pdl)
     return out
 
 
-def _box(matrix: torch.Tensor, rows: int) -> object:
+def _tensor_descriptor(matrix: torch.Tensor, rows: int) -> object:
     """The copy engine's description of a matrix that is read `rows` x 128 at a time."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(matrix, [rows, 128], fp8_products.BOX)
+    return TensorDescriptor.from_tensor(matrix, [rows, 128], fp8_gemm.TILE_LAYOUT)
 
 
 def warmup(
@@ -126,7 +127,7 @@ def warmup(
 ) -> None:
     """Compiles every kernel of the layer (or reads it from Triton's cache) by running one token of zeros.
 
-    No kernel is specialised on the number of tokens.
+    No kernel is specialized on the number of tokens.
     """
     device = weights.w13.codes.device
     x = torch.zeros(1, weights.hidden, dtype=weights.dtype, device=device)

@@ -1,4 +1,4 @@
-"""Storage of a layer whose weights are e4m3 with one scale per row, as `fp8_products.py` reads them."""
+"""Storage of a layer whose weights are e4m3 with one scale per row, as `fp8_gemm.py` reads them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layouts import fold
+from ..layouts import e4m3_folding
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Fp8Matrix:
     """One projection of all experts, logically `[rows, columns]` each, both multiples of 32.
 
     codes float8_e4m3fn `[E, rows, columns]`, row_scale float32 `[E, rows]`, bias float32 `[E, rows]` or None, rows in
-    the order of `layouts/fold.py`: `lanes_of_pairs` (w13 of a gated layer) or `lanes_of_rows`.
+    the order of `layouts/e4m3_folding.py`: `gated_row_order` (w13 of a gated layer) or `row_order`.
     """
 
     codes: torch.Tensor
@@ -57,13 +57,13 @@ class Fp8Weights:
         return self.w2.columns
 
 
-def order_of(which: str, rows: int, gated: bool, device: torch.device | None = None) -> torch.Tensor:
+def row_order(which: str, rows: int, gated: bool, device: torch.device | None = None) -> torch.Tensor:
     """Which canonical row is stored in each place; `which` is "w13" (gate rows, then up rows, if gated) or "w2"."""
     pairs = which == "w13" and gated
-    return fold.lanes_of_pairs(rows, device) if pairs else fold.lanes_of_rows(rows, device)
+    return e4m3_folding.gated_row_order(rows, device) if pairs else e4m3_folding.row_order(rows, device)
 
 
-def convert_expert(
+def pack_fp8_expert(
     which: str, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, gated: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """One expert's part of `Fp8Matrix` from its canonical tensors.
@@ -75,10 +75,10 @@ def convert_expert(
         bias: `[N]`, or None.
         gated: whether w13 has gate rows.
     """
-    order = order_of(which, codes.shape[0], gated, codes.device)
+    order = row_order(which, codes.shape[0], gated, codes.device)
     scales = scales.view(torch.uint8)[order]
     if codes.dtype == torch.float8_e4m3fn:
-        folded, row_scale, _ = fold.fold_codes(codes.view(torch.uint8)[order].view(codes.dtype), scales)
+        folded, row_scale, _ = e4m3_folding.fold_mxfp8(codes.view(torch.uint8)[order].view(codes.dtype), scales)
     else:
-        folded, row_scale = fold.fold(codes[order], scales)
+        folded, row_scale = e4m3_folding.fold_mxfp4(codes[order], scales)
     return folded, row_scale, None if bias is None else bias[order].float()

@@ -1,12 +1,12 @@
-"""The launcher: a fused MoE layer over quantised weights, in two to seven kernels and no allocation but of a copy of x
-whose rows are not aligned, for many tokens.
+"""The launcher of a fused MoE layer over quantized weights: two to seven kernels.
 
-    weights = allocate("mxfp4", experts, hidden, intermediate, bias=True, device="cuda")   # then load_expert(...)
-    config = choose(weights, top_k, tokens)
-    plan = plan_workspace(weights, tokens, top_k, config)
+    weights = allocate_weights("mxfp4", experts, hidden, intermediate, bias=True, device="cuda")  # then
+    pack_expert(...) config = choose_config(weights, top_k, tokens)
+    layout = workspace_layout(weights, tokens, top_k, config)
     fused_moe(x, weights, topk_weights, topk_ids, activation="swigluoai", workspace=buffer, counters=counters, out=out)
 
-All launches go to the current CUDA stream, depend only on shapes, and are safe to capture in a CUDA graph.
+All launches go to the current CUDA stream and depend only on shapes, so they can be captured in a CUDA graph. Nothing
+is allocated, except for a copy of x where the persistent kernels cannot read its rows (`prefill_launch.launch`).
 """
 
 from __future__ import annotations
@@ -18,31 +18,33 @@ from typing import Any
 
 import torch
 
+from ..core.activations import ACTIVATIONS
 from . import gemm, prefill_launch, route
-from .config import INVARIANT, Config, Tile, choose, misfits, quantisable
+from .config import (
+    BATCH_INVARIANT_CONFIG,
+    ConfigTable,
+    LaunchConfig,
+    TileConfig,
+    choose_config,
+    config_errors,
+    keeps_mx_groups,
+)
 from .fp8_weights import Fp8Weights
-from .prefill_config import Prefill, reasons_against
-from .weights import Matrix, OwnWeights, dequantise_expert, restore_expert
+from .prefill_config import PrefillConfig, prefill_errors
+from .weights import PackedMatrix, PackedWeights, dequantize_expert, unpack_expert
 
-# Name -> (kernel's name, alpha, beta): a gated activation is gate * sigmoid(alpha * gate) * (up + beta), or gelu.
-_GATED = {
-    "silu": ("swiglu", 1.0, 0.0),
-    "swigluoai": ("swiglu", 1.702, 1.0),
-    "gelu": ("gelu", 1.0, 0.0),
-    "gelu_tanh": ("gelu_tanh", 1.0, 0.0),
-}
-ACTIVATIONS = (*_GATED, "relu2")
+_KERNEL_ACTIVATIONS = tuple(name for name, spec in ACTIVATIONS.items() if spec.kernel)
 
 _ALIGN = 256
 
 
 @dataclass(frozen=True)
-class WorkspacePlan:
+class WorkspaceLayout:
     """Byte offsets of the parts of a workspace, its size in bytes, and the int32 elements of `counters`."""
 
     h: int
     partial: int
-    quantised: int
+    quantized: int
     counts: int
     sorted: int
     blocks: int
@@ -58,136 +60,153 @@ def max_blocks(slots: int, experts: int, bm: int) -> int:
     return active + (slots - active) // bm
 
 
-def _blocks(config: Config, slots: int, experts: int) -> int:
-    """Programs along the slots: entries of the list of blocks, or slots where there is none."""
-    return slots if config.per_slot else _listed(slots, experts, config.gate_up.bm)
+def _num_blocks(config: LaunchConfig, slots: int, experts: int) -> int:
+    """Programs along M: entries of the list of blocks, or slots with `per_slot`."""
+    return slots if config.per_slot else _block_list_entries(slots, experts, config.gate_up.bm)
 
 
-def _listed(slots: int, experts: int, bm: int) -> int:
+def _block_list_entries(slots: int, experts: int, bm: int) -> int:
     """Entries of the list of blocks."""
-    return slots // bm + experts if _compares(slots, experts) else max_blocks(slots, experts, bm)
+    return slots // bm + experts if _sorts_by_comparison(slots, experts) else max_blocks(slots, experts, bm)
 
 
-def _compares(slots: int, experts: int) -> bool:
-    """Whether `sort_many_slots` sorts: its list has an entry for every expert at least."""
+def _sorts_by_comparison(slots: int, experts: int) -> bool:
+    """Whether `sort_slots_by_comparison` sorts: its list has an entry for every expert at least."""
     return slots >= max(512, experts)
 
 
-def _tiles(rows: int, tile: Tile) -> int:
+def _num_n_tiles(rows: int, tile: TileConfig) -> int:
     return -(-rows // tile.bn)
 
 
-def _offsets(sizes: list[int]) -> list[int]:
-    """Where parts of these bytes begin, and after them the end."""
+def aligned_offsets(sizes: list[int]) -> list[int]:
+    """Aligned offsets of buffers of these sizes in bytes, and the total size last."""
     return [0, *itertools.accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes)]
 
 
-def plan_workspace(
-    weights: OwnWeights, tokens: int, top_k: int, config: Config | Prefill | None = None, *, quantise: bool = False
-) -> WorkspacePlan:
-    """What `fused_moe` needs besides its inputs, for this many tokens.
+def workspace_layout(
+    weights: PackedWeights,
+    tokens: int,
+    top_k: int,
+    config: LaunchConfig | PrefillConfig | None = None,
+    *,
+    quantize: bool = False,
+) -> WorkspaceLayout:
+    """The memory that `fused_moe` needs for a number of tokens.
 
     `workspace` is any contiguous CUDA buffer of at least `nbytes` bytes, 16-byte aligned, with any content. `counters`
     is int32, at least `counters` elements, zero before the first call; every call leaves it zero. Calls that may run at
-    the same time need a pair each. quantise: with MXFP8-dynamic activations.
+    the same time need a pair each. quantize: with MXFP8-dynamic activations.
     """
-    config = config or choose(weights, top_k, tokens, quantise=quantise)
-    if isinstance(config, Prefill):
-        needs = prefill_launch.sizes(weights, tokens, top_k)
-        names = ("h", "partial", "quantised", "counts", "sorted", "blocks", "routers")
-        return WorkspacePlan(*_offsets([needs.get(name, 0) for name in names]), counters=0, token_counters=0)
+    config = config or choose_config(weights, top_k, tokens, quantize=quantize)
+    if isinstance(config, PrefillConfig):
+        needs = prefill_launch.buffer_sizes(weights, tokens, top_k)
+        names = ("h", "partial", "quantized", "counts", "sorted", "blocks", "routers")
+        return WorkspaceLayout(*aligned_offsets([needs.get(name, 0) for name in names]), counters=0, token_counters=0)
     slots = tokens * top_k
-    sizes = [slots * weights.intermediate * 2, slots * weights.hidden * 2, tokens * weights.hidden * 2 * quantise]
-    listed = 0 if config.per_slot else _listed(slots, weights.experts, config.gate_up.bm)
+    sizes = [slots * weights.intermediate * 2, slots * weights.hidden * 2, tokens * weights.hidden * 2 * quantize]
+    listed = 0 if config.per_slot else _block_list_entries(slots, weights.experts, config.gate_up.bm)
     sizes += [0, slots * 4 * (not config.per_slot), listed * 16]
     scratch, counters = 0, 0
     for tile, rows in ((config.gate_up, weights.w13.rows), (config.down, weights.w2.rows)):
-        if tile.split > 1:
-            programs = _blocks(config, slots, weights.experts) * _tiles(rows, tile)
-            scratch = max(scratch, programs * tile.split * tile.bn * tile.bm * 4)
+        if tile.split_k > 1:
+            programs = _num_blocks(config, slots, weights.experts) * _num_n_tiles(rows, tile)
+            scratch = max(scratch, programs * tile.split_k * tile.bn * tile.bm * 4)
             # Rounded up: Triton compiles a variant of its own for a pointer that is not aligned to 16 bytes.
             counters = max(counters, -(-programs // 4) * 4)
-    token_counters = tokens * _tiles(weights.hidden, config.down) if config.fuse_sum else 0
-    return WorkspacePlan(*_offsets([*sizes, scratch]), counters=counters + token_counters, token_counters=counters)
+    token_counters = tokens * _num_n_tiles(weights.hidden, config.down) if config.fuse_sum else 0
+    return WorkspaceLayout(
+        *aligned_offsets([*sizes, scratch]), counters=counters + token_counters, token_counters=counters
+    )
 
 
-def _view(workspace: torch.Tensor, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+def workspace_view(workspace: torch.Tensor, at: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """`count` elements of a dtype as a flat view of the workspace, from byte `at`."""
     flat = workspace.view(torch.uint8).view(-1)
     return flat[at : at + count * dtype.itemsize].view(dtype)
 
 
-def _power_of_two(value: int, least: int) -> int:
+def _next_power_of_two(value: int, least: int) -> int:
     return max(least, 1 << (value - 1).bit_length())
 
 
-def _sort_variant(slots: int, experts: int) -> tuple[Any, dict[str, int]]:
-    """The sorting kernel and what it is compiled for."""
-    chunk = _power_of_two(slots, 128)
-    if _compares(slots, experts):
+def _sort_kernel(slots: int, experts: int) -> tuple[Any, dict[str, int]]:
+    """The sorting kernel, and its constexprs and options."""
+    chunk = _next_power_of_two(slots, 128)
+    if _sorts_by_comparison(slots, experts):
         chunk = min(chunk, 4096)
-        return route.sort_many_slots, {"CHUNK": chunk, "ONE": slots <= chunk, "num_warps": max(chunk // 256, 4)}
-    return route.sort_slots, {"CHUNK": min(chunk, 1024), "EP": _power_of_two(experts, 16), "num_warps": 4}
+        return route.sort_slots_by_comparison, {
+            "CHUNK": chunk,
+            "SINGLE_CHUNK": slots <= chunk,
+            "num_warps": max(chunk // 256, 4),
+        }
+    return route.sort_slots, {"CHUNK": min(chunk, 1024), "EP": _next_power_of_two(experts, 16), "num_warps": 4}
 
 
-def _promote(weights: OwnWeights, tile: Tile) -> bool:
-    """Scales on float32 group sums: more exact and fewer instructions, as long as the accumulators are few."""
-    if not tile.promote or (tile.bm * tile.fold > 32 and not tile.merge) or weights.format.startswith("mx"):
+def _scales_accumulators(weights: PackedWeights, tile: TileConfig) -> bool:
+    """Whether scales multiply accumulators: more exact and cheaper while the accumulators are few."""
+    if (
+        not tile.scale_accumulators
+        or (tile.bm * tile.k_parts > 32 and not tile.fused_topk)
+        or weights.format.startswith("mx")
+    ):
         return False
     return weights.group > 0 and weights.group % tile.bk == 0
 
 
-def _flags(weights: OwnWeights, matrix: Matrix, tile: Tile) -> dict[str, object]:
+def _constexprs(weights: PackedWeights, matrix: PackedMatrix, tile: TileConfig) -> dict[str, object]:
     return {
         "HAS_ZERO": matrix.zeros is not None,
         "HAS_ROW_SCALE": matrix.row_scale is not None,
         "HAS_BIAS": matrix.bias is not None,
-        "EVEN_K": matrix.columns % (tile.bk * tile.fold) == 0,
-        "PROMOTE": _promote(weights, tile),
-        "STEPS": -(-matrix.columns // (tile.bk * tile.fold)) if tile.straight or tile.sweep > 1 else 0,
-        "STAGES": tile.stages,
-        "SPLIT": tile.split,
-        "FOLD": tile.fold,
-        "MORE": tile.more,
-        "BM": tile.bm - tile.more,
+        "EVEN_K": matrix.columns % (tile.bk * tile.k_parts) == 0,
+        "SCALE_ACC": _scales_accumulators(weights, tile),
+        "STEPS": -(-matrix.columns // (tile.bk * tile.k_parts)) if tile.no_k_loop or tile.n_tiles > 1 else 0,
+        "STAGES": tile.num_stages,
+        "SPLIT_K": tile.split_k,
+        "K_PARTS": tile.k_parts,
+        "BM_REST": tile.bm_rest,
+        "BM": tile.bm - tile.bm_rest,
         "BN": tile.bn,
         "BK": tile.bk,
     }
 
 
-def _pointers(matrix: Matrix, absent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _tensor_arguments(matrix: PackedMatrix, absent: torch.Tensor) -> tuple[torch.Tensor, ...]:
     tensors = (matrix.codes, matrix.scales, matrix.zeros, matrix.row_scale, matrix.bias)
     return tuple(absent if tensor is None else tensor for tensor in tensors)
 
 
-def _word_stride(matrix: Matrix) -> int:
+def _scale_stride(matrix: PackedMatrix) -> int:
     """int32 words per expert of scales and zero points, which have the same shape where both exist."""
     words = matrix.scales if matrix.scales is not None else matrix.zeros
     return 0 if words is None else words.stride(0)
 
 
-def _launch(pdl: bool) -> dict[str, object]:
+def _launch_options(pdl: bool) -> dict[str, object]:
     # Triton 3.10 will change the default of enable_fp_fusion; 3.9 warns when it is left out.
     return {"launch_pdl": pdl, "enable_fp_fusion": True}
 
 
-def _options(tile: Tile, pdl: bool) -> dict[str, object]:
-    options: dict[str, object] = {"num_warps": tile.warps, "num_stages": tile.stages, **_launch(pdl)}
-    if tile.registers:
-        options["maxnreg"] = tile.registers
+def _compile_options(tile: TileConfig, pdl: bool) -> dict[str, object]:
+    options: dict[str, object] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **_launch_options(pdl)}
+    if tile.maxnreg:
+        options["maxnreg"] = tile.maxnreg
     return options
 
 
-def _activation(activation: str, alpha: float | None, beta: float | None) -> tuple[str, float, float]:
-    """The kernels' name of an activation, and alpha and beta: its own where they are None."""
-    name, own_alpha, own_beta = _GATED.get(activation, ("relu2", 1.0, 0.0))
-    return name, own_alpha if alpha is None else alpha, own_beta if beta is None else beta
+def resolve_activation(activation: str, alpha: float | None, beta: float | None) -> tuple[str, float, float]:
+    """The kernels' name of an activation, alpha and beta; None means the activation's own value."""
+    spec = ACTIVATIONS[activation]
+    return spec.kernel, spec.alpha if alpha is None else alpha, spec.beta if beta is None else beta
 
 
-def _check(x: torch.Tensor, weights: OwnWeights | Fp8Weights, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
-           activation: str, out: torch.Tensor) -> None:  # fmt: skip
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}; the kernels know {', '.join(ACTIVATIONS)}")
-    if (activation != "relu2") != weights.gated:
+def check_arguments(x: torch.Tensor, weights: PackedWeights | Fp8Weights, topk_weights: torch.Tensor,
+                    topk_ids: torch.Tensor, activation: str, out: torch.Tensor) -> None:  # fmt: skip
+    """Raises a ValueError unless the activation, shapes, dtypes and strides of a call fit the weights."""
+    if activation not in _KERNEL_ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}; the kernels implement {', '.join(_KERNEL_ACTIVATIONS)}")
+    if ACTIVATIONS[activation].gated != weights.gated:
         kind = "gated" if weights.gated else "not gated"
         raise ValueError(f"activation {activation!r} does not fit weights that are {kind}")
     if x.dim() != 2 or x.shape[1] != weights.hidden or x.stride(1) != 1:
@@ -207,7 +226,7 @@ def _check(x: torch.Tensor, weights: OwnWeights | Fp8Weights, topk_weights: torc
 
 def fused_moe(
     x: torch.Tensor,
-    weights: OwnWeights,
+    weights: PackedWeights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     *,
@@ -220,8 +239,8 @@ def fused_moe(
     limit: float | None = None,
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
-    quantise_activations: bool = False,
-    config: Config | Prefill | None = None,
+    quantize_activations: bool = False,
+    config: LaunchConfig | PrefillConfig | None = None,
     batch_invariant: bool = False,
     pdl: bool | None = None,
 ) -> torch.Tensor:
@@ -229,40 +248,44 @@ def fused_moe(
 
     x, out: [tokens, hidden] bfloat16 or float16, rows contiguous. topk_ids: int32 or int64 [tokens, top_k], global ids
     when `expert_map` (int32 [global experts], -1 for experts elsewhere) is given; a negative id adds nothing.
-    topk_weights: any float dtype [tokens, top_k]. workspace, counters: `plan_workspace`, for the same `config` and
+    topk_weights: any float dtype [tokens, top_k]. workspace, counters: `workspace_layout`, for the same `config` and
     tokens. activation: one of ACTIVATIONS; alpha and beta default to the activation's own; limit clamps gate (above)
-    and up (both sides). quantise_activations: x and h pass through MXFP8 (e4m3, ceil-log2 e8m0 scales per 32).
+    and up (both sides). quantize_activations: x and h pass through MXFP8 (e4m3, ceil-log2 e8m0 scales per 32).
     batch_invariant: one configuration for all numbers of tokens, so a token's result does not depend on its company.
     pdl: programmatic dependent launch; by default on from compute capability 9.0. Raises ValueError on what does not
     fit.
     """
-    _check(x, weights, topk_weights, topk_ids, activation, out)
+    check_arguments(x, weights, topk_weights, topk_ids, activation, out)
     tokens, top_k = topk_ids.shape
     if tokens == 0:
         return out
     if batch_invariant:
-        config = INVARIANT
-    config = config or choose(weights, top_k, tokens, quantise=quantise_activations)
-    if quantise_activations and (isinstance(config, Prefill) or not quantisable(weights, config)):
-        raise ValueError(f"{config} does not hold whole groups of 32 columns of h, which are quantised together")
-    if reasons := misfits(weights, top_k, config) if isinstance(config, Config) else reasons_against(weights):
+        config = BATCH_INVARIANT_CONFIG
+    config = config or choose_config(weights, top_k, tokens, quantize=quantize_activations)
+    if quantize_activations and (isinstance(config, PrefillConfig) or not keeps_mx_groups(weights, config)):
+        raise ValueError(f"{config} does not hold whole groups of 32 columns of h, which are quantized together")
+    if (
+        reasons := config_errors(weights, top_k, config)
+        if isinstance(config, LaunchConfig)
+        else prefill_errors(weights)
+    ):
         raise ValueError(f"{config} does not fit this layer: " + "; ".join(reasons))
-    plan = plan_workspace(weights, tokens, top_k, config, quantise=quantise_activations)
+    plan = workspace_layout(weights, tokens, top_k, config, quantize=quantize_activations)
     available = workspace.numel() * workspace.element_size()
     if available < plan.nbytes or counters.numel() < plan.counters:
         raise ValueError(
             f"workspace of {available} bytes and {counters.numel()} counters; {tokens} tokens need {plan.nbytes} bytes "
-            f"and {plan.counters} counters (plan_workspace)"
+            f"and {plan.counters} counters (workspace_layout)"
         )
     if pdl is None:
         pdl = torch.cuda.get_device_capability(x.device)[0] >= 9
-    name, alpha, beta = _activation(activation, alpha, beta)
+    name, alpha, beta = resolve_activation(activation, alpha, beta)
     slots, hidden, inner, experts = tokens * top_k, weights.hidden, weights.intermediate, weights.experts
-    if isinstance(config, Prefill):
+    if isinstance(config, PrefillConfig):
         buffers = {
-            part: _view(workspace, at, size // dtype.itemsize, dtype)
+            part: workspace_view(workspace, at, size // dtype.itemsize, dtype)
             for (part, size), at, dtype in zip(
-                prefill_launch.sizes(weights, tokens, top_k).items(),
+                prefill_launch.buffer_sizes(weights, tokens, top_k).items(),
                 (plan.h, plan.partial, plan.counts, plan.sorted, plan.blocks, plan.scratch),
                 (x.dtype, x.dtype, torch.int32, torch.int32, torch.int32, torch.float32),
                 strict=True,
@@ -275,26 +298,26 @@ def fused_moe(
         return out
     ids_map = topk_ids if expert_map is None else expert_map
     has_map = expert_map is not None
-    h = _view(workspace, plan.h, slots * inner, x.dtype)
-    partial = _view(workspace, plan.partial, slots * hidden, x.dtype)
-    scratch = _view(workspace, plan.scratch, (plan.nbytes - plan.scratch) // 4, torch.float32)
+    h = workspace_view(workspace, plan.h, slots * inner, x.dtype)
+    partial = workspace_view(workspace, plan.partial, slots * hidden, x.dtype)
+    scratch = workspace_view(workspace, plan.scratch, (plan.nbytes - plan.scratch) // 4, torch.float32)
     token_counters = counters[plan.token_counters :]
     x_stride = x.stride(0)
-    if quantise_activations:
-        source, x = x, _view(workspace, plan.quantised, tokens * hidden, x.dtype)
-        gemm.round_trip_rows[(tokens, -(-hidden // 1024))](
-            source, x, hidden, x_stride, BLOCK=1024, PDL=pdl, num_warps=4, **_launch(pdl)
+    if quantize_activations:
+        source, x = x, workspace_view(workspace, plan.quantized, tokens * hidden, x.dtype)
+        gemm.mxfp8_round_trip_rows[(tokens, -(-hidden // 1024))](
+            source, x, hidden, x_stride, BLOCK=1024, PDL=pdl, num_warps=4, **_launch_options(pdl)
         )
         x_stride = hidden
-    blocks = _blocks(config, slots, experts)
+    blocks = _num_blocks(config, slots, experts)
     ordered = table = topk_ids
     if not config.per_slot:
-        ordered = _view(workspace, plan.sorted, slots, torch.int32)
-        table = _view(workspace, plan.blocks, blocks * 4, torch.int32)
-        sort, compiled = _sort_variant(slots, experts)
+        ordered = workspace_view(workspace, plan.sorted, slots, torch.int32)
+        table = workspace_view(workspace, plan.blocks, blocks * 4, torch.int32)
+        sort, compiled = _sort_kernel(slots, experts)
         sort[(experts,)](
             topk_ids, ids_map, ordered, table, slots, experts, blocks, HAS_MAP=has_map, BM=config.gate_up.bm, PDL=pdl,
-            **compiled, **_launch(pdl),
+            **compiled, **_launch_options(pdl),
         )  # fmt: skip
     w13, w2 = weights.w13, weights.w2
     shared = {
@@ -302,43 +325,43 @@ def fused_moe(
         "WEIGHT_INPUT": apply_router_weight_on_input, "PER_SLOT": config.per_slot, "PDL": pdl,
     }  # fmt: skip
     tile = config.gate_up
-    tiles = _tiles(w13.rows, tile)
-    gemm.gate_up[(blocks * tiles * tile.split,)](
-        x, *_pointers(w13, topk_ids), h, topk_ids, ids_map, topk_weights, ordered, table, scratch, counters,
+    tiles = _num_n_tiles(w13.rows, tile)
+    gemm.gate_up[(blocks * tiles * tile.split_k,)](
+        x, *_tensor_arguments(w13, topk_ids), h, topk_ids, ids_map, topk_weights, ordered, table, scratch, counters,
         w2.codes, w2.codes if w2.scales is None else w2.scales, tiles, x_stride, hidden, inner, w13.codes.shape[1],
-        w13.codes.shape[2], _word_stride(w13), w2.codes.shape[1] * w2.codes.shape[2], _word_stride(w2),
+        w13.codes.shape[2], _scale_stride(w13), w2.codes.shape[1] * w2.codes.shape[2], _scale_stride(w2),
         alpha, beta, limit or 0.0,
-        GATED=weights.gated, ACTIVATION=name, HAS_LIMIT=limit is not None, QUANTISE=quantise_activations,
+        GATED=weights.gated, ACTIVATION=name, HAS_LIMIT=limit is not None, QUANTIZE=quantize_activations,
         PREFETCH=config.prefetch and pdl,
-        **shared, **_flags(weights, w13, tile), **_options(tile, pdl),
+        **shared, **_constexprs(weights, w13, tile), **_compile_options(tile, pdl),
     )  # fmt: skip
     tile = config.down
-    tiles = _tiles(w2.rows, tile)
-    if tile.merge:
-        down, programs, only = gemm.down_merged, tiles, {"CHOICES": _power_of_two(top_k, 1)}
+    tiles = _num_n_tiles(w2.rows, tile)
+    if tile.fused_topk:
+        down, programs, only = gemm.down_fused_topk, tiles, {"CHOICES": _next_power_of_two(top_k, 1)}
         blocks = tokens
-    elif tile.sweep > 1:
-        down, programs, only = gemm.down_sweep, -(-tiles // tile.sweep), {"SWEEP": tile.sweep}
+    elif tile.n_tiles > 1:
+        down, programs, only = gemm.down_loop_n, -(-tiles // tile.n_tiles), {"N_TILES": tile.n_tiles}
     else:
-        down, programs, only = gemm.down, tiles * tile.split, {"FUSE_SUM": config.fuse_sum}
-    flags = {key: value for key, value in (shared | _flags(weights, w2, tile)).items() if key in down.arg_names}
+        down, programs, only = gemm.down, tiles * tile.split_k, {"FUSE_SUM": config.fuse_sum}
+    flags = {key: value for key, value in (shared | _constexprs(weights, w2, tile)).items() if key in down.arg_names}
     down[(blocks * programs,)](
-        h, *_pointers(w2, topk_ids), partial, out, topk_ids, ids_map, topk_weights, ordered, table, scratch, counters,
-        token_counters, tokens, tiles, inner, hidden, out.stride(0), w2.codes.shape[1], w2.codes.shape[2],
-        _word_stride(w2), **only, **flags, **_options(tile, pdl),
+        h, *_tensor_arguments(w2, topk_ids), partial, out, topk_ids, ids_map, topk_weights, ordered, table, scratch,
+        counters, token_counters, tokens, tiles, inner, hidden, out.stride(0), w2.codes.shape[1], w2.codes.shape[2],
+        _scale_stride(w2), **only, **flags, **_compile_options(tile, pdl),
     )  # fmt: skip
-    if not config.fuse_sum and not tile.merge:
+    if not config.fuse_sum and not tile.fused_topk:
         block = 1024 if tokens >= 64 else 512
-        gemm.sum_slots[(tokens, -(-hidden // block))](
+        gemm.sum_topk[(tokens, -(-hidden // block))](
             partial, out, topk_ids, ids_map, hidden, out.stride(0), TOP_K=top_k, HAS_MAP=has_map, BLOCK=block, PDL=pdl,
-            num_warps=4, **_launch(pdl),
+            num_warps=4, **_launch_options(pdl),
         )  # fmt: skip
     return out
 
 
 def fused_moe_reference(
     x: torch.Tensor,
-    weights: OwnWeights,
+    weights: PackedWeights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     *,
@@ -348,22 +371,22 @@ def fused_moe_reference(
     limit: float | None = None,
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
-    quantise_activations: bool = False,
+    quantize_activations: bool = False,
 ) -> torch.Tensor:
-    """What `fused_moe` computes, in plain torch and float32, on any device; h is rounded as the kernels round it."""
-    name, alpha, beta = _activation(activation, alpha, beta)
+    """`fused_moe` in plain torch and float32 on any device; h is rounded as the kernels round it."""
+    name, alpha, beta = resolve_activation(activation, alpha, beta)
     ids = topk_ids.long()
     if expert_map is not None:
         ids = torch.where(ids >= 0, expert_map.long()[ids.clamp(min=0)], -1)
-    rows = mx_round_trip_reference(x.float()) if quantise_activations else x.float()
+    rows = mxfp8_round_trip_reference(x.float()) if quantize_activations else x.float()
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in ids.unique().tolist():
         if expert < 0:
             continue
         token, choice = (ids == expert).nonzero(as_tuple=True)
         router = topk_weights[token, choice].float()[:, None]
-        w13, w2 = (dequantise_expert(weights, which, expert) for which in ("w13", "w2"))
-        b13, b2 = (restore_expert(weights, which, expert)[3] for which in ("w13", "w2"))
+        w13, w2 = (dequantize_expert(weights, which, expert) for which in ("w13", "w2"))
+        b13, b2 = (unpack_expert(weights, which, expert)[3] for which in ("w13", "w2"))
         y = rows[token] @ w13.T
         if apply_router_weight_on_input:
             y = y * router
@@ -378,14 +401,14 @@ def fused_moe_reference(
                 h = gate * torch.sigmoid(alpha * gate) * (up + beta)
             else:
                 h = torch.nn.functional.gelu(gate, approximate="tanh" if name == "gelu_tanh" else "none") * up
-        h = mx_round_trip_reference(h) if quantise_activations else h.to(x.dtype).float()
+        h = mxfp8_round_trip_reference(h) if quantize_activations else h.to(x.dtype).float()
         y = h @ w2.T
         y = y if b2 is None else y + b2
         out.index_add_(0, token, y if apply_router_weight_on_input else y * router)
     return out.to(x.dtype)
 
 
-def mx_round_trip_reference(x: torch.Tensor) -> torch.Tensor:
+def mxfp8_round_trip_reference(x: torch.Tensor) -> torch.Tensor:
     """float32 `[..., K]` to MXFP8 and back: e4m3 with one scale 2**ceil(log2(amax / 448)) per 32 columns."""
     groups = x.unflatten(-1, (-1, 32))
     amax = groups.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny).double()
@@ -395,7 +418,7 @@ def mx_round_trip_reference(x: torch.Tensor) -> torch.Tensor:
 
 
 def warmup(
-    weights: OwnWeights,
+    weights: PackedWeights,
     top_k: int,
     tokens: Iterable[int],
     *,
@@ -405,24 +428,29 @@ def warmup(
     ids_dtype: torch.dtype = torch.int32,
     topk_weights_dtype: torch.dtype = torch.float32,
     apply_router_weight_on_input: bool = False,
-    quantise_activations: bool = False,
+    tuned: ConfigTable = (),
+    quantize_activations: bool = False,
     batch_invariant: bool = False,
 ) -> int:
     """Compiles (or loads from Triton's cache) every kernel that `fused_moe` will use for these numbers of tokens.
 
     Runs each distinct variant once on zeros, on the weights' device, in memory of its own; the other arguments must be
-    those of the later calls. Returns the number of variants. Kernels are not specialised on the number of tokens, so
+    those of the later calls. Returns the number of variants. Kernels are not specialized on the number of tokens, so
     any other number of tokens with the same configuration is covered too.
     """
     device = weights.w13.codes.device
     seen = set()
     for count in tokens:
-        config = INVARIANT if batch_invariant else choose(weights, top_k, count, quantise=quantise_activations)
+        config = (
+            BATCH_INVARIANT_CONFIG
+            if batch_invariant
+            else choose_config(weights, top_k, count, tuned=tuned, quantize=quantize_activations)
+        )
         slots = count * top_k
-        if isinstance(config, Prefill):
-            sorting: tuple[object, ...] = (prefill_launch.has_adding_launch(slots, weights.experts),)
+        if isinstance(config, PrefillConfig):
+            sorting: tuple[object, ...] = (prefill_launch.needs_scan_kernel(slots, weights.experts),)
         else:
-            sorting = tuple(_sort_variant(slots, weights.experts)[1].items())
+            sorting = tuple(_sort_kernel(slots, weights.experts)[1].items())
         variant = (config, *sorting, count >= 64)
         if count == 0 or variant in seen:
             continue
@@ -430,7 +458,7 @@ def warmup(
         x = torch.zeros(count, weights.hidden, dtype=weights.dtype, device=device)
         ids = torch.arange(slots, device=device, dtype=ids_dtype).view(count, top_k)
         ids = ids % (weights.experts if expert_map is None else expert_map.numel())
-        plan = plan_workspace(weights, count, top_k, config, quantise=quantise_activations)
+        plan = workspace_layout(weights, count, top_k, config, quantize=quantize_activations)
         fused_moe(
             x,
             weights,
@@ -443,7 +471,7 @@ def warmup(
             out=torch.empty_like(x),
             expert_map=expert_map,
             apply_router_weight_on_input=apply_router_weight_on_input,
-            quantise_activations=quantise_activations,
+            quantize_activations=quantize_activations,
             config=config,
         )
     return len(seen)

@@ -1,14 +1,13 @@
-"""The kernels of a fused MoE layer on stored quantised weights: two matrix products, one templated body per role, and
-what is before and after them.
+"""The Triton kernels of a fused MoE layer on packed weights: first and second GEMM, sum over top-k, MXFP8 round trip.
 
 `gate_up` computes `h = activation(x @ w13.T + b13)` for the slots of each expert, `down` computes `h @ w2.T + b2`
-times the router weights (`down_sweep` for few columns, `down_merged` for few tokens), `sum_slots` sums over top-k,
-`sum_strips` too, for many tokens.
+times the router weights (`down_loop_n` for few columns, `down_fused_topk` for few tokens), `sum_topk` sums over top-k,
+`sum_topk_strips` too, for many tokens.
 
-The products take a one-dimensional grid of `blocks * tiles along N * SPLIT` programs, the last fastest. `counters` must
-be zero when a kernel starts and is zero again when it ends. With PDL a kernel starts while its predecessor still runs
-and waits (`griddepcontrol.wait`) before it reads what the predecessor wrote; routing ids and weights are older than
-that, because every program of `gate_up` has itself waited before it lets `down` start.
+The products take a one-dimensional grid of `blocks * tiles along N * SPLIT_K` programs, the last fastest. `counters`
+must be zero when a kernel starts and is zero again when it ends. With PDL a kernel starts while its predecessor still
+runs and waits (`griddepcontrol.wait`) before it reads what the predecessor wrote; routing ids and weights are older
+than that, because every program of `gate_up` has itself waited before it lets `down` start.
 """
 
 # Triton's language has no starred tuples.
@@ -19,9 +18,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .epilogue import epilogue_operands, mx_round_trip, store_activated, store_partial
-from .product import accumulate, load_scales, multiply, sum_splits
-from .route import block_slots, find_block, local_ids
+from .epilogue import load_epilogue_operands, mxfp8_round_trip, store_activated, store_partial
+from .mainloop import dequantize_mma_step, load_scales, mainloop, sum_split_k
+from .route import find_block, load_block_slots, local_ids
 
 
 @triton.jit
@@ -47,7 +46,7 @@ def prefetch_l2(pointer, size):
 
 
 @triton.jit
-def prefetch_share(pointer, units, unit_bytes: tl.constexpr, part, parts):
+def prefetch_l2_slice(pointer, units, unit_bytes: tl.constexpr, part, parts):
     """Asks for part number `part` of `parts` of `units * unit_bytes` bytes at a byte pointer."""
     each = (units + parts - 1) // parts
     first = part * each
@@ -61,15 +60,15 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
             s_stride, w2_chunks, s2_stride, alpha, beta, limit,
             TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
             HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, GATED: tl.constexpr,
-            ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, WEIGHT_INPUT: tl.constexpr, QUANTISE: tl.constexpr,
-            EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, PER_SLOT: tl.constexpr, PREFETCH: tl.constexpr,
-            PDL: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, FOLD: tl.constexpr,
-            MORE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+            ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, WEIGHT_INPUT: tl.constexpr, QUANTIZE: tl.constexpr,
+            EVEN_K: tl.constexpr, SCALE_ACC: tl.constexpr, PER_SLOT: tl.constexpr, PREFETCH: tl.constexpr,
+            PDL: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, SPLIT_K: tl.constexpr, K_PARTS: tl.constexpr,
+            BM_REST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """h[slot] = activation(x[slot // TOP_K] @ w13[expert].T + b13[expert]) for every slot with a local expert.
 
     x [tokens, columns] 16-bit, row stride x_stride; h [slots, inner], x's dtype. w, s, z, row_scale, bias: the tensors
     of `Matrix` (weights.py), s_stride the int32 words per expert of s and z; n_chunks, k_chunks: chunks along N and K.
-    PER_SLOT, sorted, blocks: `find_block`. QUANTISE: h goes through MXFP8. WEIGHT_INPUT: router weights multiply the
+    PER_SLOT, sorted, blocks: `find_block`. QUANTIZE: h goes through MXFP8. WEIGHT_INPUT: router weights multiply the
     input. tiles: programs along N. PREFETCH: the programs of a block ask for the expert's w2 (w2_chunks chunks and
     s2_stride words an expert) to be brought into the L2 once they have streamed w13.
     """
@@ -77,55 +76,58 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
         gdc_wait()
         gdc_launch_dependents()
     pid = tl.program_id(0)
-    split = pid % SPLIT
-    tile_n = pid // SPLIT % tiles
-    block = pid // (SPLIT * tiles)
+    split = pid % SPLIT_K
+    tile_n = pid // SPLIT_K % tiles
+    block = pid // (SPLIT_K * tiles)
     expert, start, rows = find_block(ids_ptr, map_ptr, blocks_ptr, block, HAS_MAP, PER_SLOT)
     if expert < 0:
         return
     e64 = expert.to(tl.int64)
     w_ptr += e64 * n_chunks * k_chunks * 2048
-    slot, found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, 1)
-    x_slot, x_found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, FOLD)
+    slot, slot_mask = load_block_slots(sorted_ptr, start, rows, PER_SLOT, BM, 1)
+    x_slot, x_mask = load_block_slots(sorted_ptr, start, rows, PER_SLOT, BM, K_PARTS)
     x_rows = x_ptr + (x_slot // TOP_K).to(tl.int64) * x_stride
-    more_rows, more_found = x_rows, x_found
-    if MORE > 0:
-        more_slot, more_found = block_slots(sorted_ptr, start + BM, rows - BM, PER_SLOT, MORE, 1)
-        more_rows = x_ptr + (more_slot // TOP_K).to(tl.int64) * x_stride
+    rest_rows, rest_mask = x_rows, x_mask
+    if BM_REST > 0:
+        rest_slot, rest_mask = load_block_slots(sorted_ptr, start + BM, rows - BM, PER_SLOT, BM_REST, 1)
+        rest_rows = x_ptr + (rest_slot // TOP_K).to(tl.int64) * x_stride
     n = tile_n * BN + tl.arange(0, BN)
     padded = n_chunks * 64
-    if BM * FOLD <= 16:
-        row_scale, bias, router = epilogue_operands(row_scale_ptr, bias_ptr, topk_weights_ptr, e64 * padded, n, slot,
-                                                    found, padded, HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT)  # fmt: skip
-    acc, more = accumulate(x_rows, x_found, more_rows, more_found, w_ptr, s_ptr + e64 * s_stride,
-                           z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks, columns, split, FORMAT, GROUP, HAS_ZERO,
-                           EVEN_K, PROMOTE, False, STEPS, STAGES, SPLIT, FOLD, MORE, BM, BN, BK)  # fmt: skip
+    if BM * K_PARTS <= 16:
+        row_scale, bias, router = load_epilogue_operands(row_scale_ptr, bias_ptr, topk_weights_ptr, e64 * padded, n,
+                                                         slot, slot_mask, padded, HAS_ROW_SCALE, HAS_BIAS,
+                                                         WEIGHT_INPUT)  # fmt: skip
+    acc, acc_rest = mainloop(x_rows, x_mask, rest_rows, rest_mask, w_ptr, s_ptr + e64 * s_stride,
+                             z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks, columns, split, FORMAT, GROUP,
+                             HAS_ZERO, EVEN_K, SCALE_ACC, False, STEPS, STAGES, SPLIT_K, K_PARTS, BM_REST, BM, BN,
+                             BK)  # fmt: skip
     if PREFETCH:
-        part = tile_n * SPLIT + split
-        prefetch_share(w2_ptr + e64 * w2_chunks * 2048, w2_chunks, 2048, part, tiles * SPLIT)
+        part = tile_n * SPLIT_K + split
+        prefetch_l2_slice(w2_ptr + e64 * w2_chunks * 2048, w2_chunks, 2048, part, tiles * SPLIT_K)
         if s2_stride > 0:
             s2_bytes = (s2_ptr + e64 * s2_stride).to(tl.pointer_type(tl.uint8))
-            prefetch_share(s2_bytes, s2_stride // 32, 128, part, tiles * SPLIT)
-    if SPLIT > 1:
-        acc, last = sum_splits(acc, scratch_ptr, counter_ptr, pid // SPLIT, split, BM, BN, SPLIT)
+            prefetch_l2_slice(s2_bytes, s2_stride // 32, 128, part, tiles * SPLIT_K)
+    if SPLIT_K > 1:
+        acc, last = sum_split_k(acc, scratch_ptr, counter_ptr, pid // SPLIT_K, split, BM, BN, SPLIT_K)
         if not last:
             return
-    if BM * FOLD > 16:
-        row_scale, bias, router = epilogue_operands(row_scale_ptr, bias_ptr, topk_weights_ptr, e64 * padded, n, slot,
-                                                    found, padded, HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT)  # fmt: skip
-    store_activated(acc, row_scale, bias, router, h_ptr, slot, found, tile_n, inner, alpha, beta, limit, HAS_ROW_SCALE,
-                    HAS_BIAS, WEIGHT_INPUT, GATED, ACTIVATION, HAS_LIMIT, QUANTISE, BM, BN)  # fmt: skip
-    if MORE > 0:
+    if BM * K_PARTS > 16:
+        row_scale, bias, router = load_epilogue_operands(row_scale_ptr, bias_ptr, topk_weights_ptr, e64 * padded, n,
+                                                         slot, slot_mask, padded, HAS_ROW_SCALE, HAS_BIAS,
+                                                         WEIGHT_INPUT)  # fmt: skip
+    store_activated(acc, row_scale, bias, router, h_ptr, slot, slot_mask, tile_n, inner, alpha, beta, limit,
+                    HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT, GATED, ACTIVATION, HAS_LIMIT, QUANTIZE, BM, BN)  # fmt: skip
+    if BM_REST > 0:
         if WEIGHT_INPUT:
-            router = tl.load(topk_weights_ptr + more_slot, mask=more_found, other=0.0).to(tl.float32)
-        store_activated(more, row_scale, bias, router, h_ptr, more_slot, more_found, tile_n, inner, alpha, beta, limit,
-                        HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT, GATED, ACTIVATION, HAS_LIMIT, QUANTISE, MORE,
+            router = tl.load(topk_weights_ptr + rest_slot, mask=rest_mask, other=0.0).to(tl.float32)
+        store_activated(acc_rest, row_scale, bias, router, h_ptr, rest_slot, rest_mask, tile_n, inner, alpha, beta,
+                        limit, HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT, GATED, ACTIVATION, HAS_LIMIT, QUANTIZE, BM_REST,
                         BN)  # fmt: skip
 
 
 @triton.jit
-def needed(ids_ptr, map_ptr, token, mask, HAS_MAP: tl.constexpr, TOP_K: tl.constexpr):
-    """How many slots of each token have a local expert, int32, token's shape."""
+def count_local_choices(ids_ptr, map_ptr, token, mask, HAS_MAP: tl.constexpr, TOP_K: tl.constexpr):
+    """Number of choices of each token with a local expert, int32, token's shape."""
     count = tl.zeros_like(token)
     for j in tl.static_range(TOP_K):
         count += (local_ids(ids_ptr, map_ptr, token * TOP_K + j, mask, HAS_MAP) >= 0).to(tl.int32)
@@ -138,9 +140,9 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
          out_stride, n_chunks, k_chunks, s_stride,
          TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
          HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
-         EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, PER_SLOT: tl.constexpr, FUSE_SUM: tl.constexpr,
-         PDL: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr, FOLD: tl.constexpr,
-         MORE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+         EVEN_K: tl.constexpr, SCALE_ACC: tl.constexpr, PER_SLOT: tl.constexpr, FUSE_SUM: tl.constexpr,
+         PDL: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, SPLIT_K: tl.constexpr, K_PARTS: tl.constexpr,
+         BM_REST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
     """partial[slot] = (h[slot] @ w2[expert].T + b2[expert]) * router weight; with FUSE_SUM also out[token] = their sum.
 
     h [slots, columns]; partial [slots, hidden] and out [tokens, hidden] of h's dtype. FUSE_SUM: for each token and tile
@@ -148,67 +150,68 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
     depend on who that is; tokens without a local expert get zeros. WEIGHT_INPUT: weights were applied to the input.
     """
     pid = tl.program_id(0)
-    split = pid % SPLIT
-    tile_n = pid // SPLIT % tiles
-    block = pid // (SPLIT * tiles)
+    split = pid % SPLIT_K
+    tile_n = pid // SPLIT_K % tiles
+    block = pid // (SPLIT_K * tiles)
     expert, start, rows = find_block(ids_ptr, map_ptr, blocks_ptr, block, HAS_MAP, PER_SLOT)
-    slot, found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, 1)
-    x_slot, x_found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, FOLD)
+    slot, slot_mask = load_block_slots(sorted_ptr, start, rows, PER_SLOT, BM, 1)
+    x_slot, x_mask = load_block_slots(sorted_ptr, start, rows, PER_SLOT, BM, K_PARTS)
     # Weights that wait in registers are asked for before the predecessor has ended.
-    EARLY: tl.constexpr = PDL and STEPS > 0
-    if PDL and not EARLY:
+    LOAD_BEFORE_WAIT: tl.constexpr = PDL and STEPS > 0
+    if PDL and not LOAD_BEFORE_WAIT:
         gdc_wait()
         gdc_launch_dependents()
     n = tile_n * BN + tl.arange(0, BN)
     token = slot // TOP_K
-    if FUSE_SUM and pid < SPLIT * tiles and split == 0:
+    if FUSE_SUM and pid < SPLIT_K * tiles and split == 0:
         for first in range(0, tokens, BM):
             empty = first + tl.arange(0, BM)
             inside = empty < tokens
-            empty_mask = inside & (needed(ids_ptr, map_ptr, empty, inside, HAS_MAP, TOP_K) == 0)
+            empty_mask = inside & (count_local_choices(ids_ptr, map_ptr, empty, inside, HAS_MAP, TOP_K) == 0)
             zero_ptrs = out_ptr + empty.to(tl.int64)[None, :] * out_stride + n[:, None]
             zeros = tl.zeros((BN, BM), out_ptr.dtype.element_ty)
             tl.store(zero_ptrs, zeros, mask=empty_mask[None, :] & (n < hidden)[:, None])
     if expert < 0:
-        if EARLY:
+        if LOAD_BEFORE_WAIT:
             gdc_wait()
         return
     e64 = expert.to(tl.int64)
     w_ptr += e64 * n_chunks * k_chunks * 2048
     padded = n_chunks * 64
-    if BM * FOLD <= 16:
-        row_scale, bias, router = epilogue_operands(row_scale_ptr, bias_ptr, topk_weights_ptr, e64 * padded, n, slot,
-                                                    found, padded, HAS_ROW_SCALE, HAS_BIAS,
-                                                    not WEIGHT_INPUT)  # fmt: skip
+    if BM * K_PARTS <= 16:
+        row_scale, bias, router = load_epilogue_operands(row_scale_ptr, bias_ptr, topk_weights_ptr, e64 * padded, n,
+                                                         slot, slot_mask, padded, HAS_ROW_SCALE, HAS_BIAS,
+                                                         not WEIGHT_INPUT)  # fmt: skip
     h_rows = h_ptr + x_slot.to(tl.int64) * columns
-    more_rows, more_found = h_rows, x_found
-    if MORE > 0:
-        more_slot, more_found = block_slots(sorted_ptr, start + BM, rows - BM, PER_SLOT, MORE, 1)
-        more_rows = h_ptr + more_slot.to(tl.int64) * columns
-    acc, more = accumulate(h_rows, x_found, more_rows, more_found, w_ptr, s_ptr + e64 * s_stride,
-                           z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks, columns, split, FORMAT, GROUP, HAS_ZERO,
-                           EVEN_K, PROMOTE, EARLY, STEPS, STAGES, SPLIT, FOLD, MORE, BM, BN, BK)  # fmt: skip
-    if SPLIT > 1:
-        acc, last = sum_splits(acc, scratch_ptr, counter_ptr, pid // SPLIT, split, BM, BN, SPLIT)
+    rest_rows, rest_mask = h_rows, x_mask
+    if BM_REST > 0:
+        rest_slot, rest_mask = load_block_slots(sorted_ptr, start + BM, rows - BM, PER_SLOT, BM_REST, 1)
+        rest_rows = h_ptr + rest_slot.to(tl.int64) * columns
+    acc, acc_rest = mainloop(h_rows, x_mask, rest_rows, rest_mask, w_ptr, s_ptr + e64 * s_stride,
+                             z_ptr + e64 * s_stride, tile_n, n_chunks, k_chunks, columns, split, FORMAT, GROUP,
+                             HAS_ZERO, EVEN_K, SCALE_ACC, LOAD_BEFORE_WAIT, STEPS, STAGES, SPLIT_K, K_PARTS, BM_REST,
+                             BM, BN, BK)  # fmt: skip
+    if SPLIT_K > 1:
+        acc, last = sum_split_k(acc, scratch_ptr, counter_ptr, pid // SPLIT_K, split, BM, BN, SPLIT_K)
         if not last:
             return
-    if BM * FOLD > 16:
-        row_scale, bias, router = epilogue_operands(row_scale_ptr, bias_ptr, topk_weights_ptr, e64 * padded, n, slot,
-                                                    found, padded, HAS_ROW_SCALE, HAS_BIAS,
-                                                    not WEIGHT_INPUT)  # fmt: skip
-    store_partial(acc, row_scale, bias, router, partial_ptr, slot, found, n, hidden, HAS_ROW_SCALE, HAS_BIAS,
+    if BM * K_PARTS > 16:
+        row_scale, bias, router = load_epilogue_operands(row_scale_ptr, bias_ptr, topk_weights_ptr, e64 * padded, n,
+                                                         slot, slot_mask, padded, HAS_ROW_SCALE, HAS_BIAS,
+                                                         not WEIGHT_INPUT)  # fmt: skip
+    store_partial(acc, row_scale, bias, router, partial_ptr, slot, slot_mask, n, hidden, HAS_ROW_SCALE, HAS_BIAS,
                   WEIGHT_INPUT)  # fmt: skip
-    if MORE > 0:
+    if BM_REST > 0:
         if not WEIGHT_INPUT:
-            router = tl.load(topk_weights_ptr + more_slot, mask=more_found, other=0.0).to(tl.float32)
-        store_partial(more, row_scale, bias, router, partial_ptr, more_slot, more_found, n, hidden, HAS_ROW_SCALE,
+            router = tl.load(topk_weights_ptr + rest_slot, mask=rest_mask, other=0.0).to(tl.float32)
+        store_partial(acc_rest, row_scale, bias, router, partial_ptr, rest_slot, rest_mask, n, hidden, HAS_ROW_SCALE,
                       HAS_BIAS, WEIGHT_INPUT)  # fmt: skip
     if FUSE_SUM:
-        wanted = needed(ids_ptr, map_ptr, token, found, HAS_MAP, TOP_K)
+        wanted = count_local_choices(ids_ptr, map_ptr, token, slot_mask, HAS_MAP, TOP_K)
         counter_ptrs = token_counter_ptr + token * tiles + tile_n
         tl.debug_barrier()
-        arrived = tl.atomic_add(counter_ptrs, 1, mask=found, sem="acq_rel", scope="gpu")
-        finish = found & (arrived == wanted - 1)
+        arrived = tl.atomic_add(counter_ptrs, 1, mask=slot_mask, sem="acq_rel", scope="gpu")
+        finish = slot_mask & (arrived == wanted - 1)
         tl.debug_barrier()
         if tl.max(finish.to(tl.int32), axis=0) > 0:
             total = tl.zeros((BN, BM), tl.float32)
@@ -224,27 +227,27 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
-def down_sweep(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_ptr, ids_ptr, map_ptr,
-               topk_weights_ptr, sorted_ptr, blocks_ptr, scratch_ptr, counter_ptr, token_counter_ptr, tokens, tiles,
-               columns, hidden, out_stride, n_chunks, k_chunks, s_stride,
-               TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
-               HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
-               PROMOTE: tl.constexpr, PER_SLOT: tl.constexpr, PDL: tl.constexpr, STEPS: tl.constexpr,
-               STAGES: tl.constexpr, SWEEP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-               BK: tl.constexpr):  # fmt: skip
-    """`down` for few columns (STEPS * BK of them): a program keeps its h and goes through SWEEP tiles along N.
+def down_loop_n(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_ptr, ids_ptr, map_ptr,
+                topk_weights_ptr, sorted_ptr, blocks_ptr, scratch_ptr, counter_ptr, token_counter_ptr, tokens, tiles,
+                columns, hidden, out_stride, n_chunks, k_chunks, s_stride,
+                TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+                HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
+                SCALE_ACC: tl.constexpr, PER_SLOT: tl.constexpr, PDL: tl.constexpr, STEPS: tl.constexpr,
+                STAGES: tl.constexpr, N_TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                BK: tl.constexpr):  # fmt: skip
+    """`down` for few columns (STEPS * BK of them): a program keeps its h and goes through N_TILES tiles along N.
 
-    Its loads run on from tile to tile, where `down` begins anew for each. Grid blocks * ceil(tiles / SWEEP).
+    Its loads run on from tile to tile, where `down` begins anew for each. Grid blocks * ceil(tiles / N_TILES).
     """
     RC: tl.constexpr = BN // 64
     CK: tl.constexpr = 64 if FORMAT == "int4" or FORMAT == "mxfp4" else 32
     KC: tl.constexpr = BK // CK
     pid = tl.program_id(0)
-    sweeps = (tiles + SWEEP - 1) // SWEEP
+    sweeps = (tiles + N_TILES - 1) // N_TILES
     block = pid // sweeps
-    first = pid % sweeps * SWEEP
+    first = pid % sweeps * N_TILES
     expert, start, rows = find_block(ids_ptr, map_ptr, blocks_ptr, block, HAS_MAP, PER_SLOT)
-    slot, found = block_slots(sorted_ptr, start, rows, PER_SLOT, BM, 1)
+    slot, slot_mask = load_block_slots(sorted_ptr, start, rows, PER_SLOT, BM, 1)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -256,15 +259,15 @@ def down_sweep(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr,
     s_ptr += e64 * s_stride
     z_ptr += e64 * s_stride
     if not WEIGHT_INPUT:
-        router = tl.load(topk_weights_ptr + slot, mask=found, other=0.0).to(tl.float32)
+        router = tl.load(topk_weights_ptr + slot, mask=slot_mask, other=0.0).to(tl.float32)
     x_ptrs = (h_ptr + slot.to(tl.int64) * columns)[:, None] + tl.arange(0, BK)[None, :]
     x = ()
     for step in tl.static_range(STEPS):
-        x = x + (tl.load(x_ptrs + step * BK, mask=found[:, None], other=0.0),)
+        x = x + (tl.load(x_ptrs + step * BK, mask=slot_mask[:, None], other=0.0),)
     part = tl.arange(0, KC * RC * 4)
     part_warp = part % (RC * 4)
     warp = (tl.arange(0, RC)[:, None] * 4 + tl.arange(0, 4)[None, :])[:, None, :, None]
-    for tile_n in tl.range(first, tl.minimum(first + SWEEP, tiles), num_stages=STAGES):
+    for tile_n in tl.range(first, tl.minimum(first + N_TILES, tiles), num_stages=STAGES):
         part_row = tl.minimum(tile_n * (BN // 16) + part_warp, n_chunks * 4 - 1)
         row = tl.minimum(tile_n * (BN // 16) + warp, n_chunks * 4 - 1)
         w_ptrs = w_ptr + (part_row // 4 * (k_chunks * 2048) + part_row % 4 * 512 + part // (RC * 4) * 2048)[:, None]
@@ -273,7 +276,7 @@ def down_sweep(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr,
         for step in tl.static_range(STEPS):
             packed = tl.load(w_ptrs + step * (KC * 2048)).reshape(KC, RC, 4, 512).trans(1, 0, 2, 3)
             words, zeros = load_scales(s_ptr, z_ptr, row, step, columns, FORMAT, GROUP, HAS_ZERO, True, 1, BK)
-            acc = multiply(acc, x[step], packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, BK)
+            acc = dequantize_mma_step(acc, x[step], packed, words, zeros, FORMAT, GROUP, HAS_ZERO, SCALE_ACC, BK)
         n = tile_n * BN + tl.arange(0, BN)
         if HAS_ROW_SCALE:
             acc *= tl.load(row_scale_ptr + e64 * padded + n, mask=n < padded, other=0.0)[:, None]
@@ -282,25 +285,26 @@ def down_sweep(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr,
         if not WEIGHT_INPUT:
             acc *= router[None, :]
         offsets = slot.to(tl.int64)[None, :] * hidden + n[:, None]
-        mask = found[None, :] & (n < hidden)[:, None]
+        mask = slot_mask[None, :] & (n < hidden)[:, None]
         tl.store(partial_ptr + offsets, acc.to(partial_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
-def down_merged(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_ptr, ids_ptr, map_ptr,
-                topk_weights_ptr, sorted_ptr, blocks_ptr, scratch_ptr, counter_ptr, token_counter_ptr, tokens, tiles,
-                columns, hidden, out_stride, n_chunks, k_chunks, s_stride,
-                TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
-                HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
-                EVEN_K: tl.constexpr, PROMOTE: tl.constexpr, PDL: tl.constexpr, STEPS: tl.constexpr,
-                CHOICES: tl.constexpr, FOLD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+def down_fused_topk(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_ptr, ids_ptr, map_ptr,
+                    topk_weights_ptr, sorted_ptr, blocks_ptr, scratch_ptr, counter_ptr, token_counter_ptr, tokens,
+                    tiles, columns, hidden, out_stride, n_chunks, k_chunks, s_stride,
+                    TOP_K: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+                    HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MAP: tl.constexpr,
+                    WEIGHT_INPUT: tl.constexpr, EVEN_K: tl.constexpr, SCALE_ACC: tl.constexpr, PDL: tl.constexpr,
+                    STEPS: tl.constexpr, CHOICES: tl.constexpr, K_PARTS: tl.constexpr, BN: tl.constexpr,
+                    BK: tl.constexpr):  # fmt: skip
     """out[token] = sum over choices of (h[slot] @ w2[expert].T + b2[expert]) * router weight, in one program.
 
-    For few tokens: a program multiplies BN rows of all experts of a token with FOLD parts of the columns side by side,
-    as `accumulate` does with parts; CHOICES is TOP_K rounded up to a power of two, CHOICES * FOLD at most 16. No loop:
-    weights wait in registers and are asked for before the predecessor has ended. Grid tokens * tiles.
+    For few tokens: a program multiplies BN rows of all experts of a token with K_PARTS parts of the columns side by
+    side, as `mainloop` does with parts; CHOICES is TOP_K rounded up to a power of two, CHOICES * K_PARTS at most 16. No
+    loop: weights wait in registers and are asked for before the predecessor has ended. Grid tokens * tiles.
     """
-    PARTS: tl.constexpr = CHOICES * FOLD
+    PARTS: tl.constexpr = CHOICES * K_PARTS
     VN: tl.constexpr = PARTS * BN
     RC: tl.constexpr = VN // 64
     CK: tl.constexpr = 64 if FORMAT == "int4" or FORMAT == "mxfp4" else 32
@@ -311,18 +315,18 @@ def down_merged(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr
     ids_ptr += token * TOP_K
     part = tl.arange(0, KC * RC * 4)
     part_warp = part % (RC * 4)
-    part_choice = part_warp // (FOLD * BN // 16)
+    part_choice = part_warp // (K_PARTS * BN // 16)
     part_expert = local_ids(ids_ptr, map_ptr, part_choice, part_choice < TOP_K, HAS_MAP)
     part_row = tl.minimum(tile_n * (BN // 16) + part_warp % (BN // 16), n_chunks * 4 - 1)
-    part_chunk = part_warp // (BN // 16) % FOLD * (STEPS * KC) + part // (RC * 4)
+    part_chunk = part_warp // (BN // 16) % K_PARTS * (STEPS * KC) + part // (RC * 4)
     w_offsets = part_expert.to(tl.int64) * n_chunks * k_chunks * 2048
     w_offsets += part_row // 4 * (k_chunks * 2048) + part_row % 4 * 512 + part_chunk * 2048
     w_ptrs = w_ptr + w_offsets[:, None] + tl.arange(0, 512)[None, :]
     warp = (tl.arange(0, RC)[:, None] * 4 + tl.arange(0, 4)[None, :])[:, None, :, None]
-    choice = warp // (FOLD * BN // 16)
+    choice = warp // (K_PARTS * BN // 16)
     expert = local_ids(ids_ptr, map_ptr, choice, choice < TOP_K, HAS_MAP)
     row = tl.minimum(tile_n * (BN // 16) + warp % (BN // 16), n_chunks * 4 - 1)
-    fold = warp // (BN // 16) % FOLD * STEPS
+    fold = warp // (BN // 16) % K_PARTS * STEPS
     s_offset = tl.maximum(expert, 0).to(tl.int64) * s_stride
     tiles_of_weights = ()
     for step in tl.static_range(STEPS):
@@ -347,25 +351,25 @@ def down_merged(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr
     if HAS_BIAS:
         bias = tl.load(bias_ptr + of_rows, mask=there, other=0.0)
     column = tl.arange(0, 16)
-    k = (column % FOLD * (STEPS * BK))[:, None] + tl.arange(0, BK)[None, :]
-    mine = (column < FOLD * TOP_K)[:, None]
-    x_ptrs = h_ptr + (token * TOP_K + column // FOLD).to(tl.int64)[:, None] * columns + k
+    k = (column % K_PARTS * (STEPS * BK))[:, None] + tl.arange(0, BK)[None, :]
+    mine = (column < K_PARTS * TOP_K)[:, None]
+    x_ptrs = h_ptr + (token * TOP_K + column // K_PARTS).to(tl.int64)[:, None] * columns + k
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     x = ()
     for step in tl.static_range(STEPS):
-        mask = mine & (local_ids(ids_ptr, map_ptr, column // FOLD, column < FOLD * TOP_K, HAS_MAP) >= 0)[:, None]
+        mask = mine & (local_ids(ids_ptr, map_ptr, column // K_PARTS, column < K_PARTS * TOP_K, HAS_MAP) >= 0)[:, None]
         if not EVEN_K:
             mask = mask & (k + step * BK < columns)
         x = x + (tl.load(x_ptrs + step * BK, mask=mask, other=0.0),)
     acc = tl.zeros((VN, 16), tl.float32)
     for step in tl.static_range(STEPS):
         packed, words, zeros = tiles_of_weights[step]
-        acc = multiply(acc, x[step], packed, words, zeros, FORMAT, GROUP, HAS_ZERO, PROMOTE, BK)
+        acc = dequantize_mma_step(acc, x[step], packed, words, zeros, FORMAT, GROUP, HAS_ZERO, SCALE_ACC, BK)
     diagonal = tl.arange(0, PARTS)[:, None, None] == column[None, None, :]
     value = tl.sum(tl.where(diagonal, acc.reshape(PARTS, BN, 16), 0.0), axis=2)
-    value = tl.sum(value.reshape(CHOICES, FOLD, BN), axis=1)
+    value = tl.sum(value.reshape(CHOICES, K_PARTS, BN), axis=1)
     if HAS_ROW_SCALE:
         value *= row_scale
     if HAS_BIAS:
@@ -375,8 +379,8 @@ def down_merged(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr
 
 
 @triton.jit
-def sum_slots(partial_ptr, out_ptr, ids_ptr, map_ptr, hidden, out_stride, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
-              BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def sum_topk(partial_ptr, out_ptr, ids_ptr, map_ptr, hidden, out_stride, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
+             BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """out[token] = sum of the token's partial rows that have a local expert, in the order of its choices, in float32.
 
     partial [tokens * TOP_K, hidden], out [tokens, hidden]; grid (tokens, ceil(hidden / BLOCK)).
@@ -399,9 +403,9 @@ def sum_slots(partial_ptr, out_ptr, ids_ptr, map_ptr, hidden, out_stride, TOP_K:
 
 
 @triton.jit(do_not_specialize=["tokens", "ready"])
-def sum_strips(partial_ptr, out_ptr, ids_ptr, map_ptr, tokens, hidden, out_stride, ready, TOP_K: tl.constexpr,
-               HAS_MAP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """What `sum_slots` computes, in strips of 256 columns, the first `ready` of which are there when this one begins.
+def sum_topk_strips(partial_ptr, out_ptr, ids_ptr, map_ptr, tokens, hidden, out_stride, ready, TOP_K: tl.constexpr,
+                    HAS_MAP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """What `sum_topk` computes, in strips of 256 columns, the first `ready` of which are there when this one begins.
 
     ready: fewer than all, as kernels after this one rely on its waiting for the one before. These strips are read
     without a wait of this kernel's: every multiprocessor runs a program of the kernel before, which has waited.
@@ -428,12 +432,12 @@ def sum_strips(partial_ptr, out_ptr, ids_ptr, map_ptr, tokens, hidden, out_strid
 
 
 @triton.jit
-def round_trip_rows(x_ptr, out_ptr, columns, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out = x through MXFP8 and back (`mx_round_trip` per 32 columns); grid (rows, ceil(columns / BLOCK))."""
+def mxfp8_round_trip_rows(x_ptr, out_ptr, columns, x_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out = x through MXFP8 and back (`mxfp8_round_trip` per 32 columns); grid (rows, ceil(columns / BLOCK))."""
     if PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_stride + column, mask=column < columns, other=0.0)
-    value = mx_round_trip(x.to(tl.float32).reshape(BLOCK // 32, 32), 1).reshape(BLOCK)
+    value = mxfp8_round_trip(x.to(tl.float32).reshape(BLOCK // 32, 32), 1).reshape(BLOCK)
     tl.store(out_ptr + row * columns + column, value.to(out_ptr.dtype.element_ty), mask=column < columns)

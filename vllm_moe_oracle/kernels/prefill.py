@@ -1,4 +1,4 @@
-"""The two products of a fused MoE layer for many tokens: persistent, warp-specialised kernels in Gluon.
+"""The GEMMs of a fused MoE layer for many tokens: persistent, warp-specialized kernels in Gluon.
 
 The same stored weights and the same arithmetic as `gemm.py`, arranged for a matrix unit that is the bottleneck. A
 program stays on its multiprocessor and takes tiles of 256 weight rows and up to 128 tokens (in steps of 32) in turn.
@@ -21,37 +21,37 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .decode import (
-    add_to_code,
+from .dequantize import (
     decode_codes,
     decode_group_values,
     decode_mx_scales,
-    e2m1_by_products,
-    e4m3_by_products,
-    fragments4,
-    fragments8,
-    fused_multiply_add,
-    middles,
+    e2m1_bf16_imul,
+    e4m3_bf16_imul,
+    fma_bf16x2,
+    scale_and_add_zero,
+    scaled_midpoints,
+    to_fragments_4bit,
+    to_fragments_8bit,
 )
 from .epilogue import activate
 
-# Newer Gluon renamed the copies.
-copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-copy_in_bulk = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+# Gluon's copies have other names in newer releases.
+cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+tma_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # Weight rows of one group of warps (of two), columns of a step.
-ROWS = gl.constexpr(128)
+GROUP_ROWS = gl.constexpr(128)
 BK = gl.constexpr(64)
 
 
 @gluon.constexpr_function
-def chunks_of(FORMAT):
+def chunks_per_step(FORMAT):
     """Chunks of columns in a step."""
     return 1 if FORMAT in ("int4", "mxfp4") else 2
 
 
 @gluon.constexpr_function
-def scales_of(FORMAT, GROUP):
+def scales_per_step(FORMAT, GROUP):
     """(scales of a row in a step, int32 words of 16 rows and one scale): (0, 0) without scales."""
     if FORMAT in ("mxfp4", "mxfp8"):
         return 1, 16
@@ -99,80 +99,80 @@ def advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.constexpr_function
-def parts_of(BM):
+def mma_widths(BM):
     """The one or two products whose widths make up a block of BM tokens: powers of two."""
     return (64, 32) if BM == 96 else (BM, 0)
 
 
 @gluon.jit
-def share(blocks_ptr, tiles, MOVE: gl.constexpr):
-    """How many tiles of the first and of the second list this program has, and its place in the rounds of each.
+def partition_tiles(blocks_ptr, tiles, ROTATE: gl.constexpr):
+    """(tiles of large blocks, tiles of small blocks, offset in their rounds, offset in theirs) of this program.
 
-    A list is dealt out in rounds, one tile a program. MOVE: places move on by one with every round; a program would
-    have the same tile along N in each otherwise, where the tiles of a block divide the programs, and the last tile of
-    a block is a short one. Who has one tile more of the first list has one less of the second.
+    Each list is dealt out in rounds of one tile a program. A program that has one tile more of the large blocks has one
+    tile less of the small ones. ROTATE: offsets move on by one with every round. Without it, where the tiles of a block
+    divide the programs, a program would have the same tile along N in every round, and a block's last tile is short.
     """
-    both = gl.load(blocks_ptr.to(gl.pointer_type(gl.int64)))  # in one load: one address
+    both = gl.load(blocks_ptr.to(gl.pointer_type(gl.int64)))  # one load for both numbers
     large = both.to(gl.int32) * tiles
     small = (both >> 32).to(gl.int32) * tiles
     programs = gl.num_programs(0)
-    last = gl.program_id(0)  # the place in the round that is not full
-    if MOVE:
+    last = gl.program_id(0)  # this program's offset in the last round, which is not full
+    if ROTATE:
         last = (last + large // programs) % programs
     mirrored = programs - 1 - last
-    each = large // programs + (last < large % programs).to(gl.int32)
-    other = small // programs + (mirrored < small % programs).to(gl.int32)
-    if MOVE:
-        return each, other, gl.program_id(0), mirrored + programs - small // programs % programs
+    num_large = large // programs + (last < large % programs).to(gl.int32)
+    num_small = small // programs + (mirrored < small % programs).to(gl.int32)
+    if ROTATE:
+        return num_large, num_small, gl.program_id(0), mirrored + programs - small // programs % programs
     else:
-        return each, other, last, mirrored
+        return num_large, num_small, last, mirrored
 
 
 @gluon.jit
-def look(blocks_ptr, most, tiles, taken, other, place, place_other, MOVE: gl.constexpr):
-    """(expert, first position, rows, tile along N) of this program's tile `taken` of the first list, and of `other`.
+def peek_tiles(blocks_ptr, max_blocks, tiles, large_index, small_index, large_offset, small_offset,
+               ROTATE: gl.constexpr):  # fmt: skip
+    """(expert, first position, rows, tile along N) of this program's next tile of a large block, and of a small one.
 
-    `other` counts in the second list. Beyond a list's end they mean nothing.
-
-    blocks: `prefill_route.place_slots`; the tiles of a block are neighbours.
+    large_index, small_index: how many tiles of each list the program has taken. Beyond a list's end the values mean
+    nothing. blocks: `prefill_route.place_slots`; the tiles of a block are neighbors.
     """
     programs = gl.num_programs(0)
-    if MOVE:
-        first = taken * programs + (place + taken) % programs
-        second = other * programs + (place_other + other) % programs
+    if ROTATE:
+        first = large_index * programs + (large_offset + large_index) % programs
+        second = small_index * programs + (small_offset + small_index) % programs
     else:
-        first = taken * programs + place
-        second = other * programs + place_other
-    entry = blocks_ptr + 4 + gl.minimum(first // tiles, most - 1) * 4
-    one = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), first % tiles
-    entry = blocks_ptr + 4 + (most + gl.minimum(second // tiles, most - 1)) * 4
-    return one, (gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), second % tiles)
+        first = large_index * programs + large_offset
+        second = small_index * programs + small_offset
+    entry = blocks_ptr + 4 + gl.minimum(first // tiles, max_blocks - 1) * 4
+    large_tile = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), first % tiles
+    entry = blocks_ptr + 4 + (max_blocks + gl.minimum(second // tiles, max_blocks - 1)) * 4
+    return large_tile, (gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), second % tiles)
 
 
 @gluon.jit
-def pick(one, two, taken, other, large, small):
-    """The tile that comes next, as `look` has it, and how many of each list are taken then: in the order of experts."""
-    in_first = (taken < large) & ((other >= small) | (one[0] <= two[0]))
-    expert = gl.where(in_first, one[0], two[0])
-    start = gl.where(in_first, one[1], two[1])
-    rows = gl.where(in_first, one[2], two[2])
-    tile_n = gl.where(in_first, one[3], two[3])
-    step = in_first.to(gl.int32)
-    return expert, start, rows, tile_n, taken + step, other + 1 - step
+def next_tile(large_tile, small_tile, large_index, small_index, num_large, num_small):
+    """The next tile in the order of experts, as `peek_tiles` returns it, and the two indices after it."""
+    is_large = (large_index < num_large) & ((small_index >= num_small) | (large_tile[0] <= small_tile[0]))
+    expert = gl.where(is_large, large_tile[0], small_tile[0])
+    start = gl.where(is_large, large_tile[1], small_tile[1])
+    rows = gl.where(is_large, large_tile[2], small_tile[2])
+    tile_n = gl.where(is_large, large_tile[3], small_tile[3])
+    step = is_large.to(gl.int32)
+    return expert, start, rows, tile_n, large_index + step, small_index + 1 - step
 
 
 @gluon.jit
-def fetch_tile(x, rows_ptr, codes, s_ptr, z_ptr, memory, stage, phase, start, rows, first_line, first_chunk, x_stride,
-               columns, n_chunks, GATHER: gl.constexpr, TOP_K: gl.constexpr, FORMAT: gl.constexpr,
-               GROUP: gl.constexpr, HAS_ZERO: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr):  # fmt: skip
+def load_tile(x, rows_ptr, codes, s_ptr, z_ptr, memory, stage, phase, start, rows, first_line, first_chunk, x_stride,
+              columns, n_chunks, GATHER: gl.constexpr, TOP_K: gl.constexpr, FORMAT: gl.constexpr,
+              GROUP: gl.constexpr, HAS_ZERO: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr):  # fmt: skip
     """Copies all steps of one tile into the ring; s and z point to the expert's tensors."""
     x_smem, w_smem, s_smem, z_smem, full, empty, _, _, _, _ = memory
-    FIRST: gl.constexpr = parts_of(BM)[0]
-    SECOND: gl.constexpr = parts_of(BM)[1]
+    FIRST: gl.constexpr = mma_widths(BM)[0]
+    SECOND: gl.constexpr = mma_widths(BM)[1]
     X: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    KC: gl.constexpr = chunks_of(FORMAT)
-    COUNT: gl.constexpr = scales_of(FORMAT, GROUP)[0]
-    WORDS: gl.constexpr = scales_of(FORMAT, GROUP)[1]
+    KC: gl.constexpr = chunks_per_step(FORMAT)
+    COUNT: gl.constexpr = scales_per_step(FORMAT, GROUP)[0]
+    WORDS: gl.constexpr = scales_per_step(FORMAT, GROUP)[1]
     if GATHER:
         x_ptrs = row_pointers(x, rows_ptr, start, rows, x_stride, 0, FIRST, TOP_K, X)
         if SECOND > 0:
@@ -193,22 +193,22 @@ def fetch_tile(x, rows_ptr, codes, s_ptr, z_ptr, memory, stage, phase, start, ro
     for k in range(0, columns, BK):
         mbarrier.wait(empty.index(stage), phase ^ 1)
         mbarrier.expect(full.index(stage), 4 * KC * 2048 + (0 if GATHER else BM * BK * 2))
-        copy_in_bulk(codes, [first_line, k // BK * (KC * 16), 0], full.index(stage), w_smem.index(stage))
+        tma_copy(codes, [first_line, k // BK * (KC * 16), 0], full.index(stage), w_smem.index(stage))
         if GATHER:
-            copy_to_shared(x_smem.index(stage).slice(0, FIRST), x_ptrs)
+            cp_async(x_smem.index(stage).slice(0, FIRST), x_ptrs)
             x_ptrs += BK
             if SECOND > 0:
-                copy_to_shared(x_smem.index(stage).slice(FIRST, SECOND), x_more)
+                cp_async(x_smem.index(stage).slice(FIRST, SECOND), x_more)
                 x_more += BK
         else:
             for part in gl.static_range(BM // 32):
                 to = x_smem.index(stage).slice(part * 32, 32)
-                copy_in_bulk(x, [start + part * 32, k], full.index(stage), to)
+                tma_copy(x, [start + part * 32, k], full.index(stage), to)
         if COUNT > 0:
             at = k // PER * (4 * WORDS)
-            copy_to_shared(s_smem.index(stage), s_ptr + (s_offsets + at))
+            cp_async(s_smem.index(stage), s_ptr + (s_offsets + at))
             if HAS_ZERO:
-                copy_to_shared(z_smem.index(stage), z_ptr + (s_offsets + at))
+                cp_async(z_smem.index(stage), z_ptr + (s_offsets + at))
         async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
         stage, phase = advance(stage, phase, STAGES)
     return stage, phase
@@ -226,94 +226,96 @@ def row_pointers(x_ptr, rows_ptr, start, rows, x_stride, offset, COUNT: gl.const
 
 
 @gluon.jit
-def fetch(x, rows_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, begin, x_stride, columns, n_chunks,
-          s_stride, GATHER: gl.constexpr, TOP_K: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
-          HAS_ZERO: gl.constexpr, STAGES: gl.constexpr, MOVE: gl.constexpr):  # fmt: skip
-    """The warps that copy."""
+def producer(x, rows_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, max_blocks, tiles, begin, x_stride, columns,
+             n_chunks, s_stride, GATHER: gl.constexpr, TOP_K: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
+             HAS_ZERO: gl.constexpr, STAGES: gl.constexpr, ROTATE: gl.constexpr):  # fmt: skip
+    """The producer warps: copy tiles to shared memory."""
     stage = 0
     phase = 0
-    taken = 0
-    other = 0
-    large, small, place, mirrored = share(blocks_ptr, tiles, MOVE)
-    one, two = look(blocks_ptr, most, tiles, 0, 0, place, mirrored, MOVE)
-    for _ in range(0, large + small):
-        expert, start, rows, tile_n, taken, other = pick(one, two, taken, other, large, small)
-        # Arrives while this tile is worked on.
-        one, two = look(blocks_ptr, most, tiles, taken, other, place, mirrored, MOVE)
+    large_index = 0
+    small_index = 0
+    num_large, num_small, large_offset, small_offset = partition_tiles(blocks_ptr, tiles, ROTATE)
+    large_tile, small_tile = peek_tiles(blocks_ptr, max_blocks, tiles, 0, 0, large_offset, small_offset, ROTATE)
+    for _ in range(0, num_large + num_small):
+        expert, start, rows, tile_n, large_index, small_index = next_tile(
+            large_tile, small_tile, large_index, small_index, num_large, num_small)  # fmt: skip
+        # The loads arrive while this tile is computed.
+        large_tile, small_tile = peek_tiles(
+            blocks_ptr, max_blocks, tiles, large_index, small_index, large_offset, small_offset, ROTATE)  # fmt: skip
         e64 = expert.to(gl.int64)
         scales = s_ptr + e64 * s_stride
         zeros = z_ptr + e64 * s_stride
-        first = (begin + tile_n) * (ROWS * 2 // 64)
+        first = (begin + tile_n) * (GROUP_ROWS * 2 // 64)
         if rows > 96:
-            stage, phase = fetch_tile(
+            stage, phase = load_tile(
                 x, rows_ptr, codes, scales, zeros, memory, stage, phase, start, rows, expert * n_chunks + first, first,
                 x_stride, columns, n_chunks, GATHER, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, 128)  # fmt: skip
         elif rows > 64:
-            stage, phase = fetch_tile(
+            stage, phase = load_tile(
                 x, rows_ptr, codes, scales, zeros, memory, stage, phase, start, rows, expert * n_chunks + first, first,
                 x_stride, columns, n_chunks, GATHER, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, 96)  # fmt: skip
         elif rows > 32:
-            stage, phase = fetch_tile(
+            stage, phase = load_tile(
                 x, rows_ptr, codes, scales, zeros, memory, stage, phase, start, rows, expert * n_chunks + first, first,
                 x_stride, columns, n_chunks, GATHER, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, 64)  # fmt: skip
         else:
-            stage, phase = fetch_tile(
+            stage, phase = load_tile(
                 x, rows_ptr, codes, scales, zeros, memory, stage, phase, start, rows, expert * n_chunks + first, first,
                 x_stride, columns, n_chunks, GATHER, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, 32)  # fmt: skip
 
 
 @gluon.jit
-def decode_step(memory, stage, k, GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
-                HAS_ZERO: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
+def dequantize_step(memory, stage, k, WARPGROUP: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
+                    HAS_ZERO: gl.constexpr, DOT: gl.constexpr):  # fmt: skip
     """One group's weights of one step, 16-bit [128, 64] in the matrix instruction's register layout."""
     x_smem, w_smem, s_smem, z_smem = memory[0], memory[1], memory[2], memory[3]
     FP16: gl.constexpr = x_smem.dtype == gl.float16
-    KC: gl.constexpr = chunks_of(FORMAT)
-    COUNT: gl.constexpr = scales_of(FORMAT, GROUP)[0]
-    WORDS: gl.constexpr = scales_of(FORMAT, GROUP)[1]
+    KC: gl.constexpr = chunks_per_step(FORMAT)
+    COUNT: gl.constexpr = scales_per_step(FORMAT, GROUP)[0]
+    WORDS: gl.constexpr = scales_per_step(FORMAT, GROUP)[1]
     MX: gl.constexpr = FORMAT == "mxfp4" or FORMAT == "mxfp8"
     REBASED: gl.constexpr = not MX and GROUP > 0 and not HAS_ZERO and not FP16
-    packed = w_smem.index(stage).slice(2 * GROUP_OF_WARPS, 2).load(codes_layout(KC)).reshape(2, KC, 4, 512)
+    packed = w_smem.index(stage).slice(2 * WARPGROUP, 2).load(codes_layout(KC)).reshape(2, KC, 4, 512)
     if FORMAT == "mxfp8":
-        w = fragments8(e4m3_by_products(packed, memory[9]), 2, KC)
+        w = to_fragments_8bit(e4m3_bf16_imul(packed, memory[9]), 2, KC)
     elif FORMAT == "mxfp4":
-        a, b = e2m1_by_products(packed, memory[9])
-        w = fragments4(a, b, 2, KC)
+        a, b = e2m1_bf16_imul(packed, memory[9])
+        w = to_fragments_4bit(a, b, 2, KC)
     else:
         w = decode_codes(packed, FORMAT, FP16, HAS_ZERO, REBASED, 2, KC)
     w = gl.convert_layout(w, DOT, assert_trivial=True)
     if COUNT > 0:
-        words = s_smem.index(stage).slice(2 * GROUP_OF_WARPS, 2).load(scales_layout(COUNT, WORDS))
+        words = s_smem.index(stage).slice(2 * WARPGROUP, 2).load(scales_layout(COUNT, WORDS))
         if MX:
             N_SCALES: gl.constexpr = 2
             scale = decode_mx_scales(words >> (k % 128 // 4), 2, 1, 2)
         else:
             N_SCALES: gl.constexpr = COUNT
             scale = decode_group_values(words, FP16, 2, COUNT)
-        w3 = w.reshape(ROWS, N_SCALES, BK // N_SCALES)
+        w3 = w.reshape(GROUP_ROWS, N_SCALES, BK // N_SCALES)
         L3: gl.constexpr = w3.type.layout
         ROW: gl.constexpr = gl.SliceLayout(2, L3)
         scale = gl.convert_layout(scale, ROW, assert_trivial=True).expand_dims(2)
         if REBASED:
-            offset = decode_group_values(middles(words, FORMAT), FP16, 2, COUNT)
+            offset = decode_group_values(scaled_midpoints(words, FORMAT), FP16, 2, COUNT)
             offset = gl.convert_layout(offset, ROW, assert_trivial=True).expand_dims(2)
             w3, scale = gl.broadcast(w3, scale)
             w3, offset = gl.broadcast(w3, offset)
-            w3 = fused_multiply_add(w3, scale, offset)
+            w3 = fma_bf16x2(w3, scale, offset)
         else:
             if HAS_ZERO:
-                zeros = z_smem.index(stage).slice(2 * GROUP_OF_WARPS, 2).load(scales_layout(COUNT, WORDS))
+                zeros = z_smem.index(stage).slice(2 * WARPGROUP, 2).load(scales_layout(COUNT, WORDS))
                 zero = decode_group_values(zeros, FP16, 2, COUNT)
                 zero = gl.convert_layout(zero, ROW, assert_trivial=True).expand_dims(2)
                 w3, zero = gl.broadcast(w3, zero)
-                w3 = w3 - zero if FP16 else add_to_code(w3, zero)
+                w3 = w3 - zero if FP16 else scale_and_add_zero(w3, zero)
             w3 = w3 * scale
-        w = gl.convert_layout(w3.reshape(ROWS, BK), DOT, assert_trivial=True)
+        w = gl.convert_layout(w3.reshape(GROUP_ROWS, BK), DOT, assert_trivial=True)
     return w
 
 
 @gluon.constexpr_function
-def product_layout(BM):
+def accumulator_layout(BM):
     """Accumulator of 128 weight rows and BM tokens."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
 
@@ -321,39 +323,39 @@ def product_layout(BM):
 @gluon.constexpr_function
 def operand_layout(BM):
     """Its weights in registers."""
-    return gl.DotOperandLayout(0, product_layout(BM), 2)
+    return gl.DotOperandLayout(0, accumulator_layout(BM), 2)
 
 
 @gluon.jit
-def multiply_tile(memory, stage, phase, columns, GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.constexpr,
+def multiply_tile(memory, stage, phase, columns, WARPGROUP: gl.constexpr, FORMAT: gl.constexpr,
                   GROUP: gl.constexpr, HAS_ZERO: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr):  # fmt: skip
-    """float32 [128, tokens], this group's weight rows times the tile's tokens: one or two tensors (`parts_of`)."""
+    """float32 [128, tokens], this group's weight rows times the tile's tokens: one or two tensors (`mma_widths`)."""
     x_smem, full, empty = memory[0], memory[4], memory[5]
-    FIRST: gl.constexpr = parts_of(BM)[0]
-    SECOND: gl.constexpr = parts_of(BM)[1]
-    acc = gl.zeros((ROWS, FIRST), gl.float32, product_layout(FIRST))
-    more = gl.zeros((ROWS, SECOND), gl.float32, product_layout(SECOND)) if SECOND > 0 else 0
+    FIRST: gl.constexpr = mma_widths(BM)[0]
+    SECOND: gl.constexpr = mma_widths(BM)[1]
+    acc = gl.zeros((GROUP_ROWS, FIRST), gl.float32, accumulator_layout(FIRST))
+    acc_rest = gl.zeros((GROUP_ROWS, SECOND), gl.float32, accumulator_layout(SECOND)) if SECOND > 0 else 0
     for k in range(0, columns, BK):
         mbarrier.wait(full.index(stage), phase)
-        w = decode_step(memory, stage, k, GROUP_OF_WARPS, FORMAT, GROUP, HAS_ZERO, operand_layout(FIRST))
+        w = dequantize_step(memory, stage, k, WARPGROUP, FORMAT, GROUP, HAS_ZERO, operand_layout(FIRST))
         x = x_smem.index(stage).slice(0, FIRST).permute((1, 0))
         acc = hopper.warpgroup_mma(w, x, acc, is_async=True)
-        # The products end here: with one in flight at the end of an iteration, ptxas waits after every instruction.
+        # With an MMA in flight at the end of an iteration, ptxas would serialize all of them.
         if SECOND > 0:
             w = gl.convert_layout(w, operand_layout(SECOND), assert_trivial=True)
             x = x_smem.index(stage).slice(FIRST, SECOND).permute((1, 0))
-            more = hopper.warpgroup_mma(w, x, more, is_async=True)
-            acc, more = hopper.warpgroup_mma_wait(0, deps=(acc, more))
+            acc_rest = hopper.warpgroup_mma(w, x, acc_rest, is_async=True)
+            acc, acc_rest = hopper.warpgroup_mma_wait(0, deps=(acc, acc_rest))
         else:
             acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(stage), count=1)
         stage, phase = advance(stage, phase, STAGES)
-    return acc, more, stage, phase
+    return acc, acc_rest, stage, phase
 
 
 @gluon.jit
 def skip_tile(memory, stage, phase, columns, STAGES: gl.constexpr):
-    """Lets a tile's steps pass unused."""
+    """Consumes a tile's stages without computing."""
     full, empty = memory[4], memory[5]
     for _ in range(0, columns, BK):
         mbarrier.wait(full.index(stage), phase)
@@ -363,32 +365,32 @@ def skip_tile(memory, stage, phase, columns, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def finish(acc, results, values, slots, out_ptr, width, first, start, rows, offset, alpha, beta, limit,
-           AT: gl.constexpr, HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr,
-           DOWN: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr):  # fmt: skip
+def store_tile(acc, results, values, slots, out_ptr, width, first, start, rows, offset, alpha, beta, limit,
+               AT: gl.constexpr, HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, ROUTER_WEIGHT: gl.constexpr,
+               DOWN: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr):  # fmt: skip
     """Epilogue of float32 [128, BM], the weight rows from `first` and the block's tokens from `offset` on.
 
-    WEIGHT: router weights multiply, after the bias if DOWN, else before. DOWN: rows of out are slots, else positions.
-    In shared memory: values, float32 [6, 128], from AT on the rows' scales and biases and the block's router weights;
-    slots, int32 [128], its slots; results, 16-bit [128, OUT], in which lanes exchange tokens for columns.
+    ROUTER_WEIGHT: router weights multiply, after the bias if DOWN, else before. DOWN: rows of out are slots, else
+    positions. In shared memory: values, float32 [6, 128], from AT on the rows' scales and biases and the block's router
+    weights; slots, int32 [128], its slots; results, 16-bit [128, OUT], in which lanes exchange tokens for columns.
     """
     BM: gl.constexpr = acc.shape[1]
     MMA: gl.constexpr = acc.type.layout
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
-    OUT: gl.constexpr = ROWS // 2 if GATED else ROWS
+    OUT: gl.constexpr = GROUP_ROWS // 2 if GATED else GROUP_ROWS
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // OUT, OUT // 8], [4, 1], [1, 0])
     if HAS_ROW_SCALE:
         acc = acc * values.index(AT).load(gl.SliceLayout(1, MMA)).expand_dims(1)
-    if WEIGHT:
+    if ROUTER_WEIGHT:
         router = values.index(AT + 2).slice(offset, BM).load(gl.SliceLayout(0, MMA)).expand_dims(0)
-    if WEIGHT and not DOWN:
+    if ROUTER_WEIGHT and not DOWN:
         acc = acc * router
     if HAS_BIAS:
         acc = acc + values.index(AT + 1).load(gl.SliceLayout(1, MMA)).expand_dims(1)
-    if WEIGHT and DOWN:
+    if ROUTER_WEIGHT and DOWN:
         acc = acc * router
     if GATED:
-        gate, up = gl.split(acc.reshape(ROWS // 16, 2, 8, BM).permute(0, 2, 3, 1))
+        gate, up = gl.split(acc.reshape(GROUP_ROWS // 16, 2, 8, BM).permute(0, 2, 3, 1))
         value = activate(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT).to(DTYPE).reshape(OUT, BM)
         first = first // 2
     elif not DOWN:
@@ -407,108 +409,110 @@ def finish(acc, results, values, slots, out_ptr, width, first, start, rows, offs
 
 
 @gluon.jit
-def look_up(pointer, count):
+def load_padded(pointer, count):
     """128 values, one a thread, 0 from `count` on."""
     i = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
     return gl.load(pointer + i, mask=i < count, other=0)
 
 
 @gluon.jit
-def work_tile(memory, stage, phase, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr, routers_ptr, columns, width, padded,
-              first, start, rows, alpha, beta, limit,
-              GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
-              HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr,
-              GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr, STAGES: gl.constexpr,
-              BM: gl.constexpr):  # fmt: skip
-    """One tile, from its first step to its rows of out."""
-    FIRST: gl.constexpr = parts_of(BM)[0]
-    SECOND: gl.constexpr = parts_of(BM)[1]
-    # What the end needs is asked for before the steps, one value a thread, and handed round after them.
+def compute_tile(memory, stage, phase, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr, routers_ptr, columns, width,
+                 padded, first, start, rows, alpha, beta, limit,
+                 WARPGROUP: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
+                 HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, ROUTER_WEIGHT: gl.constexpr, DOWN: gl.constexpr,
+                 GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr, STAGES: gl.constexpr,
+                 BM: gl.constexpr):  # fmt: skip
+    """Computes one tile and stores it."""
+    FIRST: gl.constexpr = mma_widths(BM)[0]
+    SECOND: gl.constexpr = mma_widths(BM)[1]
+    # The epilogue's operands are loaded before the K loop, one value per thread, and shared after it.
     if HAS_ROW_SCALE:
-        factor = look_up(row_scale_ptr + first, padded - first)
+        factor = load_padded(row_scale_ptr + first, padded - first)
     if HAS_BIAS:
-        bias = look_up(bias_ptr + first, padded - first)
-    if WEIGHT:
-        router = look_up(routers_ptr + start, rows)
+        bias = load_padded(bias_ptr + first, padded - first)
+    if ROUTER_WEIGHT:
+        router = load_padded(routers_ptr + start, rows)
     if DOWN:
-        slot = look_up(sorted_ptr + start, rows)
-    acc, more, stage, phase = multiply_tile(memory, stage, phase, columns, GROUP_OF_WARPS, FORMAT, GROUP, HAS_ZERO,
-                                            STAGES, BM)  # fmt: skip
-    results = memory[6].index(GROUP_OF_WARPS)
+        slot = load_padded(sorted_ptr + start, rows)
+    acc, acc_rest, stage, phase = multiply_tile(memory, stage, phase, columns, WARPGROUP, FORMAT, GROUP, HAS_ZERO,
+                                                STAGES, BM)  # fmt: skip
+    results = memory[6].index(WARPGROUP)
     values = memory[7]
-    AT: gl.constexpr = GROUP_OF_WARPS * 3
-    slots = memory[8].index(GROUP_OF_WARPS)
+    AT: gl.constexpr = WARPGROUP * 3
+    slots = memory[8].index(WARPGROUP)
     if HAS_ROW_SCALE:
         values.index(AT).store(factor)
     if HAS_BIAS:
         values.index(AT + 1).store(bias)
-    if WEIGHT:
+    if ROUTER_WEIGHT:
         values.index(AT + 2).store(router)
     if DOWN:
         slots.store(slot)
-    finish(acc, results, values, slots, out_ptr, width, first, start, rows, 0, alpha, beta, limit,
-           AT, HAS_ROW_SCALE, HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
+    store_tile(acc, results, values, slots, out_ptr, width, first, start, rows, 0, alpha, beta, limit,
+               AT, HAS_ROW_SCALE, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
     if SECOND > 0:
-        finish(more, results, values, slots, out_ptr, width, first, start, rows, FIRST, alpha, beta, limit,
-               AT, HAS_ROW_SCALE, HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
+        store_tile(acc_rest, results, values, slots, out_ptr, width, first, start, rows, FIRST, alpha, beta, limit,
+                   AT, HAS_ROW_SCALE, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
     return stage, phase
 
 
 @gluon.jit
-def work(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr, routers_ptr, most, tiles, begin, columns,
-         width, n_chunks, alpha, beta, limit,
-         GROUP_OF_WARPS: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
-         HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT: gl.constexpr, DOWN: gl.constexpr,
-         GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr, STAGES: gl.constexpr,
-         MOVE: gl.constexpr):  # fmt: skip
-    """A group of warps that multiplies."""
+def consumer(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr, routers_ptr, max_blocks, tiles, begin,
+             columns, width, n_chunks, alpha, beta, limit,
+             WARPGROUP: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
+             HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, ROUTER_WEIGHT: gl.constexpr, DOWN: gl.constexpr,
+             GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr, STAGES: gl.constexpr,
+             ROTATE: gl.constexpr):  # fmt: skip
+    """A consumer warpgroup: dequantizes and multiplies."""
     padded = n_chunks * 64
     stage = 0
     phase = 0
-    taken = 0
-    other = 0
-    large, small, place, mirrored = share(blocks_ptr, tiles, MOVE)
-    one, two = look(blocks_ptr, most, tiles, 0, 0, place, mirrored, MOVE)
-    for _ in range(0, large + small):
-        expert, start, rows, tile_n, taken, other = pick(one, two, taken, other, large, small)
-        # Arrives while this tile is worked on.
-        one, two = look(blocks_ptr, most, tiles, taken, other, place, mirrored, MOVE)
-        first = ((begin + tile_n) * 2 + GROUP_OF_WARPS) * ROWS
+    large_index = 0
+    small_index = 0
+    num_large, num_small, large_offset, small_offset = partition_tiles(blocks_ptr, tiles, ROTATE)
+    large_tile, small_tile = peek_tiles(blocks_ptr, max_blocks, tiles, 0, 0, large_offset, small_offset, ROTATE)
+    for _ in range(0, num_large + num_small):
+        expert, start, rows, tile_n, large_index, small_index = next_tile(
+            large_tile, small_tile, large_index, small_index, num_large, num_small)  # fmt: skip
+        # The loads arrive while this tile is computed.
+        large_tile, small_tile = peek_tiles(
+            blocks_ptr, max_blocks, tiles, large_index, small_index, large_offset, small_offset, ROTATE)  # fmt: skip
+        first = ((begin + tile_n) * 2 + WARPGROUP) * GROUP_ROWS
         row_scale = row_scale_ptr + expert.to(gl.int64) * padded
         biases = bias_ptr + expert.to(gl.int64) * padded
         if first >= padded:
             stage, phase = skip_tile(memory, stage, phase, columns, STAGES)
         elif rows > 96:
-            stage, phase = work_tile(
+            stage, phase = compute_tile(
                 memory, stage, phase, row_scale, biases, out_ptr, sorted_ptr, routers_ptr, columns, width, padded,
-                first, start, rows, alpha, beta, limit, GROUP_OF_WARPS, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
-                HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 128)  # fmt: skip
+                first, start, rows, alpha, beta, limit, WARPGROUP, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
+                HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 128)  # fmt: skip
         elif rows > 64:
-            stage, phase = work_tile(
+            stage, phase = compute_tile(
                 memory, stage, phase, row_scale, biases, out_ptr, sorted_ptr, routers_ptr, columns, width, padded,
-                first, start, rows, alpha, beta, limit, GROUP_OF_WARPS, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
-                HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 96)  # fmt: skip
+                first, start, rows, alpha, beta, limit, WARPGROUP, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
+                HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 96)  # fmt: skip
         elif rows > 32:
-            stage, phase = work_tile(
+            stage, phase = compute_tile(
                 memory, stage, phase, row_scale, biases, out_ptr, sorted_ptr, routers_ptr, columns, width, padded,
-                first, start, rows, alpha, beta, limit, GROUP_OF_WARPS, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
-                HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 64)  # fmt: skip
+                first, start, rows, alpha, beta, limit, WARPGROUP, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
+                HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 64)  # fmt: skip
         else:
-            stage, phase = work_tile(
+            stage, phase = compute_tile(
                 memory, stage, phase, row_scale, biases, out_ptr, sorted_ptr, routers_ptr, columns, width, padded,
-                first, start, rows, alpha, beta, limit, GROUP_OF_WARPS, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
-                HAS_BIAS, WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 32)  # fmt: skip
+                first, start, rows, alpha, beta, limit, WARPGROUP, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
+                HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 32)  # fmt: skip
 
 
 @gluon.jit
-def ring(sixteen, DTYPE: gl.constexpr, OUT: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
-         HAS_ZERO: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def allocate_ring(sixteen, DTYPE: gl.constexpr, OUT: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr,
+                  HAS_ZERO: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """Shared memory: x, codes, scales, zero points of the stages, their barriers (full, empty); then, for the end of
-    each group's tile, results, values, slots (`finish`); and `sixteen`. OUT: columns of one group's result.
+    each group's tile, results, values, slots (`store_tile`); and `sixteen`. OUT: columns of one group's result.
     """
-    KC: gl.constexpr = chunks_of(FORMAT)
-    COUNT: gl.constexpr = scales_of(FORMAT, GROUP)[0]
-    WORDS: gl.constexpr = scales_of(FORMAT, GROUP)[1]
+    KC: gl.constexpr = chunks_per_step(FORMAT)
+    COUNT: gl.constexpr = scales_per_step(FORMAT, GROUP)[0]
+    WORDS: gl.constexpr = scales_per_step(FORMAT, GROUP)[1]
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -531,48 +535,50 @@ def ring(sixteen, DTYPE: gl.constexpr, OUT: gl.constexpr, FORMAT: gl.constexpr, 
     return x_smem, w_smem, s_smem, z_smem, full, empty, results, values, slots, sixteen
 
 
-@gluon.jit(do_not_specialize=["most", "tiles", "alpha", "beta", "limit", "sixteen"])
-def gate_up(x_ptr, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, blocks_ptr, most,
+@gluon.jit(do_not_specialize=["max_blocks", "tiles", "alpha", "beta", "limit", "sixteen"])
+def gate_up(x_ptr, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, blocks_ptr, max_blocks,
             tiles, x_stride, columns, inner, n_chunks, s_stride, alpha, beta, limit, sixteen,
             TOP_K: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
             HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
             HAS_LIMIT: gl.constexpr, WEIGHT_INPUT: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
-            MOVE: gl.constexpr):  # fmt: skip
+            ROTATE: gl.constexpr):  # fmt: skip
     """h[position] = activation(x[sorted[position] // TOP_K] @ w13[expert].T + b13[expert]).
 
     x [tokens, columns] 16-bit, rows aligned to 16 bytes, x_stride elements apart, columns a multiple of 64; h [slots,
     inner] of x's dtype, in the order of sorted. codes: descriptor, boxes [4, 16 * chunks of a step, 128], of all
     experts' codes (`Matrix`, weights.py) as lines of 128 bytes; s, z, row_scale, bias: its tensors, s_stride the int32
-    words per expert of s and z. sorted, routers, blocks, most: `prefill_route.place_slots`. tiles: 256 rows of w13
-    each. WEIGHT_INPUT: router weights multiply the input. MOVE: `share`. sixteen: `e4m3_by_products`. A
+    words per expert of s and z. sorted, routers, blocks, max_blocks: `prefill_route.place_slots`. tiles: 256 rows of
+    w13 each. WEIGHT_INPUT: router weights multiply the input. ROTATE: `partition_tiles`. sixteen: `e4m3_bf16_imul`. A
     one-dimensional grid of any size, of 4 warps.
     """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    memory = ring(sixteen, x_ptr.dtype.element_ty, ROWS // 2 if GATED else ROWS, FORMAT, GROUP, HAS_ZERO, STAGES)
+    memory = allocate_ring(
+        sixteen, x_ptr.dtype.element_ty, GROUP_ROWS // 2 if GATED else GROUP_ROWS, FORMAT, GROUP, HAS_ZERO, STAGES
+    )
     gl.warp_specialize(
         [
-            (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, most, tiles, 0,
-                    columns, inner, n_chunks, alpha, beta, limit, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
-                    WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES, MOVE)),
-            (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, most, tiles, 0,
-                    columns, inner, n_chunks, alpha, beta, limit, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
-                    WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES, MOVE)),
-            (fetch, (x_ptr, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, 0, x_stride, columns,
-                     n_chunks, s_stride, True, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, MOVE)),
+            (consumer, (memory, blocks_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, max_blocks, tiles,
+                        0, columns, inner, n_chunks, alpha, beta, limit, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
+                        HAS_BIAS, WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES, ROTATE)),
+            (consumer, (memory, blocks_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, max_blocks, tiles,
+                        0, columns, inner, n_chunks, alpha, beta, limit, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
+                        HAS_BIAS, WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES, ROTATE)),
+            (producer, (x_ptr, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, max_blocks, tiles, 0, x_stride,
+                        columns, n_chunks, s_stride, True, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, ROTATE)),
         ],
         [4, 4],
         [208, 80],
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["most", "tiles", "begin", "sixteen"])
-def down(h, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, blocks_ptr, most,
+@gluon.jit(do_not_specialize=["max_blocks", "tiles", "begin", "sixteen"])
+def down(h, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, blocks_ptr, max_blocks,
          tiles, begin, columns, hidden, n_chunks, s_stride, sixteen,
          TOP_K: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
          HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHT_INPUT: gl.constexpr, PDL: gl.constexpr,
-         STAGES: gl.constexpr, MOVE: gl.constexpr):  # fmt: skip
+         STAGES: gl.constexpr, ROTATE: gl.constexpr):  # fmt: skip
     """partial[sorted[position]] = (h[position] @ w2[expert].T + b2[expert]) * router weight.
 
     h [slots, columns] in the order of sorted: descriptor, boxes [32, 64]; partial [slots, hidden]; both 16-bit. Columns
@@ -582,17 +588,17 @@ def down(h, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_pt
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    memory = ring(sixteen, partial_ptr.dtype.element_ty, ROWS, FORMAT, GROUP, HAS_ZERO, STAGES)
+    memory = allocate_ring(sixteen, partial_ptr.dtype.element_ty, GROUP_ROWS, FORMAT, GROUP, HAS_ZERO, STAGES)
     gl.warp_specialize(
         [
-            (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, most, tiles,
-                    begin, columns, hidden, n_chunks, 0.0, 0.0, 0.0, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
-                    not WEIGHT_INPUT, True, False, "", False, STAGES, MOVE)),
-            (work, (memory, blocks_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, most, tiles,
-                    begin, columns, hidden, n_chunks, 0.0, 0.0, 0.0, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE, HAS_BIAS,
-                    not WEIGHT_INPUT, True, False, "", False, STAGES, MOVE)),
-            (fetch, (h, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, most, tiles, begin, columns, columns,
-                     n_chunks, s_stride, False, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, MOVE)),
+            (consumer, (memory, blocks_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, max_blocks,
+                        tiles, begin, columns, hidden, n_chunks, 0.0, 0.0, 0.0, 0, FORMAT, GROUP, HAS_ZERO,
+                        HAS_ROW_SCALE, HAS_BIAS, not WEIGHT_INPUT, True, False, "", False, STAGES, ROTATE)),
+            (consumer, (memory, blocks_ptr, row_scale_ptr, bias_ptr, partial_ptr, sorted_ptr, routers_ptr, max_blocks,
+                        tiles, begin, columns, hidden, n_chunks, 0.0, 0.0, 0.0, 1, FORMAT, GROUP, HAS_ZERO,
+                        HAS_ROW_SCALE, HAS_BIAS, not WEIGHT_INPUT, True, False, "", False, STAGES, ROTATE)),
+            (producer, (h, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, max_blocks, tiles, begin, columns,
+                        columns, n_chunks, s_stride, False, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, ROTATE)),
         ],
         [4, 4],
         [208, 32],

@@ -1,4 +1,4 @@
-"""When the persistent kernels of `prefill.py` run a layer, and how: data measured per shape, a rule for the rest."""
+"""From how many tokens on the persistent kernels of `prefill.py` run a layer: a shipped table, else a heuristic."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from typing import Any
 
 import torch
 
-from .weights import OwnWeights, bits_of
+from .weights import PackedWeights, code_bits
 
-BLOCK = 128  # most tokens of a block
-_SHARED = 222 * 1024  # bytes of shared memory for stages and results; a tile's end has other uses for the rest
-_ROWS = 30  # the rule: rows per active expert from which these kernels are the faster ones
+MAX_BLOCK_TOKENS = 128  # most tokens of a block
+_SHARED_MEMORY_BUDGET = (
+    222 * 1024
+)  # bytes of shared memory for stages and results; a tile's end has other uses for the rest
+_MIN_ROWS_PER_EXPERT = 30  # the rule: rows per active expert from which these kernels are the faster ones
 
 
 @dataclass(frozen=True)
-class Prefill:
+class PrefillConfig:
     """How the persistent kernels run: steps of 64 columns held in shared memory, 0 for as many as fit."""
 
-    stages: int = 0
+    num_stages: int = 0
 
     def __post_init__(self) -> None:
-        if self.stages < 0 or self.stages == 1:
+        if self.num_stages < 0 or self.num_stages == 1:
             raise ValueError(f"{self}: needs at least two stages, or 0")
 
     def to_json(self) -> dict[str, Any]:
@@ -32,7 +34,7 @@ class Prefill:
         return asdict(self)
 
 
-def reasons_against(weights: OwnWeights) -> list[str]:
+def prefill_errors(weights: PackedWeights) -> list[str]:
     """Every reason why the persistent kernels cannot run this layer; an empty list when they can."""
     reasons = []
     if weights.hidden % 64:
@@ -49,43 +51,45 @@ def reasons_against(weights: OwnWeights) -> list[str]:
     return reasons
 
 
-def stage_bytes(weights: OwnWeights) -> int:
+def stage_bytes(weights: PackedWeights) -> int:
     """Shared memory of one stage: 128 rows of x, 256 rows of codes, scales and zero points, 64 columns each."""
-    codes = 256 * 64 * bits_of(weights.format) // 8
+    codes = 256 * 64 * code_bits(weights.format) // 8
     words = 0
     if weights.format.startswith("mx"):
         words = 256
     elif weights.group:
         words = 128 * max(1, 64 // weights.group)
     zeros = weights.w13.zeros is not None
-    return BLOCK * 64 * 2 + codes + words * 4 * (1 + zeros) + 16
+    return MAX_BLOCK_TOKENS * 64 * 2 + codes + words * 4 * (1 + zeros) + 16
 
 
 def result_bytes(gated: bool) -> int:
     """Shared memory of a tile's 16-bit results: 256 rows, half of them after a gated activation, of BLOCK tokens."""
-    return BLOCK * (128 if gated else 256) * 2
+    return MAX_BLOCK_TOKENS * (128 if gated else 256) * 2
 
 
-def stages_of(weights: OwnWeights, config: Prefill, gated: bool) -> int:
+def resolve_stages(weights: PackedWeights, config: PrefillConfig, gated: bool) -> int:
     """Stages that a product of this layer uses; gated: the first of a gated layer."""
-    return config.stages or min(8, (_SHARED - result_bytes(gated)) // stage_bytes(weights))
+    return config.num_stages or min(8, (_SHARED_MEMORY_BUDGET - result_bytes(gated)) // stage_bytes(weights))
 
 
 @functools.cache
-def measured_table() -> dict[str, Any]:
+def measured_prefill_table() -> dict[str, Any]:
     """Measured hand-over: format and group -> shape -> list of {"tokens": most tokens, "config": Prefill or null}."""
     path = Path(__file__).with_name("prefill.json")
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def choose_prefill(weights: OwnWeights, name: str, shape: str, tokens: int, rows: float) -> Prefill | None:
+def choose_prefill_config(
+    weights: PackedWeights, name: str, shape: str, tokens: int, rows: float
+) -> PrefillConfig | None:
     """The persistent kernels' configuration, or None where the small tiles are faster or the only ones.
 
-    name, shape: keys of `measured_table`; rows: expected per active expert.
+    name, shape: keys of `measured_prefill_table`; rows: expected per active expert.
     """
-    if reasons_against(weights):
+    if prefill_errors(weights):
         return None
-    for row in measured_table().get(name, {}).get(shape, ()):
+    for row in measured_prefill_table().get(name, {}).get(shape, ()):
         if tokens <= row["tokens"]:
-            return None if row["config"] is None else Prefill(**row["config"])
-    return Prefill() if rows >= _ROWS else None
+            return None if row["config"] is None else PrefillConfig(**row["config"])
+    return PrefillConfig() if rows >= _MIN_ROWS_PER_EXPERT else None

@@ -1,6 +1,6 @@
 """Sorts many slots by expert, in two or three short launches.
 
-Words as in `route.py`. The slots are cut into chunks; `count_slots` counts each chunk's slots per expert, `add_chunks`
+Words as in `route.py`. The slots are cut into chunks; `count_slots` counts each chunk's slots per expert, `scan_chunks`
 turns the counts of an expert into positions of its chunks, `place_slots` writes the list of slots and those of blocks
 (and adds up few counts itself).
 """
@@ -29,7 +29,7 @@ def count_slots(ids_ptr, map_ptr, counts_ptr, slots, HAS_MAP: tl.constexpr, CHUN
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def add_chunks(counts_ptr, totals_ptr, chunks, BLOCK: tl.constexpr, EP: tl.constexpr, PDL: tl.constexpr):
+def scan_chunks(counts_ptr, totals_ptr, chunks, BLOCK: tl.constexpr, EP: tl.constexpr, PDL: tl.constexpr):
     """Replaces counts[:, expert] by the sums of the chunks before; totals[expert] = the whole sum; grid `(EP,)`."""
     if PDL:
         gdc_wait()
@@ -46,30 +46,30 @@ def add_chunks(counts_ptr, totals_ptr, chunks, BLOCK: tl.constexpr, EP: tl.const
 
 
 @triton.jit
-def large_blocks(count, BM: tl.constexpr):
+def count_large_blocks(count, BM: tl.constexpr):
     """How many blocks of more than BM / 2 positions an expert with `count` positions has."""
     return count // BM + (count % BM > BM // 2).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["slots", "chunks", "experts", "most"])
+@triton.jit(do_not_specialize=["slots", "chunks", "experts", "max_blocks"])
 def place_slots(ids_ptr, map_ptr, topk_weights_ptr, counts_ptr, totals_ptr, sorted_ptr, routers_ptr, blocks_ptr, slots,
-                chunks, experts, most, ADD: tl.constexpr, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, EP: tl.constexpr,
-                BM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                chunks, experts, max_blocks, INLINE_SCAN: tl.constexpr, HAS_MAP: tl.constexpr, CHUNK: tl.constexpr,
+                EP: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """sorted, int32 [slots]: slots by expert, stably; routers, float32 [slots]: their router weights; the blocks.
 
-    ADD: counts are as `count_slots` left them, and every program adds them up; otherwise `add_chunks` has.
+    INLINE_SCAN: counts are as `count_slots` left them, and every program adds them up; otherwise `scan_chunks` has.
 
-    blocks: int32 [1 + 2 * most, 4]. The first entry holds the numbers of blocks of more than BM / 2 positions and of
-    smaller ones; then come `most` entries of the former and `most` of the latter, of which that many are written:
-    (expert, first position, positions, -) in the order of experts. Grid `(max(chunks, experts),)`.
+    blocks: int32 [1 + 2 * max_blocks, 4]. The first entry holds the numbers of blocks of more than BM / 2 positions and
+    of smaller ones; then come `max_blocks` entries of the former and `max_blocks` of the latter, of which that many are
+    written: (expert, first position, positions, -) in the order of experts. Grid `(max(chunks, experts),)`.
     """
     program = tl.program_id(0)
     p = program * CHUNK + tl.arange(0, CHUNK)
     # Before the wait: the kernel before has begun, so what it has waited for is there.
     ids = local_ids(ids_ptr, map_ptr, p, p < slots, HAS_MAP)
-    found = ids >= 0
+    slot_mask = ids >= 0
     expert = tl.maximum(ids, 0)
-    router = tl.load(topk_weights_ptr + p, mask=found, other=0.0).to(tl.float32)
+    router = tl.load(topk_weights_ptr + p, mask=slot_mask, other=0.0).to(tl.float32)
     # The rank among the chunk's slots of the same expert, by comparing all pairs: with one warp, the sum over the
     # first axis stays within a lane.
     rank = tl.zeros([CHUNK], tl.int32)
@@ -81,7 +81,7 @@ def place_slots(ids_ptr, map_ptr, topk_weights_ptr, counts_ptr, totals_ptr, sort
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if ADD:
+    if INLINE_SCAN:
         STEP: tl.constexpr = 4096 // EP if EP < 1024 else 4
         totals = tl.zeros([EP], tl.int32)
         starts = tl.zeros([EP], tl.int32)
@@ -96,14 +96,14 @@ def place_slots(ids_ptr, map_ptr, topk_weights_ptr, counts_ptr, totals_ptr, sort
         starts = tl.cumsum(totals, axis=0) - totals
     if program < chunks:
         position = tl.gather(starts, expert, 0)
-        if not ADD:
-            position += tl.load(counts_ptr + program * EP + expert, mask=found, other=0)
+        if not INLINE_SCAN:
+            position += tl.load(counts_ptr + program * EP + expert, mask=slot_mask, other=0)
         position += rank
-        tl.store(sorted_ptr + position, p, mask=found)
-        tl.store(routers_ptr + position, router, mask=found)
+        tl.store(sorted_ptr + position, p, mask=slot_mask)
+        tl.store(routers_ptr + position, router, mask=slot_mask)
     if program < experts:
         e = tl.arange(0, EP)
-        large = large_blocks(totals, BM)
+        large = count_large_blocks(totals, BM)
         small = (totals + BM - 1) // BM - large
         if program == 0:
             tl.store(blocks_ptr, tl.sum(large, axis=0))
@@ -111,7 +111,7 @@ def place_slots(ids_ptr, map_ptr, topk_weights_ptr, counts_ptr, totals_ptr, sort
         start = tl.sum(tl.where(e < program, totals, 0), axis=0)
         count = tl.sum(tl.where(e == program, totals, 0), axis=0)
         before = tl.sum(tl.where(e < program, large, 0), axis=0)
-        mine = large_blocks(count, BM)
+        mine = count_large_blocks(count, BM)
         for first in range(0, mine, 32):
             block = first + tl.arange(0, 32)
             entry = blocks_ptr + 4 + (before + block) * 4
@@ -119,7 +119,7 @@ def place_slots(ids_ptr, map_ptr, topk_weights_ptr, counts_ptr, totals_ptr, sort
             tl.store(entry + 1, start + block * BM, mask=block < mine)
             tl.store(entry + 2, tl.minimum(BM, count - block * BM), mask=block < mine)
         if count > mine * BM:
-            entry = blocks_ptr + 4 + (most + tl.sum(tl.where(e < program, small, 0), axis=0)) * 4
+            entry = blocks_ptr + 4 + (max_blocks + tl.sum(tl.where(e < program, small, 0), axis=0)) * 4
             tl.store(entry, program)
             tl.store(entry + 1, start + mine * BM)
             tl.store(entry + 2, count - mine * BM)

@@ -1,4 +1,4 @@
-"""Quantised MoE weights in the storage that the kernels read: allocation, conversion of one expert, and the way back.
+"""Packed MoE weights as the kernels read them: allocation, packing one expert, and unpacking it.
 
 Canonical weights come in: MXFP8 e4m3 bytes `[N, K]` + e8m0 `[N, K/32]`; MXFP4 `[N, K/2]` (low nibble first) + e8m0
 `[N, K/32]`; int8 codes `[N, K]` or int4 codes `[N, K/2]` (unsigned, low nibble first) + scales `[N, K/g]` + zero points
@@ -13,16 +13,17 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layouts import order
+from ..layouts import wgmma_fragments
+from ..layouts.nibbles import split_nibbles
 
 FORMATS = ("int4", "int8", "mxfp4", "mxfp8")
 
-# The power of two by which decoded MX products exceed the weight over its row's largest scale: order.py stores the
-# largest scale as 254, that is 2**127, and decode.py gives e2m1 times 2**-126 and e4m3 times 2**-120.
-_MX_EXCESS = {"mxfp4": 1, "mxfp8": 7}
+# The power of two by which decoded MX products exceed the weight over its row's largest scale: wgmma_fragments.py
+# stores the largest scale as 254, that is 2**127, and dequantize.py gives e2m1 times 2**-126 and e4m3 times 2**-120.
+_MX_EXPONENT_EXCESS = {"mxfp4": 1, "mxfp8": 7}
 
 
-def rebased(format: str, group: int, dtype: torch.dtype) -> bool:
+def has_rebased_scales(format: str, group: int, dtype: torch.dtype) -> bool:
     """Whether group scales are stored times a power of two per row, which row_scale takes back.
 
     The row's largest is then near 2**127, because the kernels multiply codes as small numbers (`code_factors`) by them;
@@ -32,11 +33,12 @@ def rebased(format: str, group: int, dtype: torch.dtype) -> bool:
 
 
 def code_factors(format: str, dtype: torch.dtype, rows: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """What decode.py makes of 1 in an integer code, for each of `rows` stored rows (a multiple of 16): float64.
+    """What dequantize.py makes of an integer code of 1, for each of `rows` stored rows (a multiple of 16): float64.
 
     A code is left in the mantissa where it is stored, bfloat16 `code * 2**-133`; of 4-bit codes those of rows g + 8 of
-    every 16 are four bits higher (order.py). A multiplication by 2**127 comes with the zero point or the scale.
-    row_scale has what is left over: it is infinite for scales from 2**122 on, with which weights leave bfloat16, too.
+    every 16 are four bits higher (wgmma_fragments.py). A multiplication by 2**127 comes with the zero point or the
+    scale. row_scale has what is left over: it is infinite for scales from 2**122 on, with which weights leave bfloat16,
+    too.
     """
     factors = torch.ones(rows // 16, 2, 8, dtype=torch.float64, device=device)
     if dtype == torch.bfloat16:
@@ -47,16 +49,16 @@ def code_factors(format: str, dtype: torch.dtype, rows: int, device: torch.devic
 
 
 _SHUFFLES = {
-    "int4": order.shuffle_int4, "int8": order.shuffle_int8,
-    "mxfp4": order.shuffle_e2m1, "mxfp8": order.shuffle_e4m3,
+    "int4": wgmma_fragments.shuffle_int4, "int8": wgmma_fragments.shuffle_int8,
+    "mxfp4": wgmma_fragments.shuffle_e2m1, "mxfp8": wgmma_fragments.shuffle_e4m3,
 }  # fmt: skip
 _UNSHUFFLES = {
-    "int4": order.unshuffle_int4, "int8": order.unshuffle_int8,
-    "mxfp4": order.unshuffle_e2m1, "mxfp8": order.unshuffle_e4m3,
+    "int4": wgmma_fragments.unshuffle_int4, "int8": wgmma_fragments.unshuffle_int8,
+    "mxfp4": wgmma_fragments.unshuffle_e2m1, "mxfp8": wgmma_fragments.unshuffle_e4m3,
 }  # fmt: skip
 
 
-def bits_of(format: str) -> int:
+def code_bits(format: str) -> int:
     """Bits per code of a format: 4 or 8."""
     if format not in FORMATS:
         raise ValueError(f"unknown weight format {format!r}; the kernels know {', '.join(FORMATS)}")
@@ -64,12 +66,12 @@ def bits_of(format: str) -> int:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class PackedMatrix:
     """One projection's stored tensors for all experts; the logical matrix of each expert is `[rows, columns]`.
 
     codes uint8 `[E, N/64, K/chunk, 2048]`; scales int32 `[E, N/64, K/128, 64]` (MX) or `[E, N/64, K/g, 32]` (group
-    scales), zeros like group scales; row_scale float32 `[E, N]` (MX; one scale per row; `rebased`); bias float32 `[E,
-    N]`. N is padded to a multiple of 64 with zeros. Absent tensors are None.
+    scales), zeros like group scales; row_scale float32 `[E, N]` (MX; one scale per row; `has_rebased_scales`); bias
+    float32 `[E, N]`. N is padded to a multiple of 64 with zeros. Absent tensors are None.
     """
 
     rows: int
@@ -88,7 +90,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class OwnWeights:
+class PackedWeights:
     """A layer's weights as the kernels read them. `group` is the columns per scale, 0 for one scale per row.
 
     `dtype` is the activations' dtype, bfloat16 or float16 (group scales and zero points are stored in it).
@@ -98,8 +100,8 @@ class OwnWeights:
     group: int
     dtype: torch.dtype
     gated: bool
-    w13: Matrix
-    w2: Matrix
+    w13: PackedMatrix
+    w2: PackedMatrix
 
     @property
     def experts(self) -> int:
@@ -121,7 +123,7 @@ class OwnWeights:
         return sum(t.numel() * t.element_size() for matrix in (self.w13, self.w2) for t in matrix.tensors())
 
 
-def check_problem(format: str, hidden: int, intermediate: int, group: int, dtype: torch.dtype) -> list[str]:
+def storage_errors(format: str, hidden: int, intermediate: int, group: int, dtype: torch.dtype) -> list[str]:
     """Every reason why the kernels cannot hold such a layer; an empty list when they can. `group` as in OwnWeights."""
     reasons = []
     if format not in FORMATS:
@@ -139,33 +141,36 @@ def check_problem(format: str, hidden: int, intermediate: int, group: int, dtype
     return reasons
 
 
-def allocate(format: str, experts: int, hidden: int, intermediate: int, *, gated: bool = True, group: int = 32,
+def allocate_weights(format: str, experts: int, hidden: int, intermediate: int, *, gated: bool = True, group: int = 32,
              dtype: torch.dtype = torch.bfloat16, zero_points: bool = False, bias: bool = False,
-             device: torch.device | str | None = None) -> OwnWeights:  # fmt: skip
-    """Empty storage for a layer; fill it with `load_expert`. Raises ValueError with each rule that the layer breaks."""
-    reasons = check_problem(format, hidden, intermediate, group, dtype)
+             device: torch.device | str | None = None) -> PackedWeights:  # fmt: skip
+    """Empty storage for a layer; fill it with `pack_expert`. Raises ValueError with each rule that the layer breaks."""
+    reasons = storage_errors(format, hidden, intermediate, group, dtype)
     if zero_points and format not in ("int4", "int8"):
         reasons.append(f"zero points do not exist in {format}")
     if reasons:
         raise ValueError("; ".join(reasons))
     mx = format.startswith("mx")
-    per_row = mx or not group or rebased(format, group, dtype)
+    per_row = mx or not group or has_rebased_scales(format, group, dtype)
 
-    def matrix(rows: int, columns: int) -> Matrix:
-        padded = order.padded_rows(rows)
-        groups = order.group_scale_shape(rows, max(1, columns // group if group else 1))
+    def matrix(rows: int, columns: int) -> PackedMatrix:
+        padded = wgmma_fragments.padded_rows(rows)
+        groups = wgmma_fragments.group_scale_shape(rows, max(1, columns // group if group else 1))
         words = {"dtype": torch.int32, "device": device}
         floats = {"dtype": torch.float32, "device": device}
         scales = None
         if mx:
-            scales = torch.empty(experts, *order.mx_scale_shape(rows, columns), **words)
+            scales = torch.empty(experts, *wgmma_fragments.mx_scale_shape(rows, columns), **words)
         elif group:
             scales = torch.empty(experts, *groups, **words)
-        return Matrix(
+        return PackedMatrix(
             rows=rows,
             columns=columns,
             codes=torch.empty(
-                experts, *order.chunk_shape(rows, columns, bits_of(format)), dtype=torch.uint8, device=device
+                experts,
+                *wgmma_fragments.chunk_shape(rows, columns, code_bits(format)),
+                dtype=torch.uint8,
+                device=device,
             ),
             scales=scales,
             zeros=torch.empty(experts, *groups, **words) if zero_points else None,
@@ -174,16 +179,16 @@ def allocate(format: str, experts: int, hidden: int, intermediate: int, *, gated
         )
 
     w13 = matrix(intermediate * (2 if gated else 1), hidden)
-    return OwnWeights(format, group, dtype, gated, w13, matrix(hidden, intermediate))
+    return PackedWeights(format, group, dtype, gated, w13, matrix(hidden, intermediate))
 
 
-def _zeros_fp16(format: str) -> int:
-    """What decode.py adds to a code for float16 activations when the layer has zero points."""
+def _fp16_zero_offset(format: str) -> int:
+    """What dequantize.py adds to a code for float16 activations of a layer with zero points."""
     return -128 if format == "int8" else 1024
 
 
-def _load_integer_scales(
-    weights: OwnWeights, matrix: Matrix, expert: int, scales: torch.Tensor, zero_points: torch.Tensor | None
+def _pack_integer_scales(
+    weights: PackedWeights, matrix: PackedMatrix, expert: int, scales: torch.Tensor, zero_points: torch.Tensor | None
 ) -> None:
     """Stores scales and zero points of integer codes, `[N, K/g]`, rows in stored order."""
     padded = matrix.codes.shape[1] * 64
@@ -198,7 +203,7 @@ def _load_integer_scales(
             scales = torch.ldexp(scales.double(), powers[:, None]).to(weights.dtype)
             row_scale = torch.nn.functional.pad(torch.exp2(exponents.double()), padding)
             matrix.row_scale[expert].copy_(row_scale / factors)
-        matrix.scales[expert].copy_(order.shuffle_group_scales(scales))
+        matrix.scales[expert].copy_(wgmma_fragments.shuffle_group_scales(scales))
     else:
         assert matrix.row_scale is not None
         matrix.row_scale[expert].copy_(torch.nn.functional.pad(scales[:, 0].double(), padding) / factors)
@@ -207,11 +212,11 @@ def _load_integer_scales(
         if weights.dtype == torch.bfloat16:
             stored = -(values * factors[: matrix.rows, None])
         else:
-            stored = values + _zeros_fp16(weights.format)
-        matrix.zeros[expert].copy_(order.shuffle_group_scales(stored.to(weights.dtype)))
+            stored = values + _fp16_zero_offset(weights.format)
+        matrix.zeros[expert].copy_(wgmma_fragments.shuffle_group_scales(stored.to(weights.dtype)))
 
 
-def load_expert(weights: OwnWeights, which: str, expert: int, codes: torch.Tensor, scales: torch.Tensor,
+def pack_expert(weights: PackedWeights, which: str, expert: int, codes: torch.Tensor, scales: torch.Tensor,
                 zero_points: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> None:  # fmt: skip
     """Stores one expert's canonical tensors; `which` is "w13" or "w2". Beside these it needs
     memory for a few copies of the matrix's codes: four of int4, three of mxfp4, two of 8-bit codes.
@@ -219,7 +224,7 @@ def load_expert(weights: OwnWeights, which: str, expert: int, codes: torch.Tenso
     codes uint8 `[N, K * bits / 8]` (or float8_e4m3fn), scales `[N, K/g]`, zero_points uint8 `[N, K/g]`, bias `[N]`.
     """
     matrix = weights.w13 if which == "w13" else weights.w2
-    bits = bits_of(weights.format)
+    bits = code_bits(weights.format)
     expected = (matrix.rows, matrix.columns * bits // 8)
     if tuple(codes.shape) != expected:
         raise ValueError(f"{which} codes of expert {expert} have shape {tuple(codes.shape)}; expected {expected}")
@@ -228,7 +233,7 @@ def load_expert(weights: OwnWeights, which: str, expert: int, codes: torch.Tenso
         raise ValueError(f"{which} scales of expert {expert} have shape {tuple(scales.shape)}; expected {expected}")
     if (zero_points is not None) != (matrix.zeros is not None) or (bias is not None) != (matrix.bias is not None):
         raise ValueError(f"{which} of expert {expert}: zero points and biases must match what was allocated")
-    interleave = order.interleave_gate_up if which == "w13" and weights.gated else torch.Tensor.contiguous
+    interleave = wgmma_fragments.interleave_gate_up if which == "w13" and weights.gated else torch.Tensor.contiguous
     codes = interleave(codes.view(torch.uint8))
     scales = interleave(scales)
     target = matrix.codes[expert]
@@ -236,38 +241,38 @@ def load_expert(weights: OwnWeights, which: str, expert: int, codes: torch.Tenso
     padding = (0, target.shape[0] * 64 - matrix.rows)
     if weights.format.startswith("mx"):
         assert matrix.scales is not None and matrix.row_scale is not None
-        words, largest = order.shuffle_mx_scales(scales.view(torch.uint8))
+        words, largest = wgmma_fragments.shuffle_mx_scales(scales.view(torch.uint8))
         matrix.scales[expert].copy_(words)
-        factor = torch.exp2(largest.double() - 127 - _MX_EXCESS[weights.format])
+        factor = torch.exp2(largest.double() - 127 - _MX_EXPONENT_EXCESS[weights.format])
         matrix.row_scale[expert].copy_(factor.masked_fill(largest == 255, float("nan")))
     else:
         zeros = None if zero_points is None else interleave(zero_points)
-        _load_integer_scales(weights, matrix, expert, scales, zeros)
+        _pack_integer_scales(weights, matrix, expert, scales, zeros)
     if bias is not None and matrix.bias is not None:
         matrix.bias[expert].copy_(torch.nn.functional.pad(interleave(bias).float(), padding))
 
 
-def restore_expert(
-    weights: OwnWeights, which: str, expert: int
+def unpack_expert(
+    weights: PackedWeights, which: str, expert: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Inverse of `load_expert`: canonical codes, scales, zero points and bias of one expert.
+    """Inverse of `pack_expert`: canonical codes, scales, zero points and bias of one expert.
 
     Group scales come back in `weights.dtype`, scales per row and biases in float32.
     """
     matrix = weights.w13 if which == "w13" else weights.w2
     rows, columns = matrix.rows, matrix.columns
-    restore = order.deinterleave_gate_up if which == "w13" and weights.gated else torch.Tensor.contiguous
+    restore = wgmma_fragments.deinterleave_gate_up if which == "w13" and weights.gated else torch.Tensor.contiguous
     stored = matrix.codes[expert]
     codes = _UNSHUFFLES[weights.format](stored, rows, columns)
     factors = code_factors(weights.format, weights.dtype, stored.shape[0] * 64, stored.device)[:rows, None]
     if weights.format.startswith("mx"):
         assert matrix.scales is not None and matrix.row_scale is not None
-        exponent = torch.log2(matrix.row_scale[expert].double()) + 127 + _MX_EXCESS[weights.format]
+        exponent = torch.log2(matrix.row_scale[expert].double()) + 127 + _MX_EXPONENT_EXCESS[weights.format]
         largest = exponent.nan_to_num(255.0).round().to(torch.uint8)
-        scales = order.unshuffle_mx_scales(matrix.scales[expert], largest, rows, columns)
+        scales = wgmma_fragments.unshuffle_mx_scales(matrix.scales[expert], largest, rows, columns)
     elif weights.group:
         assert matrix.scales is not None
-        scales = order.unshuffle_group_scales(matrix.scales[expert], rows, weights.dtype)
+        scales = wgmma_fragments.unshuffle_group_scales(matrix.scales[expert], rows, weights.dtype)
         if matrix.row_scale is not None:
             power = matrix.row_scale[expert, :rows, None].double() * factors
             if matrix.zeros is None:
@@ -278,27 +283,27 @@ def restore_expert(
         scales = (matrix.row_scale[expert, :rows, None] * factors).float()
     zero_points = None
     if matrix.zeros is not None:
-        values = order.unshuffle_group_scales(matrix.zeros[expert], rows, weights.dtype).double()
+        values = wgmma_fragments.unshuffle_group_scales(matrix.zeros[expert], rows, weights.dtype).double()
         brain = weights.dtype == torch.bfloat16
-        values = -values / factors if brain else values - _zeros_fp16(weights.format)
+        values = -values / factors if brain else values - _fp16_zero_offset(weights.format)
         zero_points = restore(values.to(torch.uint8))
     bias = None if matrix.bias is None else restore(matrix.bias[expert, :rows])
     return restore(codes), restore(scales), zero_points, bias
 
 
-def dequantise_expert(weights: OwnWeights, which: str, expert: int) -> torch.Tensor:
+def dequantize_expert(weights: PackedWeights, which: str, expert: int) -> torch.Tensor:
     """One expert's matrix in float32, canonical row order; for references, not for speed."""
-    codes, scales, zero_points, _ = restore_expert(weights, which, expert)
+    codes, scales, zero_points, _ = unpack_expert(weights, which, expert)
     matrix = weights.w13 if which == "w13" else weights.w2
-    if bits_of(weights.format) == 4:
-        codes = order.split_nibbles(codes)
+    if code_bits(weights.format) == 4:
+        codes = split_nibbles(codes)
     if weights.format == "mxfp4":
         magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
         values = magnitudes[(codes & 7).long()] * (1.0 - 2.0 * (codes >> 3))
     elif weights.format == "mxfp8":
         values = codes.view(torch.float8_e4m3fn).float()
     else:
-        zero: torch.Tensor | float = 2.0 ** (bits_of(weights.format) - 1)
+        zero: torch.Tensor | float = 2.0 ** (code_bits(weights.format) - 1)
         if zero_points is not None:
             zero = zero_points.float().repeat_interleave(matrix.columns // zero_points.shape[1], dim=1)
         values = codes.float() - zero

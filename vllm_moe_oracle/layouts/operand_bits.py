@@ -1,20 +1,20 @@
-"""Spreads the bits of e2m1 and e4m3 codes over halfwords so that few instructions make them bfloat16, and back.
+"""Spreads the bits of e2m1 and e4m3 codes over halfwords, so that few instructions decode them to bfloat16, and back.
 
-Of a word, each half holds codes of its own; both are decoded at once. The value of a code is left times 2**-126 (e2m1)
-or 2**-120 (e4m3) where its sign is at bit 15 of a half, its lowest exponent bit at bit 7 and its mantissa below.
+Each half of a 32-bit word holds its own codes, and both halves are decoded at once. With its sign at bit 15 of a half,
+its lowest exponent bit at bit 7 and its mantissa below, a code reads as its value times 2**-126 (e2m1) or 2**-120
+(e4m3).
 
-* e2m1, four codes a half. Bits that take (sign, high exponent bit, low exponent bit, mantissa):
+* e2m1, four codes per half. Bit positions of (sign, high exponent bit, low exponent bit, mantissa):
   ``(15, 8, 7, 6)``, by a mask; ``(11, 4, 3, 2)``, after a shift to the left by 4; ``(5 of the other half, 14, 13,
   12)``, after a rotation to the right by 6; ``(9, 10, 1, 0)``, the high exponent bit after a shift to the right by 2,
-  the others to the left by 6. Nine instructions for eight codes. A mask and three rotations, which would be seven,
-  cannot place all codes; of the six ways with one rotation more, this one shifts to the left most often, which
-  multipliers can do.
-* e4m3, two codes a half. Bits that take (sign, exponent, mantissa): ``(15, 10 to 7, 6 to 4)``, by a mask; ``(11, 14 to
-  12 and 3, 2 to 0)``, after a shift to the left by 4 (sign, lowest exponent bit, mantissa) and one to the right by 4.
-  Five instructions for four codes.
+  the others to the left by 6. Nine instructions for eight codes. No placement needs only a mask and three rotations
+  (seven instructions); of the six placements with one more rotation, this one has the most left shifts, which
+  multiplication units can execute.
+* e4m3, two codes per half. Bit positions of (sign, exponent, mantissa): ``(15, 10 to 7, 6 to 4)``, by a mask; ``(11, 14
+  to 12 and 3, 2 to 0)``, after a shift to the left by 4 (sign, lowest exponent bit, mantissa) and one to the
+  right by 4. Five instructions for four codes.
 
-Everything is computed on bytes: beside input and output there is in memory what two inputs and a quarter take (e2m1),
-or one (e4m3).
+All operations are on bytes. Temporaries take 2.25 times the input's memory (e2m1) or once (e4m3).
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from torch import Tensor
 
 
 def spread_e2m1(four: Tensor) -> Tensor:
-    """Four bytes of two e2m1 codes each to the four bytes of their word, the lowest first: uint8 `[..., 4]`, both.
+    """Four bytes of two e2m1 codes each to the four bytes of their word, lowest first: uint8 `[..., 4]` to the same
+    shape.
 
     Low nibbles go to the word's lower half, high ones to the upper half.
     """
     if four.is_meta:
-        # Only the shape is asked for, and there torch computes it in Python: 20 ms for the operations below.
+        # Only the shape is needed; on meta tensors the operations below would take 20 ms.
         return torch.empty(four.shape, dtype=torch.uint8, device="meta")
     low = [byte & 15 for byte in four.unbind(-1)]
     halves = [_low_byte(low), _high_byte(low)]
@@ -48,7 +49,7 @@ def gather_e2m1(word: Tensor) -> Tensor:
 
 
 def _low_byte(codes: list[Tensor]) -> Tensor:
-    """All but bit 5, which is the other half's."""
+    """The low byte of a half, without bit 5, which belongs to the other half's third code."""
     return ((codes[0] & 3) << 6) | ((codes[1] & 7) << 2) | (codes[3] & 3)
 
 
@@ -69,7 +70,7 @@ def _codes(low: Tensor, high: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def spread_e4m3(first: Tensor, second: Tensor) -> Tensor:
-    """Two e4m3 codes, uint8 of any shape, to the two bytes of their half, the lower first: uint8 `[..., 2]`."""
+    """Two e4m3 codes, uint8 of any shape, to the two bytes of their half, lower first: uint8 `[..., 2]`."""
     low = ((first & 15) << 4) | (second & 15)
     high = (first & 0x80) | (second & 0x70)
     high |= (first >> 4) & 7

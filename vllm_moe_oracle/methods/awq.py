@@ -1,17 +1,23 @@
-"""AWQ's checkpoints, on releases whose one config class for them is `AutoAWQConfig`."""
+"""AWQ checkpoints, in releases whose only config class for them is `AutoAWQConfig`."""
 
 from __future__ import annotations
 
 from vllm.model_executor.layers.quantization import auto_awq as stock
 
-from .awq_common import AwqExperts, AwqMoE
+from .awq_common import AwqConfigMixin, AwqMoEMethod
+
+SERVES = {
+    "schemes": ["wna16"],
+    "quantizations": {"awq": "AutoAWQConfig", "auto_awq": "AutoAWQConfig", "awq_marlin": "AutoAWQConfig"},
+    "replaces": {"auto_awq:AutoAWQConfig": "AutoAWQConfig", "auto_awq:AutoAWQMoEMethod": "AutoAWQMoEMethod"},
+}
 
 
-class AutoAWQMoEMethod(AwqMoE, stock.AutoAWQMoEMethod):
-    """MoE layers. Takes the place of the stock class of the same name."""
+class AutoAWQMoEMethod(AwqMoEMethod, stock.AutoAWQMoEMethod):
+    """MoE layers; replaces the stock class of the same name."""
 
 
-class AutoAWQConfig(AwqExperts, stock.AutoAWQConfig):
+class AutoAWQConfig(AwqConfigMixin, stock.AutoAWQConfig):
     """The stock config with this project's MoE method."""
 
-    Method = AutoAWQMoEMethod
+    moe_method_cls = AutoAWQMoEMethod

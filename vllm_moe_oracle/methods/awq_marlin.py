@@ -1,18 +1,26 @@
-"""AWQ's checkpoints on releases that have one config class for their linear kernel and another for Marlin's."""
+"""AWQ checkpoints, in releases with separate config classes for the AWQ and the Marlin kernels."""
 
 from __future__ import annotations
 
 from vllm.model_executor.layers.quantization import awq_marlin as stock
 
-from .awq_common import AwqExperts, AwqMoE
+from .awq_common import AwqConfigMixin, AwqMoEMethod
+
+SERVES = {
+    "schemes": ["wna16"],
+    "quantizations": {"awq_marlin": "AWQMarlinConfig"},
+    "replaces": {
+        "awq_marlin:AWQMarlinConfig": "AWQMarlinConfig",
+        "awq_marlin:AWQMarlinMoEMethod": "AWQMarlinMoEMethod",
+    },
+}
 
 
-class AWQMarlinMoEMethod(AwqMoE, stock.AWQMarlinMoEMethod):
-    """MoE layers. Takes the place of the stock class of the same name."""
+class AWQMarlinMoEMethod(AwqMoEMethod, stock.AWQMarlinMoEMethod):
+    """MoE layers; replaces the stock class of the same name."""
 
 
-class AWQMarlinConfig(AwqExperts, stock.AWQMarlinConfig):
-    """The stock config with this project's MoE method. Experts under the other config class arrive here too: it makes
-    one of these for them."""
+class AWQMarlinConfig(AwqConfigMixin, stock.AWQMarlinConfig):
+    """The stock config with this project's MoE method. The other config class makes one of these for its experts."""
 
-    Method = AWQMarlinMoEMethod
+    moe_method_cls = AWQMarlinMoEMethod

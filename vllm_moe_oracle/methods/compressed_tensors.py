@@ -1,4 +1,4 @@
-"""llm-compressor's checkpoints, in the format of the compressed-tensors package."""
+"""llm-compressor's checkpoints, in the format of the compressed-tensors package: MXFP8 and integers."""
 
 from __future__ import annotations
 
@@ -17,67 +17,79 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 
 from ..compat import current_adapter
-from ..compat.construction import current_layer
-from ..compat.expert_names import asks_as_models_say
+from ..compat.layer_context import current_layer
+from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
 from ..errors import CheckpointError
-from ..oracle.problem import MX_BLOCK, ActivationPrecision, Scheme
 from ..quantization.compressed_tensors import (
     COMPRESSED_PACKINGS,
-    compressed_activations,
-    compressed_order,
-    inputs_in_words,
+    compressed_act_order,
+    compressed_activation_precision,
+    describe_input_activations,
     online_transforms,
-    refuse_transforms,
+    reject_transforms,
 )
+from ..releases.expert_names import stock_uses_ckpt_names
 from .base import OracleMoEMethod
-from .dtypes import with_emulated
-from .gptq import refuse_act_order
+from .dtypes import with_emulated_dtypes
+from .gptq import reject_act_order
 from .wna16 import Wna16MoEMethod
 
+SERVES = {
+    "schemes": ["mxfp8", "wna16"],
+    "quantizations": {"compressed-tensors": "CompressedTensorsConfig"},
+    "replaces": {
+        "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe:CompressedTensorsMoEMethod.get_moe_method": (
+            "get_moe_method"
+        ),
+        "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w8a8_mxfp8"
+        ":CompressedTensorsW8A8Mxfp8MoEMethod": "CompressedTensorsW8A8Mxfp8MoEMethod",
+    },
+}
+
 SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="compressed-tensors", activations="mxfp8")
-"""``mxfp8-quantized``: the tensors of ModelOpt's MXFP8 under the same names."""
+"""``mxfp8-quantized``: tensors like ModelOpt's MXFP8, with the same names."""
 
 
 _WHERE = "quantization_config"
-PACKED = "pack-quantized"
-"""The one integer format that stock vLLM reads for experts."""
+PACK_QUANTIZED = "pack-quantized"
+"""The only integer format that stock vLLM reads for experts."""
 
 
 class CompressedTensorsW8A8Mxfp8MoEMethod(OracleMoEMethod, stock.CompressedTensorsW8A8Mxfp8MoEMethod):
-    """MoE layers in MXFP8. Takes the place of the stock class of the same name, which takes weight-only checkpoints
-    (``MXFP8A16``) for W8A8; here their activations stay in 16 bits."""
+    """MoE layers in MXFP8; replaces the stock class of the same name, which treats weight-only checkpoints
+    (``MXFP8A16``) as W8A8. Here their activations stay in 16 bits."""
 
     def __init__(self, moe: Any) -> None:
-        # Not the stock constructor: it would choose a backend by its own list, and raise where that has none.
+        # The stock constructor would choose a backend by its own rules, and raise where it finds none.
         self.weight_block_size = [1, MX_BLOCK]
         layer, name = current_layer()
-        declared = declared_inputs(layer, name, without_layer=SCHEME.activations)
+        declared = declared_activations(layer, name, default=SCHEME.activations)
         self.decide(moe, dataclasses.replace(SCHEME, activations=declared))
 
 
-def declared_inputs(layer: Any, name: str, without_layer: ActivationPrecision) -> ActivationPrecision:
-    """What the checkpoint's config declares for the inputs of a layer's experts.
+def declared_activations(layer: Any, name: str, default: ActivationPrecision) -> ActivationPrecision:
+    """Precision that the checkpoint's config declares for the inputs of a layer's experts.
 
     Args:
-        layer: the layer under construction; None where vLLM does not hand it out.
+        layer: the layer under construction; None where vLLM does not pass it.
         name: the layer's name.
-        without_layer: the answer without a layer, or without an entry for it: what the stock class is called after.
+        default: the precision without a layer, or without an entry for it: the one in the stock class's name.
 
     Raises:
-        CheckpointError: inputs of which nothing here computes the very numbers.
+        CheckpointError: no backend computes with the declared precision.
     """
     if layer is None:
-        return without_layer
-    # By the name that stock vLLM, which chose the class, has asked for: another may be in no entry, or in another one.
-    said = getattr(layer, "ckpt_down_proj_name", "") if asks_as_models_say(current_adapter().version()) else ""
-    scheme = layer.quant_config.get_scheme_dict(layer, f"{name}.0.{said or 'down_proj'}")
+        return default
+    # The name that stock vLLM uses to select the class: another name may match no entry, or another one.
+    projection = getattr(layer, "ckpt_down_proj_name", "") if stock_uses_ckpt_names(current_adapter().version()) else ""
+    scheme = layer.quant_config.get_scheme_dict(layer, f"{name}.0.{projection or 'down_proj'}")
     if scheme is None:
-        return without_layer
+        return default
     inputs = scheme.get("input_activations")
-    given = None if inputs is None else inputs.model_dump()
-    found = compressed_activations(given)
+    declared = None if inputs is None else inputs.model_dump()
+    found = compressed_activation_precision(declared)
     if found is None:
-        declared_as = inputs_in_words(given or {})
+        declared_as = describe_input_activations(declared or {})
         rule = f"inputs of experts in an MX format are declared as {declared_as}, which nothing computes"
         remedy = "Serve a checkpoint that declares MXFP8, MXFP4, or 8-bit floats by token or in groups of 128; or none"
         raise CheckpointError(rule, remedy, name)
@@ -85,62 +97,78 @@ def declared_inputs(layer: Any, name: str, without_layer: ActivationPrecision) -
 
 
 class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTensorsWNA16MoEMethod):
-    """MoE layers in integers with activations in 16 bits. Takes the place of the stock class of the same name, and of
-    the one for Marlin that older releases have beside it."""
+    """MoE layers in integers with 16-bit activations; replaces the stock class of the same name, and the separate class
+    for Marlin in older releases."""
 
     def __init__(
-        self, weight_quant: Any, input_quant: Any, moe: Any, layer_name: str | None = None, *, form: str = PACKED
+        self,
+        weight_quant: Any,
+        input_quant: Any,
+        moe: Any,
+        layer_name: str | None = None,
+        *,
+        packed_format: str = PACK_QUANTIZED,
     ) -> None:
-        # Not the stock constructor: it would choose a backend by its own list, and raise where that has none.
+        # The stock constructor would choose a backend by its own rules, and raise where it finds none.
         self.weight_quant = weight_quant
         self.input_quant = input_quant
-        self.file_packing = COMPRESSED_PACKINGS[form]
-        self.decide(moe, integer_scheme(weight_quant, form))
+        self.file_packing = COMPRESSED_PACKINGS[packed_format]
+        self.decide(moe, integer_scheme(weight_quant, packed_format))
 
     @classmethod
-    def beyond_stock(cls, weight_quant: Any, input_quant: Any, moe: Any, *args: Any, form: str = PACKED) -> str:
-        """See `OracleMoEMethod.beyond_stock`."""
-        if form != PACKED:
-            return f"reads the format {PACKED} only, not {form}"
-        ordered = integer_scheme(weight_quant, form).act_order == "group"
-        return "does not know act order" if ordered and refuse_act_order is not None else ""
+    def unsupported_by_stock(
+        cls, weight_quant: Any, input_quant: Any, moe: Any, *args: Any, packed_format: str = PACK_QUANTIZED
+    ) -> str:
+        """See `OracleMoEMethod.unsupported_by_stock`."""
+        if packed_format != PACK_QUANTIZED:
+            return f"reads the format {PACK_QUANTIZED} only, not {packed_format}"
+        ordered = integer_scheme(weight_quant, packed_format).act_order == "group"
+        return "does not know act order" if ordered and reject_act_order is not None else ""
 
     @classmethod
-    def made_by_stock(cls, stock_class: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: `get_moe_method` asks the stock function, which knows of the two classes of older releases the one
-        that can read the checkpoint."""
+    def build_stock_method(cls, stock_class: Any, *args: Any, **kwargs: Any) -> None:
+        """None: `get_moe_method` calls the stock function then, which selects one of the classes of older releases."""
 
 
-def integer_scheme(arguments: Any, form: str) -> Scheme:
-    """What a checkpoint holds for experts.
+def integer_scheme(arguments: Any, packed_format: str) -> Scheme:
+    """The scheme of a checkpoint's integer experts.
 
     Args:
         arguments: the weights' `QuantizationArgs`.
-        form: the format that the config names, a key of `COMPRESSED_PACKINGS`.
+        packed_format: the format that the config names, a key of `COMPRESSED_PACKINGS`.
     """
-    group = -1 if _word(arguments.strategy) == "channel" or arguments.group_size is None else int(arguments.group_size)
-    order = compressed_order(_word(arguments.actorder), _WHERE)
-    return Scheme("wna16", int(arguments.num_bits), group, COMPRESSED_PACKINGS[form], not arguments.symmetric, order)
+    group = (
+        -1
+        if _enum_value(arguments.strategy) == "channel" or arguments.group_size is None
+        else int(arguments.group_size)
+    )
+    order = compressed_act_order(_enum_value(arguments.actorder), _WHERE)
+    return Scheme(
+        "wna16", int(arguments.num_bits), group, COMPRESSED_PACKINGS[packed_format], not arguments.symmetric, order
+    )
 
 
 class CompressedTensorsConfig(stock_config.CompressedTensorsConfig):
-    """The stock config, which refuses checkpoints as a whole for what its own kernels do not know: integers that are
-    not packed, and in newer releases act order. Here such experts are served, and such linear layers are refused."""
+    """The stock config with support for unpacked integers and, in newer releases, act order.
+
+    The stock class rejects such checkpoints as a whole. Here their experts are served, and their linear layers are
+    rejected.
+    """
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Dtypes of the model. On a CPU, where experts are emulated, also float32."""
-        return with_emulated(super().get_supported_act_dtypes())
+        """Dtypes of the model; on a CPU, where experts are emulated, also float32."""
+        return with_emulated_dtypes(super().get_supported_act_dtypes())
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        """The config object of a checkpoint; a list that is null has nothing in it."""
+        """The config object of a checkpoint; a null list counts as empty."""
         return super().from_config({**config, "ignore": config.get("ignore") or []})
 
     @classmethod
     def _quantization_scheme_map_from_config(cls, config: dict[str, Any]) -> Any:
-        """What each target's weights and activations are; stock code asks."""
+        """Quantization of each target's weights and activations; vLLM calls it."""
         groups = config.get("config_groups") or {}
-        served = {name: _as_stock_takes_it(group, config.get("format")) for name, group in groups.items()}
+        served = {name: _stock_compatible_group(group, config.get("format")) for name, group in groups.items()}
         found = super()._quantization_scheme_map_from_config({**config, "config_groups": served})
         for name, group in groups.items():
             if served[name] is group:
@@ -151,38 +179,38 @@ class CompressedTensorsConfig(stock_config.CompressedTensorsConfig):
         return found
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """The method for a layer; see the stock class.
+        """The method of a layer; see the stock class.
 
         Raises:
             ValueError: a linear layer has act order, which vLLM's kernels no longer know.
         """
-        if isinstance(layer, LinearBase) and refuse_act_order is not None:
+        if isinstance(layer, LinearBase) and reject_act_order is not None:
             weights = (self.get_scheme_dict(layer, prefix) or {}).get("weights")
-            if weights is not None and compressed_order(_word(weights.actorder), _WHERE) == "group":
-                rule = f"{prefix}: group/dynamic activation ordering (actorder={_word(weights.actorder)!r})"
+            if weights is not None and compressed_act_order(_enum_value(weights.actorder), _WHERE) == "group":
+                rule = f"{prefix}: group/dynamic activation ordering (actorder={_enum_value(weights.actorder)!r})"
                 raise ValueError(f"{rule} is not supported for linear layers by this vLLM release")
         return super().get_quant_method(layer, prefix)
 
 
-def _as_stock_takes_it(group: dict[str, Any], common_format: Any) -> dict[str, Any]:
-    """A group of the config without what the stock reader refuses; the very group where it refuses nothing.
+def _stock_compatible_group(group: dict[str, Any], common_format: Any) -> dict[str, Any]:
+    """A config group that the stock reader accepts; the same object if it accepts the group unchanged.
 
     Args:
         group: one of ``config_groups``.
         common_format: that of the config, for a group without its own.
     """
-    weights, form = group.get("weights"), group.get("format") or common_format
+    weights, packed_format = group.get("weights"), group.get("format") or common_format
     kind = (weights or {}).get("type", "int")
-    if not weights or str(_word(kind)).lower() != "int" or group.get("input_activations"):
+    if not weights or str(_enum_value(kind)).lower() != "int" or group.get("input_activations"):
         return group
-    ordered = compressed_order(weights.get("actorder"), _WHERE) == "group"
-    if form not in COMPRESSED_PACKINGS or (form == PACKED and not ordered):
+    ordered = compressed_act_order(weights.get("actorder"), _WHERE) == "group"
+    if packed_format not in COMPRESSED_PACKINGS or (packed_format == PACK_QUANTIZED and not ordered):
         return group
-    return {**group, "format": PACKED, "weights": {**weights, "actorder": None}}
+    return {**group, "format": PACK_QUANTIZED, "weights": {**weights, "actorder": None}}
 
 
 def get_moe_method(original: Any, quant_config: Any, layer: Any, layer_name: str) -> Any:
-    """Which method a MoE layer gets: ours for integers with activations in 16 bits, else stock vLLM's own answer.
+    """The method of a MoE layer: ours for integers with 16-bit activations, else the stock function's.
 
     Stock vLLM decides by the shapes that its own kernels take, and refuses formats and orders that they do not know.
 
@@ -192,43 +220,43 @@ def get_moe_method(original: Any, quant_config: Any, layer: Any, layer_name: str
         layer: the MoE layer.
         layer_name: its name.
     """
-    found = _integers(quant_config, layer, layer_name)
+    found = _integer_arguments(quant_config, layer, layer_name)
     if found is not None:
-        weights, inputs, form = found
-        more = {} if form == PACKED else {"form": form}
+        weights, inputs, packed_format = found
+        more = {} if packed_format == PACK_QUANTIZED else {"packed_format": packed_format}
         made = CompressedTensorsWNA16MoEMethod(weights, inputs, layer.moe_config, **more)
     else:
         made = None
     made = original(quant_config, layer, layer_name) if made is None else made
     if isinstance(made, OracleMoEMethod):
         transforms = online_transforms(quant_config.config or {}, _WHERE)
-        refuse_transforms(transforms, [f"{layer_name}.0.{name}" for name in _projections(layer)], _WHERE)
+        reject_transforms(transforms, [f"{layer_name}.0.{name}" for name in _projection_names(layer)], _WHERE)
     return made
 
 
-def _projections(layer: Any) -> list[str]:
-    """What the checkpoint calls the matrices of an expert."""
+def _projection_names(layer: Any) -> list[str]:
+    """Names of an expert's matrices in the checkpoint."""
     names = (getattr(layer, f"ckpt_{each}_proj_name", "") or f"{each}_proj" for each in ("gate", "up", "down"))
     return list(names)
 
 
-def _integers(quant_config: Any, layer: Any, layer_name: str) -> tuple[Any, Any, str] | None:
-    """Weights' and inputs' arguments and the format of a layer whose experts are all integers of 4 or 8 bits with
-    activations in 16 bits; None for any other layer."""
+def _integer_arguments(quant_config: Any, layer: Any, layer_name: str) -> tuple[Any, Any, str] | None:
+    """Arguments of weights and inputs, and the format, of a layer with 4- or 8-bit integer experts and 16-bit
+    activations; None for any other layer."""
     quant_config._add_fused_moe_to_target_scheme_map()
-    schemes = [quant_config.get_scheme_dict(layer, f"{layer_name}.0.{name}") for name in _projections(layer)]
+    schemes = [quant_config.get_scheme_dict(layer, f"{layer_name}.0.{name}") for name in _projection_names(layer)]
     first = schemes[-1]
     if first is None or any(scheme != first for scheme in schemes):
         return None
     weights, inputs = first.get("weights"), first.get("input_activations")
-    form = _word(first.get("format"))
-    if weights is None or form not in COMPRESSED_PACKINGS or _word(weights.type) != "int":
+    packed_format = _enum_value(first.get("format"))
+    if weights is None or packed_format not in COMPRESSED_PACKINGS or _enum_value(weights.type) != "int":
         return None
     if not quant_config._is_wNa16_group_channel(weights, inputs) or weights.num_bits not in (4, 8):
         return None
-    return weights, inputs, form
+    return weights, inputs, packed_format
 
 
-def _word(value: Any) -> Any:
-    """What an enumeration's member of compressed-tensors stands for; anything else as it is."""
+def _enum_value(value: Any) -> Any:
+    """The value of an enum member of compressed-tensors; any other object unchanged."""
     return getattr(value, "value", value)

@@ -8,17 +8,26 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     compressed_tensors_moe_w4a4_mxfp4 as stock,
 )
 
-from ..compat.construction import current_layer
-from ..oracle.problem import MX_BLOCK
-from .compressed_tensors import declared_inputs
-from .mxfp4 import AnyMxfp4MoEMethod, mxfp4_scheme
+from ..compat.layer_context import current_layer
+from ..core.problem import MX_BLOCK
+from .compressed_tensors import declared_activations
+from .mxfp4 import BaseMxfp4MoEMethod, mxfp4_scheme
+
+SERVES = {
+    "schemes": ["mxfp4"],
+    "quantizations": {"compressed-tensors": None},
+    "replaces": {
+        "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_mxfp4"
+        ":CompressedTensorsW4A4Mxfp4MoEMethod": "CompressedTensorsW4A4Mxfp4MoEMethod",
+    },
+}
 
 
-class CompressedTensorsW4A4Mxfp4MoEMethod(AnyMxfp4MoEMethod, stock.CompressedTensorsW4A4Mxfp4MoEMethod):
-    """MoE layers in MXFP4. Takes the place of the stock class of the same name, which quantises activations on cards
-    that have kernels for it, declared or not."""
+class CompressedTensorsW4A4Mxfp4MoEMethod(BaseMxfp4MoEMethod, stock.CompressedTensorsW4A4Mxfp4MoEMethod):
+    """MoE layers in MXFP4; replaces the stock class of the same name, which quantizes activations on GPUs with kernels
+    for it, even if the checkpoint does not declare it."""
 
     def __init__(self, moe: Any) -> None:
-        # Not the stock constructor: it would choose a backend by the card alone.
+        # The stock constructor would choose a backend by the GPU alone.
         self.group_size = MX_BLOCK
-        self.decide(moe, mxfp4_scheme("compressed-tensors", declared_inputs(*current_layer(), without_layer="mxfp4")))
+        self.decide(moe, mxfp4_scheme("compressed-tensors", declared_activations(*current_layer(), default="mxfp4")))

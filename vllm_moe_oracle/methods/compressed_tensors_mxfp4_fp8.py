@@ -8,19 +8,30 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     compressed_tensors_moe_w4a8_mxfp4 as stock,
 )
 
-from ..compat.construction import current_layer
-from .compressed_tensors import declared_inputs
-from .mxfp4 import AnyMxfp4MoEMethod, mxfp4_scheme, precision_of
+from ..compat.layer_context import current_layer
+from .compressed_tensors import declared_activations
+from .mxfp4 import BaseMxfp4MoEMethod, activation_precision, mxfp4_scheme
+
+SERVES = {
+    "schemes": ["mxfp4"],
+    "quantizations": {"compressed-tensors": None},
+    "replaces": {
+        "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a8_mxfp4"
+        ":CompressedTensorsW4A8Mxfp4MoEMethod": "CompressedTensorsW4A8Mxfp4MoEMethod",
+    },
+}
 
 
-class CompressedTensorsW4A8Mxfp4MoEMethod(AnyMxfp4MoEMethod, stock.CompressedTensorsW4A8Mxfp4MoEMethod):
-    """MoE layers in MXFP4 with activations declared in FP8. Takes the place of the stock class of the same name."""
+class CompressedTensorsW4A8Mxfp4MoEMethod(BaseMxfp4MoEMethod, stock.CompressedTensorsW4A8Mxfp4MoEMethod):
+    """MoE layers in MXFP4 with activations declared in FP8; replaces the stock class of the same name."""
 
     weight_dtype = "mxfp4"
 
     def __init__(self, moe: Any, activation_key: Any = None) -> None:
-        # Not the stock constructor: it would choose a backend by its own list, and raise where that has none.
+        # The stock constructor would choose a backend by its own rules, and raise where it finds none.
         layer, name = current_layer()
-        # The config says what scales are; vLLM's key has float32 for every group.
-        declared = precision_of(activation_key) if layer is None else declared_inputs(layer, name, "fp8_token")
+        # The config has the dtype of scales; vLLM's key has float32 for every group.
+        declared = (
+            activation_precision(activation_key) if layer is None else declared_activations(layer, name, "fp8_token")
+        )
         self.decide(moe, mxfp4_scheme("compressed-tensors", declared))

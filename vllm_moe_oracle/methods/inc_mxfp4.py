@@ -1,4 +1,5 @@
-"""AutoRound's MXFP4 checkpoints, which vLLM's INC config reads since 0.27.1: the tensors of compressed-tensors."""
+"""AutoRound's MXFP4 checkpoints, which vLLM's INC config reads since 0.27.1; their tensors are those of
+compressed-tensors."""
 
 from __future__ import annotations
 
@@ -6,14 +7,20 @@ from typing import Any
 
 from vllm.model_executor.layers.quantization.inc.schemes import inc_mxfp4_moe as stock
 
-from ..oracle.problem import MX_BLOCK
-from .mxfp4 import AnyMxfp4MoEMethod, mxfp4_scheme
+from ..core.problem import MX_BLOCK
+from .mxfp4 import BaseMxfp4MoEMethod, mxfp4_scheme
+
+SERVES = {
+    "schemes": ["mxfp4"],
+    "quantizations": {"inc": None},
+    "replaces": {"inc.schemes.inc_mxfp4_moe:INCMxfp4MoEMethod": "INCMxfp4MoEMethod"},
+}
 
 
-class INCMxfp4MoEMethod(AnyMxfp4MoEMethod, stock.INCMxfp4MoEMethod):
-    """MoE layers in MXFP4. Takes the place of the stock class of the same name; AutoRound's MXFP4 is W4A4."""
+class INCMxfp4MoEMethod(BaseMxfp4MoEMethod, stock.INCMxfp4MoEMethod):
+    """MoE layers in MXFP4 (W4A4); replaces the stock class of the same name."""
 
     def __init__(self, moe: Any) -> None:
-        # Not the stock constructor: it would choose a backend by the card alone.
+        # The stock constructor would choose a backend by the GPU alone.
         self.group_size = MX_BLOCK
         self.decide(moe, mxfp4_scheme("auto-round", "mxfp4"))

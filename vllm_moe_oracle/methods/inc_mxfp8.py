@@ -6,17 +6,23 @@ from typing import Any
 
 from vllm.model_executor.layers.quantization.inc.schemes import inc_mxfp8_moe as stock
 
-from ..oracle.problem import MX_BLOCK, Scheme
+from ..core.problem import MX_BLOCK, Scheme
 from .base import OracleMoEMethod
+
+SERVES = {
+    "schemes": ["mxfp8"],
+    "quantizations": {"inc": None},
+    "replaces": {"inc.schemes.inc_mxfp8_moe:INCMxfp8MoEMethod": "INCMxfp8MoEMethod"},
+}
 
 SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="auto-round", activations="mxfp8")
 """AutoRound's MXFP8 is W8A8."""
 
 
 class INCMxfp8MoEMethod(OracleMoEMethod, stock.INCMxfp8MoEMethod):
-    """MoE layers in MXFP8. Takes the place of the stock class of the same name."""
+    """MoE layers in MXFP8; replaces the stock class of the same name."""
 
     def __init__(self, moe: Any) -> None:
-        # Not the stock constructor: it would choose a backend by its own list, and raise where that has none.
+        # The stock constructor would choose a backend by its own rules, and raise where it finds none.
         self.weight_block_size = [1, MX_BLOCK]
         self.decide(moe, SCHEME)

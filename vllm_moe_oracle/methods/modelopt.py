@@ -1,4 +1,4 @@
-"""ModelOpt's MXFP8 checkpoints, MXFP8 in its mixed precision, and checkpoints of the same layout tagged ``mxfp8``."""
+"""ModelOpt's MXFP8 checkpoints, MXFP8 layers of its mixed precision, and checkpoints tagged ``mxfp8``."""
 
 from __future__ import annotations
 
@@ -9,83 +9,95 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization import modelopt as stock
 
-from ..compat.construction import under_construction
-from ..oracle.problem import MX_BLOCK, ActivationPrecision, Scheme
-from ..quantization.answers import GATED_PROJECTIONS, PLAIN_PROJECTIONS, LayerNames
-from ..quantization.fields import runs_over
-from ..quantization.modelopt import MixedAlgorithms, modelopt_activations
+from ..compat.layer_context import set_current_layer
+from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
+from ..quantization.fields import matches_number_prefix
+from ..quantization.modelopt import MixedPrecision, modelopt_activation_precision
+from ..quantization.types import GATED_PROJECTIONS, UNGATED_PROJECTIONS, LayerNames
 from .base import OracleMoEMethod
-from .dtypes import with_emulated
+from .dtypes import with_emulated_dtypes
+
+SERVES = {
+    "schemes": ["mxfp8"],
+    "quantizations": {
+        "modelopt_mxfp8": "ModelOptMxFp8Config",
+        "modelopt_mixed": "ModelOptMixedPrecisionConfig",
+        "mxfp8": "Mxfp8Config",
+    },
+    "replaces": {"modelopt:ModelOptMxFp8FusedMoE": "ModelOptMxFp8FusedMoE"},
+}
 
 SCHEME = Scheme("mxfp8", bits=8, group_size=MX_BLOCK, packing="modelopt", activations="mxfp8")
-"""ModelOpt's MXFP8 quantises weights and, while serving, activations (W8A8)."""
+"""ModelOpt's MXFP8 is W8A8: activations are quantized while serving."""
 
 
 class ModelOptMxFp8FusedMoE(OracleMoEMethod, stock.ModelOptMxFp8FusedMoE):
-    """MoE layers. Takes the place of the stock class of the same name."""
+    """MoE layers; replaces the stock class of the same name."""
 
     def __init__(self, quant_config: Any, moe_config: Any) -> None:
-        # Not the stock constructor: it would choose a backend by its own list, and raise where that has none.
+        # The stock constructor would choose a backend by its own rules, and raise where it finds none.
         self.quant_config = quant_config
         self.weight_block_size = [1, MX_BLOCK]
         activations = getattr(quant_config, "activations", SCHEME.activations)
         self.decide(moe_config, dataclasses.replace(SCHEME, activations=activations))
 
 
-def _meant(names: list[str], prefix: str) -> list[str]:
-    """Exclusions, without those that would take a module for excluded only because its layer's number begins alike.
+def _effective_exclusions(names: list[str], prefix: str) -> list[str]:
+    """Exclusions, without those that match a module only because its layer number starts with theirs.
 
-    An excluded ``model.layers.1`` or ``model.layers.1*`` is layer 1: that is how ModelOpt writes a module with all that
-    is below it. The stock classes take layers 10 to 19 for excluded too, and load their codes as 16-bit weights.
+    ``model.layers.1`` or ``model.layers.1*`` excludes layer 1 with everything below it, as ModelOpt writes it. Stock
+    classes also exclude layers 10 to 19, and load their codes as 16-bit weights.
     """
-    return [name for name in names if not runs_over(name, prefix)]
+    return [name for name in names if not matches_number_prefix(name, prefix)]
 
 
 class ModelOptMxFp8Config(stock.ModelOptMxFp8Config):
-    """The stock config with this project's MoE method; everything else in the checkpoint stays the stock classes'."""
+    """The stock config with this project's MoE method; everything else is the stock class's.
+
+    Attributes:
+        activations: precision that the checkpoint declares for the experts' inputs.
+    """
 
     FusedMoEMethodCls = ModelOptMxFp8FusedMoE
     activations: ActivationPrecision = SCHEME.activations
-    """What the checkpoint declares for the experts' inputs."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        """The config object of a checkpoint; the stock class does not keep what is said about activations."""
+        """The config object of a checkpoint, with its activation precision, which the stock class does not keep."""
         made = super().from_config(config)
-        made.activations = modelopt_activations(config)
+        made.activations = modelopt_activation_precision(config)
         return made
 
     def is_layer_excluded(self, prefix: str) -> bool:
-        """Whether a module is not quantised; stock code asks."""
-        meant = _meant(self.exclude_modules, prefix)
-        if len(meant) < len(self.exclude_modules):
-            asked = copy.copy(self)
-            asked.exclude_modules = meant
-            return asked.is_layer_excluded(prefix)
+        """Whether a module is not quantized; vLLM calls it."""
+        effective = _effective_exclusions(self.exclude_modules, prefix)
+        if len(effective) < len(self.exclude_modules):
+            config = copy.copy(self)
+            config.exclude_modules = effective
+            return config.is_layer_excluded(prefix)
         excluded: bool = super().is_layer_excluded(prefix)
         return excluded
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Dtypes of the model. On a CPU, where both the experts and vLLM's linear layers are emulated, also float16 and
-        float32."""
-        return with_emulated(super().get_supported_act_dtypes())
+        """Dtypes of the model; on a CPU, where experts and linear layers are emulated, also float16 and float32."""
+        return with_emulated_dtypes(super().get_supported_act_dtypes())
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """The method for a layer; see the stock class."""
-        with under_construction(layer, prefix):
+        """The method of a layer; see the stock class."""
+        with set_current_layer(layer, prefix):
             return super().get_quant_method(layer, prefix)
 
 
 class Mxfp8Config(ModelOptMxFp8Config):
-    """For checkpoints tagged ``mxfp8``: the same tensors, and a config that need not name the algorithm."""
+    """Checkpoints tagged ``mxfp8``: the same tensors, with a config that may not name the algorithm."""
 
     @classmethod
     def override_quantization_method(cls, *args: Any, **kwargs: Any) -> None:
-        """Claims no checkpoint: the tag itself leads here, and some releases refuse claims under this name."""
+        """Never overrides: the tag selects this class, and some releases reject overrides under this name."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        """Reads the checkpoint's config; not every release knows the form without an algorithm."""
+        """The config object of a checkpoint; not every release accepts a config without an algorithm."""
         if not config.get("quantization") and not config.get("quant_algo"):
             config = {**config, "quant_algo": "MXFP8", "ignore": config.get("ignored_layers") or []}
         return super().from_config(config)
@@ -94,34 +106,34 @@ class Mxfp8Config(ModelOptMxFp8Config):
 class ModelOptMixedPrecisionConfig(stock.ModelOptMixedPrecisionConfig):
     """The stock config of mixed precision, which decides for each MoE layer as `explain` does.
 
-    The stock class takes the algorithm of the first matrix that it finds for the whole layer, takes that of a shared
-    expert for that of the routed ones, and knows no wildcards.
+    The stock class uses the algorithm of the first matrix that it finds for a whole layer, that of a shared expert for
+    routed experts, and no wildcards.
     """
 
-    _algorithms: tuple[Any, MixedAlgorithms | None] = None, None
-    """vLLM's dictionary of layers, and what was read of it."""
+    _algorithms: tuple[Any, MixedPrecision | None] = None, None
+    """vLLM's dictionary of layers, and the algorithms parsed from it."""
 
     def is_layer_excluded(self, prefix: str) -> bool:
-        """Whether a module is not quantised; stock code asks."""
-        meant = _meant(self.exclude_modules, prefix)
-        if len(meant) < len(self.exclude_modules):
-            asked = copy.copy(self)
-            asked.exclude_modules = meant
-            return asked.is_layer_excluded(prefix)
+        """Whether a module is not quantized; vLLM calls it."""
+        effective = _effective_exclusions(self.exclude_modules, prefix)
+        if len(effective) < len(self.exclude_modules):
+            config = copy.copy(self)
+            config.exclude_modules = effective
+            return config.is_layer_excluded(prefix)
         excluded: bool = super().is_layer_excluded(prefix)
         return excluded
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Dtypes of the model; see `ModelOptMxFp8Config`."""
-        return with_emulated(super().get_supported_act_dtypes())
+        return with_emulated_dtypes(super().get_supported_act_dtypes())
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """The method for a layer; see the stock class."""
-        with under_construction(layer, prefix):
+        """The method of a layer; see the stock class."""
+        with set_current_layer(layer, prefix):
             return super().get_quant_method(layer, prefix)
 
     def _resolve_quant_algo(self, prefix: str) -> str | None:
-        """The algorithm of a module; stock code asks.
+        """The algorithm of a module; vLLM calls it.
 
         Raises:
             CheckpointError: matrices of a MoE layer have different algorithms.
@@ -129,10 +141,10 @@ class ModelOptMixedPrecisionConfig(stock.ModelOptMixedPrecisionConfig):
         if prefix.rpartition(".")[2] != "experts":
             algo: str | None = super()._resolve_quant_algo(prefix)
             return algo
-        recipes, algorithms = self._algorithms
-        if recipes is not self.quantized_layers or algorithms is None:  # vLLM renames layers when it has the model
-            algorithms = MixedAlgorithms.read(self.quantized_layers, "quantization_config")
+        layers, algorithms = self._algorithms
+        if layers is not self.quantized_layers or algorithms is None:  # vLLM renames layers once it has the model
+            algorithms = MixedPrecision.read(self.quantized_layers, "quantization_config")
             self._algorithms = self.quantized_layers, algorithms
-        # Whether the experts have a gate is not known here.
-        projections = GATED_PROJECTIONS + PLAIN_PROJECTIONS
+        # The config does not know whether the experts are gated.
+        projections = GATED_PROJECTIONS + UNGATED_PROJECTIONS
         return algorithms.of(LayerNames(tuple(self._quantized_layer_prefix_candidates(prefix)), projections))

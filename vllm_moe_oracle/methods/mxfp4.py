@@ -1,8 +1,8 @@
-"""gpt-oss's MXFP4 checkpoints, those of other models that are tagged ``mxfp4``, and experts in MXFP4 within FP8
-checkpoints (DeepSeek-V4).
+"""MXFP4 checkpoints of gpt-oss and of other models tagged ``mxfp4``, and MXFP4 experts in FP8 checkpoints
+(DeepSeek-V4).
 
-What vLLM's own class for ``mxfp4`` makes of a MoE layer moves: gpt-oss's method up to 0.26, another one from 0.27.1.
-Here each name has one method in every release; whether rows alternate gate and up is the activation's business.
+vLLM's class for ``mxfp4`` gives a MoE layer gpt-oss's method up to 0.26, and another one from 0.27.1. Here each name
+has one method in every release; the activation says whether rows of gate and up are interleaved.
 """
 
 from __future__ import annotations
@@ -17,32 +17,41 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFused
 from vllm.model_executor.layers.quantization import mxfp4 as stock
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
-from ..compat.construction import current_layer, under_construction
+from ..compat.layer_context import current_layer, set_current_layer
+from ..core.problem import MX_BLOCK, ActivationPrecision, Problem, Scheme
+from ..core.sharding import shard_by_blocks, shard_size
 from ..errors import CheckpointError, SettingError
-from ..oracle.planner import in_whole_blocks, share_of
-from ..oracle.problem import MX_BLOCK, ActivationPrecision, Problem, Scheme
-from ..quantization.fields import exclusion, read_names
-from ..quantization.gpt_oss import LEFT_OUT, refuse_left_out, refuse_packed
+from ..quantization.fields import exclusion_matcher, read_names
+from ..quantization.gpt_oss import EXCLUSION_FIELDS, reject_compressed_tensors, reject_excluded_experts
 from ..schemes.mxfp8 import E8M0_BIAS
 from .base import OracleMoEMethod
-from .dtypes import with_emulated
-from .wna16 import experts_called
+from .dtypes import with_emulated_dtypes
+from .wna16 import expert_layer_names
+
+SERVES = {
+    "schemes": ["mxfp4"],
+    "quantizations": {"mxfp4": "Mxfp4Config", "gpt_oss_mxfp4": "GptOssMxfp4Config", "deepseek_v4_fp8": None},
+    "replaces": {"mxfp4:GptOssMxfp4MoEMethod": "GptOssMxfp4MoEMethod", "mxfp4:Mxfp4MoEMethod": "Mxfp4MoEMethod"},
+}
 
 _WHERE = "quantization_config"
 
 
-class AnyMxfp4MoEMethod(OracleMoEMethod):
-    """What the methods for MXFP4 share: a backend's plan pads, which the stock classes do by a list; and gpt-oss's
-    loader cuts the intermediate size between blocks, so that the last rank may have less than the others."""
+class BaseMxfp4MoEMethod(OracleMoEMethod):
+    """The common part of the methods for MXFP4.
+
+    A backend's plan pads, where stock classes pad by their own rules. gpt-oss's loader shards the intermediate size by
+    whole blocks, so that the last rank's shard may be smaller.
+    """
 
     @property
     def supports_pre_processed_weights(self) -> bool:
-        """vLLM's cache of converted weights knows the layouts of the stock classes only."""
+        """No: vLLM's cache of converted weights only holds layouts of stock classes."""
         return False
 
     @property
     def skip_forward_padding(self) -> bool:
-        """Whether the kernel takes inputs that are narrower than its weights."""
+        """Whether the kernel accepts inputs narrower than its weights."""
         return False
 
     @property
@@ -50,120 +59,123 @@ class AnyMxfp4MoEMethod(OracleMoEMethod):
         """Whether the kernel crops its output itself."""
         return False
 
-    def _asked(self, scheme: Scheme) -> tuple[Scheme, str]:
-        """As every method does; vLLM's own option is heard where ours says nothing, as by the stock classes."""
-        scheme, asked_by = super()._asked(scheme)
-        asked = precision_of(self.release.activations_asked())
-        if asked_by or self.settings.activations != "checkpoint" or asked in ("16bit", scheme.activations):
-            return scheme, asked_by
-        by = "--quantization-config's moe.activation"
+    def _requested_scheme(self, scheme: Scheme) -> tuple[Scheme, str]:
+        """The requested scheme; vLLM's own option counts where our setting has its default, as in the stock classes."""
+        scheme, requested_by = super()._requested_scheme(scheme)
+        requested = activation_precision(self.adapter.requested_activations())
+        if requested_by or self.settings.activations != "checkpoint" or requested in ("16bit", scheme.activations):
+            return scheme, requested_by
+        option = "--quantization-config's moe.activation"
         if scheme.activations == "16bit":
-            return dataclasses.replace(scheme, activations=asked), by
-        rule = f"the checkpoint declares {scheme.activations} for the experts' inputs, {by} asks for {asked}"
+            return dataclasses.replace(scheme, activations=requested), option
+        rule = f"the checkpoint declares {scheme.activations} for the experts' inputs, {option} requests {requested}"
         raise SettingError(rule, "Leave it out", current_layer()[1])
 
-    def _refined(self, problem: Problem) -> Problem:
-        if problem.equal_experts:
-            refuse_packed(problem.scheme, problem.layer)
-        problem = super()._refined(problem)
-        # Rows that alternate come through gpt-oss's loader.
-        return in_whole_blocks(problem) if problem.activation.interleaved else problem
+    def _refine_problem(self, problem: Problem) -> Problem:
+        if problem.even_expert_split:
+            reject_compressed_tensors(problem.scheme, problem.layer)
+        problem = super()._refine_problem(problem)
+        # Interleaved rows come from gpt-oss's loader.
+        return shard_by_blocks(problem) if problem.activation.interleaved else problem
 
-    def _register(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
-        """As the stock class does, with a loader for biases that takes those of single experts in every release."""
-        super()._register(layer, num_experts, *args, **kwargs)
+    def _register_parameters(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
+        """As the stock class does, with a bias loader that accepts biases of single experts in every release."""
+        super()._register_parameters(layer, num_experts, *args, **kwargs)
         for name in ("w13_bias", "w2_bias") if self.decision.problem.has_bias else ():
             parameter = getattr(layer, name)
             if hasattr(parameter, "weight_loader"):
-                parameter.weight_loader = self.release.bias_loader(layer, parameter.weight_loader)
+                parameter.weight_loader = self.adapter.bias_loader(layer, parameter.weight_loader)
 
-    def _read(self, layer: Any) -> dict[str, Tensor]:
-        self._clear_beyond_share(layer)
-        return super()._read(layer)
+    def _read_weights(self, layer: Any) -> dict[str, Tensor]:
+        self._zero_padding(layer)
+        return super()._read_weights(layer)
 
-    def _clear_beyond_share(self, layer: Any) -> None:
-        """Makes what the last rank has no part of zero weights: nothing was loaded there."""
+    def _zero_padding(self, layer: Any) -> None:
+        """Zeroes the part of the weights beyond the last rank's shard, where nothing is loaded."""
         problem = self.decision.problem
-        share = share_of(problem, self.moe.moe_parallel_config.tp_rank) if problem.whole_intermediate_size else 0
-        if not 0 < share < problem.intermediate_size:
+        shard = shard_size(problem, self.moe.moe_parallel_config.tp_rank) if problem.whole_intermediate_size else 0
+        if not 0 < shard < problem.intermediate_size:
             return
-        names = self._names(self._scheme().shapes(problem))
-        places: Mapping[str, tuple[Any, int]] = {
-            "w13": ((slice(None), slice(2 * share, None)), 0),
-            "w13_scale": ((slice(None), slice(2 * share, None)), E8M0_BIAS),
-            "w13_bias": ((slice(None), slice(2 * share, None)), 0),
-            "w2": ((..., slice(share // 2, None)), 0),
-            "w2_scale": ((..., slice(share // MX_BLOCK, None)), E8M0_BIAS),
+        names = self._parameter_names(self._scheme().shapes(problem))
+        padding: Mapping[str, tuple[Any, int]] = {
+            "w13": ((slice(None), slice(2 * shard, None)), 0),
+            "w13_scale": ((slice(None), slice(2 * shard, None)), E8M0_BIAS),
+            "w13_bias": ((slice(None), slice(2 * shard, None)), 0),
+            "w2": ((..., slice(shard // 2, None)), 0),
+            "w2_scale": ((..., slice(shard // MX_BLOCK, None)), E8M0_BIAS),
         }
-        for own, (place, value) in places.items():
+        for own, (part, value) in padding.items():
             if own in names:
-                getattr(layer, names[own]).data[place] = value
+                getattr(layer, names[own]).data[part] = value
 
 
-class _TaggedMxfp4MoEMethod(AnyMxfp4MoEMethod):
-    """For checkpoints whose tensors have the names and shapes of gpt-oss's parameters in vLLM."""
+class _GptOssLayoutMoEMethod(BaseMxfp4MoEMethod):
+    """For checkpoints whose tensors have the names and shapes of gpt-oss's parameters in vLLM.
+
+    Attributes:
+        packing: packing of the scheme.
+        weight_dtype: read by gpt-oss's loader; ``gpt_oss_mxfp4`` and ``mxfp4`` are packed.
+    """
 
     packing: ClassVar[str]
     weight_dtype: Any
-    """gpt-oss's loader asks for it: ``gpt_oss_mxfp4`` and ``mxfp4`` are packed."""
 
     def __init__(self, moe: Any, activation_key: Any = None, *args: Any, **kwargs: Any) -> None:
         """
         Args:
             moe: vLLM's `FusedMoEConfig`.
-            activation_key: what the checkpoint declares for activations, in vLLM's words; since 0.32.
-            args: what later releases add.
+            activation_key: vLLM's `QuantKey` of the activations that the checkpoint declares; since 0.32.
+            args: arguments of later releases.
             kwargs: likewise.
         """
-        # Not the stock constructors: they would choose a backend by their own lists, and raise where those have none.
-        self.decide(moe, mxfp4_scheme(self.packing, declared_by(current_layer()[0], activation_key)))
+        # The stock constructors would choose a backend by their own rules, and raise where they find none.
+        self.decide(moe, mxfp4_scheme(self.packing, declared_activations(current_layer()[0], activation_key)))
 
 
-class GptOssMxfp4MoEMethod(_TaggedMxfp4MoEMethod, stock.GptOssMxfp4MoEMethod):
-    """MoE layers of gpt-oss. Takes the place of the stock class of the same name."""
+class GptOssMxfp4MoEMethod(_GptOssLayoutMoEMethod, stock.GptOssMxfp4MoEMethod):
+    """MoE layers of gpt-oss; replaces the stock class of the same name."""
 
     packing = "gpt_oss"
     weight_dtype = "gpt_oss_mxfp4"
 
 
-class Mxfp4MoEMethod(_TaggedMxfp4MoEMethod, stock.Mxfp4MoEMethod):
-    """MoE layers of other models. Takes the place of the stock class of the same name, which vLLM's FP8 configs
-    construct themselves."""
+class Mxfp4MoEMethod(_GptOssLayoutMoEMethod, stock.Mxfp4MoEMethod):
+    """MoE layers of other models; replaces the stock class of the same name, which vLLM's FP8 configs construct."""
 
     packing = "mxfp4"
     weight_dtype = "mxfp4"
 
 
 def mxfp4_scheme(packing: str, activations: ActivationPrecision = "16bit") -> Scheme:
-    """MXFP4 in a checkpoint.
+    """The MXFP4 scheme of a checkpoint.
 
     Args:
         packing: names and shapes of its tensors; see `schemes.mxfp4`.
-        activations: what it declares for the experts' inputs.
+        activations: precision that it declares for the experts' inputs.
     """
     return Scheme("mxfp4", bits=4, group_size=MX_BLOCK, packing=packing, activations=activations)
 
 
-def declared_by(layer: Any, activation_key: Any) -> ActivationPrecision:
-    """What a checkpoint declares for the inputs of a layer's experts.
+def declared_activations(layer: Any, activation_key: Any) -> ActivationPrecision:
+    """Precision that a checkpoint declares for the inputs of a layer's experts.
 
-    An FP8 config quantises activations dynamically, whatever a release's constructor says of it: DeepSeek-V4's is FP8
-    until 0.31 by its config alone, and ``mxfp8`` in 0.33 by a constant.
+    An FP8 config quantizes activations dynamically, whatever a release passes to the constructor: for DeepSeek-V4
+    nothing until 0.31, and ``mxfp8`` as a constant in 0.33.
 
     Args:
-        layer: the layer under construction; None where vLLM does not hand it out.
+        layer: the layer under construction; None where vLLM does not pass it.
         activation_key: vLLM's `QuantKey` of dynamic activations, or None.
     """
     if isinstance(getattr(layer, "quant_config", None), Fp8Config):
         return "fp8"
-    return precision_of(activation_key)
+    return activation_precision(activation_key)
 
 
-def precision_of(key: Any) -> ActivationPrecision:
-    """Our word for vLLM's `QuantKey` of dynamic activations; None is the model's own dtype.
+def activation_precision(key: Any) -> ActivationPrecision:
+    """The activation precision of vLLM's `QuantKey` of dynamic activations; None is the model's dtype.
 
     Raises:
-        CheckpointError: a key of which nothing here computes the very numbers.
+        CheckpointError: no backend computes with this precision.
     """
     if key is None:
         return "16bit"
@@ -176,83 +188,83 @@ def precision_of(key: Any) -> ActivationPrecision:
     }
     found = known.get((key.dtype == torch.float8_e4m3fn, group, mx))
     if found is None or key.scale.static or not key.symmetric:
-        raise CheckpointError(f"activations in {key} are not computed for experts in MXFP4", where=current_layer()[1])
+        raise CheckpointError(f"activations in {key} are not supported for experts in MXFP4", where=current_layer()[1])
     return found
 
 
-def _leaving_out(config: Any, names: Iterable[str]) -> Any:
-    """The config object, which knows what of its checkpoint is not quantised: the stock classes keep no names."""
-    config.left_out = tuple(names)
+def _with_excluded_modules(config: Any, names: Iterable[str]) -> Any:
+    """The config object with the names of modules that are not quantized, which stock classes do not keep."""
+    config.excluded_modules = tuple(names)
     return config
 
 
 class Mxfp4Config(stock.Mxfp4Config):
-    """The stock config with this project's MoE method; linear layers stay what they are in the stock class.
+    """The stock config with this project's MoE method; linear layers stay the stock class's.
 
-    Experts that the checkpoint leaves in 16 bits are vLLM's own: the stock class reads no exclusions.
+    Experts that the checkpoint leaves unquantized get vLLM's own method: the stock class reads no exclusions.
     """
 
-    left_out: tuple[str, ...] = ()
-    """Names and wildcards of modules that are not quantised, as vLLM calls them."""
+    excluded_modules: tuple[str, ...] = ()
+    """Names and wildcards of modules that are not quantized, in vLLM's names."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         """The config object of a checkpoint."""
-        return _leaving_out(super().from_config(config), read_names(config, LEFT_OUT, _WHERE))
+        return _with_excluded_modules(super().from_config(config), read_names(config, EXCLUSION_FIELDS, _WHERE))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Takes vLLM's names for the checkpoint's; stock code calls it with a model's mapping."""
+        """Maps the checkpoint's names to vLLM's; vLLM calls it with a model's mapper."""
         super().apply_vllm_mapper(hf_to_vllm_mapper)
-        self.left_out = tuple(hf_to_vllm_mapper.apply_list(list(self.left_out)))
+        self.excluded_modules = tuple(hf_to_vllm_mapper.apply_list(list(self.excluded_modules)))
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Dtypes of the model. On a CPU, where the experts are emulated, also float16 and float32."""
-        return with_emulated(super().get_supported_act_dtypes())
+        """Dtypes of the model; on a CPU, where experts are emulated, also float16 and float32."""
+        return with_emulated_dtypes(super().get_supported_act_dtypes())
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """The method for a layer; see the stock class."""
-        left_out = isinstance(layer, RoutedExperts) and exclusion(self.left_out, _WHERE)
-        if left_out and experts_called(prefix, layer).match(left_out):
+        """The method of a layer; see the stock class."""
+        excludes = isinstance(layer, RoutedExperts) and exclusion_matcher(self.excluded_modules, _WHERE)
+        if excludes and expert_layer_names(prefix, layer).matches(excludes):
             return UnquantizedFusedMoEMethod(layer.moe_config)
-        return _method(Mxfp4MoEMethod, layer, prefix) or super().get_quant_method(layer, prefix)
+        return _moe_method(Mxfp4MoEMethod, layer, prefix) or super().get_quant_method(layer, prefix)
 
 
 class GptOssMxfp4Config(stock.GptOssMxfp4Config):
     """The stock config with this project's MoE method; see `Mxfp4Config`."""
 
-    left_out: tuple[str, ...] = ()
-    """Names and wildcards of modules that are not quantised, as vLLM calls them."""
+    excluded_modules: tuple[str, ...] = ()
+    """Names and wildcards of modules that are not quantized, in vLLM's names."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         """The config object of a checkpoint."""
-        return _leaving_out(super().from_config(config), read_names(config, LEFT_OUT, _WHERE))
+        return _with_excluded_modules(super().from_config(config), read_names(config, EXCLUSION_FIELDS, _WHERE))
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Takes vLLM's names for the checkpoint's; stock code calls it with a model's mapping."""
+        """Maps the checkpoint's names to vLLM's; vLLM calls it with a model's mapper."""
         super().apply_vllm_mapper(hf_to_vllm_mapper)
-        self.left_out = tuple(hf_to_vllm_mapper.apply_list(list(self.left_out)))
+        self.excluded_modules = tuple(hf_to_vllm_mapper.apply_list(list(self.excluded_modules)))
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
         """Dtypes of the model; see `Mxfp4Config`."""
-        return with_emulated(super().get_supported_act_dtypes())
+        return with_emulated_dtypes(super().get_supported_act_dtypes())
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """The method for a layer; see the stock class.
+        """The method of a layer; see the stock class.
 
         Raises:
-            CheckpointError: the layer's experts are not quantised.
+            CheckpointError: the layer's experts are not quantized.
         """
         if isinstance(layer, RoutedExperts):
-            refuse_left_out(self.left_out, experts_called(prefix, layer), _WHERE)
-        return _method(GptOssMxfp4MoEMethod, layer, prefix) or super().get_quant_method(layer, prefix)
+            reject_excluded_experts(self.excluded_modules, expert_layer_names(prefix, layer), _WHERE)
+        return _moe_method(GptOssMxfp4MoEMethod, layer, prefix) or super().get_quant_method(layer, prefix)
 
 
-def _method(kind: type[_TaggedMxfp4MoEMethod], layer: Any, prefix: str) -> _TaggedMxfp4MoEMethod | None:
-    """Our method for a MoE layer; None for any other layer."""
+def _moe_method(method_cls: type[_GptOssLayoutMoEMethod], layer: Any, prefix: str) -> _GptOssLayoutMoEMethod | None:
+    """Our method of a MoE layer; None for any other layer."""
     if not isinstance(layer, RoutedExperts):
         return None
-    with under_construction(layer, prefix):
-        return kind(layer.moe_config)
+    with set_current_layer(layer, prefix):
+        return method_cls(layer.moe_config)

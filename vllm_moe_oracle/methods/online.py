@@ -1,8 +1,8 @@
-"""MXFP8 made while a 16-bit checkpoint loads: vLLM's ``--quantization mxfp8``.
+"""Online quantization to MXFP8 while a 16-bit checkpoint loads: vLLM's ``--quantization mxfp8``.
 
-vLLM holds a layer's checkpoint tensors back until it has them all; then its 16-bit weights exist, are quantised here,
-tensor by tensor, and are gone. From there on the layer is one of an MXFP8 checkpoint. Linear layers stay vLLM's, with a
-better message and the same choice of scale rules.
+vLLM holds a layer's checkpoint tensors back until all have arrived. Then its 16-bit weights are materialized, quantized
+here one tensor at a time, and freed. From there on the layer is like one of an MXFP8 checkpoint. Linear layers stay
+vLLM's, with a better error message and the choice of scale rules.
 """
 
 from __future__ import annotations
@@ -19,29 +19,36 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
 from .. import settings
-from ..compat import current_adapter
-from ..compat.construction import current_layer
+from ..compat import current_adapter, weight_storage
+from ..compat.layer_context import current_layer
+from ..core.problem import MX_BLOCK, Scheme
 from ..errors import CheckpointError
-from ..oracle.problem import MX_BLOCK, Scheme
-from ..quantization import ONLINE
+from ..quantization import ONLINE_SCHEMES
 from ..schemes import mxfp8
-from . import agreement, loading, storage
-from .base import _PROCESSED, OracleMoEMethod
+from . import rank_sync, weight_loading
+from .base import PROCESSED_ATTRIBUTE, OracleMoEMethod
 
-_NAN = 0xFF
-"""In every byte of a floating-point number it is NaN: what was never loaded."""
+SERVES = {
+    "replaces": {
+        "online.mxfp8:Mxfp8OnlineMoEMethod": "Mxfp8OnlineMoEMethod",
+        "online.mxfp8:Mxfp8OnlineLinearMethod": "Mxfp8OnlineLinearMethod",
+    },
+}
+
+_NAN_BYTE = 0xFF
+"""A floating-point number of these bytes is NaN: the sentinel of weights that are never loaded."""
 
 
-def require_blocks(name: str, format: str = "MXFP8", **sizes: int) -> None:
-    """Refuses input sizes that blocks do not divide.
+def validate_input_sizes(name: str, format: str = "MXFP8", **sizes: int) -> None:
+    """Checks that input sizes are multiples of the block size.
 
     Args:
         name: the layer's name.
-        format: what the layer is quantised to.
-        sizes: input features of its matrices on this rank, by what they are, with underscores for blanks.
+        format: the format that the layer is quantized to.
+        sizes: input features of its matrices on this rank, by name with underscores.
 
     Raises:
-        CheckpointError: one is no multiple of 32; all that are not are named.
+        CheckpointError: some sizes are not multiples of 32; it names all of them.
     """
     wrong = {what.replace("_", " "): size for what, size in sizes.items() if size % MX_BLOCK}
     if wrong:
@@ -52,52 +59,52 @@ def require_blocks(name: str, format: str = "MXFP8", **sizes: int) -> None:
 
 
 class Mxfp8OnlineLinearMethod(stock.Mxfp8OnlineLinearMethod):
-    """Linear layers of a 16-bit checkpoint: vLLM's own method and kernels, and the scale rule that was asked for."""
+    """Linear layers of a 16-bit checkpoint: vLLM's method and kernels with the scale rule of the settings."""
 
     scale_rule: mxfp8.ScaleRule
 
     def create_weights(self, layer: Any, input_size_per_partition: int, *args: Any, **kwargs: Any) -> None:
-        """As the stock method, which refuses input sizes that blocks do not divide without saying where.
+        """As the stock method, whose error for a wrong input size does not name the layer.
 
         Raises:
-            CheckpointError: the input size is no multiple of 32.
+            CheckpointError: the input size is not a multiple of 32.
         """
-        require_blocks(_linear_name(layer), input_size=input_size_per_partition)
+        validate_input_sizes(_linear_name(layer), input_size=input_size_per_partition)
         chosen = settings.load(additional_config=current_adapter().additional_config())
         self.scale_rule = chosen.mxfp8_scale_rule
         super().create_weights(layer, input_size_per_partition, *args, **kwargs)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """As the stock method, which knows one rule only. A second call changes nothing."""
-        if self.scale_rule == "ceil" or getattr(layer, _PROCESSED, False):
+        """As the stock method, which has a single scale rule. A second call does nothing."""
+        if self.scale_rule == "ceil" or getattr(layer, PROCESSED_ATTRIBUTE, False):
             super().process_weights_after_loading(layer)
             return
-        # Of a layer whose checkpoint is quantised otherwise, which releases before 0.33 do not know.
+        # From 0.33 on: a layer whose checkpoint has another quantization.
         read = getattr(self, "get_weight_for_quantization", lambda layer: layer.weight)
         weight = read(layer).data
         codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
-        scales = weight.new_empty(_scales(weight), dtype=torch.uint8)
-        mxfp8.quantise_into(weight[None], codes[None], scales[None], self.scale_rule)
+        scales = weight.new_empty(_scales_shape(weight), dtype=torch.uint8)
+        mxfp8.quantize_into(weight[None], codes[None], scales[None], self.scale_rule)
         layer.input_scale = None
         replace_parameter(layer, "weight", codes)
         replace_parameter(layer, "weight_scale", scales)
         self.kernel.process_weights_after_loading(layer)
         getattr(self, "release_requantization_source_weights", lambda layer: None)(layer)
-        setattr(layer, _PROCESSED, True)
+        setattr(layer, PROCESSED_ATTRIBUTE, True)
 
 
 class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
-    """Mixed in before a stock class whose weights are quantised here, while they load.
+    """The mix-in in front of a stock class for online quantization.
 
     Attributes:
-        scheme: what they become.
-        codes: dtype of the codes.
-        per_byte: codes in one element of that dtype.
+        scheme: the scheme of the quantized weights.
+        codes_dtype: dtype of the codes.
+        codes_per_element: codes in one element of that dtype.
     """
 
     scheme: ClassVar[Scheme]
-    codes: ClassVar[torch.dtype]
-    per_byte: ClassVar[int] = 1
+    codes_dtype: ClassVar[torch.dtype]
+    codes_per_element: ClassVar[int] = 1
     requantization_source_parameters: Any
 
     def __init__(self, *, moe: Any = None, layer: Any = None) -> None:
@@ -107,40 +114,39 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
             layer: the layer.
 
         Raises:
-            CheckpointError: an input size that blocks of 32 do not divide.
+            CheckpointError: an input size is not a multiple of 32.
         """
         config = layer.moe_config if moe is None else moe
-        require_blocks(
+        validate_input_sizes(
             current_layer()[1],
             self.scheme.name.upper(),
             hidden_size=config.hidden_dim,
             intermediate_size=config.intermediate_size_per_partition,
         )
-        # Not the stock class's constructor: it would choose a backend by its own list.
+        # The stock constructor would choose a backend by its own rules.
         OnlineMoEMethodBase.__init__(self, config)
         self.weight_block_size = [1, MX_BLOCK]
         self.weight_scale_name = "weight_scale"
         self.decide(config, self.scheme)
 
     @abstractmethod
-    def quantise_into(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """Quantises a layer's matrices in bounded memory.
+    def quantize_into(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """Quantizes a layer's matrices in bounded memory.
 
         Args:
             values: `[E, N, K]`, 16-bit.
-            codes: `[E, N, K / per_byte]`, overwritten; experts may lie any distance apart.
+            codes: `[E, N, K / codes_per_element]`, overwritten; any stride between experts.
             scales: uint8 `[E, N, K/32]`, overwritten; likewise.
         """
 
     def create_weights(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
-        """Registers 16-bit weights without data, which vLLM fills, and hands back here, when it has them all.
+        """Registers 16-bit weights on the meta device; vLLM materializes them once it has all their tensors.
 
-        A layer whose checkpoint is quantised otherwise (vLLM calls this requantisation) gets that checkpoint's
-        parameters instead.
+        For requantization, a checkpoint with another quantization, it registers that checkpoint's parameters.
         """
-        if self._source() is not None:
+        if self._requantization_source() is not None:
             super(OracleMoEMethod, self).create_weights(layer, num_experts, *args, **kwargs)
-            self._enter(layer, "raw")
+            self._set_state(layer, "raw")
             return
         problem = self.decision.problem
         dtype = kwargs.get("params_dtype", getattr(torch, problem.dtype))
@@ -149,98 +155,104 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
         layer.weight_block_size = self.weight_block_size
         layer.w13_input_scale = layer.w2_input_scale = None
         if "weight_loader" in kwargs:
-            kwargs["weight_loader"] = loading.checked(kwargs["weight_loader"], problem, self.group)
+            kwargs["weight_loader"] = weight_loading.validating_loader(kwargs["weight_loader"], problem, self.group)
         shapes = self._scheme().shapes(problem)
         for own in ("w13", "w2"):
             *outer, columns = shapes[own]
-            data = torch.empty(*outer, columns * self.per_byte, dtype=dtype, device="meta")
-            parameter = storage.replace(layer, f"{own}_weight", data)
+            data = torch.empty(*outer, columns * self.codes_per_element, dtype=dtype, device="meta")
+            parameter = weight_storage.replace_parameter(layer, f"{own}_weight", data)
             set_weight_attrs(parameter, {name: value for name, value in kwargs.items() if name != "params_dtype"})
         if problem.has_bias:
             self._register_biases(layer, kwargs)
-        registered = {own: getattr(layer, name) for own, name in self._names(shapes).items() if hasattr(layer, name)}
-        loading.remember(registered, {"w13": _NAN, "w2": _NAN})
-        self._enter(layer, "raw")
+        registered = {
+            own: getattr(layer, name) for own, name in self._parameter_names(shapes).items() if hasattr(layer, name)
+        }
+        weight_loading.set_sentinel(registered, {"w13": _NAN_BYTE, "w2": _NAN_BYTE})
+        self._set_state(layer, "raw")
         initialize_online_processing(layer)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Quantises the loaded weights, then converts them as those of a checkpoint. A second call changes nothing.
+        """Quantizes the loaded weights, then converts them like those of a checkpoint. A second call does nothing.
 
         Raises:
             CheckpointError: a weight is NaN or infinite, or was never loaded. Nothing has been converted.
         """
         if self._is_processed(layer):
             return
-        self._enter(layer, "converting")
-        if self._source() is None:
+        self._set_state(layer, "converting")
+        if self._requantization_source() is None:
             weights = {own: getattr(layer, f"{own}_weight") for own in ("w13", "w2")}
-            if self.moe_kernel is not None or not self.release.weights_are_made_up():
+            if self.moe_kernel is not None or not self.adapter.uses_dummy_weights():
                 name = self.decision.problem.layer
-                with agreement.telling(self.group, f"the loaded weights of {name}"):
-                    loading.refuse_untouched({f"{own}_weight": each for own, each in weights.items()}, name)
+                with rank_sync.notify_on_failure(self.group, f"the loaded weights of {name}"):
+                    weight_loading.check_all_loaded({f"{own}_weight": each for own, each in weights.items()}, name)
         else:
             weights = dict(zip(("w13", "w2"), self.get_weights_for_quantization(layer), strict=True))
-        self._quantise(layer, weights)
-        if self._source() is not None:
-            self._keep_what_is_ours()
+        self._quantize(layer, weights)
+        if self._requantization_source() is not None:
+            self._retain_kernel_parameters()
         super().process_weights_after_loading(layer)
-        if self._source() is not None:
+        if self._requantization_source() is not None:
             self.release_requantization_source_weights(layer)
 
-    def _keep_what_is_ours(self) -> None:
-        """Takes what the kernel needs, the biases, off vLLM's list of parameters to be dropped after requantisation."""
-        ours = set(self._scheme().parameters_of(self.decision.problem).values())
-        theirs = self.requantization_source_parameters
-        self.requantization_source_parameters = {name: each for name, each in theirs.items() if name not in ours}
+    def _retain_kernel_parameters(self) -> None:
+        """Takes the kernel's parameters, the biases, off vLLM's list of those that requantization deletes."""
+        kept = set(self._scheme().parameter_names(self.decision.problem).values())
+        deleted = self.requantization_source_parameters
+        self.requantization_source_parameters = {name: each for name, each in deleted.items() if name not in kept}
 
-    def _source(self) -> Any:
-        """The method of the checkpoint's own quantisation, or None; releases before 0.33 know no such thing."""
+    def _requantization_source(self) -> Any:
+        """The method of the checkpoint's own quantization, or None; vLLM has requantization since 0.33."""
         return getattr(self, "requantization_source", None)
 
-    def _quantise(self, layer: Any, weights: dict[str, Tensor]) -> None:
-        """Puts codes and scales in the weights' place, in storage that has room for the kernel's layout."""
-        kinds = self._kernel_kinds(layer, weights)
+    def _quantize(self, layer: Any, weights: dict[str, Tensor]) -> None:
+        """Replaces the weights by codes and scales, in slots that can hold the kernel's tensors."""
+        specs = self._kernel_specs(layer, weights)
         for own in list(weights):
             values = weights.pop(own)
             codes, scales = (
-                storage.allocate(values.shape[0], raw, kinds.get(name), values.device)
+                weight_storage.allocate(values.shape[0], raw, specs.get(name), values.device)
                 for name, raw in (
-                    (own, storage.Kind(self._packed(values), self.codes)),
-                    (f"{own}_scale", storage.Kind(_scales(values), torch.uint8)),
+                    (own, weight_storage.TensorSpec(self._codes_shape(values), self.codes_dtype)),
+                    (f"{own}_scale", weight_storage.TensorSpec(_scales_shape(values), torch.uint8)),
                 )
             )
-            self.quantise_into(values.data, codes, scales)
-            storage.replace(layer, f"{own}_weight", codes)
-            storage.replace(layer, f"{own}_weight_scale", scales)
+            self.quantize_into(values.data, codes, scales)
+            weight_storage.replace_parameter(layer, f"{own}_weight", codes)
+            weight_storage.replace_parameter(layer, f"{own}_weight_scale", scales)
             if isinstance(values, torch.nn.Parameter):
-                # vLLM holds on to the parameter for a while longer; its memory is needed now.
+                # vLLM keeps a reference to the parameter; its memory is needed now.
                 values.data = values.data.new_empty(0)
 
-    def _kernel_kinds(self, layer: Any, weights: Mapping[str, Tensor]) -> dict[str, storage.Kind]:
-        """What the backend's conversion will make of one expert."""
-        empty = {name: getattr(layer, name) for name in ("w13_bias", "w2_bias") if hasattr(layer, name)}
+    def _kernel_specs(self, layer: Any, weights: Mapping[str, Tensor]) -> dict[str, weight_storage.TensorSpec]:
+        """Specs of one expert's kernel tensors."""
+        tensors = {name: getattr(layer, name) for name in ("w13_bias", "w2_bias") if hasattr(layer, name)}
         for own, values in weights.items():
-            empty[own] = torch.empty((values.shape[0], *self._packed(values)), dtype=self.codes, device="meta")
-            empty[f"{own}_scale"] = torch.empty((values.shape[0], *_scales(values)), dtype=torch.uint8, device="meta")
-        return storage.kinds_after(self._convert, empty)
+            tensors[own] = torch.empty(
+                (values.shape[0], *self._codes_shape(values)), dtype=self.codes_dtype, device="meta"
+            )
+            tensors[f"{own}_scale"] = torch.empty(
+                (values.shape[0], *_scales_shape(values)), dtype=torch.uint8, device="meta"
+            )
+        return weight_storage.converted_specs(self._convert, tensors)
 
-    def _packed(self, values: Tensor) -> tuple[int, int]:
+    def _codes_shape(self, values: Tensor) -> tuple[int, int]:
         """Shape of the codes of one expert's `[N, K]` matrix."""
-        return values.shape[-2], values.shape[-1] // self.per_byte
+        return values.shape[-2], values.shape[-1] // self.codes_per_element
 
 
 class Mxfp8OnlineMoEMethod(OnlineMoEMethod, stock.Mxfp8OnlineMoEMethod):
-    """MoE layers of a 16-bit checkpoint. Takes the place of the stock class of the same name."""
+    """MoE layers of a 16-bit checkpoint; replaces the stock class of the same name."""
 
-    scheme = ONLINE["mxfp8"]
-    codes = torch.float8_e4m3fn
+    scheme = ONLINE_SCHEMES["mxfp8"]
+    codes_dtype = torch.float8_e4m3fn
 
-    def quantise_into(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
-        """To MXFP8; see `OnlineMoEMethod.quantise_into`."""
-        mxfp8.quantise_into(values, codes, scales, self.settings.mxfp8_scale_rule)
+    def quantize_into(self, values: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """To MXFP8; see `OnlineMoEMethod.quantize_into`."""
+        mxfp8.quantize_into(values, codes, scales, self.settings.mxfp8_scale_rule)
 
 
-def _scales(values: Tensor) -> tuple[int, int]:
+def _scales_shape(values: Tensor) -> tuple[int, int]:
     """Shape of the scales of one expert's `[N, K]` matrix."""
     return values.shape[-2], values.shape[-1] // MX_BLOCK
 

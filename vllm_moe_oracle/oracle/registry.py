@@ -1,7 +1,7 @@
-"""Which backends there are: every module of `vllm_moe_oracle.backends`, and third parties' entry points.
+"""The registry of backends: every public module of `vllm_moe_oracle.backends`, and third parties' entry points.
 
-A third party's backend that cannot be loaded never takes the plugin, or another backend, down: it is kept in
-`Registry.broken` with its reason, which `status` shows and which an explicit choice of it raises.
+A third party's backend that cannot be loaded is recorded in `Registry.load_errors`, and the others stay usable. The
+reason is shown by `status` and raised by an explicit choice of that backend.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import get_args
 
 from .. import backends as builtin_package
-from ..backends import Backend, Limits
+from ..backends import Backend, Capabilities
+from ..core.problem import SchemeName
 from ..errors import RegistryError
 from ..settings import AUTO
-from .problem import SchemeName
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -30,36 +30,36 @@ class Registry:
     """Backends by name, in the order of their registration.
 
     Attributes:
-        broken: why a third party's backend is not here, by the name of its entry point.
+        load_errors: why a third party's backend could not be loaded, by the name of its entry point.
     """
 
     def __init__(self) -> None:
         self._backends: dict[str, Backend] = {}
         self._origin: dict[str, str] = {}
-        self.broken: dict[str, str] = {}
+        self.load_errors: dict[str, str] = {}
 
     def add(self, backend: object, origin: str) -> None:
         """Registers one backend.
 
         Args:
-            backend: an instance of `Backend`, or a class that makes one without arguments.
+            backend: an instance of `Backend`, or a subclass whose constructor needs no arguments.
             origin: where it comes from, for messages.
 
         Raises:
-            RegistryError: not a backend, an incomplete one, or a name that is taken.
+            RegistryError: it is not a complete backend, or its name is taken.
         """
         if inspect.isclass(backend):
             try:
                 backend = backend()
             except TypeError as error:
-                raise RegistryError(f"the backend cannot be made: {error}", where=origin) from error
+                raise RegistryError(f"the backend cannot be instantiated: {error}", where=origin) from error
         if not isinstance(backend, Backend):
             rule = f"expected an instance of vllm_moe_oracle.backends.Backend, got {type(backend).__name__}"
             raise RegistryError(rule, "Export an instance, or a class without constructor arguments", origin)
-        missing = [name for name in ("name", "schemes", "limits") if not hasattr(backend, name)]
+        missing = backend.undeclared()
         if missing:
             raise RegistryError(f"the backend does not set {', '.join(missing)}", where=origin)
-        _require_usable(backend, origin)
+        _validate(backend, origin)
         if backend.name in self._backends:
             rule = f"the name {backend.name!r} is taken by {self._origin[backend.name]}"
             raise RegistryError(rule, "Choose another name", origin)
@@ -67,14 +67,14 @@ class Registry:
         self._origin[backend.name] = origin
 
     def add_entry_points(self, points: Iterable[EntryPoint]) -> None:
-        """Registers third parties' backends; one that fails is recorded in `broken`, with the others unharmed."""
+        """Registers third parties' backends; a failure is recorded in `load_errors`."""
         for point in points:
             origin = f"entry point {point.name!r} = {point.value}"
             try:
                 self.add(point.load(), origin)
-            # A stranger's import can raise anything; it is recorded, shown, and raised when chosen.
+            # A third party's import can raise anything. It is recorded, shown, and raised when the backend is chosen.
             except (Exception, SystemExit) as error:
-                self.broken[point.name] = f"{type(error).__name__}: {error}"
+                self.load_errors[point.name] = f"{type(error).__name__}: {error}"
 
     def __getitem__(self, name: str) -> Backend:
         return self._backends[name]
@@ -89,20 +89,20 @@ class Registry:
         return len(self._backends)
 
     def origin(self, name: str) -> str:
-        """Where the backend of that name comes from."""
+        """The module or entry point of a backend."""
         return self._origin[name]
 
     def for_scheme(self, scheme: SchemeName) -> list[Backend]:
-        """Backends that know the scheme, in the order of registration."""
+        """The backends for a scheme, in the order of registration."""
         return [backend for backend in self if scheme in backend.schemes]
 
     def names(self, scheme: SchemeName) -> list[str]:
-        """Every name that selects a backend of the scheme: its own and vLLM's, sorted."""
+        """Every name that selects a backend for the scheme: its own and vLLM's, sorted."""
         return sorted({name for backend in self.for_scheme(scheme) for name in (backend.name, *backend.vllm_names)})
 
 
-def _require_usable(backend: Backend, origin: str) -> None:
-    """Refuses what would be found by accident or never: a lone string's letters, the name that means no choice."""
+def _validate(backend: Backend, origin: str) -> None:
+    """Refuses names that cannot be selected, and strings where tuples of strings are expected."""
     if not isinstance(backend.name, str) or not backend.name.strip() or backend.name == AUTO:
         raise RegistryError(f"{backend.name!r} cannot be a backend's name", where=origin)
     known = get_args(SchemeName)
@@ -114,15 +114,17 @@ def _require_usable(backend: Backend, origin: str) -> None:
     if unknown or not backend.schemes:
         rule = f"schemes holds {', '.join(unknown) or 'nothing'}; valid are {', '.join(known)}"
         raise RegistryError(rule, where=origin)
-    if not isinstance(backend.limits, Limits):
-        raise RegistryError(f"limits is {type(backend.limits).__name__}, expected Limits", where=origin)
+    if not isinstance(backend.capabilities, Capabilities):
+        raise RegistryError(
+            f"capabilities is {type(backend.capabilities).__name__}, expected Capabilities", where=origin
+        )
 
 
 def discover(points: Iterable[EntryPoint] = ()) -> Registry:
-    """A new registry of this project's backends and of those behind `points`.
+    """A new registry of this project's backends and those of entry points.
 
     Raises:
-        RegistryError: one of this project's own files is not a backend; that is a defect, not a circumstance.
+        RegistryError: a module of this project does not define a backend.
     """
     registry = Registry()
     for module_info in pkgutil.iter_modules(builtin_package.__path__):
@@ -138,8 +140,8 @@ def discover(points: Iterable[EntryPoint] = ()) -> Registry:
 
 @cache
 def default_registry() -> Registry:
-    """The registry of this process: discovered once, third parties' entry points included; warns of broken ones."""
+    """The registry of this process, with third parties' entry points; it is discovered once and warns of failures."""
     found = discover(sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name))
-    for name, reason in found.broken.items():
+    for name, reason in found.load_errors.items():
         logger.warning("moe_oracle: the backend of the entry point %s could not be loaded: %s", name, reason)
     return found

@@ -1,147 +1,206 @@
-"""Intel AutoRound."""
+"""Intel AutoRound, which vLLM calls INC."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ..core.problem import MX_BLOCK, Scheme
 from ..errors import CheckpointError
-from ..expressions import Expression
-from ..oracle.problem import MX_BLOCK, Scheme
-from .answers import Answer, Foreign, LayerNames, SchemeOf, foreign_reader, in_words
-from .fields import read_boolean, read_integer, read_word, shown
+from .fields import read_boolean, read_integer, read_string, short_repr
+from .patterns import BoundedPattern, InvalidPatternError
+from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, UnsupportedFormat, describe_format
+from .unsupported import parse_unsupported
 
 _PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
-"""The scheme's word for how integers are packed, by AutoRound's."""
+"""`Scheme.packing` of AutoRound's ``packing_format``."""
 
 
-def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
+def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """MX formats, and integers as GPTQ's or AWQ's tools pack them.
 
-    ``extra_config`` gives modules other widths: by full name, by the end of a name, or by an expression found in it, in
-    this order. ``block_name_to_quantize`` holds how names of quantised modules begin; others have 16 bits unless an
-    entry says how many. vLLM asks for the experts' module alone: what entries say of matrices must be the same. Only
-    releases whose layers of experts are called FusedMoE look for entries on matrices where the module has none.
+    ``extra_config`` gives modules other bit widths. Its keys are full names, ends of names, or regular expressions that
+    are searched in names, in this order of precedence. ``block_name_to_quantize`` lists prefixes of quantized modules;
+    other modules have 16 bits unless an entry states their bits. vLLM asks for the experts' module alone, so entries
+    for its matrices must agree with it. Only releases whose MoE layer class is FusedMoE look for entries of matrices
+    where the module has none.
     """
-    bits, data_type = read_integer(config, "bits", where), read_word(config, "data_type", where) or "int"
-    packing = _PACKINGS.get(read_word(config, "packing_format", where) or "auto_round:auto_gptq")
-    integers = data_type == "int" and packing is not None and read_integer(config, "act_bits", where, default=16) >= 16
-    if bits not in (4, 8) or not (integers or "mx_fp" in data_type):
-        return foreign_reader(config, where)
+    format_of = _entry_format(config, where)
+    if format_of is None:
+        return parse_unsupported(config, where)
     entries = config.get("extra_config") or {}
     if not isinstance(entries, Mapping) or not all(isinstance(entry, Mapping) for entry in entries.values()):
-        raise CheckpointError(f"extra_config is {shown(entries)}, not an object of objects", where=where)
-    blocks = _blocks(config, where)
+        raise CheckpointError(f"extra_config is {short_repr(entries)}, not an object of objects", where=where)
+    return _ModuleFormats(entries, format_of, _quantized_blocks(config, where), where).lookup
 
-    def answer(entry: Mapping[str, Any]) -> Answer:
+
+def _entry_format(config: Mapping[str, Any], where: str) -> Callable[[Mapping[str, Any]], ExpertFormat] | None:
+    """The format of an entry of ``extra_config``; None when this package does not read the config's own format."""
+    bits, data_type = read_integer(config, "bits", where), read_string(config, "data_type", where) or "int"
+    packing = _PACKINGS.get(read_string(config, "packing_format", where) or "auto_round:auto_gptq")
+    integers = data_type == "int" and packing is not None and read_integer(config, "act_bits", where, default=16) >= 16
+    if bits not in (4, 8) or not (integers or "mx_fp" in data_type):
+        return None
+
+    def format_of(entry: Mapping[str, Any]) -> ExpertFormat:
         fields = {**config, **entry}
         width = read_integer(fields, "bits", where, default=bits)
         if width >= 16:
             return None
         if integers:
             group = read_integer(fields, "group_size", where, default=128)
-            zeros = not read_boolean(fields, "sym", where, default=True)
-            return Scheme("wna16", width, group, str(packing), zeros)
-        if width not in (4, 8):
-            return Foreign(f"{data_type} of {width} bits")
+            zero_points = not read_boolean(fields, "sym", where, default=True)
+            return Scheme("wna16", width, group, str(packing), zero_points)
         if width == 4:
             return Scheme("mxfp4", width, MX_BLOCK, "auto-round", activations="mxfp4")
-        return Scheme("mxfp8", width, MX_BLOCK, "auto-round", activations="mxfp8")
+        if width == 8:
+            return Scheme("mxfp8", width, MX_BLOCK, "auto-round", activations="mxfp8")
+        return UnsupportedFormat(f"{data_type} of {width} bits")
 
-    usual = answer({})
-    named = {name: answer(entry) for name, entry in entries.items()}
-    places = {name: place for place, name in enumerate(named)}
-    expressions = [(found, name) for name, found in _expressions(named, where) if found is not None]
-    below: dict[str, list[str]] = {}
-    for name in named:
-        head, sign, _ = name.rpartition(".experts.")
-        if sign:
-            below.setdefault(f"{head}.experts", []).append(name)
+    return format_of
 
-    def entry_of(names: Iterable[str]) -> str | None:
-        """The entry that speaks of something with these names."""
-        names = tuple(names)
-        full = next((name for name in names if name in named), None)
-        if full is not None:
-            return full
-        ends = {end for name in names for end in _ends(name) if end in named}
-        if ends:
-            return min(ends, key=places.__getitem__)
-        return next((entry for found, entry in expressions if any(map(found.search, names))), None)
 
-    def of_module(layer: LayerNames, entry: str | None) -> Answer:
-        if entry in layer.modules and "bits" not in entries[entry]:
-            return None  # vLLM takes an entry under the full name that says no width for one of 16 bits
-        inside = not blocks or any(module.startswith(blocks) for module in layer.modules)
-        by_name = entry is not None and any(entry in (name, *_ends(name)) for name in layer.modules)
-        if not inside and not by_name and "bits" not in entries.get(entry, ()):
-            return None
-        return usual if entry is None else named[entry]
+class _ModuleFormats:
+    """The formats of modules, by the entries of ``extra_config``.
 
-    def of(layer: LayerNames) -> Answer:
-        own = entry_of(layer.modules)
-        served = of_module(layer, own)
-        by_name = {entry: named[entry] for name in layer.modules for entry in below.get(name, ())}
-        conventions = []
-        for convention in (layer.own,) if layer.own else layer.projections:
-            found = {entry_of(names) for names in zip(*layer.matrices(convention), strict=True)} - {own, None}
-            conventions.append({entry: named[entry] for entry in named if entry in found and named[entry] != served})
-        # Which names the checkpoint has may be unknown: an expression that finds those of one convention may mean
-        # something else, such as the router called gate.
-        differing = {entry: said for entry, said in by_name.items() if said != served} or min(conventions, key=len)
-        for entry, said in differing.items():
-            rule = f"{shown(entry)} stores matrices of experts as {in_words(said)}, their module is {in_words(served)}"
-            remedy = (
-                "vLLM's INC reads the entries of the experts' module only (its oldest supported releases those of "
-                "matrices too, where that has none): give the module an entry of its own, which every release reads"
+    Args:
+        entries: ``extra_config``.
+        format_of: the format of an entry.
+        blocks: prefixes of quantized modules; empty when all are quantized.
+        where: file and field, for messages.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[str, Mapping[str, Any]],
+        format_of: Callable[[Mapping[str, Any]], ExpertFormat],
+        blocks: tuple[str, ...],
+        where: str,
+    ) -> None:
+        self._entries = entries
+        self._blocks = blocks
+        self._where = where
+        self._default = format_of({})
+        self._formats = {name: format_of(entry) for name, entry in entries.items()}
+        self._positions = {name: position for position, name in enumerate(entries)}
+        patterns = _entry_patterns(entries, where)
+        self._patterns = [(pattern, name) for name, pattern in patterns if pattern is not None]
+        self._expert_entries: dict[str, list[str]] = {}
+        for name in entries:
+            parent, separator, _ = name.rpartition(".experts.")
+            if separator:
+                self._expert_entries.setdefault(f"{parent}.experts", []).append(name)
+
+    def lookup(self, layer: LayerNames) -> ExpertFormat:
+        """The format of a layer's experts.
+
+        Raises:
+            CheckpointError: entries give matrices of the experts another format than their module.
+        """
+        entry = self._entry_of(layer.modules)
+        found = self._module_format(layer, entry)
+        conflicts = self._matrix_conflicts(layer, entry, found)
+        if conflicts:
+            name, other = next(iter(conflicts.items()))
+            rule = (
+                f"{short_repr(name)} stores matrices of experts as {describe_format(other)}, "
+                f"their module is {describe_format(found)}"
             )
-            raise CheckpointError(rule, remedy, f"{where}.extra_config, {layer.modules[0]}")
-        return served
+            remedy = (
+                "vLLM's INC reads only the entries of the experts' module (its oldest supported releases also those of "
+                "matrices where the module has none): give the module an entry of its own, which every release reads"
+            )
+            raise CheckpointError(rule, remedy, f"{self._where}.extra_config, {layer.modules[0]}")
+        return found
 
-    return of
+    def _entry_of(self, names: Iterable[str]) -> str | None:
+        """The entry for a module or matrix that has these names."""
+        names = tuple(names)
+        for name in names:
+            if name in self._entries:
+                return name
+        suffixes = {suffix for name in names for suffix in _name_suffixes(name) if suffix in self._entries}
+        if suffixes:
+            return min(suffixes, key=self._positions.__getitem__)
+        return next((entry for pattern, entry in self._patterns if any(map(pattern.search, names))), None)
+
+    def _module_format(self, layer: LayerNames, entry: str | None) -> ExpertFormat:
+        """What vLLM takes the experts' module for."""
+        states_bits = entry is not None and "bits" in self._entries[entry]
+        if entry in layer.modules and not states_bits:
+            return None  # vLLM takes an entry under the full name without bits for one of 16 bits
+        in_block = not self._blocks or any(module.startswith(self._blocks) for module in layer.modules)
+        by_name = entry is not None and any(entry in (name, *_name_suffixes(name)) for name in layer.modules)
+        if not in_block and not by_name and not states_bits:
+            return None
+        return self._default if entry is None else self._formats[entry]
+
+    def _matrix_conflicts(
+        self, layer: LayerNames, module_entry: str | None, module_format: ExpertFormat
+    ) -> dict[str, ExpertFormat]:
+        """Entries that give matrices of the experts another format than their module."""
+        named = [name for module in layer.modules for name in self._expert_entries.get(module, ())]
+        by_name = {name: self._formats[name] for name in named if self._formats[name] != module_format}
+        if by_name:
+            return by_name
+        by_convention = []
+        for convention in layer.conventions():
+            entries = {self._entry_of(names) for names in zip(*layer.matrix_names(convention), strict=True)}
+            entries -= {module_entry, None}
+            by_convention.append(
+                {
+                    name: self._formats[name]
+                    for name in self._entries
+                    if name in entries and self._formats[name] != module_format
+                }
+            )
+        # Where the checkpoint's convention is unknown, a pattern that matches the names of one convention may mean
+        # something else, such as the router called gate.
+        return min(by_convention, key=len)
 
 
-def _ends(name: str) -> Iterable[str]:
+def _name_suffixes(name: str) -> Iterable[str]:
     """Everything that follows a dot of a name."""
     while name:
         name = name.partition(".")[2]
         yield name
 
 
-def _blocks(config: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """How names of quantised modules begin; nothing where all are. vLLM splits at commas and strips nothing."""
+def _quantized_blocks(config: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Prefixes of quantized modules; empty when all are quantized. vLLM splits at commas and strips nothing."""
     field = "block_name_to_quantize" if "block_name_to_quantize" in config else "to_quant_block_names"
-    stated = config.get(field)
-    blocks = stated.split(",") if isinstance(stated, str) else stated or ()
+    value = config.get(field)
+    blocks = value.split(",") if isinstance(value, str) else value or ()
     if not isinstance(blocks, (list, tuple)) or not all(isinstance(block, str) for block in blocks):
-        raise CheckpointError(f"{field} is {shown(stated)}, neither names nor a list of names", where=where)
+        raise CheckpointError(f"{field} is {short_repr(value)}, neither names nor a list of names", where=where)
     return tuple(blocks)
 
 
-def _expressions(names: Iterable[str], where: str) -> Iterable[tuple[str, Expression | None]]:
-    """The names of entries that vLLM takes for expressions, with the expression; None for one that is broken.
+def _entry_patterns(names: Iterable[str], where: str) -> Iterable[tuple[str, BoundedPattern | None]]:
+    """The names of entries that vLLM takes for regular expressions, each with its pattern; None for an invalid one.
 
     Raises:
-        CheckpointError: an expression that cannot be matched in bounded time.
+        CheckpointError: an expression that may take unbounded time.
     """
     for name in names:
         if any(sign in name for sign in "*+?^$()[]{}|\\"):
             try:
-                yield name, Expression(name, where)
-            except CheckpointError as error:
-                if not isinstance(error.__cause__, re.error):
-                    raise
+                yield name, BoundedPattern(name, where)
+            except InvalidPatternError:
                 yield name, None
 
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
-    """What to know of the answers for a config that `reader` took, one sentence each."""
+    """What a user should know about a config that `parse_config` accepted, one sentence each."""
     entries = config.get("extra_config") or {}
-    expressions = dict(_expressions(entries, where))
+    patterns = dict(_entry_patterns(entries, where))
     for name in entries:
-        if name in expressions and expressions[name] is None:
-            yield f"{where}.extra_config: {shown(name)} is no regular expression; vLLM skips it"
+        if name in patterns and patterns[name] is None:
+            yield f"{where}.extra_config: {short_repr(name)} is not a regular expression; vLLM skips it"
         first, last = name.partition(".")[0], name.rpartition(".")[2]
-        if name not in expressions and last == "experts" and first not in ("model", "language_model", "backbone"):
-            yield f"{where}.extra_config: {shown(name)} is the end of a name, which older releases of vLLM do not read"
+        if name not in patterns and last == "experts" and first not in ("model", "language_model", "backbone"):
+            rule = "is the end of a name, which older releases of vLLM do not read"
+            yield f"{where}.extra_config: {short_repr(name)} {rule}"
+
+
+FORMAT = QuantConfigFormat({"auto-round": parse_config}, notes, vllm_method=lambda config, method: "inc")

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..core.problem import Scheme
 from ..errors import CheckpointError
-from ..oracle.problem import Scheme
-from .answers import SchemeOf
-from .fields import read_boolean, read_integer, read_names, read_word, shown
+from .fields import read_boolean, read_integer, read_names, read_string, short_repr
+from .types import FormatLookup, QuantConfigFormat
 
-_OTHER_PACKINGS = ("gemv", "gemv_fast", "llm-awq", "marlin")
+_UNSUPPORTED_PACKINGS = ("gemv", "gemv_fast", "llm-awq", "marlin")
 """AutoAWQ's and GPTQModel's words for packings that nothing in vLLM reads."""
 
-BITS = 4
+SUPPORTED_BITS = 4
 """The one width for which vLLM has a type of AWQ's codes, in every supported release."""
 
 
-def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
+def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """An entry of ``modules_to_not_convert`` excludes every module whose name holds it."""
     scheme = awq_scheme(config, where)
     excluded = read_names(config, ("modules_to_not_convert",), where)
-    return lambda layer: None if layer.match(lambda name: any(part in name for part in excluded)) else scheme
+    return lambda layer: None if layer.matches(lambda name: any(part in name for part in excluded)) else scheme
 
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
-    """What to know of the answers for a config that `reader` took, one sentence each."""
+    """What to know of the answers for a config that `parse_config` took, one sentence each."""
     if config.get("zero_point") is None:
         yield f"{where}: zero_point is not set: taken as true; vLLM refuses to serve without it"
 
@@ -41,15 +41,16 @@ def awq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
             another packing.
     """
     for name in ("version", "checkpoint_format", "format"):
-        if (word := read_word(config, name, where)) in _OTHER_PACKINGS:
-            rule = (
-                f"{name} is {shown(word)}: codes are packed for another kernel than gemm, whose packing alone is read"
-            )
-            raise CheckpointError(rule, "Quantise again with version gemm", where)
+        if (word := read_string(config, name, where)) in _UNSUPPORTED_PACKINGS:
+            rule = f"{name} is {short_repr(word)}: its packing is not read, only that of gemm"
+            raise CheckpointError(rule, "Quantize again with version gemm", where)
     field = "w_bit" if "w_bit" in config else "bits"
     bits = read_integer(config, field, where)
-    if bits != BITS:
-        rule = f"{field} is {bits}; vLLM's classes for AWQ refuse any width but {BITS} bits"
-        raise CheckpointError(rule, f"Quantise again with {BITS} bits, or to GPTQ, which has 8 too", where)
+    if bits != SUPPORTED_BITS:
+        rule = f"{field} is {bits}; vLLM's classes for AWQ refuse any width but {SUPPORTED_BITS} bits"
+        raise CheckpointError(rule, f"Quantize again with {SUPPORTED_BITS} bits, or to GPTQ, which has 8 too", where)
     group = read_integer(config, "q_group_size" if "q_group_size" in config else "group_size", where)
     return Scheme("wna16", bits, group, "awq", zero_points=read_boolean(config, "zero_point", where, default=True))
+
+
+FORMAT = QuantConfigFormat({"awq": parse_config}, notes, aliases={"awq": ("awq_marlin", "auto_awq", "moe_wna16")})

@@ -3,64 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from ..core.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme
 from ..errors import CheckpointError
-from ..expressions import Expression
-from ..oracle.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme
-from .answers import UNNAMED, Answer, Foreign, LayerNames, SchemeOf, Unnamed, in_common
-from .fields import read_boolean, read_groups, read_integer, read_names, read_word, shown
+from .fields import read_boolean, read_config_groups, read_integer, read_names, read_string, short_repr
+from .patterns import BoundedPattern
+from .types import (
+    UNLISTED,
+    ExpertFormat,
+    FormatLookup,
+    LayerNames,
+    QuantConfigFormat,
+    Unlisted,
+    UnsupportedFormat,
+    shared_format,
+)
 
 
-def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
-    """Groups of targets, each with its weights' and inputs' format.
+def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
+    """Groups of targets, each with the format of its weights and inputs.
 
     A name in ``ignore`` or ``targets`` is a module's full name, or a regular expression after ``re:`` that matches from
-    the start; a target may also be a class, and ``Linear`` means experts too. vLLM asks for the names of an expert's
-    matrices, of which the first target that matches counts: an entry that names the experts' module alone says nothing,
-    and neither does one over names that vLLM does not ask for (`LayerNames.asked`). A target that stands in two groups
-    is the later one's.
+    the start. A target may also be a class; ``Linear`` includes experts. vLLM looks up the names of an expert's
+    matrices, and the first target that matches counts. So an entry that names the experts' module alone has no effect,
+    and neither has one for names that vLLM does not look up (`LayerNames.requested_projections`). A target in two
+    groups belongs to the later one.
     """
-    ignored = _first(read_names(config, ("ignore",), where), where)
-    groups: dict[str, Answer] = {}
-    for group in read_groups(config, where):
-        scheme = _scheme(group, config.get("format"), where)
-        groups |= dict.fromkeys(read_names(group, ("targets",), where), scheme)
-    if not groups:
-        raise CheckpointError("there are no config_groups", where=where)
+    ignored = _first_match(read_names(config, ("ignore",), where), where)
+    formats: dict[str, ExpertFormat] = {}
+    for group in read_config_groups(config, where):
+        found = _group_format(group, config.get("format"), where)
+        formats |= dict.fromkeys(read_names(group, ("targets",), where), found)
+    if not formats:
+        raise CheckpointError("config_groups is missing or empty", where=where)
 
-    target_of = _first(groups, where)
+    target_of = _first_match(formats, where)
     transforms = online_transforms(config, where)
-    usual = next((groups[name] for name in _CLASSES if name in groups), None)
+    default = next((formats[name] for name in _EXPERT_CLASSES if name in formats), None)
 
-    def of(layer: LayerNames) -> Answer:
-        answer = stored(layer)
-        if isinstance(answer, Scheme) and transforms:
-            names = layer.asked or ((layer.own,) if layer.own else layer.projections)
-            for module in layer.modules:
-                refuse_transforms(transforms, [f"{module}.0.{name}" for each in names for name in each], where)
-        return answer
-
-    def stored(layer: LayerNames) -> Answer:
-        def of_matrix(name: str) -> Answer | Unnamed:
-            names = [f"{module}.0.{name.rpartition('.')[2]}" for module in layer.modules]
-            if name not in names:
-                return UNNAMED  # of all experts together, for which vLLM does not ask
+    def stored(layer: LayerNames) -> ExpertFormat:
+        @cache
+        def projection_format(projection: str) -> ExpertFormat | Unlisted:
+            names = [f"{module}.0.{projection}" for module in layer.modules]
             if ignored(names) is not None:
                 return None
             target = target_of(names)
-            return UNNAMED if target is None else groups[target]
+            return UNLISTED if target is None else formats[target]
 
-        for names in layer.asked[:-1]:
+        def matrix_format(name: str) -> ExpertFormat | Unlisted:
+            parent, _, projection = name.rpartition(".")
+            # vLLM never looks up a matrix of all experts together.
+            return projection_format(projection) if parent.endswith(".0") else UNLISTED
+
+        for names in layer.requested_projections[:-1]:
             try:
-                found = in_common(layer.only(names), of_matrix, usual, where)
+                found = shared_format(layer.with_projections(names), matrix_format, default, where)
             except CheckpointError:
-                continue  # no integers, of which all matrices of a layer are alike
+                continue  # integers are alike in all matrices of a layer
             if isinstance(found, Scheme) and found.name == "wna16":
                 return found
-        return in_common(layer.only(layer.asked[-1]) if layer.asked else layer, of_matrix, usual, where)
+        if layer.requested_projections:
+            layer = layer.with_projections(layer.requested_projections[-1])
+        return shared_format(layer, matrix_format, default, where)
 
-    return of
+    def lookup(layer: LayerNames) -> ExpertFormat:
+        found = stored(layer)
+        if isinstance(found, Scheme) and transforms:
+            projections = [name for names in layer.requested_projections or layer.conventions() for name in names]
+            for module in layer.modules:
+                reject_transforms(transforms, [f"{module}.0.{name}" for name in projections], where)
+        return found
+
+    return lookup
 
 
 Transform = tuple[str, Callable[[Iterable[str]], bool]]
@@ -74,41 +91,44 @@ def online_transforms(config: Mapping[str, Any], where: str) -> list[Transform]:
     Raises:
         CheckpointError: it is not what compressed-tensors writes.
     """
-    groups = _object(_object(config, "transform_config", where), "config_groups", where)
+    groups = _read_object(_read_object(config, "transform_config", where), "config_groups", where)
     found: list[Transform] = []
     for name in groups:
-        parts = _object(groups, name, where).get("apply") or []
+        parts = _read_object(groups, name, where).get("apply") or []
         if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
-            rule = f"transform_config: apply of {shown(name)} is {shown(parts)}, not a list of objects"
+            rule = f"transform_config: apply of {short_repr(name)} is {short_repr(parts)}, not a list of objects"
             raise CheckpointError(rule, where=where)
         for part in parts:
-            if read_word(part, "location", where) in ("input", "output"):
+            if read_string(part, "location", where) in ("input", "output"):
                 fields = {
-                    field: [part[field]] if isinstance(part.get(field), str) else part.get(field) for field in _TO
+                    field: [part[field]] if isinstance(part.get(field), str) else part.get(field)
+                    for field in _TARGET_FIELDS
                 }
-                targets, ignored = (read_names(fields, (field,), where) for field in _TO)
-                found.append((name, _applies(targets, ignored, where)))
+                targets, ignored = (read_names(fields, (field,), where) for field in _TARGET_FIELDS)
+                found.append((name, _transform_matcher(targets, ignored, where)))
     return found
 
 
-def _object(fields: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
-    """What stands under a name; empty where that is nothing."""
+def _read_object(fields: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    """The object in a field; empty if the field is missing or empty."""
     value = fields.get(name) or {}
     if not isinstance(value, Mapping):
-        raise CheckpointError(f"transform_config: {shown(name)} is {shown(value)}, not an object", where=where)
+        raise CheckpointError(
+            f"transform_config: {short_repr(name)} is {short_repr(value)}, not an object", where=where
+        )
     return value
 
 
-_TO = ("targets", "ignore")
+_TARGET_FIELDS = ("targets", "ignore")
 
 
-def _applies(targets: list[str], ignored: list[str], where: str) -> Callable[[Iterable[str]], bool]:
-    meant, left = _first(targets, where), _first(ignored, where)
+def _transform_matcher(targets: list[str], ignored: list[str], where: str) -> Callable[[Iterable[str]], bool]:
+    meant, left = _first_match(targets, where), _first_match(ignored, where)
     every = "Linear" in targets
     return lambda names: any((every or meant((name,))) and not left((name,)) for name in names)
 
 
-def refuse_transforms(transforms: list[Transform], names: Iterable[str], where: str) -> None:
+def reject_transforms(transforms: list[Transform], names: Iterable[str], where: str) -> None:
     """Refuses experts whose inputs or outputs are to be transformed, which nothing in vLLM does.
 
     Args:
@@ -122,78 +142,141 @@ def refuse_transforms(transforms: list[Transform], names: Iterable[str], where: 
     names = tuple(names)
     for transform, applies in transforms:
         if applies(names):
-            rule = f"the transform {shown(transform)} is for inputs or outputs of experts, where vLLM has none"
+            rule = f"the transform {short_repr(transform)} is for inputs or outputs of experts, where vLLM has none"
             raise CheckpointError(rule, "Serve a checkpoint without it", f"{where}.transform_config, {names[0]}")
 
 
-_CLASSES = ("RoutedExperts", "Linear")
+_EXPERT_CLASSES = ("RoutedExperts", "Linear")
 """Classes that mean experts: vLLM's goes before torch's."""
 
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
-    """What to know of the answers for a config that `reader` took, one sentence each."""
+    """What to know of the answers for a config that `parse_config` took, one sentence each."""
     entries = {"ignore": read_names(config, ("ignore",), where)}
     entries["targets"] = [
-        name for group in read_groups(config, where) for name in read_names(group, ("targets",), where)
+        name for group in read_config_groups(config, where) for name in read_names(group, ("targets",), where)
     ]
     for field, names in entries.items():
         for name in names:
             if not name.startswith("re:") and name.rpartition(".")[2] == "experts":
                 rule = "vLLM asks for the names of experts' matrices, not for their module's"
-                yield f"{where}.{field}: {shown(name)} means nothing: {rule}"
+                yield f"{where}.{field}: {short_repr(name)} means nothing: {rule}"
 
 
-def _first(entries: Iterable[str], where: str) -> Callable[[Iterable[str]], str | None]:
-    """The first of the entries that one of the names of a matrix matches."""
-    places = {entry: place for place, entry in enumerate(dict.fromkeys(entries))}
-    expressions = [(Expression(entry[3:], where), entry) for entry in places if entry.startswith("re:")]
+def _first_match(entries: Iterable[str], where: str) -> Callable[[Iterable[str]], str | None]:
+    """A function that gives the first entry that matches one of a matrix's names; None when none does."""
+    positions = {entry: position for position, entry in enumerate(dict.fromkeys(entries))}
+    patterns = [(BoundedPattern(entry[3:], where), entry) for entry in positions if entry.startswith("re:")]
 
     def first(names: Iterable[str]) -> str | None:
         names = tuple(names)
-        found = [name for name in names if name in places]
-        found += [entry for expression, entry in expressions if any(map(expression.match, names))][:1]
-        return min(found, key=places.__getitem__, default=None)
+        found = [name for name in names if name in positions]
+        found += [entry for pattern, entry in patterns if any(map(pattern.match, names))][:1]
+        return min(found, key=positions.__getitem__, default=None)
 
     return first
 
 
-def _scheme(group: Mapping[str, Any], common_format: object, where: str) -> Answer:
-    """What a group of the config stores; where it leaves something out, the defaults are those of the library's
-    `QuantizationArgs`, and so is what contradicts itself."""
+@dataclass(frozen=True, slots=True)
+class _WeightArgs:
+    """The ``weights`` of a config group, with the defaults of the library's `QuantizationArgs`.
+
+    Attributes:
+        type: ``int`` or ``float``.
+        bits: bits of a weight.
+        strategy: ``tensor``, ``channel``, ``group`` or another word of the library.
+        implied_strategy: the strategy that the group size implies.
+        group_size: weights that share a scale; -1 for a whole row, None when not set.
+        symmetric: there are no zero points.
+        layout: the group's ``format``, or the config's.
+    """
+
+    type: str
+    bits: int
+    strategy: str
+    implied_strategy: str
+    group_size: int | None
+    symmetric: bool
+    layout: str
+
+    @classmethod
+    def read(cls, weights: Mapping[str, Any], layout: str, where: str) -> _WeightArgs:
+        """Reads the fields.
+
+        Raises:
+            CheckpointError: a field has an invalid value.
+        """
+        strategy, size = read_string(weights, "strategy", where), weights.get("group_size")
+        if size == 0 and strategy == "channel":  # the library takes it for none
+            size = None
+        elif size is not None:
+            size = read_integer(weights, "group_size", where)
+        implied = {None: "tensor", -1: "channel"}.get(size, "group")
+        return cls(
+            type=read_string(weights, "type", where) or "int",
+            bits=read_integer(weights, "num_bits", where, default=8),
+            strategy=strategy or implied,
+            implied_strategy=implied,
+            group_size=size,
+            symmetric=read_boolean(weights, "symmetric", where, default=True),
+            layout=layout,
+        )
+
+
+def _group_format(group: Mapping[str, Any], common_layout: object, where: str) -> ExpertFormat:
+    """The format of a group's targets."""
     weights, inputs = group.get("weights"), group.get("input_activations") or None
     if weights is None:
         return None
     for name, part in (("weights", weights), ("input_activations", inputs)):
         if part is not None and not isinstance(part, Mapping):
-            raise CheckpointError(f"config_groups: {name} is {shown(part)}, not an object", where=where)
-    kind, bits = read_word(weights, "type", where) or "int", read_integer(weights, "num_bits", where, default=8)
-    strategy, size = read_word(weights, "strategy", where), weights.get("group_size")
-    if size == 0 and strategy == "channel":  # which the library takes for none
-        size = None
-    elif size is not None:
-        size = read_integer(weights, "group_size", where)
-    usual = {None: "tensor", -1: "channel"}.get(size, "group")
-    strategy = strategy or usual
-    layout = str(group.get("format") or common_format or "")
-    symmetric = read_boolean(weights, "symmetric", where, default=True)
-    # A float8 of groups of 32 whose scales are no e8m0 is not MX; 4-bit scales have no other type in vLLM.
-    mx = bits == 4 or (bits == 8 and _is_e8m0(weights.get("scale_dtype"), layout))
-    if kind == "float" and strategy == "group" and size == MX_BLOCK and symmetric and mx:
-        activations = compressed_activations(inputs)
-        if activations is None:
-            declared = inputs_in_words(inputs or {})
-            return Foreign(f"{layout or 'compressed-tensors'} {bits}-bit float with inputs in {declared}")
-        return Scheme("mxfp4" if bits == 4 else "mxfp8", bits, MX_BLOCK, "compressed-tensors", activations=activations)
-    served = inputs is None and not weights.get("dynamic") and bits in (4, 8) and layout in COMPRESSED_PACKINGS
-    if kind == "int" and served and strategy in ("group", "channel"):
-        order = compressed_order(weights.get("actorder"), where)
-        if usual not in (strategy, "tensor") or (usual == "tensor" and strategy == "group"):
-            raise CheckpointError(f"config_groups: strategy {strategy} with group_size {size}", where=where)
-        if order == "group" and strategy == "channel":
-            raise CheckpointError(f"config_groups: strategy channel with actorder {weights['actorder']}", where=where)
-        return Scheme("wna16", bits, size or -1, COMPRESSED_PACKINGS[layout], not symmetric, order)
-    words = (layout or "compressed-tensors", f"{bits}-bit {kind}", f"strategy {strategy}")
-    return Foreign(" ".join(words))
+            raise CheckpointError(f"config_groups: {name} is {short_repr(part)}, not an object", where=where)
+    args = _WeightArgs.read(weights, str(group.get("format") or common_layout or ""), where)
+    if _is_mx(args, weights):
+        return _mx_format(args, inputs)
+    weight_only = inputs is None and not weights.get("dynamic")
+    integers = args.type == "int" and args.bits in (4, 8) and args.strategy in ("group", "channel")
+    if integers and weight_only and args.layout in COMPRESSED_PACKINGS:
+        return _integer_format(args, weights.get("actorder"), where)
+    words = (args.layout or "compressed-tensors", f"{args.bits}-bit {args.type}", f"strategy {args.strategy}")
+    return UnsupportedFormat(" ".join(words))
+
+
+def _is_mx(args: _WeightArgs, weights: Mapping[str, Any]) -> bool:
+    """Whether weights are in an MX format: groups of 32 with e8m0 scales."""
+    if (args.type, args.strategy, args.group_size, args.symmetric) != ("float", "group", MX_BLOCK, True):
+        return False
+    # float8 in groups of 32 with other scales is not MX. vLLM has no other scales for 4 bits.
+    return args.bits == 4 or (args.bits == 8 and _is_e8m0(weights.get("scale_dtype"), args.layout))
+
+
+def _mx_format(args: _WeightArgs, inputs: Mapping[str, Any] | None) -> ExpertFormat:
+    activations = compressed_activation_precision(inputs)
+    if activations is None:
+        declared = describe_input_activations(inputs or {})
+        return UnsupportedFormat(
+            f"{args.layout or 'compressed-tensors'} {args.bits}-bit float with inputs in {declared}"
+        )
+    return Scheme(
+        "mxfp4" if args.bits == 4 else "mxfp8", args.bits, MX_BLOCK, "compressed-tensors", activations=activations
+    )
+
+
+def _integer_format(args: _WeightArgs, actorder: object, where: str) -> Scheme:
+    """The scheme of packed integers.
+
+    Raises:
+        CheckpointError: the strategy contradicts the group size or the act order.
+    """
+    act_order = compressed_act_order(actorder, where)
+    needs_group = args.implied_strategy == "tensor" and args.strategy == "group"
+    if args.implied_strategy not in (args.strategy, "tensor") or needs_group:
+        rule = f"config_groups: strategy {args.strategy} with group_size {args.group_size}"
+        raise CheckpointError(rule, where=where)
+    if act_order == "group" and args.strategy == "channel":
+        raise CheckpointError(f"config_groups: strategy channel with actorder {actorder}", where=where)
+    packing = COMPRESSED_PACKINGS[args.layout]
+    return Scheme("wna16", args.bits, args.group_size or -1, packing, not args.symmetric, act_order)
 
 
 COMPRESSED_PACKINGS = {
@@ -204,18 +287,18 @@ COMPRESSED_PACKINGS = {
 """The scheme's word for how integers are packed, by the format that compressed-tensors names."""
 
 
-def compressed_order(actorder: object, where: str) -> ActOrder:
+def compressed_act_order(actorder: object, where: str) -> ActOrder:
     """The order of input features that a compressed-tensors config declares (its `ActivationOrdering`).
 
     Raises:
-        CheckpointError: a word that is none of its.
+        CheckpointError: the word is not one of compressed-tensors' orders.
     """
     orders: dict[object, ActOrder] = {None: "none", False: "none", "group": "group", "dynamic": "group", True: "group"}
     orders |= {"static": "static", "weight": "static"}
     word = actorder.lower() if isinstance(actorder, str) else actorder
     found = orders.get(word) if word is None or isinstance(word, str | bool) else None
     if found is None:
-        raise CheckpointError(f"config_groups: unknown actorder {shown(actorder)}", where=where)
+        raise CheckpointError(f"config_groups: unknown actorder {short_repr(actorder)}", where=where)
     return found
 
 
@@ -224,10 +307,10 @@ def _is_e8m0(scale_dtype: object, layout: str) -> bool:
     return str(scale_dtype).removeprefix("torch.") == "uint8" or (scale_dtype is None and layout == "mxfp8-quantized")
 
 
-def compressed_activations(inputs: Mapping[str, Any] | None) -> ActivationPrecision | None:
+def compressed_activation_precision(inputs: Mapping[str, Any] | None) -> ActivationPrecision | None:
     """Precision of activations that a group of a compressed-tensors config declares beside weights in MX formats.
 
-    Known are floats, symmetric and quantised while the model runs: 8 bits with a scale for each token, or for 128
+    Known are floats, symmetric and quantized while the model runs: 8 bits with a scale for each token, or for 128
     features of it; MXFP8 and MXFP4, whose scales for 32 features are e8m0, which a config may leave unsaid.
 
     Args:
@@ -238,7 +321,7 @@ def compressed_activations(inputs: Mapping[str, Any] | None) -> ActivationPrecis
     """
     if inputs is None:
         return "16bit"
-    kind, bits, strategy, size = _declared(inputs)
+    kind, bits, strategy, size = _declared_args(inputs)
     scales = inputs.get("scale_dtype")
     mx = scales is None or _is_e8m0(scales, "")
     if kind != "float" or inputs.get("dynamic") is not True or inputs.get("symmetric", True) is not True:
@@ -250,16 +333,16 @@ def compressed_activations(inputs: Mapping[str, Any] | None) -> ActivationPrecis
     return "fp8_token" if strategy == "token" else "fp8" if (strategy, size) == ("group", 128) else None
 
 
-def inputs_in_words(inputs: Mapping[str, Any]) -> str:
+def describe_input_activations(inputs: Mapping[str, Any]) -> str:
     """What a group's ``input_activations`` declare, for a message."""
-    kind, bits, strategy, size = _declared(inputs)
-    how = "static" if inputs.get("dynamic", False) is False else f"dynamic {shown(inputs['dynamic'])}"
+    kind, bits, strategy, size = _declared_args(inputs)
+    how = "static" if inputs.get("dynamic", False) is False else f"dynamic {short_repr(inputs['dynamic'])}"
     scales = str(inputs.get("scale_dtype")).removeprefix("torch.")
     sign = "" if inputs.get("symmetric", True) is True else "asymmetric "
     return f"{sign}{bits}-bit {kind}, strategy {strategy}, group_size {size}, {how}, scale_dtype {scales}"
 
 
-def _declared(inputs: Mapping[str, Any]) -> tuple[object, object, object, object]:
+def _declared_args(inputs: Mapping[str, Any]) -> tuple[object, object, object, object]:
     """Type, bits, strategy and group size; what is left out is the library's default."""
     kind, bits, strategy, size = (
         getattr(each, "value", each) for each in map(inputs.get, ("type", "num_bits", "strategy", "group_size"))
@@ -267,3 +350,6 @@ def _declared(inputs: Mapping[str, Any]) -> tuple[object, object, object, object
     usual = "tensor" if size is None else "channel" if size == -1 else "group"
     words = (str(kind or "int").lower(), str(strategy or usual).lower())
     return words[0], 8 if bits is None else bits, words[1], size
+
+
+FORMAT = QuantConfigFormat({"compressed-tensors": parse_config}, notes)

@@ -9,22 +9,22 @@ from fnmatch import translate
 from typing import Any
 
 from ..errors import CheckpointError
-from ..expressions import Expression
+from .patterns import BoundedPattern
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value for a message: short, whatever a file holds."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def read_word(config: Mapping[str, Any], name: str, where: str) -> str:
+def read_string(config: Mapping[str, Any], name: str, where: str) -> str:
     """A word in lower case; "" where the field is not set."""
     value = config.get(name)
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise CheckpointError(f"{name} is {shown(value)}, not a word", where=where)
+        raise CheckpointError(f"{name} is {short_repr(value)}, not a word", where=where)
     return value.strip().lower()
 
 
@@ -34,7 +34,7 @@ def read_boolean(config: Mapping[str, Any], name: str, where: str, default: bool
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise CheckpointError(f"{name} is {shown(value)}, neither true nor false", where=where)
+        raise CheckpointError(f"{name} is {short_repr(value)}, neither true nor false", where=where)
     return value
 
 
@@ -44,7 +44,7 @@ def read_integer(config: Mapping[str, Any], name: str, where: str, default: int 
     if value is None and default is not None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not (value == -1 or 0 < value < 1 << 20):
-        raise CheckpointError(f"{name} is {shown(value)}, not a width or a group size", where=where)
+        raise CheckpointError(f"{name} is {short_repr(value)}, not a width or a group size", where=where)
     return value
 
 
@@ -52,24 +52,24 @@ def read_names(config: Mapping[str, Any], fields: Iterable[str], where: str) -> 
     """The lists of names under any of the fields, joined; lists may be of lists."""
     names: list[str] = []
     for field in fields:
-        value = flattened(config.get(field))
+        value = flatten_names(config.get(field))
         if value is None:
             continue
         if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
-            raise CheckpointError(f"{field} is {shown(value)}, not a list of names", where=where)
+            raise CheckpointError(f"{field} is {short_repr(value)}, not a list of names", where=where)
         names += value
     return names
 
 
-def flattened(value: object) -> object:
+def flatten_names(value: object) -> object:
     """A list of lists, as GPTQ's tools write the modules of a block, as one list; anything else as it is."""
     if not isinstance(value, list):
         return value
-    inner = (flattened(item) for item in value)
+    inner = (flatten_names(item) for item in value)
     return [name for item in inner for name in (item if isinstance(item, list) else [item])]
 
 
-def read_groups(config: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+def read_config_groups(config: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
     """The values of ``config_groups``; none where it is not set."""
     groups = config.get("config_groups")
     if groups is None:
@@ -79,7 +79,7 @@ def read_groups(config: Mapping[str, Any], where: str) -> list[Mapping[str, Any]
     return list(groups.values())
 
 
-def exclusion(patterns: Iterable[str], where: str) -> Callable[[str], bool]:
+def exclusion_matcher(patterns: Iterable[str], where: str) -> Callable[[str], bool]:
     """A predicate over names: a wildcard must match all of a name; a plain name, itself and everything below it.
 
     A plain name may be abbreviated from the left (``mlp.experts``). It never matches part of a component:
@@ -91,11 +91,11 @@ def exclusion(patterns: Iterable[str], where: str) -> Callable[[str], bool]:
     for pattern in patterns:
         stem = pattern.removesuffix("*")
         if pattern.startswith("re:"):
-            expressions.append(Expression(pattern[3:], where).match)
-        elif not is_wildcard(stem) and stem[-1:].isdigit():
+            expressions.append(BoundedPattern(pattern[3:], where).match)
+        elif not has_wildcard(stem) and stem[-1:].isdigit():
             plain.add(stem)
-        elif is_wildcard(pattern):
-            expressions.append(matching(re.compile(translate(pattern))))
+        elif has_wildcard(pattern):
+            expressions.append(pattern_matcher(re.compile(translate(pattern))))
         else:
             plain.add(pattern)
 
@@ -108,20 +108,20 @@ def exclusion(patterns: Iterable[str], where: str) -> Callable[[str], bool]:
     return matches
 
 
-def runs_over(pattern: str, name: str) -> bool:
+def matches_number_prefix(pattern: str, name: str) -> bool:
     """Whether a pattern that ends with a number is found in a name only where the number goes on: ``layers.1``, or
     ``layers.1*``, in ``layers.10``."""
     stem = pattern.removesuffix("*")
-    if not stem[-1:].isdigit() or stem not in name or is_wildcard(stem):
+    if not stem[-1:].isdigit() or stem not in name or has_wildcard(stem):
         return False
     return re.search(re.escape(stem) + r"(?!\d)", name) is None
 
 
-def matching(expression: re.Pattern[str]) -> Callable[[str], bool]:
+def pattern_matcher(expression: re.Pattern[str]) -> Callable[[str], bool]:
     """The predicate over names that an expression matches from the start."""
     return lambda name: expression.match(name) is not None
 
 
-def is_wildcard(pattern: str) -> bool:
-    """Whether a name holds a sign that stands for others."""
+def has_wildcard(pattern: str) -> bool:
+    """Whether a name contains a wildcard character."""
     return any(sign in pattern for sign in "*?[")

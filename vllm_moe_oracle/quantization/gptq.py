@@ -3,48 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
+from ..core.problem import ActOrder, Scheme
 from ..errors import CheckpointError
-from ..expressions import Expression
-from ..oracle.problem import ActOrder, Scheme
-from .answers import UNNAMED, Answer, LayerNames, SchemeOf, Unnamed, in_common
-from .fields import read_boolean, read_integer, read_names, read_word, shown
+from .fields import read_boolean, read_integer, read_names, read_string, short_repr
+from .patterns import BoundedPattern
+from .types import UNLISTED, ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, Unlisted, shared_format
 
 
-def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
-    """``dynamic`` overrides modules by regular expression; ``-:`` before it excludes them. Of
-    ``modules_in_block_to_quantize``, where there is such a list, an entry is any part of a name."""
+def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
+    """``dynamic`` overrides the format of modules by regular expression; ``-:`` before an expression excludes them.
+    Entries of ``modules_in_block_to_quantize``, where it is set, may be any part of a name."""
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, Mapping):
-        raise CheckpointError(f"dynamic is {shown(dynamic)}, not an object", where=where)
-    rules = [
-        (Expression(pattern.removeprefix("-:").removeprefix("+:"), where), pattern.startswith("-:"), override)
-        for pattern, override in dynamic.items()
-    ]
-    quantised = read_names(config, ("modules_in_block_to_quantize",), where)
-    full_names = frozenset(quantised)
+        raise CheckpointError(f"dynamic is {short_repr(dynamic)}, not an object", where=where)
+    rules: list[tuple[BoundedPattern, ExpertFormat | Unlisted | Mapping[str, Any]]] = []
+    for pattern, override in dynamic.items():
+        expression = BoundedPattern(pattern.removeprefix("-:").removeprefix("+:"), where)
+        if pattern.startswith("-:") or override is False:
+            rules.append((expression, None))
+        elif isinstance(override, Mapping):
+            rules.append((expression, override))
+    quantized = read_names(config, ("modules_in_block_to_quantize",), where)
+    full_names = frozenset(quantized)
     scheme = gptq_scheme(config, where)
 
-    def of(layer: LayerNames) -> Answer:
-        def of_matrix(name: str) -> Answer | Unnamed:
-            names = (name, *layer.modules)
-            for expression, excludes, override in rules:
-                if any(map(expression.match, names)):
-                    if excludes or override is False:
-                        return None
-                    if isinstance(override, Mapping):
-                        return gptq_scheme({**config, **override}, where)
-            return UNNAMED
+    def lookup(layer: LayerNames) -> ExpertFormat:
+        # A rule that matches the experts' module applies to every matrix: only earlier rules can differ.
+        last = next((at for at, (rule, _) in enumerate(rules) if any(map(rule.match, layer.modules))), len(rules))
 
-        listed = layer.match(lambda name: name in full_names or any(part in name for part in quantised))
-        return in_common(layer, of_matrix, scheme if listed or not quantised else None, where)
+        def matrix_format(name: str) -> ExpertFormat | Unlisted:
+            matching = (override for rule, override in rules[:last] if rule.match(name))
+            override = next(matching, rules[last][1] if last < len(rules) else UNLISTED)
+            return gptq_scheme({**config, **override}, where) if isinstance(override, Mapping) else override
 
-    return of
+        listed = layer.matches(lambda name: name in full_names or any(part in name for part in quantized))
+        return shared_format(layer, cache(matrix_format), scheme if listed or not quantized else None, where)
+
+    return lookup
 
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
-    """What to know of the answers for a config that `reader` took, one sentence each."""
+    """What to know of the answers for a config that `parse_config` took, one sentence each."""
     for name, usual in (("desc_act", "false"), ("sym", "true")):
         if config.get(name) is None:
             yield f"{where}: {name} is not set: taken as {usual}; vLLM refuses to serve without it"
@@ -53,8 +55,8 @@ def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
 def gptq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
     """What a GPTQ config says of every module that it names no exception for.
 
-    With ``static_groups`` the groups are of neighbours, whatever the order in which features were quantised; with one
-    scale per output row there is no order.
+    With ``static_groups`` the groups are of neighbors, whatever the order in which features were quantized; with one
+    scale per output row act order has no effect.
     ``checkpoint_format`` says how zero points are stored: ``gptq_v2`` as they are, ``gptq`` less one; some tools call
     the field ``format``. ``pack_dtype`` is the type of a packed word, ``is_marlin_format`` AutoGPTQ's mark of codes in
     a kernel's own order.
@@ -67,24 +69,29 @@ def gptq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
     bits, group = read_integer(config, "bits", where), read_integer(config, "group_size", where)
     order: ActOrder = "none" if not ordered or group == -1 else "static" if static else "group"
     asymmetric = not read_boolean(config, "sym", where, default=True)
-    return Scheme("wna16", bits, group, _stored(config, where), asymmetric, order)
+    return Scheme("wna16", bits, group, _checkpoint_format(config, where), asymmetric, order)
 
 
-_STORED = ("gptq", "gptq_v2")
+_CHECKPOINT_FORMATS = ("gptq", "gptq_v2")
 
 
-def _stored(config: Mapping[str, Any], where: str) -> str:
+def _checkpoint_format(config: Mapping[str, Any], where: str) -> str:
     """The word of `Scheme.packing` for how a config's tensors are packed."""
-    words = [read_word(config, name, where) for name in ("checkpoint_format", "format")]
+    words = [read_string(config, name, where) for name in ("checkpoint_format", "format")]
     stored = words[0] or words[1] or "gptq"
-    if stored not in _STORED:
-        raise CheckpointError(f"unknown checkpoint_format {shown(stored)}", f"Known are {', '.join(_STORED)}", where)
-    if words[1] in _STORED and words[1] != stored:
+    if stored not in _CHECKPOINT_FORMATS:
+        raise CheckpointError(
+            f"unknown checkpoint_format {short_repr(stored)}", f"Known are {', '.join(_CHECKPOINT_FORMATS)}", where
+        )
+    if words[1] in _CHECKPOINT_FORMATS and words[1] != stored:
         raise CheckpointError(f"checkpoint_format is {stored} and format is {words[1]}", "Take one of them out", where)
     if read_boolean(config, "is_marlin_format", where, default=False):
         rule = "is_marlin_format: codes are in the order of a kernel, which is not read"
         raise CheckpointError(rule, "Serve the checkpoint that this one was made from", where)
-    word = read_word(config, "pack_dtype", where).removeprefix("torch.")
+    word = read_string(config, "pack_dtype", where).removeprefix("torch.")
     if word not in ("", "int32"):
-        raise CheckpointError(f"pack_dtype is {shown(word)}; codes are read from int32 words only", where=where)
+        raise CheckpointError(f"pack_dtype is {short_repr(word)}; codes are read from int32 words only", where=where)
     return stored
+
+
+FORMAT = QuantConfigFormat({"gptq": parse_config}, notes, aliases={"gptq": ("gptq_marlin", "auto_gptq", "moe_wna16")})

@@ -8,49 +8,54 @@ from dataclasses import dataclass
 from fnmatch import translate
 from typing import Any
 
+from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
 from ..errors import CheckpointError
-from ..oracle.problem import MX_BLOCK, ActivationPrecision, Scheme
-from .answers import Answer, Foreign, LayerNames, SchemeOf
-from .fields import is_wildcard, matching, read_groups, read_names, read_word, runs_over, shown
+from .fields import (
+    has_wildcard,
+    matches_number_prefix,
+    pattern_matcher,
+    read_config_groups,
+    read_names,
+    read_string,
+    short_repr,
+)
+from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, UnsupportedFormat
 
 
-def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
+def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """ModelOpt: fields at the top (config.json) or under ``quantization`` (hf_quant_config.json).
 
-    Exclusions are those of vLLM's classes, which ask for the experts' module alone; see `exclusion`.
+    Exclusions are those of vLLM's classes, which ask for the experts' module alone; see `modelopt_exclusion_matcher`.
     """
     nested = config.get("quantization")
     if nested is not None and not isinstance(nested, Mapping):
-        raise CheckpointError(f"quantization is {shown(nested)}, not an object", where=where)
+        raise CheckpointError(f"quantization is {short_repr(nested)}, not an object", where=where)
     fields = config if nested is None else nested
-    method = read_word(config, "quant_method", where)
-    algo = read_word(fields, "quant_algo", where).upper() or ("MXFP8" if method == "modelopt_mxfp8" else "")
-    excluded = exclusion(read_names(fields, _EXCLUSIONS, where))
+    method = read_string(config, "quant_method", where)
+    algo = read_string(fields, "quant_algo", where).upper() or ("MXFP8" if method == "modelopt_mxfp8" else "")
+    excluded = modelopt_exclusion_matcher(read_names(fields, _EXCLUSION_FIELDS, where))
     if algo == "MIXED_PRECISION":
-        return _mixed(fields, excluded, where)
+        return _mixed_precision_lookup(fields, excluded, where)
     if not algo:
         raise CheckpointError("there is no quant_algo", "ModelOpt writes it beside quant_method", where)
-    activations = modelopt_activations(config, where)
-    scheme = _scheme(algo, activations)
-    if isinstance(scheme, Foreign) and algo not in _OTHERS:
-        known = ", ".join(("MXFP8", "MIXED_PRECISION", *_OTHERS))
-        raise CheckpointError(f"unknown quant_algo {shown(algo)}", f"Known are {known}", where)
+    activations = modelopt_activation_precision(config, where)
+    scheme = _algorithm_format(algo, activations)
+    if isinstance(scheme, UnsupportedFormat) and algo not in _UNSUPPORTED_ALGORITHMS:
+        known = ", ".join(("MXFP8", "MIXED_PRECISION", *_UNSUPPORTED_ALGORITHMS))
+        raise CheckpointError(f"unknown quant_algo {short_repr(algo)}", f"Known are {known}", where)
     return lambda layer: None if any(map(excluded, layer.modules)) else scheme
 
 
-METHODS = frozenset({"modelopt", "modelopt-mxfp8", "modelopt-mixed", "modelopt-fp4", "mxfp8"})
-"""The quant_methods of this family, with hyphens."""
-
-_EXCLUSIONS = ("ignore", "exclude_modules", "ignored_layers")
+_EXCLUSION_FIELDS = ("ignore", "exclude_modules", "ignored_layers")
 
 
-def exclusion(entries: Iterable[str]) -> Callable[[str], bool]:
+def modelopt_exclusion_matcher(entries: Iterable[str]) -> Callable[[str], bool]:
     """Whether a module of experts is left out, as vLLM's ModelOpt classes have it together with this project's.
 
     An entry leaves a module out that it is part of (``mlp.experts``, ``model.layers.1``), that is part of it where it
     says ``experts`` (a matrix of one expert), or whose whole name it matches as a wildcard. ``name*`` is the name and
     everything below it, wherever it stands: vLLM rewrites it so for models whose names it maps. Nothing is a regular
-    expression. A number ends where it ends: ``model.layers.1`` is no part of layer 10.
+    expression. A number ends where it ends: ``model.layers.1`` is not part of layer 10.
 
     Args:
         entries: names and wildcards.
@@ -63,9 +68,9 @@ def exclusion(entries: Iterable[str]) -> Callable[[str], bool]:
     wildcards: list[re.Pattern[str]] = []
     for entry in dict.fromkeys(entries):
         stem = entry.removesuffix("*")
-        if is_wildcard(entry) and (is_wildcard(stem) or not stem[-1:].isdigit()):
+        if has_wildcard(entry) and (has_wildcard(stem) or not stem[-1:].isdigit()):
             wildcards.append(re.compile(translate(entry)))
-        parts.add(entry if is_wildcard(stem) or stem.endswith(".") else stem)
+        parts.add(entry if has_wildcard(stem) or stem.endswith(".") else stem)
         heads.update(entry[: found.end()] for found in re.finditer("experts", entry))
     parts.discard("")
     ends = {head[start:] for head in heads for start in range(len(head))}
@@ -74,7 +79,7 @@ def exclusion(entries: Iterable[str]) -> Callable[[str], bool]:
     def excluded(module: str) -> bool:
         # Lists of tens of thousands of names are usual: every part of the module's name is looked up.
         found = (module[at : at + size] for size in lengths for at in range(len(module) - size + 1))
-        if module in ends or any(part in parts and not runs_over(part, module) for part in found):
+        if module in ends or any(part in parts and not matches_number_prefix(part, module) for part in found):
             return True
         return any(expression.match(module) for expression in wildcards)
 
@@ -82,57 +87,57 @@ def exclusion(entries: Iterable[str]) -> Callable[[str], bool]:
 
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
-    """What to know of the answers for a config that `reader` took, one sentence each."""
+    """What to know of the answers for a config that `parse_config` took, one sentence each."""
     nested = config.get("quantization")
-    for name in read_names(config if nested is None else nested, _EXCLUSIONS, where):
+    for name in read_names(config if nested is None else nested, _EXCLUSION_FIELDS, where):
         if name.startswith("re:"):
-            yield f"{where}: the exclusion {shown(name)} means nothing: vLLM reads names and wildcards there"
-        elif (found := re.search(r"(?<![A-Za-z_])experts\.", name)) and is_wildcard(name[: found.start()]):
+            yield f"{where}: the exclusion {short_repr(name)} means nothing: vLLM reads names and wildcards there"
+        elif (found := re.search(r"(?<![A-Za-z_])experts\.", name)) and has_wildcard(name[: found.start()]):
             rule = "vLLM asks for the experts' module, whose name ends with experts"
-            yield f"{where}: the exclusion {shown(name)} leaves no experts out: {rule}"
+            yield f"{where}: the exclusion {short_repr(name)} leaves no experts out: {rule}"
 
 
-_OTHERS = (
+_UNSUPPORTED_ALGORITHMS = (
     "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_BLOCK_SCALES", "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ",
     "W4A16_AWQ", "W4A8_AWQ", "W8A16", "W8A8_SQ_PER_CHANNEL", "MXFP4", "W4A8_MXFP4_FP8",
 )  # fmt: skip
 
 
-def _scheme(algo: str, activations: ActivationPrecision) -> Scheme | Foreign:
+def _algorithm_format(algo: str, activations: ActivationPrecision) -> Scheme | UnsupportedFormat:
     if algo == "MXFP8":
         return Scheme("mxfp8", 8, MX_BLOCK, "modelopt", activations=activations)
-    return Foreign(algo)
+    return UnsupportedFormat(algo)
 
 
-def modelopt_activations(config: Mapping[str, Any], where: str = "quantization_config") -> ActivationPrecision:
+def modelopt_activation_precision(config: Mapping[str, Any], where: str = "quantization_config") -> ActivationPrecision:
     """Precision of activations that a ModelOpt MXFP8 config declares.
 
-    Newer releases of ModelOpt list what they quantised in ``config_groups``; without it, its MXFP8 is W8A8.
+    Newer releases of ModelOpt list what they quantized in ``config_groups``; without it, its MXFP8 is W8A8.
 
     Raises:
         CheckpointError: ``config_groups`` is not what ModelOpt writes.
     """
-    groups = read_groups(config, where)
+    groups = read_config_groups(config, where)
     if groups and all("input_activations" in group and group["input_activations"] is None for group in groups):
         return "16bit"
     return "mxfp8"
 
 
-def _mixed(fields: Mapping[str, Any], excluded: Callable[[str], bool], where: str) -> SchemeOf:
-    """One algorithm per module; see `MixedAlgorithms`."""
-    algorithms = MixedAlgorithms.read(fields.get("quantized_layers"), where)
+def _mixed_precision_lookup(fields: Mapping[str, Any], excluded: Callable[[str], bool], where: str) -> FormatLookup:
+    """One algorithm per module; see `MixedPrecision`."""
+    algorithms = MixedPrecision.read(fields.get("quantized_layers"), where)
 
-    def of(layer: LayerNames) -> Answer:
+    def of(layer: LayerNames) -> ExpertFormat:
         if any(map(excluded, layer.modules)):
             return None
         algo = algorithms.of(layer)
-        return _scheme(algo, "mxfp8") if algo else None
+        return _algorithm_format(algo, "mxfp8") if algo else None
 
     return of
 
 
 @dataclass(frozen=True, slots=True)
-class MixedAlgorithms:
+class MixedPrecision:
     """Which algorithm ModelOpt's mixed precision gives a layer's experts: by their module's name, by the name of one of
     their matrices, or by a wildcard.
 
@@ -149,7 +154,7 @@ class MixedAlgorithms:
     where: str
 
     @classmethod
-    def read(cls, recipes: object, where: str) -> MixedAlgorithms:
+    def read(cls, recipes: object, where: str) -> MixedPrecision:
         """From the field ``quantized_layers``.
 
         Raises:
@@ -160,8 +165,8 @@ class MixedAlgorithms:
         algos: dict[str, str] = {}
         for name, recipe in recipes.items():
             if not isinstance(recipe, Mapping):
-                raise CheckpointError(f"quantized_layers.{name} is {shown(recipe)}, not an object", where=where)
-            algos[name] = read_word(recipe, "quant_algo", where).upper()
+                raise CheckpointError(f"quantized_layers.{name} is {short_repr(recipe)}, not an object", where=where)
+            algos[name] = read_string(recipe, "quant_algo", where).upper()
             if not algos[name]:
                 raise CheckpointError(f"quantized_layers.{name} has no quant_algo", where=where)
         below: dict[str, set[str]] = {}
@@ -169,16 +174,18 @@ class MixedAlgorithms:
             parts = name.split(".")
             for end in range(1, len(parts)):
                 below.setdefault(".".join(parts[:end]), set()).add(algo)
-        wildcards = ((re.compile(translate(name)), algo) for name, algo in algos.items() if is_wildcard(name))
+        wildcards = ((re.compile(translate(name)), algo) for name, algo in algos.items() if has_wildcard(name))
         return cls(algos, below, tuple(wildcards), where)
 
     def of(self, layer: LayerNames) -> str | None:
-        """The layer's algorithm; None when its experts are not quantised.
+        """The layer's algorithm; None when its experts are not quantized.
 
         Raises:
             CheckpointError: matrices of the layer have different ones.
         """
-        found = self._named(layer) or {algo for expression, algo in self.wildcards if layer.match(matching(expression))}
+        found = self._named(layer) or {
+            algo for expression, algo in self.wildcards if layer.matches(pattern_matcher(expression))
+        }
         if len(found) > 1:
             rule = f"the matrices of one layer have different quant_algo: {', '.join(sorted(found))}"
             raise CheckpointError(rule, where=f"{self.where}, {layer.modules[0]}")
@@ -197,11 +204,35 @@ class MixedAlgorithms:
         return {self.algos[name] for name in beside if name in self.algos}
 
 
-def minimax_reader(config: Mapping[str, Any], where: str) -> SchemeOf:
+def parse_minimax_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """MiniMax's tag: ModelOpt's tensors, with the exclusions under ``ignored_layers``."""
-    return reader({"quant_algo": "MXFP8", **config}, where)
+    return parse_config({"quant_algo": "MXFP8", **config}, where)
 
 
-def fp4_reader(config: Mapping[str, Any], where: str) -> SchemeOf:
+def parse_nvfp4_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """A config whose quant_method says NVFP4 and which may leave the algorithm out."""
-    return reader({"quant_algo": "NVFP4", **config}, where)
+    return parse_config({"quant_algo": "NVFP4", **config}, where)
+
+
+def _vllm_method(config: Mapping[str, Any], method: str) -> str:
+    """vLLM has a quantization method for each ``quant_algo``."""
+    if method == "mxfp8":
+        return method
+    nested = config.get("quantization")
+    algo = read_string(nested if isinstance(nested, Mapping) else config, "quant_algo", "").upper()
+    names = {"MXFP8": "modelopt_mxfp8", "": method.replace("-", "_"), "MIXED_PRECISION": "modelopt_mixed"}
+    return names.get(algo, "modelopt_fp4" if "NVFP4" in algo else "modelopt")
+
+
+FORMAT = QuantConfigFormat(
+    {
+        "modelopt": parse_config,
+        "modelopt-mxfp8": parse_config,
+        "modelopt-mixed": parse_config,
+        "modelopt-fp4": parse_nvfp4_config,
+        "mxfp8": parse_minimax_config,
+    },
+    notes,
+    _vllm_method,
+    aliases={"modelopt_mxfp8": ("modelopt",), "modelopt_mixed": ("modelopt",)},
+)

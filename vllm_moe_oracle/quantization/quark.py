@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from fnmatch import translate
 from typing import Any
 
+from ..core.problem import MX_BLOCK, Scheme
 from ..errors import CheckpointError
-from ..expressions import Expression
-from ..oracle.problem import MX_BLOCK, Scheme
-from .answers import Answer, Foreign, LayerNames, SchemeOf
-from .fields import is_wildcard, read_names, read_word, shown
+from .fields import has_wildcard, read_names, read_string, short_repr
+from .patterns import BoundedPattern
+from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, UnsupportedFormat
 
 
-def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
+def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """One entry for all modules, others for modules in ``layer_quant_config``, and names that are left out.
 
     vLLM asks for the experts' module alone. ``exclude`` leaves it out by its name, by the name of anything below it,
@@ -22,14 +22,14 @@ def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
     there is a wildcard, and a module's name says nothing of what is below it. In ``layer_quant_config`` the first entry
     counts that holds the module's name, or that has a ``*`` and matches all of it.
     """
-    excluded = _exclusion(read_names(config, ("exclude",), where), where)
+    excluded = _exclusion_matcher(read_names(config, ("exclude",), where), where)
     entries = config.get("layer_quant_config") or {}
     if not isinstance(entries, Mapping):
-        raise CheckpointError(f"layer_quant_config is {shown(entries)}, not an object", where=where)
-    special = [(_matching(name), _answer(entry, where)) for name, entry in entries.items()]
-    usual = _answer(config.get("global_quant_config"), where)
+        raise CheckpointError(f"layer_quant_config is {short_repr(entries)}, not an object", where=where)
+    special = [(_entry_matcher(name), _entry_format(entry, where)) for name, entry in entries.items()]
+    usual = _entry_format(config.get("global_quant_config"), where)
 
-    def of(layer: LayerNames) -> Answer:
+    def of(layer: LayerNames) -> ExpertFormat:
         if any(map(excluded, layer.modules)):
             return None
         return next((answer for matches, answer in special if any(map(matches, layer.modules))), usual)
@@ -37,13 +37,13 @@ def reader(config: Mapping[str, Any], where: str) -> SchemeOf:
     return of
 
 
-def _exclusion(entries: Iterable[str], where: str) -> Callable[[str], bool]:
+def _exclusion_matcher(entries: Iterable[str], where: str) -> Callable[[str], bool]:
     """Whether a module of experts is left out."""
     above: set[str] = set()
     expressions = []
     for entry in entries:
         if entry.startswith("re:"):
-            expressions.append(Expression(entry[3:], where))
+            expressions.append(BoundedPattern(entry[3:], where))
             continue
         # Lists of tens of thousands of names are usual: every name that an entry is at or below is looked up.
         parts = entry.split(".")
@@ -51,7 +51,7 @@ def _exclusion(entries: Iterable[str], where: str) -> Callable[[str], bool]:
     return lambda module: module in above or any(expression.match(module) for expression in expressions)
 
 
-def _matching(pattern: str) -> Callable[[str], bool]:
+def _entry_matcher(pattern: str) -> Callable[[str], bool]:
     """Whether an entry of ``layer_quant_config`` speaks of a module."""
     if "*" not in pattern:
         return lambda module: module in pattern
@@ -59,46 +59,52 @@ def _matching(pattern: str) -> Callable[[str], bool]:
     return lambda module: expression.match(module) is not None
 
 
-_NEEDED = ("exclude", "export", "layer_type_quant_config")
+_REQUIRED_FIELDS = ("exclude", "export", "layer_type_quant_config")
 
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
-    """What to know of the answers for a config that `reader` took, one sentence each."""
-    missing = [name for name in _NEEDED if config.get(name) is None]
+    """What to know of the answers for a config that `parse_config` took, one sentence each."""
+    missing = [name for name in _REQUIRED_FIELDS if config.get(name) is None]
     if missing:
         yield f"{where}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, which vLLM fails without"
     names = read_names(config, ("exclude",), where)
     for name in names:
-        stem = name[: next((place for place, sign in enumerate(name) if is_wildcard(sign)), len(name))]
-        if not name.startswith("re:") and is_wildcard(name) and not re.search(r"(^|\.)experts\.", stem):
+        stem = name[: next((place for place, sign in enumerate(name) if has_wildcard(sign)), len(name))]
+        if not name.startswith("re:") and has_wildcard(name) and not re.search(r"(^|\.)experts\.", stem):
             rule = "vLLM takes entries for names, or after re: for regular expressions"
-            yield f"{where}.exclude: {shown(name)} means nothing: {rule}"
+            yield f"{where}.exclude: {short_repr(name)} means nothing: {rule}"
     if any(re.search(r"(?<![A-Za-z_])experts", name) for name in names):  # not shared_experts
         rule = "fail where experts are left out, and leave none out for their matrices' names"
         yield f"{where}.exclude: the oldest supported releases of vLLM {rule}"
 
 
-def _alone(steps: object) -> Any:
+def _single_step(steps: object) -> Any:
     """The one step of a list of one; anything else as it is."""
     return steps[0] if isinstance(steps, list) and len(steps) == 1 else steps
 
 
-def _answer(entry: object, where: str) -> Answer:
+def _entry_format(entry: object, where: str) -> ExpertFormat:
     """What one entry of a Quark config means for experts."""
     if not isinstance(entry, Mapping):
-        raise CheckpointError(f"an entry of Quark's config is {shown(entry)}, not an object", where=where)
-    weights, inputs = (_alone(entry.get(name)) for name in ("weight", "input_tensors"))
+        raise CheckpointError(f"an entry of Quark's config is {short_repr(entry)}, not an object", where=where)
+    weights, inputs = (_single_step(entry.get(name)) for name in ("weight", "input_tensors"))
     if weights is None:
         return None
     parts = [part for part in (weights, inputs) if part is not None]
     if not all(isinstance(part, Mapping) for part in parts):
-        return Foreign("quark in several steps")
+        return UnsupportedFormat("quark in several steps")
     kinds = [
-        (read_word(part, "dtype", where), read_word(part, "qscheme", where), part.get("group_size")) for part in parts
+        (read_string(part, "dtype", where), read_string(part, "qscheme", where), part.get("group_size"))
+        for part in parts
     ]
-    if kinds[0][0] == "fp4" and read_word(weights, "scale_format", where) != "e8m0":
-        return Foreign(f"quark fp4 with scales in {read_word(weights, 'scale_format', where) or 'no format'}")
+    if kinds[0][0] == "fp4" and read_string(weights, "scale_format", where) != "e8m0":
+        return UnsupportedFormat(
+            f"quark fp4 with scales in {read_string(weights, 'scale_format', where) or 'no format'}"
+        )
     mxfp4 = ("fp4", "per_group", MX_BLOCK)
     if kinds == [mxfp4] or (kinds == [mxfp4, mxfp4] and parts[1].get("is_dynamic") is True):
         return Scheme("mxfp4", 4, MX_BLOCK, "quark", activations="mxfp4" if inputs is not None else "16bit")
-    return Foreign(f"quark {' with inputs in '.join(kind[0] or 'no dtype' for kind in kinds)}")
+    return UnsupportedFormat(f"quark {' with inputs in '.join(kind[0] or 'no dtype' for kind in kinds)}")
+
+
+FORMAT = QuantConfigFormat({"quark": parse_config}, notes)

@@ -1,8 +1,14 @@
-"""Checkpoint formats of expert weights: one module a scheme, each with the same functions.
+"""Quantization schemes of expert weights: one module per scheme, each with the same functions.
 
-``parameters`` names what vLLM's loaders fill, ``read`` checks it, ``canonical_expert`` makes one expert's canonical
-tensors of it, whose shapes are in ``shapes``. ``dequantise_expert`` gives one of an expert's two weight matrices,
-``quantise`` makes codes and scales from real values. A format that activations may have has ``round_trip`` for them.
+* ``parameter_names(problem)``: names of the parameters that vLLM's loaders fill, by canonical name.
+* ``shapes(problem)``: shapes of the canonical tensors.
+* ``read(parameters, problem)``: the loaded parameters by canonical name, checked.
+* ``canonical_expert(expert, problem)``: canonical tensors of one expert.
+* ``quantize``, ``dequantize``, ``dequantize_expert(expert, which)``: reference conversions.
+* ``fake_quantize(values)``: activations quantized and dequantized.
+* ``UNLOADED``, ``DUMMY_FILL``: bytes for what was not loaded yet, and for vLLM's dummy weights.
+
+`fp8` and `fp8_token` are formats of activations only and have ``fake_quantize`` alone.
 """
 
 from __future__ import annotations
@@ -11,9 +17,9 @@ import importlib
 from types import ModuleType
 from typing import Literal
 
-from ..oracle.problem import SchemeName
+from ..core.problem import SchemeName
 
 
 def module(name: SchemeName | Literal["fp8", "fp8_token"]) -> ModuleType:
-    """The module of a scheme, or of a format that only activations have; imports torch."""
+    """The module of a scheme or of an activation format; imports torch."""
     return importlib.import_module(f"{__name__}.{name}")

@@ -1,6 +1,6 @@
-"""The parameters of a layer of integer experts: names, shapes and dtypes of each packing, read and checked as they are.
+"""Reads and checks a WNA16 layer's parameters: names, shapes and dtypes in each packing.
 
-Nothing is converted here; `wna16.canonical_expert` does that, one expert at a time.
+Nothing is converted here; `wna16.canonical_expert` converts, one expert at a time.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..core.problem import Problem
+from ..core.sharding import has_act_order, packing_reasons, scale_columns, scale_group_reasons
 from ..errors import CheckpointError
-from ..oracle.planner import group_reasons, has_order, packing_reasons, scale_columns
-from ..oracle.problem import Problem
-from ._finite import refuse_not_finite
-from ._packings import PACKINGS, Layout, Packing, raw_shapes
+from ._checks import FLOAT_DTYPES, dtype_name, require_finite
+from ._packings import PACKINGS, Layout, Packing, packed_shapes
 
 Matrix = Literal["w13", "w2"]
 MATRICES: tuple[Matrix, Matrix] = ("w13", "w2")
 
-REAL = (torch.bfloat16, torch.float16, torch.float32)
 
-
-def _suffixes(packing: Packing) -> dict[str, str]:
+def _suffix_map(packing: Packing) -> dict[str, str]:
     """Canonical suffix by parameter suffix."""
     return {
         packing.weight: "",
@@ -35,10 +33,10 @@ def _suffixes(packing: Packing) -> dict[str, str]:
 
 
 def packing_of(problem: Problem) -> Packing:
-    """How the layer's parameters are packed.
+    """The packing of the layer's parameters.
 
     Raises:
-        CheckpointError: the packing has no reader, or the width of codes has none.
+        CheckpointError: the packing is unknown, or codes have neither 4 nor 8 bits.
     """
     scheme = problem.scheme
     if scheme.packing not in PACKINGS:
@@ -48,7 +46,7 @@ def packing_of(problem: Problem) -> Packing:
     return PACKINGS[scheme.packing]
 
 
-def sizes(problem: Problem) -> dict[Matrix, tuple[int, int, int]]:
+def matrix_sizes(problem: Problem) -> dict[Matrix, tuple[int, int, int]]:
     """Rows, input features and scales per row of each matrix on this rank."""
     first, second = scale_columns(problem)
     return {
@@ -57,68 +55,70 @@ def sizes(problem: Problem) -> dict[Matrix, tuple[int, int, int]]:
     }
 
 
-def suffixes_of(problem: Problem) -> list[str]:
+def canonical_suffixes(problem: Problem) -> list[str]:
     """Suffixes of the canonical tensors that the layer's parameters hold."""
     optional = {
-        "_zero_point": problem.scheme.zero_points, "_order": has_order(problem), "_bias": problem.has_bias
+        "_zero_point": problem.scheme.zero_points, "_order": has_act_order(problem), "_bias": problem.has_bias
     }  # fmt: skip
-    return ["", "_scale", *(suffix for suffix, there in optional.items() if there)]
+    return ["", "_scale", *(suffix for suffix, present in optional.items() if present)]
 
 
-def parameters(problem: Problem) -> dict[str, str]:
-    """Canonical name by parameter name, of exactly the parameters that the layer is read from.
+def canonical_names(problem: Problem) -> dict[str, str]:
+    """Canonical name by parameter name, for the parameters that the layer is read from.
 
-    A symmetric GPTQ layer's ``qzeros`` and the ``g_idx`` of a layer without act order are not among them: files carry
-    both, and they say nothing.
+    The ``qzeros`` of a symmetric GPTQ layer and the ``g_idx`` of a layer without act order are left out: files have
+    them, but they carry no information.
     """
-    kept = suffixes_of(problem)
+    kept = canonical_suffixes(problem)
     return {
         f"{matrix}_{suffix}": f"{matrix}{canonical}"
         for matrix in MATRICES
-        for suffix, canonical in _suffixes(packing_of(problem)).items()
+        for suffix, canonical in _suffix_map(packing_of(problem)).items()
         if canonical in kept
     }
 
 
-def expected_shapes(problem: Problem, layout: Layout) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(problem: Problem, layout: Layout) -> dict[str, tuple[int, ...]]:
     """Shapes of the layer's parameters in a layout, by canonical name."""
-    packing, kept = packing_of(problem), suffixes_of(problem)
-    found: dict[str, tuple[int, ...]] = {}
-    for matrix, (rows, columns, groups) in sizes(problem).items():
-        each = raw_shapes(packing, layout, problem.scheme.bits, rows, columns, groups) | {"_bias": (rows,)}
-        found |= {f"{matrix}{suffix}": (problem.local_experts, *each[suffix]) for suffix in kept}
-    return found
+    packing, kept = packing_of(problem), canonical_suffixes(problem)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for matrix, (rows, columns, groups) in matrix_sizes(problem).items():
+        each = packed_shapes(packing, layout, problem.scheme.bits, rows, columns, groups) | {"_bias": (rows,)}
+        shapes |= {f"{matrix}{suffix}": (problem.local_experts, *each[suffix]) for suffix in kept}
+    return shapes
 
 
-def read(given: Mapping[str, Tensor], problem: Problem, is_transposed: bool | None = None) -> dict[str, Tensor]:
+def read(parameters: Mapping[str, Tensor], problem: Problem, is_transposed: bool | None = None) -> dict[str, Tensor]:
     """A layer's loaded parameters by canonical name, checked and not copied; `canonical_expert` converts them.
 
+    Until then, tensors named ``_order`` hold the group of each input feature (GPTQ's ``g_idx``).
+
     Args:
-        given: parameters by the names in `parameters`; others are not looked at.
+        parameters: parameters by the names in `canonical_names`; others are ignored.
         problem: the layer, whose shapes the tensors must have.
-        is_transposed: what the caller knows of the layout; see `layout_of`.
+        is_transposed: the layout, if the caller knows it; see `detect_layout`.
 
     Raises:
-        CheckpointError: groups or packed words do not survive the cut; a tensor is missing, or has the wrong dtype or
-            shape, or values that cannot be; the layout is not known; or rows alternate gate and up.
+        CheckpointError: tensor parallelism would split groups or packed words; a tensor is missing, or has the wrong
+            dtype, shape or values; the layout is ambiguous; or the rows of w13 alternate gate and up.
     """
-    layout = layout_of(given, problem, is_transposed)
-    packing, shapes = packing_of(problem), expected_shapes(problem, layout)
+    layout = detect_layout(parameters, problem, is_transposed)
+    packing, shapes = packing_of(problem), parameter_shapes(problem, layout)
     found = {}
-    for name, canonical in parameters(problem).items():
-        tensor, dtypes = given[name], _dtypes(canonical, packing)
+    for name, canonical in canonical_names(problem).items():
+        tensor, dtypes = parameters[name], _allowed_dtypes(canonical, packing)
         if tensor.dtype not in dtypes:
-            words = " or ".join(_word(dtype) for dtype in dtypes)
-            rule = f"{name} is {_word(tensor.dtype)}, the packing {problem.scheme.packing} stores it as {words}"
+            words = " or ".join(dtype_name(dtype) for dtype in dtypes)
+            rule = f"{name} is {dtype_name(tensor.dtype)}, the packing {problem.scheme.packing} stores it as {words}"
             raise CheckpointError(rule, where=problem.layer)
         if tuple(tensor.shape) != shapes[canonical]:
             rule = f"{name} has shape {list(tensor.shape)}, expected {list(shapes[canonical])}"
             raise CheckpointError(rule, where=problem.layer)
         found[canonical] = tensor.data
-    for name, canonical in parameters(problem).items():
+    for name, canonical in canonical_names(problem).items():
         if canonical.endswith(("_scale", "_bias")):
             what = "scales" if canonical.endswith("_scale") else "biases"
-            refuse_not_finite(found[canonical], what, name, problem)
+            require_finite(found[canonical], what, name, problem)
         elif canonical.endswith("_order"):
             _check_group_index(found[canonical], name, problem)
         elif packing.signed and problem.scheme.bits == 4 and not canonical.endswith("_bias"):
@@ -126,31 +126,31 @@ def read(given: Mapping[str, Tensor], problem: Problem, is_transposed: bool | No
     return found
 
 
-def layout_of(given: Mapping[str, Tensor], problem: Problem, is_transposed: bool | None = None) -> Layout:
-    """Whether a layer's parameters are `[E, N, K]` or each transposed: known, and never guessed.
+def detect_layout(parameters: Mapping[str, Tensor], problem: Problem, is_transposed: bool | None = None) -> Layout:
+    """Whether a layer's parameters are `[E, N, K]` or transposed.
 
-    vLLM loads compressed-tensors transposed up to 0.26 and as they are from 0.31, and marks its parameters with an
-    attribute ``is_transposed``. Without such a mark, and without a word of the caller, shapes decide, but only where
-    neither matrix of codes could be read both ways.
+    vLLM loads compressed-tensors parameters transposed up to 0.26 and in the file's order from 0.31, and sets an
+    attribute ``is_transposed`` on them. Without this attribute and without `is_transposed`, shapes decide, provided
+    that each matrix of codes fits one layout only.
 
     Args:
-        given: parameters by the names in `parameters`; only shapes and the attribute are looked at.
+        parameters: parameters by the names in `canonical_names`; only shapes and the attribute are read.
         problem: the layer.
-        is_transposed: what the caller knows; None for nothing.
+        is_transposed: the layout, if the caller knows it.
 
     Raises:
-        CheckpointError: a parameter is missing, the marks contradict each other, the packing or the caller, the codes
-            fit no layout, or they fit both and nothing is known.
+        CheckpointError: a parameter is missing; attributes, packing and caller contradict each other; or the codes fit
+            no layout, or fit both and nothing else tells them apart.
     """
     _check_problem(problem)
-    packing, names = packing_of(problem), parameters(problem)
+    packing, names = packing_of(problem), canonical_names(problem)
     for name in names:
-        if name not in given:
-            remedy = f"The layer's parameters are {', '.join(sorted(given))}"
+        if name not in parameters:
+            remedy = f"The layer's parameters are {', '.join(sorted(parameters))}"
             raise CheckpointError(f"{name} is missing", remedy, problem.layer)
     known = {} if is_transposed is None else {"is_transposed": is_transposed}
     for name, canonical in names.items():
-        mark = getattr(given[name], "is_transposed", None)
+        mark = getattr(parameters[name], "is_transposed", None)
         if mark is not None and not canonical.endswith(("_order", "_bias")):
             known[f"{name}.is_transposed"] = bool(mark)
     if len(packing.layouts) == 1:
@@ -162,8 +162,8 @@ def layout_of(given: Mapping[str, Tensor], problem: Problem, is_transposed: bool
     fitting: dict[str, list[Layout]] = {}
     for matrix in MATRICES:
         name = next(name for name, canonical in names.items() if canonical == matrix)
-        shape = tuple(given[name].shape)
-        shapes = {layout: expected_shapes(problem, layout)[matrix] for layout in packing.layouts}
+        shape = tuple(parameters[name].shape)
+        shapes = {layout: parameter_shapes(problem, layout)[matrix] for layout in packing.layouts}
         fitting[name] = [layout for layout in packing.layouts if shapes[layout] == shape]
         if not fitting[name]:
             words = " or ".join(str(list(each)) for each in shapes.values())
@@ -172,7 +172,7 @@ def layout_of(given: Mapping[str, Tensor], problem: Problem, is_transposed: bool
         return "k_first" if next(iter(known.values())) else "n_first"
     for name, layouts in fitting.items():
         if len(layouts) > 1:
-            rule = f"{name} {list(given[name].shape)} could have its rows or its input features first"
+            rule = f"{name} {list(parameters[name].shape)} could have its rows or its input features first"
             raise CheckpointError(rule, "Say which with is_transposed (True: input features first)", problem.layer)
     first, second = (layouts[0] for layouts in fitting.values())
     if first != second:
@@ -181,16 +181,16 @@ def layout_of(given: Mapping[str, Tensor], problem: Problem, is_transposed: bool
     return first
 
 
-def layout_of_expert(expert: Mapping[str, Tensor], problem: Problem) -> Layout:
-    """The layout of one expert's tensors that `read` found. Codes and scales together leave no choice: square codes
-    have as many words a row as rows, and the scales are then square only if a group were a word.
+def detect_expert_layout(expert: Mapping[str, Tensor], problem: Problem) -> Layout:
+    """The layout of one expert's tensors that `read` returned. Codes and scales together determine it: if the codes
+    are square, the scales would be square too only if a group had as many features as a word has codes.
 
     Raises:
         CheckpointError: the shapes fit no layout, or more than one.
     """
     fitting = []
     for layout in packing_of(problem).layouts:
-        shapes = expected_shapes(problem, layout)
+        shapes = parameter_shapes(problem, layout)
         if all(tuple(tensor.shape) == shapes[name][1:] for name, tensor in expert.items() if name in shapes):
             fitting.append(layout)
     if len(fitting) != 1:
@@ -202,22 +202,18 @@ def layout_of_expert(expert: Mapping[str, Tensor], problem: Problem) -> Layout:
 
 def _check_problem(problem: Problem) -> None:
     if problem.activation.interleaved:
-        rule = "the rows of the first product alternate gate and up; WNA16 is read as gate rows, then up rows"
+        rule = "the rows of w13 alternate gate and up; WNA16 is read as gate rows, then up rows"
         raise CheckpointError(rule, where=problem.layer)
-    reasons = group_reasons(problem) + packing_reasons(problem)
+    reasons = scale_group_reasons(problem) + packing_reasons(problem)
     if reasons:
         remedy = next((reason.remedy for reason in reasons if reason.remedy), "")
         raise CheckpointError("; ".join(reason.detail for reason in reasons), remedy, problem.layer)
 
 
-def _dtypes(canonical: str, packing: Packing) -> tuple[torch.dtype, ...]:
+def _allowed_dtypes(canonical: str, packing: Packing) -> tuple[torch.dtype, ...]:
     if canonical.endswith(("_scale", "_bias")):
-        return REAL
-    return (torch.int32,) if canonical.endswith("_order") else (packing.word,)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        return FLOAT_DTYPES
+    return (torch.int32,) if canonical.endswith("_order") else (packing.word_dtype,)
 
 
 def _check_range(values: Tensor, name: str, problem: Problem) -> None:
@@ -227,10 +223,10 @@ def _check_range(values: Tensor, name: str, problem: Problem) -> None:
 
 
 def _check_group_index(groups: Tensor, name: str, problem: Problem) -> None:
-    """Every group must exist, and none have more features than a group has. Where all features are here, that means
-    exactly as many; a rank may have fewer."""
+    """Refuses groups that do not exist or have more input features than the group size. A tensor-parallel rank may have
+    fewer features of a group."""
     size = problem.scheme.group_size
-    count = sizes(problem)["w2" if name.startswith("w2") else "w13"][2]
+    count = matrix_sizes(problem)["w2" if name.startswith("w2") else "w13"][2]
     low, high = (int(end) for end in torch.aminmax(groups))
     remedy = "The checkpoint is damaged, or its group index was never loaded"
     if low < 0 or high >= count:

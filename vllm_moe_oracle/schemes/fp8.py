@@ -1,7 +1,7 @@
-"""FP8 for activations: e4m3 with one power of two per 128 input features of a token.
+"""FP8 activations: e4m3 with one power-of-two scale per token and 128 input features.
 
-DeepGEMM's recipe for activations on Blackwell, and that of DeepSeek's own code for MXFP4 experts: the scale is the
-smallest power of two with which no value of the group saturates. Weights in this format are not read here.
+DeepGEMM quantizes activations like this on Blackwell, and DeepSeek's code does for MXFP4 experts: the scale is the
+smallest power of two with which no value of the group saturates. This module reads no weights.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .mxfp8 import E4M3_MAX, E8M0_BIAS, scale_exponents
+from .mxfp8 import E4M3_MAX, E8M0_BIAS, e8m0_from_amax
 
-GROUP = 128
+GROUP_SIZE = 128
 
 
-def round_trip(values: Tensor) -> Tensor:
-    """Activations quantised and back; float32 `[..., K]`. The last group may be a part of one."""
+def fake_quantize(values: Tensor) -> Tensor:
+    """Activations quantized and dequantized: float32 `[..., K]`. The last group may have fewer than 128 features."""
     columns = values.shape[-1]
-    padded = torch.nn.functional.pad(values.to(torch.float32), (0, -columns % GROUP))
-    groups = padded.reshape(*padded.shape[:-1], padded.shape[-1] // GROUP, GROUP)
-    codes = scale_exponents(groups.abs().amax(-1), "ceil").to(torch.int32).unsqueeze(-1)
-    # ldexp rather than a division: 1 / 2**127 is subnormal, and some devices flush it to zero.
+    padded = torch.nn.functional.pad(values.to(torch.float32), (0, -columns % GROUP_SIZE))
+    groups = padded.reshape(*padded.shape[:-1], padded.shape[-1] // GROUP_SIZE, GROUP_SIZE)
+    codes = e8m0_from_amax(groups.abs().amax(-1), "ceil").to(torch.int32).unsqueeze(-1)
+    # ldexp instead of a division: 1 / 2**127 is subnormal, and some devices flush it to zero.
     scaled = torch.ldexp(groups, E8M0_BIAS - codes).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return torch.ldexp(scaled.to(torch.float32), codes - E8M0_BIAS).flatten(-2)[..., :columns]

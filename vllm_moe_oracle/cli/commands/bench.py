@@ -6,15 +6,19 @@ import dataclasses
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from ...measure.benching import Record
+    from ...core.problem import Problem
+    from ...measurements.bench_records import BenchRecord
+    from ...measurements.kernel_shape import KernelShape
+    from ...measuring.benchmarks import BenchOptions
+    from ...settings import Settings
 
 
-SCHEMES = "mxfp8,mxfp4,int4_g128,int4_g32,int8_g128"
+DEFAULT_SCHEMES = "mxfp8,mxfp4,int4_g128,int4_g32,int8_g128"
 """Formats of `--shape` where `--scheme` names none."""
 
 
@@ -28,7 +32,7 @@ def command(
     ] = None,
     scheme: Annotated[
         str | None,
-        typer.Option(help="Formats, for every SHAPE of --shape.", metavar="NAME,...", show_default=SCHEMES),
+        typer.Option(help="Formats, for every SHAPE of --shape.", metavar="NAME,...", show_default=DEFAULT_SCHEMES),
     ] = None,
     shape: Annotated[str, typer.Option(help="Names of shapes, @tpN at will.", metavar="NAME,...")] = "",
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", metavar="N")] = 1,
@@ -47,7 +51,7 @@ def command(
         str, typer.Option(help="Measure on several GPUs: all, or numbers like 0,1.", metavar="all|N,...")
     ] = "",
     budget: Annotated[
-        float | None, typer.Option(help="Begin no further layer after so many seconds.", metavar="SECONDS")
+        float | None, typer.Option(help="Start no further layer after this many seconds.", metavar="SECONDS")
     ] = None,
     jsonl: Annotated[
         Path | None, typer.Option("--jsonl", help="Write records here, one JSON object a line.", metavar="FILE")
@@ -80,35 +84,79 @@ def command(
     """
     import msgspec
 
-    from ...errors import MeasurementError, meant
-    from ...measure import benching
-    from ...oracle.registry import default_registry
-    from .. import UNFINISHED, measuring, output
-    from ..arguments import read_settings
+    from ...measuring import benchmarks
+    from .. import layer_arguments
+    from ..arguments import command_settings
 
-    chosen = read_settings(assignments)
-    wanted = list(models or [])
+    chosen = command_settings(assignments)
+    problems = _kernel_shapes(models, scheme, shape, tp, ep, chosen)
+    options = _bench_options(tokens, routing, replays, stock, backend, jobs, budget)
+    if plot is not None:
+        _check_plot_path(plot)
+    device = layer_arguments.require_gpu()
+    options = dataclasses.replace(options, gpus=layer_arguments.parse_gpus(gpus))
+    line = "vllm-moe-oracle " + shlex.join(sys.argv[1:])
+    head = {"conditions": benchmarks.conditions(device, options, line)}
+    records: list[BenchRecord] = []
+    # Line by line: what was measured before an interruption is not lost.
+    _write_record(msgspec.json.encode(head), jsonl, as_json, "wb")
+    with layer_arguments.progress_bar(quiet=as_json and not sys.stderr.isatty()) as report:
+        for record in benchmarks.bench([*problems.values()], device, chosen, options, report):
+            records.append(record)
+            _write_record(msgspec.json.encode(record), jsonl, as_json, "ab")
+    if not as_json:
+        _print(records, device.name)
+    if plot is not None and records:
+        _plot(records, plot, device.name)
+    _exit_if_incomplete(records, len(problems), budget)
+
+
+def _kernel_shapes(
+    models: list[str] | None, scheme: str | None, shape: str, tp: int, ep: bool, settings: Settings
+) -> dict[KernelShape, Problem]:
+    """One layer of each kernel shape that the arguments name.
+
+    Raises:
+        OracleError: nothing is named, or a name is unknown.
+    """
+    from ...errors import MeasurementError
+    from ...measuring import tuning
+    from .. import layer_arguments
+
+    words = list(models or [])
     if scheme is not None and not shape:
         raise MeasurementError("there is no --shape that these formats are for", "Name shapes with --shape", "--scheme")
-    for each in filter(None, shape.split(",")):
-        wanted += [f"{name}:{each}" for name in filter(None, (SCHEMES if scheme is None else scheme).split(","))]
-    if not wanted:
+    schemes = [name for name in (DEFAULT_SCHEMES if scheme is None else scheme).split(",") if name]
+    words += [f"{name}:{each}" for each in shape.split(",") if each for name in schemes]
+    if not words:
         raise MeasurementError("nothing is named to be timed", "Name a model, or --shape with --scheme")
-    if routing not in ("uniform", "skewed"):
-        raise MeasurementError(f"{routing!r} is no routing", "Write uniform or skewed", "--routing")
-    measuring.check_numbers(replays, jobs, budget)
-    if plot is not None:
-        _check_plot(plot)
-    from ...measure import tuning
+    problems = layer_arguments.resolve_problems(words, tp, ep)
+    return tuning.group_by_kernel_shape(layer_arguments.apply_settings(each, settings) for each in problems)
 
+
+def _bench_options(
+    tokens: str, routing: str, replays: int, stock: str, backend: str, jobs: int, budget: float | None
+) -> BenchOptions:
+    """The options of these names.
+
+    Raises:
+        MeasurementError: one has an invalid value.
+    """
+    from ...errors import MeasurementError, did_you_mean
+    from ...measuring.benchmarks import BenchOptions
+    from ...oracle.registry import default_registry
+    from .. import layer_arguments
+
+    if routing not in ("uniform", "skewed"):
+        raise MeasurementError(f"{routing!r} is not a routing", "Write uniform or skewed", "--routing")
+    layer_arguments.check_options(replays, jobs, budget)
     known = [each.name for each in default_registry()]
     if unknown := [name for name in backend.split(",") if name and name not in known]:
         rule = f"there is no backend {', '.join(map(repr, unknown))}"
-        remedy = f"{meant(unknown[0], known)}Valid are {', '.join(sorted(known))}"
+        remedy = f"{did_you_mean(unknown[0], known)}Valid are {', '.join(sorted(known))}"
         raise MeasurementError(rule, remedy, "--backend")
-    problems = tuning.groups(measuring.as_asked(each, chosen) for each in measuring.problems(wanted, tp, ep))
-    plan = benching.Plan(
-        measuring.counts(tokens),
+    return BenchOptions(
+        layer_arguments.parse_token_counts(tokens),
         "skewed" if routing == "skewed" else "uniform",
         replays,
         stock=tuple(name for name in stock.split(",") if name and name != "none"),
@@ -116,34 +164,23 @@ def command(
         jobs=jobs,
         budget=budget,
     )
-    device = measuring.machine()
-    plan = dataclasses.replace(plan, gpus=measuring.gpus(gpus))
-    line = "vllm-moe-oracle " + shlex.join(sys.argv[1:])
-    head = {"conditions": benching.conditions(device, plan, line)}
-    records: list[Record] = []
-    # Line by line: what was measured before an interruption is not lost.
-    _write(msgspec.json.encode(head), jsonl, as_json, "wb")
-    with measuring.progress(quiet=as_json and not sys.stderr.isatty()) as tell:
-        for record in benching.bench([*problems.values()], device, chosen, plan, tell):
-            records.append(record)
-            _write(msgspec.json.encode(record), jsonl, as_json, "ab")
-    if not as_json:
-        _print(records, device.name)
-    if plot is not None and records:
-        _plot(records, plot)
-    failures = {
-        f"{record['layer']['name']}: {name}": why for record in records for name, why in record["failures"].items()
-    }
+
+
+def _exit_if_incomplete(records: list[BenchRecord], layers: int, budget: float | None) -> None:
+    """Warns of what was not timed, and ends with the exit status that says so."""
+    from .. import EXIT_INCOMPLETE, output
+
+    failures = {f"{record.name}: {name}": why for record in records for name, why in record.failures.items()}
     for name, why in failures.items():
-        output.remark("warning", f"{name}: {why}")
-    missing = len(problems) - len({record["layer"]["name"] for record in records})
+        output.print_message("warning", f"{name}: {why}")
+    missing = layers - len({record.name for record in records})
     if missing:
-        output.remark("warning", f"{missing} layers were not begun within {budget:g} s")
+        output.print_message("warning", f"{missing} layers were not begun within {budget:g} s")
     if failures or missing:
-        raise typer.Exit(UNFINISHED)
+        raise typer.Exit(EXIT_INCOMPLETE)
 
 
-def _write(line: bytes, path: Path | None, printed: bool, mode: str) -> None:
+def _write_record(line: bytes, path: Path | None, printed: bool, mode: str) -> None:
     """Writes a record to standard output, and to a file."""
     from ...errors import MeasurementError
 
@@ -159,7 +196,7 @@ def _write(line: bytes, path: Path | None, printed: bool, mode: str) -> None:
         raise MeasurementError(f"cannot be written: {error.strerror}", where=str(path)) from error
 
 
-def _check_plot(path: Path) -> None:
+def _check_plot_path(path: Path) -> None:
     """Whether a plot can be drawn there, before minutes of measuring."""
     from importlib.util import find_spec
 
@@ -176,41 +213,46 @@ def _check_plot(path: Path) -> None:
         raise MeasurementError(f"there is no folder {path.parent}", "Make it, or name another file", "--plot")
 
 
-def _plot(records: list[Record], path: Path) -> None:
+def _plot(records: list[BenchRecord], path: Path, gpu: str) -> None:
+    """Draws the times of all layers into a file."""
     from ...errors import MeasurementError
-    from ...measure import benching
+    from ...report import page_data, plots
 
     try:
-        benching.plot(records, str(path))
+        plots.save_times([page_data.panel_of_records(found, gpu) for found in _by_layer(records).values()], str(path))
     except OSError as error:
         raise MeasurementError(f"cannot be written: {error.strerror}", where=str(path)) from error
 
 
-def _print(records: list[Record], gpu: str) -> None:
+def _by_layer(records: list[BenchRecord]) -> dict[str, list[BenchRecord]]:
+    layers: dict[str, list[BenchRecord]] = {}
+    for record in records:
+        layers.setdefault(record.name, []).append(record)
+    return layers
+
+
+def _print(records: list[BenchRecord], gpu: str) -> None:
     from .. import output
 
-    layers: dict[str, list[Record]] = {}
-    for record in records:
-        layers.setdefault(record["layer"]["name"], []).append(record)
-    for name, found in layers.items():
-        backends = list(dict.fromkeys(each for record in found for each in record["us"]))
+    for name, found in _by_layer(records).items():
+        backends = list(dict.fromkeys(each for record in found for each in record.us))
         rows = [_row(record, backends) for record in found]
-        included = ", choosing experts included" if found[0]["router_included"] else ""
-        classes = "".join(f"; {key} is {value}" for key, value in found[0]["stock"].items())
+        included = ", choosing experts included" if found[0].router_included else ""
+        classes = "".join(f"; {key} is {value}" for key, value in found[0].stock.items())
         output.show(f"\n{name} on {gpu}: microseconds{included} (part of the floor){classes}")
         output.show("", output.table(("tokens", "floor", *backends, "choice"), rows, indent=2))
 
 
-def _row(record: Record, backends: list[str]) -> list[str]:
+def _row(record: BenchRecord, backends: list[str]) -> list[str]:
     def cell(name: str) -> str:
-        us = record["us"].get(name)
+        us = record.us.get(name)
         if us is None:
             return "-"
-        part = record["of_floor"]
-        return f"{us:.1f}" + (f" ({part[name]:.0%})" if part else "")
+        share = record.of_floor
+        return f"{us:.1f}" + (f" ({share[name]:.0%})" if share else "")
 
-    choice: dict[str, Any] = record.get("choice", {})
-    behind = choice.get("behind_best")
-    words = choice.get("backend", "-") + (f" (+{behind:.1%})" if behind else "")
-    floor = record["floor_us"]
-    return [str(record["tokens"]), "-" if floor is None else f"{floor:.1f}", *map(cell, backends), words]
+    choice, floor = record.choice, record.floor_us
+    words = "-" if choice is None else choice.backend
+    if choice is not None and choice.behind_best:
+        words += f" (+{choice.behind_best:.1%})"
+    return [str(record.tokens), "-" if floor is None else f"{floor:.1f}", *map(cell, backends), words]

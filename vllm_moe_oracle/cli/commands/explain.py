@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from ...device import names
+from ...devices.catalog import known_device_names
 
 if TYPE_CHECKING:
-    from ...checkpoint import Layers
-    from ...oracle.decision import Candidate, Decision
-    from ...oracle.measured import Evidence
-    from ...oracle.problem import Device, Problem
+    from ...checkpoint import MoeLayers
+    from ...core.decision import Candidate, Decision
+    from ...core.measurement_set import MeasurementSet
+    from ...core.problem import Device, Problem
     from ...settings import Settings
 
 
@@ -24,7 +24,8 @@ def command(
     device: Annotated[
         str,
         typer.Option(
-            help=f"auto (this machine), {', '.join(names())}, or the JSON file of a device.", metavar="NAME|FILE"
+            help=f"auto (this machine), {', '.join(known_device_names())}, or the JSON file of a device.",
+            metavar="NAME|FILE",
         ),
     ] = "auto",
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", metavar="N")] = 1,
@@ -46,7 +47,7 @@ def command(
     expert_placement_strategy: Annotated[
         str,
         typer.Option(
-            help="linear gives each rank neighbours, round_robin deals experts out by turns; as vLLM's. Needs --ep.",
+            help="linear gives each rank neighbors, round_robin places experts round-robin; as vLLM's. Needs --ep.",
             metavar="NAME",
         ),
     ] = "linear",
@@ -86,68 +87,93 @@ def command(
     """
     from ... import checkpoint, settings
     from ...errors import SettingError
-    from ...oracle.problem import Placement
-    from .. import NO_BACKEND, output
-    from ..arguments import read_settings
+    from .. import EXIT_NO_BACKEND
+    from ..arguments import command_settings
+    from ..layer_arguments import with_activations
 
     if not path.strip():
         raise SettingError("the path is empty", "Give a checkpoint's folder or its config.json", "PATH")
     if tp < 1:
         raise SettingError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")
-    if expert_placement_strategy not in get_args(Placement):
-        rule = f"{expert_placement_strategy!r} is not one of {', '.join(get_args(Placement))}"
-        raise SettingError(rule, where="--expert-placement-strategy")
-    by_turns = expert_placement_strategy == "round_robin"
-    for option, asked, what in (
-        ("--eplb", eplb, "experts move between"),
-        ("--expert-placement-strategy", by_turns, "experts are dealt out to"),
-    ):
-        if asked and (not ep or tp == 1):
-            having = f"{tp} rank{'s' * (tp > 1)} {'with' if ep else 'without'} --ep"
-            rule = f"{what} ranks that hold different ones; this is {having}"
-            raise SettingError(rule, "Add --ep and --tp N, N above 1", option)
-    chosen = read_settings(
-        [*(assignments or []), *([] if backend is None else [f"backend={backend}"])], for_a_server=True
+    round_robin = _is_round_robin(expert_placement_strategy, eplb, ep, tp)
+    chosen = command_settings(
+        [*(assignments or []), *([] if backend is None else [f"backend={backend}"])], ignore_bad_profile=True
     )
-    machine = _device(device)
-    layers = checkpoint.layers(
-        checkpoint.read(Path(path)), tp, ep, chosen.ragged_shards, quantization.lower(), _vllm(machine)
+    machine = _resolve_device(device)
+    layers = checkpoint.find_moe_layers(
+        checkpoint.read_checkpoint(Path(path)),
+        tp,
+        ep,
+        chosen.ragged_shards,
+        quantization.lower(),
+        _vllm_version(machine),
     )
     moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
-    _check_all_used(chosen, layers)
+    _check_overrides_match(chosen, layers)
     serving: dict[str, Any] = {
         "batch_invariant": settings.batch_invariant() if batch_invariant is None else batch_invariant,
         "lora": lora,
         "eplb": eplb,
     }
     model, predicting = (
-        [_dealt_out(dataclasses.replace(_as_asked(problem, chosen), **serving), by_turns) for problem in problems]
-        for problems in (layers.problems, layers.predicting)
+        [
+            _with_expert_placement(dataclasses.replace(with_activations(problem, chosen), **serving), round_robin)
+            for problem in problems
+        ]
+        for problems in (layers.problems, layers.mtp_problems)
     )
-    groups = _groups(model, machine, chosen, moe_backend)
-    drafts = _groups(predicting, machine, chosen, moe_backend)
-    groups += [dataclasses.replace(group, predicts=True) for group in drafts]
-    notes = [*layers.notes, *_overridden(layers, chosen)]
-    notes += [*_kept_in_order((*model, *predicting), by_turns), *_notes(chosen, layers.method, groups, machine)]
+    groups = _group_layers(model, machine, chosen, moe_backend)
+    drafts = _group_layers(predicting, machine, chosen, moe_backend)
+    groups += [dataclasses.replace(group, is_mtp=True) for group in drafts]
+    notes = [*layers.notes, *_activation_notes(layers, chosen)]
+    notes += [
+        *_placement_notes((*model, *predicting), round_robin),
+        *_server_notes(chosen, layers.method, groups, machine),
+    ]
     if as_json:
-        output.print_json({"vllm": _vllm(machine), "device": machine, "groups": [group.to_json() for group in groups]})
-        for group in groups:
-            if group.decision is None:
-                output.remark("error", f"{group.layers}: {group.failure}")
-        for note in notes:
-            output.remark("note", note)
+        _print_json(groups, notes, machine)
     else:
         _print(groups, notes, machine, tp, ep)
     if any(group.decision is None for group in groups):
-        raise typer.Exit(NO_BACKEND)
+        raise typer.Exit(EXIT_NO_BACKEND)
+
+
+def _is_round_robin(strategy: str, eplb: bool, ep: bool, tp: int) -> bool:
+    """Whether vLLM is asked to place experts round-robin.
+
+    Raises:
+        SettingError: an unknown strategy, or options that need expert parallelism without it.
+    """
+    from ...core.problem import Placement
+    from ...errors import SettingError
+
+    if strategy not in get_args(Placement):
+        rule = f"{strategy!r} is not one of {', '.join(get_args(Placement))}"
+        raise SettingError(rule, where="--expert-placement-strategy")
+    round_robin = strategy == "round_robin"
+    for option, requested, what in (
+        ("--eplb", eplb, "experts move between"),
+        ("--expert-placement-strategy", round_robin, "experts are distributed to"),
+    ):
+        if requested and (not ep or tp == 1):
+            ranks = f"{tp} rank{'s' * (tp > 1)} {'with' if ep else 'without'} --ep"
+            rule = f"{what} ranks that hold different ones; this is {ranks}"
+            raise SettingError(rule, "Add --ep and --tp N, N above 1", option)
+    return round_robin
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Group:
-    """Layers that are equal and get equal answers.
+class _LayerGroup:
+    """Equal layers with equal decisions.
 
-    `decision` is the first layer's, or None with the reason in `failure`. Those that predict several tokens are loaded
-    as a model of their own, where speculative decoding asks for them.
+    Attributes:
+        names: the layers' names.
+        problem: the first layer's.
+        decision: the first layer's; None when no backend can run it.
+        failure: why there is no decision; "" when there is one.
+        candidates: every backend, with its verdict.
+        is_mtp: the layers are multi-token prediction modules, which vLLM loads as a model of their own for speculative
+            decoding.
     """
 
     names: tuple[str, ...]
@@ -155,31 +181,31 @@ class _Group:
     decision: Decision | None
     failure: str
     candidates: tuple[Candidate, ...]
-    predicts: bool = False
+    is_mtp: bool = False
 
     @property
     def layers(self) -> str:
-        from ...checkpoint.names import compact
+        from ...checkpoint.layer_names import compact_layer_names
 
-        return compact(self.names)
+        return compact_layer_names(self.names)
 
     def to_json(self) -> dict[str, Any]:
         decision = self.decision
         return {
             "layers": self.layers,
             "count": len(self.names),
-            "predicts": self.predicts,
+            "predicts": self.is_mtp,
             "problem": self.problem,
             "decision": None
             if decision is None
             else {
                 "backend": decision.backend,
                 "why": decision.why,
-                "because": decision.because,
+                "explanation": decision.explanation,
                 "numerics": str(decision.numerics),
                 "plan": decision.plan,
                 "measured": decision.measured,
-                "steps": decision.steps,
+                "token_ranges": decision.token_ranges,
             },
             "candidates": [
                 {"backend": candidate.backend, "accepted": candidate.accepted, "reasons": candidate.reasons}
@@ -188,72 +214,66 @@ class _Group:
         }
 
 
-def _device(word: str) -> Device:
-    from ... import device
+def _resolve_device(word: str) -> Device:
+    from ...devices import catalog, detect
 
     if word == "auto":
-        return device.detect()
-    if word not in device.names() and (word.endswith(".json") or "/" in word or Path(word).is_file()):
-        return device.read(Path(word))
-    return device.named(word)
+        return detect.detect()
+    if word not in catalog.known_device_names() and (word.endswith(".json") or "/" in word or Path(word).is_file()):
+        return catalog.load_device(Path(word))
+    return catalog.known_device(word)
 
 
-def _as_asked(problem: Problem, settings: Settings) -> Problem:
-    if settings.activations == "checkpoint":
-        return problem
-    return dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activations=settings.activations))
-
-
-def _dealt_out(problem: Problem, by_turns: bool) -> Problem:
-    """The problem with its experts dealt out as vLLM would: by turns only those in several groups that do not move."""
-    if not by_turns or problem.eplb or (problem.routing.num_groups or 0) < 2:
+def _with_expert_placement(problem: Problem, round_robin: bool) -> Problem:
+    """The problem with its experts placed as vLLM would: round-robin only in several groups and without EPLB."""
+    if not round_robin or problem.eplb or (problem.routing.num_groups or 0) < 2:
         return problem
     return dataclasses.replace(problem, parallel=dataclasses.replace(problem.parallel, placement="round_robin"))
 
 
-def _kept_in_order(problems: Sequence[Problem], by_turns: bool) -> Iterator[str]:
-    """Says which layers' experts vLLM deals out in order although it is asked to do it by turns."""
-    from ...checkpoint.names import compact
+def _placement_notes(problems: Sequence[Problem], round_robin: bool) -> Iterator[str]:
+    """Says which layers' experts vLLM places in linear order although round-robin was requested."""
+    from ...checkpoint.layer_names import compact_layer_names
 
     kept = [problem for problem in problems if problem.parallel.placement == "linear"]
-    if by_turns and kept:
-        rule = "vLLM deals out by turns only experts in several groups, without --eplb"
-        yield f"the experts of {compact(problem.layer for problem in kept)} stay in order: {rule}"
+    if round_robin and kept:
+        rule = "vLLM places experts round-robin only if they are in several groups, without --eplb"
+        yield f"the experts of {compact_layer_names(problem.layer for problem in kept)} stay in order: {rule}"
 
 
-def _overridden(layers: Layers, settings: Settings) -> Iterator[str]:
+def _activation_notes(layers: MoeLayers, settings: Settings) -> Iterator[str]:
     """Says that activations are not what the checkpoint declares, where a setting asks for others."""
     asked = settings.activations
-    declared = sorted({problem.scheme.activations for problem in (*layers.problems, *layers.predicting)} - {asked})
+    declared = sorted({problem.scheme.activations for problem in (*layers.problems, *layers.mtp_problems)} - {asked})
     if asked != "checkpoint" and declared:
         source = settings.source("activations")
         yield f"activations are {asked} by {source}, the checkpoint declares {' and '.join(declared)}"
 
 
-def _check_all_used(settings: Settings, layers: Layers) -> None:
-    """Refuses settings that would change nothing, which a misspelt name and a stale expression both do."""
-    from ...checkpoint.names import compact
-    from ...oracle.overrides import override_error, unmatched
+def _check_overrides_match(settings: Settings, layers: MoeLayers) -> None:
+    """Refuses settings that would change nothing, which a misspelled name and a stale expression both do."""
+    from ...checkpoint.layer_names import compact_layer_names
+    from ...core.overrides import unmatched_override_error, unmatched_overrides
 
-    found = [problem.layer for problem in (*layers.problems, *layers.predicting)]
-    for override in unmatched(settings.overrides, found):
-        raise override_error(override, found, settings.source("overrides"), compact(found))
+    found = [problem.layer for problem in (*layers.problems, *layers.mtp_problems)]
+    for override in unmatched_overrides(settings.overrides, found):
+        raise unmatched_override_error(override, found, settings.source("overrides"), compact_layer_names(found))
 
 
-def _groups(problems: list[Problem], device: Device, settings: Settings, moe_backend: str) -> list[_Group]:
+def _group_layers(problems: list[Problem], device: Device, settings: Settings, moe_backend: str) -> list[_LayerGroup]:
     """Layers by equal problem and equal outcome, in the order of their first layer."""
     from ...errors import NoBackendError
-    from ...measure import lookup
-    from ...oracle.oracle import decide
+    from ...measurements import lookup
+    from ...oracle.selection import decide
 
-    groups: dict[object, _Group] = {}
-    evidence: dict[Problem, Evidence | None] = {}
+    groups: dict[object, _LayerGroup] = {}
+    evidence: dict[Problem, MeasurementSet | None] = {}
     for problem in problems:
         decision, failure = None, ""
         if problem.key() not in evidence:
-            evidence[problem.key()] = lookup.evidence(problem, device, settings)
+            evidence[problem.key()] = lookup.find_measurements(problem, device, settings)
         try:
-            decision = decide(problem, device, settings, moe_backend, evidence=evidence[problem.key()])
+            decision = decide(problem, device, settings, moe_backend, measurements=evidence[problem.key()])
             judged = decision.candidates
         except NoBackendError as error:
             judged = error.candidates
@@ -264,28 +284,28 @@ def _groups(problems: list[Problem], device: Device, settings: Settings, moe_bac
                 failure = f"{failure}. {error.remedy}"
         same = decision and dataclasses.replace(decision, problem=problem.key())
         key = (problem.key(), same, failure)
-        before = groups.get(key, _Group((), problem, decision, failure, judged))
+        before = groups.get(key, _LayerGroup((), problem, decision, failure, judged))
         groups[key] = dataclasses.replace(before, names=(*before.names, problem.layer))
     return list(groups.values())
 
 
-def _notes(settings: Settings, method: str, groups: list[_Group], device: Device) -> Iterator[str]:
+def _server_notes(settings: Settings, method: str, groups: list[_LayerGroup], device: Device) -> Iterator[str]:
     """Why a server would not do what this answer says, where that is known."""
-    from ...compat import check, retired
+    from ...compat import check_release, ignored_env_vars
     from ...errors import StandDown
-    from ...measure.lookup import profile_error
-    from ...methods import SERVED
+    from ...measurements.lookup import profile_error
+    from ...methods import served_schemes
     from ...oracle.registry import default_registry
-    from ...settings import AUTO, not_selected
+    from ...settings import AUTO, excluded_by_vllm
 
     for group in groups:
-        if group.decision is not None and group.decision.regretted:
-            yield f"{group.layers}: {group.decision.because}"
+        if group.decision is not None and group.decision.degraded:
+            yield f"{group.layers}: {group.decision.explanation}"
         named = settings.backend != AUTO or settings.overrides
         if group.decision is None and group.problem.lora and not named:
             rule = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM, with a warning"
             yield f"{group.layers}: {rule}; stock's class refuses what it cannot read"
-    for name, reason in default_registry().broken.items():
+    for name, reason in default_registry().load_errors.items():
         yield f"the backend of the entry point {name} could not be loaded: {reason}"
     if unused := profile_error(settings):
         yield f"{unused}{'; a strict server would not start' if settings.strict else ''}"
@@ -295,77 +315,91 @@ def _notes(settings: Settings, method: str, groups: list[_Group], device: Device
     if device.kind in ("rocm", "xpu"):
         rule = f"no backend knows {device.name}'s own kernels for these formats"
         yield f"the plugin would stand down, and vLLM choose by itself: {rule}"
-    if (vllm := _vllm(device)) is not None:
+    if (vllm := _vllm_version(device)) is not None:
         try:
-            check(vllm, settings.force)
+            check_release(vllm, settings.force)
         except StandDown as error:
             yield f"the plugin would stand down, and vLLM choose by itself: {error}"
-    yield from retired.unfollowed().values()
-    if excluding := not_selected():
+    yield from ignored_env_vars.ignored_variables().values()
+    if excluding := excluded_by_vllm():
         yield f"the plugin is {excluding}: vLLM would choose by itself"
     schemes = {group.problem.scheme.name for group in groups if group.decision}
-    for scheme in sorted(schemes.difference(SERVED.get(method, ()))):
+    for scheme in sorted(schemes.difference(served_schemes().get(method, ()))):
         yield f"the plugin does not serve {scheme} in vLLM's {method} checkpoints yet: vLLM would choose by itself"
     if method == "inc" and "wna16" in schemes and device.kind == "cpu":
-        yield "on a CPU vLLM takes AutoRound's integer experts for unquantised ones, and does not load them"
+        yield "on a CPU vLLM takes AutoRound's integer experts for unquantized ones, and does not load them"
 
 
-def _vllm(device: Device) -> str | None:
+def _vllm_version(device: Device) -> str | None:
     """The vLLM that the answer is for: the machine's, else the one that is installed here."""
-    from ...device import installed_packages
+    from ...devices.detect import installed_packages
 
     return device.packages.get("vllm") or installed_packages().get("vllm")
 
 
-def _print(groups: list[_Group], notes: list[str], device: Device, tp: int, ep: bool) -> None:
+def _print_json(groups: list[_LayerGroup], notes: list[str], device: Device) -> None:
+    """JSON to standard output, failures and notes to standard error."""
     from .. import output
 
-    vllm = _vllm(device)
+    output.print_json({"vllm": _vllm_version(device), "device": device, "groups": [each.to_json() for each in groups]})
+    for group in groups:
+        if group.decision is None:
+            output.print_message("error", f"{group.layers}: {group.failure}")
+    for note in notes:
+        output.print_message("note", note)
+
+
+def _print(groups: list[_LayerGroup], notes: list[str], device: Device, tp: int, ep: bool) -> None:
+    from .. import output
+
+    vllm = _vllm_version(device)
     ranks = "one rank" if tp == 1 else f"{'expert' if ep else 'tensor'} parallelism over {tp} ranks"
     output.show(f"{device}, {f'vLLM {vllm}' if vllm else 'vLLM not installed'}, {ranks}")
     for group in groups:
         count = "1 layer" if len(group.names) == 1 else f"{len(group.names)} layers"
-        role = ", for multi-token prediction" if group.predicts else ""
-        output.show(f"\n{count}: {group.layers}{role}", output.facts(_facts(group)))
+        role = ", for multi-token prediction" if group.is_mtp else ""
+        output.show(f"\n{count}: {group.layers}{role}", output.key_value_table(_decision_rows(group)))
         if group.candidates:
-            times = _times(group.decision)
+            times = _format_times(group.decision)
             last = "reasons, or microseconds by tokens" if times else "reasons"
-            output.show("", output.table(("candidate", "verdict", last), _rows(group.candidates, times), indent=2))
+            output.show(
+                "", output.table(("candidate", "verdict", last), _candidate_rows(group.candidates, times), indent=2)
+            )
     for note in notes:
         output.show(f"\nnote: {note}")
 
 
-def _facts(group: _Group) -> list[tuple[str, str]]:
-    from ...oracle.planner import group_in_words
+def _decision_rows(group: _LayerGroup) -> list[tuple[str, str]]:
+    from ...core.sharding import describe_loaded_group
 
     rows = [("problem", str(group.problem))]
     if group.decision is None:
         return [*rows, ("backend", "none"), ("why", group.failure)]
     decision = group.decision
     plan = decision.plan
-    notes = [note for note in (*plan.notes, group_in_words(group.problem)) if note]
+    notes = [note for note in (*plan.notes, describe_loaded_group(group.problem)) if note]
     if tiles := sum(bool(tile) for _, tile in plan.tiles):
         notes.append(f"tile configurations that were measured, at {tiles} numbers of tokens")
     sizes = f"hidden {plan.hidden_size}, intermediate {plan.intermediate_size}"
     rows += [
         ("backend", decision.backend),
-        ("why", f"{decision.why}: {decision.because}"),
+        ("why", f"{decision.why}: {decision.explanation}"),
         ("numerics", str(decision.numerics)),
         ("plan", f"{sizes}: {'; '.join(notes) or 'as in the checkpoint'}"),
     ]
-    if decision.steps:
-        rows.append(("turns", _turns(group)))
+    if decision.token_ranges:
+        rows.append(("token ranges", _describe_token_ranges(group)))
     return rows
 
 
-def _turns(group: _Group) -> str:
+def _describe_token_ranges(group: _LayerGroup) -> str:
     """Which backend runs up to how many tokens, and what memory a second copy of the weights takes."""
-    from ...measure.floors import expert_bytes
+    from ...measurements.roofline import expert_bytes
     from ...oracle.registry import default_registry
 
     assert group.decision is not None
-    problem, steps = group.problem, group.decision.steps
-    words = [f"{step.backend} {f'up to {step.most} tokens' if step.most else 'beyond'}" for step in steps]
+    problem, steps = group.problem, group.decision.token_ranges
+    words = [f"{step.backend} {f'up to {step.max_tokens} tokens' if step.max_tokens else 'beyond'}" for step in steps]
     backends = [default_registry()[step.backend] for step in steps]
     if len({backend.layout(problem, group.decision.plan) for backend in backends}) == 1:
         return f"{', '.join(words)}; over the same weights"
@@ -376,7 +410,7 @@ def _turns(group: _Group) -> str:
     )
 
 
-def _times(decision: Decision | None) -> dict[str, str]:
+def _format_times(decision: Decision | None) -> dict[str, str]:
     """What a decision by measurement compared, by candidate: times at a few numbers of tokens, the fewest and the most
     among them."""
     if decision is None or decision.measured is None:
@@ -389,7 +423,7 @@ def _times(decision: Decision | None) -> dict[str, str]:
     return found
 
 
-def _rows(candidates: tuple[Candidate, ...], times: dict[str, str]) -> list[tuple[str, str, str]]:
+def _candidate_rows(candidates: tuple[Candidate, ...], times: dict[str, str]) -> list[tuple[str, str, str]]:
     rows = []
     for candidate in candidates:
         verdict = "accepted" if candidate.accepted else "rejected"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from ...measure.reporting import Content
+    from ...report.page_data import ReportContent
     from ...settings import Settings
 
 
@@ -49,47 +49,48 @@ def command(
       2  a file cannot be used, or nothing was measured; one line on standard error says what
     """
     from ...errors import MeasurementError
-    from ...measure import pages, reporting
+    from ...report import html_report, page_data
     from .. import output
-    from ..arguments import read_settings
+    from ..arguments import command_settings
 
-    _require("matplotlib", "jinja2")
-    chosen = read_settings(assignments)
-    content = reporting.Content()
+    _require_modules("matplotlib", "jinja2")
+    chosen = command_settings(assignments)
+    content = page_data.ReportContent()
     for path in files or []:
-        content += reporting.read(path, chosen)
+        content += page_data.read(path, chosen)
     if not files:
-        content = _own(chosen)
-    content = reporting.distinct(content)
+        content = _local_content(chosen)
+    content = page_data.deduplicate(content)
     if not content.panels and not content.servers:
         remedy = "Measure: vllm-moe-oracle tune MODEL, or bench MODEL --jsonl FILE; or name a file"
         raise MeasurementError("there is nothing to report", remedy)
-    page, plots = pages.page(content, "vllm-moe-oracle " + shlex.join(sys.argv[1:]))
-    _write(to, page)
+    page, plots = html_report.render(content, "vllm-moe-oracle " + shlex.join(sys.argv[1:]))
+    _write_file(to, page)
     if svg is not None:
-        _make(svg)
+        _make_dir(svg)
         for name, text in plots.items():
-            _write(svg / name, text)
-    for words, figure in pages.tiles(content.panels):
+            _write_file(svg / name, text)
+    for words, figure in html_report.headline_figures(content.panels):
         output.show(f"{figure:>8}  {words}")
     for note in content.notes:
-        output.remark("note", note)
+        output.print_message("note", note)
     typer.echo(f"written: {to}" + (f", and {len(plots)} plots in {svg}" if svg is not None else ""))
 
 
-def _own(settings: Settings) -> Content:
+def _local_content(settings: Settings) -> ReportContent:
     """What this machine measured; the shipped profiles where that is nothing."""
-    from ... import device
-    from ...measure import environment, reporting
-    from ...measure.store import Store
-    from ...settings import cache_folder
+    from ...devices import detect
+    from ...measurements import environment
+    from ...measurements.store import Store
+    from ...report import page_data
+    from ...settings import cache_dir
 
-    here = environment.of(device.detect())
-    found = Store(cache_folder(settings)).everything(here)
-    return reporting.kept(found, here, settings) if found else reporting.shipped(settings)
+    here = environment.of(detect.detect())
+    found = Store(cache_dir(settings)).samples_by_kernel_shape(here)
+    return page_data.from_cache(found, here, settings) if found else page_data.from_shipped_profiles(settings)
 
 
-def _require(*modules: str) -> None:
+def _require_modules(*modules: str) -> None:
     from importlib.util import find_spec
 
     from ...errors import MeasurementError
@@ -100,7 +101,7 @@ def _require(*modules: str) -> None:
         raise MeasurementError(rule, "pip install 'vllm-moe-oracle[plot]'")
 
 
-def _make(folder: Path) -> None:
+def _make_dir(folder: Path) -> None:
     from ...errors import MeasurementError
 
     try:
@@ -109,7 +110,7 @@ def _make(folder: Path) -> None:
         raise MeasurementError(f"the folder cannot be made: {error.strerror}", where=str(folder)) from error
 
 
-def _write(path: Path, text: str) -> None:
+def _write_file(path: Path, text: str) -> None:
     from ...errors import MeasurementError
 
     try:

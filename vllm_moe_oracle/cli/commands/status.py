@@ -29,38 +29,39 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     """
     from ... import settings
     from ...errors import SettingError
-    from ...measure.lookup import profile_error
-    from .. import UNUSABLE, output
+    from ...measurements.lookup import profile_error
+    from .. import EXIT_INVALID_INPUT, output
 
     chosen, error = None, ""
     try:
         chosen = settings.load()
     except SettingError as problem:
         error = str(problem)
-    report = _report(chosen)
+    report = _build_report(chosen)
     if as_json:
         output.print_json(report)
     else:
         _print(report)
     if chosen is not None and (unused := profile_error(chosen)):
-        output.remark("note", unused)
+        output.print_message("note", unused)
     if error:
-        output.remark("error", error)
-        raise typer.Exit(UNUSABLE)
+        output.print_message("error", error)
+        raise typer.Exit(EXIT_INVALID_INPUT)
 
 
-def _report(chosen: Settings | None) -> dict[str, Any]:
-    from ... import device, settings
-    from ...compat import support
+def _build_report(chosen: Settings | None) -> dict[str, Any]:
+    from ... import settings
+    from ...compat import release_support
+    from ...devices import detect
     from ...oracle.registry import default_registry
 
-    state = _plugin()
+    state = _register_plugin()
     registry = default_registry()
     versions = _versions()
     vllm = versions["vllm"]
     return {
         "versions": versions,
-        "support": None if vllm is None else support(vllm),
+        "support": None if vllm is None else release_support(vllm),
         "plugin": state,
         "settings": None
         if chosen is None
@@ -72,20 +73,20 @@ def _report(chosen: Settings | None) -> dict[str, Any]:
             {"name": backend.name, "schemes": backend.schemes, "origin": registry.origin(backend.name)}
             for backend in registry
         ],
-        "broken_backends": registry.broken,
-        "device": device.detect(),
-        "cache": None if chosen is None else _cache(chosen),
+        "broken_backends": registry.load_errors,
+        "device": detect.detect(),
+        "cache": None if chosen is None else _cache_report(chosen),
     }
 
 
-def _cache(chosen: Settings) -> dict[str, Any]:
+def _cache_report(chosen: Settings) -> dict[str, Any]:
     """Where measurements are kept, how many by environment, and why they cannot be read."""
     from ...errors import OracleError
-    from ...measure.store import Store
-    from ...settings import cache_folder
+    from ...measurements.store import Store
+    from ...settings import cache_dir
 
     try:
-        store = Store(cache_folder(chosen))
+        store = Store(cache_dir(chosen))
     except OracleError as error:
         return {"path": None, "measurements": {}, "error": str(error)}
     try:
@@ -100,7 +101,7 @@ def _versions() -> dict[str, str | None]:
     from importlib import metadata
 
     from ... import __version__
-    from ...device import installed_packages
+    from ...devices.detect import installed_packages
 
     installed = installed_packages()
     try:
@@ -116,22 +117,22 @@ def _versions() -> dict[str, str | None]:
     }
 
 
-def _plugin() -> PluginState:
+def _register_plugin() -> PluginState:
     """Registers the plugin here, as vLLM does in its processes, and says what came of it."""
     import contextlib
     import sys
 
     from ... import plugin
-    from ...settings import not_selected
+    from ...settings import excluded_by_vllm
 
-    if reason := not_selected():
+    if reason := excluded_by_vllm():
         return plugin.PluginState(False, reason, _versions()["vllm"])
     from .. import output
 
     # vLLM's logger writes to standard output, which belongs to the report. With the setting strict, a stand-down is
     # raised; its reason is in the state all the same. Nearly all the time of this command is vLLM's import.
     with (
-        output.waiting("importing vLLM, to register the plugin as vLLM would"),
+        output.status_spinner("importing vLLM, to register the plugin as vLLM would"),
         contextlib.redirect_stdout(sys.stderr),
         contextlib.suppress(Exception),
     ):
@@ -143,7 +144,9 @@ def _print(report: dict[str, Any]) -> None:
     from .. import output
 
     state: PluginState = report["plugin"]
-    output.show(output.facts(((name, version or "not installed") for name, version in report["versions"].items()), 0))
+    output.show(
+        output.key_value_table(((name, version or "not installed") for name, version in report["versions"].items()), 0)
+    )
     facts = [
         ("plugin", f"{'active' if state.active else 'not active'}: {state.reason}"),
         ("tested", str(report["support"] or "nothing: vLLM is not installed")),
@@ -152,19 +155,21 @@ def _print(report: dict[str, Any]) -> None:
         # Applied when vLLM imports what they change, which this process does not.
         ("waiting", ", ".join(state.waiting) or "none"),
         ("device", str(report["device"])),
-        ("cache", _kept(report["cache"])),
+        ("cache", _describe_cache(report["cache"])),
     ]
     facts += [("failed", f"{name}: {reason}") for name, reason in state.failed.items()]
-    output.show("", output.facts(facts, 0), "")
+    output.show("", output.key_value_table(facts, 0), "")
     if report["settings"] is not None:
-        rows = [(name, _shown(setting["value"]), setting["source"]) for name, setting in report["settings"].items()]
+        rows = [
+            (name, _format_setting(setting["value"]), setting["source"]) for name, setting in report["settings"].items()
+        ]
         output.show(output.table(("setting", "value", "from"), rows), "")
     backends = [(backend["name"], ", ".join(backend["schemes"]), backend["origin"]) for backend in report["backends"]]
     backends += [(name, "broken", reason) for name, reason in report["broken_backends"].items()]
     output.show(output.table(("backend", "schemes", "from"), backends))
 
 
-def _kept(cache: dict[str, Any] | None) -> str:
+def _describe_cache(cache: dict[str, Any] | None) -> str:
     """What is in the cache of measurements, in a line."""
     if cache is None:
         return "unknown: the settings cannot be read"
@@ -174,9 +179,9 @@ def _kept(cache: dict[str, Any] | None) -> str:
     return f"{counts} ({cache['path']})" if counts else f"nothing measured yet ({cache['path']})"
 
 
-def _shown(value: object) -> str:
+def _format_setting(value: object) -> str:
     """A setting's value as it would be written."""
-    from ...oracle.overrides import Override
+    from ...core.overrides import Override
 
     if isinstance(value, bool):
         return "1" if value else "0"

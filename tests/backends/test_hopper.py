@@ -1,0 +1,168 @@
+"""The backends over this project's kernels: storage holds the checkpoint's weights, one expert at a time; limits say
+where the kernels run. The kernels' numbers are tested on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lib.cases import CPU, GPT_OSS, H200, MXFP8, RELU2, SILU, problem
+from vllm_moe_oracle.backends import Builder, Tensors, _hopper_warmup
+from vllm_moe_oracle.backends.hopper_mxfp8 import BACKEND
+from vllm_moe_oracle.backends.hopper_mxfp8_w8a8 import BACKEND as W8A8
+from vllm_moe_oracle.core.problem import Device
+from vllm_moe_oracle.errors import NoBackendError
+from vllm_moe_oracle.kernels.weights import dequantize_expert
+from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.schemes import mxfp8
+from vllm_moe_oracle.settings import load
+
+LAYERS = {
+    "gated": problem(experts=3, top_k=2, hidden_size=160, intermediate_size=96, activation=SILU),
+    "plain": problem(experts=2, top_k=1, hidden_size=64, intermediate_size=32, activation=RELU2),
+    "biased": problem(experts=2, top_k=2, hidden_size=128, intermediate_size=192, activation=GPT_OSS, has_bias=True),
+}
+
+
+def canonical(layer: Any) -> dict[str, torch.Tensor]:
+    """Random canonical weights, with scales that differ by up to 40 binades within a row."""
+    generator = torch.Generator().manual_seed(0)
+    made = {}
+    for name, shape in mxfp8.shapes(layer).items():
+        if name.endswith("_bias"):
+            made[name] = torch.randn(shape, generator=generator)
+        elif name.endswith("_scale"):
+            made[name] = torch.randint(100, 140, shape, dtype=torch.uint8, generator=generator)
+        else:
+            made[name] = torch.randint(0, 127, shape, dtype=torch.uint8, generator=generator).view(torch.float8_e4m3fn)
+    return made
+
+
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_storage_holds_the_weights_of_every_expert(name: str) -> None:
+    layer = LAYERS[name]
+    weights = canonical(layer)
+    plan = BACKEND.plan(layer, H200)
+    for expert in range(layer.local_experts):
+        one = {key: tensor[expert] for key, tensor in weights.items()}
+        stored = BACKEND.convert(one, layer, plan)
+        layer_of_one = dataclasses.replace(layer, num_experts=1, local_experts=1, top_k=1)
+        blank = BACKEND._allocate(layer_of_one, 1, "meta")
+        own = BACKEND._stored({key: tensor[None] for key, tensor in stored.items()}, blank)
+        for which in ("w13", "w2"):
+            assert torch.equal(dequantize_expert(own, which, 0), mxfp8.dequantize_expert(one, which)), (expert, which)
+        if layer.has_bias:
+            assert own.w2.bias is not None
+            assert torch.equal(own.w2.bias[0, : layer.hidden_size], one["w2_bias"])
+
+
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_conversion_is_known_without_data(name: str) -> None:
+    layer = LAYERS[name]
+    weights = {key: tensor[0] for key, tensor in canonical(layer).items()}
+    plan = BACKEND.plan(layer, H200)
+    real = BACKEND.convert(weights, layer, plan)
+    blank = BACKEND.convert({key: tensor.to("meta") for key, tensor in weights.items()}, layer, plan)
+    assert {key: (tensor.shape, tensor.dtype) for key, tensor in real.items()} == {
+        key: (tensor.shape, tensor.dtype) for key, tensor in blank.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "device", [CPU, Device("cuda", "NVIDIA A100", 80), Device("cuda", "NVIDIA B200", 100)], ids=str
+)
+def test_elsewhere_than_on_hopper_they_are_refused(device: Device) -> None:
+    assert {reason.code for reason in BACKEND.check(LAYERS["gated"], device).reasons} <= {"device", "capability"}
+    assert BACKEND.check(LAYERS["gated"], device).reasons
+
+
+def test_without_measurements_they_are_taken_only_by_name() -> None:
+    layer = problem()
+    assert decide(layer, H200, load({})).backend != BACKEND.name
+    assert decide(layer, H200, load({"MOE_ORACLE_BACKEND": "hopper_mxfp8"})).backend == "hopper_mxfp8"
+
+
+def test_activations_are_quantized_only_where_the_checkpoint_says_so() -> None:
+    declared = problem(scheme=dataclasses.replace(MXFP8, activations="mxfp8"))
+    chosen = load({"MOE_ORACLE_BACKEND": "hopper_mxfp8_w8a8"})
+    assert decide(declared, H200, chosen).backend == W8A8.name
+    reasons = {each.backend: each.reasons for each in decide(problem(), H200, load({})).candidates}
+    assert [reason.code for reason in reasons[W8A8.name]] == ["activation_quantization"]
+
+
+def test_the_users_word_makes_quantized_activations_a_candidate_and_no_more() -> None:
+    allowed = {"MOE_ORACLE_ALLOW_ACTIVATION_QUANTIZATION": "1"}
+    decision = decide(problem(), H200, load(allowed))
+    assert decision.backend != W8A8.name
+    assert next(each for each in decision.candidates if each.backend == W8A8.name).accepted
+    named = decide(problem(), H200, load(allowed | {"MOE_ORACLE_BACKEND": W8A8.name}))
+    assert named.backend == W8A8.name and "activations quantized to MXFP8 per token" in named.summary()
+    with pytest.raises(NoBackendError, match="would quantize activations to mxfp8; the layer's are 16bit"):
+        decide(problem(), H200, load({"MOE_ORACLE_BACKEND": W8A8.name}))
+
+
+class Recorder:
+    """Stands for vLLM's side: keeps the function that a backend hands over."""
+
+    max_tokens = 64
+    for_serving = True
+
+    def register_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def from_workspace_function(self, forward: Any, nbytes: Any) -> Any:
+        return forward, nbytes
+
+
+@pytest.mark.parametrize("backend", [BACKEND, W8A8], ids=lambda each: each.name)
+def test_the_kernels_are_given_everything_that_the_layer_has(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    layer = LAYERS["biased"]
+    weights = canonical(layer)
+    plan = backend.plan(layer, H200)
+    experts = [backend.convert({key: each[i] for key, each in weights.items()}, layer, plan) for i in range(2)]
+    tensors: Tensors = {key: torch.stack([each[key] for each in experts]) for key in experts[0]}
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "vllm_moe_oracle.kernels.fused_moe.fused_moe", lambda *args, **kwargs: seen.update(kwargs, args=args)
+    )
+    builder: Builder = Recorder()  # type: ignore[assignment]
+    run, nbytes = backend.build_experts(tensors, layer, plan, builder)
+    x = torch.zeros(5, layer.hidden_size, dtype=torch.bfloat16)
+    ids, scratch = torch.zeros(5, 2, dtype=torch.int32), torch.zeros(nbytes(5, 2), dtype=torch.uint8)
+    run(x.clone(), x, torch.ones(5, 2), ids, None, scratch)
+    assert (seen["activation"], seen["alpha"], seen["beta"], seen["limit"]) == ("swigluoai", 1.702, 1.0, 7.0)
+    assert seen["args"][1].w13.bias is not None
+    assert seen["quantize_activations"] == (backend is W8A8)
+    assert scratch.numel() > 0
+
+
+def test_scratch_memory_never_shrinks_with_fewer_tokens_than_vllm_planned_for() -> None:
+    layer = problem(experts=8, top_k=2, hidden_size=256, intermediate_size=128)
+    weights = canonical(layer)
+    plan = BACKEND.plan(layer, H200)
+    experts = [BACKEND.convert({key: each[i] for key, each in weights.items()}, layer, plan) for i in range(8)]
+    tensors: Tensors = {key: torch.stack([each[key] for each in experts]) for key in experts[0]}
+    recorder = Recorder()
+    recorder.max_tokens = 300
+    _, nbytes = BACKEND.build_experts(tensors, layer, plan, recorder)  # type: ignore[arg-type]
+    needs = [nbytes(tokens, 2) for tokens in range(301)]
+    assert needs == sorted(needs)
+    assert needs[0] == 0 < needs[1]
+
+
+def test_warming_up_says_how_long_it_took_and_happens_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = LAYERS["gated"]
+    calls: list[Any] = []
+    said: list[str] = []
+    monkeypatch.setattr(_hopper_warmup, "_warm_counts", {})
+    monkeypatch.setattr(_hopper_warmup.logger, "info", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr("vllm_moe_oracle.kernels.fused_moe.warmup", lambda *args, **kwargs: calls.append(kwargs) or 3)
+    weights = BACKEND._allocate(layer, layer.local_experts, "meta")
+    _hopper_warmup.warm_up(weights, layer, [1, 2])
+    _hopper_warmup.warm_up(weights, layer, [1, 2])
+    assert len(said) == 1 and "up to 2 tokens: 3 configurations ready in" in said[0]
+    _hopper_warmup.warm_up(weights, layer, [1, 2], quantize=True)
+    assert [call["quantize_activations"] for call in calls] == [False, True]

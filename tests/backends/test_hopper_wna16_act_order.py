@@ -1,0 +1,190 @@
+"""Integer experts whose features are out of order, over this project's kernels: what is stored, and what the kernels
+are given, is right by a reference that shares no code with the package. The kernels are played in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.lib import reference
+from tests.lib.cases import H200, problem
+from tests.lib.tolerances import Layer, moe_bound, outside
+from tests.lib.wna16_layers import contents_of, layer_of
+from vllm_moe_oracle.backends import hopper_wna16_act_order
+from vllm_moe_oracle.backends.hopper_wna16_act_order import BACKEND
+from vllm_moe_oracle.core.decision import Accepted
+from vllm_moe_oracle.core.problem import Scheme
+from vllm_moe_oracle.kernels.weights import dequantize_expert, unpack_expert
+from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.schemes import wna16
+from vllm_moe_oracle.settings import Settings
+
+E, M, K = 5, 7, 2
+
+
+class Recorder:
+    """Stands for vLLM's side: keeps the function that a backend hands over."""
+
+    max_tokens = 64
+    for_serving = False
+
+    def register_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def from_workspace_function(self, forward: Any, nbytes: Any) -> Any:
+        return forward, nbytes
+
+
+def played(x: Any, weights: Any, topk_weights: Any, topk_ids: Any, *, out: Any, expert_map: Any, **rest: Any) -> None:
+    """`fused_moe` in float64."""
+    assert topk_ids.shape[1] == 1, "each choice is a token"
+    assert rest["workspace"].numel() >= 0
+    out.zero_()
+    for row, expert in enumerate(topk_ids[:, 0].tolist()):
+        slot = expert if expert < 0 or expert_map is None else int(expert_map[expert])
+        if slot < 0:
+            continue
+        matrices = {which: dequantize_expert(weights, which, slot).double() for which in ("w13", "w2")}
+        hidden = matrices["w13"] @ x[row].double()
+        if weights.w13.bias is not None:
+            hidden += unpack_expert(weights, "w13", slot)[3].double()  # type: ignore[union-attr]
+        if weights.gated:
+            gate, up = hidden.chunk(2)
+            hidden = torch.nn.functional.silu(gate) * up
+        else:
+            hidden = hidden.clamp(min=0) ** 2
+        result = matrices["w2"] @ hidden
+        if weights.w2.bias is not None:
+            result += unpack_expert(weights, "w2", slot)[3].double()  # type: ignore[union-attr]
+        out[row] = (result * topk_weights[row, 0].double()).to(out.dtype)
+
+
+def outcome(
+    layer: Any, made: Any, monkeypatch: pytest.MonkeyPatch, fault: Any = None, places: Any = None, kernel: Any = played
+) -> str:
+    """What is wrong with the backend's output on random tokens; empty when it is right."""
+    transposed = False if layer.scheme.packing.startswith("compressed") else None
+    canonical = wna16.to_canonical(made.parameters(transposed), layer, transposed)
+    if fault is not None:
+        fault(canonical)
+    plan = BACKEND.plan(layer, H200)
+    experts = [BACKEND.convert({name: each[i] for name, each in canonical.items()}, layer, plan) for i in range(E)]
+    tensors = {name: torch.stack([each[name] for each in experts]) for name in experts[0]}
+    monkeypatch.setattr("vllm_moe_oracle.kernels.fused_moe.fused_moe", kernel)
+    run, nbytes = BACKEND.build_experts(tensors, layer, plan, Recorder())  # type: ignore[arg-type]
+    rng = np.random.default_rng(0)
+    ids = np.argsort(rng.random((M, E)), axis=1)[:, :K].astype(np.int64)
+    weights = rng.uniform(0.1, 1.0, (M, K)).astype(np.float32)
+    x = torch.from_numpy(rng.standard_normal((M, layer.hidden_size))).to(torch.bfloat16)
+    out, scratch = torch.full_like(x, torch.nan), torch.zeros(nbytes(M, K), dtype=torch.uint8)
+    given = torch.from_numpy(ids).to(torch.int32)
+    run(out, x, torch.from_numpy(weights), given, None if places is None else torch.tensor(places).int(), scratch)
+    if places is not None:
+        ids = np.array(places)[ids]
+    name = layer.activation.name if layer.activation.gated else f"{layer.activation.name}_no_mul"
+    biases = {key: bias.double().numpy() for key, bias in made.biases.items()}
+    exact = Layer(made.weights("w13"), made.weights("w2"), name, b13=biases.get("w13"), b2=biases.get("w2"))
+    inputs = x.double().numpy()
+    expected = reference.moe(
+        inputs, exact.w13, exact.w2, ids, weights.astype(np.float64), activation=name, b13=exact.b13, b2=exact.b2
+    )
+    _, bound = moe_bound(inputs, exact, ids, weights.astype(np.float64), dtype="bfloat16")
+    return outside(out.double().numpy(), expected, bound)
+
+
+def kind(packing: str = "gptq", bits: int = 4, group: int = 32, zeros: bool = False, **more: Any) -> Any:
+    """A small layer with act order."""
+    sizes = {"experts": E, "top_k": K, "hidden_size": 128, "intermediate_size": 192, "dtype": "bfloat16"}
+    return layer_of(packing, bits, group, zeros, "group", **{**sizes, **more})
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 64)])
+def test_every_kind_of_layer(
+    bits: int, group: int, zeros: bool, bias: bool, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = kind("gptq" if bias else "compressed-tensors", bits, group, zeros, bias=bias, gated=gated)
+    assert BACKEND.check(layer, H200) == Accepted()
+    assert outcome(layer, contents_of(layer), monkeypatch) == ""
+
+
+@pytest.mark.parametrize("matrix", ["w13", "w2"])
+def test_an_order_that_is_left_out_is_noticed(matrix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(tensors: dict[str, torch.Tensor]) -> None:
+        order = tensors[f"{matrix}_order"]
+        order.copy_(torch.arange(order.shape[1], dtype=order.dtype).expand_as(order))
+
+    layer = kind()
+    assert outcome(layer, contents_of(layer), monkeypatch, fault) != ""
+
+
+def test_experts_may_be_elsewhere_and_in_other_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = kind()
+    assert outcome(layer, contents_of(layer), monkeypatch, places=[-1, 4, 0, -1, 2]) == ""
+
+
+def test_many_tokens_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = kind()
+    monkeypatch.setattr(hopper_wna16_act_order, "MAX_GATHERED_FEATURES", 3 * K * layer.hidden_size)
+    calls: list[int] = []
+
+    def counted(x: Any, *args: Any, **kwargs: Any) -> None:
+        calls.append(x.shape[0])
+        played(x, *args, **kwargs)
+
+    assert outcome(layer, contents_of(layer), monkeypatch, kernel=counted) == "" and calls == [3 * K, 3 * K, K]
+
+
+def test_scratch_memory_is_that_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = kind()
+    made = contents_of(layer)
+    canonical = wna16.to_canonical(made.parameters(), layer)
+    plan = BACKEND.plan(layer, H200)
+    experts = [BACKEND.convert({name: each[i] for name, each in canonical.items()}, layer, plan) for i in range(E)]
+    tensors = {name: torch.stack([each[name] for each in experts]) for name in experts[0]}
+    monkeypatch.setattr(hopper_wna16_act_order, "MAX_GATHERED_FEATURES", 8 * K * layer.hidden_size)
+    _, nbytes = BACKEND.build_experts(tensors, layer, plan, Recorder())  # type: ignore[arg-type]
+    needs = [nbytes(tokens, K) for tokens in range(65)]
+    assert needs == sorted(needs) and needs[0] == 0 < needs[8] == needs[64]
+
+
+def test_conversion_is_known_without_data() -> None:
+    layer = kind(zeros=True)
+    weights = {name: each[0] for name, each in wna16.to_canonical(contents_of(layer).parameters(), layer).items()}
+    plan = BACKEND.plan(layer, H200)
+    real = BACKEND.convert(weights, layer, plan)
+    blank = BACKEND.convert({name: each.to("meta") for name, each in weights.items()}, layer, plan)
+    assert {name: (each.shape, each.dtype) for name, each in real.items()} == {
+        name: (each.shape, each.dtype) for name, each in blank.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({"scheme": Scheme("wna16", 4, 128, "gptq")}, "act_order", "gathers inputs by an order"),
+        ({"scheme": Scheme("wna16", 4, -1, "gptq", act_order="group")}, "act_order", "gathers inputs by an order"),
+        (
+            {"tp": 2, "intermediate_size": 384},
+            "act_order.sharded",
+            "over 2 ranks, 384 of 768 features are of any group of 128",
+        ),
+    ],
+)
+def test_what_it_refuses(changes: dict[str, Any], code: str, words: str) -> None:
+    ordered = Scheme("wna16", 4, 128, "gptq", act_order="group")
+    reasons = BACKEND.check(problem(**{"scheme": ordered, **changes}), H200).reasons
+    assert any(reason.code.startswith(code) and words in reason.detail for reason in reasons), reasons
+    assert BACKEND.check(problem(scheme=ordered, ep=2, local_experts=64), H200) == Accepted()
+
+
+def test_it_is_taken_where_nothing_but_emulation_is_left() -> None:
+    ordered = Scheme("wna16", 4, 128, "gptq", act_order="group")
+    decision = decide(problem(scheme=ordered), H200, Settings())
+    assert decision.backend == "hopper_wna16_act_order" and not decision.degraded
+    assert "a token's choices rounded to bfloat16" in decision.summary()

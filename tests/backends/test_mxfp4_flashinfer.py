@@ -1,0 +1,429 @@
+"""MXFP4 over FlashInfer and DeepGEMM: what the backends say, what their conversions make of an expert, and what vLLM's
+classes are given."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.lib.cases import RELU2, SILU, problem
+from tests.lib.peak_memory import Peak
+from tests.lib.stock_rules import GPT_OSS, HALVES, backend, expert, gpu, home, inside_vllm, stacked
+from vllm_moe_oracle.core.decision import ShardPlan
+from vllm_moe_oracle.core.problem import Device, Parallel, Problem, Routing, Scheme, satisfies_precision
+from vllm_moe_oracle.core.sharding import shard_by_blocks
+from vllm_moe_oracle.errors import NoBackendError, OracleError
+from vllm_moe_oracle.layouts import cutlass_mixed, gate_up, trtllm
+from vllm_moe_oracle.layouts import scales as scale_orders
+from vllm_moe_oracle.layouts.padding import crop_columns, crop_rows
+from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.schemes import mxfp4
+from vllm_moe_oracle.settings import Settings
+
+TRTLLM = ("trtllm_mxfp4", "trtllm_mxfp4_monolithic", "trtllm_mxfp4_a8", "trtllm_mxfp4_a8_monolithic")
+ROUTES = ("trtllm_mxfp4_monolithic", "trtllm_mxfp4_a8_monolithic")
+CUTLASS = ("cutlass_mxfp4", "cutlass_mxfp4_a8")
+NAMES = (*TRTLLM, *CUTLASS, "deep_gemm_mxfp4")
+each_backend = pytest.mark.parametrize("name", NAMES)
+
+
+def at_home(name: str, **packages: str) -> Device:
+    return gpu(home(name), **packages)
+
+
+def usual(name: str, **changes: Any) -> Problem:
+    """A layer that the backend takes, with what it consumes declared."""
+    silu = name == "deep_gemm_mxfp4"
+    given = {
+        "routing": Routing("renormalize"),
+        "activation": SILU if silu else GPT_OSS,
+        "has_bias": not silu,
+        **changes,
+    }
+    made = problem(**({"scheme": Scheme("mxfp4", 4, 32, "mxfp4" if silu else "gpt_oss")} | given))
+    consumed = backend(name).activations(made)
+    return dataclasses.replace(made, scheme=dataclasses.replace(made.scheme, activations=consumed))
+
+
+def reasons(name: str, device: Device | None = None, **changes: Any) -> dict[str, str]:
+    verdict = backend(name).check(usual(name, **changes), device or at_home(name))
+    return {reason.code: str(reason) for reason in verdict.reasons}
+
+
+# --- What they take -------------------------------------------------------------------------------------------------
+
+
+@each_backend
+def test_they_take_a_layer_at_home_and_nowhere_else(name: str) -> None:
+    assert reasons(name) == {}
+    for capability in (80, 90, 100, 103, 120):
+        blackwell = (100, 103, 120)
+        homes = {"cutlass_mxfp4": (90,), "cutlass_mxfp4_a8": blackwell, "deep_gemm_mxfp4": blackwell}
+        taken = homes.get(name, (100, 103))
+        assert ("capability" in reasons(name, gpu(capability))) == (capability not in taken)
+
+
+@each_backend
+def test_each_limit_has_its_numbers(name: str) -> None:
+    for changes, code, words in (
+        ({"dtype": "float16"}, "dtype", "float16"),
+        ({"activation": RELU2, "has_bias": False}, "activation", "relu2"),
+        ({"activation": dataclasses.replace(SILU, name="gelu"), "has_bias": False}, "activation", "gelu"),
+        ({"eplb": True}, "eplb", "EPLB"),
+        ({"lora": True}, "lora", "LoRA"),
+        ({"batch_invariant": True}, "batch_invariant", "batch invariance"),
+        ({"format": "batched"}, "format", "batched"),
+        ({"tp": 4, "intermediate_size": 720}, "group.intermediate", "2880 / 4 = 720"),
+        ({"routing": Routing("renormalize", weight_on_input=True)}, "weight_on_input", "input"),
+    ):
+        found = reasons(name, **changes)
+        assert words in found[code], (changes, found)
+
+
+@pytest.mark.parametrize("name", [*TRTLLM, *CUTLASS])
+def test_uneven_splits_are_refused_with_numbers(name: str) -> None:
+    """vLLM's classes give the kernel a rank's first expert as its rank times its number of experts."""
+    assert reasons(name, num_experts=128, local_experts=16, ep=8) == {}
+    found = reasons(name, num_experts=128, local_experts=43, ep=3)
+    assert "128 mod 3 = 2" in found["expert_parallel.uneven"]
+
+
+@pytest.mark.parametrize("name", [*TRTLLM, *CUTLASS, "trtllm_mxfp8", "trtllm_mxfp8_monolithic", "trtllm_mxint4"])
+def test_experts_that_are_dealt_out_by_turns_are_refused(name: str) -> None:
+    """--expert-placement-strategy round_robin: no rank's experts are neighbors, and these kernels have no map of them.
+    A self-check of one rank's experts by themselves could not see it."""
+    schemes = {
+        "mxfp4": Scheme("mxfp4", 4, 32, "mxfp4"),
+        "mxfp8": Scheme("mxfp8", 8, 32, "modelopt", activations="mxfp8"),
+        "wna16": Scheme("wna16", 4, 32, "gptq"),
+    }
+    layer = problem(
+        scheme=schemes[backend(name).schemes[0]], routing=Routing("renormalize"), num_experts=128, local_experts=16,
+        parallel=Parallel(ep=8, placement="round_robin"),
+    )  # fmt: skip
+    code = "expert_parallel.placement"
+    assert code in {each.code for each in backend(name).check(layer, gpu(100)).reasons}
+    linear = dataclasses.replace(layer, parallel=Parallel(ep=8))
+    assert code not in {each.code for each in backend(name).check(linear, gpu(100)).reasons}
+    assert "round-robin expert placement" in str(layer) and "round-robin expert placement" not in str(linear)
+
+
+@pytest.mark.parametrize("name", ["trtllm_mxfp8", "trtllm_mxfp8_monolithic"])
+def test_so_are_those_of_mxfp8(name: str) -> None:
+    layer = problem(
+        scheme=Scheme("mxfp8", 8, 32, "modelopt", activations="mxfp8"), routing=Routing("renormalize"),
+        num_experts=128, local_experts=43, parallel=Parallel(ep=3),
+    )  # fmt: skip
+    assert "expert_parallel.uneven" in {each.code for each in backend(name).check(layer, gpu(100)).reasons}
+
+
+def test_deep_gemm_has_a_map_of_experts() -> None:
+    assert reasons("deep_gemm_mxfp4", num_experts=128, local_experts=43, ep=3) == {}
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_the_kernels_that_route_say_what_by(name: str) -> None:
+    grouped = Routing("deepseekv3", "sigmoid", True, num_groups=8, top_k_groups=4, correction_bias=True)
+    assert reasons(name, routing=grouped) == {}
+    assert "0.27.1" in reasons(name, at_home(name, vllm="0.26.0"), routing=grouped)["routing.vllm_version"]
+    assert "minimax2" in reasons(name, routing=Routing("minimax2"))["routing"]
+    assert "token ids" in reasons(name, routing=Routing("renormalize", hashed=True))["routing.hashed"]
+    assert "2 data-parallel" in reasons(name, dp=2)["data_parallel"]
+    assert reasons(name.removesuffix("_monolithic"), routing=Routing("custom", hashed=True), dp=2) == {}
+
+
+@pytest.mark.parametrize("name", TRTLLM)
+def test_trtllm_takes_swigluoai_from_alternating_rows_only(name: str) -> None:
+    assert "two halves" in reasons(name, activation=HALVES)["activation.rows"]
+    assert reasons(name, activation=dataclasses.replace(GPT_OSS, alpha=1.5, beta=0.5, limit=None)) == {}
+    assert reasons(name, activation=dataclasses.replace(SILU, limit=10.0)) == {}
+
+
+@pytest.mark.parametrize("name", CUTLASS)
+def test_cutlass_has_gpt_oss_s_constants_before_0_28(name: str) -> None:
+    old = at_home(name, vllm="0.27.1")
+    assert reasons(name, old) == {}
+    for other in (SILU, dataclasses.replace(GPT_OSS, alpha=1.5), dataclasses.replace(GPT_OSS, beta=0.0)):
+        assert "alpha 1.702 and beta 1" in reasons(name, old, activation=other)["activation.parameters.vllm_version"]
+        assert reasons(name, activation=other) == {}
+    assert "activation.rows.vllm_version" in reasons(name, old, activation=HALVES)
+    assert reasons(name, activation=HALVES) == {}
+    # A limit of the model's own went before the class's.
+    assert reasons(name, old, activation=dataclasses.replace(GPT_OSS, limit=3.0)) == {}
+
+
+def test_deep_gemm_passes_the_limit_alone() -> None:
+    assert reasons("deep_gemm_mxfp4", activation=dataclasses.replace(SILU, limit=10.0)) == {}
+    assert (
+        "alpha=1.5"
+        in reasons("deep_gemm_mxfp4", activation=dataclasses.replace(SILU, alpha=1.5))["activation.parameters"]
+    )
+    assert "bias" in reasons("deep_gemm_mxfp4", has_bias=True)
+    assert "package" in reasons("deep_gemm_mxfp4", at_home("deep_gemm_mxfp4", vllm="0.23.0"))
+
+
+# --- Activations: what is declared, what is consumed ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("declared", ["16bit", "mxfp8", "fp8", "mxfp4"])
+@each_backend
+def test_a_backend_that_quantizes_what_nobody_asked_for_is_not_chosen(name: str, declared: Any) -> None:
+    layer = usual(name)
+    consumed = backend(name).activations(layer)
+    layer = dataclasses.replace(layer, scheme=dataclasses.replace(layer.scheme, activations=declared))
+    asked = consumed == "16bit" or consumed == declared or (consumed, declared) == ("mxfp8", "fp8")
+    assert satisfies_precision(consumed, declared) == asked
+    candidates = decide(layer, at_home(name), Settings()).candidates
+    (found,) = [each for each in candidates if each.backend == name]
+    assert found.accepted == asked
+    if not asked:
+        (reason,) = found.reasons
+        assert reason.code == "activation_quantization" and consumed in reason.detail and declared in reason.detail
+        with pytest.raises(NoBackendError, match="would quantize activations"):
+            decide(layer, at_home(name), Settings(backend=name))
+    allowed = decide(layer, at_home(name), Settings(backend=name, allow_activation_quantization=True))
+    assert allowed.backend == name
+    said = {"16bit": "left in bfloat16", "mxfp8": "quantized to MXFP8", "fp8": "quantized to e4m3"}[consumed]
+    assert said in str(allowed.numerics)
+
+
+def test_the_decision_says_what_is_done_to_activations() -> None:
+    deepseek = usual("deep_gemm_mxfp4")
+    decision = decide(deepseek, gpu(100), Settings())
+    assert decision.backend == "trtllm_mxfp4_a8_monolithic"
+    assert "activations fp8" in str(decision.problem) and "quantized to MXFP8 per token" in decision.summary()
+
+
+# --- Padding --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "sizes"),
+    [
+        ("trtllm_mxfp4", 1, (3072, 2944)), ("trtllm_mxfp4", 4, (3072, 768)), ("trtllm_mxfp4", 8, (3072, 384)),
+        ("cutlass_mxfp4", 1, (2944, 2944)), ("cutlass_mxfp4", 2, (2944, 1536)), ("cutlass_mxfp4", 4, (2944, 768)),
+    ],
+)  # fmt: skip
+def test_gpt_oss_is_padded_and_the_decision_says_so(name: str, tp: int, sizes: tuple[int, int]) -> None:
+    cut = usual(name, hidden_size=2880, intermediate_size=2880 // tp, tp=tp)
+    layer = shard_by_blocks(cut)
+    plan = backend(name).plan(layer, at_home(name))
+    assert (plan.hidden_size, plan.intermediate_size) == sizes
+    assert f"2880 is zero-padded to {sizes[0]}" in " ".join(plan.notes)
+    if tp > 2:
+        assert f"{layer.intermediate_size} on each of {tp} ranks but the last" in plan.notes[0]
+    assert backend(name).check(layer, at_home(name)).reasons == ()
+
+
+def test_before_0_27_1_trtllm_rounds_to_256() -> None:
+    layer = usual("trtllm_mxfp4", hidden_size=2880, intermediate_size=1440, tp=2)
+    assert backend("trtllm_mxfp4").plan(layer, gpu(100, vllm="0.26.0")).intermediate_size == 1536
+    assert backend("trtllm_mxfp4").plan(layer, gpu(100)).intermediate_size == 1536
+    layer = usual("trtllm_mxfp4", hidden_size=2880, intermediate_size=640)
+    assert backend("trtllm_mxfp4").plan(layer, gpu(100, vllm="0.26.0")).intermediate_size == 768
+    assert backend("trtllm_mxfp4").plan(layer, gpu(100)).intermediate_size == 640
+
+
+# --- Conversions and the way back -----------------------------------------------------------------------------------
+
+
+def back(name: str, converted: dict[str, torch.Tensor], layer: Problem, plan: ShardPlan) -> dict[str, torch.Tensor]:
+    """Canonical tensors from kernel tensors: every layout's inverse, then the crop."""
+    found = {}
+    for key, tensor in converted.items():
+        values = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+        is_scale, is_first = key.endswith("_scale"), key.startswith("w13")
+        if name in TRTLLM:
+            values = scale_orders.unswizzle_scales(values) if is_scale else values
+            values = trtllm.unshuffle_rows(values)
+            values = gate_up.swap_gate_up(gate_up.deinterleave_gate_up(values)) if is_first else values
+        elif name in CUTLASS:
+            if name == "cutlass_mxfp4_a8":
+                values = scale_orders.unswizzle_scales(values) if is_scale else values
+            elif is_scale:
+                values = cutlass_mixed.deinterleave_scales(values, plan.layout)  # type: ignore[arg-type]
+            elif not key.endswith("_bias"):
+                values = cutlass_mixed.deinterleave_codes(values, plan.layout)  # type: ignore[arg-type]
+            values = gate_up.swap_gate_up(values) if is_first else values
+        elif is_scale:
+            columns = plan.hidden_size if is_first else plan.intermediate_size
+            values = scale_orders.unpack_ue8m0_scales(values, columns // 32)
+        rows = layer.intermediate_size if is_first else layer.hidden_size
+        values = crop_rows(values, rows, 2 if is_first else 1)
+        if values.dim() == 2:
+            columns = layer.hidden_size if is_first else layer.intermediate_size
+            values = crop_columns(values, columns // (32 if is_scale else 2))
+        found[key] = values
+    return found
+
+
+@each_backend
+@given(
+    hidden=st.sampled_from((64, 128, 288, 384)), inner=st.sampled_from((32, 96, 160, 256)), seed=st.integers(0, 9),
+    old=st.booleans(),
+)  # fmt: skip
+def test_conversions_lose_nothing(name: str, hidden: int, inner: int, seed: int, old: bool) -> None:
+    layer = usual(name, hidden_size=hidden, intermediate_size=inner)
+    device = at_home(name, **{"flashinfer-python": "0.6.14"} if old else {})
+    plan = backend(name).plan(layer, device)
+    canonical = expert(layer, seed)
+    converted = backend(name).convert(canonical, layer, plan)
+    for key, tensor in back(name, converted, layer, plan).items():
+        expected = canonical[key].to(tensor.dtype)
+        assert tensor.dtype == torch.uint8 or key.endswith("_bias")
+        assert torch.equal(tensor, expected), key
+    assert converted.keys() == canonical.keys()
+
+
+@each_backend
+def test_converting_one_expert_of_gpt_oss_takes_less_than_an_expert_and_64_mib(name: str) -> None:
+    """deep_gemm_mxfp4 takes no expert of gpt-oss; one of the same size then."""
+    layer = usual(name, hidden_size=2880, intermediate_size=2880)
+    raw = expert(layer)
+    plan = backend(name).plan(layer, at_home(name))
+    with Peak(*raw.values()) as found:
+        converted = backend(name).convert(mxfp4.canonical_expert(raw, layer), layer, plan)
+    assert sum(tensor.nbytes for tensor in converted.values()) < found.peak
+    assert found.peak <= sum(tensor.nbytes for tensor in raw.values()) + 64 * 2**20
+
+
+def test_backends_of_one_layout_make_the_same_tensors() -> None:
+    layer = usual("trtllm_mxfp4", hidden_size=288, intermediate_size=96)
+    canonical = expert(layer)
+    plan = backend("trtllm_mxfp4").plan(layer, gpu(100))
+    names = {backend(name).layout(layer, backend(name).plan(layer, gpu(100))) for name in TRTLLM}
+    assert len(names) == 1
+    first, *others = (backend(name).convert(canonical, layer, plan) for name in TRTLLM)
+    for other in others:
+        assert all(torch.equal(*(each.view(torch.uint8) for each in (first[key], other[key]))) for key in first)
+
+
+# --- What vLLM's classes are given ----------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A builder that keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Any] = {}
+
+    def stock(self, class_name: str, **given: Any) -> Any:
+        self.asked = {"class_name": class_name, **given}
+        return SimpleNamespace()
+
+
+@pytest.mark.parametrize("name", [*TRTLLM, *CUTLASS])
+def test_classes_are_asked_for_with_the_activations_type(name: str) -> None:
+    layer, recorder = usual(name), Recorder()
+    plan = backend(name).plan(layer, at_home(name))
+    backend(name).build_experts({}, layer, plan, recorder)  # type: ignore[arg-type]
+    quantized = name.endswith(("_a8", "_a8_monolithic"))
+    assert recorder.asked["class_name"] == backend(name).stock_class
+    assert recorder.asked.get("inputs", "") == ("mxfp8" if quantized else "")
+    assert recorder.asked.get("swizzled", False) == (name == "cutlass_mxfp4_a8")
+    assert recorder.asked["plan"] is plan
+
+
+@each_backend
+def test_vllms_own_classes_are_built_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    silu = name == "deep_gemm_mxfp4"
+    layer = usual(name, hidden_size=288, intermediate_size=96, num_experts=8, local_experts=8, top_k=2)
+    with inside_vllm(layer) as config:
+        from vllm_moe_oracle.compat import current_adapter
+        from vllm_moe_oracle.compat.experts_builder import VllmBuilder
+
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: "cpu")
+        monkeypatch.setattr("vllm.utils.deep_gemm.is_deep_gemm_e8m0_used", lambda: True)
+        plan = backend(name).plan(layer, at_home(name))
+        one = backend(name).convert(expert(layer), layer, plan)
+        tensors = stacked([one] * 8)
+        release = current_adapter()
+        described = release.quant_config(layer, tensors)
+        made = backend(name).build_experts(tensors, layer, plan, VllmBuilder(release, config, described))
+    assert type(made).__name__ == backend(name).stock_class_name
+    # What the base class's initializer sets, which two of the classes do not call.
+    assert made.activation_config is not None and made.max_num_tokens is None
+    assert (config.hidden_dim, config.intermediate_size_per_partition) == (plan.hidden_size, plan.intermediate_size)
+    described = made.quant_config
+    consumed = backend(name).activations(layer)
+    assert described.weight_quant_dtype == "mxfp4"
+    assert described.quant_dtype == {"16bit": None, "mxfp8": "mxfp8", "fp8": torch.float8_e4m3fn}[consumed]
+    assert described.block_shape == ([128, 128] if consumed == "fp8" else None)
+    assert described.is_scale_swizzled == (name == "cutlass_mxfp4_a8")
+    assert described.gemm1_clamp_limit == (None if silu else 7.0)
+    if not silu:
+        assert torch.equal(made.w1_bias, tensors["w13_bias"]) and torch.equal(made.w2_bias, tensors["w2_bias"])
+        assert made.gemm1_alpha.unique().tolist() == pytest.approx([1.702]) and made.gemm1_beta.unique().tolist() == [
+            1.0
+        ]
+        assert made.gemm1_clamp_limit.unique().tolist() == [7.0]
+    if name in TRTLLM:
+        # vLLM's runner crops: what the class writes is as wide as what it was given.
+        assert made.hidden_dim_unpadded == plan.hidden_size == made.hidden_dim
+        assert made.routing_method_type == config.routing_method
+    if silu:
+        assert made.w1_scale.shape == (8, 256, 3) and made.w1_scale.stride() == (768, 1, 256)
+
+
+@pytest.mark.parametrize("name", TRTLLM)
+@pytest.mark.parametrize("routing", ["Renormalize", "RenormalizeNaive", "DeepSeekV3"])
+def test_the_kernel_is_told_the_layers_routing_method(name: str, routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No constant: another layer, another method."""
+    layer = usual(name, hidden_size=256, intermediate_size=128, num_experts=8, local_experts=8, top_k=2)
+    with inside_vllm(layer, routing) as config:
+        from vllm_moe_oracle.compat import current_adapter
+        from vllm_moe_oracle.compat.experts_builder import VllmBuilder
+
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: "cpu")
+        plan = backend(name).plan(layer, at_home(name))
+        one = backend(name).convert(expert(layer), layer, plan)
+        tensors = stacked([one] * 8)
+        release = current_adapter()
+        builder = VllmBuilder(release, config, release.quant_config(layer, tensors))
+        made = backend(name).build_experts(tensors, layer, plan, builder)
+    assert made.routing_method_type.name == routing
+
+
+def test_deep_gemm_with_float32_scales_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm", reason="vLLM's own switch is asked")
+    monkeypatch.setattr("vllm.utils.deep_gemm.is_deep_gemm_e8m0_used", lambda: False)
+    layer = usual("deep_gemm_mxfp4")
+    plan = backend("deep_gemm_mxfp4").plan(layer, gpu(100))
+    with pytest.raises(OracleError, match="VLLM_USE_DEEP_GEMM_E8M0"):
+        backend("deep_gemm_mxfp4").build_experts({}, layer, plan, Recorder())  # type: ignore[arg-type]
+
+
+# --- The order of candidates ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("packing", "activation", "first"),
+    [
+        ("gpt_oss", GPT_OSS, "trtllm_mxfp4_monolithic"), ("quark", GPT_OSS, "trtllm_mxfp4_monolithic"),
+        ("online", SILU, "trtllm_mxfp4_monolithic"), ("mxfp4", SILU, "marlin_mxfp4"),
+        ("compressed-tensors", SILU, "marlin_mxfp4"), ("auto-round", SILU, "marlin_mxfp4"),
+    ],
+)  # fmt: skip
+def test_stock_has_two_lists_and_a_few_classes_without_one(packing: str, activation: Any, first: str) -> None:
+    layer = usual("trtllm_mxfp4", scheme=Scheme("mxfp4", 4, 32, packing), activation=activation)
+    assert decide(layer, gpu(100), Settings()).backend == first
+
+
+@pytest.mark.parametrize("packing", ["gpt_oss", "mxfp4"])
+def test_declared_mxfp8_goes_to_what_quantizes(packing: str) -> None:
+    """In gpt-oss's list by stock's `_filter_by_activation`; the others' has no 16-bit kernels before these."""
+    layer = usual("trtllm_mxfp4_a8_monolithic", scheme=Scheme("mxfp4", 4, 32, packing))
+    assert layer.scheme.activations == "mxfp8"
+    assert decide(layer, gpu(100), Settings()).backend == "trtllm_mxfp4_a8_monolithic"
+
+
+@pytest.mark.parametrize(("packing", "first"), [("mxfp4", "humming_mxfp4"), ("compressed-tensors", "marlin_mxfp4")])
+def test_compressed_tensors_gets_marlin_on_hopper_too(packing: str, first: str) -> None:
+    layer = usual("cutlass_mxfp4", scheme=Scheme("mxfp4", 4, 32, packing), activation=SILU, has_bias=False)
+    assert decide(layer, gpu(90), Settings()).backend == first

@@ -1,0 +1,410 @@
+"""MXFP8 backends over vLLM's kernels: what they say, and what their conversions make of an expert."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.lib.cases import GPT_OSS, MXFP8, MXFP8_W8A8, RELU2, SILU, problem
+from tests.lib.stock_rules import backend, expert, gpu, home, usual
+from vllm_moe_oracle.core.decision import Rejected, ShardPlan
+from vllm_moe_oracle.core.overrides import Override
+from vllm_moe_oracle.core.problem import Activation, Device, Problem, Routing
+from vllm_moe_oracle.errors import NoBackendError
+from vllm_moe_oracle.layouts import gate_up, trtllm
+from vllm_moe_oracle.layouts import scales as scale_orders
+from vllm_moe_oracle.layouts.mma_tiles import unpack_tiles
+from vllm_moe_oracle.layouts.padding import crop_columns, crop_rows
+from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.settings import Settings
+
+NAMES = (
+    "marlin_mxfp8",
+    "humming_mxfp8",
+    "humming_mxfp8_grouped",
+    "trtllm_mxfp8",
+    "trtllm_mxfp8_monolithic",
+    "deep_gemm_mxfp8",
+)
+RENORMALIZE = Routing(method="renormalize")
+
+
+def codes_of(verdict: Any) -> set[str]:
+    return {reason.code for reason in verdict.reasons}
+
+
+def layer(**changes: Any) -> Problem:
+    return problem(**({"scheme": MXFP8_W8A8, "routing": RENORMALIZE} | changes))
+
+
+WEIGHT_ONLY = ("marlin_mxfp8", "humming_mxfp8", "humming_mxfp8_grouped")
+
+
+def at_home(name: str) -> Device:
+    return gpu(home(name))
+
+
+# --- What they take ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("marlin_mxfp8", {80, 86, 89, 90, 100, 103, 120, 121}),
+        ("humming_mxfp8", {80, 86, 89, 90}),
+        ("humming_mxfp8_grouped", {80, 86, 89, 90}),
+        ("trtllm_mxfp8", {100, 103}),
+        ("trtllm_mxfp8_monolithic", {100, 103}),
+        ("deep_gemm_mxfp8", {100, 103}),
+    ],
+)
+def test_capabilities(name: str, taken: set[int]) -> None:
+    every = {75, 80, 86, 89, 90, 100, 103, 120, 121}
+    refused = {each: backend(name).check(usual(name), gpu(each)) for each in every - taken}
+    assert all("capability" in codes_of(verdict) for verdict in refused.values())
+    assert {each for each in every if not backend(name).check(usual(name), gpu(each)).reasons} == taken
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_biases_reach_the_kernel_or_the_layer_is_refused(name: str) -> None:
+    verdict = backend(name).check(usual(name, has_bias=True), at_home(name))
+    assert codes_of(verdict) == (set() if name in WEIGHT_ONLY else {"bias"})
+
+
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [
+        ("marlin_mxfp8", set()),
+        ("humming_mxfp8", set()),
+        ("trtllm_mxfp8", {"activation"}),
+        ("trtllm_mxfp8_monolithic", set()),
+        ("deep_gemm_mxfp8", {"activation"}),
+    ],
+)
+def test_non_gated_experts(name: str, codes: set[str]) -> None:
+    nemotron = usual(name, activation=RELU2, hidden_size=2688, intermediate_size=1856, top_k=6)
+    assert codes_of(backend(name).check(nemotron, at_home(name))) == codes
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("activation", "taken"),
+    [
+        (GPT_OSS, True),
+        (Activation("silu", limit=7.0), True),
+        (Activation("silu", alpha=1.0, beta=0.0), True),
+        (Activation("silu", alpha=1.702), False),
+        (Activation("swigluoai", alpha=1.702, beta=1.0), False),
+    ],
+)
+def test_parameters_reach_the_kernel_or_the_layer_is_refused(name: str, activation: Activation, taken: bool) -> None:
+    verdict = backend(name).check(usual(name, activation=activation), at_home(name))
+    assert codes_of(verdict) == (set() if taken else {"activation.parameters"})
+
+
+@pytest.mark.parametrize(
+    ("activation", "taken"),
+    [
+        (Activation("situ", alpha=4.0, beta=25.0), True),
+        (Activation("situ", alpha=4.0), True),
+        (Activation("situ", beta=25.0), False),
+        (Activation("situ", alpha=0.0, beta=25.0), False),
+        (Activation("situ", alpha=-4.0, beta=25.0), False),
+        (Activation("situ", alpha=4.0, beta=25.0, limit=7.0), False),
+        (Activation("swiglustep", limit=7.0), True),
+        (Activation("swiglustep", limit=16.0), False),
+        (Activation("swiglustep"), False),
+        (Activation("swiglustep", alpha=1.702, limit=7.0), False),
+    ],
+    ids=str,
+)
+def test_numbers_of_other_gated_activations(activation: Activation, taken: bool) -> None:
+    """By Marlin, and where numbers mean nothing, by the reference neither."""
+    for name in ("marlin_mxfp8", "emulation"):
+        verdict = default_registry()[name].check(usual(name, activation=activation), at_home("marlin_mxfp8"))
+        codes = {code for code in codes_of(verdict) if code.startswith("activation")}
+        expected = taken or (name == "emulation" and activation == Activation("swiglustep", limit=16.0))
+        refusal = "activation.parameters.undefined" if name == "emulation" else "activation.parameters"
+        assert codes == (set() if expected else {refusal})
+
+
+@pytest.mark.parametrize(
+    ("name", "since"),
+    [
+        ("marlin_mxfp8", "0.24.0"),
+        ("humming_mxfp8", "0.28.0"),
+        ("trtllm_mxfp8", "0.25.1"),
+        ("deep_gemm_mxfp8", "0.24.0"),
+    ],
+)
+def test_swigluoai_is_taken_since(name: str, since: str) -> None:
+    machine = at_home(name)
+    before = {"0.24.0": "0.23.0", "0.25.1": "0.24.0", "0.28.0": "0.27.1"}[since]
+    for version, taken in ((since, True), (before, False)):
+        device = dataclasses.replace(machine, packages=machine.packages | {"vllm": version})
+        reasons = backend(name).check(usual(name, activation=GPT_OSS), device).reasons
+        assert ("activation.parameters" not in {reason.code for reason in reasons}) == taken
+        assert taken or f"only since vLLM {since}" in " ".join(map(str, reasons))
+
+
+def test_humming_runs_where_vllm_itself_runs_it() -> None:
+    alone, spread = layer(), layer(ep=4, local_experts=32)
+    new, old = gpu(90), gpu(90, vllm="0.26.0", **{"humming-kernels": "0.1.10"})
+    table = [
+        (backend(name).check(each, device).reasons == ())
+        for device in (new, old)
+        for each in (alone, spread)
+        for name in ("humming_mxfp8", "humming_mxfp8_grouped")
+    ]
+    assert table == [True, False, False, True, True, False, True, False]
+    reason = str(backend("humming_mxfp8").check(spread, new).reasons[0])
+    assert reason == "vLLM runs Humming's grouped kernels where experts are spread over 4 ranks"
+
+
+def test_humming_needs_its_package() -> None:
+    without = dataclasses.replace(gpu(90), packages={"vllm": "0.33.0"})
+    reason = backend("humming_mxfp8").check(layer(), without).reasons[0]
+    assert reason.code == "package" and "humming-kernels>=0.1.10" in str(reason)
+    too_old = gpu(90, vllm="0.24.0")
+    assert codes_of(backend("humming_mxfp8").check(layer(), too_old)) == {"package"}
+
+
+def test_humming_reads_another_order_before_its_wgmma_kernels_changed() -> None:
+    kinds = {
+        (capability, version): backend("humming_mxfp8")
+        .plan(layer(), gpu(capability, **{"humming-kernels": version}))
+        .layout
+        for capability in (80, 90)
+        for version in ("0.1.10", "0.1.16", "0.1.17", "0.1.19")
+    }
+    assert {key for key, kind in kinds.items() if kind == "transposed"} == {(90, "0.1.10"), (90, "0.1.16")}
+
+
+@pytest.mark.parametrize("top_k", [8, 11, 32])
+def test_the_limit_of_ten_experts_per_token_is_deep_seeks_alone(top_k: int) -> None:
+    for name in ("trtllm_mxfp8", "trtllm_mxfp8_monolithic"):
+        assert backend(name).check(layer(top_k=top_k), gpu(100)).reasons == ()
+    assert codes_of(backend("trtllm_mxfp8").check(layer(top_k=33), gpu(100))) == {"top_k.max"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "codes"),
+    [
+        ({"experts": 130}, {"experts.multiple"}),
+        ({"experts": 516}, {"experts.max"}),
+        ({"experts": 8, "top_k": 8}, {"experts.more_than_top_k"}),
+        ({"routing": Routing(method="topk")}, {"routing"}),
+        ({"routing": Routing(method="renormalize", hashed=True)}, {"routing.hashed"}),
+        ({"routing": Routing(method="deepseekv3")}, {"routing.groups"}),
+        ({"routing": Routing(method="deepseekv3", num_groups=8, top_k_groups=4)}, set()),
+        ({"routing": Routing(method="deepseekv3", num_groups=8, top_k_groups=5)}, {"routing.top_k_groups"}),
+        ({"routing": Routing(method="deepseekv3", num_groups=1, top_k_groups=1), "top_k": 9}, {"routing.top_k"}),
+        (
+            {"routing": Routing(method="deepseekv3", num_groups=1, top_k_groups=1), "top_k": 22, "experts": 512},
+            set(),
+        ),
+        # 8 experts a group: 8 of them are all that a token may choose from.
+        ({"routing": Routing(method="deepseekv3", num_groups=16, top_k_groups=1), "top_k": 8}, {"routing.group_size"}),
+        ({"routing": Routing(method="deepseekv3", num_groups=16, top_k_groups=1), "top_k": 7}, set()),
+        ({"routing": Routing(method="deepseekv3", num_groups=7, top_k_groups=4)}, {"routing.group_size"}),
+        # Not asked where routing is not grouped.
+        ({"routing": Routing(method="renormalize", num_groups=16, top_k_groups=1), "top_k": 8}, set()),
+    ],
+)
+def test_what_routes_inside_its_kernel(changes: dict[str, Any], codes: set[str]) -> None:
+    assert codes_of(backend("trtllm_mxfp8_monolithic").check(layer(**changes), gpu(100))) == codes
+
+
+def test_the_modular_class_is_given_routed_ids() -> None:
+    for changes in ({"routing": Routing(method="topk")}, {"routing": Routing(method="deepseekv3")}, {"experts": 1024}):
+        assert backend("trtllm_mxfp8").check(layer(**changes), gpu(100)).reasons == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "inner", "plan"),
+    [
+        ("marlin_mxfp8", 2688, 1856, (2688, 1856)),
+        ("marlin_mxfp8", 2688, 928, (2688, 960)),
+        ("humming_mxfp8", 2688, 1856, (2688, 1856)),
+        ("trtllm_mxfp8_monolithic", 2688, 1856, (2816, 1920)),
+        ("deep_gemm_mxfp8", 2048, 96, (2048, 128)),
+    ],
+)
+def test_padding(name: str, hidden: int, inner: int, plan: tuple[int, int]) -> None:
+    chosen = layer(hidden_size=hidden, intermediate_size=inner)
+    found = backend(name).plan(chosen, at_home(name))
+    assert (found.hidden_size, found.intermediate_size) == plan
+    assert backend(name).check(chosen, at_home(name)).reasons == ()
+
+
+@pytest.mark.parametrize("name", ["marlin_mxfp8", "deep_gemm_mxfp8"])
+def test_hidden_sizes_that_are_no_multiple_of_128(name: str) -> None:
+    verdict = backend(name).check(layer(hidden_size=2880), at_home(name))
+    assert isinstance(verdict, Rejected)
+    assert str(verdict.reasons[0]) == "hidden size 2880 is not a multiple of 128 (2880 mod 128 = 64)"
+
+
+def test_the_order_is_stocks() -> None:
+    def order(capability: int, each: Problem) -> list[str]:
+        device = gpu(capability)
+        return sorted(NAMES, key=lambda name: backend(name).priority(each, device))
+
+    front = ["trtllm_mxfp8_monolithic", "trtllm_mxfp8", "deep_gemm_mxfp8"]
+    humming = ["humming_mxfp8_grouped", "humming_mxfp8"]
+    assert order(90, layer()) == [*front, *humming, "marlin_mxfp8"]
+    for capability in (80, 89, 100, 103, 120, 121):
+        assert order(capability, layer()) == [*front, "marlin_mxfp8", *humming]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_they_compute_with(name: str) -> None:
+    weight_only = name in WEIGHT_ONLY
+    assert backend(name).activations(layer()) == ("16bit" if weight_only else "mxfp8")
+    words = str(backend(name).numerics(layer()))
+    assert ("left in bfloat16" if weight_only else "quantized to MXFP8 per token") in words
+
+
+# --- What they make of an expert -----------------------------------------------------------------------------------
+
+
+def undone(name: str, converted: dict[str, torch.Tensor], each: Problem, plan: ShardPlan) -> dict[str, torch.Tensor]:
+    """The canonical tensors that a conversion came from, through the layouts' inverses."""
+    halves = 2 if each.activation.gated else 1
+    found = {}
+    for key, tensor in converted.items():
+        matrix, _, kind = key.partition("_")
+        if name.startswith("trtllm"):
+            plain = tensor.view(torch.uint8)
+            plain = scale_orders.unswizzle_scales(plain) if kind else plain
+            plain = trtllm.unshuffle_rows(plain)
+            if halves == 2 and matrix == "w13":
+                plain = gate_up.swap_gate_up(gate_up.deinterleave_gate_up(plain))
+        elif name == "deep_gemm_mxfp8":
+            groups = (plan.hidden_size if matrix == "w13" else plan.intermediate_size) // 32
+            plain = scale_orders.unpack_ue8m0_scales(tensor, groups) if kind else tensor.view(torch.uint8)
+        elif kind == "bias":
+            plain = scale_orders.unpermute_bias(tensor)
+        elif kind:
+            restore = (
+                scale_orders.unpermute_marlin_mx_scales
+                if name == "marlin_mxfp8"
+                else scale_orders.unpermute_group_scales
+            )
+            plain = restore(tensor.view(torch.uint8))
+        else:
+            plain = unpack_tiles(tensor, order="transposed" if plan.layout == "transposed" else "interleaved")
+        rows = each.intermediate_size if matrix == "w13" else each.hidden_size
+        if name.startswith("humming"):
+            # It pads at the end of the matrix, not of its halves.
+            plain = crop_rows(plain, each.w13_rows if matrix == "w13" else rows)
+        else:
+            plain = crop_rows(plain, rows, halves if matrix == "w13" else 1)
+        columns = each.hidden_size if matrix == "w13" else each.intermediate_size
+        if kind != "bias":
+            plain = crop_columns(plain, columns // 32 if kind else columns)
+        found[key] = plain
+    return found
+
+
+@given(
+    name=st.sampled_from(NAMES),
+    hidden=st.sampled_from((128, 256, 384)),
+    inner=st.sampled_from((32, 64, 96, 160, 256)),
+    gated=st.booleans(),
+    has_bias=st.booleans(),
+    old=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_nothing_is_lost(name: str, hidden: int, inner: int, gated: bool, has_bias: bool, old: bool, seed: int) -> None:
+    each = layer(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        activation=SILU if gated else RELU2,
+        has_bias=has_bias and name in WEIGHT_ONLY,
+    )
+    machine = at_home(name)
+    if old:
+        machine = dataclasses.replace(machine, packages=machine.packages | {"humming-kernels": "0.1.10"})
+    plan = backend(name).plan(each, machine)
+    original = expert(each, seed)
+    kept = {key: tensor.clone() for key, tensor in original.items()}
+    converted = backend(name).convert(original, each, plan)
+    found = undone(name, converted, each, plan)
+    assert found.keys() == original.keys()
+    for key, tensor in original.items():
+        assert torch.equal(kept[key].view(torch.uint8), tensor.view(torch.uint8)), f"{key} was modified"
+        assert torch.equal(found[key].contiguous().view(torch.uint8), tensor.view(torch.uint8)), key
+
+
+@pytest.mark.parametrize("name", ["marlin_mxfp8", "humming_mxfp8"])
+def test_biases_are_given_in_the_models_dtype(name: str) -> None:
+    each = layer(hidden_size=128, intermediate_size=64, has_bias=True)
+    source = expert(each)
+    source["w13_bias"] = source["w13_bias"].float()
+    converted = backend(name).convert(source, each, backend(name).plan(each, at_home(name)))
+    assert converted["w13_bias"].dtype == converted["w2_bias"].dtype == torch.bfloat16
+
+
+def test_schemes_without_activation_quantization_are_theirs_too() -> None:
+    each = layer(scheme=MXFP8)
+    assert backend("marlin_mxfp8").check(each, gpu(80)).reasons == ()
+
+
+# --- Explicit choices ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "chosen"),
+    [
+        ("marlin", 90, "marlin_mxfp8"),
+        ("humming", 90, "humming_mxfp8"),
+        ("emulation", 90, "emulation"),
+        ("flashinfer_trtllm", 100, "trtllm_mxfp8_monolithic"),
+        ("deep_gemm", 103, "deep_gemm_mxfp8"),
+        ("auto", 90, "humming_mxfp8"),
+    ],
+)
+def test_vllms_names_choose_as_in_stock(name: str, capability: int, chosen: str) -> None:
+    decision = decide(layer(), gpu(capability), Settings(), moe_backend=name)
+    assert decision.backend == chosen
+    assert decision.why == ("static" if name == "auto" else "user")
+
+
+def test_a_kernel_that_is_not_for_this_card_is_refused_with_its_reason_before_weights() -> None:
+    with pytest.raises(NoBackendError, match=r"needs compute capability .*sm_100.*sm_90"):
+        decide(layer(), gpu(90), Settings(), moe_backend="flashinfer_trtllm")
+
+
+def test_a_name_of_this_project_is_none_of_vllms_option() -> None:
+    with pytest.raises(NoBackendError, match=r"valid are auto, .*humming, marlin; this project's own names"):
+        decide(layer(), gpu(80), Settings(), moe_backend="humming_mxfp8")
+
+
+def test_a_name_of_another_format_is_refused_with_the_valid_ones() -> None:
+    with pytest.raises(NoBackendError) as caught:
+        decide(layer(), gpu(90), Settings(), moe_backend="flashinfer_cutlass")
+    words = str(caught.value)
+    for name in ("auto", "deep_gemm", "emulation", "flashinfer_trtllm", "humming", "marlin"):
+        assert name in words
+
+
+def test_when_everything_is_switched_off_every_candidate_says_so() -> None:
+    names = tuple(each.name for each in default_registry() if "mxfp8" in each.schemes)
+    with pytest.raises(NoBackendError) as caught:
+        decide(layer(hidden_size=4096, intermediate_size=1536), gpu(90), Settings(disable=names))
+    words = str(caught.value)
+    assert all(name in words for name in names) and words.count("disabled by") == len(names)
+
+
+def test_layers_may_choose_for_themselves() -> None:
+    settings = Settings(overrides=(Override(r"layers\.[0-9]\.", "marlin"),))
+    chosen = {
+        index: decide(layer(layer=f"model.layers.{index}.mlp.experts"), gpu(90), settings).backend for index in (9, 10)
+    }
+    assert chosen == {9: "marlin_mxfp8", 10: "humming_mxfp8"}

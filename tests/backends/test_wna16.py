@@ -1,0 +1,587 @@
+"""Backends for integer weights: what they say, and what their conversions make of an expert. Kernels run elsewhere, but
+for the CPU's; what a conversion means is undone here and compared with what went in."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.lib.cases import CPU, GPT_OSS, RELU2, SILU
+from tests.lib.stock_rules import backend, expert, gpu, home, usual
+from tests.lib.stock_rules import wna16_scheme as scheme
+from vllm_moe_oracle.backends.emulation import forward
+from vllm_moe_oracle.core.decision import ShardPlan
+from vllm_moe_oracle.core.problem import Activation, Device, Problem
+from vllm_moe_oracle.core.sharding import has_act_order, has_group_index, loaded_group_size
+from vllm_moe_oracle.errors import NoBackendError
+from vllm_moe_oracle.kernels.weights import unpack_expert
+from vllm_moe_oracle.layouts import cpu_int4, gate_up, mma_tiles, scales, trtllm
+from vllm_moe_oracle.layouts.padding import crop_columns, crop_rows
+from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.schemes import wna16
+from vllm_moe_oracle.settings import Settings
+
+NAMES = (
+    "marlin_wna16",
+    "marlin_wna16_batched",
+    "humming_wna16",
+    "humming_wna16_grouped",
+    "triton_wna16",
+    "trtllm_mxint4",
+    "cpu_int4",
+    "hopper_wna16",
+)
+AVX512 = dataclasses.replace(CPU, features=("avx2", "avx512f", "avx512_bf16"))
+
+
+def at_home(name: str) -> Device:
+    return AVX512 if name == "cpu_int4" else gpu(home(name))
+
+
+def codes_of(name: str, device: Device | None = None, **changes: Any) -> set[str]:
+    reasons = backend(name).check(usual(name, **changes), device or at_home(name)).reasons
+    return {reason.code for reason in reasons}
+
+
+# --- What they take ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        ("marlin_wna16", {75, 80, 89, 90, 100, 103, 120, 121}),
+        ("marlin_wna16_batched", {75, 80, 89, 90, 100, 103, 120, 121}),
+        ("humming_wna16", {75, 80, 89, 90, 100, 103, 120, 121}),
+        ("triton_wna16", {75, 80, 89, 90, 100, 103, 120, 121}),
+        ("trtllm_mxint4", {100, 103}),
+        ("hopper_wna16", {90}),
+    ],
+)
+def test_capabilities(name: str, taken: set[int]) -> None:
+    every = (70, 75, 80, 89, 90, 100, 103, 120, 121)
+    assert {each for each in every if not codes_of(name, gpu(each))} == taken
+
+
+# name: bits, groups, zero points of 4 and of 8 bits, act orders, bias
+TAKES: dict[str, tuple[set[int], set[int], set[int], set[str], bool]] = {
+    "marlin_wna16": ({4, 8}, {-1, 32, 64, 128}, {4}, {"none", "static"}, True),
+    "marlin_wna16_batched": ({4, 8}, {-1, 32, 64, 128}, {4}, {"none", "static"}, True),
+    "humming_wna16": ({4, 8}, {-1, 32, 64, 128}, {4, 8}, {"none", "static"}, True),
+    "humming_wna16_grouped": ({4, 8}, {-1, 32, 64, 128}, {4, 8}, {"none", "static"}, True),
+    "triton_wna16": ({4, 8}, {-1, 32, 64, 128}, {4, 8}, {"none", "static"}, False),
+    "trtllm_mxint4": ({4}, {32}, set(), {"none", "static"}, False),
+    "cpu_int4": ({4}, {32, 64, 128}, set(), {"none", "static"}, False),
+    "hopper_wna16": ({4, 8}, {-1, 32, 64, 128}, {4, 8}, {"none", "static"}, True),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_of_the_format_they_take(name: str) -> None:
+    """Every cell of bits, group, zero points, act order and bias is taken or refused with the reasons of that cell."""
+    bits, groups, zeros, orders, bias = TAKES[name]
+    for width in (4, 8):
+        for group in (-1, 32, 64, 128):
+            for zero in (False, True):
+                for order in ("none", "static", "group"):
+                    for biased in (False, True):
+                        found = codes_of(name, scheme=scheme(width, group, zero, order), has_bias=biased)
+                        expected = set()
+                        expected |= set() if width in bits else {"bits"}
+                        expected |= set() if group in groups else {"group"}
+                        if zero and width not in zeros:
+                            expected |= {"zero_points.bits"} if zeros else {"zero_points"}
+                        if biased and not bias:
+                            expected |= {"bias"}
+                        # With one scale a row no order changes anything.
+                        if order == "group" and group != -1 and name.startswith("marlin"):
+                            expected |= {"act_order.vllm_version"} | ({"act_order.zero_points"} if zero else set())
+                        elif order not in orders and group != -1:
+                            expected |= {"act_order"}
+                        assert found == expected, (width, group, zero, order, biased)
+
+
+@pytest.mark.parametrize("name", ["marlin_wna16", "marlin_wna16_batched"])
+def test_marlin_reorders_features_until_0_29(name: str) -> None:
+    ordered = scheme(order="group")
+    for release, taken in (("0.22.1", True), ("0.29.0", True), ("0.30.0", False), ("0.33.0", False)):
+        codes = codes_of(name, gpu(90, vllm=release), scheme=ordered)
+        assert codes == (set() if taken else {"act_order.vllm_version"})
+    assert codes_of(name, gpu(90, vllm="0.29.0"), scheme=scheme(order="group", zeros=True)) == {"act_order.zero_points"}
+
+
+def test_marlin_reorders_features_of_several_groups_only() -> None:
+    old, ordered = gpu(90, vllm="0.29.0"), scheme(order="group")
+    for sizes in ({"hidden_size": 128}, {"intermediate_size": 128}):
+        assert codes_of("marlin_wna16", old, scheme=ordered, **sizes) == {"act_order.groups"}
+        assert codes_of("marlin_wna16", old, scheme=scheme(), **sizes) == set()
+    # A rank of several has the scales of all groups, and an index into them.
+    assert codes_of("marlin_wna16", old, scheme=ordered, intermediate_size=128, tp=2) == set()
+
+
+def test_marlin_takes_bytes_since_0_23() -> None:
+    assert codes_of("marlin_wna16", gpu(90, vllm="0.22.1"), scheme=scheme(8)) == {"bits.vllm_version"}
+    assert codes_of("marlin_wna16", gpu(90, vllm="0.23.0"), scheme=scheme(8)) == set()
+
+
+@pytest.mark.parametrize("packing", ["gptq", "gptq_v2", "awq", "moe_wna16", "compressed-tensors"])
+@pytest.mark.parametrize("name", NAMES)
+def test_how_the_file_packs_is_nothing_to_a_kernel(name: str, packing: str) -> None:
+    group = 32 if name == "trtllm_mxint4" else 128
+    assert codes_of(name, scheme=scheme(group=group, packing=packing)) == set()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("activation", "taken"),
+    [
+        (GPT_OSS, ("marlin", "humming", "triton", "hopper")),
+        (Activation("silu", limit=7.0), ("marlin", "humming", "triton", "hopper")),
+        (Activation("silu", alpha=1.702), ("hopper",)),
+        (RELU2, ("marlin", "humming", "triton", "hopper")),
+        (Activation("gelu_tanh"), ("marlin", "humming", "triton", "hopper")),
+        (Activation("swigluoai", alpha=1.702, beta=1.0), ("hopper",)),
+    ],
+)
+def test_activations_and_their_parameters(name: str, activation: Activation, taken: tuple[str, ...]) -> None:
+    codes = codes_of(name, activation=activation)
+    assert (not codes) == (name.partition("_")[0] in taken), codes
+    assert codes <= {"activation", "activation.parameters", "activation.limit"}
+
+
+def test_triton_passes_a_limit_since_0_28() -> None:
+    clamped = Activation("silu", limit=7.0)
+    for release, taken in (("0.27.1", False), ("0.28.0", True)):
+        assert (not codes_of("triton_wna16", gpu(90, vllm=release), activation=clamped)) == taken
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batched_activations_are_for_one_class(name: str) -> None:
+    """The all-to-alls that sort tokens by expert have one kernel here; everything else refuses them."""
+    batched = codes_of(name, format="batched", **({} if name == "humming_wna16_grouped" else {"ep": 4}))
+    assert ("format" in batched) == (name != "marlin_wna16_batched")
+    assert ("format" in codes_of(name, format="standard")) == (name == "marlin_wna16_batched")
+
+
+@pytest.mark.parametrize("name", [each for each in NAMES if each != "trtllm_mxint4"])
+def test_expert_parallelism(name: str) -> None:
+    codes = codes_of(name, ep=4, local_experts=32)
+    assert codes == {"cpu_int4": {"expert_parallel"}, "humming_wna16": {"humming.kernel_kind"}}.get(name, set())
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "inner", "group", "plan"),
+    [
+        ("marlin_wna16", 2048, 768, 128, (2048, 768)),
+        ("marlin_wna16", 2688, 928, 32, (2688, 960)),
+        ("marlin_wna16_batched", 2688, 928, 32, (2688, 960)),
+        ("triton_wna16", 2688, 928, 32, (2688, 960)),
+        ("humming_wna16", 2688, 928, 32, (2688, 928)),
+        ("hopper_wna16", 2688, 928, 32, (2688, 928)),
+        ("trtllm_mxint4", 7168, 256, 32, (7168, 256)),
+        ("trtllm_mxint4", 2880, 352, 32, (3072, 512)),
+    ],
+)
+def test_padding_is_shown(name: str, hidden: int, inner: int, group: int, plan: tuple[int, int]) -> None:
+    chosen = usual(name, hidden_size=hidden, intermediate_size=inner, scheme=scheme(group=group))
+    found = backend(name).plan(chosen, at_home(name))
+    assert (found.hidden_size, found.intermediate_size) == plan
+    assert backend(name).check(chosen, at_home(name)).reasons == ()
+
+
+def test_a_group_across_ranks_is_refused_with_its_arithmetic() -> None:
+    layer = usual("marlin_wna16", intermediate_size=320, tp=2, scheme=scheme(packing="compressed-tensors"))
+    for name in ("marlin_wna16", "humming_wna16", "triton_wna16", "hopper_wna16"):
+        words = str([reason for reason in backend(name).check(layer, gpu(90)).reasons if "group" in reason.code])
+        assert "640 / 2 = 320" in words and "320 mod 128 = 64" in words
+        assert "TP 1" in words and "--enable-expert-parallel" in words
+
+
+def test_hidden_sizes_that_are_no_whole_tiles() -> None:
+    reasons = backend("marlin_wna16").check(usual("marlin_wna16", hidden_size=2880, scheme=scheme(group=32)), gpu(90))
+    assert str(reasons.reasons[0]) == "hidden size 2880 is not a multiple of 128 (2880 mod 128 = 64)"
+
+
+def test_the_cpus_operator_needs_no_amx_and_permission_to_quantize_activations() -> None:
+    layer = usual("cpu_int4")
+    assert "feature" in codes_of("cpu_int4", CPU)
+    assert "package" in codes_of("cpu_int4", dataclasses.replace(AVX512, packages={"vllm": "0.29.0"}))
+    assert decide(layer, AVX512, Settings()).backend == "emulation"
+    assert decide(layer, AVX512, Settings(allow_activation_quantization=True)).backend == "cpu_int4"
+    with pytest.raises(NoBackendError, match="would quantize activations to int8"):
+        decide(layer, AVX512, Settings(backend="cpu_int4"))
+
+
+# --- Their order ----------------------------------------------------------------------------------------------------
+
+
+def test_the_order_is_stocks_where_nothing_was_measured() -> None:
+    stock = ["marlin_wna16", "marlin_wna16_batched", "triton_wna16"]
+    humming = ["humming_wna16_grouped", "humming_wna16"]
+    rest = ["trtllm_mxint4", "cpu_int4", "hopper_wna16"]
+    layer = usual("marlin_wna16", scheme=scheme(zeros=True))
+    for capability in (80, 90, 100):
+        found = sorted(NAMES, key=lambda name: backend(name).priority(layer, gpu(capability)))
+        assert found == ([*humming, *stock, *rest] if capability == 90 else [*stock, *humming, *rest])
+
+
+KIMI_TP8 = {"experts": 384, "hidden_size": 7168, "intermediate_size": 256, "tp": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "capability", "chosen"),
+    [
+        ({}, 90, "humming_wna16"),
+        ({"scheme": scheme(8)}, 90, "humming_wna16"),
+        ({"scheme": scheme(group=32)}, 90, "humming_wna16"),
+        ({"scheme": scheme(group=32), **KIMI_TP8}, 90, "humming_wna16"),
+        ({"scheme": scheme(zeros=True)}, 90, "humming_wna16"),
+        ({"has_bias": True}, 90, "humming_wna16"),
+        ({"batch_invariant": True}, 90, "hopper_wna16"),
+        ({}, 80, "marlin_wna16"),
+        ({}, 100, "marlin_wna16"),
+        ({"scheme": scheme(group=32), **KIMI_TP8}, 100, "marlin_wna16"),
+        ({"scheme": scheme(8, zeros=True)}, 80, "triton_wna16"),
+        ({"scheme": scheme(order="group")}, 90, "hopper_wna16_act_order"),
+        ({"scheme": scheme(order="group"), "tp": 2, "intermediate_size": 384}, 90, "emulation"),
+        ({"scheme": scheme(order="group")}, 80, "emulation"),
+    ],
+)
+def test_choices(changes: dict[str, Any], capability: int, chosen: str) -> None:
+    decision = decide(usual("marlin_wna16", **changes), gpu(capability), Settings())
+    assert (decision.backend, decision.why) == (chosen, "static")
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "chosen"),
+    [
+        ("marlin", 90, "marlin_wna16"),
+        ("humming", 90, "humming_wna16"),
+        ("triton", 90, "triton_wna16"),
+        ("emulation", 90, "emulation"),
+        ("flashinfer_trtllm", 100, "trtllm_mxint4"),
+    ],
+)
+def test_vllms_names_choose_as_in_stock(name: str, capability: int, chosen: str) -> None:
+    layer = usual("trtllm_mxint4")
+    assert decide(layer, gpu(capability), Settings(), moe_backend=name).backend == chosen
+
+
+def test_an_explicit_choice_is_kept_where_another_would_win() -> None:
+    """Stock takes Marlin for a layer that Marlin can run, whatever the user asked for."""
+    decision = decide(usual("triton_wna16"), gpu(90), Settings(), moe_backend="triton")
+    assert (decision.backend, decision.why) == ("triton_wna16", "user")
+
+
+# --- What they make of an expert -----------------------------------------------------------------------------------
+
+
+def on_sums(name: str, each: Problem, ordered: torch.Tensor) -> bool:
+    """Whether the kernel multiplies sums with these scales: Marlin's counts groups, Humming's is told their size."""
+    return ordered.shape[0] == 1 if name.startswith("marlin") else loaded_group_size(each) == -1
+
+
+def undone(name: str, converted: dict[str, torch.Tensor], each: Problem, plan: ShardPlan) -> dict[str, torch.Tensor]:
+    """The canonical tensors that a conversion came from, through the layouts' inverses."""
+    bits, halves = each.scheme.bits, 2 if each.activation.gated else 1
+    if name == "hopper_wna16":
+        return _from_own(converted, each)
+    order = "transposed" if plan.layout == "transposed" else "interleaved"
+    found = {}
+    for key, tensor in converted.items():
+        matrix, _, kind = key.partition("_")
+        rows, columns = (
+            (each.intermediate_size, each.hidden_size)
+            if matrix == "w13"
+            else (each.hidden_size, each.intermediate_size)
+        )
+        groups = (
+            each.intermediate_size // loaded_group_size(each) if matrix == "w2" else columns // loaded_group_size(each)
+        )
+        groups = 1 if loaded_group_size(each) == -1 else groups
+        if kind in ("order", "group_index"):
+            if key == "w2_group_index" and has_group_index(each):
+                found[key] = tensor[: each.intermediate_size]
+            elif kind == "order":
+                found[key] = tensor[:columns]
+            continue
+        if name == "cpu_int4":
+            if kind == "zero_point":
+                assert bool((tensor == 8).all())
+                continue
+            plain = cpu_int4.unblock_scales(tensor) if kind else cpu_int4.unpack_blocks(tensor)
+            found[key] = plain.to(getattr(torch, each.dtype)) if kind else plain
+            continue
+        if name == "trtllm_mxint4":
+            wide = plan.hidden_size if matrix == "w13" else plan.intermediate_size
+            plain = (
+                trtllm.from_block_layout(tensor) ^ 0x88
+                if not kind
+                else scales.unswizzle_scales(tensor.view(-1, wide // 32))
+            )
+            plain = trtllm.unshuffle_rows(plain)
+            if matrix == "w13":
+                plain = gate_up.swap_gate_up(gate_up.deinterleave_gate_up(plain))
+        elif name == "triton_wna16":
+            plain = scales.unpack_adjacent_rows(tensor) if kind == "zero_point" and bits == 4 else tensor
+        elif kind == "bias":
+            plain = scales.unpermute_bias(tensor)
+        elif kind == "scale":
+            plain = scales.unpermute_scales(tensor, on_sums(name, each, tensor))
+        elif kind == "zero_point":
+            plain = scales.unpack_zero_points(tensor, bits, marlin=name.startswith("marlin"))
+        elif bits == 4:
+            plain = mma_tiles.unpack_nibbles(tensor, order)
+        else:
+            plain = mma_tiles.unpack_tiles(tensor, order=order)
+            if name.startswith("humming") and each.dtype == "bfloat16":
+                zeros = converted.get(f"{key}_zero_point")
+                points = None if zeros is None else scales.unpack_zero_points(zeros, bits, marlin=False)
+                plain = mma_tiles.codes_from_distances(plain, points)
+        if name.startswith("humming"):
+            # It pads at the end of the matrix, not of its halves.
+            plain = crop_rows(plain, each.w13_rows if matrix == "w13" else rows)
+        else:
+            plain = crop_rows(plain, rows, halves if matrix == "w13" else 1)
+        if kind == "":
+            plain = crop_columns(plain, columns * bits // 8)
+        elif kind != "bias" and not (matrix == "w2" and has_group_index(each)):
+            plain = crop_columns(plain, groups)
+        found[key] = plain
+    return found
+
+
+def _from_own(converted: dict[str, torch.Tensor], each: Problem) -> dict[str, torch.Tensor]:
+    own = backend("hopper_wna16")
+    alone = dataclasses.replace(each, num_experts=1, local_experts=1, top_k=1)
+    stored = own._stored({key: tensor[None] for key, tensor in converted.items()}, own._allocate(alone, 1, "meta"))  # type: ignore[attr-defined]
+    found = {}
+    for which in ("w13", "w2"):
+        parts = zip(("", "_scale", "_zero_point", "_bias"), unpack_expert(stored, which, 0), strict=True)
+        found |= {f"{which}{part}": tensor for part, tensor in parts if tensor is not None}
+    dtype = getattr(torch, each.dtype)
+    return {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in found.items()}
+
+
+@given(
+    name=st.sampled_from(NAMES),
+    bits=st.sampled_from((4, 8)),
+    group=st.sampled_from((-1, 32, 64, 128)),
+    zeros=st.booleans(),
+    order=st.booleans(),
+    ranks=st.sampled_from((1, 2)),
+    gated=st.booleans(),
+    has_bias=st.booleans(),
+    dtype=st.sampled_from(("bfloat16", "float16")),
+    hidden=st.sampled_from((128, 256, 384)),
+    blocks_=st.integers(1, 5),
+    old=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_nothing_is_lost(
+    name: str, bits: int, group: int, zeros: bool, order: bool, ranks: int, gated: bool, has_bias: bool, dtype: str,
+    hidden: int, blocks_: int, old: bool, seed: int,
+) -> None:  # fmt: skip
+    """What a backend accepts, its conversion keeps to the bit."""
+    width = max(group, 32)
+    layer = usual(
+        name,
+        hidden_size=hidden,
+        intermediate_size=width * blocks_,
+        tp=ranks,
+        activation=SILU if gated else RELU2,
+        has_bias=has_bias,
+        dtype=dtype,
+        scheme=scheme(bits, group, zeros, "group" if order else "none", packing="compressed-tensors"),
+    )
+    machine = at_home(name)
+    if old:
+        older = {"vllm": "0.29.0"} if name.startswith("marlin") else {"humming-kernels": "0.1.10"}
+        machine = dataclasses.replace(machine, packages=machine.packages | older)
+    if name == "trtllm_mxint4":
+        layer = dataclasses.replace(layer, hidden_size=256)
+    if backend(name).check(layer, machine).reasons:
+        return
+    plan = backend(name).plan(layer, machine)
+    original = expert(layer, seed)
+    kept = {key: tensor.clone() for key, tensor in original.items()}
+    converted = backend(name).convert(original, layer, plan)
+    found = undone(name, converted, layer, plan)
+    assert found.keys() == original.keys()
+    for key, tensor in original.items():
+        assert torch.equal(kept[key], tensor), f"{key} was modified"
+        assert torch.equal(found[key].contiguous(), tensor.contiguous()), key
+
+
+# Where the scale of row 8 i + j of 64 goes when it multiplies codes, and of row 2 i + j of 32 when it multiplies sums:
+# humming-kernels, ``transform_humming_weight_scale``; vLLM, ``get_scale_perms``.
+ON_CODES = [8 * j + i for i in range(8) for j in range(8)]
+ON_SUMS = [2 * i + 8 * j + k for i in range(4) for j in range(4) for k in (0, 1)]
+
+
+@pytest.mark.parametrize("name", ["marlin_wna16", "marlin_wna16_batched", "humming_wna16", "humming_wna16_grouped"])
+def test_a_matrix_as_wide_as_its_group_has_its_scales_in_order(name: str) -> None:
+    """Marlin's operator takes a single group for one scale a row, which multiplies sums. Humming's kernels are compiled
+    for the group's size: a single group's scales multiply codes."""
+    for group, hidden, inner, bits in itertools.product((-1, 32, 64, 128), (128, 256), (32, 64, 128, 256), (4, 8)):
+        if inner % max(group, 1):
+            continue
+        layer = usual(name, hidden_size=hidden, intermediate_size=inner, scheme=scheme(bits, group))
+        plan = backend(name).plan(layer, gpu(90))
+        one = expert(layer)
+        converted = backend(name).convert(one, layer, plan)
+        for which in ("w13", "w2"):
+            found, original = converted[f"{which}_scale"], one[f"{which}_scale"]
+            single = found.shape[0] == 1 if name.startswith("marlin") else group == -1
+            places = torch.tensor(ON_SUMS if single else ON_CODES)
+            if which == "w13" and plan.pads(layer):
+                original = torch.cat([torch.nn.functional.pad(half, (0, 0, 0, 32)) for half in original.chunk(2)])
+            rows = torch.nn.functional.pad(original, (0, 0, 0, found.shape[1] - original.shape[0]))
+            expected = rows.unflatten(0, (-1, len(places)))[:, places].flatten(0, 1).T
+            assert torch.equal(found[: expected.shape[0]], expected), (which, group, hidden, inner, bits)
+
+
+def test_biases_and_scales_come_in_the_models_dtype() -> None:
+    layer = usual("marlin_wna16", hidden_size=128, intermediate_size=128, has_bias=True)
+    source = {key: tensor.float() if tensor.is_floating_point() else tensor for key, tensor in expert(layer).items()}
+    for name in ("marlin_wna16", "humming_wna16"):
+        converted = backend(name).convert(source, layer, backend(name).plan(layer, gpu(90)))
+        floats = {tensor.dtype for tensor in converted.values() if tensor.is_floating_point()}
+        assert floats == {torch.bfloat16}
+
+
+def _padded_layers() -> list[tuple[str, Problem]]:
+    """Layers that backends take whose kernels know no padding."""
+    layers = [
+        (name, usual(
+            name, hidden_size=128, intermediate_size=96, experts=2, top_k=2, activation=activation,
+            scheme=scheme(bits, group, zeros, packing="compressed-tensors"), has_bias=name == "marlin_wna16",
+        ))
+        for name in ("marlin_wna16", "triton_wna16", "trtllm_mxint4")
+        for bits, group, zeros in itertools.product((4, 8), (32, -1), (False, True))
+        for activation in (SILU, GPT_OSS, RELU2)
+    ]  # fmt: skip
+    widened = [
+        (name, dataclasses.replace(each, num_experts=8, local_experts=8)) if name == "trtllm_mxint4" else (name, each)
+        for name, each in layers
+    ]
+    return [(name, each) for name, each in widened if not backend(name).check(each, at_home(name)).reasons]
+
+
+def test_layers_with_padding_are_of_every_backend_that_pads() -> None:
+    found = [name for name, _ in _padded_layers()]
+    assert {name: found.count(name) for name in found} == {"marlin_wna16": 18, "triton_wna16": 24, "trtllm_mxint4": 1}
+    pads = {
+        name
+        for name in NAMES
+        for inner in (96, 160, 352)
+        for hidden in (128, 384)
+        for each in [usual(name, hidden_size=hidden, intermediate_size=inner, scheme=scheme(group=32))]
+        if backend(name).plan(each, at_home(name)).pads(each)
+    }
+    assert pads == {*found, "marlin_wna16_batched"}  # whose conversion is Marlin's
+
+
+@pytest.mark.parametrize(("name", "each"), _padded_layers(), ids=lambda value: str(getattr(value, "scheme", value)))
+def test_garbage_in_padded_codes_and_zero_points_changes_nothing(name: str, each: Problem) -> None:
+    """Padding is scales of zero. The padded layer is computed by the reference, its padded codes set to anything, and
+    its inputs beyond the layer's own too."""
+    plan = backend(name).plan(each, at_home(name))
+    assert plan.intermediate_size > 96
+    wide = dataclasses.replace(each, hidden_size=plan.hidden_size, intermediate_size=plan.intermediate_size)
+    whole = dataclasses.replace(plan, hidden_size=wide.hidden_size, intermediate_size=wide.intermediate_size)
+    experts, padded = [], []
+    for index in range(2):
+        one = expert(each, index)
+        full = undone(name, backend(name).convert(one, each, plan), wide, whole)
+        generator = torch.Generator().manual_seed(index)
+        for key in ("w13", "w2", "w13_zero_point", "w2_zero_point"):
+            if key not in full:
+                continue
+            high = 16 if "zero" in key and each.scheme.bits == 4 else 256
+            garbage = torch.randint(0, high, full[key].shape, generator=generator).to(torch.uint8)
+            inside = torch.ones_like(one[key], dtype=torch.bool)
+            placed = _placed(inside, full[key].shape, each, key)
+            assert not placed.all() or key == "w2_zero_point"
+            full[key] = torch.where(placed, full[key], garbage)
+        experts.append(one)
+        padded.append(full)
+    broken = [{**one, "w13_scale": one["w13_scale"].clamp(min=0.01)} for one in padded]
+    expected, found, wrong = (
+        _output(shape, tensors)[:, : each.hidden_size]
+        for shape, tensors in ((each, experts), (wide, padded), (wide, broken))
+    )
+    # Sums of more columns run in another order: a rounding of the activations to bfloat16 may fall differently.
+    assert float((found - expected).norm() / expected.norm()) < 2.0**-9
+    assert float((wrong - expected).norm() / expected.norm()) > 2.0**-4
+
+
+def _output(each: Problem, experts: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(9))
+    beyond = torch.full((5, each.hidden_size - 128), 1e3)
+    out = torch.empty(5, each.hidden_size)
+    stacked = {key: torch.stack([one[key] for one in experts]) for key in experts[0]}
+    two = dataclasses.replace(each, num_experts=2, local_experts=2)
+    forward(
+        stacked, two, out, torch.cat((x, beyond), 1).bfloat16(), torch.full((5, 2), 0.5), torch.tensor([[0, 1]] * 5)
+    )
+    return out
+
+
+def _placed(inside: torch.Tensor, shape: torch.Size, each: Problem, key: str) -> torch.Tensor:
+    """Where the unpadded tensor is in the padded one."""
+    found = torch.zeros(shape, dtype=torch.bool)
+    halves = 2 if key.startswith("w13") and each.activation.gated else 1
+    for room, part in zip(found.chunk(halves), inside.chunk(halves), strict=True):
+        room[: part.shape[0], : part.shape[1]] = part
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_marlin_is_told_the_order_of_features_and_their_groups(ranks: int) -> None:
+    """What its kernel does with them: column k has input feature ``order[k]`` and the scales of ``group_index[k]``."""
+    layer = usual("marlin_wna16", hidden_size=128, intermediate_size=96, tp=ranks, scheme=scheme(4, 32, order="group"))
+    assert has_act_order(layer)
+    plan = backend("marlin_wna16").plan(layer, gpu(90, vllm="0.29.0"))
+    one = expert(layer)
+    converted = backend("marlin_wna16").convert(one, layer, plan)
+    for which, inner in (("w13", 128), ("w2", 96)):
+        codes = wna16.unpack_codes(mma_tiles.unpack_nibbles(converted[which]), 4).float() - 8
+        plain = scales.unpermute_scales(converted[f"{which}_scale"], on_accumulators=False)
+        values = codes * plain.float()[:, converted[f"{which}_group_index"].long()]
+        weights = torch.empty_like(values)
+        weights[:, converted[f"{which}_order"].long()] = values
+        rows = layer.intermediate_size if which == "w13" else layer.hidden_size
+        found = crop_rows(weights[:, :inner], rows, 2 if which == "w13" else 1)
+        assert torch.equal(found, wna16.dequantize_expert(one, which))
+
+
+def test_what_they_compute_with() -> None:
+    for name in NAMES:
+        words = str(backend(name).numerics(usual(name)))
+        expected = "int8" if name == "cpu_int4" else "16bit"
+        assert backend(name).activations(usual(name)) == expected
+        assert ("quantized to int8 per token" in words) == (name == "cpu_int4")
+
+
+@pytest.mark.parametrize("name", ["marlin_wna16", "marlin_wna16_batched"])
+def test_marlin_leaves_activations_alone_whatever_its_own_variable_says(name: str) -> None:
+    """VLLM_MARLIN_INPUT_DTYPE=fp8 made a model repeat itself; the class reads it when it is made."""
+    given: dict[str, Any] = {}
+
+    class Stock:
+        def stock(self, class_name: str, **kwargs: Any) -> Any:
+            given.update(kwargs, class_name=class_name)
+            return SimpleNamespace(input_dtype=torch.float8_e4m3fn)
+
+    layer = usual(name)
+    plan = backend(name).plan(layer, at_home(name))
+    made = backend(name).build_experts({}, layer, plan, Stock())  # type: ignore[arg-type]
+    assert made.input_dtype is None
+    assert given["class_name"] == backend(name).stock_class and not given.get("inputs")

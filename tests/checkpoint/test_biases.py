@@ -1,0 +1,125 @@
+"""Biases of experts that only tensors of a checkpoint tell of: found, or known to be zeros, without torch or vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.lib.configs import GPTQ, quantized
+from vllm_moe_oracle import checkpoint
+from vllm_moe_oracle.checkpoint.biases import has_nonzero_expert_biases, is_expert_bias
+from vllm_moe_oracle.errors import CheckpointError
+
+NAME = "model.layers.0.mlp.experts.7.down_proj.bias"
+ZEROS = torch.zeros(64)
+
+
+def one(*, at: int, value: float) -> torch.Tensor:
+    tensor = torch.zeros(64)
+    tensor[at] = value
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "biased"),
+    [
+        (NAME, True),
+        ("model.layers.0.block_sparse_moe.experts.0.w1.bias", True),
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", True),
+        ("model.layers.0.mlp.experts.e_score_correction_bias", False),
+        ("model.layers.0.mlp.shared_experts.down_proj.bias", False),
+        ("model.layers.0.self_attn.q_proj.bias", False),
+    ],
+)
+def test_names(name: str, biased: bool, tmp_path: Path) -> None:
+    save_file({name: torch.ones(1)}, tmp_path / "model.safetensors")
+    assert is_expert_bias(name) is has_nonzero_expert_biases(tmp_path) is biased
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8])
+@pytest.mark.parametrize(
+    ("bias", "biased"),
+    [
+        (ZEROS, False),
+        (-ZEROS, False),
+        (one(at=0, value=1.0), True),
+        (one(at=63, value=-2.0), True),
+        (one(at=5, value=float("nan")), True),
+        (one(at=5, value=1e-7), True),
+    ],
+)
+def test_zeros_of_either_sign_are_none(bias: torch.Tensor, biased: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    given = bias.to(dtype)
+    save_file({"a": torch.ones(3), NAME: given, "z": torch.ones(5)}, tmp_path / "model.safetensors")
+    assert has_nonzero_expert_biases(tmp_path) is bool((given != 0).any())
+    assert has_nonzero_expert_biases(tmp_path) is biased or dtype == torch.int8
+
+
+def test_every_file_and_every_tensor_is_looked_at(tmp_path: Path) -> None:
+    other = NAME.replace(".7.", ".8.")
+    save_file({NAME: ZEROS}, tmp_path / "model-00001.safetensors")
+    save_file({NAME: ZEROS, other: ZEROS.clone()}, tmp_path / "model-00002.safetensors")
+    assert not has_nonzero_expert_biases(tmp_path)
+    save_file({NAME: ZEROS, other: one(at=9, value=0.5)}, tmp_path / "model-00002.safetensors")
+    assert has_nonzero_expert_biases(tmp_path)
+
+
+def header(*, length: int | None = None, **tensors: Any) -> bytes:
+    text = json.dumps(tensors).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "its header would have 0 bytes"),
+        (header(length=1 << 40), "its header would have 1099511627776 bytes"),
+        (b"\x05\0\0\0\0\0\0\0{tru", "is not a safetensors file"),
+        (header() + b"", None),
+        (
+            header(**{NAME: {"dtype": "F16", "shape": [4], "data_offsets": [0, 8]}}) + b"\0\0",
+            "bytes 0 to 8 of 2",
+        ),
+        (header(**{NAME: {"dtype": "F16", "shape": [4], "data_offsets": [0, 10**15]}}), "would be bytes 0 to 10000000"),
+        (header(**{NAME: {"dtype": "F16", "shape": [4], "data_offsets": [0, 10**30]}}), "would be bytes 0 to 10000000"),
+        (header(**{NAME: {"dtype": "F16", "shape": [4], "data_offsets": [-2, 0]}}), "would be bytes -2 to 0"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n", "git lfs pull"),
+        (header(**{NAME: {"dtype": "F16", "shape": [4]}}), "'data_offsets'"),
+        (header(**{NAME: [1, 2]}), "is not a safetensors file"),
+        (header(**{NAME: {"dtype": "F16", "shape": [4], "data_offsets": "ab"}}), "is not a safetensors file"),
+    ],
+)
+def test_damaged_files_are_refused_by_name(content: bytes, words: str | None, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    if words is None:
+        assert not has_nonzero_expert_biases(tmp_path)
+        return
+    with pytest.raises(CheckpointError, match=r"model\.safetensors") as error:
+        has_nonzero_expert_biases(tmp_path)
+    assert words in str(error.value)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="is not a regular file"):
+        has_nonzero_expert_biases(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["gptq", "GPTQ", "awq"])
+def test_explain_knows_them_where_it_is_given_the_folder(method: str, tmp_path: Path) -> None:
+    quantization = (
+        {**GPTQ, "quant_method": method} if method != "awq" else {"quant_method": "awq", "bits": 4, "group_size": 64}
+    )
+    (tmp_path / "config.json").write_text(json.dumps(quantized(quantization_config=quantization)))
+    for bias, biased in ((ZEROS, False), (one(at=3, value=0.25), True)):
+        save_file({NAME: bias}, tmp_path / "model.safetensors")
+        found = checkpoint.find_moe_layers(checkpoint.read_checkpoint(tmp_path)).problems
+        assert {problem.has_bias for problem in found} == {biased}
+    alone = checkpoint.find_moe_layers(checkpoint.read_checkpoint(tmp_path / "config.json")).problems
+    assert not any(problem.has_bias for problem in alone), "of a config alone nothing is known"

@@ -1,0 +1,126 @@
+"""Checkpoints in 16 bits that vLLM's ``--quantization`` quantizes while they load, as `explain` reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
+from vllm_moe_oracle.cli.main import app
+from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.quantization import ONLINE_SCHEMES
+
+CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
+MXFP8 = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads((CONFIGS / "qwen3-30b-a3b.json").read_text()) | changes))
+    return file
+
+
+@pytest.mark.parametrize("name", ONLINE_SCHEMES)
+def test_a_gpt_oss_in_16_bits_is_refused(name: str, tmp_path: Path) -> None:
+    """In a server it is an error while weights are loaded: nothing reaches the loader that quantizes."""
+    with pytest.raises(CheckpointError, match="copies experts in 16 bits past the loader that would quantize them"):
+        find_moe_layers(read_checkpoint(written(tmp_path, model_type="gpt_oss", num_local_experts=8)), online=name)
+
+
+@pytest.mark.parametrize("name", ONLINE_SCHEMES)
+def test_every_layer_becomes_what_was_asked_for(name: str, tmp_path: Path) -> None:
+    found = find_moe_layers(read_checkpoint(written(tmp_path)), online=name)
+    assert len(found.problems) == 48 and not found.unquantized and not found.unsupported_formats
+    assert {problem.scheme for problem in found.problems} == {ONLINE_SCHEMES[name]}
+    assert {problem.scheme.packing for problem in found.problems} == {"online"}
+    assert found.method == name
+
+
+def test_they_are_what_the_methods_quantize_to() -> None:
+    pytest.importorskip("vllm", reason="methods subclass vLLM's")
+    from vllm_moe_oracle.methods.online import Mxfp8OnlineMoEMethod
+
+    assert Mxfp8OnlineMoEMethod.scheme == ONLINE_SCHEMES["mxfp8"]
+
+
+def test_the_layers_shapes_are_those_of_a_quantized_checkpoint(tmp_path: Path) -> None:
+    online = find_moe_layers(read_checkpoint(written(tmp_path)), 4, online="mxfp8").problems[0]
+    stored = find_moe_layers(read_checkpoint(written(tmp_path, quantization_config=MXFP8)), 4).problems[0]
+    assert online.scheme != stored.scheme
+    for field in ("num_experts", "top_k", "hidden_size", "intermediate_size", "activation", "routing", "parallel"):
+        assert getattr(online, field) == getattr(stored, field)
+
+
+def test_a_checkpoint_that_is_quantized_stays_what_it_is_or_is_refused(tmp_path: Path) -> None:
+    config = read_checkpoint(written(tmp_path, quantization_config=MXFP8))
+    assert find_moe_layers(config, online="modelopt_mxfp8") == find_moe_layers(config)
+    with pytest.raises(CheckpointError, match="quantized already, as modelopt_mxfp8, and --quantization is 'mxfp4'"):
+        find_moe_layers(config, online="mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "changes"),
+    [
+        ("modelopt", MXFP8, {}),
+        ("modelopt", {"quant_method": "modelopt", "quant_algo": "MXFP8"}, {}),
+        ("gpt_oss_mxfp4", {"quant_method": "mxfp4"}, {"model_type": "gpt_oss", "num_local_experts": 8}),
+    ],
+)
+def test_names_that_vllm_itself_goes_on_from_change_nothing(
+    name: str, quantization: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    config = read_checkpoint(written(tmp_path, quantization_config=quantization, **changes))
+    assert find_moe_layers(config, online=name) == find_moe_layers(config)
+
+
+def test_a_name_of_gpt_oss_is_for_gpt_oss(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="quantized already, as mxfp4"):
+        find_moe_layers(
+            read_checkpoint(written(tmp_path, quantization_config={"quant_method": "mxfp4"})), online="gpt_oss_mxfp4"
+        )
+
+
+def test_unsupported_names_are_refused_with_the_valid_ones(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'fp8' is not supported.*valid are mxfp8, mxfp4"):
+        find_moe_layers(read_checkpoint(written(tmp_path)), online="fp8")
+
+
+def test_without_the_option_the_error_names_it(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="--quantization mxfp8 or mxfp4 would quantize them while they load"):
+        find_moe_layers(read_checkpoint(written(tmp_path)))
+
+
+def test_explain_takes_it_and_says_why_sizes_do_not_do(tmp_path: Path) -> None:
+    file = str(written(tmp_path))
+    told = CliRunner().invoke(app, ["explain", file, "--quantization", "MXFP8", "--device", "nvidia-h200"])
+    assert told.exit_code == 0, told.output
+    assert "mxfp8 (online, activations mxfp8)" in told.output and "hopper_mxfp8" in told.output
+    # 768 / 16 = 48, which blocks of 32 do not divide.
+    cut = CliRunner().invoke(app, ["explain", file, "--quantization", "mxfp8", "--device", "nvidia-h200", "--tp", "16"])
+    assert cut.exit_code == 3
+    assert "768 / 16 = 48 is not a multiple of the scale group 32" in " ".join(cut.output.split())
+
+
+@pytest.mark.parametrize(
+    ("quantization", "names"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, ("gptq", "gptq_marlin", "auto_gptq")),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}, ("awq", "awq_marlin", "auto_awq")),
+    ],
+)
+def test_vllms_other_names_for_a_checkpoint_are_taken(
+    quantization: dict[str, Any], names: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = read_checkpoint(written(tmp_path, quantization_config=quantization))
+    for name in names:
+        found = find_moe_layers(config, online=name)
+        assert found.problems == find_moe_layers(config).problems and found.method == name
+    in_bytes = find_moe_layers(config, online="moe_wna16")
+    assert {problem.scheme.packing for problem in in_bytes.problems} == {"moe_wna16"}
+    assert {problem.scheme.zero_points for problem in in_bytes.problems} == {quantization["quant_method"] == "awq"}
+    with pytest.raises(CheckpointError, match=r"or say .*moe_wna16"):
+        find_moe_layers(config, online="mxfp8")

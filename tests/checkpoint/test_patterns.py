@@ -1,0 +1,113 @@
+"""Patterns of checkpoint configs match as Python's `re` does, in bounded time."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.quantization.patterns import MAX_SECONDS, BoundedPattern
+
+NAMES = [
+    "", "lm_head", "model.layers.0.mlp.gate", "model.layers.10.mlp.experts.3.gate_proj", "a", "ab", "aab", "A.B\n",
+    "\n",     "model.layers.1.mlp.shared_expert.up_proj", "aaaaaaaaaaaaaaaa", "x-y_z 9",
+]  # fmt: skip
+
+USUAL = [
+    "", "lm_head", ".*lm_head", r"model\.layers\.\d+\.mlp\.gate$", r".*\.mlp\.(gate|shared_expert).*", "(a|ab)(c|bcd)*",
+    r"model\.layers\.(0|1[0-9])\..*proj", "a{2,3}b?", "a*?b", "(?:a+)+b", r"\Aa", r"a\Z", "a$", "^a", r"\bmodel\b",
+    r"a\B", "[^a-c]", "[a-c]+$", r"[\d\w.]*", r"\S+\s\d", "(?i)MODEL", "(?i:a)B", "(?=model)m", "(?!model).", "a.b",
+    "(?s)a.b.", "(?<=a)b", r".*(?<!\.)proj", "(?m)^$", "(a{0,2}){3}b", "x-y_z 9", r"\W*", "()*a", "(?:)+",
+    "a{0}b", "a|", "|a",
+]  # fmt: skip
+
+
+def test_matches_as_python_does() -> None:
+    for text in USUAL:
+        pattern = BoundedPattern(text, "here")
+        for name in NAMES:
+            assert pattern.match(name) == (re.match(text, name) is not None), (text, name)
+            assert pattern.search(name) == (re.search(text, name) is not None), (text, name)
+
+
+LETTERS = st.sampled_from("ab.")
+ATOMS = st.one_of(
+    LETTERS.map(re.escape),
+    st.sampled_from([".", "[ab]", "[^a]", r"\w", r"\b", "^", "$", "(?=a)", "(?!b)", "(?<=a)", "(?<!b)"]),
+)
+PATTERNS = st.recursive(
+    ATOMS,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map(lambda two: f"(?:{two[0]}|{two[1]})"),
+        st.tuples(inner, st.sampled_from(["*", "+", "?", "{1,2}", "*?", "{2}"])).map(
+            lambda two: f"(?:{two[0]}){two[1]}"
+        ),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=400)
+@given(text=PATTERNS, name=st.text("ab.", max_size=8))
+def test_random_patterns_match_as_python_does(text: str, name: str) -> None:
+    pattern = BoundedPattern(text, "here")
+    assert pattern.match(name) == (re.match(text, name) is not None)
+    assert pattern.search(name) == (re.search(text, name) is not None)
+
+
+HOSTILE = [
+    "(a+)+$", "(a|aa)+$", "(.*a){20}$", "(a*)*b", ".*.*.*.*.*.*.*.*x", "((a{1,20}){1,20}){1,20}b",
+    "(((a?){20}){20}){20}x", "(?=.*(?=.*(?=.*(?=.*zzz))))", "(?!(?=.*(?=.*(?=.*!)))).*", "(a{10000})b",
+    "(?R)a", "(?:a|b|ab){e}(?:a+)+c", "(?(DEFINE)(?P<q>(?&q)a))(?&q)", "((a)|(b))*" * 1000, "(?>(a|aa)+)+$",
+    "(((((a|aa)?a?)+)+)+)+(((a?)+)+)+b" * 40,
+]  # fmt: skip
+"""Patterns that backtrack exponentially, recurse, or compile into large programs."""
+
+
+def test_hostile_patterns_end_soon() -> None:
+    for text in HOSTILE:
+        start = time.process_time()
+        try:
+            pattern = BoundedPattern(text, "config.json, ignore")
+            for length in range(500):  # the limit holds for all matches together
+                pattern.match("a" * 60 + "!" + str(length))
+                pattern.search("a" * 60 + "!" + str(length))
+        except CheckpointError as error:
+            assert str(error).startswith("config.json, ignore: ")
+            assert f"takes more than {MAX_SECONDS} s to match names of layers" in str(error), text
+        assert time.process_time() - start < 3.0, text
+
+
+def test_a_pattern_that_exceeds_its_time_is_an_error() -> None:
+    pattern = BoundedPattern("(a|aa)+$", "config.json, ignore")
+    with pytest.raises(CheckpointError, match=r"takes more than 1\.0 s .* Write it without nested repeats"):
+        pattern.match("a" * 100 + "!")
+
+
+def test_a_usual_pattern_matches_any_number_of_names() -> None:
+    pattern = BoundedPattern(r".*\.mlp\.(gate|shared_expert).*", "here")
+    for index in range(30_000):
+        assert pattern.match(f"model.layers.{index}.mlp.gate")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("(", "is not a regular expression: missing )"),
+        ("a{99999999999}", "repeats a part more than 10000 times"),
+        ("((((a?){40}){40}){40}){40}x", "repeats a part more than 10000 times"),
+        ("(a{2000,}){20,}", "repeats a part more than 10000 times"),
+        ("(" * 5000 + "a" + ")" * 5000, "is not a regular expression"),
+        ("a" * 20_001, "has 20001 characters, more than 20000"),
+    ],
+    ids=["open", "overflow", "nested", "unbounded", "deep", "long"],
+)
+def test_refused_patterns_are_named_with_their_place(text: str, message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        BoundedPattern(text, "config.json, ignore")
+    assert message in str(caught.value) and str(caught.value).startswith("config.json, ignore: ")

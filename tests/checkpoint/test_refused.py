@@ -1,0 +1,233 @@
+"""Checkpoints' configs that are damaged or hostile: each gets an answer, or one error that says what and where."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.lib.configs import (
+    CONFIGS,
+    CT_MXFP8,
+    INT4,
+    MODELOPT,
+    PACKED,
+    compressed,
+    config,
+    group,
+    mixed,
+    quantized,
+)
+from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
+from vllm_moe_oracle.checkpoint.files import MAX_CONFIG_BYTES
+from vllm_moe_oracle.core.problem import Problem
+from vllm_moe_oracle.errors import CheckpointError
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": None}, "has no MoE layers: none of num_experts, "),
+        ({"num_experts": 0}, "has no MoE layers"),
+        ({"mlp_only_layers": list(range(48))}, "none of the 48 layers has experts"),
+        ({"num_experts": -128}, "num_experts is -128, not between 1 and"),
+        ({"num_experts": 1e30}, "num_experts is 1e\\+30, not an integer"),
+        ({"num_experts": 10**30}, "num_experts is 1000.*, not between 1 and 65536"),
+        ({"num_experts": "many"}, "num_experts is 'many', not an integer"),
+        ({"num_experts": True}, "num_experts is True, not an integer"),
+        ({"num_experts": [128]}, "num_experts is None, not an integer"),
+        ({"num_experts_per_tok": None}, "none of num_experts_per_tok, .* is set"),
+        ({"num_experts_per_tok": 129}, "top-129 of 128 experts"),
+        ({"num_experts_per_tok": 8.5}, "num_experts_per_tok is 8.5"),
+        ({"hidden_size": {}}, "hidden_size is {}, not an integer"),
+        ({"hidden_size": 0}, "hidden_size is 0, not between"),
+        ({"moe_intermediate_size": -1}, "moe_intermediate_size is -1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, not between 1 and 4096"),
+        ({"num_hidden_layers": None}, "none of num_hidden_layers, "),
+        ({"decoder_sparse_step": "often"}, "decoder_sparse_step is 'often'"),
+        ({"hidden_act": 3}, "the activation is 3, not a name"),
+        ({"swiglu_limit": "high"}, "swiglu_limit is 'high', not a number"),
+        ({"torch_dtype": "int3"}, "unknown dtype 'int3'"),
+        ({"text_config": [1]}, r"text_config is \[1\], not an object"),
+        ({"block_configs": [{}]}, "block_configs .* does not read"),
+        ({"hybrid_override_pattern": "E" * 5000}, "has 5000 layers, more than 4096"),
+        (
+            {"num_experts": None, "ffn_config": {"moe_num_experts": 16}},
+            "ffn_config describes its experts, which this release does not read",
+        ),
+        ({"quantization_config": None}, "there is no quantization_config and no hf_quant_config.json"),
+        ({"quantization_config": "MXFP8"}, "quantization_config is 'MXFP8', not an object"),
+        ({"quantization_config": {}}, "there is no quant_method. Known are auto-round, awq, "),
+        (
+            {"quantization_config": {"quant_method": "fancy8"}},
+            "unknown quant_method 'fancy8'. Known are auto-round, awq, ",
+        ),
+        ({"quantization_config": {"quant_method": 8}}, "quant_method is 8, not a word"),
+        ({"quantization_config": {"quant_method": "modelopt"}}, "there is no quant_algo"),
+        ({"quantization_config": MODELOPT | {"quant_algo": "MXFP7"}}, "unknown quant_algo 'MXFP7'. Known are MXFP8, "),
+        ({"quantization_config": MODELOPT | {"quant_algo": "NVFP4"}}, "stored as NVFP4, which this release does not"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "stored as fp8, which this release does not read"),
+        ({"quantization_config": MODELOPT | {"ignore": "lm_head"}}, "ignore is 'lm_head', not a list of names"),
+        ({"quantization_config": MODELOPT | {"ignore": [1]}}, r"ignore is \[1\], not a list of names"),
+        ({"quantization_config": {"quant_method": "quark", "exclude": ["re:("]}}, "is not a regular expression"),
+        ({"quantization_config": MODELOPT | {"config_groups": []}}, "config_groups is not an object of objects"),
+        ({"quantization_config": {"quant_method": "modelopt", "quantization": 1}}, "quantization is 1, not an object"),
+        ({"quantization_config": MODELOPT | {"quant_algo": "MIXED_PRECISION"}}, "needs an object quantized_layers"),
+        ({"quantization_config": mixed(a="")}, "quantized_layers.a has no quant_algo"),
+        ({"quantization_config": compressed()}, "config_groups is missing or empty"),
+        ({"quantization_config": compressed(group({"num_bits": "8"}))}, "num_bits is '8'"),
+        ({"quantization_config": compressed(group(CT_MXFP8, [1]))}, r"input_activations is \[1\]"),
+        ({"quantization_config": compressed(group({**CT_MXFP8, "group_size": 16}))}, "8-bit float.* does not read"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": "4"}}, "bits is '4', not a width"),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "gptq",
+                    "bits": 4,
+                    "group_size": 32,
+                    "checkpoint_format": "marlin",
+                }
+            },
+            "unknown checkpoint_format 'marlin'. Known are gptq, gptq_v2",
+        ),
+        (
+            {"quantization_config": {"quant_method": "awq", "w_bit": 8, "q_group_size": 32, "zero_point": True}},
+            "w_bit is 8; vLLM's classes for AWQ refuse any width but 4 bits. Quantize again with 4 bits",
+        ),
+        (
+            {
+                "quantization_config": {
+                    "quant_method": "awq",
+                    "bits": 4,
+                    "group_size": 32,
+                    "modules_to_not_convert": [[1]],
+                }
+            },
+            "modules_to_not_convert is .*, not a list of names",
+        ),
+        (
+            {"quantization_config": compressed(group(INT4 | {"actorder": "best"}), format=PACKED)},
+            "unknown actorder 'best'",
+        ),
+    ],
+)
+def test_unusable_configs_say_what_and_where(
+    changes: dict[str, Any], message: str, explain: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        explain(quantized(**changes))
+    assert caught.value.where.startswith(str(tmp_path / "config.json"))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not JSON: Expecting value"),
+        (b"{", "is not JSON"),
+        (b"\xff\xfe\x00{", "is not JSON"),
+        (b"[1, 2]", r"holds \[1, 2\], not a JSON object"),
+        (b"null", "holds None, not a JSON object"),
+        (b"[" * 200_000, "is nested too deeply"),
+        (b'{"a":' * 200_000, "is nested too deeply"),
+        (b'{"num_experts": ' + b"9" * 10_000 + b"}", "is not JSON"),
+    ],
+)
+def test_files_that_are_no_config(content: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message):
+        find_moe_layers(read_checkpoint(file))
+
+
+def test_a_path_that_is_something_else_gets_what_it_is_and_what_to_give(tmp_path: Path) -> None:
+    def said(path: Path) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            find_moe_layers(read_checkpoint(path))
+        return str(caught.value)
+
+    empty, gguf, cache = (tmp_path / name for name in ("empty", "gguf", "cache"))
+    for folder in (empty, gguf, cache / "snapshots" / "abc"):
+        folder.mkdir(parents=True)
+    (gguf / "model-Q4_K_M.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    (cache / "snapshots" / "abc" / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"\x10" + bytes(23))
+    give = "Give the folder that config.json and the tensors are in"
+    assert said(empty).endswith(f"the folder has no config.json: it is empty. {give}")
+    assert "the folder has no config.json, but GGUF files. GGUF is not supported" in said(gguf)
+    assert "is a GGUF file. GGUF is not supported: give the" in said(next(gguf.iterdir()))
+    assert said(cache).endswith(f"the folder has no config.json. There is one in {cache}/snapshots/abc")
+    assert "holds tensors. Give the folder that it is in, or its config.json" in said(tmp_path / "model.safetensors")
+    assert "hf download Qwen/Qwen3-30B-A3B --include '*config.json'" in said(Path("Qwen/Qwen3-30B-A3B"))
+    assert "hf download" not in said(tmp_path / "Qwen/Qwen3-30B-A3B") + said(Path("./nowhere/at/all"))
+    dense = {"model_type": "llama", "num_hidden_layers": 2, "quantization_config": {"quant_method": "gptq"}}
+    (empty / "config.json").write_text(json.dumps(dense))
+    assert "it has no MoE layers: none of num_experts" in said(empty)
+    assert "Only experts are decided here; of all other layers vLLM chooses the kernels itself" in said(empty)
+
+
+def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere: no such file or folder\. Give a checkpoint's folder"):
+        read_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"the folder has no config\.json"):
+        read_checkpoint(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match="is not a regular file"):
+        read_checkpoint(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="is not a regular file"):
+        read_checkpoint(tmp_path / "pipe")
+    large = tmp_path / "large.json"
+    with large.open("wb") as file:
+        file.truncate(MAX_CONFIG_BYTES + 1)
+    with pytest.raises(CheckpointError, match="has 67108865 bytes"):
+        read_checkpoint(large)
+
+
+PUBLISHED = sorted(path.stem for path in CONFIGS.glob("*.json"))
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+PLACES = [("top", name) for name in sorted({key for name in PUBLISHED for key in config(name)})] + [
+    ("quantization", name)
+    for name in (
+        "quant_method", "quant_algo", "ignore", "exclude_modules", "quantization", "config_groups",
+        "quantized_layers", "producer", "format", "bits", "group_size", "dynamic", "sym", "desc_act", "zero_point",
+        "modules_to_not_convert",
+    )
+]  # fmt: skip
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_value_in_any_field_is_read_or_refused_by_name(data: st.DataObject, tmp_path: Path) -> None:
+    """A hostile file gets an answer or a CheckpointError, never another exception."""
+    made = copy.deepcopy(quantized(data.draw(st.sampled_from(PUBLISHED))))
+    starts = [
+        MODELOPT,
+        {"quant_method": "gptq", "bits": 4, "group_size": 32},
+        compressed(group(CT_MXFP8)),
+        mixed(a="MXFP8"),
+    ]
+    made["quantization_config"] = copy.deepcopy(data.draw(st.sampled_from(starts)))
+    for place, name in data.draw(st.lists(st.sampled_from(PLACES), min_size=1, max_size=3)):
+        (made if place == "top" else made["quantization_config"])[name] = data.draw(JSON)
+        if not isinstance(made.get("quantization_config"), dict):
+            break
+    (tmp_path / "config.json").write_text(json.dumps(made))
+    try:
+        found = find_moe_layers(
+            read_checkpoint(tmp_path), data.draw(st.sampled_from([1, 2, 3])), data.draw(st.booleans())
+        )
+    except CheckpointError as error:
+        assert "\n" not in str(error)
+    else:
+        assert all(isinstance(problem, Problem) for problem in found.problems)

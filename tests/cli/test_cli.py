@@ -1,0 +1,604 @@
+"""The command line tool as its users meet it: answers, exit statuses, one-line errors, JSON for other tools."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.lib.cli import CONFIGS, Run
+from vllm_moe_oracle import __version__
+from vllm_moe_oracle.core.decision import ShardPlan
+from vllm_moe_oracle.core.problem import Device, Problem
+from vllm_moe_oracle.devices import detect
+from vllm_moe_oracle.devices.catalog import known_device
+from vllm_moe_oracle.releases.supported import NEWEST
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a published model's config as ModelOpt would after quantizing to MXFP8; fields can be replaced."""
+
+    def made(name: str = "qwen3-30b-a3b", **changes: Any) -> Path:
+        data = json.loads((CONFIGS / f"{name}.json").read_text())
+        data["quantization_config"] = MODELOPT
+        data.update(changes)
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
+        return path
+
+    return made
+
+
+# --- explain ----------------------------------------------------------------------------------------------------------
+
+
+def test_explain_answers_for_a_machine_that_is_elsewhere(run: Run, write: Callable[..., Path]) -> None:
+    result = run("explain", write(), "--device", "nvidia-h200")
+    assert (result.status, result.err) == (0, "")
+    lines = result.out.splitlines()
+    assert lines[0] == f"NVIDIA H200 (sm_90), vLLM {NEWEST}, one rank"
+    assert lines[2] == "48 layers: model.layers.0-47.mlp.experts"
+    for word in ("problem", "backend", "why", "numerics", "plan"):
+        assert any(line.startswith(f"  {word} ") for line in lines), word
+    assert re.search(r"^  candidate +verdict +reasons, or microseconds by tokens$", result.out, re.MULTILINE)
+    assert re.search(r"^  emulation +accepted$", result.out, re.MULTILINE)
+
+
+def test_tables_without_a_terminal_are_plain_and_fit_80_columns(run: Run, write: Callable[..., Path]) -> None:
+    result = run("explain", write(dtype="float16"), "--device", "cpu", "--set", "disable=emulation")
+    assert "\x1b" not in result.out
+    assert all(len(line) <= 80 and line == line.rstrip() for line in result.out.splitlines())
+    # Wrapped, not cut: all words of a reason are there.
+    assert "disabled by --set disable (take it out of the setting disable)" in " ".join(result.out.split())
+
+
+def test_explain_reads_a_checkpoints_folder(run: Run, write: Callable[..., Path]) -> None:
+    assert run("explain", write().parent, "--device", "cpu").out.startswith("CPU (cpu), vLLM ")
+
+
+def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Callable[..., Path]) -> None:
+    result = run("explain", write(), "--device", "nvidia-h200", "--tp", 2, "--json", "--set", "use_measurements=0")
+    assert (result.status, result.err) == (0, "")
+    data = result.json
+    assert list(data) == ["vllm", "device", "groups"]
+    assert data["vllm"] == NEWEST
+    assert msgspec.convert(data["device"], Device) == known_device("nvidia-h200")
+    (group,) = data["groups"]
+    assert list(group) == ["layers", "count", "predicts", "problem", "decision", "candidates"]
+    assert (group["layers"], group["count"]) == ("model.layers.0-47.mlp.experts", 48)
+    problem = msgspec.convert(group["problem"], Problem)
+    assert (problem.intermediate_size, problem.parallel.tp, problem.layer) == (384, 2, "model.layers.0.mlp.experts")
+    assert list(group["decision"]) == ["backend", "why", "explanation", "numerics", "plan", "measured", "token_ranges"]
+    assert group["decision"]["why"] == "static"
+    assert (group["decision"]["measured"], group["decision"]["token_ranges"]) == (None, [])
+    assert isinstance(group["decision"]["numerics"], str)
+    assert msgspec.convert(group["decision"]["plan"], ShardPlan).hidden_size == 2048
+    names = [candidate["backend"] for candidate in group["candidates"]]
+    assert "emulation" in names and group["decision"]["backend"] == names[0]
+    for candidate in group["candidates"]:
+        assert list(candidate) == ["backend", "accepted", "reasons"]
+        assert candidate["accepted"] is (candidate["reasons"] == [])
+        assert all(list(reason) == ["code", "detail", "remedy"] for reason in candidate["reasons"])
+
+
+def test_a_group_without_a_backend_ends_with_3_and_still_prints_the_table(run: Run, write: Callable[..., Path]) -> None:
+    # 2880 / 60 = 48 is not a multiple of the 32 elements that share a scale.
+    arguments = ("explain", write("gpt-oss-20b", num_attention_heads=60), "--device", "nvidia-h200", "--tp", 60)
+    result = run(*arguments)
+    assert result.status == 3
+    text = " ".join(result.out.split())
+    assert "backend none" in text and "no backend can run mxfp8 experts here" in text
+    assert "2880 / 60 = 48 is not a multiple of the scale group 32 (48 mod 32 = 16)" in text
+    assert "(TP 30 would work)" in text
+    result = run(*arguments, "--json")
+    assert result.status == 3
+    (group,) = result.json["groups"]
+    assert group["decision"] is None
+    codes = {reason["code"] for candidate in group["candidates"] for reason in candidate["reasons"]}
+    assert "group.intermediate" in codes
+    assert result.err.startswith("error: model.layers.0-23.mlp.experts: no backend can run mxfp8 experts here")
+    assert result.err.count("\n") == 2  # the second says that the config names no dtype
+
+
+def test_a_scheme_without_backends_is_said_to_have_none_yet(run: Run) -> None:
+    result = run("explain", CONFIGS / "kimi-k2-thinking.json", "--device", "nvidia-h200")
+    data = run("explain", CONFIGS / "kimi-k2-thinking.json", "--device", "nvidia-h200", "--json").json
+    if data["groups"][0]["candidates"]:
+        pytest.skip("this release has backends for wna16")
+    assert result.status == 3
+    assert "this release has no backend for wna16 experts yet" in result.out
+    assert data["groups"][0]["decision"] is None
+
+
+def test_an_explicit_choice_that_is_not_known_is_refused_with_the_valid_names(
+    run: Run, write: Callable[..., Path]
+) -> None:
+    result = run("explain", write(), "--device", "cpu", "--moe-backend", "flashinfer_cutlass")
+    assert result.status == 3
+    assert "flashinfer_cutlass (--moe-backend flashinfer_cutlass)" in " ".join(result.out.split())
+    assert run("explain", write(), "--device", "cpu", "--moe-backend", "emulation").status == 0
+
+
+def test_every_checkpoint_that_is_served_gets_no_note_that_it_is_not(
+    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_moe_oracle import methods
+
+    said = "does not serve mxfp8 in vLLM's modelopt_mxfp8 checkpoints"
+    assert said not in " ".join(run("explain", write(), "--device", "cpu").out.split())
+    monkeypatch.setattr(methods, "served_schemes", dict)
+    assert said in " ".join(run("explain", write(), "--device", "cpu").out.split())
+
+
+def test_the_served_names_are_the_registered_ones_and_the_readmes() -> None:
+    from vllm_moe_oracle.methods import configs, served_schemes
+
+    # Through methods alone: vLLM keeps its own config class.
+    served = served_schemes()
+    assert set(served) == {*configs(), "deepseek_v4_fp8", "inc", "quark"}
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert [name for name in served if f"`{name}`" not in text] == []
+    assert served["compressed-tensors"] == ("mxfp4", "mxfp8", "wna16")
+
+
+def test_a_release_that_is_not_supported_is_noted(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+    file = tmp_path / "there.json"
+    file.write_text('{"kind": "cpu", "name": "there", "packages": {"vllm": "0.40.0"}}')
+    result = run("explain", write(), "--device", file)
+    assert "the plugin would stand down" in " ".join(result.out.split())
+    assert "the plugin would stand down" not in run("explain", write(), "--device", file, "--set", "force=1").out
+
+
+@pytest.mark.parametrize(("plugins", "selected"), [("", False), ("other", False), ("other,moe_oracle", True)])
+def test_what_vllm_selects_is_said(
+    plugins: str, selected: bool, run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    said = f"not selected by VLLM_PLUGINS={plugins!r}"
+    assert (said in " ".join(run("explain", write(), "--device", "cpu").out.split())) is not selected
+    if not selected:
+        assert run("status", "--json").json["plugin"] | {"vllm": None} == {
+            "active": False, "reason": said, "vllm": None, "methods": [], "patches": [], "waiting": [], "failed": {}
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("word", ["Marlin", "MARLIN", "marlin"])
+def test_moe_backend_is_read_as_vllm_reads_it(word: str, run: Run, write: Callable[..., Path]) -> None:
+    result = run("explain", write(), "--device", "nvidia-h200", "--moe-backend", word, "--json")
+    assert result.json["groups"][0]["decision"]["backend"] == "marlin_mxfp8"
+    result = run("explain", write(), "--device", "nvidia-b200", "--moe-backend", "flashinfer-trtllm", "--json")
+    assert result.json["groups"][0]["decision"]["backend"].startswith("trtllm_mxfp8")
+
+
+def test_the_remedy_of_a_refusal_is_kept(run: Run, write: Callable[..., Path]) -> None:
+    arguments = ("explain", write(), "--device", "cpu", "--set", "backend=marlin_mxfp8")
+    remedy = "Choose an accepted one (emulation), or auto, or set on_unavailable=fallback"
+    assert remedy in " ".join(run(*arguments).out.split())
+    assert remedy in run(*arguments, "--json").err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hopper_mxpf8", "Did you mean hopper_mxfp8? Choose an accepted one"),
+        ("hopper_mxpf4", "Did you mean hopper_mxfp8?"),
+        (
+            "hopper_mxfp4",
+            "hopper_mxfp4 (--set backend) is not a backend for mxfp8 experts but for mxfp4 experts; valid are auto,",
+        ),
+        ("hopper-mxfp8", "Did you mean hopper_mxfp8?"),
+        ("EMULATION", "Did you mean emulation?"),
+        ("trtllm_mxfp8", "needs compute capability sm_100 to below sm_110; NVIDIA H200 has sm_90. Choose an accepted"),
+    ],
+)
+def test_a_backend_that_is_none_here_is_refused_with_why_and_what_would_do(
+    name: str, said: str, run: Run, write: Callable[..., Path]
+) -> None:
+    result = run("explain", write(), "--device", "nvidia-h200", "--backend", name)
+    text = " ".join(result.out.split())
+    assert result.status == 3 and said in text
+    accepted = re.findall(r"^  (\w+) +accepted", result.out, re.MULTILINE)
+    assert f"Choose an accepted one ({', '.join(accepted)}), or auto, or set on_unavailable=fallback" in text
+    assert "humming_mxfp8" in accepted and "trtllm_mxfp8" not in accepted
+    assert ("Did you mean" in text) == (name != "trtllm_mxfp8")
+
+
+def test_the_option_backend_is_the_setting(run: Run, write: Callable[..., Path]) -> None:
+    path = write()
+    result = run("explain", path, "--device", "nvidia-h200", "--backend", "marlin_mxfp8", "--json")
+    assert result.json["groups"][0]["decision"]["backend"] == "marlin_mxfp8"
+    result = run("explain", path, "--device", "nvidia-h200", "--backend", "emulation", "--set", "backend=marlin_mxfp8")
+    assert result.status == 2 and "backend is given twice" in result.err
+    # To vLLM's option only vLLM's names are known, and those are what would do instead.
+    result = run("explain", path, "--device", "nvidia-h200", "--moe-backend", "marlim")
+    text = " ".join(result.out.split())
+    assert "Did you mean marlin? Choose an accepted one (humming, marlin, emulation), or auto" in text
+    result = run("explain", path, "--device", "nvidia-h200", "--set", "disable=hopper_mxpf8")
+    assert result.status == 2 and "Did you mean hopper_mxfp8? Valid are" in result.err
+
+
+def test_a_fallback_is_seen_in_json_and_on_standard_error(run: Run, write: Callable[..., Path]) -> None:
+    arguments = ("--set", "backend=marlin_mxfp8", "--set", "on_unavailable=fallback", "--json")
+    result = run("explain", write(), "--device", "cpu", *arguments)
+    assert "not what was asked for: marlin_mxfp8" in result.json["groups"][0]["decision"]["explanation"]
+    assert result.err.startswith("note: ") and "not what was asked for" in result.err
+
+
+def test_a_broken_backend_of_a_third_party_is_noted(
+    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_moe_oracle.oracle.registry import default_registry
+
+    monkeypatch.setitem(default_registry().load_errors, "theirs", "ImportError: no")
+    result = run("explain", write(), "--device", "cpu")
+    assert "backend of the entry point theirs could not be loaded: ImportError: no" in " ".join(result.out.split())
+
+
+def test_an_override_gives_its_layers_a_group_of_their_own(run: Run, write: Callable[..., Path]) -> None:
+    override = r"overrides=re:layers\.[0-9]\.=emulation"
+    result = run("explain", write(), "--device", "cpu", "--set", override, "--json")
+    groups = result.json["groups"]
+    assert [(group["layers"], group["decision"]["why"]) for group in groups] == [
+        ("model.layers.0-9.mlp.experts", "override"),
+        ("model.layers.10-47.mlp.experts", "static"),
+    ]
+
+
+def test_expert_parallelism_keeps_the_intermediate_size(run: Run, write: Callable[..., Path]) -> None:
+    result = run("explain", write(), "--device", "nvidia-h200", "--tp", 8, "--ep", "--json")
+    problem = result.json["groups"][0]["problem"]
+    assert (problem["intermediate_size"], problem["local_experts"], problem["parallel"]["ep"]) == (768, 16, 8)
+
+
+def test_layers_that_are_left_out_are_counted(run: Run, write: Callable[..., Path]) -> None:
+    path = write(quantization_config=MODELOPT | {"ignore": ["model.layers.0*", "model.layers.47*"]})
+    note = "2 MoE layers have unquantized experts, which vLLM serves itself: model.layers.0,47.mlp.experts"
+    result = run("explain", path, "--device", "cpu")
+    assert result.status == 0 and f"note: {note}" in " ".join(result.out.split())
+    result = run("explain", path, "--device", "cpu", "--json")
+    assert result.json["groups"][0]["count"] == 46 and result.err == f"note: {note}\n"
+
+
+def test_a_checkpoint_whose_experts_are_all_left_out_needs_no_backend(run: Run, write: Callable[..., Path]) -> None:
+    path = write(quantization_config=MODELOPT | {"ignore": ["*.experts"]})
+    result = run("explain", path, "--device", "cpu")
+    assert result.status == 0 and "48 MoE layers have unquantized experts" in result.out
+
+
+def test_what_the_plugin_would_not_do_is_said(
+    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_ORACLE_ENABLED", "0")
+    result = run("explain", write(), "--device", "cpu")
+    assert "the plugin is switched off by environment variable MOE_ORACLE_ENABLED" in " ".join(result.out.split())
+
+
+def test_activations_left_in_16_bits_change_the_problem(run: Run, write: Callable[..., Path]) -> None:
+    result = run("explain", write(), "--device", "cpu", "--set", "activations=16bit", "--json")
+    assert result.json["groups"][0]["problem"]["scheme"]["activations"] == "16bit"
+    said = "activations are 16bit by --set activations, the checkpoint declares mxfp8"
+    assert said in " ".join(result.err.split())
+    assert "activations are" not in run("explain", write(), "--device", "cpu", "--json").err
+
+
+def test_a_device_can_come_from_a_file(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+    file = tmp_path / "there.json"
+    file.write_text('{"device": {"kind": "cuda", "name": "NVIDIA H300", "capability": 95}}')
+    data = run("explain", write(), "--device", file, "--json").json
+    assert (data["device"]["name"], data["device"]["capability"]) == ("NVIDIA H300", 95)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("CONFIG", "--device", "nvidia-h20"),
+            "--device: unknown device 'nvidia-h20'. Did you mean nvidia-h200? Valid are auto,",
+        ),
+        (("nowhere",), "nowhere: no such file or folder. Give a checkpoint's folder or its config.json"),
+        (("",), "PATH: the path is empty. Give a checkpoint's folder"),
+        (("CONFIG", "--tp", "5"), "do not divide the 32 attention heads (32 mod 5 = 2). TP 4 would do"),
+        (("CONFIG", "--tp", "1000000000"), "1000000000 ranks are more than 65536"),
+        (("CONFIG", "--tp", "24"), "do not divide the 32 attention heads (32 mod 24 = 8). TP 16 would do"),
+        (("CONFIG", "--tp", "0"), "--tp: 0 ranks are not possible"),
+        (("CONFIG", "--device", "nvidia-h2000"), "'nvidia-h2000'. Did you mean nvidia-h200? Valid are auto, "),
+        (("CONFIG", "--device", "missing.json"), "missing.json: cannot be read: No such file"),
+        (("CONFIG", "--set", "backend"), "--set: 'backend' has no =. Write --set backend=emulation"),
+        (("CONFIG", "--set", "bakend=emulation"), "--set: unknown setting 'bakend'. Did you mean backend?"),
+        (("CONFIG", "--set", "enabled=perhaps"), "'perhaps' is not a boolean"),
+        (("CONFIG", "--set", "backend=a", "--backend", "b"), "--set: backend is given twice. Leave one of them out"),
+        (("CONFIG", "--set", r"overrides=rs\.99\.=emulation"), r"re:rs\.99\. matches none of the 48 quantized"),
+        (("CONFIG", "--set", "overrides=(=emulation"), "is not a regular expression"),
+        (("CONFIG", "--set", "disable=nothing"), "'nothing'"),
+    ],
+)  # fmt: skip
+def test_unusable_input_ends_with_2_and_one_line(
+    arguments: tuple[str, ...], message: str, run: Run, write: Callable[..., Path]
+) -> None:
+    path = write()
+    given = [str(path) if word == "CONFIG" else word for word in arguments]
+    if "--device" not in given:
+        given += ["--device", "cpu"]
+    for more in ([], ["--json"]):
+        result = run("explain", *given, *more)
+        assert (result.status, result.out) == (2, "")
+        assert result.err.startswith("error: ") and result.err.count("\n") == 1
+        assert message in result.err
+
+
+@pytest.mark.parametrize("word", ["\ud800", "\x1b[31msilu", "si lu", ""])
+def test_an_activation_that_is_no_name_is_refused_in_plain_letters(
+    word: str, run: Run, write: Callable[..., Path]
+) -> None:
+    result = run("explain", write(hidden_act=word), "--device", "cpu")
+    assert (result.status, result.out, result.err.count("\n")) == (2, "", 1) and result.err.isascii()
+    assert "\x1b" not in result.err
+
+
+def test_a_path_that_is_too_long_and_a_count_of_no_experts_are_one_line(run: Run, write: Callable[..., Path]) -> None:
+    result = run("explain", "a" * 5000, "--device", "cpu")
+    assert (result.status, result.err.count("\n")) == (2, 1) and "cannot be a path" in result.err
+    result = run("explain", write(num_experts=0), "--device", "cpu")
+    assert result.status == 2 and "it has no MoE layers: num_experts is 0" in result.err
+
+
+@pytest.mark.parametrize("kind", ["rocm", "xpu"])
+def test_where_the_plugin_stands_down_is_said(kind: str, run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+    file = tmp_path / "there.json"
+    file.write_text(json.dumps({"kind": kind, "name": "Some GPU"}))
+    said = " ".join(run("explain", write(), "--device", file).out.split())
+    assert "the plugin would stand down, and vLLM choose by itself: no backend knows Some GPU's own kernels" in said
+
+
+def test_a_device_with_unprintable_words_is_refused(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+    file = tmp_path / "there.json"
+    for more in ({"name": "\x1b[31mH200"}, {"name": "H200", "packages": {"vllm": "0.33\n"}}):
+        file.write_text(json.dumps({"kind": "cuda", **more}))
+        result = run("explain", write(), "--device", file)
+        assert (result.status, result.out, result.err.count("\n")) == (2, "", 1)
+        assert "is not printable" in result.err and "\x1b" not in result.err
+
+
+def test_batch_invariance_is_this_environments_or_as_asked(
+    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*more: str) -> bool:
+        given = run("explain", write(), "--device", "nvidia-h200", "--json", *more).json["groups"][0]
+        return bool(given["problem"]["batch_invariant"])
+
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    assert (asked(), asked("--batch-invariant")) == (False, True)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert (asked(), asked("--no-batch-invariant")) == (True, False)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "yes")
+    result = run("explain", write(), "--device", "nvidia-h200")
+    assert result.status == 2 and "VLLM_BATCH_INVARIANT: 'yes' is not an integer. Set it to 1 or 0" in result.err
+
+
+def test_batch_invariance_without_a_backend_ends_with_3(run: Run, write: Callable[..., Path]) -> None:
+    result = run(
+        "explain",
+        write(),
+        "--device",
+        "nvidia-h200",
+        "--batch-invariant",
+        "--set",
+        "disable=hopper_mxfp8,hopper_mxfp8_w8a8,emulation",
+    )
+    assert result.status == 3 and "batch invariance" in " ".join(result.out.split())
+
+
+def test_a_profile_and_a_cache_that_cannot_be_read_are_said(
+    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MOE_ORACLE_PROFILE", str(tmp_path / "nope"))
+    said = "the profile of environment variable MOE_ORACLE_PROFILE is not used: "
+    assert f"note: {said}" in " ".join(run("explain", write(), "--device", "nvidia-h200").out.split())
+    file = tmp_path / "file"
+    file.write_text("")
+    monkeypatch.setenv("MOE_ORACLE_CACHE", str(file))
+    result = run("status", "--json")
+    assert f"note: {said}" in result.err
+    assert "its parent is not a directory" in result.json["cache"]["error"]
+
+
+@pytest.mark.parametrize("line", [["explain"], ["tune"], ["bench"], ["report"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read: No such file or directory. Name a file that tune --export has written"),
+        ("{}", "is not a profile of measurements. Make one with: vllm-moe-oracle tune MODEL --export FILE"),
+        ("no JSON", "is not a profile of measurements: JSON is malformed"),
+        ("", "cannot be read: Is a directory. Name a file that tune --export has written, or leave the setting out"),
+    ],
+    ids=["missing", "another", "no JSON", "folder"],
+)
+def test_a_profile_that_is_none_is_refused_before_anything_is_done(
+    line: list[str], content: str | None, said: str, run: Run, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint, cache, page = write(), tmp_path / "cache", tmp_path / "page.html"
+    path = tmp_path / "profile.json"
+    if content:
+        path.write_text(content)
+    elif content is not None:
+        path.mkdir()
+    more = ["-o", page] if line == ["report"] else [checkpoint]
+    result = run(*line, *more, "--set", f"profile={path}", "--set", f"cache={cache}")
+    assert result.status == 2 and result.out == "" and not cache.exists() and not page.exists()
+    (only,) = result.err.splitlines()
+    assert only.startswith(f"error: --set profile: {path}: {said}")
+
+
+def test_a_profile_of_the_environment_that_is_none_ends_what_measures_and_is_a_note_of_what_predicts(
+    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A server starts without it, and says so, unless it is strict."""
+    monkeypatch.setenv("MOE_ORACLE_PROFILE", str(tmp_path / "nope"))
+    result = run("tune", write())
+    assert result.status == 2 and "error: environment variable MOE_ORACLE_PROFILE: " in result.err
+    result = run("explain", write(), "--device", "nvidia-h200", "--json")
+    assert result.status == 0 and "is not used" in result.err and "strict" not in result.err
+    monkeypatch.setenv("MOE_ORACLE_STRICT", "1")
+    result = run("explain", write(), "--device", "nvidia-h200", "--json")
+    assert result.status == 0 and "a strict server would not start" in result.err
+
+
+def test_a_bad_variable_is_an_error_too(run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_ORACLE_BAKEND", "emulation")
+    result = run("explain", write(), "--device", "cpu")
+    assert result.status == 2 and "Did you mean MOE_ORACLE_BACKEND?" in result.err
+
+
+@pytest.mark.parametrize(("name", "tp", "status"), [("qwen3-30b-a3b", 2, 0), ("nemotron-3-nano-30b-a3b", 2, 0)])
+def test_models_from_users_reports(name: str, tp: int, status: int, run: Run, write: Callable[..., Path]) -> None:
+    assert run("explain", write(name), "--device", "nvidia-h200", "--tp", tp).status == status
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def python(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("MOE_ORACLE_")}
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], env=clean | environment, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("machine", ["nvidia-h200", "auto"])
+def test_explain_imports_neither_torch_nor_vllm(machine: str, write: Callable[..., Path]) -> None:
+    if machine == "auto" and detect._gpu_is_visible():
+        pytest.skip("a GPU's properties are asked of torch")
+    code = (
+        "import sys\n"
+        "from vllm_moe_oracle.cli import main\n"
+        f"sys.argv = ['vllm-moe-oracle', 'explain', {str(write())!r}, '--device', {machine!r}]\n"
+        "try:\n    main.main()\nexcept SystemExit as ended:\n    assert not ended.code\n"
+        "print(sorted({'torch', 'vllm', 'transformers', 'triton', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    ended = python("-c", code)
+    assert (ended.returncode, ended.stderr.strip()) == (0, "[]")
+
+
+def test_help_and_version(run: Run) -> None:
+    assert run("--version").out == f"vllm-moe-oracle {__version__}\n"
+    result = run("--help")
+    assert result.status == 0 and "..." not in result.out.partition("Commands:")[2], "a summary is cut off"
+    names = re.findall(r"^  (\w+)  ", result.out.partition("Commands:")[2], re.MULTILINE)
+    assert names == ["bench", "explain", "report", "status", "tune"]
+    for name in names:
+        text = run(name, "--help").out
+        assert "Example" in text and "Exit status" in text
+    assert run().status == 2
+
+
+# --- status -----------------------------------------------------------------------------------------------------------
+
+
+def test_status_reports_this_installation(tmp_path: Path) -> None:
+    ended = python("-m", "vllm_moe_oracle.cli.main", "status", "--json", MOE_ORACLE_BACKEND="emulation")
+    assert ended.returncode == 0, ended.stderr
+    data = json.loads(ended.stdout)
+    assert data["versions"]["vllm-moe-oracle"] == __version__
+    assert set(data["versions"]) == {"vllm-moe-oracle", "vllm", "torch", "triton", "python"}
+    assert set(data["plugin"]) >= {"active", "reason", "vllm", "methods", "patches"}
+    assert data["plugin"]["active"] is bool(data["plugin"]["methods"])
+    backend = data["settings"]["backend"]
+    assert (backend["value"], backend["source"]) == ("emulation", "environment variable MOE_ORACLE_BACKEND")
+    assert data["settings"]["strict"]["source"] == "default"
+    assert {"name": "emulation", "schemes": ["mxfp8"]}.items() <= data["backends"][0].items() or len(
+        data["backends"]
+    ) > 1
+    assert data["broken_backends"] == {}
+    assert set(data["cache"]) == {"path", "measurements", "error"} and data["cache"]["error"] == ""
+    # What it says of this machine can be asked about on another one.
+    file = tmp_path / "here.json"
+    file.write_text(ended.stdout)
+    there = python("-m", "vllm_moe_oracle.cli.main", "explain", "nowhere", "--device", file)
+    assert "nowhere: no such file" in there.stderr
+
+
+def test_status_shows_why_the_plugin_is_off_and_a_setting_that_is_wrong() -> None:
+    ended = python("-m", "vllm_moe_oracle.cli.main", "status", MOE_ORACLE_BAKEND="emulation", COLUMNS="80")
+    assert ended.returncode == 2
+    assert "not active" in ended.stdout and "\x1b" not in ended.stdout
+    assert "error: environment: unknown setting 'MOE_ORACLE_BAKEND'. Did you mean MOE_ORACLE_BACKEND?" in ended.stderr
+    assert all(len(line) <= 80 for line in ended.stdout.splitlines())
+
+
+def test_status_without_vllm(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['vllm'] = sys.modules['torch'] = None\n"
+        "from vllm_moe_oracle import plugin\n"
+        "from vllm_moe_oracle.devices import detect\n"
+        "detect.installed_packages = lambda: {}\n"
+        "plugin._vllm_version = lambda: None\n"
+        "from vllm_moe_oracle.cli import main\n"
+        "sys.argv = ['vllm-moe-oracle', 'status', '--json']\n"
+        "main.main()\n"
+    )
+    ended = python("-c", code)
+    assert ended.returncode == 0, ended.stderr
+    data = json.loads(ended.stdout)
+    assert data["versions"]["vllm"] is None and data["plugin"]["active"] is False
+    assert "not installed" in data["plugin"]["reason"] and data["device"]["kind"] == "cpu"
+
+
+def test_explain_knows_lora_and_moving_experts(run: Run) -> None:
+    here = ("explain", CONFIGS / "gpt-oss-20b.json", "--device", "nvidia-h200", "--json")
+    plain = run(*here).json["groups"][0]
+    lora = run(*here, "--lora").json["groups"][0]
+    refused = {each["backend"]: str(each["reasons"]) for each in lora["candidates"] if not each["accepted"]}
+    assert lora["problem"]["lora"] and not plain["problem"]["lora"]
+    before = {each["backend"] for each in plain["candidates"] if each["accepted"]}
+    assert any("lora" in refused.get(name, "").lower() for name in before)
+    left = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM"
+    assert lora["decision"] is None and left in run(*here, "--lora").err
+    assert left not in run(*here, "--lora", "--backend", "marlin_mxfp4").err
+    assert left not in run(*here).err
+    spread = (*here, "--ep", "--tp", "2")
+    moved = run(*spread, "--eplb").json["groups"][0]
+    assert moved["problem"]["eplb"] and moved["decision"]["backend"]
+    refused = {each["backend"]: str(each["reasons"]) for each in moved["candidates"] if not each["accepted"]}
+    still = {each["backend"] for each in run(*spread).json["groups"][0]["candidates"] if each["accepted"]}
+    assert any("eplb" in refused.get(name, "").lower() for name in still)
+    for wrong in (("--eplb",), ("--eplb", "--ep"), ("--eplb", "--tp", "2")):
+        result = run(*here, *wrong)
+        assert result.status == 2 and result.out == "" and "--eplb: experts move between ranks" in result.err
+
+
+def test_explain_places_experts_round_robin_where_vllm_does(run: Run, write: Callable[..., Path]) -> None:
+    option = "--expert-placement-strategy"
+    asked = (option, "round_robin")
+    grouped = ("explain", write("deepseek-v3", num_nextn_predict_layers=1), "--device", "nvidia-b200", "--json")
+    spread = (*grouped, "--ep", "--tp", "8")
+    in_order, round_robin, moving = run(*spread, option, "linear"), run(*spread, *asked), run(*spread, *asked, "--eplb")
+    for result, placement in ((in_order, "linear"), (round_robin, "round_robin"), (moving, "linear")):
+        assert {group["problem"]["parallel"]["placement"] for group in result.json["groups"]} == {placement}
+        assert [group["predicts"] for group in result.json["groups"]] == [False, True]
+    assert in_order.json == run(*spread).json
+    accepted, refused = (
+        {each["backend"]: each for each in result.json["groups"][0]["candidates"]} for result in (in_order, round_robin)
+    )
+    assert accepted["trtllm_mxfp8"]["accepted"] and "round-robin" in str(refused["trtllm_mxfp8"]["reasons"])
+    said = "the experts of model.layers.3-61.mlp.experts stay in order: vLLM places experts round-robin only"
+    assert said in " ".join(moving.err.split()) and "in order" not in round_robin.err + in_order.err
+    alike = run("explain", write(), "--device", "cpu", "--json", "--ep", "--tp", "2", *asked)
+    assert alike.json["groups"][0]["problem"]["parallel"]["placement"] == "linear" and "stay in order" in alike.err
+    for wrong in ((), ("--ep",), ("--tp", "8")):
+        result = run(*grouped, *wrong, *asked)
+        assert result.status == 2 and f"{option}: experts are distributed to ranks" in result.err
+    result = run(*spread, option, "robin")
+    assert result.status == 2 and f"{option}: 'robin' is not one of linear, round_robin" in result.err

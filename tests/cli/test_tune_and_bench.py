@@ -1,0 +1,351 @@
+"""`tune` and `bench` as their users meet them: wrong input, machines that cannot measure, and a whole run pretended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib.cli import CONFIGS, Run
+from vllm_moe_oracle.devices import catalog, detect
+from vllm_moe_oracle.errors import MeasurementError
+from vllm_moe_oracle.measurements import model_shapes
+from vllm_moe_oracle.measuring.tuning import group_by_kernel_shape
+from vllm_moe_oracle.oracle.registry import default_registry
+
+GPT_OSS = CONFIGS / "gpt-oss-20b.json"
+
+
+@pytest.mark.parametrize("command", ["tune", "bench"])
+def test_without_a_gpu_one_line_says_so(run: Run, command: str, tmp_path: Path) -> None:
+    if detect.detect().kind == "cuda":
+        pytest.skip("this machine has a GPU")
+    result = run(command, GPT_OSS, "--set", f"cache={tmp_path}")
+    assert result.status == 2 and result.out == ""
+    assert result.err.startswith("error: there is no NVIDIA GPU here") and result.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []  # nothing is made where nothing can be measured
+
+
+@pytest.mark.parametrize("command", ["tune", "bench"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "is named"),
+        (("no/such/model",), "no such file"),
+        (("mxfp8",), "is neither a checkpoint's folder"),
+        (("mxfp9:gpt-oss-20b",), "unknown scheme 'mxfp9'"),
+        (("mxfp8:gpt-oss-2b",), "Did you mean gpt-oss-20b"),
+        (("int4_g128:qwen3-30b-a3b@tp4",), "192 mod 128 = 64"),
+        (("mxfp8:qwen3-30b-a3b@tp7",), "cannot be split over 7 ranks"),
+        ((GPT_OSS, "--tokens", "1,x"), "not a list of token counts"),
+        ((GPT_OSS, "--routing", "sideways"), "is not a routing"),
+        ((GPT_OSS, "--replays", "1"), "--replays: 1 replays are too few"),
+        ((GPT_OSS, "--jobs", "-1"), "--jobs: -1 processes"),
+        ((GPT_OSS, "--budget", "0"), "--budget: 0 seconds"),
+        ((GPT_OSS, "--budget", "nan"), "--budget: nan seconds"),
+        ((GPT_OSS, "--set", "objective=fast"), "not an objective"),
+        ((GPT_OSS, "--tp", "0"), "--tp: 0 ranks are not possible"),
+        (("mxfp8:gpt-oss-20b", "--tp", "-2"), "--tp: -2 ranks"),
+        ((" ",), "an empty word names no layer"),
+        (("x" * 300,), "is neither a checkpoint's folder"),
+        (("x" * 300 + ".json",), "File name too long"),
+        # What would change nothing is said, and not ignored.
+        (("mxfp8:qwen3-30b-a3b@tp2", "--tp", "4"), "--tp: 4 ranks, and 'mxfp8:qwen3-30b-a3b@tp2' names others"),
+        (("mxfp8:qwen3-30b-a3b", "--tp", "2", "--ep"), "--ep: 'mxfp8:qwen3-30b-a3b' names a layer"),
+        (("qwen3-30b-a3b", "--ep"), "--ep: 'qwen3-30b-a3b' names a layer"),
+        (("qwen3-30b-a3b", "--tp", "3"), "list of served layers at 1, 2 ranks, not at 3"),
+    ],
+)
+def test_wrong_input_is_one_line(run: Run, command: str, arguments: tuple[Any, ...], words: str) -> None:
+    result = run(command, *arguments)
+    assert result.status == 2 and result.out == ""
+    assert words in result.err and result.err.count("\n") == 1
+
+
+def test_tune_refuses_numbers_of_tokens_that_decide_nothing(run: Run) -> None:
+    result = run("tune", GPT_OSS, "--tokens", "8192")
+    assert result.status == 2 and "1, 2, 4, 8, 16 missing" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--shapes", "--tp", "2"), "--tp: the layers of --shapes have numbers of ranks of their own"),
+        (("--shapes", "--ep"), "--ep: the layers of --shapes"),
+        ((GPT_OSS, "--tiles", "-3"), "--tiles: -3 tile configurations"),
+        ((GPT_OSS, "--export", ""), ".: is a directory. Name a file"),
+        ((GPT_OSS, "--export", "/"), "/: is a directory. Name a file"),
+        (("--import", "b.jsonl", "--export", "/tmp"), "/tmp: is a directory. Name a file"),
+        (("--import", "b.jsonl", GPT_OSS), "MODEL would change nothing: with --import nothing is measured"),
+        (("--import", "b.jsonl", "--shapes", "--tiles", "4"), "--shapes, --tiles would change nothing"),
+        (("--import", "b.jsonl", "--profile", "p.json"), "--profile would change nothing"),
+    ],
+)
+def test_tune_refuses_options_that_lead_nowhere(run: Run, arguments: tuple[Any, ...], words: str) -> None:
+    result = run("tune", *arguments)
+    assert result.status == 2 and result.out == ""
+    assert words in result.err and result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((GPT_OSS, "--scheme", "mxfp8"), "--scheme: there is no --shape"),
+        ((GPT_OSS, "--plot", "times.foo"), "--plot: times.foo has no kind of a drawing. Valid are ."),
+        ((GPT_OSS, "--plot", "times"), "--plot: times has no kind of a drawing"),
+        ((GPT_OSS, "--plot", "no/such/folder/times.svg"), "--plot: there is no folder no/such/folder"),
+    ],
+)
+def test_bench_refuses_a_drawing_that_cannot_be_made_before_it_measures(
+    run: Run,
+    arguments: tuple[Any, ...],
+    words: str,
+) -> None:
+    pytest.importorskip("matplotlib", reason="the extra plot")
+    result = run("bench", *arguments)
+    assert result.status == 2 and words in result.err and result.err.count("\n") == 1
+
+
+def test_imports_say_what_was_kept(run: Run, tmp_path: Path) -> None:
+    golden = CONFIGS.parent / "h200" / "choice-vllm-0.33.0.jsonl"
+    made = run("tune", "--import", golden, "--export", tmp_path / "p.json", "--json").json
+    assert made["measurements"] > 100 and made["kept"] == str(tmp_path / "p.json")
+    assert made["environment"]["gpu"] == "NVIDIA H200" and (tmp_path / "p.json").exists()
+
+
+def test_memory_that_was_short_in_a_benchmark_is_not_imported_as_a_failure(tmp_path: Path) -> None:
+    from vllm_moe_oracle.measurements import bench_records
+
+    golden = CONFIGS.parent / "h200" / "choice-vllm-0.33.0.jsonl"
+    head, first = golden.read_text().splitlines()[:2]
+    record = json.loads(first)
+    name = next(iter(record["activations"]))
+    failures = []
+    for why in ("OutOfMemoryError: CUDA out of memory", "RuntimeError: no kernel"):
+        del record["us"][name]
+        (tmp_path / "b.jsonl").write_text(f"{head}\n{json.dumps(record | {'failures': {name: why}})}\n")
+        record["us"][name] = 1.0
+        (found,) = bench_records.read_samples(tmp_path / "b.jsonl")[2].values()
+        failures.append([each.failure for each in found if each.backend == name])
+    assert failures == [[], ["RuntimeError: no kernel"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tiles": "none"}, "is not a file of bench records: ValidationError"),
+        ({"activations": ["16bit"]}, "is not a file of bench records: ValidationError"),
+        ({"tokens": 1 << 40}, "invalid measurement"),
+    ],
+)
+def test_what_is_no_record_is_not_imported(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    from vllm_moe_oracle.errors import MeasurementError
+    from vllm_moe_oracle.measurements import bench_records
+
+    golden = CONFIGS.parent / "h200" / "choice-vllm-0.33.0.jsonl"
+    head, first = golden.read_text().splitlines()[:2]
+    (tmp_path / "b.jsonl").write_text(f"{head}\n{json.dumps(json.loads(first) | change)}\n")
+    with pytest.raises(MeasurementError, match=words):
+        bench_records.read_samples(tmp_path / "b.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [('{"x":' + "[" * 100_000, "RecursionError"), ("place", "invalid environment"), ("layer", "invalid layer")],
+)
+def test_a_place_that_cannot_be_shown_is_not_imported(tmp_path: Path, line: str, words: str) -> None:
+    from vllm_moe_oracle.errors import MeasurementError
+    from vllm_moe_oracle.measurements import bench_records
+
+    golden = CONFIGS.parent / "h200" / "choice-vllm-0.33.0.jsonl"
+    head, first = golden.read_text().splitlines()[:2]
+    if line == "place":
+        data = json.loads(head)
+        data["conditions"]["environment"]["driver"] = "1\x1b[2J"
+        head, line = json.dumps(data), first
+    elif line == "layer":
+        data = json.loads(first)
+        data["cell"]["activation"] = "silu\x1b[2J"
+        line = json.dumps(data)
+    (tmp_path / "b.jsonl").write_text(f"{head}\n{line}\n{first}\n")
+    with pytest.raises(MeasurementError, match=words):
+        bench_records.read_samples(tmp_path / "b.jsonl")
+
+
+def test_a_profile_of_another_place_is_not_passed_over_in_silence() -> None:
+    import msgspec
+
+    from vllm_moe_oracle.measurements import environment, profile
+    from vllm_moe_oracle.measuring import tuning
+
+    card = catalog.known_device("nvidia-h200")
+    here = environment.of(card)
+    assert tuning.why_not_reusable(profile.make(here, {}, {}), card) == ""
+    for changes, words in (({"gpu": "NVIDIA H100"}, "measured on NVIDIA H100"), ({"driver": "1"}, "is unknown")):
+        there = msgspec.structs.replace(here, **changes)
+        assert words in tuning.why_not_reusable(profile.make(there, {}, {}), card)
+
+
+def test_bench_refuses_backends_that_there_are_not(run: Run) -> None:
+    result = run("bench", GPT_OSS, "--backend", "marlin")
+    assert result.status == 2 and "there is no backend 'marlin'" in result.err and "marlin_mxfp4" in result.err
+
+
+def test_tune_refuses_what_is_no_profile(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text("{}")
+    result = run("tune", GPT_OSS, "--profile", tmp_path / "p.json")
+    assert result.status == 2 and "is not a profile of measurements" in result.err
+
+
+def test_every_shape_of_the_list_is_a_layer_that_some_backend_runs_on_an_h200() -> None:
+    from vllm_moe_oracle.settings import load
+
+    problems = model_shapes.served_problems()
+    assert len(group_by_kernel_shape(problems)) == len(problems)  # no cell twice
+    for each in problems:
+        assert model_shapes.parse(each.layer) == each
+        backends = [name for name in default_registry() if name.schemes and each.scheme.name in name.schemes]
+        accepted = [name for name in backends if name.check(each, catalog.known_device("nvidia-h200")).reasons == ()]
+        assert accepted, each.layer
+    assert load({}).objective == "balanced"
+
+
+def test_gpt_oss_is_cut_between_blocks_as_its_loader_does() -> None:
+    layer = model_shapes.parse("mxfp4:gpt-oss-120b@tp4")
+    assert (layer.intermediate_size, layer.whole_intermediate_size) == (736, 2880)
+    with pytest.raises(MeasurementError, match="720"):
+        model_shapes.parse("mxfp8:gpt-oss-120b@tp4")
+
+
+def test_the_shapes_are_those_of_the_models() -> None:
+    """By their config.json, as far as these are here."""
+    from vllm_moe_oracle import checkpoint
+
+    files = {"kimi-k2": "kimi-k2-thinking", "nemotron-3-nano": "nemotron-3-nano-30b-a3b"}
+    found = 0
+    for name in model_shapes.names():
+        path = CONFIGS / f"{files.get(name, name)}.json"
+        if not path.exists():
+            continue
+        found += 1
+        config = json.loads(path.read_text())
+        if "quantization_config" not in config or name == "deepseek-v3":
+            config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": []}
+        copy = dataclasses.replace(
+            checkpoint.read_checkpoint(path), quantization=(config["quantization_config"], "a test")
+        )
+        (theirs,) = {each.key() for each in checkpoint.find_moe_layers(copy).problems}
+        ours = model_shapes.make_problem("mxfp4" if name.startswith("gpt") else "mxfp8", name)
+        for field in ("num_experts", "top_k", "hidden_size", "intermediate_size", "has_bias", "activation"):
+            assert getattr(ours, field) == getattr(theirs, field), (name, field)
+    assert found >= 9
+
+
+def test_deepseek_v4_flash_has_the_cell_of_the_list(tmp_path: Path) -> None:
+    """Its experts are MXFP4 within an FP8 checkpoint."""
+    from vllm_moe_oracle import checkpoint
+    from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
+
+    config = {
+        "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "hidden_size": 4096,
+        "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 6, "num_hidden_layers": 4,
+        "swiglu_limit": 10.0, "scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "hidden_act": "silu",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    for tp in (2, 4):
+        found = checkpoint.find_moe_layers(checkpoint.read_checkpoint(path), tp, False).problems
+        assert {kernel_shape_of(each) for each in found} == {
+            kernel_shape_of(model_shapes.parse(f"mxfp4:deepseek-v4-flash@tp{tp}"))
+        }
+
+
+# --- What measurements change in other commands -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Path:
+    """A cache in which Marlin is fast for few tokens and our kernels are for many, on an H200."""
+    from vllm_moe_oracle.measurements import environment
+    from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
+    from vllm_moe_oracle.measurements.store import Store
+
+    store = Store(tmp_path)
+    store.prepare()
+    layer = model_shapes.parse("mxfp8:qwen3-30b-a3b")
+    times = {"humming_mxfp8": (60.0, 60.0), "marlin_mxfp8": (30.0, 90.0), "hopper_mxfp8": (50.0, 40.0)}
+    samples = [
+        Sample(name, "16bit", count, "uniform", us, us, us, 9, 1e-3)
+        for name, both in times.items()
+        for count in (1, 4, 16, 64, 256, 1024, 4096)
+        for us in [both[count > 64]]
+    ]
+    store.add(environment.of(catalog.known_device("nvidia-h200")), kernel_shape_of(layer), samples)
+    return tmp_path
+
+
+MXFP8 = Path(__file__).parents[2] / "examples" / "qwen3-30b-a3b-mxfp8.json"
+
+
+def test_explain_shows_what_was_measured(run: Run, measured: Path) -> None:
+    where = ("--device", "nvidia-h200", "--set", f"cache={measured}")
+    result = run("explain", MXFP8, *where)
+    words = " ".join(result.out.split())
+    assert "why measured: " in words and "faster than humming_mxfp8" in words and "the cache (NVIDIA H200" in words
+    data = run("explain", MXFP8, *where, "--json").json["groups"][0]["decision"]
+    assert data["why"] == "measured" and data["measured"]["baseline"] == "humming_mxfp8"
+    decode = run("explain", MXFP8, *where, "--set", "objective=decode", "--json").json["groups"][0]["decision"]
+    assert decode["backend"] == "marlin_mxfp8"
+    assert [count for count, _, _ in decode["measured"]["slower_at"]] == [256, 1024, 4096]
+    turns = run("explain", MXFP8, *where, "--set", "allow_second_layout=1")
+    words = " ".join(turns.out.split())
+    said = (
+        "token ranges marlin_mxfp8 up to 128 tokens, hopper_mxfp8 beyond; a second copy of the weights: about 594 MiB"
+    )
+    assert said in words
+    rows = {line.split()[0]: " ".join(line.split()[2:]) for line in result.out.splitlines() if " accepted" in line}
+    assert rows["humming_mxfp8"] == "1: 60.0, 16: 60.0, 256: 60.0, 4096: 60.0"
+    assert rows["hopper_mxfp8"] == "1: 50.0, 16: 50.0, 256: 40.0, 4096: 40.0" and rows["emulation"] == ""
+    assert "microseconds" not in run("explain", MXFP8, *where, "--set", "use_measurements=0").out
+    assert "reasons, or microseconds by tokens" in " ".join(result.out.split())
+    off = run("explain", MXFP8, *where, "--set", "use_measurements=0", "--json").json["groups"][0]["decision"]
+    assert off["why"] == "static"
+
+
+@pytest.mark.parametrize("source", ["cache", "profile"])
+def test_what_failed_is_shown_without_moving_the_cursor(run: Run, tmp_path: Path, source: str) -> None:
+    from vllm_moe_oracle.measurements import environment, profile
+    from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
+    from vllm_moe_oracle.measurements.store import Store
+
+    layer, here = model_shapes.parse("mxfp8:qwen3-30b-a3b"), environment.of(catalog.known_device("nvidia-h200"))
+    samples = [Sample("marlin_mxfp8", "16bit", 4, "uniform", failure="no \x1b[2Jroom\nERROR: none of our lines")]
+    if source == "cache":
+        Store(tmp_path).prepare()
+        Store(tmp_path).add(here, kernel_shape_of(layer), samples)
+    else:
+        profile.write(profile.make(here, {kernel_shape_of(layer): samples}, {}), tmp_path / "p.json")
+    where = tmp_path if source == "cache" else tmp_path / "p.json"
+    result = run("explain", MXFP8, "--device", "nvidia-h200", "--set", f"{source}={where}")
+    assert result.status == 0 and "\x1b" not in result.out + result.err
+    assert "marlin_mxfp8: no [2Jroom ERROR: none of our lines" in " ".join(result.out.split())
+    assert not [line for line in result.out.splitlines() if line.startswith("ERROR")]
+
+
+def test_explain_says_why_measurements_of_another_card_are_not_used(run: Run, measured: Path) -> None:
+    result = run("explain", MXFP8, "--device", "nvidia-h100", "--set", f"cache={measured}")
+    words = " ".join(result.out.split())
+    assert "measurements in the cache are ignored: measured on NVIDIA H200, here NVIDIA H100" in words
+
+
+def test_status_says_what_is_kept(run: Run, measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_ORACLE_CACHE", str(measured))
+    assert run("status", "--json").json["cache"]["measurements"] == {"NVIDIA H200, vLLM 0.33.0": 21}
+    assert "21 on NVIDIA H200, vLLM 0.33.0" in " ".join(run("status").out.split())
+    (measured / "measurements.sqlite").write_bytes(b"rubbish")
+    result = run("status")
+    assert result.status == 0 and "not used:" in result.out

@@ -1,0 +1,189 @@
+"""Conversion in place: the storage that loaders fill becomes the storage that kernels read, one expert at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.lib.peak_memory import Peak
+from vllm_moe_oracle.compat import weight_storage
+from vllm_moe_oracle.errors import LifecycleError
+
+EXPERTS, ROWS, COLUMNS = 5, 6, 8
+NAMES = {"w13": "w13_weight", "w13_scale": "w13_weight_scale"}
+Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def make_layer(experts: int = EXPERTS, rows: int = ROWS, columns: int = COLUMNS) -> nn.Module:
+    """A layer with random bytes as codes `[experts, rows, columns]` and scales `[experts, rows, columns / 4]`."""
+    layer = nn.Module()
+    codes = torch.randint(0, 256, (experts, rows, columns), dtype=torch.uint8)
+    scales = torch.randint(0, 256, (experts, rows, columns // 4), dtype=torch.uint8)
+    layer.w13_weight = nn.Parameter(codes, requires_grad=False)
+    layer.w13_weight_scale = nn.Parameter(scales, requires_grad=False)
+    return layer
+
+
+def raw_of(layer: nn.Module) -> dict[str, Tensor]:
+    return {own: getattr(layer, name).data.clone() for own, name in NAMES.items()}
+
+
+def grow(expert: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**expert, "w13": nn.functional.pad(expert["w13"], (0, 3, 0, 2))}
+
+
+def shrink(expert: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**expert, "w13": expert["w13"][::2].contiguous()}
+
+
+def retype(expert: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**expert, "w13_scale": expert["w13_scale"].to(torch.float32)}
+
+
+def swap_halves(expert: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A view of the very memory that it replaces."""
+    return {**expert, "w13": torch.roll(expert["w13"], ROWS // 2, 0), "w13_scale": expert["w13_scale"].flip(-1)}
+
+
+def alias(expert: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**expert, "w13": expert["w13"].view(COLUMNS, ROWS)}
+
+
+def add_and_drop(expert: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"w13": expert["w13"], "sums": expert["w13"].to(torch.int32).sum(-1) + expert["w13_scale"].sum(-1)}
+
+
+CONVERSIONS = [grow, shrink, retype, swap_halves, alias, add_and_drop]
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("experts", [1, 2, EXPERTS])
+@pytest.mark.parametrize("room", [True, False], ids=["planned", "reloaded"])
+def test_every_expert_is_converted_from_its_own_weights(convert: Convert, experts: int, room: bool) -> None:
+    layer = make_layer(experts)
+    filled = raw_of(layer)
+    if room:
+        kinds = weight_storage.converted_specs(convert, filled)
+        for own, name in NAMES.items():
+            if own in kinds:
+                weight_storage.reserve_slots(getattr(layer, name), kinds[own])
+        for own, name in NAMES.items():  # loaders write into the parameter, whatever lies under it
+            getattr(layer, name).data.copy_(filled[own])
+    names = weight_storage.convert_in_place(layer, NAMES, convert)
+    for index in range(experts):
+        expected = convert({own: tensor[index] for own, tensor in filled.items()})
+        assert names.keys() == expected.keys()
+        for own, tensor in expected.items():
+            assert torch.equal(getattr(layer, names[own])[index], tensor), (own, index)
+
+
+def test_a_layout_of_the_same_size_stays_in_the_same_memory() -> None:
+    layer = make_layer()
+    before = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+    weight_storage.convert_in_place(layer, NAMES, swap_halves)
+    assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == before
+
+
+def test_a_larger_layout_stays_in_the_memory_that_was_planned_for_it() -> None:
+    layer = make_layer()
+    weight_storage.reserve_slots(layer.w13_weight, weight_storage.converted_specs(grow, raw_of(layer))["w13"])
+    assert tuple(layer.w13_weight.shape) == (EXPERTS, ROWS, COLUMNS)
+    before = layer.w13_weight.data_ptr()
+    weight_storage.convert_in_place(layer, NAMES, grow)
+    assert layer.w13_weight.data_ptr() == before
+    assert tuple(layer.w13_weight.shape) == (EXPERTS, ROWS + 2, COLUMNS + 3)
+
+
+def test_what_the_kernel_does_not_need_is_freed() -> None:
+    layer = make_layer()
+    weight_storage.convert_in_place(layer, NAMES, add_and_drop)
+    assert not hasattr(layer, "w13_weight_scale")
+    assert layer.sums.dtype == torch.int64 or layer.sums.dtype == torch.int32
+
+
+def test_a_conversion_that_depends_on_values_is_refused() -> None:
+    layer = make_layer()
+    layer.w13_weight.data.zero_()
+    layer.w13_weight.data[3] = 1
+
+    def crop(expert: dict[str, Tensor]) -> dict[str, Tensor]:
+        if expert["w13"].is_meta or not expert["w13"].any():
+            return dict(expert)
+        return {**expert, "w13": expert["w13"][:2].clone()}
+
+    with pytest.raises(
+        LifecycleError, match=r"expert 3's w13 became uint8 \[2, 8\], the first one's is uint8 \[6, 8\]"
+    ):
+        weight_storage.convert_in_place(layer, NAMES, crop)
+
+
+def test_loading_into_converted_storage_is_an_error() -> None:
+    layer = make_layer()
+    weight_storage.forbid_loading(layer.w13_weight, "model.layers.0.mlp.experts")
+    with pytest.raises(LifecycleError, match=r"model\.layers\.0\.mlp\.experts: checkpoint weights were loaded into"):
+        layer.w13_weight.weight_loader(layer.w13_weight, torch.zeros(1))
+
+
+@pytest.mark.parametrize("experts", [4, 32])
+def test_peak_memory_is_one_expert_however_many_there_are(experts: int) -> None:
+    rows, columns = 64, 128
+    layer = make_layer(experts, rows, columns)
+    with Peak(*layer.parameters()) as peak:
+        weight_storage.convert_in_place(layer, NAMES, lambda expert: {**expert, "w13": expert["w13"].flip(0)})
+    # flip allocates the expert's codes once; nothing may scale with the number of experts.
+    assert peak.peak <= 2 * rows * columns
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    experts=st.integers(1, 5),
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 9),
+    more_rows=st.integers(0, 5),
+    more_columns=st.integers(0, 5),
+    dtype=st.sampled_from([torch.uint8, torch.int16, torch.float32]),
+)
+def test_any_growth_keeps_every_value(
+    experts: int, rows: int, columns: int, more_rows: int, more_columns: int, dtype: torch.dtype
+) -> None:
+    layer = nn.Module()
+    filled = torch.randint(0, 100, (experts, rows, columns), dtype=torch.uint8)
+    layer.w13_weight = nn.Parameter(filled.clone(), requires_grad=False)
+
+    def convert(expert: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"w13": nn.functional.pad(expert["w13"].to(dtype), (0, more_columns, 0, more_rows))}
+
+    weight_storage.reserve_slots(layer.w13_weight, weight_storage.converted_specs(convert, {"w13": filled})["w13"])
+    layer.w13_weight.data.copy_(filled)
+    weight_storage.convert_in_place(layer, {"w13": "w13_weight"}, convert)
+    assert torch.equal(layer.w13_weight[:, :rows, :columns].to(torch.uint8), filled)
+    assert int(layer.w13_weight.sum()) == int(filled.sum(dtype=torch.int64))
+
+
+def test_tensors_that_kernels_hold_are_part_of_the_layer_once() -> None:
+    layer = make_layer()
+    own, view, blank = torch.ones(3), layer.w13_weight.data[1:], torch.empty(3, device="meta")
+    weight_storage.register_buffers(layer, [view, own, blank])
+    assert [each is own for each in layer.buffers()] == [True]
+    assert "moe_oracle_kept_1" not in layer.state_dict()
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_smaller_layout_of_wider_numbers_is_aligned(planned: bool) -> None:
+    layer = nn.Module()
+    filled = torch.randint(0, 100, (3, 7, 3), dtype=torch.uint8)  # 21 bytes an expert: no multiple of 2
+    layer.w13_weight = nn.Parameter(filled.clone(), requires_grad=False)
+
+    def convert(expert: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"w13": expert["w13"].sum(-1, dtype=torch.int16)}
+
+    if planned:
+        weight_storage.reserve_slots(layer.w13_weight, weight_storage.converted_specs(convert, {"w13": filled})["w13"])
+        layer.w13_weight.data.copy_(filled)
+    weight_storage.convert_in_place(layer, {"w13": "w13_weight"}, convert)
+    assert torch.equal(layer.w13_weight, filled.sum(-1, dtype=torch.int16))

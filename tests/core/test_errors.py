@@ -1,0 +1,66 @@
+"""Errors: what they say, and that nothing of it is lost between processes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+
+from vllm_moe_oracle import errors
+from vllm_moe_oracle.errors import NoBackendError, OracleError, did_you_mean
+
+TYPES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, OracleError)]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_rule_remedy_and_place_survive_pickling_and_copying(kind: type[OracleError]) -> None:
+    error = kind("3 is not a multiple of 2", "Take 4", "layer 7")
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is kind
+        assert (again.rule, again.remedy, again.where) == ("3 is not a multiple of 2", "Take 4", "layer 7")
+        assert str(again) == str(error) == "layer 7: 3 is not a multiple of 2. Take 4"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("rule",), "rule"),
+        (("rule", "Remedy"), "rule. Remedy"),
+        (("rule", "", "place"), "place: rule"),
+        (("rule\n  table\n", "Remedy"), "rule\n  table\nRemedy"),
+        (("rule\n  table\n",), "rule\n  table"),
+    ],
+)
+def test_messages_read_as_sentences(arguments: tuple[str, ...], message: str) -> None:
+    assert str(OracleError(*arguments)) == message
+    assert OracleError(*arguments).args == (message,)
+
+
+def test_candidates_stay_behind_and_the_message_does_not() -> None:
+    error = pickle.loads(pickle.dumps(NoBackendError("rule", "remedy", "where", ())))
+    assert error.candidates == () and str(error) == "where: rule. remedy"
+
+
+def test_bad_input_is_a_value_error_for_callers_that_know_nothing_of_us() -> None:
+    for kind in (errors.SettingError, errors.CheckpointError, errors.NoBackendError):
+        assert issubclass(kind, ValueError)
+    assert issubclass(errors.LifecycleError, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hopper_mxpf4", "hopper_mxfp4"),
+        ("OWN-MXFP4", "hopper_mxfp4"),
+        ("h200", "nvidia-h200"),
+        ("nvidia-h2000", "nvidia-h200"),
+        ("marlin", ""),  # two hold it, and neither is nearly it
+        ("something", ""),
+        ("", ""),
+    ],
+)
+def test_the_name_that_was_meant(name: str, said: str) -> None:
+    valid = ["hopper_mxfp4", "nvidia-h200", "stock_marlin_one_way", "stock_marlin_another"]
+    assert did_you_mean(name, valid) == (f"Did you mean {said}? " if said else "")

@@ -1,0 +1,271 @@
+"""Settings: types, sources, precedence; anything that is not understood is an error with what would be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_moe_oracle.core.overrides import Override, first_match, parse_override
+from vllm_moe_oracle.errors import SettingError
+from vllm_moe_oracle.settings import FIELDS, Settings, env_var, get_env, is_strict, load
+
+BOOLEANS = [name for name, field in FIELDS.items() if field.type in ("bool", bool)]
+
+
+def test_the_defaults_use_the_plugin_and_decide_nothing_for_the_user() -> None:
+    assert load({}) == Settings()
+    chosen = Settings()
+    assert chosen.enabled and chosen.backend == "auto" and chosen.on_unavailable == "error"
+    assert not (chosen.force or chosen.strict or chosen.allow_activation_quantization)
+    assert chosen.source("backend") == "default"
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_setting_has_a_help_text_and_a_variable(name: str) -> None:
+    assert FIELDS[name].metadata["help"] and FIELDS[name].metadata["metavar"]
+    assert env_var(name) == f"MOE_ORACLE_{name.upper()}"
+
+
+# --- Types -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BOOLEANS)
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [("1", True), ("TRUE", True), (" yes ", True), ("on", True), ("0", False), ("False", False), ("no", False),
+     ("off", False), (True, True), (False, False), (1, True), (0, False)],
+)  # fmt: skip
+def test_truth_values(name: str, word: object, value: bool) -> None:
+    if not FIELDS[name].metadata["startup_only"]:
+        assert getattr(load({}, {"moe_oracle": {name: word}}), name) is value
+    if isinstance(word, str):
+        assert getattr(load({env_var(name): word}), name) is value
+
+
+GOOD: list[tuple[str, object, object]] = [
+    ("backend", " emulation ", "emulation"),
+    ("disable", "a, b,,", ("a", "b")),
+    ("disable", "", ()),
+    ("disable", ["a", " b"], ("a", "b")),
+    ("on_unavailable", "Fallback", "fallback"),
+    ("activations", "16bit", "16bit"),
+    ("report", "some/file.jsonl", "some/file.jsonl"),
+    ("rank_sync_timeout", "90", 90.0),
+    ("rank_sync_timeout", 0.5, 0.5),
+    ("overrides", "", ()),
+    ("overrides", r"re:layers\.[0-9]\.=marlin", (Override(r"layers\.[0-9]\.", "marlin"),)),
+    ("overrides", "a=b; c=d;", (Override("a", "b"), Override("c", "d"))),
+    ("overrides", ["a=b", "re:c=d"], (Override("a", "b"), Override("c", "d"))),
+    ("overrides", {"re:a": "b", "c": " d "}, (Override("a", "b"), Override("c", "d"))),
+    # The last "=" separates the halves: a pattern may hold one, here as a lookahead.
+    ("overrides", r"re:layers\.(?=1).*=x", (Override(r"layers\.(?=1).*", "x"),)),
+    ("overrides", {r"re:(?=1)": "x"}, (Override(r"(?=1)", "x"),)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given_value", "expected"), GOOD)
+def test_values_are_read(name: str, given_value: object, expected: object) -> None:
+    assert getattr(load({}, {"moe_oracle": {name: given_value}}), name) == expected
+    if isinstance(given_value, str):
+        assert getattr(load({env_var(name): given_value}), name) == expected
+        assert getattr(load({}, None, {name: given_value}), name) == expected
+
+
+TIMEOUT = "rank_sync_timeout"
+BAD: list[tuple[str, object, str]] = [
+    *[(name, "maybe", "'maybe' is not a boolean. Write one of 0, 1, false, no, off, on, true") for name in BOOLEANS],
+    ("enabled", 2, "2 is not a boolean"),
+    ("enabled", None, "None is not a boolean"),
+    ("enabled", [], r"\[\] is not a boolean"),
+    *[(TIMEOUT, value, "is not a time in seconds") for value in ("0", -1, "inf", "nan", "soon", True, None)],
+    ("backend", "  ", "'  ' is not a name"),
+    ("backend", 3, "3 is not a name"),
+    ("backend", ["a"], r"\['a'\] is not a name"),
+    ("disable", 3, "3 is not a list of names. Separate names with commas"),
+    ("disable", ["a", 3], "3 is not a name"),
+    ("disable", {"a": 1}, "is not a list of names"),
+    ("on_unavailable", "ignore", "'ignore' is not one of error, fallback"),
+    ("activations", "fp8", "'fp8' is not one of checkpoint, 16bit"),
+    ("report", 3, "3 is not a path"),
+    ("overrides", "marlin", "an override needs a pattern and a backend"),
+    ("overrides", "=marlin", "an override needs a pattern and a backend"),
+    ("overrides", "re:=marlin", "an override needs a pattern and a backend"),
+    ("overrides", "re:a=", "an override needs a pattern and a backend"),
+    ("overrides", "re:a= ;b=c", "an override needs a pattern and a backend"),
+    ("overrides", r"re:layers\.[0-9=x", r"re:layers\\.\[0-9 is not a regular expression: unterminated character set"),
+    ("overrides", "(=x", r"re:\( is not a regular expression: missing \)"),
+    ("overrides", "a{99999999999999999999}=x", "is not a regular expression: the repetition number is too large"),
+    ("overrides", 3, "3 is not a list of overrides"),
+    ("overrides", [3], r"\[3\] is not a list of overrides"),
+    ("overrides", {"re:a": None}, "None is not a name"),
+    ("overrides", {"re:a": ["b"]}, r"\['b'\] is not a name"),
+    ("overrides", {3: "b"}, "3 is not a name"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "message"), BAD)
+def test_values_that_cannot_be_taken_are_errors_that_name_the_place(name: str, value: object, message: str) -> None:
+    if not FIELDS[name].metadata["startup_only"]:
+        with pytest.raises(SettingError, match=message) as caught:
+            load({}, {"moe_oracle": {name: value}})
+        assert caught.value.where == f"--additional-config moe_oracle.{name}"
+    if isinstance(value, str):
+        with pytest.raises(SettingError, match=message) as caught:
+            load({env_var(name): value})
+        assert caught.value.where == f"environment variable {env_var(name)}"
+        with pytest.raises(SettingError, match=message) as caught:
+            load({}, None, {name: value})
+        assert caught.value.where == f"--set {name}"
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_an_empty_variable_is_as_good_as_none(name: str) -> None:
+    chosen = load({env_var(name): ""})
+    assert getattr(chosen, name) == getattr(Settings(), name) and chosen.source(name) == "default"
+    # Said by hand to one run, nothing is a value like others, which most settings cannot take.
+    if name in ("disable", "overrides", "cache", "profile", "report"):
+        assert load({}, None, {name: ""}).source(name) == f"--set {name}"
+    else:
+        with pytest.raises(SettingError):
+            load({}, None, {name: ""})
+
+
+def test_an_unknown_variable_is_an_error_also_when_it_is_empty() -> None:
+    with pytest.raises(SettingError, match="Did you mean MOE_ORACLE_BACKEND"):
+        load({"MOE_ORACLE_BACKNED": ""})
+
+
+# --- Unknown names ---------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_variable_is_an_error_with_a_guess_and_the_valid_ones() -> None:
+    with pytest.raises(SettingError) as caught:
+        load({"MOE_ORACLE_BACKENDS": "emulation"})
+    text = str(caught.value)
+    assert "unknown setting 'MOE_ORACLE_BACKENDS'" in text and "Did you mean MOE_ORACLE_BACKEND?" in text
+    assert all(env_var(name) in text for name in FIELDS)
+
+
+def test_an_unknown_key_is_an_error_with_a_guess_and_the_valid_ones() -> None:
+    for load_it in (lambda: load({}, {"moe_oracle": {"bakend": "x"}}), lambda: load({}, None, {"bakend": "x"})):
+        with pytest.raises(SettingError, match=r"unknown setting 'bakend'\. Did you mean backend\?") as caught:
+            load_it()
+        assert all(name in str(caught.value) for name in FIELDS)
+
+
+def test_a_name_like_no_other_gets_no_guess() -> None:
+    with pytest.raises(SettingError, match="Valid are ") as caught:
+        load({}, {"moe_oracle": {"zzzzzz": 1}})
+    assert "Did you mean" not in str(caught.value)
+    with pytest.raises(SettingError, match="unknown setting '7'"):
+        load({}, {"moe_oracle": {7: 1}})
+
+
+def test_where_a_setting_came_from_is_no_setting() -> None:
+    with pytest.raises(SettingError, match="unknown setting 'sources'"):
+        load({}, {"moe_oracle": {"sources": {}}})
+
+
+def test_variables_of_others_are_left_alone() -> None:
+    assert load({"VLLM_MOE_ORACLE": "x", "ORACLE_HOME": "y", "MOE_ORACLEX": "z"}) == Settings()
+
+
+@pytest.mark.parametrize("section", [5, "backend=emulation", ["backend"], None, True])
+def test_a_section_that_is_no_object_is_an_error(section: object) -> None:
+    with pytest.raises(SettingError, match=r"is not a JSON object.*Write"):
+        load({}, {"moe_oracle": section})
+
+
+@pytest.mark.parametrize("config", [None, {}, {"other_plugin": {"backend": "x"}}, object()])
+def test_a_config_without_our_section_changes_nothing(config: object) -> None:
+    assert load({}, config) == Settings()
+
+
+@pytest.mark.parametrize("name", ["enabled", "force", "strict"])
+@pytest.mark.parametrize("value", [True, False, "perhaps"])
+def test_startup_settings_are_refused_in_the_engine_config(name: str, value: object) -> None:
+    with pytest.raises(SettingError, match=f"Set {env_var(name)} instead") as caught:
+        load({}, {"moe_oracle": {name: value}})
+    assert caught.value.where == f"--additional-config moe_oracle.{name}"
+    assert getattr(load({env_var(name): "1"}), name) is True
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [(None, False), ("0", False), ("off", False), ("1", True), ("perhaps", True), ("", False), (" ", True)],
+)
+def test_strict_can_be_read_whatever_the_others_are(value: str | None, wanted: bool) -> None:
+    others = {"MOE_ORACLE_BAKEND": "x"}
+    assert is_strict(others if value is None else others | {"MOE_ORACLE_STRICT": value}) is wanted
+
+
+# --- Precedence ------------------------------------------------------------------------------------------------------
+
+
+def test_precedence_is_command_line_then_config_then_environment() -> None:
+    variables = {"MOE_ORACLE_BACKEND": "one", "MOE_ORACLE_DISABLE": "one", "MOE_ORACLE_REPORT": "one"}
+    config = {"moe_oracle": {"backend": "two", "disable": ["two"]}}
+    chosen = load(variables, config, {"backend": "three"})
+    assert (chosen.backend, chosen.disable, chosen.report) == ("three", ("two",), "one")
+    assert chosen.source("backend") == "--set backend"
+    assert chosen.source("disable") == "--additional-config moe_oracle.disable"
+    assert chosen.source("report") == "environment variable MOE_ORACLE_REPORT"
+    assert chosen.source("strict") == "default"
+
+
+def test_a_bad_value_is_an_error_even_if_a_later_source_replaces_it() -> None:
+    with pytest.raises(SettingError, match="MOE_ORACLE_STRICT"):
+        load({"MOE_ORACLE_STRICT": "perhaps"}, None, {"strict": "1"})
+
+
+def test_settings_compare_by_value_and_not_by_source() -> None:
+    assert load({"MOE_ORACLE_BACKEND": "a"}) == load({}, {"moe_oracle": {"backend": "a"}})
+    assert hash(load({"MOE_ORACLE_STRICT": "1"})) == hash(load({}, None, {"strict": "yes"}))
+
+
+def test_the_processes_own_environment_is_read_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_ORACLE_BACKEND", "emulation")
+    assert load().backend == "emulation"
+    assert get_env("MOE_ORACLE_BACKEND") == "emulation"
+    monkeypatch.setenv("MOE_ORACLE_BACKNED", "emulation")
+    with pytest.raises(SettingError, match="Did you mean MOE_ORACLE_BACKEND"):
+        load()
+    assert get_env("NO_SUCH_VARIABLE_ANYWHERE") is None
+
+
+# --- Overrides -------------------------------------------------------------------------------------------------------
+
+
+def test_patterns_are_searched_anywhere_and_case_counts() -> None:
+    override = parse_override(r"re:layers\.[0-9]\.", "x", "here")
+    assert override.matches("model.layers.3.mlp.experts")
+    assert not override.matches("model.layers.13.mlp.experts")
+    assert not override.matches("model.Layers.3.mlp.experts")
+
+
+def test_only_one_prefix_is_taken_off() -> None:
+    assert parse_override("re:re:x", "b", "here").pattern == "re:x"
+
+
+def test_the_first_match_in_the_order_given_counts() -> None:
+    overrides = load({}, None, {"overrides": r"layers\.1\.=a;layers=b"}).overrides
+    found = [first_match(overrides, f"model.layers.{i}.x") for i in (1, 2)]
+    assert [match.backend for match in found if match] == ["a", "b"]
+    assert first_match(overrides, "lm_head") is None
+
+
+WORDS = st.text("ab=;:,re ()[\\{}09", max_size=10)
+VALUES = st.one_of(WORDS, st.integers(), st.none(), st.booleans(), st.lists(WORDS, max_size=3))
+
+
+@given(st.dictionaries(st.sampled_from(sorted(FIELDS)), VALUES | st.dictionaries(WORDS, VALUES, max_size=2)))
+def test_no_value_raises_anything_but_our_own_error(section: dict[str, Any]) -> None:
+    try:
+        chosen = load({}, {"moe_oracle": section})
+    except SettingError as error:
+        assert error.where.startswith("--additional-config moe_oracle.")
+    else:
+        assert set(chosen.sources) == set(section)

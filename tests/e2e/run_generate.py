@@ -1,0 +1,130 @@
+"""Runs in a process of its own: loads checkpoints into vLLM one after the other, generates, prints what came out.
+
+    python -m tests.e2e.run_generate JOBS.json RESULTS.json
+
+A job is an object: ``checkpoint``, ``dtype``, ``prompt`` (token ids), ``tokens`` (how many), ``oracle`` (settings of
+the plugin), ``engine`` (more arguments of vLLM's `LLM`), ``experts`` (keywords that every MoE layer of the model
+gets on top of its own: biases, another activation), and ``online_experts`` (vLLM's name of a `QuantKey`: experts are
+quantized while they load). A result has ``tokens``, ``logprobs`` (one list over the vocabulary
+for each token), ``layers`` (what the plugin says about its layers) and ``digests`` (SHA-256 of the bytes of each
+parameter of the MoE layers, by name), or ``error``. The last two are there when the model is in this process.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+SMALL: dict[str, Any] = {
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 64,
+    "max_logprobs": -1,
+    "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": 16 << 20,
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+}
+"""Arguments of vLLM's `LLM` for a tiny model that starts fast."""
+
+
+def with_experts(**keywords: Any) -> None:
+    """Gives the MoE layers of Qwen3-MoE models more keywords: biases and activations that this family does not have."""
+    from vllm.model_executor.models import qwen3_moe
+
+    name = "FusedMoEFactory" if hasattr(qwen3_moe, "FusedMoEFactory") else "FusedMoE"
+    factory = getattr(qwen3_moe, name)
+    original = getattr(factory, "func", factory)
+    setattr(qwen3_moe, name, functools.partial(original, **keywords) if keywords else original)
+
+
+def online_experts(job: dict[str, Any]) -> dict[str, Any]:
+    """Arguments that quantize a 16-bit checkpoint's experts alone; in vLLM's words a format has one name for linear
+    layers too, and those of some have no kernel on a CPU."""
+    if "online_experts" not in job:
+        return {}
+    from vllm.config.quantization import QuantSpec
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+
+    return {
+        "quantization": "online",
+        "quantization_config": {"moe": QuantSpec(weight=getattr(quant_utils, job["online_experts"]))},
+    }
+
+
+def model_of(llm: Any) -> Any:
+    """The torch module of an engine that runs in this process."""
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def digests(model: Any) -> dict[str, str]:
+    """SHA-256 of the bytes of each parameter of a MoE layer, by name."""
+    import torch
+
+    return {
+        name: hashlib.sha256(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, parameter in model.named_parameters()
+        if ".mlp.experts" in name
+    }
+
+
+def say(llm: Any, prompt: list[int], count: int) -> dict[str, Any]:
+    """The likeliest next tokens, and for each the logprobs of the whole vocabulary."""
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(max_tokens=count, temperature=0.0, logprobs=-1, ignore_eos=True, detokenize=False)
+    output = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)[0].outputs[0]
+    assert output.logprobs is not None
+    rows = [[row[token].logprob for token in sorted(row)] for row in output.logprobs]
+    return {"tokens": list(output.token_ids), "logprobs": rows}
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """One job; see the module."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    with_experts(**job.get("experts", {}))
+    llm = None
+    try:
+        llm = LLM(
+            model=job["checkpoint"],
+            dtype=job["dtype"],
+            additional_config={"moe_oracle": job.get("oracle", {})},
+            **SMALL | {"enforce_eager": job.get("eager", True)} | job.get("engine", {}) | online_experts(job),
+        )
+        said = say(llm, job["prompt"], job["tokens"])
+        if job.get("engine", {}).get("tensor_parallel_size", 1) > 1:  # the model is in other processes
+            return said
+        from vllm_moe_oracle.methods import coverage
+
+        return {**said, "layers": coverage.model_report(0), "digests": digests(model_of(llm))}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    finally:
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def main() -> None:
+    jobs, results = map(Path, sys.argv[1:3])
+    found = []
+    for job in json.loads(jobs.read_text()):
+        found.append(run(job))
+        results.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""One tiny model of each scheme, served through vLLM and the plugin, equals float32 transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib import checkpoints, integer_checkpoints, reference, vllm_runner
+from tests.lib.integer_checkpoints import Integers
+from tests.lib.served import LAYERS, PROMPT, difference, tolerance
+
+pytest.importorskip("vllm", reason="serving needs vLLM")
+
+SCHEMES = ("mxfp8", "mxfp4", "wna16")
+TOKENS = 2
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """MXFP8 as ModelOpt writes it, gpt-oss in MXFP4, and GPTQ with act order and zero points."""
+    folder = tmp_path_factory.mktemp("each_scheme")
+    unquantized = checkpoints.write_checkpoint(folder / "bf16", format="bf16", dtype="float32")
+    gptq = Integers("gptq", zero_points=True, act_order="group")
+    return {
+        "mxfp8": checkpoints.write_checkpoint(folder / "mxfp8"),
+        "mxfp4": checkpoints.write_checkpoint(
+            folder / "mxfp4", arch="gpt_oss", format="mxfp4", size=replace(checkpoints.Size(), top_k=4)
+        ),
+        "wna16": integer_checkpoints.write(unquantized, folder / "wna16", gptq, 0),
+    }
+
+
+@pytest.fixture(scope="module")
+def served(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    jobs = {
+        name: {"checkpoint": str(path), "dtype": "float32", "prompt": PROMPT, "tokens": TOKENS,
+               "oracle": {"backend": "emulation", "activations": "16bit"}}
+        for name, path in models.items()
+    }  # fmt: skip
+    return vllm_runner.run("run_generate.py", jobs, tmp_path_factory.mktemp("served"))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_tokens_and_logprobs_equal_transformers(
+    served: dict[str, dict[str, Any]], models: dict[str, Path], scheme: str
+) -> None:
+    path = models[scheme]
+    exact = path.with_name(f"{path.name}-exact") if scheme == "wna16" else path
+    expected = reference.greedy(reference.load_transformers(exact), PROMPT, TOKENS)
+    assert difference(served[scheme], expected) <= tolerance("float32")
+    assert served[scheme]["tokens"] == expected.tokens
+    record = served[scheme]["layers"]
+    assert record["served"] == LAYERS
+    assert {group["problem"]["scheme"]["name"] for group in record["groups"]} == {scheme}

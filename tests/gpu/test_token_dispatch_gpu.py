@@ -1,0 +1,190 @@
+"""Two backends of one layer by turns, under vLLM's own CUDA graphs: each graph holds the one for its number of tokens.
+
+A tiny model that recites an alphabet (tests/lib/checkpoints.py) is served with a profile in which this project's
+kernels win up to 8 tokens and Marlin beyond. Which of them ran in the replayed graphs is what CUPTI saw. Started
+twice from one cache, it decides the same and says the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.e2e import run_generate
+from tests.gpu import reload
+from vllm_moe_oracle import checkpoint
+from vllm_moe_oracle.devices import detect
+from vllm_moe_oracle.measurements import environment, profile
+from vllm_moe_oracle.measurements.kernel_shape import KernelShape, Sample, kernel_shape_of
+from vllm_moe_oracle.measurements.store import Store
+
+pytestmark = pytest.mark.gpu
+
+FEW, MANY = "hopper_mxfp8", "marlin_mxfp8"
+BATCHES = (1, 4, 16, 32)
+SWITCH = 11
+"""Between 8 and 16, in the middle of their logarithms."""
+OWN_KERNELS = ("gate_up", "down", "down_loop_n", "down_fused_topk")
+
+
+def samples() -> list[Sample]:
+    """Times as they might have been measured here."""
+    times = {FEW: (20.0, 90.0), MANY: (30.0, 60.0), "humming_mxfp8": (95.0, 95.0)}
+    return [
+        Sample(name, "16bit", count, "uniform", us, us, us, 9, 1e-3)
+        for name, both in times.items()
+        for count in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+        for us in [both[count > 8]]
+    ]
+
+
+def cell(folder: str) -> KernelShape:
+    return kernel_shape_of(checkpoint.find_moe_layers(checkpoint.read_checkpoint(Path(folder))).problems[0])
+
+
+def started(folder: str, **where: str) -> Any:
+    """The model in vLLM, with measurements from somewhere."""
+    from vllm import LLM
+
+    return LLM(
+        model=folder,
+        dtype="bfloat16",
+        **run_generate.SMALL
+        | {
+            "enforce_eager": False,
+            "max_num_seqs": max(BATCHES),
+            "max_num_batched_tokens": 512,
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": list(BATCHES),
+            },
+        },
+        additional_config={
+            "moe_oracle": {"allow_second_layout": True, "objective": "1:1,16:1,512:1", "min_speedup": 0.03, **where}
+        },
+    )
+
+
+def run(log: Path, *words: str) -> dict[str, Any]:
+    """What this file prints as a script. An engine has a process of its own: it leaves the plugin registered and vLLM's
+    workspaces locked, with which nothing can be measured afterwards (test_measuring_gpu.py)."""
+    with log.open("w") as output:
+        subprocess.run(
+            [sys.executable, __file__, *words], stdout=output, stderr=subprocess.STDOUT, check=False,
+            env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}, timeout=300,
+        )  # fmt: skip
+    text = log.read_text(errors="replace")
+    lines = [line for line in text.splitlines() if line.startswith("SAID ")]
+    assert lines, text[-3000:]
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix("SAID "))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return reload.write(tmp_path_factory.mktemp("model"), "mxfp8:auto", 0)
+
+
+@pytest.fixture(scope="module")
+def seen(folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("profile") / "p.json"
+    made = profile.make(environment.of(detect.detect()), {cell(folder): samples()}, {"command": "none: made up"})
+    profile.write(made, path)
+    return run(path.with_name("log"), "watch", folder, str(path))
+
+
+def methods(llm: Any) -> list[Any]:
+    found = [getattr(module, "quant_method", None) for module in run_generate.model_of(llm).modules()]
+    return [method for method in found if hasattr(method, "decision")]
+
+
+def steps_of(method: Any) -> list[tuple[str, int | None]]:
+    return [(step.backend, step.max_tokens) for step in method.decision.token_ranges]
+
+
+def test_every_layer_takes_turns_with_a_copy_of_its_weights(seen: dict[str, Any]) -> None:
+    assert seen["layers"] == [{"steps": [[FEW, SWITCH], [MANY, None]], "dispatches": True, "copies": 1}] * 2
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_graph_holds_the_backend_of_its_number_of_tokens(seen: dict[str, Any], batch: int) -> None:
+    found = seen["batches"][str(batch)]
+    assert found["text"] == [reload.ALPHABET] * batch
+    names = found["kernels"]
+    # One of each a layer and step; marlin_moe_wna16's name is mangled, ours are what the functions are called.
+    ran = {
+        MANY: sum(count for name, count in names.items() if "marlin" in name.lower()),
+        FEW: sum(count for name, count in names.items() if name in OWN_KERNELS),
+    }
+    steps = 2 * (reload.TOKENS - 1)  # of two layers; the first token comes with the prompt
+    decoded, other = (FEW, MANY) if batch <= SWITCH else (MANY, FEW)
+    assert ran[decoded] >= steps and ran[other] < steps / 2, (ran, sorted(names))
+
+
+def test_a_restart_with_the_same_cache_decides_and_says_the_same(folder: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    store = Store(cache)
+    store.prepare()
+    store.add(environment.of(detect.detect()), cell(folder), samples())
+    before = store.path.read_bytes()
+    said = [run(tmp_path / f"{number}.log", "say", folder, str(cache)) for number in range(2)]
+    assert said[0] == said[1]
+    assert {tuple(map(tuple, steps)) for steps in said[0]["steps"]} == {((FEW, SWITCH), (MANY, None))}
+    assert store.path.read_bytes() == before  # serving writes nothing
+
+
+def watch(folder: str, path: str) -> dict[str, Any]:
+    """The token ranges of layers with a profile, and the kernels that run for each number of prompts, with counts."""
+    from vllm import SamplingParams
+
+    llm = started(folder, profile=path)
+    layers = [
+        {"steps": steps_of(each), "dispatches": each.token_dispatch is not None, "copies": len(each.weight_copies)}
+        for each in methods(llm)
+    ]
+    parameters = SamplingParams(max_tokens=reload.TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
+    batches = {}
+    for batch in BATCHES:
+        prompts = [{"prompt_token_ids": reload.PROMPT} for _ in range(batch)]
+        llm.reset_prefix_cache()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+            outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        on_card = [event for event in profiled.events() if event.device_type == torch.profiler.DeviceType.CUDA]
+        batches[batch] = {
+            "text": [list(each.outputs[0].token_ids) for each in outputs],
+            "kernels": Counter(event.name for event in on_card),
+        }
+    return {"layers": layers, "batches": batches}
+
+
+def say(folder: str, cache: str) -> dict[str, Any]:
+    """What a start decides, and what it says after its alphabet and after prompts that are none of it."""
+    from vllm import SamplingParams
+
+    llm = started(folder, cache=cache)
+    parameters = SamplingParams(max_tokens=reload.TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
+    prompts = [reload.PROMPT, [40, 3, 17, 33, 8], [11] * 9]
+    outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], parameters, use_tqdm=False)
+    decided = methods(llm)
+    return {
+        "text": [list(each.outputs[0].token_ids) for each in outputs],
+        "explanation": [each.decision.explanation for each in decided],
+        "steps": [steps_of(each) for each in decided],
+    }
+
+
+if __name__ == "__main__":
+    print("SAID " + json.dumps({"watch": watch, "say": say}[sys.argv[1]](*sys.argv[2:])), flush=True)

@@ -1,0 +1,193 @@
+"""Compiles the fused MoE kernels for sm_90a without a GPU, as the launcher would launch them.
+
+`fused_moe` runs on CPU tensors with Triton's launch replaced by a recorder; each recorded launch is then compiled and
+its machine code inspected: no register spills, weights decoded in registers (`HGMMA R`, wgmma's register operand), no
+fallback to the older matrix instruction.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from tests.lib.kernel_launches import LAYERS, MEASURED, compile_launch, disassemble, launches  # noqa: E402
+from tests.lib.machine_code import overwritten_in_flight  # noqa: E402
+from vllm_moe_oracle.kernels import config as configs  # noqa: E402
+from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig  # noqa: E402
+from vllm_moe_oracle.kernels.weights import allocate_weights  # noqa: E402
+
+
+def check(layer: str, tokens: int, config: LaunchConfig, **extra: Any) -> None:
+    format, group, hidden, inner, *_ = (LAYERS | MEASURED)[layer]
+    for launch in launches(layer, tokens, config, **extra):
+        compiled = compile_launch(launch)
+        code, stack = disassemble(compiled.asm["cubin"])
+        name = launch[0].__name__
+        assert stack == 0, f"{name} of {layer} at {tokens} tokens spills {stack} bytes a thread: {config}"
+        assert not re.search(r"\b(STL|LDL)\b", code)
+        assert compiled.metadata.shared <= 227 * 1024
+        if name in ("gate_up", "down", "down_loop_n", "down_fused_topk"):
+            tile, columns = (config.gate_up, hidden) if name == "gate_up" else (config.down, inner)
+            more = {"zero_points": extra.get("zero_points", False), "half": extra.get("dtype") == torch.float16}
+            needed = configs.shared_memory_bytes(tile, format, group, columns, **more)
+            least, most = (0.7 * needed if tile.n_tiles > 1 else needed), needed
+            if tile.no_k_loop and more["half"]:  # two products go through the same memory, one after the other
+                least = 0
+            if tile.bm >= 64:  # handing over the results takes more
+                most = configs.MAX_SHARED_MEMORY
+            assert least <= compiled.metadata.shared <= most, f"{name}: {needed} bytes expected: {config}"
+            products = re.findall(r"\bHGMMA\S* R\d+, (\S+)", code)
+            assert products, f"{name} of {layer} has no wgmma: {config}"
+            assert all(operand.startswith("R") for operand in products)
+            assert not re.search(r"\bHMMA", code)
+            assert not overwritten_in_flight(code), f"{name} of {layer} at {tokens} tokens: {config}"
+
+
+def shipped() -> Iterator[tuple[str, int, LaunchConfig]]:
+    """Every measured configuration, and what the rule gives for some layers; each once."""
+    seen = set()
+    for layer, (format, group, hidden, inner, experts, top_k, activation, bias) in (LAYERS | MEASURED).items():
+        weights = allocate_weights(format, experts, hidden, inner, gated=activation != "relu2", group=group, bias=bias,
+                           device="meta")  # fmt: skip
+        for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384):
+            found = configs.choose_launch_config if layer in MEASURED else configs.heuristic_config
+            config = found(weights, top_k, tokens)
+            if (layer, config) not in seen:
+                seen.add((layer, config))
+                yield layer, tokens, config
+
+
+LOOP = """
+        /*0100*/                   LDS.128 R20, [R3] ;
+        /*0110*/                   HFMA2.BF16_V2 R24, R20, R9, R10 ;
+        /*0120*/                   HGMMA.64x16x16.F32.BF16 R48, R24, gdesc[UR16], R48, gsb0 ;
+        /*0130*/                   HFMA2.BF16_V2 R28, R21, R9, R10 ;
+        /*0140*/                   HGMMA.64x16x16.F32.BF16 R48, R28, gdesc[UR16], R48, gsb0 ;
+        /*0150*/                   WARPGROUP.DEPBAR.LE gsb0, {left} ;
+        /*0160*/                   LDGSTS.E.BYPASS.128 [R29], desc[UR20][R30.64], P6 ;
+        /*0170*/                   @P2 BRA 0x100 ;
+        /*0180*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0190*/                   IMAD.WIDE R26, R1, 0x4, R2 ;
+"""
+
+
+def test_operands_of_products_in_flight_are_found() -> None:
+    """One wait too short: the first product is done at the end of a step, the second is not."""
+    assert overwritten_in_flight(LOOP.format(left="0x0")) == []
+    assert overwritten_in_flight(LOOP.format(left="0x1")) == ["0x130 HFMA2.BF16_V2 R28, R21, R9, R10"]
+    assert overwritten_in_flight(LOOP.format(left="0x2"))[0] == "0x110 HFMA2.BF16_V2 R24, R20, R9, R10"
+    early = LOOP.format(left="0x0").replace("LDS.128 R20", "LDS.128 R28").replace("@P2 BRA 0x100", "NOP")
+    assert overwritten_in_flight(early.replace("WARPGROUP.DEPBAR.LE gsb0, 0x0", "NOP")) == [
+        "0x190 IMAD.WIDE R26, R1, 0x4, R2"
+    ]
+
+
+@pytest.mark.parametrize("layer", ["gptoss", "qwen-mxfp8", "qwen-int4"])
+def test_decode_kernels_compile(layer: str) -> None:
+    format, group, hidden, inner, experts, top_k, _, bias = LAYERS[layer]
+    weights = allocate_weights(format, experts, hidden, inner, group=group, bias=bias, device="meta")
+    check(layer, 64, configs.choose_launch_config(weights, top_k, 64))
+
+
+@pytest.mark.parametrize("layer", ["qwen-int4", "qwen-mxfp8"])
+def test_kernels_without_a_k_loop_compile(layer: str) -> None:
+    up = TileConfig(4, 16, 128, k_parts=4, scale_accumulators=False, no_k_loop=True)
+    down = TileConfig(1, 16, 128, num_warps=8, scale_accumulators=False, no_k_loop=True, fused_topk=True)
+    check(layer, 1, LaunchConfig(up, down, per_slot=True))
+
+
+def test_weights_are_loaded_before_the_predecessor_ends() -> None:
+    up = TileConfig(8, 32, 128, k_parts=2)
+    for down in (
+        TileConfig(16, 64, 128, no_k_loop=True),
+        TileConfig(1, 16, 128, num_warps=8, no_k_loop=True, fused_topk=True),
+    ):
+        for launch in launches("qwen-int4", 1, LaunchConfig(up, down, per_slot=True)):
+            if launch[0].__name__ in ("down", "down_fused_topk"):
+                code, _ = disassemble(compile_launch(launch).asm["cubin"])
+                loads, wait = [m.start() for m in re.finditer(r"\bLDG\.E\.128", code)], code.index("ACQBULK")
+                tile_bytes = down.bn * 768 // 2 * (8 if down.fused_topk else 1)
+                assert sum(at < wait for at in loads) >= tile_bytes / (16 * 32 * down.num_warps)
+
+
+def test_n_tiles_compile() -> None:
+    check(
+        "kimi",
+        64,
+        LaunchConfig(
+            TileConfig(16, 128, 128), TileConfig(16, 64, 128, num_stages=3, scale_accumulators=False, n_tiles=8)
+        ),
+    )
+
+
+def test_split_and_fused_sum_compile() -> None:
+    config = LaunchConfig(
+        TileConfig(16, 64, 128, split_k=2),
+        TileConfig(16, 64, 128, split_k=2),
+        per_slot=True,
+        fuse_sum=True,
+        prefetch=True,
+    )
+    check("qwen-int8", 1, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layer", "tokens", "config"), list(shipped()))
+def test_every_shipped_configuration_compiles(layer: str, tokens: int, config: LaunchConfig) -> None:
+    check(layer, tokens, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", list(LAYERS))
+def test_invariant_configuration_compiles(layer: str) -> None:
+    check(layer, 64, configs.BATCH_INVARIANT_CONFIG)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", list(LAYERS))
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_float16_compiles(layer: str, tokens: int) -> None:
+    format, group, hidden, inner, experts, top_k, activation, bias = LAYERS[layer]
+    zero_points = format.startswith("int")
+    weights = allocate_weights(format, experts, hidden, inner, gated=activation != "relu2", group=group, bias=bias,
+                       dtype=torch.float16, zero_points=zero_points, device="meta")  # fmt: skip
+    check(layer, tokens, configs.heuristic_config(weights, top_k, tokens), dtype=torch.float16,
+          zero_points=zero_points)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8"])
+def test_float16_of_long_rows_compiles(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    """Where a product of integers or in bfloat16 takes 128 rows of 256 columns."""
+    layer = (format, 32, 4096, 4096, 8, 2, "silu", False)
+    monkeypatch.setitem(LAYERS, "long", layer)
+    tiles = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        config = configs.heuristic_config(
+            allocate_weights(format, 8, 4096, 4096, group=32, dtype=dtype, device="meta"), 2, 16
+        )
+        tiles[dtype] = config.down.bn, config.down.bk
+    assert tiles == {torch.bfloat16: (128, 256), torch.float16: (64, 256)}
+    check("long", 16, config, dtype=torch.float16)
+
+
+@pytest.mark.slow
+def test_quantized_activations_compile() -> None:
+    for layer in ("qwen-mxfp8", "nemotron"):
+        config = LaunchConfig(TileConfig(16, 64, 128), TileConfig(16, 128, 128, num_stages=3), per_slot=True)
+        check(layer, 2, config, quantize_activations=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1, 2, 16, 256])
+def test_quantized_activations_have_configurations(tokens: int) -> None:
+    weights = allocate_weights("mxfp8", 128, 2048, 768, device="meta")
+    config = configs.choose_launch_config(weights, 8, tokens, quantize=True)
+    assert configs.keeps_mx_groups(weights, config)
+    check("qwen-mxfp8", tokens, config, quantize_activations=True)

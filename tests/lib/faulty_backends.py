@@ -1,0 +1,204 @@
+"""Small MXFP8 layers, their weights, and backends with one fault each, for tests of the self-check.
+
+A faulty backend is the emulation with a change to its weights, its problem, its inputs or its output. It runs through
+vLLM's modular kernel, as every backend does when it is checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.lib.cases import CPU, GPT_OSS, MXFP8, MXFP8_W8A8, RELU2, SILU, problem
+from vllm_moe_oracle.backends.emulation import Emulation, forward
+from vllm_moe_oracle.compat import current_adapter
+from vllm_moe_oracle.core.problem import Activation, Problem
+from vllm_moe_oracle.methods.rank_sync import RankGroup
+from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.schemes import mxfp8
+from vllm_moe_oracle.settings import Settings
+from vllm_moe_oracle.verification import self_check
+
+OAI = dataclasses.replace(GPT_OSS, interleaved=False)
+SMALL: dict[str, Any] = {"experts": 8, "top_k": 2, "hidden_size": 128, "intermediate_size": 64}
+
+LAYERS = {
+    "silu": problem(**SMALL, scheme=MXFP8_W8A8, activation=SILU),
+    "silu, 16 bit": problem(**SMALL, scheme=MXFP8, activation=SILU),
+    "silu, float32": problem(**SMALL, scheme=MXFP8, activation=SILU, dtype="float32"),
+    "silu, biases": problem(**SMALL, scheme=MXFP8_W8A8, activation=SILU, has_bias=True),
+    "gpt-oss": problem(**SMALL, scheme=MXFP8_W8A8, activation=OAI, has_bias=True),
+    "gpt-oss, 16 bit": problem(**SMALL, scheme=MXFP8, activation=OAI, has_bias=True, dtype="float16"),
+    "relu2": problem(**SMALL, scheme=MXFP8_W8A8, activation=RELU2),
+    "relu2, biases": problem(**SMALL, scheme=MXFP8, activation=RELU2, has_bias=True),
+    "situ": problem(**SMALL, scheme=MXFP8, activation=Activation("situ", alpha=4.0, beta=25.0)),
+    "swiglustep": problem(**SMALL, scheme=MXFP8, activation=Activation("swiglustep", limit=7.0)),
+}
+
+
+def moe_config(layer: Problem) -> Any:
+    """vLLM's description of the layer, as a model on one rank has it."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+
+    name = {"swigluoai": "swigluoai_uninterleave", "relu2": "relu2_no_mul"}.get(layer.activation.name, "silu")
+    config = FusedMoEConfig(
+        num_experts=layer.num_experts,
+        num_local_experts=layer.local_experts,
+        num_logical_experts=layer.num_experts,
+        experts_per_token=layer.top_k,
+        hidden_dim=layer.hidden_size,
+        intermediate_size=layer.intermediate_size,
+        activation=MoEActivation.SILU,
+        device="cpu",
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=getattr(torch, layer.dtype),
+        has_bias=layer.has_bias,
+    )
+    config.activation = MoEActivation(name)  # vLLM's constructor refuses experts without a gate on a CPU
+    return config
+
+
+def weights(layer: Problem, size: float = 0.05, biases: float = 0.0) -> dict[str, Tensor]:
+    """Loaded weights; biases are zeros, as where a model has them and never trained them, unless a size is given."""
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, Tensor] = {}
+    for name in ("w13", "w2"):
+        shape = mxfp8.shapes(layer)[name]
+        found[name], found[f"{name}_scale"] = mxfp8.quantize(torch.randn(shape, generator=generator) * size)
+    if layer.has_bias:
+        for name in ("w13_bias", "w2_bias"):
+            shape = mxfp8.shapes(layer)[name]
+            found[name] = (torch.randn(shape, generator=generator) * biases).to(getattr(torch, layer.dtype))
+    return found
+
+
+# --- Faults -----------------------------------------------------------------------------------------------------------
+
+Convert = Callable[[dict[str, Tensor], Problem], dict[str, Tensor]]
+Understand = Callable[[Problem], Problem]
+Compute = Callable[..., None]
+
+
+class Faulty(Emulation):
+    """The emulation with a fault in one place."""
+
+    rank = 1.0
+    runs = 0
+
+    def __init__(
+        self,
+        name: str,
+        convert: Convert = lambda expert, layer: expert,
+        understand: Understand = lambda layer: layer,
+        compute: Compute = forward,
+    ) -> None:
+        self.name = name  # type: ignore[misc]
+        self._convert = convert
+        self._understand = understand
+        self._compute = compute
+
+    def priority(self, problem: Problem, device: Any) -> float:
+        return self.rank
+
+    def convert(self, expert: Any, problem: Problem, plan: Any) -> dict[str, Tensor]:
+        return self._convert(dict(expert), problem)
+
+    def build_experts(self, tensors: Any, problem: Problem, plan: Any, builder: Any) -> Any:
+        self.runs += 1
+
+        def run(*arguments: Any) -> None:
+            self._compute(tensors, self._understand(problem), *arguments)
+
+        return builder.from_function(run)
+
+
+def swap_halves(expert: dict[str, Tensor], layer: Problem) -> dict[str, Tensor]:
+    half = layer.intermediate_size
+    swapped = {name: torch.cat([expert[name][half:], expert[name][:half]]) for name in expert if name[:3] == "w13"}
+    return expert | swapped
+
+
+def swizzle(name: str) -> Convert:
+    """Scales column by column: what a kernel sees that expects another order."""
+    return lambda expert, layer: expert | {name: expert[name].T.reshape(expert[name].shape)}
+
+
+def shift(name: str, exponents: int) -> Convert:
+    return lambda expert, layer: expert | {name: (expert[name].to(torch.int16) + exponents).to(torch.uint8)}
+
+
+def drop(name: str) -> Convert:
+    return lambda expert, layer: {each: tensor for each, tensor in expert.items() if each != name}
+
+
+def transpose_codes(expert: dict[str, Tensor], layer: Problem) -> dict[str, Tensor]:
+    codes = expert["w2"].view(torch.uint8)
+    return expert | {"w2": codes.T.reshape(codes.shape).view(torch.float8_e4m3fn)}
+
+
+def ignore(**changes: Any) -> Understand:
+    return lambda layer: dataclasses.replace(layer, activation=dataclasses.replace(layer.activation, **changes))
+
+
+def other_experts(
+    tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
+) -> None:
+    forward(tensors, layer, out, x, weights, (ids + 1) % layer.num_experts, *more)
+
+
+def other_weights(
+    tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
+) -> None:
+    forward(tensors, layer, out, x, weights.flip(-1), ids, *more)
+
+
+def one_nan(tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
+    forward(tensors, layer, out, *more)
+    out[-1, -1] = torch.nan
+
+
+def raises(tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
+    raise RuntimeError("CUDA error: no kernel image is available")
+
+
+def nothing(tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
+    out.zero_()
+
+
+def check(backend: Emulation, layer: Problem, loaded: dict[str, Tensor]) -> self_check.Comparison:
+    return self_check.compare_with_reference(
+        backend, layer, backend.plan(layer, CPU), loaded, moe_config(layer), current_adapter()
+    )
+
+
+SWAPPED = ("swapped", swap_halves)
+
+
+class Method(SimpleNamespace):
+    """What `check_or_fallback` sees of a layer's method."""
+
+    @classmethod
+    def of(cls, backends: Any, layer: Problem, group: RankGroup | None = None, **settings: Any) -> Method:
+        chosen = Settings(**settings)
+        decision = decide(layer, CPU, chosen, registry=backends)
+        return cls(
+            decision=decision,
+            backend=backends[decision.backend],
+            settings=chosen,
+            adapter=current_adapter(),
+            moe=moe_config(layer),
+            group=group or RankGroup(),
+        )
+
+
+def second(rank: float = 2.0) -> Faulty:
+    made = Faulty("second")
+    made.rank = rank
+    return made

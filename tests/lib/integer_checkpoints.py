@@ -1,0 +1,187 @@
+"""Tiny checkpoints with integer experts, in the file layouts of GPTQ, AWQ and compressed-tensors.
+
+The compressed-tensors package writes its own format; GPTQ and AWQ files follow their documented layouts, which
+`reference` packs. Beside each checkpoint lies its exact twin: the same model in float32 with the dequantized values.
+Quantization rounds to nearest, in numpy, and shares no code with the package under test.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.lib import reference
+
+Array = npt.NDArray[Any]
+_EXPERT = re.compile(r"(.*\.mlp\.experts\.\d+\.(gate|up|down)_proj)\.weight")
+
+
+@dataclass(frozen=True)
+class Integers:
+    """How the experts of a checkpoint are stored.
+
+    Attributes:
+        packing: ``gptq``, ``gptq_v2``, ``awq``, ``compressed-tensors`` or ``compressed-tensors-int``.
+        bits: bits per code.
+        group: input features per scale; -1 for one scale per row.
+        zero_points: the checkpoint has zero points.
+        act_order: ``none``, ``group`` (a group's features are anywhere) or ``static``.
+        bias: every projection adds a bias.
+        config: more fields of ``quantization_config``.
+    """
+
+    packing: str
+    bits: int = 4
+    group: int = 32
+    zero_points: bool = False
+    act_order: Literal["none", "group", "static"] = "none"
+    bias: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Matrix:
+    """One matrix `[N, K]`: unsigned codes, scales `[N, G]` as stored, zero points `[N, G]`, group of each feature."""
+
+    codes: Array
+    scales: Any
+    zeros: Array | None
+    groups: Array
+
+    def values(self, bits: int) -> Array:
+        return reference.dequantize_integers(self.codes, self.scales.double().numpy(), bits, self.zeros, self.groups)
+
+
+def write(plain: Path, target: Path, how: Integers, seed: int = 0) -> Path:
+    """Writes a checkpoint with integer experts, and its twin as ``<target>-exact``.
+
+    Args:
+        plain: a checkpoint of `checkpoints.write_checkpoint` in 16 bits or float32, not quantized.
+        target: the folder to make.
+        how: the format.
+        seed: of orders and biases.
+    """
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    rng = np.random.default_rng(seed)
+    source = load_file(plain / "model.safetensors")
+    stored: dict[str, Any] = {}
+    exact = {name: tensor.float() for name, tensor in source.items()}
+    orders: dict[str, Array] = {}
+    for name, tensor in sorted(source.items()):
+        found = _EXPERT.fullmatch(name)
+        if found is None:
+            stored[name] = tensor
+            continue
+        module = found[1]
+        # Tools order features by statistics of the inputs, which gate and up have in common.
+        inputs = module.rpartition(".")[0] + (".down" if found[2] == "down" else ".inputs")
+        orders.setdefault(inputs, rng.permutation(tensor.shape[1]))
+        matrix = _quantize(tensor.double().numpy(), how, orders[inputs])
+        exact[name] = torch.from_numpy(matrix.values(how.bits)).float()
+        stored |= {f"{module}.{end}": each.contiguous() for end, each in _tensors(matrix, how).items()}
+        if how.bias:
+            bias = torch.from_numpy(rng.uniform(-0.5, 0.5, tensor.shape[0])).to(torch.float16)
+            stored[f"{module}.bias"] = bias
+            exact[f"{module}.bias"] = bias.float()
+    twin = target.with_name(f"{target.name}-exact")
+    for folder, tensors in ((target, stored), (twin, exact)):
+        shutil.copytree(plain, folder, dirs_exist_ok=True)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "quantization_config": _config(how)}, indent=2))
+    (twin / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2))
+    return target
+
+
+def _quantize(values: Array, how: Integers, order: Array) -> _Matrix:
+    import torch
+
+    columns = values.shape[1]
+    group = columns if how.group == -1 else how.group
+    largest = 2**how.bits - 1
+    groups = np.arange(columns) // group
+    if how.act_order == "group":
+        groups = groups[np.argsort(order)]
+    members = [np.flatnonzero(groups == each) for each in range(columns // group)]
+    blocks = np.stack([values[:, each] for each in members], axis=1)
+    if how.zero_points:
+        low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
+    else:
+        high = np.abs(blocks).max(-1)
+        low = -high
+    kind = torch.bfloat16 if how.packing.startswith("compressed") else torch.float16
+    scales = torch.from_numpy((high - low) / largest).to(kind)
+    steps = scales.double().numpy()
+    zeros = np.clip(np.rint(-low / steps), 0, largest).astype(np.int64) if how.zero_points else None
+    middle = np.full(steps.shape, 2 ** (how.bits - 1)) if zeros is None else zeros
+    codes = np.clip(np.rint(values / steps[:, groups]) + middle[:, groups], 0, largest).astype(np.int64)
+    return _Matrix(codes, scales, zeros, groups)
+
+
+def _tensors(matrix: _Matrix, how: Integers) -> dict[str, Any]:
+    import torch
+
+    if how.packing.startswith("compressed"):
+        return _compressed(matrix, how)
+    found = {
+        "qweight": torch.from_numpy(reference.pack_integers(how.packing, how.bits, matrix.codes)),
+        "scales": matrix.scales.T,
+    }
+    # Both tools store zero points of symmetric weights too.
+    zeros = np.full(matrix.scales.shape, 2 ** (how.bits - 1)) if matrix.zeros is None else matrix.zeros
+    found["qzeros"] = torch.from_numpy(reference.pack_integers(how.packing, how.bits, zeros, zeros=True))
+    if how.packing != "awq":
+        found["g_idx"] = torch.from_numpy(matrix.groups).to(torch.int32)
+    return found
+
+
+def _compressed(matrix: _Matrix, how: Integers) -> dict[str, Any]:
+    """What the package makes of weights that the codes hold exactly."""
+    import torch
+    from compressed_tensors import compressors
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**_arguments(how)))
+    kind = "PackedQuantizationCompressor" if how.packing == "compressed-tensors" else "IntQuantizationCompressor"
+    state = {"weight": torch.from_numpy(matrix.values(how.bits)).float(), "weight_scale": matrix.scales.float()}
+    if matrix.zeros is not None:
+        state["weight_zero_point"] = torch.from_numpy(matrix.zeros - 2 ** (how.bits - 1)).to(torch.int8)
+    if how.act_order == "group":
+        state["weight_g_idx"] = torch.from_numpy(matrix.groups).to(torch.int32)
+    found: dict[str, Any] = getattr(compressors, kind).compress(state, scheme)
+    return {**found, "weight_scale": matrix.scales}
+
+
+def _arguments(how: Integers) -> dict[str, Any]:
+    order = None if how.act_order == "none" else how.act_order
+    return {
+        "num_bits": how.bits, "type": "int", "symmetric": not how.zero_points, "actorder": order, "dynamic": False,
+        "strategy": "channel" if how.group == -1 else "group", "group_size": None if how.group == -1 else how.group,
+    }  # fmt: skip
+
+
+def _config(how: Integers) -> dict[str, Any]:
+    """What the tool says of a model of which it quantized the experts only."""
+    if how.packing.startswith("compressed"):
+        form = "pack-quantized" if how.packing == "compressed-tensors" else "int-quantized"
+        group = {"targets": ["Linear"], "weights": _arguments(how), "input_activations": None, "format": form}
+        ignored = ["lm_head", r"re:.*self_attn.*", r"re:.*mlp\.gate$"]
+        found: dict[str, Any] = {"quant_method": "compressed-tensors", "format": form, "ignore": ignored}
+        return found | {"config_groups": {"group_0": group}, "quantization_status": "compressed"} | how.config
+    if how.packing == "awq":
+        excluded = ["self_attn", "mlp.gate", "lm_head"]
+        found = {"quant_method": "awq", "version": "gemm", "zero_point": how.zero_points}
+        return found | {"bits": how.bits, "group_size": how.group, "modules_to_not_convert": excluded} | how.config
+    found = {"quant_method": "gptq", "bits": how.bits, "group_size": how.group, "sym": not how.zero_points}
+    found |= {"desc_act": how.act_order != "none", "static_groups": how.act_order == "static", "lm_head": False}
+    return found | {"checkpoint_format": how.packing} | how.config

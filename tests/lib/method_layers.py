@@ -1,0 +1,88 @@
+"""An MXFP8 layer of llm-compressor's and the method that vLLM calls for it, without a model and without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.lib.cases import registry
+
+EXPERTS, HIDDEN, INNER = 64, 512, 1024
+
+
+class Layer(nn.Module):
+    """What the method sees of vLLM's MoE layer."""
+
+    layer_name = "model.layers.0.mlp.experts"
+    scoring_func = "softmax"
+    renormalize = True
+    use_grouped_topk = False
+    e_score_correction_bias = None
+    apply_router_weight_on_input = False
+
+    class quant_config:
+        """Weight-only, whatever the layer."""
+
+        @staticmethod
+        def get_scheme_dict(layer: Any, name: str) -> dict[str, Any]:
+            assert name == "model.layers.0.mlp.experts.0.down_proj"
+            return {"input_activations": None}
+
+    def _expert_routing_tables(self) -> None:
+        return None
+
+
+@contextmanager
+def inside_vllm(backend: Any, monkeypatch: pytest.MonkeyPatch, experts: int = EXPERTS) -> Iterator[Any]:
+    """vLLM's config of a MoE layer, in a process that has only this backend."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+
+    from vllm_moe_oracle.methods import backend_selection
+    from vllm_moe_oracle.oracle import selection
+
+    backends = registry([backend])
+    monkeypatch.setattr(backend_selection, "default_registry", lambda: backends)
+    monkeypatch.setattr(selection, "default_registry", lambda: backends)
+    with set_current_vllm_config(VllmConfig(additional_config={"moe_oracle": {"self_check": "off"}})):
+        yield FusedMoEConfig(
+            num_experts=experts,
+            num_local_experts=experts,
+            num_logical_experts=experts,
+            experts_per_token=2,
+            hidden_dim=HIDDEN,
+            intermediate_size=INNER,
+            activation=MoEActivation.SILU,
+            device="cpu",
+            routing_method=RoutingMethodType.Renormalize,
+            moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+            in_dtype=torch.bfloat16,
+        )
+
+
+def loader(*args: Any, **kwargs: Any) -> None:
+    """Stands for the layer's own loader."""
+
+
+def created(config: Any, layer: Layer) -> Any:
+    """The method of an MXFP8 layer of llm-compressor's, with its parameters registered."""
+    from vllm_moe_oracle.compat.layer_context import set_current_layer
+    from vllm_moe_oracle.methods.compressed_tensors import CompressedTensorsW8A8Mxfp8MoEMethod
+
+    with set_current_layer(layer):
+        method = CompressedTensorsW8A8Mxfp8MoEMethod(config)
+    assert method.decision.problem.scheme.activations == "16bit"
+    method.create_weights(layer, config.num_experts, HIDDEN, INNER, torch.bfloat16, weight_loader=loader)
+    return method
+
+
+def load(layer: Layer) -> None:
+    """Small numbers in every code, ones in every scale."""
+    for name, parameter in layer.named_parameters():
+        parameter.data.view(torch.uint8).fill_(127 if name.endswith("_scale") else 0x11)

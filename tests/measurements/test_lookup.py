@@ -1,0 +1,118 @@
+"""Which place's measurements answer for a layer, and which of their backends: what failed, and what is unfinished."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.lib.cases import problem
+from vllm_moe_oracle import settings
+from vllm_moe_oracle.core.decision import Decision
+from vllm_moe_oracle.devices import catalog
+from vllm_moe_oracle.measurements import environment, lookup, model_shapes, profile
+from vllm_moe_oracle.measurements.kernel_shape import RoutingKind, Sample, kernel_shape_of
+from vllm_moe_oracle.measurements.store import Store
+from vllm_moe_oracle.oracle.selection import decide
+
+LAYER = problem(hidden_size=2176)
+"""Of no known model: no shipped profile has it."""
+H200 = catalog.known_device("nvidia-h200")
+HUMMING, MARLIN, OWN = "humming_mxfp8", "marlin_mxfp8", "hopper_mxfp8"
+"""In static order."""
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+
+
+def times(backend: str, us: float, counts: tuple[int, ...] = COUNTS, routing: RoutingKind = "uniform") -> list[Sample]:
+    return [Sample(backend, "16bit", count, routing, us, us, us, 9, 1e-3) for count in counts]
+
+
+def fails(backend: str, *counts: int, routing: RoutingKind = "uniform") -> list[Sample]:
+    return [Sample(backend, "16bit", count, routing, failure="relative error 3.0e-01") for count in counts]
+
+
+def decided(folder: Path, *samples: Sample, given: tuple[Sample, ...] = ()) -> Decision:
+    """The decision with a cache, and a profile in the setting of that name, of these."""
+    store = Store(folder)
+    store.prepare()
+    store.add(environment.of(H200), kernel_shape_of(LAYER), samples)
+    assignments = {"cache": str(folder)}
+    if given:
+        assignments["profile"] = str(folder / "given.json")
+        profile.write(profile.make(environment.of(H200), {kernel_shape_of(LAYER): given}, {}), folder / "given.json")
+    chosen = settings.load({}, assignments=assignments)
+    return decide(LAYER, H200, chosen, measurements=lookup.find_measurements(LAYER, H200, chosen))
+
+
+@pytest.mark.parametrize("routing", ["uniform", "skewed"])
+def test_what_failed_once_is_not_chosen_for_its_times_elsewhere(tmp_path: Path, routing: RoutingKind) -> None:
+    """Wrong numbers at one number of tokens, or when tokens crowd on few experts, are wrong numbers in serving."""
+    fast = times(OWN, 10, COUNTS if routing == "skewed" else COUNTS[:-1])
+    made = decided(tmp_path, *times(HUMMING, 50), *times(MARLIN, 40), *fast, *fails(OWN, 4096, routing=routing))
+    assert made.backend == MARLIN and made.why == "measured"
+    where = " under skewed routing" if routing == "skewed" else ""
+    assert f"{OWN}: failed with 4096 tokens{where}: relative error" in made.explanation
+
+
+def test_what_failed_for_long_prompts_is_not_chosen_for_decoding_either(tmp_path: Path) -> None:
+    store = [*times(HUMMING, 50), *times(MARLIN, 40), *times(OWN, 10, COUNTS[:-2]), *fails(OWN, 1024, 4096)]
+    decided(tmp_path, *store)
+    chosen = settings.load({}, assignments={"cache": str(tmp_path), "objective": "decode"})
+    made = decide(LAYER, H200, chosen, measurements=lookup.find_measurements(LAYER, H200, chosen))
+    assert made.backend == MARLIN and f"{OWN}: failed with 1024 tokens" in made.explanation
+
+
+def test_a_static_choice_that_failed_once_gives_way(tmp_path: Path) -> None:
+    made = decided(
+        tmp_path, *times(HUMMING, 10, COUNTS[:-1]), *fails(HUMMING, 4096), *times(MARLIN, 40), *times(OWN, 50)
+    )
+    assert made.backend == MARLIN and made.why == "measured"
+    assert f"{HUMMING}, the static choice, could not be measured" in made.explanation
+
+
+def test_an_unfinished_run_hides_no_measurements_of_another_place(tmp_path: Path) -> None:
+    """A `tune` that was ended after some numbers of tokens leaves its samples in the cache."""
+    layer = model_shapes.parse("mxfp8:qwen3-30b-a3b")
+    few = [each for name in (HUMMING, MARLIN, OWN) for each in times(name, 50, (1, 2, 4))]
+    store = Store(tmp_path)
+    store.prepare()
+    store.add(environment.of(H200), kernel_shape_of(layer), few)
+    chosen = settings.load({}, assignments={"cache": str(tmp_path)})
+    nothing = settings.load({}, assignments={"cache": str(tmp_path / "none")})
+    with_cache, without = (
+        decide(layer, H200, each, measurements=lookup.find_measurements(layer, H200, each))
+        for each in (chosen, nothing)
+    )
+    assert without.why == with_cache.why == "measured" and without.backend == with_cache.backend
+    assert "by the shipped profile" in with_cache.explanation
+    assert "the cache (NVIDIA H200, vLLM 0.33.0) decide nothing" in with_cache.explanation
+    assert "measured up to 4 tokens" in with_cache.explanation
+
+
+def test_one_backend_alone_hides_no_measurements_of_another_place(tmp_path: Path) -> None:
+    full = (*times(HUMMING, 50), *times(MARLIN, 20), *times(OWN, 30))
+    made = decided(tmp_path, *full, given=tuple(times(HUMMING, 5)))
+    assert made.backend == MARLIN and "by the cache" in made.explanation
+    assert "given.json (NVIDIA H200, vLLM 0.33.0) decide nothing" in made.explanation
+
+
+def test_what_failed_here_is_not_chosen_by_what_was_measured_elsewhere(tmp_path: Path) -> None:
+    full = (*times(HUMMING, 50), *times(MARLIN, 40), *times(OWN, 10))
+    given = (*times(HUMMING, 50, (1, 2)), *fails(OWN, 4))
+    made = decided(tmp_path, *full, given=given)
+    assert made.backend == MARLIN and "by the cache" in made.explanation
+    assert f"{OWN}: relative error 3.0e-01" in made.explanation
+
+
+def test_where_no_place_decides_the_first_one_says_why(tmp_path: Path) -> None:
+    given = tuple(each for name in (HUMMING, MARLIN) for each in times(name, 50, (1, 2)))
+    made = decided(tmp_path, *times(HUMMING, 5, (1, 2, 4)), given=given)
+    assert made.why == "static" and made.backend == HUMMING
+    assert made.explanation.count("decide nothing") == 1 and "given.json" in made.explanation
+    assert "measured up to 2 tokens" in made.explanation
+
+
+def test_places_are_asked_in_their_order(tmp_path: Path) -> None:
+    full = (*times(HUMMING, 50), *times(MARLIN, 20), *times(OWN, 30))
+    made = decided(tmp_path, *full, given=(*times(HUMMING, 50), *times(MARLIN, 40), *times(OWN, 30)))
+    assert made.backend == OWN and "given.json" in made.explanation and "the cache" not in made.explanation

@@ -1,0 +1,203 @@
+"""Profiles: those that are shipped hold for the cards that they name, and damaged or hostile ones are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib.cases import H200, problem
+from vllm_moe_oracle import settings
+from vllm_moe_oracle.core.objectives import parse_objective
+from vllm_moe_oracle.devices import catalog
+from vllm_moe_oracle.errors import MeasurementError
+from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
+from vllm_moe_oracle.measurements import environment, lookup, model_shapes, profile
+from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
+from vllm_moe_oracle.oracle.measured_choice import MAX_TOKEN_RATIO
+from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.oracle.selection import decide
+
+SHIPPED = sorted(profile.SHIPPED_FOLDER.glob("nvidia_*.json"))
+
+
+def card_of(path: Path) -> str:
+    """The card's name: a card may have several profiles, of different runs."""
+    return "-".join(path.stem.split("_")[:2])
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_profile_holds_for_its_card_as_users_have_it(path: Path) -> None:
+    found = profile.read(path)
+    name = card_of(path)
+    differences = environment.differences(found.environment, environment.of(catalog.known_device(name)))
+    assert differences.hard == ()
+    assert found.environment.kernels and found.environment.driver and found.conditions["command"]
+    for entry in found.entries:
+        assert entry.backends.keys() <= {backend.name for backend in default_registry()}, entry.kernel_shape
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_profile_decides(path: Path) -> None:
+    """For every layer of the list that it has: a finished cell has all numbers of tokens that the objective needs."""
+    found, name = profile.read(path), card_of(path)
+    chosen = settings.load({}, assignments={"cache": str(path.parent / "no cache")})
+    cells = {entry.kernel_shape for entry in found.entries}
+    layers = [each for each in model_shapes.served_problems() if kernel_shape_of(each) in cells]
+    assert len(layers) == len(cells)
+    decided = []
+    for layer in layers:
+        evidence = lookup.find_measurements(layer, catalog.known_device(name), chosen)
+        decision = decide(layer, catalog.known_device(name), chosen, measurements=evidence)
+        assert evidence is not None and "the shipped profile" in evidence.source
+        decided.append(decision.why == "measured" and decision.measured is not None)
+    assert all(decided)
+    largest = parse_objective("balanced").largest
+    for entry in found.entries:
+        for backend, timing in entry.backends.items():
+            counts = sorted(map(int, timing.times.get("uniform", {})))
+            if len(counts) >= 10:
+                assert counts[0] == 1 and counts[-1] * MAX_TOKEN_RATIO >= largest, (entry.kernel_shape, backend)
+
+
+def test_the_h200_has_profiles_of_many_layers_and_none_twice() -> None:
+    profiles = [profile.read(path) for path in SHIPPED if card_of(path) == "nvidia-h200"]
+    shapes = [entry.kernel_shape for found in profiles for entry in found.entries]
+    assert len(shapes) == len(set(shapes)) >= 34
+
+
+def test_what_tune_measured_has_both_routings_and_ten_numbers_of_tokens() -> None:
+    found = profile.read(profile.SHIPPED_FOLDER / "nvidia_h200.json")
+    assert " tune --shapes " in found.conditions["command"] and len(found.entries) >= 13
+    for entry in found.entries:
+        measured = {name: timing for name, timing in entry.backends.items() if not timing.failures}
+        # What the libraries' kernels cannot run is kept with its reason, and not chosen; ours run what they accept.
+        failed = entry.backends.keys() - measured.keys()
+        assert not any(name.startswith("hopper") for name in failed), entry.kernel_shape
+        assert any(name.startswith("hopper") for name in measured) and len(measured) >= 2, entry.kernel_shape
+        for backend, timing in measured.items():
+            assert {kind: len(counts) >= 10 for kind, counts in timing.times.items()} == {
+                "uniform": True,
+                "skewed": True,
+            }
+            assert set(timing.tiles) <= {"uniform", "skewed"} and (not timing.tiles or backend.startswith("hopper"))
+
+
+def samples() -> list[Sample]:
+    return [Sample("marlin_mxfp8", "16bit", count, "uniform", 50.0, 49.0, 51.0, 9, 1e-3) for count in (1, 8)] + [
+        Sample("hopper_mxfp8", "16bit", 1, "skewed", failure="RuntimeError: no")
+    ]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    made = profile.make(environment.of(H200), {kernel_shape_of(problem()): samples()}, {"command": "tune"})
+    profile.write(made, tmp_path / "p.json")
+    return tmp_path / "p.json"
+
+
+def test_what_is_written_is_read(written: Path) -> None:
+    found = profile.read(written)
+    assert found.environment == environment.of(H200)
+    assert sorted(found.samples(kernel_shape_of(problem())), key=str) == sorted(samples(), key=str)
+    assert found.samples(kernel_shape_of(problem(hidden_size=64))) == []
+    assert json.loads(written.read_bytes())["version"] == profile.VERSION
+    assert [path.name for path in written.parent.iterdir()] == ["p.json"]
+
+
+Change = Callable[[Any], None]
+
+
+def _set(data: Any, *where: Any, to: Any) -> None:
+    for key in where[:-1]:
+        data = data[key]
+    data[where[-1]] = to
+
+
+TIMES = ("entries", 0, "backends", "marlin_mxfp8", "times")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: data.pop("format"), "is not a profile"),
+        (lambda data: _set(data, "version", to=99), "version 99"),
+        (lambda data: _set(data, "extra", to=1), "unknown field"),
+        (lambda data: _set(data, *TIMES, "uniform", "1", to=[-1, 1, 1, 9]), "invalid"),
+        (lambda data: _set(data, *TIMES, "uniform", "1", to=[1e300, 1, 1, 9]), "invalid"),
+        (lambda data: _set(data, *TIMES, "uniform", "1", to=[1, 1]), "is not a profile"),
+        (lambda data: _set(data, *TIMES, "uniform", "x", to=[1, 1, 1, 9]), "is not a profile"),
+        (lambda data: _set(data, *TIMES, "uniform", "-4", to=[1, 1, 1, 9]), "invalid"),
+        (lambda data: _set(data, *TIMES, "sideways", to={"1": [1, 1, 1, 9]}), "is not a profile"),
+        (lambda data: _set(data, "environment", "gpu", to=7), "is not a profile"),
+        (lambda data: _set(data, "environment", "driver", to="9\x1b[2J"), "has an invalid environment"),
+        (lambda data: _set(data, "environment", "packages", "torch", to="2.0\nERROR"), "has an invalid environment"),
+        (lambda data: _set(data, "environment", "packages", to=dict.fromkeys(map(str, range(60)), "1")), "invalid"),
+        (lambda data: _set(data, "entries", 0, "cell", "experts", to="many"), "is not a profile"),
+        (lambda data: _set(data, "entries", 0, "cell", "activation", to="silu\x1b[2J"), "has an invalid layer"),
+        (lambda data: _set(data, "entries", 0, "cell", "dtype", to="x" * 201), "has an invalid layer"),
+        (
+            lambda data: _set(data, *TIMES[:3], "\x1b[2Jown", to=data["entries"][0]["backends"]["marlin_mxfp8"]),
+            "has an invalid measurement",
+        ),
+    ],
+)
+def test_impossible_profiles_are_refused(written: Path, change: Change, words: str) -> None:
+    data = json.loads(written.read_bytes())
+    change(data)
+    written.write_text(json.dumps(data))
+    with pytest.raises(MeasurementError, match=words):
+        profile.read(written)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"format": {}}'])
+def test_what_is_no_profile_is_refused_and_serving_goes_on(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "p.json"
+    path.write_bytes(content)
+    with pytest.raises(MeasurementError, match="is not a profile"):
+        profile.read(path)
+    chosen = settings.load({}, assignments={"profile": str(path), "cache": str(tmp_path)})
+    found = lookup.find_measurements(problem(hidden_size=32), H200, chosen)
+    assert found is not None and found.times == {} and "is not a profile" in found.remarks[0]
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "nothing"])
+def test_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+    import os
+
+    path = tmp_path / "p.json"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    with pytest.raises(MeasurementError, match=r"is not a regular file|cannot be read"):
+        profile.read(path)
+
+
+def test_a_profile_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    made = profile.make(environment.of(H200), {}, {})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MeasurementError, match="cannot be written"):
+        profile.write(made, tmp_path / "file" / "p.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_our_kernels_choose_as_they_did_when_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile's fingerprint does not cover tables and rules: a layer whose choice changes is to be measured again."""
+    from tests.tools import kernel_choices
+
+    assert kernel_choices.changed() == []
+    before = kernel_choices.choose_config
+
+    def other(weights: Any, top_k: int, tokens: int, *, quantize: bool) -> Any:
+        found = before(weights, top_k, tokens, quantize=quantize)
+        persistent = isinstance(found, PrefillConfig) and (weights.hidden, tokens) == (2880, 4096)
+        return PrefillConfig(num_stages=2) if persistent else found
+
+    monkeypatch.setattr(kernel_choices, "choose_config", other)
+    assert kernel_choices.changed() and all(
+        "H2880" in each and "4096 tokens" in each for each in kernel_choices.changed()
+    )

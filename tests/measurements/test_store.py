@@ -1,0 +1,442 @@
+"""The store of measurements: nothing is lost to kills, crowds and full disks, and nothing foreign is believed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import time
+import tracemalloc
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.lib.cases import H200, problem
+from tests.lib.samples import CELL, HERE, sample
+from vllm_moe_oracle import settings
+from vllm_moe_oracle.errors import MeasurementError
+from vllm_moe_oracle.measurements import environment, lookup
+from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
+from vllm_moe_oracle.measurements.store import FILE_NAME, SCHEMA_VERSION, Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = Store(tmp_path / "cache")
+    assert made.prepare() == ""
+    return made
+
+
+def kept(store: Store) -> dict[int, float]:
+    return {each.tokens: each.us for _, samples in store.samples(CELL) for each in samples}
+
+
+# --- Keeping ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_comes_back(store: Store) -> None:
+    other = kernel_shape_of(problem(hidden_size=4096))
+    store.add(HERE, CELL, [sample(1), sample(8)])
+    store.add(HERE, other, [sample(4)])
+    store.add(HERE, CELL, [sample(8, us=40.0)])
+    assert store.samples(CELL) == [(HERE, [sample(8, us=40.0), sample(1)])]
+    assert store.samples_by_kernel_shape(HERE)[other] == [sample(4)]
+    assert store.summary() == {"NVIDIA H200, vLLM 0.33.0": 3}
+
+
+def test_no_file_is_no_measurements(tmp_path: Path) -> None:
+    assert Store(tmp_path / "nowhere").samples(CELL) == []
+    assert not (tmp_path / "nowhere").exists()  # asking makes nothing
+
+
+def test_places_are_kept_apart(store: Store) -> None:
+    elsewhere = environment.Environment("NVIDIA H100", 90)
+    store.add(HERE, CELL, [sample(us=50)])
+    store.add(elsewhere, CELL, [sample(us=70)])
+    assert [(each.gpu, samples[0].us) for each, samples in store.samples(CELL)] == [
+        ("NVIDIA H100", 70),
+        ("NVIDIA H200", 50),
+    ]
+
+
+# --- Several processes ------------------------------------------------------------------------------------------------
+
+WRITER = """
+import sys
+from pathlib import Path
+sys.path[:0] = {path!r}
+from tests.lib.samples import CELL, HERE, sample
+from vllm_moe_oracle.measurements.store import Store
+store = Store(Path(sys.argv[1]))
+store.prepare()
+first, step = int(sys.argv[2]), 0
+print("ready", flush=True)
+while step < {steps}:
+    store.add(HERE, CELL, [sample(first + step, us=float(first + step)), sample(first + step, "hopper_mxfp8")])
+    print(first + step, flush=True)
+    step += 1
+"""
+
+
+def writer(folder: Path, first: int, steps: int = 10**9) -> subprocess.Popen[str]:
+    code = WRITER.format(path=[str(Path(__file__).parents[2])], steps=steps)
+    command = [sys.executable, "-c", code, str(folder), str(first)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
+    """Four processes make the file and fill it, and this one reads all the while."""
+    writers = [writer(tmp_path, first, steps=20) for first in (1000, 2000, 3000, 4000)]
+    reader = Store(tmp_path)
+    while any(each.poll() is None for each in writers):
+        with contextlib.suppress(MeasurementError):  # a reader waits for little; it says that it is being written
+            reader.samples(CELL)
+        time.sleep(0.01)
+    assert [each.wait() for each in writers] == [0, 0, 0, 0]
+    for each in writers:
+        assert each.stdout is not None
+        each.stdout.close()
+    assert set(kept(reader)) == {first + step for first in (1000, 2000, 3000, 4000) for step in range(20)}
+
+
+@pytest.mark.parametrize("after", [0, 3, 10])
+def test_a_killed_writer_loses_nothing_that_it_had_kept(tmp_path: Path, after: int) -> None:
+    process = writer(tmp_path, 1)
+    assert process.stdout is not None
+    done = 0
+    for line in process.stdout:
+        done = int(line) if line.strip().isdigit() else done
+        if done >= after:
+            break
+    process.send_signal(signal.SIGKILL)
+    rest = process.stdout.read().split()
+    process.wait()
+    process.stdout.close()
+    done = int(rest[-1]) if rest and rest[-1].isdigit() else done
+    store = Store(tmp_path)
+    assert store.prepare() == ""  # it is not damaged
+    found = store.samples(CELL)
+    rows = [each for _, samples in found for each in samples]
+    # Both rows of a transaction or none, and at most the one that was not reported yet is there in addition.
+    assert {each.tokens for each in rows} - set(range(1, done + 1)) <= {done + 1}
+    assert len(rows) == 2 * len({each.tokens for each in rows}) and len(rows) >= 2 * done
+    store.add(HERE, CELL, [sample(9999)])
+    assert 9999 in kept(store)
+
+
+def test_a_hot_journal_is_rolled_back(store: Store) -> None:
+    """A process that dies in the middle of a commit leaves a journal; the next who opens the file undoes half of it."""
+    store.add(HERE, CELL, [sample(1)])
+    code = """
+import os, sqlite3, sys
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("PRAGMA cache_size = 1")
+connection.execute("BEGIN IMMEDIATE")
+connection.execute("DELETE FROM samples")
+rows = [(str(number), "y" * 3000) for number in range(200)]
+connection.executemany("INSERT INTO samples VALUES (1, ?, 'x', 1, 'uniform', ?, 0)", rows)
+os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", code, str(store.path)]).returncode == 9
+    assert store.path.with_name(f"{FILE_NAME}-journal").exists()
+    assert kept(store) == {1: 50.0}
+
+
+# --- Damaged and foreign files ----------------------------------------------------------------------------------------
+
+
+_filled: list[bytes] = []
+
+
+def fill(store: Store) -> None:
+    """Puts 199 samples into a store. Each is a transaction, so the file is written once and then copied."""
+    if not _filled:
+        for tokens in range(1, 200):
+            store.add(HERE, kernel_shape_of(problem(hidden_size=32 * tokens)), [sample(tokens)])
+        _filled.append(store.path.read_bytes())
+    store.path.write_bytes(_filled[0])
+
+
+@pytest.mark.parametrize("length", [0, 10, 60, 100, 4096, 9000])
+def test_a_truncated_file_is_put_aside_by_tune_and_left_by_serving(store: Store, length: int) -> None:
+    fill(store)
+    data = store.path.read_bytes()
+    assert len(data) > 9000
+    store.path.write_bytes(data[:length])
+    with contextlib.suppress(MeasurementError):  # what can still be read of it is believed only as far as it is sound
+        assert kept(store) in ({}, {64: 50.0})
+    assert store.path.read_bytes() == data[:length]  # a reader changes nothing
+    said = store.prepare()
+    assert "is damaged; it is kept as" in said
+    aside = [path for path in store.path.parent.iterdir() if ".damaged-" in path.name]
+    assert [path.read_bytes() for path in aside] == [data[:length]]
+    store.add(HERE, CELL, [sample(1)])
+    assert kept(store) == {1: 50.0}
+
+
+def test_damage_in_the_middle_is_noticed(store: Store) -> None:
+    fill(store)
+    data = bytearray(store.path.read_bytes())
+    for page in range(2, len(data) // 4096):
+        data[page * 4096 : page * 4096 + 64] = os.urandom(64)
+    store.path.write_bytes(data)
+    with pytest.raises(MeasurementError, match="damaged"):
+        store.samples_by_kernel_shape(HERE)
+    assert "is damaged" in store.prepare()
+
+
+@pytest.mark.parametrize("content", [b"hello", b"#!/bin/sh\necho me\n" * 100, os.urandom(20000)], ids=["s", "t", "r"])
+def test_a_file_that_is_no_database_is_never_touched(store: Store, content: bytes) -> None:
+    store.path.write_bytes(content)
+    for touch in (store.prepare, lambda: store.samples(CELL)):
+        with pytest.raises(MeasurementError, match=r"Move it away|starts a new one"):
+            touch()
+    assert store.path.read_bytes() == content
+
+
+def database(path: Path, *statements: str) -> None:
+    path.unlink(missing_ok=True)
+    connection = sqlite3.connect(path)
+    for statement in statements:
+        connection.execute(statement)
+    connection.commit()
+    connection.close()
+
+
+def test_another_programs_database_is_never_touched(store: Store) -> None:
+    database(store.path, "CREATE TABLE bookmarks (url TEXT)", "INSERT INTO bookmarks VALUES ('x')")
+    before = store.path.read_bytes()
+    for touch in (store.prepare, lambda: store.samples(CELL), lambda: store.add(HERE, CELL, [sample()])):
+        with pytest.raises(MeasurementError, match="another program's database"):
+            touch()
+    assert store.path.read_bytes() == before
+
+
+def test_a_newer_version_is_never_touched(store: Store) -> None:
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    before = store.path.read_bytes()
+    for touch in (store.prepare, lambda: store.samples(CELL), lambda: store.add(HERE, CELL, [sample()])):
+        with pytest.raises(
+            MeasurementError, match=f"version {SCHEMA_VERSION + 1}, this release knows {SCHEMA_VERSION}"
+        ):
+            touch()
+    assert store.path.read_bytes() == before
+
+
+def test_triggers_and_views_are_refused(store: Store) -> None:
+    store.add(HERE, CELL, [sample()])
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("CREATE TRIGGER t AFTER INSERT ON samples BEGIN DELETE FROM samples; END")
+    for touch in (lambda: store.samples(CELL), lambda: store.add(HERE, CELL, [sample(2)])):
+        with pytest.raises(MeasurementError, match="other tables"):
+            touch()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x" * 100_000,
+        "{}",
+        "[" * 50_000,
+        '{"backend":"marlin_mxfp8","activations":"16bit","tokens":1,"routing":"uniform","us":-1,"replays":1}',
+        '{"backend":"marlin_mxfp8","activations":"16bit","tokens":1,"routing":"uniform","us":1e300,"low":1,"high":1}',
+        '{"backend":"marlin_mxfp8","activations":"16bit","tokens":99999999,"routing":"uniform","failure":"x"}',
+        '{"backend":"marlin_mxfp8","activations":"16bit","tokens":1,"routing":"sideways","us":1}',
+        '{"backend":"m","activations":"16bit","tokens":1,"routing":"uniform","us":1,"import":"os"}',
+        '{"backend":"m\\u001b[2J","activations":"16bit","tokens":1,"routing":"uniform","failure":"x"}',
+        '{"backend":"m","activations":"' + "x" * 300 + '","tokens":1,"routing":"uniform","failure":"x"}',
+        b"\xff\xfe",
+        12,
+        None,
+    ],
+)
+def test_impossible_contents_are_not_believed(store: Store, text: object) -> None:
+    store.add(HERE, CELL, [sample()])
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        if text is None:
+            connection.execute("UPDATE environments SET description = '{\"gpu\": 1}'")
+        else:
+            connection.execute("UPDATE samples SET sample = ?", (text,))
+        connection.commit()
+    with pytest.raises(MeasurementError, match="holds an invalid measurement"):
+        store.samples(CELL)
+
+
+@pytest.mark.parametrize("text", ["x\x1b[2J", "9\nERROR no line of ours", "x" * 300])
+def test_a_place_that_cannot_be_shown_is_not_believed(store: Store, text: str) -> None:
+    store.add(HERE, CELL, [sample()])
+    place = msgspec.structs.replace(HERE, driver=text)
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("UPDATE environments SET description = ?", (place.key,))
+        connection.commit()
+    with pytest.raises(MeasurementError, match="holds an invalid measurement: not a possible environment"):
+        store.samples(CELL)
+
+
+@pytest.mark.parametrize("text", ["silu\x1b[2J", "silu\nERROR no line of ours", "x" * 300])
+def test_a_layer_that_cannot_be_shown_is_not_believed(store: Store, text: str) -> None:
+    store.add(HERE, CELL, [sample()])
+    layer = msgspec.structs.replace(CELL, activation=text)
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("UPDATE samples SET cell = ?", (layer.key,))
+        connection.commit()
+    with pytest.raises(MeasurementError, match="holds an invalid measurement: not a possible layer"):
+        store.samples_by_kernel_shape(HERE)
+
+
+def test_bytes_that_are_no_text_are_not_believed(store: Store) -> None:
+    store.add(HERE, CELL, [sample()])
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("UPDATE samples SET sample = CAST(x'ff1b22' AS TEXT)")
+        connection.commit()
+    with pytest.raises(MeasurementError, match="holds an invalid measurement: not a text"):
+        store.samples(CELL)
+
+
+@pytest.mark.parametrize("length", [60_000, 1 << 20])
+def test_a_small_file_does_not_fill_the_memory(store: Store, length: int) -> None:
+    """One description for all samples: beside each of them it would be megabytes a thousand times."""
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        description = msgspec.structs.replace(HERE, driver="x" * length).key
+        connection.execute("INSERT INTO environments VALUES (1, ?)", (description,))
+        text = msgspec.json.encode(sample()).decode()
+        rows = [(CELL.key, str(number), text) for number in range(300)]
+        connection.executemany("INSERT INTO samples VALUES (1, ?, ?, 1, 'uniform', ?, 0)", rows)
+        connection.commit()
+    tracemalloc.start()
+    try:
+        with pytest.raises(MeasurementError, match="holds an invalid measurement"):
+            store.samples(CELL)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_samples_of_a_place_that_is_not_there_are_none(store: Store) -> None:
+    store.add(HERE, CELL, [sample()])
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("UPDATE samples SET environment = 7")
+        connection.commit()
+    assert store.samples(CELL) == []
+
+
+def test_a_file_made_to_be_slow_does_not_hold_a_server_up(store: Store) -> None:
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("INSERT INTO environments VALUES (1, ?)", (HERE.key,))
+        rows = [(CELL.key, str(number), "x") for number in range(300_000)]
+        connection.executemany("INSERT INTO samples VALUES (1, ?, ?, 1, 'uniform', ?, 0)", rows)
+        connection.commit()
+    begin = time.monotonic()
+    with pytest.raises(MeasurementError, match=r"too long|invalid measurement"):
+        store.samples(CELL)
+    assert time.monotonic() - begin < 2
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "loop"])
+def test_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
+    store = Store(tmp_path)
+    if kind == "folder":
+        store.path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(store.path)
+    else:
+        store.path.symlink_to(store.path)
+    for touch in (store.prepare, lambda: store.samples(CELL)):
+        with pytest.raises(MeasurementError, match=r"is not a regular file|cannot be opened"):
+            touch()
+
+
+# --- Disks ------------------------------------------------------------------------------------------------------------
+
+
+def in_a_child(code: str, *arguments: object) -> str:
+    """What code printed in a process of its own, which may give its rights away."""
+    prelude = f"import sys\nsys.path[:0] = {[str(Path(__file__).parents[2])]!r}\n"
+    prelude += "from pathlib import Path\nfrom tests.measurements.test_store import *\n"
+    command = [sys.executable, "-c", prelude + textwrap.dedent(code), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_full_disk_loses_nothing(store: Store) -> None:
+    store.add(HERE, CELL, [sample(1)])
+    code = """
+    import resource
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    store = Store(Path(sys.argv[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (store.path.stat().st_size, resource.RLIM_INFINITY))
+    try:
+        fill(store)
+    except MeasurementError as error:
+        print(error)
+    """
+    said = in_a_child(code, store.path.parent)
+    assert "cannot be written to: the disk" in said and "MOE_ORACLE_CACHE" in said
+    assert kept(store)[1] == 50.0
+    assert store.prepare() == ""
+    store.add(HERE, CELL, [sample(2)])
+    assert set(kept(store)) >= {1, 2}
+
+
+def test_a_read_only_disk_is_read_and_not_written(store: Store) -> None:
+    store.add(HERE, CELL, [sample(1)])
+    code = """
+    if os.getuid() == 0:  # for whom nothing is read-only
+        os.setgid(65534)
+        os.setuid(65534)
+    store = Store(Path(sys.argv[1]))
+    print(kept(store))
+    for touch in (store.prepare, lambda: store.add(HERE, CELL, [sample(2)])):
+        try:
+            touch()
+        except MeasurementError as error:
+            print(error)
+    """
+    folder = store.path.parent
+    parents = [folder, *folder.parents][:-1]
+    modes = {path: path.stat().st_mode for path in parents if path.stat().st_uid == os.getuid()}
+    try:
+        for path, mode in modes.items():
+            path.chmod(mode | 0o055)
+        folder.chmod(0o555)
+        store.path.chmod(0o444)
+        said = in_a_child(code, folder).splitlines()
+    finally:
+        for path, mode in modes.items():
+            path.chmod(mode)
+    assert said[0] == "{1: 50.0}"
+    assert len(said) == 3 and all("MOE_ORACLE_CACHE" in line for line in said[1:])
+    assert kept(store) == {1: 50.0}
+
+
+# --- What serving does with it ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", [b"", b"rubbish", b"SQLite format 3\x00" + b"\x00" * 4000])
+def test_serving_goes_on_without_a_store_that_cannot_be_read(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / FILE_NAME).write_bytes(content)
+    chosen = settings.load({"MOE_ORACLE_CACHE": str(tmp_path)})
+    found = lookup.find_measurements(problem(hidden_size=32), H200, chosen)
+    assert found is not None and not found.times
+    assert any(remark.startswith("the cache is not used") for remark in found.remarks), found.remarks
+
+
+def test_a_warm_start_costs_less_than_a_tenth_of_a_second(store: Store) -> None:
+    fill(store)
+    for backend in ("marlin_mxfp8", "humming_mxfp8", "hopper_mxfp8"):
+        store.add(HERE, CELL, [sample(1 << power, backend) for power in range(14)])
+    chosen = settings.load({"MOE_ORACLE_CACHE": str(store.path.parent)})
+    lookup.find_measurements(
+        problem(hidden_size=32), H200, chosen
+    )  # imports, the shipped profile, the hash of the kernels
+    begin = time.perf_counter()
+    found = lookup.find_measurements(problem(), H200, chosen)
+    assert time.perf_counter() - begin < 0.1
+    assert found is not None and set(found.times) == {"marlin_mxfp8", "humming_mxfp8", "hopper_mxfp8"}

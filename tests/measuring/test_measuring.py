@@ -1,0 +1,585 @@
+"""Measuring on the CPU: layers are built as serving builds them, checked before they are timed, and tuned resumably.
+
+The backends are the emulation with a delay, or with a fault; the clock is the host's. What is tested is everything but
+the figures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from tests.lib.cases import MXFP8_W8A8, problem
+
+pytest.importorskip("vllm", reason="what is measured runs through vLLM's modular kernel")
+
+from tests.lib.fake_backends import (
+    BUCKETS,
+    FAST,
+    HERE,
+    LAYERS,
+    SLOW,
+    SMALL,
+    Slowed,
+    chosen,
+    plan,
+)  # fmt: skip
+from vllm_moe_oracle.backends.emulation import Emulation
+from vllm_moe_oracle.core.problem import Activation
+from vllm_moe_oracle.errors import MeasurementError
+from vllm_moe_oracle.measurements import bench_records, environment, lookup, profile
+from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
+from vllm_moe_oracle.measurements.store import Store
+from vllm_moe_oracle.measuring import benchmarks, engine, precompile, random_weights, timing, tuning
+from vllm_moe_oracle.measuring.broken_context import BrokenContextError
+from vllm_moe_oracle.oracle import selection as oracle_module
+
+
+@pytest.fixture(autouse=True)
+def own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run takes what this thread worked and slept: on a busy machine others' work takes longer than delays."""
+
+    def round(self: timing.HostClock, runs: Sequence[Callable[[], object]]) -> list[float]:
+        times = []
+        for run in runs:
+            begin = time.thread_time() + Slowed.slept
+            run()
+            times.append((time.thread_time() + Slowed.slept - begin) * 1e6)
+        return times
+
+    monkeypatch.setattr(timing.HostClock, "round", round)
+
+
+# --- Layers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_kind_of_layer_is_built_and_right(ready: engine.BenchContext, name: str) -> None:
+    bench = ready.bench(LAYERS[name], [Slowed("one", 1.0)])
+    for routing in ("uniform", "skewed"):
+        (found,) = bench.measure(17, routing, 3)
+        assert bench.failures == {} and found.failure == ""
+        assert 0 < found.error < 6e-3  # a real comparison: bfloat16 outputs are not the float32 reference's
+        assert found.is_valid and found.replays == 3
+    bench.close()
+
+
+@pytest.mark.parametrize("fault", ["numbers", "nan", "conversion"])
+def test_what_is_wrong_is_not_timed(ready: engine.BenchContext, fault: str) -> None:
+    bench = ready.bench(LAYERS["mxfp8"], [Slowed("right", 1.0), Slowed("wrong", 2.0, fault=fault)])
+    found = {each.backend: each for each in bench.measure(8, "uniform", 3)}
+    assert found["right"].failure == "" and found["right"].us > 0
+    assert "wrong" in bench.failures and ("wrong" not in found or found["wrong"].us == 0)
+    assert "\n" not in bench.failures["wrong"]
+    bench.close()
+
+
+def test_the_reference_of_a_layer_is_not_the_layer(ready: engine.BenchContext) -> None:
+    """The check would see experts mixed up: the reference takes the experts that the tokens chose, not the first."""
+    bench = ready.bench(LAYERS["mxfp8"], [Slowed("one", 1.0)])
+    tokens = random_weights.random_tokens(LAYERS["mxfp8"], 8, "uniform", "cpu")
+    right = bench._reference(tokens, Slowed("one", 1.0))
+    other = dataclasses.replace(tokens, ids=(tokens.ids + 1) % 16)
+    assert (bench._reference(other, Slowed("one", 1.0)) - right).norm() > 0.5 * right.norm()
+    bench.close()
+
+
+def test_experts_repeat_in_memory_of_their_own() -> None:
+    few = torch.arange(6, dtype=torch.int32).view(3, 2)
+    many = random_weights.repeat_experts(few, 7)
+    assert many.tolist() == [[0, 1], [2, 3], [4, 5]] * 2 + [[0, 1]]
+    assert many.is_contiguous()
+    codes = few.to(torch.float8_e4m3fn)
+    assert random_weights.repeat_experts(codes, 4).dtype == torch.float8_e4m3fn
+
+
+def test_skewed_tokens_choose_few_experts_often() -> None:
+    layer = problem(experts=64, top_k=4, hidden_size=64, intermediate_size=64)
+    shares = {}
+    for routing in ("uniform", "skewed"):
+        ids = random_weights.random_tokens(layer, 2048, routing, "cpu").ids
+        assert all(len(set(row)) == 4 for row in ids.tolist())
+        counts = torch.bincount(ids.flatten().long(), minlength=64).sort(descending=True).values
+        shares[routing] = counts[:6].sum().item() / counts.sum().item()
+    assert shares["uniform"] < 0.12 < 0.35 < shares["skewed"]
+
+
+def test_functions_take_turns_in_changing_order() -> None:
+    order: list[str] = []
+    runs = {name: [lambda name=name: order.append(name)] for name in "abc"}
+    found = timing.time_interleaved(timing.HostClock(), runs, 8, 60.0)
+    assert {each.replays for each in found.values()} == {8}
+    rounds = [tuple(order[index : index + 3]) for index in range(0, len(order), 3)]
+    assert len(rounds) == 8 + timing.WARMUP_ROUNDS and all(set(each) == set("abc") for each in rounds)
+    assert len(set(rounds)) > 2
+
+
+def test_copies_take_turns() -> None:
+    order: list[int] = []
+    timing.time_interleaved(timing.HostClock(), {"a": [lambda n=n: order.append(n) for n in range(3)]}, 4, 60.0)
+    assert order == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_time_limit_ends_the_rounds() -> None:
+    found = timing.time_interleaved(timing.HostClock(), {"a": [lambda: time.sleep(0.02)]}, 1000, 0.01)
+    assert found["a"].replays == 3
+
+
+# --- Tuning -----------------------------------------------------------------------------------------------------------
+
+
+def test_tuning_decides_and_a_restart_decides_the_same(
+    backends: Callable[..., None], store: Store, tmp_path: Path
+) -> None:
+    backends(SLOW, FAST)
+    asked = chosen(tmp_path)
+    layer = LAYERS["mxfp8"]
+    before = oracle_module.decide(layer, HERE, asked, measurements=lookup.find_measurements(layer, HERE, asked))
+    assert (before.backend, before.why) == ("slow", "static")
+    outcomes = tuning.tune([layer, dataclasses.replace(layer, layer="another")], HERE, asked, store, plan())
+    (outcome,) = outcomes.values()  # layers of one cell are one
+    assert outcome.unfinished == "" and outcome.measured == 2 * len(BUCKETS)
+    decisions = [
+        oracle_module.decide(layer, HERE, asked, measurements=lookup.find_measurements(layer, HERE, asked))
+        for _ in range(2)
+    ]
+    assert decisions[0] == decisions[1]
+    assert (decisions[0].backend, decisions[0].why) == ("fast", "measured")
+    assert "the cache (NVIDIA Pretended" in decisions[0].explanation
+    assert decisions[0].measured is not None and {tokens for tokens, _ in decisions[0].measured.fastest} == set(BUCKETS)
+
+
+@pytest.mark.full
+def test_what_was_measured_is_not_measured_again(backends: Callable[..., None], store: Store, tmp_path: Path) -> None:
+    backends(SLOW, FAST)
+    layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
+    first = tuning.tune([layer], HERE, asked, store, plan())
+    second = tuning.tune([layer], HERE, asked, store, plan())
+    assert [each.measured for each in second.values()] == [0]
+    assert {*second[kernel_shape_of(layer)].samples} == {*first[kernel_shape_of(layer)].samples}
+    more = tuning.tune([layer], HERE, asked, store, plan(buckets=(*BUCKETS, 192)))
+    assert more[kernel_shape_of(layer)].measured == 2
+    again = tuning.tune([layer], HERE, asked, store, plan(remeasure=True))
+    assert again[kernel_shape_of(layer)].measured == 2 * len(BUCKETS)
+
+
+def test_a_profile_is_read_and_not_written(backends: Callable[..., None], store: Store, tmp_path: Path) -> None:
+    backends(SLOW, FAST)
+    layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
+    outcomes = tuning.tune([layer], HERE, asked, store, plan())
+    path = tmp_path / "profile.json"
+    made = profile.make(
+        environment.of(HERE), {kernel_shape_of(layer): outcomes[kernel_shape_of(layer)].samples}, {"command": "x"}
+    )
+    profile.write(made, path)
+    before = path.read_bytes()
+    read = profile.read(path)
+    assert len(read.samples(kernel_shape_of(layer))) == 2 * len(BUCKETS)
+    empty = Store(tmp_path / "other")
+    empty.prepare()
+    found = tuning.tune([layer], HERE, asked, empty, plan(), [read])
+    assert found[kernel_shape_of(layer)].measured == 0 and empty.samples(kernel_shape_of(layer)) == []
+    assert path.read_bytes() == before
+    elsewhere = chosen(tmp_path / "nowhere", profile=str(path))
+    decision = oracle_module.decide(
+        layer, HERE, elsewhere, measurements=lookup.find_measurements(layer, HERE, elsewhere)
+    )
+    assert decision.backend == "fast" and f"the profile {path}" in decision.explanation
+
+
+def test_a_spent_budget_leaves_the_static_choice_and_says_so(
+    backends: Callable[..., None], store: Store, tmp_path: Path
+) -> None:
+    backends(Slowed("slow", 1.0, lambda tokens: 0.05), FAST)
+    layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
+    begin = time.monotonic()
+    outcomes = tuning.tune([layer, LAYERS["int4"]], HERE, asked, store, plan(budget=1.0))
+    assert time.monotonic() - begin < 20
+    assert "spent" in outcomes[kernel_shape_of(layer)].unfinished
+    decision = oracle_module.decide(layer, HERE, asked, measurements=lookup.find_measurements(layer, HERE, asked))
+    assert (decision.backend, decision.why) == ("slow", "static")
+    assert outcomes[kernel_shape_of(layer)].measured == 0 or "decide nothing" in decision.explanation
+
+
+def test_a_backend_that_fails_is_kept_as_failing(backends: Callable[..., None], store: Store, tmp_path: Path) -> None:
+    backends(Slowed("broken", 1.0, fault="numbers"), SLOW, Slowed("other", 3.0))
+    layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
+    outcomes = tuning.tune([layer], HERE, asked, store, plan())
+    failures = {each.backend: each.failure for each in outcomes[kernel_shape_of(layer)].samples if each.failure}
+    assert set(failures) == {"broken"} and "relative error" in failures["broken"]
+    assert tuning.tune([layer], HERE, asked, store, plan())[kernel_shape_of(layer)].measured == 0
+    decision = oracle_module.decide(layer, HERE, asked, measurements=lookup.find_measurements(layer, HERE, asked))
+    assert decision.backend == "other" and "broken" in decision.explanation
+
+
+def test_out_of_memory_is_no_verdict(backends: Callable[..., None], store: Store, tmp_path: Path) -> None:
+    backends(Slowed("large", 1.0, fault="memory"), FAST)
+    outcomes = tuning.tune([LAYERS["mxfp8"]], HERE, chosen(tmp_path), store, plan())
+    assert {each.backend for outcome in outcomes.values() for each in outcome.samples} == {"fast"}
+
+
+def test_a_broken_context_ends_the_run_and_the_next_goes_on(
+    backends: Callable[..., None], store: Store, tmp_path: Path
+) -> None:
+    backends(Slowed("crashing", 1.0, fault="crash"), FAST, Slowed("other", 3.0))
+    layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
+    with pytest.raises(MeasurementError, match=r"crashing: it broke the GPU's context.*Run the command again"):
+        tuning.tune([layer], HERE, asked, store, plan())
+    kept = [each for _, samples in store.samples(kernel_shape_of(layer)) for each in samples]
+    assert {each.backend for each in kept if each.failure} == {"crashing"}  # nobody else is blamed
+    outcomes = tuning.tune([layer], HERE, asked, store, plan())
+    assert outcomes[kernel_shape_of(layer)].unfinished == ""
+    timed = {each.backend for each in outcomes[kernel_shape_of(layer)].samples if not each.failure}
+    assert timed == {"fast", "other"}
+    decision = oracle_module.decide(layer, HERE, asked, measurements=lookup.find_measurements(layer, HERE, asked))
+    assert decision.backend in ("fast", "other") and "crashing: broke the GPU's context" in decision.explanation
+
+
+@pytest.mark.parametrize(
+    ("buckets", "words"),
+    [
+        ((8192,), "1, 2, 4, 8, 16 missing"),
+        ((1, 2, 4, 8, 16, 32, 64, 128, 256, 8192), "nothing between 256 and 8192"),
+        ((1, 2, 4, 8, 16, 32), "fewer than 10"),
+    ],
+)
+def test_numbers_of_tokens_that_decide_nothing_are_refused(buckets: tuple[int, ...], words: str) -> None:
+    with pytest.raises(MeasurementError, match=words):
+        tuning.check_buckets(buckets)
+    tuning.check_buckets(tuning.BUCKETS)
+
+
+def test_a_failed_compilation_is_tried_at_other_numbers_of_tokens(ready: engine.BenchContext) -> None:
+    bench = ready.bench(LAYERS["mxfp8"], [Slowed("full", 1.0, fault="memory")], copies=1)
+    assert "CUDA out of memory" in bench.compile(4) and bench.names == ["full"] and not bench.failures
+    bench.close()
+    bench = ready.bench(LAYERS["mxfp8"], [Slowed("crashing", 1.0, fault="crash")], copies=1)
+    assert bench.compile(4) == ""
+    with pytest.raises(BrokenContextError, match="illegal memory access"):
+        bench.compile(8)
+    bench.close()
+
+
+@pytest.mark.slow
+def test_compiling_beforehand_runs_in_processes_of_their_own() -> None:
+    """With the real registry: what the processes run must be found there. Starting them takes most of a minute."""
+    steps: list[tuple[int, int]] = []
+    layers = [(LAYERS["mxfp8"], ("emulation",)), (LAYERS["int4"], ("emulation", "no such backend"))]
+    with pytest.raises(RuntimeError, match="KeyError: 'no such backend'"):
+        precompile.precompile(layers, HERE, (1, 2, 4, 8, 16), 2, lambda words, *counts: steps.append(counts))
+    steps.clear()
+    precompile.precompile(layers[:1], HERE, (1, 2, 4, 8, 16), 2, lambda words, *counts: steps.append(counts))
+    assert steps[-1] == (2, 2)
+
+
+def test_no_more_processes_are_asked_for_than_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def run(work: Any, tasks: list[Any], places: list[Any], *rest: Any, **options: Any) -> Iterator[Any]:
+        seen.append((len(tasks), len(places)))
+        yield from ()
+
+    monkeypatch.setattr(precompile.worker_pool, "run_tasks", run)
+    layers = [(LAYERS["mxfp8"], ("emulation",))]
+    precompile.precompile(layers, HERE, (1, 2, 4, 8, 16), 10**12, lambda *said: None)
+    ((tasks, places),) = seen
+    assert places == tasks > 0
+
+
+# --- Other places -----------------------------------------------------------------------------------------------------
+
+THERE = environment.Environment(
+    "NVIDIA H200",
+    90,
+    132,
+    {"vllm": "0.33.0", "flashinfer-python": "0.7.2", "humming-kernels": "0.1.19", "torch": "2.14.0", "triton": "3.9.0"},
+    "580.65",
+    "abc",
+)
+
+
+def differs(**changes: Any) -> environment.Differences:
+    packages = {**THERE.packages, **changes.pop("packages", {})}
+    return environment.differences(THERE, msgspec.structs.replace(THERE, packages=packages, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gpu": "NVIDIA H100"},
+        {"sm_count": 60},
+        {"packages": {"vllm": "0.32.0"}},
+        {"packages": {"flashinfer-python": "0.7.3"}},
+        {"packages": {"flashinfer-python": "0.7.2.post1"}},
+        {"packages": {"humming-kernels": "0.1.20"}},
+    ],
+)
+def test_hard_differences_void_measurements(changes: dict[str, Any]) -> None:
+    found = differs(**changes)
+    assert found.hard and not found.soft
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"packages": {"vllm": "0.33.0.dev7+gabc1234"}},
+        {"packages": {"vllm": "0.33.0+cu130"}},
+        {"packages": {"torch": "2.15.0"}},
+        {"packages": {"triton": "3.10.0"}},
+        {"driver": "581.1"},
+        {"kernels": "def"},
+    ],
+)
+def test_soft_differences_do_not(changes: dict[str, Any]) -> None:
+    found = differs(**changes)
+    assert found.soft and not found.hard
+
+
+def test_what_is_not_known_is_not_compared() -> None:
+    assert differs() == environment.Differences((), ())
+    assert differs(driver="", kernels="", sm_count=0) == environment.Differences((), ())
+    without = msgspec.structs.replace(THERE, packages={"vllm": "0.33.0"})
+    assert environment.differences(THERE, without) == environment.Differences((), ())
+
+
+def test_words_about_the_kernels_do_not_change_their_hash(tmp_path: Path) -> None:
+    code = "def f(x):\n    return x + 1\n"
+    written = '"""A page."""\n\n# why\ndef f(x):\n    """Adds\n    one."""\n\n    return x + 1\n'
+    hashes = []
+    for text in (code, written, code.replace("1", "2"), code.replace("x + 1", "'# ' + x")):
+        (tmp_path / "k.py").write_text(text)
+        hashes.append(environment.hash_sources(tmp_path))
+    assert hashes[0] == hashes[1] and len(set(hashes)) == 3
+    for chooses in ("tiles.json", "config.py", "prefill_config.py"):
+        (tmp_path / chooses).write_text("{}")
+        assert environment.hash_sources(tmp_path) == hashes[-1]
+    (tmp_path / "launch.py").write_text("{}")
+    assert environment.hash_sources(tmp_path) not in hashes
+
+
+@pytest.mark.parametrize(
+    ("changes", "used", "words"),
+    [
+        ({"gpu": "NVIDIA H100"}, False, "ignored: measured on NVIDIA H100"),
+        ({"packages": {"vllm": "0.31.0"}}, False, "ignored: vllm 0.31.0, here"),
+        ({"packages": {"vllm": f"{HERE.packages['vllm']}.dev3+g1234567"}}, True, "measured with vllm"),
+    ],
+)
+def test_another_places_cache_is_ignored_or_used_with_a_word(
+    backends: Callable[..., None], store: Store, tmp_path: Path, changes: dict[str, Any], used: bool, words: str
+) -> None:
+    backends(SLOW, FAST)
+    layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
+    here = environment.of(HERE)
+    packages = {**here.packages, **changes.get("packages", {})}
+    there = msgspec.structs.replace(here, gpu=changes.get("gpu", here.gpu), packages=packages)
+    times = {"slow": 100.0, "fast": 50.0}
+    store.add(
+        there,
+        kernel_shape_of(layer),
+        [
+            Sample(name, "16bit", count, "uniform", us, us * 0.99, us * 1.01, 9, 1e-3)
+            for name, us in times.items()
+            for count in BUCKETS
+        ],
+    )
+    decision = oracle_module.decide(layer, HERE, asked, measurements=lookup.find_measurements(layer, HERE, asked))
+    assert decision.backend == ("fast" if used else "slow")
+    assert words in decision.explanation
+
+
+def test_the_same_shard_of_another_model_is_the_same_cell() -> None:
+    one = problem(layer="a", intermediate_size=384, tp=2)
+    other = problem(layer="b", intermediate_size=384, scheme=dataclasses.replace(MXFP8_W8A8, packing="online"))
+    assert kernel_shape_of(one) == kernel_shape_of(other)
+    for changes in ({"hidden_size": 4096}, {"experts": 64}, {"has_bias": True}, {"dtype": "float16"}, {"ep": 2}):
+        assert kernel_shape_of(problem(**changes)) != kernel_shape_of(problem())
+    limited = dataclasses.replace(problem().activation, limit=7.0)
+    assert kernel_shape_of(problem(activation=limited)) != kernel_shape_of(problem())
+    assert kernel_shape_of(problem(activation=Activation("silu"))) == kernel_shape_of(problem())
+
+
+# --- Benchmarks -------------------------------------------------------------------------------------------------------
+
+
+def test_a_benchmark_has_everything_in_its_records(
+    backends: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backends(SLOW, FAST)
+
+    class Stock:
+        """Stands for stock vLLM's layer, which a CPU cannot build."""
+
+        name = "StockExperts"
+
+        def __init__(self, *arguments: Any) -> None:
+            pass
+
+        def __call__(self, x: Tensor, *rest: Tensor) -> Tensor:
+            time.sleep(1e-3)
+            return x
+
+    from vllm_moe_oracle.compat import standalone_layer
+
+    monkeypatch.setattr(standalone_layer, "StockLayer", Stock)
+    records = [
+        *benchmarks.bench([LAYERS["mxfp8"]], HERE, chosen(tmp_path), benchmarks.BenchOptions((1, 16), replays=3))
+    ]
+    assert [record.tokens for record in records] == [1, 16]
+    for record in records:
+        assert set(record.us) == {"slow", "fast", "stock:auto"}
+        assert record.stock == {"stock:auto": "StockExperts"}
+        assert set(record.errors) == {"slow", "fast"}
+        assert record.choice.backend == "slow"
+        best = min(record.us[name] for name in ("slow", "fast"))
+        assert record.choice.behind_best == pytest.approx(record.us["slow"] / best - 1, abs=1e-3)
+        assert record.failures == {}
+        json.loads(msgspec.json.encode(record))
+
+
+def test_a_stock_layer_that_cannot_be_built_is_a_failure(backends: Callable[..., None], tmp_path: Path) -> None:
+    backends(FAST)
+    layer = dataclasses.replace(problem(**SMALL, ep=4), local_experts=4)
+    (record,) = benchmarks.bench([layer], HERE, chosen(tmp_path), benchmarks.BenchOptions((4,), replays=3))
+    assert "has all experts" in record.failures["stock:auto"]
+    assert set(record.us) == {"fast"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "rubbish", '{"conditions": {}}', '{"conditions": {"environment": {"gpu": "x"}, "routing": "uniform"}}'],
+)
+def test_what_is_no_benchmark_is_not_imported(tmp_path: Path, text: str) -> None:
+    (tmp_path / "b.jsonl").write_text(text)
+    with pytest.raises(MeasurementError, match="is not a file of bench records"):
+        bench_records.read_samples(tmp_path / "b.jsonl")
+
+
+# --- The commands, on a machine that is pretended ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def pretended(backends: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """Runs a command of the tool here, as if this were a GPU; returns its exit status and what it printed."""
+    import sys
+
+    from vllm_moe_oracle.cli import layer_arguments
+    from vllm_moe_oracle.cli import main as cli
+    from vllm_moe_oracle.measurements import model_shapes
+    from vllm_moe_oracle.oracle import registry as registry_module
+
+    backends(SLOW, FAST, Slowed("wrong", 3.0, fault="numbers"))
+    monkeypatch.setattr(layer_arguments, "require_gpu", lambda: HERE)
+    monkeypatch.setattr(registry_module, "default_registry", tuning.default_registry)
+    monkeypatch.setattr(model_shapes, "parse", lambda word: dataclasses.replace(LAYERS["mxfp8"], layer=word))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("MOE_ORACLE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MOE_ORACLE_OBJECTIVE", "1:1,160:1")
+
+    def call(capsys: Any, *words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["vllm-moe-oracle", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        written = capsys.readouterr()
+        return int(ended.value.code or 0), written.out, written.err
+
+    return call
+
+
+TOKENS = ",".join(map(str, BUCKETS))
+
+
+def test_tune_prints_keeps_exports_and_goes_on(
+    pretended: Callable[..., Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ("tune", "mxfp8:a-layer", "--tokens", TOKENS, "--routing", "uniform", "--replays", "3")
+    status, out, err = pretended(capsys, *words, "--export", tmp_path / "p.json")
+    assert status == 4 and "wrong: MeasurementError: relative error" in " ".join(
+        out.split()
+    )  # one could not be measured
+    assert "backend fast" in " ".join(out.split()) and "faster than slow" in " ".join(out.split())
+    assert str(tmp_path / "cache") in out
+    assert f"[{len(BUCKETS)}/{len(BUCKETS)}] done" in err
+    (entry,) = profile.read(tmp_path / "p.json").entries
+    assert set(entry.backends) == {"slow", "fast", "wrong"}
+    status, out, _ = pretended(capsys, *words, "--json")
+    (group,) = json.loads(out)["groups"]
+    assert status == 4 and group["measured"] == 0 and group["backend"] == "fast"
+    assert set(group["times"]) == {"slow", "fast"}
+    shutil.rmtree(tmp_path / "cache")
+    status, out, _ = pretended(capsys, *words, "--json", "--profile", tmp_path / "p.json", "--set", "disable=wrong")
+    assert json.loads(out)["groups"][0]["measured"] == 0
+
+
+def test_bench_prints_a_table_and_writes_records(
+    pretended: Callable[..., Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = (
+        "bench",
+        "mxfp8:a-layer",
+        "--tokens",
+        "1,16",
+        "--replays",
+        "3",
+        "--stock",
+        "none",
+        "--backend",
+        "slow,fast",
+    )
+    status, out, err = pretended(capsys, *words, "--jsonl", tmp_path / "b.jsonl")
+    assert status == 0, err
+    assert "mxfp8:a-layer on NVIDIA Pretended" in out and "fast" in out
+    conditions, first, second = map(json.loads, (tmp_path / "b.jsonl").read_text().splitlines())
+    assert conditions["conditions"]["command"].startswith("vllm-moe-oracle bench mxfp8:a-layer --tokens 1,16")
+    assert (first["tokens"], second["tokens"]) == (1, 16) and set(first["us"]) == {"slow", "fast"}
+    status, out, _ = pretended(capsys, *words, "--json")
+    assert [*map(json.loads, out.splitlines())][1]["layer"]["name"] == "mxfp8:a-layer"
+    # The same figures as a profile, and in the cache.
+    with (tmp_path / "b.jsonl").open("a") as file:
+        file.write('{"layer": {"na')  # a run that was ended
+    status, out, err = pretended(capsys, "tune", "--import", tmp_path / "b.jsonl", "--export", tmp_path / "p.json")
+    assert status == 0 and "4 measurements of 1 layers, NVIDIA Pretended" in out, err
+    made = profile.read(tmp_path / "p.json")
+    assert made.environment == environment.of(HERE) and made.conditions["command"].startswith("vllm-moe-oracle bench")
+    found = {(each.backend, each.tokens): each for each in made.samples(kernel_shape_of(LAYERS["mxfp8"]))}
+    assert found["fast", 16].us == second["us"]["fast"] and found["fast", 16].replays == 3
+    assert [found["slow", 1].low, found["slow", 1].high] == first["quartiles"]["slow"]
+    status, out, _ = pretended(capsys, "tune", "--import", tmp_path / "b.jsonl")
+    assert status == 0
+    (kept,) = Store(tmp_path / "cache").samples(kernel_shape_of(LAYERS["mxfp8"]))
+    assert kept[0] == environment.of(HERE) and len(kept[1]) == 4
+    status, _, err = pretended(capsys, *words[:-1], "wrong", "--json")
+    assert status == 4 and "warning: mxfp8:a-layer: wrong" in err
+
+
+@pytest.mark.full
+def test_what_serving_would_run_invariant_is_measured_so(
+    pretended: Callable[..., Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setattr(Slowed, "capabilities", dataclasses.replace(Emulation.capabilities, batch_invariant=True))
+    words = ("bench", "mxfp8:a-layer", "--tokens", "1", "--replays", "3", "--stock", "none", "--backend", "fast")
+    status, out, _ = pretended(capsys, *words, "--json")
+    cell = json.loads(out.splitlines()[1])["cell"]
+    assert status == 0 and cell["invariant"] is True
+    status, out, err = pretended(
+        capsys, "tune", "mxfp8:a-layer", "--tokens", TOKENS, "--routing", "uniform", "--replays", "3", "--json"
+    )
+    assert json.loads(out)["groups"][0]["cell"].endswith("invariant"), err
+    kept = Store(tmp_path / "cache").samples(
+        kernel_shape_of(dataclasses.replace(LAYERS["mxfp8"], batch_invariant=True))
+    )
+    assert len(kept) == 1 and len(kept[0][1]) == 3 * len(BUCKETS), (out, err)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "yes")
+    status, _, err = pretended(capsys, *words)
+    assert status == 2 and "VLLM_BATCH_INVARIANT: 'yes' is not an integer" in err

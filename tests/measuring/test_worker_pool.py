@@ -1,0 +1,86 @@
+"""Worker processes: one that dies takes nothing with it, and none is left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.lib import pool_tasks
+from vllm_moe_oracle import settings
+from vllm_moe_oracle.devices import detect
+from vllm_moe_oracle.errors import MeasurementError, SettingError
+from vllm_moe_oracle.measuring import worker_pool
+
+
+def test_each_process_sees_its_own_gpu_and_all_tasks_are_done(capfd: pytest.CaptureFixture[str]) -> None:
+    before = os.environ.get(settings.VISIBLE_GPUS_VAR)
+    news = [*worker_pool.run_tasks(pool_tasks.work, [("where",)] * 5, ["7", "GPU-abc"])]
+    assert os.environ.get(settings.VISIBLE_GPUS_VAR) == before
+    assert {each.value for each in news if each.kind == "done"} == {"7", "GPU-abc"}
+    assert [each.value for each in news if each.kind == "progress"] == ["here"] * 5
+    written = capfd.readouterr()
+    assert written.out == "" and "chatter" in written.err
+
+
+def test_a_process_that_dies_takes_nothing_with_it(tmp_path: Path) -> None:
+    tasks = [("die once", str(tmp_path / "died")), ("die",), ("fine",), ("exit",), ("break",), ("fine",)]
+    found = pool_tasks.ends(tasks, [None, None], attempts=2)
+    assert found[0] == ("done", "die once") and found[2] == found[5] == ("done", "fine")
+    assert found[1] == ("lost", "its process was ended by SIGKILL")
+    assert found[3] == ("lost", "its process ended with status 3")
+    assert found[4][0] == "lost" and "CUDA error" in found[4][1]
+
+
+def test_errors_come_through_and_nobody_goes_on(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    with pytest.raises(MeasurementError, match=r"^/a/file: the disk is full. Make room$"):
+        pool_tasks.ends([("sleep", str(pid)), ("refuse",)], [None, None])
+    if pid.exists() and pid.read_text():  # it may not have begun
+        assert gone(int(pid.read_text()))
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: a defect"):
+        pool_tasks.ends([("fail",)], [None])
+
+
+def gone(process: int, seconds: float = 0.0) -> bool:
+    """Whether there is no such process, or only its remains."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.2)
+
+
+def test_processes_end_with_the_one_that_began_them(tmp_path: Path) -> None:
+    """A kill -9 of the command: no GPU is kept busy for it, also in the middle of a task."""
+    pid = tmp_path / "pid"
+    code = f"import sys; sys.path[:0] = {[str(Path(__file__).parents[2])]!r}\n"
+    code += "from tests.lib import pool_tasks\nif __name__ == '__main__':\n"
+    code += f"    pool_tasks.ends([('where',), ('where',), ('sleep', {str(pid)!r})], [None, None])\n"
+    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < until and parent.poll() is None:
+        time.sleep(0.2)
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    parent.kill()
+    parent.wait()
+    assert pid.read_text() in children
+    assert all(gone(int(each), 20) for each in children)
+
+
+def test_gpus_are_named_as_this_process_sees_them() -> None:
+    assert detect.select_gpus("all", "4, GPU-abc,6") == ("4", "GPU-abc", "6")
+    assert detect.select_gpus("2,0", "4, GPU-abc,6") == ("6", "4")
+    for wrong in ("3", "0,0", "x", "-1", "0;1"):
+        with pytest.raises(SettingError, match="does not select GPUs; there are 3"):
+            detect.select_gpus(wrong, "4, GPU-abc,6")

@@ -1,0 +1,277 @@
+"""A backend that fails its check loses the layer to the next candidate, or the server does not start."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.lib import gloo_ranks
+from tests.lib.cases import registry
+
+pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular kernel")
+
+from tests.lib.faulty_backends import (
+    LAYERS,
+    SWAPPED,
+    Faulty,
+    Method,
+    raises,
+    second,
+    swap_halves,
+    weights,
+)
+from vllm_moe_oracle.core.problem import Problem
+from vllm_moe_oracle.errors import SelfCheckError
+from vllm_moe_oracle.methods import backend_check, backend_selection
+from vllm_moe_oracle.methods.rank_sync import RankGroup
+from vllm_moe_oracle.verification import inputs
+
+
+@pytest.fixture(autouse=True)
+def no_results_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(backend_check, "_outcomes", {})
+    monkeypatch.setattr(backend_selection, "_agreed_backends", {})
+    yield
+
+
+def test_the_next_candidate_is_taken_and_the_decision_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    first = Faulty(*SWAPPED)
+    layer = LAYERS["silu"]
+    method = Method.of(registry([first, second()]), layer)
+    assert method.decision.backend == "swapped"
+    with caplog.at_level("ERROR", "vllm.moe_oracle"):
+        backend_check.check_or_fallback(method, weights(layer), registry=registry([first, second()]))
+    assert method.backend.name == method.decision.backend == "second"
+    assert "swapped" in method.decision.explanation and "self-check" in method.decision.explanation
+    failed = next(each for each in method.decision.candidates if each.backend == "swapped")
+    assert not failed.accepted
+    assert [reason.code for reason in failed.reasons] == ["self_check"]
+    assert "relative error" in failed.reasons[0].detail
+    assert f"{layer.layer}: swapped fails its self-check" in caplog.text and "taking second instead" in caplog.text
+
+
+def test_candidates_are_tried_until_one_passes() -> None:
+    third = second(3.0)
+    third.name = "third"  # type: ignore[misc]
+    broken = Faulty("broken", compute=raises)
+    broken.rank = 2.0
+    backends = registry([Faulty(*SWAPPED), broken, third])
+    method = Method.of(backends, LAYERS["silu"])
+    backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+    assert method.decision.backend == "third"
+    failed = {each.backend: each.reasons[0].detail for each in method.decision.candidates if not each.accepted}
+    assert failed.keys() == {"swapped", "broken"}
+    assert "RuntimeError: CUDA error: no kernel image is available" in failed["broken"]
+
+
+@pytest.mark.parametrize("settings", [{"self_check": "strict"}, {"backend": "swapped"}], ids=["strict", "explicit"])
+def test_a_strict_check_and_an_explicit_choice_refuse_to_start(settings: dict[str, Any]) -> None:
+    backends = registry([Faulty(*SWAPPED), second()])
+    method = Method.of(backends, LAYERS["silu"], **settings)
+    with pytest.raises(SelfCheckError) as caught:
+        backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+    for word in (LAYERS["silu"].layer, "swapped fails its self-check", "relative error", "allowed", "SELF_CHECK=off"):
+        assert word in str(caught.value)
+    assert method.decision.backend == "swapped"
+
+
+def test_a_damaged_checkpoint_is_not_the_backends_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_moe_oracle.errors import CheckpointError
+
+    def damaged(*args: Any) -> None:
+        raise CheckpointError("the group index is no permutation")
+
+    backends = registry([Faulty("none"), second()])
+    method = Method.of(backends, LAYERS["silu"])
+    monkeypatch.setattr(inputs, "canonical_experts", damaged)
+    with pytest.raises(CheckpointError, match="no permutation"):
+        backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+    assert method.decision.backend == "none"
+
+
+def test_nan_weights_are_a_checkpoint_error() -> None:
+    """No backend would pass; each one that fails would take the blame, and the next its place."""
+    from vllm_moe_oracle.errors import CheckpointError
+
+    layer = LAYERS["silu"]
+    other = second()
+    backends, loaded = registry([Faulty("none"), other]), weights(layer)
+    loaded["w2"].view(torch.uint8)[0, 3, 5] = 0x7F  # e4m3's NaN
+    method = Method.of(backends, layer)
+    rule = r"the float32 reference is NaN or infinite for [1-8] of 8 tokens on the weights of local experts 0, "
+    with pytest.raises(CheckpointError, match=rule) as caught:
+        backend_check.check_or_fallback(method, loaded, registry=backends)
+    assert caught.value.where == layer.layer and caught.value.remedy
+    assert method.decision.backend == "none" and other.runs == 0
+
+
+def test_weights_too_small_for_float16_are_a_checkpoint_error() -> None:
+    from vllm_moe_oracle.errors import CheckpointError
+
+    layer = dataclasses.replace(LAYERS["silu, 16 bit"], dtype="float16")
+    backends, loaded = registry([Faulty("none"), second()]), weights(layer)
+    for name in ("w13_scale", "w2_scale"):
+        loaded[name] = torch.full_like(loaded[name], 127 - 30)
+    with pytest.raises(CheckpointError, match="or too small or too large for float16"):
+        backend_check.check_or_fallback(Method.of(backends, layer), loaded, registry=backends)
+
+
+def test_an_override_is_an_explicit_choice() -> None:
+    from vllm_moe_oracle.core.overrides import parse_override
+
+    backends = registry([Faulty(*SWAPPED), second()])
+    method = Method.of(backends, LAYERS["silu"], overrides=(parse_override("experts", "swapped", "test"),))
+    with pytest.raises(SelfCheckError):
+        backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+
+
+def test_an_explicit_choice_that_is_right_starts() -> None:
+    backends = registry([Faulty(*SWAPPED), second()])
+    method = Method.of(backends, LAYERS["silu"], backend="second")
+    backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+    assert method.decision.why == "user"
+
+
+def test_when_nothing_is_left_the_layer_is_refused() -> None:
+    backends = registry([Faulty(*SWAPPED), Faulty("broken", compute=raises)])
+    method = Method.of(backends, LAYERS["silu"])
+    with pytest.raises(SelfCheckError, match="fails its self-check"):
+        backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+
+
+def test_a_reload_cannot_take_another_candidate() -> None:
+    backends = registry([Faulty(*SWAPPED), second()])
+    method = Method.of(backends, LAYERS["silu"])
+    with pytest.raises(SelfCheckError):
+        backend_check.check_or_fallback(method, weights(LAYERS["silu"]), kernel_built=True, registry=backends)
+    assert method.backend.name == "swapped"
+
+
+@pytest.mark.parametrize(("mode", "runs"), [("off", 0), ("group", 1), ("all", 3), ("strict", 1)])
+def test_how_often_layers_of_a_group_are_checked(mode: str, runs: int) -> None:
+    backend = Faulty("good")
+    backends = registry([backend])
+    for index in range(3):
+        layer = dataclasses.replace(LAYERS["silu"], layer=f"model.layers.{index}.mlp.experts")
+        backend_check.check_or_fallback(Method.of(backends, layer, self_check=mode), weights(layer), registry=backends)
+    assert backend.runs == runs
+
+
+def test_a_failure_is_remembered_for_the_group_and_not_for_another() -> None:
+    first, other = Faulty(*SWAPPED), second()
+    backends = registry([first, other])
+    for index in range(3):
+        layer = dataclasses.replace(LAYERS["silu"], layer=f"model.layers.{index}.mlp.experts")
+        method = Method.of(backends, layer)
+        backend_check.check_or_fallback(method, weights(layer), registry=backends)
+        assert method.decision.backend == "second"
+    assert (first.runs, other.runs) == (1, 1)
+    another = LAYERS["silu, 16 bit"]
+    backend_check.check_or_fallback(Method.of(backends, another), weights(another), registry=backends)
+    assert (first.runs, other.runs) == (2, 2)
+
+
+# --- Several ranks ----------------------------------------------------------------------------------------------------
+
+
+def settled(processes: Any, faults: dict[str, list[int]], locals_: list[int], settings: dict[str, Any]) -> Any:
+    """What a rank ends with whose layer has `locals_[rank]` experts of 5; `faults` names the ranks on which a backend's
+    kernel is wrong, dies or runs out of memory."""
+    group = RankGroup(processes, 60.0)
+
+    def swap(expert: dict[str, Tensor], layer: Problem) -> dict[str, Tensor]:
+        if group.rank in faults.get("dies", []) and expert["w13"].device.type != "meta":
+            gloo_ranks.die()
+        if group.rank in faults.get("memory", []):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return swap_halves(expert, layer) if group.rank in faults.get("first", []) else expert
+
+    def swap_too(expert: dict[str, Tensor], layer: Problem) -> dict[str, Tensor]:
+        return swap_halves(expert, layer) if group.rank in faults.get("second", []) else expert
+
+    backends = [Faulty("first", swap), Faulty("second", swap_too), Faulty("third")]
+    for rank, backend in enumerate(backends):
+        backend.rank = rank
+    found = []
+    for index in range(3):
+        base = LAYERS["silu"]
+        layer = dataclasses.replace(
+            base,
+            layer=f"model.layers.{index}.mlp.experts",
+            num_experts=5,
+            local_experts=locals_[group.rank],
+            parallel=dataclasses.replace(base.parallel, ep=len(locals_)),
+        )
+        method = Method.of(registry(backends), layer, group, **settings)
+        loaded = {name: tensor[: layer.local_experts] for name, tensor in weights(base).items()}
+        backend_check.check_or_fallback(method, loaded, registry=registry(backends))
+        reasons = {each.backend: each.reasons[0].detail for each in method.decision.candidates if not each.accepted}
+        found.append([method.backend.name, reasons])
+    return {"found": found, "runs": [backend.runs for backend in backends]}
+
+
+@pytest.mark.parametrize("locals_", [[3, 2], pytest.param([2, 3], marks=pytest.mark.full)])
+def test_a_fault_on_one_rank_takes_the_next_candidate_on_all(tmp_path: Path, locals_: list[int]) -> None:
+    first, second = gloo_ranks.run(settled, 2, tmp_path, {"first": [1]}, locals_, {})
+    assert [name for name, _ in first["found"]] == [name for name, _ in second["found"]] == ["second"] * 3
+    for each in (first, second):
+        assert each["runs"] == [1, 1, 0]
+        for _, reasons in each["found"]:
+            assert "rank 1: relative error" in reasons["first"] and "rank 0" not in reasons["first"]
+
+
+@pytest.mark.full
+def test_faults_of_different_candidates_on_different_ranks(tmp_path: Path) -> None:
+    for each in gloo_ranks.run(
+        settled, 3, tmp_path, {"first": [2], "second": [0, 1]}, [2, 2, 1], {"self_check": "all"}
+    ):
+        assert [name for name, _ in each["found"]] == ["third"] * 3
+        assert "rank 0: " in each["found"][0][1]["second"] and "rank 1: " in each["found"][0][1]["second"]
+        assert each["runs"] == [3, 3, 3]
+
+
+@pytest.mark.full
+def test_a_strict_check_that_fails_on_one_rank_refuses_on_all(tmp_path: Path) -> None:
+    for each in gloo_ranks.run(settled, 2, tmp_path, {"first": [1]}, [3, 2], {"self_check": "strict"}):
+        assert each["raised"] == "SelfCheckError"
+        assert "first fails its self-check" in each["message"] and "rank 1: relative error" in each["message"]
+
+
+def test_a_rank_that_dies_or_runs_out_of_memory_stops_the_others(tmp_path: Path) -> None:
+    (tmp_path / "dies").mkdir()
+    first, second = gloo_ranks.run(settled, 2, tmp_path / "dies", {"dies": [1]}, [3, 2], {})
+    assert second is None
+    assert first["raised"] == "RankSyncError" and "the connection to rank 1 was lost" in first["message"]
+    (tmp_path / "memory").mkdir()
+    first, second = gloo_ranks.run(settled, 2, tmp_path / "memory", {"memory": [0]}, [3, 2], {})
+    assert first["raised"] == "OutOfMemoryError"
+    assert second["raised"] == "RankSyncError" and "rank 0 gave up" in second["message"]
+
+
+def test_it_never_becomes_part_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_moe_oracle.errors import LifecycleError
+
+    layer, backend = LAYERS["silu"], Faulty("good")
+    method = Method.of(registry([backend]), layer)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    on_card: Any = {name: SimpleNamespace(is_cuda=True) for name in weights(layer)}
+    with pytest.raises(LifecycleError, match=f"{re.escape(layer.layer)}.*the capture of a CUDA graph"):
+        backend_check.check_or_fallback(method, on_card, registry=registry([backend]))
+    assert backend.runs == 0
+    backend_check.check_or_fallback(method, weights(layer), registry=registry([backend]))  # a CPU captures nothing
+    assert backend.runs == 1
+
+
+def test_off_checks_nothing_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    backends = registry([Faulty(*SWAPPED)])
+    method = Method.of(backends, LAYERS["silu"], self_check="off")
+    backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+    assert method.decision.backend == "swapped" and not caplog.text

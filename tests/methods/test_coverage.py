@@ -1,0 +1,172 @@
+"""What a server's log and report say: which layers are ours, which not, and what is not as it was asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the methods' room imports torch")
+
+from tests.lib.cases import H200, backend, problem, refusing, registry
+from vllm_moe_oracle.core.decision import Decision
+from vllm_moe_oracle.errors import SettingError
+from vllm_moe_oracle.methods import backend_check, coverage
+from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.settings import Settings, load
+
+REGISTRY = registry([backend("fast"), refusing("wanted", "rule.one")])
+
+
+class Release:
+    """vLLM's side: the layers of the model that is being loaded."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def moe_layer_names(self) -> list[str]:
+        """All, ours or not, as far as the model has been built."""
+        return list(self.names)
+
+    def version(self) -> str:
+        """Any."""
+        return "0.0"
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Release]:
+    made = Release()
+    monkeypatch.setattr(coverage, "_model", coverage._ModelLoad())
+    monkeypatch.setattr(coverage, "current_adapter", lambda: made)
+    logger = logging.getLogger("vllm.moe_oracle")
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.INFO, logger.name):
+        logger.addHandler(caplog.handler)
+        yield made
+        logger.removeHandler(caplog.handler)
+
+
+def layer(name: str, settings: Settings) -> Decision:
+    return decide(problem(layer=name), H200, settings, registry=REGISTRY)
+
+
+def build(release: Release, names: list[str], settings: Settings, stock: list[str] | None = None) -> list[Decision]:
+    """A model's construction: each layer is decided, then listed by vLLM."""
+    release.names = []
+    found = []
+    for name in [*names, *(stock or [])]:
+        if name in names:
+            found.append(layer(name, settings))
+            coverage.record_decision(found[-1], settings)
+        release.names.append(name)
+    return found
+
+
+def load_model(release: Release, names: list[str], settings: Settings, stock: list[str] | None = None) -> None:
+    for decision in build(release, names, settings, stock):
+        coverage.record_conversion(decision)
+
+
+def words(caplog: pytest.LogCaptureFixture, level: int | None = None) -> list[str]:
+    """Messages, each once."""
+    return list(dict.fromkeys(each.getMessage() for each in caplog.records if level in (None, each.levelno)))
+
+
+def names(count: int, model: str = "model") -> list[str]:
+    return [f"{model}.layers.{index}.mlp.experts" for index in range(count)]
+
+
+def test_all_layers_are_ours(release: Release, caplog: pytest.LogCaptureFixture) -> None:
+    load_model(release, names(3), load({}))
+    assert "moe_oracle: 3 of 3 MoE layers run through the oracle: fast x 3" in words(caplog)
+    assert words(caplog, logging.WARNING) == []
+
+
+def test_layers_that_are_not_ours_are_named(release: Release, caplog: pytest.LogCaptureFixture) -> None:
+    load_model(release, names(2), load({}), stock=["model.layers.7.mlp.experts"])
+    assert "moe_oracle: 2 of 3 MoE layers run through the oracle: fast x 2" in words(caplog)
+    (warning,) = words(caplog, logging.WARNING)
+    assert "1 MoE layers" in warning and warning.endswith(": model.layers.7.mlp.experts")
+
+
+def test_a_fallback_is_a_warning_also_in_a_group_that_was_announced(
+    release: Release, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = load({}, {"moe_oracle": {"overrides": {r"layers\.1\.": "wanted"}, "on_unavailable": "fallback"}})
+    load_model(release, names(3), chosen)
+    (warning,) = words(caplog, logging.WARNING)
+    assert warning.startswith("moe_oracle: model.layers.1.mlp.experts: fast (static: ")
+    assert "not what was asked for: wanted (re:" in warning
+
+
+def test_an_override_that_matches_nothing_is_a_warning_or_an_error(
+    release: Release, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = {"overrides": {"re:nothing_matches_this": "fast", r"layers\.0\.": "fast"}}
+    load_model(release, names(2), load({}, {"moe_oracle": section}))
+    (warning,) = words(caplog, logging.WARNING)
+    assert "override re:nothing_matches_this matches none of the 2 quantized MoE layers" in warning
+    with pytest.raises(SettingError, match="nothing_matches_this") as caught:
+        load_model(release, names(2), load({"MOE_ORACLE_STRICT": "1"}, {"moe_oracle": section}))
+    assert caught.value.where == "--additional-config moe_oracle.overrides"
+
+
+@pytest.mark.parametrize("second", ["model", "other"])
+def test_a_model_that_failed_leaves_nothing_behind(
+    second: str, release: Release, caplog: pytest.LogCaptureFixture
+) -> None:
+    build(release, names(2), load({}))
+    caplog.clear()
+    load_model(release, names(3, second), load({}))
+    assert "moe_oracle: 3 of 3 MoE layers run through the oracle: fast x 3" in words(caplog)
+    assert any(each.startswith(f"moe_oracle: {second}.layers.0.mlp.experts: fast (") for each in words(caplog))
+
+
+def test_a_second_model_of_other_names_is_counted_by_itself(
+    release: Release, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.jsonl"
+    chosen = load({}, {"moe_oracle": {"report": str(report)}})
+    load_model(release, names(2), chosen)
+    load_model(release, names(1, "draft"), chosen)
+    assert "moe_oracle: 1 of 1 MoE layers run through the oracle: fast x 1" in words(caplog)
+    lines = [json.loads(line) for line in report.read_text().splitlines()]
+    assert [[group["layers"] for group in line["groups"]] for line in lines] == [[names(2)], [names(1, "draft")]]
+
+
+def test_a_record_says_which_rank_of_how_many_it_is_of(release: Release, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    load_model(release, names(1), load({}))
+    found: dict[str, Any] = coverage.model_report(1)
+    assert (found["rank"], found["ranks"]) == (0, 1) and found["host"]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    found = coverage.model_report(1)
+    assert (found["rank"], found["ranks"]) == (3, 4)
+
+
+def test_what_a_self_check_found_holds_for_one_load_only(release: Release, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[Any, Any] = {}
+    monkeypatch.setattr(backend_check, "_outcomes", found)
+    one, two = build(release, names(2), load({}))
+    found["group"] = "failed"
+    coverage.record_conversion(one)
+    assert found
+    coverage.record_conversion(two)
+    assert not found  # the load is over
+    for _ in range(2):
+        found["group"] = "failed"
+        coverage.record_conversion(one)
+        assert found
+        coverage.record_conversion(two)
+        assert not found  # a reload, and one more
+    build(release, names(2, "other"), load({}))
+    found["group"] = "failed"
+    build(release, names(2, "another"), load({}))
+    assert not found  # the model before it failed

@@ -1,0 +1,146 @@
+"""Ranks with different measurements: one decision, nobody waits for ever, and turns only where all ranks have them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.lib import gloo_ranks
+from tests.lib.cases import H200, backend, problem, registry
+
+pytest.importorskip("torch", reason="ranks talk through torch")
+
+from vllm_moe_oracle import settings
+from vllm_moe_oracle.measurements import environment, lookup
+from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
+from vllm_moe_oracle.measurements.store import Store
+from vllm_moe_oracle.oracle.selection import decide
+
+COUNTS = (1, 4, 16, 64, 256, 1024, 4096)
+REGISTRY = registry([backend("static", rank=1.0), backend("faster", rank=2.0)])
+
+
+def keep(folder: Path, layer: Any, few: float, many: float, tile: str = "") -> None:
+    """A cache in which `static` takes 100 us everywhere and `faster` what is said, with a tile configuration."""
+    store = Store(folder)
+    store.prepare()
+    times = {"static": (100.0, 100.0), "faster": (few, many)}
+    samples = [
+        Sample(name, "16bit", count, "uniform", us, us, us, 9, 1e-3, tile=tile if name == "faster" else "")
+        for name, both in times.items()
+        for count in COUNTS
+        for us in [both[count > 64]]
+    ]
+    store.add(environment.of(H200), kernel_shape_of(layer), samples)
+
+
+def decided(
+    processes: Any, folder: str, caches: list[str], shapes: list[int], allow_second_layout: bool, dies: int
+) -> Any:
+    """What a rank takes for two layers of one kind, with its own cache and its own number of local experts."""
+    from vllm_moe_oracle.devices import detect
+    from vllm_moe_oracle.methods import backend_selection, rank_sync
+
+    rank = int(processes.rank())
+    lookup.default_registry = lambda: REGISTRY
+    detect.detect = lambda: H200
+    assignments = {"cache": str(Path(folder) / caches[rank]), "allow_second_layout": str(int(allow_second_layout))}
+    chosen = settings.load({}, assignments=assignments)
+    base = dataclasses.replace(problem(experts=64, ep=2), local_experts=shapes[rank])
+    taken = []
+    for index in range(2):
+        if rank == dies and index == 1:
+            gloo_ranks.die()
+        layer = dataclasses.replace(base, layer=f"layers.{index}", num_experts=64 + index)
+        method = SimpleNamespace(
+            decision=None, backend=None, settings=chosen, moe=None, group=rank_sync.RankGroup(processes, 20.0),
+            adapter=SimpleNamespace(stock_class_rejection=lambda *arguments: ""),
+        )  # fmt: skip
+
+        def decide_here(layer: Any = layer) -> Any:
+            return decide(
+                layer, H200, chosen, registry=REGISTRY, measurements=backend_selection.measurements_for(layer, chosen)
+            )
+
+        begin = time.monotonic()
+        try:
+            backend_selection.select_backend(method, layer.layer, decide_here, REGISTRY)
+        except Exception as error:
+            return {"raised": type(error).__name__, "message": str(error), "seconds": time.monotonic() - begin}
+        steps = [[step.backend, step.max_tokens] for step in method.decision.token_ranges]
+        taken.append([method.backend.name, method.decision.backend, steps, len(method.decision.plan.tiles)])
+    return taken
+
+
+def run(
+    folder: Path, caches: list[str], shapes: list[int], allow_second_layout: bool = False, dies: int = -1
+) -> list[Any]:
+    meeting = folder / "meeting"
+    meeting.mkdir()
+    return gloo_ranks.run(decided, len(caches), meeting, str(folder), caches, shapes, allow_second_layout, dies)
+
+
+def layers(local: int) -> list[Any]:
+    base = dataclasses.replace(problem(experts=64, ep=2), local_experts=local)
+    return [dataclasses.replace(base, num_experts=64 + index) for index in range(2)]
+
+
+@pytest.mark.parametrize("caches", [["warm", "cold"], ["cold", "warm"], ["warm", "warm"]])
+def test_a_warm_and_a_cold_cache_take_the_same(tmp_path: Path, caches: list[str]) -> None:
+    for layer in layers(32):
+        keep(tmp_path / "warm", layer, 50.0, 50.0)
+    first, second = run(tmp_path, caches, [32, 32])
+    assert first == second and len(first) == 2
+    if caches == ["warm", "warm"]:
+        assert [each[0] for each in first] == ["faster", "faster"]
+
+
+def test_different_local_shapes_take_the_same(tmp_path: Path) -> None:
+    """Experts do not divide evenly: only the first rank's shard was measured."""
+    for layer in layers(33):
+        keep(tmp_path / "warm", layer, 50.0, 50.0)
+    first, second = run(tmp_path, ["warm", "warm"], [33, 31])
+    assert first == second and {each[0] for each in first} == {"faster"}
+
+
+def test_caches_that_contradict_take_the_same(tmp_path: Path) -> None:
+    for layer in layers(32):
+        keep(tmp_path / "one", layer, 50.0, 50.0)
+        keep(tmp_path / "other", layer, 200.0, 200.0)
+    first, second, third = run(tmp_path, ["other", "one", "cold"], [32, 32, 32])
+    assert first == second == third
+
+
+@pytest.mark.parametrize("caches", [["warm", "warm"], ["warm", "other"], ["cold", "warm"]])
+def test_turns_are_taken_by_all_ranks_or_by_none(tmp_path: Path, caches: list[str]) -> None:
+    for layer in layers(32):
+        keep(tmp_path / "warm", layer, 50.0, 150.0)
+        keep(tmp_path / "other", layer, 50.0, 50.0)
+    first, second = run(tmp_path, caches, [32, 32], allow_second_layout=True)
+    assert first == second
+    assert [bool(steps) for _, _, steps, _ in first] == [caches == ["warm", "warm"]] * 2
+
+
+@pytest.mark.parametrize("caches", [["warm", "warm"], ["warm", "other"], ["warm", "cold"]])
+def test_tile_configurations_are_used_by_all_ranks_or_by_none(tmp_path: Path, caches: list[str]) -> None:
+    for layer in layers(32):
+        keep(tmp_path / "warm", layer, 50.0, 50.0, "one")
+        keep(tmp_path / "other", layer, 50.0, 50.0, "another")
+    first, second = run(tmp_path, caches, [32, 32])
+    assert first == second
+    alike = caches == ["warm", "warm"]
+    assert [(name, tiles) for name, _, _, tiles in first if alike] == [("faster", len(COUNTS))] * 2 * alike
+    assert alike or {tiles for *_, tiles in first} == {0}
+
+
+def test_a_rank_that_dies_ends_the_others_in_time(tmp_path: Path) -> None:
+    for layer in layers(32):
+        keep(tmp_path / "warm", layer, 50.0, 50.0)
+    first, second = run(tmp_path, ["warm", "cold"], [32, 32], dies=1)
+    assert second is None
+    assert first["raised"] == "RankSyncError" and first["seconds"] < 30

@@ -1,0 +1,172 @@
+"""ModelOpt's mixed precision inside vLLM: each MoE layer decides for itself, and as `explain` says."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm", reason="vLLM's own config classes are asked")
+
+from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
+from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.quantization.modelopt import modelopt_exclusion_matcher
+
+CONFIG = Path(__file__).parents[1] / "golden" / "configs" / "qwen3-30b-a3b.json"
+
+
+def config_of(recipes: dict[str, str], **more: Any) -> Any:
+    from vllm_moe_oracle.methods.modelopt import ModelOptMixedPrecisionConfig
+
+    return ModelOptMixedPrecisionConfig.from_config(quantization(recipes, **more))
+
+
+def quantization(recipes: dict[str, str], **more: Any) -> dict[str, Any]:
+    layers = {name: {"quant_algo": algo} for name, algo in recipes.items()}
+    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers, **more}
+
+
+def experts(index: int) -> str:
+    return f"model.layers.{index}.mlp.experts"
+
+
+RECIPES = {
+    experts(0): "MXFP8",
+    f"{experts(1)}.0.gate_proj": "MXFP8",
+    f"{experts(1)}.0.up_proj": "MXFP8",
+    f"{experts(1)}.0.down_proj": "MXFP8",
+    "model.layers.2.mlp.gate_proj": "mxfp8",
+    "model.layers.3.mlp.shared_expert.gate_proj": "MXFP8",
+    f"{experts(4)}.*": "MXFP8",
+    f"{experts(10)}.7.w1": "MXFP8",
+    f"{experts(11)}.0.gate_proj": "FP8",
+}
+
+
+def test_vllm_and_explain_decide_alike(tmp_path: Path) -> None:
+    data = json.loads(CONFIG.read_text()) | {"quantization_config": quantization(RECIPES)}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    found = find_moe_layers(read_checkpoint(tmp_path))
+    explained = {problem.layer: "MXFP8" for problem in found.problems} | dict(found.unsupported_formats)
+    config = config_of(RECIPES)
+    served = {experts(index): config._resolve_quant_algo(experts(index)) for index in range(48)}
+    assert {name: algo for name, algo in served.items() if algo} == explained
+    assert sorted(int(name.split(".")[2]) for name in explained) == [0, 1, 2, 4, 10, 11]
+
+
+def test_linear_layers_are_asked_of_stock_vllm() -> None:
+    config = config_of({"model.layers.0.self_attn.q_proj": "MXFP8", "model.layers.0.mlp.down_proj": "NVFP4"})
+    assert config._resolve_quant_algo("model.layers.0.self_attn.q_proj") == "MXFP8"
+    assert config._resolve_quant_algo("model.layers.0.mlp.down_proj") == "NVFP4"
+
+
+def test_a_draft_models_layers_decide_for_themselves() -> None:
+    config = config_of({f"{experts(0)}.0.gate_proj": "MXFP8", "mtp.layers.0.mlp.experts.0.gate_proj": "NVFP4"})
+    assert config._resolve_quant_algo("mtp.layers.0.mlp.experts") == "NVFP4"
+    assert config._resolve_quant_algo("mtp.layers.1.mlp.experts") is None
+    assert config._resolve_quant_algo(experts(0)) == "MXFP8"
+
+
+def test_names_of_multimodal_checkpoints_are_vllms_by_another_order() -> None:
+    config = config_of({"model.language_model.layers.0.mlp.experts.0.up_proj": "MXFP8"})
+    assert config._resolve_quant_algo("language_model.model.layers.0.mlp.experts") == "MXFP8"
+
+
+def test_matrices_of_one_layer_in_two_formats_are_refused() -> None:
+    config = config_of({f"{experts(0)}.0.gate_proj": "MXFP8", f"{experts(0)}.1.gate_proj": "NVFP4"})
+    with pytest.raises(CheckpointError, match=r"different quant_algo: MXFP8, NVFP4"):
+        config._resolve_quant_algo(experts(0))
+
+
+def test_layers_that_vllm_renames_are_found_by_their_new_names() -> None:
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    config = config_of({"backbone.layers.0.mixer.experts.0.up_proj": "MXFP8"})
+    assert config._resolve_quant_algo("model.layers.0.mixer.experts") is None
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_prefix={"backbone.": "model."}))
+    assert config._resolve_quant_algo("model.layers.0.mixer.experts") == "MXFP8"
+
+
+def test_the_config_goes_to_workers_by_pickle_after_it_was_asked() -> None:
+    config = config_of(RECIPES)
+    assert config._resolve_quant_algo(experts(1)) == "MXFP8"
+    assert pickle.loads(pickle.dumps(config))._resolve_quant_algo(experts(1)) == "MXFP8"
+
+
+def test_an_excluded_layer_is_not_quantized_whatever_its_recipe_says() -> None:
+    config = config_of({experts(0): "MXFP8"}, ignore=[experts(0)])
+    assert config.is_layer_excluded(experts(0)) and not config.is_layer_excluded(experts(1))
+
+
+@pytest.mark.parametrize("precision", ["MXFP8", "MIXED_PRECISION"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "model.layers.1",
+        "model.layers.1*",
+        "layers.1",
+        "model.layers.1.mlp*",
+        "model.layers.1?",
+        "*.mlp.experts",
+        "*.mlp.experts.*",
+        "model.layers.1.mlp.experts.*",
+        "model.layers.1.mlp.experts.3.up_proj",
+        "re:.*experts",
+        "*.layers.1.mlp.*",
+        ".mlp.",
+        "mlp.shared_experts",
+        "*mlp.gate*",
+    ],
+)
+def test_vllm_leaves_out_the_layers_that_explain_does(precision: str, pattern: str, tmp_path: Path) -> None:
+    """A layer's number ends where it ends: `model.layers.1` is no part of layer 10."""
+    from vllm_moe_oracle.methods.modelopt import ModelOptMxFp8Config
+
+    if precision == "MXFP8":
+        given = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": [pattern]}
+        config: Any = ModelOptMxFp8Config.from_config(given)
+    else:
+        given = quantization({experts(index): "MXFP8" for index in range(48)}, ignore=[pattern])
+        config = config_of({experts(index): "MXFP8" for index in range(48)}, ignore=[pattern])
+    data = json.loads(CONFIG.read_text()) | {"quantization_config": given}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    left_out = [name for name in map(experts, range(48)) if config.is_layer_excluded(name)]
+    assert left_out == list(find_moe_layers(read_checkpoint(tmp_path)).unquantized)
+    for index in (1, 10):
+        attention = f"model.layers.{index}.self_attn.qkv_proj"
+        assert config.is_layer_excluded(attention) == (experts(index) in left_out and "mlp" not in pattern)
+    assert config.exclude_modules == [pattern]
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> str:
+    """Parts of a matrix's name, with wildcards here and there."""
+    name = f"{experts(draw(st.sampled_from((1, 2, 10))))}.{draw(st.sampled_from((0, 7)))}.gate_proj"
+    start, stop = sorted(draw(st.tuples(*[st.integers(0, len(name))] * 2)))
+    start = draw(st.sampled_from((0, start)))
+    assume(start < stop)
+    entry = name[start:stop]
+    for sign in draw(st.lists(st.sampled_from(("*", "?", ".*", "re:", "[12]", ".")), max_size=2)):
+        place, skipped = draw(st.integers(0, len(entry))), draw(st.integers(0, 3))
+        entry = entry[:place] + sign + entry[place + skipped :]
+    return entry
+
+
+@given(st.lists(entries(), min_size=1, max_size=2))
+def test_explain_reads_any_exclusions_as_vllm_does(names: list[str]) -> None:
+    """With a model's mapping of names and without, which differ where a part of a name ends with a star."""
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    from vllm_moe_oracle.methods.modelopt import ModelOptMxFp8Config
+
+    given_ = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": names}
+    plain, mapped = (ModelOptMxFp8Config.from_config(given_) for _ in range(2))
+    mapped.apply_vllm_mapper(WeightsMapper())
+    excluded = modelopt_exclusion_matcher(names)
+    for module in map(experts, (1, 2, 10)):
+        assert excluded(module) in {plain.is_layer_excluded(module), mapped.is_layer_excluded(module)}

@@ -1,0 +1,170 @@
+"""Ranks agree, and none waits for ever: processes over gloo, of which one is wrong, slow, dead or elsewhere."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib import gloo_ranks
+
+pytest.importorskip("torch", reason="ranks talk through torch")
+
+from vllm_moe_oracle.errors import RankSyncError
+from vllm_moe_oracle.methods.rank_sync import (
+    RankGroup,
+    all_gather,
+    first_common_name,
+    notify_on_failure,
+    require_same,
+)
+
+SHORT = 3.0
+
+
+def values(processes: Any) -> Any:
+    group = RankGroup(processes, 60.0)
+    first = all_gather(group, "first", lambda: {"rank": group.rank, "shape": (group.rank, 7), "long": "x" * 70000})
+    second = all_gather(group, "second", lambda: None)
+    return [[each["rank"], each["shape"], len(each["long"])] for each in first], second
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_gets_what_every_rank_said_in_the_same_order(tmp_path: Path, size: int) -> None:
+    expected = [[[rank, [rank, 7], 70000] for rank in range(size)], [None] * size]
+    assert gloo_ranks.run(values, size, tmp_path) == [expected] * size
+
+
+def one_raises(processes: Any) -> Any:
+    group = RankGroup(processes, 60.0)
+    all_gather(group, "before", lambda: 1)
+
+    def make() -> int:
+        if group.rank == 1:
+            raise MemoryError("no room for it")
+        return 1
+
+    return all_gather(group, "the check of layer 3", make)
+
+
+def test_a_rank_that_raises_is_named_on_the_others(tmp_path: Path) -> None:
+    first, second, third = gloo_ranks.run(one_raises, 3, tmp_path)
+    assert second == {"raised": "MemoryError", "message": "no room for it"}
+    for other in (first, third):
+        assert other["raised"] == "RankSyncError"
+        for word in ("rank 1 gave up", "the check of layer 3", "MemoryError: no room for it"):
+            assert word in other["message"]
+
+
+def one_raises_between(processes: Any) -> Any:
+    group = RankGroup(processes, 60.0)
+    all_gather(group, "before", lambda: 1)
+    with notify_on_failure(group, "the loaded weights of layer 3"):
+        if group.rank == 1:
+            raise MemoryError("no room for it")
+    return all_gather(group, "the check of layer 3", lambda: 1)
+
+
+def test_a_rank_that_raises_between_topics_is_named_at_the_next(tmp_path: Path) -> None:
+    before = time.monotonic()
+    first, second = gloo_ranks.run(one_raises_between, 2, tmp_path)
+    assert time.monotonic() - before < 50
+    assert second == {"raised": "MemoryError", "message": "no room for it"}
+    assert first["raised"] == "RankSyncError"
+    for word in ("rank 1 gave up", "the loaded weights of layer 3", "MemoryError: no room for it"):
+        assert word in first["message"]
+
+
+def one_dies(processes: Any, when: str) -> Any:
+    group = RankGroup(processes, 60.0)
+    all_gather(group, "before", lambda: 1)
+
+    def make() -> int:
+        if group.rank == 1 and when == "inside":
+            gloo_ranks.die()
+        return 1
+
+    if group.rank == 1 and when == "before":
+        gloo_ranks.die()
+    begin = time.monotonic()
+    try:
+        return all_gather(group, "the check", make)
+    except RankSyncError as error:
+        return {"message": str(error), "seconds": time.monotonic() - begin}
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_a_rank_that_dies_is_noticed_at_once(tmp_path: Path, when: str) -> None:
+    first, second, third = gloo_ranks.run(one_dies, 3, tmp_path, when)
+    assert second is None
+    for other in (first, third):
+        assert "the connection to rank 1 was lost" in other["message"] and "the check" in other["message"]
+        assert other["seconds"] < 30.0
+
+
+def one_is_slow(processes: Any) -> Any:
+    group = RankGroup(processes, SHORT)
+    all_gather(group, "before", lambda: 1)
+    begin = time.monotonic()
+    try:
+        return all_gather(group, "the check", lambda: time.sleep(SHORT + 9.0) if group.rank == 1 else None)
+    except RankSyncError as error:
+        return {"message": str(error), "seconds": time.monotonic() - begin}
+
+
+def test_nobody_waits_longer_than_the_setting(tmp_path: Path) -> None:
+    first, second = gloo_ranks.run(one_is_slow, 2, tmp_path)
+    assert "rank 1 did not come within 3 s" in first["message"]
+    assert "MOE_ORACLE_RANK_SYNC_TIMEOUT" in first["message"]
+    assert SHORT - 0.5 <= first["seconds"] < SHORT + 5.0
+    assert "message" in second  # the first one is gone by then
+
+
+def elsewhere(processes: Any) -> Any:
+    group = RankGroup(processes, 60.0)
+    return all_gather(group, f"the check of layer {3 + 2 * group.rank}", lambda: 1)
+
+
+def test_ranks_at_different_topics_are_told_so(tmp_path: Path) -> None:
+    first, second = gloo_ranks.run(elsewhere, 2, tmp_path)
+    for each in (first, second):
+        assert each["raised"] == "RankSyncError"
+        assert "'the check of layer 3'" in each["message"] and "'the check of layer 5'" in each["message"]
+
+
+def differing(processes: Any) -> Any:
+    group = RankGroup(processes, 60.0)
+    require_same(group, "equal", {"mode": "all"})
+    require_same(group, "settings", {"mode": "off" if group.rank else "all"})
+
+
+def test_values_that_should_be_the_same_and_are_not(tmp_path: Path) -> None:
+    for each in gloo_ranks.run(differing, 2, tmp_path):
+        assert each["raised"] == "RankSyncError"
+        assert 'rank 0 has {"mode": "all"}, rank 1 has {"mode": "off"}' in each["message"]
+
+
+def test_a_process_alone_asks_nobody() -> None:
+    alone = RankGroup()
+    assert (alone.rank, alone.size) == (0, 1)
+    assert all_gather(alone, "x", lambda: {"shape": (1, 2)}) == [{"shape": [1, 2]}]
+    require_same(alone, "x", 1)
+    with pytest.raises(ZeroDivisionError):
+        all_gather(alone, "x", lambda: 1 // 0)
+
+
+@pytest.mark.parametrize(
+    ("orders", "name"),
+    [
+        ([["a", "b"]], "a"),
+        ([["a", "b"], ["b", "a"]], "a"),
+        ([["a", "b", "c"], ["c", "b"]], "b"),
+        ([["a"], ["b"]], None),
+        ([["a"], []], None),
+        ([[], ["a"]], None),
+    ],
+)
+def test_the_best_for_all_is_the_first_ranks_best_that_every_rank_has(orders: list[list[str]], name: str) -> None:
+    assert first_common_name(orders) == name

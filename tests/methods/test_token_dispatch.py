@@ -1,0 +1,293 @@
+"""Two backends of one layer by turns, through the method that vLLM calls: who runs, on which tensors, after reloads.
+
+The backends are the emulation, each with a mark that it leaves in the output, and a layout of its own or a shared one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.lib.cases import registry
+
+pytest.importorskip("vllm", reason="the method is a subclass of vLLM's")
+
+from tests.lib.method_layers import Layer, loader
+from vllm_moe_oracle.backends.emulation import Emulation, forward
+from vllm_moe_oracle.core.decision import TokenRange
+from vllm_moe_oracle.core.measurement_set import MeasurementSet
+
+EXPERTS, HIDDEN, INNER = 4, 64, 96
+SWITCH = 22
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Marked(Emulation):
+    """The emulation with weights in an order of its own, which multiplies its output by a factor."""
+
+    def __init__(self, name: str, rank: float, factor: float, reverses: bool = False, weights: str = "") -> None:
+        self.name = name  # type: ignore[misc]
+        self.rank, self.factor, self.reverses, self.weights = rank, factor, reverses, weights
+        self.calls: list[int] = []
+
+    def priority(self, problem: Any, device: Any) -> float:
+        return self.rank
+
+    def layout(self, problem: Any, plan: Any) -> str:
+        return self.weights or super().layout(problem, plan)
+
+    def convert(self, expert: Any, problem: Any, plan: Any) -> dict[str, Tensor]:
+        if not self.reverses:
+            return dict(expert)
+        return {name: tensor.flip(0) for name, tensor in expert.items()}
+
+    def build_experts(self, tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
+        def run(out: Tensor, x: Tensor, *rest: Any) -> None:
+            self.calls.append(x.shape[0])
+            straight = {name: tensor.flip(1) if self.reverses else tensor for name, tensor in tensors.items()}
+            forward(straight, problem, out, x, *rest)
+            out.mul_(self.factor)
+
+        return builder.from_function(run)
+
+
+@contextmanager
+def inside(
+    monkeypatch: pytest.MonkeyPatch, backends: list[Marked], config: dict[str, Any], evidence: MeasurementSet
+) -> Iterator[Any]:
+    """vLLM's config of a MoE layer, in a process with these backends and this evidence."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+
+    from vllm_moe_oracle.measurements import lookup
+    from vllm_moe_oracle.methods import backend_check, backend_selection, token_dispatch
+    from vllm_moe_oracle.oracle import selection
+
+    found = registry(backends)
+    for module in (backend_selection, selection, token_dispatch, backend_check):
+        monkeypatch.setattr(module, "default_registry", lambda: found)
+    monkeypatch.setattr(lookup, "find_measurements", lambda problem, device, settings: evidence)
+    backend_selection.reset()
+    backend_check.reset()
+    with set_current_vllm_config(VllmConfig(additional_config={"moe_oracle": config})):
+        yield FusedMoEConfig(
+            num_experts=EXPERTS,
+            num_local_experts=EXPERTS,
+            num_logical_experts=EXPERTS,
+            experts_per_token=2,
+            hidden_dim=HIDDEN,
+            intermediate_size=INNER,
+            activation=MoEActivation.SILU,
+            device="cpu",
+            routing_method=RoutingMethodType.Renormalize,
+            moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
+            in_dtype=torch.bfloat16,
+        )
+    backend_selection.reset()
+    backend_check.reset()
+
+
+class Running(Layer):
+    """What vLLM's kernel asks of a layer in addition."""
+
+    activation = None
+    global_num_experts = EXPERTS
+    expert_map = None
+
+
+def made(config: Any, layer: Running, seed: int = 0) -> Any:
+    """A method with loaded and converted weights."""
+    from vllm_moe_oracle.compat.layer_context import set_current_layer
+    from vllm_moe_oracle.methods.compressed_tensors import CompressedTensorsW8A8Mxfp8MoEMethod
+
+    layer.activation = config.activation
+    with set_current_layer(layer):
+        method = CompressedTensorsW8A8Mxfp8MoEMethod(config)
+    method.create_weights(layer, EXPERTS, HIDDEN, INNER, torch.bfloat16, weight_loader=loader)
+    fill(layer, seed)
+    method.process_weights_after_loading(layer)
+    return method
+
+
+def fill(layer: Running, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in layer.named_parameters():
+        if name.endswith("_scale"):
+            parameter.data.view(torch.uint8).random_(118, 122, generator=generator)
+        else:
+            parameter.data.view(torch.uint8).random_(0, 100, generator=generator)
+
+
+def run(method: Any, layer: Running, count: int) -> Tensor:
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(count, HIDDEN, generator=generator).bfloat16()
+    weights, ids = torch.rand(count, EXPERTS, generator=generator).topk(2)
+    result: Tensor = method.apply(layer, x, weights, ids.to(torch.int32))
+    return result
+
+
+def times(few: float, many: float) -> dict[str, dict[int, float]]:
+    return {"uniform": {count: few if count <= 16 else many for count in COUNTS}}
+
+
+EVIDENCE = MeasurementSet({"decoder": times(10, 40), "prefiller": times(20, 20)}, "a test")
+CONFIG = {"self_check": "off", "objective": "1:1,128:1"}
+
+
+def backends(**changes: Any) -> tuple[Marked, Marked]:
+    return Marked("prefiller", 1.0, 1.0), Marked("decoder", 2.0, 2.0, reverses=True, **changes)
+
+
+def test_who_runs_is_decided_by_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefiller, decoder = backends()
+    layer = Running()
+    with inside(monkeypatch, [prefiller, decoder], CONFIG | {"allow_second_layout": True}, EVIDENCE) as config:
+        method = made(config, layer)
+        assert method.decision.token_ranges == (TokenRange("decoder", SWITCH), TokenRange("prefiller", None))
+        big = run(method, layer, 64)  # the largest call comes first, as in vLLM: everybody has run then
+        assert (prefiller.calls, decoder.calls) == ([64], [SWITCH])
+        for count in (1, SWITCH, SWITCH + 1, 50):
+            run(method, layer, count)
+        assert prefiller.calls == [64, SWITCH + 1, 50] and decoder.calls == [SWITCH, 1, SWITCH]
+        small = run(method, layer, 5)
+    with inside(monkeypatch, [Marked("one", 1.0, 1.0)], CONFIG, MeasurementSet()) as config:
+        alone = Running()
+        reference = made(config, alone)
+        assert torch.equal(big, run(reference, alone, 64))
+        assert torch.equal(small, run(reference, alone, 5) * 2)
+
+
+def test_a_second_copy_is_made_only_when_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Running()
+    with inside(monkeypatch, list(backends()), CONFIG, EVIDENCE) as config:
+        method = made(config, layer)
+        assert method.decision.token_ranges == () and method.token_dispatch is None and method.weight_copies == {}
+        assert method.decision.backend in ("decoder", "prefiller") and method.decision.why == "measured"
+
+
+def test_backends_of_one_layout_share_the_layers_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefiller, decoder = (
+        Marked(name, rank, factor, weights="the same")
+        for name, rank, factor in (("prefiller", 1.0, 1.0), ("decoder", 2.0, 2.0))
+    )
+    layer = Running()
+    with inside(monkeypatch, [prefiller, decoder], CONFIG, EVIDENCE) as config:
+        method = made(config, layer)
+        assert [step.backend for step in method.decision.token_ranges] == ["decoder", "prefiller"]
+        assert method.weight_copies == {}
+        run(method, layer, 64)
+        run(method, layer, 3)
+        assert prefiller.calls == [64] and decoder.calls == [SWITCH, 3]
+
+
+def test_a_reload_refills_both_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_moe_oracle.methods.base import PROCESSED_ATTRIBUTE
+
+    prefiller, decoder = backends()
+    layer = Running()
+    with inside(monkeypatch, [prefiller, decoder], CONFIG | {"allow_second_layout": True}, EVIDENCE) as config:
+        method = made(config, layer)
+        ((_, copy),) = method.weight_copies.items()
+        addresses = {name: tensor.data_ptr() for name, tensor in copy.items()}
+        before = {count: run(method, layer, count) for count in (4, 40)}
+        # As vLLM's layer-wise reload: fresh parameters, conversion, then what came out is copied to the old places.
+        old = {name: parameter.data for name, parameter in layer.named_parameters()}
+        method.create_weights(layer, EXPERTS, HIDDEN, INNER, torch.bfloat16, weight_loader=loader)
+        fill(layer, seed=1)
+        setattr(layer, PROCESSED_ATTRIBUTE, False)
+        method.process_weights_after_loading(layer)
+        for name, data in old.items():
+            data.copy_(getattr(layer, name).data)
+            getattr(layer, name).data = data
+        after = {count: run(method, layer, count) for count in (4, 40)}
+        assert {name: tensor.data_ptr() for name, tensor in copy.items()} == addresses
+        assert all(
+            method.weight_copies["decoder" if method.backend.name == "prefiller" else "prefiller"] is copy for _ in "x"
+        )
+    with inside(monkeypatch, [Marked("one", 1.0, 1.0)], CONFIG, MeasurementSet()) as config:
+        alone = Running()
+        reference = made(config, alone, seed=1)
+        assert torch.equal(after[4], run(reference, alone, 4) * 2) and torch.equal(after[40], run(reference, alone, 40))
+    assert not torch.equal(before[4], after[4]) and not torch.equal(before[40], after[40])
+
+
+@pytest.mark.parametrize("allow_second_layout", [False, True])
+def test_a_backend_that_fails_its_self_check_takes_no_turn(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, allow_second_layout: bool
+) -> None:
+    """`decoder` doubles its output: alone it would never be taken, and by turns neither."""
+    layer = Running()
+    config = CONFIG | {"self_check": "group", "allow_second_layout": allow_second_layout, "objective": "1:1,128:10"}
+    with inside(monkeypatch, list(backends()), config, EVIDENCE) as moe:
+        method = made(moe, layer)
+        assert (
+            method.backend.name == "prefiller" and method.token_dispatch is None and method.decision.token_ranges == ()
+        )
+        assert method.weight_copies == {}
+    assert ("cannot run beside" in caplog.text) == allow_second_layout
+
+
+def test_a_reload_that_one_of_the_turns_fails_on_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel is built and may be captured: it must not go on with the weights from before."""
+    from vllm_moe_oracle.errors import SelfCheckError
+    from vllm_moe_oracle.methods import backend_check
+    from vllm_moe_oracle.methods.base import PROCESSED_ATTRIBUTE
+
+    prefiller, decoder = Marked("prefiller", 1.0, 1.0), Marked("decoder", 2.0, 1.0, reverses=True)
+    layer = Running()
+    config = CONFIG | {"allow_second_layout": True, "self_check": "group"}
+    with inside(monkeypatch, [prefiller, decoder], config, EVIDENCE) as moe:
+        method = made(moe, layer)
+        assert len(method.decision.token_ranges) == 2
+        other = decoder if method.backend.name == "prefiller" else prefiller
+        method.create_weights(layer, EXPERTS, HIDDEN, INNER, torch.bfloat16, weight_loader=loader)
+        fill(layer, seed=1)
+        setattr(layer, PROCESSED_ATTRIBUTE, False)
+        backend_check.reset()
+        other.factor = 3.0
+        with pytest.raises(SelfCheckError, match=rf"{other.name}, which runs beside .* reloaded weights: .*self-check"):
+            method.process_weights_after_loading(layer)
+        assert layer.moe_oracle_state == "converting"
+
+
+def test_a_copy_that_finds_no_room_is_told_to_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_moe_oracle.methods import rank_sync, token_dispatch
+
+    told: list[str] = []
+    monkeypatch.setattr(rank_sync, "notify_failure", lambda group, topic, error: told.append(f"{topic}: {error}"))
+
+    def no_room(*args: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(token_dispatch, "_convert_copy", no_room)
+    config = CONFIG | {"allow_second_layout": True}
+    with inside(monkeypatch, list(backends()), config, EVIDENCE) as moe, pytest.raises(MemoryError):
+        made(moe, Running())
+    assert len(told) == 1 and told[0].startswith("the copy for ") and told[0].endswith(": no room")
+
+
+def test_turns_need_no_padding_of_the_input_and_no_data_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.lib.cases import H200, problem
+    from vllm_moe_oracle import settings
+    from vllm_moe_oracle.core.decision import ShardPlan
+    from vllm_moe_oracle.oracle.selection import decide
+
+    prefiller, decoder = backends()
+    found = registry([prefiller, decoder])
+    chosen = settings.load({}, assignments={"allow_second_layout": "1", "objective": "1:1,128:1"})
+
+    def steps(**changes: Any) -> int:
+        return len(decide(problem(**changes), H200, chosen, registry=found, measurements=EVIDENCE).token_ranges)
+
+    assert steps() == 2
+    assert steps(dp=2) == 0 and steps(eplb=True) == 0
+    monkeypatch.setattr(Marked, "plan", lambda self, problem, device: ShardPlan(4096, 768), raising=False)
+    assert steps() == 0
+    assert dataclasses.replace(problem(), eplb=True).eplb

@@ -1,0 +1,108 @@
+"""A backend that cannot hold the loaded weights says so before they are converted, and the next candidate is taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.lib.cases import registry
+
+pytest.importorskip("vllm", reason="a layer's method belongs to vLLM")
+
+from tests.lib.faulty_backends import LAYERS, Method, second, weights
+from vllm_moe_oracle.backends.emulation import Emulation
+from vllm_moe_oracle.errors import NoBackendError
+from vllm_moe_oracle.methods import backend_check, backend_selection
+
+LAYER = LAYERS["silu"]
+
+
+class Choosy(Emulation):
+    """Takes no expert whose first scale is 1."""
+
+    name = "choosy"
+
+    def priority(self, problem: Any, device: Any) -> float:
+        return 1.0
+
+    def validate_weights(self, expert: Any, problem: Any) -> str:
+        return "the first scale is 1" if int(expert["w13_scale"][0, 0]) == 1 else ""
+
+
+@pytest.fixture(autouse=True)
+def _a_load_of_its_own() -> None:
+    backend_selection.reset()
+    backend_check.reset()
+
+
+def bad_weights(expert: int = 3) -> dict[str, Tensor]:
+    found = weights(LAYER)
+    found["w13_scale"][expert, 0, 0] = 1
+    return found
+
+
+@pytest.mark.parametrize("mode", ("off", "group"))
+def test_the_next_candidate_is_taken_and_the_decision_says_why(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    backends = registry([Choosy(), second()])
+    method = Method.of(backends, LAYER, self_check=mode)
+    assert method.decision.backend == "choosy"
+    with caplog.at_level("ERROR", "vllm.moe_oracle"):
+        backend_check.check_or_fallback(method, bad_weights(), registry=backends)
+    assert method.backend.name == method.decision.backend == "second"
+    refused = next(each for each in method.decision.candidates if each.backend == "choosy")
+    assert [reason.code for reason in refused.reasons] == ["weights"]
+    assert "expert 3: the first scale is 1" in refused.reasons[0].detail
+    assert "cannot hold the loaded weights" in method.decision.explanation
+    assert "choosy cannot hold the loaded weights" in caplog.text and "taking second instead" in caplog.text
+
+
+def test_weights_that_fit_are_no_reason() -> None:
+    backends = registry([Choosy(), second()])
+    method = Method.of(backends, LAYER)
+    backend_check.check_or_fallback(method, weights(LAYER), registry=backends)
+    assert method.backend.name == "choosy"
+
+
+def test_every_layer_is_asked_although_layers_of_a_kind_are_checked_once() -> None:
+    backends = registry([Choosy(), second()])
+    first, other = (Method.of(backends, LAYER) for _ in range(2))
+    backend_check.check_or_fallback(first, weights(LAYER), registry=backends)
+    backend_check.check_or_fallback(other, bad_weights(LAYER.local_experts - 1), registry=backends)
+    assert (first.backend.name, other.backend.name) == ("choosy", "second")
+
+
+@pytest.mark.parametrize(
+    "settings", [{"self_check": "strict"}, {"backend": "choosy"}, {"backend": "choosy", "self_check": "off"}], ids=str
+)
+def test_strict_or_explicit_it_refuses_to_start(settings: dict[str, Any]) -> None:
+    backends = registry([Choosy(), second()])
+    method = Method.of(backends, LAYER, **settings)
+    with pytest.raises(NoBackendError, match=r"choosy cannot hold the loaded weights.*expert 3: the first scale is 1"):
+        backend_check.check_or_fallback(method, bad_weights(), registry=backends)
+    assert method.decision.backend == "choosy"
+
+
+def test_reloaded_weights_that_do_not_fit_are_an_error() -> None:
+    backends = registry([Choosy(), second()])
+    method = Method.of(backends, LAYER)
+    with pytest.raises(NoBackendError):
+        backend_check.check_or_fallback(method, bad_weights(), kernel_built=True, registry=backends)
+    assert method.backend.name == "choosy"
+
+
+def test_when_nothing_is_left_the_layer_is_refused() -> None:
+    backends = registry([Choosy()])
+    method = Method.of(backends, LAYER)
+    with pytest.raises(NoBackendError):
+        backend_check.check_or_fallback(method, bad_weights(), registry=backends)
+
+
+def test_what_was_checked_stays_as_it_was() -> None:
+    backends = registry([Choosy(), second()])
+    raw = bad_weights()
+    before = {name: each.clone() for name, each in raw.items()}
+    backend_check.check_or_fallback(Method.of(backends, LAYER), raw, registry=backends)
+    assert all(torch.equal(raw[name].view(torch.uint8), each.view(torch.uint8)) for name, each in before.items())

@@ -1,0 +1,90 @@
+"""Decisions for common models, shards and GPUs are the golden ones; each difference from stock vLLM has a reason."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.lib.golden_decisions import FULL_TEXT_FILE, GPUS, REGENERATE, GoldenTable, device_of, full_text
+from tests.lib.releases import ReleaseUnavailable
+from tests.lib.stock_choice_mxfp4 import CONSUMED, MODELS
+from tests.lib.stock_choice_mxfp4 import GOLDEN as MXFP4
+from tests.lib.stock_choice_mxfp8 import GOLDEN as MXFP8
+from tests.lib.stock_choice_wna16 import GOLDEN as WNA16
+from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.settings import Settings
+
+TABLES = (MXFP8, MXFP4, WNA16)
+each_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+
+
+@each_table
+def test_decisions_are_the_golden_ones(table: GoldenTable) -> None:
+    expected = {table.place(row): row for row in table.rows()}
+    for row in table.compute():
+        kept = expected.pop(table.place(row))
+        assert row == {name: kept[name] for name in row}, f"{table.place(row)}: {REGENERATE}"
+    assert not expected
+
+
+def test_every_sentence_of_ten_decisions() -> None:
+    assert full_text(TABLES) == json.loads(FULL_TEXT_FILE.read_text()), REGENERATE
+
+
+@pytest.mark.full  # runs code from the sources of the newest release
+@each_table
+@pytest.mark.parametrize("capability", GPUS)
+def test_stock_choices_are_the_golden_ones(table: GoldenTable, capability: int) -> None:
+    rows = [row for row in table.rows() if row["sm"] == capability]
+    assert rows
+    for row in rows:
+        try:
+            found = table.stock(table.layer_of(row), capability)
+        except ReleaseUnavailable as error:
+            pytest.skip(str(error))
+        assert found == row["stock"], f"{table.place(row)}: {REGENERATE}"
+
+
+@each_table
+def test_every_difference_from_stock_has_a_reason(table: GoldenTable) -> None:
+    for row in table.rows():
+        assert row["difference"] == table.difference(row), table.place(row)
+    assert {row["difference"] for row in table.rows()} == {"", *table.differences}
+
+
+@each_table
+def test_every_rejection_has_a_reason(table: GoldenTable) -> None:
+    for row in table.rows():
+        ours, scheme = row["ours"], table.layer_of(row).scheme.name
+        rejected = " ".join(ours["rejected"].values()).split()
+        assert sorted([*ours["accepted"], *rejected]) == sorted(
+            each.name for each in default_registry().for_scheme(scheme)
+        )
+        assert "" not in ours["rejected"]
+        assert ours["backend"] in (ours["accepted"] or ["none"])
+
+
+def test_mxfp4_differs_where_stock_quantizes_activations_unasked() -> None:
+    for row in MXFP4.rows():
+        unasked = "activations" in row["stock"] and MODELS[row["model"]][-1] == "16bit"
+        assert unasked == row["difference"].startswith("unasked"), MXFP4.place(row)
+        if not row["difference"]:
+            # One class may take activations in several precisions: these are the same, too.
+            consumed = default_registry()[row["ours"]["backend"]].activations(MXFP4.layer_of(row))
+            assert consumed == CONSUMED[row["stock"].get("activations", "")], MXFP4.place(row)
+        emulated = row["stock"]["backend"] == "EMULATION"
+        assert emulated == (row["difference"] == "emulated"), MXFP4.place(row)
+
+
+def test_mxfp4_follows_stock_where_activations_may_be_quantized() -> None:
+    row = next(row for row in MXFP4.rows() if row["difference"] == "unasked")
+    settings = Settings(allow_activation_quantization=True)
+    allowed = decide(MXFP4.layer_of(row), device_of(row["sm"]), settings)
+    assert default_registry()[allowed.backend].stock_class_name == row["stock"]["class"]
+
+
+def test_a_rank_of_gpt_oss_holds_whole_blocks() -> None:
+    found = {(row["ranks"], row["intermediate"]) for row in MXFP4.rows() if row["model"].startswith("gpt-oss")}
+    assert found == {("TP1", 2880), ("TP2", 1440), ("TP4", 736), ("TP8", 384), ("EP8", 2880)}

@@ -1,0 +1,515 @@
+"""The decision: precedence, reasons, policies; with backends made here, so that only the oracle is tested."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.lib.cases import B200, CPU, GPT_OSS, H200, INT4_G128, MXFP8_W8A8, RELU2, backend, problem, refusing, registry
+from vllm_moe_oracle.backends import Capabilities, Rule
+from vllm_moe_oracle.core.decision import (
+    Accepted,
+    Candidate,
+    Decision,
+    Reason,
+    Rejected,
+    ShardPlan,
+    format_candidates,
+)
+from vllm_moe_oracle.core.problem import Activation, Device, Parallel, Problem, Routing
+from vllm_moe_oracle.errors import NoBackendError, SettingError
+from vllm_moe_oracle.oracle.registry import Registry, discover
+from vllm_moe_oracle.oracle.selection import decide, evaluate_candidates
+from vllm_moe_oracle.settings import Settings, load
+
+FAST = backend("fast", rank=1.0)
+SLOW = backend("slow", rank=2.0, vllm_names=("slow_in_vllm", "shared"))
+OTHER = backend("other", rank=3.0, vllm_names=("shared",))
+THREE = registry([SLOW, OTHER, FAST])
+
+
+def settings(**values: str) -> Settings:
+    return load({}, None, values)
+
+
+# --- Who wins --------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_wish_the_lowest_estimate_wins() -> None:
+    decision = decide(problem(), H200, settings(), registry=THREE)
+    assert (decision.backend, decision.why) == ("fast", "static")
+    assert [candidate.backend for candidate in decision.candidates] == ["fast", "slow", "other"]
+
+
+def test_equal_estimates_are_ordered_by_name() -> None:
+    names = ["c", "a", "b"]
+    decision = decide(problem(), H200, settings(), registry=registry(backend(name, rank=1.0) for name in names))
+    assert [candidate.backend for candidate in decision.candidates] == ["a", "b", "c"]
+
+
+def test_vllms_moe_backend_goes_before_the_static_order() -> None:
+    decision = decide(problem(), H200, settings(), moe_backend="slow_in_vllm", registry=THREE)
+    assert (decision.backend, decision.why) == ("slow", "user")
+    assert decision.explanation == "--moe-backend slow_in_vllm"
+
+
+def test_vllms_moe_backend_knows_only_its_own_names() -> None:
+    with pytest.raises(NoBackendError) as caught:
+        decide(problem(), H200, settings(), moe_backend="other", registry=THREE)
+    assert "other (--moe-backend other) is not a backend for mxfp8 experts" in caught.value.rule
+    assert "this project's own names go into the setting backend" in caught.value.rule
+
+
+def test_our_setting_goes_before_vllms_moe_backend_and_says_so() -> None:
+    decision = decide(problem(), H200, settings(backend="slow"), moe_backend="other", registry=THREE)
+    assert (decision.backend, decision.why) == ("slow", "user")
+    assert decision.explanation == "--set backend, which goes before --moe-backend other"
+
+
+def test_an_override_goes_before_everything() -> None:
+    chosen = settings(backend="slow", overrides=r"re:layers\.0\.=other")
+    decision = decide(problem(), H200, chosen, moe_backend="fast", registry=THREE)
+    assert (decision.backend, decision.why) == ("other", "override")
+    assert decision.explanation == r"re:layers\.0\. from --set overrides"
+    elsewhere = decide(problem(layer="model.layers.10.mlp.experts"), H200, chosen, registry=THREE)
+    assert (elsewhere.backend, elsewhere.why) == ("slow", "user")
+
+
+def test_an_override_with_auto_frees_its_layers_from_every_other_wish() -> None:
+    chosen = settings(backend="slow", overrides=r"layers\.0\.=auto")
+    decision = decide(problem(), H200, chosen, moe_backend="other", registry=THREE)
+    assert (decision.backend, decision.why) == ("fast", "static")
+
+
+def test_the_first_matching_override_counts() -> None:
+    chosen = settings(overrides="experts=other;layers=slow")
+    assert decide(problem(), H200, chosen, registry=THREE).backend == "other"
+
+
+def test_a_mixed_checkpoint_gets_its_backends_per_layer() -> None:
+    # One global flag cannot serve two schemes; an override can.
+    both = registry([backend("mx", schemes=("mxfp8",)), backend("int", schemes=("wna16",)), FAST])
+    chosen = settings(overrides=r"re:layers\.[0-9]\.=mx")
+    for index in range(12):
+        scheme = problem().scheme if index < 10 else INT4_G128
+        layer = problem(layer=f"model.layers.{index}.mlp.experts", scheme=scheme)
+        decision = decide(layer, H200, chosen, registry=both)
+        assert (decision.backend, decision.why) == (("mx", "override") if index < 10 else ("int", "static"))
+
+
+def test_vllms_names_select_our_backends() -> None:
+    assert decide(problem(), H200, settings(), moe_backend="slow_in_vllm", registry=THREE).backend == "slow"
+
+
+def test_a_shared_vllm_name_selects_the_first_backend_that_can_run() -> None:
+    assert decide(problem(), H200, settings(), moe_backend="shared", registry=THREE).backend == "slow"
+    chosen = settings(disable="slow")
+    assert decide(problem(), H200, chosen, moe_backend="shared", registry=THREE).backend == "other"
+
+
+def test_a_backends_own_name_goes_before_the_same_name_in_vllm() -> None:
+    both = registry([backend("a", vllm_names=("b",), rank=1.0), backend("b", rank=2.0)])
+    assert decide(problem(), H200, settings(backend="b"), registry=both).backend == "b"
+
+
+def test_only_backends_of_the_scheme_are_candidates() -> None:
+    both = registry([backend("mx", schemes=("mxfp8",)), backend("int", schemes=("wna16",))])
+    decision = decide(problem(scheme=INT4_G128), H200, settings(), registry=both)
+    assert [candidate.backend for candidate in decision.candidates] == ["int"]
+
+
+# --- What cannot run -------------------------------------------------------------------------------------------------
+
+
+def test_an_explicit_choice_that_cannot_run_is_an_error_with_a_table() -> None:
+    some = registry([refusing("wanted", "rule.one", "rule.two"), refusing("third", "rule.three"), FAST])
+    with pytest.raises(NoBackendError) as caught:
+        decide(problem(), H200, settings(backend="wanted"), registry=some)
+    error = caught.value
+    text = str(error)
+    for part in ("wanted (--set backend)", "rule.one for 2048", "rule.two for 2048", "rule.three for 2048", "fast"):
+        assert part in text
+    assert error.where == problem().layer
+    assert {candidate.backend for candidate in error.candidates} == {"wanted", "third", "fast"}
+    assert "on_unavailable=fallback" in error.remedy
+    # A remedy starts its own line after the table, with no full stop before it.
+    assert text.splitlines()[-1] == error.remedy
+
+
+def test_the_remedy_names_no_accepted_candidate_if_there_is_none() -> None:
+    some = registry([refusing("wanted", "rule.one", remedy="turn the screw")])
+    with pytest.raises(NoBackendError) as caught:
+        decide(problem(), H200, settings(backend="wanted"), registry=some)
+    assert caught.value.remedy == "Nearest is wanted: turn the screw"
+
+
+def test_fallback_takes_the_best_and_keeps_the_reason_in_one_line() -> None:
+    some = registry([refusing("wanted", "rule.one", "rule.two"), FAST])
+    decision = decide(problem(), H200, settings(backend="wanted", on_unavailable="fallback"), registry=some)
+    assert (decision.backend, decision.why) == ("fast", "static")
+    for part in ("wanted (--set backend)", "rule.one", "rule.two"):
+        assert part in decision.explanation
+    assert len(decision.explanation.splitlines()) == len(decision.summary().splitlines()) == 1
+
+
+def test_fallback_with_nothing_left_says_what_was_asked_for_too() -> None:
+    some = registry([refusing("wanted", "rule.one")])
+    with pytest.raises(NoBackendError, match=r"no backend can run mxfp8 experts here.*wanted \(--set backend\)"):
+        decide(problem(), H200, settings(backend="wanted", on_unavailable="fallback"), registry=some)
+
+
+def test_an_unknown_name_lists_the_valid_ones() -> None:
+    with pytest.raises(NoBackendError, match="valid are auto, shared, slow_in_vllm;") as caught:
+        decide(problem(), H200, settings(), moe_backend="flashinfer_cutlass", registry=THREE)
+    assert "--moe-backend flashinfer_cutlass" in str(caught.value)
+    with pytest.raises(NoBackendError, match="valid are auto, fast, other, shared, slow, slow_in_vllm"):
+        decide(problem(), H200, settings(backend="flashinfer_cutlass"), registry=THREE)
+
+
+def test_an_unknown_name_can_fall_back() -> None:
+    chosen = settings(on_unavailable="fallback")
+    decision = decide(problem(), H200, chosen, moe_backend="flashinfer_cutlass", registry=THREE)
+    assert decision.backend == "fast" and "flashinfer_cutlass" in decision.explanation
+
+
+def test_a_backend_of_another_scheme_is_no_choice_for_this_one() -> None:
+    both = registry([backend("mx", schemes=("mxfp8",)), backend("int", schemes=("wna16",))])
+    with pytest.raises(
+        NoBackendError, match=r"not a backend for mxfp8 experts but for wna16 experts; valid are auto, mx"
+    ):
+        decide(problem(), H200, settings(backend="int"), registry=both)
+
+
+def test_everything_disabled_lists_each_candidate_with_its_reason() -> None:
+    with pytest.raises(NoBackendError) as caught:
+        decide(problem(), H200, settings(disable="fast,slow,other"), registry=THREE)
+    lines = str(caught.value).splitlines()
+    for name in ("fast", "slow", "other"):
+        assert any(line.split()[:1] == [name] and "disabled by --set disable" in line for line in lines)
+    assert "no backend can run mxfp8 experts" in lines[0] and "NVIDIA H200" in lines[0]
+
+
+def test_a_disabled_backend_keeps_its_other_reasons() -> None:
+    some = registry([refusing("a", "rule.one"), FAST])
+    verdicts = evaluate_candidates(problem(), H200, settings(disable="a"), some)
+    assert [reason.code for reason in verdicts[1].reasons] == ["rule.one", "disabled"]
+
+
+def test_disabling_what_does_not_exist_is_an_error_that_lists_what_does() -> None:
+    with pytest.raises(SettingError, match=r"'fats' cannot be disabled.*Valid are fast, other, slow"):
+        decide(problem(), H200, settings(disable="fats"), registry=THREE)
+
+
+def test_disabling_a_backend_that_could_not_be_loaded_is_allowed() -> None:
+    some = registry([FAST])
+    some.load_errors["theirs"] = "ImportError: no"
+    assert decide(problem(), H200, settings(disable="theirs"), registry=some).backend == "fast"
+
+
+def test_an_explicit_choice_of_a_broken_backend_says_why_it_is_broken() -> None:
+    some = registry([FAST])
+    some.load_errors["theirs"] = "ImportError: no module named cutlass_9"
+    with pytest.raises(NoBackendError, match=r"theirs .* could not be loaded: ImportError: no module named cutlass_9"):
+        decide(problem(), H200, settings(backend="theirs"), registry=some)
+    # Its entry point may be called otherwise: an unknown name mentions what failed to load.
+    with pytest.raises(NoBackendError, match="entry points that could not be loaded: theirs"):
+        decide(problem(), H200, settings(backend="their_backend"), registry=some)
+
+
+def test_a_scheme_that_no_backend_knows_is_said_to_be_so() -> None:
+    with pytest.raises(NoBackendError, match=r"no backend can run wna16 experts(.|\n)*no backend knows the scheme"):
+        decide(problem(scheme=INT4_G128), H200, settings(), registry=THREE)
+
+
+def test_the_way_out_is_that_of_the_nearest_candidate_that_has_one() -> None:
+    some = registry([
+        refusing("far", "one", "two", remedy="do a"),
+        refusing("near", "one", remedy="do b"),
+        refusing("hopeless", "one"),
+    ])  # fmt: skip
+    with pytest.raises(NoBackendError) as caught:
+        decide(problem(), H200, settings(), registry=some)
+    assert caught.value.remedy == "Nearest is near: do b"
+
+
+def test_a_backend_that_raises_is_rejected_and_harms_no_other() -> None:
+    def explode(*args: Any) -> Any:
+        raise ZeroDivisionError("by the author")
+
+    for method in ("check", "plan", "priority", "activations"):
+        some = registry([backend("broken", **{method: explode}), FAST])
+        decision = decide(problem(), H200, settings(), registry=some)
+        assert decision.backend == "fast"
+        (reason,) = decision.candidates[1].reasons
+        assert reason.code == "defect" and "ZeroDivisionError: by the author" in reason.detail
+
+
+def test_all_failing_rules_are_reported_in_the_decision_and_the_error() -> None:
+    limits = Capabilities(
+        devices=("cuda",), compute_capabilities=((100, 110),), packages={"deep-gemm": "2.0", "torch": "99"},
+        dtypes=("float16",), gated=(), max_experts=4, max_top_k=1, hidden_multiple=4096, intermediate_multiple=512,
+    )  # fmt: skip
+    rule = Rule("own", lambda p, d: True, lambda p, d: "always")
+    picky = backend("picky", capabilities=limits, rules=(rule,))
+    expected = {
+        "capability", "package", "dtype", "activation", "experts.max", "top_k.max", "alignment.hidden",
+        "alignment.intermediate", "own",
+    }  # fmt: skip
+    (verdict, _) = sorted(
+        evaluate_candidates(problem(), H200, settings(), registry([picky, FAST])), key=lambda c: c.accepted
+    )
+    assert {reason.code for reason in verdict.reasons} == expected
+    assert sum(reason.code == "package" for reason in verdict.reasons) == 2
+    with pytest.raises(NoBackendError) as caught:
+        decide(problem(), H200, settings(), registry=registry([picky]))
+    for reason in verdict.reasons:
+        assert str(reason) in str(caught.value)
+
+
+# --- Activation quantization -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("declared", "consumed", "allowed", "accepted"),
+    [
+        ("16bit", "16bit", "0", True),
+        ("16bit", "mxfp8", "0", False),
+        ("16bit", "mxfp8", "1", True),
+        ("mxfp8", "mxfp8", "0", True),
+        ("mxfp8", "16bit", "0", True),  # more precise than asked for: no quantization that nobody wanted
+        ("mxfp8", "fp8", "0", False),
+        ("mxfp8", "fp8", "1", True),
+    ],
+)
+def test_activations_are_quantized_only_as_declared_or_allowed(
+    declared: Any, consumed: str, allowed: str, accepted: bool
+) -> None:
+    layer = problem(scheme=dataclasses.replace(MXFP8_W8A8, activations=declared))
+    (verdict,) = evaluate_candidates(
+        layer, H200, settings(allow_activation_quantization=allowed), registry([backend("one", consumes=consumed)])
+    )
+    assert verdict.accepted is accepted
+    if not accepted:
+        assert [reason.code for reason in verdict.reasons] == ["activation_quantization"]
+        assert consumed in verdict.reasons[0].detail and declared in verdict.reasons[0].detail
+        assert "allow_activation_quantization" in verdict.reasons[0].remedy
+
+
+def test_an_explicit_choice_does_not_allow_quantization_by_itself() -> None:
+    some = registry([backend("quantizing", consumes="fp8")])
+    with pytest.raises(NoBackendError, match="would quantize activations to fp8"):
+        decide(problem(), H200, settings(backend="quantizing"), registry=some)
+
+
+# --- The project's own backends --------------------------------------------------------------------------------------
+
+
+def test_emulation_runs_mxfp8_on_a_cpu() -> None:
+    decision = decide(problem(), CPU, settings(), registry=discover())
+    assert (decision.backend, decision.why) == ("emulation", "static")
+    assert decision.plan == ShardPlan(2048, 768)
+
+
+def test_emulation_is_an_explicit_choice_by_vllms_name() -> None:
+    decision = decide(problem(), H200, settings(), moe_backend="emulation", registry=discover())
+    assert (decision.backend, decision.why) == ("emulation", "user")
+
+
+@pytest.mark.parametrize("activations", ["fp8", "mxfp4"])
+def test_emulation_refuses_activations_that_it_would_quantize_otherwise(activations: Any) -> None:
+    layer = problem(scheme=dataclasses.replace(MXFP8_W8A8, activations=activations))
+    (verdict,) = (c for c in evaluate_candidates(layer, CPU, settings(), discover()) if c.backend == "emulation")
+    assert [reason.code for reason in verdict.reasons] == ["activations"]
+    assert activations in verdict.reasons[0].detail
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        Activation("gelu", alpha=1.702),
+        Activation("gelu_tanh", alpha=1.0),
+        Activation("relu2", gated=False, limit=7.0),
+        Activation("silu", gated=False, beta=1.0),
+    ],
+)
+def test_emulation_refuses_parameters_that_have_no_meaning(activation: Activation) -> None:
+    (verdict,) = (
+        c
+        for c in evaluate_candidates(problem(activation=activation), H200, settings(), discover())
+        if c.backend == "emulation"
+    )
+    assert [reason.code for reason in verdict.reasons] == ["activation.parameters.undefined"]
+
+
+def test_batch_invariance_is_the_reason_for_each_unproven_backend() -> None:
+    some = registry([backend("a"), backend("b")])
+    with pytest.raises(NoBackendError) as caught:
+        decide(problem(batch_invariant=True, activation=Activation("silu")), H200, settings(), registry=some)
+    assert str(caught.value).count("batch invariance is requested and not supported") == 2
+
+
+# --- Purity, JSON, hashing, pickling ---------------------------------------------------------------------------------
+
+
+def test_the_order_of_registration_does_not_matter() -> None:
+    backends = [backend(f"b{i}", rank=float(i % 3)) for i in range(9)] + [refusing("r", "x"), refusing("q", "y", "z")]
+    answers = set()
+    for seed in range(8):
+        shuffled = backends.copy()
+        random.Random(seed).shuffle(shuffled)
+        answers.add(decide(problem(), H200, settings(), registry=registry(shuffled)))
+    assert len(answers) == 1
+
+
+def test_the_question_is_not_changed_by_asking() -> None:
+    asked, device, chosen = problem(), H200, settings(disable="slow")
+    before = copy.deepcopy((asked, device, chosen))
+    decide(asked, device, chosen, registry=THREE)
+    assert (asked, device, chosen) == before
+
+
+def test_the_layers_name_is_not_part_of_the_key() -> None:
+    first, second = problem(layer="model.layers.0.mlp.experts"), problem(layer="model.layers.7.mlp.experts")
+    assert first != second
+    assert first.key() == second.key() and hash(first.key()) == hash(second.key())
+    assert first.key() != problem(top_k=4).key()
+
+
+FULL = problem(
+    scheme=MXFP8_W8A8, activation=GPT_OSS, has_bias=True, dtype="float16", lora=True, eplb=True, batch_invariant=True,
+    routing=Routing("deepseek_v3", "sigmoid", False, 8, 4, True, True, True),
+    parallel=Parallel(1, 4, 2, "batched"), local_experts=32, top_k=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", [problem(), FULL, problem(scheme=INT4_G128, tp=2), problem(activation=RELU2)])
+def test_problems_survive_json(asked: Problem) -> None:
+    again = msgspec.json.decode(msgspec.json.encode(asked), type=Problem)
+    assert again == asked and hash(again) == hash(asked) and str(again) == str(asked)
+
+
+@pytest.mark.parametrize("device", [CPU, H200, B200, Device("rocm", "x")])
+def test_devices_survive_json(device: Device) -> None:
+    again = msgspec.json.decode(msgspec.json.encode(device), type=Device)
+    assert again == device and hash(again) == hash(device)
+
+
+def test_decisions_survive_json_with_every_verdict() -> None:
+    decision = decide(FULL, H200, settings(), registry=registry([FAST_FOR_ALL, refusing("no", "a", "b", remedy="c")]))
+    again = msgspec.json.decode(msgspec.json.encode(decision), type=Decision)
+    assert again == decision and hash(again) == hash(decision)
+    assert isinstance(again.candidates[0].verdict, Accepted)
+    rejected = again.candidates[1].verdict
+    assert isinstance(rejected, Rejected) and rejected.reasons[-1].remedy == "c"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"top_k": "8"},
+        {"scheme": {"name": "int3", "bits": 3, "group_size": 32, "packing": "x"}},
+        {"hidden_size": 0},
+        {"top_k": 129},
+        {"local_experts": 129},
+    ],
+)
+def test_json_that_is_no_problem_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(msgspec.to_builtins(problem()) | change, Problem)
+
+
+def test_a_rejection_has_a_reason() -> None:
+    with pytest.raises(ValueError, match="a rejection without a reason"):
+        Rejected(())
+
+
+@pytest.mark.parametrize("change", [{"top_k": 0}, {"top_k": 129}, {"local_experts": 129}, {"hidden_size": -1}])
+def test_impossible_problems_are_refused_with_their_numbers(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=str(next(iter(change.values())))):
+        problem(**change)
+
+
+def test_decisions_and_settings_can_be_sent_to_another_process() -> None:
+    decision = decide(problem(), H200, settings(backend="slow"), registry=THREE)
+    assert pickle.loads(pickle.dumps(decision)) == decision
+    chosen = settings(backend="slow", overrides="re:a=b")
+    assert pickle.loads(pickle.dumps(chosen)) == chosen == copy.deepcopy(chosen)
+    assert dataclasses.asdict(chosen)["sources"] == dict(chosen.sources)
+
+
+def test_the_table_has_one_line_a_reason_and_the_name_once() -> None:
+    reasons = (Reason("a", "first"), Reason("b", "second", "do this"))
+    lines = format_candidates(
+        (Candidate("good", Accepted(), 1.0), Candidate("terrible", Rejected(reasons), 2.0))
+    ).splitlines()
+    assert lines == ["  good      accepted", "  terrible  first", "            second (do this)"]
+
+
+FAST_FOR_ALL = backend(
+    "all",
+    capabilities=Capabilities(
+        devices=("cuda",), gated=("swigluoai",), activation_params=True, bias=True, formats=("standard", "batched"),
+        weight_on_input=True, lora=True, eplb=True, batch_invariant=True,
+    ),
+)  # fmt: skip
+
+
+def test_the_registry_of_the_process_is_used_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    only = Registry()
+    only.add(FAST, "test")
+    monkeypatch.setattr("vllm_moe_oracle.oracle.selection.default_registry", lambda: only)
+    assert decide(problem(), H200, settings()).backend == "fast"
+
+
+# --- What is decided but not as it should be ------------------------------------------------------------------------
+
+
+def test_the_reference_on_a_gpu_is_degraded_and_says_what_comes_next() -> None:
+    some = registry([backend("emulation"), refusing("far", "a", "b"), refusing("near", "c")])
+    decision = decide(problem(), H200, settings(), registry=some)
+    assert (decision.backend, decision.degraded) == ("emulation", True)
+    assert "no kernel for NVIDIA H200 (sm_90) can run the layer" in decision.explanation
+    assert "nearest is near: near refuses by c for 2048" in decision.explanation
+    assert "order of the newest stock vLLM" not in decision.explanation
+
+
+def test_the_reference_is_not_degraded_on_a_cpu_or_when_it_was_asked_for() -> None:
+    some = registry([backend("emulation"), refusing("near", "c")])
+    assert not decide(problem(), CPU, settings(), registry=some).degraded
+    assert not decide(problem(), H200, settings(backend="emulation"), registry=some).degraded
+    assert not decide(problem(), H200, settings(), registry=THREE).degraded
+
+
+def test_the_reference_on_a_cpu_names_the_nearest_candidate() -> None:
+    others = [backend("emulation"), backend("gpu", capabilities=Capabilities(devices=("cuda",)))]
+    none = decide(problem(), CPU, settings(), registry=registry(others))
+    assert none.explanation == "no other backend runs mxfp8 experts on a CPU (cpu)"
+    decision = decide(problem(), CPU, settings(), registry=registry([*others, refusing("near", "c", "d")]))
+    assert (
+        "no kernel for a CPU (cpu) can run the layer; emulation runs it slowly; nearest is near" in decision.explanation
+    )
+    real = decide(problem(scheme=INT4_G128), CPU, settings())
+    assert real.backend == "emulation" and "order" not in real.explanation
+    assert "emulation runs it slowly; nearest is cpu_int4: " in real.explanation
+    assert "set allow_activation_quantization to allow it" in real.explanation
+
+
+def test_the_reference_on_a_cpu_is_degraded_if_a_remedy_exists() -> None:
+    """A warning in a server's log is for what its reader can change."""
+    there = dataclasses.replace(CPU, features=("avx512f", "avx512_bf16"), packages={"vllm": "0.33.0"})
+    decision = decide(problem(scheme=INT4_G128), there, settings())
+    assert decision.backend == "emulation" and decision.degraded
+    assert "set allow_activation_quantization to allow it" in decision.explanation
+    assert not decide(problem(scheme=INT4_G128), dataclasses.replace(there, features=()), settings()).degraded
+    assert not decide(problem(scheme=INT4_G128), there, settings(disable="cpu_int4")).degraded
+    assert not decide(problem(scheme=MXFP8_W8A8), there, settings()).degraded
+
+
+def test_a_fallback_is_degraded() -> None:
+    assert decide(problem(), H200, settings(backend="none", on_unavailable="fallback"), registry=THREE).degraded

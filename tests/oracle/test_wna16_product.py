@@ -1,0 +1,175 @@
+"""The whole product of bits, group, zero points, act order, bias, packing and gating: every cell is a decision with
+reasons on sm_80, sm_90 and sm_100, and emulation of it equals a reference that shares no code with the scheme."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.lib import wna16_product as product
+from tests.lib.cases import CPU, problem
+from tests.lib.wna16_layers import contents_of, emulation_error, layer_of
+from tests.lib.wna16_product import Cell
+from vllm_moe_oracle.backends.emulation import BACKEND
+from vllm_moe_oracle.core.decision import Accepted
+from vllm_moe_oracle.core.problem import Device, Scheme
+from vllm_moe_oracle.errors import NoBackendError
+from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.schemes import wna16
+from vllm_moe_oracle.settings import Settings
+
+CELLS = list(product.cells())
+KERNELS = {backend.name for backend in default_registry().for_scheme("wna16")} - {"emulation"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on busy cores take a hundred times longer than these small products."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_product_is_whole() -> None:
+    assert len(CELLS) == len(set(CELLS))
+    assert {cell.packing: sum(each.packing == cell.packing for each in CELLS) for cell in CELLS} == {
+        "gptq": 192, "gptq_v2": 192, "awq": 32, "moe_wna16": 192,
+        "compressed-tensors": 160, "compressed-tensors-int": 160,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", product.DEVICES)
+def test_every_cell_is_a_decision_with_reasons(capability: int) -> None:
+    device = product.DEVICES[capability]
+    for cell in CELLS:
+        decision = product.decided(cell, device)
+        assert {each.backend for each in decision.candidates} == KERNELS | {"emulation"}, cell
+        for candidate in decision.candidates:
+            assert candidate.accepted or all(each.code and each.detail for each in candidate.reasons), (cell, candidate)
+        first = decision.candidates[0]
+        assert first.accepted and first.backend == decision.backend, cell
+        assert decision.degraded is (decision.backend == "emulation"), cell
+        if decision.backend == "emulation":
+            assert "nearest is" in decision.explanation, cell
+
+
+@pytest.mark.parametrize("capability", product.DEVICES)
+def test_how_a_file_packs_decides_nothing(capability: int) -> None:
+    device = product.DEVICES[capability]
+    found: dict[Cell, dict[str, str]] = {}
+    for cell in CELLS:
+        found.setdefault(dataclasses.replace(cell, packing=""), {})[cell.packing] = product.decided(
+            cell, device
+        ).backend
+    for cell, backends in found.items():
+        assert len(set(backends.values())) == 1, (cell, backends)
+
+
+@pytest.mark.parametrize("capability", product.DEVICES)
+def test_only_features_out_of_order_are_left_to_emulation(capability: int) -> None:
+    for cell in CELLS:
+        ordered = cell.order == "group" and cell.group != -1
+        assert (product.decided(cell, product.DEVICES[capability]).backend == "emulation") <= ordered, cell
+
+
+@pytest.mark.parametrize("packing", product.PACKINGS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_emulation_of_every_cell_equals_the_reference(packing: str, bits: int) -> None:
+    for number, cell in enumerate(each for each in CELLS if (each.packing, each.bits) == (packing, bits)):
+        layer = layer_of(
+            packing, bits, cell.group, cell.zero_points, cell.order, cell.bias, cell.gated,
+            experts=3, top_k=2, hidden_size=128, intermediate_size=128, dtype="float32" if number % 2 else "bfloat16",
+        )  # fmt: skip
+        assert BACKEND.check(layer, product.DEVICES[90]) == Accepted()
+        made = contents_of(layer, seed=number)
+        transposed = bool(number % 2) if packing.startswith("compressed") else None
+        tensors = wna16.to_canonical(made.parameters(transposed), layer, transposed)
+        assert emulation_error(made, layer, tensors, seed=number) == "", cell
+
+
+# --- Older releases --------------------------------------------------------------------------------------------------
+
+
+def card(capability: int, release: str) -> Device:
+    """A described GPU with a release of vLLM."""
+    return dataclasses.replace(product.DEVICES[capability], packages={**product.INSTALLED, "vllm": release})
+
+
+@pytest.mark.parametrize("release", ["0.22.1", "0.23.0", "0.24.0", "0.25.1", "0.26.0"])
+@pytest.mark.parametrize("packing", ["gptq", "moe_wna16"])
+def test_releases_whose_stock_does_not_select_get_the_selection(packing: str, release: str) -> None:
+    """Up to 0.26 MoeWNA16 layers run vLLM's Triton kernel and GPTQ's run Marlin, whatever the user asks for."""
+    layer = problem(scheme=Scheme("wna16", 4, 128, packing))
+    accepted = {each.backend for each in decide(layer, card(90, release), Settings()).candidates if each.accepted}
+    assert {"marlin_wna16", "triton_wna16", "hopper_wna16"} <= accepted, accepted
+    for wish in ("marlin", "triton"):
+        chosen = decide(layer, card(90, release), Settings(), moe_backend=wish)
+        assert (chosen.backend, chosen.why) == (f"{wish}_wna16", "user")
+
+
+@pytest.mark.parametrize("release", ["0.25.1", "0.26.0"])
+@pytest.mark.parametrize("packing", ["gptq", "moe_wna16"])
+def test_humming_is_chosen_as_soon_as_vllm_has_its_experts(packing: str, release: str) -> None:
+    layer = problem(scheme=Scheme("wna16", 4, 64, packing))
+    assert decide(layer, card(90, release), Settings()).backend == "humming_wna16"
+    assert decide(layer, card(90, "0.24.0"), Settings()).backend != "humming_wna16"
+
+
+# --- Cases -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_shard_of_split_groups_is_refused_with_both_remedies() -> None:
+    layer = problem(scheme=Scheme("wna16", 4, 128, "compressed-tensors"), intermediate_size=320, tp=2, experts=64)
+    with pytest.raises(NoBackendError) as error:
+        decide(layer, product.DEVICES[90], Settings())
+    for words in ("640 / 2 = 320", "320 mod 128 = 64", "TP 1", "expert parallelism over the 2 ranks"):
+        assert words in str(error.value)
+    whole = problem(scheme=layer.scheme, intermediate_size=640, ep=2, experts=64)
+    assert decide(whole, product.DEVICES[90], Settings()).problem.intermediate_size == 640
+
+
+def test_qwen3_cut_four_ways_is_refused_and_two_ways_is_not() -> None:
+    scheme = Scheme("wna16", 4, 128, "compressed-tensors")
+    with pytest.raises(NoBackendError, match=r"768 / 4 = 192 is not a multiple of the scale group 128"):
+        decide(problem(scheme=scheme, intermediate_size=192, tp=4), product.DEVICES[90], Settings())
+    assert decide(problem(scheme=scheme, intermediate_size=384, tp=2), product.DEVICES[90], Settings())
+    # Stock vLLM serves the same cut of GPTQ's and AWQ's files, with groups made smaller.
+    halved = problem(scheme=dataclasses.replace(scheme, packing="gptq"), intermediate_size=192, tp=4)
+    assert decide(halved, product.DEVICES[90], Settings()).backend != "emulation"
+
+
+def test_an_explicit_triton_is_triton_where_marlin_could_run() -> None:
+    layer = problem(scheme=Scheme("wna16", 4, 128, "compressed-tensors"))
+    found = decide(layer, product.DEVICES[90], Settings(), moe_backend="triton")
+    assert (found.backend, found.why) == ("triton_wna16", "user")
+
+
+@pytest.mark.parametrize(("packing", "group"), [("gptq", 128), ("compressed-tensors", 32)])
+def test_int8_with_groups_is_served(packing: str, group: int) -> None:
+    for device in product.DEVICES.values():
+        assert decide(problem(scheme=Scheme("wna16", 8, group, packing)), device, Settings()).backend != "emulation"
+
+
+def test_batched_activations_get_a_class_for_them_or_a_refusal() -> None:
+    layer = problem(scheme=Scheme("wna16", 4, 128, "compressed-tensors"), format="batched", ep=2)
+    found = decide(layer, product.DEVICES[90], Settings(), moe_backend="marlin")
+    assert found.backend == "marlin_wna16_batched"
+    with pytest.raises(NoBackendError, match="batched"):
+        decide(layer, product.DEVICES[90], Settings(), moe_backend="triton")
+
+
+def test_a_kernel_of_another_architecture_is_refused_at_construction() -> None:
+    layer = problem(scheme=Scheme("wna16", 4, 32, "compressed-tensors"))
+    with pytest.raises(NoBackendError, match="sm_100"):
+        decide(layer, product.DEVICES[90], Settings(), moe_backend="flashinfer_trtllm")
+
+
+def test_on_a_cpu_every_cell_that_vllm_builds_a_layer_for_is_served() -> None:
+    for cell in CELLS:
+        if cell.gated:
+            assert decide(cell.layer(), CPU, Settings()).backend in ("emulation", "cpu_int4"), cell

@@ -1,0 +1,243 @@
+"""Which vLLM releases are served, by which adapter, and what is said about them."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from vllm_moe_oracle import compat
+from vllm_moe_oracle.core.problem import Device
+from vllm_moe_oracle.errors import StandDown
+from vllm_moe_oracle.releases import min_versions
+from vllm_moe_oracle.releases.supported import NEWEST
+
+ROOT = Path(__file__).resolve().parents[2]
+NEWEST_GROUP = compat.RELEASE_GROUPS[-1]
+
+
+@pytest.mark.parametrize(
+    "version", [*compat.RELEASES, "0.32.0+cpu", f"{NEWEST}rc1", "0.23.4", "0.29.1.dev7+g123456", "0.27.0"]
+)
+def test_served(version: str) -> None:
+    compat.check_release(version)
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("0.22.0", f"vLLM 0.22.0 is older than the oldest tested release; 0.22.1 to {NEWEST} are tested"),
+        ("0.9.1", "older than the oldest"),
+        (f"{NEWEST}.1", f"vLLM {NEWEST}.1 is newer than the newest tested release; 0.22.1 to {NEWEST} are tested"),
+        ("1.0", "newer than the newest"),
+        ("main", "vLLM's version 'main' cannot be read"),
+    ],
+)
+def test_stands_down(version: str, reason: str) -> None:
+    with pytest.raises(StandDown, match=reason) as caught:
+        compat.check_release(version)
+    assert "MOE_ORACLE_FORCE=1" in str(caught.value)
+    compat.check_release(version, force=True)
+
+
+def test_releases_are_in_order_and_in_their_group() -> None:
+    versions = [Version(each) for each in compat.RELEASES]
+    assert versions == sorted(versions) and len(set(versions)) == len(versions)
+    for group in compat.RELEASE_GROUPS:
+        for release in group.releases:
+            assert compat.release_group(release) is group
+        assert Version(group.first) <= Version(group.releases[0])
+    assert set(compat.CPU_RELEASES) < set(compat.RELEASES)
+
+
+@pytest.mark.parametrize(
+    ("version", "first"),
+    [
+        ("0.22.5", "0.22"),
+        ("0.23.1", "0.22"),
+        ("0.25.0", "0.24"),
+        ("0.27.0", "0.27"),
+        ("0.30.9+cu130", "0.30"),
+        (f"{NEWEST}.1", NEWEST_GROUP.first),
+        ("0.1", "0.22"),
+        ("main", NEWEST_GROUP.first),
+    ],
+)
+def test_an_untested_release_is_served_by_its_group(version: str, first: str) -> None:
+    assert compat.release_group(version).first == first
+
+
+def test_support_says_what_was_verified() -> None:
+    assert compat.release_support("0.32.0+cpu").verified == ("sources", "registration", "serving")
+    assert compat.release_support("0.23.0").verified == ("sources", "registration")
+    said = str(compat.release_support("0.27.1"))
+    assert said == "vLLM 0.27.1, served like 0.27.1; tested: sources, registration, serving"
+    unlisted = compat.release_support("0.32.9")
+    assert (unlisted.tested, unlisted.verified) == (False, ())
+    assert str(unlisted) == f"vLLM 0.32.9, not tested itself; served like 0.31.0 to {NEWEST}"
+
+
+def test_the_command_prints_the_table() -> None:
+    def printed(*arguments: str) -> str:
+        command = [sys.executable, "-m", "vllm_moe_oracle.compat", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+    assert printed() == compat.support_table() + "\n"
+    assert printed("--releases") == '["' + '", "'.join(compat.RELEASES) + '"]\n'
+    assert printed("--cpu") == '["' + '", "'.join(compat.CPU_RELEASES) + '"]\n'
+    for release in compat.RELEASES:
+        assert f"| {release} | yes | yes |" in compat.support_table()
+
+
+@pytest.mark.parametrize("room", ["methods", "oracle", "schemes", "layouts", "kernels", "plugin.py"])
+def test_what_runs_inside_vllm_knows_no_release(room: str) -> None:
+    """Versions of vLLM are compared in `compat` alone. (A backend's rules may ask for the packages of a device.)"""
+    place = ROOT / "vllm_moe_oracle" / room
+    for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        text = path.read_text(encoding="utf-8")
+        assert "__version__" not in text.replace("from .. import __version__", "").replace('": __version__', ""), path
+        assert not re.search(r"\bVersion\(|packaging\.version", text), path
+
+
+# --- Adapters, with any vLLM installed -------------------------------------------------------------------------------
+
+
+def legacy(name: str) -> Any:
+    pytest.importorskip("vllm", reason="adapters speak to an installed vLLM")
+    return getattr(importlib.import_module("vllm_moe_oracle.compat.legacy_adapters"), name)()
+
+
+def newest() -> Any:
+    pytest.importorskip("vllm", reason="adapters speak to an installed vLLM")
+    return importlib.import_module("vllm_moe_oracle.compat.adapter").Adapter()
+
+
+def test_every_group_has_its_adapter() -> None:
+    chain = []
+    pytest.importorskip("vllm", reason="adapters speak to an installed vLLM")
+    for each in reversed(compat.RELEASE_GROUPS):
+        module, _, name = each.adapter.partition(":")
+        chain.append(getattr(importlib.import_module(module), name))
+    for newer, older in itertools.pairwise(chain):
+        assert older.__bases__ == (newer,), "an older adapter subclasses the next newer one"
+
+
+def test_before_0_24_only_the_limit_is_set() -> None:
+    moe = SimpleNamespace(swiglu_limit=7.0)
+    assert legacy("Vllm022Adapter").activation_parameters(moe) == (None, None, 7.0)
+    with pytest.raises(AttributeError):
+        newest().activation_parameters(moe)
+
+
+def test_before_0_31_hash_routing_is_inferred() -> None:
+    moe = SimpleNamespace()
+    for scoring, expected in (("softmax", False), ("sqrtsoftplus", True)):
+        assert legacy("Vllm030Adapter").hashed(moe, SimpleNamespace(scoring_func=scoring)) is expected
+    for table in (None, torch.zeros(1)):
+        layer = SimpleNamespace(hash_indices_table=table)
+        assert legacy("Vllm022Adapter").hashed(moe, layer) is (table is not None)
+    with pytest.raises(AttributeError):
+        newest().hashed(moe, SimpleNamespace(scoring_func="softmax"))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_before_0_27_biases_of_single_experts_are_loaded(gated: bool, rank: int) -> None:
+    """Each rank gets its rows of gate and up, and all of down; padding at the end stays."""
+    parallel = SimpleNamespace(tp_size=2, tp_rank=rank)
+    layer = SimpleNamespace(
+        moe_config=SimpleNamespace(moe_parallel_config=parallel, is_act_and_mul=gated),
+        _map_global_expert_id_to_local_expert_id=lambda expert: {5: 1}.get(expert, -1),
+    )
+    whole: list[tuple[Any, ...]] = []
+    load = legacy("Vllm024Adapter").bias_loader(layer, lambda *arguments: whole.append(arguments))
+    w13, w2 = torch.zeros(2, 8 if gated else 4), torch.zeros(2, 4)
+    gate, up, down = torch.arange(1.0, 7.0), torch.arange(11.0, 17.0), torch.arange(21.0, 24.0)
+    p13, p2 = (torch.nn.Parameter(each, requires_grad=False) for each in (w13, w2))
+    assert load(p13, gate, "w13_bias", "w1", 5, return_success=True) is True
+    if gated:
+        assert load(p13, up, "w13_bias", "w3", 5, return_success=True) is True
+    assert load(p2, down, "w2_bias", "w2", 5) is None
+    assert load(p2, down, "w2_bias", "w2", 4, return_success=True) is False, "of another rank"
+    rows = slice(3 * rank, 3 * rank + 3)
+    expected = torch.zeros(2, 8 if gated else 4)
+    expected[1, :3] = gate[rows]
+    if gated:
+        expected[1, 4:7] = up[rows]
+    assert torch.equal(p13.data, expected)
+    assert torch.equal(p2.data[1], torch.tensor([21.0, 22.0, 23.0, 0.0])) and not p2.data[0].any()
+    load(p13, torch.zeros(2, 8), "w13_bias", "w1", 0)
+    assert len(whole) == 1, "what comes for all experts at once goes to the layer's own loader"
+
+
+def test_since_0_27_the_layers_own_loader_is_right() -> None:
+    loader = object()
+    assert newest().bias_loader(None, loader) is loader
+
+
+def test_before_0_30_a_cpu_is_given_router_logits() -> None:
+    pytest.importorskip("vllm")
+    from vllm.platforms import current_platform
+
+    backend = SimpleNamespace(monolithic=False)
+    assert newest().is_monolithic(backend) is False
+    assert legacy("Vllm028Adapter").is_monolithic(backend) is bool(current_platform.is_cpu())
+    assert legacy("Vllm028Adapter").is_monolithic(SimpleNamespace(monolithic=True)) is True
+
+
+@pytest.mark.parametrize(("grouped", "expected"), [(True, (8, 4)), (False, (None, None))])
+def test_monolithic_kernels_get_groups_only_with_grouped_topk(
+    grouped: bool, expected: tuple[int | None, int | None]
+) -> None:
+    """A model may hand both numbers to vLLM's layer and not route by them."""
+    pytest.importorskip("vllm", reason="the adapter is written against vLLM")
+    from vllm_moe_oracle.compat.adapter import Adapter
+
+    told: dict[str, Any] = {}
+    kernel = SimpleNamespace(apply_monolithic=lambda *args, **given: told.update(given))
+    names = ("w13_weight", "w2_weight", "activation", "global_num_experts", "expert_map",
+             "apply_router_weight_on_input", "e_score_correction_bias", "routed_scaling_factor")  # fmt: skip
+    layer = SimpleNamespace(**dict.fromkeys(names), use_grouped_topk=grouped, num_expert_group=8, topk_group=4)
+    Adapter().apply_monolithic(kernel, layer, None, None, {})
+    assert (told["num_expert_group"], told["topk_group"]) == expected
+
+
+def test_the_package_exports_its_names_after_all_imports() -> None:
+    """A module of the package must not take the place of a function of the same name."""
+    pytest.importorskip("vllm")
+    importlib.import_module("vllm_moe_oracle.compat.legacy_adapters")
+    for name in compat.__all__:
+        assert not isinstance(getattr(compat, name), type(sys)), name
+    assert compat.current_adapter() is compat.current_adapter()
+
+
+def test_what_came_with_a_release_names_a_tested_one() -> None:
+    given = {name: value for name, value in vars(min_versions).items() if name.isupper() and name != "RELEASES"}
+    assert len(given) > 15 and {name: value for name, value in given.items() if value not in compat.RELEASES} == {}
+    assert min_versions.release_before("0.30.0") == "0.29.0"
+
+
+@pytest.mark.parametrize(
+    ("installed", "there"),
+    [
+        ("0.29.0", False),
+        ("0.30.0", True),
+        ("0.30", True),
+        ("0.30.0rc1", True),
+        ("0.30.1.dev3+g12", True),
+        ("main", True),
+        (None, True),
+    ],
+)
+def test_whether_a_machine_has_what_a_release_brought(installed: str | None, there: bool) -> None:
+    packages = {} if installed is None else {"vllm": installed}
+    assert min_versions.at_least("0.30.0", Device("cuda", "a GPU", 90, packages=packages)) is there

@@ -1,0 +1,460 @@
+"""`report`: one page from measurements and decisions, whoever wrote the files; a browser looks at it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+from tests.lib.cli import Run
+from vllm_moe_oracle.devices import catalog
+from vllm_moe_oracle.errors import MeasurementError
+from vllm_moe_oracle.measurements import environment, model_shapes, profile
+from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
+from vllm_moe_oracle.report import html_report, page_data
+from vllm_moe_oracle.settings import Settings
+
+pytest.importorskip("matplotlib", reason="the extra plot")
+pytest.importorskip("jinja2", reason="the extra plot")
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+HOSTILE = '</style><script>document.title = "owned"</script><img src=x onerror=alert(1)> & "quoted" $x_1$'
+ENVIRONMENT = {"gpu": "NVIDIA H200", "packages": {"vllm": "0.33.0"}}
+HEAD = {"conditions": {"command": "bench", "environment": ENVIRONMENT, "note": HOSTILE}}
+
+
+def record(name: str, tokens: int, us: dict[str, float], choice: str, **more: Any) -> dict[str, Any]:
+    problem = model_shapes.parse(name)
+    return {
+        "layer": model_shapes.to_json(problem) | more.pop("layer", {}),
+        "cell": msgspec.to_builtins(kernel_shape_of(problem)),
+        "tokens": tokens,
+        "us": us,
+        "quartiles": {name: [0.9 * each, 1.1 * each] for name, each in us.items()},
+        "stock": {"stock:auto": "HummingIndexedExperts"},
+        "floor_us": 5.0 * tokens**0.5,
+        "choice": {"backend": choice, "why": "measured"},
+        **more,
+    }
+
+
+def write(path: Path, *objects: Any) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in objects), encoding="utf-8")
+    return path
+
+
+def bench_file(path: Path, **more: Any) -> Path:
+    rows = [
+        record(
+            layer,
+            count,
+            {f"hopper_{scheme}": 10.0 * count**0.5, f"marlin_{scheme}": 20.0, "stock:auto": 30.0},
+            choice,
+            **more,
+        )
+        for layer, scheme in (("mxfp8:qwen3-30b-a3b", "mxfp8"), ("mxfp4:gpt-oss-20b", "mxfp4"))
+        for count in (1, 4, 16)
+        for choice in [f"hopper_{scheme}"]
+    ]
+    return write(path, HEAD, *rows)
+
+
+def profile_file(path: Path) -> Path:
+    h200 = catalog.known_device("nvidia-h200")
+    problem = model_shapes.parse("mxfp8:qwen3-30b-a3b")
+    samples = [
+        Sample(backend, "16bit", count, "uniform", us * count, us * count, us * count, 5)
+        for backend, us in (("marlin_mxfp8", 10.0), ("humming_mxfp8", 20.0), ("hopper_mxfp8", 30.0))
+        for count in COUNTS
+    ]
+    samples = [msgspec.structs.replace(each, activations=_activations(each.backend, problem)) for each in samples]
+    made = profile.make(environment.of(h200), {kernel_shape_of(problem): samples}, {"command": "tune"})
+    profile.write(made, path)
+    return path
+
+
+def _activations(backend: str, problem: Any) -> str:
+    from vllm_moe_oracle.oracle.registry import default_registry
+
+    return default_registry()[backend].activations(problem)
+
+
+def page(*paths: Path) -> str:
+    content = page_data.ReportContent()
+    for path in paths:
+        content += page_data.read(path, Settings())
+    return html_report.render(content, "report")[0]
+
+
+# --- What is said ---------------------------------------------------------------------------------------------------
+
+
+def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
+    content = page_data.read(bench_file(tmp_path / "b.jsonl"), Settings())
+    first = content.panels[0]
+    assert first.speedup(1) == pytest.approx(3.0) and first.speedup(16) == pytest.approx(0.75)
+    assert first.slowdown(4) == pytest.approx(0.0) and first.slowdown(16) == pytest.approx(1.0)
+    assert first.floors == {1: 5.0, 4: 10.0, 16: 20.0}
+    figures = dict(html_report.headline_figures(content.panels))
+    assert figures["choices within 3% of the fastest backend"] == "66.7%"
+    assert figures["largest slowdown against the fastest"] == "100.0%"
+    assert figures["speedup over stock's default, 1 token"] == "3.00×"
+    assert figures["speedup over stock's default, 8 to 64 tokens"] == "0.75×"
+    heads, rows = html_report.times_table(first)
+    assert heads[:5] == ["tokens", "floor", "hopper_mxfp8", "marlin_mxfp8", "stock:auto"]
+    assert rows[2] == ["16", "20.0", "40.0", "20.0", "30.0", "hopper_mxfp8", "100.0%", "0.75×"]
+
+
+def test_what_computes_something_else_is_no_rival(tmp_path: Path) -> None:
+    """A backend with other numerics may be faster: no measurement could choose it."""
+    rows = [record("mxfp8:qwen3-30b-a3b", 16, {"hopper_mxfp8": 40.0, "hopper_mxfp8_w8a8": 10.0}, "hopper_mxfp8")]
+    (panel,) = page_data.read(write(tmp_path / "b.jsonl", HEAD, *rows), Settings()).panels
+    assert panel.chosen == {16: "hopper_mxfp8"} and "hopper_mxfp8" in panel.compared_with
+    assert panel.slowdown(16) == 0.0
+
+
+def test_skewed_routing_is_shown_and_not_mixed_with_uniform(tmp_path: Path) -> None:
+    skewed = {"conditions": HEAD["conditions"] | {"routing": "skewed"}}
+    us = {"hopper_mxfp8": 77.0, "marlin_mxfp8": 88.0}
+    rows = [record("mxfp8:qwen3-30b-a3b", count, us, "hopper_mxfp8") for count in (1, 4, 16)]
+    content = page_data.read(bench_file(tmp_path / "b.jsonl"), Settings())
+    content += page_data.read(write(tmp_path / "s.jsonl", skewed, *rows), Settings())
+    panels = page_data.deduplicate(content).panels
+    assert [panel.environment.endswith("skewed routing") for panel in panels] == [False, False, True]
+    given = profile_file(tmp_path / "p.json")
+    data = json.loads(given.read_text())
+    for timing in data["entries"][0]["backends"].values():
+        timing["times"]["skewed"] = {"1": [123.0, 122.0, 124.0, 5]}
+    given.write_text(json.dumps(data))
+    (panel,) = page_data.read(given, Settings()).panels
+    assert html_report.skewed_times_table(panel)[1] == [["1", "123", "123", "123"]]
+    assert "skewed routing" in page(given) and "123" not in {
+        cell for row in html_report.times_table(panel)[1] for cell in row
+    }
+    (both,) = [
+        each for each in page_data.deduplicate(content + page_data.read(given, Settings())).panels if each.skewed
+    ]
+    assert "stock:auto" in both.times or len(both.times) == 3
+
+
+def test_the_choice_between_measured_counts_is_that_of_neighbors(tmp_path: Path) -> None:
+    panel = page_data.LayerPanel("l", "c", "p", {}, chosen={1: "a", 8: "a", 64: "b"})
+    assert [panel.chosen_near(count) for count in (1, 4, 8, 16, 64, 4096)] == ["a", "a", "a", None, "b", "b"]
+    assert page_data.LayerPanel("l", "c", "p", {}).chosen_near(4) is None
+
+
+def test_what_failed_somewhere_is_said_beside_its_times(tmp_path: Path) -> None:
+    given = profile_file(tmp_path / "p.json")
+    data = json.loads(given.read_text())
+    data["entries"][0]["backends"]["marlin_mxfp8"]["failures"] = {"skewed": {"4": "relative error 3.0e-01"}}
+    given.write_text(json.dumps(data))
+    (panel,) = page_data.read(given, Settings()).panels
+    assert "relative error" in panel.failures["marlin_mxfp8"] and panel.times["marlin_mxfp8"]
+    assert set(panel.chosen.values()) == {"humming_mxfp8"} and "relative error 3.0e-01" in page(given)
+
+
+def test_many_layers_have_a_list_of_links(tmp_path: Path) -> None:
+    few = page(bench_file(tmp_path / "b.jsonl"))
+    shipped = html_report.render(page_data.from_shipped_profiles(Settings()), "report")[0]
+    assert "<nav" not in few
+    links = re.findall(r'href="#(times-\d+-card)"', shipped)
+    assert len(links) > 6 and all(f'id="{each}"' in shipped for each in links)
+
+
+def test_a_profile_is_shown_with_the_choice_that_the_oracle_makes_of_it(tmp_path: Path) -> None:
+    content = page_data.read(profile_file(tmp_path / "p.json"), Settings())
+    (panel,) = content.panels
+    assert set(panel.chosen.values()) == {"marlin_mxfp8"} and panel.why == "measured"
+    assert "faster than" in panel.explanation
+    assert any(name == "trtllm_mxfp8" and "100" in " ".join(reasons) for name, reasons in panel.rejected)
+    assert panel.floors and panel.environment.startswith("NVIDIA H200")
+
+
+def test_choices_of_a_benchmark_are_decided_again() -> None:
+    golden = Path(__file__).parents[1] / "golden/h200"
+    every = [page_data.read(path, Settings()) for path in sorted(golden.glob("choice-*.jsonl"))]
+    content = page_data.deduplicate(functools.reduce(operator.add, every))
+    figures = dict(html_report.headline_figures(content.panels))
+    # The table beside them is made by other code, by the same profile.
+    table = (golden / "choice.md").read_text(encoding="utf-8")
+    assert figures["choices within 3% of the fastest backend"] in table
+    assert figures["largest slowdown against the fastest"] in table.replace(" %", "%")
+    assert all(panel.why == "measured" and panel.explanation for panel in content.panels)
+
+
+def test_a_profile_on_one_line_is_one_too(tmp_path: Path) -> None:
+    given = profile_file(tmp_path / "p.json")
+    before = page_data.read(given, Settings())
+    given.write_text(json.dumps(json.loads(given.read_text())))
+    assert page_data.read(given, Settings()) == before and len(before.panels) == 1
+
+
+def test_a_layer_in_several_files_counts_once(tmp_path: Path) -> None:
+    one = page_data.read(profile_file(tmp_path / "p.json"), Settings())
+    both = page_data.deduplicate(one + one)
+    assert len(both.panels) == 1 and "mxfp8:qwen3-30b-a3b" in both.notes[0]
+    assert page_data.deduplicate(one) == one
+
+
+def test_a_library_that_was_not_there_is_no_reason_against_a_backend(tmp_path: Path) -> None:
+    golden = Path(__file__).parents[1] / "golden/h200"
+    content = page_data.read(golden / "choice-vllm-0.33.0.jsonl", Settings())
+    reasons = [each for panel in content.panels for _, found in panel.rejected for each in found]
+    assert reasons and not [each for each in reasons if "not installed" in each]
+
+
+def test_a_layer_of_no_known_model_is_shown_without_a_choice(tmp_path: Path) -> None:
+    path = profile_file(tmp_path / "p.json")
+    path.write_text(path.read_text().replace('"hidden":2048', '"hidden":2080'))
+    content = page_data.read(path, Settings())
+    assert content.panels[0].chosen == {} and "no known model has the layer" in content.notes[0]
+    assert "H2080" in page(path)
+
+
+def test_a_server_s_decisions_and_reasons_are_shown(tmp_path: Path) -> None:
+    group = {
+        "layers": ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
+        "count": 2,
+        "problem": {"scheme": {"name": "wna16", "bits": 4}},
+        "decision": {"backend": "hopper_wna16", "why": "measured", "explanation": "11.0% faster than marlin"},
+        "candidates": [
+            {"backend": "trtllm_x", "accepted": False, "reasons": [{"detail": "needs 100", "remedy": "a B200"}]}
+        ],
+    }
+    server = {"moe_oracle": "1", "vllm": "0.33.0", "device": {"name": "NVIDIA H200"}, "groups": [group]}
+    html = page(write(tmp_path / "d.jsonl", server | {"served": 2, "moe_layers": 3}, server | {"rank": 1, "ranks": 2}))
+    assert "2 of 3 MoE layers run through the oracle" in html and "rank 1 of 2" in html
+    assert "model.layers.0.mlp.experts and 1 more" in html and "int4" in html
+    assert "11.0% faster than marlin" in html and "needs 100 (a B200)" in html
+
+
+# --- The page -------------------------------------------------------------------------------------------------------
+
+
+class _Page(HTMLParser):
+    """Ids, tags that could run or load something, and links."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.tags: set[str] = set()
+        self.links: list[str] = []
+        self.handlers: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("href", "src", "xlink:href", "action"):
+                self.links.append(value or "")
+            if name.startswith("on"):
+                self.handlers.append(name)
+
+
+def test_the_page_is_one_file_with_sound_ids(tmp_path: Path) -> None:
+    found = _Page(page(bench_file(tmp_path / "b.jsonl"), profile_file(tmp_path / "p.json")))
+    assert len(found.ids) == len(set(found.ids)) and len(found.ids) > 50
+    assert found.tags.isdisjoint({"script", "link", "img", "iframe", "object", "form", "base"})
+    assert found.links and all(each.startswith("#") for each in found.links)
+    assert {each[1:] for each in found.links} <= set(found.ids)
+
+
+def test_nothing_in_a_file_becomes_part_of_the_page(tmp_path: Path) -> None:
+    path = bench_file(
+        tmp_path / "b.jsonl",
+        layer={"name": HOSTILE},
+        failures={HOSTILE: HOSTILE},
+        stock={"stock:auto": HOSTILE},
+    )
+    found = _Page(page(path))
+    assert found.tags.isdisjoint({"script", "img"}) and found.handlers == []
+
+
+def test_each_plot_stands_by_itself_in_both_themes(run: Run, tmp_path: Path) -> None:
+    result = run("report", bench_file(tmp_path / "b.jsonl"), "-o", tmp_path / "r.html", "--svg", tmp_path / "svg")
+    assert result.status == 0 and "written: " in result.out
+    files = sorted(each.name for each in (tmp_path / "svg").iterdir())
+    assert files == ["choices.svg", "speed-up.svg", "times-01.svg", "times-02.svg"]
+    for each in (tmp_path / "svg").iterdir():
+        text = each.read_text(encoding="utf-8")
+        ElementTree.fromstring(text)
+        used = set(re.findall(r"var\((--[\w-]+)\)", text))
+        light, dark = (set(re.findall(r"(--[\w-]+):", part)) for part in text.split("prefers-color-scheme: dark"))
+        assert used and used <= light and used <= dark
+        # No color is left that only one theme can bear; white and black would be matplotlib's defaults.
+        drawn = text[text.index("</style>") :]
+        assert re.findall(r"(?:fill|stroke): ?#\w+", drawn) == []
+
+
+def test_the_same_plot_is_the_same_file(tmp_path: Path) -> None:
+    path = bench_file(tmp_path / "b.jsonl")
+    one, two = (html_report.render(page_data.read(path, Settings()), "report")[1] for _ in range(2))
+    assert one == two
+
+
+def luminance(color: str) -> float:
+    """Relative luminance by WCAG 2.2, of ``#rrggbb``."""
+    parts = [int(color[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+    linear = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast ratio by WCAG 2.2."""
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize(("index", "backgrounds"), [(0, ("#ffffff", "#f5f7f9")), (1, ("#14171b", "#1d2127"))])
+def test_lines_and_letters_can_be_told_from_the_page(index: int, backgrounds: tuple[str, str]) -> None:
+    from vllm_moe_oracle.report import plots
+
+    template = html_report.TEMPLATE.read_text(encoding="utf-8")
+    for background in backgrounds:
+        assert background in template
+        assert contrast(plots.INK_COLORS[index], background) >= 7
+        for pair in plots.SERIES_COLORS:
+            assert contrast(pair[index], background) >= 4, pair
+
+
+def test_times_are_drawn_into_one_file(tmp_path: Path) -> None:
+    from vllm_moe_oracle.report import plots
+
+    panels = page_data.read(bench_file(tmp_path / "b.jsonl"), Settings()).panels
+    for name in ("times.svg", "times.png"):
+        plots.save_times(panels, str(tmp_path / name))
+    drawn = (tmp_path / "times.svg").read_text()
+    assert all(panel.name in drawn for panel in panels) and "#0102" not in drawn
+    assert (tmp_path / "times.png").stat().st_size > 1000
+
+
+# --- Bad input ------------------------------------------------------------------------------------------------------
+
+GOOD = record("mxfp8:qwen3-30b-a3b", 1, {"hopper_mxfp8": 1.0}, "hopper_mxfp8")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "is empty"),
+        ("{}\n", "is neither records nor a profile"),
+        ("[1]\n", "is not a profile"),
+        ("\x00\xff", "is not a profile"),
+        ("[" * 100_000, "is not a profile"),
+        (json.dumps(HEAD) + "\n{", "line 2 is not a record"),
+        (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"us": {"hopper_mxfp8": -1.0}}), "invalid measurement"),
+        (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"us": {"hopper_mxfp8": 1e300}}), "invalid measurement"),
+        (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"floor_us": 0}), "invalid measurement"),
+        (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"tokens": 0}), "invalid measurement"),
+        (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"tokens": 10**30}), "invalid measurement"),
+        (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"us": {"\x1b[2J": 1.0}}), "has an invalid name"),
+        (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"layer": {"name": "x" * 5000}}), "has an invalid name"),
+        (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"us": 3}), "line 2 is not a record"),
+        ('{"moe_oracle": "1", "groups": [3]}', "line 1 is not a record"),
+        ('{"format": "vllm-moe-oracle measurements", "version": 99}', "version 99"),
+    ],
+)
+def test_what_is_no_measurement_is_refused(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "file"
+    path.write_text(content, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(MeasurementError, match=words):
+        page_data.read(path, Settings())
+
+
+def test_errors_of_the_command_are_one_line(run: Run, tmp_path: Path) -> None:
+    bench = bench_file(tmp_path / "b.jsonl")
+    for arguments, words in (
+        ((tmp_path / "none",), "No such file"),
+        ((tmp_path,), "directory"),
+        (("/dev/zero",), "is not a regular file"),
+        ((bench, "-o", tmp_path / "none" / "r.html"), "No such file"),
+        ((bench, "-o", tmp_path), "cannot be written"),
+        ((write(tmp_path / "h.jsonl", HEAD),), "nothing to report"),
+    ):
+        result = run("report", *arguments)
+        assert result.status == 2 and words in result.err and result.err.count("\n") == 1
+
+
+def test_without_its_libraries_it_says_how_to_get_them(
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else found(name, *rest)
+    )
+    result = run("report", bench_file(tmp_path / "b.jsonl"))
+    assert result.status == 2 and result.err.startswith("error: matplotlib is not installed. pip install")
+
+
+# --- In a browser ---------------------------------------------------------------------------------------------------
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_a_browser_shows_it_in_both_themes_and_on_a_phone(tmp_path: Path) -> None:
+    playwright = pytest.importorskip("playwright.sync_api")
+    html = tmp_path / "report.html"
+    html.write_text(page(bench_file(tmp_path / "b.jsonl"), profile_file(tmp_path / "p.json")), encoding="utf-8")
+    arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=BROWSER, args=arguments)
+        seen = {}
+        for scheme in ("light", "dark"):
+            view = browser.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 900})
+            said: list[str] = []
+            asked: list[str] = []
+            view.on("console", lambda message, said=said: said.append(message.text))
+            view.on("pageerror", lambda error, said=said: said.append(str(error)))
+            view.on("request", lambda request, asked=asked: asked.append(request.url))
+            view.goto(html.as_uri())
+            assert said == [] and asked == [html.as_uri()]
+            assert view.title() == "MoE kernels: measured and chosen"
+            # Text, in the page and in its plots, as it is drawn: its color against the background that is under it.
+            colors = view.evaluate(
+                """() => {
+                  const under = node => {
+                    for (; node; node = node.parentElement) {
+                      const found = getComputedStyle(node).backgroundColor;
+                      if (!found.startsWith('rgba(0, 0, 0, 0')) return found;
+                    }
+                    return 'rgb(255, 255, 255)';
+                  };
+                  const texts = [...document.querySelectorAll('h1, h2, h3, p, dt, dd, th, td, summary')];
+                  const drawn = [...document.querySelectorAll('svg text')];
+                  return [...texts.map(each => [getComputedStyle(each).color, under(each)]),
+                          ...drawn.map(each => [getComputedStyle(each).fill, under(each)])];
+                }"""
+            )
+            assert len(colors) > 200
+            for ink, paper in colors:
+                assert contrast(_hex(ink), _hex(paper)) >= 4.5, (scheme, ink, paper)
+            sizes = view.evaluate(
+                "() => [...document.querySelectorAll('svg')].map(e => [e.clientWidth, e.clientHeight])"
+            )
+            assert len(sizes) == 5 and all(width > 200 and height > 60 for width, height in sizes)
+            seen[scheme] = view.screenshot()
+        assert seen["light"] != seen["dark"]
+        phone = browser.new_page(viewport={"width": 390, "height": 800})
+        phone.goto(html.as_uri())
+        assert phone.evaluate("() => document.documentElement.scrollWidth") <= 390
+        browser.close()
+
+
+def _hex(color: str) -> str:
+    return "#" + "".join(f"{int(float(each)):02x}" for each in re.findall(r"[\d.]+", color)[:3])

@@ -1,0 +1,185 @@
+"""Reading a layer in MXFP8 or MXFP4 from the parameters that vLLM's loaders filled: the same rules for both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.lib.cases import RELU2
+from tests.lib.mx_layers import APART, MXFP4_LAYER, MXFP8_LAYER, mxfp4_parameters, mxfp8_parameters
+from vllm_moe_oracle.core.problem import Problem
+from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.schemes import mxfp4, mxfp8
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS = "bfloat16 or float16 or float32"
+NAMES = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A scheme with a layer of it."""
+
+    scheme: ModuleType
+    layer: Problem
+    make: Callable[[Problem], dict[str, Tensor]]
+
+    def given(self) -> dict[str, Tensor]:
+        """The layer's parameters."""
+        return self.make(self.layer)
+
+    def refused(self, given: Mapping[str, Tensor], match: str | None = None) -> CheckpointError:
+        """The error that these parameters are, which names the layer."""
+        with pytest.raises(CheckpointError, match=match) as caught:
+            self.scheme.read(given, self.layer)
+        assert caught.value.where == self.layer.layer
+        return caught.value
+
+    def canonical(self) -> dict[str, str]:
+        """Canonical names by those of parameters."""
+        if self.scheme is mxfp8:
+            return dict(mxfp8.CANONICAL_NAMES)
+        return {name: canonical for canonical, name in mxfp4.parameter_names(self.layer).items()}
+
+
+PACKED = dataclasses.replace(APART, scheme=dataclasses.replace(APART.scheme, packing="compressed-tensors"))
+MXFP8, MXFP4 = Form(mxfp8, MXFP8_LAYER, mxfp8_parameters), Form(mxfp4, MXFP4_LAYER, mxfp4_parameters)
+FORMS = {
+    "mxfp8": MXFP8, "gpt-oss": MXFP4, "apart": Form(mxfp4, APART, mxfp4_parameters),
+    "compressed-tensors": Form(mxfp4, PACKED, mxfp4_parameters),
+}  # fmt: skip
+each_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+both = pytest.mark.parametrize("form", [MXFP8, MXFP4], ids=["mxfp8", "mxfp4"])
+
+
+@each_form
+def test_a_layer_is_read_without_a_copy(form: Form) -> None:
+    given, names = form.given(), form.canonical()
+    read = form.scheme.read(given, form.layer)
+    assert {name: tuple(tensor.shape) for name, tensor in read.items()} == form.scheme.shapes(form.layer)
+    assert set(read) == set(names.values()) == {"w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias"}
+    for name, canonical in names.items():
+        assert read[canonical].data_ptr() == given[name].data_ptr()
+
+
+@both
+def test_what_the_layer_does_not_have_is_not_asked_for(form: Form) -> None:
+    layer = dataclasses.replace(form.layer, has_bias=False, activation=RELU2)
+    assert layer.w13_rows == layer.intermediate_size
+    given = {name: tensor for name, tensor in form.make(layer).items() if "bias" not in name}
+    assert set(form.scheme.read(given, layer)) == {"w13", "w2", "w13_scale", "w2_scale"}
+
+
+@each_form
+@pytest.mark.parametrize("index", range(len(NAMES)), ids=NAMES)
+def test_a_missing_tensor_is_named(form: Form, index: int) -> None:
+    given = form.given()
+    name = list(given)[index]
+    del given[name]
+    assert "w13_input_scale" in form.refused(given, f"{name} is missing").remedy
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "dtype", "stored"),
+    [
+        (MXFP8, "w13_weight", torch.bfloat16, "MXFP8 stores it as float8_e4m3fn"),
+        (MXFP8, "w2_weight", torch.uint8, "MXFP8 stores it as float8_e4m3fn"),
+        (MXFP8, "w2_weight", torch.float8_e5m2, "MXFP8 stores it as float8_e4m3fn"),
+        (MXFP8, "w2_weight_scale", torch.int8, "MXFP8 stores it as uint8"),
+        (MXFP8, "w2_bias", torch.float8_e4m3fn, f"MXFP8 stores it as {FLOATS}"),
+        (MXFP4, "w13_weight", torch.bfloat16, "MXFP4 stores it as uint8"),
+        (MXFP4, "w2_weight", torch.int8, "MXFP4 stores it as uint8"),
+        *((form, "w13_weight_scale", torch.float32, "stores it as uint8") for form in (MXFP8, MXFP4)),
+        *((form, "w13_bias", torch.int32, f"stores it as {FLOATS}") for form in (MXFP8, MXFP4)),
+    ],
+)
+def test_a_wrong_dtype_is_named_with_the_right_one(form: Form, name: str, dtype: torch.dtype, stored: str) -> None:
+    given = form.given()
+    given[name] = torch.zeros(given[name].shape).to(dtype)
+    form.refused(given, f"{name} is {dtype}, .*{stored}")
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_biases_may_be_any_float_of_a_model(form: Form, dtype: torch.dtype) -> None:
+    given = form.given()
+    given["w2_bias"] = given["w2_bias"].to(dtype)
+    assert form.scheme.read(given, form.layer)["w2_bias"].dtype == dtype
+
+
+@both
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dimension", [0, -1])
+def test_a_wrong_shape_is_named_with_the_right_one(form: Form, name: str, dimension: int) -> None:
+    given = form.given()
+    right = list(given[name].shape)
+    wrong = right.copy()
+    wrong[dimension] += 1
+    given[name] = torch.zeros(wrong).to(given[name].dtype)
+    assert f"{name} has shape {wrong}, expected {right}" in str(form.refused(given))
+
+
+@both
+@pytest.mark.parametrize("name", ["w13_weight_scale", "w2_weight_scale"])
+def test_a_scale_that_is_nan_is_named_and_counted(form: Form, name: str) -> None:
+    given = form.given()
+    given[name][1, 3:5, 0] = 255
+    total = given[name].numel()
+    assert form.refused(given, rf"2 of {total} scales in {name} are NaN \(e8m0 code 255\)").remedy
+
+
+@both
+@pytest.mark.parametrize("name", ["w13_bias", "w2_bias"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_bias_that_is_no_number_is_named_and_counted(form: Form, name: str, bad: float) -> None:
+    """The self-check would not notice: it puts biases of its own in the place of the checkpoint's."""
+    given = form.given()
+    given[name][2, 5:7] = bad
+    total = given[name].numel()
+    assert form.refused(given, rf"2 of {total} biases in {name} are NaN or infinite").remedy
+
+
+@pytest.mark.parametrize("name", ["w13_scale", "w2_scale"])
+def test_scales_of_mxfp4_that_were_never_loaded_are_noticed(name: str) -> None:
+    given = MXFP4.given()
+    given[mxfp4.parameter_names(MXFP4.layer)[name]][2].fill_(mxfp4.UNLOADED[name])
+    MXFP4.refused(given, "never loaded")
+
+
+MATRICES: dict[str, tuple[str, Callable[[Tensor, bool], Tensor]]] = {
+    "gate": ("w13", lambda rows, interleaved: rows[0::2] if interleaved else rows[: rows.shape[0] // 2]),
+    "up": ("w13", lambda rows, interleaved: rows[1::2] if interleaved else rows[rows.shape[0] // 2 :]),
+    "down": ("w2", lambda rows, interleaved: rows),
+}
+
+
+@each_form
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_a_matrix_that_was_never_loaded_is_named_and_counted(form: Form, matrix: str) -> None:
+    given, (canonical, part) = form.given(), MATRICES[matrix]
+    name = next(name for name, each in form.canonical().items() if each == canonical)
+    code = form.scheme.UNLOADED[canonical]
+    for expert in (1, 2):
+        part(given[name][expert].view(torch.uint8), form.layer.activation.interleaved).fill_(code)
+    said = f"the {matrix} projection of local expert 1 was never loaded"
+    assert f"(2 such in {name})" in form.refused(given, said).remedy
+
+
+@each_form
+def test_one_row_of_such_bytes_is_a_row_like_any_other(form: Form) -> None:
+    given = form.given()
+    for name, canonical in form.canonical().items():
+        if canonical in ("w13", "w2"):
+            given[name].view(torch.uint8)[:, 0] = form.scheme.UNLOADED[canonical]
+    form.scheme.read(given, form.layer)
+
+
+def test_interleaved_gate_up_rows_of_mxfp8_are_refused() -> None:
+    interleaved = dataclasses.replace(MXFP8.layer.activation, interleaved=True)
+    with pytest.raises(CheckpointError, match="alternate gate and up"):
+        mxfp8.read(MXFP8.given(), dataclasses.replace(MXFP8.layer, activation=interleaved))

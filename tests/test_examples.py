@@ -1,0 +1,52 @@
+"""The example of a backend runs, and the page that explains backends shows that very code."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from vllm_moe_oracle.backends import Backend, Rule
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "add_a_backend.py"
+PAGE = ROOT / "vllm_moe_oracle" / "backends" / "README.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_example_decides_for_its_backend_and_agrees_with_the_emulation() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MOE_ORACLE_")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLE], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert "dequantized_once (static: " in done.stdout
+    assert re.search("dequantized_once +does not add expert biases, the layer has them", done.stdout)
+    found = re.search(r"emulation: ([\d.]+); the format allows ([\d.]+)", done.stdout)
+    assert found and 0 < float(found[1]) <= float(found[2])
+
+
+def test_the_page_shows_the_code_of_the_example() -> None:
+    complete = blocks("python")[-1]
+    assert complete.rstrip() in EXAMPLE.read_text(encoding="utf-8")
+    (backend,) = (node for node in ast.parse(complete).body if isinstance(node, ast.ClassDef))
+    assert backend.name == "DequantizedOnce" and "BACKEND = DequantizedOnce()" in complete
+
+
+def test_the_page_names_everything_in_the_contract() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    members = {name for name in vars(Backend) if not name.startswith("_")} | set(Backend.__annotations__)
+    for name in members:
+        assert f"| `{name}`" in text or f"| `{name}(" in text, name
+
+
+def test_the_pages_rule_is_a_rule() -> None:
+    rule = eval(blocks("python")[0], {"Rule": Rule})
+    assert isinstance(rule, Rule) and rule.code == "shared_memory"

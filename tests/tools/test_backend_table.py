@@ -1,0 +1,323 @@
+"""The script that measures backends on a GPU: what its rules say of a row, how its processes keep quiet, how its tables
+become one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_moe_oracle.oracle.registry import default_registry
+
+FOLDER = Path(__file__).parents[1] / "gpu"
+
+_environment = dict(os.environ)
+try:
+    from tests.gpu import backend_table, table_mxfp8_normal
+    from tests.gpu.backend_table import FewKernels, Quiet, broken, merge
+    from tests.gpu.table_mxfp8 import TABLE
+finally:
+    # The script sets vLLM's for its own process.
+    os.environ.clear()
+    os.environ.update(_environment)
+
+
+def row(backend: str = "emulation", **changed: Any) -> dict[str, Any]:
+    """One that keeps every rule."""
+    check = {"passed": True, "missed": [], "raised": {}, "seconds": 0.05, "alone": True}
+    return {
+        "layer": "qwen3_silu", "backend": backend, "one_expert_mib": 4.5, "convert_peak_mib": 68.0,
+        "error": {"1": {"eager": 5e-3, "graph": 5e-3}}, "stock_error": {"1": 4.5e-3}, "spread_error": 5e-3,
+    } | {"self_check": check | changed.pop("self_check", {})} | changed  # fmt: skip
+
+
+def test_a_row_within_every_bound_is_not_broken() -> None:
+    assert broken(row()) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "rule"),
+    [
+        ({"convert_peak_mib": 69.0}, "conversion's peak"),
+        ({"error": {"1": {"eager": 6.1e-3, "graph": 1e-3}}, "stock_error": {"1": 6e-3}}, "eager at 1"),
+        ({"error": {"1": {"eager": 1e-3, "graph": float("nan")}}}, "graph at 1"),
+        ({"stock_error": {"1": 4e-3}, "error": {"1": {"eager": 4e-3, "graph": 5e-3}}}, "graph at 1"),
+        ({"spread_error": 0.5}, "spread experts"),
+        ({"self_check": {"passed": False}}, "self-check"),
+        ({"self_check": {"missed": ["gate and up exchanged"]}}, "self-check misses: gate and up exchanged"),
+        ({"self_check": {"raised": {"beta ignored": "ValueError: no"}}}, "not self-checked, raised: beta ignored"),
+        ({"self_check": {"seconds": 0.151}}, "self-check's time"),
+        ({"self_check": {"kept_mib": 0.001}}, "self-check's memory"),
+    ],
+)
+def test_each_rule_is_named(changed: dict[str, Any], rule: str) -> None:
+    assert broken(row(**changed)) == [rule]
+
+
+HOLDS = "import backend_table, sys; lock = backend_table.Quiet(sys.argv[1]); print('in', flush=True); sys.stdin.read()"
+
+
+@pytest.mark.full
+def test_times_are_taken_when_no_other_process_works(tmp_path: Path) -> None:
+    """The second process works until its standard input ends; nobody is alone before that."""
+    file = str(tmp_path / "quiet")
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, file], cwd=FOLDER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdin is not None and other.stdout is not None
+    assert other.stdout.readline() == "in\n"
+    wants = "import backend_table, sys\nlock = backend_table.Quiet(sys.argv[1])\nwith lock.alone(): print('alone')"
+    waiting = subprocess.Popen([sys.executable, "-c", wants, file], cwd=FOLDER, stdout=subprocess.PIPE, text=True)
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(timeout=15)
+    other.stdin.close()
+    assert other.wait(timeout=30) == 0
+    assert waiting.communicate(timeout=30)[0] == "alone\n"
+    other.stdout.close()
+
+
+def test_a_row_that_failed_after_its_self_check_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that refuses the loaded weights passed its self-check before: its row has no other numbers."""
+    built: list[str] = []
+
+    def build(*args: Any, own: str) -> Any:
+        built.append(own)
+        method = SimpleNamespace(backend=None, adapter=None)
+        return SimpleNamespace(method=method, close=lambda: None)
+
+    monkeypatch.setattr(backend_table, "build", build)
+    monkeypatch.setattr(backend_table, "_checked", lambda *args: SimpleNamespace(seconds=0.02))
+    monkeypatch.setattr("vllm_moe_oracle.plugin.register", lambda: None)
+    monkeypatch.setattr("vllm_moe_oracle.plugin.unregister", lambda: None)
+    check = {"passed": True, "missed": [], "raised": {}, "seconds": 0.1}
+    failed = {"backend": "refuses", "failure": "NoBackendError: no", "pass": False, "self_check": check}
+    rows = [dict(failed), row("runs", self_check={"seconds": 0.3})]
+    backend_table.time_self_checks(TABLE, TABLE.cases["qwen3_silu"], None, "cpu", rows, Quiet(""))
+    assert rows[0] == failed and "alone" not in check
+    assert built == ["runs"] and rows[1]["pass"] and rows[1]["self_check"]["each"] == [0.02] * 3
+
+
+def test_who_is_alone_shares_again_afterwards(tmp_path: Path) -> None:
+    first, second = Quiet(str(tmp_path / "quiet")), None
+    with first.alone():
+        pass
+    second = Quiet(str(tmp_path / "quiet"))  # does not wait
+    assert second is not None
+
+
+def written(tmp_path: Path, name: str, rows: list[dict[str, Any]], **conditions: Any) -> str:
+    file = tmp_path / name
+    file.write_text(json.dumps({"conditions": {"gpu": "NVIDIA H200", "limit": 6e-3} | conditions, "rows": rows}))
+    return str(file)
+
+
+def test_tables_become_one_in_the_order_of_layers_and_the_later_row_holds(tmp_path: Path) -> None:
+    first = written(tmp_path, "a.json", [row(layer="qwen3_relu2"), row("hopper_mxfp8"), row()])
+    second = written(tmp_path, "b.json", [row(spread_error=1e-3)])
+    merged = merge("mxfp8", [first, second])
+    assert [(each["layer"], each["backend"]) for each in merged["rows"]] == [
+        ("qwen3_silu", "emulation"),
+        ("qwen3_silu", "hopper_mxfp8"),
+        ("qwen3_relu2", "emulation"),
+    ]
+    assert merged["rows"][0]["spread_error"] == 1e-3
+    assert merged["conditions"] == {"gpu": "NVIDIA H200", "limit": 6e-3}
+
+
+def test_a_row_without_numbers_replaces_none_that_has_some(tmp_path: Path) -> None:
+    late = {"layer": "qwen3_silu", "backend": "emulation", "failure": "ended, being late: ", "pass": False}
+    later, first = written(tmp_path, "a.json", [late]), written(tmp_path, "b.json", [row()])
+    assert merge("mxfp8", [first, later])["rows"] == [row()] == merge("mxfp8", [later, first])["rows"]
+    again = written(tmp_path, "c.json", [late | {"failure": "not begun"}])
+    assert merge("mxfp8", [later, again])["rows"] == [late | {"failure": "not begun"}]
+
+
+def test_what_is_said_of_runs_and_packages_is_put_together(tmp_path: Path) -> None:
+    packages = {"vllm": "0.33.0", "triton": "3.6.0"}
+    first = written(tmp_path, "a.json", [], date="2026-11-22", runs={"1": "alone"}, packages=packages)
+    more = packages | {"flashinfer-python": "0.7.2"}
+    second = written(tmp_path, "b.json", [], date="2026-11-21", runs={"2": "beside others"}, packages=more)
+    assert merge("mxfp8", [first, second])["conditions"] == {
+        "gpu": "NVIDIA H200", "limit": 6e-3, "date": "2026-11-22", "runs": {"1": "alone", "2": "beside others"},
+        "packages": more,
+    }  # fmt: skip
+    other = written(tmp_path, "c.json", [], date="2026-11-22", runs={"1": "other"}, packages={"vllm": "0.26.0"})
+    with pytest.raises(ValueError, match=r"c\.json was made with another packages: vllm, runs: 1 than"):
+        merge("mxfp8", [first, other])
+
+
+@pytest.mark.parametrize("conditions", [{"gpu": "NVIDIA H100"}, {"more": 1}])
+def test_tables_of_other_conditions_do_not_become_one(tmp_path: Path, conditions: dict[str, Any]) -> None:
+    files = [written(tmp_path, "a.json", []), written(tmp_path, "b.json", [], **conditions)]
+    with pytest.raises(ValueError, match=r"b\.json was made with another (gpu|more) than .*a\.json"):
+        merge("mxfp8", files)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 4), (2, 6, 4), (2, 4, 6), (2, 8, 4)])
+def test_a_parameter_is_filled_as_it_is_transposed_or_padded(shape: tuple[int, ...]) -> None:
+    """A square matrix as it is: its transposed shape is its own."""
+    tensor = torch.arange(2 * shape[1] * 4).reshape(2, shape[1], 4) if shape[2] == 4 else torch.arange(48).view(2, 6, 4)
+    target = torch.full(shape, -1)
+    backend_table._fill(target, tensor, "w2_weight", 1)
+    assert torch.equal(target, tensor if shape[2] == 4 else tensor.transpose(1, 2))
+    wider = torch.full((2, shape[1] + 2, shape[2] + 1), -1)
+    backend_table._fill(wider, target, "w2_weight", 2)
+    half = shape[1] // 2
+    assert torch.equal(wider[:, :half, :-1], target[:, :half])
+    assert torch.equal(wider[:, half + 1 : -1, :-1], target[:, half:])
+    assert not wider[:, half].any() and not wider[:, -1].any() and not wider[:, :, -1].any()
+
+
+@pytest.mark.parametrize("ep", [1, 2, 8])
+def test_an_expert_map_that_no_rank_has_names_each_place_once(ep: int) -> None:
+    case = dataclasses.replace(TABLE.cases["qwen3_silu"], ep=ep)
+    places = backend_table.spread_places(case, "cpu").tolist()
+    taken = [place for place in places if place >= 0]
+    assert len(places) == 128 and len(taken) == len(set(taken)) == min(64, 128 // ep)
+    assert set(places[::2]) == {-1} and max(taken) == case.local_experts - 1
+    assert taken == sorted(taken, reverse=True) and case.problem().local_experts == 128 // ep
+
+
+def test_a_rank_sees_its_own_experts() -> None:
+    case = TABLE.cases["tiny_silu_ep2"]
+    call = backend_table.inputs(case, 7, "cpu")
+    x, weights, ids = backend_table.seen(case, call)
+    assert x is call[0] and weights is call[1] and ids.max() == 3 and (ids == -1).any()
+    assert torch.equal(ids >= 0, call[2] < 4)
+    raw = backend_table.here(case, TABLE.checkpoint(case, "cpu"))
+    assert {len(each) for each in raw.values()} == {4}
+
+
+def test_every_named_fault_is_among_those_of_mxfp8() -> None:
+    case = TABLE.cases["qwen3_swigluoai_bias"]
+    faults = {*backend_table.faults(case), *TABLE.faults(case), *TABLE.ignored(case)}
+    assert faults == {
+        "gate and up exchanged", "scales of rows moved", "rows of w2 moved", "scales of groups moved",
+        "w13's biases left out", "w2's biases left out", "scales of w13 column by column",
+        "scales of w2 column by column", "scales of w13 one exponent up", "scales of w2 one exponent down",
+        "alpha ignored", "beta ignored", "limit ignored",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen3_silu", "nemotron_relu2"])
+def test_normal_weights_go_under_one_scale_a_row_and_codes_at_random_do_not(name: str) -> None:
+    """One expert of a whole layer: what is rare comes up in its millions of numbers."""
+    case = dataclasses.replace(TABLE.cases[name], experts=1, top_k=1)
+    said = []
+    for table, binades in ((TABLE, 5), (table_mxfp8_normal.TABLE, 8)):
+        made = table.checkpoint(case, "cpu")
+        for which in ("w13", "w2"):
+            codes, scales = made.raw[f"{which}_weight"][0], made.raw[f"{which}_weight_scale"][0]
+            assert codes.float().isfinite().all() and len(scales.unique()) == binades
+            blocks = codes.double().unflatten(-1, (-1, 32)) * torch.exp2(scales.double() - 127)[..., None]
+            assert torch.equal(made.matrix(which, 0).double(), blocks.flatten(-2))
+        expert = {name.replace("_weight", ""): tensor[0] for name, tensor in made.raw.items()}
+        said.append(default_registry()["hopper_mxfp8_w8a8_token"].validate_weights(expert, case.problem()))
+    assert said[0].startswith("row ") and "hopper_mxfp8 takes such weights" in said[0]
+    assert said[1] == ""
+
+
+def test_humming_compiles_the_kernels_of_the_rows_that_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its launcher chooses them: more than the first number, up to the second. Both releases' ways to call it."""
+    prepared: list[tuple[Any, ...]] = []
+
+    class HummingKernel:
+        @classmethod
+        def prepare_kernels(cls, *args: Any) -> None:
+            prepared.append(args)
+
+    module = types.ModuleType("humming.kernel.humming")
+    module.HummingKernel = HummingKernel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "humming.kernel.humming", module)
+    ranges = [[0, 8, "a"], [8, 56, "b"], [56, 57, "c"], [57, 4103, "d"], [4103, 1 << 30, "e"]]
+    with FewKernels({56, 4104}):
+        HummingKernel.prepare_kernels("layer", "compute", json.dumps(ranges))
+        HummingKernel.prepare_kernels("layer", "compute", json.dumps({"one": "for all"}), "device")
+        HummingKernel.prepare_kernels("layer", None, None)
+    HummingKernel.prepare_kernels("layer", "compute", json.dumps(ranges))
+    # That of one row is always there: a launch looks at it.
+    assert prepared[0] == ("layer", "compute", json.dumps([ranges[0], ranges[1], ranges[4]]))
+    assert prepared[1] == ("layer", "compute", json.dumps({"one": "for all"}), "device")
+    assert prepared[2] == ("layer", None, None)
+    assert prepared[3] == ("layer", "compute", json.dumps(ranges))
+
+
+@pytest.mark.parametrize(
+    ("layer", "rows"), [("qwen3_silu", {8, 56, 512, 4104, 64}), ("qwen3_silu_ep2", {4, 28, 256, 2052, 64})]
+)
+def test_the_rows_that_choose_hummings_kernels(layer: str, rows: set[int]) -> None:
+    """Of the table's calls, a rank's share of them, and of the self-check's eight tokens."""
+    assert backend_table.rows_called(TABLE.cases[layer], (1, 7, 64, 513)) == rows
+
+
+LAYER = """#!/usr/bin/env bash
+# A process of a table: `ready` has its row at once and its time later, `slow` never has one.
+while [ $# -gt 0 ]; do
+  case $1 in --json) file=$2;; --backend) backend=$2;; esac
+  shift
+done
+[ "$backend" = slow ] && exec sleep 60
+echo '{"rows": [{"layer": "a", "backend": "ready", "self_check": {"passed": true}}]}' >"$file.part"
+mv "$file.part" "$file"
+sleep 3.5
+echo '{"rows": [{"layer": "a", "backend": "ready", "self_check": {"passed": true, "alone": true}}]}' >"$file.part"
+mv "$file.part" "$file"
+"""
+
+
+@pytest.mark.full
+def test_what_is_ready_is_timed_beside_what_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = tmp_path / "layer"
+    layer.write_text(LAYER)
+    layer.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(layer))
+    monkeypatch.setattr(backend_table, "TIMING_SECONDS", 1.25)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    waiting = [("a", ["slow"]), ("a", ["ready"]), ("a", ["next"])]
+    rows = backend_table._many("mxfp8", waiting, [], 1, time.monotonic() + 7)
+    assert {row["backend"]: row["failure"] for row in rows} == {
+        "slow": "ended, being late: ",
+        "ready": "not begun",
+        "next": "not begun",
+    }
+    monkeypatch.setattr(backend_table, "KEEP_SECONDS", 0.5)
+    kept: list[list[str]] = []
+    rows = backend_table._many(
+        "mxfp8",
+        [("a", ["slow"]), ("a", ["ready"])],
+        [],
+        2,
+        time.monotonic() + 5,
+        lambda rows: kept.append([row["backend"] for row in rows]),
+    )
+    assert ["ready"] in kept, kept
+    by_name = {row["backend"]: row for row in rows}
+    assert by_name["slow"]["failure"].startswith("ended, being late")
+    assert by_name["ready"]["self_check"]["alone"] is True
+
+
+def test_every_test_for_a_gpu_is_marked_as_one() -> None:
+    """``-m gpu`` runs no other: a file that forgets it is never run, and nothing says so."""
+    files = sorted((Path(__file__).parents[1] / "gpu").glob("test_*.py"))
+    assert files
+    assert [each.name for each in files if "\npytestmark = pytest.mark.gpu\n" not in each.read_text()] == []
+
+
+def test_how_a_process_without_a_result_ended_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = tmp_path / "layer"
+    layer.write_text("#!/usr/bin/env bash\necho its last words\nkill -ILL $$\n")
+    layer.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(layer))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (found,) = backend_table._many("mxfp8", [("a", ["dies"])], [], 1, time.monotonic() + 60)
+    assert found["failure"] == "no result, exit status -4: its last words\n" and not found["pass"]

@@ -1,0 +1,53 @@
+"""Digests of compiled kernels, and the fingerprints that they may renew."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from tests.lib.kernel_launches import fp8_launches, launches
+from tests.tools import restamp_profiles
+from tests.tools.kernel_digests import Digests, without_names
+from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig
+from vllm_moe_oracle.measurements.environment import kernel_sources_hash
+
+TILE = TileConfig(16, 64, 128)
+
+
+def test_symbols_are_numbered_in_order() -> None:
+    assert without_names('call @"a.b"(%x) @c @"a.b"') == "call @0(%x) @1 @0"
+    assert without_names("Function : gate_up\n /*0*/") == "Function\n /*0*/"
+
+
+def test_equal_launches_have_equal_digests() -> None:
+    """A digest depends on the tile and on the dtype, not on the object."""
+    digests = Digests(0)
+
+    def of(tile: TileConfig) -> list[str]:
+        return [digests.of(each) for each in launches("qwen-int4", 8, LaunchConfig(tile, tile))]
+
+    first = of(TILE)
+    assert of(TileConfig(16, 64, 128)) == first
+    wide = of(TileConfig(16, 128, 128))
+    assert [a == b for a, b in zip(first, wide, strict=True)] == [True, False, False, True]
+    assert digests.of(fp8_launches(544, 96, "silu", False)[0]) not in first
+
+
+def test_every_profile_has_the_fingerprint_of_these_sources() -> None:
+    """See `tests/tools/restamp_profiles.py` for what to do when they differ."""
+    for path in restamp_profiles.PROFILES.glob("*.json"):
+        text = path.read_text()
+        if restamp_profiles.FINGERPRINT.search(text):
+            assert restamp_profiles.restamped(text, kernel_sources_hash()) == text, path.name
+
+
+def test_a_fingerprint_is_renewed_in_the_environment_only(tmp_path: Path) -> None:
+    old = "0123456789abcdef"
+    text = f'{{\n"environment": {{"gpu":"x","kernels": "{old}"}},\n"note": "kernels {old}"\n}}'
+    made = restamp_profiles.restamped(text, "f" * 16)
+    assert json.loads(made) == {**json.loads(text), "environment": {"gpu": "x", "kernels": "f" * 16}}

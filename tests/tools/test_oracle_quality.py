@@ -1,0 +1,67 @@
+"""The table of the oracle's choices: made from benchmarks that are kept, up to date, and honest about losses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools import oracle_quality
+from vllm_moe_oracle import settings
+
+
+def record(tokens: int, **us: float) -> str:
+    named = {name.replace("stock_auto", "stock:auto"): value for name, value in us.items()}
+    return json.dumps({"layer": {"name": "mxfp8:qwen3-30b-a3b"}, "tokens": tokens, "us": named})
+
+
+CONDITIONS = json.dumps(
+    {"conditions": {"gpu": "NVIDIA H200", "driver": "", "packages": {"vllm": "0.33.0", "humming-kernels": "0.1.19"}}}
+)
+
+
+def read(*records: str, **assignments: str) -> list[oracle_quality.Row]:
+    chosen = settings.load({}, assignments={"use_measurements": "0", **assignments})
+    return oracle_quality.rows(iter([CONDITIONS, *records]), chosen)
+
+
+def test_a_choice_is_held_against_the_best_of_its_kind() -> None:
+    times: dict[str, Any] = {"humming_mxfp8": 50.0, "marlin_mxfp8": 60.0, "hopper_mxfp8": 40.0, "stock_auto": 51.0}
+    (row,) = read(record(1, **times))
+    chosen = {"humming_mxfp8": 0.25, "marlin_mxfp8": 0.5, "hopper_mxfp8": 0.0}
+    assert row.best == "hopper_mxfp8" and row.behind == pytest.approx(chosen[row.choice])
+    (forced,) = read(record(1, **times), backend="marlin_mxfp8")
+    assert (forced.choice, forced.why) == ("marlin_mxfp8", "user") and forced.behind == pytest.approx(0.5)
+    assert forced.stock_us == 51.0
+
+
+def test_too_many_losses_are_not_good_enough() -> None:
+    good = [oracle_quality.Row("l", 1, "a", "measured", 101.0, "b", 100.0, None)] * 19
+    near = oracle_quality.Row("l", 1, "a", "measured", 107.0, "b", 100.0, None)
+    far = oracle_quality.Row("l", 1, "a", "measured", 109.0, "b", 100.0, None)
+    assert oracle_quality.good_enough([*good, near])
+    assert not oracle_quality.good_enough([*good, near, near])
+    assert not oracle_quality.good_enough([*good, far])
+
+
+def test_a_choice_that_was_not_timed_is_an_error() -> None:
+    with pytest.raises(SystemExit, match="was chosen and not timed"):
+        read(record(1, marlin_mxfp8=1.0), backend="hopper_mxfp8")
+
+
+def test_the_table_is_up_to_date() -> None:
+    found, sources = oracle_quality.read()
+    if not sources:
+        assert not oracle_quality.TABLE.exists()
+        pytest.skip("no benchmark is kept")
+    assert Path(oracle_quality.TABLE).read_text() == oracle_quality.table(found, sources)
+
+
+def test_the_choices_are_good_enough() -> None:
+    """All of them, and those whose shipped times are of another run than the benchmark alone."""
+    found, _ = oracle_quality.read()
+    apart = [row for row in found if row.apart]
+    assert len(apart) >= 200 and len({row.layer for row in apart}) >= 16
+    assert oracle_quality.good_enough(found) and oracle_quality.good_enough(apart)

@@ -1,0 +1,101 @@
+"""Whole models beside what the kernels predict: the table in the README is that of the committed numbers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.tools import serving_tables
+
+
+def run(**changes: Any) -> dict[str, Any]:
+    conditions = {"device": "a card", "vllm": "1", "torch": "2", "layers": 2}
+    conditions |= {"decode": "d", "mixed": "m", "prefill": "p"}
+    each = {"1": 2.0, "8": 3.0, "64": 4.0}
+    inside = {"decode_ms": each, "busy_ms": {"1": 1.0, "8": 2.5, "64": 3.5}, "end": "words"}
+    row = {
+        "decode_ms": each, "noise_ms": dict.fromkeys(each, 0.01), "tokens_per_second": dict.fromkeys(each, 7),
+        "prefill_tokens_per_second": 10, "start_seconds": 5.0, "inside": inside,
+    }  # fmt: skip
+    groups = [{"backend": "hopper_mxfp8", "layers": 2, "why": "measured", "measured": "much more"}]
+    modes = [
+        {"mode": "stock", **row},
+        {"mode": "auto", **row, "groups": groups, "decode_ms": {**row["decode_ms"], "1": 1.5}},
+    ]
+    made = {
+        "conditions": {**conditions, "command": "python serve.py --json /tmp/x.json"},
+        "models": {"qwen3-mxfp8": modes},
+    }
+    made["conditions"] |= changes
+    return made
+
+
+TIMES = {"auto": 40.0, "ours": 20.0, "marlin_mxfp8": 30.0}
+KERNELS = {"rows": [{"cell": "mxfp8:qwen3-30b-a3b", "us": {n: TIMES for n in ("1", "8", "64")}}]}
+
+
+def test_a_step_is_held_against_the_kernels_difference_times_the_layers() -> None:
+    made = serving_tables.golden([run()])
+    text = serving_tables.table(made, KERNELS)
+    assert "| qwen3-mxfp8 | 1 | 2.000 | 1.500 | +0.500 | 0.020 | +0.040 |" in text
+    assert "| qwen3-mxfp8 | 8 | 3.000 | 3.000 | +0.000 | 0.020 | +0.040 |" in text
+    assert "| qwen3-mxfp8 | 8 | 2.500 of 3.000 | 2.500 of 3.000 | +0.000 | +0.040 |" in text
+    assert "| qwen3-mxfp8 | 7 / 7 / 7 | 7 / 7 / 7 | 10 | 10 | 5 | 5 |" in text
+    assert "words" not in json.dumps(made)
+    assert made["models"]["qwen3-mxfp8"]["modes"][1]["backends"] == {"hopper_mxfp8": {"layers": 2, "why": "measured"}}
+    assert "/tmp" not in json.dumps(made)
+
+
+def test_what_noise_hides_or_was_not_timed_is_no_number() -> None:
+    made = run()
+    stock, ours = made["models"]["qwen3-mxfp8"]
+    stock["noise_ms"] = {**stock["noise_ms"], "8": 0.8}  # compiling while it was timed, say
+    stock["decode_ms"] = {**stock["decode_ms"], "64": -0.2}
+    ours["inside"] = {"busy_ms": {"1": 1.0}, "error": "ended after 150 s"}
+    text = serving_tables.table(serving_tables.golden([made]), KERNELS)
+    assert "| qwen3-mxfp8 | 8 | - | 3.000 | - | 0.810 | +0.040 |" in text
+    assert "| qwen3-mxfp8 | 64 | - | 4.000 | - | 0.020 | +0.040 |" in text
+    assert "| qwen3-mxfp8 | 1 | 1.000 of 2.000 | - | - | +0.040 |" in text
+
+
+def test_the_prediction_is_of_the_backend_that_was_chosen() -> None:
+    assert serving_tables.predicted_ms(KERNELS, "qwen3-mxfp8", "8", 2, "marlin_mxfp8") == pytest.approx(0.02)
+    with pytest.raises(KeyError):
+        serving_tables.predicted_ms(KERNELS, "qwen3-mxfp8", "8", 2, "humming_mxfp8")
+
+
+def test_each_model_says_of_how_many_runs_its_medians_are() -> None:
+    other = {
+        "models": {"gpt-oss": run()["models"]["qwen3-mxfp8"]},
+        "conditions": run(decode="medians of 15")["conditions"],
+    }
+    found = serving_tables.golden([run(), other])["models"]
+    assert {name: each["decode"] for name, each in found.items()} == {"qwen3-mxfp8": "d", "gpt-oss": "medians of 15"}
+
+
+def test_what_has_no_numbers_or_other_conditions_is_refused() -> None:
+    with pytest.raises(ValueError, match="different conditions"):
+        serving_tables.golden([run(), run(layers=3)])
+    broken = run()
+    del broken["models"]["qwen3-mxfp8"][0]["decode_ms"]["64"]
+    with pytest.raises(ValueError, match="has no numbers"):
+        serving_tables.golden([broken])
+    ended = run()
+    ended["models"]["qwen3-mxfp8"][0]["error"] = "ended after 150 s"
+    (stock, _) = serving_tables.golden([ended])["models"]["qwen3-mxfp8"]["modes"]
+    assert "after all numbers were there" in stock["remark"] and "error" not in stock
+    with pytest.raises(ValueError, match="there is no one"):
+        serving_tables.with_table("nothing", "text")
+
+
+def test_the_readme_is_up_to_date() -> None:
+    found = json.loads(serving_tables.GOLDEN.read_text())
+    kernels = json.loads(serving_tables.KERNELS.read_text())
+    readme = serving_tables.README.read_text()
+    assert serving_tables.with_table(readme, serving_tables.table(found, kernels)) == readme
+    assert set(found["models"]) == set(serving_tables.CELLS)
+    for each in found["models"].values():
+        assert [mode["mode"] for mode in each["modes"]] == ["stock", "auto"]
+        assert each["modes"][1]["served"] == "16 of 16"

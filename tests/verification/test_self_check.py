@@ -1,0 +1,168 @@
+"""The self-check catches backends with one fault each and passes faultless ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.lib.cases import MXFP8_W8A8, problem
+
+pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular kernel")
+
+from tests.lib.faulty_backends import (
+    LAYERS,
+    SMALL,
+    Faulty,
+    check,
+    drop,
+    ignore,
+    nothing,
+    one_nan,
+    other_experts,
+    other_weights,
+    shift,
+    swap_halves,
+    swizzle,
+    transpose_codes,
+    weights,
+)
+from vllm_moe_oracle.backends.emulation import Emulation
+from vllm_moe_oracle.verification.tolerances import error_tolerance
+
+GATED = [name for name, layer in LAYERS.items() if layer.activation.gated]
+BIASED = [name for name, layer in LAYERS.items() if layer.has_bias]
+SOME = ["silu", "silu, 16 bit", "gpt-oss", "relu2, biases"]
+PARAMETERS = [name for name in LAYERS if name.startswith("gpt-oss")]
+
+FAULTS: list[tuple[Faulty, list[str]]] = [
+    (Faulty("swapped halves", swap_halves), GATED),
+    (Faulty("swizzled scales of w13", swizzle("w13_scale")), SOME),
+    (Faulty("swizzled scales of w2", swizzle("w2_scale")), SOME),
+    (Faulty("scales of w13 one up", shift("w13_scale", 1)), SOME),
+    (Faulty("scales of w13 one down", shift("w13_scale", -1)), SOME),
+    (Faulty("scales of w2 one up", shift("w2_scale", 1)), SOME),
+    (Faulty("scales of w2 one down", shift("w2_scale", -1)), SOME),
+    (Faulty("codes of w2 transposed", transpose_codes), SOME),
+    (Faulty("no bias of w13", drop("w13_bias")), BIASED),
+    (Faulty("no bias of w2", drop("w2_bias")), BIASED),
+    (Faulty("alpha ignored", understand=ignore(alpha=1.0)), PARAMETERS),
+    (Faulty("beta ignored", understand=ignore(beta=0.0)), PARAMETERS),
+    (Faulty("limit ignored", understand=ignore(limit=None)), PARAMETERS),
+    (Faulty("situ's bound of gate ignored", understand=ignore(alpha=1e9)), ["situ"]),
+    (Faulty("situ's bound of up ignored", understand=ignore(beta=None)), ["situ"]),
+    (Faulty("swiglustep's limit ignored", understand=ignore(limit=1e9)), ["swiglustep"]),
+    (Faulty("other experts", compute=other_experts), SOME),
+    (Faulty("other router weights", compute=other_weights), SOME),
+    (Faulty("one NaN", compute=one_nan), SOME),
+    (Faulty("zeros", compute=nothing), SOME),
+]
+
+CASES = [(fault, name) for fault, names in FAULTS for name in names]
+
+
+@pytest.mark.parametrize(("fault", "name"), CASES, ids=[f"{fault.name}-{name}" for fault, name in CASES])
+def test_a_fault_is_caught(fault: Faulty, name: str) -> None:
+    result = check(fault, LAYERS[name], weights(LAYERS[name]))
+    print(result)
+    assert not result.passed, result
+    assert not result.skip_reason
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("size", [1e-4, 0.05, 30.0])
+@pytest.mark.parametrize("biases", [0.0, 1.0])
+def test_a_faultless_backend_passes_whatever_the_weights_are_like(name: str, size: float, biases: float) -> None:
+    layer = LAYERS[name]
+    result = check(Faulty("none"), layer, weights(layer, size, biases))
+    assert result.passed and not result.skip_reason, result
+    # The emulation differs from the reference by one rounding of the output.
+    assert result.error <= 2.0**-8
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (2, 1), (3, 3), (4, 4), (16, 8), (64, 6)])
+def test_any_number_of_experts(experts: int, top_k: int) -> None:
+    layer = problem(**{**SMALL, "experts": experts, "top_k": top_k}, scheme=MXFP8_W8A8)
+    loaded = weights(layer)
+    assert check(Faulty("none"), layer, loaded).passed
+    assert not check(Faulty("shifted", shift("w13_scale", 1)), layer, loaded).passed
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("zeros", "dtype"), [((0,), "bfloat16"), ((0, 1), "float16"), (tuple(range(8)), "bfloat16")])
+def test_experts_of_zeros_are_no_fault(name: str, zeros: tuple[int, ...], dtype: str) -> None:
+    """As pruning leaves them."""
+    layer = dataclasses.replace(LAYERS[name], dtype=dtype)
+    loaded = weights(layer)
+    for index in zeros:
+        for each in ("w13", "w2"):
+            loaded[each][index].view(torch.uint8).zero_()
+    result = check(Faulty("none"), layer, loaded)
+    assert result.passed and not result.skip_reason, result
+
+
+ONCE = [(fault, names[0]) for fault, names in FAULTS]
+
+
+@pytest.mark.parametrize(("fault", "name"), ONCE, ids=[fault.name for fault, _ in ONCE])
+def test_and_hide_none_of_another_expert(fault: Faulty, name: str) -> None:
+    layer = LAYERS[name]
+    loaded = weights(layer)
+    for each in ("w13", "w2"):
+        loaded[each][0].view(torch.uint8).zero_()
+    assert not check(fault, layer, loaded).passed
+
+
+def test_experts_of_very_different_sizes_are_no_fault() -> None:
+    layer = dataclasses.replace(LAYERS["silu"], dtype="float16")
+    loaded = weights(layer)
+    loaded["w13_scale"][0] -= 12  # 4096 times smaller: inputs sized for this one would overflow in the others
+    result = check(Faulty("none"), layer, loaded)
+    assert result.passed, result
+
+
+def test_scales_in_another_order_are_caught_even_where_all_are_alike() -> None:
+    layer = LAYERS["silu"]
+    loaded = weights(layer)
+    for name in ("w13_scale", "w2_scale"):
+        loaded[name] = torch.full_like(loaded[name], 120)
+    assert not check(Faulty("swizzled", swizzle("w13_scale")), layer, loaded).passed
+    assert not check(Faulty("swizzled", swizzle("w2_scale")), layer, loaded).passed
+
+
+def test_the_loaded_weights_are_not_changed() -> None:
+    layer = LAYERS["gpt-oss"]
+    loaded = weights(layer, biases=1.0)
+    before = {name: tensor.clone() for name, tensor in loaded.items()}
+    check(Faulty("swapped", swap_halves), layer, loaded)
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), name
+
+
+def test_nothing_stays_in_memory() -> None:
+    layer = LAYERS["gpt-oss"]
+    loaded = weights(layer)
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+
+    check(Faulty("none"), layer, loaded)
+    before = tensors()
+    check(Faulty("none"), layer, loaded)
+    assert tensors() == before
+
+
+def test_the_log_says_what_was_found_and_what_it_took() -> None:
+    said = str(check(Emulation(), LAYERS["silu"], weights(LAYERS["silu"])))
+    assert re.fullmatch(r"relative error \d\.\d\de-\d\d, allowed \d\.\d\de-\d\d; took \d+\.\d\d s", said)
+
+
+def test_the_tolerance_follows_from_the_formats() -> None:
+    backend = Emulation()
+    limits = {name: error_tolerance(backend, layer) for name, layer in LAYERS.items()}
+    assert limits["silu, float32"] < 2e-4 < limits["silu, 16 bit"] < 0.03 < limits["silu"] < 0.1

@@ -1,0 +1,169 @@
+"""The public API: what a third party's backend, a script or a notebook needs.
+
+Names are imported on first use, and importing this module imports neither torch nor vLLM. Everything here is documented
+where it is defined; other modules may change in any release.
+
+Describing a case:
+    `Problem`, `Scheme`, `Activation`, `Routing`, `Parallel`: one MoE layer on one rank.
+    `Device`, `known_device`, `detect_device`: the machine.
+    `Settings`, `load_settings`: the user's settings.
+Deciding:
+    `decide`, `Decision`, `format_candidates`, `NoBackendError`: one layer.
+    `explain_checkpoint`, `read_checkpoint`, `find_moe_layers`: all layers of a checkpoint.
+Writing a backend:
+    `Backend`, `Builder`, `Tensors`, `Capabilities`, `Rule`, `ShardPlan`, `Numerics`: the contract.
+    `Registry`, `discover`, `ENTRY_POINT_GROUP`: registration.
+Tensors (these need torch):
+    `scheme_functions`, `layout_functions`, `reference_forward`: formats, kernel layouts and the reference computation.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .backends import Backend, Builder, Tensors
+    from .backends.emulation import forward as reference_forward
+    from .checkpoint import find_moe_layers, read_checkpoint
+    from .core.capabilities import Capabilities, Rule
+    from .core.decision import Decision, Numerics, ShardPlan, format_candidates
+    from .core.problem import Activation, Device, Parallel, Problem, Routing, Scheme, SchemeName
+    from .devices.catalog import known_device
+    from .devices.detect import detect as detect_device
+    from .errors import NoBackendError, OracleError
+    from .oracle.registry import ENTRY_POINT_GROUP, Registry, discover
+    from .oracle.selection import decide
+    from .settings import Settings
+    from .settings import load as load_settings
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "Activation",
+    "Backend",
+    "Builder",
+    "Capabilities",
+    "Decision",
+    "Device",
+    "NoBackendError",
+    "Numerics",
+    "OracleError",
+    "Parallel",
+    "Problem",
+    "Registry",
+    "Routing",
+    "Rule",
+    "Scheme",
+    "Settings",
+    "ShardPlan",
+    "Tensors",
+    "decide",
+    "detect_device",
+    "discover",
+    "explain_checkpoint",
+    "find_moe_layers",
+    "format_candidates",
+    "known_device",
+    "layout_functions",
+    "load_settings",
+    "read_checkpoint",
+    "reference_forward",
+    "scheme_functions",
+]
+
+_SOURCES = {
+    "backends": ("Backend", "Builder", "Tensors"),
+    "checkpoint": ("find_moe_layers", "read_checkpoint"),
+    "core.capabilities": ("Capabilities", "Rule"),
+    "core.decision": ("Decision", "Numerics", "ShardPlan", "format_candidates"),
+    "core.problem": ("Activation", "Device", "Parallel", "Problem", "Routing", "Scheme"),
+    "devices.catalog": ("known_device",),
+    "errors": ("NoBackendError", "OracleError"),
+    "oracle.registry": ("ENTRY_POINT_GROUP", "Registry", "discover"),
+    "oracle.selection": ("decide",),
+    "settings": ("Settings",),
+}
+"""The module that defines each name under the same name."""
+
+_MODULES = {name: (module, name) for module, names in _SOURCES.items() for name in names} | {
+    "detect_device": ("devices.detect", "detect"),
+    "load_settings": ("settings", "load"),
+    "reference_forward": ("backends.emulation", "forward"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _MODULES[name]
+    found = getattr(importlib.import_module(f".{module}", __package__), attribute)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def explain_checkpoint(
+    path: Path | str,
+    device: Device,
+    *,
+    tp: int = 1,
+    expert_parallel: bool = False,
+    quantization: str = "",
+    settings: Settings | None = None,
+) -> list[Decision]:
+    """The decision for every quantized MoE layer of a checkpoint, with the installed and cached measurements.
+
+    Args:
+        path: a checkpoint's directory, or a bare ``config.json``.
+        device: the machine, from `known_device` or `detect_device`.
+        tp: tensor-parallel ranks.
+        expert_parallel: the ranks hold different experts (``--enable-expert-parallel``).
+        quantization: vLLM's ``--quantization``, for a checkpoint that is quantized at load time; "" for none.
+        settings: the settings; None for those of the environment.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or its layers cannot be sharded.
+        NoBackendError: no backend can run a layer.
+        SettingError: a setting is invalid.
+    """
+    from . import settings as settings_module
+    from .checkpoint import find_moe_layers, read_checkpoint
+    from .measurements.lookup import find_measurements
+    from .oracle.selection import decide
+
+    chosen = settings if settings is not None else settings_module.load()
+    release = device.packages.get("vllm")
+    layers = find_moe_layers(
+        read_checkpoint(Path(path)), tp, expert_parallel, chosen.ragged_shards, quantization, release
+    )
+    found: dict[Problem, Any] = {}
+    decisions = []
+    for problem in layers.problems:
+        key = problem.key()
+        if key not in found:
+            found[key] = find_measurements(problem, device, chosen)
+        decisions.append(decide(problem, device, chosen, measurements=found[key]))
+    return decisions
+
+
+def scheme_functions(name: SchemeName) -> ModuleType:
+    """The module of a scheme: ``read``, ``quantize``, ``dequantize`` and the shapes of its canonical weights.
+
+    Args:
+        name: ``mxfp8``, ``mxfp4`` or ``wna16``.
+    """
+    return importlib.import_module(f".schemes.{name}", __package__)
+
+
+def layout_functions(name: str) -> ModuleType:
+    """A module of pure layout functions, each with its inverse.
+
+    Args:
+        name: e.g. ``wgmma_fragments``, ``mma_tiles``, ``scales``; `vllm_moe_oracle.layouts` lists them.
+    """
+    return importlib.import_module(f".layouts.{name}", __package__)

@@ -1,0 +1,114 @@
+"""What the two FlashInfer CUTLASS backends for MXFP4 share.
+
+vLLM's class is `FlashInferExperts`. Its kernel reads up rows, then gate rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from ..core.capabilities import Capabilities, Rule
+from ..core.decision import ShardPlan
+from ..core.problem import MX_BLOCK, Device, Problem
+from ..releases import min_versions
+from ._contract import Tensors
+from ._flashinfer_trtllm import EVEN_SPLIT_RULE, LINEAR_PLACEMENT_RULE
+from ._padding import E8M0_ONE, pad_expert
+from ._stock import EXPERTS, StockBackend
+from ._stock_priority import gpt_oss_priority
+from ._stock_rules import GPT_OSS_ACTIVATION
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SIZE_MULTIPLE = 128
+
+CAPABILITIES = Capabilities(
+    packages={"flashinfer-python": "0.6.11", "vllm": min_versions.OLDEST_RELEASE},
+    dtypes=("bfloat16",),
+    gated=("silu", "swigluoai"),
+    activation_params=True,
+    bias=True,
+    bits=(4,),
+    groups=(MX_BLOCK,),
+    hidden_multiple=SIZE_MULTIPLE,
+    intermediate_multiple=SIZE_MULTIPLE,
+)
+"""Layers that both kernels support; a backend adds its compute capabilities."""
+
+
+def _differs_from_built_in(problem: Problem) -> bool:
+    built_in, activation = GPT_OSS_ACTIVATION, problem.activation
+    return (activation.alpha, activation.beta) != (built_in.alpha, built_in.beta) or activation.limit is None
+
+
+RULES = (
+    Rule(
+        "activation.parameters.vllm_version",
+        lambda problem, device: (
+            not min_versions.at_least(min_versions.CUTLASS_ACTIVATION_PARAMS, device)
+            and _differs_from_built_in(problem)
+        ),
+        lambda problem, device: (
+            f"computes with alpha {GPT_OSS_ACTIVATION.alpha:g} and beta {GPT_OSS_ACTIVATION.beta:g}, and with a limit, "
+            f"for every MXFP4 layer before vLLM {min_versions.CUTLASS_ACTIVATION_PARAMS}; the layer has "
+            f"{problem.activation}"
+        ),
+        f"vLLM {min_versions.CUTLASS_ACTIVATION_PARAMS} or newer",
+    ),
+    Rule(
+        "activation.rows.vllm_version",
+        lambda problem, device: (
+            not min_versions.at_least(min_versions.CUTLASS_ACTIVATION_PARAMS, device)
+            and problem.activation.name == "swigluoai"
+            and not problem.activation.interleaved
+        ),
+        lambda problem, device: (
+            f"vLLM's class takes swigluoai over two halves of rows since {min_versions.CUTLASS_ACTIVATION_PARAMS}"
+        ),
+        f"vLLM {min_versions.CUTLASS_ACTIVATION_PARAMS} or newer",
+    ),
+    EVEN_SPLIT_RULE,
+    LINEAR_PLACEMENT_RULE,
+)
+"""Rules of both. Before that release the class has gpt-oss's constants built in; a limit that the model sets replaces
+the built-in one."""
+
+
+class CutlassMxfp4Backend(StockBackend):
+    """A backend over vLLM's `FlashInferExperts` on MXFP4 weights.
+
+    Attributes:
+        quantizes: activations enter in MXFP8.
+    """
+
+    schemes = ("mxfp4",)
+    vllm_names = ("flashinfer_cutlass",)
+    stock_class = f"{EXPERTS}.flashinfer_cutlass_moe:FlashInferExperts"
+    padding = (SIZE_MULTIPLE, SIZE_MULTIPLE)
+    padded_layer = True
+    rules = RULES
+    quantizes: ClassVar[bool] = False
+
+    def priority(self, problem: Problem, device: Device) -> float:
+        """The position in vLLM's list for gpt-oss; see `gpt_oss_priority`."""
+        return gpt_oss_priority(self.static_priority, problem, device, only=True, quantizes=self.quantizes)
+
+
+def pad_and_swap_halves(expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
+    """Canonical tensors of one expert, padded to the plan's sizes, up rows before gate rows, biases in bfloat16.
+
+    Args:
+        expert: canonical tensors of one expert. Not modified.
+        problem: the layer.
+        plan: the padded sizes.
+    """
+    import torch
+
+    from ..layouts.gate_up import swap_gate_up
+
+    converted = {}
+    for name, tensor in pad_expert(expert, problem, plan, scale=E8M0_ONE).items():
+        swapped = swap_gate_up(tensor) if name.startswith("w13") else tensor
+        converted[name] = swapped.to(torch.bfloat16) if name.endswith("_bias") else swapped
+    return converted

@@ -1,0 +1,84 @@
+"""What the FlashInfer TRTLLM-gen backends share: limits of the kernels, rules, and the layout of MXFP8 and MXFP4."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..core.capabilities import Rule
+from ..core.decision import ShardPlan
+from ..core.problem import Problem
+from ._contract import Tensors
+from ._padding import E8M0_ONE, pad_expert
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HIDDEN_MULTIPLE = 256
+INTERMEDIATE_MULTIPLE = 128
+
+# FlashInfer 0.7.2, trtllm_fused_moe_kernel_launcher.cu, `check_routing` of the block-scale launcher: it is run for
+# routed ids too, as if they came from renormalized top-k.
+EXPERTS_MULTIPLE = 4
+MAX_TOP_K = 32
+
+
+EVEN_SPLIT_RULE = Rule(
+    "expert_parallel.uneven",
+    lambda problem, device: problem.num_experts % problem.parallel.ep != 0,
+    lambda problem, device: (
+        f"takes a rank's first expert for its rank times its number of experts, which is wrong where "
+        f"{problem.num_experts} experts are spread unevenly over {problem.parallel.ep} ranks "
+        f"({problem.num_experts} mod {problem.parallel.ep} = {problem.num_experts % problem.parallel.ep})"
+    ),
+)
+"""vLLM's classes over FlashInfer pass no map of experts to the kernel."""
+
+LINEAR_PLACEMENT_RULE = Rule(
+    "expert_parallel.placement",
+    lambda problem, device: problem.parallel.placement != "linear",
+    lambda problem, device: (
+        "computes a rank's first expert as its rank times its number of experts, which is wrong if experts are placed "
+        "on ranks round-robin (--expert-placement-strategy round_robin)"
+    ),
+    "--expert-placement-strategy linear",
+)
+"""For the same reason a rank's experts must be neighbors. vLLM's classes do not check it."""
+
+TOP_K_BELOW_EXPERTS_RULE = Rule(
+    "experts.more_than_top_k",
+    lambda problem, device: problem.top_k >= problem.num_experts,
+    lambda problem, device: (
+        f"needs more experts than a token chooses, the layer has {problem.num_experts} and top-{problem.top_k}"
+    ),
+)
+
+
+def to_trtllm_layout(expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
+    """One expert's tensors as TRTLLM-gen reads them.
+
+    They are padded; gate and up are swapped and alternate, in gated experts; rows are shuffled; scales are in tiles.
+
+    Args:
+        expert: canonical tensors of one expert. Not modified.
+        problem: the layer, in MXFP8 or MXFP4.
+        plan: the padded sizes.
+
+    Returns:
+        The tensors by the same names, with the plan's sizes, biases in float32.
+    """
+    import torch
+
+    from ..layouts.gate_up import interleave_gate_up, swap_gate_up
+    from ..layouts.scales import swizzle_scales
+    from ..layouts.trtllm import shuffle_rows
+
+    converted = {}
+    for name, padded in pad_expert(expert, problem, plan, scale=E8M0_ONE).items():
+        tensor = padded.to(torch.float32) if name.endswith("_bias") else padded
+        values = tensor if name.endswith("_bias") else tensor.view(torch.uint8)
+        if problem.activation.gated and name.startswith("w13"):
+            # The kernel's first half is up and its second half gate.
+            values = interleave_gate_up(swap_gate_up(values))
+        values = shuffle_rows(values)
+        converted[name] = swizzle_scales(values) if name.endswith("_scale") else values.view(tensor.dtype)
+    return converted

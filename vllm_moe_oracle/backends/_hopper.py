@@ -1,0 +1,362 @@
+"""What the backends over `vllm_moe_oracle.kernels.fused_moe` share: storage, launch configurations, workspaces,
+call."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+from collections.abc import Hashable, Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from ..core.activations import ACTIVATIONS
+from ..core.capabilities import Capabilities
+from ..core.decision import ShardPlan
+from ..core.problem import ActivationPrecision, Problem
+from ..core.sharding import loaded_group_size
+from ._contract import Backend, Builder, Tensors
+from ._hopper_warmup import MAX_LOADING_WORKSPACE, token_counts, warm_up
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..kernels.config import ConfigTable, LaunchConfig
+    from ..kernels.fused_moe import WorkspaceLayout
+    from ..kernels.prefill_config import PrefillConfig
+    from ..kernels.weights import PackedMatrix, PackedWeights
+
+logger = logging.getLogger("vllm.moe_oracle")
+
+SM90 = ((90, 91),)
+"""The compute capability that the kernels are compiled, tested and measured for."""
+
+CAPABILITIES = Capabilities(
+    compute_capabilities=SM90,
+    dtypes=("bfloat16", "float16"),
+    gated=tuple(name for name, spec in ACTIVATIONS.items() if spec.kernel and spec.gated),
+    ungated=tuple(name for name, spec in ACTIVATIONS.items() if spec.kernel and not spec.gated),
+    activation_params=True,
+    bias=True,
+    hidden_multiple=32,
+    intermediate_multiple=32,
+    weight_on_input=True,
+    eplb=True,
+    batch_invariant=True,
+)
+"""What the kernels support in every weight format."""
+
+_MATRIX_PARTS = ("scale", "zero_point", "row_scale", "bias")
+
+_MAX_REGISTERS = {"h": 64, "weights": 128}
+"""Registers per thread that a tile may hold: h with n_tiles, weights with no_k_loop."""
+
+_timed_config: ContextVar[tuple[tuple[str, str], LaunchConfig] | None] = ContextVar("timed_config", default=None)
+"""Inside `HopperBackend.use_tile`: format and shape of the layers that are timed, and the configuration they run."""
+
+_warned: set[tuple[str, str]] = set()
+
+
+def _warn_once(problem: Problem, words: str) -> None:
+    """Logs a warning once for all layers of a shape."""
+    key = (f"{problem.scheme} {problem.hidden_size} {problem.intermediate_size}", words)
+    if key not in _warned:
+        _warned.add(key)
+        logger.warning("moe_oracle: %s: %s", problem.layer, words)
+
+
+def _tile_boundaries(plan: ShardPlan, most: int) -> list[int]:
+    """Numbers of tokens up to `most` at which a plan's measured configurations begin and end."""
+    return sorted({size for edge, _ in plan.tiles for size in (edge, edge + 1) if 1 <= size <= most})
+
+
+def _fits_registers(weights: PackedWeights, config: LaunchConfig) -> bool:
+    """Whether registers can hold what the configuration keeps there. A tile that spills takes minutes to compile."""
+    from ..kernels.weights import code_bits
+
+    bits = code_bits(weights.format)
+    for tile, columns in ((config.gate_up, weights.hidden), (config.down, weights.intermediate)):
+        thread_bytes = 4 * 32 * tile.num_warps
+        if tile.n_tiles > 1 and tile.bm * columns * 2 > _MAX_REGISTERS["h"] * thread_bytes:
+            return False
+        if (
+            tile.no_k_loop
+            and not tile.fused_topk
+            and tile.bn * columns * bits // 8 > _MAX_REGISTERS["weights"] * thread_bytes
+        ):
+            return False
+    return True
+
+
+class _LayerLaunches:
+    """The configurations that one layer runs and the memory that they need.
+
+    Args:
+        blank: the layer's weights on the meta device.
+        problem: the layer.
+        tuned: configurations measured for the layer.
+        quantize: activations pass through MXFP8.
+        max_tokens: most tokens of a call.
+        boundaries: numbers of tokens at which `tuned` changes.
+    """
+
+    def __init__(
+        self,
+        blank: PackedWeights,
+        problem: Problem,
+        tuned: ConfigTable,
+        quantize: bool,
+        max_tokens: int,
+        boundaries: list[int],
+    ) -> None:
+        from ..kernels.config import format_key, shape_key
+
+        self.blank, self.top_k, self.tuned, self.quantize = blank, problem.top_k, tuned, quantize
+        self._invariant = problem.batch_invariant
+        self._key = format_key(blank), shape_key(blank, problem.top_k)
+        # Tiles change with the number of tokens, so a workspace may shrink as tokens grow. vLLM asks once, for the most
+        # tokens; up to 1024, and where measured configurations change, every number of tokens counts. Beyond 1024 the
+        # shipped tables have the largest tiles only.
+        small = [self._layout(tokens) for tokens in range(1, min(max_tokens, 1024) + 1)]
+        self._bytes_up_to = list(itertools.accumulate((layout.nbytes for layout in small), max))
+        self._edges = [tokens for tokens in boundaries if tokens > 1024]
+        self._large = {
+            tokens: self._layout(tokens)
+            for tokens in (*(1 << power for power in range(10, max_tokens.bit_length() + 1)), *self._edges)
+        }
+        self.counters = max(layout.counters for layout in (*small, *self._large.values()))
+        """Elements of the layer's counters, for every number of tokens."""
+
+    def config(self, tokens: int) -> LaunchConfig | PrefillConfig:
+        """The configuration that a call with `tokens` tokens runs."""
+        from ..kernels.config import BATCH_INVARIANT_CONFIG, choose_config
+
+        if self._invariant:
+            return BATCH_INVARIANT_CONFIG
+        timed = _timed_config.get()
+        tuned = ((1 << 30, timed[1]),) if timed and timed[0] == self._key else self.tuned
+        return choose_config(self.blank, self.top_k, tokens, tuned=tuned, quantize=self.quantize)
+
+    def _layout(self, tokens: int) -> WorkspaceLayout:
+        from ..kernels.fused_moe import workspace_layout
+
+        return workspace_layout(self.blank, tokens, self.top_k, self.config(tokens), quantize=self.quantize)
+
+    def nbytes(self, tokens: int, top_k: int) -> int:
+        """Bytes of workspace for calls with up to `tokens` tokens."""
+        if tokens == 0:
+            return 0
+        below = self._bytes_up_to[min(tokens, len(self._bytes_up_to)) - 1]
+        between = (self._large[edge].nbytes for edge in self._edges if edge <= tokens)
+        return max(below, *between, self._layout(tokens).nbytes)
+
+
+class HopperBackend(Backend):
+    """Experts over `vllm_moe_oracle.kernels.fused_moe`; a subclass names the weight format and its limits."""
+
+    static_priority = 900.0  # after vLLM's own kernels: without measurements, the stock choice stands
+
+    def activations(self, problem: Problem) -> ActivationPrecision:
+        """The model's own dtype."""
+        return "16bit"
+
+    def weight_format(self, problem: Problem) -> str:
+        """The kernels' name of the layer's weight format."""
+        return problem.scheme.name if problem.scheme.name != "wna16" else f"int{problem.scheme.bits}"
+
+    def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
+        """The kernels' storage order; see `vllm_moe_oracle.kernels.weights.PackedMatrix` for shapes and dtypes."""
+        from ..kernels.weights import pack_expert
+
+        one = self._allocate(problem, 1, expert["w13"].device)
+        converted = {}
+        for name, matrix in (("w13", one.w13), ("w2", one.w2)):
+            pack_expert(
+                one, name, 0, expert[name], expert[f"{name}_scale"],
+                expert.get(f"{name}_zero_point"), expert.get(f"{name}_bias"),
+            )  # fmt: skip
+            converted[name] = matrix.codes[0]
+            parts = dict(zip(_MATRIX_PARTS, (matrix.scales, matrix.zeros, matrix.row_scale, matrix.bias), strict=True))
+            converted |= {f"{name}_{part}": tensor[0] for part, tensor in parts.items() if tensor is not None}
+        return converted
+
+    def _allocate(self, problem: Problem, experts: int, device: Any) -> PackedWeights:
+        import torch
+
+        from ..kernels.weights import allocate_weights
+
+        scheme = problem.scheme
+        return allocate_weights(
+            self.weight_format(problem),
+            experts,
+            problem.hidden_size,
+            problem.intermediate_size,
+            gated=problem.activation.gated,
+            group=max(loaded_group_size(problem), 0),
+            dtype=getattr(torch, problem.dtype),
+            zero_points=scheme.zero_points,
+            bias=problem.has_bias,
+            device=device,
+        )
+
+    def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
+        """Experts that run the kernels in vLLM's workspaces."""
+        import torch
+
+        from ..kernels.fused_moe import fused_moe
+
+        launches = self._launches(problem, plan, builder.max_tokens)
+        # Every call leaves the counters zero, so one buffer is enough. It is allocated outside of CUDA graphs.
+        counters = builder.register_buffer(
+            torch.zeros(launches.counters, dtype=torch.int32, device=tensors["w13"].device)
+        )
+        activation = problem.activation
+        later = self._warm_up(tensors, launches, problem, plan, builder)
+
+        def run(
+            out: Tensor,
+            x: Tensor,
+            topk_weights: Tensor,
+            topk_ids: Tensor,
+            expert_map: Tensor | None,
+            workspace: Tensor,
+        ) -> None:
+            weights = self._stored(tensors, launches.blank)
+            if later and x.shape[0] >= later[-1] and not torch.cuda.is_current_stream_capturing():
+                warm_up(weights, problem, later, tuned=launches.tuned, quantize=launches.quantize)
+                later.clear()
+            fused_moe(
+                x,
+                weights,
+                topk_weights,
+                topk_ids,
+                activation=activation.name,
+                alpha=activation.alpha,
+                beta=activation.beta,
+                limit=activation.limit,
+                workspace=workspace,
+                counters=counters,
+                out=out,
+                expert_map=expert_map,
+                quantize_activations=launches.quantize,
+                config=launches.config(x.shape[0]),
+            )
+
+        return builder.from_workspace_function(run, launches.nbytes)
+
+    def _launches(self, problem: Problem, plan: ShardPlan, max_tokens: int) -> _LayerLaunches:
+        """The layer's configurations: the plan's where they are usable, then the kernels' own choice."""
+        blank = self._allocate(problem, problem.local_experts, "meta")
+        quantize = self.activations(problem) == "mxfp8"
+        tuned = self._tuned(problem, plan, blank, quantize)
+        return _LayerLaunches(blank, problem, tuned, quantize, max_tokens, _tile_boundaries(plan, max_tokens))
+
+    def _tuned(self, problem: Problem, plan: ShardPlan, blank: PackedWeights, quantize: bool) -> ConfigTable:
+        """The plan's configurations as a table. One that the kernels cannot run is left out with a warning."""
+        from ..kernels.config import is_suitable, parse_config
+
+        rows: list[tuple[int, LaunchConfig | None]] = []
+        for tokens, tile in plan.tiles:
+            config = None
+            try:
+                config = parse_config(tile) if tile else None
+                if config and not is_suitable(blank, problem.top_k, config, quantize):
+                    raise ValueError(f"{config} does not fit {problem.hidden_size} x {problem.intermediate_size}")
+            except ValueError as error:
+                _warn_once(problem, f"a measured tile configuration is not used: {error}")
+                config = None
+            rows.append((tokens, config))
+        return tuple(rows)
+
+    def tiles(self, problem: Problem, tokens: int, most: int) -> tuple[str, ...]:
+        """See `Backend.tiles`. None for batch-invariant layers, which run one configuration for all numbers of tokens,
+        and none that needs more counters than the layer's own choice: a layer allocates its counters once."""
+        from ..kernels.config import candidate_configs
+        from ..kernels.fused_moe import workspace_layout
+
+        if problem.batch_invariant:
+            return ()
+        blank = self._allocate(problem, problem.local_experts, "meta")
+        quantize = self.activations(problem) == "mxfp8"
+        found = candidate_configs(blank, problem.top_k, tokens, 4 * most, quantize=quantize)
+
+        def counters(config: LaunchConfig | None) -> int:
+            return workspace_layout(blank, tokens, problem.top_k, config, quantize=quantize).counters
+
+        room = counters(None)
+        small = [each for each in found if _fits_registers(blank, each) and counters(each) <= room]
+        return tuple(json.dumps(each.to_json(), sort_keys=True) for each in small[:most])
+
+    @contextlib.contextmanager
+    def use_tile(self, problem: Problem, tile: str) -> Iterator[None]:
+        """While the context lasts, layers of the format and shape run the configuration. For timing only."""
+        from ..kernels.config import format_key, parse_config, shape_key
+
+        blank = self._allocate(problem, problem.local_experts, "meta")
+        token = _timed_config.set(((format_key(blank), shape_key(blank, problem.top_k)), parse_config(tile)))
+        try:
+            yield
+        finally:
+            _timed_config.reset(token)
+
+    def compile_keys(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:
+        """See `Backend.compile_keys`. Triton compiles a kernel for each tile and each format, activation and number of
+        choices. Of a layer's sizes it specializes on multiples of 16, and the kernels on whole steps."""
+        from ..kernels.config import BATCH_INVARIANT_CONFIG, LaunchConfig, choose_config, format_key, parse_config
+
+        blank = self._allocate(problem, problem.local_experts, "meta")
+        quantize = self.activations(problem) == "mxfp8"
+        if tile:
+            config: Any = parse_config(tile)
+        else:
+            own = None if problem.batch_invariant else choose_config(blank, problem.top_k, tokens, quantize=quantize)
+            config = own or BATCH_INVARIANT_CONFIG
+        matrices = {"w13": blank.w13, "w2": blank.w2}
+        numbers = [blank.hidden, blank.intermediate]
+        for matrix in matrices.values():
+            words = [each for each in (matrix.scales, matrix.zeros) if each is not None]
+            numbers += [*matrix.codes.shape[1:], *(each.stride(0) for each in words)]
+        activation = problem.activation
+        common = (
+            self.name, format_key(blank), problem.dtype, problem.scheme.zero_points, problem.has_bias, problem.top_k,
+            activation.name, activation.limit is None, problem.routing.weight_on_input, problem.parallel.ep > 1,
+            quantize, tuple((number % 16 == 0, number == 1) for number in numbers),
+        )  # fmt: skip
+        # The kernels that sort slots and sum over top-k are specialized on the numbers of slots and experts.
+        sorting = (config.gate_up.bm, config.per_slot) if isinstance(config, LaunchConfig) else str(config)
+        found: set[Hashable] = {(sorting, blank.experts, problem.top_k, problem.parallel.ep > 1, tokens)}
+        if not isinstance(config, LaunchConfig):
+            return frozenset({*found, (*common, str(config), blank.experts)})
+        for name, part in (("w13", config.gate_up), ("w2", config.down)):
+            columns, step = matrices[name].columns, part.bk * part.k_parts
+            whole = (columns % step == 0, columns if part.no_k_loop or part.n_tiles > 1 else None)
+            found.add((name, *common, config.per_slot, config.prefetch, config.fuse_sum, str(part), *whole))
+        return frozenset(found)
+
+    def _warm_up(
+        self, tensors: Tensors, launches: _LayerLaunches, problem: Problem, plan: ShardPlan, builder: Builder
+    ) -> list[int]:
+        """Compiles the kernels of calls with few tokens. Returns the numbers of tokens still to be compiled."""
+        if not (builder.for_serving and tensors["w13"].is_cuda):
+            return []
+        most = builder.max_tokens
+        counts = sorted({*token_counts(most), *_tile_boundaries(plan, most)})
+        needs = itertools.accumulate((launches.nbytes(count, problem.top_k) for count in counts), max)
+        few = sum(need <= MAX_LOADING_WORKSPACE for need in needs)
+        weights = self._stored(tensors, launches.blank)
+        warm_up(weights, problem, counts[:few], tuned=launches.tuned, quantize=launches.quantize)
+        return counts[few:]
+
+    def _stored(self, tensors: Tensors, blank: PackedWeights) -> PackedWeights:
+        import dataclasses
+
+        return dataclasses.replace(
+            blank, w13=self._matrix(tensors, "w13", blank.w13), w2=self._matrix(tensors, "w2", blank.w2)
+        )
+
+    def _matrix(self, tensors: Tensors, name: str, blank: PackedMatrix) -> PackedMatrix:
+        from ..kernels.weights import PackedMatrix
+
+        scales, zeros, row_scale, bias = (tensors.get(f"{name}_{part}") for part in _MATRIX_PARTS)
+        return PackedMatrix(blank.rows, blank.columns, tensors[name], scales, zeros, row_scale, bias)

@@ -1,0 +1,133 @@
+"""What the backends over this project's kernels for fp8 tensor cores share: storage, workspaces and the call."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+from ..core.decision import ShardPlan
+from ..core.problem import MX_BLOCK, ActivationPrecision, Problem
+from ._contract import Backend, Builder, Tensors
+from ._hopper import CAPABILITIES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..kernels.fp8_weights import Fp8Weights
+
+FP8_CAPABILITIES = dataclasses.replace(CAPABILITIES, groups=(MX_BLOCK,))
+"""What the kernels take in every weight format."""
+
+ACTIVATION_NUMERICS = "quantized to e4m3 with one scale per token, in both products ({} between them)"
+ACCUMULATION = "the tensor cores' float32, with the 14 bits that fp8 products are added with"
+
+
+class HopperFp8Backend(Backend):
+    """Experts over `vllm_moe_oracle.kernels.fp8_moe`; a subclass names the weight format, and what it loses.
+
+    For many tokens, where the matrix unit is the limit: it multiplies fp8 at twice the rate of bfloat16.
+    """
+
+    contiguous = True
+    static_priority = 910.0  # after vLLM's own kernels, and after kernels that do not quantize activations
+
+    def activations(self, problem: Problem) -> ActivationPrecision:
+        """e4m3 with one float32 scale a token: offered where the checkpoint declares it, or the user allows it."""
+        return "fp8_token"
+
+    def compile_keys(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:
+        """The same for all numbers of tokens and both weight formats: of a product's sizes Triton asks whether its rows
+        are whole tiles, of a row that is quantized the next power of two."""
+        activation = problem.activation
+        hidden, inner, has_map = problem.hidden_size, problem.intermediate_size, problem.parallel.ep > 1
+        product = ("hopper_fp8 product", problem.dtype, problem.has_bias)
+        rows = ("hopper_fp8 rows", problem.dtype, problem.local_experts, problem.top_k)
+        return frozenset({
+            (*product, activation.gated, activation.name, activation.limit is None,
+             inner * (1 + activation.gated) % 256 == 0),
+            (*product, hidden % 256 == 0),
+            (*rows, "x", (hidden - 1).bit_length()),
+            (*rows, "h", (inner - 1).bit_length()),
+            ("hopper_fp8 lists", problem.local_experts, has_map),
+            ("hopper_fp8 sum", problem.dtype, problem.top_k, has_map),
+        })  # fmt: skip
+
+    def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
+        """The kernels' storage order.
+
+        Returns:
+            ``w13`` e4m3 `[R, H]`, ``w2`` `[H, I]`, their scales float32 `[R]` and `[H]`, biases the same; R: 2 I, or I
+            of a layer that is not gated. A row that does not fit (`validate_weights`) may have NaN for a scale.
+        """
+        from ..kernels.fp8_weights import pack_fp8_expert
+
+        converted: dict[str, Tensor] = {}
+        for name in ("w13", "w2"):
+            codes, scale, bias = pack_fp8_expert(
+                name, expert[name], expert[f"{name}_scale"], expert.get(f"{name}_bias"), problem.activation.gated
+            )
+            converted |= {name: codes, f"{name}_scale": scale}
+            if bias is not None:
+                converted[f"{name}_bias"] = bias
+        return converted
+
+    def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
+        """Experts over the kernels, with vLLM's workspaces as their scratch memory."""
+        from ..kernels.fp8_moe import fused_moe_fp8, workspace_bytes
+
+        activation = problem.activation
+        if builder.for_serving and tensors["w13"].is_cuda:
+            warm_up(self._stored(tensors, problem), problem)
+
+        def nbytes(tokens: int, top_k: int) -> int:
+            return workspace_bytes(self._stored(tensors, problem), tokens, top_k) if tokens else 0
+
+        def run(
+            out: Tensor,
+            x: Tensor,
+            topk_weights: Tensor,
+            topk_ids: Tensor,
+            expert_map: Tensor | None,
+            workspace: Tensor,
+        ) -> None:
+            fused_moe_fp8(
+                x,
+                self._stored(tensors, problem),
+                topk_weights,
+                topk_ids,
+                activation=activation.name,
+                alpha=activation.alpha,
+                beta=activation.beta,
+                limit=activation.limit,
+                workspace=workspace,
+                out=out,
+                expert_map=expert_map,
+            )
+
+        return builder.from_workspace_function(run, nbytes)
+
+    def _stored(self, tensors: Tensors, problem: Problem) -> Fp8Weights:
+        import torch
+
+        from ..kernels.fp8_weights import Fp8Matrix, Fp8Weights
+
+        w13, w2 = (
+            Fp8Matrix(tensors[name], tensors[f"{name}_scale"], tensors.get(f"{name}_bias")) for name in ("w13", "w2")
+        )
+        return Fp8Weights(w13, w2, getattr(torch, problem.dtype), problem.activation.gated)
+
+
+def warm_up(weights: Fp8Weights, problem: Problem) -> None:
+    """Compiles the layer's kernels, or reads them from Triton's cache; every number of tokens runs the same ones."""
+    import torch
+
+    from ..kernels.fp8_moe import warmup
+
+    places = None
+    if problem.parallel.ep > 1:
+        places = torch.full((problem.num_experts,), -1, dtype=torch.int32, device=weights.w13.codes.device)
+        places[: problem.local_experts] = torch.arange(problem.local_experts, dtype=torch.int32)
+    warmup(
+        weights, problem.top_k, activation=problem.activation.name, limit=problem.activation.limit, expert_map=places
+    )

@@ -1,0 +1,24 @@
+"""This project's kernels for MXFP4 weights and 16-bit activations, on Hopper."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..core.decision import Numerics
+from ..core.problem import MX_BLOCK, Problem
+from ._hopper import CAPABILITIES, HopperBackend
+
+
+class HopperMxfp4(HopperBackend):
+    """Weights stay as they are in memory and become bfloat16 in registers; activations are left alone."""
+
+    name = "hopper_mxfp4"
+    schemes = ("mxfp4",)
+    capabilities = dataclasses.replace(CAPABILITIES, bits=(4,), groups=(MX_BLOCK,))
+
+    def numerics(self, problem: Problem) -> Numerics:
+        """Exact weights up to a row's spread of scales that bfloat16 can hold."""
+        return Numerics("converted exactly to bfloat16, scaled there", f"left in {problem.dtype}")
+
+
+BACKEND = HopperMxfp4()

@@ -1,0 +1,36 @@
+"""This project's kernels for MXFP8 weights and activations in MXFP8, exactly as such checkpoints declare, on Hopper."""
+
+from __future__ import annotations
+
+from ..core.decision import Numerics
+from ..core.problem import ActivationPrecision, Problem
+from ._hopper import HopperBackend
+from .hopper_mxfp8 import HopperMxfp8
+
+
+class HopperMxfp8W8A8(HopperBackend):
+    """The same products as `hopper_mxfp8` on activations that were rounded to MXFP8 and back.
+
+    Hopper's tensor cores know no scales per 32 columns, and exact promotion of each block's sum costs more than
+    bfloat16 products do: rounding to MXFP8 and multiplying in bfloat16 gives the same numbers sooner.
+    """
+
+    name = "hopper_mxfp8_w8a8"
+    schemes = HopperMxfp8.schemes
+    capabilities = HopperMxfp8.capabilities
+    static_priority = 910.0
+
+    def activations(self, problem: Problem) -> ActivationPrecision:
+        """MXFP8, computed from each token as it comes and from the activation's float32 values."""
+        return "mxfp8"
+
+    def tiles(self, problem: Problem, tokens: int, most: int) -> tuple[str, ...]:
+        """None: it is taken for its numbers, by name, and then with its own choice."""
+        return ()
+
+    def numerics(self, problem: Problem) -> Numerics:
+        """Exact weights; both products' inputs rounded to MXFP8."""
+        return Numerics("converted exactly to bfloat16, scaled there", "quantized to MXFP8 per token")
+
+
+BACKEND = HopperMxfp8W8A8()

@@ -1,0 +1,29 @@
+"""This project's kernels for integer weights, on Hopper."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..core.decision import Numerics
+from ..core.problem import Problem
+from ._hopper import CAPABILITIES, HopperBackend
+
+
+class HopperWna16(HopperBackend):
+    """Codes stay as they are in memory and become 16-bit floats in registers; activations are left alone."""
+
+    name = "hopper_wna16"
+    schemes = ("wna16",)
+    capabilities = dataclasses.replace(
+        CAPABILITIES, bits=(4, 8), groups=(-1, 32, 64, 128), zero_points=True, act_orders=("none", "static")
+    )
+
+    def numerics(self, problem: Problem) -> Numerics:
+        """Group scales multiply float32 sums where tiles allow it, else weights, which are then rounded once."""
+        scaled = "the sums scaled in float32, or the weights, rounded once" if problem.scheme.group_size != -1 else (
+            "the sums scaled in float32"
+        )  # fmt: skip
+        return Numerics(f"codes converted exactly to {problem.dtype}, {scaled}", f"left in {problem.dtype}")
+
+
+BACKEND = HopperWna16()

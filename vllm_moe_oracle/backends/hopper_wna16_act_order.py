@@ -1,0 +1,161 @@
+"""This project's kernels for integer weights whose input features are out of order (act order ``group``), on Hopper.
+
+The kernels want groups of neighbors. For the second product the order costs nothing: the rows of the first are stored
+in it. In the first, each expert has an order of its own: a token's features are gathered once for each of its choices,
+every choice is a token of its own with one expert, and what comes of a token's choices is added up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from ..core.capabilities import Rule
+from ..core.decision import Numerics, ShardPlan
+from ..core.problem import Problem
+from ..core.sharding import has_act_order, has_group_index
+from ._contract import Tensors, WorkspaceForward
+from .hopper_wna16 import HopperWna16
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ._contract import Builder
+
+MAX_GATHERED_FEATURES = 1 << 24
+"""Features that are gathered at a time: 32 MiB of them, and twice that for their places."""
+
+W13_ORDER = "w13_order"
+
+
+class HopperWna16ActOrder(HopperWna16):
+    """As `hopper_wna16`, after a gather of the inputs."""
+
+    name = "hopper_wna16_act_order"
+    capabilities = dataclasses.replace(HopperWna16.capabilities, act_orders=("group",), batch_invariant=False)
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "act_order.none",
+            lambda problem, device: not has_act_order(problem),
+            lambda problem, device: "gathers inputs by an order of features, which the layer has not",
+        ),
+        Rule(
+            "act_order.sharded",
+            lambda problem, device: has_group_index(problem),
+            lambda problem, device: (
+                f"needs whole groups: over {problem.parallel.tp} ranks, {problem.intermediate_size} of "
+                f"{problem.full_intermediate_size} features are of any group of {problem.scheme.group_size}"
+            ),
+            "expert parallelism, or a checkpoint that was quantized with static groups",
+        ),
+    )
+
+    def numerics(self, problem: Problem) -> Numerics:
+        """As `hopper_wna16`, with one rounding more."""
+        sums = f"float32; a token's choices rounded to {problem.dtype} before they are added"
+        return dataclasses.replace(super().numerics(problem), accumulate=sums)
+
+    def tiles(self, problem: Problem, tokens: int, most: int) -> tuple[str, ...]:
+        """None: the kernels' own choice for as many tokens as there are choices."""
+        return ()
+
+    def compile_keys(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:
+        """As `hopper_wna16`, for as many tokens as there are choices."""
+        return super().compile_keys(_per_slot_problem(problem), tokens * problem.top_k, tile)
+
+    def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
+        """As `hopper_wna16`, with the rows of ``w13`` in the order of ``w2``'s columns; ``w13_order`` stays: the input
+        feature of each column, int32 `[H]`."""
+        import torch
+
+        rows = expert["w2_order"].long()
+        if problem.activation.gated:
+            rows = torch.cat((rows, rows + problem.intermediate_size))
+        names = ("w13", "w13_scale", "w13_zero_point", "w13_bias")
+        moved = {name: expert[name].index_select(0, rows) for name in names if name in expert}
+        return super().convert({**expert, **moved}, _per_slot_problem(problem), plan) | {W13_ORDER: expert[W13_ORDER]}
+
+    def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
+        """Experts over the kernels, which see one expert a token."""
+        given = cast(
+            "Builder", _SlotBuilder(builder, tensors, problem)
+        )  # of a builder, the kernels use no more than it has
+        return super().build_experts(tensors, _per_slot_problem(problem), plan, given)
+
+
+def _per_slot_problem(problem: Problem) -> Problem:
+    """The layer as the kernels see it."""
+    return dataclasses.replace(problem, top_k=1, scheme=dataclasses.replace(problem.scheme, act_order="none"))
+
+
+class _SlotBuilder:
+    """A builder whose functions are given choices, where vLLM gives tokens."""
+
+    def __init__(self, builder: Builder, tensors: Tensors, problem: Problem) -> None:
+        self._builder, self._tensors, self._top_k = builder, tensors, problem.top_k
+        self.most = max(1, MAX_GATHERED_FEATURES // (problem.top_k * problem.hidden_size))
+        """Tokens at a time."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most choices that a call of the kernels has."""
+        return min(self._builder.max_tokens, self.most) * self._top_k
+
+    @property
+    def for_serving(self) -> bool:
+        """See `Builder`."""
+        return self._builder.for_serving
+
+    def register_buffer(self, tensor: Tensor) -> Tensor:
+        """See `Builder`."""
+        return self._builder.register_buffer(tensor)
+
+    def from_workspace_function(self, forward: WorkspaceForward, nbytes: Callable[[int, int], int]) -> Any:
+        """See `Builder`; the function is called with choices, `most` tokens' at a time."""
+        import torch
+
+        order, most = self._tensors[W13_ORDER], self.most
+
+        def run(
+            out: Tensor,
+            x: Tensor,
+            topk_weights: Tensor,
+            topk_ids: Tensor,
+            expert_map: Tensor | None,
+            workspace: Tensor,
+        ) -> None:
+            for first in range(0, x.shape[0], most):
+                part = slice(first, first + most)
+                ids = topk_ids[part].reshape(-1, 1)
+                choices = gather_inputs(x[part], ids.flatten(), expert_map, order)
+                found = choices.new_empty(choices.shape)
+                forward(found, choices, topk_weights[part].reshape(-1, 1), ids, expert_map, workspace)
+                out[part].copy_(found.view(-1, topk_ids.shape[1], x.shape[1]).sum(1, dtype=torch.float32))
+
+        return self._builder.from_workspace_function(run, lambda tokens, top_k: nbytes(min(tokens, most) * top_k, 1))
+
+
+def gather_inputs(x: Tensor, ids: Tensor, expert_map: Tensor | None, order: Tensor) -> Tensor:
+    """A token's features for each of its choices, in the order of the chosen expert's columns.
+
+    Args:
+        x: `[M, H]`.
+        ids: `[M * top_k]`: experts of a token one after the other; -1 for none.
+        expert_map: local slot of each expert, -1 for one that is elsewhere; None when ids are slots.
+        order: int32 `[E, H]`: the feature of each column.
+
+    Returns:
+        `[M * top_k, H]`; a row's content is undefined if its expert is not on this rank.
+    """
+    import torch
+
+    count, hidden = x.shape
+    slots = ids if expert_map is None else expert_map.index_select(0, ids.clamp(min=0))
+    places = order.index_select(0, slots.clamp(min=0)).view(count, -1, hidden)
+    rows = torch.arange(count, dtype=torch.int32, device=x.device) * hidden
+    places = places + rows[:, None, None]
+    return x.flatten().index_select(0, places.flatten()).view(-1, hidden)
+
+
+BACKEND = HopperWna16ActOrder()

@@ -1,0 +1,183 @@
+"""Which layers of a model have experts, and what these are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..errors import CheckpointError
+from ..quantization.types import GATED_PROJECTIONS, NUMBERED_PROJECTION_MODELS, UNGATED_PROJECTIONS, LayerNames
+from ..releases.expert_names import projection_names
+from .files import CheckpointFiles
+from .model_fields import MAX_LAYERS, NUM_EXPERTS_FIELDS, NUM_LAYERS_FIELDS, UNGATED_MODELS, model_type, read_integer
+
+# Where vLLM keeps the experts inside a decoder layer; "mlp" unless listed, "" for the layer itself. MiniMax-M2's
+# attribute is called block_sparse_moe, but the name that vLLM gives its experts says mlp.
+_MOE_BLOCKS = {
+    "deepseek_v4": "ffn",
+    "deepseek_v41": "ffn",
+    "gemma4_text": "",
+    "granitemoe": "block_sparse_moe",
+    "granitemoehybrid": "block_sparse_moe",
+    "granitemoeshared": "block_sparse_moe",
+    "minimax_m3": "block_sparse_moe",
+    "minimax_m3_text": "block_sparse_moe",
+    "mixtral": "block_sparse_moe",
+    "phimoe": "block_sparse_moe",
+    "jamba": "feed_forward",
+    "kimi_linear": "block_sparse_moe",
+    "lfm2_moe": "feed_forward",
+    "llama4": "feed_forward",
+    "llama4_text": "feed_forward",
+    "nemotron_h": "mixer",
+    "nemotron_h_puzzle": "mixer",
+    "step3_text": "moe",
+    "step3p5": "moe",
+}
+_CHECKPOINT_BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "mixer", "moe")
+
+# Models whose modules for multi-token prediction are decoder layers like the others, after the last of them.
+MTP_MODELS = frozenset({"deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe"})
+MTP_COUNT_FIELDS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
+
+
+_DENSE_MODEL_REMEDY = "Only experts are decided here; of all other layers vLLM chooses the kernels itself"
+
+
+def moe_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[int, LayerNames]:
+    """Names of the layers that have experts, by index, for a release of vLLM; None for the newest."""
+    model, where = config.model, str(config.path)
+    if isinstance(model.get("block_configs"), list):
+        rule = "block_configs gives every layer a shape of its own, which this release does not read"
+        raise CheckpointError(rule, where=where)
+    parts = model.get("ffn_config")
+    if isinstance(parts, Mapping) and parts.get("moe_num_experts"):  # DBRX's
+        rule = "ffn_config describes its experts, which this release does not read"
+        raise CheckpointError(rule, "vLLM's loader of DBRX takes experts in 16 bits or FP8", where)
+    pattern = model.get("hybrid_override_pattern")
+    total = len(pattern) if isinstance(pattern, str) else read_integer(model, NUM_LAYERS_FIELDS, where, MAX_LAYERS)
+    if total > MAX_LAYERS:
+        raise CheckpointError(f"hybrid_override_pattern has {total} layers, more than {MAX_LAYERS}", where=where)
+    if all(not model.get(name) for name in NUM_EXPERTS_FIELDS) and any(
+        model.get(name) == 0 for name in NUM_EXPERTS_FIELDS
+    ):
+        name = next(name for name in NUM_EXPERTS_FIELDS if model.get(name) == 0)
+        raise CheckpointError(f"it has no MoE layers: {name} is 0", _DENSE_MODEL_REMEDY, where)
+    if not any(model.get(name) for name in NUM_EXPERTS_FIELDS):
+        raise CheckpointError(
+            f"it has no MoE layers: none of {', '.join(NUM_EXPERTS_FIELDS)} is set", _DENSE_MODEL_REMEDY, where
+        )
+    indices = [index for index in range(total) if _is_moe_layer(model, index, where)]
+    if not indices:
+        rule = f"it has no MoE layers: by its config, none of the {total} layers has experts"
+        raise CheckpointError(rule, _DENSE_MODEL_REMEDY, where)
+    return {index: _layer_names(config, index, vllm) for index in indices}
+
+
+def mtp_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[int, LayerNames]:
+    """The same for the layers of modules for multi-token prediction."""
+    model, where = config.model, str(config.path)
+    if model_type(config) not in MTP_MODELS or not model.get(MTP_COUNT_FIELDS[0]):
+        return {}
+    count, total = (
+        read_integer(model, names, where, MAX_LAYERS) for names in (MTP_COUNT_FIELDS[:1], NUM_LAYERS_FIELDS)
+    )
+    indices = [index for index in range(total, total + count) if _is_moe_layer(model, index, where, beyond=True)]
+    return {index: _layer_names(config, index, vllm) for index in indices}
+
+
+def _is_moe_layer(model: Mapping[str, Any], index: int, where: str, beyond: bool = False) -> bool:
+    """Whether a layer has experts.
+
+    Args:
+        model: the config of the language model.
+        index: the layer's index.
+        where: the file, for messages.
+        beyond: the layer comes after the decoder layers, for multi-token prediction. Lists of layers that end before
+            it do not apply, as in vLLM's classes.
+    """
+    listed = _listed_as_moe(model, index, beyond)
+    return _has_experts_by_interval(model, index, where) if listed is None else listed
+
+
+def _listed_as_moe(model: Mapping[str, Any], index: int, beyond: bool) -> bool | None:
+    """What the first field that lists the layers says; None where no field lists them."""
+    for field, words in (
+        ("hybrid_override_pattern", ("E",)),
+        ("mlp_layer_types", ("sparse", "moe")),
+        ("is_moe_layer", (True, 1)),
+    ):
+        kinds = model.get(field)
+        if isinstance(kinds, list | str) and kinds and not (beyond and index >= len(kinds)):
+            return index < len(kinds) and kinds[index] in words
+    kinds = model.get("layers_block_type")
+    if isinstance(kinds, list) and "moe" in kinds:
+        return index < len(kinds) and kinds[index] == "moe"
+    enumerated = model.get("moe_layers_enum")
+    if isinstance(enumerated, str):
+        return str(index) in {part.strip() for part in enumerated.split(",")}
+    frequency = model.get("moe_layer_freq")
+    if isinstance(frequency, list) and not (beyond and index >= len(frequency)):
+        return index < len(frequency) and frequency[index] not in (0, False, None)
+    return None
+
+
+def _has_experts_by_interval(model: Mapping[str, Any], index: int, where: str) -> bool:
+    """Whether every range and every interval that the config states includes the layer."""
+
+    def number(field: str) -> int | None:
+        if model.get(field) is None:
+            return None
+        return read_integer(model, (field,), where, MAX_LAYERS, least=0)
+
+    first = number("first_k_dense_replace") or number("num_dense_layers") or number("moe_layer_start_index") or 0
+    last = number("moe_layer_end_index")
+    if index < first or (last is not None and index > last):
+        return False
+    dense_layers = model.get("mlp_only_layers")
+    if isinstance(dense_layers, list) and index in dense_layers:
+        return False
+    step = None if isinstance(model.get("moe_layer_freq"), list) else number("moe_layer_freq")
+    if step is not None and (step == 0 or index % step):
+        return False
+    for field in ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"):
+        step = number(field)
+        if step is not None and (step == 0 or (index + 1) % step):
+            return False
+    period = number("expert_layer_period")
+    return not period or index % period == (number("expert_layer_offset") or 0)
+
+
+def _layer_names(config: CheckpointFiles, index: int, vllm: str | None) -> LayerNames:
+    """vLLM's name of a layer's experts, then those under which checkpoints may speak of them."""
+    kind = model_type(config)
+    block = _MOE_BLOCKS.get(kind, "mlp")
+    root = "language_model.model" if config.has_text_config else "model"
+    roots = ["model.language_model", "language_model", "model"] if config.has_text_config else ["backbone"]
+    inside = f"{index}.{block}.experts" if block else f"{index}.experts"
+    modules = [f"{place}.layers.{inside}" for place in (root, *roots)]
+    modules += [f"{root}.layers.{index}.{other}.experts" for other in _CHECKPOINT_BLOCKS if other != block]
+    projections = UNGATED_PROJECTIONS if kind in UNGATED_MODELS else GATED_PROJECTIONS
+    return LayerNames(
+        tuple(modules), projections, projections[kind in NUMBERED_PROJECTION_MODELS], projection_names(kind, vllm)
+    )
+
+
+def compact_layer_names(names: Iterable[str]) -> str:
+    """Names of layers as ranges: ``model.layers.0-2,5.mlp.experts``; names that differ elsewhere are listed apart."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for name in names:
+        before, _, rest = name.partition(".layers.")
+        number, _, after = rest.partition(".")
+        groups.setdefault((before, after), []).append(int(number))
+    return ", ".join(f"{before}.layers.{_index_ranges(found)}.{after}" for (before, after), found in groups.items())
+
+
+def _index_ranges(numbers: list[int]) -> str:
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)

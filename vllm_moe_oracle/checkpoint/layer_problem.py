@@ -1,0 +1,298 @@
+"""One layer of a model as a problem."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..core import activations
+from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Activation, Parallel, Problem, Routing, Scheme
+from ..core.sharding import shard_by_blocks, shard_by_scale_groups
+from ..errors import CheckpointError
+from ..quantization.fields import short_repr
+from ..quantization.gpt_oss import reject_compressed_tensors
+from ..releases.expert_names import min_expert_width
+from .files import CheckpointFiles
+from .model_fields import (
+    MAX_EXPERTS,
+    MAX_FEATURES,
+    NUM_EXPERTS_FIELDS,
+    UNGATED_MODELS,
+    model_type,
+    read_count,
+    read_float,
+    read_integer,
+)
+
+TOP_K_FIELDS = (
+    "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k", "top_k",
+)  # fmt: skip
+INTERMEDIATE_SIZE_FIELDS = (
+    "moe_intermediate_size",
+    "expert_intermediate_size",
+    "moe_ffn_hidden_size",
+    "intermediate_size",
+)
+HIDDEN_SIZE_FIELDS = ("moe_latent_size", "routed_expert_hidden_size", "hidden_size", "n_embd", "d_model")
+ACTIVATION_FIELDS = ("mlp_hidden_act", "hidden_act", "hidden_activation")
+
+# Routers that score by sigmoid whatever the config says, routers with a bias for choosing, routers that always or never
+# renormalize, and routers with one group of experts: these models' code decides it, no field does.
+_SIGMOID_MODELS = frozenset(
+    {"nemotron_h", "nemotron_h_puzzle", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "mimo_v2", "mimo_v2_flash",
+     "lfm2_moe", "exaone_moe", "hy_v3", "laguna", "llama4", "llama4_text"}
+)  # fmt: skip
+_CORRECTION_BIAS_MODELS = frozenset(
+    {"nemotron_h", "nemotron_h_puzzle", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "mimo_v2", "mimo_v2_flash",
+     "exaone_moe", "ernie4_5_moe", "afmoe", "step3p5"}
+)  # fmt: skip
+_RENORMALIZING_MODELS = frozenset(
+    {"mixtral", "gpt_oss", "minimax_m2", "minimax_m3", "minimax_m3_text", "ernie4_5_moe", "laguna", "gemma4_text"}
+)
+_NON_RENORMALIZING_MODELS = frozenset({"jamba", "phimoe"})
+_SINGLE_GROUP_MODELS = frozenset({"lfm2_moe"})
+_SQRTSOFTPLUS_MODELS = frozenset({"deepseek_v4", "deepseek_v41"})
+_CUSTOM_ROUTING = {"llama4": "llama4", "llama4_text": "llama4", "gemma4_text": "custom"}
+
+_RENORMALIZE_FIELDS = ("norm_topk_prob", "route_norm", "moe_renormalize", "norm_expert_weight")
+_CORRECTION_BIAS_FIELDS = ("use_routing_bias", "moe_router_enable_expert_bias", "use_expert_bias")
+_DTYPES = frozenset({"bfloat16", "float16", "float32"})
+
+
+def layer_problem(
+    config: CheckpointFiles,
+    index: int,
+    name: str,
+    scheme: Scheme,
+    tp: int,
+    expert_parallel: bool,
+    ragged_shards: bool,
+    vllm: str | None = None,
+) -> Problem:
+    """A layer as one rank sees it.
+
+    Args:
+        config: the checkpoint's.
+        index: the layer's.
+        name: the layer's.
+        scheme: what its experts are stored as.
+        tp: ranks.
+        expert_parallel: they hold different experts.
+        ragged_shards: the setting `ragged_shards`.
+        vllm: the release of vLLM; None for the newest.
+
+    Raises:
+        CheckpointError: a field that is missing or has a value that it cannot have, or ranks that cannot share it.
+    """
+    model, where = config.model, str(config.path)
+    if scheme.packing == "gpt_oss" and model_type(config) != "gpt_oss":
+        scheme = replace(scheme, packing="mxfp4")
+    if model_type(config) == EVEN_SPLIT_MODEL_TYPE:
+        reject_compressed_tensors(scheme, f"{where}, quantization_config, {name}")
+    experts = read_integer(model, NUM_EXPERTS_FIELDS, where, MAX_EXPERTS, index)
+    width = read_integer(model, INTERMEDIATE_SIZE_FIELDS, where, MAX_FEATURES, index)
+    # Experts of Nemotron-3-Super and Kimi-K3 work in a latent space that is smaller than the hidden state.
+    hidden = read_integer(model, HIDDEN_SIZE_FIELDS, where, MAX_FEATURES)
+    heads = model.get("num_attention_heads")
+    heads = heads if isinstance(heads, int) and heads > 0 else 0
+    others = [model.get(name) for name in _SHARDED_WIDTH_FIELDS]
+    sizes = [size for size in others if isinstance(size, int) and size > 0]
+    key_heads = model.get("num_key_value_heads")
+    key_heads = key_heads if isinstance(key_heads, int) and key_heads > 0 else 0
+    _check_shardable(
+        where, tp, expert_parallel, experts, width, heads, _min_shard_width(config, vllm), key_heads, sizes
+    )
+    # The fullest rank: vLLM gives the first ranks one expert more where the split is uneven.
+    local = -(-experts // tp) if expert_parallel else experts
+    parallel = Parallel(ep=tp) if expert_parallel else Parallel(tp=tp)
+    try:
+        problem = Problem(
+            layer=name,
+            scheme=scheme,
+            num_experts=experts,
+            local_experts=local,
+            top_k=read_integer(model, TOP_K_FIELDS, where, MAX_EXPERTS, index),
+            hidden_size=hidden,
+            intermediate_size=width // parallel.tp,
+            activation=_activation(config, index),
+            has_bias=model_type(config) == "gpt_oss" or config.expert_biases,
+            dtype=model_dtype(config)[0],
+            routing=_routing(config, index),
+            parallel=parallel,
+            even_expert_split=model_type(config) == EVEN_SPLIT_MODEL_TYPE,
+        )
+        if scheme.name == "wna16":  # as the methods do: rows that alternate are put apart when they are loaded
+            problem = replace(problem, activation=replace(problem.activation, interleaved=False))
+            return shard_by_scale_groups(problem) if ragged_shards else problem
+        # As the method does: gpt-oss's loader cuts between blocks.
+        cut = scheme.name == "mxfp4" and problem.activation.interleaved
+        return shard_by_blocks(problem) if cut else problem
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(str(error), where=where) from error
+
+
+_SHARDED_WIDTH_FIELDS = ("intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+"""Widths of layers that vLLM cuts over ranks beside the experts, some of which not every model has."""
+
+
+def _min_shard_width(config: CheckpointFiles, vllm: str | None) -> int:
+    """Columns of an expert on one rank below which vLLM fills experts up with zeros; 0 where it does not."""
+    name = "min_moe_intermediate_per_partition"
+    least = min_expert_width(model_type(config), vllm)
+    if not least or config.model.get(name) is None:
+        return least
+    return read_integer(config.model, (name,), str(config.path), MAX_FEATURES, least=0)
+
+
+def _check_shardable(
+    where: str,
+    tp: int,
+    expert_parallel: bool,
+    experts: int,
+    width: int,
+    heads: int,
+    least: int = 0,
+    key_heads: int = 0,
+    others: Sequence[int] = (),
+) -> None:
+    """Refuses ranks that a layer cannot be spread over.
+
+    vLLM's `verify_with_parallel_config` wants whole attention heads on every rank, with expert parallelism too.
+
+    Args:
+        where: the file, for messages.
+        tp: tensor-parallel ranks.
+        expert_parallel: they hold different experts.
+        experts: experts of the layer.
+        width: features between the two products.
+        heads: attention heads of the model; 0 when unknown.
+        least: features between the two products on one rank below which vLLM fills experts up with zeros.
+        key_heads: heads of keys and values, which a remedy cuts or copies evenly; 0 when unknown.
+        others: widths of other layers, which a remedy cuts evenly.
+    """
+    if expert_parallel and tp > experts:
+        rule = f"expert parallelism over {tp} ranks leaves ranks without one of the {experts} experts"
+        raise CheckpointError(rule, where=where)
+
+    def fits(size: int) -> bool:
+        if expert_parallel:
+            return not heads % size and size <= experts
+        return not heads % size and not width % size and (size == 1 or width // size >= least)
+
+    def serves(size: int) -> bool:
+        copied = not key_heads or not key_heads % size or not size % key_heads
+        # Shared experts, as wide as one or several routed ones, are cut with expert parallelism too.
+        return fits(size) and copied and not any(other % size for other in (width, *others))
+
+    if fits(tp):
+        return
+    remedy = f"TP {next(size for size in range(tp - 1, 0, -1) if serves(size))}"
+    if heads % tp:
+        rule = f"vLLM refuses {tp} ranks, which do not divide the {heads} attention heads ({heads} mod {tp} = "
+        raise CheckpointError(f"{rule}{heads % tp})", f"{remedy} would do", where)
+    if not width % tp:
+        rule = f"vLLM fills experts of fewer than {least} columns a rank up with zeros ({width} over {tp} ranks: "
+        also = ", or cut by experts with --ep" if tp <= experts else ""
+        raise CheckpointError(f"{rule}{width // tp}), which the loaders here refuse", f"{remedy} would do{also}", where)
+    rule = f"tensor parallelism over {tp} ranks does not divide the experts' intermediate size {width}"
+    by_experts = ", or cut by experts with --ep" if tp <= experts else ""
+    raise CheckpointError(f"{rule} ({width} mod {tp} = {width % tp})", f"{remedy} divides it{by_experts}", where)
+
+
+def _activation(config: CheckpointFiles, index: int) -> Activation:
+    model, where, kind = config.model, str(config.path), model_type(config)
+    word = next((model[name] for name in ACTIVATION_FIELDS if model.get(name) is not None), "silu")
+    if not isinstance(word, str):
+        raise CheckpointError(f"the activation is {short_repr(word)}, not a name", where=where)
+    if not re.fullmatch("[a-z0-9_]+", word.strip().lower()):
+        raise CheckpointError(f"the activation {short_repr(word)!a} is not a name", where=where)
+    name = activations.canonical_name(word)
+    alpha, beta, limit = (
+        read_float(model, (f"swiglu_{part}", f"swiglu_{part}s", f"expert_swiglu_{part}_list"), where, index)
+        for part in ("alpha", "beta", "limit")
+    )
+    if kind in UNGATED_MODELS:
+        return Activation(name, gated=False)
+    if name == "situ":
+        fields = activations.ACTIVATIONS[name].config_fields
+        alpha, beta = (read_float(model, (fields[part],), where, index) for part in ("alpha", "beta"))
+        return Activation(name, alpha=alpha, beta=beta if beta and beta > 0 else None)
+    from_code = activations.name_for_model_type(kind)
+    if from_code == "swiglustep" and limit:
+        return Activation(from_code, limit=limit)
+    if "swigluoai" in (from_code, name):
+        stated = Activation("swigluoai", alpha=alpha, beta=beta, limit=limit, interleaved=kind == "gpt_oss")
+        return activations.with_defaults(stated)
+    # A limit of zero switches the clamp of a layer off (Step-3.5).
+    return Activation(name, alpha=alpha, beta=beta, limit=limit or None)
+
+
+def _routing(config: CheckpointFiles, index: int) -> Routing:
+    model, where, kind = config.model, str(config.path), model_type(config)
+    fields = ("scoring_func", "score_func", "score_function", "moe_router_activation", "moe_router_activation_func")
+    word = next((model[name] for name in fields if isinstance(model.get(name), str)), "")
+    word = word or ("sqrtsoftplus" if kind in _SQRTSOFTPLUS_MODELS else "softmax")
+    if not re.fullmatch("[A-Za-z0-9_-]+", word):
+        raise CheckpointError(f"the scoring function {short_repr(word)!a} is not a name", where=where)
+    scoring = "sigmoid" if kind in _SIGMOID_MODELS else word.lower()
+    renormalized = next(
+        (model[name] for name in _RENORMALIZE_FIELDS if model.get(name) is not None),
+        True,
+    )
+    never = kind in _NON_RENORMALIZING_MODELS or kind.startswith("llama4")
+    renormalize = (kind in _RENORMALIZING_MODELS or renormalized is not False) and not never
+    corrected = (
+        kind in _CORRECTION_BIAS_MODELS
+        or model.get("topk_method") == "noaux_tc"
+        or any(model.get(name) is True for name in _CORRECTION_BIAS_FIELDS)
+    )
+    grouped = "n_group" if model.get("use_grouped_topk") is not True else "num_expert_group"  # as Kimi's are called
+    groups = 1 if kind in _SINGLE_GROUP_MODELS else read_count(model, grouped, where)
+    chosen = 1 if kind in _SINGLE_GROUP_MODELS else read_count(model, "topk_group", where)
+    hashed = index < (read_count(model, "num_hash_layers", where) or 0)
+    return Routing(
+        method=_routing_method(kind, scoring, renormalize, groups, corrected),
+        scoring=scoring,
+        renormalize=renormalize,
+        num_groups=groups,
+        top_k_groups=chosen if groups else None,
+        # Experts from a table are not chosen by score.
+        correction_bias=corrected and not hashed,
+        weight_on_input=kind.startswith("llama4"),
+        hashed=hashed,
+    )
+
+
+def _routing_method(kind: str, scoring: str, renormalize: bool, groups: int | None, corrected: bool) -> str:
+    """vLLM's name for the routing, lower case."""
+    if kind in _CUSTOM_ROUTING:
+        return _CUSTOM_ROUTING[kind]
+    if scoring == "sqrtsoftplus":
+        return "deepseekv4" if renormalize else "unspecified"
+    if corrected:
+        if scoring != "sigmoid" or not renormalize:
+            return "unspecified"
+        return "deepseekv3" if groups else "minimax2"
+    plain = {
+        ("sigmoid", True): "sigmoidrenorm",
+        ("sigmoid", False): "sigmoid",
+        ("softmax", True): "renormalizenaive",
+        ("softmax", False): "default",
+    }
+    return plain.get((scoring, renormalize), "unspecified")
+
+
+def model_dtype(config: CheckpointFiles) -> tuple[str, str]:
+    """The dtype that vLLM serves the model in by default, and a note where that is not the checkpoint's."""
+    parts = (config.top, config.model)
+    found = next((part[name] for part in parts for name in ("dtype", "torch_dtype") if part.get(name)), None)
+    word = str(found).removeprefix("torch.")
+    if found is None or word == "float32":
+        said = "names no dtype" if found is None else "says float32"
+        return "bfloat16", f"the config {said}: taken as bfloat16, as vLLM does on its own"
+    if word not in _DTYPES:
+        raise CheckpointError(f"unknown dtype {short_repr(found)}", where=str(config.path))
+    return word, ""

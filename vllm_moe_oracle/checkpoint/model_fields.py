@@ -1,0 +1,70 @@
+"""Fields of a model's config, checked. Models spell the same thing differently: each reader takes a family of names.
+``where`` is the file, for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import CheckpointError
+from ..quantization.fields import short_repr
+from .files import CheckpointFiles
+
+NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+NUM_LAYERS_FIELDS = ("num_hidden_layers", "n_layers", "num_layers")
+
+# Largest values that are taken for a description of a model and not for a damaged or hostile file.
+MAX_LAYERS = 4096
+MAX_EXPERTS = 1 << 16
+MAX_FEATURES = 1 << 24
+MAX_RANKS = 1 << 16
+
+UNGATED_MODELS = frozenset({"nemotron_h", "nemotron_h_puzzle"})
+"""Models whose experts have no gate: their code decides it, no field does."""
+
+
+def model_type(config: CheckpointFiles) -> str:
+    """The kind of the language model; "" where nothing says so."""
+    return str(config.model.get("model_type") or config.top.get("model_type") or "")
+
+
+def _first_set(model: Mapping[str, Any], names: tuple[str, ...], index: int | None) -> tuple[str, Any]:
+    """The first field that is set; of one that lists a value for each layer, the layer's."""
+    name = next((name for name in names if model.get(name) is not None), "")
+    value = model.get(name)
+    if isinstance(value, list) and index is not None:
+        value = value[index] if index < len(value) else None
+    return name, value
+
+
+def read_integer(
+    model: Mapping[str, Any], names: tuple[str, ...], where: str, most: int, index: int | None = None, least: int = 1
+) -> int:
+    """A whole number from `least` to `most`; of a list, the one of the layer `index`.
+
+    Raises:
+        CheckpointError: none of the fields is set, or the first that is has another value.
+    """
+    name, value = _first_set(model, names, index)
+    if not name:
+        raise CheckpointError(f"none of {', '.join(names)} is set", where=where)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CheckpointError(f"{name} is {short_repr(value)}, not an integer", where=where)
+    if not least <= value <= most:
+        raise CheckpointError(f"{name} is {short_repr(value)}, not between {least} and {most}", where=where)
+    return value
+
+
+def read_count(model: Mapping[str, Any], name: str, where: str) -> int | None:
+    """How many there are; None where the field is zero or not set."""
+    return read_integer(model, (name,), where, MAX_EXPERTS, least=0) or None if model.get(name) is not None else None
+
+
+def read_float(model: Mapping[str, Any], names: tuple[str, ...], where: str, index: int) -> float | None:
+    """A finite number; None where no field is set."""
+    name, value = _first_set(model, names, index)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+        raise CheckpointError(f"{name} is {short_repr(value)}, not a number", where=where)
+    return float(value)

@@ -1,0 +1,186 @@
+"""Shared by `tune` and `bench`: the layers that arguments name, checks of options and machine, a progress bar."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..core.problem import Device, Problem
+    from ..settings import Settings
+
+
+def resolve_problems(models: Sequence[str], tp: int, ep: bool) -> list[Problem]:
+    """The layers that arguments name: by a checkpoint's folder or config.json, ``SCHEME:SHAPE[@tpN]``, or a shape's
+    name in all formats in which it is served.
+
+    Raises:
+        OracleError: an argument is unknown.
+    """
+    from .. import checkpoint
+    from ..devices.detect import installed_packages
+    from ..errors import MeasurementError
+    from ..measurements import model_shapes
+
+    if tp < 1:
+        raise MeasurementError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")
+    found: list[Problem] = []
+    for word in models:
+        if not word.strip():
+            raise MeasurementError(
+                "an empty word names no layer", "Give a checkpoint's folder, or SCHEME:SHAPE", "MODEL"
+            )
+        # Not Path's: it raises where a name is too long for a file.
+        if os.path.exists(word) or "/" in word or word.endswith(".json"):
+            read = checkpoint.read_checkpoint(Path(word))
+            found += checkpoint.find_moe_layers(read, tp, ep, vllm=installed_packages().get("vllm")).problems
+            continue
+        if ep:
+            rule = f"{word!r} names a layer whose experts are all on one rank"
+            raise MeasurementError(rule, "Give the model's config.json, whose experts can be spread over ranks", "--ep")
+        if ":" in word:
+            if "@" in word and tp != 1 and not word.endswith(f"@tp{tp}"):
+                raise MeasurementError(f"{tp} ranks, and {word!r} names others", "Leave one of them out", "--tp")
+            found.append(model_shapes.parse(word if "@" in word or tp == 1 else f"{word}@tp{tp}"))
+        elif word in model_shapes.names():
+            found += _served_formats(word, tp)
+        else:
+            rule = f"{word!r} is neither a checkpoint's folder nor a config.json nor the name of a layer"
+            raise MeasurementError(rule, f"Names are SCHEME:SHAPE, with SHAPE one of {', '.join(model_shapes.names())}")
+    if not found:
+        raise MeasurementError("there are no layers to measure")
+    return found
+
+
+def _served_formats(shape: str, tp: int) -> list[Problem]:
+    """The layers of a shape in the formats in which it is served; with 1 rank, at every number of ranks.
+
+    Raises:
+        MeasurementError: it is not served at that number of ranks.
+    """
+    from ..errors import MeasurementError
+    from ..measurements import model_shapes
+
+    known = [each for each in model_shapes.served_problems() if each.layer.split(":")[1].split("@")[0] == shape]
+    found = [each for each in known if tp in (1, each.parallel.tp)]
+    if not found:
+        sizes = ", ".join(map(str, sorted({each.parallel.tp for each in known})))
+        rule = f"{shape} is in the list of served layers at {sizes} ranks, not at {tp}"
+        raise MeasurementError(rule, f"Name a format: SCHEME:{shape}@tp{tp}", "--tp")
+    return found
+
+
+def apply_settings(problem: Problem, settings: Settings) -> Problem:
+    """The layer with activations as the settings want them, and invariant where ``VLLM_BATCH_INVARIANT`` asks for it.
+
+    Raises:
+        SettingError: that variable is not an integer.
+    """
+    from ..settings import batch_invariant
+
+    if batch_invariant():
+        problem = dataclasses.replace(problem, batch_invariant=True)
+    return with_activations(problem, settings)
+
+
+def with_activations(problem: Problem, settings: Settings) -> Problem:
+    """The layer with the activation precision of the settings."""
+    if settings.activations == "checkpoint":
+        return problem
+    return dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activations=settings.activations))
+
+
+def require_gpu() -> Device:
+    """This machine, which must be able to measure.
+
+    Raises:
+        MeasurementError: it has no NVIDIA GPU, or no vLLM.
+    """
+    from ..devices import detect
+    from ..errors import MeasurementError
+
+    here = detect.detect()
+    if here.kind != "cuda":
+        rule = f"there is no NVIDIA GPU here (this is {here})"
+        remedy = "Measure on the machine that serves, and carry its profile: tune --export FILE there, then set profile"
+        raise MeasurementError(rule, remedy)
+    if "vllm" not in here.packages:
+        raise MeasurementError("vLLM is not installed", "Install it: what is measured are its kernels, too")
+    return here
+
+
+def parse_gpus(words: str) -> tuple[str, ...]:
+    """The GPUs that the option ``--gpus`` means; none where it is not given: this process measures then.
+
+    Raises:
+        SettingError: there are none of these.
+    """
+    from .. import settings
+    from ..devices import detect
+
+    return detect.select_gpus(words, settings.get_env(settings.VISIBLE_GPUS_VAR)) if words else ()
+
+
+def check_options(replays: int, jobs: int, budget: float | None) -> None:
+    """Whether the options of those names can be followed.
+
+    Raises:
+        MeasurementError: one cannot.
+    """
+    from ..errors import MeasurementError
+
+    if replays < 3:
+        raise MeasurementError(f"{replays} replays are too few for a median", "Give 3 or more", "--replays")
+    if jobs < 0:
+        raise MeasurementError(f"{jobs} processes are not possible", "Give 0 or more", "--jobs")
+    if budget is not None and not budget > 0:
+        raise MeasurementError(f"{budget:g} seconds are not possible", "Give more than 0", "--budget")
+
+
+def parse_token_counts(words: str) -> tuple[int, ...]:
+    """Numbers of tokens from ``1,2,4``.
+
+    Raises:
+        MeasurementError: an entry is not a number of tokens.
+    """
+    from ..core.objectives import MAX_TOKENS
+    from ..errors import MeasurementError
+
+    try:
+        found = tuple(sorted({int(word) for word in words.split(",")}))
+    except ValueError:
+        found = ()
+    if not found or found[0] < 1 or found[-1] > MAX_TOKENS:
+        raise MeasurementError(f"{words!r} is not a list of token counts", "Write 1,2,4,8,...", "--tokens")
+    return found
+
+
+@contextlib.contextmanager
+def progress_bar(quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on standard error; without a terminal, a line for each new step."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    if quiet:
+        yield lambda words, done, total: None
+        return
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        last = [""]
+
+        def line(words: str, done: int, total: int) -> None:
+            if words != last[0]:
+                last[0] = words
+                print(f"[{done}/{total}] {words}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("starting")
+        yield lambda words, done, total: bar.update(task, description=words, completed=done, total=total)

@@ -1,0 +1,73 @@
+"""Facts about the engine that this process builds or runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.config.quantization import QuantizationConfigArgs
+from vllm.distributed import parallel_state
+
+
+class EngineAdapter:
+    """The engine of this process."""
+
+    _engine: VllmConfig | None = None
+
+    def engine(self) -> VllmConfig:
+        """vLLM's config of the engine. Where none is current, the last one: some releases reload weights outside it."""
+        return self._last_engine() or get_current_vllm_config()
+
+    def _last_engine(self) -> VllmConfig | None:
+        self._engine = get_current_vllm_config_or_none() or self._engine
+        return self._engine
+
+    def version(self) -> str:
+        """vLLM's version."""
+        return str(vllm.__version__)
+
+    def additional_config(self) -> object:
+        """``--additional-config`` of the engine."""
+        return self.engine().additional_config
+
+    def model_type(self) -> str:
+        """``model_type`` of the model that is being built; "" where it is unknown."""
+        engine = self._last_engine()
+        if engine is None or engine.model_config is None:
+            return ""
+        return str(getattr(engine.model_config.hf_text_config, "model_type", ""))
+
+    def requested_activations(self) -> Any:
+        """vLLM's `QuantKey` that ``--quantization-config`` sets for the experts' inputs; None if it sets none."""
+        config = self.engine().model_config
+        given = None if config is None else config.quantization_config
+        if not isinstance(given, QuantizationConfigArgs) or given.moe is None:
+            return None
+        return given.moe.activation
+
+    def uses_dummy_weights(self) -> bool:
+        """Whether vLLM loads no checkpoint (``--load-format dummy``)."""
+        return str(self.engine().load_config.load_format) == "dummy"
+
+    def moe_layer_names(self) -> list[str]:
+        """Names of all MoE layers of the model, including those that stock vLLM serves."""
+        return list(self.engine().compilation_config.static_all_moe_layers)
+
+    def peer_group(self) -> Any:
+        """torch's CPU process group of the ranks that share this process's layers, data-parallel ranks included.
+
+        None where there is only this rank, and with elastic expert parallelism, where ranks join later.
+        """
+        if not parallel_state.model_parallel_is_initialized():
+            return None
+        if self.engine().parallel_config.enable_elastic_ep:
+            return None
+        group = parallel_state._EP or parallel_state.get_tp_group()
+        return group.cpu_group if group.world_size > 1 else None
+
+    def batch_invariant(self) -> bool:
+        """Whether the user requests batch-invariant results (``VLLM_BATCH_INVARIANT``)."""
+        import vllm.envs as envs
+
+        return bool(envs.VLLM_BATCH_INVARIANT)

@@ -1,0 +1,180 @@
+"""vLLM's own expert classes: asked, found and built."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat, FusedMoEExperts
+
+from ..backends import Backend
+from ..core.decision import ShardPlan
+from ..core.problem import Problem
+from ..errors import OracleError
+from . import humming
+from .engine_adapter import EngineAdapter
+from .function_experts import FunctionExperts
+from .quant_config_overrides import override_quant_config
+
+_WEIGHT_QUANT_KEYS = {"mxfp8": "kMxfp8Static", "mxfp4": "kMxfp4Static", "int4": "kInt4Static", "int8": "kInt8Static"}
+"""Names by which vLLM's oracles ask their expert classes about a scheme's weights."""
+
+_ACTIVATION_QUANT_KEYS = {"mxfp8": "kMxfp8Dynamic", "fp8": "kFp8Dynamic128Sym", "mxfp4": "kMxfp4Dynamic"}
+"""The same for the precision in which a backend consumes activations; None for the model's own."""
+
+
+class ExpertsAdapter(EngineAdapter):
+    """vLLM's own expert classes."""
+
+    def stock_class_rejection(self, backend: Backend, moe: Any, problem: Problem) -> str:
+        """Why the stock class that a backend wraps would refuse the layer; "" when it would not, or gives no answer.
+
+        Args:
+            backend: the backend.
+            moe: vLLM's `FusedMoEConfig` of the layer.
+            problem: the layer.
+        """
+        scheme = problem.scheme.name
+        if not (backend.stock_class and backend.check_stock_class):
+            return ""
+        from vllm.model_executor.layers.quantization.utils import quant_utils
+
+        # vLLM's MXFP8 oracle asks every class about W8A8, also those that leave activations alone.
+        name = _ACTIVATION_QUANT_KEYS.get("mxfp8" if scheme == "mxfp8" else backend.activations(problem))
+        weights = getattr(quant_utils, _weight_quant_key(backend, problem))
+        inputs = None if name is None else getattr(quant_utils, name)
+        batched = moe.moe_parallel_config.use_batched_activation_format
+        layout = FusedMoEActivationFormat.BatchedExperts if batched else FusedMoEActivationFormat.Standard
+        found = self.experts_class(backend)
+        try:
+            supported, reason = found.is_supported_config(found, moe, weights, inputs, layout)
+        except NotImplementedError:  # some classes of older releases leave the question open
+            return ""
+        return "" if supported else str(reason)
+
+    def experts_class(self, backend: Backend) -> Any:
+        """The class of the experts that a backend will build, which stock code asks before weights are there."""
+        return self.stock_class(backend.stock_class) if backend.stock_class else FunctionExperts
+
+    def stock_class(self, name: str) -> Any:
+        """vLLM's own expert class of that name.
+
+        Args:
+            name: ``module:Class``.
+
+        Raises:
+            OracleError: this release has none.
+        """
+        none = f"vLLM {self.version()} has no expert class {name} that could be used here"
+        module, separator, attribute = name.partition(":")
+        if not separator:
+            raise OracleError(none, "Write it as module:Class")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ModuleNotFoundError, AttributeError) as error:
+            raise OracleError(none, str(error)) from error
+
+    def stock_experts(
+        self,
+        class_name: str,
+        moe: Any,
+        quant_config: Any,
+        *,
+        weights: str = "",
+        inputs: str = "",
+        swizzled: bool = False,
+        plan: ShardPlan | None = None,
+        scales: tuple[Tensor, ...] = (),
+        problem: Problem | None = None,
+        tensors: Mapping[str, Tensor] | None = None,
+        group: int = 0,
+    ) -> Any:
+        """An instance of vLLM's own expert class.
+
+        Args:
+            class_name: ``module:Class``.
+            moe: vLLM's `FusedMoEConfig`. Given a plan, its sizes become the plan's, as stock code does it: vLLM's
+                runner then pads what goes in and crops what comes out.
+            quant_config: from `quant_config`.
+            weights: see `vllm_moe_oracle.backends.Builder.stock`.
+            inputs: see there.
+            swizzled: see there.
+            plan: see there.
+            scales: see there.
+            problem: see there.
+            tensors: see there.
+            group: see there.
+        """
+        if plan is not None:
+            moe.hidden_dim = plan.hidden_size
+            moe.intermediate_size_per_partition = plan.intermediate_size
+        found = self.stock_class(class_name)
+        described = override_quant_config(quant_config, weights, inputs, scales, swizzled, group)
+        if "humming" in found.__module__:
+            assert problem is not None and tensors is not None
+            return self.humming_experts(found, moe, described, problem, tensors)
+        experts = found.__new__(found)
+        # Classes that share a base of their own with a second class do not call this one; what it sets, others read.
+        sizes = self.batched_kwargs(found, moe)
+        FusedMoEExperts.__init__(experts, moe, described, **sizes)
+        found.__init__(experts, moe, described, **sizes, **self.orders(class_name, problem, tensors))
+        if plan is not None:
+            self.widen_output(experts, moe, plan)
+        return experts
+
+    def batched_kwargs(self, stock_class: Any, moe: Any) -> dict[str, int]:
+        """What classes want to know whose activations come sorted by expert: the room for each, as all-to-alls make it.
+
+        Args:
+            stock_class: one of vLLM's own.
+            moe: vLLM's `FusedMoEConfig`.
+        """
+        if stock_class.activation_format() != FusedMoEActivationFormat.BatchedExperts:
+            return {}
+        return {"max_num_tokens": moe.max_num_tokens, "num_dispatchers": moe.moe_parallel_config.ep_size}
+
+    def orders(self, class_name: str, problem: Problem | None, tensors: Mapping[str, Tensor] | None) -> dict[str, Any]:
+        """Arguments by which a class is told the order of input features.
+
+        Args:
+            class_name: of one of vLLM's own.
+            problem: the layer.
+            tensors: kernel tensors of the layer by canonical name.
+        """
+        return {}
+
+    def widen_output(self, experts: Any, moe: Any, plan: ShardPlan) -> None:
+        """Makes classes that crop their output themselves leave that to vLLM's runner, as all others do: what comes
+        between, an all-to-all for one, counts on one width.
+
+        Args:
+            experts: one of vLLM's own.
+            moe: vLLM's `FusedMoEConfig`.
+            plan: the sizes that the kernel sees.
+        """
+        if hasattr(experts, "hidden_dim_unpadded"):
+            experts.hidden_dim_unpadded = plan.hidden_size
+
+    def humming_experts(
+        self, stock_class: Any, moe: Any, quant_config: Any, problem: Problem, tensors: Mapping[str, Tensor]
+    ) -> Any:
+        """Humming's experts, which want the library's own description of both matrices.
+
+        Args:
+            stock_class: one of vLLM's classes over Humming.
+            moe: vLLM's `FusedMoEConfig`.
+            quant_config: from `quant_config`.
+            problem: the layer.
+            tensors: kernel tensors of the layer by canonical name.
+        """
+        return stock_class(moe, humming.quant_config(quant_config, problem))
+
+
+def _weight_quant_key(backend: Backend, problem: Problem) -> str:
+    """The name by which vLLM's oracle would ask about a layer's weights."""
+    scheme = problem.scheme
+    return (
+        backend.stock_weight_key or _WEIGHT_QUANT_KEYS[scheme.name if scheme.name != "wna16" else f"int{scheme.bits}"]
+    )

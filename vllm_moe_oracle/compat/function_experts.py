@@ -1,0 +1,173 @@
+"""A modular expert class of vLLM's that calls a Python function.
+
+The function runs inside a custom operator, opaque to torch.compile: it branches on data, and on a CPU the compiler
+traces through the MoE layer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+from ..backends import Forward, WorkspaceForward
+
+NAMESPACE = "vllm_moe_oracle"
+
+
+class _RegisteredForward:
+    """A function that the operator finds by its handle. It lives as long as its layer."""
+
+    def __init__(self, forward: Forward | WorkspaceForward, scratch: bool) -> None:
+        self.forward: Any = forward
+        self.scratch = scratch
+        self.handle = next(_handles)
+        _registered[self.handle] = self
+
+
+_handles = itertools.count()
+_registered: WeakValueDictionary[int, _RegisteredForward] = WeakValueDictionary()
+
+
+@torch.library.custom_op(f"{NAMESPACE}::run_experts", mutates_args=("out", "workspace"))
+def run_experts(
+    out: Tensor,
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    workspace: Tensor,
+    handle: int,
+) -> None:
+    """Calls the function behind `handle`; arguments as for `WorkspaceForward`."""
+    runner = _registered[handle]
+    scratch = (workspace.view(torch.uint8),) if runner.scratch else ()
+    runner.forward(out, x, topk_weights, topk_ids, expert_map, *scratch)
+
+
+@run_experts.register_fake
+def _(
+    out: Tensor,
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    workspace: Tensor,
+    handle: int,
+) -> None:
+    return None
+
+
+class FunctionExperts(mk.FusedMoEExpertsModular):
+    """Experts that call a function on routed tokens.
+
+    All capability methods return True: our oracle checks the layer before it builds this class.
+    """
+
+    def __init__(
+        self,
+        moe_config: Any,
+        quant_config: Any,
+        forward: Forward | WorkspaceForward,
+        nbytes: Callable[[int, int], int] | None = None,
+    ) -> None:
+        super().__init__(moe_config, quant_config)
+        self.runner: _RegisteredForward = _RegisteredForward(forward, nbytes is not None)
+        self.nbytes: Callable[[int, int], int] | None = nbytes
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """The function quantizes activations itself where the layer requires it."""
+        return True
+
+    @staticmethod
+    def activation_format() -> Any:
+        """The standard format: tokens in rows, with their routed ids."""
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_activation(activation: Any) -> bool:
+        return True
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return True
+
+    def supports_expert_map(self) -> bool:
+        """Handles -1 (an expert of another rank) in the expert map."""
+        return True
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        """No-op: the function applies the router's weights and sums over experts."""
+        return TopKWeightAndReduceNoOP()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """No first workspace (vLLM places the output there), scratch memory in the second, and the output `[M, K]`."""
+        # vLLM's workspaces have the model's dtype: at least 2 bytes an element.
+        scratch = 0 if self.nbytes is None else -(-self.nbytes(M, topk) // 2)
+        return (0,), (scratch,), (M, K)
+
+    def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
+        """Number of experts, number of tokens, rows of w13, hidden size, top-k."""
+        return w1.shape[0], a1.shape[0], w1.shape[1], a1.shape[-1], topk_ids.shape[1]
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor | None,
+        workspace2: Tensor | None,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+        **kwargs: Any,
+    ) -> None:
+        """Calls the function. `w1` and `w2` are unused: the function holds the layer's tensors."""
+        if apply_router_weight_on_input:
+            # vLLM's prepare step has applied the weights to the input.
+            topk_weights = torch.ones_like(topk_weights)
+        torch.ops.vllm_moe_oracle.run_experts(
+            output,
+            hidden_states,
+            topk_weights,
+            topk_ids,
+            expert_map,
+            output.new_empty(0) if workspace2 is None else workspace2,
+            self.runner.handle,
+        )

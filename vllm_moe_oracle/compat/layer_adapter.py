@@ -1,0 +1,124 @@
+"""vLLM's config of a MoE layer, translated to a `Problem`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..core import activations
+from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Activation, Parallel, Placement, Problem, Routing, Scheme
+from .engine_adapter import EngineAdapter
+
+
+class LayerAdapter(EngineAdapter):
+    """What vLLM's config and constructors say about a MoE layer under construction."""
+
+    def unsupported_features(self, moe: Any) -> list[str]:
+        """Features of a layer that only stock vLLM's own methods support, in words."""
+        batched = moe.moe_parallel_config.use_batched_activation_format
+        return ["LoRA on experts"] * bool(moe.is_lora_enabled) + ["a batched all-to-all"] * bool(batched)
+
+    def problem(self, moe: Any, layer: Any, name: str, scheme: Scheme) -> Problem:
+        """The `Problem` of one MoE layer on this rank.
+
+        Args:
+            moe: vLLM's `FusedMoEConfig`.
+            layer: the layer under construction; None where vLLM does not pass it on. Routing details are unknown then.
+            name: the layer's name.
+            scheme: the number format of the checkpoint.
+        """
+        parallel = moe.moe_parallel_config
+        return Problem(
+            layer=name,
+            scheme=scheme,
+            num_experts=moe.num_experts,
+            local_experts=moe.num_local_experts,
+            top_k=moe.experts_per_token,
+            hidden_size=moe.hidden_dim,
+            intermediate_size=moe.intermediate_size_per_partition,
+            activation=self.activation(moe),
+            has_bias=bool(moe.has_bias),
+            dtype=str(moe.in_dtype).removeprefix("torch."),
+            routing=self.routing(moe, layer),
+            parallel=Parallel(
+                tp=parallel.tp_size,
+                ep=parallel.ep_size if parallel.use_ep else 1,
+                dp=parallel.dp_size,
+                format="batched" if parallel.use_batched_activation_format else "standard",
+                placement=self.placement(moe, layer),
+            ),
+            lora=bool(moe.is_lora_enabled),
+            eplb=bool(parallel.enable_eplb),
+            batch_invariant=self.batch_invariant(),
+            even_expert_split=self.model_type() == EVEN_SPLIT_MODEL_TYPE,
+        )
+
+    def placement(self, moe: Any, layer: Any) -> Placement:
+        """How experts are placed on ranks.
+
+        vLLM decides before it constructs the layer's method. It places experts round-robin only if the user asks for
+        it, if there are several expert groups, without EPLB, and not with every all-to-all. Without the layer, the
+        user's request is taken for the decision; that rules out some kernels which could run.
+
+        Args:
+            moe: vLLM's `FusedMoEConfig`.
+            layer: the layer under construction, or None.
+        """
+        parallel = moe.moe_parallel_config
+        if not (parallel.use_ep and parallel.ep_size > 1):
+            return "linear"
+        if layer is not None:
+            return "round_robin" if layer.expert_placement_strategy == "round_robin" else "linear"
+        asked = self.engine().parallel_config.expert_placement_strategy
+        return "round_robin" if asked == "round_robin" and not parallel.enable_eplb else "linear"
+
+    def activation(self, moe: Any) -> Activation:
+        """The layer's activation with its parameters.
+
+        Args:
+            moe: vLLM's `FusedMoEConfig`.
+        """
+        name = str(moe.activation.value)
+        alpha, beta, limit = self.activation_parameters(moe)
+        if name == "situ":
+            alpha, beta = self.situ_parameters(moe)
+        return activations.from_vllm(name, bool(moe.is_act_and_mul), alpha, beta, limit)
+
+    def uninterleaved_activation(self, moe: Any) -> Any:
+        """vLLM's ``MoEActivation`` for gate rows, then up rows. Its plain ``swigluoai`` expects rows that alternate.
+
+        In a release without ``swigluoai_uninterleave`` the activation stays as it is; no expert class accepts it there.
+        """
+        name = f"{moe.activation.value}_uninterleave"
+        return next((each for each in type(moe.activation) if str(each.value) == name), moe.activation)
+
+    def activation_parameters(self, moe: Any) -> tuple[float | None, float | None, float | None]:
+        """Alpha, beta and limit as the model sets them."""
+        return moe.swiglu_alpha, moe.swiglu_beta, moe.swiglu_limit
+
+    def situ_parameters(self, moe: Any) -> tuple[float | None, float | None]:
+        """Alpha and beta of ``situ`` as the model sets them. A beta of zero or less means none: up enters unchanged."""
+        return moe.activation_situ_beta, _positive(moe.activation_situ_linear_beta)
+
+    def routing(self, moe: Any, layer: Any) -> Routing:
+        """How the layer routes tokens to experts."""
+        method = moe.routing_method.name.lower()
+        if layer is None:
+            return Routing(method=method)
+        return Routing(
+            method=method,
+            scoring=layer.scoring_func,
+            renormalize=bool(layer.renormalize),
+            num_groups=layer.num_expert_group if layer.use_grouped_topk else None,
+            top_k_groups=layer.topk_group if layer.use_grouped_topk else None,
+            correction_bias=layer.e_score_correction_bias is not None,
+            weight_on_input=bool(layer.apply_router_weight_on_input),
+            hashed=self.hashed(moe, layer),
+        )
+
+    def hashed(self, moe: Any, layer: Any) -> bool:
+        """Whether the layer looks experts up in a table by token id. A monolithic kernel needs that table."""
+        return bool(moe.has_hash_routing)
+
+
+def _positive(value: float | None) -> float | None:
+    return value if value is not None and value > 0 else None

@@ -1,0 +1,247 @@
+"""Storage of a layer's weights: one slot per expert, for the checkpoint's tensor first and for the kernel's later.
+
+The conversion works in place, one expert at a time: its peak memory is one expert, not a second layer. Where a kernel's
+tensor is larger than the checkpoint's (padding), the slots have the larger size before anything is loaded; loaders see
+parameters of the checkpoint's shape, strided over the slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import LifecycleError
+
+ConvertFunction = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+_ALIGNMENT = 16
+"""Alignment of an expert's slot in bytes: the widest load of a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of one expert's tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The spec of one expert's tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one expert's tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+def converted_specs(convert: ConvertFunction, experts: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    """Specs of one expert's kernel tensors, from a conversion of meta tensors.
+
+    Args:
+        convert: makes the kernel tensors of one expert from its loaded ones.
+        experts: loaded tensors of the layer, `[local_experts, ...]` each; only shapes and dtypes are used.
+    """
+    empty = {name: torch.empty(each.shape[1:], dtype=each.dtype, device="meta") for name, each in experts.items()}
+    return {name: TensorSpec.of(tensor) for name, tensor in convert(empty).items()}
+
+
+def reserve_slots(parameter: nn.Parameter, spec: TensorSpec) -> None:
+    """Moves a parameter that is not loaded yet to slots that can also hold `spec`.
+
+    Args:
+        parameter: `[local_experts, ...]`; its data is replaced, its shape and dtype stay.
+        spec: what each expert's slot will hold later.
+    """
+    raw = TensorSpec.of(parameter.data[0])
+    if not _fits_in_place(raw, spec):
+        parameter.data = allocate(parameter.shape[0], raw, spec, parameter.device)
+
+
+def allocate(count: int, raw: TensorSpec, spec: TensorSpec | None, device: torch.device) -> Tensor:
+    """Zeros `[count, *raw.shape]` in slots that can also hold `spec`.
+
+    Args:
+        count: number of experts.
+        raw: spec of the loaded tensor of one expert.
+        spec: spec of its kernel tensor; None where the kernel has none.
+        device: the device.
+    """
+    slot = raw.nbytes
+    if spec is not None and not _fits_in_place(raw, spec):
+        slot = -(-max(spec.nbytes, raw.nbytes) // _ALIGNMENT) * _ALIGNMENT
+    return _view(torch.zeros(count, slot, dtype=torch.uint8, device=device), raw)
+
+
+def convert_in_place(
+    layer: nn.Module, names: Mapping[str, str], convert: ConvertFunction, contiguous: bool = False
+) -> dict[str, str]:
+    """Converts a layer's loaded parameters, one expert at a time.
+
+    A kernel tensor replaces the parameter of its name; parameters that the kernel does not need are deleted.
+
+    Args:
+        layer: the layer.
+        names: parameter name by tensor name.
+        convert: makes the kernel tensors of one expert from its loaded ones.
+        contiguous: no gaps between experts, as vLLM needs it to move experts between ranks.
+
+    Returns:
+        Parameter name by kernel tensor name.
+
+    Raises:
+        LifecycleError: an expert's tensors have another shape or dtype than the first expert's. The layer is not usable
+            then.
+    """
+    raw = {name: getattr(layer, parameter).data for name, parameter in names.items()}
+    count = next(iter(raw.values())).shape[0]
+    specs = converted_specs(convert, raw)
+    memory = {
+        name: _slot_memory(raw.get(name), count, spec, next(iter(raw.values())).device, contiguous)
+        for name, spec in specs.items()
+    }
+    changed: set[str] = set()
+    for index in range(count):
+        # A function, so that the temporaries of one expert are freed before the next one.
+        changed |= _convert_one(index, raw, convert, specs, memory)
+    for name in raw.keys() - specs.keys():
+        delattr(layer, names[name])
+    for name in changed:
+        parameter = names.get(name, name)
+        replace_parameter(layer, parameter, _view(memory[name], specs[name]))
+    return {name: names.get(name, name) for name in specs}
+
+
+def _convert_one(
+    index: int,
+    raw: Mapping[str, Tensor],
+    convert: ConvertFunction,
+    specs: Mapping[str, TensorSpec],
+    memory: Mapping[str, Tensor],
+) -> set[str]:
+    """Converts one expert in place; returns the names of the tensors that the conversion changed."""
+    before = {name: tensor[index] for name, tensor in raw.items()}
+    after = convert(before)
+    ready = {}
+    for name, tensor in after.items():
+        if TensorSpec.of(tensor) != specs.get(name):
+            rule = f"expert {index}'s {name} became {TensorSpec.of(tensor)}, the first one's is {specs.get(name)}"
+            raise LifecycleError(rule, "The backend's conversion depends on values, which its contract forbids")
+        if tensor is not before.get(name):
+            # A view of memory that is about to be overwritten must be copied first.
+            shared = any(
+                tensor.untyped_storage().data_ptr() == each.untyped_storage().data_ptr() for each in raw.values()
+            )
+            ready[name] = tensor.clone() if shared else tensor
+    for name, tensor in ready.items():
+        _view(memory[name][index : index + 1], specs[name])[0].copy_(tensor)
+    return set(ready)
+
+
+def rename_parameters(layer: nn.Module, names: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:
+    """Renames parameters; their memory stays.
+
+    Args:
+        layer: the layer.
+        names: parameter name by tensor name.
+        wanted: new parameter name by canonical name, for some of them.
+
+    Returns:
+        The new parameter name by canonical name.
+    """
+    found = dict(names)
+    for canonical in names.keys() & wanted.keys():
+        old, new = names[canonical], wanted[canonical]
+        if old != new:
+            data = getattr(layer, old).data
+            delattr(layer, old)
+            replace_parameter(layer, new, data)
+            found[canonical] = new
+    return found
+
+
+def forbid_loading(parameter: nn.Parameter, layer: str) -> None:
+    """Makes it an error to load checkpoint weights into a converted parameter. vLLM's reload uses fresh parameters.
+
+    Args:
+        parameter: a kernel tensor.
+        layer: the layer's name, for the message.
+    """
+
+    def weight_loader(*args: Any, **kwargs: Any) -> None:
+        rule = "checkpoint weights were loaded into a layer whose weights are in the kernel's layout already"
+        raise LifecycleError(rule, "Reload through vLLM's reload_weights, which starts from fresh parameters", layer)
+
+    parameter.weight_loader = weight_loader  # type: ignore[attr-defined]
+
+
+def replace_parameter(layer: nn.Module, name: str, data: Tensor, **attributes: Any) -> nn.Parameter:
+    """Adds or replaces a parameter of a layer; nothing else registers parameters.
+
+    Args:
+        layer: the layer.
+        name: the parameter's name.
+        data: its data.
+        attributes: attributes of the parameter, such as its loader; those of the old parameter are dropped.
+
+    Returns:
+        The new parameter.
+    """
+    if name in layer._parameters:
+        delattr(layer, name)
+    parameter = nn.Parameter(data, requires_grad=False)
+    for attribute, value in attributes.items():
+        setattr(parameter, attribute, value)
+    layer.register_parameter(name, parameter)
+    return parameter
+
+
+def register_buffers(layer: nn.Module, tensors: Iterable[Tensor], prefix: str = "") -> None:
+    """Registers tensors that a kernel holds on to as buffers of its layer, unless the layer owns their memory already.
+
+    vLLM's sleep level 2 saves buffers and discards everything else that was allocated while a model was loaded. Its
+    layer-wise reload leaves buffers alone that no checkpoint has.
+
+    Args:
+        layer: the layer.
+        tensors: the tensors.
+        prefix: distinguishes the kernels of one layer.
+    """
+    known = {each.untyped_storage().data_ptr() for each in (*layer.parameters(), *layer.buffers())}
+    for index, tensor in enumerate(tensors):
+        if tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() not in known:
+            layer.register_buffer(f"moe_oracle_kept_{prefix}{index}", tensor, persistent=False)
+
+
+def _fits_in_place(raw: TensorSpec, spec: TensorSpec) -> bool:
+    """Whether `spec` fits into each expert's part of a contiguous tensor of `raw` specs."""
+    return spec.nbytes <= raw.nbytes and raw.nbytes % spec.dtype.itemsize == 0
+
+
+def _view(memory: Tensor, spec: TensorSpec) -> Tensor:
+    """A view `[experts, *spec.shape]` of the first bytes of each row of uint8 `[experts, slot]`."""
+    return torch.unflatten(memory[:, : spec.nbytes].view(spec.dtype), 1, spec.shape)
+
+
+def _slot_memory(raw: Tensor | None, count: int, spec: TensorSpec, device: torch.device, contiguous: bool) -> Tensor:
+    """uint8 `[experts, slot]`: the raw tensor's memory if `spec` fits, else new memory.
+
+    With `contiguous`, the kernel tensor of an expert starts before its raw slot and ends before the slot of the next
+    expert, which is converted later: nothing is overwritten that is still to be read.
+    """
+    if raw is not None and raw[0].is_contiguous():
+        storage = torch.empty(0, dtype=torch.uint8, device=device).set_(raw.untyped_storage())
+        offset = raw.storage_offset() * raw.element_size()
+        slot = raw.stride(0) * raw.element_size() if count > 1 else storage.numel() - offset
+        if spec.nbytes <= slot and slot % spec.dtype.itemsize == 0 and offset % spec.dtype.itemsize == 0:
+            return storage.as_strided((count, spec.nbytes), (spec.nbytes if contiguous else slot, 1), offset)
+    return torch.empty(count, spec.nbytes, dtype=torch.uint8, device=device)

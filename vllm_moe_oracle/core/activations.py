@@ -1,0 +1,184 @@
+"""The activations of experts: one table of what the rest of the package needs to know about each.
+
+A new activation is an entry of `ACTIVATIONS` and its formula in the reference (`backends/emulation.py`). If this
+project's kernels implement it, the entry names the formula in `kernel`, and the formula is in `kernels/epilogue.py` and
+in the reference in `kernels/fused_moe.py`. A backend declares the names that it supports in its `Capabilities`; the
+Hopper backends derive them from `kernel`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from .problem import Activation
+
+_SWIGLU_FIELDS = MappingProxyType({"alpha": "swiglu_alpha", "beta": "swiglu_beta", "limit": "swiglu_limit"})
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationSpec:
+    """One activation.
+
+    Attributes:
+        name: vLLM's name without its suffixes ``_no_mul`` and ``_uninterleave``.
+        formula: the function of ``gate`` and ``up``; of ``x`` when there is no gate.
+        gated: some models use it with a gate.
+        ungated: some models use it without a gate.
+        alpha: what the formula uses where the layer states no alpha.
+        beta: what the formula uses where the layer states no beta.
+        limit: the limit that vLLM's kernels have built in; None when they have none.
+        aliases: other names in model configs (``hidden_act``).
+        model_types: models (``model_type``) whose code computes it whatever their ``hidden_act`` says.
+        config_fields: the field of a model's config, and of vLLM's layer config, that sets each parameter.
+        quant_config_params: vLLM's quantization config carries alpha, beta and limit to the kernels. Otherwise kernels
+            have them built in, or read them from the layer's config.
+        bounds_outputs: alpha bounds the gate and beta bounds ``up``, as a limit does.
+        halves_name: vLLM's name for rows in two halves, gate then up, where `name` means rows that alternate; "" where
+            `name` means halves.
+        min_version: the fact in `releases.min_versions` that says which vLLM release has it first; "" when every
+            supported release has it.
+        kernel: the name of the formula in our kernels; "" when they do not implement it.
+    """
+
+    name: str
+    formula: str
+    gated: bool = True
+    ungated: bool = False
+    alpha: float = 1.0
+    beta: float = 0.0
+    limit: float | None = None
+    aliases: tuple[str, ...] = ()
+    model_types: frozenset[str] = frozenset()
+    config_fields: Mapping[str, str] = field(default_factory=lambda: _SWIGLU_FIELDS)
+    quant_config_params: bool = True
+    bounds_outputs: bool = False
+    halves_name: str = ""
+    min_version: str = ""
+    kernel: str = ""
+
+
+_TABLE = (
+    ActivationSpec(
+        "silu",
+        "gate * sigmoid(alpha * gate) * (up + beta)",
+        ungated=True,
+        aliases=("swish",),
+        kernel="swiglu",
+    ),
+    ActivationSpec("gelu", "gelu(gate) * up", ungated=True, kernel="gelu"),
+    ActivationSpec(
+        "gelu_tanh",
+        "gelu(gate, approximate='tanh') * up",
+        ungated=True,
+        aliases=("gelu_pytorch_tanh", "gelu_new"),
+        kernel="gelu_tanh",
+    ),
+    ActivationSpec(  # gpt-oss's modeling code
+        "swigluoai",
+        "gate * sigmoid(alpha * gate) * (up + beta)",
+        alpha=1.702,
+        beta=1.0,
+        limit=7.0,
+        model_types=frozenset({"gpt_oss", "minimax_m3", "minimax_m3_text"}),
+        halves_name="swigluoai_uninterleave",
+        kernel="swiglu",
+    ),
+    ActivationSpec(  # Kimi-K3's modeling code; without a beta, up enters as it is
+        "situ",
+        "alpha * tanh(gate / alpha) * sigmoid(gate) * beta * tanh(up / beta)",
+        config_fields=MappingProxyType({"alpha": "activation_situ_beta", "beta": "activation_situ_linear_beta"}),
+        quant_config_params=False,
+        bounds_outputs=True,
+        min_version="SITU",
+    ),
+    ActivationSpec(  # Step-3.5's modeling code: the limit clamps silu(gate), not gate
+        "swiglustep",
+        "min(silu(gate), limit) * clamp(up, -limit, limit)",
+        limit=7.0,
+        model_types=frozenset({"step3p5", "step5"}),
+        quant_config_params=False,
+    ),
+    ActivationSpec("relu2", "relu(x) ** 2", gated=False, ungated=True, aliases=("relu_squared",), kernel="relu2"),
+)
+
+ACTIVATIONS: Mapping[str, ActivationSpec] = MappingProxyType({spec.name: spec for spec in _TABLE})
+"""Every known activation by name. A checkpoint may have others: no backend accepts them."""
+
+GATED = tuple(spec.name for spec in _TABLE if spec.gated)
+"""Names of activations that experts with a gate use."""
+
+UNGATED = tuple(spec.name for spec in _TABLE if spec.ungated)
+"""Names of activations that experts without a gate use."""
+
+_ALIASES = {alias: spec.name for spec in _TABLE for alias in spec.aliases}
+_BY_MODEL_TYPE = {kind: spec.name for spec in _TABLE for kind in spec.model_types}
+_HALVES = {spec.halves_name: spec.name for spec in _TABLE if spec.halves_name}
+
+
+def spec_of(activation: Activation) -> ActivationSpec:
+    """The table's entry for a layer's activation; for an unknown name, an entry without parameters of its own."""
+    return ACTIVATIONS.get(activation.name) or ActivationSpec(activation.name, "unknown")
+
+
+def with_defaults(activation: Activation) -> Activation:
+    """The activation with the parameters that its formula has built in, where the layer states none.
+
+    ``swigluoai`` gets alpha 1.702, beta 1 and limit 7, ``swiglustep`` limit 7. Alpha 1 and beta 0, which change
+    nothing, stay None.
+    """
+    spec = spec_of(activation)
+    return dataclasses.replace(
+        activation,
+        alpha=spec.alpha if activation.alpha is None and spec.alpha != 1.0 else activation.alpha,
+        beta=spec.beta if activation.beta is None and spec.beta != 0.0 else activation.beta,
+        limit=spec.limit if activation.limit is None else activation.limit,
+    )
+
+
+def alpha_beta(activation: Activation) -> tuple[float, float]:
+    """Alpha and beta that the formula uses: the layer's, else those of the table."""
+    spec = spec_of(activation)
+    return (
+        spec.alpha if activation.alpha is None else activation.alpha,
+        spec.beta if activation.beta is None else activation.beta,
+    )
+
+
+def canonical_name(name: str) -> str:
+    """The table's name of a name in a model's config or of vLLM's, e.g. ``gelu_pytorch_tanh``, ``relu2_no_mul``."""
+    name = name.strip().lower().removesuffix("_no_mul")
+    return _HALVES.get(name) or _ALIASES.get(name, name)
+
+
+def name_for_model_type(model_type: str) -> str:
+    """The activation that a model's code computes whatever its config says; "" when its config decides."""
+    return _BY_MODEL_TYPE.get(model_type, "")
+
+
+def vllm_name(activation: Activation) -> str:
+    """vLLM's name of a layer's activation: the value of its ``MoEActivation`` member."""
+    if not activation.gated:
+        return f"{activation.name}_no_mul"
+    halves_name = spec_of(activation).halves_name
+    return halves_name if halves_name and not activation.interleaved else activation.name
+
+
+def from_vllm(
+    name: str, gated: bool = True, alpha: float | None = None, beta: float | None = None, limit: float | None = None
+) -> Activation:
+    """The activation of one of vLLM's layers, with `with_defaults` applied.
+
+    Args:
+        name: the value of its ``MoEActivation`` member.
+        gated: the experts have a gate.
+        alpha: as the model set it; None when it did not.
+        beta: the same.
+        limit: the same.
+    """
+    canonical = canonical_name(name)
+    known = ACTIVATIONS.get(canonical)
+    interleaved = known is not None and bool(known.halves_name) and name != known.halves_name
+    return with_defaults(Activation(canonical, gated, alpha, beta, limit, interleaved))

@@ -1,0 +1,278 @@
+"""What a backend supports, as data, and `violations`, which turns it into reasons for a rejection.
+
+A backend declares its `Capabilities`, and adds a `Rule` for each condition that they cannot express.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from packaging.version import InvalidVersion, Version
+
+from .decision import Reason, ShardPlan
+from .problem import ActivationFormat, ActOrder, Device, Problem
+from .sharding import (
+    describe_shard,
+    is_shardable,
+    loader_reasons,
+    packing_reasons,
+    scale_group_reasons,
+    suggest_parallelism,
+)
+
+PlanFunction = Callable[[Problem], ShardPlan]
+"""A backend's shard plan for a problem, which says how it pads the shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A condition that no field of `Capabilities` can express.
+
+    Attributes:
+        code: stable, machine-readable name.
+        broken: whether a case violates the rule.
+        detail: the rule with the numbers of the case.
+        remedy: what the user can do; empty if nothing helps.
+    """
+
+    code: str
+    broken: Callable[[Problem, Device], bool]
+    detail: Callable[[Problem, Device], str]
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend supports. Every field is one rule; the defaults refuse everything that needs proof.
+
+    Attributes:
+        devices: kinds of device; see `Device.kind`.
+        compute_capabilities: half-open ranges of CUDA compute capability times ten, e.g. ``((80, 90), (100, 110))``;
+            empty for any. Checked for CUDA devices only.
+        packages: packages that must be installed, with their minimum version ("" for any).
+        features: instruction sets that the device must have.
+        dtypes: model dtypes.
+        gated: names of gated activations.
+        ungated: names of activations of non-gated experts.
+        activation_params: the activation's alpha, beta and limit reach the kernel. If False, an activation with
+            parameters is refused.
+        bias: expert biases reach the kernel.
+        bits: bits per weight; empty for any.
+        groups: sizes of scale groups; empty for any.
+        zero_points: explicit zero points are applied.
+        act_orders: kinds of act order; see `Scheme.act_order`.
+        hidden_multiple: the kernel's (padded) hidden size must be a multiple of this.
+        intermediate_multiple: the kernel's (padded) intermediate size on one rank must be a multiple of this.
+        experts_multiple: the number of experts on all ranks must be a multiple of this.
+        max_experts: largest number of experts on all ranks; None for any.
+        max_top_k: largest top-k; None for any.
+        formats: activation formats; see `Parallel.format`.
+        routing_methods: routing methods that a monolithic kernel implements; None for kernels that get routed ids.
+        weight_on_input: the router's weight may multiply the input instead of the output.
+        expert_parallel: the kernel handles experts of other ranks (-1 in the expert map).
+        lora: LoRA adapters on experts.
+        eplb: experts may move between ranks while serving.
+        batch_invariant: batch invariance is proven bit for bit in this project's tests.
+    """
+
+    devices: tuple[str, ...] = ("cuda",)
+    compute_capabilities: tuple[tuple[int, int], ...] = ()
+    packages: Mapping[str, str] = field(default_factory=dict)
+    features: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    gated: tuple[str, ...] = ("silu",)
+    ungated: tuple[str, ...] = ()
+    activation_params: bool = False
+    bias: bool = False
+    bits: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
+    zero_points: bool = False
+    act_orders: tuple[ActOrder, ...] = ("none",)
+    hidden_multiple: int = 1
+    intermediate_multiple: int = 1
+    experts_multiple: int = 1
+    max_experts: int | None = None
+    max_top_k: int | None = None
+    formats: tuple[ActivationFormat, ...] = ("standard",)
+    routing_methods: tuple[str, ...] | None = None
+    weight_on_input: bool = False
+    expert_parallel: bool = True
+    lora: bool = False
+    eplb: bool = False
+    batch_invariant: bool = False
+
+
+def _join(values: tuple[object, ...]) -> str:
+    return ", ".join(map(str, values)) if values else "none"
+
+
+def _format_ranges(ranges: tuple[tuple[int, int], ...]) -> str:
+    return ", ".join(f"sm_{low} to below sm_{high}" if high - low > 1 else f"sm_{low}" for low, high in ranges)
+
+
+def _device_reasons(capabilities: Capabilities, device: Device) -> list[Reason]:
+    reasons = []
+    if device.kind not in capabilities.devices:
+        reasons.append(Reason("device", f"runs on {_join(capabilities.devices)}, this is {device}"))
+    elif (
+        device.kind == "cuda"
+        and capabilities.compute_capabilities
+        and not any(low <= device.capability < high for low, high in capabilities.compute_capabilities)
+    ):
+        ranges = _format_ranges(capabilities.compute_capabilities)
+        detail = f"needs compute capability {ranges}; {device.name} has sm_{device.capability}"
+        reasons.append(Reason("capability", detail))
+    for package, lowest in capabilities.packages.items():
+        installed = device.packages.get(package)
+        wanted = f"{package}>={lowest}" if lowest else package
+        if installed is None:
+            reasons.append(Reason("package", f"needs {wanted}, which is not installed", f"pip install '{wanted}'"))
+        elif lowest and not version_at_least(installed, lowest):
+            detail = f"needs {wanted}; {installed} is installed"
+            reasons.append(Reason("package", detail, f"pip install '{wanted}'"))
+    missing = tuple(feature for feature in capabilities.features if feature not in device.features)
+    if missing:
+        reasons.append(Reason("feature", f"needs {_join(missing)}, which {device.name} does not have"))
+    return reasons
+
+
+def version_at_least(installed: str, lowest: str) -> bool:
+    """Whether a version is at least `lowest`; False for an invalid version."""
+    try:
+        return Version(installed) >= Version(lowest)
+    except InvalidVersion:
+        return False
+
+
+def _format_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason]:
+    reasons = []
+    scheme = problem.scheme
+    if problem.dtype not in capabilities.dtypes:
+        detail = f"takes {_join(capabilities.dtypes)} activations, the model has {problem.dtype}"
+        reasons.append(Reason("dtype", detail, f"--dtype {capabilities.dtypes[0]}"))
+    if capabilities.bits and scheme.bits not in capabilities.bits:
+        reasons.append(Reason("bits", f"takes {_join(capabilities.bits)}-bit codes, the checkpoint has {scheme.bits}"))
+    if capabilities.groups and scheme.group_size not in capabilities.groups:
+        detail = f"takes scale groups of {_join(capabilities.groups)}, the checkpoint has {scheme.group_size}"
+        reasons.append(Reason("group", detail))
+    if scheme.name == "mxfp8" and problem.activation.interleaved:
+        detail = f"MXFP8 is read as gate rows, then up rows; those of {problem.activation.name} alternate"
+        reasons.append(Reason("rows", detail))
+    if scheme.zero_points and not capabilities.zero_points:
+        reasons.append(Reason("zero_points", "does not apply zero points, the checkpoint has them"))
+    # With one scale per output row, the order of input features is irrelevant.
+    if scheme.act_order not in capabilities.act_orders and scheme.group_size != -1:
+        detail = f"act order {scheme.act_order} is not implemented (only {_join(capabilities.act_orders)})"
+        reasons.append(Reason("act_order", detail))
+    return reasons
+
+
+def _layer_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason]:
+    reasons = []
+    activation = problem.activation
+    names = capabilities.gated if activation.gated else capabilities.ungated
+    if activation.name not in names:
+        kind = "gated" if activation.gated else "non-gated"
+        reasons.append(Reason("activation", f"takes {kind} {_join(names)}, the layer has {activation.name}"))
+    elif not capabilities.activation_params and any(
+        value is not None for value in (activation.alpha, activation.beta, activation.limit)
+    ):
+        detail = f"does not pass the activation's alpha, beta or limit to its kernel, the layer has {activation}"
+        reasons.append(Reason("activation.parameters", detail))
+    if problem.has_bias and not capabilities.bias:
+        reasons.append(Reason("bias", "does not add expert biases, the layer has them"))
+    if problem.num_experts % capabilities.experts_multiple:
+        detail = f"{problem.num_experts} experts are not a multiple of {capabilities.experts_multiple}"
+        reasons.append(Reason("experts.multiple", detail))
+    if capabilities.max_experts is not None and problem.num_experts > capabilities.max_experts:
+        detail = f"takes at most {capabilities.max_experts} experts, the layer has {problem.num_experts}"
+        reasons.append(Reason("experts.max", detail))
+    if capabilities.max_top_k is not None and problem.top_k > capabilities.max_top_k:
+        detail = f"takes at most {capabilities.max_top_k} experts per token, the layer has {problem.top_k}"
+        reasons.append(Reason("top_k.max", detail))
+    return reasons
+
+
+def _deployment_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason]:
+    reasons = []
+    parallel, routing = problem.parallel, problem.routing
+    if parallel.format not in capabilities.formats:
+        detail = f"takes {_join(capabilities.formats)} activations, the all-to-all delivers {parallel.format} ones"
+        reasons.append(Reason("format", detail, "another --all2all-backend"))
+    if parallel.ep > 1 and not capabilities.expert_parallel:
+        detail = f"does not handle experts of other ranks (expert parallelism over {parallel.ep} ranks)"
+        reasons.append(Reason("expert_parallel", detail, "tensor parallelism"))
+    if capabilities.routing_methods is not None and routing.method not in capabilities.routing_methods:
+        detail = (
+            f"routes inside its kernel by {_join(capabilities.routing_methods)}; the layer routes by {routing.method}"
+        )
+        reasons.append(Reason("routing", detail))
+    if routing.weight_on_input and not capabilities.weight_on_input:
+        reasons.append(
+            Reason("weight_on_input", "multiplies the output by the router's weight; the layer multiplies the input")
+        )
+    elif routing.weight_on_input and problem.top_k > 1:
+        detail = f"vLLM multiplies a token's input by one weight; the layer has {problem.top_k} for each token"
+        reasons.append(Reason("weight_on_input.top_k", detail))
+    for name, wanted, able, remedy in (
+        ("lora", problem.lora, capabilities.lora, "serve without --enable-lora"),
+        ("eplb", problem.eplb, capabilities.eplb, "serve without --enable-eplb"),
+        ("batch_invariant", problem.batch_invariant, capabilities.batch_invariant, "unset VLLM_BATCH_INVARIANT"),
+    ):
+        if wanted and not able:
+            words = {"lora": "LoRA on experts", "eplb": "EPLB", "batch_invariant": "batch invariance"}[name]
+            reasons.append(Reason(name, f"{words} is requested and not supported", remedy))
+    return reasons
+
+
+def _shape_reasons(capabilities: Capabilities, problem: Problem, plan: PlanFunction) -> list[Reason]:
+    def works(other: Problem) -> bool:
+        spread = other.parallel.ep == 1 or capabilities.expert_parallel
+        return spread and is_shardable(other) and not _alignment_reasons(capabilities, other, plan(other))
+
+    reasons = scale_group_reasons(problem, works) + packing_reasons(problem, works) + loader_reasons(problem)
+    for reason in _alignment_reasons(capabilities, problem, plan(problem)):
+        cut = reason.code == "alignment.intermediate"
+        reasons.append(dataclasses.replace(reason, remedy=suggest_parallelism(problem, works)) if cut else reason)
+    return reasons
+
+
+def _alignment_reasons(capabilities: Capabilities, problem: Problem, plan: ShardPlan) -> list[Reason]:
+    sizes = (
+        ("hidden", plan.hidden_size, str(plan.hidden_size), capabilities.hidden_multiple),
+        ("intermediate", plan.intermediate_size, describe_shard(problem), capabilities.intermediate_multiple),
+    )
+    return [
+        Reason(
+            f"alignment.{name}",
+            f"{name} size {words} is not a multiple of {multiple} ({size} mod {multiple} = {size % multiple})",
+        )
+        for name, size, words, multiple in sizes
+        if size % multiple
+    ]
+
+
+def violations(
+    capabilities: Capabilities, rules: tuple[Rule, ...], problem: Problem, device: Device, plan: PlanFunction
+) -> tuple[Reason, ...]:
+    """Every capability and rule that the case violates, with its numbers; empty if the backend can run it.
+
+    Args:
+        capabilities: what the backend supports.
+        rules: conditions that `capabilities` cannot express.
+        problem: the layer on this rank.
+        device: the machine.
+        plan: the backend's shard plan, for this shard and for those that a remedy proposes; alignment is checked on
+            padded sizes.
+    """
+    reasons = _device_reasons(capabilities, device)
+    reasons += _format_reasons(capabilities, problem)
+    reasons += _layer_reasons(capabilities, problem)
+    reasons += _shape_reasons(capabilities, problem, plan)
+    reasons += _deployment_reasons(capabilities, problem)
+    for rule in rules:
+        if rule.broken(problem, device):
+            reasons.append(Reason(rule.code, rule.detail(problem, device), rule.remedy))
+    return tuple(reasons)

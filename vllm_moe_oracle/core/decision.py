@@ -1,0 +1,231 @@
+"""The result of a decision: the shard plan, the verdict of each candidate, and the `Decision` for a layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from .problem import ActivationPrecision, Problem
+
+DecidedBy = Literal["user", "override", "measured", "static"]
+"""What chose the backend: a setting, a per-layer override, measurements, or the static order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One rule that a candidate breaks.
+
+    Attributes:
+        code: stable, machine-readable name of the rule, e.g. ``capability`` or ``alignment.intermediate``.
+        detail: the rule with the numbers of this case, for a person.
+        remedy: what makes the candidate eligible; empty when nothing does on this machine.
+    """
+
+    code: str
+    detail: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.detail} ({self.remedy})" if self.remedy else self.detail
+
+
+# Tagged structs, where everything else here is a dataclass: a JSON reader has to tell the two verdicts apart.
+class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+    """The candidate can run the layer."""
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Empty: no rule fails."""
+        return ()
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
+    """The candidate cannot run the layer; `reasons` holds every rule that fails, not only the first."""
+
+    reasons: tuple[Reason, ...]
+
+    def __post_init__(self) -> None:
+        if not self.reasons:
+            raise ValueError("a rejection without a reason")
+
+
+Verdict = Accepted | Rejected
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """The sizes and the layout in which a kernel gets this rank's shard.
+
+    Attributes:
+        hidden_size: the kernel's hidden size, padding included; at least the problem's.
+        intermediate_size: the kernel's intermediate size, padding included; at least the problem's.
+        notes: what was padded and why, one sentence each; empty when the kernel takes the shard unchanged.
+        layout: the variant of the weights' layout that the kernel of this machine reads; "" when there is only one.
+        tiles: pairs of a number of tokens and the tile configuration (JSON; "" for the backend's own choice) that was
+            measured as the fastest up to that number, ascending; empty when none was measured.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    notes: tuple[str, ...] = ()
+    layout: str = ""
+    tiles: tuple[tuple[int, str], ...] = ()
+
+    def pads(self, problem: Problem) -> bool:
+        """Whether the kernel's tensors are larger than the checkpoint's shard."""
+        return (self.hidden_size, self.intermediate_size) != (problem.hidden_size, problem.intermediate_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """The precisions that a backend computes with. They are never traded for speed.
+
+    Attributes:
+        weights: how the weights enter the matrix products.
+        activations: precision of the inputs of both matrix products.
+        accumulate: dtype of the accumulators.
+    """
+
+    weights: str
+    activations: str
+    accumulate: str = "float32"
+
+    def __str__(self) -> str:
+        return f"weights {self.weights}; activations {self.activations}; sums in {self.accumulate}"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One backend's verdict on one problem.
+
+    Attributes:
+        backend: its name.
+        verdict: accepted, or rejected with every reason.
+        priority: its place in the static order, lower first.
+    """
+
+    backend: str
+    verdict: Verdict
+    priority: float
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the backend can run the layer."""
+        return isinstance(self.verdict, Accepted)
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Every rule that fails; empty for an accepted candidate."""
+        return self.verdict.reasons
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """A range of token counts that one backend runs, in a layer that has several backends.
+
+    Attributes:
+        backend: its name.
+        max_tokens: the largest number of tokens in the range; None for the last range, which has no end.
+    """
+
+    backend: str
+    max_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredOutcome:
+    """The figures behind a decision by measurement. Times are medians in microseconds under uniform routing.
+
+    Attributes:
+        objective: the token counts that mattered.
+        source: where the measurements come from.
+        baseline: the first backend of the static order that was measured.
+        gain: fraction of the baseline's time that the winner saves, over the objective; 0 when the baseline won.
+        fastest: the fastest candidate at each measured number of tokens.
+        slower_at: where the winner is slower than another candidate by more than the required speedup: the number of
+            tokens, the other candidate, and the extra time as a fraction of the other's.
+        times: the times of each compared candidate, by number of tokens.
+        remarks: how the measuring machine differs from this one, and which candidates were not compared.
+    """
+
+    objective: str
+    source: str
+    baseline: str
+    gain: float
+    fastest: tuple[tuple[int, str], ...]
+    slower_at: tuple[tuple[int, str, float], ...]
+    times: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The chosen backend for one layer, with everything that led to it.
+
+    Attributes:
+        problem: the layer.
+        backend: name of the chosen backend.
+        why: what decided: a setting, a per-layer override, measurements, or the static order.
+        explanation: the same in a sentence.
+        plan: the chosen backend's shard plan.
+        numerics: the precisions that it computes with.
+        candidates: the verdict of every backend for the scheme: accepted ones first, in static order.
+        degraded: the backend is a fallback: not the one that was requested, or the reference although the device has
+            kernels that a setting or an installation would make available.
+        measured: the figures, when measurements decided.
+        token_ranges: which backend runs which numbers of tokens, when the layer has more than one; `backend` is one of
+            them.
+    """
+
+    problem: Problem
+    backend: str
+    why: DecidedBy
+    explanation: str
+    plan: ShardPlan
+    numerics: Numerics
+    candidates: tuple[Candidate, ...]
+    degraded: bool = False
+    measured: MeasuredOutcome | None = None
+    token_ranges: tuple[TokenRange, ...] = ()
+
+    def backend_for(self, tokens: int) -> str:
+        """The backend that runs a number of tokens."""
+        for span in self.token_ranges:
+            if span.max_tokens is None or tokens <= span.max_tokens:
+                return span.backend
+        return self.backend
+
+    def with_activation_note(self, declared: ActivationPrecision, requested_by: str) -> Decision:
+        """The decision; its explanation says when activations differ from what the checkpoint declares.
+
+        Args:
+            declared: the precision that the checkpoint declares.
+            requested_by: the setting that requests another precision; "" when none does.
+        """
+        if not requested_by:
+            return self
+        note = (
+            f"activations are {self.problem.scheme.activations} by {requested_by}, the checkpoint declares {declared}"
+        )
+        return dataclasses.replace(self, explanation=f"{self.explanation}; {note}")
+
+    def summary(self) -> str:
+        """One line for a log."""
+        notes = f"; {'; '.join(self.plan.notes)}" if self.plan.notes else ""
+        return f"{self.backend} ({self.why}: {self.explanation}); {self.numerics}{notes}"
+
+
+def format_candidates(candidates: tuple[Candidate, ...]) -> str:
+    """A table of all candidates with all their reasons, as lines of text for an error message or a log."""
+    if not candidates:
+        return "  none: no backend knows the scheme"
+    width = max((len(candidate.backend) for candidate in candidates), default=0)
+    lines = []
+    for candidate in candidates:
+        reasons = [str(reason) for reason in candidate.reasons] or ["accepted"]
+        lines.append(f"  {candidate.backend:<{width}}  {reasons[0]}")
+        lines += [f"  {'':<{width}}  {reason}" for reason in reasons[1:]]
+    return "\n".join(lines)

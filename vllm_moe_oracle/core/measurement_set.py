@@ -1,0 +1,28 @@
+"""Measurements of one layer, as decisions read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Latencies = Mapping[str, Mapping[int, float]]
+"""Microseconds by routing (``uniform``, ``skewed``) and number of tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementSet:
+    """What was measured of one kind of layer on one machine.
+
+    Attributes:
+        times: microseconds by backend, routing and number of tokens.
+        source: where the measurements come from, for a message.
+        failures: why a backend could not be measured, by name.
+        remarks: how that machine differs from this one, and which measurements were found and not used.
+        tiles: the fastest tile configurations by backend, as in `ShardPlan.tiles`.
+    """
+
+    times: Mapping[str, Latencies] = field(default_factory=dict)
+    source: str = ""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    tiles: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)

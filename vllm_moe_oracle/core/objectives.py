@@ -1,0 +1,86 @@
+"""Objectives of measured choices: the token counts that matter, with a weight for each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..errors import SettingError
+
+MAX_TOKENS = 1 << 20
+"""The largest token count of an objective; no call of a layer has more tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Token counts with their weights.
+
+    Attributes:
+        name: as the user wrote it.
+        weights: pairs of a token count and its weight, in ascending order; the weights are positive and sum to one.
+    """
+
+    name: str
+    weights: tuple[tuple[int, float], ...]
+
+    @property
+    def largest(self) -> int:
+        """The largest token count."""
+        return self.weights[-1][0]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""vLLM's default CUDA graph sizes, in steps: a decode step has one token per running request."""
+_PREFILL_TOKENS = (512, 1024, 2048, 4096)
+"""Chunked prefill: vLLM's defaults for the largest number of scheduled tokens are 2048 to 8192."""
+
+
+def _equal_weights(counts: tuple[int, ...], share: float = 1.0) -> dict[int, float]:
+    return {count: share / len(counts) for count in counts}
+
+
+_PRESETS = {
+    "decode": _equal_weights(_DECODE_TOKENS),
+    "prefill": _equal_weights(_PREFILL_TOKENS),
+    "balanced": _equal_weights(_DECODE_TOKENS, 0.5) | _equal_weights(_PREFILL_TOKENS, 0.5),
+}
+
+PRESET_NAMES = tuple(_PRESETS)
+"""Names of the predefined objectives."""
+
+
+def parse_objective(text: str, where: str = "objective") -> Objective:
+    """An objective from its name, or from weights by token count: ``1:3,64:2,4096:1``.
+
+    Args:
+        text: the setting's value.
+        where: the setting's source, for messages.
+
+    Raises:
+        SettingError: it is neither.
+    """
+    word = text.strip().lower()
+    if word in _PRESETS:
+        return Objective(word, _normalized(_PRESETS[word]))
+    remedy = f"Write one of {', '.join(PRESET_NAMES)}, or weights by number of tokens such as 1:3,64:2,4096:1"
+    weights: dict[int, float] = {}
+    for part in word.split(","):
+        before, colon, after = part.partition(":")
+        try:
+            tokens, weight = int(before), float(after) if colon else math.nan
+        except ValueError:
+            tokens, weight = 0, math.nan
+        if not 1 <= tokens <= MAX_TOKENS or not 0 < weight < math.inf or tokens in weights:
+            raise SettingError(f"{text!r} is not an objective: {part.strip()!r} is not a new pair", remedy, where)
+        weights[tokens] = weight
+    if not math.isfinite(sum(weights.values())):
+        raise SettingError(f"{text!r} is not an objective: its weights have no finite sum", remedy, where)
+    return Objective(word, _normalized(weights))
+
+
+def _normalized(weights: dict[int, float]) -> tuple[tuple[int, float], ...]:
+    total = sum(weights.values())
+    return tuple((tokens, weight / total) for tokens, weight in sorted(weights.items()))

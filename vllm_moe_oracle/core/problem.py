@@ -1,0 +1,255 @@
+"""The input of a decision: one MoE layer on one rank (`Problem`) and the machine that it runs on (`Device`).
+
+Both are frozen, comparable, hashable and serializable as JSON: a laptop can decide for an H200, and a decision can be
+repeated from the record that a server wrote.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
+
+SchemeName = Literal["mxfp8", "wna16", "mxfp4"]
+ActivationPrecision = Literal["16bit", "mxfp8", "mxfp4", "fp8", "fp8_token", "int8"]
+ActOrder = Literal["none", "group", "static"]
+ActivationFormat = Literal["standard", "batched"]
+Placement = Literal["linear", "round_robin"]
+
+_FINER_SCALES: dict[ActivationPrecision, tuple[ActivationPrecision, ...]] = {"fp8": ("mxfp8",)}
+"""Precisions that satisfy a declared one as well: the same dtype, with scales for smaller groups."""
+
+
+def satisfies_precision(consumed: ActivationPrecision, declared: ActivationPrecision) -> bool:
+    """Whether a backend's activation precision satisfies the one that the checkpoint declares.
+
+    The model's own dtype always does, because it is at least as accurate.
+
+    Args:
+        consumed: precision in which the backend takes activations.
+        declared: precision that the checkpoint declares.
+    """
+    return consumed in ("16bit", declared, *_FINER_SCALES.get(declared, ()))
+
+
+EVEN_SPLIT_MODEL_TYPE = "gpt_oss"
+"""The ``model_type`` whose loader in vLLM splits experts evenly over ranks."""
+
+MX_BLOCK = 32
+"""Elements per e8m0 scale in every OCP microscaling (MX) format, specification v1.0, table 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """The weight format of a layer's experts in the checkpoint.
+
+    Attributes:
+        name: the family of formats.
+        bits: bits per weight.
+        group_size: input features per scale; -1 for one scale per output row.
+        packing: the layout of the checkpoint's tensors, by the name that the scheme's reader uses.
+        zero_points: the checkpoint has explicit zero points (asymmetric quantization).
+        act_order: whether and how input features were reordered before grouping (GPTQ's ``desc_act``).
+        activations: the precision that the checkpoint declares for the experts' inputs. ``16bit`` is the model's own
+            dtype. The others are quantized dynamically, per token: ``mxfp8`` and ``mxfp4`` with one e8m0 scale per 32
+            features, ``fp8`` (e4m3) with one scale per 128, ``fp8_token`` and ``int8`` with one scale per token.
+    """
+
+    name: SchemeName
+    bits: int
+    group_size: int
+    packing: str
+    zero_points: bool = False
+    act_order: ActOrder = "none"
+    activations: ActivationPrecision = "16bit"
+
+    def __str__(self) -> str:
+        if self.name != "wna16":
+            return f"{self.name} ({self.packing}, activations {self.activations})"
+        group = "per channel" if self.group_size == -1 else f"groups of {self.group_size}"
+        zero = "with zero points" if self.zero_points else "symmetric"
+        order = "" if self.act_order == "none" else f", act order {self.act_order}"
+        return f"int{self.bits} {zero}, {group}{order} ({self.packing})"
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The activation of an expert, between w13 and w2. `core.activations` has the formula of each name.
+
+    Attributes:
+        name: vLLM's name without its suffixes, e.g. ``silu``, ``swigluoai``, ``relu2``.
+        gated: w13 has gate and up rows, and the result is ``f(gate) * up``; otherwise ``f`` of one half.
+        alpha: parameter of the formula; None when the layer states none.
+        beta: the same.
+        limit: clamp of gate from above and of up from both sides; None for no clamp.
+        interleaved: the checkpoint's rows of w13 alternate gate, up, gate, up (gpt-oss).
+    """
+
+    name: str
+    gated: bool = True
+    alpha: float | None = None
+    beta: float | None = None
+    limit: float | None = None
+    interleaved: bool = False
+
+    def __str__(self) -> str:
+        parts = [
+            f"{key}={getattr(self, key):g}" for key in ("alpha", "beta", "limit") if getattr(self, key) is not None
+        ]
+        kind = self.name if self.gated else f"{self.name}, not gated"
+        return f"{kind} ({', '.join(parts)})" if parts else kind
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How tokens are routed to experts. It matters to monolithic backends, which route inside their kernel.
+
+    Attributes:
+        method: name of vLLM's ``RoutingMethodType`` member in lower case (its values differ between releases).
+        scoring: ``softmax`` or ``sigmoid``.
+        renormalize: the top-k weights are scaled to sum to one.
+        num_groups: expert groups of grouped top-k; None without grouping.
+        top_k_groups: groups from which a token's experts come; None without grouping.
+        correction_bias: a bias is added to the scores for selection only (DeepSeek-V3).
+        weight_on_input: the router's weight multiplies the expert's input instead of its output.
+        hashed: a table maps token ids to experts.
+    """
+
+    method: str = "unspecified"
+    scoring: str = "softmax"
+    renormalize: bool = True
+    num_groups: int | None = None
+    top_k_groups: int | None = None
+    correction_bias: bool = False
+    weight_on_input: bool = False
+    hashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """How the layer is distributed over ranks.
+
+    Attributes:
+        tp: tensor-parallel ranks, which shard the intermediate size; 1 under expert parallelism, as in vLLM.
+        ep: expert-parallel ranks, which hold different experts; 1 without expert parallelism.
+        dp: data-parallel ranks.
+        format: ``batched`` when the all-to-all delivers `[experts, tokens, hidden]` (e.g. DeepEP low latency).
+        placement: vLLM's expert placement: ``linear`` gives a rank contiguous experts, ``round_robin`` every ep-th.
+    """
+
+    tp: int = 1
+    ep: int = 1
+    dp: int = 1
+    format: ActivationFormat = "standard"
+    placement: Placement = "linear"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One MoE layer on one rank.
+
+    Attributes:
+        layer: the module's name, e.g. ``model.layers.3.mlp.experts``; not part of `key`.
+        scheme: the weight format in the checkpoint.
+        num_experts: experts of the layer on all ranks.
+        local_experts: experts on this rank.
+        top_k: experts per token.
+        hidden_size: the model's hidden size, unpadded.
+        intermediate_size: intermediate size of an expert on this rank, unpadded.
+        activation: the activation between w13 and w2.
+        has_bias: w13 and w2 of every expert have a bias.
+        dtype: the model's dtype: ``bfloat16``, ``float16`` or ``float32``.
+        routing: how tokens are routed to experts.
+        parallel: how the layer is distributed over ranks.
+        lora: LoRA adapters may be applied to the experts.
+        eplb: expert-parallel load balancing may move experts between ranks while serving.
+        batch_invariant: the bits of a token's output must not depend on the rest of the batch.
+        whole_intermediate_size: intermediate size on all ranks together if the shards are not equal:
+            `intermediate_size` is then the largest shard, and the last rank has less. 0 for equal shards.
+        even_expert_split: the model's loader splits experts evenly over expert-parallel ranks, in every format
+            (gpt-oss's).
+    """
+
+    layer: str
+    scheme: Scheme
+    num_experts: int
+    local_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    activation: Activation
+    has_bias: bool = False
+    dtype: str = "bfloat16"
+    routing: Routing = field(default_factory=Routing)
+    parallel: Parallel = field(default_factory=Parallel)
+    lora: bool = False
+    eplb: bool = False
+    batch_invariant: bool = False
+    whole_intermediate_size: int = 0
+    even_expert_split: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "local_experts", "top_k", "hidden_size", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{self.layer}: {name} is {getattr(self, name)}; it must be at least 1")
+        if self.local_experts > self.num_experts:
+            raise ValueError(f"{self.layer}: {self.local_experts} local experts of {self.num_experts} in all")
+        if self.top_k > self.num_experts:
+            raise ValueError(f"{self.layer}: top-{self.top_k} of {self.num_experts} experts")
+
+    @property
+    def w13_rows(self) -> int:
+        """Rows of w13 on this rank: twice the intermediate size when gated."""
+        return self.intermediate_size * (2 if self.activation.gated else 1)
+
+    @property
+    def full_intermediate_size(self) -> int:
+        """Intermediate size over all tensor-parallel ranks."""
+        return self.whole_intermediate_size or self.intermediate_size * self.parallel.tp
+
+    def key(self) -> Problem:
+        """The problem without its layer's name. Equal keys get equal decisions, unless an override names a layer."""
+        return dataclasses.replace(self, layer="")
+
+    def __str__(self) -> str:
+        words = [
+            str(self.scheme),
+            f"{self.num_experts} experts" + (f" ({self.local_experts} here)" if self.parallel.ep > 1 else ""),
+            f"top-{self.top_k}",
+            f"hidden {self.hidden_size}",
+            f"intermediate {self.intermediate_size}"
+            + (f" of {self.full_intermediate_size}" if self.parallel.tp > 1 else ""),
+            str(self.activation),
+        ]
+        flags = [("biases", self.has_bias), ("LoRA", self.lora), ("EPLB", self.eplb)]
+        flags += [("batch invariant", self.batch_invariant), ("batched activations", self.parallel.format == "batched")]
+        flags += [("round-robin expert placement", self.parallel.placement == "round_robin")]
+        return ", ".join(words + [self.dtype] + [name for name, on in flags if on])
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The machine that a decision is for.
+
+    Attributes:
+        kind: ``cuda``, ``cpu``, ``rocm`` or ``xpu``.
+        name: the product's name, e.g. ``NVIDIA H200``.
+        capability: CUDA compute capability times ten (90 is sm_90); 0 for other devices.
+        sm_count: streaming multiprocessors; 0 for other devices.
+        memory_gib: memory of one device in GiB; 0 when unknown.
+        features: instruction sets that rules depend on, e.g. ``amx_bf16``, ``avx512f``.
+        packages: versions of the installed packages that rules depend on, by distribution name.
+        driver: version of the GPU's driver; "" when unknown.
+    """
+
+    kind: str
+    name: str
+    capability: int = 0
+    sm_count: int = 0
+    memory_gib: float = 0.0
+    features: tuple[str, ...] = ()
+    packages: dict[str, str] = field(default_factory=dict, hash=False)
+    driver: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} (sm_{self.capability})" if self.kind == "cuda" else f"{self.name} ({self.kind})"

@@ -1,0 +1,92 @@
+"""Decision records: how the processes of one server report their decisions to its metrics endpoint.
+
+Workers decide, and another process serves the endpoint. The first process of a server reserves a directory and passes
+its name on in an environment variable. Each worker writes its record there as a file, and the first process removes the
+directory when it exits. Records are for display only, so file system errors never affect serving.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from . import settings
+
+logger = logging.getLogger("vllm.moe_oracle")
+
+MAX_RECORD_BYTES = 1 << 24
+"""Larger files are ignored: they are not the record of one process."""
+
+
+def reserve_dir() -> None:
+    """Reserves the directory's name in a server's first process; other processes inherit it.
+
+    The first record creates the directory: most processes that load plugins have no model.
+    """
+    if settings.records_dir() is not None:
+        return
+    # A name that nobody else can have created in advance.
+    folder = os.path.join(tempfile.gettempdir(), f"vllm-moe-oracle-{secrets.token_hex(8)}")
+    settings.set_records_dir(folder)
+    atexit.register(_remove_if_owner, folder, os.getpid())
+
+
+def remove_dir() -> None:
+    """Removes the directory and forgets its name."""
+    folder = settings.records_dir()
+    if folder is not None:
+        settings.set_records_dir(None)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_if_owner(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # a forked process inherits the exit handlers
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_record(record: dict[str, Any]) -> None:
+    """Writes this process's record of one model, replacing an earlier one of the same layers.
+
+    Args:
+        record: JSON types only; ``groups`` has the layers.
+    """
+    folder = settings.records_dir()
+    if folder is None:
+        return
+    first = next((layer for group in record["groups"] for layer in group["layers"]), "")
+    name = f"{os.getpid()}-{first}".replace("/", "_")[:200]
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        descriptor, beside = tempfile.mkstemp(dir=folder, suffix=".part")
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump(record, file)
+        os.replace(beside, Path(folder) / f"{name}.json")
+    except OSError as error:
+        logger.warning("moe_oracle: the metrics endpoint will not have these decisions: %s", error)
+
+
+def read_records() -> Iterator[dict[str, Any]]:
+    """The records of all processes, in the order of file names. Invalid files are skipped with a warning."""
+    folder = settings.records_dir()
+    if folder is None:
+        return
+    for path in sorted(Path(folder).glob("*.json")):
+        try:
+            size = path.stat().st_size
+            if size > MAX_RECORD_BYTES:
+                raise ValueError(f"it has {size} bytes; the limit is {MAX_RECORD_BYTES}")
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(found, dict) or not isinstance(found.get("groups"), list):
+                raise ValueError("it is not an object with a list `groups`")
+        except (OSError, ValueError, RecursionError) as error:
+            logger.warning("moe_oracle: %s is not a decision record: %s", path, error)
+            continue
+        yield found

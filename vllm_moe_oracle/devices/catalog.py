@@ -1,0 +1,128 @@
+"""Known devices, one JSON file each, and devices from files that ``vllm-moe-oracle status --json`` wrote elsewhere.
+
+A new GPU is one file in this directory. Its name in ``--device`` is the file's name; `DeviceSpec` describes its fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from ..core.problem import Device
+from ..errors import SettingError, did_you_mean
+from ..releases.supported import DEFAULT_PACKAGES
+
+DEVICE_KINDS = ("cuda", "cpu", "rocm", "xpu")
+"""Kinds of device that rules distinguish."""
+
+_DIRECTORY = Path(__file__).parent
+
+
+class MeasuredRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a GPU reaches, as measured.
+
+    Attributes:
+        copy_bytes_per_s: bytes per second of a device-to-device copy of 1 GiB, reads and writes together.
+        bf16_flops: floating-point operations per second of cuBLAS for two bfloat16 matrices of 8192 x 8192.
+    """
+
+    copy_bytes_per_s: float
+    bf16_flops: float
+
+
+class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of the catalog. Figures are from the product's data sheet, without sparsity.
+
+    Attributes:
+        kind: one of `DEVICE_KINDS`.
+        name: the product's name.
+        aliases: other names in ``--device``, and names that drivers report for the product.
+        capability: CUDA compute capability times ten.
+        sm_count: streaming multiprocessors.
+        memory_gib: memory in GiB.
+        features: instruction sets of a CPU.
+        memory_bandwidth_gb_s: memory bandwidth in GB/s.
+        peak_tflops: dense peak of the tensor cores in TFLOPS (TOPS for integers) by input dtype.
+        measured: measured rates, when there are any.
+    """
+
+    kind: str
+    name: str
+    aliases: tuple[str, ...] = ()
+    capability: int = 0
+    sm_count: int = 0
+    memory_gib: float = 0.0
+    features: tuple[str, ...] = ()
+    memory_bandwidth_gb_s: float = 0.0
+    peak_tflops: dict[str, float] = {}
+    measured: MeasuredRates | None = None
+
+
+def known_device_names() -> list[str]:
+    """The names that `known_device` takes, without aliases."""
+    return sorted(path.stem for path in _DIRECTORY.glob("*.json"))
+
+
+@cache
+def catalog() -> dict[str, DeviceSpec]:
+    """All known devices by name."""
+    return {
+        name: msgspec.json.decode((_DIRECTORY / f"{name}.json").read_bytes(), type=DeviceSpec)
+        for name in known_device_names()
+    }
+
+
+def find_spec(name: str) -> DeviceSpec | None:
+    """The catalog's entry with a name, a product name or an alias, case-insensitively; None for an unknown one."""
+    wanted = name.strip().lower()
+    for key, spec in catalog().items():
+        if wanted in (key, spec.name.lower(), *(alias.lower() for alias in spec.aliases)):
+            return spec
+    return None
+
+
+def known_device(name: str) -> Device:
+    """A known device with the packages of an installation of the newest tested vLLM.
+
+    Raises:
+        SettingError: the name is unknown.
+    """
+    spec = find_spec(name)
+    if spec is None:
+        names = known_device_names()
+        remedy = f"{did_you_mean(name, names)}Valid are auto, {', '.join(names)}, or a JSON file of a device"
+        raise SettingError(f"unknown device {name!r}", remedy, "--device")
+    packages = dict(DEFAULT_PACKAGES[spec.kind])
+    return Device(
+        spec.kind, spec.name, spec.capability, spec.sm_count, spec.memory_gib, spec.features, packages=packages
+    )
+
+
+def load_device(path: Path) -> Device:
+    """A device from a JSON file: the fields of `Device`, or an object that has them under ``device``.
+
+    Raises:
+        SettingError: the file cannot be read, or does not describe a device.
+    """
+    try:
+        data = msgspec.json.decode(path.read_bytes())
+        inner = data.get("device", data) if isinstance(data, dict) else data
+        device = msgspec.convert(inner, Device)
+    except OSError as error:
+        raise SettingError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise SettingError(f"not a device: {error}", 'It needs at least "kind" and "name"', str(path)) from error
+    valid = [field.name for field in dataclasses.fields(Device)]
+    unknown = [key for key in inner if key not in valid]
+    if unknown:
+        rule = f"not a device: unknown field {', '.join(map(repr, unknown))}"
+        raise SettingError(rule, f"Valid are {', '.join(valid)}", str(path))
+    texts = (device.name, device.driver, *device.features, *device.packages, *device.packages.values())
+    if unprintable := [text for text in texts if not text.isprintable()]:
+        raise SettingError(f"not a device: {unprintable[0]!a} is not printable", where=str(path))
+    if device.kind not in DEVICE_KINDS:
+        raise SettingError(f"not a device: kind is {device.kind!r}", f"Valid are {', '.join(DEVICE_KINDS)}", str(path))
+    return device

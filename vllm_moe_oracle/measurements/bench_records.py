@@ -1,0 +1,157 @@
+"""The lines of ``bench --jsonl``, which `report` and ``tune --import`` read.
+
+The first line is ``{"conditions": {...}}``: the environment, the command, the routing and the method. Every further
+line is a `BenchRecord`: the times of all backends of one layer at one number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import MeasurementError
+from .environment import Environment
+from .kernel_shape import KernelShape, Sample
+from .profile import read_limited
+
+STOCK_PREFIX = "stock:"
+"""Prefix of a stock layer's name; the rest is the value of vLLM's ``--moe-backend``."""
+
+STOCK_DEFAULT = f"{STOCK_PREFIX}auto"
+"""Name of stock vLLM's default layer."""
+
+_OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")
+_REMEDY = "Make them with: vllm-moe-oracle bench --jsonl FILE"
+
+
+class BenchChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the oracle chose when the benchmark ran.
+
+    Attributes:
+        backend: name of the chosen backend.
+        why: what decided.
+        behind_best: slowdown against the fastest backend of the record, e.g. 0.02; None if the choice was not timed.
+        speedup: time of a stock layer over the choice's time, by name of the stock layer.
+    """
+
+    backend: str
+    why: str = ""
+    behind_best: float | None = None
+    speedup: dict[str, float] = {}
+
+
+class BenchRecord(msgspec.Struct, frozen=True, kw_only=True, rename={"kernel_shape": "cell"}):
+    """Times of one layer at one number of tokens. All times are microseconds.
+
+    Attributes:
+        layer: fields of the layer, see `model_shapes.to_json`.
+        kernel_shape: the layer's kernel shape; ``cell`` in JSON.
+        tokens: rows of the input.
+        us: medians by backend; stock layers are among them.
+        quartiles: first and third quartiles by backend.
+        replays: numbers of timed replays by backend.
+        activations: precision to which each backend quantizes activations, without stock layers.
+        errors: relative errors of the checked tokens, without stock layers.
+        failures: why a backend or stock layer has no time.
+        stock: vLLM's class by name of the stock layer.
+        tiles: tile configurations by backend, where serving would use a measured one.
+        router_included: whether times include top-k over the router's logits.
+        floor_us: the roofline; None for an unknown GPU.
+        of_floor: roofline over time by backend; None for an unknown GPU.
+        choice: the oracle's choice; None if no backend can run the layer.
+    """
+
+    layer: dict[str, Any]
+    kernel_shape: KernelShape
+    tokens: int
+    us: dict[str, float]
+    quartiles: dict[str, tuple[float, float]] = {}
+    replays: dict[str, int] = {}
+    activations: dict[str, str] = {}
+    errors: dict[str, float] = {}
+    failures: dict[str, str] = {}
+    stock: dict[str, str] = {}
+    tiles: dict[str, str] = {}
+    router_included: bool = False
+    floor_us: float | None = None
+    of_floor: dict[str, float] | None = None
+    choice: BenchChoice | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the layer."""
+        return str(self.layer.get("name", "a layer"))
+
+    def samples(self, routing: str) -> Iterator[Sample]:
+        """The record as samples, without stock layers and without failures for lack of memory.
+
+        Args:
+            routing: the routing of the benchmark's conditions.
+
+        Raises:
+            KeyError: the record lacks a number of a backend.
+            msgspec.ValidationError: a number or the routing has the wrong type.
+        """
+        for name, precision in self.activations.items():
+            fields: dict[str, Any] = {"backend": name, "activations": precision, "tokens": self.tokens}
+            fields["routing"] = routing
+            if name in self.us:
+                low, high = self.quartiles[name]
+                fields |= {"us": self.us[name], "low": low, "high": high, "replays": self.replays[name]}
+                fields |= {"error": self.errors[name], "router": self.router_included}
+                fields["tile"] = self.tiles.get(name, "")
+            elif is_out_of_memory(self.failures[name]):
+                continue
+            else:
+                fields["failure"] = self.failures[name]
+            yield msgspec.convert(fields, Sample)
+
+
+def is_out_of_memory(failure: str) -> bool:
+    """Whether a failure says nothing about the backend: free memory depends on what else runs on the GPU."""
+    return any(word in failure for word in _OUT_OF_MEMORY)
+
+
+def read_samples(path: Path) -> tuple[Environment, dict[str, str], dict[KernelShape, list[Sample]]]:
+    """The samples of a file of records, without stock layers.
+
+    Args:
+        path: the file. A truncated last line is ignored.
+
+    Returns:
+        Where the samples were taken, the command and the method, and the samples by kernel shape.
+
+    Raises:
+        MeasurementError: the file cannot be read, or is not a file of records.
+    """
+    where = str(path)
+    data = read_limited(path)
+    try:
+        head, *lines = data.splitlines()
+        conditions = msgspec.json.decode(head)["conditions"]
+        environment = msgspec.convert(conditions["environment"], Environment)
+        how = {name: str(conditions[name]) for name in ("command", "method")}
+        found: dict[KernelShape, list[Sample]] = {}
+        for number, line in enumerate(lines):
+            try:
+                record = msgspec.json.decode(line, type=BenchRecord)
+            except msgspec.ValidationError:
+                raise
+            except msgspec.DecodeError:
+                if number + 1 == len(lines):
+                    break
+                raise
+            found.setdefault(record.kernel_shape, []).extend(record.samples(conditions["routing"]))
+    except (msgspec.MsgspecError, ValueError, KeyError, TypeError, RecursionError) as error:
+        rule = f"is not a file of bench records: {type(error).__name__}: {error}"
+        raise MeasurementError(rule, _REMEDY, where) from error
+    if not environment.is_valid:
+        raise MeasurementError("has an invalid environment", where=where)
+    if not all(shape.is_valid for shape in found):
+        raise MeasurementError("has an invalid layer", where=where)
+    if invalid := [each for samples in found.values() for each in samples if not each.is_valid]:
+        raise MeasurementError(f"has an invalid measurement: {invalid[0]}", where=where)
+    return environment, how, found

@@ -1,0 +1,184 @@
+"""The environment of a measurement, and whether the measurement is valid in another environment.
+
+A hard difference invalidates measurements: another GPU, another release of vLLM or of a kernel library. A soft
+difference is only reported: torch, Triton, the driver, another commit of the same release, this project's kernels. A
+property that is unknown on either side is not compared.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import msgspec
+from packaging.version import InvalidVersion, Version
+
+from ..core.problem import Device
+
+KERNEL_PACKAGES = ("vllm", "humming-kernels", "flashinfer-python", "deep-gemm")
+"""Packages that contain the kernels that vLLM runs. Another release may be faster or slower."""
+
+COMPILER_PACKAGES = ("torch", "triton")
+"""Packages that compile or launch kernels."""
+
+MAX_STRINGS = 99
+MAX_STRING_CHARS = 200
+"""Limits of a valid environment: number of strings, and characters of each."""
+
+
+class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Hardware and software that a measurement depends on.
+
+    Attributes:
+        gpu: product name of the GPU.
+        capability: compute capability times ten; 0 if unknown.
+        sm_count: streaming multiprocessors; 0 if unknown. A MIG slice has fewer than the whole GPU.
+        packages: installed versions of `KERNEL_PACKAGES` and `COMPILER_PACKAGES`.
+        driver: version of the GPU driver; "" if unknown.
+        kernels: hash of the sources of this project's kernels; "" if unknown.
+    """
+
+    gpu: str
+    capability: int = 0
+    sm_count: int = 0
+    packages: dict[str, str] = {}
+    driver: str = ""
+    kernels: str = ""
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the strings are short and printable. An environment read from a file may be anything."""
+        texts = [self.gpu, self.driver, self.kernels, *itertools.chain(*self.packages.items())]
+        return len(texts) <= MAX_STRINGS and all(len(each) <= MAX_STRING_CHARS and each.isprintable() for each in texts)
+
+    @property
+    def key(self) -> str:
+        """The environment as JSON; equal environments have equal keys."""
+        return msgspec.json.encode(self, order="deterministic").decode()
+
+    def __str__(self) -> str:
+        vllm = self.packages.get("vllm")
+        return f"{self.gpu}, vLLM {vllm}" if vllm else self.gpu
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """Differences between two environments, in words. Both are empty if everything known is equal.
+
+    Attributes:
+        hard: differences that invalidate measurements.
+        soft: differences that do not.
+    """
+
+    hard: tuple[str, ...]
+    soft: tuple[str, ...]
+
+
+def of(device: Device) -> Environment:
+    """The environment of a device: this machine, or a described one."""
+    names = (*KERNEL_PACKAGES, *COMPILER_PACKAGES)
+    return Environment(
+        gpu=device.name,
+        capability=device.capability,
+        sm_count=device.sm_count,
+        packages={name: device.packages[name] for name in names if name in device.packages},
+        driver=device.driver,
+        kernels=kernel_sources_hash(),
+    )
+
+
+def differences(there: Environment, here: Environment) -> Differences:
+    """The differences between two environments.
+
+    Args:
+        there: where the measurement was taken.
+        here: where it is to be used.
+    """
+    hard = [
+        f"{what} {old}, here {new}"
+        for what, old, new in (
+            ("measured on", there.gpu, here.gpu),
+            ("compute capability", there.capability, here.capability),
+            ("multiprocessors", there.sm_count, here.sm_count),
+        )
+        if old and new and old != new
+    ]
+    soft: list[str] = []
+    for name, old, new in _version_changes(there.packages, here.packages, KERNEL_PACKAGES):
+        (hard if _release_key(old) != _release_key(new) else soft).append(f"{name} {old}, here {new}")
+    soft += [
+        f"{name} {old}, here {new}"
+        for name, old, new in _version_changes(there.packages, here.packages, COMPILER_PACKAGES)
+    ]
+    if there.driver and here.driver and there.driver != here.driver:
+        soft.append(f"driver {there.driver}, here {here.driver}")
+    if there.kernels and here.kernels and there.kernels != here.kernels:
+        soft.append("other sources of this project's kernels")
+    return Differences(tuple(hard), tuple(soft))
+
+
+def same_kernel_code(there: Environment, here: Environment) -> bool:
+    """Whether this project's kernels and Triton are the same in both environments, as far as known. Only then does a
+    tile configuration compile to the machine code that was measured."""
+    known = there.kernels and here.kernels
+    return not (known and there.kernels != here.kernels) and not _version_changes(
+        there.packages, here.packages, ("triton",)
+    )
+
+
+def _version_changes(
+    there: Mapping[str, str], here: Mapping[str, str], names: tuple[str, ...]
+) -> list[tuple[str, str, str]]:
+    """Packages that both have, in different versions. No backend that needs a missing package is on both sides."""
+    return [(n, there[n], here[n]) for n in names if n in there and n in here and there[n] != here[n]]
+
+
+def _release_key(version: str) -> object:
+    """The release of a version, without the local and development parts, which name a commit."""
+    try:
+        parsed = Version(version)
+    except InvalidVersion:
+        return version
+    return parsed.release, parsed.pre, parsed.post
+
+
+_CONFIG_MODULES = ("config.py", "prefill_config.py")
+"""Modules that choose kernels and tiles from tables. They are not part of the hash: a new entry for one layer does not
+change the choice for a measured layer, which a golden test checks."""
+
+
+@cache
+def kernel_sources_hash() -> str:
+    """Hash of the sources of this project's kernels and launchers, without docstrings and comments."""
+    return hash_sources(Path(__file__).parents[1] / "kernels")
+
+
+def hash_sources(directory: Path) -> str:
+    """Hash of the Python files of a directory, computed as in `kernel_sources_hash`."""
+    digest = hashlib.sha256()
+    for path in sorted(
+        path for path in directory.iterdir() if path.suffix == ".py" and path.name not in _CONFIG_MODULES
+    ):
+        content = _strip_comments(path.read_text(encoding="utf-8"))
+        digest.update(f"{path.name} {len(content)}\n{content}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _strip_comments(source: str) -> str:
+    """Python code without docstrings, blank lines and comment lines."""
+    lines = source.splitlines()
+    bodies = [ast.parse(source).body]
+    while bodies:
+        for statement in bodies.pop():
+            # A string as a statement: the docstring of a function or of a constant.
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                rows = slice(statement.lineno - 1, statement.end_lineno)
+                lines[rows] = [""] * len(lines[rows])
+            elif isinstance(statement, ast.ClassDef | ast.FunctionDef):
+                bodies.append(statement.body)
+    return "\n".join(line.rstrip() for line in lines if line.strip() and not line.lstrip().startswith("#"))

@@ -1,0 +1,200 @@
+"""Finds the measurements of a layer that are valid on a machine.
+
+Sources are searched in this order: the profile of the setting `profile`, the cache, the shipped profiles. The first
+source answers whose measurements are valid here and sufficient for a choice. Times of two sources are never combined,
+and an unfinished run of `tune` does not hide a complete profile. What cannot be read becomes a remark, not an error:
+serving does not depend on measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from ..core.measurement_set import MeasurementSet
+from ..core.objectives import parse_objective
+from ..core.problem import Device, Problem
+from ..errors import MeasurementError, SettingError, sanitize
+from ..oracle.measured_choice import choose_fastest
+from ..oracle.registry import default_registry
+from ..oracle.selection import REFERENCE_BACKEND, equivalent_backends, evaluate_candidates
+from ..settings import Settings, cache_dir
+from . import environment, profile
+from .environment import Environment
+from .kernel_shape import KernelShape, Sample, kernel_shape_of
+from .store import Store
+
+_EnvironmentSamples = tuple[Environment, list[Sample]]
+
+
+@dataclass(frozen=True, slots=True)
+class _ValidSamples:
+    """Samples that are valid here, where they were taken, and the soft differences between there and here."""
+
+    environment: Environment
+    samples: list[Sample]
+    differences: tuple[str, ...]
+
+
+def find_measurements(problem: Problem, device: Device, settings: Settings) -> MeasurementSet | None:
+    """The measurements of a layer on a machine; None if the setting `use_measurements` is off.
+
+    Args:
+        problem: the layer.
+        device: the machine.
+        settings: names the sources.
+
+    Returns:
+        Times of the first sufficient source; of the first valid source if none is sufficient; no times if none is
+        valid. Remarks say why other sources are not used.
+    """
+    if not settings.use_measurements:
+        return None
+    shape, here = kernel_shape_of(problem), environment.of(device)
+    remarks: list[str] = []
+    first: MeasurementSet | None = None
+    failures: dict[str, str] = {}
+    for name, read in _sources(settings):
+        try:
+            found = read(shape)
+        except (MeasurementError, SettingError) as error:
+            remarks.append(sanitize(f"{name} is not used: {error}"))
+            continue
+        valid = _closest_environment(name, found, here, remarks)
+        if valid is None:
+            continue
+        measured = _measurement_set(f"{name} ({valid.environment})", valid.samples, problem)
+        # A backend that failed in an earlier source is not chosen by the times of this one.
+        times = {backend: each for backend, each in measured.times.items() if backend not in failures}
+        failures |= measured.failures
+        why = _why_undecided(MeasurementSet(times, measured.source, failures), problem, device, settings)
+        said = [f"measured with {', '.join(valid.differences)}"] * bool(valid.differences) + remarks
+        tiles = measured.tiles
+        if tiles and not environment.same_kernel_code(valid.environment, here):
+            tiles = {}
+            said.append("measured tile configurations are ignored: other kernel sources or another Triton")
+        measured = MeasurementSet(times, measured.source, dict(failures), tuple(said), tiles)
+        if not why:
+            return measured
+        remarks.append(why)
+        first = first or measured
+    return first or MeasurementSet(remarks=tuple(remarks))
+
+
+def _why_undecided(measured: MeasurementSet, problem: Problem, device: Device, settings: Settings) -> str:
+    """Why measurements are not sufficient for a choice; "" if they are."""
+    registry = default_registry()
+    judged = evaluate_candidates(problem, device, settings, registry)
+    static = next((each for each in judged if each.accepted), None)
+    if static is None or static.backend == REFERENCE_BACKEND:
+        return ""
+    names = equivalent_backends(static, judged, problem, registry)
+    choice = choose_fastest(measured, names, parse_objective(settings.objective), settings.min_speedup)
+    if choice.measured is not None:
+        return ""
+    return choice.explanation or f"{measured.source} has no times of these backends"
+
+
+def _sources(settings: Settings) -> Iterator[tuple[str, Callable[[KernelShape], Iterable[_EnvironmentSamples]]]]:
+    """The sources in order: name, and what reads the samples of a shape."""
+    if settings.profile:
+        yield f"the profile {settings.profile}", lambda shape: _samples_in([_read_profile(settings.profile)], shape)
+    yield "the cache", lambda shape: Store(cache_dir(settings)).samples(shape)
+    yield "the shipped profile", lambda shape: _samples_in(profile.shipped(), shape)
+
+
+def profile_error(settings: Settings) -> str:
+    """Why the profile of the setting `profile` cannot be read; "" if it can, or none is set."""
+    try:
+        if settings.profile:
+            _read_profile(settings.profile)
+    except MeasurementError as error:
+        return sanitize(f"the profile of {settings.source('profile')} is not used: {error}")
+    return ""
+
+
+@lru_cache(maxsize=4)
+def _read_profile(path: str) -> profile.Profile:
+    return profile.read(Path(path).expanduser())
+
+
+def _samples_in(profiles: Iterable[profile.Profile], shape: KernelShape) -> Iterator[_EnvironmentSamples]:
+    for each in profiles:
+        if samples := each.samples(shape):
+            yield each.environment, samples
+
+
+def _closest_environment(
+    name: str, found: Iterable[_EnvironmentSamples], here: Environment, remarks: list[str]
+) -> _ValidSamples | None:
+    """The samples whose environment differs least from here, the newest among equals. Adds a remark if all are
+    invalid."""
+    best: _ValidSamples | None = None
+    invalid: list[str] = []
+    for there, samples in found:
+        differences = environment.differences(there, here)
+        if differences.hard:
+            invalid.append(", ".join(differences.hard))
+        elif best is None or len(differences.soft) < len(best.differences):
+            best = _ValidSamples(there, samples, differences.soft)
+    if best is None and invalid:
+        remarks.append(f"measurements in {name} are ignored: {'; '.join(dict.fromkeys(invalid))}")
+    return best
+
+
+def _measurement_set(source: str, samples: Iterable[Sample], problem: Problem) -> MeasurementSet:
+    """The times of the backends of this process.
+
+    Left out are backends that quantize activations differently now than when they were measured, and times without
+    top-k if other backends' times include it.
+    """
+    registry = default_registry()
+    known = [
+        sample
+        for sample in samples
+        if sample.backend in registry and registry[sample.backend].activations(problem) == sample.activations
+    ]
+    # A backend that failed at one number of tokens, or under one routing, is not chosen for its times elsewhere.
+    failed = dict.fromkeys(sample.backend for sample in known if sample.failure)
+    failures = {name: _summarize_failures([each for each in known if each.backend == name]) for name in failed}
+    timed = [sample for sample in known if sample.backend not in failures]
+    with_router = {sample.backend for sample in timed if sample.router}
+    if with_router and len(with_router) < len({sample.backend for sample in timed}):
+        timed = [sample for sample in timed if sample.router]
+    times: dict[str, dict[str, dict[int, float]]] = {}
+    for sample in timed:
+        times.setdefault(sample.backend, {}).setdefault(sample.routing, {})[sample.tokens] = sample.us
+    tiles = {name: rows for name in times if (rows := _tile_ranges([each for each in timed if each.backend == name]))}
+    return MeasurementSet(times, source, failures, tiles=tiles)
+
+
+def _summarize_failures(samples: list[Sample]) -> str:
+    """Why a backend must not be chosen. Names the number of tokens if it did not fail everywhere."""
+    failed = sorted(
+        (each for each in samples if each.failure), key=lambda each: (each.routing != "uniform", each.tokens)
+    )
+    first = failed[0]
+    why = sanitize(first.failure)
+    if len(failed) == len(samples):
+        return why
+    skewed = " under skewed routing" if first.routing == "skewed" else ""
+    return f"failed with {first.tokens} tokens{skewed}: {why}"
+
+
+def _tile_ranges(samples: list[Sample]) -> tuple[tuple[int, str], ...]:
+    """The fastest tile configurations of a backend: (largest number of tokens, configuration), ascending.
+
+    Each range ends at the geometric mean of its number of tokens and the next. Empty if the backend's own choice was
+    the fastest everywhere.
+    """
+    found = sorted((each.tokens, each.tile) for each in samples if each.routing == "uniform")
+    if not any(tile for _, tile in found):
+        return ()
+    following = [tokens for tokens, _ in found[1:]]
+    return tuple(
+        (math.isqrt(tokens * following[index]) if index < len(following) else tokens, tile)
+        for index, (tokens, tile) in enumerate(found)
+    )

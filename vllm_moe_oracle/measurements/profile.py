@@ -1,0 +1,265 @@
+"""Measurements as JSON: profiles that are shipped with this package, exported by `tune`, or given by the user.
+
+Reading is strict: unknown fields, impossible numbers and oversized files are errors. A profile that is read is never
+changed.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import MeasurementError
+from .environment import Environment
+from .kernel_shape import KernelShape, Sample
+
+FORMAT = "vllm-moe-oracle measurements"
+VERSION = 1
+MAX_BYTES = 64 << 20
+
+SHIPPED_FOLDER = Path(__file__).parents[1] / "profiles"
+"""Directory of the shipped profiles. A GPU may have several files; all of them are searched."""
+
+
+class BackendTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The samples of one backend for one kernel shape, packed. JSON keys are strings, so numbers of tokens are, too.
+
+    Attributes:
+        activations: see `Sample`.
+        times: median, first and third quartile in microseconds, and number of replays, by routing and number of tokens.
+        error: largest error of all samples.
+        router: see `Sample`.
+        failures: reasons by routing and number of tokens.
+        tiles: tile configurations that were faster than the backend's own choice, by routing and number of tokens.
+    """
+
+    activations: str
+    times: dict[str, dict[str, tuple[float, float, float, int]]] = {}
+    error: float = 0.0
+    router: bool = False
+    failures: dict[str, dict[str, str]] = {}
+    tiles: dict[str, dict[str, str]] = {}
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The measurements of one kernel shape.
+
+    Attributes:
+        kernel_shape: the shape; ``cell`` in JSON.
+        backends: times by name of the backend.
+    """
+
+    kernel_shape: KernelShape = msgspec.field(name="cell")
+    backends: dict[str, BackendTimes]
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """The fields that every version of the format has."""
+
+    format: str = ""
+    version: int = 0
+
+
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of measurements from one environment.
+
+    Attributes:
+        format: `FORMAT`.
+        version: version of the format.
+        environment: where everything in the file was measured.
+        entries: one per kernel shape.
+        conditions: how it was measured, in words, and the command that repeats it.
+    """
+
+    format: str
+    version: int
+    environment: Environment
+    entries: tuple[Entry, ...]
+    conditions: dict[str, str] = {}
+
+    def samples(self, shape: KernelShape) -> list[Sample]:
+        """The samples of a kernel shape."""
+        return [sample for entry in self.entries if entry.kernel_shape == shape for sample in _entry_samples(entry)]
+
+
+def make(
+    environment: Environment, samples: Mapping[KernelShape, Iterable[Sample]], conditions: Mapping[str, str]
+) -> Profile:
+    """Packs measurements into a profile.
+
+    Args:
+        environment: where they were taken.
+        samples: samples by kernel shape.
+        conditions: how they were taken.
+    """
+    entries = [Entry(shape, _times_by_backend(found)) for shape, found in sorted(samples.items())]
+    return Profile(FORMAT, VERSION, environment, tuple(entries), dict(conditions))
+
+
+def _times_by_backend(samples: Iterable[Sample]) -> dict[str, BackendTimes]:
+    by_backend: dict[str, list[Sample]] = {}
+    for sample in sorted(samples, key=lambda each: (each.backend, each.routing != "uniform", each.tokens)):
+        by_backend.setdefault(sample.backend, []).append(sample)
+    timings = {}
+    for backend, found in by_backend.items():
+        times: dict[str, dict[str, tuple[float, float, float, int]]] = {}
+        failures: dict[str, dict[str, str]] = {}
+        tiles: dict[str, dict[str, str]] = {}
+        for each in found:
+            if each.failure:
+                failures.setdefault(each.routing, {})[str(each.tokens)] = each.failure
+            else:
+                numbers = (round(each.us, 2), round(each.low, 2), round(each.high, 2), each.replays)
+                times.setdefault(each.routing, {})[str(each.tokens)] = numbers
+            if each.tile:
+                tiles.setdefault(each.routing, {})[str(each.tokens)] = each.tile
+        error = float(f"{max(each.error for each in found):.3g}")
+        timings[backend] = BackendTimes(found[0].activations, times, error, found[0].router, failures, tiles)
+    return timings
+
+
+def _entry_samples(entry: Entry) -> Iterable[Sample]:
+    for backend, packed in entry.backends.items():
+        for routing, counts in packed.times.items():
+            for tokens, (us, low, high, replays) in counts.items():
+                fields: dict[str, Any] = {"us": us, "low": low, "high": high, "replays": replays}
+                fields |= {"error": packed.error, "router": packed.router}
+                fields["tile"] = packed.tiles.get(routing, {}).get(tokens, "")
+                yield _sample(backend, packed, routing, tokens, fields)
+        for routing, reasons in packed.failures.items():
+            for tokens, failure in reasons.items():
+                yield _sample(backend, packed, routing, tokens, {"failure": failure})
+
+
+def _sample(backend: str, packed: BackendTimes, routing: str, tokens: str, fields: dict[str, Any]) -> Sample:
+    """A sample from JSON fields, type-checked."""
+    fields |= {"backend": backend, "activations": packed.activations, "routing": routing, "tokens": int(tokens)}
+    return msgspec.convert(fields, Sample)
+
+
+def read_limited(path: Path) -> bytes:
+    """The bytes of an untrusted file of measurements, at most `MAX_BYTES`.
+
+    Args:
+        path: the file.
+
+    Raises:
+        MeasurementError: the file cannot be read, is not a regular file, or is too large.
+    """
+    where = str(path)
+    try:
+        # Non-blocking, so that a pipe without a writer cannot hang a server.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise MeasurementError("is not a regular file", where=where)
+            if status.st_size > MAX_BYTES:
+                raise MeasurementError(f"has {status.st_size} bytes, more than {MAX_BYTES}", where=where)
+            return file.read(MAX_BYTES + 1)
+    except MeasurementError:
+        raise
+    except (OSError, ValueError) as error:
+        raise MeasurementError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=where) from error
+
+
+def read(path: Path) -> Profile:
+    """Reads a profile.
+
+    Args:
+        path: the file.
+
+    Raises:
+        MeasurementError: the file cannot be read, or is not a valid profile.
+    """
+    where = str(path)
+    remedy = "Make one with: vllm-moe-oracle tune MODEL --export FILE"
+    data = read_limited(path)
+    try:
+        header = msgspec.json.decode(data, type=_Header)
+        if header.format != FORMAT:
+            raise MeasurementError("is not a profile of measurements", remedy, where)
+        if (version := header.version) != VERSION:
+            raise MeasurementError(
+                f"has version {version!r} of the format, this release reads {VERSION}", remedy, where
+            )
+        profile = msgspec.json.decode(data, type=Profile)
+        if not profile.environment.is_valid:
+            raise MeasurementError("has an invalid environment", remedy, where)
+        for entry in profile.entries:
+            if not entry.kernel_shape.is_valid:
+                raise MeasurementError("has an invalid layer", remedy, where)
+            for sample in _entry_samples(entry):
+                if not sample.is_valid:
+                    rule = f"{entry.kernel_shape}: {sample.backend[:200]} has an invalid measurement"
+                    raise MeasurementError(rule, where=where)
+    except (msgspec.MsgspecError, ValueError, RecursionError, UnicodeDecodeError) as error:
+        if isinstance(error, MeasurementError):
+            raise
+        raise MeasurementError(f"is not a profile of measurements: {error}", remedy, where) from error
+    return profile
+
+
+def encode(profile: Profile) -> bytes:
+    """A profile as JSON, with one line per backend, so that a diff of two files is readable."""
+    head = {"format": profile.format, "version": profile.version, "environment": profile.environment}
+    lines = [f'"{name}": {_to_json(value)},' for name, value in {**head, "conditions": profile.conditions}.items()]
+    lines.append('"entries": [')
+    for number, entry in enumerate(profile.entries):
+        lines.append(f'{{"cell": {_to_json(entry.kernel_shape)}, "backends": {{')
+        backends = [f"  {_to_json(name)}: {_to_json(timing)}" for name, timing in entry.backends.items()]
+        lines.append(",\n".join(backends))
+        lines.append("}}" + ("," if number + 1 < len(profile.entries) else ""))
+    return ("{\n" + "\n".join(lines) + "\n]}\n").encode()
+
+
+def _to_json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def check_writable(path: Path) -> None:
+    """Checks, before minutes of measuring, that a path can be written as a file.
+
+    Raises:
+        MeasurementError: the path is a directory.
+    """
+    if not path.name or os.path.isdir(path):
+        raise MeasurementError("is a directory", "Name a file", str(path))
+
+
+def write(profile: Profile, path: Path) -> None:
+    """Writes a profile atomically.
+
+    Raises:
+        MeasurementError: the file cannot be written.
+    """
+    check_writable(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as file:
+                file.write(encode(profile))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise MeasurementError(f"cannot be written: {error.strerror}", where=str(path)) from error
+
+
+@cache
+def shipped() -> tuple[Profile, ...]:
+    """The profiles in this package.
+
+    Raises:
+        MeasurementError: a file is damaged, which is a defect of the installation.
+    """
+    return tuple(read(path) for path in sorted(SHIPPED_FOLDER.glob("nvidia_*.json")))

@@ -1,0 +1,376 @@
+"""The measurements in the user's cache: one SQLite file that several processes read and write.
+
+Writers never lose data. Every change is one transaction with a rollback journal (which works on network file systems)
+and full synchronization, so a killed process leaves the state before or after it. A file that is not a store of ours is
+never changed. Only `tune` renames a damaged store and starts a new one.
+
+Readers change nothing, wait half a second at most, and trust nothing in the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from ..errors import MeasurementError
+from .environment import Environment
+from .kernel_shape import KernelShape, Sample
+
+FILE_NAME = "measurements.sqlite"
+SCHEMA_VERSION = 1
+"""Version of the tables. A file of another version is not changed."""
+
+_APPLICATION_ID = 0x4D6F654F
+"""SQLite application id of our files ("MoeO"), which tells them from databases of other programs."""
+
+_TABLES = {
+    "environments": "CREATE TABLE environments (id INTEGER PRIMARY KEY, description TEXT NOT NULL UNIQUE)",
+    "samples": (
+        "CREATE TABLE samples (environment INTEGER NOT NULL, cell TEXT NOT NULL, backend TEXT NOT NULL, "
+        "tokens INTEGER NOT NULL, routing TEXT NOT NULL, sample TEXT NOT NULL, taken REAL NOT NULL, "
+        "PRIMARY KEY (environment, cell, backend, tokens, routing)) WITHOUT ROWID"
+    ),
+}
+
+_READER_TIMEOUT = 0.5
+"""Seconds that a reader waits for a writer, so that `tune` does not delay the start of a server."""
+_WRITER_TIMEOUT = 30.0
+"""Seconds that a writer waits for others."""
+_MAX_ROWS = 4096
+"""Most rows read for a kernel shape: ten backends, twenty numbers of tokens, two routings, ten environments."""
+_MAX_TEXT_CHARS = 1 << 16
+"""Longest text read from the file."""
+_MAX_VM_STEPS = 2_000_000
+"""Most SQLite instructions of one query, some tens of milliseconds, so that a hostile file cannot delay a server."""
+_MAX_FILE_BYTES = 1 << 30
+"""Size of the largest file that is opened."""
+
+
+class Store:
+    """The measurements of a cache directory. Creating the object neither opens nor creates the file.
+
+    Attributes:
+        path: path of the file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """
+        Args:
+            directory: the cache directory.
+        """
+        self.path = directory / FILE_NAME
+
+    # --- Reading ----------------------------------------------------------------------------------------------------
+
+    def samples(self, shape: KernelShape) -> list[tuple[Environment, list[Sample]]]:
+        """The samples of a kernel shape by environment, newest first.
+
+        Raises:
+            MeasurementError: the file exists and cannot be read, or is not a store of ours.
+        """
+        # A join would repeat the description of the environment in each of thousands of rows.
+        query = f"SELECT environment, sample FROM samples WHERE cell = ? ORDER BY taken DESC LIMIT {_MAX_ROWS}"
+        found: dict[int, list[Sample]] = {}
+        environments: dict[int, Environment] = {}
+        with self._read_connection() as connection:
+            for number, sample in [] if connection is None else connection.execute(query, (shape.key,)):
+                found.setdefault(number, []).append(self._decode(sample, Sample))
+            for number in found:
+                assert connection is not None
+                row = connection.execute("SELECT description FROM environments WHERE id = ?", (number,)).fetchone()
+                if row is not None:
+                    environments[number] = self._decode(row[0], Environment)
+        return [(environments[number], samples) for number, samples in found.items() if number in environments]
+
+    def samples_by_kernel_shape(self, environment: Environment) -> dict[KernelShape, list[Sample]]:
+        """All samples of one environment, by kernel shape.
+
+        Raises:
+            MeasurementError: the file exists and cannot be read, or is not a store of ours.
+        """
+        query = "SELECT cell, sample FROM samples JOIN environments ON environment = id WHERE description = ?"
+        found: dict[KernelShape, list[Sample]] = {}
+        for shape, sample in self._query(query, environment.key):
+            found.setdefault(self._decode(shape, KernelShape), []).append(self._decode(sample, Sample))
+        return found
+
+    def summary(self) -> dict[str, int]:
+        """The number of samples by environment, in words.
+
+        Raises:
+            MeasurementError: the file exists and cannot be read, or is not a store of ours.
+        """
+        query = "SELECT description, COUNT(*) FROM samples JOIN environments ON environment = id GROUP BY id"
+        counts: dict[str, int] = {}
+        for description, count in self._query(query):
+            name = str(self._decode(description, Environment))
+            counts[name] = counts.get(name, 0) + int(count)
+        return counts
+
+    def _query(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        with self._read_connection(bounded=False) as connection:
+            return [] if connection is None else connection.execute(query, values).fetchall()
+
+    @contextlib.contextmanager
+    def _read_connection(self, bounded: bool = True) -> Iterator[sqlite3.Connection | None]:
+        """A connection for reading; None if there is no file.
+
+        Args:
+            bounded: whether a query is interrupted after `_MAX_VM_STEPS`.
+        """
+        if not self.exists():
+            yield None
+            return
+        with self._errors(), self._connect("rw", _READER_TIMEOUT) as connection:
+            # SQLite raises on longer texts: a small file could return the same long text in every row.
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_TEXT_CHARS)
+            self._check(connection)
+            if bounded:
+                connection.set_progress_handler(lambda: 1, _MAX_VM_STEPS)
+            yield connection
+
+    def exists(self) -> bool:
+        """Whether the file exists.
+
+        Raises:
+            MeasurementError: it is not a regular file, or too large to be a store.
+        """
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            return False
+        except NotADirectoryError as error:
+            raise self._error("its parent is not a directory", "Give a directory as the setting cache") from error
+        except (OSError, ValueError) as error:
+            raise self._error(f"cannot be opened: {getattr(error, 'strerror', None) or error}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise self._error("is not a regular file", "Move it away")
+        if status.st_size > _MAX_FILE_BYTES:
+            raise self._error(f"has {status.st_size} bytes, more than the limit of {_MAX_FILE_BYTES}", "Move it away")
+        return True
+
+    # --- Writing ----------------------------------------------------------------------------------------------------
+
+    def add(self, environment: Environment, shape: KernelShape, samples: Iterable[Sample]) -> None:
+        """Stores samples of a kernel shape, in one transaction. They replace samples of the same environment, backend,
+        routing and number of tokens.
+
+        Raises:
+            MeasurementError: the samples cannot be stored. Earlier samples are unchanged.
+            ValueError: a sample is invalid.
+        """
+        samples = list(samples)
+        if invalid := [each for each in samples if not each.is_valid]:
+            raise ValueError(f"invalid sample: {invalid[0]}")
+        rows = [
+            (shape.key, each.backend, each.tokens, each.routing, msgspec.json.encode(each).decode(), time.time())
+            for each in samples
+        ]
+        with self._errors(), self._connect("rw", _WRITER_TIMEOUT) as connection:
+            self._check(connection)
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                connection.execute("INSERT OR IGNORE INTO environments (description) VALUES (?)", (environment.key,))
+                (number,) = connection.execute(
+                    "SELECT id FROM environments WHERE description = ?", (environment.key,)
+                ).fetchone()
+                connection.executemany(
+                    "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?)", [(number, *row) for row in rows]
+                )
+                connection.execute("COMMIT")
+            except BaseException:
+                # If this fails (a full disk), the next process that opens the file rolls the journal back.
+                with contextlib.suppress(sqlite3.Error):
+                    connection.execute("ROLLBACK")
+                raise
+
+    def prepare(self) -> str:
+        """Creates the file if needed and renames a damaged one. Must be called before `add`.
+
+        Returns:
+            A sentence about a damaged file; "" if there was none.
+
+        Raises:
+            MeasurementError: the directory or the file cannot be written, or the file belongs to another program or has
+                another version.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._error(f"its directory cannot be created: {error.strerror}", _OTHER_DIRECTORY_REMEDY) from error
+        with self._file_lock():
+            remark = self._quarantine() if self.exists() and self._is_damaged() else ""
+            if not self.exists():
+                self._create()
+        with self._errors(), self._connect("rw", _WRITER_TIMEOUT) as connection:
+            connection.execute("BEGIN IMMEDIATE")  # a file on a read-only disk opens, but cannot be written
+            connection.execute("ROLLBACK")
+        return remark
+
+    def _create(self) -> None:
+        """Creates the file under another name and renames it, so that nobody sees a partial one."""
+        partial = self.path.with_name(f".{FILE_NAME}.{os.getpid()}")
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        try:
+            with self._errors(), self._connect("rwc", _WRITER_TIMEOUT, partial) as connection:
+                connection.execute("BEGIN IMMEDIATE")
+                for statement in _TABLES.values():
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                connection.execute("COMMIT")
+            os.replace(partial, self.path)
+        except OSError as error:
+            raise self._error(f"cannot be created: {error.strerror}", _OTHER_DIRECTORY_REMEDY) from error
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+
+    def _is_damaged(self) -> bool:
+        """Whether the file is a broken or truncated store.
+
+        Raises:
+            MeasurementError: the file belongs to another program, has another version, or cannot be opened.
+        """
+        try:
+            with self._connect("rw", _WRITER_TIMEOUT) as connection:
+                self._check(connection)
+                rows = connection.execute("PRAGMA quick_check(1)").fetchall()
+                return [tuple(row) for row in rows] != [("ok",)]
+        except sqlite3.OperationalError as error:  # locked, read-only, no permission: the file is intact
+            raise self._error(str(error), _OTHER_DIRECTORY_REMEDY) from error
+        except sqlite3.DatabaseError:
+            with self.path.open("rb") as file:
+                head = file.read(72)
+            # Empty, or with our application id (bytes 68 to 71 of the header), or truncated before it.
+            ours = head[68:72] == _APPLICATION_ID.to_bytes(4, "big")
+            if ours or not head or (len(head) < 72 and b"SQLite format 3\x00".startswith(head[:16])):
+                return True
+            raise self._error(
+                "is not a store of measurements",
+                f"Move it away, or {_OTHER_DIRECTORY_REMEDY[0].lower()}{_OTHER_DIRECTORY_REMEDY[1:]}",
+            ) from None
+
+    def _quarantine(self) -> str:
+        aside = self.path.with_name(f"{FILE_NAME}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        try:
+            os.replace(self.path, aside)
+            journal = self.path.with_name(f"{FILE_NAME}-journal")
+            if journal.exists():  # SQLite would apply it to the new file
+                os.replace(journal, aside.with_name(f"{aside.name}-journal"))
+        except OSError as error:
+            raise self._error(f"is damaged and cannot be renamed: {error.strerror}", _OTHER_DIRECTORY_REMEDY) from error
+        return f"{self.path} is damaged; it is kept as {aside.name}, and a new one is started"
+
+    @contextlib.contextmanager
+    def _file_lock(self) -> Iterator[None]:
+        """A lock for one process at a time, released when the process ends."""
+        try:
+            descriptor = os.open(
+                self.path.with_name(f".{FILE_NAME}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
+            )
+        except OSError as error:
+            raise self._error(f"its directory cannot be written: {error.strerror}", _OTHER_DIRECTORY_REMEDY) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    # --- SQLite -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _connect(self, mode: str, seconds: float, path: Path | None = None) -> Iterator[sqlite3.Connection]:
+        name = f"file:{quote(str(path or self.path))}?mode={mode}"
+        connection = sqlite3.connect(name, uri=True, timeout=seconds, isolation_level=None)
+        try:
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 24)
+            connection.execute("PRAGMA trusted_schema = OFF")
+            connection.execute("PRAGMA cell_size_check = ON")
+            if mode == "rwc" or seconds == _WRITER_TIMEOUT:
+                connection.execute("PRAGMA synchronous = FULL")
+            yield connection
+        finally:
+            connection.close()
+
+    def _check(self, connection: sqlite3.Connection) -> None:
+        """Checks that a database has exactly our tables. Views or triggers would run foreign code.
+
+        Raises:
+            MeasurementError: the database belongs to another program, or has another version.
+            sqlite3.DatabaseError: it is damaged, empty, or not a database.
+        """
+        (application,) = connection.execute("PRAGMA application_id").fetchone()
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if application != _APPLICATION_ID:
+            if not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall() and not application:
+                raise sqlite3.DatabaseError("it is empty")
+            raise self._error(
+                "is another program's database", "Move it away, or set MOE_ORACLE_CACHE to another directory"
+            )
+        if version != SCHEMA_VERSION:
+            rule = f"has tables of version {version}, this release knows {SCHEMA_VERSION}"
+            raise self._error(rule, "Set MOE_ORACLE_CACHE to another directory, or move it away")
+        tables = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 100").fetchall()
+        if dict(tables) != _TABLES:
+            raise self._error("has other tables than a store of measurements", "Move it away")
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Turns SQLite's errors into `MeasurementError`."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if str(error).startswith("Could not decode to UTF-8"):
+                raise self._error("holds an invalid measurement: not a text", "Move it away") from error
+            raise self._error(_describe_error(error), _OTHER_DIRECTORY_REMEDY) from error
+        except sqlite3.DataError as error:  # a text longer than the connection's limit
+            raise self._error(f"holds an invalid measurement: {error}", "Move it away") from error
+        except (sqlite3.Error, OverflowError) as error:
+            remedy = "The next tune renames it and starts a new one"
+            raise self._error(f"is damaged: {error}", remedy) from error
+
+    def _decode(self, text: object, kind: type[Any]) -> Any:
+        """A struct of a kind in `_NOUNS` from untrusted JSON."""
+        try:
+            if not isinstance(text, str) or len(text) > _MAX_TEXT_CHARS:
+                raise ValueError("not a short text")
+            value = msgspec.json.decode(text, type=kind)
+            if not value.is_valid:
+                raise ValueError(f"not a possible {_NOUNS[kind]}")
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise self._error(f"holds an invalid measurement: {error}", "Move it away") from error
+        return value
+
+    def _error(self, rule: str, remedy: str = "") -> MeasurementError:
+        return MeasurementError(rule, remedy, str(self.path))
+
+
+_OTHER_DIRECTORY_REMEDY = "Set MOE_ORACLE_CACHE to a writable directory"
+
+_NOUNS: dict[type[Any], str] = {Sample: "sample", Environment: "environment", KernelShape: "layer"}
+
+
+def _describe_error(error: sqlite3.OperationalError) -> str:
+    """SQLite's messages, as the rest of a sentence that starts with the file's name."""
+    text = str(error)
+    known = {
+        "database is locked": "is being written by another process",
+        "interrupted": "takes too long to answer",
+        "unable to open database file": "cannot be opened",
+        "attempt to write a readonly database": "cannot be written to: the file or its folder is read-only",
+        "database or disk is full": "cannot be written to: the disk is full",
+        "disk I/O error": "cannot be written to: the disk reports an error, or is full",
+    }
+    return known.get(text, text)

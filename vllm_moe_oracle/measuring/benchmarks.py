@@ -1,0 +1,254 @@
+"""What `bench` does: times every accepted backend of some layers beside stock vLLM's own layer, in one run.
+
+Records are returned, not stored: they are for comparison, and no choice depends on them unless ``tune --import`` stores
+them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.decision import Decision
+from ..core.measurement_set import MeasurementSet
+from ..core.problem import Device, Problem
+from ..errors import MeasurementError, NoBackendError
+from ..measurements import environment, lookup, model_shapes
+from ..measurements.bench_records import STOCK_PREFIX, BenchChoice, BenchRecord
+from ..measurements.kernel_shape import RoutingKind, kernel_shape_of
+from ..measurements.roofline import roofline_us
+from ..oracle.registry import default_registry
+from ..oracle.selection import decide
+from ..settings import Settings
+from . import engine, timing, worker_pool
+from .precompile import COMPILE_BUDGET_SHARE, ProgressCallback, offset_progress, precompile
+from .stock_layers import add_stock_layers
+from .tuning import accepted_backends, check_same_gpu
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure.
+
+    Attributes:
+        counts: numbers of tokens.
+        routing: how tokens are routed to experts.
+        replays: timed replays of each backend, at most.
+        seconds: time limit of the replays at one number of tokens, once each backend was timed three times.
+        stock: values of vLLM's ``--moe-backend``, one stock layer each.
+        only: names of backends; empty for all accepted ones.
+        jobs: worker processes that compile first; 0 to compile in this process.
+        budget: seconds after which no further layer is started; None for no limit.
+        gpus: GPUs to measure on, as `devices.detect.select_gpus` names them; empty for this process's own.
+    """
+
+    counts: tuple[int, ...]
+    routing: RoutingKind = "uniform"
+    replays: int = 30
+    seconds: float = 2.0
+    stock: tuple[str, ...] = ("auto",)
+    only: tuple[str, ...] = ()
+    jobs: int = 0
+    budget: float | None = None
+    gpus: tuple[str, ...] = ()
+
+
+def conditions(device: Device, options: BenchOptions, command: str) -> dict[str, Any]:
+    """The first line of the records: environment, method, and the command that repeats the benchmark."""
+    here = environment.of(device)
+    return {
+        "command": command,
+        "environment": here,
+        "gpu": here.gpu,
+        "driver": here.driver,
+        "packages": here.packages,
+        "kernels": here.kernels,
+        "routing": options.routing,
+        "method": (
+            f"CUDA graphs; {timing.FLUSH_BYTES >> 20} MiB written before each replay; layers under "
+            f"{engine.ROTATION_BYTES >> 20} MiB in several copies that rotate; backends in shuffled order; medians and "
+            f"quartiles in microseconds of up to {options.replays} replays; {engine.CHECKED_TOKENS} tokens of each "
+            "call compared with a float32 reference"
+        ),
+    }
+
+
+def bench(
+    problems: Sequence[Problem],
+    device: Device,
+    settings: Settings,
+    options: BenchOptions,
+    progress: ProgressCallback = lambda words, done, total: None,
+) -> Iterator[BenchRecord]:
+    """Times layers with the tile configurations that serving would use.
+
+    Args:
+        problems: layers.
+        device: this machine.
+        settings: settings of the oracle, whose choice is part of the records.
+        options: what to measure.
+        progress: receives a line, the steps done and the number of steps.
+
+    Yields:
+        One record per layer and number of tokens, as soon as it exists; with several GPUs in any order.
+
+    Raises:
+        MeasurementError: nothing can be measured here.
+    """
+    begin = time.monotonic()
+    chosen = [
+        [name for name in accepted_backends(problem, device, settings) if not options.only or name in options.only]
+        for problem in problems
+    ]
+    if options.jobs:
+        stock = [f"{STOCK_PREFIX}{name}" for name in options.stock]
+        work = [(problem, [*names, *stock]) for problem, names in zip(problems, chosen, strict=True)]
+        seconds = None if options.budget is None else options.budget * COMPILE_BUDGET_SHARE
+        precompile(work, device, options.counts, options.jobs, progress, options.gpus, seconds=seconds)
+    if options.gpus:
+        until = None if options.budget is None else time.time() + options.budget - (time.monotonic() - begin)
+        tasks = [_BenchTask(problem, device, settings, options, until) for problem in problems]
+        yield from _bench_on_gpus(tasks, progress)
+        return
+    steps, total = len(options.counts), len(problems) * len(options.counts)
+    with engine.open_context(device, max(options.counts)) as context:
+        for number, (problem, names) in enumerate(zip(problems, chosen, strict=True)):
+            if options.budget is not None and time.monotonic() - begin > options.budget:
+                return
+            steps_done = offset_progress(progress, number * steps, total)
+            yield from _bench_layer(context, problem, names, device, settings, options, steps_done)
+    progress("done", total, total)
+
+
+def _bench_layer(
+    context: engine.BenchContext,
+    problem: Problem,
+    names: Sequence[str],
+    device: Device,
+    settings: Settings,
+    options: BenchOptions,
+    progress: Callable[[str, int], None],
+) -> Iterator[BenchRecord]:
+    """The records of one layer, in ascending order of tokens."""
+    progress(f"{problem.layer}: converting", 0)
+    registry = default_registry()
+    layers = context.bench(problem, [registry[name] for name in names])
+    stock = add_stock_layers(layers, device, options.stock, max(options.counts))
+    measurements = lookup.find_measurements(problem, device, settings)
+    decision = _try_decide(problem, device, settings, measurements)
+    ranges = {} if measurements is None else measurements.tiles
+    for index, count in enumerate(sorted(options.counts)):
+        progress(f"{problem.layer}: {count} tokens", index)
+        tiles = {name: tile for name, rows in ranges.items() if (tile := tile_at(rows, count))}
+        yield _make_record(layers, problem, device, options, count, stock, decision, tiles)
+    layers.close()
+
+
+@dataclass(frozen=True)
+class _BenchTask:
+    """A layer for one of several GPUs. It is not started after `until`, in seconds since the epoch."""
+
+    problem: Problem
+    device: Device
+    settings: Settings
+    options: BenchOptions
+    until: float | None
+
+
+def _bench_on_gpus(tasks: Sequence[_BenchTask], progress: ProgressCallback) -> Iterator[BenchRecord]:
+    """Records of several GPUs.
+
+    Raises:
+        MeasurementError: a layer took its process down. Raised after all others are measured.
+    """
+    lost: list[str] = []
+    options = tasks[0].options
+    done, total = 0, len(options.counts) * len(tasks)
+    for event in worker_pool.run_tasks(_bench_one, tasks, options.gpus, quiet=True):
+        if event.kind == "progress":
+            done += 1
+            progress(f"{event.value.name}: {event.value.tokens} tokens", done, total)
+            yield event.value
+        elif event.kind == "lost":
+            lost.append(f"{tasks[event.task].problem.layer}: {event.value}")
+    if lost:
+        raise MeasurementError("; ".join(lost), "Measure their backends one by one, with --backend")
+    progress("done", done, done)
+
+
+def _bench_one(task: _BenchTask, send: worker_pool.SendProgress) -> None:
+    """Benchmarks a layer in a worker that sees one GPU, and sends its records."""
+    if task.until is not None and time.time() > task.until:
+        return
+    options = dataclasses.replace(task.options, gpus=(), jobs=0, budget=None)
+    check_same_gpu(task.device)
+    for record in bench([task.problem], task.device, task.settings, options):
+        send(record)
+
+
+def tile_at(ranges: Sequence[tuple[int, str]], tokens: int) -> str:
+    """The tile configuration of `ShardPlan.tiles` at a number of tokens; "" for the backend's own choice."""
+    return next((tile for most, tile in ranges if tokens <= most), "")
+
+
+def _try_decide(
+    problem: Problem, device: Device, settings: Settings, measurements: MeasurementSet | None
+) -> Decision | None:
+    try:
+        return decide(problem, device, settings, measurements=measurements)
+    except NoBackendError:
+        return None
+
+
+def _make_record(
+    layers: engine.LayerBench,
+    problem: Problem,
+    device: Device,
+    options: BenchOptions,
+    count: int,
+    stock: Mapping[str, str],
+    decision: Decision | None,
+    tiles: Mapping[str, str],
+) -> BenchRecord:
+    """Measures at one number of tokens."""
+    samples = {
+        each.backend: each
+        for each in layers.measure(count, options.routing, options.replays, options.seconds, fixed_tiles=tiles)
+    }
+    timed = {name: each for name, each in samples.items() if not each.failure}
+    floor = roofline_us(problem, count, device.name)
+    us = {name: round(each.us, 2) for name, each in timed.items()}
+    return BenchRecord(
+        layer=model_shapes.to_json(problem),
+        kernel_shape=kernel_shape_of(problem),
+        tokens=count,
+        us=us,
+        quartiles={name: (round(each.low, 2), round(each.high, 2)) for name, each in timed.items()},
+        replays={name: each.replays for name, each in timed.items()},
+        activations={name: each.activations for name, each in samples.items() if name not in stock},
+        errors={name: float(f"{each.error:.3g}") for name, each in timed.items() if name not in stock},
+        failures=dict(layers.failures),
+        stock=dict(stock),
+        tiles={name: tile for name, tile in tiles.items() if name in timed},
+        router_included=layers.routed,
+        floor_us=None if floor is None else round(floor, 2),
+        of_floor=None if floor is None else {name: round(floor / each.us, 3) for name, each in timed.items()},
+        choice=None if decision is None else _choice(decision, count, us, stock),
+    )
+
+
+def _choice(decision: Decision, count: int, us: Mapping[str, float], stock: Mapping[str, str]) -> BenchChoice:
+    """The decision's backend at a number of tokens, compared with the others' times."""
+    name = decision.backend_for(count)
+    ours = {each: time for each, time in us.items() if each not in stock}
+    if name not in ours:
+        return BenchChoice(name, decision.why)
+    return BenchChoice(
+        name,
+        decision.why,
+        behind_best=round(ours[name] / min(ours.values()) - 1, 4),
+        speedup={each: round(us[each] / ours[name], 3) for each in stock if each in us},
+    )

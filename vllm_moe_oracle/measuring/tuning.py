@@ -1,0 +1,381 @@
+"""What `tune` does: times every accepted backend of some layers at serving's numbers of tokens, and stores the times.
+
+Only missing times are measured, so an interrupted run continues where it stopped. With several GPUs each has a worker
+that takes the next layer and writes to the same store; all backends of a layer are timed on the same GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from ..core.problem import Device, Problem
+from ..devices.detect import detect
+from ..errors import MeasurementError
+from ..measurements import environment
+from ..measurements.bench_records import is_out_of_memory
+from ..measurements.environment import Environment
+from ..measurements.kernel_shape import KernelShape, RoutingKind, Sample, kernel_shape_of
+from ..measurements.profile import Profile
+from ..measurements.store import Store
+from ..oracle.measured_choice import MAX_TOKEN_RATIO
+from ..oracle.registry import default_registry
+from ..oracle.selection import REFERENCE_BACKEND, evaluate_candidates
+from ..settings import Settings
+from . import engine, worker_pool
+from .broken_context import BrokenContextError
+from .precompile import COMPILE_BUDGET_SHARE, ProgressCallback, offset_progress, precompile
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Numbers of tokens: powers of two for decode batches, and prefill chunks up to vLLM's default limits."""
+
+MIN_BUCKETS = 10
+"""Fewest numbers of tokens from which a choice is made."""
+_REQUIRED_BUCKETS = (1, 2, 4, 8, 16)
+
+_MAX_ATTEMPTS = 3
+"""Workers that a layer may take down. After each, the backend that did it is left out, if it is known."""
+
+_Step = tuple[RoutingKind, int]
+"""A routing and a number of tokens."""
+
+
+def check_buckets(buckets: Sequence[int]) -> None:
+    """Checks that a choice can be made from times at these numbers of tokens.
+
+    Raises:
+        MeasurementError: small numbers are missing, neighbors are too far apart, or there are too few.
+    """
+    missing = [count for count in _REQUIRED_BUCKETS if count not in buckets]
+    gaps = [f"{low} and {high}" for low, high in pairwise(sorted(buckets)) if high > MAX_TOKEN_RATIO * low]
+    if missing or gaps or len(buckets) < MIN_BUCKETS:
+        found = [f"{', '.join(map(str, missing))} missing"] * bool(missing)
+        found += [f"nothing between {gap}" for gap in gaps]
+        found += [f"{len(buckets)} numbers of tokens, fewer than {MIN_BUCKETS}"] * (len(buckets) < MIN_BUCKETS)
+        remedy = f"Measure at least {', '.join(map(str, BUCKETS[:MIN_BUCKETS]))} and the largest batch"
+        raise MeasurementError(f"no choice can be made from these numbers of tokens: {'; '.join(found)}", remedy)
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """How much to measure.
+
+    Attributes:
+        buckets: numbers of tokens.
+        routings: how tokens are routed to experts.
+        replays: timed replays of each backend at one number of tokens, at most.
+        seconds: time limit of the replays at one number of tokens, once each backend was timed three times.
+        budget: seconds for everything; None for no limit.
+        jobs: worker processes that compile first; 0 to compile in this process.
+        remeasure: whether to measure again what is stored.
+        tiles: tile configurations timed beside each backend's own choice under uniform routing. Under skewed routing
+            the fastest of them runs.
+        gpus: GPUs to measure on, as `devices.detect.select_gpus` names them; empty for this process's own.
+    """
+
+    buckets: tuple[int, ...] = BUCKETS
+    routings: tuple[RoutingKind, ...] = ("uniform", "skewed")
+    replays: int = 20
+    seconds: float = 1.0
+    budget: float | None = None
+    jobs: int = 0
+    remeasure: bool = False
+    tiles: int = 0
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass
+class TuneOutcome:
+    """What is known about a kernel shape after tuning.
+
+    Attributes:
+        problem: a layer of the shape.
+        samples: all samples.
+        measured: number of new samples.
+        unfinished: why samples are missing; "" if none are.
+        seconds: duration.
+        phase_seconds: seconds by phase, see `engine.LayerBench.phase_seconds` and `precompile`.
+    """
+
+    problem: Problem
+    samples: list[Sample] = field(default_factory=list)
+    measured: int = 0
+    unfinished: str = ""
+    seconds: float = 0.0
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Adds new samples, which replace older ones with the same key."""
+        self.samples = [*{each.key: each for each in (*self.samples, *samples)}.values()]
+        self.measured += len(samples)
+
+
+def group_by_kernel_shape(problems: Iterable[Problem]) -> dict[KernelShape, Problem]:
+    """The first problem of each kernel shape, in order."""
+    found: dict[KernelShape, Problem] = {}
+    for problem in problems:
+        found.setdefault(kernel_shape_of(problem), problem)
+    return found
+
+
+def accepted_backends(problem: Problem, device: Device, settings: Settings) -> tuple[str, ...]:
+    """Names of the backends that can run a layer, in static order, without the reference."""
+    candidates = evaluate_candidates(problem, device, settings)
+    return tuple(each.backend for each in candidates if each.accepted and each.backend != REFERENCE_BACKEND)
+
+
+def tune(
+    problems: Iterable[Problem],
+    device: Device,
+    settings: Settings,
+    store: Store | None,
+    options: TuneOptions,
+    known: Sequence[Profile] = (),
+    progress: ProgressCallback = lambda words, done, total: None,
+) -> dict[KernelShape, TuneOutcome]:
+    """Measures what is missing, and stores it.
+
+    Args:
+        problems: layers.
+        device: this machine.
+        settings: the user's settings; disabled backends are not measured.
+        store: where samples are stored; None to store nothing.
+        options: how much to measure.
+        known: profiles whose samples are not measured again. They are only read.
+        progress: receives a line, the steps done and the number of steps.
+
+    Raises:
+        MeasurementError: samples cannot be stored, or a kernel broke this process's CUDA context. (With several GPUs,
+            a backend that breaks a worker is left out instead.) Samples stored before are kept.
+    """
+    check_buckets(options.buckets)
+    begin = time.monotonic()
+    shapes = group_by_kernel_shape(problems)
+    outcomes = {shape: TuneOutcome(problem) for shape, problem in shapes.items()}
+    steps = {
+        shape: _missing_steps(shape, outcome, device, settings, store, options, known)
+        for shape, outcome in outcomes.items()
+    }
+    total = sum(map(len, steps.values()))
+    if not total:
+        return outcomes
+    work = {shape: shapes[shape] for shape, todo in steps.items() if todo}
+    compiling: dict[str, dict[str, float]] = {}
+    if options.jobs:
+        chosen = [
+            (problem, _without_failed(accepted_backends(problem, device, settings), outcomes[shape]))
+            for shape, problem in work.items()
+        ]
+        seconds = None if options.budget is None else options.budget * COMPILE_BUDGET_SHARE
+        compiling = precompile(
+            chosen, device, options.buckets, options.jobs, progress, options.gpus, options.tiles, seconds
+        )
+    if options.gpus:
+        until = None if options.budget is None else time.time() + options.budget - (time.monotonic() - begin)
+        tasks = [_TuneTask(problem, device, settings, store, options, tuple(known), until) for problem in work.values()]
+        sizes = [len(steps[shape]) for shape in work]
+        outcomes |= zip(work, _tune_on_gpus(tasks, sizes, options.gpus, progress), strict=True)
+    else:
+        done = 0
+        with engine.open_context(device, max(options.buckets)) as context:
+            for shape, problem in work.items():
+                started = time.monotonic()
+                # One layer after the other instead of a share for each: half of a layer's samples decide nothing.
+                left = None if options.budget is None else options.budget - (started - begin)
+                layer = _LayerTuning(context, shape, problem, settings, store, options, outcomes[shape])
+                layer.measure(steps[shape], left, offset_progress(progress, done, total))
+                outcomes[shape].seconds = time.monotonic() - started
+                done += len(steps[shape])
+    for shape, problem in work.items():
+        outcomes[shape].phase_seconds |= compiling.get(problem.layer, {})
+    progress("done", total, total)
+    return outcomes
+
+
+def _missing_steps(
+    shape: KernelShape,
+    outcome: TuneOutcome,
+    device: Device,
+    settings: Settings,
+    store: Store | None,
+    options: TuneOptions,
+    known: Sequence[Profile],
+) -> list[_Step]:
+    """The steps at which a backend was not measured. Sets the known samples, or why there are no steps."""
+    names = accepted_backends(outcome.problem, device, settings)
+    if not names:
+        outcome.unfinished = "no backend but the reference can run it"
+        return []
+    if not options.remeasure:
+        outcome.samples = _known_samples(shape, environment.of(device), store, known)
+    measured = {each.key for each in outcome.samples}
+    names = _without_failed(names, outcome)
+    return [
+        (routing, count)
+        for routing in options.routings
+        for count in options.buckets
+        if any((name, routing, count) not in measured for name in names)
+    ]
+
+
+@dataclass(frozen=True)
+class _TuneTask:
+    """A layer for one of several GPUs. The budget is spent at `until`, in seconds since the epoch."""
+
+    problem: Problem
+    device: Device
+    settings: Settings
+    store: Store | None
+    options: TuneOptions
+    known: tuple[Profile, ...]
+    until: float | None
+
+
+def _tune_on_gpus(
+    tasks: Sequence[_TuneTask], sizes: Sequence[int], gpus: Sequence[str], progress: ProgressCallback
+) -> list[TuneOutcome]:
+    """Tunes layers on several GPUs. The outcome of a lost layer has the samples that were stored."""
+    outcomes: dict[int, TuneOutcome] = {}
+    done = [0] * len(tasks)
+    for event in worker_pool.run_tasks(_tune_one, tasks, gpus, _MAX_ATTEMPTS, quiet=True):
+        task = tasks[event.task]
+        if event.kind == "progress":
+            words, done[event.task] = event.value
+            progress(words, min(sum(done), sum(sizes)), sum(sizes))
+            continue
+        done[event.task] = sizes[event.task]
+        if event.kind == "done":
+            outcomes[event.task] = event.value
+        else:
+            shape, here = kernel_shape_of(task.problem), environment.of(task.device)
+            samples = _known_samples(shape, here, task.store, task.known)
+            outcomes[event.task] = TuneOutcome(task.problem, samples, unfinished=event.value)
+    return [outcomes[index] for index in range(len(tasks))]
+
+
+def _tune_one(task: _TuneTask, send: worker_pool.SendProgress) -> TuneOutcome:
+    """Tunes a layer in a worker that sees one GPU."""
+    check_same_gpu(task.device)
+    budget = None if task.until is None else max(task.until - time.time(), 1e-9)
+    options = dataclasses.replace(task.options, gpus=(), jobs=0, budget=budget)
+    found = tune(
+        [task.problem], task.device, task.settings, task.store, options, task.known,
+        lambda words, done, total: send((words, done)),
+    )  # fmt: skip
+    (outcome,) = found.values()
+    return outcome
+
+
+def check_same_gpu(device: Device) -> None:
+    """Checks that this process sees a GPU of a kind.
+
+    Raises:
+        MeasurementError: it sees another kind.
+    """
+    here = detect()
+    if here.kind == "cuda" and (here.name, here.sm_count) != (device.name, device.sm_count):
+        rule = f"one GPU is {here.name} ({here.sm_count} SMs), another {device.name} ({device.sm_count} SMs)"
+        raise MeasurementError(rule, "Name GPUs of one kind: what is measured on one must hold for all", "--gpus")
+
+
+def _without_failed(names: Sequence[str], outcome: TuneOutcome) -> tuple[str, ...]:
+    """Backends without a failure. One that broke its process would do so again."""
+    failed = {each.backend for each in outcome.samples if each.failure}
+    return tuple(name for name in names if name not in failed)
+
+
+def why_not_reusable(profile: Profile, device: Device) -> str:
+    """How a profile's environment differs from this machine's, so that its layers are measured again; "" if equal."""
+    here = environment.of(device)
+    if profile.environment == here:
+        return ""
+    found = environment.differences(profile.environment, here)
+    said = ", ".join((*found.hard, *found.soft)) or "a property of one of the two is unknown"
+    return f"it is of another environment: {said}"
+
+
+def _known_samples(
+    shape: KernelShape, here: Environment, store: Store | None, profiles: Sequence[Profile]
+) -> list[Sample]:
+    """The samples of a shape in exactly this environment; those of the store replace those of profiles."""
+    found = [profile.samples(shape) for profile in profiles if profile.environment == here]
+    if store is not None:
+        found += [samples for there, samples in store.samples(shape) if there == here]
+    return [*{each.key: each for samples in found for each in samples}.values()]
+
+
+@dataclass
+class _LayerTuning:
+    """The tuning of one layer in this process."""
+
+    context: engine.BenchContext
+    shape: KernelShape
+    problem: Problem
+    settings: Settings
+    store: Store | None
+    options: TuneOptions
+    outcome: TuneOutcome
+
+    def measure(self, steps: Sequence[_Step], seconds: float | None, progress: Callable[[str, int], None]) -> None:
+        """Takes the samples of some steps.
+
+        Args:
+            steps: what to measure.
+            seconds: time limit; None for no limit.
+            progress: receives a line and the steps done.
+
+        Raises:
+            BrokenContextError: a kernel broke the CUDA context. The failure is stored.
+            MeasurementError: samples cannot be stored.
+        """
+        begin = time.monotonic()
+        outcome, layer = self.outcome, self.problem.layer
+        if seconds is not None and seconds <= 0:
+            outcome.unfinished = f"the budget was spent before it; {len(steps)} steps are missing"
+            return
+        progress(f"{layer}: converting", 0)
+        names = _without_failed(accepted_backends(self.problem, self.context.device, self.settings), outcome)
+        try:
+            bench = self.context.bench(self.problem, [default_registry()[name] for name in names])
+            try:
+                for index, (routing, count) in enumerate(steps):
+                    if seconds is not None and time.monotonic() - begin > seconds:
+                        missing = f"{len(steps) - index} of {len(steps)} steps missing"
+                        outcome.unfinished = f"its {seconds:.0f} s were spent; {missing}"
+                        break
+                    progress(f"{layer}: {count} tokens, {routing}", index)
+                    self._step(bench, routing, count)
+            finally:
+                outcome.phase_seconds |= bench.phase_seconds
+                bench.close()
+        except BrokenContextError as error:
+            self._store_failure(error, steps)
+            raise
+
+    def _step(self, bench: engine.LayerBench, routing: RoutingKind, count: int) -> None:
+        """Measures at one routing and number of tokens. Failures for lack of memory are not stored."""
+        fixed_tiles = {
+            each.backend: each.tile
+            for each in self.outcome.samples
+            if (each.tokens, each.routing) == (count, "uniform") and each.tile and routing != "uniform"
+        }
+        tiles = self.options.tiles if routing == "uniform" else 0
+        found = bench.measure(count, routing, self.options.replays, self.options.seconds, tiles, fixed_tiles)
+        sampled = {sample.backend for sample in found}
+        found += [each for each in bench.failed_samples(count, routing) if each.backend not in sampled]
+        found = [each for each in found if not is_out_of_memory(each.failure)]
+        if self.store is not None:
+            self.store.add(environment.of(self.context.device), self.shape, found)
+        self.outcome.add(found)
+
+    def _store_failure(self, error: BrokenContextError, steps: Sequence[_Step]) -> None:
+        """Stores that a backend breaks the CUDA context, so that the next run leaves it out."""
+        if self.store is None or error.backend not in default_registry():
+            return
+        precision = default_registry()[error.backend].activations(self.problem)
+        failure = f"broke the GPU's context: {error.failure}"
+        samples = [Sample(error.backend, precision, count, routing, failure=failure) for routing, count in steps]
+        self.store.add(environment.of(self.context.device), self.shape, samples)

@@ -1,0 +1,181 @@
+"""The check of a layer's backend on its loaded weights, with one result for all ranks, and the fallback."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..backends import Backend, Tensors
+from ..core.decision import Reason
+from ..core.problem import Problem
+from ..errors import CheckpointError, LifecycleError, NoBackendError, SelfCheckError
+from ..oracle.registry import Registry, default_registry
+from ..verification.inputs import canonical_experts
+from ..verification.self_check import Comparison, compare_with_reference
+from . import rank_sync
+from .backend_selection import LayerMethod, remaining_candidates, switch_backend
+
+logger = logging.getLogger("vllm.moe_oracle")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOutcome:
+    """The result of one check over all ranks.
+
+    Attributes:
+        message: the error and its tolerance, or the failure; with several ranks, those of the ranks that failed.
+        passed: every rank passed.
+        alternatives: backends that every rank could take instead, best first.
+    """
+
+    message: str
+    passed: bool
+    alternatives: tuple[str, ...]
+
+
+_CheckKey = tuple[Problem, str]
+_outcomes: dict[_CheckKey, CheckOutcome] = {}
+"""Outcome of the self-check by problem and backend, for the model that is being loaded."""
+
+
+def reset() -> None:
+    """Ends a load: outcomes do not hold for other weights, whether another model's or reloaded ones."""
+    _outcomes.clear()
+
+
+def check_or_fallback(
+    method: LayerMethod, raw: Tensors, kernel_built: bool = False, registry: Registry | None = None
+) -> None:
+    """Checks a method's backend on its loaded weights, and switches to the next candidate when a rank rejects it.
+
+    Args:
+        method: the layer's method; its backend and decision change with a fallback.
+        raw: the loaded weights as the scheme's `read` returns them, `[local_experts, ...]` each.
+        kernel_built: the kernel exists, and weights are being reloaded into it: there is no fallback.
+        registry: the backends that the decision names; None for the default registry.
+
+    Raises:
+        NoBackendError: the backend cannot hold the weights, and it was chosen explicitly, the check is strict, or no
+            candidate remains.
+        SelfCheckError: the backend fails its self-check, under the same conditions.
+        RankSyncError: another rank could not check.
+        LifecycleError: a CUDA graph is being captured, which would record the check.
+    """
+    mode = method.settings.self_check
+    if _is_capturing(raw):
+        rule = "weights were loaded during the capture of a CUDA graph, which would record their check and conversion"
+        raise LifecycleError(rule, "Load weights before graphs are captured", method.decision.problem.layer)
+    while True:
+        problem, name = method.decision.problem, method.backend.name
+        weights = check_weights(method, raw)
+        outcome = weights if not weights.passed or mode == "off" else check_kernel(method, raw)
+        if outcome.passed:
+            return
+        verb = "fails its self-check on" if weights.passed else "cannot hold the loaded weights of"
+        failure = f"{name} {verb} {problem}: {outcome.message}"
+        explicit = method.decision.why in ("user", "override")
+        if kernel_built or mode == "strict" or explicit or not outcome.alternatives:
+            if not weights.passed:
+                raise NoBackendError(failure, "Choose another backend", problem.layer)
+            remedy = "Choose another backend, and report this with the model's name; MOE_ORACLE_SELF_CHECK=off skips it"
+            raise SelfCheckError(failure, remedy, problem.layer)
+        fallback = outcome.alternatives[0]
+        logger.error("moe_oracle: %s: %s; taking %s instead", problem.layer, failure, fallback)
+        code = "self_check" if weights.passed else "weights"
+        detail = "failed its self-check on the loaded weights" if weights.passed else "cannot hold the loaded weights"
+        reason = Reason(code, f"{detail}: {outcome.message}")
+        switch_backend(method, reason, f"{name}, which came first, {detail}", fallback, registry or default_registry())
+
+
+def _is_capturing(raw: Tensors) -> bool:
+    """Whether a CUDA graph records what is done to the tensors now."""
+    return any(each.is_cuda for each in raw.values()) and torch.cuda.is_current_stream_capturing()
+
+
+def check_weights(method: LayerMethod, raw: Tensors) -> CheckOutcome:
+    """Checks on all ranks whether a method's backend can hold the loaded weights of every expert.
+
+    Args:
+        method: the layer's method; not changed.
+        raw: see `check_or_fallback`.
+    """
+    backend, problem = method.backend, method.decision.problem
+    if type(backend).validate_weights is Backend.validate_weights:
+        return CheckOutcome("", True, ())
+
+    def first_failure() -> str:
+        for index in range(problem.local_experts):
+            expert = {name: each[0] for name, each in canonical_experts(problem, raw, [index]).items()}
+            failure = backend.validate_weights(expert, problem)
+            if failure:
+                return f"expert {index}: {failure}"
+        return ""
+
+    return _combine_ranks(method, f"the weights of {problem.layer} in {backend.name}", first_failure)
+
+
+def check_kernel(method: LayerMethod, raw: Tensors) -> CheckOutcome:
+    """Runs the self-check of a method's backend on all ranks.
+
+    It runs once per problem and backend of a load, or for every layer with the setting ``self_check=all``.
+
+    Args:
+        method: the layer's method; not changed.
+        raw: see `check_or_fallback`.
+    """
+    problem, name = method.decision.problem, method.backend.name
+    key = (problem.key(), name)
+    if method.settings.self_check == "all" or key not in _outcomes:
+        _outcomes[key] = _check_on_all_ranks(method, raw)
+        logger.info("moe_oracle: %s: self-check of %s: %s", problem.layer, name, _outcomes[key].message)
+    return _outcomes[key]
+
+
+def _check_on_all_ranks(method: LayerMethod, raw: Tensors) -> CheckOutcome:
+    """Runs the self-check on this rank's experts, and combines it with the results of the layer's other ranks."""
+    problem, name = method.decision.problem, method.backend.name
+    success = ""
+
+    def failure() -> str:
+        nonlocal success
+        result = _try_kernel(method, raw)
+        if isinstance(result, Comparison) and result.passed:
+            success = str(result)
+            return ""
+        return str(result)
+
+    outcome = _combine_ranks(method, f"the self-check of {name} for {problem.layer}", failure)
+    return dataclasses.replace(outcome, message=outcome.message or success)
+
+
+def _combine_ranks(method: LayerMethod, topic: str, failure: Callable[[], str]) -> CheckOutcome:
+    """One outcome for all ranks, which passes when `failure` returns "" on each of them."""
+
+    def local_result() -> dict[str, Any]:
+        message = failure()
+        alternatives = remaining_candidates(method.decision, method.backend.name)
+        return {"passed": not message, "message": message, "alternatives": alternatives}
+
+    ranks = rank_sync.all_gather(method.group, topic, local_result)
+    failed = {rank: each["message"] for rank, each in enumerate(ranks) if not each["passed"]}
+    message = "; ".join(f"rank {rank}: {text}" if len(ranks) > 1 else text for rank, text in failed.items())
+    common = [name for name in ranks[0]["alternatives"] if all(name in other["alternatives"] for other in ranks)]
+    return CheckOutcome(message, not failed, tuple(common))
+
+
+def _try_kernel(method: LayerMethod, raw: Tensors) -> Comparison | str:
+    """The comparison on this rank, or the exception that the backend raised, in words."""
+    problem, plan = method.decision.problem, method.decision.plan
+    try:
+        return compare_with_reference(method.backend, problem, plan, raw, method.moe, method.adapter)
+    # Not the backend's fault: another one would need as much memory, and read the same weights.
+    except (torch.OutOfMemoryError, CheckpointError):
+        raise
+    except Exception as error:  # a backend that crashes fails its check; the error becomes the reason
+        logger.exception("moe_oracle: %s: %s raised in its self-check", problem.layer, method.backend.name)
+        return f"{type(error).__name__}: {error}"

@@ -1,0 +1,231 @@
+"""Selection of a layer's backend: the oracle's decision, the verdict of vLLM's own class, and one choice for all
+ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..backends import Backend
+from ..core.decision import Decision, Reason, Rejected
+from ..core.measurement_set import MeasurementSet
+from ..core.problem import Problem
+from ..devices import detect
+from ..errors import NoBackendError, SettingError
+from ..measurements import lookup
+from ..oracle.registry import Registry, default_registry
+from ..settings import Settings
+from . import rank_sync
+
+if TYPE_CHECKING:
+    from ..compat.adapter import Adapter
+
+logger = logging.getLogger("vllm.moe_oracle")
+
+
+class LayerMethod(Protocol):
+    """A layer's method, as this module sees it; `decision` and `backend` change here."""
+
+    decision: Decision
+    backend: Backend
+    settings: Settings
+    adapter: Adapter
+    moe: Any
+    group: rank_sync.RankGroup
+
+
+_LayerKind = tuple[Problem, str, str]
+_agreed_backends: dict[_LayerKind, tuple[str, bool]] = {}
+"""The backend that all ranks take, and whether all have the same token ranges and tiles, by kind of layer of the load.
+A kind is the problem, why this rank's own choice won, and that choice."""
+
+
+_measurements: dict[Problem, MeasurementSet | None] = {}
+"""Measurements by problem of the load. Kept, so that a cache file that changes while weights are loaded cannot decide
+equal layers differently."""
+
+
+def reset() -> None:
+    """Ends a load: choices and measurements do not hold for another one."""
+    _agreed_backends.clear()
+    _measurements.clear()
+
+
+def measurements_for(problem: Problem, settings: Settings) -> MeasurementSet | None:
+    """Measurements of a layer on this machine; the same for all layers with the same problem, until `reset`.
+
+    Args:
+        problem: the layer.
+        settings: they name the cache and the profile.
+
+    Raises:
+        SettingError: the profile of the settings cannot be read, and they are strict.
+    """
+    key = problem.key()
+    if not _measurements:
+        _check_profile(settings)
+    if key not in _measurements:
+        _measurements[key] = lookup.find_measurements(problem, detect.detect(), settings)
+    return _measurements[key]
+
+
+def _check_profile(settings: Settings) -> None:
+    """Warns once per load that the user's profile cannot be read. A profile only affects speed: the server starts
+    without it, unless the setting `strict` is on."""
+    unread = lookup.profile_error(settings)
+    if unread and settings.strict:
+        raise SettingError(unread, "Correct the setting, or leave it out")
+    if unread:
+        logger.warning("moe_oracle: %s", unread)
+
+
+def select_backend(
+    method: LayerMethod, layer: str, decide: Callable[[], Decision], registry: Registry | None = None
+) -> None:
+    """Selects a layer's backend, the same on all ranks.
+
+    Args:
+        method: the layer's method; it gets its decision and backend.
+        layer: the layer's name.
+        decide: makes this rank's own decision.
+        registry: the backends that decisions name; None for the default registry.
+
+    Raises:
+        NoBackendError: no backend can run the layer on all ranks, or the requested one cannot.
+        RankSyncError: another rank could not decide, or has other settings.
+    """
+    registry = registry or default_registry()
+    topic = f"the backend of {layer}"
+    with rank_sync.notify_on_failure(method.group, topic):
+        method.decision = decide()
+        method.backend = registry[method.decision.backend]
+        consult_stock_class(method, registry)
+        if method.group.size > 1:
+            _agree_on_backend(method, topic, registry)
+
+
+def _agree_on_backend(method: LayerMethod, topic: str, registry: Registry) -> None:
+    """Takes the first backend of rank 0's order that every rank can run."""
+    kind = (method.decision.problem.key(), method.decision.why, method.backend.name)
+    if kind not in _agreed_backends:
+        while True:
+            ranks = rank_sync.all_gather(
+                method.group,
+                topic,
+                lambda: [method.settings.self_check, _preferred_backends(method), _schedule(method)],
+            )
+            # A rank that runs the self-check would wait for one that does not.
+            rank_sync.require_equal(topic, "MOE_ORACLE_SELF_CHECK", [mode for mode, _, _ in ranks])
+            orders = [order for _, order, _ in ranks]
+            if len({order[0] for order in orders}) == 1:
+                break
+            _follow_ranks(method, rank_sync.first_common_name(orders), orders, registry)
+        _agreed_backends[kind] = method.backend.name, all(schedule == ranks[0][2] for _, _, schedule in ranks)
+    name, same_schedule = _agreed_backends[kind]
+    if name != method.backend.name:
+        _follow_ranks(method, name, [], registry)
+    if not same_schedule and method.decision.token_ranges:
+        layer = method.decision.problem.layer
+        logger.warning(
+            "moe_oracle: %s: ranks have different measurements; %s runs for every number of tokens", layer, name
+        )
+    if not same_schedule:
+        plan = dataclasses.replace(method.decision.plan, tiles=())
+        method.decision = dataclasses.replace(method.decision, token_ranges=(), plan=plan)
+
+
+def _follow_ranks(method: LayerMethod, name: str | None, orders: list[list[str]], registry: Registry) -> None:
+    """Switches to the backend that all ranks can run.
+
+    Args:
+        method: the layer's method.
+        name: the backend; None when there is none.
+        orders: preferred backends by rank, for the message.
+        registry: the backends.
+    """
+    own, layer = method.backend.name, method.decision.problem.layer
+    if name is None:
+        lists = "; ".join(f"rank {rank}: {', '.join(order)}" for rank, order in enumerate(orders))
+        raise NoBackendError(f"no backend can run the layer on all ranks ({lists})", "", layer)
+    if name != own:
+        logger.warning("moe_oracle: %s: %s came first here, but not on every rank; taking %s", layer, own, name)
+        reason = Reason("ranks", f"the ranks of the layer take {name}, which all of them can run")
+        switch_backend(
+            method, reason, f"{own}, which came first on rank {method.group.rank}, is not every rank's", name, registry
+        )
+        consult_stock_class(method, registry)
+
+
+def _schedule(method: LayerMethod) -> list[list[Any]]:
+    """Backends and tile configurations with the largest number of tokens of each, as JSON."""
+    return [
+        *([each.backend, each.max_tokens] for each in method.decision.token_ranges),
+        *([tile, most] for most, tile in method.decision.plan.tiles),
+    ]
+
+
+def _preferred_backends(method: LayerMethod) -> list[str]:
+    """Backends that this rank can run, its own choice first."""
+    accepted = [each.backend for each in method.decision.candidates if each.accepted]
+    return [method.backend.name, *(name for name in accepted if name != method.backend.name)]
+
+
+def consult_stock_class(method: LayerMethod, registry: Registry | None = None) -> None:
+    """Asks the stock class that the backend wraps whether it supports the layer; its answer wins.
+
+    Args:
+        method: the layer's method; its backend and decision change when the stock class rejects the layer.
+        registry: the backends that the decision names; None for the default registry.
+
+    Raises:
+        NoBackendError: it rejects the layer, and the backend was chosen explicitly, or no candidate remains.
+    """
+    while True:
+        problem, name = method.decision.problem, method.backend.name
+        rejection = method.adapter.stock_class_rejection(method.backend, method.moe, problem)
+        if not rejection:
+            return
+        detail = f"vLLM's {method.backend.stock_class_name} rejects what {name} accepts: {rejection}"
+        candidates = remaining_candidates(method.decision, name)
+        if method.decision.why in ("user", "override") or not candidates:
+            raise NoBackendError(detail, "Choose another backend", problem.layer, method.decision.candidates)
+        logger.error(
+            "moe_oracle: %s: %s; a defect of our rules. Taking %s instead", problem.layer, detail, candidates[0]
+        )
+        explanation = f"{name}, which came first, is rejected by vLLM's own class"
+        switch_backend(method, Reason("stock", detail), explanation, candidates[0], registry or default_registry())
+
+
+def remaining_candidates(decision: Decision, failed: str) -> list[str]:
+    """The accepted candidates without the failed one, best first."""
+    return [each.backend for each in decision.candidates if each.accepted and each.backend != failed]
+
+
+def switch_backend(method: LayerMethod, reason: Reason, explanation: str, name: str, registry: Registry) -> None:
+    """Switches a method to another backend, and records in the decision why the present one is rejected.
+
+    Args:
+        method: the layer's method; its backend and decision change.
+        reason: why the present backend is rejected.
+        explanation: the same in a sentence about the decision.
+        name: the new backend.
+        registry: the backends.
+    """
+    failed = method.backend.name
+    candidates = tuple(
+        dataclasses.replace(each, verdict=Rejected((reason,))) if each.backend == failed else each
+        for each in method.decision.candidates
+    )
+    method.backend = registry[name]
+    method.decision = dataclasses.replace(
+        method.decision,
+        backend=name,
+        explanation=explanation,
+        candidates=candidates,
+        plan=method.backend.plan(method.decision.problem, detect.detect()),
+        numerics=method.backend.numerics(method.decision.problem),
+        measured=None,
+        token_ranges=(),
+    )

@@ -1,0 +1,190 @@
+"""Coverage of a model: which of its MoE layers the oracle decided and converted, and which stay stock vLLM's.
+
+A process logs one line for each group of layers with equal problem and decision, and one line when its last layer is
+ready. With the setting `report` it also appends one JSON object for the model to a file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .. import __version__, decision_records
+from ..compat import current_adapter
+from ..core.decision import Decision
+from ..core.overrides import unmatched_override_error, unmatched_overrides
+from ..devices import detect
+from ..settings import Settings
+from . import backend_check, backend_selection
+
+logger = logging.getLogger("vllm.moe_oracle")
+
+
+class _ModelLoad:
+    """The layers of the model that this process is loading."""
+
+    def __init__(self) -> None:
+        self.decisions: dict[str, Decision] = {}
+        self.pending: set[str] = set()
+        self.reloaded: set[str] = set()
+        self.settings: Settings | None = None
+        self.logged: set[tuple[Any, ...]] = set()
+
+
+_model = _ModelLoad()
+
+
+def record_decision(decision: Decision, settings: Settings) -> None:
+    """Records a layer's decision, and logs the first of its kind; at WARNING level if it is degraded."""
+    global _model
+    layer = decision.problem.layer
+    if _starts_new_model(layer):
+        _reset_caches()
+        _model = _ModelLoad()  # a draft model, a test, or a new attempt after a failure
+    _model.decisions[layer] = decision
+    _model.pending.add(layer)
+    _model.settings = settings
+    kind = (decision.problem.key(), decision.backend, decision.explanation)
+    if kind in _model.logged:
+        return
+    _model.logged.add(kind)
+    level = logging.WARNING if decision.degraded else logging.INFO
+    logger.info("moe_oracle: %s: %s", layer, decision.problem)
+    logger.log(level, "moe_oracle: %s: %s", layer, decision.summary())
+
+
+def _reset_caches() -> None:
+    """Ends a load: what ranks agreed on does not hold for another one."""
+    backend_selection.reset()
+    backend_check.reset()
+
+
+def _starts_new_model(layer: str) -> bool:
+    """Whether the recorded layers belong to another model: one of them has this name, or is missing among the names
+    that the layers of the model being loaded have registered."""
+    names = set(current_adapter().moe_layer_names())
+    return layer in _model.decisions or any(_listed_name(each, names) is None for each in _model.decisions)
+
+
+def _listed_name(layer: str, names: Collection[str]) -> str | None:
+    """The name under which vLLM lists a layer: the module's or its parent's."""
+    return next((each for each in (layer, layer.rpartition(".")[0]) if each in names), None)
+
+
+def record_conversion(decision: Decision) -> None:
+    """Records that a layer is ready; after the last one logs how many of the model's MoE layers run through the oracle.
+
+    Raises:
+        SettingError: an override matches none of the model's layers, and the setting `strict` is on.
+    """
+    layer = decision.problem.layer
+    _model.decisions[layer] = decision  # the self-check may have switched the backend
+    if layer not in _model.pending:  # a reload of its weights
+        _model.reloaded.add(layer)
+        if _model.reloaded >= set(_model.decisions):
+            _model.reloaded.clear()
+            _reset_caches()
+        return
+    _model.pending.discard(layer)
+    if _model.pending:
+        return
+    _reset_caches()
+    layers = current_adapter().moe_layer_names()
+    ours = {_listed_name(each, layers) for each in _model.decisions}
+    others = [each for each in layers if each not in ours]
+    total = len(_model.decisions) + len(others)
+    counts = Counter(each.backend for each in _model.decisions.values())
+    words = ", ".join(f"{backend} x {count}" for backend, count in sorted(counts.items()))
+    logger.info("moe_oracle: %d of %d MoE layers run through the oracle: %s", len(_model.decisions), total, words)
+    if others:
+        why = "unquantized, in a format that is not supported here, or for a reason logged before"
+        logger.warning("moe_oracle: %d MoE layers are stock vLLM's: %s: %s", len(others), why, ", ".join(others))
+    decision_records.write_record(model_report(total))
+    if _model.settings is not None:
+        _check_overrides(_model.settings)
+        if _model.settings.report:
+            write_report(Path(_model.settings.report), total)
+
+
+def _check_overrides(settings: Settings) -> None:
+    for override in unmatched_overrides(settings.overrides, _model.decisions):
+        error = unmatched_override_error(override, _model.decisions, settings.source("overrides"))
+        if settings.strict:
+            raise error
+        logger.warning("moe_oracle: %s", error)
+
+
+def model_report(total: int) -> dict[str, Any]:
+    """What was decided for the model, as JSON's own types.
+
+    Args:
+        total: MoE layers of the model, ours or not.
+    """
+    groups: dict[tuple[Any, ...], list[Decision]] = {}
+    for decision in _model.decisions.values():
+        groups.setdefault((decision.problem.key(), decision.backend, decision.explanation), []).append(decision)
+    return {
+        "moe_oracle": __version__,
+        "vllm": current_adapter().version(),
+        **_rank_fields(),
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "program": Path(sys.argv[0]).name,
+        "device": msgspec.to_builtins(detect.detect()),
+        "moe_layers": total,
+        "served": len(_model.decisions),
+        "groups": [
+            {
+                "layers": [each.problem.layer for each in group],
+                "count": len(group),
+                "problem": msgspec.to_builtins(group[0].problem),
+                "decision": {
+                    "backend": group[0].backend,
+                    "why": group[0].why,
+                    "explanation": group[0].explanation,
+                    "numerics": str(group[0].numerics),
+                    "plan": msgspec.to_builtins(group[0].plan),
+                    "measured": msgspec.to_builtins(group[0].measured),
+                    "token_ranges": msgspec.to_builtins(group[0].token_ranges),
+                },
+                "candidates": [
+                    {
+                        "backend": candidate.backend,
+                        "accepted": candidate.accepted,
+                        "reasons": msgspec.to_builtins(candidate.reasons),
+                    }
+                    for candidate in group[0].candidates
+                ],
+            }
+            for group in groups.values()
+        ],
+    }
+
+
+def _rank_fields() -> dict[str, int]:
+    """Which of the processes that hold the model this is; rank 0 of 1 where none but this does."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return {"rank": 0, "ranks": 1}
+    return {"rank": dist.get_rank(), "ranks": dist.get_world_size()}
+
+
+def write_report(path: Path, total: int) -> None:
+    """Appends the record as one line; a file that cannot be written is a warning, never a failed start."""
+    line = json.dumps(model_report(total)) + "\n"
+    try:
+        # One write of one line in append mode: several ranks may share the file.
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line)
+    except OSError as error:
+        logger.warning("moe_oracle: the report %s could not be written: %s", path, error.strerror)

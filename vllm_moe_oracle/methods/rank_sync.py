@@ -1,0 +1,252 @@
+"""Agreement between ranks: each rank gathers the results of all ranks, and all draw the same conclusion.
+
+Ranks that hold parts of the same layer must run the same backend: another backend may quantize activations before they
+are sent, or need another format of them. But each rank finds out by itself what it can run: its self-check sees its own
+experts, its measurements belong to its own GPU. So whatever depends on more than checkpoint and settings takes two
+steps: `all_gather` the results of every rank, then conclude with a function that gives the same result on every rank.
+
+    results = all_gather(group, "self-check of marlin for model.layers.3.mlp.experts", lambda: check())
+    passed = all(each["passed"] for each in results)
+
+All ranks of the group must call it in the same order and with the same topics. Nothing waits forever: when a rank does
+not answer within the group's timeout, dies, raises, or is at another topic, all other ranks raise a `RankSyncError`
+that names it. The group is not usable after such an error; the engine is expected to stop.
+
+Values are JSON: a rank's own value, too, comes back as JSON makes it (tuples become lists), so that all ranks see the
+same. Messages use point-to-point sends on the group's CPU backend (gloo), a few hundred bytes once per group of layers:
+not for use after start-up, and not inside a captured graph.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import RankSyncError
+
+_TAG = 0x6D6F65
+"""Tag of a message's length; its content has the next tag. vLLM's own messages on this group have small tags."""
+
+_NOTIFY_SECONDS = 5.0
+"""Seconds for which a failing rank tries to tell the others, before it raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """The ranks that have to agree.
+
+    Attributes:
+        process_group: their torch process group, with a CPU backend; None for a single process.
+        timeout: seconds to wait for the others at one topic.
+    """
+
+    process_group: Any = None
+    timeout: float = 600.0
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return 0 if self.process_group is None else int(self.process_group.rank())
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return 1 if self.process_group is None else int(self.process_group.size())
+
+
+def all_gather(group: RankGroup, topic: str, compute: Callable[[], Any]) -> list[Any]:
+    """The values of all ranks on a topic, in rank order; the same list on every rank.
+
+    Args:
+        group: the ranks.
+        topic: names the step; equal on every rank.
+        compute: returns this rank's value, as JSON. The other ranks are notified of an exception, which is raised here
+            unchanged.
+
+    Raises:
+        RankSyncError: another rank raised, died, did not answer in time, or is at another topic.
+    """
+    try:
+        value = json.loads(json.dumps(compute()))
+    except Exception as error:
+        notify_failure(group, topic, error)
+        raise
+    if group.size == 1:
+        return [value]
+    deadline = time.monotonic() + group.timeout
+    sent = _send(group, {"topic": topic, "value": value})
+    try:
+        messages = {rank: _receive(group, rank, topic, deadline) for rank in sent}
+    except RankSyncError:
+        _deliver_failure(group, sent, topic)
+        raise
+    _wait_all(sent, group, topic, deadline)
+    for rank, message in messages.items():
+        if "raised" in message:
+            raise RankSyncError(f"rank {rank} gave up at {message['topic']}: {message['raised']}", "", topic)
+        if message["topic"] != topic:
+            rule = f"rank {rank} is at {message['topic']!r}, rank {group.rank} at {topic!r}"
+            raise RankSyncError(rule, "Give all ranks the same model, settings and version of this plugin")
+    return [value if rank == group.rank else messages[rank]["value"] for rank in range(group.size)]
+
+
+def require_same(group: RankGroup, topic: str, value: Any) -> None:
+    """Checks that every rank has the same value.
+
+    Args:
+        group: the ranks.
+        topic: names the step; equal on every rank.
+        value: this rank's value, as JSON.
+
+    Raises:
+        RankSyncError: values differ; and as for `all_gather`.
+    """
+    require_equal(topic, "", all_gather(group, topic, lambda: value))
+
+
+def require_equal(topic: str, name: str, values: list[Any]) -> None:
+    """Checks that the values that `all_gather` returned are equal.
+
+    Args:
+        topic: the topic.
+        name: what the values are, for the message; "" for nothing.
+        values: values by rank.
+
+    Raises:
+        RankSyncError: values differ.
+    """
+    other = next((rank for rank, each in enumerate(values) if each != values[0]), None)
+    if other is not None:
+        name = f"{name} " if name else ""
+        rule = f"rank 0 has {name}{json.dumps(values[0])}, rank {other} has {name}{json.dumps(values[other])}"
+        raise RankSyncError(rule, "Give all ranks the same settings", topic)
+
+
+def first_common_name(orders: list[list[str]]) -> str | None:
+    """The first name in rank 0's order that every rank has; None when there is none.
+
+    Args:
+        orders: names by rank, best first.
+    """
+    return next((name for name in orders[0] if all(name in order for order in orders)), None)
+
+
+def notify_failure(group: RankGroup, topic: str, error: Exception) -> None:
+    """Notifies the other ranks that this one is about to raise; `all_gather` does so by itself.
+
+    Args:
+        group: the ranks. It waits a few seconds at most for a rank that does not receive.
+        topic: the topic at which the others are.
+        error: the exception.
+    """
+    if group.size == 1:
+        return
+    try:
+        sent = _send(group, {"topic": topic, "raised": f"{type(error).__name__}: {error}"})
+    except RankSyncError:  # the others will time out; this rank's own exception matters more
+        return
+    _deliver_failure(group, sent, topic, drain=True)
+
+
+@contextmanager
+def notify_on_failure(group: RankGroup, topic: str) -> Iterator[None]:
+    """Notifies the other ranks of an exception raised inside; they would wait for this rank at their next topic.
+
+    Args:
+        group: the ranks.
+        topic: what this rank does. Not for `all_gather`, which notifies by itself.
+    """
+    try:
+        yield
+    except RankSyncError:  # the others know
+        raise
+    except Exception as error:
+        notify_failure(group, topic, error)
+        raise
+
+
+def _deliver_failure(group: RankGroup, sent: dict[int, list[Any]], topic: str, drain: bool = False) -> None:
+    """Waits for a few seconds until the other ranks have received a message, before this rank raises.
+
+    Args:
+        group: the ranks.
+        sent: from `_send`.
+        topic: the topic.
+        drain: also receive what the others send: gloo completes a send only with its receive.
+    """
+    deadline = time.monotonic() + min(_NOTIFY_SECONDS, group.timeout)
+    for rank, works in sent.items():
+        try:
+            if drain:
+                _receive(group, rank, topic, deadline)
+            _wait_all({rank: works}, group, topic, deadline)
+        except RankSyncError:  # a rank that is gone, or that will time out
+            continue
+
+
+def _send(group: RankGroup, message: dict[str, Any]) -> dict[int, list[Any]]:
+    """Starts to send a message to every other rank, its length and then its bytes; returns the pending sends by
+    rank."""
+    content = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+    length = torch.tensor([content.numel()], dtype=torch.int64, device="cpu")
+    sent = {}
+    for rank in range(group.size):
+        if rank != group.rank:
+            try:
+                send = group.process_group.send
+                works = [send([length], rank, _TAG), send([content], rank, _TAG + 1)]
+            except RuntimeError as error:
+                raise _connection_lost(rank, message["topic"], error) from error
+            # With the tensors, which must live until they are sent.
+            sent[rank] = [(work, length, content) for work in works]
+    return sent
+
+
+def _wait_all(sent: dict[int, list[Any]], group: RankGroup, topic: str, deadline: float) -> None:
+    """Waits until the sends of `_send` are complete."""
+    for rank, works in sent.items():
+        for work in works:
+            _wait(work, group, rank, topic, deadline)
+
+
+def _receive(group: RankGroup, rank: int, topic: str, deadline: float) -> dict[str, Any]:
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
+    _receive_into(group, rank, length, _TAG, topic, deadline)
+    content = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
+    _receive_into(group, rank, content, _TAG + 1, topic, deadline)
+    message: dict[str, Any] = json.loads(bytes(content.tolist()))
+    return message
+
+
+def _receive_into(group: RankGroup, rank: int, into: Tensor, tag: int, topic: str, deadline: float) -> None:
+    try:
+        work = group.process_group.recv([into], rank, tag)
+    except RuntimeError as error:
+        raise _connection_lost(rank, topic, error) from error
+    _wait((work, into), group, rank, topic, deadline)
+
+
+def _wait(work: tuple[Any, ...], group: RankGroup, rank: int, topic: str, deadline: float) -> None:
+    """Waits for a send or receive; `work` is torch's handle and the tensors that it needs."""
+    left = max(deadline - time.monotonic(), 0.001)
+    try:
+        work[0].wait(timedelta(seconds=left))
+    except RuntimeError as error:
+        if time.monotonic() < deadline:
+            raise _connection_lost(rank, topic, error) from error
+        rule = f"rank {rank} did not come within {group.timeout:g} s"
+        remedy = "Its log says what it was doing; MOE_ORACLE_RANK_SYNC_TIMEOUT lengthens the wait"
+        raise RankSyncError(rule, remedy, topic) from error
+
+
+def _connection_lost(rank: int, topic: str, error: RuntimeError) -> RankSyncError:
+    reason = str(error).splitlines()[0]
+    return RankSyncError(f"the connection to rank {rank} was lost ({reason})", "Its log says why it ended", topic)

@@ -1,0 +1,198 @@
+"""Validation of a checkpoint's tensors before vLLM's loader copies them.
+
+The loader's copy converts dtypes and broadcasts shapes silently, and a parameter that is never loaded keeps what its
+memory held. So the loader checks dtype and shape first, and a parameter's memory is filled with a sentinel: a byte that
+no checkpoint holds. It is filled when the layer is made, and again when vLLM allocates new memory, in a layer-wise
+reload and in online quantization. The sentinel is an attribute of the parameter, which vLLM copies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..core.problem import Problem
+from ..core.sharding import shard_size
+from ..errors import CheckpointError
+from ..schemes._checks import dtype_name
+from . import rank_sync
+
+_E8M0 = getattr(torch, "float8_e8m0fnu", None)
+_PACKED_E2M1_DTYPES = (torch.int8, getattr(torch, "float4_e2m1fn_x2", None))
+"""Dtypes of files for bytes with two e2m1 codes, beside uint8: DeepSeek-V4 uses int8."""
+
+_SENTINEL_ATTRIBUTE = "moe_oracle_unloaded"
+"""Attribute of a parameter: the byte that fills it before it is loaded."""
+
+_filled: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameters whose memory has been filled. Keyed by the object, because vLLM copies attributes to new parameters."""
+
+
+def validating_loader(loader: Callable[..., Any], problem: Problem, group: rank_sync.RankGroup) -> Callable[..., Any]:
+    """A layer's weight loader that validates each tensor first.
+
+    An error is sent to the other ranks, too: each rank reads its own part of the files, and the others would wait for
+    this one at their self-check.
+
+    The result is a bound method of the layer with the attributes of its loader: vLLM's reload unbinds loaders, and
+    models look at a loader's attributes.
+
+    Args:
+        loader: the layer's loader, called as ``loader(param, loaded_weight, weight_name, shard_id, expert_id, ...)``.
+        problem: the layer; its matrices have one row per output feature.
+        group: the ranks that hold parts of the layer.
+    """
+    topic = f"loading the weights of {problem.layer}"
+    layer = getattr(loader, "__self__", None)
+    if layer is None:
+
+        @functools.wraps(loader)
+        def load(param: nn.Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+            with rank_sync.notify_on_failure(group, topic):
+                _fill_once(param)
+                return loader(param, validated_tensor(param, loaded_weight, problem, *args, **kwargs), *args, **kwargs)
+
+        return load
+    function = loader.__func__  # type: ignore[attr-defined]
+
+    @functools.wraps(function)
+    def load_bound(self: Any, param: nn.Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with rank_sync.notify_on_failure(group, topic):
+            _fill_once(param)
+            return function(
+                self, param, validated_tensor(param, loaded_weight, problem, *args, **kwargs), *args, **kwargs
+            )
+
+    return MethodType(load_bound, layer)
+
+
+def validated_tensor(
+    parameter: nn.Parameter,
+    tensor: Tensor,
+    problem: Problem,
+    weight_name: str = "",
+    shard_id: str | None = "",
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """A checkpoint's tensor, if it has the parameter's dtype and shape.
+
+    Args:
+        parameter: `[local_experts, ...]`.
+        tensor: one expert's tensor over all tensor-parallel ranks; or all experts' tensor on this rank (gpt-oss).
+        problem: the layer.
+        weight_name: the parameter's name, for messages.
+        shard_id: ``w1`` (gate), ``w2`` (down) or ``w3`` (up); None or "" for all experts.
+        args: further arguments of vLLM's loader.
+        kwargs: likewise.
+
+    Returns:
+        The tensor; float8_e8m0fnu scales and pairs of 4-bit codes as uint8.
+
+    Raises:
+        CheckpointError: another dtype or shape.
+    """
+    where = ", ".join(each for each in (problem.layer, weight_name, shard_id) if each)
+    if parameter.dtype == torch.uint8:
+        is_scale = "scale" in weight_name.rpartition(".")[2]
+        if (_E8M0 is not None and tensor.dtype == _E8M0) or (tensor.dtype in _PACKED_E2M1_DTYPES and not is_scale):
+            tensor = tensor.view(torch.uint8)
+    both_wide_floats = (
+        parameter.dtype.itemsize > 1 and parameter.dtype.is_floating_point and tensor.dtype.is_floating_point
+    )
+    if tensor.dtype != parameter.dtype and not (both_wide_floats and tensor.dtype.itemsize > 1):
+        format = "a model in 16 bits" if problem.scheme.packing == "online" else problem.scheme.name
+        rule = f"the checkpoint stores it as {dtype_name(tensor.dtype)}, {format} as {dtype_name(parameter.dtype)}"
+        remedy = "The checkpoint is not in the format that its config names"
+        raise CheckpointError(rule, remedy, where)
+    if not shard_id:
+        expected_shapes = _all_experts_shapes(parameter, problem, weight_name)
+        if tensor.ndim == parameter.ndim and tuple(tensor.shape) not in expected_shapes:
+            words = " or ".join(str(list(shape)) for shape in dict.fromkeys(expected_shapes))
+            raise CheckpointError(f"all experts' tensor has shape {list(tensor.shape)}, expected {words}", "", where)
+        return tensor
+    expected = _expert_shape(parameter, problem, shard_id)
+    if expected is not None and tensor.ndim == len(expected) and tuple(tensor.shape) != expected:
+        rule = f"an expert's tensor has shape {list(tensor.shape)}, expected {list(expected)}"
+        raise CheckpointError(rule, "", where)
+    return tensor
+
+
+def _expert_shape(parameter: nn.Parameter, problem: Problem, shard_id: str) -> tuple[int, ...] | None:
+    """Shape of one expert's tensor over all tensor-parallel ranks."""
+    inner, ranks = problem.full_intermediate_size, problem.parallel.tp
+    if shard_id in ("w1", "w3"):
+        return (inner,) if parameter.ndim == 2 else (inner, int(parameter.shape[-1]))
+    if shard_id == "w2":
+        return (problem.hidden_size,) if parameter.ndim == 2 else (problem.hidden_size, parameter.shape[-1] * ranks)
+    return None
+
+
+def _all_experts_shapes(parameter: nn.Parameter, problem: Problem, name: str) -> list[tuple[int, ...]]:
+    """Shapes of all experts' tensor on this rank: the parameter's, or with the smaller shard of the last rank."""
+    shape = tuple(parameter.shape)
+    last = shard_size(problem, problem.parallel.tp - 1)
+    dimension = 1 if "w13_" in name else 2
+    if dimension >= len(shape):  # the bias of the second product is not sharded
+        return [shape]
+    size = shape[dimension] * last // problem.intermediate_size
+    return [shape, (*shape[:dimension], size, *shape[dimension + 1 :])]
+
+
+def fill_with_sentinel(parameters: Mapping[str, nn.Parameter], codes: Mapping[str, int]) -> None:
+    """Fills parameters with a byte: the sentinel, or valid values for a model with dummy weights.
+
+    Args:
+        parameters: by canonical name.
+        codes: the byte by canonical name; parameters without one keep their contents.
+    """
+    for name, code in codes.items():
+        if name in parameters:
+            parameters[name].data.view(torch.uint8).fill_(code)
+            _filled[parameters[name]] = True
+
+
+def set_sentinel(parameters: Mapping[str, nn.Parameter], codes: Mapping[str, int]) -> None:
+    """Sets the sentinel of parameters; a `validating_loader` fills new memory with it before the first tensor.
+
+    Args:
+        parameters: by canonical name.
+        codes: the byte by canonical name; 0 for the others.
+    """
+    for name, parameter in parameters.items():
+        setattr(parameter, _SENTINEL_ATTRIBUTE, codes.get(name, 0))
+
+
+def _fill_once(parameter: nn.Parameter) -> None:
+    code = getattr(parameter, _SENTINEL_ATTRIBUTE, None)
+    if code is not None and not parameter.is_meta and parameter not in _filled:
+        parameter.data.view(torch.uint8).fill_(code)
+        _filled[parameter] = True
+
+
+def check_all_loaded(parameters: Mapping[str, Tensor], layer: str) -> None:
+    """Raises where nothing was loaded into new memory of a parameter.
+
+    Args:
+        parameters: by name, after `set_sentinel`.
+        layer: the layer's name.
+
+    Raises:
+        CheckpointError: nothing was loaded into some parameters other than biases, which files may leave out.
+    """
+    never_loaded = [
+        name for name, each in parameters.items() if getattr(each, _SENTINEL_ATTRIBUTE, 0) != 0 and each not in _filled
+    ]
+    if never_loaded:
+        rule = f"nothing was loaded into {', '.join(never_loaded)}"
+        remedy = (
+            "The checkpoint lacks it or names it differently, or the model's own loader passes by the one that vLLM "
+            "quantizes and reloads with"
+        )
+        raise CheckpointError(rule, remedy, layer)

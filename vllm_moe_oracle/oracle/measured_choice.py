@@ -1,0 +1,272 @@
+"""Choosing by measurement: of the candidates that compute the same numbers, the one that takes the least time.
+
+Pure: the times come in as a `MeasurementSet`. Times are compared as ratios (a geometric mean over token counts), so
+that one long prefill does not outweigh every decode step. The static choice stays unless another candidate is faster by
+more than the required speedup.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..core.decision import MeasuredOutcome, TokenRange
+from ..core.measurement_set import Latencies, MeasurementSet
+from ..core.objectives import Objective
+
+MAX_TOKEN_RATIO = 4.0
+"""The largest ratio of neighboring token counts over which a time is interpolated, and the largest ratio over which the
+last one is extrapolated: kernels change their tiles at every factor of two to four."""
+
+_UNWEIGHTED_SHARE = 0.01
+"""Weight of all measured token counts together, beside the objective's, when two backends share a layer."""
+
+CanShare = Callable[[str, str], bool]
+"""Whether two backends may share one layer, each for a range of token counts."""
+
+
+def _never(one: str, other: str) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredChoice:
+    """The outcome.
+
+    Attributes:
+        backend: the winner; the static choice when measurements do not decide.
+        explanation: why, in a sentence.
+        measured: the figures; None when measurements do not decide.
+        token_ranges: which backend runs which numbers of tokens, when two share the layer; else empty.
+    """
+
+    backend: str
+    explanation: str
+    measured: MeasuredOutcome | None = None
+    token_ranges: tuple[TokenRange, ...] = ()
+
+
+class _LatencyCurve:
+    """The times of one backend, in microseconds by routing and number of tokens."""
+
+    def __init__(self, times: Latencies) -> None:
+        self.points = {routing: dict(counts) for routing, counts in times.items() if counts}
+
+    def coverage_gap(self, objective: Objective, routing: str = "uniform") -> str:
+        """Why the measured token counts do not cover the objective's; empty when they do."""
+        counts = sorted(self.points.get(routing, {}))
+        if not counts:
+            return "measured at no number of tokens"
+        if counts[0] > objective.weights[0][0]:
+            return f"measured from {counts[0]} tokens on, the objective begins at {objective.weights[0][0]}"
+        if objective.largest > counts[-1] * MAX_TOKEN_RATIO:
+            return f"measured up to {counts[-1]} tokens, the objective goes to {objective.largest}"
+        for low, high in itertools.pairwise(counts):
+            inside = any(low < count < high for count, _ in objective.weights)
+            if inside and high > low * MAX_TOKEN_RATIO:
+                return f"measured at {low} and next at {high} tokens, which leaves too much between"
+        return ""
+
+    def time_at(self, routing: str, tokens: int) -> float:
+        """Microseconds at a number of tokens: log-linear between neighbors, proportional beyond the largest."""
+        points = self.points[routing]
+        if tokens in points:
+            return points[tokens]
+        counts = sorted(points)
+        below = [count for count in counts if count < tokens]
+        above = [count for count in counts if count > tokens]
+        if not above:
+            return points[below[-1]] * tokens / below[-1]
+        if not below:
+            return points[above[0]]
+        low, high = below[-1], above[0]
+        part = math.log(tokens / low) / math.log(high / low)
+        return math.exp((1 - part) * math.log(points[low]) + part * math.log(points[high]))
+
+    def score(self, objective: Objective, routings: Sequence[str]) -> float:
+        """Mean logarithm of the time over the objective, with every routing weighted alike."""
+        return math.fsum(
+            weight * math.log(self.time_at(routing, tokens)) / len(routings)
+            for routing in routings
+            for tokens, weight in objective.weights
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """The candidates that can be compared, and why the others cannot.
+
+    Attributes:
+        curves: by backend, in static order.
+        missing: why a backend has no usable times, by name.
+        unknown: backends that were never measured.
+        remarks: the same for people, after the remarks of the measurements.
+    """
+
+    curves: dict[str, _LatencyCurve]
+    missing: dict[str, str]
+    unknown: list[str]
+    remarks: tuple[str, ...]
+
+
+def choose_fastest(
+    measurements: MeasurementSet,
+    accepted: Sequence[str],
+    objective: Objective,
+    min_speedup: float,
+    can_share: CanShare = _never,
+) -> MeasuredChoice:
+    """Chooses among accepted candidates that compute the same numbers.
+
+    Args:
+        measurements: what was measured.
+        accepted: names of the candidates, in static order; not empty.
+        objective: the token counts that matter, with their weights.
+        min_speedup: fraction of the static choice's time that another candidate must save to replace it, e.g. 0.03.
+        can_share: whether two backends may share the layer: they read the same weights, or a second layout is allowed.
+    """
+    static = accepted[0]
+    if not measurements.times and not measurements.failures:
+        return MeasuredChoice(static, "; ".join(measurements.remarks))
+    found = _comparable(measurements, accepted, objective)
+    undecided = f"measurements of {measurements.source} decide nothing"
+    static_is_unmeasured = static in found.missing and static not in measurements.failures
+    if static in found.unknown or static_is_unmeasured or not found.curves:
+        # Without the static choice's times nothing can be compared: the measured backends may all be slower.
+        return MeasuredChoice(static, f"{undecided}: {'; '.join(found.remarks)}")
+    baseline = next(iter(found.curves))
+    if len(found.curves) == 1 and baseline == static:
+        remarks = ("nothing else was measured beside it", *found.remarks)
+        return MeasuredChoice(static, f"{undecided}: {'; '.join(remarks)}")
+    scores = _scores(found.curves, objective)
+    fastest = min(scores, key=lambda name: scores[name])  # ties go to the first in static order
+    gain = 1.0 - math.exp(scores[fastest] - scores[baseline])
+    winner = fastest if gain > min_speedup else baseline
+    counts = sorted(set.intersection(*(set(curve.points["uniform"]) for curve in found.curves.values())))
+    outcome = _outcome(
+        found, objective, measurements.source, baseline, winner, gain if winner == fastest else 0.0, counts, min_speedup
+    )
+    explanation = _explain(winner, static, fastest, gain, min_speedup, outcome)
+    token_ranges = _split_by_tokens(winner, found.curves, counts, objective, min_speedup, can_share)
+    if token_ranges:
+        words = [
+            f"{span.backend} {f'up to {span.max_tokens} tokens' if span.max_tokens else 'beyond'}"
+            for span in token_ranges
+        ]
+        explanation = f"{explanation}; by number of tokens: {', '.join(words)}"
+    return MeasuredChoice(winner, explanation, outcome, token_ranges)
+
+
+def _comparable(measurements: MeasurementSet, accepted: Sequence[str], objective: Objective) -> _Field:
+    curves: dict[str, _LatencyCurve] = {}
+    missing = {name: reason for name, reason in measurements.failures.items() if name in accepted}
+    for name in accepted:
+        if name in missing or name not in measurements.times:
+            continue
+        curve = _LatencyCurve(measurements.times[name])
+        gap = curve.coverage_gap(objective)
+        if gap:
+            missing[name] = gap
+        else:
+            curves[name] = curve
+    unknown = [name for name in accepted if name not in curves and name not in missing]
+    notes = [f"{name} was not measured" for name in unknown] + [f"{name}: {gap}" for name, gap in missing.items()]
+    return _Field(curves, missing, unknown, (*measurements.remarks, *notes))
+
+
+def _scores(curves: Mapping[str, _LatencyCurve], objective: Objective) -> dict[str, float]:
+    # Skewed routing counts only when every curve covers the objective with it, as uniform routing does: a partial one
+    # would be extrapolated to the rest.
+    complete = all(not curve.coverage_gap(objective, "skewed") for curve in curves.values())
+    routings = ["uniform", "skewed"] if complete else ["uniform"]
+    return {name: curve.score(objective, routings) for name, curve in curves.items()}
+
+
+def _outcome(
+    found: _Field,
+    objective: Objective,
+    source: str,
+    baseline: str,
+    winner: str,
+    gain: float,
+    counts: Sequence[int],
+    min_speedup: float,
+) -> MeasuredOutcome:
+    times = {name: curve.points["uniform"] for name, curve in found.curves.items()}
+    fastest = {count: min(times, key=lambda name: times[name][count]) for count in counts}
+    losses = [(count, name, times[winner][count] / times[name][count] - 1) for count, name in fastest.items()]
+    return MeasuredOutcome(
+        objective=str(objective),
+        source=source,
+        baseline=baseline,
+        gain=gain,
+        fastest=tuple(fastest.items()),
+        slower_at=tuple(each for each in losses if each[2] > min_speedup),
+        times=tuple((name, tuple(sorted(points.items()))) for name, points in times.items()),
+        remarks=found.remarks,
+    )
+
+
+def _explain(winner: str, static: str, fastest: str, gain: float, min_speedup: float, outcome: MeasuredOutcome) -> str:
+    baseline = outcome.baseline
+    objective = f"for the objective {outcome.objective}"
+    if winner != baseline:
+        words = f"{gain:.1%} faster than {baseline}, the static choice, {objective}"
+    elif fastest != baseline:
+        words = f"first in the static order; {fastest} is faster by only {gain:.1%} (min_speedup {min_speedup:.0%})"
+        words += f" {objective}"
+    elif len(outcome.times) == 1:
+        words = f"the only one that could be measured, {objective}"
+    else:
+        words = f"the fastest of {len(outcome.times)} {objective}, and first in the static order"
+    if static != baseline:
+        words += f"; {static}, the static choice, could not be measured"
+    words += f", by {outcome.source}"
+    if outcome.slower_at:
+        shown = [f"{count} (to {name} by {loss:.0%})" for count, name, loss in outcome.slower_at[:4]]
+        more = f" and {len(outcome.slower_at) - 4} more" if len(outcome.slower_at) > 4 else ""
+        words += f"; it loses at {', '.join(shown)}{more} tokens"
+    return "; ".join((words, *outcome.remarks))
+
+
+def _split_by_tokens(
+    winner: str,
+    curves: Mapping[str, _LatencyCurve],
+    counts: Sequence[int],
+    objective: Objective,
+    min_speedup: float,
+    can_share: CanShare,
+) -> tuple[TokenRange, ...]:
+    """Two backends, one for few tokens and one for many, if that beats the winner alone; otherwise empty.
+
+    The gain at the token counts where the two differ must exceed `min_speedup`. Every measured token count has a little
+    weight, also where the objective gives it none, because the branch costs time at every call.
+    """
+    if not counts:
+        return ()
+    weights = dict.fromkeys(counts, _UNWEIGHTED_SHARE / len(counts))
+    for tokens, weight in objective.weights:
+        nearest = min(counts, key=lambda count: abs(math.log(count / tokens)))
+        weights[nearest] += weight
+
+    def log_time(name: str, count: int) -> float:
+        return math.log(curves[name].points["uniform"][count])
+
+    best: tuple[float, tuple[TokenRange, ...]] = (0.0, ())
+    for other in curves:
+        if other == winner or not can_share(winner, other):
+            continue
+        for few, many in ((winner, other), (other, winner)):
+            for index, last in enumerate(counts[:-1]):
+                changed = counts[: index + 1] if few == other else counts[index + 1 :]
+                saved = math.fsum(
+                    weights[count] * (log_time(winner, count) - log_time(other, count)) for count in changed
+                )
+                mean = saved / math.fsum(weights[count] for count in changed)
+                if mean > -math.log1p(-min_speedup) and saved > best[0]:
+                    # The switch is at the geometric mean of the two neighboring measured counts.
+                    switch = int(math.sqrt(last * counts[index + 1]))
+                    best = (saved, (TokenRange(few, switch), TokenRange(many, None)))
+    return best[1]

@@ -1,0 +1,334 @@
+"""The decision: which backend runs a layer, with every candidate's every reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from ..backends import Backend
+from ..core.decision import Accepted, Candidate, DecidedBy, Decision, Reason, Rejected, format_candidates
+from ..core.measurement_set import MeasurementSet
+from ..core.objectives import parse_objective
+from ..core.overrides import first_match
+from ..core.problem import Device, Problem, satisfies_precision
+from ..errors import NoBackendError, SettingError, did_you_mean
+from ..settings import AUTO, Settings
+from .measured_choice import MeasuredChoice, choose_fastest
+from .registry import Registry, default_registry
+
+REFERENCE_BACKEND = "emulation"
+"""The backend that computes what the format defines, expert by expert, on any device. It runs when no kernel can."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ExplicitRequest:
+    """A backend that the user names.
+
+    Attributes:
+        name: the backend's name, or vLLM's.
+        why: the kind of request.
+        source: the setting or option that makes it.
+        is_vllm_option: it is vLLM's ``--moe-backend``, which knows only vLLM's names.
+    """
+
+    name: str
+    why: DecidedBy
+    source: str
+    is_vllm_option: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """What a decision is made from, with the verdict of every candidate in static order."""
+
+    problem: Problem
+    device: Device
+    settings: Settings
+    registry: Registry
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def accepted(self) -> list[Candidate]:
+        return [candidate for candidate in self.candidates if candidate.accepted]
+
+    def decision(self, chosen: Candidate, why: DecidedBy, explanation: str) -> Decision:
+        backend = self.registry[chosen.backend]
+        plan, numerics = backend.plan(self.problem, self.device), backend.numerics(self.problem)
+        return Decision(self.problem, chosen.backend, why, explanation, plan, numerics, self.candidates)
+
+
+def evaluate_candidates(
+    problem: Problem, device: Device, settings: Settings, registry: Registry | None = None
+) -> tuple[Candidate, ...]:
+    """The verdict of every backend for the problem's scheme: accepted ones first, each part in static order.
+
+    Raises:
+        SettingError: the setting `disable` names an unknown backend.
+    """
+    registry = registry if registry is not None else default_registry()
+    unknown = [name for name in settings.disable if name not in registry and name not in registry.load_errors]
+    if unknown:
+        rule = f"{', '.join(map(repr, unknown))} cannot be disabled: there is no such backend"
+        names = sorted(backend.name for backend in registry)
+        remedy = f"{did_you_mean(unknown[0], names)}Valid are {', '.join(names)}"
+        raise SettingError(rule, remedy, settings.source("disable"))
+    verdicts = [_evaluate(backend, problem, device, settings) for backend in registry.for_scheme(problem.scheme.name)]
+    return tuple(sorted(verdicts, key=lambda each: (not each.accepted, each.priority, each.backend)))
+
+
+def decide(
+    problem: Problem,
+    device: Device,
+    settings: Settings,
+    moe_backend: str = AUTO,
+    registry: Registry | None = None,
+    measurements: MeasurementSet | None = None,
+) -> Decision:
+    """Decides which backend runs a layer.
+
+    In order of precedence: a per-layer override, the `backend` setting, vLLM's ``--moe-backend``, measurements, the
+    static order.
+
+    Args:
+        problem: the layer on this rank.
+        device: the machine.
+        settings: the user's settings.
+        moe_backend: vLLM's ``--moe-backend``.
+        registry: the backends; None for the default registry of this process.
+        measurements: what was measured of this layer on such a machine; None to decide without measurements.
+
+    Raises:
+        NoBackendError: no backend can run the layer, or the requested one cannot (and ``on_unavailable`` is not
+            ``fallback``). The message holds every candidate's every reason.
+        SettingError: the setting `disable` names an unknown backend.
+    """
+    registry = registry if registry is not None else default_registry()
+    candidates = evaluate_candidates(problem, device, settings, registry)
+    case = _Case(problem, device, settings, registry, candidates)
+    request = _explicit_request(problem, settings, moe_backend)
+    unavailable = ""
+    if request is not None:
+        requested = _requested_candidates(request, case)
+        chosen = next((candidate for candidate in requested if candidate.accepted), None)
+        if chosen is not None:
+            return _with_tiles(case.decision(chosen, request.why, request.source), measurements)
+        unavailable = _describe_unavailable(request, requested, case)
+        if settings.on_unavailable == "error":
+            raise _request_error(request, requested, unavailable, case)
+    return _with_tiles(_automatic_decision(case, unavailable, measurements), measurements)
+
+
+def _automatic_decision(case: _Case, unavailable: str, measurements: MeasurementSet | None) -> Decision:
+    """The decision without an explicit request, or after one that cannot be followed.
+
+    Args:
+        case: the candidates.
+        unavailable: why an explicit request cannot be followed; "" without one.
+        measurements: as for `decide`.
+    """
+    note = f"; not what was asked for: {unavailable}" if unavailable else ""
+    problem, device = case.problem, case.device
+    if not case.accepted:
+        rule = f"no backend can run {problem.scheme.name} experts here: {problem}; on {device}{note}"
+        rule = f"{rule}\n{format_candidates(case.candidates)}\n"
+        raise NoBackendError(rule, _nearest_remedy(case), problem.layer, case.candidates)
+    chosen = case.accepted[0]
+    if chosen.backend == REFERENCE_BACKEND:
+        # A kernel would be faster: always on a GPU, on a CPU if a remedy makes one available.
+        degraded = device.kind != "cpu" or _has_alternative(case)
+        decision = case.decision(chosen, "static", f"{_explain_reference(case)}{note}")
+        return dataclasses.replace(decision, degraded=degraded or bool(note))
+    explanation = "first that can run here in the static order, which follows the newest stock vLLM's"
+    choice = MeasuredChoice(chosen.backend, "")
+    if measurements is not None:
+        choice = _choose_by_measurement(measurements, chosen, case)
+    why: DecidedBy = "static"
+    if choice.measured is not None:
+        chosen = next(candidate for candidate in case.accepted if candidate.backend == choice.backend)
+        why, explanation = "measured", choice.explanation
+    elif choice.explanation:
+        explanation = f"{explanation}; {choice.explanation}"
+    decision = case.decision(chosen, why, f"{explanation}{note}")
+    return dataclasses.replace(
+        decision, degraded=bool(note), measured=choice.measured, token_ranges=choice.token_ranges
+    )
+
+
+def _with_tiles(decision: Decision, measurements: MeasurementSet | None) -> Decision:
+    """The decision with the fastest measured tile configurations of its backend in the plan."""
+    tiles = measurements.tiles.get(decision.backend, ()) if measurements is not None else ()
+    return dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, tiles=tiles)) if tiles else decision
+
+
+def equivalent_backends(
+    static: Candidate, candidates: tuple[Candidate, ...], problem: Problem, registry: Registry
+) -> tuple[str, ...]:
+    """Names of the accepted candidates that compute the same numbers as the static choice, in static order.
+
+    Measurements decide about speed only: a candidate that takes activations in another precision computes other
+    numbers.
+
+    Args:
+        static: the first accepted candidate.
+        candidates: all candidates, in static order.
+        problem: the layer.
+        registry: the backends.
+    """
+    precision = registry[static.backend].activations(problem)
+    accepted = [each.backend for each in candidates if each.accepted and each.backend != REFERENCE_BACKEND]
+    return tuple(name for name in accepted if registry[name].activations(problem) == precision)
+
+
+def _choose_by_measurement(measurements: MeasurementSet, static: Candidate, case: _Case) -> MeasuredChoice:
+    problem, settings = case.problem, case.settings
+
+    def can_share(one: str, other: str) -> bool:
+        """Whether two backends may share the layer, each for a range of token counts."""
+        pair = case.registry[one], case.registry[other]
+        # Data-parallel ranks must run the same backend at the same time, EPLB moves experts between ranks, and a
+        # monolithic kernel gets router logits instead of routed ids.
+        if problem.parallel.dp > 1 or problem.eplb or any(backend.monolithic for backend in pair):
+            return False
+        # Even if both are batch-invariant, a token's result would depend on the backend that its batch size selects.
+        if problem.batch_invariant:
+            return False
+        plans = [backend.plan(problem, case.device) for backend in pair]
+        if any(plan.hidden_size != problem.hidden_size for plan in plans):  # vLLM pads the input for one of them only
+            return False
+        layouts = {backend.layout(problem, plan) for backend, plan in zip(pair, plans, strict=True)}
+        return settings.allow_second_layout or len(layouts) == 1
+
+    names = equivalent_backends(static, case.candidates, problem, case.registry)
+    return choose_fastest(measurements, names, parse_objective(settings.objective), settings.min_speedup, can_share)
+
+
+def _evaluate(backend: Backend, problem: Problem, device: Device, settings: Settings) -> Candidate:
+    try:
+        reasons = list(backend.check(problem, device).reasons)
+        consumed, declared = backend.activations(problem), problem.scheme.activations
+        priority = backend.priority(problem, device)
+    except Exception as error:  # a defect in a third party's backend must not take the other candidates down
+        reason = Reason("defect", f"asking it failed with {type(error).__name__}: {error}")
+        return Candidate(backend.name, Rejected((reason,)), 0.0)
+    if backend.name in settings.disable:
+        detail = f"disabled by {settings.source('disable')}"
+        reasons.append(Reason("disabled", detail, "take it out of the setting disable"))
+    if not satisfies_precision(consumed, declared) and not settings.allow_activation_quantization:
+        detail = f"would quantize activations to {consumed}; the layer's are {declared}"
+        reasons.append(Reason("activation_quantization", detail, "set allow_activation_quantization to allow it"))
+    verdict = Rejected(tuple(reasons)) if reasons else Accepted()
+    return Candidate(backend.name, verdict, priority)
+
+
+def _explicit_request(problem: Problem, settings: Settings, moe_backend: str) -> _ExplicitRequest | None:
+    override = first_match(settings.overrides, problem.layer)
+    if override is not None:
+        if override.backend == AUTO:
+            return None
+        source = f"re:{override.pattern} from {settings.source('overrides')}"
+        return _ExplicitRequest(override.backend, "override", source)
+    if settings.backend != AUTO:
+        source = settings.source("backend")
+        if moe_backend not in (AUTO, settings.backend):
+            source = f"{source}, which goes before --moe-backend {moe_backend}"
+        return _ExplicitRequest(settings.backend, "user", source)
+    if moe_backend != AUTO:
+        return _ExplicitRequest(moe_backend, "user", f"--moe-backend {moe_backend}", is_vllm_option=True)
+    return None
+
+
+def _requested_candidates(request: _ExplicitRequest, case: _Case) -> list[Candidate]:
+    """The candidates that a request names: the backend of that name, else those with that vLLM name."""
+    if not request.is_vllm_option:
+        by_name = [candidate for candidate in case.candidates if candidate.backend == request.name]
+        if by_name:
+            return by_name
+    return [each for each in case.candidates if request.name in case.registry[each.backend].vllm_names]
+
+
+def _merge_reasons(candidates: list[Candidate]) -> str:
+    """Why none of the candidates can run, each reason once; prefixed with names when it holds for some of them only."""
+    holders: dict[str, list[str]] = {}
+    for candidate in candidates:
+        for reason in map(str, candidate.reasons):
+            holders.setdefault(reason, []).append(candidate.backend)
+    shared = [reason for reason, names in holders.items() if len(names) == len(candidates)]
+    apart = [f"{', '.join(names)}: {reason}" for reason, names in holders.items() if len(names) < len(candidates)]
+    return "; ".join(shared + apart)
+
+
+def _describe_unavailable(request: _ExplicitRequest, requested: list[Candidate], case: _Case) -> str:
+    """Why the request cannot be followed, in one line."""
+    registry, scheme = case.registry, case.problem.scheme.name
+    label = f"{request.name} ({request.source})"
+    if requested:
+        return f"{label} cannot run this layer on {case.device}: {_merge_reasons(requested)}"
+    if request.name in registry.load_errors:
+        return f"{label} could not be loaded: {registry.load_errors[request.name]}"
+    rule = f"{label} is not a backend for {scheme} experts"
+    if request.name in registry and not request.is_vllm_option:
+        rule += f" but for {' and '.join(registry[request.name].schemes)} experts"
+    rule += f"; valid are {', '.join([AUTO, *_selectable_names(request, case)])}"
+    if request.is_vllm_option:
+        rule += "; this project's own names go into the setting backend"
+    if registry.load_errors:  # the name of an entry point may differ from its backend's
+        rule += f"; entry points that could not be loaded: {', '.join(registry.load_errors)}"
+    return rule
+
+
+def _request_error(
+    request: _ExplicitRequest, requested: list[Candidate], unavailable: str, case: _Case
+) -> NoBackendError:
+    remedy = _nearest_remedy(case)
+    if names := _accepted_names(request, case):
+        remedy = f"Choose an accepted one ({names}), or auto, or set on_unavailable=fallback"
+    if not requested:
+        remedy = did_you_mean(request.name, [AUTO, *_selectable_names(request, case)]) + remedy
+    rule = f"{unavailable}\nEvery candidate for {case.problem}:\n{format_candidates(case.candidates)}\n"
+    return NoBackendError(rule, remedy, case.problem.layer, case.candidates)
+
+
+def _selectable_names(request: _ExplicitRequest, case: _Case) -> list[str]:
+    """The names that a request of this kind may use for the layer, sorted."""
+    scheme = case.problem.scheme.name
+    if not request.is_vllm_option:
+        return case.registry.names(scheme)
+    return sorted({name for backend in case.registry.for_scheme(scheme) for name in backend.vllm_names})
+
+
+def _accepted_names(request: _ExplicitRequest, case: _Case) -> str:
+    """Names of accepted candidates for a request of this kind, in static order; "" if there are none."""
+    names = [candidate.backend for candidate in case.accepted]
+    if not request.is_vllm_option:
+        return ", ".join(names)
+    vllm_names = dict.fromkeys(word for name in names for word in case.registry[name].vllm_names)
+    return ", ".join(vllm_names) or (f"by the setting backend: {', '.join(names)}" if names else "")
+
+
+def _nearest_remedy(case: _Case) -> str:
+    """The remedies of the rejected candidate with the fewest reasons, all of which have a remedy; "" without one."""
+    fixable = [candidate for candidate in case.candidates if all(reason.remedy for reason in candidate.reasons)]
+    if not fixable:
+        return ""
+    nearest = min(fixable, key=lambda candidate: len(candidate.reasons))
+    return f"Nearest is {nearest.backend}: {'; '.join(reason.remedy for reason in nearest.reasons)}"
+
+
+def _explain_reference(case: _Case) -> str:
+    """Why only the reference runs the layer, with the nearest candidate for this kind of device: the one with the
+    fewest reasons against it."""
+    rejected = [each for each in case.candidates if not each.accepted]
+    nearby = [each for each in rejected if all(reason.code != "device" for reason in each.reasons)]
+    if not nearby and case.device.kind == "cpu":
+        return f"no other backend runs {case.problem.scheme.name} experts on {case.device}"
+    words = f"no kernel for {case.device} can run the layer; {REFERENCE_BACKEND} runs it slowly"
+    if not nearby:
+        return words
+    nearest = min(nearby, key=lambda candidate: (len(candidate.reasons), candidate.priority))
+    return f"{words}; nearest is {nearest.backend}: {'; '.join(map(str, nearest.reasons))}"
+
+
+def _has_alternative(case: _Case) -> bool:
+    """Whether the remedies of a rejected candidate would make it run; one that is disabled does not count."""
+    rejected = [each.reasons for each in case.candidates if not each.accepted]
+    return any(all(reason.remedy and reason.code != "disabled" for reason in reasons) for reasons in rejected)

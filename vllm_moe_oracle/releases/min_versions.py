@@ -1,0 +1,120 @@
+"""First vLLM releases whose kernels and expert classes do what a backend needs.
+
+Backends name no release. They ask `at_least` whether a machine's vLLM is new enough, and quote the release in reasons.
+
+Of ``swigluoai``, "in two halves" means gate rows, then up rows; vLLM calls it ``swigluoai_uninterleave``. In
+the other form rows of gate and up alternate.
+"""
+
+from __future__ import annotations
+
+from packaging.version import InvalidVersion, Version
+
+from ..core.problem import Device
+from .supported import RELEASES
+
+OLDEST_RELEASE = RELEASES[0]
+"""The oldest tested release. A feature with this minimum version is in every tested release."""
+
+CPU_INT4_ROUTED_IDS = "0.30.0"
+"""The class for int4 experts on CPUs takes routed ids. Before, it routes tokens itself."""
+
+CPU_MXFP4 = "0.27.1"
+"""vLLM's CPU extension has an operator for MXFP4 experts."""
+
+CUTLASS_ACTIVATION_PARAMS = "0.28.0"
+"""The class over FlashInfer's CUTLASS kernels passes the activation's parameters for MXFP4, and takes ``swigluoai``
+in two halves. Before, it has gpt-oss's constants built in."""
+
+DEEP_GEMM_MXFP4_PACKED = "0.24.0"
+"""DeepGEMM's kernels for MXFP4 take packed scales. Before, they take float32 scales, which the library packs at every
+call."""
+
+DEEP_GEMM_MXFP8 = "0.24.0"
+"""DeepGEMM's class takes MXFP8, and ``swigluoai`` in two halves."""
+
+HUMMING = "0.25.1"
+"""Humming's classes use the interface of humming-kernels 0.1.10, as `compat.humming` does."""
+
+HUMMING_GROUPED = "0.30.0"
+"""Under expert parallelism vLLM runs Humming's grouped kernels, no longer the indexed ones."""
+
+HUMMING_UNINTERLEAVED = "0.28.0"
+"""Humming's classes take ``swigluoai`` in two halves."""
+
+HUMMING_NON_GATED = "0.27.1"
+"""Humming's conversion supports non-gated experts. Before, it expects twice their rows."""
+
+MARLIN_INT8 = "0.23.0"
+"""Marlin's classes take 8-bit integers."""
+
+MARLIN_UNINTERLEAVED = "0.24.0"
+"""Marlin's classes take ``swigluoai`` in two halves."""
+
+MARLIN_WITHOUT_ACT_ORDER = "0.30.0"
+"""Marlin's operator no longer reorders input features."""
+
+SITU = "0.27.1"
+"""The activation ``situ``. Expert classes that call vLLM's activation functions pass its parameters."""
+
+TRITON_KERNELS_SM120 = "0.32.0"
+"""vLLM runs the package triton_kernels on sm_120."""
+
+TRITON_KERNELS_UNINTERLEAVED = "0.24.0"
+"""The unfused class over triton_kernels takes ``swigluoai`` in two halves."""
+
+TRITON_KERNELS_LOCAL_IDS = "0.25.1"
+"""The classes over triton_kernels do not mistake empty slots (-1) for the last expert, sum only slots that were
+written, and take any number of experts per token. Before, it must be a power of two."""
+
+TRITON_WNA16_UNINTERLEAVED = "0.29.0"
+"""The Triton class for integers takes ``swigluoai`` in two halves."""
+
+TRITON_WNA16_LIMIT = "0.28.0"
+"""The same class passes a limit to its activation."""
+
+TRTLLM_MXFP4_GROUPED_TOPK = "0.27.1"
+"""The monolithic class over TRTLLM-gen's MXFP4 kernels passes groups, scaling factor and correction bias."""
+
+TRTLLM_MXFP4_ODD_MULTIPLES = "0.27.1"
+"""vLLM runs those kernels with intermediate sizes that are odd multiples of 128."""
+
+TRTLLM_MXFP8 = "0.23.0"
+"""The classes over TRTLLM-gen's kernels for MXFP8 pass the activation, and no groups where there are none. Before, they
+pass 0 groups, which the kernel refuses."""
+
+TRTLLM_MXFP8_ACTIVATION_PARAMS = "0.25.1"
+"""The same classes pass a limit, and take ``swigluoai`` in two halves."""
+
+TRTLLM_MXINT4_SILU = "0.25.1"
+"""The class over TRTLLM-gen's int4 kernels accepts SiLU."""
+
+
+LINEAR_WITHOUT_ACT_ORDER = "0.30.0"
+"""vLLM's linear layers no longer support act order with groups. A server with such a checkpoint does not start."""
+
+
+def at_least(release: str, device: Device) -> bool:
+    """Whether a machine's vLLM is a release or a newer one.
+
+    Args:
+        release: one of the constants above.
+        device: the machine. One without a known vLLM counts as having the newest.
+    """
+    return version_at_least(release, device.packages.get("vllm"))
+
+
+def version_at_least(release: str, vllm: str | None) -> bool:
+    """Whether a version of vLLM is a release or a newer one. None, or one that cannot be parsed, counts as the newest.
+
+    Development, pre- and local versions count as the release that they lead to.
+    """
+    try:
+        return vllm is None or Version(Version(vllm).base_version) >= Version(release)
+    except InvalidVersion:
+        return True
+
+
+def release_before(release: str) -> str:
+    """The newest tested release before one."""
+    return RELEASES[RELEASES.index(release) - 1]

@@ -1,0 +1,186 @@
+"""The supported releases of vLLM. Everything else that names a release is generated from this list.
+
+To support a new release, add its line to `TESTED` and run ``python -m tests.tools.generate --write``. If vLLM changed
+an interface that this project uses, `compat.adapter.Adapter` follows it, a subclass in `compat.legacy_adapters` keeps
+the old way, and `RELEASE_GROUPS` gets a line that says which releases use that subclass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from packaging.version import InvalidVersion, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """One tested release.
+
+    Attributes:
+        version: vLLM's version.
+        requires: what a CUDA installation of it requires, version by distribution. Read for the newest release only.
+        cpu_torch: version of torch that its CPU build requires; "" where there is none.
+    """
+
+    version: str
+    requires: Mapping[str, str] = field(default_factory=dict)
+    cpu_torch: str = ""
+
+
+TESTED = (
+    Release("0.22.1"),
+    Release("0.23.0"),
+    Release("0.24.0"),
+    Release("0.25.1"),
+    Release("0.26.0"),
+    Release("0.27.1", cpu_torch="2.13.0"),
+    Release("0.28.0", cpu_torch="2.13.0"),
+    Release("0.29.0", cpu_torch="2.13.0"),
+    Release("0.30.0", cpu_torch="2.13.0"),
+    Release("0.31.0", cpu_torch="2.13.0"),
+    Release("0.32.0", cpu_torch="2.13.0"),
+    Release("0.33.0", {"torch": "2.14.0", "humming-kernels": "0.1.19", "flashinfer-python": "0.7.2.post1"}),
+)
+"""Oldest first."""
+
+RELEASES = tuple(each.version for each in TESTED)
+"""Versions that the plugin is tested with, oldest first."""
+
+NEWEST = RELEASES[-1]
+"""The newest of them."""
+
+_CPU_TORCH = next(each.cpu_torch for each in reversed(TESTED) if each.cpu_torch)
+
+CPU_RELEASES = tuple(each.version for each in TESTED if each.cpu_torch == _CPU_TORCH)
+"""Versions whose CPU build requires the same torch as the newest CPU build. The tests serve a whole model with each."""
+
+DEFAULT_PACKAGES = {
+    "cuda": {"vllm": NEWEST, **TESTED[-1].requires},
+    "cpu": {"vllm": CPU_RELEASES[-1], "torch": _CPU_TORCH},
+}
+"""Packages of an installation of the newest tested release, by kind of device."""
+
+_ROUTED_EXPERTS = "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts"
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseGroup:
+    """Releases that share an adapter. A group ends where the next one begins.
+
+    Attributes:
+        first: minor release that it begins with.
+        adapter: ``module:Class`` of the adapter; imported inside vLLM only.
+        layer: ``module:Class`` of vLLM's MoE layers.
+        change: what vLLM changed with `first`.
+    """
+
+    first: str
+    adapter: str
+    layer: str
+    change: str
+
+    @property
+    def releases(self) -> tuple[str, ...]:
+        """The tested releases of the group, oldest first."""
+        return tuple(each for each in RELEASES if release_group(each) is self)
+
+
+RELEASE_GROUPS = (
+    ReleaseGroup(
+        "0.22",
+        "vllm_moe_oracle.compat.legacy_adapters:Vllm022Adapter",
+        "vllm.model_executor.layers.fused_moe.layer:FusedMoE",
+        "the MoE layer holds router, weights and runner in one class",
+    ),
+    ReleaseGroup(
+        "0.24",
+        "vllm_moe_oracle.compat.legacy_adapters:Vllm024Adapter",
+        _ROUTED_EXPERTS,
+        "routed experts are a layer of their own",
+    ),
+    ReleaseGroup(
+        "0.27",
+        "vllm_moe_oracle.compat.legacy_adapters:Vllm027Adapter",
+        _ROUTED_EXPERTS,
+        "the layer loads biases of single experts",
+    ),
+    ReleaseGroup(
+        "0.28",
+        "vllm_moe_oracle.compat.legacy_adapters:Vllm028Adapter",
+        _ROUTED_EXPERTS,
+        "Humming's experts no longer take the layer",
+    ),
+    ReleaseGroup(
+        "0.30",
+        "vllm_moe_oracle.compat.legacy_adapters:Vllm030Adapter",
+        _ROUTED_EXPERTS,
+        "the modular kernel runs on a CPU",
+    ),
+    ReleaseGroup(
+        "0.31",
+        "vllm_moe_oracle.compat.adapter:Adapter",
+        _ROUTED_EXPERTS,
+        "the layer's config says whether routing is by hash",
+    ),
+)
+"""Oldest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSupport:
+    """What is known about one vLLM release.
+
+    Attributes:
+        release: the version asked for.
+        group: first and last tested release that share its adapter.
+        tested: whether it is one of the tested releases itself.
+        verified: what the tests verify for it: ``sources``, ``registration``, ``serving``. Empty for a release that is
+            not tested itself.
+    """
+
+    release: str
+    group: tuple[str, str]
+    tested: bool
+    verified: tuple[str, ...]
+
+    def __str__(self) -> str:
+        first, last = self.group
+        group = first if first == last else f"{first} to {last}"
+        if not self.tested:
+            return f"vLLM {self.release}, not tested itself; served like {group}"
+        return f"vLLM {self.release}, served like {group}; tested: {', '.join(self.verified)}"
+
+
+def release_group(version: str) -> ReleaseGroup:
+    """The group whose adapter serves a version: the last one that has begun. A version older than all gets the oldest
+    group. One that cannot be parsed gets the newest."""
+    try:
+        release = Version(version).release
+    except InvalidVersion:
+        return RELEASE_GROUPS[-1]
+    begun = [group for group in RELEASE_GROUPS if Version(group.first).release <= release]
+    return begun[-1] if begun else RELEASE_GROUPS[0]
+
+
+def release_support(version: str) -> ReleaseSupport:
+    """What the tests verify for a version."""
+    group = release_group(version).releases
+    try:
+        name = ".".join(map(str, Version(version).release))
+    except InvalidVersion:
+        name = version
+    tested = name in RELEASES
+    verified = ("sources", "registration", *(("serving",) if name in CPU_RELEASES else ())) if tested else ()
+    return ReleaseSupport(version, (group[0], group[-1]), tested, verified)
+
+
+def support_table() -> str:
+    """The support table of the README, in Markdown."""
+    rows = ["| vLLM | sources | registration | serving on CPU | adapter since |", "|---|---|---|---|---|"]
+    for group in reversed(RELEASE_GROUPS):
+        for release in reversed(group.releases):
+            verified = release_support(release).verified
+            marks = ["yes" if name in verified else "" for name in ("sources", "registration", "serving")]
+            rows.append(f"| {' | '.join([release, *marks])} | {group.first}: {group.change} |".replace("|  |", "| |"))
+    return "\n".join(rows)

@@ -1,0 +1,495 @@
+"""What `report` shows: measurements and decisions from files, in one form. `html_report` makes the page of it.
+
+Three kinds of files are read: records of `bench` and decision records of servers, both with one JSON object per line,
+and profiles. Files may come from anybody: every field is checked, and nothing reaches the page unescaped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..core.decision import Decision
+from ..core.objectives import MAX_TOKENS
+from ..core.problem import Device, Problem
+from ..devices.catalog import known_device, known_device_names
+from ..errors import MeasurementError, NoBackendError, sanitize
+from ..measurements import lookup, model_shapes, profile, roofline
+from ..measurements.bench_records import STOCK_DEFAULT, STOCK_PREFIX, BenchRecord
+from ..measurements.environment import Environment
+from ..measurements.kernel_shape import MAX_MICROSECONDS, KernelShape, Sample, is_displayable, kernel_shape_of
+from ..oracle.registry import default_registry
+from ..oracle.selection import decide, equivalent_backends
+from ..settings import Settings
+
+EQUAL_MARGIN = 0.03
+"""A choice at most this much slower than the fastest counts as equal: two runs of a kernel differ by as much."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimePoint:
+    """A median and its quartiles, in microseconds."""
+
+    us: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class LayerPanel:
+    """One layer on one machine.
+
+    Attributes:
+        name: name of the layer.
+        shape: its kernel shape, in words.
+        environment: where it was measured, in words.
+        times: times by backend and number of tokens. Stock layers are among them, as ``stock:auto``.
+        floors: roofline in microseconds by number of tokens.
+        stock: vLLM's class by name of the stock layer.
+        chosen: the oracle's choice by number of tokens.
+        why: what decided.
+        explanation: the same in a sentence; "" if the file does not say.
+        rejected: backends that cannot run the layer, with every reason.
+        failures: why a backend has no times, or not all.
+        compared_with: backends that compute the same numbers as the choice; empty, meaning all, if that is unknown.
+        skewed: as `times`, under skewed routing.
+    """
+
+    name: str
+    shape: str
+    environment: str
+    times: Mapping[str, Mapping[int, TimePoint]]
+    floors: Mapping[int, float] = field(default_factory=dict)
+    stock: Mapping[str, str] = field(default_factory=dict)
+    chosen: Mapping[int, str] = field(default_factory=dict)
+    why: str = ""
+    explanation: str = ""
+    rejected: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    failures: Mapping[str, str] = field(default_factory=dict)
+    compared_with: tuple[str, ...] = ()
+    skewed: Mapping[str, Mapping[int, TimePoint]] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> list[int]:
+        """Measured numbers of tokens, ascending."""
+        return sorted({count for points in self.times.values() for count in points})
+
+    def slowdown(self, count: int) -> float | None:
+        """Time of the choice over that of the fastest comparable backend, minus 1; None if it was not measured."""
+        own = self._chosen(count)
+        against = self.compared_with or tuple(name for name in self.times if name not in self.stock)
+        times = [self.times[name][count].us for name in against if count in self.times.get(name, {})]
+        return None if own is None else own / min([own, *times]) - 1
+
+    def speedup(self, count: int) -> float | None:
+        """Time of stock vLLM's default over that of the choice; None if one of them was not measured."""
+        own, stock = self._chosen(count), self.times.get(STOCK_DEFAULT, {}).get(count)
+        return None if own is None or stock is None else stock.us / own
+
+    def _chosen(self, count: int) -> float | None:
+        point = self.times.get(self.chosen.get(count, ""), {}).get(count)
+        return None if point is None else point.us
+
+    def chosen_near(self, count: int) -> str | None:
+        """The choice at a number of tokens that may be between measured ones; None if its neighbors differ."""
+        below = [each for each in self.chosen if each <= count]
+        above = [each for each in self.chosen if each >= count]
+        found = {self.chosen[max(below)]} if below else set()
+        found |= {self.chosen[min(above)]} if above else set()
+        return found.pop() if len(found) == 1 else None
+
+
+@dataclass(frozen=True)
+class ServerDecisions:
+    """The decisions of one server process.
+
+    Attributes:
+        title: the process and its releases.
+        device: name of its device.
+        served: how many of the model's MoE layers run through the oracle, in words.
+        groups: one row per group of equal layers: layers, format, backend, what decided, explanation, numerics.
+        rejected: by group, the backends that cannot run it, with every reason.
+    """
+
+    title: str
+    device: str
+    served: str
+    groups: tuple[tuple[str, ...], ...]
+    rejected: tuple[tuple[tuple[str, tuple[str, ...]], ...], ...]
+
+
+@dataclass(frozen=True)
+class ReportContent:
+    """Everything on the page.
+
+    Attributes:
+        panels: measured layers.
+        servers: decisions of servers.
+        conditions: how the measurements were taken: title, and names with values.
+        notes: what could not be shown, and why.
+    """
+
+    panels: tuple[LayerPanel, ...] = ()
+    servers: tuple[ServerDecisions, ...] = ()
+    conditions: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __add__(self, other: ReportContent) -> ReportContent:
+        return ReportContent(
+            self.panels + other.panels,
+            self.servers + other.servers,
+            self.conditions + other.conditions,
+            self.notes + other.notes,
+        )
+
+
+# --- Reading --------------------------------------------------------------------------------------------------------
+
+
+class _Reason(msgspec.Struct, frozen=True):
+    detail: str
+    remedy: str = ""
+
+
+class _Candidate(msgspec.Struct, frozen=True):
+    backend: str
+    accepted: bool
+    reasons: list[_Reason] = []
+
+
+class _Decision(msgspec.Struct, frozen=True):
+    backend: str
+    why: str
+    explanation: str
+    numerics: str = ""
+
+
+class _SchemeName(msgspec.Struct, frozen=True):
+    name: str
+    bits: int = 0
+
+
+class _Problem(msgspec.Struct, frozen=True):
+    scheme: _SchemeName
+
+
+class _Group(msgspec.Struct, frozen=True):
+    layers: list[str]
+    count: int
+    problem: _Problem
+    decision: _Decision
+    candidates: list[_Candidate] = []
+
+
+class _Device(msgspec.Struct, frozen=True):
+    name: str
+
+
+class _Server(msgspec.Struct, frozen=True):
+    """The shown fields of a decision record. Others are ignored, so that records of other releases can be read."""
+
+    moe_oracle: str
+    vllm: str | None
+    device: _Device
+    groups: list[_Group]
+    moe_layers: int = 0
+    served: int = 0
+    rank: int = 0
+    ranks: int = 1
+    host: str = ""
+    process: int = 0
+
+
+def read(path: Path, settings: Settings) -> ReportContent:
+    """Reads a file.
+
+    Args:
+        path: records of `bench`, decision records, or a profile.
+        settings: settings under which the oracle decides.
+
+    Raises:
+        MeasurementError: the file cannot be read, or is not in one of these formats.
+    """
+    data = profile.read_limited(path)
+    lines = [line for line in data.splitlines() if line.strip()]
+    if not lines:
+        raise MeasurementError("is empty", _FILE_REMEDY, str(path))
+    first = _json_object(lines[0])
+    if first is None or "format" in first:  # a profile, on several lines or on one
+        return _from_profile(profile.read(path), dataclasses.replace(settings, profile=str(path)), str(path))
+    if "conditions" in first or "us" in first:
+        return _from_bench(lines, path, settings)
+    if "moe_oracle" in first and "groups" in first:
+        return ReportContent(
+            servers=tuple(_server_decisions(_decode_line(line, _Server, path, n)) for n, line in enumerate(lines, 1))
+        )
+    raise MeasurementError("is neither records nor a profile", _FILE_REMEDY, str(path))
+
+
+_FILE_REMEDY = "Give a file of bench --jsonl, of tune --export, or of the setting report"
+
+
+def from_shipped_profiles(settings: Settings) -> ReportContent:
+    """The shipped profiles.
+
+    Raises:
+        MeasurementError: a file is damaged, which is a defect of the installation.
+    """
+    content = ReportContent()
+    for each in profile.shipped():
+        content += _from_profile(each, settings, "shipped with this package")
+    return content
+
+
+def from_cache(
+    samples: Mapping[KernelShape, list[Sample]], environment: Environment, settings: Settings
+) -> ReportContent:
+    """The samples that the cache has of an environment.
+
+    Args:
+        samples: samples by kernel shape.
+        environment: where they were taken.
+        settings: settings under which the oracle decides.
+    """
+    return _from_profile(profile.make(environment, samples, {}), settings, "this machine's cache")
+
+
+def _json_object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = msgspec.json.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _decode_line(line: bytes, kind: type[Any], path: Path, number: int) -> Any:
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MeasurementError(f"line {number} is not a record: {error}", _FILE_REMEDY, str(path)) from error
+
+
+def _from_bench(lines: Sequence[bytes], path: Path, settings: Settings) -> ReportContent:
+    conditions: list[tuple[str, tuple[tuple[str, str], ...]]] = []
+    here, suffix = _UNKNOWN, ""
+    layers: dict[tuple[str, KernelShape, str], list[BenchRecord]] = {}
+    environments: dict[str, Environment] = {}
+    for number, line in enumerate(lines, 1):
+        fields = _json_object(line)
+        if fields is not None and isinstance(head := fields.get("conditions"), dict):
+            conditions.append((str(path), tuple((_to_text(name), _to_text(value)) for name, value in head.items())))
+            here = _environment(head)
+            suffix = "" if head.get("routing", "uniform") == "uniform" else sanitize(f", {head['routing']} routing")
+            continue
+        record: BenchRecord = _decode_line(line, BenchRecord, path, number)
+        _check_record(record, path, number)
+        where = f"{here}{suffix}"
+        environments[where] = here
+        layers.setdefault((record.name, record.kernel_shape, where), []).append(record)
+    panels = []
+    for (_, shape, where), found in layers.items():
+        panel = panel_of_records(found, where)
+        problem, device = _known_layers().get(shape), _described_device(environments[where])
+        if problem is not None and device is not None:
+            panel = _with_decision(panel, problem, device, settings)
+        panels.append(panel)
+    return ReportContent(tuple(panels), conditions=tuple(conditions))
+
+
+def _check_record(record: BenchRecord, path: Path, number: int) -> None:
+    """Checks that the numbers of a record are possible and its names displayable.
+
+    Raises:
+        MeasurementError: they are not.
+    """
+    times = [*record.us.values(), *(each for pair in record.quartiles.values() for each in pair)]
+    if record.floor_us is not None:
+        times.append(record.floor_us)
+    if not 1 <= record.tokens <= MAX_TOKENS or not all(0 < each < MAX_MICROSECONDS for each in times):
+        raise MeasurementError(f"line {number} has an invalid measurement", _FILE_REMEDY, str(path))
+    if not is_displayable(record.name, str(record.kernel_shape), *record.us, *record.stock.values()):
+        raise MeasurementError(f"line {number} has an invalid name", _FILE_REMEDY, str(path))
+
+
+_UNKNOWN = Environment("an unknown machine")
+
+
+def _environment(head: Mapping[str, Any]) -> Environment:
+    """The environment of a benchmark's conditions."""
+    try:
+        found = msgspec.convert(head.get("environment", _UNKNOWN), Environment)
+    except msgspec.ValidationError:
+        return _UNKNOWN
+    return found if found.is_valid else _UNKNOWN
+
+
+def panel_of_records(records: Sequence[BenchRecord], environment: str) -> LayerPanel:
+    """The panel of one layer's records.
+
+    Args:
+        records: one per number of tokens, at least one.
+        environment: where they were taken, in words.
+    """
+    times: dict[str, dict[int, TimePoint]] = {}
+    for record in records:
+        for backend, us in record.us.items():
+            low, high = record.quartiles.get(backend, (us, us))
+            times.setdefault(backend, {})[record.tokens] = TimePoint(us, low, high)
+    stock = {key: value for record in records for key, value in record.stock.items()}
+    why = next((record.choice.why for record in records if record.choice is not None), "")
+    return LayerPanel(
+        name=records[0].name,
+        shape=str(records[0].kernel_shape),
+        environment=environment,
+        times=times,
+        floors={record.tokens: record.floor_us for record in records if record.floor_us is not None},
+        stock=stock | {each: "" for each in times if each.startswith(STOCK_PREFIX) and each not in stock},
+        chosen={record.tokens: record.choice.backend for record in records if record.choice is not None},
+        why=why,
+        explanation="as recorded when this was measured; no known model has the layer" if why else "",
+        failures={key: value for record in records for key, value in record.failures.items()},
+    )
+
+
+def _from_profile(found: profile.Profile, settings: Settings, source: str) -> ReportContent:
+    """Panels of a profile, each with the choice that the oracle makes from it on such a machine."""
+    device = _described_device(found.environment)
+    panels, notes = [], []
+    for entry in found.entries:
+        problem = _known_layers().get(entry.kernel_shape)
+        panel = _panel_from_profile(found, entry.kernel_shape, problem)
+        if problem is None or device is None:
+            why = "no known model has the layer" if problem is None else "the GPU is not in the catalog"
+            notes.append(f"{panel.shape}: {why}, so the oracle's choice is not shown")
+            panels.append(panel)
+            continue
+        panels.append(_with_decision(panel, problem, device, settings))
+    head = {**found.conditions, "environment": str(found.environment), "packages": _to_text(found.environment.packages)}
+    return ReportContent(tuple(panels), conditions=((source, tuple(head.items())),), notes=tuple(notes))
+
+
+@cache
+def _known_layers() -> dict[KernelShape, Problem]:
+    """Layers of known models by kernel shape: those that are served, and other formats and tensor-parallel sizes."""
+    found = {kernel_shape_of(problem): problem for problem in model_shapes.served_problems()}
+    for shape, scheme, tp in itertools.product(model_shapes.names(), model_shapes.SCHEME_NAMES, (1, 2, 4, 8, 16)):
+        with contextlib.suppress(MeasurementError):  # not every model can be sharded so
+            problem = model_shapes.make_problem(scheme, shape, tp)
+            found.setdefault(kernel_shape_of(problem), problem)
+    return found
+
+
+def _panel_from_profile(found: profile.Profile, shape: KernelShape, problem: Problem | None) -> LayerPanel:
+    times: dict[str, dict[int, TimePoint]] = {}
+    skewed: dict[str, dict[int, TimePoint]] = {}
+    failures: dict[str, str] = {}
+    for sample in found.samples(shape):
+        if sample.failure:
+            failures.setdefault(sample.backend, sample.failure)
+            continue
+        into = times if sample.routing == "uniform" else skewed
+        into.setdefault(sample.backend, {})[sample.tokens] = TimePoint(sample.us, sample.low, sample.high)
+    panel = LayerPanel(
+        name=str(shape) if problem is None else problem.layer,
+        shape=str(shape),
+        environment=str(found.environment),
+        times=times,
+        failures=failures,
+        skewed=skewed,
+    )
+    if problem is None:
+        return panel
+    floors = {count: roofline.roofline_us(problem, count, found.environment.gpu) for count in panel.counts}
+    return dataclasses.replace(panel, floors={count: us for count, us in floors.items() if us is not None})
+
+
+def _described_device(environment: Environment) -> Device | None:
+    """The device of an environment with its package versions; None if the catalog does not have the GPU."""
+    known = [known_device(name) for name in known_device_names()]
+    found = next((each for each in known if each.name == environment.gpu), None)
+    if found is None:
+        return None
+    # A library that was missing when it was measured does not speak against a backend on such a machine.
+    return dataclasses.replace(found, packages={**found.packages, **environment.packages})
+
+
+def _with_decision(panel: LayerPanel, problem: Problem, device: Device, settings: Settings) -> LayerPanel:
+    try:
+        decision: Decision = decide(
+            problem, device, settings, measurements=lookup.find_measurements(problem, device, settings)
+        )
+    except NoBackendError as error:
+        return dataclasses.replace(panel, explanation=str(error))
+    static = next(each for each in decision.candidates if each.accepted)
+    return dataclasses.replace(
+        panel,
+        compared_with=equivalent_backends(static, decision.candidates, problem, default_registry()),
+        chosen={count: decision.backend_for(count) for count in panel.counts},
+        why=decision.why,
+        explanation=decision.explanation,
+        rejected=tuple(
+            (each.backend, tuple(map(str, each.reasons))) for each in decision.candidates if not each.accepted
+        ),
+    )
+
+
+def _server_decisions(found: _Server) -> ServerDecisions:
+    rejected = []
+    rows = []
+    for group in found.groups:
+        layers = group.layers[0] if group.layers else "?"
+        more = f" and {group.count - 1} more" if group.count > 1 else ""
+        scheme = (
+            f"int{group.problem.scheme.bits}" if group.problem.scheme.name == "wna16" else group.problem.scheme.name
+        )
+        taken = group.decision
+        rows.append((f"{layers}{more}", scheme, taken.backend, taken.why, taken.explanation, taken.numerics))
+        rejected.append(
+            tuple(
+                (each.backend, tuple(f"{r.detail} ({r.remedy})" if r.remedy else r.detail for r in each.reasons))
+                for each in group.candidates
+                if not each.accepted
+            )
+        )
+    return ServerDecisions(
+        title=f"rank {found.rank} of {found.ranks}, process {found.process} on {found.host or 'a device'}: "
+        f"vLLM {found.vllm}, vllm-moe-oracle {found.moe_oracle}",
+        device=found.device.name,
+        served=f"{found.served} of {found.moe_layers} MoE layers run through the oracle",
+        groups=tuple(rows),
+        rejected=tuple(rejected),
+    )
+
+
+def _to_text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return sanitize(", ".join(f"{name} {each}" for name, each in value.items()))
+    return sanitize(str(value))
+
+
+def deduplicate(content: ReportContent) -> ReportContent:
+    """The content with each layer on each device once: of several, the one with the most backends, and with another's
+    times under skewed routing where it has none.
+
+    Args:
+        content: of several files.
+    """
+    best: dict[tuple[str, str], LayerPanel] = {}
+    twice: list[str] = []
+    for panel in content.panels:
+        key = (panel.shape, panel.environment)
+        if key in best:
+            twice.append(panel.name)
+        before = best.get(key, panel)
+        kept = panel if len(panel.times) > len(before.times) else before
+        best[key] = dataclasses.replace(kept, skewed=kept.skewed or panel.skewed or before.skewed)
+    said = f"in several of the files, shown once: {', '.join(dict.fromkeys(twice))}"
+    return dataclasses.replace(content, panels=tuple(best.values()), notes=content.notes + ((said,) if twice else ()))

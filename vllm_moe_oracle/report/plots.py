@@ -1,0 +1,262 @@
+"""The plots of reports and of ``bench --plot``, with matplotlib.
+
+Plots of a report are SVG whose colors follow the light or dark theme. matplotlib writes colors as numbers, so a
+placeholder is drawn for each color and replaced by a CSS variable afterwards.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+from ..core.problem import SchemeName
+
+if TYPE_CHECKING:
+    from .page_data import LayerPanel
+
+SERIES_COLORS = (
+    ("#0b63c5", "#6db1ff"),
+    ("#c2410c", "#ff9a5c"),
+    ("#0f7b53", "#4fd39b"),
+    ("#8b2fc9", "#cf9bff"),
+    ("#a16207", "#e8b931"),
+    ("#b91c5c", "#ff86b3"),
+    ("#0e7490", "#56d0e6"),
+    ("#5b6470", "#aab4c0"),
+    ("#4d7c0f", "#a8d84e"),
+    ("#7c3f2b", "#d9a08c"),
+)
+"""Colors of backends on a light and on a dark page, each with a contrast of at least 4."""
+
+INK_COLORS, FAINT_COLORS = ("#1c2128", "#e6e8eb"), ("#c4cad1", "#454c55")
+FASTER_COLORS, SLOWER_COLORS = ("#2f81f7", "#2f81f7"), ("#f0781e", "#f0781e")
+_CSS_COLORS = {"--ink": INK_COLORS, "--faint": FAINT_COLORS, "--faster": FASTER_COLORS, "--slower": SLOWER_COLORS}
+_CSS_COLORS |= {f"--series-{number}": pair for number, pair in enumerate(SERIES_COLORS)}
+_PLACEHOLDERS = {name: f"#0102{number + 16:02x}" for number, name in enumerate(_CSS_COLORS)}
+
+
+def _variables(index: int) -> str:
+    return " ".join(f"{name}: {pair[index]};" for name, pair in _CSS_COLORS.items())
+
+
+STYLE = (
+    f":root {{ color-scheme: light dark; {_variables(0)} }} "
+    f"@media (prefers-color-scheme: dark) {{ :root {{ {_variables(1)} }} }}"
+)
+"""CSS with the variables of both themes."""
+
+
+def assign_colors(panels: Sequence[LayerPanel]) -> dict[str, int]:
+    """The index of each backend's color in `SERIES_COLORS`. It is the same in every plot and for a kernel in all
+    formats; our kernels come first."""
+    names = {name for panel in panels for name in (*panel.times, *panel.chosen.values())}
+    families = sorted({_kernel_family(name) for name in names}, key=lambda family: (family != "hopper", family))
+    return {name: families.index(_kernel_family(name)) % len(SERIES_COLORS) for name in names}
+
+
+def _kernel_family(backend: str) -> str:
+    """A backend's name without its format: ``humming`` for ``humming_mxfp8``."""
+    return "_".join(part for part in backend.split("_") if part not in get_args(SchemeName))
+
+
+ColorFunction = Callable[[str], str]
+"""The color that is drawn for a name of `_CSS_COLORS`."""
+
+
+def _placeholder(name: str) -> str:
+    return _PLACEHOLDERS[name]
+
+
+def _light(name: str) -> str:
+    return _CSS_COLORS[name][0]
+
+
+def _figure(width: float, height: float, color: ColorFunction, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
+    """A figure and its grid of axes, `[rows, columns]`.
+
+    Args:
+        width: width of the figure in inches.
+        height: height of the figure in inches.
+        color: colors of letters and lines.
+        rows: rows of axes.
+        columns: columns of axes.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams.update(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "vllm-moe-oracle",  # equal plots get equal ids
+            "font.family": "sans-serif",
+            "font.size": 9,
+            "text.color": color("--ink"),
+            "axes.edgecolor": color("--faint"),
+            "axes.labelcolor": color("--ink"),
+            "xtick.color": color("--ink"),
+            "ytick.color": color("--ink"),
+            "grid.color": color("--faint"),
+            "text.parse_math": False,  # a layer's name is not a formula
+        }
+    )
+    figure, axes = pyplot.subplots(rows, columns, figsize=(width, height), layout="constrained", squeeze=False)
+    return figure, axes
+
+
+def _svg(figure: Any) -> str:
+    from matplotlib import pyplot
+
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    pyplot.close(figure)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    for name, placeholder in _PLACEHOLDERS.items():
+        text = text.replace(placeholder, f"var({name})")
+    return text
+
+
+def standalone_svg(svg: str) -> str:
+    """A plot as a file of its own, which defines its colors."""
+    head, _, rest = svg.partition(">")
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{head}>\n<style>{STYLE}</style>{rest}'
+
+
+def embedded_svg(svg: str, name: str) -> str:
+    """A plot for a page with several plots: its ids get a prefix.
+
+    Args:
+        svg: the plot.
+        name: the prefix, of letters, digits and hyphens.
+    """
+    ids = re.findall(r'\bid="([^"]+)"', svg)
+    known = {each: f"{name}-{each}" for each in ids}
+    svg = re.sub(r'\bid="([^"]+)"', lambda found: f'id="{known[found[1]]}"', svg)
+    svg = re.sub(r'(href="#|url\(#)([^")]+)', lambda found: found[1] + known.get(found[2], found[2]), svg)
+    # The page scales the plot; width and height in points would fix its size.
+    head, _, rest = svg.partition(">")
+    head = re.sub(r'\s(?:width|height)="[^"]+"', "", head)
+    return f"{head}>{rest}"
+
+
+def plot_times(panel: LayerPanel, colors: Mapping[str, int]) -> str:
+    """Times of all backends by number of tokens, as SVG. Rings mark the oracle's choice."""
+    figure, axes = _figure(6.4, 4.2, _placeholder)
+    _draw_times(axes[0, 0], panel, colors, _placeholder)
+    return _svg(figure)
+
+
+def save_times(panels: Sequence[LayerPanel], path: str) -> None:
+    """Draws the times of several layers into one file, in light colors. The suffix of the path selects the format.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    from matplotlib import pyplot
+
+    colors = assign_colors(panels)
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = _figure(6 * columns, 4.2 * rows, _light, rows, columns)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        axis.set_title(panel.name)
+        _draw_times(axis, panel, colors, _light)
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.set_visible(False)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _draw_times(axis: Any, panel: LayerPanel, colors: Mapping[str, int], color_of: ColorFunction) -> None:
+    for name in sorted(panel.times, key=lambda name: (name in panel.stock, name)):
+        points = sorted(panel.times[name].items())
+        color = color_of(f"--series-{colors[name]}")
+        counts = [count for count, _ in points]
+        style = "--" if name in panel.stock else "-"
+        label = f"{name} ({panel.stock[name]})" if panel.stock.get(name) else name
+        axis.plot(counts, [each.us for _, each in points], style, color=color, marker="o", markersize=3, label=label)
+        axis.fill_between(
+            counts, [each.low for _, each in points], [each.high for _, each in points], color=color, alpha=0.18
+        )
+        chosen = [(count, each.us) for count, each in points if panel.chosen.get(count) == name]
+        if chosen:
+            ring = {"linestyle": "none", "marker": "o", "markersize": 8, "markerfacecolor": "none"}
+            axis.plot(*zip(*chosen, strict=True), color=color, **ring)
+    if panel.floors:
+        counts = sorted(panel.floors)
+        axis.plot(counts, [panel.floors[count] for count in counts], ":", color=color_of("--ink"), label="floor")
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xlabel("tokens")
+    axis.set_ylabel("microseconds")
+    axis.set_xticks(panel.counts, [str(count) for count in panel.counts], rotation=45, fontsize=8)
+    axis.minorticks_off()
+    low, high = axis.get_ylim()
+    ticks = [each for power in range(-1, 9) for part in (1, 2, 5) if low <= (each := part * 10.0**power) <= high]
+    axis.set_yticks(ticks, [f"{each:g}" for each in ticks])
+    axis.grid(True, alpha=0.5)
+    if panel.times or panel.floors:
+        axis.legend(fontsize=7.5, framealpha=0, ncols=2 if len(panel.times) > 5 else 1)
+
+
+def plot_speedups(panels: Sequence[LayerPanel]) -> str:
+    """A heat map of the speedup of the choice over stock vLLM's default, by layer and number of tokens, as SVG."""
+    rows = [panel for panel in panels if any(panel.speedup(count) is not None for count in panel.counts)]
+    counts = sorted({count for panel in rows for count in panel.counts})
+    figure, axis = _grid_figure(rows, counts)
+    for y, panel in enumerate(rows):
+        for x, count in enumerate(counts):
+            ratio = panel.speedup(count)
+            if ratio is None:
+                continue
+            color = _placeholder("--faster" if ratio >= 1 else "--slower")
+            strength = min(abs(math.log2(ratio)), 1.0) * 0.6
+            axis.add_patch(_rectangle(x, y, 1, color, strength))
+            axis.text(x + 0.5, y + 0.5, f"{ratio:.2f}", ha="center", va="center", fontsize=8)
+    return _svg(figure)
+
+
+def plot_choices(panels: Sequence[LayerPanel], colors: Mapping[str, int]) -> str:
+    """A map of the chosen backends, by layer and number of tokens, as SVG."""
+    rows = [panel for panel in panels if panel.chosen]
+    counts = sorted({count for panel in rows for count in panel.counts})
+    figure, axis = _grid_figure(rows, counts)
+    for y, panel in enumerate(rows):
+        here = [panel.chosen_near(count) for count in counts]
+        start = 0
+        for x in range(1, len(counts) + 1):
+            if x < len(counts) and here[x] == here[start]:
+                continue
+            name = here[start]
+            if name is not None:
+                color = _placeholder(f"--series-{colors[name]}")
+                axis.add_patch(_rectangle(start, y, x - start, color, 0.3))
+                axis.text((start + x) / 2, y + 0.5, name, ha="center", va="center", fontsize=8, clip_on=True)
+            start = x
+    return _svg(figure)
+
+
+def _rectangle(x: float, y: float, width: float, color: str, alpha: float) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x + 0.02, y + 0.04), width - 0.04, 0.92, facecolor=color, alpha=alpha, linewidth=0)
+
+
+def _grid_figure(rows: Sequence[LayerPanel], counts: Sequence[int]) -> tuple[Any, Any]:
+    figure, axes = _figure(3.2 + 0.62 * len(counts), 0.8 + 0.3 * len(rows), _placeholder)
+    axis = axes[0, 0]
+    axis.set_xlim(0, len(counts))
+    axis.set_ylim(len(rows), 0)
+    axis.set_xticks([x + 0.5 for x in range(len(counts))], [str(count) for count in counts])
+    axis.set_yticks([y + 0.5 for y in range(len(rows))], [panel.name for panel in rows])
+    axis.set_xlabel("tokens")
+    axis.tick_params(length=0)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    return figure, axis

@@ -1,0 +1,243 @@
+"""What the microscaling formats MXFP8 and MXFP4 share: e8m0 scales, parameter names, and the checks of loaded weights.
+
+Source: OCP Microscaling Formats (MX) specification v1.0, sections 5.4 (E8M0) and 6.3 (conversion).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..core.problem import MX_BLOCK, Problem
+from ..errors import CheckpointError
+from ._checks import FLOAT_DTYPES, dtype_name, require_finite
+
+ScaleRule = Literal["ceil", "floor", "llm-compressor"]
+
+E8M0_BIAS = 127
+E8M0_MAX = 254
+"""Largest scale code that is a number: 2**127."""
+E8M0_NAN = 255
+"""The scale code for NaN."""
+
+CANONICAL_NAMES = {
+    "w13_weight": "w13",
+    "w2_weight": "w2",
+    "w13_weight_scale": "w13_scale",
+    "w2_weight_scale": "w2_scale",
+    "w13_bias": "w13_bias",
+    "w2_bias": "w2_bias",
+}
+"""Canonical name by the name of the parameter that vLLM's loaders fill."""
+
+DUMMY_FILL = {"w13_scale": E8M0_BIAS - 7, "w2_scale": E8M0_BIAS - 7}
+"""Scale bytes for vLLM's ``load_format="dummy"``, by canonical name: 2**-7."""
+
+
+# --- A layer's parameters ---------------------------------------------------------------------------------------------
+
+
+def canonical_shapes(problem: Problem, codes_per_byte: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the canonical tensors of the layer on this rank, by canonical name."""
+    experts, hidden, inner, rows = (
+        problem.local_experts, problem.hidden_size, problem.intermediate_size, problem.w13_rows
+    )  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {
+        "w13": (experts, rows, hidden // codes_per_byte),
+        "w2": (experts, hidden, inner // codes_per_byte),
+        "w13_scale": (experts, rows, hidden // MX_BLOCK),
+        "w2_scale": (experts, hidden, inner // MX_BLOCK),
+    }
+    if problem.has_bias:
+        shapes |= {"w13_bias": (experts, rows), "w2_bias": (experts, hidden)}
+    return shapes
+
+
+def read(
+    parameters: Mapping[str, Tensor],
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    code_dtype: torch.dtype,
+    unloaded: Mapping[str, int],
+    problem: Problem,
+) -> dict[str, Tensor]:
+    """A layer's loaded parameters by canonical name, checked and not copied.
+
+    Args:
+        parameters: by the names in `names`; others are ignored.
+        names: parameter name by canonical name.
+        shapes: expected shapes by canonical name.
+        code_dtype: dtype of the weights; scales are uint8, biases floating point.
+        unloaded: by canonical name, the byte that fills a weight before it is loaded.
+        problem: the layer.
+
+    Returns:
+        The parameters' own tensors.
+
+    Raises:
+        CheckpointError: a tensor is missing or has the wrong dtype or shape, an expert's matrix was never loaded, a
+            scale is NaN (255), or a bias is NaN or infinite.
+    """
+    tensors = _check_parameters(parameters, names, shapes, code_dtype, problem)
+    _require_loaded(tensors, names, unloaded, problem)
+    _require_numbers(tensors, names, problem)
+    return tensors
+
+
+def _check_parameters(
+    parameters: Mapping[str, Tensor],
+    names: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    code_dtype: torch.dtype,
+    problem: Problem,
+) -> dict[str, Tensor]:
+    """The parameters by canonical name, after a check of presence, dtype and shape."""
+    tensors = {}
+    for canonical, shape in shapes.items():
+        name = names[canonical]
+        tensor = parameters.get(name)
+        if tensor is None:
+            remedy = f"The layer's parameters are {', '.join(sorted(parameters))}"
+            raise CheckpointError(f"{name} is missing", remedy, problem.layer)
+        code_or_scale = torch.uint8 if "_scale" in canonical else code_dtype
+        dtypes = FLOAT_DTYPES if canonical.endswith("_bias") else (code_or_scale,)
+        if tensor.dtype not in dtypes:
+            expected = " or ".join(dtype_name(dtype) for dtype in dtypes)
+            rule = f"{name} is {tensor.dtype}, {problem.scheme.name.upper()} stores it as {expected}"
+            raise CheckpointError(rule, where=problem.layer)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{name} has shape {list(tensor.shape)}, expected {list(shape)}", where=problem.layer)
+        tensors[canonical] = tensor.data
+    return tensors
+
+
+def _require_loaded(
+    tensors: Mapping[str, Tensor], names: Mapping[str, str], unloaded: Mapping[str, int], problem: Problem
+) -> None:
+    """Refuses a layer in which an expert's matrix still holds the bytes that filled it before loading. The message
+    names the first such matrix and counts all of them."""
+    for canonical in ("w13", "w2"):
+        data = tensors[canonical].view(torch.uint8)
+        matrices = {"down" if canonical == "w2" else "up": data}
+        if canonical == "w13" and problem.activation.gated:
+            matrices = {"gate": data[:, ::2], "up": data[:, 1::2]}
+            if not problem.activation.interleaved:
+                matrices = dict(zip(matrices, data.chunk(2, dim=1), strict=True))
+        # The first row decides for nearly every matrix: comparing all rows needs a temporary as large as the layer.
+        missing = [
+            (expert, matrix)
+            for matrix, rows in matrices.items()
+            for expert in (rows[:, 0] == unloaded[canonical]).all(-1).nonzero().flatten().tolist()
+            if bool((rows[expert] == unloaded[canonical]).all())
+        ]
+        if missing:
+            expert, matrix = min(missing)
+            rule = f"the {matrix} projection of local expert {expert} was never loaded"
+            remedy = f"The checkpoint lacks it, or names it differently ({len(missing)} such in {names[canonical]})"
+            raise CheckpointError(rule, remedy, problem.layer)
+
+
+def _require_numbers(tensors: Mapping[str, Tensor], names: Mapping[str, str], problem: Problem) -> None:
+    """Refuses NaN scales, and NaN or infinite biases."""
+    for canonical in ("w13_scale", "w2_scale"):
+        scales = tensors[canonical]
+        # The maximum first: counting allocates eight bytes per scale.
+        bad = int((scales == E8M0_NAN).sum()) if int(scales.amax()) == E8M0_NAN else 0
+        if bad:
+            rule = f"{bad} of {scales.numel()} scales in {names[canonical]} are NaN (e8m0 code 255)"
+            raise CheckpointError(rule, "The checkpoint is damaged, or a scale was never loaded", problem.layer)
+    # The self-check replaces the checkpoint's biases by its own and would not find these.
+    for canonical in ("w13_bias", "w2_bias"):
+        if canonical in tensors:
+            require_finite(tensors[canonical], "biases", names[canonical], problem)
+
+
+# --- Scales and blocks ------------------------------------------------------------------------------------------------
+
+
+def e8m0_from_amax(amax: Tensor, rule: ScaleRule, largest: float) -> Tensor:
+    """The e8m0 code of each block from its largest magnitude, computed without logarithms, so exactly.
+
+    ``ceil``: ceil(log2(amax / largest)); nothing saturates. ``floor``: floor(log2(amax)) less the largest exponent of
+    the element format, the specification's section 6.3; values above `largest` times the scale saturate.
+    ``llm-compressor``: as floor, after amax was rounded up to the next power of two where its significand is at least
+    1.75, as the compressed-tensors package does.
+
+    Args:
+        amax: any shape, floating point, not negative.
+        rule: the rounding rule.
+        largest: largest element of the format: 448 for e4m3, 6 for e2m1.
+
+    Returns:
+        uint8 of the same shape. A block of zeros gets 0 (2**-127), a block with NaN or an infinity gets 255.
+
+    Raises:
+        ValueError: the rule is unknown.
+    """
+    amax = amax.to(torch.float32)
+    # amax = mantissa * 2**exponent with mantissa in [0.5, 1); 448 = 0.875 * 2**9.
+    mantissa, exponent = torch.frexp(amax)
+    largest_mantissa, largest_exponent = math.frexp(largest)
+    code = exponent.to(torch.int32) - largest_exponent + E8M0_BIAS
+    if rule == "ceil":
+        code = code + (mantissa > largest_mantissa)
+    elif rule == "llm-compressor":
+        code = code + (mantissa >= 0.875)
+    elif rule != "floor":
+        raise ValueError(f"unknown scale rule {rule!r}; valid are ceil, floor, llm-compressor")
+    code = code.clamp(0, E8M0_MAX)
+    code = torch.where(amax == 0, torch.zeros_like(code), code)
+    return torch.where(torch.isfinite(amax), code, torch.full_like(code, E8M0_NAN)).to(torch.uint8)
+
+
+def e8m0_to_float(codes: Tensor) -> Tensor:
+    """The float32 values 2**(code - 127) of e8m0 codes, exact for every code: 0 is subnormal, 255 is NaN.
+
+    The bits are assembled: `exp2` and `ldexp` flush or round subnormal results on some devices.
+    """
+    bits = codes.to(torch.int32) << 23
+    bits = torch.where(codes == 0, torch.full_like(bits, 0x00400000), bits)
+    bits = torch.where(codes == E8M0_NAN, torch.full_like(bits, 0x7FC00000), bits)
+    return bits.view(torch.float32)
+
+
+def require_blocks(columns: int) -> None:
+    """Refuses a number of columns that is not a multiple of 32.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if columns % MX_BLOCK:
+        rule = f"{columns} values are not a multiple of the MX block {MX_BLOCK} (remainder {columns % MX_BLOCK})"
+        raise ValueError(rule)
+
+
+def quantize_in_passes(
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor]],
+    values: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bytes_per_value: int,
+    pass_bytes: int,
+) -> None:
+    """Quantizes a layer's weights into existing tensors, in bounded memory.
+
+    Each pass takes the same rows of all experts, as many as keep its temporaries below `pass_bytes`, and one at least.
+
+    Args:
+        quantize: codes and scales from floating-point values `[..., K]`.
+        values: `[E, N, K]`, floating point.
+        codes: `[E, N, ...]`, overwritten; any stride between experts.
+        scales: `[E, N, K/32]`, overwritten; any stride between experts.
+        bytes_per_value: what `quantize` allocates per value.
+        pass_bytes: the limit.
+    """
+    experts, rows, columns = values.shape
+    step = max(1, pass_bytes // (bytes_per_value * max(1, experts * columns)))
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        codes[:, part], scales[:, part] = quantize(values[:, part].contiguous())

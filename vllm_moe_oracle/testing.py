@@ -1,0 +1,343 @@
+"""Conformance tests of backends: ``pytest --pyargs vllm_moe_oracle.testing`` tests every registered backend.
+
+Backends of installed packages (entry point ``vllm_moe_oracle.backends``) are included; ``-k NAME`` selects one. No test
+needs a GPU or vLLM: machines are descriptions, and only conversion and functions for CPUs run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from .backends import Backend
+from .backends.emulation import forward
+from .core.decision import Reason, ShardPlan
+from .core.problem import (
+    Activation,
+    ActivationFormat,
+    ActivationPrecision,
+    Device,
+    Parallel,
+    Problem,
+    Routing,
+    Scheme,
+    SchemeName,
+)
+from .devices.catalog import known_device, known_device_names
+from .errors import OracleError
+from .measuring.random_weights import canonical_experts, random_tokens
+from .oracle.registry import default_registry
+from .releases.supported import RELEASES
+
+BACKENDS = sorted(each.name for each in default_registry())
+
+_PACKINGS = {"mxfp8": ("modelopt",), "mxfp4": ("gpt_oss", "compressed-tensors"), "wna16": ("compressed-tensors",)}
+
+_ACTIVATIONS = (
+    Activation("silu"),
+    Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0, interleaved=True),
+    Activation("relu2", gated=False),
+)
+
+_SIZES = ((256, 256), (320, 192))
+"""Hidden and intermediate sizes: multiples of every tile, and multiples of 64 that most kernels must pad."""
+
+_SAMPLES = 3
+"""Elements of each canonical tensor whose influence is tested."""
+
+
+def _schemes(name: SchemeName) -> list[Scheme]:
+    """Variants of a weight format."""
+    if name != "wna16":
+        return [Scheme(name, 8 if name == "mxfp8" else 4, 32, packing) for packing in _PACKINGS[name]]
+    variants = itertools.product(((4, 32), (4, 128), (4, -1), (8, 128)), (False, True))
+    (packing,) = _PACKINGS[name]
+    schemes = [Scheme(name, bits, group, packing, zeros) for (bits, group), zeros in variants]
+    return [*schemes, Scheme(name, 4, 128, packing, act_order="group")]
+
+
+def _layers(backend: Backend, ranks: int) -> Iterator[Problem]:
+    """Layers of the backend's weight formats, with the precision of activations that the backend uses."""
+    able = backend.capabilities
+    routing = Routing(able.routing_methods[0] if able.routing_methods else "renormalize")
+    if routing.method == "deepseekv3":
+        routing = dataclasses.replace(routing, num_groups=4, top_k_groups=2)
+    parallel = Parallel(ep=ranks, format=able.formats[0])
+    for name in backend.schemes:
+        for scheme, activation, sizes, bias in itertools.product(_schemes(name), _ACTIVATIONS, _SIZES, (False, True)):
+            layer = Problem(
+                "layer", scheme, 16, 16 // ranks, 2, *sizes, activation,
+                has_bias=bias, routing=routing, parallel=parallel, dtype=able.dtypes[0],
+            )  # fmt: skip
+            # Precisions that a checkpoint does not declare are refused by the oracle, not by the backend.
+            precision = backend.activations(layer)
+            yield dataclasses.replace(layer, scheme=dataclasses.replace(scheme, activations=precision))
+
+
+def _machines(backend: Backend) -> list[Device]:
+    """A device of each compute capability with all that the backend needs, first with the newest vLLM."""
+    able = backend.capabilities
+    devices = {(device.kind, device.capability): device for device in map(known_device, known_device_names())}
+    needed = {package: lowest or "999" for package, lowest in able.packages.items()} | {"torch": "999"}
+    return [
+        dataclasses.replace(device, packages=needed | {"vllm": vllm}, features=device.features + able.features)
+        for vllm in (RELEASES[-1], RELEASES[0])
+        for device in devices.values()
+        if device.kind in able.devices
+    ]
+
+
+@cache
+def _supported(name: str) -> tuple[tuple[Problem, Device], ...]:
+    """Layers that a backend supports, each with a machine on which it does; of two ranks if none on one."""
+    backend = default_registry()[name]
+    machines, found = _machines(backend), []
+    for ranks in (1, 2):
+        for layer in _layers(backend, ranks):
+            device = next((each for each in machines if not backend.check(layer, each).reasons), None)
+            if device is not None:
+                found.append((layer, device))
+        if found:
+            break
+    return tuple(found)
+
+
+def _distinct(name: str) -> list[tuple[Problem, Device]]:
+    """Of the supported layers, one for each combination of what changes a conversion."""
+    kinds: dict[Any, tuple[Problem, Device]] = {}
+    for layer, device in _supported(name):
+        kinds.setdefault((layer.scheme, layer.activation, layer.hidden_size, layer.has_bias), (layer, device))
+    return list(kinds.values())
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors here are small: threads only get into each other's way."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _expert(layer: Problem, index: int = 0) -> dict[str, Tensor]:
+    """Random canonical tensors of one expert."""
+    plain = dataclasses.replace(layer, routing=Routing(), parallel=Parallel(), local_experts=layer.num_experts)
+    return {name: tensor[index].clone() for name, tensor in _two_experts(plain).items()}
+
+
+@lru_cache(maxsize=64)
+def _two_experts(layer: Problem) -> dict[str, Tensor]:
+    return canonical_experts(layer, "cpu", 2)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(_bits(one[name]), _bits(other[name])) for name in one)
+
+
+def _described(tensors: dict[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    return {name: (tuple(each.shape), each.dtype) for name, each in tensors.items()}
+
+
+def _codes(reasons: tuple[Reason, ...]) -> set[str]:
+    return {reason.code for reason in reasons}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_supports_some_layer(name: str) -> None:
+    """At least one of the layers here runs on at least one known device; otherwise nothing below tests anything."""
+    assert _supported(name)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_declares_what_it_does(name: str) -> None:
+    """Priority, precision, numerics, sizes and layout are complete and agree with each other."""
+    backend = default_registry()[name]
+    assert not backend.undeclared() and backend.stock_class.count(":") == bool(backend.stock_class)
+    for layer, device in _distinct(name):
+        precision, numerics, plan = backend.activations(layer), backend.numerics(layer), backend.plan(layer, device)
+        assert precision in get_args(ActivationPrecision)
+        words = (numerics.weights, numerics.activations, numerics.accumulate)
+        assert all(words) and "{" not in "".join(words)
+        assert ("quantized" in numerics.activations) == (precision != "16bit"), numerics.activations
+        assert isinstance(backend.priority(layer, device), float)
+        assert plan.hidden_size >= layer.hidden_size and plan.intermediate_size >= layer.intermediate_size
+        assert bool(plan.notes) == plan.pads(layer), "padding is explained in the plan's notes"
+        assert backend.layout(layer, plan).strip()
+
+
+def _all_local(layer: Problem, experts: int) -> dict[str, Any]:
+    """Changes to a layer that give it this number of experts, all on one rank."""
+    parallel = dataclasses.replace(layer.parallel, ep=1)
+    return {"num_experts": experts, "local_experts": experts, "parallel": parallel}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_refuses_with_code_and_words(name: str) -> None:
+    """Everything that the capabilities exclude is refused, with the code of the capability and a sentence."""
+    backend = default_registry()[name]
+    able = backend.capabilities
+    layer, device = _supported(name)[0]
+    scheme, parallel = layer.scheme, layer.parallel
+    other_format: ActivationFormat = "batched" if parallel.format == "standard" else "standard"
+    changes: list[tuple[bool, str, dict[str, Any]]] = [
+        ("float32" in able.dtypes, "dtype", {"dtype": "float32"}),
+        (False, "activation", {"activation": Activation("unknown")}),
+        (able.bias, "bias", {"has_bias": True}),
+        (able.lora, "lora", {"lora": True}),
+        (able.eplb, "eplb", {"eplb": True}),
+        (able.batch_invariant, "batch_invariant", {"batch_invariant": True}),
+        (other_format in able.formats, "format", {"parallel": dataclasses.replace(parallel, format=other_format)}),
+        (able.weight_on_input, "weight_on_input", {
+            "routing": dataclasses.replace(layer.routing, weight_on_input=True), "top_k": 1}),
+        (able.expert_parallel, "expert_parallel", {
+            "local_experts": 4, "parallel": dataclasses.replace(parallel, ep=4)}),
+        (able.max_top_k is None, "top_k.max", _all_local(layer, 64) | {"top_k": (able.max_top_k or 0) + 1}),
+        (able.max_experts is None, "experts.max", _all_local(layer, (able.max_experts or 0) + 4)),
+        (able.experts_multiple == 1, "experts.multiple", _all_local(layer, 4 * able.experts_multiple + 1)),
+        (able.routing_methods is None, "routing", {"routing": dataclasses.replace(layer.routing, method="unknown")}),
+    ]  # fmt: skip
+    if scheme.name == "wna16":
+        for allowed, code, field in (
+            (able.zero_points, "zero_points", {"zero_points": True}),
+            (not able.bits or 3 in able.bits, "bits", {"bits": 3}),
+            (not able.groups or 16 in able.groups, "group", {"group_size": 16}),
+            ("unknown" in able.act_orders, "act_order", {"act_order": "unknown"}),
+        ):
+            changes.append((allowed, code, {"scheme": dataclasses.replace(scheme, **field)}))
+    for allowed, code, change in changes:
+        reasons = backend.check(dataclasses.replace(layer, **change), device).reasons
+        assert allowed or code in _codes(reasons), f"{change} is not refused by {code}"
+        assert all(reason.code and reason.detail.strip() for reason in reasons)
+    assert "device" in _codes(backend.check(layer, dataclasses.replace(device, kind="unknown")).reasons)
+    for package in able.packages:
+        rest = {key: version for key, version in device.packages.items() if key != package}
+        assert "package" in _codes(backend.check(layer, dataclasses.replace(device, packages=rest)).reasons)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_converts_meta_tensors_to_the_same_shapes(name: str) -> None:
+    """Shapes and dtypes are known before weights are loaded, and are the same for every expert."""
+    backend = default_registry()[name]
+    for layer, device in _distinct(name):
+        plan = backend.plan(layer, device)
+        meta = {key: tensor.to("meta") for key, tensor in _expert(layer).items()}
+        expected = _described(backend.convert(meta, layer, plan))
+        assert {"w13", "w2"} <= expected.keys()
+        for index in range(2):
+            assert _described(backend.convert(_expert(layer, index), layer, plan)) == expected, str(layer)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_conversion_is_pure(name: str) -> None:
+    """Converting twice gives the same bits and leaves the canonical tensors as they are."""
+    backend = default_registry()[name]
+    for layer, device in _distinct(name):
+        plan, expert = backend.plan(layer, device), _expert(layer)
+        before = {key: tensor.clone() for key, tensor in expert.items()}
+        first = {key: tensor.clone() for key, tensor in backend.convert(expert, layer, plan).items()}
+        assert _same(expert, before), f"{layer}: the canonical tensors were modified"
+        assert _same(first, dict(backend.convert(before, layer, plan))), f"{layer}: the second conversion differs"
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_element_matters(name: str) -> None:
+    """A change of any weight, scale, zero point or bias changes the kernel's tensors: nothing is dropped."""
+    backend = default_registry()[name]
+    generator = torch.Generator().manual_seed(0)
+    for layer, device in _distinct(name):
+        plan, expert = backend.plan(layer, device), _expert(layer)
+        converted = backend.convert(expert, layer, plan)
+        for key, tensor in expert.items():
+            if key.endswith(("_order", "_group_index")):
+                continue
+            for _ in range(_SAMPLES):
+                index = int(torch.randint(tensor.numel(), (), generator=generator))
+                changed = _changed(layer, key, tensor, index)
+                if changed is not None:
+                    other = backend.convert({**expert, key: changed}, layer, plan)
+                    assert not _same(converted, other), f"{layer}: element {index} of {key} is lost"
+
+
+def _changed(layer: Problem, key: str, tensor: Tensor, index: int) -> Tensor | None:
+    """The tensor with one element changed so that the layer computes something else; None for weights that are 0."""
+    changed = tensor.clone()
+    part = key.partition("_")[2]
+    flat = changed.view(-1).view(torch.uint8) if tensor.element_size() == 1 else changed.view(-1)
+    if part == "scale":
+        flat[index] = flat[index] + 1 if tensor.element_size() == 1 else flat[index] * 2
+    elif part == "zero_point":
+        flat[index] ^= 1
+    elif part == "bias":
+        flat[index] += 1
+    elif layer.scheme.name == "wna16":
+        flat[index] ^= 1
+    else:
+        sign, magnitude = (0x80, 0x7F) if layer.scheme.name == "mxfp8" else (0x08, 0x07)
+        if not int(flat[index]) & magnitude:
+            return None
+        flat[index] ^= sign
+    return changed
+
+
+class _FunctionBuilder:
+    """A builder whose experts are the function itself."""
+
+    max_tokens = 64
+    for_serving = False
+
+    def register_buffer(self, tensor: Tensor) -> Tensor:
+        """The tensor."""
+        return tensor
+
+    def from_function(self, function: Any) -> Any:
+        """The function."""
+        return function
+
+
+@pytest.mark.parametrize("name", [name for name in BACKENDS if "cpu" in default_registry()[name].capabilities.devices])
+def test_computes_what_the_emulation_computes(name: str) -> None:
+    """A backend for CPUs over a function of routed tokens gives the emulation's output, with -1 for an expert too."""
+    backend = default_registry()[name]
+    if backend.stock_class:
+        pytest.skip("vLLM's class runs only inside vLLM")
+    for layer, device in _distinct(name):
+        if device.kind != "cpu":
+            continue
+        canonical = canonical_experts(layer, "cpu", layer.local_experts)
+        plan = backend.plan(layer, device)
+        try:
+            kernel = _kernel_tensors(backend, canonical, layer, plan)
+            experts = backend.build_experts(kernel, layer, plan, _FunctionBuilder())  # type: ignore[arg-type]
+        except (OracleError, ImportError) as error:
+            pytest.skip(str(error))
+        local = dataclasses.replace(layer, num_experts=layer.local_experts)
+        batch = random_tokens(local, 7, "uniform", "cpu")
+        ids = batch.ids.clone()
+        ids[3] = -1
+        found, expected = torch.empty_like(batch.x), torch.empty_like(batch.x)
+        experts(found, batch.x, batch.weights, ids, None)
+        forward(canonical, layer, expected, batch.x, batch.weights, ids)
+        distance = float((found - expected).float().norm() / expected.float().norm())
+        # Each side rounds to the model's dtype at most five times, by at most 2**-8 of a number.
+        assert distance <= 5 * 2.0**-8, f"{layer}: relative error {distance:.1e}"
+
+
+def _kernel_tensors(
+    backend: Backend, canonical: dict[str, Tensor], layer: Problem, plan: ShardPlan
+) -> dict[str, Tensor]:
+    experts = [
+        backend.convert({key: tensor[index] for key, tensor in canonical.items()}, layer, plan)
+        for index in range(layer.local_experts)
+    ]
+    return {key: torch.stack([each[key] for each in experts]) for key in experts[0]}

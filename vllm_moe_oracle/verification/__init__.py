@@ -1,0 +1,9 @@
+"""Verification: the reference, its inputs and tolerances, and the self-check that compares a kernel with it.
+
+- `tolerances`: the error that the formats explain, and how errors are measured.
+- `inputs`: the experts and tokens that make every fault of a kernel visible.
+- `routing`: reference routing, for kernels that route tokens themselves.
+- `self_check`: one kernel against the reference, on one rank.
+
+When the check runs and what follows from it belongs to `methods.backend_check`.
+"""

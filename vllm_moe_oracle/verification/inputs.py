@@ -1,0 +1,137 @@
+"""Experts and tokens for a check: few, and chosen so that every fault of a kernel changes the output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .. import schemes
+from ..backends import Tensors
+from ..core.activations import spec_of
+from ..core.problem import Problem
+
+NUM_TOKENS = 8
+
+NUM_EXPERTS = 4
+"""Number of experts in a check, or top-k where that is larger."""
+
+_MAX_E8M0_CODE = 254
+"""The e8m0 code of 2**127; 255 is NaN."""
+
+_HASH_MULTIPLIERS = (0x21F0AAAD, 0x735A2D97)
+"""Odd multipliers below 2**31 of a 32-bit hash in which each input bit flips each output bit about half of the time
+(Wellons, "Hash Function Prospector", 2018)."""
+
+
+def sample_experts(problem: Problem, count: int = 0) -> list[int]:
+    """Local experts for a check: the first, the last, and some at even distances between them.
+
+    Args:
+        problem: the layer.
+        count: number of experts to return; experts repeat where the rank has fewer. 0 for the number that a kernel
+            needs which gets routed tokens.
+    """
+    distinct = min(problem.local_experts, count or max(NUM_EXPERTS, problem.top_k))
+    if distinct == 1:
+        return [0] * max(count, 1)
+    found = sorted({round(index * (problem.local_experts - 1) / (distinct - 1)) for index in range(distinct)})
+    return [found[index % len(found)] for index in range(max(count, len(found)))]
+
+
+def canonical_experts(problem: Problem, raw: Tensors, experts: list[int]) -> dict[str, Tensor]:
+    """Canonical tensors of some experts of a layer, `[len(experts), ...]` each.
+
+    Args:
+        problem: the layer.
+        raw: the loaded weights as the scheme's `read` returns them, `[local_experts, ...]` each.
+        experts: local expert numbers.
+    """
+    scheme = schemes.module(problem.scheme.name)
+    converted = [
+        scheme.canonical_expert({name: each[index] for name, each in raw.items()}, problem) for index in experts
+    ]
+    # As bytes: torch cannot stack every 8-bit dtype.
+    return {
+        name: torch.stack([one[name].view(torch.uint8) for one in converted]).view(converted[0][name].dtype)
+        for name in converted[0]
+    }
+
+
+def make_discriminating(experts: dict[str, Tensor], problem: Problem) -> None:
+    """Changes a layer's weights so that every fault of a kernel is visible, whatever the model's own weights are.
+
+    Biases get the size of the values that they are added to: a model's biases may be zero or too small to be missed.
+    A random half of the e8m0 scales grows by one exponent: equal scales, as a model may have, hide a wrong order.
+
+    Args:
+        experts: canonical tensors, `[experts, ...]` each; entries are replaced.
+        problem: the layer.
+    """
+    for name in ("w13_scale", "w2_scale"):
+        if experts[name].dtype == torch.uint8:
+            experts[name] = experts[name].clamp(max=_MAX_E8M0_CODE - 1) + _random_bits(experts[name])
+    if problem.has_bias:
+        # `make_inputs` scales the first product to about 1. The second bias is a fraction of the second product: a
+        # larger one would mask the effect of alpha.
+        second = max(each.square().sum(-1).mean().sqrt().item() for each in _dequantized(problem, experts, "w2"))
+        sizes = {"w13_bias": 1.0, "w2_bias": 0.3 * second}
+        for name, size in sizes.items():
+            experts[name] = (_random(experts[name], seed=2) * size).to(experts[name].dtype)
+
+
+def make_inputs(problem: Problem, experts: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs of a check.
+
+    The first token is zero, so that its output shows the biases alone. The other tokens give first products of
+    different root mean squares, measured on the expert with the largest (a pruned expert may be all zeros): alpha and
+    beta matter most around 1, the limit matters beyond itself.
+
+    Args:
+        problem: the layer.
+        experts: its canonical tensors, `[num_experts, ...]` each.
+
+    Returns:
+        `x` `[NUM_TOKENS, hidden]` in the model's dtype; weights (float32) and ids (int32), `[NUM_TOKENS, top_k]` each.
+    """
+    device = experts["w13"].device
+    x = _random(torch.empty(NUM_TOKENS, problem.hidden_size, device=device), seed=0)
+    largest = max((x @ each.T).square().mean().sqrt().item() for each in _dequantized(problem, experts, "w13"))
+    activation = problem.activation
+    bounds = (activation.alpha or 0.0, activation.beta or 0.0) if spec_of(activation).bounds_outputs else ()
+    limit = max(bounds, default=0.0) or activation.limit or 2.0
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, limit, limit, 2 * limit], dtype=torch.float32, device=device)
+    x = x * (sizes / (largest or 1.0)).unsqueeze(-1)
+    token, slot = torch.arange(NUM_TOKENS, device=device)[:, None], torch.arange(problem.top_k, device=device)[None, :]
+    ids = (token + slot) % problem.num_experts
+    weights = _random(torch.empty(NUM_TOKENS, problem.top_k, device=device), seed=3).abs() + 0.5
+    weights /= weights.sum(-1, keepdim=True)
+    return x.to(getattr(torch, problem.dtype)), weights, ids.to(torch.int32)
+
+
+def _random(like: Tensor, seed: int) -> Tensor:
+    """Normally distributed float32 values of a tensor's shape, on its device; equal on every device."""
+    # Device and dtype are explicit: while vLLM loads a model, torch's defaults are the model's.
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(like.shape, generator=generator, dtype=torch.float32, device="cpu").to(like.device)
+
+
+def _random_bits(like: Tensor) -> Tensor:
+    """Zeros and ones, uint8, of a tensor's shape, computed on its device; equal on every device.
+
+    A hash of the element's index: drawing millions of scale bits on the host and copying them takes as long as the
+    rest of a check. The 32-bit hash runs in int64, where no product overflows.
+    """
+    values = torch.arange(like.numel(), dtype=torch.int64, device=like.device)
+    for factor in _HASH_MULTIPLIERS:
+        values ^= values >> 16
+        values = values.mul_(factor).bitwise_and_(0xFFFFFFFF)
+    return (values >> 16).bitwise_and_(1).to(torch.uint8).view(like.shape)
+
+
+def _dequantized(problem: Problem, experts: Tensors, which: str) -> Iterator[Tensor]:
+    """One weight matrix of each expert in turn, float32 `[N, K]`."""
+    scheme = schemes.module(problem.scheme.name)
+    for index in range(experts[which].shape[0]):
+        yield scheme.dequantize_expert({name: tensor[index] for name, tensor in experts.items()}, which)
