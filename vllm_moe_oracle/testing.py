@@ -38,6 +38,9 @@ from .releases.supported import RELEASES
 
 BACKENDS = sorted(each.name for each in default_registry())
 
+_ENTRY_POINTS = sorted(default_registry().load_errors)
+"""Entry points whose backend could not be loaded."""
+
 _PACKINGS = {"mxfp8": ("modelopt",), "mxfp4": ("gpt_oss", "compressed-tensors"), "wna16": ("compressed-tensors",)}
 
 _ACTIVATIONS = (
@@ -153,6 +156,12 @@ def _codes(reasons: tuple[Reason, ...]) -> set[str]:
     return {reason.code for reason in reasons}
 
 
+@pytest.mark.parametrize("name", sorted({*BACKENDS, *_ENTRY_POINTS}))
+def test_can_be_loaded(name: str) -> None:
+    """A backend that an entry point names is registered; one that cannot be loaded is left out with a warning only."""
+    assert not default_registry().load_errors.get(name)
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_supports_some_layer(name: str) -> None:
     """At least one of the layers here runs on at least one known device; otherwise nothing below tests anything."""
@@ -174,6 +183,23 @@ def test_declares_what_it_does(name: str) -> None:
         assert plan.hidden_size >= layer.hidden_size and plan.intermediate_size >= layer.intermediate_size
         assert bool(plan.notes) == plan.pads(layer), "padding is explained in the plan's notes"
         assert backend.layout(layer, plan).strip()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_has_a_priority_of_its_own(name: str) -> None:
+    """No other backend that supports a layer has the same priority for it: their names would decide."""
+    backend = default_registry()[name]
+    for layer, device in _distinct(name):
+        own = backend.priority(layer, device)
+        ties = [
+            other.name
+            for other in default_registry().for_scheme(layer.scheme.name)
+            if other.name != name
+            and other.priority(layer, device) == own
+            and other.activations(layer) == backend.activations(layer)
+            and not other.check(layer, device).reasons
+        ]
+        assert not ties, f"{layer}: priority {own:g} is also that of {', '.join(ties)}"
 
 
 def _all_local(layer: Problem, experts: int) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Makes the changes that people make most often, each in a copy of the tree, and counts the files that each touches.
 
-    python -m tests.tools.drills [NAME...] [--json FILE] [--keep FOLDER]
+    python -m tests.tools.drills [NAME...]
 
-Each drill is done twice. Done properly, it may touch at most as many files as stated, and the tests that concern it
-must pass without a line of theirs being edited. Done badly (a swapped half, a missing formula, a stale table), the same
-tests must fail: a change that nobody checks is easy, and worth nothing.
+Each change is made properly first: it may touch at most as many files as stated, and the tests that concern it must
+pass without a line of theirs being edited. Then it is made badly, in several ways, and the same tests must fail each
+time: a change that is easy because nobody checks it is worth nothing. Prints a table.
 
 Exit status: 0 every drill holds, 1 one does not, 2 wrong arguments.
 """
@@ -13,23 +13,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import subprocess
+import shlex
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_moe_oracle.releases.supported import NEWEST
+from tests.lib import releases
+from tests.lib.tree_copies import ROOT, Run, TreeCopy
+from vllm_moe_oracle.releases.supported import NEWEST, RELEASES
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "vllm_moe_oracle"
 
-Change = Callable[[Path], None]
-"""Edits files below the root of a copy of the tree."""
+Change = Callable[[TreeCopy], None]
+"""Edits files of a copy of the tree."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Drill:
         what: the change, in a phrase.
         most_files: how many files it may touch, generated ones not counted.
         change: makes it.
-        spoil: makes a change that was made properly a bad one.
-        tests: what must notice: arguments of pytest.
+        bad: what makes a proper change a bad one, by a name in words.
+        tests: what must notice: the arguments of each run of pytest.
         generate: run ``python -m tests.tools.generate --write`` after it; what that writes is counted apart.
         prepare: makes the tree in which the change is missing, where it is in the tree already.
     """
@@ -49,7 +49,7 @@ class Drill:
     what: str
     most_files: int
     change: Change
-    spoil: Change
+    bad: Mapping[str, Change]
     tests: tuple[str, ...]
     generate: bool = False
     prepare: Change | None = None
@@ -60,260 +60,319 @@ class Outcome:
     """What became of a drill.
 
     Attributes:
-        what: the change, in a phrase.
-        touched: files that were edited or added, by path.
+        touched: files that were edited or added.
         generated: files that the command wrote.
-        most_files: how many may be touched.
-        passed: the tests pass with the proper change.
-        noticed: the tests fail with the bad one.
-        seconds: of both runs.
+        failure: why the proper change did not pass; empty where it did.
+        noticed: the test that noticed each bad form, by the form's name; empty where none did.
+        seconds: of all runs.
     """
 
-    what: str
     touched: tuple[str, ...]
     generated: tuple[str, ...]
-    most_files: int
-    passed: bool
-    noticed: bool
+    failure: str
+    noticed: Mapping[str, str]
     seconds: float
 
-    @property
-    def holds(self) -> bool:
+    def holds(self, drill: Drill) -> bool:
         """Whether the drill is as it should be."""
-        return self.passed and self.noticed and len(self.touched) <= self.most_files
+        return not self.failure and all(self.noticed.values()) and len(self.touched) <= drill.most_files
 
 
-def replace(path: Path, pattern: str, new: str) -> None:
-    """Replaces the one match of a regular expression in a file.
-
-    Raises:
-        ValueError: the file has none, or several: the drill itself is out of date.
-    """
-    text, count = re.subn(pattern, new, path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    if count != 1:
-        raise ValueError(f"{path} has {count} matches of {pattern!r}, not one")
-    path.write_text(text, encoding="utf-8")
+def edit(file: str, old: str, new: str) -> Change:
+    """A change of one text in one file."""
+    return lambda tree: tree.edit(file, old, new)
 
 
 # --- A GPU -----------------------------------------------------------------------------------------------------------
 
+_GPU = f"{PACKAGE}/devices/nvidia-h20.json"
 
-def _add_gpu(tree: Path) -> None:
-    folder = tree / PACKAGE / "devices"
-    spec = json.loads((folder / "nvidia-h200.json").read_text(encoding="utf-8"))
+
+def _add_gpu(tree: TreeCopy) -> None:
+    spec = json.loads((tree.root / PACKAGE / "devices" / "nvidia-h200.json").read_text(encoding="utf-8"))
     spec |= {"name": "NVIDIA H20", "aliases": ["h20"], "sm_count": 78, "memory_gib": 96}
-    (folder / "nvidia-h20.json").write_text(json.dumps(spec, indent=1) + "\n", encoding="utf-8")
+    tree.write(_GPU, json.dumps(spec, indent=1) + "\n")
 
 
-def _gpu_with_a_used_alias(tree: Path) -> None:
-    replace(tree / PACKAGE / "devices" / "nvidia-h20.json", r'"h20"', '"h200"')
+def _bandwidth_in_terabytes(tree: TreeCopy) -> None:
+    spec = json.loads((tree.root / _GPU).read_text(encoding="utf-8"))
+    tree.write(_GPU, json.dumps(spec | {"memory_bandwidth_gb_s": 4.0}))
 
 
 # --- A release of vLLM -----------------------------------------------------------------------------------------------
 
-
-def _newest_line() -> str:
-    text = (ROOT / PACKAGE / "releases" / "supported.py").read_text(encoding="utf-8")
-    return re.findall(r"^    Release\(.*\n", text, re.MULTILINE)[-1]
+_RELEASES = f"{PACKAGE}/releases/supported.py"
 
 
-def _forget_newest_release(tree: Path) -> None:
-    replace(tree / PACKAGE / "releases" / "supported.py", re.escape(_newest_line()), "")
+def _next_release() -> str:
+    major, minor, _ = NEWEST.split(".")
+    return f"{major}.{int(minor) + 1}.0"
 
 
-def _add_release(tree: Path) -> None:
-    end = r'^\)\n(?="""Oldest first\."""\n\nRELEASES)'
-    replace(tree / PACKAGE / "releases" / "supported.py", end, f"{_newest_line()})\n")
+def _add_release(tree: TreeCopy) -> None:
+    """A release like the newest; what the tools look up in its sources is found in the newest's."""
+    cache = tree.beside("cache") / "vllm-moe-oracle"
+    (cache / "releases").mkdir(parents=True)
+    for each in releases.cache().iterdir():
+        if each.name != "releases":
+            (cache / each.name).symlink_to(each)
+    for version in (*RELEASES, _next_release()):
+        place = releases.cache() / "releases" / (version if version in RELEASES else NEWEST)
+        if place.is_dir():
+            (cache / "releases" / version).symlink_to(place)
+    tree.environment["XDG_CACHE_HOME"] = str(cache.parent)
+    text = (tree.root / _RELEASES).read_text(encoding="utf-8")
+    newest = re.findall(r"^    Release\(.*\n", text, re.MULTILINE)[-1]
+    tree.edit(_RELEASES, newest, newest + newest.replace(NEWEST, _next_release()))
 
 
-def _stale_generated_table(tree: Path) -> None:
-    replace(tree / "README.md", rf"^\| {re.escape(NEWEST)} .*\n", "")
+def _releases_out_of_order(tree: TreeCopy) -> None:
+    lines = re.findall(r"^    Release\(.*\n", (tree.root / _RELEASES).read_text(encoding="utf-8"), re.MULTILINE)
+    tree.edit(_RELEASES, lines[0] + lines[1], lines[1] + lines[0])
 
 
-# --- A backend of our own --------------------------------------------------------------------------------------------
+def _stale_row_of_the_readme(tree: TreeCopy) -> None:
+    page = tree.root / "README.md"
+    kept = [line for line in page.read_text(encoding="utf-8").splitlines() if f"| {_next_release()} " not in line]
+    page.write_text("\n".join(kept) + "\n", encoding="utf-8")
 
 
-def _add_backend(tree: Path) -> None:
-    example = (tree / "examples" / "add_a_backend.py").read_text(encoding="utf-8")
-    body = re.split(r"^(?:def main|if __name__)", example, maxsplit=1, flags=re.MULTILINE)[0]
-    name = re.findall(r"^class (\w+)\(Backend\)", body, re.MULTILINE)[0]
-    if "\nBACKEND = " not in body:
-        body += f"\n\nBACKEND = {name}()\n"
-    (tree / PACKAGE / "backends" / "dequantized_once.py").write_text(body, encoding="utf-8")
+# --- A backend, ours or a third party's ------------------------------------------------------------------------------
+
+_BACKEND = f"{PACKAGE}/backends/dequantized_once.py"
 
 
-def _backend_that_changes_its_input(tree: Path) -> None:
-    replace(
-        tree / PACKAGE / "backends" / "dequantized_once.py",
-        r"^        return \{name: dequantize\(",
+def _example(tree: TreeCopy) -> str:
+    """The backend of the example, without what the example does with it."""
+    text = (tree.root / "examples" / "add_a_backend.py").read_text(encoding="utf-8")
+    head, mark, _ = text.partition("BACKEND = DequantizedOnce()\n")
+    if not mark:
+        raise ValueError("examples/add_a_backend.py has no BACKEND")
+    return head + mark
+
+
+def _add_backend(tree: TreeCopy) -> None:
+    tree.write(_BACKEND, _example(tree))
+
+
+_BAD_BACKENDS = {
+    "the input is mutated": (
+        "        return {name: dequantize(",
         "        expert['w13'].view(torch.uint8).zero_()\n        return {name: dequantize(",
-    )
+    ),
+    "gate and up are exchanged": ("gate, up = (x[token]", "up, gate = (x[token]"),
+    "biases are declared and dropped": ('gated=("silu",))', 'gated=("silu",), bias=True)'),
+    "its name is taken": ("    name = ", '    name = "emulation"  # '),
+    "its priority is taken": ("static_priority = 500.0", "static_priority = 1000.0"),
+}
+"""What a text of the example becomes in a backend made badly."""
+
+
+def _install_theirs(old: str = "BACKEND", new: str = "BACKEND") -> Change:
+    """Installs a third party's distribution beside the tree, with `new` for `old` in its module and its entry point."""
+
+    def change(tree: TreeCopy) -> None:
+        theirs = tree.beside("theirs")
+        tree.environment["PYTHONPATH"] = str(theirs)
+        info = theirs / "their_backend-1.0.dist-info"
+        info.mkdir()
+        module = _example(tree).replace('"dequantized_once"', '"theirs"')
+        point = f"[{PACKAGE}.backends]\ntheirs = their_backend:BACKEND\n"
+        if old not in module + point:
+            raise ValueError(f"the backend has no {old!r}")
+        (theirs / "their_backend.py").write_text(module.replace(old, new), encoding="utf-8")
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-backend\nVersion: 1.0\n", encoding="utf-8")
+        (info / "entry_points.txt").write_text(point.replace(old, new), encoding="utf-8")
+
+    return change
 
 
 # --- A wrapper of one of vLLM's classes ------------------------------------------------------------------------------
 
-
-def _add_wrapper(tree: Path) -> None:
-    folder = tree / PACKAGE / "backends"
-    text = (folder / "marlin_mxfp8.py").read_text(encoding="utf-8")
-    text = text.replace('"marlin_mxfp8"', '"marlin_mxfp8_other"').replace("priority = 30.0", "priority = 31.0")
-    (folder / "marlin_mxfp8_other.py").write_text(text, encoding="utf-8")
+_WRAPPER = f"{PACKAGE}/backends/marlin_mxfp8_other.py"
 
 
-def _wrapper_of_no_class(tree: Path) -> None:
-    replace(tree / PACKAGE / "backends" / "marlin_mxfp8_other.py", ":MarlinExperts", ":MarlinExpertsOfOld")
+def _add_wrapper(tree: TreeCopy) -> None:
+    text = (tree.root / PACKAGE / "backends" / "marlin_mxfp8.py").read_text(encoding="utf-8")
+    text = text.replace('"marlin_mxfp8"', '"marlin_mxfp8_other"').replace("static_priority = 30.0", _OTHER_PRIORITY)
+    tree.write(_WRAPPER, text)
 
+
+_OTHER_PRIORITY = "static_priority = 31.5"
 
 # --- A checkpoint format of a known scheme ---------------------------------------------------------------------------
 
-_FORMAT = (f"{PACKAGE}/quantization/quark.py", f"{PACKAGE}/methods/quark.py")
-"""The reader and the method of one of the formats."""
+_READER, _METHOD = f"{PACKAGE}/quantization/quark.py", f"{PACKAGE}/methods/quark.py"
 
 
-def _forget_format(tree: Path) -> None:
-    for name in _FORMAT:
-        (tree / name).unlink()
+def _forget_format(tree: TreeCopy) -> None:
+    for name in (_READER, _METHOD):
+        (tree.root / name).unlink()
 
 
-def _add_format(tree: Path) -> None:
-    for name in _FORMAT:
-        (tree / name).write_bytes((ROOT / name).read_bytes())
-
-
-def _format_that_nobody_serves(tree: Path) -> None:
-    replace(tree / _FORMAT[1], r'^    "quantizations": \{"quark": ', '    "quantizations": {"quark_of_old": ')
+def _add_format(tree: TreeCopy) -> None:
+    for name in (_READER, _METHOD):
+        tree.write(name, (ROOT / name).read_text(encoding="utf-8"))
 
 
 DRILLS: Mapping[str, Drill] = {
-    "backend": Drill(
-        "a backend of our own, or a third party's: one file",
+    "gpu": Drill(
+        "a GPU: one data file",
         1,
-        _add_backend,
-        _backend_that_changes_its_input,
-        ("tests/conformance", "-k", "dequantized_once"),
-    ),
-    "wrapper": Drill(
-        "a wrapper of a stock class: one file",
-        1,
-        _add_wrapper,
-        _wrapper_of_no_class,
-        ("tests/conformance", "tests/compat/test_surface.py", "-k", "marlin_mxfp8_other or bear_out"),
+        _add_gpu,
+        {
+            "an alias is used twice": edit(_GPU, '"h20"', '"h200"'),
+            "bandwidth in terabytes": _bandwidth_in_terabytes,
+            "a field is misspelled": edit(_GPU, '"sm_count"', '"sms"'),
+        },
+        ("tests/devices",),
     ),
     "format": Drill(
         "a checkpoint format of a known scheme: a reader and a method",
         3,
         _add_format,
-        _format_that_nobody_serves,
-        ("tests/methods/test_quark.py", "tests/methods/test_declarations.py", "tests/checkpoint/test_mxfp4_configs.py"),
+        {
+            "no method serves it": edit(_METHOD, '{"quark": None}', '{"quark_of_old": None}'),
+            "the replaced class has another name": edit(_METHOD, '"QuarkOCP_MX_MoEMethod"}', '"QuarkMoEMethod"}'),
+            "declared activations are dropped": edit(
+                _READER, 'activations="mxfp4" if inputs is not None else "16bit"', 'activations="16bit"'
+            ),
+            "the scale's format is not looked at": edit(_READER, '!= "e8m0":', '== "none":'),
+        },
+        ("tests/methods/test_declarations.py", "tests/checkpoint/test_mxfp4_configs.py -k 'quark or another_format'"),
         prepare=_forget_format,
     ),
-    "gpu": Drill(
-        "a GPU: one data file",
+    "backend": Drill(
+        "a backend of our own: one file",
         1,
-        _add_gpu,
-        _gpu_with_a_used_alias,
-        ("tests/devices",),
+        _add_backend,
+        {
+            **{name: edit(_BACKEND, *texts) for name, texts in _BAD_BACKENDS.items()},
+            "a docstring is missing": edit(
+                _BACKEND, '    """Experts in bfloat16, dequantized from MXFP8 when they are loaded."""\n', ""
+            ),
+        },
+        ("tests/conformance -k dequantized_once", "tests/test_architecture.py -k docstring"),
+    ),
+    "wrapper": Drill(
+        "a wrapper of a stock class: one file",
+        1,
+        _add_wrapper,
+        {
+            "vLLM has no such class": edit(_WRAPPER, ":MarlinExperts", ":MarlinExpertsOfOld"),
+            "its priority is taken": edit(_WRAPPER, _OTHER_PRIORITY, "static_priority = 30.0"),
+            "its numerics are not declared": edit(_WRAPPER, "    arithmetic = ", "    arithmetics = "),
+        },
+        (
+            "tests/conformance -k marlin_mxfp8_other",
+            "tests/compat/test_surface.py::test_stock_experts_take_what_they_are_given",
+        ),
+    ),
+    "third-party": Drill(
+        "a third party's backend: an installed distribution, no file of the tree",
+        0,
+        _install_theirs(),
+        {
+            **{name: _install_theirs(*texts) for name, texts in _BAD_BACKENDS.items()},
+            "its module fails": _install_theirs("from __future__", "import no_such_module\nfrom __future__"),
+            "its entry point names nothing": _install_theirs("their_backend:BACKEND", "their_backend:NONE"),
+        },
+        (f"--pyargs {PACKAGE}.testing -k theirs",),
     ),
     "release": Drill(
         "a vLLM release: one line and one command",
         1,
         _add_release,
-        _stale_generated_table,
-        ("tests/test_readme.py", "tests/releases/test_supported.py"),
+        {
+            "a row of the README is stale": _stale_row_of_the_readme,
+            "the workflow's list is stale": edit(".github/workflows/ci.yml", f', "{_next_release()}"]', "]"),
+            "the releases are out of order": _releases_out_of_order,
+            "a module compares with the release": edit(
+                f"{PACKAGE}/oracle/selection.py",
+                "\nfrom __future__ import annotations\n",
+                f'\nfrom __future__ import annotations\n\n_SINCE = "{_next_release()}"\n',
+            ),
+        },
+        ("tests/test_readme.py tests/releases/test_supported.py tests/test_architecture.py",),
         generate=True,
-        prepare=_forget_newest_release,
     ),
 }
 """By name."""
 
 
-def _git(tree: Path, *words: str) -> str:
-    identity = ["-c", "user.name=drill", "-c", "user.email=drill@example.org"]
-    return subprocess.run(["git", *identity, *words], cwd=tree, check=True, capture_output=True, text=True).stdout
+def _check(tree: TreeCopy, drill: Drill) -> Run:
+    """Runs the tests that concern a change, up to the first failure."""
+    for arguments in drill.tests:
+        run = tree.test(*shlex.split(arguments))
+        if not run.passed:
+            break
+    return run
 
 
-def _copy(tree: Path) -> None:
-    """Copies the tracked files, as they are in the working tree, and commits them."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True)
-    names = [name for name in listed.stdout.split("\0") if name]
-    subprocess.run(["cp", "--parents", "-t", str(tree), *names], cwd=ROOT, check=True)
-    _git(tree, "init", "-q")
-    _commit(tree)
-
-
-def _commit(tree: Path) -> None:
-    _git(tree, "add", "-A")
-    _git(tree, "commit", "-q", "--allow-empty", "-m", "drill")
-
-
-def _touched(tree: Path) -> tuple[str, ...]:
-    _git(tree, "add", "-A")
-    return tuple(_git(tree, "diff", "--cached", "--name-only").split())
-
-
-def _python(tree: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run([sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True)
-
-
-def _generate(tree: Path) -> None:
-    made = _python(tree, "-m", "tests.tools.generate", "--write")
+def _generate(tree: TreeCopy) -> None:
+    made = tree.python("-m", "tests.tools.generate", "--write")
     if made.returncode:
         raise SystemExit(f"the command that generates fails\n{made.stdout[-2000:]}\n{made.stderr[-2000:]}")
 
 
-def run(name: str, tree: Path) -> Outcome:
-    """Does one drill in an empty folder."""
-    drill = DRILLS[name]
+def run(drill: Drill, folder: Path, report: Callable[[str], None] = lambda line: None) -> Outcome:
+    """Does one drill.
+
+    Args:
+        drill: which.
+        folder: empty, for the copy.
+        report: gets a line for each step.
+
+    Raises:
+        ValueError: a text that the drill edits is not there: the drill is out of date.
+    """
     began = time.monotonic()
-    _copy(tree)
+    tree = TreeCopy(folder)
     if drill.prepare:
         drill.prepare(tree)
-        if drill.generate:
-            _generate(tree)
-        _commit(tree)
+        tree.commit()
     drill.change(tree)
-    touched = _touched(tree)
-    _commit(tree)
+    touched = tree.touched()
+    tree.commit()
     generated: tuple[str, ...] = ()
     if drill.generate:
         _generate(tree)
-        generated = _touched(tree)
-        _commit(tree)
-    pytest = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *drill.tests)
-    proper = _python(tree, *pytest)
-    if proper.returncode:
-        print(f"{name}: the tests fail with the proper change\n{proper.stdout[-4000:]}", file=sys.stderr)
-    drill.spoil(tree)
-    bad = _python(tree, *pytest)
-    if bad.returncode == 0:
-        print(f"{name}: the tests pass with the bad change", file=sys.stderr)
-    seconds = round(time.monotonic() - began, 1)
-    passed, noticed = proper.returncode == 0, bad.returncode == 1
-    return Outcome(drill.what, touched, generated, drill.most_files, passed, noticed, seconds)
+        generated = tree.touched()
+        tree.commit()
+    proper = _check(tree, drill)
+    report(f"made properly: {'passes' if proper.passed else proper.output}")
+    noticed = {}
+    for name, spoil in drill.bad.items():
+        spoil(tree)
+        bad = _check(tree, drill)
+        noticed[name] = "" if bad.passed else bad.failure
+        report(f"{name}: {noticed[name] or 'NOT NOTICED'}{'' if bad.passed or bad.failure else bad.output}")
+        tree.restore()
+    failure = "" if proper.passed else proper.failure or "the tests did not run"
+    return Outcome(touched, generated, failure, noticed, time.monotonic() - began)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """See the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.drills", description=__doc__.split("\n", 1)[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(DRILLS)}; all by default")
-    parser.add_argument("--json", type=Path, help="write the outcomes to a file")
-    parser.add_argument("--keep", type=Path, help="folder in which the copies are made and left")
-    chosen = parser.parse_args(arguments)
-    if unknown := sorted(set(chosen.names) - set(DRILLS)):
+    names = parser.parse_args(arguments).names
+    if unknown := sorted(set(names) - set(DRILLS)):
         parser.error(f"unknown drill {', '.join(unknown)}; valid: {', '.join(DRILLS)}")
-    outcomes = {}
-    for name in chosen.names or DRILLS:
-        print(f"{name}: {DRILLS[name].what} ...", file=sys.stderr, flush=True)
-        with tempfile.TemporaryDirectory() as temporary:
-            tree = (chosen.keep or Path(temporary)) / name
-            tree.mkdir(parents=True)
-            outcome = outcomes[name] = run(name, tree)
-        said = f"{len(outcome.touched)} of at most {outcome.most_files} files: {', '.join(outcome.touched)}"
-        print(f"{'holds' if outcome.holds else 'FAILS'}  {name}: {said} ({outcome.seconds} s)", flush=True)
-    if chosen.json:
-        chosen.json.write_text(json.dumps({name: asdict(each) for name, each in outcomes.items()}, indent=1) + "\n")
-    return 0 if all(outcome.holds for outcome in outcomes.values()) else 1
+    lines, failed = [], False
+    for name in names or DRILLS:
+        drill = DRILLS[name]
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = run(drill, Path(folder), lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True))  # noqa: B023
+        failed |= not outcome.holds(drill)
+        lines.append(
+            f"{name:12} {'holds' if outcome.holds(drill) else 'FAILS':6} "
+            f"{f'{len(outcome.touched)} of {drill.most_files}':7} {len(outcome.generated):9}  "
+            f"{f'{sum(map(bool, outcome.noticed.values()))} of {len(outcome.noticed)}':15} {outcome.seconds:4.0f} s"
+        )
+    print("change              files   generated  faults noticed")
+    print("\n".join(lines))
+    return int(failed)
 
 
 if __name__ == "__main__":
