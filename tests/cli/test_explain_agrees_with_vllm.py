@@ -20,6 +20,8 @@ import pytest
 from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
 from vllm_moe_oracle.core.problem import Problem
 
+pytestmark = pytest.mark.full  # vLLM builds ten models, which takes minutes.
+
 CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
 
 # Not here: nemotron-3-nano, whose experts without a gate vLLM refuses on a CPU; multimodal models, whose code imports

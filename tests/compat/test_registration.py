@@ -72,6 +72,7 @@ def test_the_plugin_is_what_vllm_uses(release: str) -> None:
     assert len(checks) >= 24
 
 
+@pytest.mark.full
 @every_release
 @pytest.mark.parametrize("shim", SHIMS)
 def test_without_its_shim_an_older_release_fails(release: str, shim: str) -> None:

@@ -245,6 +245,7 @@ def test_a_strict_check_that_fails_on_one_rank_refuses_on_all(tmp_path: Path) ->
         assert "first fails its self-check" in each["message"] and "rank 1: relative error" in each["message"]
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_or_runs_out_of_memory_stops_the_others(tmp_path: Path) -> None:
     (tmp_path / "dies").mkdir()
     first, second = gloo_ranks.run(settled, 2, tmp_path / "dies", {"dies": [1]}, [3, 2], {})

@@ -25,6 +25,11 @@ COUNTS = (1, 4, 16, 64, 256, 1024, 4096)
 REGISTRY = registry([backend("static", rank=1.0), backend("faster", rank=2.0)])
 
 
+def full(caches: list[str]) -> Any:
+    """A case of the full tier: each case starts two processes."""
+    return pytest.param(caches, marks=pytest.mark.full)
+
+
 def keep(folder: Path, layer: Any, few: float, many: float, tile: str = "") -> None:
     """A cache in which `static` takes 100 us everywhere and `faster` what is said, with a tile configuration."""
     store = Store(folder)
@@ -90,7 +95,7 @@ def layers(local: int) -> list[Any]:
     return [dataclasses.replace(base, num_experts=64 + index) for index in range(2)]
 
 
-@pytest.mark.parametrize("caches", [["warm", "cold"], ["cold", "warm"], ["warm", "warm"]])
+@pytest.mark.parametrize("caches", [["warm", "cold"], full(["cold", "warm"]), full(["warm", "warm"])])
 def test_a_warm_and_a_cold_cache_take_the_same(tmp_path: Path, caches: list[str]) -> None:
     for layer in layers(32):
         keep(tmp_path / "warm", layer, 50.0, 50.0)
@@ -116,7 +121,7 @@ def test_caches_that_contradict_take_the_same(tmp_path: Path) -> None:
     assert first == second == third
 
 
-@pytest.mark.parametrize("caches", [["warm", "warm"], ["warm", "other"], ["cold", "warm"]])
+@pytest.mark.parametrize("caches", [full(["warm", "warm"]), ["warm", "other"], full(["cold", "warm"])])
 def test_turns_are_taken_by_all_ranks_or_by_none(tmp_path: Path, caches: list[str]) -> None:
     for layer in layers(32):
         keep(tmp_path / "warm", layer, 50.0, 150.0)
@@ -126,7 +131,7 @@ def test_turns_are_taken_by_all_ranks_or_by_none(tmp_path: Path, caches: list[st
     assert [bool(steps) for _, _, steps, _ in first] == [caches == ["warm", "warm"]] * 2
 
 
-@pytest.mark.parametrize("caches", [["warm", "warm"], ["warm", "other"], ["warm", "cold"]])
+@pytest.mark.parametrize("caches", [["warm", "warm"], full(["warm", "other"]), full(["warm", "cold"])])
 def test_tile_configurations_are_used_by_all_ranks_or_by_none(tmp_path: Path, caches: list[str]) -> None:
     for layer in layers(32):
         keep(tmp_path / "warm", layer, 50.0, 50.0, "one")

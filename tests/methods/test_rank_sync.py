@@ -31,7 +31,7 @@ def values(processes: Any) -> Any:
     return [[each["rank"], each["shape"], len(each["long"])] for each in first], second
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_every_rank_gets_what_every_rank_said_in_the_same_order(tmp_path: Path, size: int) -> None:
     expected = [[[rank, [rank, 7], 70000] for rank in range(size)], [None] * size]
     assert gloo_ranks.run(values, size, tmp_path) == [expected] * size
@@ -95,7 +95,7 @@ def one_dies(processes: Any, when: str) -> Any:
         return {"message": str(error), "seconds": time.monotonic() - begin}
 
 
-@pytest.mark.parametrize("when", ["before", "inside"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.full), "inside"])
 def test_a_rank_that_dies_is_noticed_at_once(tmp_path: Path, when: str) -> None:
     first, second, third = gloo_ranks.run(one_dies, 3, tmp_path, when)
     assert second is None
