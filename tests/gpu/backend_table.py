@@ -63,6 +63,8 @@ os.environ.setdefault("MOE_ORACLE_SELF_CHECK", "off")
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from vllm_moe_oracle.core.problem import Activation, Parallel, Problem, Routing, Scheme
 
 TOKENS = (1, 7, 64, 513)
@@ -189,7 +191,7 @@ class Table:
     stock: Mapping[str, str]
     load: Callable[[Any, Case, Raw], None] | None = None
     rounded: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
-    capabilities: Mapping[str, float] = field(default_factory=dict)
+    limits: Mapping[str, float] = field(default_factory=dict)
     faults: Callable[[Case], Mapping[str, Callable[[Raw], Raw]]] = lambda case: {}
     ignored: Callable[[Case], Mapping[str, Mapping[str, Any]]] = lambda case: {}
     before_conversion: Callable[[Any, Case, Raw, str], None] = lambda layer, case, raw, moe_backend: None
@@ -264,7 +266,7 @@ class Built:
 
     layer: Any
     config: Any
-    detect: str
+    device: str
     seconds: float = 0.0
     peak: int = 0
 
@@ -840,6 +842,70 @@ def rows_of(
         return _rows_of(table, case, device, backends, tokens, keep, quiet or Quiet(""))
 
 
+@dataclass(frozen=True)
+class _Samples:
+    """A layer's weights and calls.
+
+    Attributes:
+        checkpoint: its weights.
+        calls: by number of tokens.
+        spread: the call of the spread experts.
+        places: their expert map.
+        expected: outputs by precision of activations and number of tokens, those of `spread` under 0.
+    """
+
+    checkpoint: Checkpoint
+    calls: Mapping[int, Sequence[Call]]
+    spread: Call
+    places: torch.Tensor
+    expected: Mapping[str, Mapping[int, torch.Tensor]]
+
+
+def _samples(table: Table, case: Case, device: str, tokens: tuple[int, ...], kinds: set[str]) -> _Samples:
+    """Random weights and calls, and outputs for each precision of activations in `kinds`, and for 16 bits."""
+    checkpoint = table.checkpoint(case, device)
+    calls = {count: drawn(case, count, device) for count in tokens}
+    places = spread_places(case, device)
+    spread = inputs(case, SPREAD_TOKENS, device, seed=2)
+    placed = (*spread[:2], places[spread[2].long()])
+    mine = [seen(case, call) for call in chain(*calls.values())]
+    expected: dict[str, dict[int, torch.Tensor]] = {}
+    for kind in {*kinds, "16bit"}:
+        given = iter(reference(case, checkpoint, [*mine, placed], table.rounded.get(kind, lambda values: values)))
+        expected[kind] = {count: torch.cat([next(given) for _ in each]) for count, each in calls.items()}
+        expected[kind][0] = next(given)
+    return _Samples(checkpoint, calls, spread, places, expected)
+
+
+def _measure(row: dict[str, Any], table: Table, case: Case, sample: _Samples, device: str) -> None:
+    """Adds to a row what a backend does with a layer: self-check, conversion, errors."""
+    from vllm_moe_oracle.devices import detect
+
+    expected = sample.expected[row["activations"]]
+    built = build(table, case, sample.checkpoint, device, "auto", own=row["backend"])
+    row["self_check"] = self_check(built, table, case)
+    built.convert()
+    row["experts"] = type(built.method.moe_kernel.fused_experts).__name__
+    row["convert_seconds"], row["convert_peak_mib"] = round(built.seconds, 3), round(built.peak / 2**20, 1)
+    row["one_expert_mib"] = round(sample.checkpoint.expert_mib, 1)
+    row["kernel_mib"] = round(sum(each.untyped_storage().nbytes() for each in built.layer.parameters()) / 2**20)
+    row["checkpoint_mib"] = round(sample.checkpoint.expert_mib * case.local_experts)
+    row["error"] = {}
+    for count, calls in sample.calls.items():
+        with _Compiled() if device == "cuda" else nullcontext() as compiled:
+            eager = outputs(built, calls)
+        if compiled is not None and compiled.count:
+            row.setdefault("compiled", {})[count] = compiled.count
+        found = {"eager": relative_error(eager, expected[count])}
+        if device == "cuda":
+            found["graph"] = relative_error(captured(built, case, calls), expected[count])
+        row["error"][count] = {mode: float(f"{value:.3e}") for mode, value in found.items()}
+    if takes_any_map(row["backend"], case, detect.detect()):
+        found_spread = built.spread(*sample.spread, sample.places)
+        row["spread_error"] = float(f"{relative_error(found_spread, expected[0]):.3e}")
+    built.close()
+
+
 def _rows_of(
     table: Table,
     case: Case,
@@ -852,65 +918,29 @@ def _rows_of(
     """As `rows_of`, of backends with the precision of their activations."""
     import vllm
 
-    import vllm_moe_oracle.devices.detect as machine
     from vllm_moe_oracle import plugin
 
-    checkpoint = table.checkpoint(case, device)
-    real = {count: drawn(case, count, device) for count in tokens}
-    places = spread_places(case, device)
-    spread = inputs(case, SPREAD_TOKENS, device, seed=2)
-    placed = (*spread[:2], places[spread[2].long()])
-    targets: dict[str, dict[int, torch.Tensor]] = {}
-    for kind in {*backends.values(), "16bit"}:
-        enter = table.rounded.get(kind, lambda values: values)
-        mine = [seen(case, call) for call in chain(*real.values())]
-        given = iter(reference(case, checkpoint, [*mine, placed], enter))
-        targets[kind] = {count: torch.cat([next(given) for _ in calls]) for count, calls in real.items()}
-        targets[kind][0] = next(given)
-
+    sample = _samples(table, case, device, tokens, set(backends.values()))
     # Humming compiles for long, and Marlin's first call takes as long: what is given up with them are their own rows.
     order = sorted(backends.items(), key=lambda each: (each[0] != "emulation", each[0].startswith("humming")))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, kind in order:
         stock, stock_error = {}, ""
         if name in table.stock:
-            stock, stock_error = _stock(table, case, checkpoint, device, name, real, targets["16bit"])
+            expected = sample.expected["16bit"]
+            stock, stock_error = _stock(table, case, sample.checkpoint, device, name, sample.calls, expected)
         plugin.register()
         state = plugin.state()
         if not state.active:
             raise SystemExit(f"the plugin stands down: {state.reason}")
-        expected = targets[kind]
         row: dict[str, Any] = {"layer": case.name, "backend": name, "vllm": vllm.__version__, "activations": kind}
-        if kind in table.capabilities:
-            row["limit"] = table.capabilities[kind]
+        if kind in table.limits:
+            row["limit"] = table.limits[kind]
         if name.startswith("humming"):
             row["rows_of_kernels"] = sorted(rows_called(case, tokens))
         start = time.perf_counter()
         try:
-            built = build(table, case, checkpoint, device, "auto", own=name)
-            row["self_check"] = self_check(built, table, case)
-            built.convert()
-            row["experts"] = type(built.method.moe_kernel.fused_experts).__name__
-            row["convert_seconds"], row["convert_peak_mib"] = round(built.seconds, 3), round(built.peak / 2**20, 1)
-            row["one_expert_mib"] = round(checkpoint.expert_mib, 1)
-            kernel_bytes = sum(each.untyped_storage().nbytes() for each in built.layer.parameters())
-            row["kernel_mib"] = round(kernel_bytes / 2**20)
-            row["checkpoint_mib"] = round(checkpoint.expert_mib * case.local_experts)
-            row["error"] = {}
-            for count in tokens:
-                if device == "cuda":
-                    with _Compiled() as compiled:
-                        eager = outputs(built, real[count])
-                    if compiled.count:
-                        row.setdefault("compiled", {})[count] = compiled.count
-                else:
-                    eager = outputs(built, real[count])
-                found = {"eager": relative_error(eager, expected[count])}
-                if device == "cuda":
-                    found["graph"] = relative_error(captured(built, case, real[count]), expected[count])
-                row["error"][count] = {mode: float(f"{value:.3e}") for mode, value in found.items()}
-            if takes_any_map(name, case, machine.detect()):
-                row["spread_error"] = float(f"{relative_error(built.spread(*spread, places), expected[0]):.3e}")
+            _measure(row, table, case, sample, device)
             if stock:
                 row["stock_error"] = {count: float(f"{stock[count]:.3e}") for count in tokens}
                 row["stock_convert_peak_mib"] = round(stock[0] / 2**20, 1)
@@ -918,7 +948,6 @@ def _rows_of(
                 row["stock_failure"] = stock_error
             row["broken"] = broken(row)
             row["pass"] = not row["broken"]
-            built.close()
         except Exception as error:
             row |= {"failure": f"{type(error).__name__}: {error}"[:400], "pass": False}
         row["seconds"] = round(time.perf_counter() - start, 1)
@@ -928,7 +957,7 @@ def _rows_of(
         plugin.unregister()
         if device == "cuda":
             torch.cuda.empty_cache()
-    time_self_checks(table, case, checkpoint, device, rows, quiet)
+    time_self_checks(table, case, sample.checkpoint, device, rows, quiet)
     keep(rows)
     return rows
 
@@ -1056,16 +1085,18 @@ def in_processes(
     import vllm_moe_oracle.devices.detect as machine
 
     table = table_of(scheme)
-    waiting = []
+    folder = Path(tempfile.mkdtemp())
+    waiting: list[_Task] = []
     for name in names:
         found = [each for each in accepted(table.cases[name], machine.detect()) if not only or each in only]
         # vLLM brings Marlin's kernels compiled.
         quick = [each for each in found if each.startswith("marlin") or each == "emulation"]
-        waiting += [(name, group) for group in (*([each] for each in found if each not in quick), quick) if group]
+        groups = (*([each] for each in found if each not in quick), quick)
+        waiting += [_Task(name, tuple(group), folder) for group in groups if group]
     # What compiles comes first.
-    waiting.sort(key=lambda each: "emulation" in each[1])
+    waiting.sort(key=lambda task: "emulation" in task.backends)
     deadline = time.monotonic() + seconds
-    rows = _many(scheme, waiting, extra, processes, deadline, lambda rows: keep(in_order(table, rows)))
+    rows = _run_tasks(scheme, waiting, extra, processes, deadline, lambda rows: keep(in_order(table, rows)))
     return in_order(table, rows)
 
 
@@ -1108,28 +1139,85 @@ def merge(scheme: str, files: list[str]) -> dict[str, Any]:
     return {"conditions": merged, "rows": in_order(table_of(scheme), list(rows.values()))}
 
 
-def _many(
+@dataclass(frozen=True)
+class _Task:
+    """Some backends of one layer, in a process of their own.
+
+    Attributes:
+        layer: its name.
+        backends: their names.
+        folder: for the process's rows and log.
+    """
+
+    layer: str
+    backends: tuple[str, ...]
+    folder: Path
+
+    @property
+    def file(self) -> Path:
+        """The rows that the process has written."""
+        return self.folder / f"{self.layer}.{self.backends[0]}.json"
+
+    @property
+    def log(self) -> Path:
+        """Its output."""
+        return self.file.with_suffix(".log")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows so far."""
+        found: list[dict[str, Any]] = json.loads(self.file.read_text())["rows"] if self.file.exists() else []
+        return found
+
+    def waits(self) -> bool:
+        """Whether only the times of self-checks are missing."""
+        return len(self.rows()) == len(self.backends)
+
+    def missing_rows(self, backends: Iterable[str], why: str) -> list[dict[str, Any]]:
+        """Rows that say why backends have none."""
+        return [{"layer": self.layer, "backend": each, "failure": why, "pass": False} for each in backends]
+
+    def start(self, scheme: str, extra: list[str], card: str) -> subprocess.Popen[bytes]:
+        """Starts the process on a card."""
+        command = [sys.executable, __file__, "--scheme", scheme, "--layer", self.layer, "--json", str(self.file)]
+        command += [*extra, "--quiet", str(self.folder / "quiet")]
+        command += [word for each in self.backends for word in ("--backend", each)]
+        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": card} if card else {})
+        with self.log.open("w") as log:
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+    def finish(self, process: subprocess.Popen[bytes], late: bool) -> list[dict[str, Any]]:
+        """Ends the process, prints its lines of the table, and returns a row for each backend."""
+        if process.poll() is None and not self.waits():
+            process.send_signal(signal.SIGUSR1)  # its log says where it is
+            time.sleep(1)
+        process.kill()
+        process.wait()
+        text = self.log.read_text()
+        print("\n".join(line for line in text.splitlines() if line.startswith(f"{self.layer} ")), flush=True)
+        rows = self.rows()
+        checks = {row["backend"]: row.get("self_check", {}) for row in rows if "failure" not in row}
+        beside = [each for each, check in checks.items() if check.get("passed") and "alone" not in check]
+        if beside:
+            print(f"{self.layer} {', '.join(beside)}: self-check not timed alone:\n{text[-1000:]}", flush=True)
+        # A negative status is a signal: a kernel's library may end the process without a word of Python.
+        why = "ended, being late: " if late else f"no result, exit status {process.returncode}: "
+        missing = [each for each in self.backends if each not in {row["backend"] for row in rows}]
+        if missing:
+            print(f"{self.layer} {', '.join(missing)}: {why}\n{text[-2000:]}", flush=True)
+        return rows + self.missing_rows(missing, why + text[-400:])
+
+
+def _run_tasks(
     scheme: str,
-    waiting: list[tuple[str, list[str]]],
+    waiting: list[_Task],
     extra: list[str],
     processes: int,
     deadline: float,
-    keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+    keep: Callable[[list[dict[str, Any]]], None],
 ) -> list[dict[str, Any]]:
-    """The rows of layers with some backends each, one process for each of these, `processes` at once besides those that
-    only wait for silence. Those that are late are ended while there is time left for these."""
-    folder = Path(tempfile.mkdtemp())
-    quiet = str(folder / "quiet")
-
-    def written(name: str, first: str) -> list[dict[str, Any]]:
-        file = folder / f"{name}.{first}.json"
-        found: list[dict[str, Any]] = json.loads(file.read_text())["rows"] if file.exists() else []
-        return found
-
-    def waits(name: str, group: list[str]) -> bool:
-        return len(written(name, group[0])) == len(group)
-
-    running: dict[tuple[str, str], tuple[list[str], Any, str]] = {}
+    """The rows of tasks, `processes` at once besides those that only wait for silence. Those that are late are ended
+    while there is time left for these."""
+    running: dict[_Task, tuple[subprocess.Popen[bytes], str]] = {}
     cards = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))).split(",")
     rows: list[dict[str, Any]] = []
     reserve = TIMING_SECONDS * len(waiting)
@@ -1137,51 +1225,23 @@ def _many(
     while waiting or running:
         if time.monotonic() > kept + KEEP_SECONDS:
             kept = time.monotonic()
-            keep([*rows, *chain.from_iterable(written(*each) for each in running)])
-        busy = [card for (name, _), (group, _, card) in running.items() if not waits(name, group)]
+            keep([*rows, *chain.from_iterable(task.rows() for task in running)])
+        busy = [card for task, (_, card) in running.items() if not task.waits()]
         while waiting and len(busy) < processes:
-            name, group = waiting.pop(0)
-            file = folder / f"{name}.{group[0]}.json"
-            command = [sys.executable, __file__, "--scheme", scheme, "--layer", name, "--json", str(file), *extra]
-            command += ["--quiet", quiet, *(word for each in group for word in ("--backend", each))]
             card = min(cards, key=busy.count)
             busy.append(card)
-            environment = os.environ | ({"CUDA_VISIBLE_DEVICES": card} if card else {})
-            with file.with_suffix(".log").open("w") as log:
-                process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-            running[name, group[0]] = group, process, card
+            task = waiting.pop(0)
+            running[task] = task.start(scheme, extra, card), card
         time.sleep(0.2)
         left = deadline - time.monotonic()
         if left < reserve:
-            for name, group in waiting:
-                rows += [{"layer": name, "backend": each, "failure": "not begun", "pass": False} for each in group]
+            rows += chain.from_iterable(task.missing_rows(task.backends, "not begun") for task in waiting)
             waiting.clear()
-        for (name, first), (group, process, _) in list(running.items()):
-            late = left < (0 if waits(name, group) else reserve)
-            if process.poll() is None and not late:
-                continue
-            if process.poll() is None and not waits(name, group):
-                process.send_signal(signal.SIGUSR1)  # its log says where it is
-                time.sleep(1)
-            process.kill()
-            process.wait()
-            del running[name, first]
-            file = folder / f"{name}.{first}.json"
-            text = file.with_suffix(".log").read_text()
-            print("\n".join(line for line in text.splitlines() if line.startswith(f"{name} ")), flush=True)
-            done = written(name, first)
-            rows += done
-            checks = {row["backend"]: row.get("self_check", {}) for row in done if "failure" not in row}
-            beside = [each for each, check in checks.items() if check.get("passed") and "alone" not in check]
-            if beside:
-                print(f"{name} {', '.join(beside)}: self-check not timed alone:\n{text[-1000:]}", flush=True)
-            # A negative status is a signal: a kernel's library may end the process without a word of Python.
-            why = "ended, being late: " if late else f"no result, exit status {process.returncode}: "
-            missing = [each for each in group if each not in {row["backend"] for row in done}]
-            for backend in missing:
-                rows.append({"layer": name, "backend": backend, "failure": why + text[-400:], "pass": False})
-            if missing:
-                print(f"{name} {', '.join(missing)}: {why}\n{text[-2000:]}", flush=True)
+        for task, (process, _) in list(running.items()):
+            late = left < (0 if task.waits() else reserve)
+            if late or process.poll() is not None:
+                del running[task]
+                rows += task.finish(process, late)
     return rows
 
 
@@ -1237,5 +1297,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     # A table's file imports this one by name: it must be the same module.
-    sys.modules["backend_table"] = sys.modules["__main__"]
+    sys.modules["tests.gpu.backend_table"] = sys.modules["__main__"]
     main()

@@ -1,6 +1,6 @@
 """What fp8 activations cost and save: a layer with them beside the same layer with 16-bit activations.
 
-    PYTHONPATH=.:tests/gpu:tests python tests/gpu/fp8_layer.py [--layer NAME] [--tokens 1024,4096,16384] [--json FILE]
+    python tests/gpu/fp8_layer.py [--layer NAME] [--tokens 1024,4096,16384] [--json FILE]
 
 gpt-oss-20b's layer in MXFP4 (32 experts, 4 a token, 2880 x 2880), or one of `CASES` in MXFP8. Random weights, tokens
 drawn from a normal distribution and the same with 1 % of the channels 50 times larger. Errors are relative L2 errors
@@ -21,6 +21,8 @@ from pathlib import Path
 
 import msgspec
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.gpu.fp8_reference import codes_of, error, reference
 from tests.gpu.kernel_cases import E2M1, Case, Layer, e4m3_table

@@ -148,7 +148,7 @@ TABLE = Table(
     quantization=quantization,
     stock={"marlin_mxfp8": "marlin", "humming_mxfp8": "humming", "humming_mxfp8_grouped": "humming"},
     rounded={"mxfp8": rounded, "fp8_token": rounded_by_token},
-    capabilities={"fp8_token": by_token_limit(growth=2)},  # a squared ReLU
+    limits={"fp8_token": by_token_limit(growth=2)},  # a squared ReLU
     faults=faults,
     ignored=ignored,
     before_conversion=register_biases,

@@ -210,7 +210,7 @@ def test_every_named_fault_is_among_those_of_mxfp8() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_silu", "nemotron_relu2"])
-def test_normal_weights_go_under_one_scale_a_row_and_codes_at_random_do_not(name: str) -> None:
+def test_normal_weights_fit_one_scale_a_row_and_random_codes_do_not(name: str) -> None:
     """One expert of a whole layer: what is rare comes up in its millions of numbers."""
     case = dataclasses.replace(TABLE.cases[name], experts=1, top_k=1)
     said = []
@@ -283,27 +283,25 @@ def test_what_is_ready_is_timed_beside_what_is_late(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(sys, "executable", str(layer))
     monkeypatch.setattr(backend_table, "TIMING_SECONDS", 1.25)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    waiting = [("a", ["slow"]), ("a", ["ready"]), ("a", ["next"])]
-    rows = backend_table._many("mxfp8", waiting, [], 1, time.monotonic() + 7)
-    assert {row["backend"]: row["failure"] for row in rows} == {
-        "slow": "ended, being late: ",
-        "ready": "not begun",
-        "next": "not begun",
-    }
-    monkeypatch.setattr(backend_table, "KEEP_SECONDS", 0.5)
+    tasks = {name: backend_table._Task("a", (name,), tmp_path) for name in ("slow", "ready", "next")}
     kept: list[list[str]] = []
-    rows = backend_table._many(
-        "mxfp8",
-        [("a", ["slow"]), ("a", ["ready"])],
-        [],
-        2,
-        time.monotonic() + 5,
-        lambda rows: kept.append([row["backend"] for row in rows]),
-    )
+
+    def run(names: str, processes: int, seconds: float) -> dict[str, dict[str, Any]]:
+        waiting, deadline = [tasks[name] for name in names.split()], time.monotonic() + seconds
+        rows = backend_table._run_tasks(
+            "mxfp8", waiting, [], processes, deadline, lambda rows: kept.append([row["backend"] for row in rows])
+        )
+        return {row["backend"]: row for row in rows}
+
+    found = run("slow ready next", 1, 7)
+    assert {name: row["failure"] for name, row in found.items()} == {
+        "slow": "ended, being late: ", "ready": "not begun", "next": "not begun"
+    }  # fmt: skip
+    monkeypatch.setattr(backend_table, "KEEP_SECONDS", 0.5)
+    found = run("slow ready", 2, 5)
     assert ["ready"] in kept, kept
-    by_name = {row["backend"]: row for row in rows}
-    assert by_name["slow"]["failure"].startswith("ended, being late")
-    assert by_name["ready"]["self_check"]["alone"] is True
+    assert found["slow"]["failure"].startswith("ended, being late")
+    assert found["ready"]["self_check"]["alone"] is True
 
 
 def test_every_test_for_a_gpu_is_marked_as_one() -> None:
@@ -319,5 +317,18 @@ def test_how_a_process_without_a_result_ended_is_said(tmp_path: Path, monkeypatc
     layer.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(layer))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    (found,) = backend_table._many("mxfp8", [("a", ["dies"])], [], 1, time.monotonic() + 60)
+    task = backend_table._Task("a", ("dies",), tmp_path)
+    (found,) = backend_table._run_tasks("mxfp8", [task], [], 1, time.monotonic() + 60, lambda rows: None)
     assert found["failure"] == "no result, exit status -4: its last words\n" and not found["pass"]
+
+
+@pytest.mark.full
+def test_every_script_for_a_gpu_starts_as_documented() -> None:
+    """From the repository's root, with nothing on the path; their imports are all that runs here."""
+    root, environment = FOLDER.parents[1], {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    for script in sorted(FOLDER.glob("*.py")):
+        command = f"python {script.relative_to(root)}"
+        if f"    {command}" in (text := script.read_text()) and "argparse" in text:
+            words = [sys.executable, *command.split()[1:], "--help"]
+            done = subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0 and "usage:" in done.stdout, (command, done.stderr)
