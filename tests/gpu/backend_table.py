@@ -580,8 +580,8 @@ def _with(problem: Any, activation: Mapping[str, Any]) -> Any:
     return dataclasses.replace(problem, activation=dataclasses.replace(problem.activation, **activation))
 
 
-def _checked(built: Built, backend: Any, release: Any) -> Any:
-    """What the self-check says of a backend, on a layer that is not converted."""
+def _checked(built: Built, backend: Any, release: Any, plan: Any = None) -> Any:
+    """What the self-check says of a backend, on a layer that is not converted; `plan` is the decision's by default."""
     from vllm_moe_oracle import schemes
     from vllm_moe_oracle.verification import self_check
 
@@ -589,7 +589,8 @@ def _checked(built: Built, backend: Any, release: Any) -> Any:
     problem = method.decision.problem
     raw = schemes.module(problem.scheme.name).read(dict(method.adapter.parameters(built.layer)), problem)
     with torch.device(built.device):
-        result = self_check.compare_with_reference(backend, problem, method.decision.plan, raw, method.moe, release)
+        plan = plan or method.decision.plan
+        result = self_check.compare_with_reference(backend, problem, plan, raw, method.moe, release)
     if built.device == "cuda":
         torch.cuda.synchronize()
     return result
@@ -643,6 +644,36 @@ def self_check(built: Built, table: Table, case: Case) -> dict[str, Any]:
         found["faults"][name] = float(f"{result.error:.3e}")
         found["missed"] += [name] * result.passed
     return found
+
+
+def assert_faults_show(table: Table, case: Case, name: str) -> None:
+    """Asserts that a backend's self-check passes on a layer of the emulation's, and fails with each fault.
+
+    For backends that vLLM's layer does not run on one rank, so that `rows_of` has none of theirs.
+    """
+    from vllm_moe_oracle import plugin
+    from vllm_moe_oracle.devices import detect
+    from vllm_moe_oracle.oracle.registry import default_registry
+
+    backend = default_registry()[name]
+    plugin.register()
+    try:
+        built = build(table, case, table.checkpoint(case, "cuda"), "cuda", "auto", own="emulation")
+        plan = backend.plan(built.method.decision.problem, detect.detect())
+        result = _checked(built, backend, built.method.adapter, plan)
+        assert result.passed and not result.skip_reason, str(result)
+        for fault, changed in {**faults(case), **table.faults(case)}.items():
+            assert not _checked(built, _Faulty(backend, changed), built.method.adapter, plan).passed, fault
+        built.close()
+    finally:
+        plugin.unregister()
+
+
+def assert_same_bytes(tensor: torch.Tensor, expected: torch.Tensor, name: str, same: bool = True) -> None:
+    """Asserts that two tensors of one shape hold the same bytes, or, with `same` false, that they do not."""
+    assert tensor.shape == expected.shape and tensor.element_size() == expected.element_size(), name
+    found, theirs = (each.contiguous().view(torch.uint8) for each in (tensor, expected))
+    assert torch.equal(found, theirs) is same, name
 
 
 class Quiet:

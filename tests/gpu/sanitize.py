@@ -97,7 +97,7 @@ def run_case(name: str, tiles: list[str]) -> None:
         tokens, config = TILES[kind]
         if kind == "quantized" and case.format != "mxfp8":
             continue
-        if kind == "sweep" and case.inner % config.down.bk:
+        if kind == "n_tiles" and case.inner % config.down.bk:
             continue
         x, router, ids = test_kernels.inputs(case, tokens, "negative")
         options = {"quantize_activations": True} if kind == "quantized" else {}

@@ -14,13 +14,10 @@ import torch
 
 from tests.gpu.kernel_cases import (
     CASES,
-    UNIT,
     Case,
-    Layer,
     by_name,
     half_elsewhere,
     inputs,
-    make_layer,
     poisoned,
     reference,
 )
@@ -29,35 +26,14 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
+from tests.gpu.stored_layers import check, layer_of  # noqa: E402
 from vllm_moe_oracle.kernels import config as configs  # noqa: E402
 from vllm_moe_oracle.kernels import fused_moe as fm  # noqa: E402
 from vllm_moe_oracle.kernels import gemm  # noqa: E402
 from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig  # noqa: E402
-from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights, pack_expert  # noqa: E402
 
 TOKENS = (1, 2, 3, 17, 129, 513)
 MANY_TOKENS = 2200  # more than 8192 slots of top-4: ids are then sorted in more than one step
-_layers: dict[str, tuple[Layer, PackedWeights]] = {}
-
-
-def layer_of(case: Case) -> tuple[Layer, PackedWeights]:
-    """The case's layer, canonical and stored; stored tensors are poisoned before they are filled."""
-    if case.name not in _layers:
-        layer = make_layer(case)
-        weights = allocate_weights(case.format, case.experts, case.hidden, case.inner, gated=case.gated,
-                           group=case.group, dtype=case.dtype, zero_points=case.zero_points, bias=case.bias,
-                           device="cuda")  # fmt: skip
-        for matrix in (weights.w13, weights.w2):
-            for tensor in matrix.tensors():
-                tensor.view(torch.uint8).fill_(0xA5)
-        for which in ("w13", "w2"):
-            for expert in range(case.experts):
-                parts = (layer.codes, layer.scales, layer.zeros, layer.bias)
-                pack_expert(weights, which, expert, *(
-                    None if part[which] is None else part[which][expert].cuda() for part in parts
-                ))  # fmt: skip
-        _layers[case.name] = layer, weights
-    return _layers[case.name]
 
 
 def call(weights, x, router, ids, case: Case, config: LaunchConfig | None = None, **options):
@@ -76,24 +52,13 @@ def call(weights, x, router, ids, case: Case, config: LaunchConfig | None = None
     return out
 
 
-def check(out, expected, dtype):
-    assert torch.isfinite(out).all()
-    error = (out.float() - expected).double()
-    scale = expected.double().norm()
-    if scale == 0:
-        assert not out.any()
-        return
-    assert error.norm() / scale <= 2.5 * UNIT[dtype]
-    assert error.abs().max() <= 2 * torch.finfo(dtype).eps * expected.abs().max()
-
-
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_layer(case, tokens):
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, tokens)
     out = call(weights, x, router, ids, case)
-    check(out, reference(case, layer, x, router, ids), case.dtype)
+    check(out, reference(case, layer, x, router, ids))
     assert torch.equal(out, call(weights, x, router, ids, case))
 
 
@@ -104,7 +69,7 @@ def test_routing(case, tokens, routing):
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, tokens, routing)
     out = call(weights, x, router, ids.long(), case)
-    check(out, reference(case, layer, x, router, ids), case.dtype)
+    check(out, reference(case, layer, x, router, ids))
 
 
 @pytest.mark.parametrize("tokens", (1, 17, 129))
@@ -114,14 +79,14 @@ def test_expert_map(tokens):
     x, router, _ = inputs(case, tokens)
     expert_map, ids, local = (each.cuda() for each in half_elsewhere(case, tokens))
     out = call(weights, x, router, ids.int(), case, expert_map=expert_map)
-    check(out, reference(case, layer, x, router, local), case.dtype)
+    check(out, reference(case, layer, x, router, local))
 
 
 def test_many_tokens():
     case = by_name("mxfp8")[0]
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, MANY_TOKENS, "negative")
-    check(call(weights, x, router, ids, case), reference(case, layer, x, router, ids), case.dtype)
+    check(call(weights, x, router, ids, case), reference(case, layer, x, router, ids))
 
 
 @pytest.mark.parametrize("experts", (1, 8, 100, 128, 384, 512, 1500))
@@ -164,7 +129,7 @@ def test_quantized_activations(case, tokens):
     x, router, ids = inputs(case, tokens)
     out = call(weights, x, router, ids, case, quantize_activations=True)
     # A last-place difference of h can move one e4m3 value by its spacing, 2**-3 at most, in a few of many elements.
-    check(out, reference(case, layer, x, router, ids, quantize=True), torch.bfloat16)
+    check(out, reference(case, layer, x, router, ids, quantize=True))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +153,7 @@ def test_the_same_bits_where_products_are_dense(format, tile):
     for tokens in (64, 320):
         x, router, ids = inputs(case, tokens)
         outs = [call(weights, x, router, ids, case, config) for _ in range(12)]
-        check(outs[0], reference(case, layer, x, router, ids), case.dtype)
+        check(outs[0], reference(case, layer, x, router, ids))
         assert all(torch.equal(outs[0], out) for out in outs[1:])
 
 
@@ -198,7 +163,7 @@ def test_router_weight_on_input(tokens):
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, tokens)
     out = call(weights, x, router, ids, case, apply_router_weight_on_input=True)
-    check(out, reference(case, layer, x, router, ids, weight_on_input=True), case.dtype)
+    check(out, reference(case, layer, x, router, ids, weight_on_input=True))
 
 
 TILES = {
@@ -276,7 +241,7 @@ def test_tiles(case, tiles):
     config = TILES[tiles]
     for tokens in (3, 16) if config.per_slot else (3, 40, 300):
         x, router, ids = inputs(case, tokens, "negative")
-        check(call(weights, x, router, ids, case, config), reference(case, layer, x, router, ids), case.dtype)
+        check(call(weights, x, router, ids, case, config), reference(case, layer, x, router, ids))
 
 
 @pytest.mark.parametrize(
@@ -291,7 +256,7 @@ def test_sweep(case, bk, sweep):
     config = LaunchConfig(TileConfig(16, 64, 128), TileConfig(16, 64, bk, num_stages=3, n_tiles=sweep))
     for tokens in (3, 40, 300):
         x, router, ids = inputs(case, tokens, "negative")
-        check(call(weights, x, router, ids, case, config), reference(case, layer, x, router, ids), case.dtype)
+        check(call(weights, x, router, ids, case, config), reference(case, layer, x, router, ids))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -351,7 +316,7 @@ def test_graph_replay():
                 target.copy_(source[:tokens])
             out.fill_(float("nan"))
             graph.replay()
-            check(out, reference(case, layer, x, router, ids), case.dtype)
+            check(out, reference(case, layer, x, router, ids))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -359,7 +324,7 @@ def test_reference_beside_the_launcher(case):
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, 17, "negative")
     out = fm.fused_moe_reference(x, weights, router, ids, activation=case.activation, limit=case.limit)
-    check(out, reference(case, layer, x, router, ids), case.dtype)
+    check(out, reference(case, layer, x, router, ids))
 
 
 def test_errors():

@@ -15,11 +15,9 @@ if not torch.cuda.is_available():
 from tests.gpu import backend_table
 from tests.gpu.backend_table import Built, Case, Checkpoint
 from tests.gpu.table_mxfp4 import _OAI, _SILU, GPT_OSS, OTHERS, TABLE
-from vllm_moe_oracle import plugin
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.schemes import mxfp4
-from vllm_moe_oracle.verification import self_check
 
 pytestmark = pytest.mark.gpu
 
@@ -71,33 +69,12 @@ def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
         found = backend.convert(canonical(case, checkpoint, expert), problem, plan)
         assert found.keys() == expected.keys()
         for own, tensor in found.items():
-            theirs = expected[own][expert]
-            assert tensor.shape == theirs.shape and tensor.element_size() == theirs.element_size(), own
-            assert torch.equal(tensor.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)), own
+            backend_table.assert_same_bytes(tensor, expected[own][expert], own)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_batched_marlin_agrees_with_the_reference_and_faults_show(case: Case) -> None:
-    backend = default_registry()["marlin_mxfp4_batched"]
-    plugin.register()
-    try:
-        built = backend_table.build(TABLE, case, TABLE.checkpoint(case, "cuda"), "cuda", "auto", own="emulation")
-        method = built.method
-        problem = method.decision.problem
-        raw = mxfp4.read(dict(method.adapter.parameters(built.layer)), problem)
-        plan = backend.plan(problem, detect.detect())
-
-        def run(tried: Any) -> self_check.Comparison:
-            with torch.device("cuda"):
-                return self_check.compare_with_reference(tried, problem, plan, raw, method.moe, method.adapter)
-
-        result = run(backend)
-        assert result.passed and not result.skip_reason, str(result)
-        for name, fault in {**backend_table.faults(case), **TABLE.faults(case)}.items():
-            assert not run(backend_table._Faulty(backend, fault)).passed, name
-        built.close()
-    finally:
-        plugin.unregister()
+    backend_table.assert_faults_show(TABLE, case, "marlin_mxfp4_batched")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

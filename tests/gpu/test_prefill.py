@@ -7,18 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gpu.kernel_cases import CASES, UNIT, Case, Layer, half_elsewhere, inputs, make_layer, poisoned, reference
+from tests.gpu.kernel_cases import CASES, Case, half_elsewhere, inputs, poisoned, reference
 
 pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
+from tests.gpu.stored_layers import check, layer_of  # noqa: E402
 from vllm_moe_oracle.kernels import fused_moe as fm  # noqa: E402
 from vllm_moe_oracle.kernels import prefill_launch, prefill_route  # noqa: E402
 from vllm_moe_oracle.kernels.prefill_config import PrefillConfig, prefill_errors  # noqa: E402
-from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights, pack_expert  # noqa: E402
-
-_layers: dict[str, tuple[Layer, PackedWeights]] = {}
+from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights  # noqa: E402
 
 
 def whole_steps(case: Case) -> Case:
@@ -42,26 +41,6 @@ PREFILL_CASES = [case for case in map(whole_steps, CASES) if supported(case)]
 PREFILL_CASES += [case for case in map(half_steps, PREFILL_CASES) if case.group in (0, 32) and supported(case)]
 
 
-def layer_of(case: Case) -> tuple[Layer, PackedWeights]:
-    """The case's layer, canonical and stored; stored tensors are poisoned before they are filled."""
-    if case.name not in _layers:
-        layer = make_layer(case)
-        weights = allocate_weights(case.format, case.experts, case.hidden, case.inner, gated=case.gated,
-                           group=case.group, dtype=case.dtype, zero_points=case.zero_points, bias=case.bias,
-                           device="cuda")  # fmt: skip
-        for matrix in (weights.w13, weights.w2):
-            for tensor in matrix.tensors():
-                tensor.view(torch.uint8).fill_(0xA5)
-        for which in ("w13", "w2"):
-            for expert in range(case.experts):
-                parts = (layer.codes, layer.scales, layer.zeros, layer.bias)
-                pack_expert(weights, which, expert, *(
-                    None if part[which] is None else part[which][expert].cuda() for part in parts
-                ))  # fmt: skip
-        _layers[case.name] = layer, weights
-    return _layers[case.name]
-
-
 def call(weights: PackedWeights, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, case: Case,
          config: PrefillConfig | None = None, **options: object) -> torch.Tensor:  # fmt: skip
     """fused_moe with poisoned workspace and output."""
@@ -73,16 +52,6 @@ def call(weights: PackedWeights, x: torch.Tensor, router: torch.Tensor, ids: tor
                  counters=torch.zeros(1, dtype=torch.int32, device="cuda"), out=out, config=config,
                  **options)  # fmt: skip
     return out
-
-
-def check(out: torch.Tensor, expected: torch.Tensor) -> None:
-    assert torch.isfinite(out).all()
-    error = (out.float() - expected).double()
-    if not expected.any():
-        assert not out.any()
-        return
-    assert error.norm() / expected.double().norm() <= 2.5 * UNIT[out.dtype]
-    assert error.abs().max() <= 2 * torch.finfo(out.dtype).eps * expected.abs().max()
 
 
 @pytest.mark.parametrize("tokens", (1, 17, 129, 513, 2200))

@@ -22,7 +22,6 @@ from vllm_moe_oracle import plugin
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.schemes import wna16
-from vllm_moe_oracle.verification import self_check
 
 pytestmark = pytest.mark.gpu
 
@@ -128,33 +127,12 @@ def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
         found = backend.convert({own: tensor[expert] for own, tensor in canonical.items()}, problem, plan)
         assert found.keys() - expected.keys() == dropped
         for own in found.keys() - dropped:
-            tensor, theirs = found[own], expected[own][expert]
-            assert tensor.shape == theirs.shape, own
-            same = torch.equal(tensor.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
-            assert same == (STOCK_IS_WRONG.get((name, case.name)) != own), own
+            same = STOCK_IS_WRONG.get((name, case.name)) != own
+            backend_table.assert_same_bytes(found[own], expected[own][expert], own, same)
     if dropped:
         pytest.skip(f"stock drops {', '.join(sorted(dropped))}: not compared; the other tensors are as stock's")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_batched_marlin_agrees_with_the_reference_and_faults_show(case: Case) -> None:
-    backend = default_registry()["marlin_wna16_batched"]
-    plugin.register()
-    try:
-        built = backend_table.build(TABLE, case, TABLE.checkpoint(case, "cuda"), "cuda", "auto", own="emulation")
-        method = built.method
-        problem = method.decision.problem
-        raw = wna16.read(dict(method.adapter.parameters(built.layer)), problem)
-        plan = backend.plan(problem, detect.detect())
-
-        def run(tried: Any) -> self_check.Comparison:
-            with torch.device("cuda"):
-                return self_check.compare_with_reference(tried, problem, plan, raw, method.moe, method.adapter)
-
-        result = run(backend)
-        assert result.passed and not result.skip_reason, str(result)
-        for name, fault in backend_table.faults(case).items():
-            assert not run(backend_table._Faulty(backend, fault)).passed, name
-        built.close()
-    finally:
-        plugin.unregister()
+    backend_table.assert_faults_show(TABLE, case, "marlin_wna16_batched")
