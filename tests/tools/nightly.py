@@ -3,8 +3,8 @@
     python -m tests.tools.nightly --state FILE [--wheel WHEEL]
 
 Prints a summary in Markdown. A difference counts as an alarm when the run before had it too: nightly wheels are
-sometimes broken for a night. A wheel that cannot be downloaded is no alarm either. The index of nightly wheels is the
-variable ``VLLM_NIGHTLY_INDEX``; without it the configured registry is asked for a pre-release.
+sometimes broken for a night. A wheel that cannot be downloaded or unpacked is no alarm either. The index of nightly
+wheels is the variable ``VLLM_NIGHTLY_INDEX``; without it the configured registry is asked for a pre-release.
 
 Exit status: 0 no difference that two runs have, 1 at least one, 2 wrong arguments.
 """
@@ -42,7 +42,11 @@ def download(folder: Path) -> Path:
 
 
 def differences(wheel: Path, folder: Path) -> list[str]:
-    """What the newest tested release has and the wheel's sources have not, one line each, sorted."""
+    """What the newest tested release has and the wheel's sources have not, one line each, sorted.
+
+    Raises:
+        zipfile.BadZipFile: the wheel is damaged.
+    """
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder, [name for name in archive.namelist() if name.endswith(".py")])
     try:
@@ -70,10 +74,10 @@ def main(arguments: list[str] | None = None) -> int:
         folder = Path(name)
         try:
             wheel = chosen.wheel or download(folder)
-        except releases.ReleaseUnavailable as error:
-            print(f"No nightly wheel could be downloaded: {error}")
+            found = differences(wheel, folder / "sources")
+        except (releases.ReleaseUnavailable, zipfile.BadZipFile) as error:
+            print(f"There is no nightly wheel to check: {error}")
             return 0
-        found = differences(wheel, folder / "sources")
     lasting = previous(chosen.state) & set(found)
     chosen.state.parent.mkdir(parents=True, exist_ok=True)
     chosen.state.write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -49,6 +49,9 @@ def test_damaged_state_and_missing_wheels_are_no_alarm(
     monkeypatch.setattr(nightly, "download", unavailable)
     assert nightly.main(["--state", str(tmp_path / "other.json")]) == 0
     assert "no network" in capsys.readouterr().out and not (tmp_path / "other.json").exists()
+    wheel.write_bytes(wheel.read_bytes()[:40])
+    assert run(monkeypatch, tmp_path / "damaged", wheel, ["a is gone"]) == 0
+    assert not (tmp_path / "damaged").exists()
 
 
 def test_sources_that_cannot_be_followed_are_a_difference(
