@@ -86,9 +86,10 @@ def run_case(name: str, tiles: list[str]) -> None:
 
     from tests.gpu import test_kernels
     from tests.gpu.kernel_cases import by_name
+    from tests.gpu.stored_layers import layer_of
 
     (case,) = by_name(name)
-    _, weights = test_kernels.layer_of(case)
+    _, weights = layer_of(case)
     for kind in tiles:
         if kind in PERSISTENT:
             ran = run_fp8(case) if kind == "fp8" else run_prefill(prefill_layers(case, kind))
@@ -123,10 +124,11 @@ def run_prefill(cases: list[Case]) -> bool:
     import torch
 
     from tests.gpu import test_prefill
+    from tests.gpu.stored_layers import layer_of
     from vllm_moe_oracle.kernels import prefill_launch
 
     for each in cases:
-        _, weights = test_prefill.layer_of(each)
+        _, weights = layer_of(each)
         for tokens in PREFILL:
             # The second product in one launch, and in two.
             for beside in (1 << 62, 0):

@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tests.lib.byte_values import every_byte_value  # noqa: E402
 from vllm_moe_oracle.layouts.operand_bits import gather_e2m1, gather_e4m3, spread_e2m1, spread_e4m3  # noqa: E402
 
 E2M1 = ((15, 8, 7, 6), (11, 4, 3, 2), (5, 14, 13, 12), (9, 10, 1, 0))
@@ -16,28 +17,19 @@ E2M1 = ((15, 8, 7, 6), (11, 4, 3, 2), (5, 14, 13, 12), (9, 10, 1, 0))
 E4M3 = ((15, 10, 9, 8, 7, 6, 5, 4), (11, 14, 13, 12, 3, 2, 1, 0))
 
 
-def every_combination() -> torch.Tensor:
-    """All values of each byte, the others random: uint8 `[4 * 256 * 8, 4]`."""
-    generator = torch.Generator().manual_seed(0)
-    four = torch.randint(0, 256, (4 * 256 * 8, 4), dtype=torch.uint8, generator=generator)
-    for index, (byte, value) in enumerate(itertools.product(range(4), range(256))):
-        four[8 * index : 8 * index + 8, byte] = value
-    return four
-
-
 def all_pairs() -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.arange(65536)
     return (codes >> 8).to(torch.uint8), (codes & 255).to(torch.uint8)
 
 
 def test_every_e2m1_code_comes_back() -> None:
-    four = every_combination()
+    four = every_byte_value()
     assert torch.equal(gather_e2m1(spread_e2m1(four)), four)
     assert spread_e2m1(four.to("meta")).shape == four.shape
 
 
 def test_e2m1_bits_are_where_the_module_says() -> None:
-    four = every_combination()
+    four = every_byte_value()
     words = spread_e2m1(four).view(torch.int32).flatten().to(torch.int64) & 0xFFFFFFFF
     for half, byte in itertools.product(range(2), range(4)):
         code = (four[:, byte].to(torch.int64) >> 4 * half) & 15

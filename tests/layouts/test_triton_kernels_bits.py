@@ -6,6 +6,7 @@ import itertools
 
 import torch
 
+from tests.lib.byte_values import every_byte_value
 from vllm_moe_oracle.layouts.triton_kernels_bits import gather_bits, spread_bits
 from vllm_moe_oracle.schemes.mxfp4 import dequantize
 
@@ -13,22 +14,13 @@ PLACES = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 11, 10, 13))
 MASK = 0b1000000111000000
 
 
-def every_combination() -> torch.Tensor:
-    """All values of each byte, the others random: uint8 `[4 * 256 * 8, 4]`."""
-    generator = torch.Generator().manual_seed(0)
-    four = torch.randint(0, 256, (4 * 256 * 8, 4), dtype=torch.uint8, generator=generator)
-    for index, (byte, value) in enumerate(itertools.product(range(4), range(256))):
-        four[8 * index : 8 * index + 8, byte] = value
-    return four
-
-
 def test_every_code_comes_back() -> None:
-    four = every_combination()
+    four = every_byte_value()
     assert torch.equal(gather_bits(spread_bits(four)), four)
 
 
 def test_bits_are_where_the_module_says() -> None:
-    four = every_combination()
+    four = every_byte_value()
     words = spread_bits(four).view(torch.int32).flatten().to(torch.int64) & 0xFFFFFFFF
     for half, byte in itertools.product(range(2), range(4)):
         code = (four[:, byte].to(torch.int64) >> 4 * half) & 15
@@ -37,7 +29,7 @@ def test_bits_are_where_the_module_says() -> None:
 
 
 def test_a_shift_and_a_mask_leave_a_bfloat16() -> None:
-    four = every_combination()
+    four = every_byte_value()
     halves = spread_bits(four).view(torch.int16).to(torch.int32) & 0xFFFF  # [.., 2]
     fourth = ((halves << 1) & 0x8000) | ((halves >> 3) & 0x0180) | ((halves >> 7) & 0x0040)
     shifted = [halves & MASK, (halves << 3) & MASK, (halves << 6) & MASK, fourth]

@@ -19,36 +19,18 @@ def random_bytes(seed: int, *shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize(("format", "bits"), [("int4", 4), ("e2m1", 4), ("int8", 8), ("e4m3", 8)])
 @settings(deadline=None, max_examples=20)
 @given(ROWS, BLOCKS, SEEDS)
-def test_four_bit_codes_come_back(rows: int, blocks: int, seed: int) -> None:
-    codes = random_bytes(seed, rows, blocks * 16)
-    for shuffle, unshuffle in (
-        (wgmma_fragments.shuffle_int4, wgmma_fragments.unshuffle_int4),
-        (wgmma_fragments.shuffle_e2m1, wgmma_fragments.unshuffle_e2m1),
-    ):
-        stored = shuffle(codes)
-        assert stored.shape == wgmma_fragments.chunk_shape(rows, blocks * 32, 4)
-        assert torch.equal(unshuffle(stored, rows, blocks * 32), codes)
-        target = torch.full(stored.shape, 0xA5, dtype=torch.uint8)
-        assert shuffle(codes, target) is target
-        assert torch.equal(target, stored)
-
-
-@settings(deadline=None, max_examples=20)
-@given(ROWS, BLOCKS, SEEDS)
-def test_bytes_come_back(rows: int, blocks: int, seed: int) -> None:
-    codes = random_bytes(seed, rows, blocks * 32)
-    for shuffle, unshuffle in (
-        (wgmma_fragments.shuffle_int8, wgmma_fragments.unshuffle_int8),
-        (wgmma_fragments.shuffle_e4m3, wgmma_fragments.unshuffle_e4m3),
-    ):
-        stored = shuffle(codes)
-        assert stored.shape == wgmma_fragments.chunk_shape(rows, blocks * 32, 8)
-        assert torch.equal(unshuffle(stored, rows, blocks * 32), codes)
-        target = torch.full(stored.shape, 0xA5, dtype=torch.uint8)
-        assert shuffle(codes, target) is target
-        assert torch.equal(target, stored)
+def test_codes_come_back(format: str, bits: int, rows: int, blocks: int, seed: int) -> None:
+    shuffle, unshuffle = (getattr(wgmma_fragments, f"{verb}_{format}") for verb in ("shuffle", "unshuffle"))
+    codes = random_bytes(seed, rows, blocks * 4 * bits)
+    stored = shuffle(codes)
+    assert stored.shape == wgmma_fragments.chunk_shape(rows, blocks * 32, bits)
+    assert torch.equal(unshuffle(stored, rows, blocks * 32), codes)
+    target = torch.full(stored.shape, 0xA5, dtype=torch.uint8)
+    assert shuffle(codes, target) is target
+    assert torch.equal(target, stored)
 
 
 @settings(deadline=None, max_examples=20)
