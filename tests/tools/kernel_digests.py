@@ -1,12 +1,15 @@
 """Digests of what the kernels compile to: ``python -m tests.tools.kernel_digests OUT.json [--sass N]``.
 
 For every shipped configuration, the heuristic's, and variants in float16, with zero points, expert maps and MXFP8
-activations, it hashes each launch's Triton or Gluon IR without symbol names and locations, its constants and its
-compile options. It also hashes the configurations chosen and suggested for each of these layers. Equal
-digests under one Triton version mean equal machine code and equal choices, so `tests.tools.restamp_profiles` may renew
-the profiles' fingerprint. ``--sass N`` also hashes the machine code of every N-th kernel.
+activations, it hashes what Triton's later passes read: the IR after calls were inlined, without symbol names and
+locations, and the compile options. It also hashes what decides how many variants a server compiles: the constants and
+the arguments whose values are not specialized. A statement that moves to a function of its own changes no digest.
 
-Needs no GPU. To compare with another commit, run the tool in a worktree of that commit.
+The configurations chosen and suggested for each layer are hashed too. Equal digests, made by one version of the tool
+under one Triton version, mean equal machine code and equal choices, so `tests.tools.restamp_profiles` may renew the
+profiles' fingerprint. ``--sass N`` also hashes the machine code of every N-th kernel.
+
+Needs no GPU. To compare with another commit, copy this file into a worktree of that commit and run it there.
 """
 
 from __future__ import annotations
@@ -15,11 +18,15 @@ import argparse
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from triton._C.libtriton import ir
+from triton.backends.compiler import Language
+from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
 from tests.lib.kernel_launches import (
@@ -68,20 +75,33 @@ class Digests:
         """Hash of one launch."""
         source, options = specialize(launch)
         kernel = launch[0]
-        constants = tuple((index, repr(value)) for index, value in source.constants.items())
-        key = (kernel.fn.__module__, kernel.__name__, tuple(source.signature.values()), constants, str(options))
+        specialization = (
+            sorted((index, repr(value)) for index, value in source.constants.items()),
+            sorted(source.attrs.items()),
+            [(each.do_not_specialize, each.do_not_specialize_on_alignment) for each in kernel.params],
+            sorted(options.items()),
+        )
+        key = (kernel.fn.__module__, kernel.__name__, tuple(source.signature.values()), repr(specialization))
         if key not in self._known:
-            parsed = self._backend.parse_options(dict(options))
-            context = ir.context()
-            ir.load_dialects(context)
-            self._backend.load_dialects(context)
-            functions, modules = self._backend.get_codegen_implementation(parsed), self._backend.get_module_map()
-            text = without_names(source.make_ir(TARGET, parsed, functions, modules, context).str_nodebug())
-            text += repr(sorted(options.items())) + repr(constants)
+            text = without_names(self._inlined_ir(source, options)) + repr(specialization)
             if self._sass and len(self._known) % self._sass == 0:
                 text += without_names(disassemble(compile_launch(launch).asm["cubin"])[0])
             self._known[key] = sha(text)
         return self._known[key]
+
+    def _inlined_ir(self, source: ASTSource, options: dict[str, Any]) -> str:
+        """The IR after the first stage with passes, which begin with the inliner."""
+        parsed = self._backend.parse_options(dict(options))
+        context = ir.context()
+        ir.load_dialects(context)
+        self._backend.load_dialects(context)
+        functions, modules = self._backend.get_codegen_implementation(parsed), self._backend.get_module_map()
+        made = source.make_ir(TARGET, parsed, functions, modules, context)
+        stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
+        self._backend.add_stages(stages, parsed, source.language)
+        text: str = stages["ttgir" if source.language == Language.GLUON else "ttir"](made, {}).str_nodebug()
+        assert " call @" not in text and "tt.call" not in text, "a call was not inlined"
+        return text
 
     def __len__(self) -> int:
         return len(self._known)
@@ -169,7 +189,8 @@ def main() -> None:
     args = parser.parse_args()
     digests = Digests(args.sass)
     compiled = {name: [digests.of(launch) for launch in each] for name, each in calls().items()}
-    made = {"compiled": compiled, "choices": choices()}
+    tool = sha(Path(__file__).read_text())
+    made = {"tool": tool, "triton": triton.__version__, "compiled": compiled, "choices": choices()}
     args.out.write_text(json.dumps(made, indent=0, sort_keys=True) + "\n")
     print(f"{len(compiled)} calls, {len(digests)} kernels, {len(made['choices'])} choices")
 

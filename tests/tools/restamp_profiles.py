@@ -36,6 +36,9 @@ def main() -> int:
         print("\n".join(f"{path.name} was measured with other kernels" for path in stale) or "every profile is current")
         return int(bool(stale))
     before, after = (json.loads(path.read_text()) for path in args.digests)
+    if made_by := [name for name in ("tool", "triton") if before[name] != after[name]]:
+        print(f"the digests cannot be compared: made by another {' and another '.join(made_by)}")
+        return 1
     if before != after:
         print("the kernels compile to something else, or other configurations are chosen: measure again")
         return 1

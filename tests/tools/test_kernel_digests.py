@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -36,6 +38,52 @@ def test_equal_launches_have_equal_digests() -> None:
     wide = of(TileConfig(16, 128, 128))
     assert [a == b for a, b in zip(first, wide, strict=True)] == [True, False, False, True]
     assert digests.of(fp8_launches(544, 96, "silu", False)[0]) not in first
+
+
+def test_a_digest_depends_on_how_arguments_are_specialized() -> None:
+    """On the divisibility of an integer, and on whether it is specialized at all."""
+    digests = Digests(0)
+    gemms = [each for each in fp8_launches(544, 96, "silu", False) if "rows_of_expert" in each[0].arg_names]
+    kernel, args, kwargs = gemms[0]
+    index = kernel.arg_names.index("columns")
+    assert args[index] == 544
+    first = digests.of((kernel, args, kwargs))
+    assert digests.of((kernel, (*args[:index], 543, *args[index + 1 :]), kwargs)) != first
+    free = next(each for each in kernel.params if each.name == "max_blocks")
+    assert free.do_not_specialize
+    with mock.patch.object(free, "do_not_specialize", False):
+        assert digests.of((kernel, args, kwargs)) != first
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, None),
+        ({"triton": "3.9.0"}, "made by another triton"),
+        ({"tool": "1", "triton": "3.9.0"}, "made by another tool and another triton"),
+        ({"compiled": {"a": ["1"]}}, "measure again"),
+        ({"choices": {"a": "1"}}, "measure again"),
+    ],
+)
+def test_profiles_are_restamped_only_for_equal_digests(
+    change: dict[str, Any],
+    said: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    profile = tmp_path / "gpu.json"
+    stale = '{\n"environment": {"gpu":"x","kernels": "0123456789abcdef"}\n}'
+    profile.write_text(stale)
+    digests = {"tool": "0", "triton": "3.6.0", "compiled": {"a": ["0"]}, "choices": {"a": "0"}}
+    paths = [tmp_path / "before.txt", tmp_path / "after.txt"]
+    for path, made in zip(paths, (digests, digests | change), strict=True):
+        path.write_text(json.dumps(made))
+    monkeypatch.setattr(restamp_profiles, "PROFILES", tmp_path)
+    monkeypatch.setattr("sys.argv", ["restamp_profiles", *map(str, paths)])
+    assert restamp_profiles.main() == (said is not None)
+    assert (profile.read_text() == stale) == (said is not None)
+    assert (said or kernel_sources_hash()) in capsys.readouterr().out
 
 
 def test_every_profile_has_the_fingerprint_of_these_sources() -> None:
