@@ -164,7 +164,7 @@ def mxfp8_values(x: torch.Tensor) -> torch.Tensor:
 
 def activated(case: Case, y: torch.Tensor) -> torch.Tensor:
     """The case's activation of `[m, 2 * inner]` (`[m, inner]` if not gated), in y's dtype: `[m, inner]`."""
-    if not case.gated:
+    if case.activation == "relu2":
         return torch.relu(y) ** 2
     gate, up = y[:, : case.inner], y[:, case.inner :]
     if case.limit is not None:
@@ -175,6 +175,8 @@ def activated(case: Case, y: torch.Tensor) -> torch.Tensor:
         return gate / (1 + torch.exp(-gate)) * up
     if case.activation == "gelu":
         return 0.5 * gate * (1 + torch.erf(gate / 2**0.5)) * up
+    if case.activation != "gelu_tanh":
+        raise ValueError(f"no formula for {case.activation!r}")
     return 0.5 * gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
 
 

@@ -7,11 +7,11 @@ when the checkpoint's activations are that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..core.activations import alpha_beta
+from ..core.activations import GATED, UNGATED
 from ..core.capabilities import Capabilities, Rule
 from ..core.decision import Numerics, ShardPlan
 from ..core.problem import Activation, ActivationPrecision, Device, Problem
@@ -42,8 +42,8 @@ class Emulation(Backend):
     capabilities = Capabilities(
         devices=("cpu", "cuda", "rocm", "xpu"),
         dtypes=("bfloat16", "float16", "float32"),
-        gated=("silu", "gelu", "gelu_tanh", "swigluoai", "situ", "swiglustep"),
-        ungated=("silu", "gelu", "gelu_tanh", "relu2"),
+        gated=GATED,
+        ungated=UNGATED,
         activation_params=True,
         bias=True,
         bits=(4, 8),
@@ -163,6 +163,7 @@ def _sum_over_experts(
     import torch
 
     from .. import schemes
+    from ..kernels.activations import activate
 
     scheme = schemes.module(problem.scheme.name)
     declared = problem.scheme.activations
@@ -248,49 +249,6 @@ def _params_are_defined(activation: Activation) -> bool:
     if activation.name == "swiglustep":
         return activation.alpha is None and activation.beta is None and activation.limit is not None
     return activation.name in ("silu", "swigluoai") or activation.alpha is None
-
-
-def activate(hidden: Tensor, activation: Activation) -> Tensor:
-    """The function between the products.
-
-    Args:
-        hidden: float32 `[M, R]`: gate columns then up columns when gated.
-        activation: which function, with its parameters. ``swigluoai`` is
-            ``gate * sigmoid(alpha * gate) * (up + beta)`` after clamping gate from above and up from both sides to
-            ``limit`` (gpt-oss's modeling code); a limit on any other gated function clamps the same way, but on
-            ``swiglustep``, which clamps ``silu(gate)`` (Step-3.5's modeling code). ``situ`` is
-            ``alpha * tanh(gate / alpha) * sigmoid(gate) * beta * tanh(up / beta)`` (Kimi-K3).
-
-    Returns:
-        float32 `[M, I]`.
-    """
-    import torch
-    from torch.nn.functional import gelu, relu
-
-    alpha, beta = alpha_beta(activation)  # silu is swigluoai with other defaults
-
-    def swish(gate: Tensor) -> Tensor:
-        return gate * torch.sigmoid(alpha * gate)
-
-    functions: dict[str, Callable[[Tensor], Tensor]] = {
-        "silu": swish,
-        "swigluoai": swish,
-        "gelu": gelu,
-        "gelu_tanh": lambda gate: gelu(gate, approximate="tanh"),
-        "relu2": lambda gate: relu(gate).square(),
-    }
-    if not activation.gated:
-        return functions[activation.name](hidden)
-    gate, up = hidden.chunk(2, dim=-1)
-    if activation.name == "situ":
-        gate = alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate)
-        return gate * (up if activation.beta is None else beta * torch.tanh(up / beta))
-    if activation.name == "swiglustep":
-        limit = activation.limit
-        return swish(gate).clamp(max=limit) * (up if limit is None else up.clamp(-limit, limit))
-    if activation.limit is not None:
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    return functions[activation.name](gate) * (up + beta)
 
 
 BACKEND = Emulation()

@@ -1,9 +1,9 @@
 """The activations of experts: one table of what the rest of the package needs to know about each.
 
-A new activation is an entry of `ACTIVATIONS` and its formula in the reference (`backends/emulation.py`). If this
-project's kernels implement it, the entry names the formula in `kernel`, and the formula is in `kernels/epilogue.py` and
-in the reference in `kernels/fused_moe.py`. A backend declares the names that it supports in its `Capabilities`; the
-Hopper backends derive them from `kernel`.
+A new activation is an entry of `ACTIVATIONS` and its formula in torch (`kernels/activations.py`), which the emulation
+and the kernels' reference compute. If this project's kernels implement it, the entry names it in `kernel`, and its
+formula for them is in `kernels/epilogue.py`. A backend declares the names that it supports in its `Capabilities`: the
+emulation supports the whole table, the Hopper backends every entry with a `kernel`.
 """
 
 from __future__ import annotations

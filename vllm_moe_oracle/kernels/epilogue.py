@@ -28,7 +28,7 @@ def mxfp8_round_trip(x, GROUP_AXIS: tl.constexpr):
 
 @triton.jit
 def activate(gate, up, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr):
-    """Gated activations in float32: "swiglu" is gate * sigmoid(alpha * gate) * (up + beta), after limits if any."""
+    """The gated activation named by `ActivationSpec.kernel`, in float32, after limits if any."""
     if HAS_LIMIT:
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -37,8 +37,17 @@ def activate(gate, up, alpha, beta, limit, ACTIVATION: tl.constexpr, HAS_LIMIT: 
     elif ACTIVATION == "gelu":
         return gate * 0.5 * (1.0 + libdevice.erf(gate * 0.7071067811865476)) * up
     else:
+        tl.static_assert(ACTIVATION == "gelu_tanh", "no formula for this gated activation")
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return gate * 0.5 * (1.0 + libdevice.tanh(inner)) * up
+
+
+@triton.jit
+def activate_ungated(x, ACTIVATION: tl.constexpr):
+    """The activation of experts without a gate, named by `ActivationSpec.kernel`, in float32."""
+    tl.static_assert(ACTIVATION == "relu2", "no formula for this activation without a gate")
+    positive = tl.maximum(x, 0.0)
+    return positive * positive
 
 
 @triton.jit
@@ -79,8 +88,7 @@ def store_activated(acc, row_scale, bias, router, h_ptr, slot, slot_mask, tile_n
         value = activate(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT).reshape(OUT, BM)
     else:
         OUT: tl.constexpr = BN
-        positive = tl.maximum(acc, 0.0)
-        value = positive * positive
+        value = activate_ungated(acc, ACTIVATION)
     if QUANTIZE:
         value = mxfp8_round_trip(value.reshape(OUT // 32, 32, BM), 1).reshape(OUT, BM)
     value = value.to(h_ptr.dtype.element_ty)

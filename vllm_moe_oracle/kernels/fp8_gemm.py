@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .epilogue import activate
-from .prefill import advance, next_tile, partition_tiles, peek_tiles, tma_copy
+from .epilogue import activate, activate_ungated
+from .persistent import advance, begin_tiles, load_padded, skip_tile, take_tile, tma_copy
 
 # Tokens of one group of warps (of two), weight rows of a copy, columns of a step.
 GROUP_TOKENS = gl.constexpr(64)
@@ -54,16 +54,9 @@ def producer(x_desc, w_desc, memory, blocks_ptr, max_blocks, tiles, columns, row
     x_smem, w_smem, full, empty = memory[0], memory[1], memory[2], memory[3]
     stage = 0
     phase = 0
-    large_index = 0
-    small_index = 0
-    num_large, num_small, large_offset, small_offset = partition_tiles(blocks_ptr, tiles, ROTATE)
-    large_tile, small_tile = peek_tiles(blocks_ptr, max_blocks, tiles, 0, 0, large_offset, small_offset, ROTATE)
-    for _ in range(0, num_large + num_small):
-        expert, start, rows, tile_n, large_index, small_index = next_tile(
-            large_tile, small_tile, large_index, small_index, num_large, num_small)  # fmt: skip
-        # The loads arrive while this tile is computed.
-        large_tile, small_tile = peek_tiles(
-            blocks_ptr, max_blocks, tiles, large_index, small_index, large_offset, small_offset, ROTATE)  # fmt: skip
+    share, cursor = begin_tiles(blocks_ptr, max_blocks, tiles, ROTATE)
+    for _ in range(0, share[0] + share[1]):
+        expert, start, rows, tile_n, cursor = take_tile(blocks_ptr, max_blocks, tiles, share, cursor, ROTATE)
         first = tile_n * (2 * COPY_ROWS)
         both = rows > GROUP_TOKENS
         wide = rows_of_expert - first > COPY_ROWS
@@ -112,17 +105,6 @@ def multiply_tile(memory, stage, phase, columns, WARPGROUP: gl.constexpr, STAGES
 
 
 @gluon.jit
-def skip_tile(memory, stage, phase, columns, STAGES: gl.constexpr):
-    """Consumes a tile's stages without computing."""
-    full, empty = memory[2], memory[3]
-    for _ in range(0, columns, BK):
-        mbarrier.wait(full.index(stage), phase)
-        mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = advance(stage, phase, STAGES)
-    return stage, phase
-
-
-@gluon.jit
 def split_columns(acc):
     """The left and the right half of the columns, without moving anything between lanes."""
     HALF: gl.constexpr = acc.shape[1] // 2
@@ -158,8 +140,7 @@ def store_tile(acc, by_row, by_token, slots, out_ptr, width, first, start, rows,
     first += OFFSET
     if not GATED:
         if not DOWN:
-            acc = gl.maximum(acc, 0.0)
-            acc = acc * acc
+            acc = activate_ungated(acc, ACTIVATION)
         value = acc.to(DTYPE).reshape(GROUP_TOKENS, 2, 4, 4, 2).permute(0, 1, 3, 2, 4).reshape(GROUP_TOKENS, 64)
     else:
         gate, up = gl.split(acc.reshape(GROUP_TOKENS, 32, 2))
@@ -192,13 +173,6 @@ def store_tile_parts(acc, by_row, by_token, slots, out_ptr, width, first, start,
     else:
         store_tile(acc, by_row, by_token, slots, out_ptr, width, first, start, rows, alpha, beta, limit, OFFSET,
                    WARPGROUP, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
-
-
-@gluon.jit
-def load_padded(pointer, count, SIZE: gl.constexpr):
-    """SIZE values, 0 from `count` on."""
-    i = gl.arange(0, SIZE, layout=gl.BlockedLayout([max(1, SIZE // 128)], [32], [4], [0]))
-    return gl.load(pointer + i, mask=i < count, other=0)
 
 
 @gluon.jit
@@ -240,23 +214,16 @@ def consumer(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, so
     """One of the two consumer warpgroups."""
     stage = 0
     phase = 0
-    large_index = 0
-    small_index = 0
-    num_large, num_small, large_offset, small_offset = partition_tiles(blocks_ptr, tiles, ROTATE)
-    large_tile, small_tile = peek_tiles(blocks_ptr, max_blocks, tiles, 0, 0, large_offset, small_offset, ROTATE)
-    for _ in range(0, num_large + num_small):
-        expert, start, rows, tile_n, large_index, small_index = next_tile(
-            large_tile, small_tile, large_index, small_index, num_large, num_small)  # fmt: skip
-        # The loads arrive while this tile is computed.
-        large_tile, small_tile = peek_tiles(
-            blocks_ptr, max_blocks, tiles, large_index, small_index, large_offset, small_offset, ROTATE)  # fmt: skip
+    share, cursor = begin_tiles(blocks_ptr, max_blocks, tiles, ROTATE)
+    for _ in range(0, share[0] + share[1]):
+        expert, start, rows, tile_n, cursor = take_tile(blocks_ptr, max_blocks, tiles, share, cursor, ROTATE)
         first = tile_n * (2 * COPY_ROWS)
         scales = row_scale_ptr + expert.to(gl.int64) * rows_of_expert
         biases = bias_ptr + expert.to(gl.int64) * rows_of_expert
         start += GROUP_TOKENS * WARPGROUP
         rows -= GROUP_TOKENS * WARPGROUP
         if rows <= 0:
-            stage, phase = skip_tile(memory, stage, phase, columns, STAGES)
+            stage, phase = skip_tile(memory[2], memory[3], stage, phase, columns, BK, STAGES)
         elif rows_of_expert - first > COPY_ROWS:
             stage, phase = compute_tile(
                 memory, stage, phase, scales, biases, out_ptr, scale_ptr, sorted_ptr, routers_ptr, columns,
@@ -302,7 +269,7 @@ def product(x_desc, w_desc, row_scale_ptr, bias_ptr, out_ptr, scale_ptr, sorted_
     w [experts * rows_of_expert, columns] e4m3, row_scale and bias float32 [experts, rows_of_expert], a multiple of 32.
     x and w: descriptors, boxes [64, 128] and [128, 128]. sorted, routers, blocks, max_blocks:
     `prefill_route.place_slots`. tiles: 256 rows of an expert each. ROUTER_WEIGHT: router weights multiply in this
-    product. ROTATE: `prefill.partition_tiles`. A one-dimensional grid of any size, of 4 warps.
+    product. ROTATE: `persistent.partition_tiles`. A one-dimensional grid of any size, of 4 warps.
     """
     if PDL:
         gdc_wait()

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 
 from ..core.activations import ACTIVATIONS
+from ..core.problem import Activation
 from . import gemm, prefill_launch, route
+from .activations import activate
 from .config import (
     BATCH_INVARIANT_CONFIG,
     ConfigTable,
@@ -374,7 +376,6 @@ def fused_moe_reference(
     quantize_activations: bool = False,
 ) -> torch.Tensor:
     """`fused_moe` in plain torch and float32 on any device; h is rounded as the kernels round it."""
-    name, alpha, beta = resolve_activation(activation, alpha, beta)
     ids = topk_ids.long()
     if expert_map is not None:
         ids = torch.where(ids >= 0, expert_map.long()[ids.clamp(min=0)], -1)
@@ -391,16 +392,7 @@ def fused_moe_reference(
         if apply_router_weight_on_input:
             y = y * router
         y = y if b13 is None else y + b13
-        if name == "relu2":
-            h = torch.relu(y).square()
-        else:
-            gate, up = y.chunk(2, dim=1)
-            if limit is not None:
-                gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            if name == "swiglu":
-                h = gate * torch.sigmoid(alpha * gate) * (up + beta)
-            else:
-                h = torch.nn.functional.gelu(gate, approximate="tanh" if name == "gelu_tanh" else "none") * up
+        h = activate(y, Activation(activation, weights.gated, alpha, beta, limit))
         h = mxfp8_round_trip_reference(h) if quantize_activations else h.to(x.dtype).float()
         y = h @ w2.T
         y = y if b2 is None else y + b2

@@ -18,7 +18,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .dequantize import (
@@ -33,11 +33,11 @@ from .dequantize import (
     to_fragments_4bit,
     to_fragments_8bit,
 )
-from .epilogue import activate
+from .epilogue import activate, activate_ungated
+from .persistent import advance, begin_tiles, load_padded, skip_tile, take_tile, tma_copy
 
-# Gluon's copies have other names in newer releases.
+# Gluon's copy has another name in newer releases.
 cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-tma_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # Weight rows of one group of warps (of two), columns of a step.
 GROUP_ROWS = gl.constexpr(128)
@@ -90,75 +90,10 @@ def scales_copy_layout(groups, words):
     return gl.DistributedLinearLayout(registers, dimensions[:5], dimensions[5:], [], [4, groups, 4, words])
 
 
-@gluon.jit
-def advance(stage, phase, STAGES: gl.constexpr):
-    """The next stage of the ring, and the phase of its barriers."""
-    following = stage + 1
-    wrapped = following == STAGES
-    return gl.where(wrapped, 0, following), gl.where(wrapped, phase ^ 1, phase)
-
-
 @gluon.constexpr_function
 def mma_widths(BM):
     """The one or two products whose widths make up a block of BM tokens: powers of two."""
     return (64, 32) if BM == 96 else (BM, 0)
-
-
-@gluon.jit
-def partition_tiles(blocks_ptr, tiles, ROTATE: gl.constexpr):
-    """(tiles of large blocks, tiles of small blocks, offset in their rounds, offset in theirs) of this program.
-
-    Each list is dealt out in rounds of one tile a program. A program that has one tile more of the large blocks has one
-    tile less of the small ones. ROTATE: offsets move on by one with every round. Without it, where the tiles of a block
-    divide the programs, a program would have the same tile along N in every round, and a block's last tile is short.
-    """
-    both = gl.load(blocks_ptr.to(gl.pointer_type(gl.int64)))  # one load for both numbers
-    large = both.to(gl.int32) * tiles
-    small = (both >> 32).to(gl.int32) * tiles
-    programs = gl.num_programs(0)
-    last = gl.program_id(0)  # this program's offset in the last round, which is not full
-    if ROTATE:
-        last = (last + large // programs) % programs
-    mirrored = programs - 1 - last
-    num_large = large // programs + (last < large % programs).to(gl.int32)
-    num_small = small // programs + (mirrored < small % programs).to(gl.int32)
-    if ROTATE:
-        return num_large, num_small, gl.program_id(0), mirrored + programs - small // programs % programs
-    else:
-        return num_large, num_small, last, mirrored
-
-
-@gluon.jit
-def peek_tiles(blocks_ptr, max_blocks, tiles, large_index, small_index, large_offset, small_offset,
-               ROTATE: gl.constexpr):  # fmt: skip
-    """(expert, first position, rows, tile along N) of this program's next tile of a large block, and of a small one.
-
-    large_index, small_index: how many tiles of each list the program has taken. Beyond a list's end the values mean
-    nothing. blocks: `prefill_route.place_slots`; the tiles of a block are neighbors.
-    """
-    programs = gl.num_programs(0)
-    if ROTATE:
-        first = large_index * programs + (large_offset + large_index) % programs
-        second = small_index * programs + (small_offset + small_index) % programs
-    else:
-        first = large_index * programs + large_offset
-        second = small_index * programs + small_offset
-    entry = blocks_ptr + 4 + gl.minimum(first // tiles, max_blocks - 1) * 4
-    large_tile = gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), first % tiles
-    entry = blocks_ptr + 4 + (max_blocks + gl.minimum(second // tiles, max_blocks - 1)) * 4
-    return large_tile, (gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), second % tiles)
-
-
-@gluon.jit
-def next_tile(large_tile, small_tile, large_index, small_index, num_large, num_small):
-    """The next tile in the order of experts, as `peek_tiles` returns it, and the two indices after it."""
-    is_large = (large_index < num_large) & ((small_index >= num_small) | (large_tile[0] <= small_tile[0]))
-    expert = gl.where(is_large, large_tile[0], small_tile[0])
-    start = gl.where(is_large, large_tile[1], small_tile[1])
-    rows = gl.where(is_large, large_tile[2], small_tile[2])
-    tile_n = gl.where(is_large, large_tile[3], small_tile[3])
-    step = is_large.to(gl.int32)
-    return expert, start, rows, tile_n, large_index + step, small_index + 1 - step
 
 
 @gluon.jit
@@ -232,16 +167,9 @@ def producer(x, rows_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, max_blocks, t
     """The producer warps: copy tiles to shared memory."""
     stage = 0
     phase = 0
-    large_index = 0
-    small_index = 0
-    num_large, num_small, large_offset, small_offset = partition_tiles(blocks_ptr, tiles, ROTATE)
-    large_tile, small_tile = peek_tiles(blocks_ptr, max_blocks, tiles, 0, 0, large_offset, small_offset, ROTATE)
-    for _ in range(0, num_large + num_small):
-        expert, start, rows, tile_n, large_index, small_index = next_tile(
-            large_tile, small_tile, large_index, small_index, num_large, num_small)  # fmt: skip
-        # The loads arrive while this tile is computed.
-        large_tile, small_tile = peek_tiles(
-            blocks_ptr, max_blocks, tiles, large_index, small_index, large_offset, small_offset, ROTATE)  # fmt: skip
+    share, cursor = begin_tiles(blocks_ptr, max_blocks, tiles, ROTATE)
+    for _ in range(0, share[0] + share[1]):
+        expert, start, rows, tile_n, cursor = take_tile(blocks_ptr, max_blocks, tiles, share, cursor, ROTATE)
         e64 = expert.to(gl.int64)
         scales = s_ptr + e64 * s_stride
         zeros = z_ptr + e64 * s_stride
@@ -354,17 +282,6 @@ def multiply_tile(memory, stage, phase, columns, WARPGROUP: gl.constexpr, FORMAT
 
 
 @gluon.jit
-def skip_tile(memory, stage, phase, columns, STAGES: gl.constexpr):
-    """Consumes a tile's stages without computing."""
-    full, empty = memory[4], memory[5]
-    for _ in range(0, columns, BK):
-        mbarrier.wait(full.index(stage), phase)
-        mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = advance(stage, phase, STAGES)
-    return stage, phase
-
-
-@gluon.jit
 def store_tile(acc, results, values, slots, out_ptr, width, first, start, rows, offset, alpha, beta, limit,
                AT: gl.constexpr, HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, ROUTER_WEIGHT: gl.constexpr,
                DOWN: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr):  # fmt: skip
@@ -394,8 +311,7 @@ def store_tile(acc, results, values, slots, out_ptr, width, first, start, rows, 
         value = activate(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT).to(DTYPE).reshape(OUT, BM)
         first = first // 2
     elif not DOWN:
-        positive = gl.maximum(acc, 0.0)
-        value = (positive * positive).to(DTYPE)
+        value = activate_ungated(acc, ACTIVATION).to(DTYPE)
     else:
         value = acc.to(DTYPE)
     staged = results.slice(0, BM)
@@ -406,13 +322,6 @@ def store_tile(acc, results, values, slots, out_ptr, width, first, start, rows, 
     column = first + gl.arange(0, OUT, layout=gl.SliceLayout(0, STORE)).expand_dims(0)
     ptrs = out_ptr + row.to(gl.int64).expand_dims(1) * width + column
     gl.store(ptrs, value, mask=(i < rows).expand_dims(1) & (column < width))
-
-
-@gluon.jit
-def load_padded(pointer, count):
-    """128 values, one a thread, 0 from `count` on."""
-    i = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    return gl.load(pointer + i, mask=i < count, other=0)
 
 
 @gluon.jit
@@ -427,13 +336,13 @@ def compute_tile(memory, stage, phase, row_scale_ptr, bias_ptr, out_ptr, sorted_
     SECOND: gl.constexpr = mma_widths(BM)[1]
     # The epilogue's operands are loaded before the K loop, one value per thread, and shared after it.
     if HAS_ROW_SCALE:
-        factor = load_padded(row_scale_ptr + first, padded - first)
+        factor = load_padded(row_scale_ptr + first, padded - first, 128)
     if HAS_BIAS:
-        bias = load_padded(bias_ptr + first, padded - first)
+        bias = load_padded(bias_ptr + first, padded - first, 128)
     if ROUTER_WEIGHT:
-        router = load_padded(routers_ptr + start, rows)
+        router = load_padded(routers_ptr + start, rows, 128)
     if DOWN:
-        slot = load_padded(sorted_ptr + start, rows)
+        slot = load_padded(sorted_ptr + start, rows, 128)
     acc, acc_rest, stage, phase = multiply_tile(memory, stage, phase, columns, WARPGROUP, FORMAT, GROUP, HAS_ZERO,
                                                 STAGES, BM)  # fmt: skip
     results = memory[6].index(WARPGROUP)
@@ -467,21 +376,14 @@ def consumer(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr, r
     padded = n_chunks * 64
     stage = 0
     phase = 0
-    large_index = 0
-    small_index = 0
-    num_large, num_small, large_offset, small_offset = partition_tiles(blocks_ptr, tiles, ROTATE)
-    large_tile, small_tile = peek_tiles(blocks_ptr, max_blocks, tiles, 0, 0, large_offset, small_offset, ROTATE)
-    for _ in range(0, num_large + num_small):
-        expert, start, rows, tile_n, large_index, small_index = next_tile(
-            large_tile, small_tile, large_index, small_index, num_large, num_small)  # fmt: skip
-        # The loads arrive while this tile is computed.
-        large_tile, small_tile = peek_tiles(
-            blocks_ptr, max_blocks, tiles, large_index, small_index, large_offset, small_offset, ROTATE)  # fmt: skip
+    share, cursor = begin_tiles(blocks_ptr, max_blocks, tiles, ROTATE)
+    for _ in range(0, share[0] + share[1]):
+        expert, start, rows, tile_n, cursor = take_tile(blocks_ptr, max_blocks, tiles, share, cursor, ROTATE)
         first = ((begin + tile_n) * 2 + WARPGROUP) * GROUP_ROWS
         row_scale = row_scale_ptr + expert.to(gl.int64) * padded
         biases = bias_ptr + expert.to(gl.int64) * padded
         if first >= padded:
-            stage, phase = skip_tile(memory, stage, phase, columns, STAGES)
+            stage, phase = skip_tile(memory[4], memory[5], stage, phase, columns, BK, STAGES)
         elif rows > 96:
             stage, phase = compute_tile(
                 memory, stage, phase, row_scale, biases, out_ptr, sorted_ptr, routers_ptr, columns, width, padded,

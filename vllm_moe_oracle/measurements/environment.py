@@ -147,9 +147,10 @@ def _release_key(version: str) -> object:
     return parsed.release, parsed.pre, parsed.post
 
 
-_CONFIG_MODULES = ("config.py", "prefill_config.py")
-"""Modules that choose kernels and tiles from tables. They are not part of the hash: a new entry for one layer does not
-change the choice for a measured layer, which a golden test checks."""
+_UNHASHED_MODULES = ("activations.py", "config.py", "prefill_config.py")
+"""Modules that are not part of the hash: formulas in torch, which no kernel runs, and those that choose kernels and
+tiles from tables. A new entry for one layer does not change the choice for a measured layer; a golden test checks this.
+"""
 
 
 @cache
@@ -162,7 +163,7 @@ def hash_sources(directory: Path) -> str:
     """Hash of the Python files of a directory, computed as in `kernel_sources_hash`."""
     digest = hashlib.sha256()
     for path in sorted(
-        path for path in directory.iterdir() if path.suffix == ".py" and path.name not in _CONFIG_MODULES
+        path for path in directory.iterdir() if path.suffix == ".py" and path.name not in _UNHASHED_MODULES
     ):
         content = _strip_comments(path.read_text(encoding="utf-8"))
         digest.update(f"{path.name} {len(content)}\n{content}".encode())
