@@ -1,15 +1,20 @@
 """Device functions that turn stored codes into the register operand of a matrix instruction.
 
-The storage is `layouts/wgmma_fragments.py`'s. Each function takes the bytes of a tile, `[chunks of rows, chunks of
-columns, warp, 512]`, and gives 16-bit floats that a reshape and a transpose put into rows and columns without moving a
-value between lanes.
+Codes are stored as `layouts/wgmma_fragments.py` orders them. Each function takes the bytes of a tile, `[chunks of
+rows, chunks of columns, warp, 512]`, and returns 16-bit floats. A reshape and a transpose then put these into rows and
+columns without moving a value between lanes.
 
-The bit tricks: the bits of an integer below 256, as a bfloat16, are that integer times 2**-133, a subnormal number up
-to 127 and a normal one above. So a code may stay where it is stored, and one fused multiply-add scales it and takes off
-the middle (or, before a scale, a zero point of its own). In float16 a code OR-ed into the mantissa of 1024 is that
-number plus the code. e2m1 and e4m3 bits moved to bfloat16's exponent and mantissa are the value times 2**-126 or
-2**-120, subnormals included (IEEE 754 and OCP Microscaling Formats 1.0 have the same structure). The factors return
-with the scales (`weights.code_factors`). The two NaN codes of e4m3 decode to +-480.
+How codes become floats:
+
+* Integers, bfloat16: the bits of an integer below 256, read as a bfloat16, are that integer times 2**-133 (subnormal up
+  to 127, normal above). A mask is enough to extract a code; one fused multiply-add scales it and subtracts the midpoint
+  or the zero point.
+* Integers, float16: a code OR-ed into the mantissa of 1024 is 1024 plus the code.
+* e2m1 and e4m3: their bits, moved to bfloat16's exponent and mantissa, are the value times 2**-126 or 2**-120. This
+  holds for subnormals too, because IEEE 754 and OCP Microscaling Formats 1.0 encode them alike. The two NaN codes of
+  e4m3 decode to +-480.
+
+The scales make up for these factors (`weights.code_factors`).
 """
 
 from __future__ import annotations
@@ -128,9 +133,9 @@ def scale_and_add_zero(raw, addend):
 
 @triton.jit
 def scaled_midpoints(words, FORMAT: tl.constexpr):
-    """What a stored scale's code of 8 (int4) or 128 (int8) comes to, negative: both bfloat16 halves of int32 words.
+    """The term that takes the midpoint (8 of int4, 128 of int8) off a scaled code; both bfloat16 halves of the words.
 
-    Times -2**-130 and, of int4's rows g + 8, -2**-126; times -2**-126 for int8.
+    int4: the scale times -2**-130, in rows g + 8 times -2**-126. int8: the scale times -2**-126.
     """
     if FORMAT == "int4":
         return tl.inline_asm_elementwise(
@@ -288,9 +293,9 @@ def e4m3_bf16(x):
 
 @triton.jit
 def e4m3_bf16_imul(x, sixteen):
-    """As `e4m3_bf16`, with the shift to the left as a product: other units than shifts and masks do it.
+    """`e4m3_bf16` with a multiplication instead of the left shift: it runs on another unit than shifts and masks.
 
-    sixteen: 16, as a value that is not known when this is compiled: it would become a shift again.
+    sixteen: 16, passed at run time; the compiler would turn a constant into a shift again.
     """
     return tl.inline_asm_elementwise(
         """
@@ -313,7 +318,7 @@ def e4m3_bf16_imul(x, sixteen):
 
 @triton.jit
 def e2m1_bf16_imul(x, sixteen):
-    """As `e2m1_bf16`, with shifts to the left as products (`e4m3_bf16_imul`)."""
+    """`e2m1_bf16` with multiplications instead of left shifts, as in `e4m3_bf16_imul`."""
     return tl.inline_asm_elementwise(
         """
         {

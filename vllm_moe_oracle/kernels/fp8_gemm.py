@@ -1,14 +1,16 @@
 """The GEMMs of a fused MoE layer on fp8 tensor cores: a persistent, warp-specialized kernel in Gluon.
 
-Both operands are e4m3 in shared memory, where the copy engine puts them. A program stays on its multiprocessor and
-takes tiles of up to 128 tokens and 256 weight rows in turn: four warps ask for steps of 128 columns, `STAGES` ahead and
-across tiles, two groups of four warps multiply 64 tokens each. The groups need not stay in step: one ends its tile
-while the matrix unit works for the other. Blocks and their order are those of `prefill.py`.
+The copy engine brings both operands to shared memory, where they are e4m3. One program runs on each multiprocessor and
+computes one tile after the other, of up to 128 tokens and 256 weight rows. Four producer warps ask for steps of 128
+columns, `STAGES` ahead and across tiles. Two consumer groups of four warps multiply 64 tokens each. The groups are not
+synchronized: one stores its tile while the matrix unit works for the other. `prefill.py` describes blocks and the order
+of tiles.
 
-A row's scale and a token's scale multiply the finished sum. The matrix unit adds products of one column block of 32
-after the other to a float32 register with fewer bits than float32 has; RESULTS.md has the resulting errors.
+The sum over columns is multiplied by the row's scale and by the token's scale. The matrix unit sums blocks of 32
+columns in registers with fewer bits than float32; RESULTS.md has the resulting errors.
 
-Weight rows are stored so that a lane's results are eight neighboring columns (`layouts/e4m3_folding.py`).
+Weight rows are stored in an order that gives each lane eight neighboring columns of the result
+(`layouts/e4m3_folding.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def accumulator_layout(N):
 
 @gluon.constexpr_function
 def store_layout(columns):
-    """Results of 64 tokens and 32 or 64 columns: a lane has eight neighbors, one after the other in its registers."""
+    """Results of 64 tokens and 32 or 64 columns: eight neighboring columns are in consecutive registers of a lane."""
     more = [[0, 32]] if columns == 64 else []
     registers = [[0, 1], [0, 2], [0, 4], *more, [8, 0]]
     return gl.DistributedLinearLayout(
@@ -79,8 +81,10 @@ def producer(x_desc, w_desc, memory, blocks_ptr, max_blocks, tiles, columns, row
 
 @gluon.jit
 def previous_stage(stage, STAGES: gl.constexpr):
-    """The stage before. A variable that a loop hands on from the step before would be the first step's for ever: Triton
-    3.6 takes it for the value that it begins with."""
+    """The stage before this one.
+
+    A loop-carried variable would not do: Triton 3.6 takes it for a constant, its value before the loop.
+    """
     return gl.where(stage == 0, STAGES - 1, stage - 1)
 
 
@@ -95,7 +99,7 @@ def multiply_tile(memory, stage, phase, columns, WARPGROUP: gl.constexpr, STAGES
         x = x_smem.index(stage).slice(GROUP_TOKENS * WARPGROUP, GROUP_TOKENS)
         w = w_smem.index(stage).slice(0, N).permute((1, 0))
         acc = hopper.warpgroup_mma(x, w, acc, is_async=True)
-        # The step before has ended when only this one is under way.
+        # With at most one MMA in flight, that of the previous step has ended.
         acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(empty.index(previous_stage(stage, STAGES)), count=1, pred=k > 0)
         stage, phase = advance(stage, phase, STAGES)
@@ -115,12 +119,13 @@ def split_columns(acc):
 def store_tile(acc, by_row, by_token, slots, out_ptr, width, first, start, rows, alpha, beta, limit,
                OFFSET: gl.constexpr, WARPGROUP: gl.constexpr, HAS_BIAS: gl.constexpr, ROUTER_WEIGHT: gl.constexpr,
                DOWN: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr):  # fmt: skip
-    """Epilogue of float32 [64, 64]: the weight rows from `first` on, the tokens from `start` on, of which `rows` exist.
+    """Epilogue of acc, float32 [64, 64]: tokens from `start` on, of which `rows` exist; weight rows from OFFSET on.
 
-    In shared memory: by_row, float32 [4, 256], from 2 * WARPGROUP on scales and biases of the tile's weight rows, of
-    which these are from OFFSET on; by_token, float32 [4, 64], the tokens' scales and router weights; slots, int32 [2,
-    64], at WARPGROUP theirs. ROUTER_WEIGHT: router weights multiply, after the bias if DOWN, else before. DOWN: rows of
-    out are slots, else positions. GATED: its columns are pairs of weight rows, else weight rows.
+    first: the tile's first weight row. In shared memory: by_row, float32 [4, 256], has scales and biases of the tile's
+    weight rows from row 2 * WARPGROUP on; by_token, float32 [4, 64], has the tokens' scales and router weights there;
+    slots, int32 [2, 64], has the tokens' slots at WARPGROUP. ROUTER_WEIGHT: router weights multiply, after the bias if
+    DOWN, else before it. DOWN: rows of out are slots, else positions. GATED: a column of out comes from a pair of
+    weight rows, else from one.
     """
     L: gl.constexpr = acc.type.layout
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
@@ -136,7 +141,7 @@ def store_tile(acc, by_row, by_token, slots, out_ptr, width, first, start, rows,
         acc = acc + by_row.index(2 * WARPGROUP + 1).slice(OFFSET, 64).load(ROW).expand_dims(0)
     if ROUTER_WEIGHT and DOWN:
         acc = acc * router
-    # The order of columns in layouts/e4m3_folding.py: registers change places, lanes do not.
+    # Undoes the order of layouts/e4m3_folding.py: values move between registers, not between lanes.
     first += OFFSET
     if not GATED:
         if not DOWN:
@@ -161,7 +166,7 @@ def store_tile_parts(acc, by_row, by_token, slots, out_ptr, width, first, start,
                      OFFSET: gl.constexpr, WARPGROUP: gl.constexpr, HAS_BIAS: gl.constexpr, ROUTER_WEIGHT: gl.constexpr,
                      DOWN: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
                      HAS_LIMIT: gl.constexpr):  # fmt: skip
-    """`store_tile`, 64 columns after 64: scales and biases of all at once would take registers that acc has."""
+    """`store_tile` for 64 columns at a time: scales and biases of all columns would take registers that acc needs."""
     N: gl.constexpr = acc.shape[1]
     if N > 64:
         left, right = split_columns(acc)

@@ -17,8 +17,8 @@ NUM_STAGES = 4  # of `fp8_gemm.product`
 def buffer_sizes(weights: Fp8Weights, tokens: int, top_k: int) -> dict[str, int]:
     """Bytes of each part of a call's workspace.
 
-    `wide` holds h, then the second product's results; `codes` holds x, then h, in e4m3; the rest is of the lists
-    (`prefill_launch.sort_buffer_sizes`).
+    `wide` holds h, then the results of the second GEMM; `codes` holds x, then h, in e4m3; the other parts are the
+    buffers of `prefill_launch.sort_buffer_sizes`.
     """
     slots, widest = tokens * top_k, max(weights.hidden, weights.intermediate)
     wide = {"wide": slots * widest * 2, "codes": slots * widest, "scales": slots * 4}
@@ -26,7 +26,7 @@ def buffer_sizes(weights: Fp8Weights, tokens: int, top_k: int) -> dict[str, int]
 
 
 def workspace_bytes(weights: Fp8Weights, tokens: int, top_k: int) -> int:
-    """What `fused_moe_fp8` needs besides its inputs: bytes of any content, 16-byte aligned."""
+    """Bytes of workspace that `fused_moe_fp8` needs, 16-byte aligned, with any content."""
     return aligned_offsets([*buffer_sizes(weights, tokens, top_k).values()])[-1]
 
 
@@ -78,7 +78,7 @@ def fused_moe_fp8(
     wide, codes, scales, ordered, routers, table = (
         parts[part] for part in ("wide", "codes", "scales", "sorted", "routers", "blocks")
     )
-    # `place_slots` leaves no sums behind, which `quantize_rows` reads: the launch that adds them up does.
+    # add: `quantize_rows` reads the sums of the counts, which only `scan_chunks` stores.
     prefill_launch.sort_slots(topk_weights, topk_ids, expert_map, experts, parts, add=True, pdl=pdl)
     totals, padded = parts["counts"], prefill_launch.padded_experts(experts)
     blocks, options = prefill_launch.max_blocks(slots, experts), prefill_launch.launch_options(pdl)

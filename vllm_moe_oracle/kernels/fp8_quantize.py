@@ -13,9 +13,9 @@ def quantize_rows(x_ptr, codes_ptr, scales_ptr, sorted_ptr, totals_ptr, columns,
     """codes[position] = x[row] / scale rounded to e4m3 (nearest, ties to even), scale = amax |x[row]| / 448.
 
     x 16-bit, row stride x_stride; codes e4m3 `[slots, columns]`, scales float32 `[slots]`, in the order of sorted. row:
-    `sorted[position] // TOP_K` if GATHER, else the position. totals, int32 `[EP]`: positions of each expert; those
-    beyond their sum are left alone. A row of zeros has the scale 0, one with an infinity becomes NaN. Grid `(slots,)`,
-    BLOCK a power of two that is not less than columns.
+    `sorted[position] // TOP_K` if GATHER, else the position. totals, int32 `[EP]`: number of positions of each expert;
+    positions beyond their sum are not written. A row of zeros gets the scale 0, a row with an infinity becomes NaN.
+    Grid `(slots,)`; BLOCK is a power of two of at least `columns`.
     """
     if PDL:
         gdc_wait()

@@ -1,7 +1,8 @@
 """The launcher of a fused MoE layer over quantized weights: two to seven kernels.
 
-    weights = allocate_weights("mxfp4", experts, hidden, intermediate, bias=True, device="cuda")  # then
-    pack_expert(...) config = choose_config(weights, top_k, tokens)
+    weights = allocate_weights("mxfp4", experts, hidden, intermediate, bias=True, device="cuda")
+    pack_expert(weights, "w13", expert, codes, scales)  # each expert, w13 and w2
+    config = choose_config(weights, top_k, tokens)
     layout = workspace_layout(weights, tokens, top_k, config)
     fused_moe(x, weights, topk_weights, topk_ids, activation="swigluoai", workspace=buffer, counters=counters, out=out)
 
@@ -98,7 +99,7 @@ def workspace_layout(
 
     `workspace` is any contiguous CUDA buffer of at least `nbytes` bytes, 16-byte aligned, with any content. `counters`
     is int32, at least `counters` elements, zero before the first call; every call leaves it zero. Calls that may run at
-    the same time need a pair each. quantize: with MXFP8-dynamic activations.
+    the same time need a workspace and counters each. quantize: with MXFP8-dynamic activations.
     """
     config = config or choose_config(weights, top_k, tokens, quantize=quantize)
     if isinstance(config, PrefillConfig):
@@ -146,7 +147,7 @@ def _sort_kernel(slots: int, experts: int) -> tuple[Any, dict[str, int]]:
 
 
 def _scales_accumulators(weights: PackedWeights, tile: TileConfig) -> bool:
-    """Whether scales multiply accumulators: more exact and cheaper while the accumulators are few."""
+    """Whether scales multiply accumulators. That is more exact, and cheaper as long as there are few accumulators."""
     if (
         not tile.scale_accumulators
         or (tile.bm * tile.k_parts > 32 and not tile.fused_topk)
@@ -253,9 +254,9 @@ def fused_moe(
     topk_weights: any float dtype [tokens, top_k]. workspace, counters: `workspace_layout`, for the same `config` and
     tokens. activation: one of ACTIVATIONS; alpha and beta default to the activation's own; limit clamps gate (above)
     and up (both sides). quantize_activations: x and h pass through MXFP8 (e4m3, ceil-log2 e8m0 scales per 32).
-    batch_invariant: one configuration for all numbers of tokens, so a token's result does not depend on its company.
-    pdl: programmatic dependent launch; by default on from compute capability 9.0. Raises ValueError on what does not
-    fit.
+    batch_invariant: one configuration for all numbers of tokens, so a token's result does not depend on the rest of the
+    batch. pdl: programmatic dependent launch; by default on from compute capability 9.0. Raises a ValueError for
+    arguments that do not fit each other.
     """
     check_arguments(x, weights, topk_weights, topk_ids, activation, out)
     tokens, top_k = topk_ids.shape

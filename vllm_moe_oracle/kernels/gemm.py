@@ -1,13 +1,13 @@
 """The Triton kernels of a fused MoE layer on packed weights: first and second GEMM, sum over top-k, MXFP8 round trip.
 
-`gate_up` computes `h = activation(x @ w13.T + b13)` for the slots of each expert, `down` computes `h @ w2.T + b2`
-times the router weights (`down_loop_n` for few columns, `down_fused_topk` for few tokens), `sum_topk` sums over top-k,
-`sum_topk_strips` too, for many tokens.
+`gate_up` computes `h = activation(x @ w13.T + b13)` for the slots of each expert. `down` computes `h @ w2.T + b2`
+times the router weights; `down_loop_n` does so for few columns, `down_fused_topk` for few tokens. `sum_topk` sums over
+top-k, and so does `sum_topk_strips` for many tokens.
 
-The products take a one-dimensional grid of `blocks * tiles along N * SPLIT_K` programs, the last fastest. `counters`
-must be zero when a kernel starts and is zero again when it ends. With PDL a kernel starts while its predecessor still
-runs and waits (`griddepcontrol.wait`) before it reads what the predecessor wrote; routing ids and weights are older
-than that, because every program of `gate_up` has itself waited before it lets `down` start.
+The GEMMs take a one-dimensional grid of `blocks * tiles along N * SPLIT_K` programs; the index of SPLIT_K changes
+fastest. `counters` must be zero when a kernel starts and is zero again when it ends. With PDL a kernel starts while its
+predecessor still runs, and waits (`griddepcontrol.wait`) before it reads what the predecessor wrote. `down` may read
+routing ids and weights before it waits: every program of `gate_up` has waited for them before it lets `down` start.
 """
 
 # Triton's language has no starred tuples.
@@ -25,7 +25,7 @@ from .route import find_block, load_block_slots, local_ids
 
 @triton.jit
 def prefetch_l2(pointer, size):
-    """One thread asks for `size` bytes (a multiple of 16) at `pointer` (16-byte aligned) to be brought into the L2."""
+    """One thread prefetches `size` bytes (a multiple of 16) at `pointer` (16-byte aligned) into the L2 cache."""
     tl.inline_asm_elementwise(
         """
         {
@@ -47,7 +47,7 @@ def prefetch_l2(pointer, size):
 
 @triton.jit
 def prefetch_l2_slice(pointer, units, unit_bytes: tl.constexpr, part, parts):
-    """Asks for part number `part` of `parts` of `units * unit_bytes` bytes at a byte pointer."""
+    """Prefetches part number `part` of `parts` equal parts of the `units * unit_bytes` bytes at a byte pointer."""
     each = (units + parts - 1) // parts
     first = part * each
     if first < units:
@@ -67,10 +67,10 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
     """h[slot] = activation(x[slot // TOP_K] @ w13[expert].T + b13[expert]) for every slot with a local expert.
 
     x [tokens, columns] 16-bit, row stride x_stride; h [slots, inner], x's dtype. w, s, z, row_scale, bias: the tensors
-    of `Matrix` (weights.py), s_stride the int32 words per expert of s and z; n_chunks, k_chunks: chunks along N and K.
+    of `PackedMatrix`, s_stride the int32 words per expert of s and z; n_chunks, k_chunks: chunks along N and K.
     PER_SLOT, sorted, blocks: `find_block`. QUANTIZE: h goes through MXFP8. WEIGHT_INPUT: router weights multiply the
-    input. tiles: programs along N. PREFETCH: the programs of a block ask for the expert's w2 (w2_chunks chunks and
-    s2_stride words an expert) to be brought into the L2 once they have streamed w13.
+    input. tiles: programs along N. PREFETCH: the programs of a block prefetch the expert's w2 (w2_chunks chunks and
+    s2_stride words per expert) into the L2 cache once they have streamed w13.
     """
     if PDL:
         gdc_wait()
@@ -147,7 +147,8 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
 
     h [slots, columns]; partial [slots, hidden] and out [tokens, hidden] of h's dtype. FUSE_SUM: for each token and tile
     the program that arrives last adds the token's partial rows in the order of its choices, so the result does not
-    depend on who that is; tokens without a local expert get zeros. WEIGHT_INPUT: weights were applied to the input.
+    depend on which program is last; tokens without a local expert get zeros. WEIGHT_INPUT: router weights were applied
+    to the input.
     """
     pid = tl.program_id(0)
     split = pid % SPLIT_K
@@ -156,7 +157,7 @@ def down(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr, out_p
     expert, start, rows = find_block(ids_ptr, map_ptr, blocks_ptr, block, HAS_MAP, PER_SLOT)
     slot, slot_mask = load_block_slots(sorted_ptr, start, rows, PER_SLOT, BM, 1)
     x_slot, x_mask = load_block_slots(sorted_ptr, start, rows, PER_SLOT, BM, K_PARTS)
-    # Weights that wait in registers are asked for before the predecessor has ended.
+    # Weights that are held in registers are loaded before the predecessor has ended.
     LOAD_BEFORE_WAIT: tl.constexpr = PDL and STEPS > 0
     if PDL and not LOAD_BEFORE_WAIT:
         gdc_wait()
@@ -235,9 +236,9 @@ def down_loop_n(h_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, partial_ptr
                 SCALE_ACC: tl.constexpr, PER_SLOT: tl.constexpr, PDL: tl.constexpr, STEPS: tl.constexpr,
                 STAGES: tl.constexpr, N_TILES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
                 BK: tl.constexpr):  # fmt: skip
-    """`down` for few columns (STEPS * BK of them): a program keeps its h and goes through N_TILES tiles along N.
+    """`down` for few columns (STEPS * BK of them): a program keeps its h and computes N_TILES tiles along N.
 
-    Its loads run on from tile to tile, where `down` begins anew for each. Grid blocks * ceil(tiles / N_TILES).
+    Loads for the next tile overlap with the current one. Grid blocks * ceil(tiles / N_TILES).
     """
     RC: tl.constexpr = BN // 64
     CK: tl.constexpr = 64 if FORMAT == "int4" or FORMAT == "mxfp4" else 32
@@ -405,7 +406,7 @@ def sum_topk(partial_ptr, out_ptr, ids_ptr, map_ptr, hidden, out_stride, TOP_K: 
 @triton.jit(do_not_specialize=["tokens", "ready"])
 def sum_topk_strips(partial_ptr, out_ptr, ids_ptr, map_ptr, tokens, hidden, out_stride, ready, TOP_K: tl.constexpr,
                     HAS_MAP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """What `sum_topk` computes, in strips of 256 columns, the first `ready` of which are there when this one begins.
+    """`sum_topk` in strips of 256 columns; the first `ready` of them are complete when this kernel begins.
 
     ready: fewer than all, as kernels after this one rely on its waiting for the one before. These strips are read
     without a wait of this kernel's: every multiprocessor runs a program of the kernel before, which has waited.
@@ -419,7 +420,7 @@ def sum_topk_strips(partial_ptr, out_ptr, ids_ptr, map_ptr, tokens, hidden, out_
     for j in tl.static_range(TOP_K):
         ids = local_ids(ids_ptr, map_ptr, token * TOP_K + j, token < tokens, HAS_MAP)
         valid = valid + ((ids >= 0) & (column < hidden),)
-    # Not one condition: PDL is known when the kernel is compiled, the other when it runs.
+    # Two conditions: PDL is a constant of the compilation, the other is known when the kernel runs.
     if PDL:
         if strip >= ready:
             gdc_wait()

@@ -1,7 +1,7 @@
 """`weights @ x.T` over packed weights: the K loop that both GEMMs of a layer share.
 
-The weights are the first operand of every product, decoded in registers: `wgmma` then reads them from there, and token
-tiles may be as small as 16.
+The weights are the first operand of every product. They are decoded in registers, from which `wgmma` reads its first
+operand; a tile may then have as few as 16 tokens.
 """
 
 # Triton's language has no starred tuples.
@@ -25,9 +25,9 @@ from .dequantize import (
 @triton.jit
 def load_scales(s_ptr, z_ptr, row, fold_step, columns, FORMAT: tl.constexpr, GROUP: tl.constexpr,
                 HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, K_PARTS: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """Words of scales and of zero points for one step of `mainloop`; where there are none, the other or a zero.
+    """Words of scales and of zero points for one step of `mainloop`; 0 for what the format does not have.
 
-    row: sixteens of rows [chunks, 1, 4, 1]; fold_step: the step of each, a scalar or alike.
+    row: number of each group of 16 rows, [chunks, 1, 4, 1]; fold_step: the step of each, a scalar or of that shape.
     """
     words = 0
     zeros = 0
@@ -59,8 +59,8 @@ def load_scales(s_ptr, z_ptr, row, fold_step, columns, FORMAT: tl.constexpr, GRO
 @triton.jit
 def dequantize_step(packed, words, zero_words, FORMAT: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
                     SCALE_ACC: tl.constexpr, FP16: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """(the weights of one step, decoded, and scaled unless SCALE_ACC; with SCALE_ACC what the rows' sums are to be
-    multiplied by, else a zero).
+    """(the weights of one step, decoded, and scaled unless SCALE_ACC; with SCALE_ACC the factors of the rows' sums,
+    else a zero).
 
     packed: bytes [chunks of rows, chunks of columns, 4, 512]; words: `load_scales`. FP16: activations are float16.
     """
@@ -90,7 +90,7 @@ def dequantize_step(packed, words, zero_words, FORMAT: tl.constexpr, GROUP: tl.c
                 if REBASED:
                     factor *= 5.877471754111438e-39  # 2**-127
             elif REBASED:
-                # (code - 8 or 128) * scale, rounded once: what is taken off is exact.
+                # (code - 8 or 128) * scale, rounded once: the subtracted product is exact.
                 offset = decode_group_values(scaled_midpoints(words, FORMAT), FP16, RC, GROUPS)
                 w = fma_bf16x2(
                     w,
@@ -104,10 +104,10 @@ def dequantize_step(packed, words, zero_words, FORMAT: tl.constexpr, GROUP: tl.c
 
 @triton.jit
 def await_mma(acc):
-    """acc, after every MMA that adds to it. Emits no instruction, but a use that the compiler must wait for.
+    """Returns acc once every MMA that adds to it has ended. Emits no instruction, only a use that waits for the MMAs.
 
-    Triton would let the last MMAs of a step run while the next step is dequantized into registers that they may still
-    read (github.com/triton-lang/triton/issues/9433); results would vary from run to run.
+    Otherwise Triton lets the last MMAs of a step run while the next step is dequantized into registers that they may
+    still read (github.com/triton-lang/triton/issues/9433). Results would then vary from run to run.
     """
     return tl.inline_asm_elementwise("", constraints="=f,0", args=[acc], dtype=tl.float32, is_pure=False, pack=1)
 
@@ -146,18 +146,19 @@ def mainloop(x_rows, x_mask, rest_rows, rest_mask, w_ptr, s_ptr, z_ptr, tile_n, 
              BK: tl.constexpr):  # fmt: skip
     """`w @ x.T` over part number `split` of SPLIT_K of the columns: float32 [BN, BM], and [BN, BM_REST] of more rows.
 
-    x_rows: pointers [K_PARTS * BM] to rows of `columns` 16-bit floats; x_mask alike; rest_rows, rest_mask [BM_REST]:
-    with BM_REST > 0 (then in a loop, without K_PARTS) the weights, decoded once, are multiplied by these rows too, so a
-    tile may have 48 tokens where Triton's tensors have powers of two; else anything. w_ptr: one expert's codes; s_ptr,
-    z_ptr: its scale and zero-point words. GROUP: columns per scale, 0 for one scale per row (left to the caller).
-    SCALE_ACC: scales multiply float32 group sums instead of the weights.
+    x_rows: pointers [K_PARTS * BM] to rows of `columns` 16-bit floats; x_mask: which of them exist. w_ptr: one expert's
+    codes; s_ptr, z_ptr: its scale and zero-point words. GROUP: columns per scale, 0 for one scale per row (which the
+    caller applies). SCALE_ACC: scales multiply float32 group sums instead of the weights.
 
-    K_PARTS > 1 puts K_PARTS parts of the columns side by side: K_PARTS * BN rows of weights times K_PARTS * BM rows of
-    x in one product, of which the blocks on the diagonal are wanted. The rest is wasted on a matrix unit that idles
-    with few tokens, and the warps and loads in flight for BN rows multiply without a second program.
+    BM_REST > 0 (needs a loop and K_PARTS of 1): the weights, decoded once, are also multiplied by rest_rows [BM_REST],
+    of which rest_mask exist. So a tile may have 48 tokens, although the size of a Triton tensor is a power of two.
 
-    STEPS > 0 (their number; SPLIT_K is 1): all weights are asked for at once and wait in registers, there is no loop.
-    LOAD_BEFORE_WAIT: the weights are asked for before `griddepcontrol.wait`, x after it.
+    K_PARTS > 1 puts K_PARTS parts of the columns side by side: one product of K_PARTS * BN rows of weights and
+    K_PARTS * BM rows of x, of which only the blocks on the diagonal are used. With few tokens the matrix unit has time
+    for the others, and BN rows get K_PARTS times as many warps and loads in flight without a second program.
+
+    STEPS > 0 (their number; SPLIT_K is 1): there is no loop, all weights are loaded at once and held in registers.
+    LOAD_BEFORE_WAIT: the weights are loaded before `griddepcontrol.wait`, x after it.
     """
     RC: tl.constexpr = BN * K_PARTS // 64
     CK: tl.constexpr = 64 if FORMAT == "int4" or FORMAT == "mxfp4" else 32
@@ -171,17 +172,17 @@ def mainloop(x_rows, x_mask, rest_rows, rest_mask, w_ptr, s_ptr, z_ptr, tile_n, 
     end = tl.minimum(fold_steps, begin + part_steps)
     x_fold = tl.arange(0, VM) // BM * fold_steps
     x_ptrs = x_rows[:, None] + ((x_fold + begin) * BK)[:, None] + k[None, :]
-    # A warp holds 16 rows; tiles of fewer than 64 rows are put together from parts of chunks. A last tile that is not
-    # full computes its last rows twice; the caller masks what it stores. Dimensions: chunk of rows, chunk or group of
-    # columns, warp, byte or word.
+    # A warp holds 16 rows; tiles of fewer than 64 rows consist of parts of chunks. An incomplete last tile repeats its
+    # last rows; the caller masks what it stores. Dimensions: chunk of rows, chunk or group of columns, warp, byte or
+    # word.
     warp = (tl.arange(0, RC)[:, None] * 4 + tl.arange(0, 4)[None, :])[:, None, :, None]
     fold = warp // (BN // 16) * fold_steps
     row = tl.minimum(tile_n * (BN // 16) + warp % (BN // 16), n_chunks * 4 - 1)
     acc = tl.zeros((VN, VM), tl.float32)
     acc_rest = acc
     if STEPS > 0:
-        # Codes come as rows of 512 bytes in this order (chunk of columns, chunk of rows, warp): Triton then loads each
-        # into the registers of the warp that multiplies it, without a way through shared memory.
+        # Codes are loaded as rows of 512 bytes in this order (chunk of columns, chunk of rows, warp): Triton then loads
+        # each row into the registers of the warp that multiplies it, not through shared memory.
         part = tl.arange(0, KC * RC * 4)
         part_warp = part % (RC * 4)
         part_row = tl.minimum(tile_n * (BN // 16) + part_warp % (BN // 16), n_chunks * 4 - 1)
@@ -217,7 +218,7 @@ def mainloop(x_rows, x_mask, rest_rows, rest_mask, w_ptr, s_ptr, z_ptr, tile_n, 
         if BM_REST > 0:
             acc_rest = tl.zeros((VN, BM_REST), tl.float32)
             rest_ptrs = rest_rows[:, None] + begin * BK + k[None, :]
-        # num_stages on the loop makes Triton load the scales of promoted sums ahead too, which feed no product.
+        # num_stages on the loop makes Triton also load scales ahead that multiply sums and are no operand of an MMA.
         for step in tl.range(begin, end, num_stages=STAGES):
             if EVEN_K:
                 x = tl.load(x_ptrs, mask=x_mask[:, None], other=0.0)

@@ -42,11 +42,12 @@ def load_padded(pointer, count, SIZE: gl.constexpr):
 
 @gluon.jit
 def partition_tiles(blocks_ptr, tiles, ROTATE: gl.constexpr):
-    """(tiles of large blocks, tiles of small blocks, offset in their rounds, offset in theirs) of this program.
+    """This program's share: (tiles of large blocks, tiles of small blocks, offset among the large, among the small).
 
-    Each list is dealt out in rounds of one tile a program. A program that has one tile more of the large blocks has one
-    tile less of the small ones. ROTATE: offsets move on by one with every round. Without it, where the tiles of a block
-    divide the programs, a program would have the same tile along N in every round, and a block's last tile is short.
+    Each list is dealt out in rounds of one tile per program. The programs that get a tile of the large blocks in the
+    last, incomplete round are the last to get one of the small blocks. ROTATE: the offset moves on by one in every
+    round. Without it, where the number of programs is a multiple of a block's tiles, a program would have the same tile
+    along N in every round; a block's last tile is narrower, so its programs would have less work.
     """
     both = gl.load(blocks_ptr.to(gl.pointer_type(gl.int64)))  # one load for both numbers
     large = both.to(gl.int32) * tiles

@@ -1,16 +1,17 @@
 """The GEMMs of a fused MoE layer for many tokens: persistent, warp-specialized kernels in Gluon.
 
-The same stored weights and the same arithmetic as `gemm.py`, arranged for a matrix unit that is the bottleneck. A
-program stays on its multiprocessor and takes tiles of 256 weight rows and up to 128 tokens (in steps of 32) in turn.
-Four warps fetch (rows of x by index, codes and scales, `STAGES` steps of 64 columns ahead, across tiles), two groups of
-four warps multiply 128 weight rows each. The groups need not stay in step: one decodes, or ends its tile, while the
-matrix unit works for the other. Codes and h go by the copy engine, which takes few instructions of the four warps.
+They read the stored weights of `gemm.py` and do the same arithmetic, but are built for layers whose bottleneck is the
+matrix unit. One program runs on each multiprocessor and computes one tile after the other: 256 weight rows and up to 128
+tokens, in steps of 32. Four producer warps copy rows of x, codes and scales to shared memory, `STAGES` steps of 64
+columns ahead and across tiles. Two consumer groups of four warps multiply 128 weight rows each. The groups are not
+synchronized: one dequantizes or stores its tile while the matrix unit works for the other. The copy engine copies codes
+and h, which costs the producer warps few instructions.
 
-Blocks of more than 64 tokens and smaller ones are two lists, by expert; every program gets its share of both and takes
-them in the order of experts, so that programs end together and an expert's weights are read once.
+Blocks of more than 64 tokens and smaller blocks are two lists, each ordered by expert. Every program gets a share of
+both and merges them in the order of experts. So programs end together, and an expert's weights are read once.
 
-`h` is kept in the order of `sorted` (slots by expert), so the second product reads contiguous rows; its result goes
-back to the order of slots.
+`h` is kept in the order of `sorted` (slots by expert), so the second GEMM reads contiguous rows. It writes its result
+in the order of slots.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def scales_copy_layout(groups, words):
 
 @gluon.constexpr_function
 def mma_widths(BM):
-    """The one or two products whose widths make up a block of BM tokens: powers of two."""
+    """The widths, powers of two, of the one or two products that a block of BM tokens takes; 0 for no second one."""
     return (64, 32) if BM == 96 else (BM, 0)
 
 
@@ -250,14 +251,17 @@ def accumulator_layout(BM):
 
 @gluon.constexpr_function
 def operand_layout(BM):
-    """Its weights in registers."""
+    """The weights in registers, as the first operand of the product with `accumulator_layout(BM)`."""
     return gl.DotOperandLayout(0, accumulator_layout(BM), 2)
 
 
 @gluon.jit
 def multiply_tile(memory, stage, phase, columns, WARPGROUP: gl.constexpr, FORMAT: gl.constexpr,
                   GROUP: gl.constexpr, HAS_ZERO: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr):  # fmt: skip
-    """float32 [128, tokens], this group's weight rows times the tile's tokens: one or two tensors (`mma_widths`)."""
+    """float32 [128, tokens], this group's weight rows times the tile's tokens: two tensors where `mma_widths` has two.
+
+    Returns (the first, the second or 0, the next stage, its phase).
+    """
     x_smem, full, empty = memory[0], memory[4], memory[5]
     FIRST: gl.constexpr = mma_widths(BM)[0]
     SECOND: gl.constexpr = mma_widths(BM)[1]
@@ -285,11 +289,12 @@ def multiply_tile(memory, stage, phase, columns, WARPGROUP: gl.constexpr, FORMAT
 def store_tile(acc, results, values, slots, out_ptr, width, first, start, rows, offset, alpha, beta, limit,
                AT: gl.constexpr, HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, ROUTER_WEIGHT: gl.constexpr,
                DOWN: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr):  # fmt: skip
-    """Epilogue of float32 [128, BM], the weight rows from `first` and the block's tokens from `offset` on.
+    """Epilogue of acc, float32 [128, BM]: the weight rows from `first` on, the block's tokens from `offset` on.
 
-    ROUTER_WEIGHT: router weights multiply, after the bias if DOWN, else before. DOWN: rows of out are slots, else
-    positions. In shared memory: values, float32 [6, 128], from AT on the rows' scales and biases and the block's router
-    weights; slots, int32 [128], its slots; results, 16-bit [128, OUT], in which lanes exchange tokens for columns.
+    ROUTER_WEIGHT: router weights multiply, after the bias if DOWN, else before it. DOWN: rows of out are slots, else
+    positions. In shared memory: values, float32 [6, 128], has the rows' scales and biases and the block's router weights
+    from row AT on; slots, int32 [128], has the block's slots; results, 16-bit [128, OUT], transposes the tile between
+    the lanes, so that a lane stores neighboring columns of one token.
     """
     BM: gl.constexpr = acc.shape[1]
     MMA: gl.constexpr = acc.type.layout
@@ -448,7 +453,7 @@ def gate_up(x_ptr, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_p
 
     x [tokens, columns] 16-bit, rows aligned to 16 bytes, x_stride elements apart, columns a multiple of 64; h [slots,
     inner] of x's dtype, in the order of sorted. codes: descriptor, boxes [4, 16 * chunks of a step, 128], of all
-    experts' codes (`Matrix`, weights.py) as lines of 128 bytes; s, z, row_scale, bias: its tensors, s_stride the int32
+    experts' codes (`PackedMatrix`) as lines of 128 bytes; s, z, row_scale, bias: its other tensors, s_stride the int32
     words per expert of s and z. sorted, routers, blocks, max_blocks: `prefill_route.place_slots`. tiles: 256 rows of
     w13 each. WEIGHT_INPUT: router weights multiply the input. ROTATE: `partition_tiles`. sixteen: `e4m3_bf16_imul`. A
     one-dimensional grid of any size, of 4 warps.

@@ -14,8 +14,8 @@ from .weights import PackedMatrix, PackedWeights
 
 _CODES_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
 _ROWS_LAYOUT = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-# Registers of a thread of `prefill.down` (384 threads): what a multiprocessor has is enough for a program of
-# `gemm.sum_topk_strips` (128 threads of 56) beside it then.
+# Registers of a thread of `prefill.down` (384 threads): few enough for a multiprocessor to also run a program of
+# `gemm.sum_topk_strips` (128 threads of 56 registers).
 _DOWN_MAXNREG = 152
 _SORT_CHUNK = 128  # slots that one program of the sorting kernels counts
 _MIN_OVERLAPPED_BYTES = (
@@ -52,7 +52,7 @@ def sort_buffer_sizes(slots: int, experts: int) -> dict[str, int]:
 
 
 def buffer_sizes(weights: PackedWeights, tokens: int, top_k: int) -> dict[str, int]:
-    """Bytes of each buffer of a call, in the words of `launch`."""
+    """Bytes of each buffer of a call, by the names that `launch` uses."""
     slots = tokens * top_k
     wide = {"h": slots * weights.intermediate * 2, "partial": slots * weights.hidden * 2}
     return wide | sort_buffer_sizes(slots, weights.experts)
@@ -92,11 +92,10 @@ def sort_slots(
     add: bool,
     pdl: bool,
 ) -> None:
-    """Launches the kernels of `prefill_route.py`, which fill buffers (`sort_buffer_sizes`) in the words of
-    `place_slots`.
+    """Launches the kernels of `prefill_route.py`, which fill the buffers of `sort_buffer_sizes` (see `place_slots`).
 
-    add: counts are added up by a launch of their own (`needs_scan_kernel`), which leaves every expert's number of
-    positions at the beginning of `counts`.
+    add: `scan_chunks` adds the counts up (`needs_scan_kernel`), and leaves every expert's number of positions at the
+    beginning of `counts`.
     """
     slots = topk_ids.numel()
     ids_map = topk_ids if expert_map is None else expert_map
@@ -124,7 +123,7 @@ def sum_topk(
 ) -> None:
     """Launches `gemm.sum_topk_strips`: out, 16-bit `[tokens, hidden]`, from partial, `[slots, hidden]`.
 
-    ready: that many strips of 256 columns were there before the kernel began that this one is launched behind.
+    ready: how many strips of 256 columns were complete before the previous kernel began.
     """
     tokens, top_k = topk_ids.shape
     hidden = out.shape[1]
@@ -191,9 +190,8 @@ def launch(
         GATED=weights.gated, ACTIVATION=activation, HAS_LIMIT=limit is not None,
         STAGES=resolve_stages(weights, config, weights.gated), ROTATE=w13.rows % 256 > 0, **_constexprs(w13), **shared,
     )  # fmt: skip
-    # Two launches, where the sum over top-k of the first one's columns is worth hiding behind the second.
-    # `sum_topk_strips` begins when all programs of the kernel before it run: those have waited for the end of the one
-    # before.
+    # Two launches where it pays to sum the first one's columns while the second one runs. `sum_topk_strips` begins when
+    # all programs of the second launch run, and these have waited for the end of the first launch.
     tiles = -(-w2.rows // 256)
     ready = tiles // 2 if partial.numel() * 2 >= _MIN_OVERLAPPED_BYTES else 0
     for begin, end in ((0, ready), (ready, tiles)) if ready else ((0, tiles),):

@@ -1,8 +1,8 @@
 """Sorts many slots by expert, in two or three short launches.
 
-Words as in `route.py`. The slots are cut into chunks; `count_slots` counts each chunk's slots per expert, `scan_chunks`
-turns the counts of an expert into positions of its chunks, `place_slots` writes the list of slots and those of blocks
-(and adds up few counts itself).
+Terms as in `route.py`. The slots are divided into chunks. `count_slots` counts each chunk's slots per expert,
+`scan_chunks` turns these counts into the positions where each chunk's slots begin, and `place_slots` writes the list of
+slots and the lists of blocks. With few counts `place_slots` adds them up itself, and `scan_chunks` is not launched.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def place_slots(ids_ptr, map_ptr, topk_weights_ptr, counts_ptr, totals_ptr, sort
     """
     program = tl.program_id(0)
     p = program * CHUNK + tl.arange(0, CHUNK)
-    # Before the wait: the kernel before has begun, so what it has waited for is there.
+    # Before the wait: the previous kernel has begun, so the results that it waited for are complete.
     ids = local_ids(ids_ptr, map_ptr, p, p < slots, HAS_MAP)
     slot_mask = ids >= 0
     expert = tl.maximum(ids, 0)

@@ -1,10 +1,10 @@
 """Which rows of which expert a program computes.
 
 A *slot* is one (token, choice) pair, numbered `token * top_k + choice`; `topk_ids` in memory is the experts of all
-slots. A *block* is up to BM slots of one expert. Slots with an id that is negative, or that `expert_map` sends to a
-negative local id, belong to no block. With few tokens every slot is a block of its own, and no list is needed;
-otherwise `sort_slots` or, with many, `sort_slots_by_comparison` lists slots by expert and blocks, so that a product's
-program finds its work with one load.
+slots. A *block* is up to BM slots of one expert. Slots with a negative id, or one that `expert_map` maps to a negative
+local id, belong to no block. With few tokens every slot is a block of its own, and no list is needed. Otherwise
+`sort_slots` (`sort_slots_by_comparison` for many slots) lists the slots by expert and the blocks, so that a program of
+a GEMM finds its work with one load.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def find_block(ids_ptr, map_ptr, blocks_ptr, block, HAS_MAP: tl.constexpr, PER_S
     if PER_SLOT:
         return local_ids(ids_ptr, map_ptr, block, block >= 0, HAS_MAP), block, 1
     else:
-        # Entries without an expert have nothing else either.
+        # The other fields of an entry without an expert are undefined.
         entry = blocks_ptr + block * 4
         expert = tl.load(entry)
         return expert, tl.load(entry + 1), tl.where(expert >= 0, tl.load(entry + 2), 0)

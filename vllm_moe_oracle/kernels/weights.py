@@ -1,9 +1,12 @@
 """Packed MoE weights as the kernels read them: allocation, packing one expert, and unpacking it.
 
-Canonical weights come in: MXFP8 e4m3 bytes `[N, K]` + e8m0 `[N, K/32]`; MXFP4 `[N, K/2]` (low nibble first) + e8m0
-`[N, K/32]`; int8 codes `[N, K]` or int4 codes `[N, K/2]` (unsigned, low nibble first) + scales `[N, K/g]` + zero points
-uint8 `[N, K/g]` or none (then the zero point is `2**(bits-1)`). w13 has gate rows then up rows, or just one half when
-the layer is not gated. A weight is `(code - zero point) * scale`, and `code * 2**(scale - 127)` for the MX formats.
+Canonical weights are the input. A weight is `(code - zero point) * scale`, or `code * 2**(scale - 127)` in the MX
+formats. w13 has gate rows then up rows, or just one half when the layer is not gated.
+
+* MXFP8: e4m3 bytes `[N, K]`, e8m0 `[N, K/32]`.
+* MXFP4: codes `[N, K/2]`, low nibble first, e8m0 `[N, K/32]`.
+* int8 codes `[N, K]` or int4 codes `[N, K/2]`, unsigned, low nibble first; scales `[N, K/g]`; zero points uint8
+  `[N, K/g]` or none, which means `2**(bits-1)`.
 """
 
 from __future__ import annotations
@@ -24,21 +27,21 @@ _MX_EXPONENT_EXCESS = {"mxfp4": 1, "mxfp8": 7}
 
 
 def has_rebased_scales(format: str, group: int, dtype: torch.dtype) -> bool:
-    """Whether group scales are stored times a power of two per row, which row_scale takes back.
+    """Whether group scales are stored times a power of two per row, for which row_scale compensates.
 
-    The row's largest is then near 2**127, because the kernels multiply codes as small numbers (`code_factors`) by them;
-    with zero points, which are taken off by a multiply-add before (REBASED is false there), near 1.
+    Without zero points a row's largest stored scale is near 2**127, because the kernels multiply it by codes that are
+    small numbers (`code_factors`). With zero points it is near 1: the multiply-add that subtracts them has scaled the
+    codes already.
     """
     return format in ("int4", "int8") and group > 0 and dtype == torch.bfloat16
 
 
 def code_factors(format: str, dtype: torch.dtype, rows: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """What dequantize.py makes of an integer code of 1, for each of `rows` stored rows (a multiple of 16): float64.
+    """The value of an integer code of 1 in dequantize.py, for each of `rows` stored rows (a multiple of 16): float64.
 
-    A code is left in the mantissa where it is stored, bfloat16 `code * 2**-133`; of 4-bit codes those of rows g + 8 of
-    every 16 are four bits higher (wgmma_fragments.py). A multiplication by 2**127 comes with the zero point or the
-    scale. row_scale has what is left over: it is infinite for scales from 2**122 on, with which weights leave bfloat16,
-    too.
+    A code is used at the bit position where it is stored, as bfloat16 `code * 2**-133`; 4-bit codes of rows g + 8 of
+    every 16 are four bits higher (wgmma_fragments.py). The zero point or the scale brings a factor of 2**127, row_scale
+    the rest. row_scale is infinite for scales from 2**122 on, with which weights exceed bfloat16's range too.
     """
     factors = torch.ones(rows // 16, 2, 8, dtype=torch.float64, device=device)
     if dtype == torch.bfloat16:
@@ -124,7 +127,7 @@ class PackedWeights:
 
 
 def storage_errors(format: str, hidden: int, intermediate: int, group: int, dtype: torch.dtype) -> list[str]:
-    """Every reason why the kernels cannot hold such a layer; an empty list when they can. `group` as in OwnWeights."""
+    """Every reason why the kernels cannot hold such a layer; an empty list when they can. group: columns per scale."""
     reasons = []
     if format not in FORMATS:
         reasons.append(f"weight format {format!r} is none of {', '.join(FORMATS)}")
@@ -183,7 +186,7 @@ def allocate_weights(format: str, experts: int, hidden: int, intermediate: int, 
 
 
 def _fp16_zero_offset(format: str) -> int:
-    """What dequantize.py adds to a code for float16 activations of a layer with zero points."""
+    """The number that dequantize.py adds to a code where activations are float16 and there are zero points."""
     return -128 if format == "int8" else 1024
 
 
@@ -218,9 +221,9 @@ def _pack_integer_scales(
 
 def pack_expert(weights: PackedWeights, which: str, expert: int, codes: torch.Tensor, scales: torch.Tensor,
                 zero_points: torch.Tensor | None = None, bias: torch.Tensor | None = None) -> None:  # fmt: skip
-    """Stores one expert's canonical tensors; `which` is "w13" or "w2". Beside these it needs
-    memory for a few copies of the matrix's codes: four of int4, three of mxfp4, two of 8-bit codes.
+    """Stores one expert's canonical tensors; `which` is "w13" or "w2".
 
+    It needs memory for a few copies of the matrix's codes: four of int4, three of mxfp4, two of 8-bit codes.
     codes uint8 `[N, K * bits / 8]` (or float8_e4m3fn), scales `[N, K/g]`, zero_points uint8 `[N, K/g]`, bias `[N]`.
     """
     matrix = weights.w13 if which == "w13" else weights.w2
