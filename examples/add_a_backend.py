@@ -127,7 +127,7 @@ def main() -> None:
     # Each side rounds to bfloat16, by at most 2**-8 of a number, after the first product, the silu, the gated product,
     # the second product and the sum.
     tolerance = 5 * 2.0**-8
-    print(f"Relative difference from the emulation: {error:.4f}; the format allows {tolerance:.4f}")
+    print(f"Relative difference from the emulation: {error:.4f}; tolerance {tolerance:.4f}")
     if error > tolerance:
         raise SystemExit("the backend computes something else")
 

@@ -29,7 +29,7 @@ def test_the_example_decides_for_its_backend_and_agrees_with_the_emulation() -> 
     assert done.returncode == 0, done.stderr
     assert "dequantized_once (static: " in done.stdout
     assert re.search("dequantized_once +does not add expert biases, the layer has them", done.stdout)
-    found = re.search(r"emulation: ([\d.]+); the format allows ([\d.]+)", done.stdout)
+    found = re.search(r"emulation: ([\d.]+); tolerance ([\d.]+)", done.stdout)
     assert found and 0 < float(found[1]) <= float(found[2])
 
 

@@ -99,8 +99,8 @@ def test_the_users_word_makes_quantized_activations_a_candidate_and_no_more() ->
     assert decision.backend != W8A8.name
     assert next(each for each in decision.candidates if each.backend == W8A8.name).accepted
     named = decide(problem(), H200, load(allowed | {"MOE_ORACLE_BACKEND": W8A8.name}))
-    assert named.backend == W8A8.name and "activations quantized to MXFP8 per token" in named.summary()
-    with pytest.raises(NoBackendError, match="would quantize activations to mxfp8; the layer's are 16bit"):
+    assert named.backend == W8A8.name and "activations: quantized to MXFP8 per token" in named.summary()
+    with pytest.raises(NoBackendError, match="would quantize activations to mxfp8; the layer declares 16bit"):
         decide(problem(), H200, load({"MOE_ORACLE_BACKEND": W8A8.name}))
 
 

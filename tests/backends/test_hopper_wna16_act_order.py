@@ -167,8 +167,12 @@ def test_conversion_is_known_without_data() -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [
-        ({"scheme": Scheme("wna16", 4, 128, "gptq")}, "act_order", "gathers inputs by an order"),
-        ({"scheme": Scheme("wna16", 4, -1, "gptq", act_order="group")}, "act_order", "gathers inputs by an order"),
+        ({"scheme": Scheme("wna16", 4, 128, "gptq")}, "act_order", "only for layers with act order in groups"),
+        (
+            {"scheme": Scheme("wna16", 4, -1, "gptq", act_order="group")},
+            "act_order",
+            "only for layers with act order in groups",
+        ),
         (
             {"tp": 2, "intermediate_size": 384},
             "act_order.sharded",

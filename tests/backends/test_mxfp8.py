@@ -164,7 +164,7 @@ def test_humming_runs_where_vllm_itself_runs_it() -> None:
     ]
     assert table == [True, False, False, True, True, False, True, False]
     reason = str(backend("humming_mxfp8").check(spread, new).reasons[0])
-    assert reason == "vLLM runs Humming's grouped kernels where experts are spread over 4 ranks"
+    assert reason == "not for expert parallelism: over 4 ranks vLLM runs Humming's grouped kernels"
 
 
 def test_humming_needs_its_package() -> None:

@@ -49,7 +49,7 @@ def test_explain_answers_for_a_machine_that_is_elsewhere(run: Run, write: Callab
     lines = result.out.splitlines()
     assert lines[0] == f"NVIDIA H200 (sm_90), vLLM {NEWEST}, one rank"
     assert lines[2] == "48 layers: model.layers.0-47.mlp.experts"
-    for word in ("problem", "backend", "why", "numerics", "plan"):
+    for word in ("layer", "backend", "why", "numerics", "sizes"):
         assert any(line.startswith(f"  {word} ") for line in lines), word
     assert re.search(r"^  candidate +verdict +reasons, or microseconds by tokens$", result.out, re.MULTILINE)
     assert re.search(r"^  emulation +accepted$", result.out, re.MULTILINE)

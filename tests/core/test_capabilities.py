@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.lib.cases import CPU, GPT_OSS, H200, INT4_G128, RELU2, backend, problem
 from vllm_moe_oracle.backends import Capabilities, Rule
 from vllm_moe_oracle.core.capabilities import violations
-from vllm_moe_oracle.core.decision import Reason, Rejected, ShardPlan
+from vllm_moe_oracle.core.decision import Candidate, Reason, Rejected, ShardPlan
 from vllm_moe_oracle.core.problem import Activation, Device, Problem, Routing, Scheme
 from vllm_moe_oracle.core.sharding import padded_plan
 from vllm_moe_oracle.releases.supported import NEWEST
@@ -61,7 +61,7 @@ REFUSED: list[tuple[Capabilities, Problem, Device, str, tuple[str, ...]]] = [
     (Capabilities(zero_points=True), problem(scheme=GPTQ), H200, "act_order", ("act order group", "only none")),
     (Capabilities(act_orders=("none", "group")), problem(scheme=GPTQ), H200, "zero_points", ("zero points",)),
     (Capabilities(), problem(activation=Activation("gelu")), H200, "activation", ("gated silu", "gelu")),
-    (Capabilities(), problem(activation=RELU2), H200, "activation", ("non-gated none", "relu2")),
+    (Capabilities(), problem(activation=RELU2), H200, "activation", ("takes gated activations only", "relu2")),
     (Capabilities(ungated=("relu2",)), problem(activation=Activation("relu2")),
      H200, "activation", ("gated silu", "relu2")),
     (Capabilities(gated=("swigluoai",)), problem(activation=GPT_OSS),
@@ -208,3 +208,13 @@ def test_every_failing_rule_is_reported_whatever_else_fails(bits: list[bool]) ->
     options: dict[str, Any] = able
     expected = {name for name in FLAGS if asked[name] and not able[name]}
     assert {reason.code for reason in broken(Capabilities(**options), layer)} == expected
+
+
+def test_rules_that_fail_for_one_cause_are_one_sentence() -> None:
+    """Scale groups and the kernel's alignment are the same multiple: each rule has its code, people read it once."""
+    reasons = tuple(broken(Capabilities(intermediate_multiple=32), problem(intermediate_size=48, tp=16)))
+    assert [reason.code for reason in reasons] == ["group.intermediate", "alignment.intermediate"]
+    (sentence,) = Candidate("any", Rejected(reasons), 0.0).sentences
+    assert sentence.startswith(
+        "intermediate size 768 / 16 = 48 is not a multiple of the scale group 32 (48 mod 32 = 16)"
+    )

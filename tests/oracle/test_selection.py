@@ -497,7 +497,7 @@ def test_the_reference_on_a_cpu_names_the_nearest_candidate() -> None:
     real = decide(problem(scheme=INT4_G128), CPU, settings())
     assert real.backend == "emulation" and "order" not in real.explanation
     assert "emulation runs it slowly; nearest is cpu_int4: " in real.explanation
-    assert "set allow_activation_quantization to allow it" in real.explanation
+    assert "set allow_activation_quantization=1 and choose it by name" in real.explanation
 
 
 def test_the_reference_on_a_cpu_is_degraded_if_a_remedy_exists() -> None:
@@ -505,7 +505,7 @@ def test_the_reference_on_a_cpu_is_degraded_if_a_remedy_exists() -> None:
     there = dataclasses.replace(CPU, features=("avx512f", "avx512_bf16"), packages={"vllm": "0.33.0"})
     decision = decide(problem(scheme=INT4_G128), there, settings())
     assert decision.backend == "emulation" and decision.degraded
-    assert "set allow_activation_quantization to allow it" in decision.explanation
+    assert "set allow_activation_quantization=1 and choose it by name" in decision.explanation
     assert not decide(problem(scheme=INT4_G128), dataclasses.replace(there, features=()), settings()).degraded
     assert not decide(problem(scheme=INT4_G128), there, settings(disable="cpu_int4")).degraded
     assert not decide(problem(scheme=MXFP8_W8A8), there, settings()).degraded

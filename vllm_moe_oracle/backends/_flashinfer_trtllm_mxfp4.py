@@ -106,7 +106,7 @@ class TrtllmMxfp4Backend(StockBackend):
     schemes = ("mxfp4",)
     vllm_names = ("flashinfer_trtllm",)
     activation_precision: ClassVar[ActivationPrecision] = "16bit"
-    arithmetic = Numerics("converted exactly to bfloat16, scaled there", "left in {dtype}")
+    arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}")
     padded_layer = True
     capabilities = CAPABILITIES
     rules: ClassVar[tuple[Rule, ...]] = RULES

@@ -81,9 +81,11 @@ def kernel_kind_rule(kind: Literal["indexed", "grouped"]) -> Rule:
     """
 
     def detail(problem: Problem, device: Device) -> str:
-        kernels = "grouped" if uses_grouped_kernels(problem, device) else "indexed"
-        spread = f"spread over {problem.parallel.ep} ranks" if problem.parallel.ep > 1 else "not spread over ranks"
-        return f"vLLM runs Humming's {kernels} kernels where experts are {spread}"
+        if problem.parallel.ep == 1:
+            return "for expert parallelism only; without it vLLM runs Humming's indexed kernels"
+        if kind == "grouped":
+            return f"vLLM runs Humming's grouped kernels since {min_versions.HUMMING_GROUPED}; before, its indexed ones"
+        return f"not for expert parallelism: over {problem.parallel.ep} ranks vLLM runs Humming's grouped kernels"
 
     return Rule(
         "humming.kernel_kind",
@@ -134,7 +136,7 @@ def accumulation(problem: Problem) -> str:
     """
     if problem.batch_invariant:
         return "float32"
-    return f"float32, and those of parts of a product of few tokens in {problem.dtype}"
+    return f"float32; for few tokens, split-K partial sums in {problem.dtype}"
 
 
 MAX_K_SPLITS = 2
@@ -212,10 +214,10 @@ class HummingBackend(StockBackend):
 
     def numerics(self, problem: Problem) -> Numerics:
         """With integers the group scale multiplies in 16 bits, so that a weight is rounded once."""
-        weights = "converted exactly to bfloat16, scaled there"
+        weights = "converted exactly to bfloat16 and scaled in bfloat16"
         if problem.scheme.name == "wna16":
-            scaled = "scaled there" if problem.scheme.group_size != -1 else "the sums scaled"
-            weights = f"codes converted exactly to {problem.dtype}, {scaled}"
+            scaled = f"scaled in {problem.dtype}" if problem.scheme.group_size != -1 else "the sums scaled by channel"
+            weights = f"integer codes converted exactly to {problem.dtype}, {scaled}"
         return Numerics(weights, f"left in {problem.dtype}", accumulation(problem))
 
     def compile_keys(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:

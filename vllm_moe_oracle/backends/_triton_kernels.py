@@ -54,7 +54,7 @@ class TritonKernelsBackend(StockBackend):
     contiguous = True
     activation_precision = "16bit"
     arithmetic = Numerics(
-        "converted exactly to bfloat16, scaled there", "left in {dtype}; the router's weights rounded to it"
+        "converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}; the router's weights rounded to it"
     )
     padding = (1, _INTERMEDIATE_MULTIPLE)
     capabilities = Capabilities(

@@ -41,7 +41,7 @@ class CpuMxfp4(Backend):
     vllm_names = ("cpu",)
     static_priority = 80.0
     activation_precision = "16bit"
-    arithmetic = Numerics("converted exactly to bfloat16, scaled there", "left in {dtype}")
+    arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}")
     capabilities = Capabilities(
         devices=("cpu",),
         features=("avx512f", "avx512_bf16"),

@@ -26,7 +26,7 @@ class CutlassMxfp4Bf16(CutlassMxfp4Backend):
     name = "cutlass_mxfp4"
     static_priority = 40.0
     activation_precision = "16bit"
-    arithmetic = Numerics("converted exactly to bfloat16, scaled there", "left in {dtype}")
+    arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}")
     capabilities = dataclasses.replace(CAPABILITIES, compute_capabilities=((90, 91),))
 
     def plan(self, problem: Problem, device: Device) -> ShardPlan:

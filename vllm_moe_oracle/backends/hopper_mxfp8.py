@@ -18,7 +18,7 @@ class HopperMxfp8(HopperBackend):
 
     def numerics(self, problem: Problem) -> Numerics:
         """Exact weights up to a row's spread of scales that bfloat16 can hold."""
-        return Numerics("converted exactly to bfloat16, scaled there", f"left in {problem.dtype}")
+        return Numerics("converted exactly to bfloat16 and scaled in bfloat16", f"left in {problem.dtype}")
 
 
 BACKEND = HopperMxfp8()

@@ -30,7 +30,7 @@ class HopperMxfp8W8A8(HopperBackend):
 
     def numerics(self, problem: Problem) -> Numerics:
         """Exact weights; both products' inputs rounded to MXFP8."""
-        return Numerics("converted exactly to bfloat16, scaled there", "quantized to MXFP8 per token")
+        return Numerics("converted exactly to bfloat16 and scaled in bfloat16", "quantized to MXFP8 per token")
 
 
 BACKEND = HopperMxfp8W8A8()

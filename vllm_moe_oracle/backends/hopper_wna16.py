@@ -20,10 +20,10 @@ class HopperWna16(HopperBackend):
 
     def numerics(self, problem: Problem) -> Numerics:
         """Group scales multiply float32 sums where tiles allow it, else weights, which are then rounded once."""
-        scaled = "the sums scaled in float32, or the weights, rounded once" if problem.scheme.group_size != -1 else (
-            "the sums scaled in float32"
-        )  # fmt: skip
-        return Numerics(f"codes converted exactly to {problem.dtype}, {scaled}", f"left in {problem.dtype}")
+        scaled = "scales applied to the float32 sums"
+        if problem.scheme.group_size != -1:
+            scaled += f", or to the weights, which rounds each once to {problem.dtype}"
+        return Numerics(f"integer codes converted exactly to {problem.dtype}; {scaled}", f"left in {problem.dtype}")
 
 
 BACKEND = HopperWna16()

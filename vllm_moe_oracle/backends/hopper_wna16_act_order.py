@@ -38,7 +38,7 @@ class HopperWna16ActOrder(HopperWna16):
         Rule(
             "act_order.none",
             lambda problem, device: not has_act_order(problem),
-            lambda problem, device: "gathers inputs by an order of features, which the layer has not",
+            lambda problem, device: "only for layers with act order in groups (desc_act, g_idx); this layer has none",
         ),
         Rule(
             "act_order.sharded",

@@ -26,7 +26,7 @@ class MarlinMxfp4(MarlinMxBackend):
     static_priority = 60.0
     padding = (HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE)
     padded_layer = True
-    arithmetic = Numerics("converted exactly to bfloat16, scaled there", "left in {dtype}")
+    arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}")
     capabilities = dataclasses.replace(MX_CAPABILITIES, bits=(4,))
     rules = (swigluoai_rule(halves_since=min_versions.MARLIN_UNINTERLEAVED), lora_rule(padding))
 

@@ -23,7 +23,7 @@ class MarlinMxfp8(MarlinMxBackend):
     stock_weights = "fp8"  # how the class chooses the operator's weight type
     static_priority = 30.0
     padding = (1, INTERMEDIATE_MULTIPLE)
-    arithmetic = Numerics("converted exactly to bfloat16, scaled there", "left in {dtype}")
+    arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}")
     capabilities = dataclasses.replace(MX_CAPABILITIES, bits=(8,))
     rules = (activation_rule(swigluoai_since=min_versions.MARLIN_UNINTERLEAVED), lora_rule(padding))
 

@@ -96,8 +96,8 @@ class MarlinWna16(MarlinBackend):
 
     def numerics(self, problem: Problem) -> Numerics:
         """With one scale per output row the sums are scaled, not the weights."""
-        scaled = "scaled there" if problem.scheme.group_size != -1 else "the sums scaled"
-        return Numerics(f"codes converted exactly to {problem.dtype}, {scaled}", f"left in {problem.dtype}")
+        scaled = f"scaled in {problem.dtype}" if problem.scheme.group_size != -1 else "the sums scaled by channel"
+        return Numerics(f"integer codes converted exactly to {problem.dtype}, {scaled}", f"left in {problem.dtype}")
 
     def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
         """Pads with scales of zero, then repacks codes, scales, zero points and biases.

@@ -24,7 +24,7 @@ def _unsupported_routing(problem: Problem) -> list[str]:
         words
         for words, asked in (
             (f"{routing.scoring} scores", routing.scoring != "softmax"),
-            (f"{routing.num_groups} groups of experts", routing.num_groups is not None),
+            (f"{routing.num_groups} group{'s' * (routing.num_groups != 1)} of experts", routing.num_groups is not None),
             ("a correction bias", routing.correction_bias),
             ("experts from a table over token ids", routing.hashed),
         )
@@ -53,7 +53,7 @@ class TritonMxfp4Monolithic(TritonKernelsBackend):
             "routing.softmax",
             lambda problem, device: bool(_unsupported_routing(problem)),
             lambda problem, device: (
-                f"routes by softmax alone; the layer asks {', '.join(_unsupported_routing(problem))}"
+                f"routes by softmax alone; the layer asks for {', '.join(_unsupported_routing(problem))}"
             ),
         ),
         Rule(

@@ -47,7 +47,7 @@ class TrtllmMxint4(StockBackend):
     stock_weight_key = "kInt4Static32"
     static_priority = 70.0
     activation_precision = "16bit"
-    arithmetic = Numerics("converted exactly to bfloat16, scaled there", "left in bfloat16")
+    arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in bfloat16")
     padding = (SIZE_MULTIPLE, SIZE_MULTIPLE)
     padded_layer = True
     monolithic = True

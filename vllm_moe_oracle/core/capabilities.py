@@ -19,6 +19,7 @@ from .sharding import (
     loader_reasons,
     packing_reasons,
     scale_group_reasons,
+    scale_group_size,
     suggest_parallelism,
 )
 
@@ -165,6 +166,8 @@ def _format_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason
     # With one scale per output row, the order of input features is irrelevant.
     if scheme.act_order not in capabilities.act_orders and scheme.group_size != -1:
         detail = f"act order {scheme.act_order} is not implemented (only {_join(capabilities.act_orders)})"
+        if scheme.act_order == "none":
+            detail = "only for layers with act order in groups (desc_act, g_idx); this layer has none"
         reasons.append(Reason("act_order", detail))
     return reasons
 
@@ -174,8 +177,11 @@ def _layer_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason]
     activation = problem.activation
     names = capabilities.gated if activation.gated else capabilities.ungated
     if activation.name not in names:
-        kind = "gated" if activation.gated else "non-gated"
-        reasons.append(Reason("activation", f"takes {kind} {_join(names)}, the layer has {activation.name}"))
+        kind, other = ("gated", "non-gated") if activation.gated else ("non-gated", "gated")
+        detail = f"takes {other} activations only, the layer's {activation.name} is {kind}"
+        if names:
+            detail = f"takes {kind} {_join(names)}, the layer has {activation.name}"
+        reasons.append(Reason("activation", detail))
     elif not capabilities.activation_params and any(
         value is not None for value in (activation.alpha, activation.beta, activation.limit)
     ):
@@ -199,7 +205,7 @@ def _deployment_reasons(capabilities: Capabilities, problem: Problem) -> list[Re
     reasons = []
     parallel, routing = problem.parallel, problem.routing
     if parallel.format not in capabilities.formats:
-        detail = f"takes {_join(capabilities.formats)} activations, the all-to-all delivers {parallel.format} ones"
+        detail = f"needs activations in the {_join(capabilities.formats)} format, the layer's are {parallel.format}"
         reasons.append(Reason("format", detail, "another --all2all-backend"))
     if parallel.ep > 1 and not capabilities.expert_parallel:
         detail = f"does not handle experts of other ranks (expert parallelism over {parallel.ep} ranks)"
@@ -233,9 +239,15 @@ def _shape_reasons(capabilities: Capabilities, problem: Problem, plan: PlanFunct
         return spread and is_shardable(other) and not _alignment_reasons(capabilities, other, plan(other))
 
     reasons = scale_group_reasons(problem, works) + packing_reasons(problem, works) + loader_reasons(problem)
+    told = {reason.code: reason for reason in reasons}
     for reason in _alignment_reasons(capabilities, problem, plan(problem)):
-        cut = reason.code == "alignment.intermediate"
-        reasons.append(dataclasses.replace(reason, remedy=suggest_parallelism(problem, works)) if cut else reason)
+        name = reason.code.removeprefix("alignment.")
+        group = told.get(f"group.{name}")
+        if group is not None and getattr(capabilities, f"{name}_multiple") == scale_group_size(problem):
+            reason = dataclasses.replace(group, code=reason.code)  # the same multiple: one sentence for both rules
+        elif name == "intermediate":
+            reason = dataclasses.replace(reason, remedy=suggest_parallelism(problem, works))
+        reasons.append(reason)
     return reasons
 
 

@@ -94,7 +94,7 @@ class Numerics:
     accumulate: str = "float32"
 
     def __str__(self) -> str:
-        return f"weights {self.weights}; activations {self.activations}; sums in {self.accumulate}"
+        return f"weights: {self.weights}; activations: {self.activations}; sums: {self.accumulate}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,11 @@ class Candidate:
     def reasons(self) -> tuple[Reason, ...]:
         """Every rule that fails; empty for an accepted candidate."""
         return self.verdict.reasons
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The reasons for people. Rules that fail for the same cause have the same text, which is given once."""
+        return tuple(dict.fromkeys(map(str, self.reasons)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +230,7 @@ def format_candidates(candidates: tuple[Candidate, ...]) -> str:
     width = max((len(candidate.backend) for candidate in candidates), default=0)
     lines = []
     for candidate in candidates:
-        reasons = [str(reason) for reason in candidate.reasons] or ["accepted"]
+        reasons = candidate.sentences or ("accepted",)
         lines.append(f"  {candidate.backend:<{width}}  {reasons[0]}")
         lines += [f"  {'':<{width}}  {reason}" for reason in reasons[1:]]
     return "\n".join(lines)

@@ -207,6 +207,13 @@ class Problem:
         """Intermediate size over all tensor-parallel ranks."""
         return self.whole_intermediate_size or self.intermediate_size * self.parallel.tp
 
+    def _describe_shard(self) -> str:
+        """The intermediate size on this rank and where it comes from: ``48 (768 / TP 16)``, ``736 (of 2880, TP 4)``."""
+        if self.parallel.tp == 1:
+            return str(self.intermediate_size)
+        sign = "of {}," if self.whole_intermediate_size else "{} /"
+        return f"{self.intermediate_size} ({sign.format(self.full_intermediate_size)} TP {self.parallel.tp})"
+
     def key(self) -> Problem:
         """The problem without its layer's name. Equal keys get equal decisions, unless an override names a layer."""
         return dataclasses.replace(self, layer="")
@@ -214,11 +221,10 @@ class Problem:
     def __str__(self) -> str:
         words = [
             str(self.scheme),
-            f"{self.num_experts} experts" + (f" ({self.local_experts} here)" if self.parallel.ep > 1 else ""),
+            f"{self.num_experts} experts" + (f" ({self.local_experts} per rank)" if self.parallel.ep > 1 else ""),
             f"top-{self.top_k}",
             f"hidden {self.hidden_size}",
-            f"intermediate {self.intermediate_size}"
-            + (f" of {self.full_intermediate_size}" if self.parallel.tp > 1 else ""),
+            f"intermediate {self._describe_shard()}",
             str(self.activation),
         ]
         flags = [("biases", self.has_bias), ("LoRA", self.lora), ("EPLB", self.eplb)]

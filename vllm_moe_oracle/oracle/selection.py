@@ -214,8 +214,14 @@ def _evaluate(backend: Backend, problem: Problem, device: Device, settings: Sett
         detail = f"disabled by {settings.source('disable')}"
         reasons.append(Reason("disabled", detail, "take it out of the setting disable"))
     if not satisfies_precision(consumed, declared) and not settings.allow_activation_quantization:
-        detail = f"would quantize activations to {consumed}; the layer's are {declared}"
-        reasons.append(Reason("activation_quantization", detail, "set allow_activation_quantization to allow it"))
+        detail = f"would quantize activations to {consumed}; the layer declares {declared}"
+        reasons.append(
+            Reason(
+                "activation_quantization",
+                detail,
+                "to use it, set allow_activation_quantization=1 and choose it by name",
+            )
+        )
     verdict = Rejected(tuple(reasons)) if reasons else Accepted()
     return Candidate(backend.name, verdict, priority)
 

@@ -372,7 +372,7 @@ def _print(groups: list[_LayerGroup], notes: list[str], device: Device, tp: int,
 def _decision_rows(group: _LayerGroup) -> list[tuple[str, str]]:
     from ...core.sharding import describe_loaded_group
 
-    rows = [("problem", str(group.problem))]
+    rows = [("layer", str(group.problem))]
     if group.decision is None:
         return [*rows, ("backend", "none"), ("why", group.failure)]
     decision = group.decision
@@ -385,7 +385,7 @@ def _decision_rows(group: _LayerGroup) -> list[tuple[str, str]]:
         ("backend", decision.backend),
         ("why", f"{decision.why}: {decision.explanation}"),
         ("numerics", str(decision.numerics)),
-        ("plan", f"{sizes}: {'; '.join(notes) or 'as in the checkpoint'}"),
+        ("sizes", f"{sizes}: {'; '.join(notes) or 'not padded'}"),
     ]
     if decision.token_ranges:
         rows.append(("token ranges", _describe_token_ranges(group)))
@@ -427,7 +427,7 @@ def _candidate_rows(candidates: tuple[Candidate, ...], times: dict[str, str]) ->
     rows = []
     for candidate in candidates:
         verdict = "accepted" if candidate.accepted else "rejected"
-        reasons = [str(reason) for reason in candidate.reasons] or [times.get(candidate.backend, "")]
+        reasons = candidate.sentences or (times.get(candidate.backend, ""),)
         rows.append((candidate.backend, verdict, reasons[0]))
         rows += [("", "", reason) for reason in reasons[1:]]
     return rows
