@@ -246,6 +246,12 @@ def test_refuses_with_code_and_words(name: str) -> None:
         assert allowed or code in _codes(reasons), f"{change} is not refused by {code}"
         assert all(reason.code and reason.detail.strip() for reason in reasons)
     assert "device" in _codes(backend.check(layer, dataclasses.replace(device, kind="unknown")).reasons)
+    for other in map(known_device, known_device_names()):
+        ranges = able.compute_capabilities
+        fits = other.kind != "cuda" or not ranges or any(low <= other.capability < high for low, high in ranges)
+        elsewhere = dataclasses.replace(device, kind=other.kind, capability=other.capability)
+        found = _codes(backend.check(layer, elsewhere).reasons)
+        assert (other.kind in able.devices and fits) or {"device", "capability"} & found, f"{other.name} is not refused"
     for package in able.packages:
         rest = {key: version for key, version in device.packages.items() if key != package}
         assert "package" in _codes(backend.check(layer, dataclasses.replace(device, packages=rest)).reasons)
@@ -274,6 +280,22 @@ def test_conversion_is_pure(name: str) -> None:
         first = {key: tensor.clone() for key, tensor in backend.convert(expert, layer, plan).items()}
         assert _same(expert, before), f"{layer}: the canonical tensors were modified"
         assert _same(first, dict(backend.convert(before, layer, plan))), f"{layer}: the second conversion differs"
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_backends_that_share_a_layout_convert_to_the_same_bits(name: str) -> None:
+    """What `Backend.layout` calls the same is the same: such backends may run one layer by turns."""
+    backend = default_registry()[name]
+    for layer, device in _distinct(name):
+        plan = backend.plan(layer, device)
+        for other in default_registry().for_scheme(layer.scheme.name):
+            other_plan = other.plan(layer, device)
+            same = other is not backend and other.layout(layer, other_plan) == backend.layout(layer, plan)
+            if not same or other.check(layer, device).reasons:
+                continue
+            one, two = (dict(each.convert(_expert(layer), layer, plan)) for each in (backend, other))
+            assert _described(one) == _described(two), f"{layer}: {other.name} makes other shapes"
+            assert _same(one, two), f"{layer}: {other.name} makes other bits"
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -171,7 +171,7 @@ def test_no_tokens() -> None:
         assert made.run().shape == (0, H)
 
 
-def test_slots_without_an_expert_add_nothing_and_a_token_without_any_is_zero() -> None:
+def test_slots_without_an_expert_add_nothing() -> None:
     made = case(layer_of(has_bias=True))
     made.ids[0, 1] = made.ids[3, 0] = -1
     made.ids[5] = -1
@@ -180,7 +180,7 @@ def test_slots_without_an_expert_add_nothing_and_a_token_without_any_is_zero() -
     assert out[5].tolist() == [0.0] * H
 
 
-def test_experts_that_live_elsewhere_add_nothing_and_the_ranks_sum_to_the_whole() -> None:
+def test_experts_of_other_ranks_add_nothing_and_ranks_sum_to_the_whole() -> None:
     whole = case(layer_of(experts=6, dtype="float32", has_bias=True, top_k=3))
     parts = []
     # Ranks need not hold neighbors, or keep their order.
@@ -430,7 +430,7 @@ def test_numerics_say_what_happens_to_activations() -> None:
     assert left.accumulate == "float32"
 
 
-def test_non_gated_experts_on_a_cpu_are_refused_because_vllm_builds_no_such_layer() -> None:
+def test_non_gated_experts_on_a_cpu_are_refused_as_vllm_refuses_them() -> None:
     layer = layer_of(activation=Activation("relu2", gated=False))
     assert [reason.code for reason in BACKEND.check(layer, CPU).reasons] == ["vllm.ungated"]
     assert BACKEND.check(layer, H200) == Accepted()

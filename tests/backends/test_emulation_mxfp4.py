@@ -229,7 +229,7 @@ def test_an_injected_fault_is_outside_the_bound(fault: str) -> None:
 
 
 @pytest.mark.parametrize("activations", ["int8"])
-def test_activations_that_emulation_cannot_round_are_refused_with_what_it_can(activations: Any) -> None:
+def test_precisions_that_emulation_cannot_round_to_are_refused(activations: Any) -> None:
     layer = dataclasses.replace(MXFP4_LAYER, scheme=dataclasses.replace(SCHEME, activations=activations))
     (reason,) = BACKEND.check(layer, CPU).reasons
     assert reason.code == "activations" and activations in reason.detail

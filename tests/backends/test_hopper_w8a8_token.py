@@ -68,10 +68,6 @@ def test_conversion_is_what_was_loaded_but_for_what_is_subnormal(name: str) -> N
         one = one_of(weights, expert)
         assert BACKEND.validate_weights(one, layer) == ""
         stored = BACKEND.convert(one, layer, plan)
-        blank = BACKEND.convert({key: tensor.to("meta") for key, tensor in one.items()}, layer, plan)
-        assert {key: (each.shape, each.dtype) for key, each in stored.items()} == {
-            key: (each.shape, each.dtype) for key, each in blank.items()
-        }
         for which in ("w13", "w2"):
             order = row_order(which, one[which].shape[0], layer.activation.gated)
             values = stored[which].float() * stored[f"{which}_scale"][:, None]

@@ -153,17 +153,6 @@ def test_scratch_memory_is_that_of_a_part(monkeypatch: pytest.MonkeyPatch) -> No
     assert needs == sorted(needs) and needs[0] == 0 < needs[8] == needs[64]
 
 
-def test_conversion_is_known_without_data() -> None:
-    layer = kind(zeros=True)
-    weights = {name: each[0] for name, each in wna16.to_canonical(contents_of(layer).parameters(), layer).items()}
-    plan = BACKEND.plan(layer, H200)
-    real = BACKEND.convert(weights, layer, plan)
-    blank = BACKEND.convert({name: each.to("meta") for name, each in weights.items()}, layer, plan)
-    assert {name: (each.shape, each.dtype) for name, each in real.items()} == {
-        name: (each.shape, each.dtype) for name, each in blank.items()
-    }
-
-
 @pytest.mark.parametrize(
     ("changes", "code", "words"),
     [

@@ -46,7 +46,7 @@ def probed(folder: Path) -> dict[str, dict[str, bool]]:
 
 
 @some_releases(*SERVED)
-def test_products_are_split_whatever_their_columns_but_with_batch_invariance(release: str) -> None:
+def test_products_are_split_unless_the_layer_is_batch_invariant(release: str) -> None:
     version, folder = library(release)
     found = probed(folder)
     assert len(found) == 4

@@ -9,21 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.lib.cases import RELU2, SILU, problem
-from tests.lib.peak_memory import Peak
 from tests.lib.stock_rules import GPT_OSS, HALVES, backend, expert, gpu, home, inside_vllm, stacked
-from vllm_moe_oracle.core.decision import ShardPlan
 from vllm_moe_oracle.core.problem import Device, Parallel, Problem, Routing, Scheme, satisfies_precision
 from vllm_moe_oracle.core.sharding import shard_by_blocks
 from vllm_moe_oracle.errors import NoBackendError, OracleError
-from vllm_moe_oracle.layouts import cutlass_mixed, gate_up, trtllm
-from vllm_moe_oracle.layouts import scales as scale_orders
-from vllm_moe_oracle.layouts.padding import crop_columns, crop_rows
 from vllm_moe_oracle.oracle.selection import decide
-from vllm_moe_oracle.schemes import mxfp4
 from vllm_moe_oracle.settings import Settings
 
 TRTLLM = ("trtllm_mxfp4", "trtllm_mxfp4_monolithic", "trtllm_mxfp4_a8", "trtllm_mxfp4_a8_monolithic")
@@ -57,16 +49,6 @@ def reasons(name: str, device: Device | None = None, **changes: Any) -> dict[str
 
 
 # --- What they take -------------------------------------------------------------------------------------------------
-
-
-@each_backend
-def test_they_take_a_layer_at_home_and_nowhere_else(name: str) -> None:
-    assert reasons(name) == {}
-    for capability in (80, 90, 100, 103, 120):
-        blackwell = (100, 103, 120)
-        homes = {"cutlass_mxfp4": (90,), "cutlass_mxfp4_a8": blackwell, "deep_gemm_mxfp4": blackwell}
-        taken = homes.get(name, (100, 103))
-        assert ("capability" in reasons(name, gpu(capability))) == (capability not in taken)
 
 
 @each_backend
@@ -231,77 +213,6 @@ def test_before_0_27_1_trtllm_rounds_to_256() -> None:
 
 
 # --- Conversions and the way back -----------------------------------------------------------------------------------
-
-
-def back(name: str, converted: dict[str, torch.Tensor], layer: Problem, plan: ShardPlan) -> dict[str, torch.Tensor]:
-    """Canonical tensors from kernel tensors: every layout's inverse, then the crop."""
-    found = {}
-    for key, tensor in converted.items():
-        values = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
-        is_scale, is_first = key.endswith("_scale"), key.startswith("w13")
-        if name in TRTLLM:
-            values = scale_orders.unswizzle_scales(values) if is_scale else values
-            values = trtllm.unshuffle_rows(values)
-            values = gate_up.swap_gate_up(gate_up.deinterleave_gate_up(values)) if is_first else values
-        elif name in CUTLASS:
-            if name == "cutlass_mxfp4_a8":
-                values = scale_orders.unswizzle_scales(values) if is_scale else values
-            elif is_scale:
-                values = cutlass_mixed.deinterleave_scales(values, plan.layout)  # type: ignore[arg-type]
-            elif not key.endswith("_bias"):
-                values = cutlass_mixed.deinterleave_codes(values, plan.layout)  # type: ignore[arg-type]
-            values = gate_up.swap_gate_up(values) if is_first else values
-        elif is_scale:
-            columns = plan.hidden_size if is_first else plan.intermediate_size
-            values = scale_orders.unpack_ue8m0_scales(values, columns // 32)
-        rows = layer.intermediate_size if is_first else layer.hidden_size
-        values = crop_rows(values, rows, 2 if is_first else 1)
-        if values.dim() == 2:
-            columns = layer.hidden_size if is_first else layer.intermediate_size
-            values = crop_columns(values, columns // (32 if is_scale else 2))
-        found[key] = values
-    return found
-
-
-@each_backend
-@given(
-    hidden=st.sampled_from((64, 128, 288, 384)), inner=st.sampled_from((32, 96, 160, 256)), seed=st.integers(0, 9),
-    old=st.booleans(),
-)  # fmt: skip
-def test_conversions_lose_nothing(name: str, hidden: int, inner: int, seed: int, old: bool) -> None:
-    layer = usual(name, hidden_size=hidden, intermediate_size=inner)
-    device = at_home(name, **{"flashinfer-python": "0.6.14"} if old else {})
-    plan = backend(name).plan(layer, device)
-    canonical = expert(layer, seed)
-    converted = backend(name).convert(canonical, layer, plan)
-    for key, tensor in back(name, converted, layer, plan).items():
-        expected = canonical[key].to(tensor.dtype)
-        assert tensor.dtype == torch.uint8 or key.endswith("_bias")
-        assert torch.equal(tensor, expected), key
-    assert converted.keys() == canonical.keys()
-
-
-@each_backend
-def test_converting_one_expert_of_gpt_oss_takes_less_than_an_expert_and_64_mib(name: str) -> None:
-    """deep_gemm_mxfp4 takes no expert of gpt-oss; one of the same size then."""
-    layer = usual(name, hidden_size=2880, intermediate_size=2880)
-    raw = expert(layer)
-    plan = backend(name).plan(layer, at_home(name))
-    with Peak(*raw.values()) as found:
-        converted = backend(name).convert(mxfp4.canonical_expert(raw, layer), layer, plan)
-    assert sum(tensor.nbytes for tensor in converted.values()) < found.peak
-    assert found.peak <= sum(tensor.nbytes for tensor in raw.values()) + 64 * 2**20
-
-
-def test_backends_of_one_layout_make_the_same_tensors() -> None:
-    layer = usual("trtllm_mxfp4", hidden_size=288, intermediate_size=96)
-    canonical = expert(layer)
-    plan = backend("trtllm_mxfp4").plan(layer, gpu(100))
-    names = {backend(name).layout(layer, backend(name).plan(layer, gpu(100))) for name in TRTLLM}
-    assert len(names) == 1
-    first, *others = (backend(name).convert(canonical, layer, plan) for name in TRTLLM)
-    for other in others:
-        assert all(torch.equal(*(each.view(torch.uint8) for each in (first[key], other[key]))) for key in first)
 
 
 # --- What vLLM's classes are given ----------------------------------------------------------------------------------

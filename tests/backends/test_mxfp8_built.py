@@ -11,26 +11,25 @@ import pytest
 import torch
 
 from tests.lib.cases import MXFP8_W8A8, SILU, problem
-from tests.lib.stock_rules import expert, inside_vllm, stacked
+from tests.lib.stock_rules import expert, gpu, inside_vllm, stacked
 
 pytest.importorskip("vllm", reason="vLLM's own classes are built")
 
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.compat.experts_builder import VllmBuilder
-from vllm_moe_oracle.core.problem import Activation, Device, Problem, Routing
+from vllm_moe_oracle.core.problem import Activation, Problem, Routing
 from vllm_moe_oracle.oracle.registry import default_registry
 
 OAI = Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0)
 # Humming's classes need its package, which is for GPUs: `tests/gpu` builds and runs them.
 CAPABILITIES = {"marlin_mxfp8": 90, "trtllm_mxfp8": 100, "trtllm_mxfp8_monolithic": 100, "deep_gemm_mxfp8": 100}
-PACKAGES = {"vllm": "0.33.0", "flashinfer-python": "0.7.2"}
 HIDDEN, INNER = 384, 96
 
 
 def build(name: str, layer: Problem, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, torch.Tensor], Any]:
     """What a backend built, its tensors, and the layer's config afterwards."""
     backend = default_registry()[name]
-    device = Device("cuda", "a card", CAPABILITIES[name], packages=PACKAGES)
+    device = gpu(CAPABILITIES[name])
     assert backend.check(layer, device).reasons == ()
     with inside_vllm(layer) as config:
         monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: "cpu")
@@ -75,7 +74,7 @@ def test_weights_and_inputs_are_described_as_the_class_reads_them(name: str, mon
 def test_biases_are_in_the_quant_config_or_the_layer_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = usual(has_bias=True)
     if name != "marlin_mxfp8":
-        device = Device("cuda", "a card", CAPABILITIES[name], packages=PACKAGES)
+        device = gpu(CAPABILITIES[name])
         assert [reason.code for reason in default_registry()[name].check(layer, device).reasons] == ["bias"]
         return
     made, tensors, plan = build(name, layer, monkeypatch)

@@ -11,15 +11,16 @@ import torch
 
 from tests.lib.cases import GPT_OSS, MXFP8, RELU2, SILU, problem
 from tests.lib.padding_checks import MATRICES, Cut, Dirty
+from tests.lib.stock_rules import gpu
 from vllm_moe_oracle import schemes
-from vllm_moe_oracle.core.problem import Device, Problem, Routing, Scheme
+from vllm_moe_oracle.core.problem import Problem, Routing, Scheme
 from vllm_moe_oracle.core.sharding import loaded_group_size
 from vllm_moe_oracle.kernels.weights import code_bits, unpack_expert
 from vllm_moe_oracle.layouts import mma_tiles, scales, wgmma_fragments
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.schemes import mxfp4, mxfp8, wna16
 
-HOPPER = Device("cuda", "a Hopper", 90, packages={"vllm": "0.33.0", "torch": "2.14.0", "humming-kernels": "0.1.19"})
+HOPPER = gpu(90)
 OLD = dataclasses.replace(HOPPER, packages=HOPPER.packages | {"humming-kernels": "0.1.10"})
 MXFP4 = Scheme("mxfp4", 4, 32, "mxfp4")
 SMALL: dict[str, Any] = {
@@ -200,6 +201,6 @@ def test_garbage_lies_in_the_padding_alone(kind: str, name: str) -> None:
                 assert torch.equal(first[1][:rows], second[1][:rows]), which
 
 
-def test_a_backend_of_whose_padding_nothing_is_known_is_not_taken_for_clean() -> None:
+def test_a_backend_with_undescribed_padding_is_not_taken_for_clean() -> None:
     with pytest.raises(ValueError, match="the padding of trtllm_mxint4 is not described"):
         Dirty(default_registry()["trtllm_mxint4"]).convert({"w13": torch.zeros(1, 1)}, LAYERS["int4"], None)

@@ -14,8 +14,9 @@ from vllm_moe_oracle.core.decision import Reason, Rejected
 from vllm_moe_oracle.core.problem import Device, Problem, Scheme
 from vllm_moe_oracle.core.sharding import shard_by_scale_groups
 from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.releases.supported import NEWEST
 
-PACKAGES = {"vllm": "0.33.0", "humming-kernels": "0.1.19", "flashinfer-python": "0.6.0", "triton": "3.6.0"}
+PACKAGES = {"vllm": NEWEST, "humming-kernels": "0.1.19", "flashinfer-python": "0.6.0", "triton": "3.6.0"}
 DEVICES = (
     Device("cuda", "an sm_90", 90, 132, 141.0, packages=PACKAGES),
     Device("cuda", "an sm_100", 100, 148, 180.0, packages=PACKAGES),

@@ -10,8 +10,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, load
 from vllm_moe_oracle.core.decision import Candidate, Decision
 from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.errors import NoBackendError
@@ -62,6 +66,82 @@ def with_base_class(found: Any, kinds: Mapping[str, Any]) -> Any:
     """A stock expert class with the base class that it has in vLLM, which is in another file."""
     base = kinds["FusedMoEExpertsMonolithic" if "Monolithic" in found.__name__ else "FusedMoEExpertsModular"]
     return type(found.__name__, (found, base), {})
+
+
+STOCK_CLASSES = {
+    "MARLIN": ("marlin_moe", ("MarlinExperts",)),
+    "BATCHED_MARLIN": ("marlin_moe", ("BatchedMarlinExperts",)),
+    "HUMMING": (
+        "fused_humming_moe",
+        ("BatchedHummingGroupedExperts", "HummingGroupedExperts", "HummingIndexedExperts"),
+    ),
+}  # fmt: skip
+"""Files and classes behind stock's names of backends that it has for every scheme, in its own order."""
+
+
+@dataclass(frozen=True)
+class StockInstall:
+    """A stock install of the newest release on a GPU.
+
+    Attributes:
+        platform: vLLM's platform.
+        kinds: names of the file of the modular kernels.
+        activations: vLLM's enumeration of activations.
+        names: what files of stock's expert classes import.
+        prioritizes_humming: stock's function of that name.
+    """
+
+    platform: Platform
+    kinds: Mapping[str, Any]
+    activations: Any
+    names: dict[str, Any]
+    prioritizes_humming: Callable[..., bool]
+
+
+def stock_install(capability: int, methods: Any, **variables: bool) -> StockInstall:
+    """A stock install on a GPU of a compute capability.
+
+    Args:
+        capability: the compute capability times ten.
+        methods: vLLM's enumeration of routing methods.
+        variables: environment variables as `vllm.envs` has them, besides those that every scheme's code reads.
+    """
+    platform = Platform(capability)
+    env = SimpleNamespace(VLLM_HUMMING_MOE_GEMM_TYPE=None, VLLM_BATCH_INVARIANT=False, **variables)
+    activation = load(RELEASE, f"{FUSED_MOE}/activation.py", current_platform=platform)
+    kinds = load(RELEASE, f"{FUSED_MOE}/modular_kernel.py", current_platform=platform, envs=env)
+    priority = load(RELEASE, f"{QUANTIZATION}/utils/humming/priority.py", current_platform=platform)
+    gemms = {each: SimpleNamespace(value=each.lower()) for each in ("INDEXED", "GROUPED_CONTIGUOUS", "GROUPED_MASKED")}
+    asked = ("MoEActivation", "apply_moe_activation_supported", "apply_moe_activation_masked_supported")
+    names = {
+        "current_platform": platform, "mk": SimpleNamespace(**kinds), "envs": env, "RoutingMethodType": methods,
+        "has_humming": lambda: True, "HummingGemmType": SimpleNamespace(**gemms),
+        **{name: activation[name] for name in asked},
+    }  # fmt: skip
+    return StockInstall(platform, kinds, activation["MoEActivation"], names, priority["prioritize_humming"])
+
+
+def stock_config(problem: Problem, activation: Any, method: Any, logits: torch.dtype = torch.bfloat16) -> Any:
+    """The fields of vLLM's `FusedMoEConfig` that its classes ask; no data parallelism."""
+    spread = problem.parallel.ep > 1
+    parallel = SimpleNamespace(
+        use_ep=spread, use_all2all_kernels=False, use_ag_rs_all2all_kernels=False, enable_eplb=False,
+        is_sequence_parallel=False, use_fi_nvl_two_sided_kernels=False, use_fi_nvl_one_sided_kernels=False,
+        use_batched_activation_format=False, use_deepep_v2_kernels=False, dp_size=1, ep_size=problem.parallel.ep,
+        tp_size=problem.parallel.tp, use_deepep_ht_kernels=False, use_deepep_ll_kernels=False,
+        use_naive_all2all_kernels=False, use_mori_kernels=False, use_nixl_ep_kernels=False,
+    )  # fmt: skip
+    return SimpleNamespace(
+        moe_backend="auto", activation=activation, is_act_and_mul=problem.activation.gated,
+        moe_parallel_config=parallel, has_hash_routing=False, require_decomposed_backend=False, routing_method=method,
+        router_logits_dtype=logits, hidden_dim=problem.hidden_size, hidden_dim_unpadded=problem.hidden_size,
+        is_lora_enabled=False, num_experts=problem.num_experts, num_local_experts=problem.local_experts,
+        has_bias=problem.has_bias, experts_per_token=problem.top_k,
+        intermediate_size_per_partition=problem.intermediate_size,
+        intermediate_size_per_partition_unpadded=problem.intermediate_size, in_dtype=torch.bfloat16,
+        swiglu_limit=problem.activation.limit, swiglu_alpha=None, swiglu_beta=None, activation_situ_beta=None,
+        activation_situ_linear_beta=None,
+    )  # fmt: skip
 
 
 def _decide(problem: Problem, capability: int) -> tuple[Decision | None, tuple[Candidate, ...]]:

@@ -1,4 +1,4 @@
-"""Golden decisions for MXFP4: models, ranks, compute capabilities; beside each, what stock vLLM 0.33.0 does.
+"""Golden decisions for MXFP4: models, ranks, compute capabilities; beside each, what stock vLLM does.
 
 Stock's choice is computed from its sources, not copied: `select_mxfp4_moe_backend` (for
 gpt-oss) and `select_deepseek_v4_mxfp4_moe_backend` (for every other model) run from the sources, with the expert
@@ -12,10 +12,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
-from tests.lib.golden_decisions import RELEASE, GoldenTable, with_base_class
-from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, load
+from tests.lib.golden_decisions import RELEASE, STOCK_CLASSES, GoldenTable, stock_config, stock_install, with_base_class
+from tests.lib.stock_code import FUSED_MOE, load
 from vllm_moe_oracle.core.problem import Activation, ActivationPrecision, Parallel, Problem, Routing, Scheme
 from vllm_moe_oracle.core.sharding import shard_by_blocks
 
@@ -36,6 +34,7 @@ MODELS: dict[str, tuple[int, int, int, int, Activation, bool, str, str, Activati
 }
 RANKS = {"TP1": (1, 1), "TP2": (2, 1), "TP4": (4, 1), "TP8": (8, 1), "EP8": (1, 8)}
 CLASS_FILES = {
+    **STOCK_CLASSES,
     "FLASHINFER_TRTLLM_MXFP4_BF16": (
         "trtllm_mxfp4_moe", ("TrtLlmMxfp4ExpertsMonolithic", "TrtLlmMxfp4ExpertsModular")
     ),
@@ -47,12 +46,6 @@ CLASS_FILES = {
     "DEEPGEMM_MXFP4": ("deep_gemm_moe", ("DeepGemmFP4Experts",)),
     "TRITON": ("gpt_oss_triton_kernels_moe", ("OAITritonMxfp4ExpertsMonolithic", "OAITritonExperts")),
     "CUTLASS_MXFP4_MXFP4": ("cutlass_moe", ("CutlassExpertsMxfp4",)),
-    "MARLIN": ("marlin_moe", ("MarlinExperts",)),
-    "BATCHED_MARLIN": ("marlin_moe", ("BatchedMarlinExperts",)),
-    "HUMMING": (
-        "fused_humming_moe",
-        ("BatchedHummingGroupedExperts", "HummingGroupedExperts", "HummingIndexedExperts"),
-    ),
     "EMULATION": ("ocp_mx_emulation_moe", ("OCP_MXQuantizationEmulationTritonExperts",)),
 }  # fmt: skip
 """Files and classes behind stock's names of backends for CUDA, in its own order: `backend_to_kernel_cls`."""
@@ -102,7 +95,6 @@ CONSUMED = {"": "16bit", "kMxfp8Dynamic": "mxfp8", "kFp8Dynamic128Sym": "fp8"}
 """Our words for the types to which stock's classes quantize activations."""
 
 _METHODS = {"renormalize": "Renormalize", "deepseekv4": "DeepseekV4"}
-_ACTIVATIONS = {"swigluoai": "swigluoai", "silu": "silu"}
 _KEYS = (
     "kMxfp4Static", "kMxfp4Dynamic", "kMxfp8Dynamic", "kFp8Dynamic128Sym", "kFp8StaticTensorSym", "kInt4Static32",
     "kMxfp8Static",
@@ -115,28 +107,16 @@ class _Functools:
 
 def stock(problem: Problem, capability: int) -> dict[str, str]:
     """What stock does for the layer: the backend and the class that it chooses."""
-    platform = Platform(capability)
-    activation = load(RELEASE, f"{FUSED_MOE}/activation.py", current_platform=platform)
-    env = SimpleNamespace(
-        VLLM_HUMMING_MOE_GEMM_TYPE=None, VLLM_BATCH_INVARIANT=False, VLLM_B12X_MOE_FP4_FORCE_A16=False
-    )
-    kinds = load(RELEASE, f"{FUSED_MOE}/modular_kernel.py", current_platform=platform, envs=env)
     methods = load(RELEASE, f"{FUSED_MOE}/config.py")["RoutingMethodType"]
+    install = stock_install(capability, methods, VLLM_B12X_MOE_FP4_FORCE_A16=False)
     keys = {name: SimpleNamespace(dtype=object(), scale=object(), scale2=None) for name in _KEYS}
     given: dict[str, Any] = {
-        **keys, "current_platform": platform, "mk": SimpleNamespace(**kinds), "envs": env, "RoutingMethodType": methods,
-        "MoEActivation": activation["MoEActivation"], "functools": _Functools, "has_humming": lambda: True,
-        "apply_moe_activation_supported": activation["apply_moe_activation_supported"],
-        "apply_moe_activation_masked_supported": activation["apply_moe_activation_masked_supported"],
+        **keys, **install.names, "functools": _Functools,
         "has_flashinfer": lambda: True, "has_flashinfer_cutlass_fused_moe": lambda: True,
         "has_triton_kernels": lambda: True, "get_triton_kernels_version": lambda: None,
         "ops": SimpleNamespace(mxfp4_experts_quant_supported=lambda capability: 100 <= capability < 120),
         # Of this release: `CudaPlatform.support_deep_gemm`.
         "is_deep_gemm_supported": lambda: capability == 90 or capability // 10 in (10, 12),
-        "HummingGemmType": SimpleNamespace(
-            INDEXED=SimpleNamespace(value="indexed"), GROUPED_CONTIGUOUS=SimpleNamespace(value="grouped_contiguous"),
-            GROUPED_MASKED=SimpleNamespace(value="grouped_masked"),
-        ),
     }  # fmt: skip
 
     def classes(backend: Any) -> list[Any]:
@@ -146,16 +126,16 @@ def stock(problem: Problem, capability: int) -> dict[str, str]:
         if backend.name == "EMULATION":
             base = (load(RELEASE, f"{FUSED_MOE}/experts/triton_moe.py", **given)["TritonExperts"],)
         found = load(RELEASE, f"{FUSED_MOE}/experts/{file}.py", **given | {each.__name__: each for each in base})
-        return [with_base_class(type(name, (found[name], *base), {}), kinds) for name in names]
+        return [with_base_class(type(name, (found[name], *base), {}), install.kinds) for name in names]
 
-    priority = load(RELEASE, f"{QUANTIZATION}/utils/humming/priority.py", current_platform=platform)
     oracle = load(
         RELEASE, f"{FUSED_MOE}/oracle/mxfp4.py", triton_kernels_version=None,
-        **given | {"prioritize_humming": priority["prioritize_humming"]},
+        **given | {"prioritize_humming": install.prioritizes_humming},
     )  # fmt: skip
     oracle["backend_to_kernel_cls"] = classes
     oracle["_user_moe_activation_override"] = lambda: None
-    config = _config(problem, activation["MoEActivation"](_ACTIVATIONS[problem.activation.name]), methods)
+    activation, method = install.activations(problem.activation.name), methods[_METHODS[problem.routing.method]]
+    config = stock_config(problem, activation, method)
     if problem.scheme.packing == "compressed-tensors":
         return _compressed_tensors(classes)
     if problem.scheme.packing == "mxfp4":
@@ -177,29 +157,6 @@ def _compressed_tensors(classes: Callable[[Any], list[Any]]) -> dict[str, str]:
     if cutlass._supports_current_device():
         return {"backend": "CUTLASS", "class": "CutlassExpertsMxfp4", "activations": "kMxfp4Dynamic"}
     return {"backend": "MARLIN", "class": "MarlinExperts"}
-
-
-def _config(problem: Problem, activation: Any, methods: Any) -> Any:
-    """The fields of vLLM's `FusedMoEConfig` that its classes ask; no data parallelism."""
-    spread = problem.parallel.ep > 1
-    parallel = SimpleNamespace(
-        use_ep=spread, use_all2all_kernels=False, use_ag_rs_all2all_kernels=False, enable_eplb=False,
-        is_sequence_parallel=False, use_fi_nvl_two_sided_kernels=False, use_fi_nvl_one_sided_kernels=False,
-        use_batched_activation_format=False, use_deepep_v2_kernels=False, dp_size=1, ep_size=problem.parallel.ep,
-        tp_size=problem.parallel.tp, use_deepep_ht_kernels=False, use_deepep_ll_kernels=False,
-        use_naive_all2all_kernels=False, use_mori_kernels=False, use_nixl_ep_kernels=False,
-    )  # fmt: skip
-    limit = problem.activation.limit
-    return SimpleNamespace(
-        moe_backend="auto", activation=activation, is_act_and_mul=True, moe_parallel_config=parallel,
-        has_hash_routing=False, require_decomposed_backend=False,
-        routing_method=methods[_METHODS[problem.routing.method]], router_logits_dtype=torch.bfloat16,
-        hidden_dim=problem.hidden_size, hidden_dim_unpadded=problem.hidden_size, is_lora_enabled=False,
-        num_experts=problem.num_experts, num_local_experts=problem.local_experts, has_bias=problem.has_bias,
-        experts_per_token=problem.top_k, intermediate_size_per_partition=problem.intermediate_size,
-        in_dtype=torch.bfloat16, swiglu_limit=limit, swiglu_alpha=None, swiglu_beta=None, activation_situ_beta=None,
-        activation_situ_linear_beta=None,
-    )  # fmt: skip
 
 
 def difference(row: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
-"""Golden decisions for MXFP8: models, tensor-parallel sizes, compute capabilities; beside each, what stock 0.33.0 does.
+"""Golden decisions for MXFP8: models, tensor-parallel sizes, compute capabilities; beside each, what stock vLLM does.
 
-Stock's choice is computed from its sources, not copied: its function
-``select_mxfp8_moe_backend`` and the expert classes that it asks run from the sources of vLLM 0.33.0, on a platform of
-the capability in question on which FlashInfer, Humming and DeepGEMM are installed, as a stock install has them. What
-stock raises later, when weights are created or converted, stands in ``raises``.
+Stock's choice is computed from its sources, not copied: its function ``select_mxfp8_moe_backend`` and the expert
+classes that it asks run from the sources of the newest release, on a platform of the capability in question on which
+FlashInfer, Humming and DeepGEMM are installed, as a stock install has them. What stock raises later, when weights are
+created or converted, stands in ``raises``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from tests.lib.cases import MXFP8_W8A8, RELU2, SILU
-from tests.lib.golden_decisions import RELEASE, GoldenTable, with_base_class
-from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, load
+from tests.lib.golden_decisions import RELEASE, STOCK_CLASSES, GoldenTable, stock_config, stock_install, with_base_class
+from tests.lib.stock_code import FUSED_MOE, load
 from vllm_moe_oracle.core.problem import Activation, Parallel, Problem, Routing
 
 TP = (1, 2, 4, 8)
@@ -32,13 +32,9 @@ MODELS: dict[str, tuple[int, int, int, int, Activation, Routing]] = {
 STOCK_ACTIVATIONS = {"silu": "silu", "relu2": "relu2_no_mul"}
 STOCK_ROUTING = {"renormalize": "Renormalize", "minimax2": "MiniMax2", "deepseekv3": "DeepSeekV3"}
 CLASS_FILES = {
+    **STOCK_CLASSES,
     "FLASHINFER_TRTLLM": ("trtllm_fp8_moe", ("TrtLlmFp8ExpertsMonolithic", "TrtLlmFp8ExpertsModular")),
     "DEEPGEMM": ("deep_gemm_moe", ("DeepGemmExperts",)),
-    "MARLIN": ("marlin_moe", ("MarlinExperts",)),
-    "HUMMING": (
-        "fused_humming_moe",
-        ("BatchedHummingGroupedExperts", "HummingGroupedExperts", "HummingIndexedExperts"),
-    ),
     "XPU": ("xpu_moe", ("XPUExpertsFp8", "XPUExpertsMxFp8", "XPUExpertsBlockFp8")),
     "AITER_MXFP8": ("aiter_mxfp8_moe", ("AiterMxfp8Experts",)),
     "TRITON_MXFP8": ("mxfp8_native_moe", ("Mxfp8NativeTritonExperts",)),
@@ -74,39 +70,28 @@ def layer(model: str, tp: int) -> Problem:
 
 def stock(problem: Problem, capability: int) -> dict[str, str]:
     """What stock does for the layer: the backend and class it chooses, and what it raises later."""
-    platform = Platform(capability)
-    moe = f"{FUSED_MOE}/modular_kernel.py"
-    activation = load(RELEASE, f"{FUSED_MOE}/activation.py", current_platform=platform)
-    kinds = load(RELEASE, moe, current_platform=platform, envs=SimpleNamespace(VLLM_BATCH_INVARIANT=False))
-    env = SimpleNamespace(VLLM_HUMMING_MOE_GEMM_TYPE=None, VLLM_BATCH_INVARIANT=False)
-    methods = type("Methods", (), {name: name for name in (*STOCK_ROUTING.values(), *_OTHER_METHODS)})
+    methods = load(RELEASE, f"{FUSED_MOE}/config.py")["RoutingMethodType"]
+    install = stock_install(capability, methods)
     weights, inputs = (SimpleNamespace(dtype=object(), scale=object(), scale2=None) for _ in range(2))
     given = {
-        "current_platform": platform, "mk": SimpleNamespace(**kinds), "envs": env, "RoutingMethodType": methods,
-        "MoEActivation": activation["MoEActivation"],
-        "apply_moe_activation_supported": activation["apply_moe_activation_supported"],
-        "kMxfp8Static": weights, "kMxfp8Dynamic": inputs, "has_humming": lambda: True,
-        "has_flashinfer_trtllm_fused_moe": lambda: True, "is_deep_gemm_supported": platform.support_deep_gemm,
-        "HummingGemmType": SimpleNamespace(
-            INDEXED=SimpleNamespace(value="indexed"), GROUPED_CONTIGUOUS=SimpleNamespace(value="grouped_contiguous"),
-            GROUPED_MASKED=SimpleNamespace(value="grouped_masked"),
-        ),
+        **install.names, "kMxfp8Static": weights, "kMxfp8Dynamic": inputs,
+        "has_flashinfer_trtllm_fused_moe": lambda: True, "is_deep_gemm_supported": install.platform.support_deep_gemm,
     }  # fmt: skip
 
     def classes(backend: Any) -> list[Any]:
         file, names = CLASS_FILES[backend.name]
         found = load(RELEASE, f"{FUSED_MOE}/experts/{file}.py", **given)
-        return [with_base_class(found[name], kinds) for name in names]
+        return [with_base_class(found[name], install.kinds) for name in names]
 
-    priority = load(RELEASE, f"{QUANTIZATION}/utils/humming/priority.py", current_platform=platform)
     backends = load(RELEASE, f"{FUSED_MOE}/oracle/fp8.py")["Fp8MoeBackend"]
     oracle = load(
-        RELEASE, f"{FUSED_MOE}/oracle/mxfp8.py", Fp8MoeBackend=backends, mk=SimpleNamespace(**kinds),
-        prioritize_humming=priority["prioritize_humming"], kMxfp8Static=weights, kMxfp8Dynamic=inputs,
+        RELEASE, f"{FUSED_MOE}/oracle/mxfp8.py", Fp8MoeBackend=backends, mk=install.names["mk"],
+        prioritize_humming=install.prioritizes_humming, kMxfp8Static=weights, kMxfp8Dynamic=inputs,
     )  # fmt: skip
     oracle["_mxfp8_backend_to_kernel_cls"] = classes
-    name = STOCK_ACTIVATIONS[problem.activation.name]
-    chosen, found = oracle["select_mxfp8_moe_backend"](config=_config(problem, activation["MoEActivation"](name)))
+    activation = install.activations(STOCK_ACTIVATIONS[problem.activation.name])
+    config = stock_config(problem, activation, methods[STOCK_ROUTING[problem.routing.method]], torch.float32)
+    chosen, found = oracle["select_mxfp8_moe_backend"](config=config)
     result = {"backend": chosen.value, "class": found.__name__}
     inner = problem.intermediate_size
     if inner % 32:
@@ -118,25 +103,6 @@ def stock(problem: Problem, capability: int) -> dict[str, str]:
         # _moe_pad_shard_rows in quantization/utils/marlin_utils_fp8.py takes the rows for two halves.
         result["raises"] = f"RuntimeError: {inner} rows of non-gated experts are padded as if they were twice as many"
     return result
-
-
-_OTHER_METHODS = ("RenormalizeNaive", "SigmoidRenorm", "Sigmoid", "Llama4")
-
-
-def _config(problem: Problem, activation: Any) -> Any:
-    """The fields of vLLM's `FusedMoEConfig` that its classes ask; tensor parallelism alone."""
-    parallel = SimpleNamespace(
-        use_ep=False, use_all2all_kernels=False, use_ag_rs_all2all_kernels=False, enable_eplb=False,
-        is_sequence_parallel=False, use_fi_nvl_two_sided_kernels=False, use_fi_nvl_one_sided_kernels=False,
-        use_batched_activation_format=False, use_deepep_v2_kernels=False,
-    )  # fmt: skip
-    return SimpleNamespace(
-        moe_backend="auto", activation=activation, is_act_and_mul=problem.activation.gated,
-        moe_parallel_config=parallel, has_hash_routing=False, require_decomposed_backend=False,
-        routing_method=STOCK_ROUTING[problem.routing.method], router_logits_dtype=torch.float32,
-        hidden_dim=problem.hidden_size, is_lora_enabled=False, num_experts=problem.num_experts, swiglu_limit=None,
-        swiglu_alpha=None, swiglu_beta=None,
-    )  # fmt: skip
 
 
 def difference(row: dict[str, Any]) -> str:

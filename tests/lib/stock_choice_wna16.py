@@ -1,4 +1,4 @@
-"""Golden decisions for integer weights: formats, ranks, compute capabilities; beside each, what stock 0.33.0 does.
+"""Golden decisions for integer weights: formats, ranks, compute capabilities; beside each, what stock vLLM does.
 
 Stock's choice is computed from its sources, not copied: `select_wna16_moe_backend` and
 the expert classes that it asks run from the sources, on a platform of the capability in question on which FlashInfer
@@ -11,11 +11,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from tests.lib.cases import SILU
-from tests.lib.golden_decisions import RELEASE, GoldenTable, with_base_class
-from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, load
+from tests.lib.golden_decisions import RELEASE, STOCK_CLASSES, GoldenTable, stock_config, stock_install, with_base_class
+from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, load
 from vllm_moe_oracle.core.problem import ActOrder, Parallel, Problem, Routing, Scheme
 
 TP = (1, 2, 4, 8)
@@ -42,14 +40,9 @@ MODELS: dict[str, tuple[tuple[int, int, int, int], Scheme, bool]] = {
     "Kimi-K2 int4 g32": ((384, 8, 7168, 2048), _scheme("compressed-tensors", 4, 32), False),
 }
 CLASS_FILES = {
+    **STOCK_CLASSES,
     "FLASHINFER_TRTLLM": ("trtllm_mxint4_moe", ("TrtLlmMxint4ExpertsMonolithic",)),
-    "MARLIN": ("marlin_moe", ("MarlinExperts",)),
-    "BATCHED_MARLIN": ("marlin_moe", ("BatchedMarlinExperts",)),
     "TRITON": ("triton_moe", ("TritonWNA16Experts",)),
-    "HUMMING": (
-        "fused_humming_moe",
-        ("BatchedHummingGroupedExperts", "HummingGroupedExperts", "HummingIndexedExperts"),
-    ),
 }
 """Files and classes behind stock's names of backends for CUDA, in its own order: `backend_to_kernel_cls`."""
 
@@ -139,45 +132,32 @@ def stock(problem: Problem, capability: int) -> dict[str, str]:
     scheme = problem.scheme
     if scheme.act_order == "group":
         return {"backend": "", "class": "", "raises": "ValueError: desc_act=True is no longer supported"}
-    platform = Platform(capability)
-    env = SimpleNamespace(
-        VLLM_HUMMING_MOE_GEMM_TYPE=None, VLLM_BATCH_INVARIANT=False, VLLM_USE_FLASHINFER_MOE_INT4=False
-    )
-    activation = load(RELEASE, f"{FUSED_MOE}/activation.py", current_platform=platform)
-    kinds = load(RELEASE, f"{FUSED_MOE}/modular_kernel.py", current_platform=platform, envs=env)
     methods = load(RELEASE, f"{FUSED_MOE}/config.py")["RoutingMethodType"]
+    install = stock_install(capability, methods)
     given: dict[str, Any] = {
-        **_KEYS, "current_platform": platform, "mk": SimpleNamespace(**kinds), "envs": env,
-        "RoutingMethodType": methods, "MoEActivation": activation["MoEActivation"], "has_humming": lambda: True,
-        "ScalarType": _ScalarType,
+        **_KEYS, **install.names, "ScalarType": _ScalarType,
         "INT4_DTYPE": _INT4, "INT8_DTYPE": _INT8, "GroupShape": SimpleNamespace(PER_CHANNEL=None),
-        "apply_moe_activation_supported": activation["apply_moe_activation_supported"],
-        "apply_moe_activation_masked_supported": activation["apply_moe_activation_masked_supported"],
-        "is_flashinfer_mxint4_moe_available": lambda: env.VLLM_USE_FLASHINFER_MOE_INT4,
-        "HummingGemmType": SimpleNamespace(
-            INDEXED=SimpleNamespace(value="indexed"), GROUPED_CONTIGUOUS=SimpleNamespace(value="grouped_contiguous"),
-            GROUPED_MASKED=SimpleNamespace(value="grouped_masked"),
-        ),
+        # VLLM_USE_FLASHINFER_MOE_INT4, which is off.
+        "is_flashinfer_mxint4_moe_available": lambda: False,
     }  # fmt: skip
 
     def classes(backend: Any) -> list[Any]:
         # What is not listed is for other makers' devices, for CPUs, or the emulation.
         file, names = CLASS_FILES.get(backend.name, ("marlin_moe", ()))
         found = load(RELEASE, f"{FUSED_MOE}/experts/{file}.py", **given)
-        return [with_base_class(found[name], kinds) for name in names]
+        return [with_base_class(found[name], install.kinds) for name in names]
 
     marlin = load(
-        RELEASE, f"{QUANTIZATION}/utils/marlin_utils.py", current_platform=platform,
+        RELEASE, f"{QUANTIZATION}/utils/marlin_utils.py", current_platform=install.platform,
         round_up=lambda a, b: -(-a // b) * b,
     )  # fmt: skip
     fits = marlin["check_moe_marlin_supports_config"]
-    priority = load(RELEASE, f"{QUANTIZATION}/utils/humming/priority.py", current_platform=platform)
     oracle = load(
-        RELEASE, f"{FUSED_MOE}/oracle/int_wna16.py", prioritize_humming=priority["prioritize_humming"],
+        RELEASE, f"{FUSED_MOE}/oracle/int_wna16.py", prioritize_humming=install.prioritizes_humming,
         check_moe_marlin_supports_config=fits, **_CONFIGS, **given,
     )  # fmt: skip
     oracle["backend_to_kernel_cls"] = classes
-    config = _config(problem, activation["MoEActivation"]("silu"), methods)
+    config = stock_config(problem, install.activations("silu"), methods.Renormalize)
     name, padding, bias = _OF_PACKING[scheme.packing], True, scheme.packing in ("awq", "gptq")
     result = {}
     if scheme.packing in ("awq", "gptq") and not fits(config, scheme.group_size, True):
@@ -205,22 +185,6 @@ def stock(problem: Problem, capability: int) -> dict[str, str]:
     if problem.has_bias and result.get("instead"):
         result["drops"] = "expert biases, without a word"
     return result
-
-
-def _config(problem: Problem, activation: Any, methods: Any) -> Any:
-    """The fields of vLLM's `FusedMoEConfig` that its classes ask; tensor parallelism alone."""
-    parallel = SimpleNamespace(
-        use_ep=False, use_all2all_kernels=False, use_ag_rs_all2all_kernels=False, enable_eplb=False,
-        is_sequence_parallel=False, use_fi_nvl_two_sided_kernels=False, use_fi_nvl_one_sided_kernels=False,
-        use_batched_activation_format=False, use_deepep_v2_kernels=False,
-    )  # fmt: skip
-    return SimpleNamespace(
-        moe_backend="auto", activation=activation, is_act_and_mul=True, moe_parallel_config=parallel,
-        has_hash_routing=False, require_decomposed_backend=False, routing_method=methods.Renormalize,
-        router_logits_dtype=torch.bfloat16, hidden_dim=problem.hidden_size, is_lora_enabled=False,
-        intermediate_size_per_partition_unpadded=problem.intermediate_size, num_experts=problem.num_experts,
-        swiglu_limit=None, swiglu_alpha=None, swiglu_beta=None,
-    )  # fmt: skip
 
 
 def difference(row: dict[str, Any]) -> str:

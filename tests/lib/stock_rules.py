@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,17 +13,18 @@ import pytest
 import torch
 
 from tests.lib.cases import GPT_OSS as HALVES
-from tests.lib.cases import MXFP8_W8A8, problem
+from tests.lib.cases import MXFP8_W8A8, SILU, problem
 from tests.lib.releases import ReleaseUnavailable
 from tests.lib.releases import every_release as every_release
-from tests.lib.stock_code import FUSED_MOE, Platform, load, tree
+from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, exists, load, tree
 from vllm_moe_oracle import schemes
 from vllm_moe_oracle.backends import Backend
 from vllm_moe_oracle.core.problem import Activation, ActOrder, Device, Problem, Routing, Scheme
 from vllm_moe_oracle.layouts.mma_tiles import pack_nibbles, pack_tiles
 from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.releases.supported import DEFAULT_PACKAGES
 
-CAPABILITIES = (75, 80, 86, 89, 90, 100, 103, 110, 120, 121)
+CAPABILITIES = (70, 75, 80, 86, 89, 90, 100, 103, 110, 120, 121)
 GPT_OSS = dataclasses.replace(HALVES, interleaved=True)
 ACTIVATIONS = {
     "silu": Activation("silu"),
@@ -90,14 +91,19 @@ CLASSES = {
 
 TRITON = ("triton_mxfp4", "triton_mxfp4_monolithic", "triton_mxfp4_unfused")
 """Backends of vLLM's package triton_kernels."""
-PACKAGES = {
-    "vllm": "0.33.0", "torch": "2.14.0", "humming-kernels": "0.1.19", "flashinfer-python": "0.7.2.post1"
-}  # fmt: skip
 
 
 def gpu(capability: int, **packages: str) -> Device:
-    """A GPU with every package."""
-    return Device("cuda", f"a card of sm_{capability}", capability, packages=PACKAGES | packages)
+    """A GPU with every package that the newest release requires, or with other versions."""
+    packages = dict(DEFAULT_PACKAGES["cuda"]) | packages
+    return Device("cuda", f"a card of sm_{capability}", capability, packages=packages)
+
+
+def machine(release: str, capability: int) -> Device:
+    """A machine with a release of vLLM: `gpu`, or a CPU where the capability is 0."""
+    if capability:
+        return gpu(capability, vllm=release)
+    return Device("cpu", "a CPU", features=("avx2", "avx512f", "avx512_bf16"), packages={"vllm": release})
 
 
 def home(name: str) -> int:
@@ -130,6 +136,9 @@ def usual(name: str, **changes: Any) -> Problem:
     scheme, fields = backend(name).schemes[0], dict[str, Any]()
     if name.endswith("_batched"):
         fields["format"] = "batched"
+    if name == "deep_gemm_mxfp4":
+        fields = {"scheme": Scheme("mxfp4", 4, 32, "mxfp4"), "activation": SILU, "has_bias": False}
+        return gpt_oss_layer(**fields | changes)
     if scheme == "mxfp4":
         if not name.endswith(("_grouped", "_batched")):
             return gpt_oss_layer(**changes)
@@ -154,6 +163,12 @@ def backend(name: str) -> Backend:
 def codes_of(name: str, layer: Problem, device: Device) -> set[str]:
     """Of the rules by which a backend refuses a layer on a device."""
     return {reason.code for reason in backend(name).check(layer, device).reasons}
+
+
+def refused(name: str, release: str, capability: int | None = None, **changes: Any) -> set[str]:
+    """Codes of the rules by which a backend refuses its `usual` layer, changed, in a release; at `home` by default."""
+    device = machine(release, home(name) if capability is None else capability)
+    return codes_of(name, usual(name, **changes), device)
 
 
 def globals_of(release: str, path: str, **given: Any) -> dict[str, Any]:
@@ -186,6 +201,12 @@ def source_of(release: str, path: str, *names: str) -> str:
     return ast.unparse(node_of(release, path, *names))
 
 
+def humming_conversion(release: str) -> str:
+    """Source of the file in which stock converts weights for Humming."""
+    files = [f"{QUANTIZATION}/utils/{each}" for each in ("humming_utils.py", "humming/moe.py")]
+    return source_of(release, next(each for each in files if exists(release, each)))
+
+
 def members_of(release: str, path: str, name: str) -> list[str]:
     """Members of an enumeration of a release."""
     return [
@@ -197,41 +218,75 @@ def members_of(release: str, path: str, name: str) -> list[str]:
     ]
 
 
-def stock_class(release: str, file: str, name: str, platform: Platform, **given: Any) -> tuple[Any, Mapping[str, Any]]:
-    """An expert class of a release on some device, and the names of its file.
+def stock_of(release: str, name: str, capability: int) -> tuple[Any, dict[str, Any]]:
+    """The class behind a backend, and the names of its file, on CUDA of a compute capability, or on a CPU if that is 0.
 
-    Args:
-        release: vLLM's version.
-        file: the module's name, in the folder of experts.
-        name: the class's.
-        platform: the device.
-        given: names that the file would have imported.
+    Every package that the class asks for is there.
     """
-    asked = ("MoEActivation", "apply_moe_activation_supported", "apply_moe_activation_masked_supported")
-    activation = globals_of(release, f"{FUSED_MOE}/activation.py", current_platform=platform)
-    given = {key: activation[key] for key in asked if key in activation} | given
-    names = globals_of(release, f"{FUSED_MOE}/experts/{file}.py", current_platform=platform, **given)
-    return names[name], names
-
-
-def stock_of(release: str, name: str, capability: int, **given: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The class behind a backend, as by `stock_class`, on CUDA of a compute capability."""
     file, class_name, _ = CLASSES[name]
-    return stock_class(release, file, class_name, Platform(capability), **given)
+    platform = Platform(capability)
+    # `CudaPlatform.support_deep_gemm`.
+    deep_gemm = platform.support_deep_gemm() or (number(release) >= (0, 24) and capability // 10 == 12)
+    activation = globals_of(release, f"{FUSED_MOE}/activation.py", current_platform=platform)
+    asked = ("MoEActivation", "apply_moe_activation_supported", "apply_moe_activation_masked_supported")
+    names = globals_of(
+        release, f"{FUSED_MOE}/experts/{file}.py", current_platform=platform, functools=_Functools,
+        is_deep_gemm_supported=lambda: deep_gemm, has_flashinfer=lambda: True,
+        has_flashinfer_cutlass_fused_moe=lambda: True, has_triton_kernels=lambda: True,
+        get_triton_kernels_version=lambda: None, **{key: activation[key] for key in asked if key in activation},
+    )  # fmt: skip
+    return names[class_name], names
+
+
+class _Functools:
+    cache = staticmethod(lambda function: function)
+
+
+def quant_keys(name: str, names: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The keys of weights and activations by which stock's oracle asks the class behind a backend."""
+    own = backend(name)
+    if own.schemes[0] == "mxfp8":
+        return names["kMxfp8Static"], names["kMxfp8Dynamic"]
+    if own.schemes[0] == "wna16":
+        return names["kInt4Static32" if name == "trtllm_mxint4" else "kInt4Static"], None
+    inputs = {"16bit": None, "mxfp8": "kMxfp8Dynamic", "fp8": "kFp8Dynamic128Sym"}[own.activations(usual(name))]
+    return names["kMxfp4Static"], inputs and names[inputs]
+
+
+_ORACLES = {"mxfp8": ("oracle/mxfp8.py", ""), "mxfp4": ("oracle/mxfp4.py", "Mxfp4MoeBackend"),
+            "wna16": ("oracle/int_wna16.py", "WNA16MoEBackend")}  # fmt: skip
+
+
+def offered(release: str, name: str) -> bool:
+    """Whether stock's oracle for the scheme knows the kernel behind a backend."""
+    file, enumeration = _ORACLES[backend(name).schemes[0]]
+    if enumeration:
+        known = members_of(release, f"{FUSED_MOE}/{file}", enumeration)
+    else:
+        assigned = [node for node in tree_of(release, f"{FUSED_MOE}/{file}").body if isinstance(node, ast.Assign)]
+        (listed,) = (node.value for node in assigned if ast.unparse(node.targets[0]) == "_SUPPORTED_BACKENDS")
+        known = [each.attr for each in ast.walk(listed) if isinstance(each, ast.Attribute)]
+    return CLASSES[name][2] in known
+
+
+def skip_unless_taken(release: str, name: str) -> None:
+    """Skips releases in which vLLM does not offer the kernel behind a backend, or the backend refuses any layer."""
+    if "package" in refused(name, release) or not offered(release, name):
+        pytest.skip("the release does not offer it, or the backend does not take the release")
 
 
 def claims_activation(stock: Any, names: Mapping[str, Any], stock_name: str, activation: Activation) -> bool:
     """Whether an expert class takes an activation.
 
     Args:
-        stock: the class, and `names`, of `stock_class`.
+        stock: the class, and `names`, of `stock_of`.
         names: see there.
         stock_name: vLLM's name of the activation.
         activation: the same by ours.
     """
     member = [each for each in names["MoEActivation"] if each.value == stock_name]
     claimed = bool(member) and bool(stock._supports_activation(member[0]))
-    return claimed and (activation.gated or bool(stock._supports_no_act_and_mul()))
+    return claimed and (activation.gated or bool(getattr(stock, "_supports_no_act_and_mul", bool)()))
 
 
 # --- Experts --------------------------------------------------------------------------------------------------------
@@ -286,6 +341,25 @@ def converted(name: str, canonical: Mapping[str, torch.Tensor], layer: Problem, 
     return stacked([dict(backend(name).convert(one, layer, plan)) for one in one_by_one])
 
 
+def assert_same_bits(ours: Mapping[str, torch.Tensor], theirs: Iterable[torch.Tensor | None], where: Any = "") -> None:
+    """Fails unless both have the same tensors, bit for bit, whatever the shapes.
+
+    Args:
+        ours: what a backend made.
+        theirs: stock's, of weights, scales and biases in the order of `_IN_ORDER`; None where there is none.
+        where: says in the message which case it is.
+    """
+    for key, tensor in zip(_IN_ORDER, theirs, strict=False):
+        assert (key in ours) == (tensor is not None), (key, where)
+        if tensor is not None:
+            assert ours[key].nbytes == tensor.nbytes, (key, where)
+            one, other = (each.contiguous().view(torch.uint8).flatten() for each in (ours[key], tensor))
+            assert torch.equal(one, other), (key, where)
+
+
+_IN_ORDER = ("w13", "w2", "w13_scale", "w2_scale", "w13_bias", "w2_bias")
+
+
 # --- Stand-ins for functions that stock calls -----------------------------------------------------------------------
 
 
@@ -297,6 +371,30 @@ class Operators:
         """Codes `[K * bits / 32, N]`, of as many columns a word as fit."""
         assert b_q_weight.shape == (size_k * num_bits // 32, size_n) and not extra.get("is_a_8bit")
         return (pack_nibbles if num_bits == 4 else pack_tiles)(b_q_weight.T.contiguous().view(torch.uint8))
+
+
+class DeepGemmScales:
+    """Stands for DeepGEMM's ``transform_sf_into_required_layout``, which packs float32 scales: keeps what it is asked.
+
+    What it makes of them is in the test of `pack_ue8m0_scales`.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    def __call__(self, **given: Any) -> torch.Tensor:
+        """The scales as they are."""
+        self.asked.append(given)
+        scales: torch.Tensor = given["sf"]
+        return scales
+
+    @staticmethod
+    def assert_packed(packed: torch.Tensor, floats: torch.Tensor) -> None:
+        """Fails unless the packed words hold the exponents of the float32 scales."""
+        assert floats.dtype == torch.float32
+        exponents = (floats.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+        words = packed.view(torch.int32).transpose(-1, -2).flatten().view(torch.uint8)
+        assert torch.equal(words, exponents.flatten())
 
 
 def shuffled_rows(matrix: torch.Tensor, tile: int) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""Limits and conversions of the backends for integer weights against the stock classes behind them, in every supported
+"""What vLLM's code for integer weights passes to its kernels and makes of weights, against ours, in every supported
 release.
 
-Pieces of each release run from its sources; see `stock_code`. Where a backend refuses what stock's class claims, the
-reason stands in `STRICTER`; where it takes what stock refuses, in `LIFTED`.
+Pieces of each release run from its sources; see `tests.lib.stock_code`.
 """
 
 from __future__ import annotations
@@ -16,187 +15,45 @@ import numpy
 import pytest
 import torch
 
-from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, load, tree
+from tests.lib.cases import RELU2, SILU
+from tests.lib.releases import some_releases
+from tests.lib.stock_code import FUSED_MOE, QUANTIZATION, Platform, tree
 from tests.lib.stock_rules import (
-    CAPABILITIES,
     CLASSES,
-    IN_HALVES,
-    UNTRIED,
     alternating_rows,
     backend,
-    claims_activation,
-    codes_of,
     converted,
     every_release,
     experts,
     globals_of,
-    gpu,
     home,
-    members_of,
+    machine,
+    node_of,
     number,
+    offered,
+    refused,
     shuffled_rows,
+    skip_unless_taken,
     source_of,
     stock_of,
     tiled_scales,
-    tree_of,
     usual,
 )
 from tests.lib.stock_rules import wna16_scheme as scheme
 from vllm_moe_oracle.compat import RELEASES
-from vllm_moe_oracle.core.problem import Activation, Device, Problem, Routing
+from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.layouts.mma_tiles import pack_nibbles, pack_tiles, unpack_nibbles
 from vllm_moe_oracle.schemes import wna16
 
-STRICTER: dict[tuple[str, str | int], str] = {
-    ("triton_wna16", 70): "vLLM has no kernels of its own for sm_70 any more",
-    ("trtllm_mxint4", "llama4"): "its routing multiplies the input, which the class passes nobody",
-    ("cpu_int4", "gelu_tanh"): "nobody measured it, and the operator is not told",
-}
-"""What is refused although stock's class claims it: capability, activation or routing, and why."""
-LIFTED = {
-    "triton_wna16": "a class since 0.22.1 and offered since 0.27; before, vLLM runs the same kernel by a function",
-}
-"""Backends that are offered in releases whose oracle does not know their kernel, and why."""
-
-NAMES = [name for name in CLASSES if "wna16" in name or "int4" in name]
-on_gpus = pytest.mark.parametrize("name", [name for name in NAMES if name != "cpu_int4"])
-
-
-def offered(release: str, name: str) -> bool:
-    """Whether the release's oracle for integer weights knows the kernel."""
-    return CLASSES[name][2] in members_of(release, f"{FUSED_MOE}/oracle/int_wna16.py", "WNA16MoEBackend")
-
-
-def has_class(release: str, name: str) -> bool:
-    file, class_name, _ = CLASSES[name]
-    try:
-        body = tree_of(release, f"{FUSED_MOE}/experts/{file}.py").body
-    except FileNotFoundError:
-        return False
-    return any(getattr(node, "name", "") == class_name for node in body)
-
-
-def machine(release: str, capability: int) -> Device:
-    if capability == 0:
-        features = ("avx2", "avx512f", "avx512_bf16")
-        return Device("cpu", "a CPU", features=features, packages={"vllm": release})
-    return gpu(capability, vllm=release)
-
-
-def refused(name: str, release: str, capability: int, **changes: Any) -> set[str]:
-    return codes_of(name, usual(name, **changes), machine(release, capability))
-
-
-# --- What the classes claim -----------------------------------------------------------------------------------------
-
-
-@every_release
-@pytest.mark.parametrize("name", NAMES)
-def test_a_release_that_does_not_offer_the_kernel_is_refused(name: str, release: str) -> None:
-    known, codes = offered(release, name), refused(name, release, home(name))
-    if name == "humming_wna16_grouped" and known and number(release) < (0, 30):
-        assert codes == {"humming.kernel_kind"}
-    elif name == "cpu_int4":
-        # Until 0.29 its class routes tokens itself.
-        modular = has_class(release, name) and "Modular" in _bases(release, name)
-        assert ("package" not in codes) == modular == (number(release) >= (0, 30))
-    elif name == "trtllm_mxint4" and known and number(release) < (0, 25, 1):
-        claims, names = stock_of(release, name, 100)
-        assert "package" in codes and not claims._supports_activation(names["MoEActivation"]("silu"))
-    elif name in LIFTED and not known:
-        assert has_class(release, name) and not codes and number(release) < (0, 27)
-    else:
-        assert ("package" not in codes) == known
-
-
-def _bases(release: str, name: str) -> str:
-    file, class_name, _ = CLASSES[name]
-    body = tree(release, f"{FUSED_MOE}/experts/{file}.py").body
-    found = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == class_name)
-    return " ".join(map(ast.unparse, found.bases))
-
-
-@every_release
-@on_gpus
-@pytest.mark.parametrize("capability", (70, *CAPABILITIES))
-def test_capabilities(name: str, release: str, capability: int) -> None:
-    if not offered(release, name):
-        pytest.skip("the release does not offer it")
-    if name == "trtllm_mxint4":
-        path = f"{QUANTIZATION}/utils/flashinfer_mxint4_moe.py"
-        source = source_of(release, path, "is_flashinfer_mxint4_moe_available")
-        assert "VLLM_USE_FLASHINFER_MOE_INT4" in source and "is_device_capability_family(100)" in source
-        claimed = Platform(capability).is_device_capability_family(100)
-    else:
-        claimed = bool(stock_of(release, name, capability)[0]._supports_current_device())
-    ours = "capability" not in refused(name, release, capability)
-    if (name, capability) in STRICTER:
-        assert claimed and not ours
-    else:
-        assert ours == claimed
-
-
-@every_release
-@on_gpus
-def test_activations(name: str, release: str) -> None:
-    if not offered(release, name) or "package" in refused(name, release, home(name)):
-        pytest.skip("the release does not offer it")
-    found, names = stock_of(release, name, home(name))
-    for stock_name, activation in IN_HALVES.items():
-        claimed = claims_activation(found, names, stock_name, activation)
-        codes = refused(name, release, home(name), activation=activation)
-        ours = not codes & {
-            "activation",
-            "activation.parameters",
-            "activation.parameters.vllm_version",
-            "activation.limit",
-        }
-        assert ours == (claimed and (name, stock_name) not in UNTRIED), stock_name
-
-
-def test_activations_of_the_cpus_class() -> None:
-    for release in RELEASES:
-        if number(release) < (0, 30):
-            continue
-        found, names = stock_of(release, "cpu_int4", 0)
-        for stock_name, activation in IN_HALVES.items():
-            member = [each for each in names["MoEActivation"] if each.value == stock_name]
-            claimed = bool(member) and activation.gated and bool(found._supports_activation(member[0]))
-            ours = not refused("cpu_int4", release, 0, activation=activation)
-            assert ours == (claimed and ("cpu_int4", stock_name) not in STRICTER), (release, stock_name)
-
-
-@every_release
-@on_gpus
-def test_what_the_classes_are_asked_about_their_weights(name: str, release: str) -> None:
-    """The names that `compat` asks by are among those that the class says yes to."""
-    if not offered(release, name):
-        pytest.skip("the release does not offer it")
-    found, names = stock_of(release, name, home(name))
-    asked = {"trtllm_mxint4": ("kInt4Static32",)}.get(name, ("kInt4Static", "kInt8Static"))
-    for key in asked:
-        assert found._supports_quant_scheme(names[key], None), key
-
-
-@every_release
-def test_routing_inside_the_kernel(release: str) -> None:
-    name = "trtllm_mxint4"
-    if not offered(release, name):
-        pytest.skip("the release does not offer it")
-    found, names = stock_of(release, name, 100)
-    names["RoutingMethodType"] = methods = load(release, f"{FUSED_MOE}/config.py")["RoutingMethodType"]
-    for method in methods:
-        if method.name == "Simulated":  # vLLM's own load test
-            continue
-        claimed = found._supports_routing_method(method, names["kInt4Static32"], None)
-        codes = refused(name, release, 100, routing=Routing(method.name.lower()))
-        if (name, method.name.lower()) in STRICTER:
-            assert claimed and "routing" in codes
-        else:
-            assert ("routing" not in codes) == claimed, method
-
-
 # --- What the classes pass ------------------------------------------------------------------------------------------
+
+
+@every_release
+@pytest.mark.parametrize("name", [name for name in CLASSES if "wna16" in name])
+def test_bytes_are_claimed_by_the_name_that_ours_asks_by(name: str, release: str) -> None:
+    skip_unless_taken(release, name)
+    found, names = stock_of(release, name, home(name))
+    assert found._supports_quant_scheme(names["kInt8Static"], None)
 
 
 @every_release
@@ -226,33 +83,30 @@ def test_the_triton_kernel_gets_no_bias_and_reads_64_columns(release: str) -> No
 
 @every_release
 def test_the_trtllm_class_passes_nothing_of_the_activation(release: str) -> None:
-    if not offered(release, "trtllm_mxint4"):
-        pytest.skip("the release does not offer it")
+    skip_unless_taken(release, "trtllm_mxint4")
     source = source_of(release, f"{QUANTIZATION}/utils/flashinfer_mxint4_moe.py", "flashinfer_trtllm_mxint4_moe")
     for given in ("gemm1_alpha=None", "gemm1_beta=None", "gemm1_clamp_limit=None"):
         assert given in source
     assert "bias=" not in source.replace("routing_bias=", "")
 
 
-def test_what_the_cpus_class_asks_and_the_operator_does_not() -> None:
-    """AMX. That the operator does not need it is in the test of the operator, which has none on machines without."""
-    for release in RELEASES:
-        if number(release) >= (0, 30):
-            source = source_of(release, f"{FUSED_MOE}/experts/cpu_moe.py", "CPUExpertsInt4", "_supports_current_device")
-            assert "_is_amx_tile_supported" in source and not backend("cpu_int4").check_stock_class
+@every_release
+def test_the_cpu_class_asks_for_amx_and_routes_tokens_itself_before_0_30(release: str) -> None:
+    """That the operator needs no AMX is in the test of the operator, which has none on machines without."""
+    if not offered(release, "cpu_int4"):
+        pytest.skip("the release does not offer it")
+    node = node_of(release, f"{FUSED_MOE}/experts/cpu_moe.py", "CPUExpertsInt4")
+    assert ("Modular" in " ".join(map(ast.unparse, node.bases))) == (number(release) >= (0, 30))
+    assert number(release) < (0, 30) or "_is_amx_tile_supported" in ast.unparse(node)
+    assert not backend("cpu_int4").check_stock_class
 
 
 @every_release
-def test_marlins_padding(release: str) -> None:
-    names = globals_of(release, f"{QUANTIZATION}/utils/marlin_utils.py", round_up=lambda a, b: -(-a // b) * b)
-    if "marlin_moe_padded_intermediate" not in names:
-        assert number(release) < (0, 25, 1)
-        return
-    for group in (-1, 32, 64, 128):
-        for inner in range(max(group, 32), 1025, max(group, 32)):
-            layer = usual("marlin_wna16", intermediate_size=inner, scheme=scheme(group=group))
-            plan = backend("marlin_wna16").plan(layer, machine(release, 80))
-            assert plan.intermediate_size == names["marlin_moe_padded_intermediate"](inner, group)
+def test_the_trtllm_class_claims_no_activation_before_0_25_1(release: str) -> None:
+    if not offered(release, "trtllm_mxint4"):
+        pytest.skip("the release does not offer it")
+    found, names = stock_of(release, "trtllm_mxint4", 100)
+    assert found._supports_activation(names["MoEActivation"]("silu")) == (number(release) >= (0, 25, 1))
 
 
 # --- Conversions ----------------------------------------------------------------------------------------------------
@@ -379,36 +233,36 @@ def _quant_utils(release: str) -> dict[str, Any]:
 
 @every_release
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(("inner", "gated", "biases"), [(128, True, False), (96, True, True), (128, False, True)])
-def test_marlins_conversion_is_stocks(release: str, form: str, inner: int, gated: bool, biases: bool) -> None:
-    activation = Activation("silu") if gated else Activation("relu2", gated=False)
-    if FORMATS[form].group_size == 64 and inner % 64:
-        inner = 192
-    layer = usual(
-        "marlin_wna16", hidden_size=256, intermediate_size=inner, scheme=FORMATS[form], activation=activation,
-        has_bias=biases, experts=3, top_k=1,
-    )  # fmt: skip
+def test_conversion_for_marlin_is_stocks(release: str, form: str) -> None:
     if refused("marlin_wna16", release, 80, scheme=FORMATS[form]):
         pytest.skip("the backend does not take it")
-    plan = backend("marlin_wna16").plan(layer, machine(release, 80))
-    if plan.pads(layer) and (number(release) < (0, 25, 1) or form == "act order" or not gated):
-        pytest.skip("stock does not pad it")
     stocks = source_of(release, f"{FUSED_MOE}/oracle/int_wna16.py", "_process_weights_marlin")
     if form == "int4 zeros" and "moe_packed_to_marlin_zero_points" not in stocks:
         pytest.skip("stock has zero points for AWQ's files alone")
-    canonical = originals(layer)
-    theirs = marlins(release, layer, files(layer, canonical))
-    made = converted("marlin_wna16", canonical, layer, machine(release, 80))
-    assert {name for name, tensor in theirs.items() if tensor.numel()} == made.keys()
-    if "w13_order" in made:
-        # Within a group stock's sort leaves features in any order; back in their own they must be the same.
-        for name in ("w13", "w2"):
-            found = [_in_order(each.pop(name), each.pop(f"{name}_order")) for each in (made, theirs)]
-            assert torch.equal(*found), name
-            if release == "0.22.1":  # which sorts the groups, and then hands over those that it did not sort
-                theirs[f"{name}_group_index"] = theirs[f"{name}_group_index"].sort(dim=-1).values
-    for name, ours in made.items():
-        assert ours.shape == theirs[name].shape and torch.equal(ours, theirs[name].to(ours.dtype)), name
+    for inner, activation, biases in ((128, SILU, False), (96, SILU, True), (128, RELU2, True)):
+        if FORMATS[form].group_size == 64 and inner % 64:
+            inner = 192
+        layer = usual(
+            "marlin_wna16", hidden_size=256, intermediate_size=inner, scheme=FORMATS[form], activation=activation,
+            has_bias=biases, experts=3, top_k=1,
+        )  # fmt: skip
+        plan = backend("marlin_wna16").plan(layer, machine(release, 80))
+        if plan.pads(layer) and (number(release) < (0, 25, 1) or form == "act order" or not activation.gated):
+            continue  # stock does not pad it
+        canonical = originals(layer)
+        theirs = marlins(release, layer, files(layer, canonical))
+        made = converted("marlin_wna16", canonical, layer, machine(release, 80))
+        assert {name for name, tensor in theirs.items() if tensor.numel()} == made.keys()
+        if "w13_order" in made:
+            # Within a group stock's sort leaves features in any order; back in their own they must be the same.
+            for name in ("w13", "w2"):
+                found = [_in_order(each.pop(name), each.pop(f"{name}_order")) for each in (made, theirs)]
+                assert torch.equal(*found), (name, layer)
+                if release == "0.22.1":  # which sorts the groups, and then hands over those that it did not sort
+                    theirs[f"{name}_group_index"] = theirs[f"{name}_group_index"].sort(dim=-1).values
+        for name, ours in made.items():
+            assert ours.shape == theirs[name].shape, (name, layer)
+            assert torch.equal(ours, theirs[name].to(ours.dtype)), (name, layer)
 
 
 def _in_order(packed: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -417,39 +271,39 @@ def _in_order(packed: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return torch.stack([each[:, one.long().argsort()] for each, one in zip(codes, order, strict=True)])
 
 
-def test_a_group_as_wide_as_the_second_product_is_ordered_by_what_the_kernel_sees() -> None:
+@every_release
+def test_scales_of_a_group_as_wide_as_w2_are_ordered_as_the_kernel_reads(release: str) -> None:
     """Stock orders the first product's scales by the second's width, and takes 16 groups of it for one a row; the
     operator goes by the number of scales."""
     layer = usual("marlin_wna16", hidden_size=256, intermediate_size=128, scheme=scheme(4, 128), experts=3, top_k=1)
     canonical = originals(layer)
-    theirs = marlins("0.33.0", layer, files(layer, canonical))
-    plan = backend("marlin_wna16").plan(layer, machine("0.33.0", 90))
+    theirs = marlins(release, layer, files(layer, canonical))
+    plan = backend("marlin_wna16").plan(layer, machine(release, 90))
     ours = backend("marlin_wna16").convert({name: tensor[0] for name, tensor in canonical.items()}, layer, plan)
     assert torch.equal(ours["w2_scale"], theirs["w2_scale"][0])
     assert not torch.equal(ours["w13_scale"], theirs["w13_scale"][0])
     wide = usual("marlin_wna16", hidden_size=256, intermediate_size=256, scheme=scheme(4, 128), experts=3, top_k=1)
-    right = marlins("0.33.0", wide, files(layer, canonical) | {"w2_scale": originals(wide)["w2_scale"]})
+    right = marlins(release, wide, files(layer, canonical) | {"w2_scale": originals(wide)["w2_scale"]})
     assert torch.equal(ours["w13_scale"], right["w13_scale"][0])
 
 
-@pytest.mark.parametrize("release", [each for each in RELEASES if tuple(map(int, each.split("."))) >= (0, 31)])
-@pytest.mark.parametrize("form", ["int4", "int4 zeros", "int8"])
-def test_tritons_conversion_is_stocks(release: str, form: str) -> None:
-    layer = usual(
-        "triton_wna16", hidden_size=256, intermediate_size=128, scheme=FORMATS[form], experts=3, top_k=1
-    )  # fmt: skip
-    canonical = originals(layer)
-    loaded = files(layer, canonical)
+@some_releases(*(each for each in RELEASES if number(each) >= (0, 31)))
+def test_conversion_for_triton_is_stocks(release: str) -> None:
     names = globals_of(release, f"{FUSED_MOE}/oracle/int_wna16.py")
-    theirs = names["convert_to_wna16_moe_kernel_format"](
-        names["WNA16MoEBackend"].TRITON, None, None, None, loaded["w13"], loaded["w2"], loaded["w13_scale"],
-        loaded["w2_scale"], loaded.get("w13_zero_point"), loaded.get("w2_zero_point"),
-    )  # fmt: skip
-    ours = converted("triton_wna16", canonical, layer, machine(release, 90))
-    order = ("w13", "w2", "w13_scale", "w2_scale", "w13_zero_point", "w2_zero_point")
-    for name, tensor in zip(order, theirs[:6], strict=True):
-        assert (tensor is None) == (name not in ours)
-        assert tensor is None or torch.equal(ours[name], tensor), name
+    for form in ("int4", "int4 zeros", "int8"):
+        layer = usual(
+            "triton_wna16", hidden_size=256, intermediate_size=128, scheme=FORMATS[form], experts=3, top_k=1
+        )  # fmt: skip
+        canonical = originals(layer)
+        order = ("w13", "w2", "w13_scale", "w2_scale", "w13_zero_point", "w2_zero_point")
+        loaded = files(layer, canonical)
+        theirs = names["convert_to_wna16_moe_kernel_format"](
+            names["WNA16MoEBackend"].TRITON, None, None, None, *map(loaded.get, order)
+        )
+        ours = converted("triton_wna16", canonical, layer, machine(release, 90))
+        for name, tensor in zip(order, theirs[:6], strict=True):
+            assert (tensor is None) == (name not in ours), (name, form)
+            assert tensor is None or torch.equal(ours[name], tensor), (name, form)
 
 
 def _flashinfer() -> dict[str, Any]:
@@ -470,8 +324,9 @@ def _flashinfer() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("release", ["0.25.1", "0.26.0", "0.33.0"])
-def test_trtllms_conversion_is_stocks(release: str) -> None:
+@every_release
+def test_conversion_for_trtllm_is_stocks(release: str) -> None:
+    skip_unless_taken(release, "trtllm_mxint4")
     layer = usual("trtllm_mxint4", hidden_size=256, intermediate_size=256, experts=3, top_k=1)
     canonical = originals(layer)
     loaded = files(layer, canonical)
@@ -515,7 +370,7 @@ def test_the_triton_kernel_can_be_launched_for_any_number_of_tokens(release: str
 
 
 @every_release
-def test_stock_orders_the_scales_of_marlins_first_product_by_the_columns_of_the_second(release: str) -> None:
+def test_stock_orders_scales_of_marlins_w13_by_the_columns_of_w2(release: str) -> None:
     """So they are wrong where a rank's intermediate size is at most one group, and the hidden size is more: the one
     conversion that is not stock's byte for byte."""
     calls = [
