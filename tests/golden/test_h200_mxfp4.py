@@ -3,14 +3,10 @@ them."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-import pytest
+from tests.lib.backend_tables import FOLDER, Row, assert_conditions, assert_row, every_table, key, read
 
-FOLDER = Path(__file__).parents[1] / "golden/h200"
-FILES = sorted(FOLDER.glob("mxfp4-vllm-*.json"))
 LAYERS = {"gpt_oss_20b", "gpt_oss_120b", "gpt_oss_20b_tp4", "gpt_oss_120b_ep8", "qwen3_silu"}
 TINY = {
     "0.33.0": {
@@ -22,7 +18,6 @@ TINY = {
     "0.26.0": set(),
 }
 """Rows of small layers, by release."""
-TOKENS = {"1", "7", "64", "513"}
 BACKENDS = {
     "hopper_mxfp4",
     "triton_mxfp4",
@@ -34,26 +29,11 @@ BACKENDS = {
 }
 NEIGHBORS = {"cutlass_mxfp4"}
 """Backends that take a rank's experts for neighbors; FlashInfer's, where it is installed."""
-FAULTS = {
-    "scales of rows moved",
-    "rows of w2 moved",
-    "gate and up exchanged",
-    "scales of groups moved",
-    "w13's biases left out",
-    "w2's biases left out",
-}
-MORE = {
-    "scales of w13 column by column",
-    "scales of w2 column by column",
-    "scales of w13 one exponent up",
-    "scales of w2 one exponent down",
-}
-"""Further faults, of scales."""
-IGNORED = {"alpha ignored", "beta ignored", "limit ignored"}
+IGNORED = frozenset({"alpha ignored", "beta ignored", "limit ignored"})
 BUILT_IN = {
     "triton_mxfp4": IGNORED,
     "triton_mxfp4_monolithic": IGNORED,
-    "triton_mxfp4_unfused": {"beta ignored"},
+    "triton_mxfp4_unfused": frozenset({"beta ignored"}),
     "marlin_mxfp4": IGNORED,
     "humming_mxfp4": IGNORED,
     "humming_mxfp4_grouped": IGNORED,
@@ -83,32 +63,21 @@ STOCK_IS_WRONG = {("0.26.0", "qwen3_silu"): "stock's class for the tag mxfp4 is 
 """Layers that stock vLLM runs with an error of a third: the reference with that limit is as far off."""
 
 
-def rows(file: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
-    return found
+every_file = every_table("mxfp4")
 
 
-def key(row: dict[str, Any]) -> tuple[str, str, str]:
-    return row["vllm"], row["layer"], row["backend"]
-
-
-every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-
-
-def test_there_is_a_table() -> None:
-    assert "mxfp4-vllm-0.33.0" in {file.stem for file in FILES}
+def rows(file: Path) -> list[Row]:
+    return read(file)[1]
 
 
 @every_file
 def test_the_conditions_are_there(file: Path) -> None:
-    kept = json.loads(file.read_text())["conditions"]
-    assert kept["gpu"] == "NVIDIA H200" and f"mxfp4-vllm-{kept['packages']['vllm']}" == file.stem
-    assert "backend_table.py --scheme mxfp4" in kept["command"]
+    assert_conditions(file, "mxfp4")
 
 
 @every_file
 def test_every_backend_is_in_the_table(file: Path) -> None:
-    flashinfer = "flashinfer-python" in json.loads(file.read_text())["conditions"]["packages"]
+    flashinfer = "flashinfer-python" in read(file)[0]["packages"]
     wanted = BACKENDS | NEIGHBORS if flashinfer else BACKENDS
     found = {layer: {row["backend"] for row in rows(file) if row["layer"] == layer} for layer in LAYERS}
     for layer in ("gpt_oss_20b", "gpt_oss_120b", "gpt_oss_20b_tp4"):
@@ -121,56 +90,21 @@ def test_every_backend_is_in_the_table(file: Path) -> None:
 
 
 @every_file
-def test_errors_are_within_the_rules(file: Path) -> None:
-    """6e-3 from float32; that far apart, two vectors have a cosine above 0.99998."""
+def test_every_row_keeps_every_rule_and_finds_every_fault(file: Path) -> None:
     for row in rows(file):
-        assert row["error"].keys() == TOKENS
-        for count, modes in row["error"].items():
-            assert modes.keys() == {"eager", "graph"}
-            for error in modes.values():
-                assert error <= 6e-3, (key(row), count)
-                assert 1 - error**2 / 2 >= 0.999
-                if "stock_error" in row:
-                    assert error <= 1.2 * row["stock_error"][count], (key(row), count)
-        assert ("spread_error" in row) == (row["backend"] not in NEIGHBORS), key(row)
-        assert row.get("spread_error", 0.0) <= 6e-3, key(row)
+        gpt_oss = row["layer"].startswith(("gpt_oss", "tiny_oai"))
+        refused = BUILT_IN.get(row["backend"], frozenset()) if gpt_oss else frozenset()
+        assert_row(row, "mxfp4", refused, margin=5, spread=row["backend"] not in NEIGHBORS)
 
 
-@every_file
-def test_the_self_check_finds_every_fault_and_nothing_else(file: Path) -> None:
-    for row in rows(file):
-        check = row["self_check"]
-        assert check["passed"] and check["error"] <= check["tolerance"], key(row)
-        assert not check["missed"] and not check.get("raised"), key(row)
-        gpt_oss, wanted = row["layer"].startswith(("gpt_oss", "tiny_oai")), set(FAULTS)
-        wanted |= MORE | (IGNORED if gpt_oss else set())
-        refused = BUILT_IN.get(row["backend"], set()) if gpt_oss else set()
-        assert check["refused"].keys() == refused, key(row)
-        wanted -= refused
-        assert check["faults"].keys() == {each for each in wanted if gpt_oss or "bias" not in each}, key(row)
-        assert min(check["faults"].values()) > 5 * check["tolerance"]
-
-
-@every_file
-def test_nothing_is_broken(file: Path) -> None:
-    """Conversion's peak, the self-check's time, and whatever else the table asks."""
-    runs = json.loads(file.read_text())["conditions"]["runs"]
-    assert {row["run"] for row in rows(file)} == runs.keys()
-    for row in rows(file):
-        assert "failure" not in row and row["pass"] and row["broken"] == [], key(row)
-        assert row["self_check"]["seconds"] <= 0.15, key(row)
-        assert row["convert_peak_mib"] <= row["one_expert_mib"] + 64, key(row)
-
-
-def test_on_an_idle_card_no_self_check_is_late() -> None:
+def test_which_self_checks_were_timed_alone() -> None:
     """Those that were timed while every other process waited: our own kernels' in both releases, among others."""
-    alone = [row for file in FILES for row in rows(file) if row.get("self_check", {}).get("alone")]
+    alone = [
+        row for file in FOLDER.glob("mxfp4-vllm-*.json") for row in rows(file) if row.get("self_check", {}).get("alone")
+    ]
     assert {key(row) for row in alone} == {
         (vllm, layer, name) for (vllm, name), each in ALONE.items() for layer in each
     }
-    for row in alone:
-        assert max(row["self_check"]["each"]) == row["self_check"]["seconds"] <= 0.15, key(row)
-        assert row["self_check"]["kept_mib"] <= 0, key(row)
 
 
 @every_file

@@ -3,28 +3,13 @@ what holds of them: every row has numbers, and keeps every rule."""
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
-from typing import Any
 
-import pytest
-
+from tests.lib.backend_tables import assert_conditions, assert_row, backend_table, every_table, key, measured, read
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.oracle.registry import default_registry
 
-_environment = dict(os.environ)
-try:
-    from tests.gpu.table_wna16 import TABLE
-finally:
-    # The script sets vLLM's for its own process.
-    os.environ.clear()
-    os.environ.update(_environment)
-
-FOLDER = Path(__file__).parents[1] / "golden/h200"
-FILES = sorted(FOLDER.glob("wna16-vllm-*.json"))
-TOKENS = {"1", "7", "64", "513"}
-LAYERS = {name: case for name, case in TABLE.cases.items() if not name.startswith("tiny")}
+LAYERS = {name: case for name, case in backend_table.table_of("wna16").cases.items() if not name.startswith("tiny")}
 
 COMPILED_LATER = {"kimi_k2_tp8_g32": {"513"}}
 """Our kernels are compiled at load, but for those of calls whose scratch memory is more than loading may take: here
@@ -41,35 +26,12 @@ WRONG_STOCK = {
 """Release, layer and backend whose stock class gives wrong numbers, and why: they say nothing of ours."""
 
 
-def read(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    table = json.loads(file.read_text())
-    return table["conditions"], table["rows"]
-
-
-def measured(file: Path) -> list[dict[str, Any]]:
-    """The rows with numbers."""
-    return [row for row in read(file)[1] if "failure" not in row]
-
-
-def key(row: dict[str, Any]) -> tuple[str, str, str]:
-    return row["vllm"], row["layer"], row["backend"]
-
-
-every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-
-
-def test_both_releases_were_measured() -> None:
-    assert [file.stem for file in FILES] == ["wna16-vllm-0.26.0", "wna16-vllm-0.33.0"]
+every_file = every_table("wna16")
 
 
 @every_file
 def test_the_conditions_are_there(file: Path) -> None:
-    kept, rows = read(file)
-    assert kept["gpu"] == "NVIDIA H200" and f"wna16-vllm-{kept['packages']['vllm']}" == file.stem
-    assert "backend_table.py --scheme wna16" in kept["command"]
-    assert (kept["limit"], kept["ratio_to_stock"]) == (6e-3, 1.2)
-    assert {row["vllm"] for row in measured(file)} == {kept["packages"]["vllm"]}
-    assert {row["run"] for row in rows} == kept["runs"].keys()
+    assert_conditions(file, "wna16")
 
 
 @every_file
@@ -87,52 +49,16 @@ def test_every_backend_that_the_oracle_accepts_was_run_on_every_layer(file: Path
 
 
 @every_file
-def test_every_row_has_numbers_and_keeps_every_rule(file: Path) -> None:
-    assert len(measured(file)) == len(read(file)[1])
+def test_every_row_keeps_every_rule_and_finds_every_fault(file: Path) -> None:
     for row in measured(file):
-        assert row["pass"] is True and not row.get("broken"), key(row)
-        assert row["convert_peak_mib"] <= row["one_expert_mib"] + 64, key(row)
-        assert row["error"].keys() == TOKENS, key(row)
-        assert row["spread_error"] <= 6e-3, key(row)
-        for tokens, modes in row["error"].items():
-            assert modes.keys() == {"eager", "graph"}, key(row)
-            for error in modes.values():
-                assert error <= 6e-3, (key(row), tokens)
-                assert error <= 1.2 * row.get("stock_error", {}).get(tokens, 1.0), (key(row), tokens)
-
-
-@every_file
-def test_every_fault_is_found_in_time(file: Path) -> None:
-    for row in measured(file):
-        check, case = row["self_check"], LAYERS[row["layer"]]
-        assert check["passed"] and not check["missed"] and not check.get("raised"), key(row)
-        expected = {"scales of rows moved", "rows of w2 moved"}
-        expected |= {"gate and up exchanged"} if case.gated else set()
-        expected |= {"scales of groups moved"} if -1 < case.scheme.group_size < case.hidden else set()
-        expected |= {"zero points left out"} if case.scheme.zero_points else set()
-        expected |= {"order left out"} if case.scheme.act_order == "group" else set()
-        expected |= {"w13's biases left out", "w2's biases left out"} if case.bias else set()
-        assert check["faults"].keys() == expected and min(check["faults"].values()) > check["tolerance"], key(row)
-        assert check["seconds"] <= 0.15, key(row)
-        if check.get("alone"):
-            assert len(check["each"]) == 3 and check["seconds"] == max(check["each"]), key(row)
-            assert check.get("kept_mib", 0.0) <= 0, key(row)
+        assert_row(row, "wna16")
         if row["backend"].startswith("hopper_"):
-            assert check["alone"], key(row)
+            assert row["self_check"]["alone"], key(row)
             assert row.get("compiled", {}).keys() <= COMPILED_LATER.get(row["layer"], set()), key(row)
 
 
 @every_file
-def test_a_matrix_as_wide_as_its_group_is_right_with_every_kernel(file: Path) -> None:
-    """As wide as one product or as both, with zero points and without."""
-    narrow = [row for row in measured(file) if row["layer"].startswith("narrow_")]
-    assert len(narrow) == 19
-    for row in narrow:
-        assert max(max(modes.values()) for modes in row["error"].values()) <= 6e-3
-
-
-@every_file
-def test_one_token_of_a_narrow_product_is_not_cut_into_many_parts_by_humming(file: Path) -> None:
+def test_humming_does_not_split_a_narrow_product_for_one_token(file: Path) -> None:
     """Stock's own class is, and has 7.0e-3 there in 0.33.0."""
     (row,) = [
         each for each in measured(file) if (each["layer"], each["backend"]) == ("kimi_k2_tp8_g32", "humming_wna16")

@@ -17,19 +17,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.lib.backend_tables import backend_table
 from vllm_moe_oracle.oracle.registry import default_registry
 
 FOLDER = Path(__file__).parents[1] / "gpu"
-
-_environment = dict(os.environ)
-try:
-    from tests.gpu import backend_table, table_mxfp8_normal
-    from tests.gpu.backend_table import FewKernels, Quiet, broken, merge
-    from tests.gpu.table_mxfp8 import TABLE
-finally:
-    # The script sets vLLM's for its own process.
-    os.environ.clear()
-    os.environ.update(_environment)
+TABLE = backend_table.table_of("mxfp8")
+FewKernels, Quiet, broken, merge = (
+    backend_table.FewKernels, backend_table.Quiet, backend_table.broken, backend_table.merge
+)  # fmt: skip
 
 
 def row(backend: str = "emulation", **changed: Any) -> dict[str, Any]:
@@ -214,7 +209,7 @@ def test_normal_weights_fit_one_scale_a_row_and_random_codes_do_not(name: str) -
     """One expert of a whole layer: what is rare comes up in its millions of numbers."""
     case = dataclasses.replace(TABLE.cases[name], experts=1, top_k=1)
     said = []
-    for table, binades in ((TABLE, 5), (table_mxfp8_normal.TABLE, 8)):
+    for table, binades in ((TABLE, 5), (backend_table.table_of("mxfp8_normal"), 8)):
         made = table.checkpoint(case, "cpu")
         for which in ("w13", "w2"):
             codes, scales = made.raw[f"{which}_weight"][0], made.raw[f"{which}_weight_scale"][0]
