@@ -20,7 +20,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def test_the_example_decides_for_its_backend_and_agrees_with_the_emulation() -> None:
+def test_the_example_backend_is_chosen_and_matches_the_emulation() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MOE_ORACLE_")}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

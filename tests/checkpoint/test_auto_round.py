@@ -78,7 +78,7 @@ def test_auto_round_refuses_entries_on_matrices_that_vllm_does_not_read(
     assert "their module is int8" in message and "reads only the entries of the experts' module" in message
 
 
-def test_auto_round_takes_entries_on_matrices_that_say_what_the_module_has(explain: Any) -> None:
+def test_entries_on_matrices_may_repeat_what_the_module_has(explain: Any) -> None:
     same = {name: {"bits": 8} for name in matrices_of(1)} | {r".*\.down_proj": {"bits": 8}}
     found = explain(quantized(quantization_config=AUTO_ROUND | {"bits": 8, "extra_config": same}))
     assert widths(found) == {8} and found.unquantized == ()

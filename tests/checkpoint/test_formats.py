@@ -186,7 +186,7 @@ def test_lists_of_modules_may_be_lists_of_lists(explain: Any) -> None:
     assert found.unquantized == ("model.layers.0.mlp.experts",)
 
 
-def test_groups_of_gptq_that_a_cut_splits_are_halved_and_those_of_compressed_tensors_are_not(explain: Any) -> None:
+def test_only_gptq_halves_groups_that_a_shard_boundary_splits(explain: Any) -> None:
     from vllm_moe_oracle.core.sharding import loaded_group_size, scale_group_reasons
 
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}

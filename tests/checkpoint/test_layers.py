@@ -251,7 +251,7 @@ def test_one_rank_with_expert_parallelism_is_one_rank(explain: Any) -> None:
     assert explain(quantized(), tp=1, ep=True).problems == explain(quantized()).problems
 
 
-def test_a_cut_that_does_not_divide_is_refused_with_the_numbers_and_a_way_out(explain: Any) -> None:
+def test_a_size_that_ranks_do_not_divide_is_refused_with_a_remedy(explain: Any) -> None:
     with pytest.raises(CheckpointError, match=r"over 5 ranks .* 768 \(768 mod 5 = 3\)\. TP 4 divides it, or .* --ep"):
         explain(quantized(num_attention_heads=20), tp=5)
     with pytest.raises(CheckpointError, match="over 16 ranks leaves ranks without one of the 8 experts"):

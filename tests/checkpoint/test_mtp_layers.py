@@ -63,7 +63,7 @@ def test_a_number_that_is_none_is_refused(value: Any, tmp_path: Path) -> None:
         found(tmp_path, "deepseek-v3", num_nextn_predict_layers=value)
 
 
-def test_explain_shows_them_as_groups_of_their_own_and_overrides_reach_them(tmp_path: Path) -> None:
+def test_explain_shows_them_as_groups_that_overrides_match(tmp_path: Path) -> None:
     file = str(written(tmp_path, "deepseek-v3", num_nextn_predict_layers=1))
     words = ["explain", file, "--device", "nvidia-h200", "--set", r"overrides=re:layers\.61\.=marlin"]
     told = CliRunner().invoke(app, words)
@@ -77,7 +77,7 @@ def test_explain_shows_them_as_groups_of_their_own_and_overrides_reach_them(tmp_
     ]
 
 
-def test_activations_that_only_they_declare_and_a_setting_changes_are_named(tmp_path: Path) -> None:
+def test_explain_names_activations_that_a_setting_changes_only_there(tmp_path: Path) -> None:
     weights = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
     inputs = weights | {"dynamic": True}
     groups = {

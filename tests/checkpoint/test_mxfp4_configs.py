@@ -100,7 +100,7 @@ def test_the_tag_mxfp4_is_gpt_oss_s_layout_for_gpt_oss_only(explain: Any) -> Non
     assert scheme(explain(QWEN3, {"quant_method": "mxfp4"})) == ("mxfp4", "mxfp4", "16bit")
 
 
-def test_kimi_k3s_experts_are_read_as_tagged_though_compressed_tensors_stored_them(explain: Any) -> None:
+def test_kimi_k3_experts_in_compressed_tensors_are_read_as_mxfp4(explain: Any) -> None:
     inputs = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True}
     weights = {**inputs, "dynamic": False}
     config = {

@@ -208,7 +208,7 @@ def test_integers_that_are_vllms_own_are_foreign(changes: dict[str, Any]) -> Non
     ],
     ids=str,
 )
-def test_transforms_of_weights_and_of_other_layers_are_no_matter_to_experts(part: dict[str, Any]) -> None:
+def test_transforms_of_weights_and_of_other_layers_are_ignored(part: dict[str, Any]) -> None:
     transforms = {"config_groups": {"u": {"type": "hadamard", "apply": [part]}}}
     config = config_of("compressed-tensors", {"/transform_config": transforms})
     assert parse_config(config, "x")(LAYER) == served("compressed-tensors", config)

@@ -121,7 +121,7 @@ def test_a_scheme_without_backends_is_said_to_have_none_yet(run: Run) -> None:
     assert data["groups"][0]["decision"] is None
 
 
-def test_an_explicit_choice_that_is_not_known_is_refused_with_the_valid_names(
+def test_an_unknown_backend_is_refused_with_the_valid_names(
     run: Run, write: Callable[..., Path]
 ) -> None:
     result = run("explain", write(), "--device", "cpu", "--moe-backend", "flashinfer_cutlass")
@@ -202,7 +202,7 @@ def test_the_remedy_of_a_refusal_is_kept(run: Run, write: Callable[..., Path]) -
         ("trtllm_mxfp8", "needs compute capability sm_100 to below sm_110; NVIDIA H200 has sm_90. Choose an accepted"),
     ],
 )
-def test_a_backend_that_is_none_here_is_refused_with_why_and_what_would_do(
+def test_a_backend_that_cannot_run_is_refused_with_reason_and_remedy(
     name: str, said: str, run: Run, write: Callable[..., Path]
 ) -> None:
     result = run("explain", write(), "--device", "nvidia-h200", "--backend", name)
@@ -440,7 +440,7 @@ def test_a_profile_that_is_none_is_refused_before_anything_is_done(
     assert only.startswith(f"error: --set profile: {path}: {said}")
 
 
-def test_a_profile_of_the_environment_that_is_none_ends_what_measures_and_is_a_note_of_what_predicts(
+def test_an_invalid_profile_is_an_error_to_tune_and_a_note_to_explain(
     run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A server starts without it, and says so, unless it is strict."""

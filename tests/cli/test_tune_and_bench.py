@@ -116,7 +116,7 @@ def test_imports_say_what_was_kept(run: Run, tmp_path: Path) -> None:
     assert made["environment"]["gpu"] == "NVIDIA H200" and (tmp_path / "p.json").exists()
 
 
-def test_memory_that_was_short_in_a_benchmark_is_not_imported_as_a_failure(tmp_path: Path) -> None:
+def test_out_of_memory_in_a_benchmark_is_not_imported_as_a_failure(tmp_path: Path) -> None:
     from vllm_moe_oracle.measurements import bench_records
 
     golden = CONFIGS.parent / "h200" / "choice-vllm-0.33.0.jsonl"
@@ -200,7 +200,7 @@ def test_tune_refuses_what_is_no_profile(run: Run, tmp_path: Path) -> None:
     assert result.status == 2 and "is not a profile of measurements" in result.err
 
 
-def test_every_shape_of_the_list_is_a_layer_that_some_backend_runs_on_an_h200() -> None:
+def test_some_backend_runs_every_listed_shape_on_an_h200() -> None:
     from vllm_moe_oracle.settings import load
 
     problems = model_shapes.served_problems()

@@ -61,7 +61,7 @@ def test_a_later_run_replaces_cells_and_marks_the_others() -> None:
     assert "| mxfp4:gpt-oss-20b | 8.0, 62% | 40.0, 12%\\* |" in kernel_tables.cells(data)
 
 
-def test_the_judged_layers_are_every_format_on_every_shape_that_it_does_not_cut() -> None:
+def test_every_format_is_judged_on_every_shape_that_it_supports() -> None:
     found = kernel_tables.judged()
     assert len(found) == len(set(found)) == 24
     assert "int4_g128:gpt-oss-20b" not in found and "int4_g32:gpt-oss-20b" in found
