@@ -121,9 +121,7 @@ def test_a_scheme_without_backends_is_said_to_have_none_yet(run: Run) -> None:
     assert data["groups"][0]["decision"] is None
 
 
-def test_an_unknown_backend_is_refused_with_the_valid_names(
-    run: Run, write: Callable[..., Path]
-) -> None:
+def test_an_unknown_backend_is_refused_with_the_valid_names(run: Run, write: Callable[..., Path]) -> None:
     result = run("explain", write(), "--device", "cpu", "--moe-backend", "flashinfer_cutlass")
     assert result.status == 3
     assert "flashinfer_cutlass (--moe-backend flashinfer_cutlass)" in " ".join(result.out.split())

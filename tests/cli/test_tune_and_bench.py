@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 
+from tests.lib import golden_files
 from tests.lib.cli import CONFIGS, Run
 from vllm_moe_oracle.devices import catalog, detect
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import model_shapes
 from vllm_moe_oracle.measuring.tuning import group_by_kernel_shape
 from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.releases.supported import NEWEST
+
+CHOICES = golden_files.newest("choice")
 
 GPT_OSS = CONFIGS / "gpt-oss-20b.json"
 
@@ -110,8 +114,7 @@ def test_bench_refuses_a_drawing_that_cannot_be_made_before_it_measures(
 
 
 def test_imports_say_what_was_kept(run: Run, tmp_path: Path) -> None:
-    golden = CONFIGS.parent / "h200" / "choice-vllm-0.33.0.jsonl"
-    made = run("tune", "--import", golden, "--export", tmp_path / "p.json", "--json").json
+    made = run("tune", "--import", CHOICES, "--export", tmp_path / "p.json", "--json").json
     assert made["measurements"] > 100 and made["kept"] == str(tmp_path / "p.json")
     assert made["environment"]["gpu"] == "NVIDIA H200" and (tmp_path / "p.json").exists()
 
@@ -119,8 +122,7 @@ def test_imports_say_what_was_kept(run: Run, tmp_path: Path) -> None:
 def test_out_of_memory_in_a_benchmark_is_not_imported_as_a_failure(tmp_path: Path) -> None:
     from vllm_moe_oracle.measurements import bench_records
 
-    golden = CONFIGS.parent / "h200" / "choice-vllm-0.33.0.jsonl"
-    head, first = golden.read_text().splitlines()[:2]
+    head, first = CHOICES.read_text().splitlines()[:2]
     record = json.loads(first)
     name = next(iter(record["activations"]))
     failures = []
@@ -145,8 +147,7 @@ def test_what_is_no_record_is_not_imported(tmp_path: Path, change: dict[str, Any
     from vllm_moe_oracle.errors import MeasurementError
     from vllm_moe_oracle.measurements import bench_records
 
-    golden = CONFIGS.parent / "h200" / "choice-vllm-0.33.0.jsonl"
-    head, first = golden.read_text().splitlines()[:2]
+    head, first = CHOICES.read_text().splitlines()[:2]
     (tmp_path / "b.jsonl").write_text(f"{head}\n{json.dumps(json.loads(first) | change)}\n")
     with pytest.raises(MeasurementError, match=words):
         bench_records.read_samples(tmp_path / "b.jsonl")
@@ -160,8 +161,7 @@ def test_a_place_that_cannot_be_shown_is_not_imported(tmp_path: Path, line: str,
     from vllm_moe_oracle.errors import MeasurementError
     from vllm_moe_oracle.measurements import bench_records
 
-    golden = CONFIGS.parent / "h200" / "choice-vllm-0.33.0.jsonl"
-    head, first = golden.read_text().splitlines()[:2]
+    head, first = CHOICES.read_text().splitlines()[:2]
     if line == "place":
         data = json.loads(head)
         data["conditions"]["environment"]["driver"] = "1\x1b[2J"
@@ -344,8 +344,8 @@ def test_explain_says_why_measurements_of_another_card_are_not_used(run: Run, me
 
 def test_status_says_what_is_kept(run: Run, measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOE_ORACLE_CACHE", str(measured))
-    assert run("status", "--json").json["cache"]["measurements"] == {"NVIDIA H200, vLLM 0.33.0": 21}
-    assert "21 on NVIDIA H200, vLLM 0.33.0" in " ".join(run("status").out.split())
+    assert run("status", "--json").json["cache"]["measurements"] == {f"NVIDIA H200, vLLM {NEWEST}": 21}
+    assert f"21 on NVIDIA H200, vLLM {NEWEST}" in " ".join(run("status").out.split())
     (measured / "measurements.sqlite").write_bytes(b"rubbish")
     result = run("status")
     assert result.status == 0 and "not used:" in result.out

@@ -10,7 +10,7 @@ from vllm_moe_oracle.backends import Backend, Capabilities, Rule
 from vllm_moe_oracle.core.decision import Numerics
 from vllm_moe_oracle.core.problem import Activation, Device, Parallel, Problem, Scheme
 from vllm_moe_oracle.oracle.registry import Registry
-from vllm_moe_oracle.releases.supported import NEWEST
+from vllm_moe_oracle.releases.supported import DEFAULT_PACKAGES
 
 MXFP8 = Scheme("mxfp8", bits=8, group_size=32, packing="modelopt", activations="16bit")
 MXFP8_W8A8 = dataclasses.replace(MXFP8, activations="mxfp8")
@@ -20,9 +20,11 @@ SILU = Activation("silu")
 RELU2 = Activation("relu2", gated=False)
 GPT_OSS = Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0)
 
-CPU = Device("cpu", "a CPU", features=("avx2",), packages={"vllm": "0.32.0", "torch": "2.13.0"})
-H200 = Device("cuda", "NVIDIA H200", 90, 132, 141.0, packages={"vllm": NEWEST, "torch": "2.14.0"})
-B200 = Device("cuda", "NVIDIA B200", 100, 148, 180.0, packages={"vllm": NEWEST, "torch": "2.14.0"})
+_GPU_PACKAGES = {name: DEFAULT_PACKAGES["cuda"][name] for name in ("vllm", "torch")}
+
+CPU = Device("cpu", "a CPU", features=("avx2",), packages=DEFAULT_PACKAGES["cpu"])
+H200 = Device("cuda", "NVIDIA H200", 90, 132, 141.0, packages=_GPU_PACKAGES)
+B200 = Device("cuda", "NVIDIA B200", 100, 148, 180.0, packages=_GPU_PACKAGES)
 
 _QWEN3 = Problem(
     layer="model.layers.0.mlp.experts",

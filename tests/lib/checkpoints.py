@@ -438,42 +438,57 @@ def write_checkpoint(
         quantized -= {module for module in model.experts if module.startswith(last)}
     if format != "mxfp8":
         quantized = set()
-    tensors = {name: torch.from_numpy(array) for name, array in blocks.items()}
-    for name, array in sorted(model.tensors.items()):
-        module = name.removesuffix(".weight")
-        if format == "mxfp4" and (name in model.fused or (module in model.experts and name != module)):
-            continue
-        if name.endswith(".weight") and module in quantized:
-            codes, scales = quantize_mxfp8(array)
-            tensors[name] = torch.from_numpy(codes).view(torch.float8_e4m3fn)
-            tensors[f"{module}.weight_scale"] = torch.from_numpy(scales)
-        else:
-            tensors[name] = torch.from_numpy(array).to(getattr(torch, dtype))
+    tensors = _stored(model, blocks, quantized, getattr(torch, dtype))
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
     config = {**model.config, "dtype": dtype}
     legacy = path / "hf_quant_config.json"
     legacy.unlink(missing_ok=True)
-    if format == "mxfp8":
-        # What ModelOpt lists: the modules left in 16 bits that a quantizer could have taken.
-        ignored = ["lm_head", *(n.removesuffix(".weight") for n in sorted(model.tensors) if n.endswith(".gate.weight"))]
-        ignored += [] if quantize_linears else sorted(model.linears)
-        if tag == "mixed":
-            config["quantization_config"] = _mixed_quantization(sorted(quantized), ignored)
-        elif tag.startswith("compressed-tensors"):
-            config["quantization_config"] = _compressed_quantization(ignored, tag)
-        elif tag in ("legacy", "legacy_producer"):
-            _write_json(legacy, _legacy_quantization(ignored, tag))
-        else:
-            config["quantization_config"] = _quantization(ignored, tag)
-    if format == "mxfp4":
-        # As OpenAI writes it, with what its models do not quantize.
-        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-        config["quantization_config"] = {"modules_to_not_convert": kept, "quant_method": "mxfp4"}
+    declared = _declared(model, format, tag, sorted(quantized), [] if quantize_linears else sorted(model.linears))
+    if tag in ("legacy", "legacy_producer") and declared:
+        _write_json(legacy, declared)
+    elif declared:
+        config["quantization_config"] = declared
     _write_json(path / "config.json", config)
     _write_json(path / "generation_config.json", {"eos_token_id": model.config["eos_token_id"], "do_sample": False})
     write_tokenizer(path)
     return path
+
+
+def _stored(model: Model, blocks: Mapping[str, Bytes], quantized: set[str], dtype: Any) -> dict[str, Any]:
+    """The checkpoint's tensors: `blocks` as they are, `quantized` modules in MXFP8, everything else in `dtype`."""
+    import torch
+
+    tensors = {name: torch.from_numpy(array) for name, array in blocks.items()}
+    for name, array in sorted(model.tensors.items()):
+        module = name.removesuffix(".weight")
+        if blocks and (name in model.fused or (module in model.experts and name != module)):
+            continue
+        if name != module and module in quantized:
+            codes, scales = quantize_mxfp8(array)
+            tensors[name] = torch.from_numpy(codes).view(torch.float8_e4m3fn)
+            tensors[f"{module}.weight_scale"] = torch.from_numpy(scales)
+        else:
+            tensors[name] = torch.from_numpy(array).to(dtype)
+    return tensors
+
+
+def _declared(model: Model, format: Format, tag: Tag, quantized: list[str], linears: list[str]) -> dict[str, Any]:
+    """What a checkpoint says of its quantization; nothing in 16 bits. `linears` are left in 16 bits."""
+    if format == "bf16":
+        return {}
+    if format == "mxfp4":
+        # As OpenAI writes it, with what its models do not quantize.
+        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        return {"modules_to_not_convert": kept, "quant_method": "mxfp4"}
+    # What ModelOpt lists: the modules left in 16 bits that a quantizer could have taken.
+    gates = (name.removesuffix(".weight") for name in sorted(model.tensors) if name.endswith(".gate.weight"))
+    ignored = ["lm_head", *gates, *linears]
+    if tag == "mixed":
+        return _mixed_quantization(quantized, ignored)
+    if tag.startswith("compressed-tensors"):
+        return _compressed_quantization(ignored, tag)
+    return (_legacy_quantization if tag in ("legacy", "legacy_producer") else _quantization)(ignored, tag)
 
 
 def _to_mxfp4(model: Model) -> dict[str, Bytes]:

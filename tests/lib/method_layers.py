@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,32 +38,44 @@ class Layer(nn.Module):
 
 
 @contextmanager
-def inside_vllm(backend: Any, monkeypatch: pytest.MonkeyPatch, experts: int = EXPERTS) -> Iterator[Any]:
-    """vLLM's config of a MoE layer, in a process that has only this backend."""
+def moe_config(settings: dict[str, Any], experts: int, hidden: int, inner: int) -> Iterator[Any]:
+    """vLLM's config of a MoE layer with two experts a token, inside an engine's config with settings of the plugin."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 
-    from vllm_moe_oracle.methods import backend_selection
-    from vllm_moe_oracle.oracle import selection
-
-    backends = registry([backend])
-    monkeypatch.setattr(backend_selection, "default_registry", lambda: backends)
-    monkeypatch.setattr(selection, "default_registry", lambda: backends)
-    with set_current_vllm_config(VllmConfig(additional_config={"moe_oracle": {"self_check": "off"}})):
+    with set_current_vllm_config(VllmConfig(additional_config={"moe_oracle": settings})):
         yield FusedMoEConfig(
             num_experts=experts,
             num_local_experts=experts,
             num_logical_experts=experts,
             experts_per_token=2,
-            hidden_dim=HIDDEN,
-            intermediate_size=INNER,
+            hidden_dim=hidden,
+            intermediate_size=inner,
             activation=MoEActivation.SILU,
             device="cpu",
             routing_method=RoutingMethodType.Renormalize,
             moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
             in_dtype=torch.bfloat16,
         )
+
+
+def use_backends(backends: Iterable[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes these the only backends of the process."""
+    from vllm_moe_oracle.methods import backend_check, backend_selection, token_dispatch
+    from vllm_moe_oracle.oracle import selection
+
+    found = registry(list(backends))
+    for module in (backend_selection, selection, token_dispatch, backend_check):
+        monkeypatch.setattr(module, "default_registry", lambda: found)
+
+
+@contextmanager
+def inside_vllm(backend: Any, monkeypatch: pytest.MonkeyPatch, experts: int = EXPERTS) -> Iterator[Any]:
+    """vLLM's config of a MoE layer, in a process that has only this backend."""
+    use_backends([backend], monkeypatch)
+    with moe_config({"self_check": "off"}, experts, HIDDEN, INNER) as config:
+        yield config
 
 
 def loader(*args: Any, **kwargs: Any) -> None:

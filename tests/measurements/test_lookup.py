@@ -14,6 +14,7 @@ from vllm_moe_oracle.measurements import environment, lookup, model_shapes, prof
 from vllm_moe_oracle.measurements.kernel_shape import RoutingKind, Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import Store
 from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.releases.supported import NEWEST
 
 LAYER = problem(hidden_size=2176)
 """Of no known model: no shipped profile has it."""
@@ -85,7 +86,7 @@ def test_an_unfinished_run_hides_no_measurements_of_another_place(tmp_path: Path
     )
     assert without.why == with_cache.why == "measured" and without.backend == with_cache.backend
     assert "by the shipped profile" in with_cache.explanation
-    assert "the cache (NVIDIA H200, vLLM 0.33.0) decide nothing" in with_cache.explanation
+    assert f"the cache (NVIDIA H200, vLLM {NEWEST}) decide nothing" in with_cache.explanation
     assert "measured up to 4 tokens" in with_cache.explanation
 
 
@@ -93,7 +94,7 @@ def test_one_backend_alone_hides_no_measurements_of_another_place(tmp_path: Path
     full = (*times(HUMMING, 50), *times(MARLIN, 20), *times(OWN, 30))
     made = decided(tmp_path, *full, given=tuple(times(HUMMING, 5)))
     assert made.backend == MARLIN and "by the cache" in made.explanation
-    assert "given.json (NVIDIA H200, vLLM 0.33.0) decide nothing" in made.explanation
+    assert f"given.json (NVIDIA H200, vLLM {NEWEST}) decide nothing" in made.explanation
 
 
 def test_what_failed_here_is_not_chosen_by_what_was_measured_elsewhere(tmp_path: Path) -> None:

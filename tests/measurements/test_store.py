@@ -23,6 +23,7 @@ from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import environment, lookup
 from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
 from vllm_moe_oracle.measurements.store import FILE_NAME, SCHEMA_VERSION, Store
+from vllm_moe_oracle.releases.supported import NEWEST
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_what_is_kept_comes_back(store: Store) -> None:
     store.add(HERE, CELL, [sample(8, us=40.0)])
     assert store.samples(CELL) == [(HERE, [sample(8, us=40.0), sample(1)])]
     assert store.samples_by_kernel_shape(HERE)[other] == [sample(4)]
-    assert store.summary() == {"NVIDIA H200, vLLM 0.33.0": 3}
+    assert store.summary() == {f"NVIDIA H200, vLLM {NEWEST}": 3}
 
 
 def test_no_file_is_no_measurements(tmp_path: Path) -> None:

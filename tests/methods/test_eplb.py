@@ -18,6 +18,7 @@ from vllm_moe_oracle.backends import Backend
 from vllm_moe_oracle.compat import weight_storage
 from vllm_moe_oracle.core.problem import MX_BLOCK, Activation, Device, Problem, Routing, Scheme
 from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.releases.supported import DEFAULT_PACKAGES
 from vllm_moe_oracle.schemes import mxfp4, mxfp8
 
 EXPERTS = 6
@@ -72,7 +73,7 @@ def canonical(case: Problem) -> dict[str, Tensor]:
 
 def machine(backend: Backend, case: Problem) -> Device | None:
     """A machine on which the backend takes the layer; None when there is none."""
-    packages = {"vllm": "0.33.0", "humming-kernels": "0.1.19", "flashinfer-python": "0.7.2.post1", "triton": "3.6.0"}
+    packages = {**DEFAULT_PACKAGES["cuda"], "triton": "3.6.0"}
     for device in DEVICES:
         there = dataclasses.replace(device, packages=packages)
         if not backend.check(case, there).reasons:

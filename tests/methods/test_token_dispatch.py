@@ -18,7 +18,7 @@ from tests.lib.cases import registry
 
 pytest.importorskip("vllm", reason="the method is a subclass of vLLM's")
 
-from tests.lib.method_layers import Layer, loader
+from tests.lib.method_layers import Layer, loader, moe_config, use_backends
 from vllm_moe_oracle.backends.emulation import Emulation, forward
 from vllm_moe_oracle.core.decision import TokenRange
 from vllm_moe_oracle.core.measurement_set import MeasurementSet
@@ -62,34 +62,15 @@ def inside(
     monkeypatch: pytest.MonkeyPatch, backends: list[Marked], config: dict[str, Any], evidence: MeasurementSet
 ) -> Iterator[Any]:
     """vLLM's config of a MoE layer, in a process with these backends and this evidence."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
-
     from vllm_moe_oracle.measurements import lookup
-    from vllm_moe_oracle.methods import backend_check, backend_selection, token_dispatch
-    from vllm_moe_oracle.oracle import selection
+    from vllm_moe_oracle.methods import backend_check, backend_selection
 
-    found = registry(backends)
-    for module in (backend_selection, selection, token_dispatch, backend_check):
-        monkeypatch.setattr(module, "default_registry", lambda: found)
+    use_backends(backends, monkeypatch)
     monkeypatch.setattr(lookup, "find_measurements", lambda problem, device, settings: evidence)
     backend_selection.reset()
     backend_check.reset()
-    with set_current_vllm_config(VllmConfig(additional_config={"moe_oracle": config})):
-        yield FusedMoEConfig(
-            num_experts=EXPERTS,
-            num_local_experts=EXPERTS,
-            num_logical_experts=EXPERTS,
-            experts_per_token=2,
-            hidden_dim=HIDDEN,
-            intermediate_size=INNER,
-            activation=MoEActivation.SILU,
-            device="cpu",
-            routing_method=RoutingMethodType.Renormalize,
-            moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
-            in_dtype=torch.bfloat16,
-        )
+    with moe_config(config, EXPERTS, HIDDEN, INNER) as made:
+        yield made
     backend_selection.reset()
     backend_check.reset()
 
@@ -208,9 +189,7 @@ def test_a_reload_refills_both_in_place(monkeypatch: pytest.MonkeyPatch) -> None
             getattr(layer, name).data = data
         after = {count: run(method, layer, count) for count in (4, 40)}
         assert {name: tensor.data_ptr() for name, tensor in copy.items()} == addresses
-        assert all(
-            method.weight_copies["decoder" if method.backend.name == "prefiller" else "prefiller"] is copy for _ in "x"
-        )
+        assert method.weight_copies["decoder" if method.backend.name == "prefiller" else "prefiller"] is copy
     with inside(monkeypatch, [Marked("one", 1.0, 1.0)], CONFIG, MeasurementSet()) as config:
         alone = Running()
         reference = made(config, alone, seed=1)

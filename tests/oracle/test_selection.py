@@ -26,6 +26,7 @@ from vllm_moe_oracle.core.problem import Activation, Device, Parallel, Problem, 
 from vllm_moe_oracle.errors import NoBackendError, SettingError
 from vllm_moe_oracle.oracle.registry import Registry, discover
 from vllm_moe_oracle.oracle.selection import decide, evaluate_candidates
+from vllm_moe_oracle.releases.supported import NEWEST
 from vllm_moe_oracle.settings import Settings, load
 
 FAST = backend("fast", rank=1.0)
@@ -502,7 +503,7 @@ def test_the_reference_on_a_cpu_names_the_nearest_candidate() -> None:
 
 def test_the_reference_on_a_cpu_is_degraded_if_a_remedy_exists() -> None:
     """A warning in a server's log is for what its reader can change."""
-    there = dataclasses.replace(CPU, features=("avx512f", "avx512_bf16"), packages={"vllm": "0.33.0"})
+    there = dataclasses.replace(CPU, features=("avx512f", "avx512_bf16"), packages={"vllm": NEWEST})
     decision = decide(problem(scheme=INT4_G128), there, settings())
     assert decision.backend == "emulation" and decision.degraded
     assert "set allow_activation_quantization=1 and choose it by name" in decision.explanation

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
+from tests.lib import golden_files
 from tests.lib.cli import Run
 from vllm_moe_oracle.devices import catalog
 from vllm_moe_oracle.errors import MeasurementError
@@ -206,8 +207,7 @@ def test_a_layer_in_several_files_counts_once(tmp_path: Path) -> None:
 
 
 def test_a_library_that_was_not_there_is_no_reason_against_a_backend(tmp_path: Path) -> None:
-    golden = Path(__file__).parents[1] / "golden/h200"
-    content = page_data.read(golden / "choice-vllm-0.33.0.jsonl", Settings())
+    content = page_data.read(golden_files.newest("choice"), Settings())
     reasons = [each for panel in content.panels for _, found in panel.rejected for each in found]
     assert reasons and not [each for each in reasons if "not installed" in each]
 

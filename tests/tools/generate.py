@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.lib import readme_sections
+from tests.lib import golden_files, readme_sections
 from vllm_moe_oracle.releases import supported
 from vllm_moe_oracle.releases.supported import CPU_RELEASES, DEFAULT_PACKAGES, NEWEST, RELEASES
 
@@ -31,7 +31,7 @@ PROJECT = ROOT / "pyproject.toml"
 SETUP = ROOT / "examples" / "setup.sh"
 DECISIONS = ROOT / "tests" / "golden" / "decisions"
 EXAMPLE = "examples/qwen3-30b-a3b-mxfp8.json"
-KERNELS = max((ROOT / "tests" / "golden" / "h200").glob("kernels-vllm-*.json"))
+KERNELS = golden_files.newest("kernels")
 COSTS = ROOT / "tests" / "golden" / "costs.json"
 
 

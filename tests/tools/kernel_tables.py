@@ -1,10 +1,10 @@
 """The kernels' result tables: ``python -m tests.tools.kernel_tables [BENCH.jsonl ...] [--write]``.
 
-Records of ``vllm-moe-oracle bench --jsonl`` become tests/golden/h200/kernels-vllm-0.33.0.json: our kernels beside stock
-vLLM's by layer and number of tokens, for the layers with targets. Where several files have a cell, the last one counts;
-cells that the last file lacks are marked as from another run. vllm_moe_oracle/kernels/RESULTS.md shows the tables, and
-those of tests/golden/h200/fp8-layers.jsonl. ``--write`` renews them; without it the exit status is 1 when they are
-stale.
+Records of ``vllm-moe-oracle bench --jsonl`` become the newest tests/golden/h200/kernels-vllm-VERSION.json: this
+project's kernels beside stock vLLM's by layer and number of tokens, for the layers with targets. Where several files
+have a cell, the last one counts; cells that the last file lacks are marked as from another run.
+vllm_moe_oracle/kernels/RESULTS.md shows the tables, and those of tests/golden/h200/fp8-layers.jsonl. ``--write``
+renews them; without it the exit status is 1 when they are stale.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.lib import readme_sections
+from tests.lib import golden_files, readme_sections
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import model_shapes
 
 ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / "tests" / "golden" / "h200" / "kernels-vllm-0.33.0.json"
+GOLDEN = golden_files.newest("kernels")
 RESULTS = ROOT / "vllm_moe_oracle" / "kernels" / "RESULTS.md"
 FP8 = ROOT / "tests" / "golden" / "h200" / "fp8-layers.jsonl"
 STOCK = "stock:auto"

@@ -1,10 +1,10 @@
 """Whole models with and without the plugin, beside what the kernels alone predict: ``python -m
 tests.tools.serving_tables``.
 
-With files of ``tests/gpu/serve.py --json`` it makes tests/golden/h200/serve-vllm-0.33.0.json of them; a later file's
-model takes the place of an earlier one's. The table in vllm_moe_oracle/kernels/RESULTS.md comes from that file and from
-the kernels' numbers (tests.tools.kernel_tables); ``--write`` brings it up to date, and without it the exit status is
-1 where it is stale.
+With files of ``tests/gpu/serve.py --json`` it renews the newest tests/golden/h200/serve-vllm-VERSION.json; a later
+file's model takes the place of an earlier one's. The table in vllm_moe_oracle/kernels/RESULTS.md comes from that file
+and from the kernels' numbers (tests.tools.kernel_tables); ``--write`` brings it up to date, and without it the exit
+status is 1 where it is stale.
 
 A step is predicted to be shorter by the layers' number times the difference of the kernels' times at that number of
 tokens: of stock's default and of the backend that was chosen, under uniform routing and over a cold cache, which is not
@@ -19,9 +19,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.lib import golden_files
+
 ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / "tests" / "golden" / "h200" / "serve-vllm-0.33.0.json"
-KERNELS = ROOT / "tests" / "golden" / "h200" / "kernels-vllm-0.33.0.json"
+GOLDEN = golden_files.newest("serve")
+KERNELS = golden_files.newest("kernels")
 README = ROOT / "vllm_moe_oracle" / "kernels" / "RESULTS.md"
 MARK = "serving"
 

@@ -138,7 +138,7 @@ def test_a_row_without_numbers_replaces_none_that_has_some(tmp_path: Path) -> No
 
 
 def test_what_is_said_of_runs_and_packages_is_put_together(tmp_path: Path) -> None:
-    packages = {"vllm": "0.33.0", "triton": "3.6.0"}
+    packages = {"vllm": "0.27.1", "triton": "3.6.0"}
     first = written(tmp_path, "a.json", [], date="2026-11-22", runs={"1": "alone"}, packages=packages)
     more = packages | {"flashinfer-python": "0.7.2"}
     second = written(tmp_path, "b.json", [], date="2026-11-21", runs={"2": "beside others"}, packages=more)
