@@ -215,7 +215,49 @@ def _add_format(tree: TreeCopy) -> None:
         tree.write(name, (ROOT / name).read_text(encoding="utf-8"))
 
 
+# --- An activation ---------------------------------------------------------------------------------------------------
+
+_SPECS, _IN_TORCH, _IN_KERNELS = (
+    f"{PACKAGE}/{name}.py" for name in ("core/activations", "kernels/activations", "kernels/epilogue")
+)
+_ENTRY = '    ActivationSpec("hardswish", "gate * clamp(alpha * gate + 3, 0, 6) / 6 * up", kernel="hardswish"),\n'
+_TORCH_BRANCH = '    if name == "hardswish":\n        return x * (alpha * x + 3.0).clamp(0.0, 6.0) / 6.0\n'
+_KERNEL_BRANCH = (
+    '    elif ACTIVATION == "hardswish":\n'
+    "        return gate * tl.minimum(tl.maximum(alpha * gate + 3.0, 0.0), 6.0) / 6.0 * up\n"
+)
+
+
+def _before(mark: str, text: str) -> tuple[str, str]:
+    return mark, text + mark
+
+
+def _add_activation(tree: TreeCopy) -> None:
+    """Hardswish with a slope, which no layer has without a gate."""
+    tree.edit(_SPECS, *_before('    ActivationSpec("relu2"', _ENTRY))
+    tree.edit(_IN_TORCH, *_before('    if name == "relu2":\n', _TORCH_BRANCH))
+    tree.edit(_IN_KERNELS, *_before('    else:\n        tl.static_assert(ACTIVATION == "gelu_tanh"', _KERNEL_BRANCH))
+
+
 DRILLS: Mapping[str, Drill] = {
+    "activation": Drill(
+        "an activation: one entry of one table, its formula in torch and in the kernels",
+        4,
+        _add_activation,
+        {
+            "the kernels have no formula": edit(_IN_KERNELS, _KERNEL_BRANCH, ""),
+            "the kernels ignore alpha": edit(_IN_KERNELS, "alpha * gate + 3.0", "gate + 3.0"),
+            "the kernels clamp elsewhere": edit(_IN_KERNELS, "0.0), 6.0) / 6.0", "0.0), 3.0) / 6.0"),
+            "torch has no formula": edit(_IN_TORCH, _TORCH_BRANCH, ""),
+            "torch shifts by another number": edit(_IN_TORCH, "alpha * x + 3.0", "alpha * x + 2.0"),
+            "its alias is taken": edit(_SPECS, 'kernel="hardswish")', 'kernel="hardswish", aliases=("swish",))'),
+        },
+        (
+            "tests/core/test_activations.py",
+            "tests/kernels/test_activation_formulas.py",
+            "tests/kernels/test_activations.py",
+        ),
+    ),
     "gpu": Drill(
         "a GPU: one data file",
         1,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..core.activations import GATED, UNGATED
+from ..core.activations import GATED, UNGATED, spec_of
 from ..core.capabilities import Capabilities, Rule
 from ..core.decision import Numerics, ShardPlan
 from ..core.problem import Activation, ActivationPrecision, Device, Problem
@@ -248,7 +248,7 @@ def _params_are_defined(activation: Activation) -> bool:
         return activation.limit is None and alpha > 0 and beta > 0
     if activation.name == "swiglustep":
         return activation.alpha is None and activation.beta is None and activation.limit is not None
-    return activation.name in ("silu", "swigluoai") or activation.alpha is None
+    return activation.alpha is None or "alpha" in spec_of(activation).formula
 
 
 BACKEND = Emulation()
