@@ -1,4 +1,4 @@
-"""From how many tokens on the persistent kernels of `prefill.py` run a layer: a shipped table, else a heuristic."""
+"""From how many tokens the persistent kernels of `prefill.py` run a layer: a shipped table, else a heuristic."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import torch
 from .weights import PackedWeights, code_bits
 
 MAX_BLOCK_TOKENS = 128  # most tokens of a block
-_SHARED_MEMORY_BUDGET = (
-    222 * 1024
-)  # bytes of shared memory for stages and results; a tile's end has other uses for the rest
-_MIN_ROWS_PER_EXPERT = 30  # the rule: rows per active expert from which these kernels are the faster ones
+# Bytes of shared memory for stages and results. The epilogue uses the rest.
+_SHARED_MEMORY_BUDGET = 222 * 1024
+_MIN_ROWS_PER_EXPERT = 30  # the heuristic: rows per active expert from which these kernels are faster
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,8 @@ def prefill_errors(weights: PackedWeights) -> list[str]:
     reasons = []
     if weights.hidden % 64:
         reasons.append(f"hidden size {weights.hidden} is not a multiple of 64, the columns of a step")
-    # Half a step at the end of h: its copy brings zeros there, and stored codes and scales of MX go on to whole words.
+    # h may end with half a step: the copy fills the other half with zeros, and codes and MX scales are stored in whole
+    # words.
     whole = 64 if weights.group == 32 and not weights.format.startswith("mx") else 32
     if weights.intermediate % whole:
         words = "64, the columns of a step: scales in groups of 32 end with the last column"
@@ -64,7 +64,7 @@ def stage_bytes(weights: PackedWeights) -> int:
 
 
 def result_bytes(gated: bool) -> int:
-    """Shared memory of a tile's 16-bit results: 256 rows, half of them after a gated activation, of BLOCK tokens."""
+    """Shared memory of a tile's 16-bit results: 256 rows, or 128 after a gated activation, of 128 tokens."""
     return MAX_BLOCK_TOKENS * (128 if gated else 256) * 2
 
 
@@ -75,7 +75,7 @@ def resolve_stages(weights: PackedWeights, config: PrefillConfig, gated: bool) -
 
 @functools.cache
 def measured_prefill_table() -> dict[str, Any]:
-    """Measured hand-over: format and group -> shape -> list of {"tokens": most tokens, "config": Prefill or null}."""
+    """The shipped table: format and group -> shape -> rows of {"tokens": largest, "config": fields or null}."""
     path = Path(__file__).with_name("prefill.json")
     return json.loads(path.read_text()) if path.exists() else {}
 
