@@ -163,52 +163,34 @@ def oai_experts(
     return torch.from_numpy(y).to(hidden.dtype)
 
 
-CASES = [
-    ("float32", "16bit", "float32", False),
-    ("float32 mxfp8", "mxfp8", "float32", True),
-    ("bfloat16", "16bit", "bfloat16", False),
-    ("compiled", "mxfp8", "bfloat16", True),
-    ("oai", "oai", "float32", False),
-]
+RIGHT = {
+    "float32": ("16bit", "float32"),
+    "float32 mxfp8": ("mxfp8", "float32"),
+    "bfloat16": ("16bit", "bfloat16"),
+    "compiled": ("mxfp8", "bfloat16"),
+    "oai": ("oai", "float32"),
+}
+"""What a job must say, and its dtype."""
+
+FAULTS = {
+    "float32": ("swapped", "shifted"),
+    "float32 mxfp8": ("swapped", "shifted"),
+    "bfloat16": ("swapped", "shifted"),
+    "oai": ("without bias", "wrong alpha", "wrong beta", "wrong limit"),
+}
+"""Jobs with a fault, by the job without."""
 
 
-@pytest.mark.parametrize(("name", "kind", "dtype", "mxfp8"), CASES, ids=[case[0] for case in CASES])
-def test_tokens_and_logprobs_equal_transformers(
-    served: dict[str, dict[str, Any]],
-    expected: dict[str, reference.Continuation],
-    name: str,
-    kind: str,
-    dtype: str,
-    mxfp8: bool,
+@pytest.mark.parametrize("name", RIGHT)
+def test_tokens_and_logprobs_equal_transformers_and_faults_show(
+    served: dict[str, dict[str, Any]], expected: dict[str, reference.Continuation], name: str
 ) -> None:
-    assert difference(served[name], expected[kind]) <= tolerance(dtype, mxfp8)
+    kind, dtype = RIGHT[name]
+    allowed = tolerance(dtype, kind == "mxfp8")
+    assert difference(served[name], expected[kind]) <= allowed
     assert served[name]["tokens"] == expected[kind].tokens
-
-
-FAULTS = [
-    ("float32 swapped", "16bit", "float32", False),
-    ("float32 shifted", "16bit", "float32", False),
-    ("float32 mxfp8 swapped", "mxfp8", "float32", True),
-    ("float32 mxfp8 shifted", "mxfp8", "float32", True),
-    ("bfloat16 swapped", "16bit", "bfloat16", False),
-    ("bfloat16 shifted", "16bit", "bfloat16", False),
-    ("oai without bias", "oai", "float32", False),
-    ("oai wrong alpha", "oai", "float32", False),
-    ("oai wrong beta", "oai", "float32", False),
-    ("oai wrong limit", "oai", "float32", False),
-]
-
-
-@pytest.mark.parametrize(("name", "kind", "dtype", "mxfp8"), FAULTS, ids=[fault[0] for fault in FAULTS])
-def test_an_injected_fault_does_not_go_unnoticed(
-    served: dict[str, dict[str, Any]],
-    expected: dict[str, reference.Continuation],
-    name: str,
-    kind: str,
-    dtype: str,
-    mxfp8: bool,
-) -> None:
-    assert difference(served[name], expected[kind]) > tolerance(dtype, mxfp8)
+    for fault in FAULTS.get(name, ()):
+        assert difference(served[f"{name} {fault}"], expected[kind]) > allowed, fault
 
 
 def test_every_moe_layer_runs_through_the_oracle(served: dict[str, dict[str, Any]]) -> None:
