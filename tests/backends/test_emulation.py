@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,15 +38,6 @@ ACTIVATIONS = {
     "gelu_tanh, not gated": Activation("gelu_tanh", gated=False),
 }
 SWIGLU = ACTIVATIONS["swigluoai with other numbers"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other on busy cores take a hundred times longer than these small products."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def layer_of(**changes: Any) -> Problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,15 +25,6 @@ SCHEME = MXFP4_LAYER.scheme
 ALTERNATING = MXFP4_LAYER.activation
 H, I, E, M, K = 96, 64, 4, 7, 2  # noqa: E741 - the usual letters
 OTHER = Activation("swigluoai", alpha=1.25, beta=0.5, limit=2.0)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other on busy cores take a hundred times longer than these small products."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclasses.dataclass

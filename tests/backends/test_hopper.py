@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from tests.lib.cases import GPT_OSS, H200, MXFP8, RELU2, SILU, problem
-from vllm_moe_oracle.backends import Builder, Tensors, _hopper_warmup
+from tests.lib.function_recorder import FunctionRecorder
+from tests.lib.stock_rules import converted
+from vllm_moe_oracle.backends import _hopper_warmup
 from vllm_moe_oracle.backends.hopper_mxfp8 import BACKEND
 from vllm_moe_oracle.backends.hopper_mxfp8_w8a8 import BACKEND as W8A8
 from vllm_moe_oracle.errors import NoBackendError
@@ -83,32 +85,15 @@ def test_allowing_quantized_activations_makes_them_a_mere_candidate() -> None:
         decide(problem(), H200, load({"MOE_ORACLE_BACKEND": W8A8.name}))
 
 
-class Recorder:
-    """Stands for vLLM's side: keeps the function that a backend hands over."""
-
-    max_tokens = 64
-    for_serving = True
-
-    def register_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def from_workspace_function(self, forward: Any, nbytes: Any) -> Any:
-        return forward, nbytes
-
-
 @pytest.mark.parametrize("backend", [BACKEND, W8A8], ids=lambda each: each.name)
 def test_the_kernels_are_given_everything_that_the_layer_has(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     layer = LAYERS["biased"]
-    weights = canonical(layer)
-    plan = backend.plan(layer, H200)
-    experts = [backend.convert({key: each[i] for key, each in weights.items()}, layer, plan) for i in range(2)]
-    tensors: Tensors = {key: torch.stack([each[key] for each in experts]) for key in experts[0]}
+    tensors = converted(backend.name, canonical(layer), layer, H200)
     seen: dict[str, Any] = {}
     monkeypatch.setattr(
         "vllm_moe_oracle.kernels.fused_moe.fused_moe", lambda *args, **kwargs: seen.update(kwargs, args=args)
     )
-    builder: Builder = Recorder()  # type: ignore[assignment]
-    run, nbytes = backend.build_experts(tensors, layer, plan, builder)
+    run, nbytes = backend.build_experts(tensors, layer, backend.plan(layer, H200), FunctionRecorder())
     x = torch.zeros(5, layer.hidden_size, dtype=torch.bfloat16)
     ids, scratch = torch.zeros(5, 2, dtype=torch.int32), torch.zeros(nbytes(5, 2), dtype=torch.uint8)
     run(x.clone(), x, torch.ones(5, 2), ids, None, scratch)
@@ -120,13 +105,8 @@ def test_the_kernels_are_given_everything_that_the_layer_has(monkeypatch: pytest
 
 def test_scratch_memory_grows_with_tokens_up_to_what_vllm_planned() -> None:
     layer = problem(experts=8, top_k=2, hidden_size=256, intermediate_size=128)
-    weights = canonical(layer)
-    plan = BACKEND.plan(layer, H200)
-    experts = [BACKEND.convert({key: each[i] for key, each in weights.items()}, layer, plan) for i in range(8)]
-    tensors: Tensors = {key: torch.stack([each[key] for each in experts]) for key in experts[0]}
-    recorder = Recorder()
-    recorder.max_tokens = 300
-    _, nbytes = BACKEND.build_experts(tensors, layer, plan, recorder)  # type: ignore[arg-type]
+    tensors, plan = converted(BACKEND.name, canonical(layer), layer, H200), BACKEND.plan(layer, H200)
+    _, nbytes = BACKEND.build_experts(tensors, layer, plan, FunctionRecorder(max_tokens=300))  # type: ignore[arg-type]
     needs = [nbytes(tokens, 2) for tokens in range(301)]
     assert needs == sorted(needs)
     assert needs[0] == 0 < needs[1]

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from tests.lib.cases import GPT_OSS, H200, SILU, problem
+from tests.lib.function_recorder import FunctionRecorder
 from tests.lib.peak_memory import Peak
+from tests.lib.stock_rules import converted
 from vllm_moe_oracle.backends.hopper_mxfp4_w4a8 import BACKEND
 from vllm_moe_oracle.compat import weight_storage
 from vllm_moe_oracle.core.decision import Decision
@@ -159,27 +161,14 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-class Recorder:
-    """Stands for vLLM's side: keeps the function that a backend hands over."""
-
-    max_tokens = 64
-    for_serving = True
-
-    def from_workspace_function(self, forward: Any, nbytes: Any) -> Any:
-        return forward, nbytes
-
-
 def test_the_kernels_are_given_everything_that_the_layer_has(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LAYERS["oai"]
-    weights = canonical(layer)
-    plan = BACKEND.plan(layer, H200)
-    experts = [BACKEND.convert({key: each[i] for key, each in weights.items()}, layer, plan) for i in range(2)]
-    tensors = {key: torch.stack([each[key] for each in experts]) for key in experts[0]}
+    tensors, plan = converted(BACKEND.name, canonical(layer), layer, H200), BACKEND.plan(layer, H200)
     seen: dict[str, Any] = {}
     monkeypatch.setattr(
         "vllm_moe_oracle.kernels.fp8_moe.fused_moe_fp8", lambda *args, **kwargs: seen.update(kwargs, args=args)
     )
-    run, nbytes = BACKEND.build_experts(tensors, layer, plan, Recorder())  # type: ignore[arg-type]
+    run, nbytes = BACKEND.build_experts(tensors, layer, plan, FunctionRecorder())  # type: ignore[arg-type]
     x = torch.zeros(5, layer.hidden_size, dtype=torch.bfloat16)
     ids, places = torch.zeros(5, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     run(x.clone(), x, torch.ones(5, 2), ids, places, torch.zeros(nbytes(5, 2), dtype=torch.uint8))

@@ -11,6 +11,8 @@ import torch
 
 from tests.lib import reference
 from tests.lib.cases import H200, problem
+from tests.lib.function_recorder import FunctionRecorder
+from tests.lib.stock_rules import converted
 from tests.lib.tolerances import Layer, moe_bound, outside
 from tests.lib.wna16_layers import contents_of, layer_of
 from vllm_moe_oracle.backends import hopper_wna16_act_order
@@ -23,19 +25,6 @@ from vllm_moe_oracle.schemes import wna16
 from vllm_moe_oracle.settings import Settings
 
 E, M, K = 5, 7, 2
-
-
-class Recorder:
-    """Stands for vLLM's side: keeps the function that a backend hands over."""
-
-    max_tokens = 64
-    for_serving = False
-
-    def register_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def from_workspace_function(self, forward: Any, nbytes: Any) -> Any:
-        return forward, nbytes
 
 
 def played(x: Any, weights: Any, topk_weights: Any, topk_ids: Any, *, out: Any, expert_map: Any, **rest: Any) -> None:
@@ -70,11 +59,9 @@ def outcome(
     canonical = wna16.to_canonical(made.parameters(transposed), layer, transposed)
     if fault is not None:
         fault(canonical)
-    plan = BACKEND.plan(layer, H200)
-    experts = [BACKEND.convert({name: each[i] for name, each in canonical.items()}, layer, plan) for i in range(E)]
-    tensors = {name: torch.stack([each[name] for each in experts]) for name in experts[0]}
+    tensors, plan = converted(BACKEND.name, canonical, layer, H200), BACKEND.plan(layer, H200)
     monkeypatch.setattr("vllm_moe_oracle.kernels.fused_moe.fused_moe", kernel)
-    run, nbytes = BACKEND.build_experts(tensors, layer, plan, Recorder())  # type: ignore[arg-type]
+    run, nbytes = BACKEND.build_experts(tensors, layer, plan, FunctionRecorder(for_serving=False))  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     ids = np.argsort(rng.random((M, E)), axis=1)[:, :K].astype(np.int64)
     weights = rng.uniform(0.1, 1.0, (M, K)).astype(np.float32)
@@ -144,11 +131,9 @@ def test_scratch_memory_is_that_of_a_part(monkeypatch: pytest.MonkeyPatch) -> No
     layer = kind()
     made = contents_of(layer)
     canonical = wna16.to_canonical(made.parameters(), layer)
-    plan = BACKEND.plan(layer, H200)
-    experts = [BACKEND.convert({name: each[i] for name, each in canonical.items()}, layer, plan) for i in range(E)]
-    tensors = {name: torch.stack([each[name] for each in experts]) for name in experts[0]}
+    tensors, plan = converted(BACKEND.name, canonical, layer, H200), BACKEND.plan(layer, H200)
     monkeypatch.setattr(hopper_wna16_act_order, "MAX_GATHERED_FEATURES", 8 * K * layer.hidden_size)
-    _, nbytes = BACKEND.build_experts(tensors, layer, plan, Recorder())  # type: ignore[arg-type]
+    _, nbytes = BACKEND.build_experts(tensors, layer, plan, FunctionRecorder(for_serving=False))  # type: ignore[arg-type]
     needs = [nbytes(tokens, K) for tokens in range(65)]
     assert needs == sorted(needs) and needs[0] == 0 < needs[8] == needs[64]
 

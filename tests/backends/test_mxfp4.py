@@ -13,6 +13,7 @@ import torch
 
 import vllm_moe_oracle.backends as builtin_package
 from tests.lib.cases import RELU2, SILU
+from tests.lib.function_recorder import FunctionRecorder
 from tests.lib.peak_memory import Peak
 from tests.lib.stock_rules import (
     CLASSES,
@@ -20,7 +21,9 @@ from tests.lib.stock_rules import (
     HALVES,
     TRITON,
     backend,
+    converted,
     expert,
+    experts,
     gpt_oss_layer,
     gpu,
     home,
@@ -44,8 +47,6 @@ from vllm_moe_oracle.settings import Settings
 CPU = machine(CPU_RELEASES[-1], 0)
 STOCK = ("marlin_mxfp4", "marlin_mxfp4_batched", "humming_mxfp4", "humming_mxfp4_grouped", *TRITON)
 NAMES = (*STOCK, "cpu_mxfp4", "hopper_mxfp4")
-SPREAD = ("humming_mxfp4_grouped", "marlin_mxfp4_batched")
-"""Those that only run where experts are spread over ranks."""
 BUILT_IN = ("marlin_mxfp4", "humming_mxfp4", "triton_mxfp4", "triton_mxfp4_monolithic")
 """vLLM's kernels for alternating rows that have gpt-oss's constants built in."""
 
@@ -273,8 +274,8 @@ def test_converting_one_expert_takes_less_than_an_expert_and_64_mib(name: str) -
     raw = expert(each)
     plan = backend(name).plan(each, at_home(name))
     with Peak(*raw.values()) as found:
-        converted = backend(name).convert(mxfp4.canonical_expert(raw, each), each, plan)
-    assert sum(tensor.nbytes for tensor in converted.values()) < found.peak
+        made = backend(name).convert(mxfp4.canonical_expert(raw, each), each, plan)
+    assert sum(tensor.nbytes for tensor in made.values()) < found.peak
     assert found.peak <= sum(tensor.nbytes for tensor in raw.values()) + 64 * 2**20
 
 
@@ -305,15 +306,6 @@ def test_padding_changes_nothing_whatever_is_in_the_padded_inputs(activation: Ac
 # --- Experts over functions -----------------------------------------------------------------------------------------
 
 
-class Recorder:
-    """Stands for vLLM's side: keeps the function that a backend hands over."""
-
-    max_tokens = 64
-
-    def from_function(self, run: Any) -> Any:
-        return run
-
-
 def cpu_operator_is_there() -> bool:
     pytest.importorskip("vllm._custom_ops")
     return hasattr(torch.ops._C, "fused_experts_cpu") and hasattr(torch.ops._C, "convert_scale_packed")
@@ -336,9 +328,9 @@ def test_the_cpu_kernel_is_right(activation: Activation, has_bias: bool, hidden:
     for one in originals:
         for key in ("w13_scale", "w2_scale"):
             one[key] = one[key] % 4 + 119
-    converted = [chosen.convert(one, each, plan) for one in originals]
-    tensors = stacked(converted)
-    run = chosen.build_experts(tensors, each, plan, Recorder())  # type: ignore[arg-type]
+    canonical = stacked(originals)
+    tensors = converted("cpu_mxfp4", canonical, each, CPU)
+    run = chosen.build_experts(tensors, each, plan, FunctionRecorder())  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(21, hidden, generator=generator).bfloat16()
     weights = torch.rand(21, 2, generator=generator)
@@ -347,7 +339,6 @@ def test_the_cpu_kernel_is_right(activation: Activation, has_bias: bool, hidden:
     places = torch.tensor([3, -1, 0, 1, -1, 2, 5, 4], dtype=torch.int32) if spread else None
     out, expected = torch.full_like(x, float("nan")), torch.empty(21, hidden)
     run(out, x, weights, ids, places)
-    canonical = stacked(originals)
     forward(canonical, each, expected, x, weights, ids, places)
     assert not out[1].any()
     assert (out.float() - expected).norm() / expected.norm() < 5 * 2.0**-9
@@ -357,7 +348,7 @@ def test_the_cpu_kernel_is_right(activation: Activation, has_bias: bool, hidden:
 def test_a_build_without_the_cpu_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops, "_C", object(), raising=False)
     with pytest.raises(OracleError, match="no operator fused_experts_cpu"):
-        backend("cpu_mxfp4").build_experts({}, gpt_oss_layer(), ShardPlan(2880, 2880), Recorder())  # type: ignore[arg-type]
+        backend("cpu_mxfp4").build_experts({}, gpt_oss_layer(), ShardPlan(2880, 2880), FunctionRecorder())  # type: ignore[arg-type]
 
 
 def test_our_own_storage_holds_the_weights() -> None:
@@ -387,8 +378,7 @@ def test_vllm_knows_the_sizes_that_marlin_sees(ranks: int) -> None:
     chosen = backend("marlin_mxfp4")
     plan = chosen.plan(each, gpu(90))
     assert (plan.hidden_size, plan.intermediate_size) == (384, 128)
-    converted = [chosen.convert(expert(each, seed), each, plan) for seed in range(8 // ranks)]
-    tensors = stacked(converted)
+    tensors = converted("marlin_mxfp4", experts(each, 8 // ranks), each, gpu(90))
     with inside_vllm(each) as config:
         from vllm_moe_oracle.compat import current_adapter
         from vllm_moe_oracle.compat.experts_builder import VllmBuilder
@@ -449,8 +439,7 @@ def test_a_further_class_of_vllms_is_wrapped_by_one_file(tmp_path: Path, monkeyp
             for key in ("w13_scale", "w2_scale"):
                 one[key] = one[key] % 4 + 119
         raw = stacked(loaded)
-        converted = [chosen.convert(one, each, decision.plan) for one in loaded]
-        tensors = stacked(converted)
+        tensors = stacked([chosen.convert(one, each, decision.plan) for one in loaded])
         builder = VllmBuilder(release, config, release.quant_config(each, tensors))
         made = chosen.build_experts(tensors, each, decision.plan, builder)
         assert type(made).__name__ == "CPUExpertsMxfp4" and release.experts_class(chosen) is type(made)

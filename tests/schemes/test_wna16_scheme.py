@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,16 +30,6 @@ from vllm_moe_oracle.core.sharding import (
     scale_group_reasons,
 )
 from vllm_moe_oracle.schemes import wna16
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other on busy cores take a hundred times longer than these small products."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
 
 # --- Numbers ----------------------------------------------------------------------------------------------------------
 
