@@ -6,9 +6,11 @@ import ast
 import importlib
 import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +74,52 @@ def test_a_checkpoint_is_explained(tmp_path: Path) -> None:
     assert one == api.decide(
         one.problem, api.known_device("nvidia-h200"), settings, measurements=_measurements(one.problem, settings)
     )
+
+
+def test_explaining_takes_what_the_command_takes(tmp_path: Path) -> None:
+    config = json.loads((Path(__file__).parent / "golden" / "configs" / "qwen3-30b-a3b.json").read_text())
+    config |= {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert api.read_checkpoint(str(tmp_path)).path == tmp_path / "config.json"
+    settings = api.load_settings({}, assignments={"disable": "emulation", "activations": "16bit"})
+
+    def explained(**options: Any) -> api.Decision:
+        return api.explain_checkpoint(str(tmp_path), "nvidia-h200", settings=settings, **options)[0]
+
+    assert explained(ep=True, tp=2, eplb=True).problem.eplb
+    assert explained(batch_invariant=True).problem.batch_invariant
+    assert explained().problem.scheme.activations == "16bit"
+    assert explained(moe_backend="marlin").backend == "marlin_mxfp8"
+    failures: list[api.NoBackendError] = []
+    with pytest.raises(api.NoBackendError):
+        api.explain_checkpoint(tmp_path, "cpu", settings=settings)
+    assert api.explain_checkpoint(tmp_path, "cpu", settings=settings, failures=failures) == []
+    assert [failure.where for failure in failures] == [f"model.layers.{n}.mlp.experts" for n in range(2)]
+    for options, said in (
+        ({"eplb": True}, "eplb: this needs expert parallelism"),
+        ({"expert_placement_strategy": "robin"}, "'robin' is not one of linear, round_robin"),
+        ({"moe_backend": "marlni"}, "'marlni' is not a backend. Did you mean marlin?"),
+    ):
+        with pytest.raises(api.OracleError, match=re.escape(said)):
+            explained(**options)
+    with pytest.raises(api.OracleError, match=r"^unknown device 'h20'\. Valid are cpu"):
+        api.explain_checkpoint(tmp_path, "h20")
+
+
+def test_misspelled_names_are_errors_that_list_the_valid_ones() -> None:
+    with pytest.raises(ValueError, match=r"name is 'fp8'; valid are mxfp8, wna16, mxfp4"):
+        api.Scheme("fp8", 8, 32, "modelopt")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"act_order is 'yes'; valid are none, group, static"):
+        api.Scheme("wna16", 4, 32, "gptq", act_order="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'mxpf8' is not one of the schemes\. Did you mean mxfp8\?"):
+        api.scheme_functions("mxpf8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'foo' is not one of the layouts\. Valid are "):
+        api.layout_functions("foo")
+    with pytest.raises(KeyError, match=r"'marlin' is not a backend\..*Valid are cpu_int4, "):
+        api.discover()["marlin"]
+    with pytest.raises(api.OracleError, match=r"'backend' is not an environment variable.*MOE_ORACLE_BACKEND"):
+        api.load_settings({"backend": "emulation"})
+    assert api.load_settings({}, assignments={"backend": "emulation"}).backend == "emulation"
 
 
 def _measurements(problem: api.Problem, settings: api.Settings) -> object:

@@ -6,7 +6,8 @@ where it is defined; other modules may change in any release.
 Describing a case:
     `Problem`, `Scheme`, `Activation`, `Routing`, `Parallel`: one MoE layer on one rank.
     `Device`, `known_device`, `detect_device`: the machine.
-    `Settings`, `load_settings`: the user's settings.
+    `Settings`, `load_settings`: the user's settings. ``load_settings({})`` ignores the environment;
+    ``load_settings(assignments={"backend": "emulation"})`` sets one by name.
 Deciding:
     `decide`, `Decision`, `format_candidates`, `NoBackendError`: one layer.
     `explain_checkpoint`, `read_checkpoint`, `find_moe_layers`: all layers of a checkpoint.
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from .checkpoint import find_moe_layers, read_checkpoint
     from .core.capabilities import Capabilities, Rule
     from .core.decision import Decision, Numerics, ShardPlan, format_candidates
-    from .core.problem import Activation, Device, Parallel, Problem, Routing, Scheme, SchemeName
+    from .core.problem import Activation, Device, Parallel, Placement, Problem, Routing, Scheme, SchemeName
     from .devices.catalog import known_device
     from .devices.detect import detect as detect_device
     from .errors import NoBackendError, OracleError
@@ -109,45 +110,68 @@ def __dir__() -> list[str]:
 
 def explain_checkpoint(
     path: Path | str,
-    device: Device,
+    device: Device | str,
     *,
     tp: int = 1,
-    expert_parallel: bool = False,
+    ep: bool = False,
     quantization: str = "",
+    moe_backend: str = "auto",
+    lora: bool = False,
+    eplb: bool = False,
+    batch_invariant: bool = False,
+    expert_placement_strategy: Placement = "linear",
     settings: Settings | None = None,
+    failures: list[NoBackendError] | None = None,
 ) -> list[Decision]:
     """The decision for every quantized MoE layer of a checkpoint, with the installed and cached measurements.
 
     Args:
         path: a checkpoint's directory, or a bare ``config.json``.
-        device: the machine, from `known_device` or `detect_device`.
-        tp: tensor-parallel ranks.
-        expert_parallel: the ranks hold different experts (``--enable-expert-parallel``).
+        device: the machine, from `known_device` or `detect_device`, or the name of a known device.
+        tp: tensor-parallel ranks; with `ep` the ranks over which the experts are spread.
+        ep: the ranks hold different experts (``--enable-expert-parallel``).
         quantization: vLLM's ``--quantization``, for a checkpoint that is quantized at load time; "" for none.
+        moe_backend: vLLM's ``--moe-backend``.
+        lora: LoRA adapters may be applied (``--enable-lora``).
+        eplb: experts may move between ranks (``--enable-eplb``).
+        batch_invariant: as vLLM's ``VLLM_BATCH_INVARIANT``.
+        expert_placement_strategy: as vLLM's option.
         settings: the settings; None for those of the environment.
+        failures: gets the error of each layer that no backend can run, and the others are decided; None raises the
+            first one.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or its layers cannot be sharded.
-        NoBackendError: no backend can run a layer.
-        SettingError: a setting is invalid.
+        NoBackendError: no backend can run a layer, and `failures` is None.
+        SettingError: a setting is invalid, or a name of a device or backend is unknown.
     """
     from . import settings as settings_module
     from .checkpoint import find_moe_layers, read_checkpoint
+    from .checkpoint.serving import as_served, is_round_robin
+    from .devices.catalog import known_device
+    from .errors import NoBackendError
     from .measurements.lookup import find_measurements
-    from .oracle.selection import decide
+    from .oracle.selection import check_backend_names, decide
 
+    round_robin = is_round_robin(expert_placement_strategy, eplb, ep and tp > 1)
     chosen = settings if settings is not None else settings_module.load()
-    release = device.packages.get("vllm")
-    layers = find_moe_layers(
-        read_checkpoint(Path(path)), tp, expert_parallel, chosen.ragged_shards, quantization, release
-    )
+    check_backend_names(chosen, moe_backend)
+    machine = known_device(device) if isinstance(device, str) else device
+    release = machine.packages.get("vllm")
+    layers = find_moe_layers(read_checkpoint(path), tp, ep, chosen.ragged_shards, quantization, release)
     found: dict[Problem, Any] = {}
     decisions = []
-    for problem in layers.problems:
+    for layer in layers.problems:
+        problem = as_served(layer, chosen, lora, eplb, batch_invariant, round_robin)
         key = problem.key()
         if key not in found:
-            found[key] = find_measurements(problem, device, chosen)
-        decisions.append(decide(problem, device, chosen, measurements=found[key]))
+            found[key] = find_measurements(problem, machine, chosen)
+        try:
+            decisions.append(decide(problem, machine, chosen, moe_backend, measurements=found[key]))
+        except NoBackendError as error:
+            if failures is None:
+                raise
+            failures.append(error)
     return decisions
 
 
@@ -156,8 +180,11 @@ def scheme_functions(name: SchemeName) -> ModuleType:
 
     Args:
         name: ``mxfp8``, ``mxfp4`` or ``wna16``.
+
+    Raises:
+        ValueError: another name.
     """
-    return importlib.import_module(f".schemes.{name}", __package__)
+    return _public_module("schemes", name)
 
 
 def layout_functions(name: str) -> ModuleType:
@@ -165,5 +192,27 @@ def layout_functions(name: str) -> ModuleType:
 
     Args:
         name: e.g. ``wgmma_fragments``, ``mma_tiles``, ``scales``; `vllm_moe_oracle.layouts` lists them.
+
+    Raises:
+        ValueError: there is no such module.
     """
-    return importlib.import_module(f".layouts.{name}", __package__)
+    return _public_module("layouts", name)
+
+
+def _public_module(package: str, name: str) -> ModuleType:
+    """A module of one of this project's packages.
+
+    Raises:
+        ValueError: there is no public module of that name.
+    """
+    import pkgutil
+
+    from .errors import did_you_mean
+
+    folder = Path(__file__).parent / package
+    names = sorted(each.name for each in pkgutil.iter_modules([str(folder)]) if not each.name.startswith("_"))
+    if name not in names:
+        raise ValueError(
+            f"{name!r} is not one of the {package}. {did_you_mean(name, names)}Valid are {', '.join(names)}"
+        )
+    return importlib.import_module(f".{package}.{name}", __package__)

@@ -7,15 +7,26 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def did_you_mean(name: str, valid: Iterable[str]) -> str:
+def did_you_mean(name: str, valid: Iterable[str], prefix: str = "", strict: bool = False) -> str:
     """``Did you mean hopper_mxfp8? `` with the closest valid name, or the only one that contains the name.
 
     Case and hyphens are ignored. "" if no valid name is close.
+
+    Args:
+        name: the unknown name.
+        valid: the valid names.
+        prefix: a beginning that many of them share; it is not compared.
+        strict: suggest only what a slip of a letter explains: names of products that differ in a digit are different
+            products.
     """
-    words = {each.lower().replace("-", "_"): each for each in valid}
-    word = name.strip().lower().replace("-", "_")
-    holding = [each for each in words if word in each]
-    close = holding if len(holding) == 1 else difflib.get_close_matches(word, words, n=1)
+
+    def comparable(text: str) -> str:
+        return text.strip().lower().removeprefix(prefix).replace("-", "_")
+
+    words = {comparable(each): each for each in valid}
+    word = comparable(name)
+    holding = [each for each in words if word in each and not strict]
+    close = holding if len(holding) == 1 else difflib.get_close_matches(word, words, 1, 0.88 if strict else 0.6)
     return f"Did you mean {words[close[0]]}? " if close else ""
 
 

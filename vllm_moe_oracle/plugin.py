@@ -78,7 +78,7 @@ def register() -> None:
         strict = settings.is_strict()
         _activate(settings.load(), version)
     except Exception as error:  # an error here would end the server: it is recorded, logged, and raised if strict
-        _stand_down(error, version)
+        _stand_down(error, version, strict)
         if strict:
             raise
 
@@ -133,7 +133,8 @@ def _vllm_version() -> str | None:
     return None
 
 
-def _stand_down(error: Exception, version: str | None) -> None:
+def _stand_down(error: Exception, version: str | None, strict: bool) -> None:
     reason = str(error) if isinstance(error, OracleError) else f"{type(error).__name__}: {error}"
     _process.state = PluginState(False, reason, version)
-    logger.warning("moe_oracle stands down, stock vLLM serves: %s", reason)
+    if not strict:  # else the error itself is what the log shows
+        logger.warning("moe_oracle stands down, stock vLLM serves: %s", reason)

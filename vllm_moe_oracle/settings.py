@@ -272,7 +272,7 @@ def load(
     Args:
         environment: environment variables; empty ones count as not set. None reads the process's own.
         additional_config: vLLM's ``additional_config``; our section is its key ``moe_oracle``.
-        assignments: ``--set`` of the command line tool, by setting name.
+        assignments: settings by name, e.g. ``{"backend": "emulation"}``: ``--set`` of the command line tool.
 
     Raises:
         SettingError: an unknown name or an invalid value.
@@ -285,6 +285,9 @@ def load(
         sources[name] = where
 
     variables = {env_var(name): name for name in FIELDS}
+    if environment is not None and (bare := sorted(name for name in environment if name in FIELDS)):
+        remedy = f"Write {env_var(bare[0])}, or give settings by name in assignments"
+        raise SettingError(f"{bare[0]!r} is not an environment variable of a setting", remedy, "environment")
     for key, value in sorted((os.environ if environment is None else environment).items()):
         if key.startswith(ENV_PREFIX):
             if key not in variables:
@@ -405,4 +408,4 @@ def excluded_by_vllm() -> str:
     chosen = get_env("VLLM_PLUGINS")
     if chosen is None or CONFIG_SECTION in chosen.split(","):
         return ""
-    return f"not selected by VLLM_PLUGINS={chosen!r}"
+    return f"not selected by VLLM_PLUGINS={chosen!r} (add {CONFIG_SECTION} to it, or unset it)"

@@ -163,7 +163,7 @@ def test_what_vllm_selects_is_said(
     plugins: str, selected: bool, run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", plugins)
-    said = f"not selected by VLLM_PLUGINS={plugins!r}"
+    said = f"not selected by VLLM_PLUGINS={plugins!r} (add moe_oracle to it, or unset it)"
     assert (said in " ".join(run("explain", write(), "--device", "cpu").out.split())) is not selected
     if not selected:
         assert run("status", "--json").json["plugin"] | {"vllm": None} == {
@@ -189,14 +189,10 @@ def test_the_remedy_of_a_refusal_is_kept(run: Run, write: Callable[..., Path]) -
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("hopper_mxpf8", "Did you mean hopper_mxfp8? Choose an accepted one"),
-        ("hopper_mxpf4", "Did you mean hopper_mxfp8?"),
         (
             "hopper_mxfp4",
             "hopper_mxfp4 (--set backend) is not a backend for mxfp8 experts but for mxfp4 experts; valid are auto,",
         ),
-        ("hopper-mxfp8", "Did you mean hopper_mxfp8?"),
-        ("EMULATION", "Did you mean emulation?"),
         ("trtllm_mxfp8", "needs compute capability sm_100 to below sm_110; NVIDIA H200 has sm_90. Choose an accepted"),
     ],
 )
@@ -212,6 +208,23 @@ def test_a_backend_that_cannot_run_is_refused_with_reason_and_remedy(
     assert ("Did you mean" in text) == (name != "trtllm_mxfp8")
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("hopper_mxpf8", "hopper_mxfp8"),
+        ("hopper_mxpf4", "hopper_mxfp4"),
+        ("hopper-mxfp8", "hopper_mxfp8"),
+        ("EMULATION", "emulation"),
+    ],
+)
+def test_a_misspelled_backend_is_an_error_of_the_input(
+    name: str, meant: str, run: Run, write: Callable[..., Path]
+) -> None:
+    result = run("explain", write(), "--device", "nvidia-h200", "--backend", name)
+    assert (result.status, result.out, result.err.count("\n")) == (2, "", 1)
+    assert f"--set backend: {name!r} is not a backend. Did you mean {meant}? Valid are auto, " in result.err
+
+
 def test_the_option_backend_is_the_setting(run: Run, write: Callable[..., Path]) -> None:
     path = write()
     result = run("explain", path, "--device", "nvidia-h200", "--backend", "marlin_mxfp8", "--json")
@@ -220,8 +233,12 @@ def test_the_option_backend_is_the_setting(run: Run, write: Callable[..., Path])
     assert result.status == 2 and "backend is given twice" in result.err
     # To vLLM's option only vLLM's names are known, and those are what would do instead.
     result = run("explain", path, "--device", "nvidia-h200", "--moe-backend", "marlim")
+    assert result.status == 2 and "Did you mean marlin? Valid are auto, " in result.err
+    assert "hopper" not in result.err
+    result = run("explain", path, "--device", "nvidia-h200", "--moe-backend", "hopper_mxfp8")
     text = " ".join(result.out.split())
-    assert "Did you mean marlin? Choose an accepted one (humming, marlin, emulation), or auto" in text
+    assert result.status == 3 and "this project's own names go into the setting backend" in text
+    assert "Choose an accepted one (humming, marlin, emulation), or auto" in text
     result = run("explain", path, "--device", "nvidia-h200", "--set", "disable=hopper_mxpf8")
     assert result.status == 2 and "Did you mean hopper_mxfp8? Valid are" in result.err
 
@@ -302,7 +319,7 @@ def test_a_device_can_come_from_a_file(run: Run, write: Callable[..., Path], tmp
     [
         (
             ("CONFIG", "--device", "nvidia-h20"),
-            "--device: unknown device 'nvidia-h20'. Did you mean nvidia-h200? Valid are auto,",
+            "--device: unknown device 'nvidia-h20'. Valid are cpu, nvidia-a100,",
         ),
         (("nowhere",), "nowhere: no such file or folder. Give a checkpoint's folder or its config.json"),
         (("",), "PATH: the path is empty. Give a checkpoint's folder"),
@@ -310,7 +327,7 @@ def test_a_device_can_come_from_a_file(run: Run, write: Callable[..., Path], tmp
         (("CONFIG", "--tp", "1000000000"), "1000000000 ranks are more than 65536"),
         (("CONFIG", "--tp", "24"), "do not divide the 32 attention heads (32 mod 24 = 8). TP 16 would do"),
         (("CONFIG", "--tp", "0"), "--tp: 0 ranks are not possible"),
-        (("CONFIG", "--device", "nvidia-h2000"), "'nvidia-h2000'. Did you mean nvidia-h200? Valid are auto, "),
+        (("CONFIG", "--device", "h2000"), "'h2000'. Did you mean nvidia-h200? Valid are "),
         (("CONFIG", "--device", "missing.json"), "missing.json: cannot be read: No such file"),
         (("CONFIG", "--set", "backend"), "--set: 'backend' has no =. Write --set backend=emulation"),
         (("CONFIG", "--set", "bakend=emulation"), "--set: unknown setting 'bakend'. Did you mean backend?"),
@@ -319,6 +336,10 @@ def test_a_device_can_come_from_a_file(run: Run, write: Callable[..., Path], tmp
         (("CONFIG", "--set", r"overrides=rs\.99\.=emulation"), r"re:rs\.99\. matches none of the 48 quantized"),
         (("CONFIG", "--set", "overrides=(=emulation"), "is not a regular expression"),
         (("CONFIG", "--set", "disable=nothing"), "'nothing'"),
+        (("CONFIG", "--backend", "marlin_mxfp9"), "--set backend: 'marlin_mxfp9' is not a backend. Did you"),
+        (("CONFIG", "--moe-backend", "marlni"), "--moe-backend: 'marlni' is not a backend. Did you mean marlin?"),
+        (("CONFIG", "--set", "overrides=layers=nobackend"), "--set overrides: 'nobackend' is not a backend. Valid"),
+        (("CONFIG", "--device", "nvidia-foo"), "unknown device 'nvidia-foo'. Valid are cpu"),
     ],
 )  # fmt: skip
 def test_unusable_input_ends_with_2_and_one_line(
@@ -535,6 +556,33 @@ def test_status_shows_why_the_plugin_is_off_and_a_setting_that_is_wrong() -> Non
     assert all(len(line) <= 80 for line in ended.stdout.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"MOE_ORACLE_BACKEND": "marlin_mxpf8"}, "'marlin_mxpf8' is not a backend. Did you mean marlin_mxfp8?"),
+        ({"MOE_ORACLE_OVERRIDES": "layers=nobackend"}, "MOE_ORACLE_OVERRIDES: 'nobackend' is not a backend. Valid"),
+        ({"MOE_ORACLE_DISABLE": "foo"}, "environment variable MOE_ORACLE_DISABLE: 'foo' is not a backend. Valid are"),
+    ],
+)
+def test_status_checks_names_of_backends(variables: dict[str, str], said: str) -> None:
+    ended = python("-m", "vllm_moe_oracle.cli.main", "status", MOE_ORACLE_ENABLED="0", **variables)
+    assert ended.returncode == 2 and said in ended.stderr
+
+
+def test_status_says_that_a_strict_server_would_not_start() -> None:
+    ended = python(
+        "-m", "vllm_moe_oracle.cli.main", "status", MOE_ORACLE_STRICT="1", MOE_ORACLE_SELF_CHECK="yes", COLUMNS="300"
+    )
+    assert ended.returncode == 2 and "stock vLLM serves" not in ended.stdout + ended.stderr
+    assert re.search(r"not active: the start of a server would end with: .*'yes' is not one of off", ended.stdout)
+
+
+def test_status_says_that_a_report_cannot_be_written() -> None:
+    ended = python("-m", "vllm_moe_oracle.cli.main", "status", MOE_ORACLE_ENABLED="0", MOE_ORACLE_REPORT="/nope/x")
+    said = "MOE_ORACLE_REPORT: /nope/x cannot be written: there is no directory /nope"
+    assert ended.returncode == 0 and said in ended.stderr
+
+
 def test_status_without_vllm(tmp_path: Path) -> None:
     code = (
         "import sys\n"
@@ -574,7 +622,11 @@ def test_explain_knows_lora_and_moving_experts(run: Run) -> None:
     assert any("eplb" in refused.get(name, "").lower() for name in still)
     for wrong in (("--eplb",), ("--eplb", "--ep"), ("--eplb", "--tp", "2")):
         result = run(*here, *wrong)
-        assert result.status == 2 and result.out == "" and "--eplb: experts move between ranks" in result.err
+        assert (
+            result.status == 2
+            and result.out == ""
+            and "--eplb: this needs expert parallelism over 2 ranks or more. Add --ep --tp N" in result.err
+        )
 
 
 def test_explain_places_experts_round_robin_where_vllm_does(run: Run, write: Callable[..., Path]) -> None:
@@ -597,6 +649,6 @@ def test_explain_places_experts_round_robin_where_vllm_does(run: Run, write: Cal
     assert alike.json["groups"][0]["problem"]["parallel"]["placement"] == "linear" and "stay in order" in alike.err
     for wrong in ((), ("--ep",), ("--tp", "8")):
         result = run(*grouped, *wrong, *asked)
-        assert result.status == 2 and f"{option}: experts are distributed to ranks" in result.err
+        assert result.status == 2 and f"{option}: this needs expert parallelism over 2 ranks" in result.err
     result = run(*spread, option, "robin")
     assert result.status == 2 and f"{option}: 'robin' is not one of linear, round_robin" in result.err

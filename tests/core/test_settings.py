@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -269,3 +270,16 @@ def test_no_value_raises_anything_but_our_own_error(section: dict[str, Any]) -> 
         assert error.where.startswith("--additional-config moe_oracle.")
     else:
         assert set(chosen.sources) == set(section)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("foo", "'foo' is not an objective. Write one of decode, prefill, balanced"),
+        ("8:1,8:2", "'8:1,8:2' is not an objective: 8 tokens are given twice"),
+        ("8:1,x", "'8:1,x' is not an objective: 'x' is no TOKENS:WEIGHT"),
+    ],
+)
+def test_an_objective_that_is_none_says_which_part(text: str, said: str) -> None:
+    with pytest.raises(SettingError, match=re.escape(said)):
+        load({}, assignments={"objective": text})

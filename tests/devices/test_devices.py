@@ -65,9 +65,20 @@ def test_a_named_device_does_not_share_its_packages() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(SettingError, match=r"unknown device 'h300'.*auto, cpu, nvidia-a100.*or a JSON file") as caught:
+    with pytest.raises(SettingError, match=r"^unknown device 'h300'\. Valid are cpu, nvidia-a100") as caught:
         catalog.known_device("h300")
-    assert caught.value.where == "--device"
+    assert caught.value.where == "", "the command line tool adds its option"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("nvidia-h20", ""), ("h20", ""), ("a10", ""), ("nvidia-foo", ""),
+     ("h2000", "nvidia-h200"), ("l40ss", "nvidia-l40s"), ("nvidia-rtx-pro-600", "nvidia-rtx-pro-6000")],
+)  # fmt: skip
+def test_another_product_is_not_suggested(name: str, meant: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        catalog.known_device(name)
+    assert caught.value.remedy.startswith(f"Did you mean {meant}? Valid" if meant else "Valid")
 
 
 def test_what_status_writes_can_be_read(tmp_path: Path) -> None:

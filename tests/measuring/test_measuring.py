@@ -275,7 +275,7 @@ def test_compiling_beforehand_runs_in_processes_of_their_own() -> None:
     """With the real registry: what the processes run must be found there. Starting them takes most of a minute."""
     steps: list[tuple[int, int]] = []
     layers = [(LAYERS["mxfp8"], ("emulation",)), (LAYERS["int4"], ("emulation", "no such backend"))]
-    with pytest.raises(RuntimeError, match="KeyError: 'no such backend'"):
+    with pytest.raises(RuntimeError, match=r"KeyError: .*'no such backend' is not a backend"):
         precompile.precompile(layers, HERE, (1, 2, 4, 8, 16), 2, lambda words, *counts: steps.append(counts))
     steps.clear()
     precompile.precompile(layers[:1], HERE, (1, 2, 4, 8, 16), 2, lambda words, *counts: steps.append(counts))

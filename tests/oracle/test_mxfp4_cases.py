@@ -155,7 +155,7 @@ def test_gpt_osss_experts_are_refused_in_every_packing_before_they_load(quantiza
     )
 
     def of(ranks: int) -> Problem:
-        return find_moe_layers(read_checkpoint(tmp_path), ranks, expert_parallel=True).problems[0]
+        return find_moe_layers(read_checkpoint(tmp_path), ranks, ep=True).problems[0]
 
     for each in evaluate_candidates(of(6), H200, Settings()):
         (reason,) = (reason for reason in each.reasons if reason.code == "expert_parallel.loader")

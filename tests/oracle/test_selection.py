@@ -203,7 +203,7 @@ def test_a_disabled_backend_keeps_its_other_reasons() -> None:
 
 
 def test_disabling_what_does_not_exist_is_an_error_that_lists_what_does() -> None:
-    with pytest.raises(SettingError, match=r"'fats' cannot be disabled.*Valid are fast, other, slow"):
+    with pytest.raises(SettingError, match=r"'fats' is not a backend.*Valid are fast, other, slow"):
         decide(problem(), H200, settings(disable="fats"), registry=THREE)
 
 

@@ -63,7 +63,7 @@ class MoeLayers:
 def find_moe_layers(
     config: CheckpointFiles,
     tp: int = 1,
-    expert_parallel: bool = False,
+    ep: bool = False,
     ragged_shards: bool = False,
     online: str = "",
     vllm: str | None = None,
@@ -73,7 +73,7 @@ def find_moe_layers(
     Args:
         config: from `read_checkpoint`.
         tp: tensor-parallel ranks.
-        expert_parallel: the ranks hold different experts instead of parts of each (``--enable-expert-parallel``).
+        ep: the ranks hold different experts instead of parts of each (``--enable-expert-parallel``).
         ragged_shards: the setting `ragged_shards`.
         online: vLLM's ``--quantization``: for a checkpoint in 16 bits a key of `ONLINE_SCHEMES`; "" for none.
         vllm: the release of vLLM, which decides what names in a compressed-tensors config mean, and which experts are
@@ -101,7 +101,7 @@ def find_moe_layers(
             foreign[name] = layer_format.format
         else:
             found = predicting if index in mtp_names else problems
-            found.append(layer_problem(config, index, name, layer_format, tp, expert_parallel, ragged_shards, vllm))
+            found.append(layer_problem(config, index, name, layer_format, tp, ep, ragged_shards, vllm))
     if foreign and not problems:
         formats = ", ".join(dict.fromkeys(foreign.values()))
         rule = f"its experts are stored as {formats}, which this release does not read"

@@ -42,7 +42,7 @@ class CheckpointFiles:
     expert_biases: bool = False
 
 
-def read_checkpoint(path: Path) -> CheckpointFiles:
+def read_checkpoint(path: Path | str) -> CheckpointFiles:
     """Reads the files that describe a checkpoint.
 
     Args:
@@ -51,6 +51,7 @@ def read_checkpoint(path: Path) -> CheckpointFiles:
     Raises:
         CheckpointError: a file that is missing, cannot be read, is too large, or holds no JSON object.
     """
+    path = Path(path)
     try:
         found = path.exists()
     except (OSError, ValueError) as error:  # a name that is too long, or holds a null byte
@@ -58,7 +59,10 @@ def read_checkpoint(path: Path) -> CheckpointFiles:
     if not found:
         remedy = "Give a checkpoint's folder or its config.json; nothing is downloaded"
         if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path), re.ASCII):  # as the Hugging Face Hub names models
-            remedy += f". Of the Hugging Face Hub's model: hf download {path} --include '*config.json' prints a folder"
+            remedy += (
+                f". For a model of the Hugging Face Hub, download its config first: hf download {path} --include "
+                "'*config.json', then give the folder that it prints"
+            )
         raise CheckpointError("no such file or folder", remedy, str(path))
     file = path / "config.json" if path.is_dir() else path
     if not file.exists():

@@ -66,7 +66,7 @@ def layer_problem(
     name: str,
     scheme: Scheme,
     tp: int,
-    expert_parallel: bool,
+    ep: bool,
     ragged_shards: bool,
     vllm: str | None = None,
 ) -> Problem:
@@ -78,7 +78,7 @@ def layer_problem(
         name: the layer's.
         scheme: what its experts are stored as.
         tp: ranks.
-        expert_parallel: they hold different experts.
+        ep: they hold different experts.
         ragged_shards: the setting `ragged_shards`.
         vllm: the release of vLLM; None for the newest.
 
@@ -100,12 +100,10 @@ def layer_problem(
     sizes = [size for size in others if isinstance(size, int) and size > 0]
     key_heads = model.get("num_key_value_heads")
     key_heads = key_heads if isinstance(key_heads, int) and key_heads > 0 else 0
-    _check_shardable(
-        where, tp, expert_parallel, experts, width, heads, _min_shard_width(config, vllm), key_heads, sizes
-    )
+    _check_shardable(where, tp, ep, experts, width, heads, _min_shard_width(config, vllm), key_heads, sizes)
     # The fullest rank: vLLM gives the first ranks one expert more where the split is uneven.
-    local = -(-experts // tp) if expert_parallel else experts
-    parallel = Parallel(ep=tp) if expert_parallel else Parallel(tp=tp)
+    local = -(-experts // tp) if ep else experts
+    parallel = Parallel(ep=tp) if ep else Parallel(tp=tp)
     try:
         problem = Problem(
             layer=name,
@@ -150,7 +148,7 @@ def _min_shard_width(config: CheckpointFiles, vllm: str | None) -> int:
 def _check_shardable(
     where: str,
     tp: int,
-    expert_parallel: bool,
+    ep: bool,
     experts: int,
     width: int,
     heads: int,
@@ -165,7 +163,7 @@ def _check_shardable(
     Args:
         where: the file, for messages.
         tp: tensor-parallel ranks.
-        expert_parallel: they hold different experts.
+        ep: they hold different experts.
         experts: experts of the layer.
         width: features between the two products.
         heads: attention heads of the model; 0 when unknown.
@@ -173,12 +171,12 @@ def _check_shardable(
         key_heads: heads of keys and values, which a remedy cuts or copies evenly; 0 when unknown.
         others: widths of other layers, which a remedy cuts evenly.
     """
-    if expert_parallel and tp > experts:
+    if ep and tp > experts:
         rule = f"expert parallelism over {tp} ranks leaves ranks without one of the {experts} experts"
         raise CheckpointError(rule, where=where)
 
     def fits(size: int) -> bool:
-        if expert_parallel:
+        if ep:
             return not heads % size and size <= experts
         return not heads % size and not width % size and (size == 1 or width // size >= least)
 

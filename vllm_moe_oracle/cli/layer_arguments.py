@@ -81,18 +81,12 @@ def apply_settings(problem: Problem, settings: Settings) -> Problem:
     Raises:
         SettingError: that variable is not an integer.
     """
+    from ..checkpoint.serving import with_activations
     from ..settings import batch_invariant
 
     if batch_invariant():
         problem = dataclasses.replace(problem, batch_invariant=True)
     return with_activations(problem, settings)
-
-
-def with_activations(problem: Problem, settings: Settings) -> Problem:
-    """The layer with the activation precision of the settings."""
-    if settings.activations == "checkpoint":
-        return problem
-    return dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activations=settings.activations))
 
 
 def require_gpu() -> Device:

@@ -74,7 +74,9 @@ def parse_objective(text: str, where: str = "objective") -> Objective:
         except ValueError:
             tokens, weight = 0, math.nan
         if not 1 <= tokens <= MAX_TOKENS or not 0 < weight < math.inf or tokens in weights:
-            raise SettingError(f"{text!r} is not an objective: {part.strip()!r} is not a new pair", remedy, where)
+            rule = f"{tokens} tokens are given twice" if tokens in weights else f"{part.strip()!r} is no TOKENS:WEIGHT"
+            rule = f"{text!r} is not an objective: {rule}" if colon or "," in word else f"{text!r} is not an objective"
+            raise SettingError(rule, remedy, where)
         weights[tokens] = weight
     if not math.isfinite(sum(weights.values())):
         raise SettingError(f"{text!r} is not an objective: its weights have no finite sum", remedy, where)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 SchemeName = Literal["mxfp8", "wna16", "mxfp4"]
 ActivationPrecision = Literal["16bit", "mxfp8", "mxfp4", "fp8", "fp8_token", "int8"]
@@ -63,6 +63,11 @@ class Scheme:
     act_order: ActOrder = "none"
     activations: ActivationPrecision = "16bit"
 
+    def __post_init__(self) -> None:
+        for name, kind in (("name", SchemeName), ("act_order", ActOrder), ("activations", ActivationPrecision)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; valid are {', '.join(get_args(kind))}")
+
     def __str__(self) -> str:
         if self.name != "wna16":
             return f"{self.name} ({self.packing}, activations {self.activations})"
@@ -77,7 +82,8 @@ class Activation:
     """The activation of an expert, between w13 and w2. `core.activations` has the formula of each name.
 
     Attributes:
-        name: vLLM's name without its suffixes, e.g. ``silu``, ``swigluoai``, ``relu2``.
+        name: vLLM's name without its suffixes, e.g. ``silu``, ``swigluoai``, ``relu2``. Other names are allowed, since
+            a checkpoint may have any; no backend accepts them.
         gated: w13 has gate and up rows, and the result is ``f(gate) * up``; otherwise ``f`` of one half.
         alpha: parameter of the formula; None when the layer states none.
         beta: the same.

@@ -93,8 +93,8 @@ def known_device(name: str) -> Device:
     spec = find_spec(name)
     if spec is None:
         names = known_device_names()
-        remedy = f"{did_you_mean(name, names)}Valid are auto, {', '.join(names)}, or a JSON file of a device"
-        raise SettingError(f"unknown device {name!r}", remedy, "--device")
+        suggestion = did_you_mean(name, names, prefix="nvidia-", strict=True)
+        raise SettingError(f"unknown device {name!r}", f"{suggestion}Valid are {', '.join(names)}")
     packages = dict(DEFAULT_PACKAGES[spec.kind])
     return Device(
         spec.kind, spec.name, spec.capability, spec.sm_count, spec.memory_gib, spec.features, packages=packages

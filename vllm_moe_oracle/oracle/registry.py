@@ -18,7 +18,7 @@ from typing import get_args
 from .. import backends as builtin_package
 from ..backends import Backend, Capabilities
 from ..core.problem import SchemeName
-from ..errors import RegistryError
+from ..errors import RegistryError, did_you_mean
 from ..settings import AUTO
 
 logger = logging.getLogger("vllm.moe_oracle")
@@ -77,7 +77,17 @@ class Registry:
                 self.load_errors[point.name] = f"{type(error).__name__}: {error}"
 
     def __getitem__(self, name: str) -> Backend:
-        return self._backends[name]
+        """The backend of a name.
+
+        Raises:
+            KeyError: there is none; the message has the valid names.
+        """
+        try:
+            return self._backends[name]
+        except KeyError:
+            names = sorted(self._backends)
+            words = f"{name!r} is not a backend. {did_you_mean(name, names)}Valid are {', '.join(names)}"
+            raise KeyError(words) from None
 
     def __contains__(self, name: str) -> bool:
         return name in self._backends

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..backends import Backend
@@ -66,14 +67,45 @@ def evaluate_candidates(
         SettingError: the setting `disable` names an unknown backend.
     """
     registry = registry if registry is not None else default_registry()
-    unknown = [name for name in settings.disable if name not in registry and name not in registry.load_errors]
-    if unknown:
-        rule = f"{', '.join(map(repr, unknown))} cannot be disabled: there is no such backend"
-        names = sorted(backend.name for backend in registry)
-        remedy = f"{did_you_mean(unknown[0], names)}Valid are {', '.join(names)}"
-        raise SettingError(rule, remedy, settings.source("disable"))
+    own = sorted(backend.name for backend in registry)
+    _require_known(settings.disable, own, settings.source("disable"), registry)
     verdicts = [_evaluate(backend, problem, device, settings) for backend in registry.for_scheme(problem.scheme.name)]
     return tuple(sorted(verdicts, key=lambda each: (not each.accepted, each.priority, each.backend)))
+
+
+def check_backend_names(settings: Settings, moe_backend: str = AUTO, registry: Registry | None = None) -> None:
+    """Refuses names that select no backend for any scheme: they are misspelled.
+
+    Args:
+        settings: the user's settings.
+        moe_backend: vLLM's ``--moe-backend``.
+        registry: the backends; None for the default registry of this process.
+
+    Raises:
+        SettingError: `backend`, `overrides`, `disable` or `moe_backend` has an unknown name.
+    """
+    registry = registry if registry is not None else default_registry()
+    own = {backend.name for backend in registry}
+    vllm_names = {name for backend in registry for name in backend.vllm_names}
+    for names, valid, source in (
+        ([settings.backend], own | vllm_names | {AUTO}, settings.source("backend")),
+        ([each.backend for each in settings.overrides], own | vllm_names | {AUTO}, settings.source("overrides")),
+        (settings.disable, own, settings.source("disable")),
+        # A name of this project is known here, and refused by each layer with the setting that takes it.
+        ([] if moe_backend in own else [moe_backend], vllm_names | {AUTO}, "--moe-backend"),
+    ):
+        _require_known(names, sorted(valid), source, registry)
+
+
+def _require_known(names: Iterable[str], valid: Sequence[str], source: str, registry: Registry) -> None:
+    """Refuses names that are neither valid nor the name of an entry point that could not be loaded."""
+    unknown = [name for name in names if name not in valid and name not in registry.load_errors]
+    if unknown:
+        rule = f"{', '.join(map(repr, unknown))} {'is not a backend' if len(unknown) == 1 else 'are not backends'}"
+        remedy = f"{did_you_mean(unknown[0], valid)}Valid are {', '.join(valid)}"
+        if registry.load_errors:  # the name of an entry point may differ from its backend's
+            remedy += f"; entry points that could not be loaded: {', '.join(registry.load_errors)}"
+        raise SettingError(rule, remedy, source)
 
 
 def decide(

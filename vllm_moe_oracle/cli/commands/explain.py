@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,7 +24,8 @@ def command(
     device: Annotated[
         str,
         typer.Option(
-            help=f"auto (this machine), {', '.join(known_device_names())}, or the JSON file of a device.",
+            help=f"auto (this machine), {', '.join(known_device_names())}, or a JSON file with at least "
+            "kind and name: status --json prints one.",
             metavar="NAME|FILE",
         ),
     ] = "auto",
@@ -86,19 +87,26 @@ def command(
       2  the input cannot be used; one line on standard error says what and where
     """
     from ... import checkpoint, settings
+    from ...checkpoint.serving import as_served, is_round_robin
     from ...errors import SettingError
+    from ...oracle.selection import check_backend_names
     from .. import EXIT_NO_BACKEND
     from ..arguments import command_settings
-    from ..layer_arguments import with_activations
 
     if not path.strip():
         raise SettingError("the path is empty", "Give a checkpoint's folder or its config.json", "PATH")
     if tp < 1:
         raise SettingError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")
-    round_robin = _is_round_robin(expert_placement_strategy, eplb, ep, tp)
+    try:
+        round_robin = is_round_robin(expert_placement_strategy, eplb, ep and tp > 1)
+    except SettingError as error:
+        remedy = "" if (ep and tp > 1) or "not one of" in error.rule else "Add --ep --tp N with N of 2 or more"
+        raise SettingError(error.rule, remedy, f"--{error.where.replace('_', '-')}") from None
     chosen = command_settings(
         [*(assignments or []), *([] if backend is None else [f"backend={backend}"])], ignore_bad_profile=True
     )
+    moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
+    check_backend_names(chosen, moe_backend)
     machine = _resolve_device(device)
     layers = checkpoint.find_moe_layers(
         checkpoint.read_checkpoint(Path(path)),
@@ -108,18 +116,10 @@ def command(
         quantization.lower(),
         _vllm_version(machine),
     )
-    moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
     _check_overrides_match(chosen, layers)
-    serving: dict[str, Any] = {
-        "batch_invariant": settings.batch_invariant() if batch_invariant is None else batch_invariant,
-        "lora": lora,
-        "eplb": eplb,
-    }
+    invariant = settings.batch_invariant() if batch_invariant is None else batch_invariant
     model, predicting = (
-        [
-            _with_expert_placement(dataclasses.replace(with_activations(problem, chosen), **serving), round_robin)
-            for problem in problems
-        ]
+        [as_served(problem, chosen, lora, eplb, invariant, round_robin) for problem in problems]
         for problems in (layers.problems, layers.mtp_problems)
     )
     groups = _group_layers(model, machine, chosen, moe_backend)
@@ -136,30 +136,6 @@ def command(
         _print(groups, notes, machine, tp, ep)
     if any(group.decision is None for group in groups):
         raise typer.Exit(EXIT_NO_BACKEND)
-
-
-def _is_round_robin(strategy: str, eplb: bool, ep: bool, tp: int) -> bool:
-    """Whether vLLM is asked to place experts round-robin.
-
-    Raises:
-        SettingError: an unknown strategy, or options that need expert parallelism without it.
-    """
-    from ...core.problem import Placement
-    from ...errors import SettingError
-
-    if strategy not in get_args(Placement):
-        rule = f"{strategy!r} is not one of {', '.join(get_args(Placement))}"
-        raise SettingError(rule, where="--expert-placement-strategy")
-    round_robin = strategy == "round_robin"
-    for option, requested, what in (
-        ("--eplb", eplb, "experts move between"),
-        ("--expert-placement-strategy", round_robin, "experts are distributed to"),
-    ):
-        if requested and (not ep or tp == 1):
-            ranks = f"{tp} rank{'s' * (tp > 1)} {'with' if ep else 'without'} --ep"
-            rule = f"{what} ranks that hold different ones; this is {ranks}"
-            raise SettingError(rule, "Add --ep and --tp N, N above 1", option)
-    return round_robin
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -216,19 +192,17 @@ class _LayerGroup:
 
 def _resolve_device(word: str) -> Device:
     from ...devices import catalog, detect
+    from ...errors import SettingError
 
     if word == "auto":
         return detect.detect()
     if word not in catalog.known_device_names() and (word.endswith(".json") or "/" in word or Path(word).is_file()):
         return catalog.load_device(Path(word))
-    return catalog.known_device(word)
-
-
-def _with_expert_placement(problem: Problem, round_robin: bool) -> Problem:
-    """The problem with its experts placed as vLLM would: round-robin only in several groups and without EPLB."""
-    if not round_robin or problem.eplb or (problem.routing.num_groups or 0) < 2:
-        return problem
-    return dataclasses.replace(problem, parallel=dataclasses.replace(problem.parallel, placement="round_robin"))
+    try:
+        return catalog.known_device(word)
+    except SettingError as error:
+        others = "auto, or a JSON file with at least kind and name, as status --json prints it"
+        raise SettingError(error.rule, f"{error.remedy}, {others}", "--device") from None
 
 
 def _placement_notes(problems: Sequence[Problem], round_robin: bool) -> Iterator[str]:

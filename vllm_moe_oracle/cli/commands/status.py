@@ -25,16 +25,18 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
     \b
     Exit status:
       0  the report was made, whether or not the plugin is active
-      2  a setting has an unknown name or a value that it cannot take
+      2  a setting has an unknown name, a value that it cannot take, or the name of no backend
     """
     from ... import settings
     from ...errors import SettingError
     from ...measurements.lookup import profile_error
+    from ...oracle.selection import check_backend_names
     from .. import EXIT_INVALID_INPUT, output
 
     chosen, error = None, ""
     try:
         chosen = settings.load()
+        check_backend_names(chosen)
     except SettingError as problem:
         error = str(problem)
     report = _build_report(chosen)
@@ -44,6 +46,8 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
         _print(report)
     if chosen is not None and (unused := profile_error(chosen)):
         output.print_message("note", unused)
+    if chosen is not None and (unwritable := _unwritable_report(chosen)):
+        output.print_message("note", unwritable)
     if error:
         output.print_message("error", error)
         raise typer.Exit(EXIT_INVALID_INPUT)
@@ -77,6 +81,22 @@ def _build_report(chosen: Settings | None) -> dict[str, Any]:
         "device": detect.detect(),
         "cache": None if chosen is None else _cache_report(chosen),
     }
+
+
+def _unwritable_report(chosen: Settings) -> str:
+    """Why the file of the setting `report` could not be written; "" if it could, or none is set."""
+    import os
+    from pathlib import Path
+
+    if not chosen.report:
+        return ""
+    path = Path(chosen.report)
+    folder, rule = path.parent, f"{chosen.source('report')}: {path} cannot be written"
+    if not folder.is_dir():
+        return f"{rule}: there is no directory {folder}"
+    if path.is_dir():
+        return f"{rule}: it is a directory"
+    return "" if os.access(path if path.exists() else folder, os.W_OK) else f"{rule}: permission denied"
 
 
 def _cache_report(chosen: Settings) -> dict[str, Any]:
@@ -120,6 +140,7 @@ def _versions() -> dict[str, str | None]:
 def _register_plugin() -> PluginState:
     """Registers the plugin here, as vLLM does in its processes, and says what came of it."""
     import contextlib
+    import dataclasses
     import sys
 
     from ... import plugin
@@ -130,13 +151,16 @@ def _register_plugin() -> PluginState:
     from .. import output
 
     # vLLM's logger writes to standard output, which belongs to the report. With the setting strict, a stand-down is
-    # raised; its reason is in the state all the same. Nearly all the time of this command is vLLM's import.
+    # raised. Nearly all the time of this command is vLLM's import.
     with (
         output.status_spinner("importing vLLM, to register the plugin as vLLM would"),
         contextlib.redirect_stdout(sys.stderr),
-        contextlib.suppress(Exception),
     ):
-        plugin.register()
+        try:
+            plugin.register()
+        except Exception:
+            state = plugin.state()
+            return dataclasses.replace(state, reason=f"the start of a server would end with: {state.reason}")
     return plugin.state()
 
 

@@ -1,0 +1,57 @@
+"""A checkpoint's layer as a server with certain options sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import get_args
+
+from ..core.problem import Placement, Problem
+from ..errors import SettingError
+from ..settings import Settings
+
+
+def is_round_robin(expert_placement_strategy: str, eplb: bool, spread: bool) -> bool:
+    """Whether vLLM is asked to place experts round-robin.
+
+    Args:
+        expert_placement_strategy: as vLLM's option.
+        eplb: experts may move between ranks.
+        spread: the experts are spread over several ranks.
+
+    Raises:
+        SettingError: an unknown strategy, or an option that needs expert parallelism without it.
+    """
+    if expert_placement_strategy not in get_args(Placement):
+        rule = f"{expert_placement_strategy!r} is not one of {', '.join(get_args(Placement))}"
+        raise SettingError(rule, where="expert_placement_strategy")
+    round_robin = expert_placement_strategy == "round_robin"
+    for name, requested in (("eplb", eplb), ("expert_placement_strategy", round_robin)):
+        if requested and not spread:
+            raise SettingError("this needs expert parallelism over 2 ranks or more", where=name)
+    return round_robin
+
+
+def as_served(
+    problem: Problem, settings: Settings, lora: bool, eplb: bool, batch_invariant: bool, round_robin: bool
+) -> Problem:
+    """The layer with vLLM's options and the activation precision of the settings applied.
+
+    Args:
+        problem: the layer, from `find_moe_layers`.
+        settings: `activations` replaces the precision that the checkpoint declares.
+        lora: LoRA adapters may be applied.
+        eplb: experts may move between ranks.
+        batch_invariant: as vLLM's ``VLLM_BATCH_INVARIANT``.
+        round_robin: experts are placed round-robin where vLLM does so: only in several groups and without EPLB.
+    """
+    problem = dataclasses.replace(problem, lora=lora, eplb=eplb, batch_invariant=batch_invariant)
+    if round_robin and not eplb and (problem.routing.num_groups or 0) > 1:
+        problem = dataclasses.replace(problem, parallel=dataclasses.replace(problem.parallel, placement="round_robin"))
+    return with_activations(problem, settings)
+
+
+def with_activations(problem: Problem, settings: Settings) -> Problem:
+    """The layer with the activation precision of the settings."""
+    if settings.activations == "checkpoint":
+        return problem
+    return dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activations=settings.activations))
