@@ -31,6 +31,9 @@ def test_every_setting_that_it_names_exists() -> None:
 
     variables = {settings.env_var(name) for name in settings.FIELDS}
     assert set(re.findall(r"MOE_ORACLE_[A-Z0-9_]+", TEXT)) <= variables
+    # In this section a name in backticks is a setting or a command.
+    section = TEXT.partition("## Let it measure")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`([a-z_]+)`", section)) - {"tune", "bench"} <= set(settings.FIELDS)
 
 
 @pytest.mark.parametrize("path", [generate.WORKFLOW, generate.PROJECT, generate.SETUP], ids=lambda path: path.name)

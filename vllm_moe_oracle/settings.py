@@ -215,8 +215,11 @@ class Settings:
         "half), or weights by number of tokens",
         "decode|prefill|balanced|TOKENS:WEIGHT,...",
     )
-    min_speedup: float = _setting(
-        0.03, _fraction, "minimum speedup over the static choice for another backend to replace it", "FRACTION"
+    min_time_saving: float = _setting(
+        0.03,
+        _fraction,
+        "fraction of the static choice's time that another backend must save to replace it",
+        "FRACTION",
     )
     allow_second_layout: bool = _setting(
         False,

@@ -295,9 +295,9 @@ def test_explain_shows_what_was_measured(run: Run, measured: Path) -> None:
     where = ("--device", "nvidia-h200", "--set", f"cache={measured}")
     result = run("explain", MXFP8, *where)
     words = " ".join(result.out.split())
-    assert "why measured: " in words and "faster than humming_mxfp8" in words and "the cache (NVIDIA H200" in words
+    assert "why measured: " in words and "less time than humming_mxfp8" in words and "the cache (NVIDIA H200" in words
     data = run("explain", MXFP8, *where, "--json").json["groups"][0]["decision"]
-    assert data["why"] == "measured" and data["measured"]["baseline"] == "humming_mxfp8"
+    assert data["why"] == "measured" and data["measured"]["comparison_base"] == "humming_mxfp8"
     decode = run("explain", MXFP8, *where, "--set", "objective=decode", "--json").json["groups"][0]["decision"]
     assert decode["backend"] == "marlin_mxfp8"
     assert [count for count, _, _ in decode["measured"]["slower_at"]] == [256, 1024, 4096]

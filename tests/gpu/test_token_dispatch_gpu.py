@@ -73,7 +73,7 @@ def started(folder: str, **where: str) -> Any:
             },
         },
         additional_config={
-            "moe_oracle": {"allow_second_layout": True, "objective": "1:1,16:1,512:1", "min_speedup": 0.03, **where}
+            "moe_oracle": {"allow_second_layout": True, "objective": "1:1,16:1,512:1", "min_time_saving": 0.03, **where}
         },
     )
 

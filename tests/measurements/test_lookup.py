@@ -86,7 +86,7 @@ def test_an_unfinished_run_hides_no_measurements_of_another_place(tmp_path: Path
     )
     assert without.why == with_cache.why == "measured" and without.backend == with_cache.backend
     assert "by the shipped profile" in with_cache.explanation
-    assert f"the cache (NVIDIA H200, vLLM {NEWEST}) decide nothing" in with_cache.explanation
+    assert f"the cache (NVIDIA H200, vLLM {NEWEST}) are not sufficient" in with_cache.explanation
     assert "measured up to 4 tokens" in with_cache.explanation
 
 
@@ -94,7 +94,7 @@ def test_one_backend_alone_hides_no_measurements_of_another_place(tmp_path: Path
     full = (*times(HUMMING, 50), *times(MARLIN, 20), *times(OWN, 30))
     made = decided(tmp_path, *full, given=tuple(times(HUMMING, 5)))
     assert made.backend == MARLIN and "by the cache" in made.explanation
-    assert f"given.json (NVIDIA H200, vLLM {NEWEST}) decide nothing" in made.explanation
+    assert f"given.json (NVIDIA H200, vLLM {NEWEST}) are not sufficient" in made.explanation
 
 
 def test_what_failed_here_is_not_chosen_by_what_was_measured_elsewhere(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_where_no_place_decides_the_first_one_says_why(tmp_path: Path) -> None:
     given = tuple(each for name in (HUMMING, MARLIN) for each in times(name, 50, (1, 2)))
     made = decided(tmp_path, *times(HUMMING, 5, (1, 2, 4)), given=given)
     assert made.why == "static" and made.backend == HUMMING
-    assert made.explanation.count("decide nothing") == 1 and "given.json" in made.explanation
+    assert made.explanation.count("are not sufficient") == 1 and "given.json" in made.explanation
     assert "measured up to 2 tokens" in made.explanation
 
 

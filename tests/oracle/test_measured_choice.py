@@ -37,25 +37,25 @@ def evidence(**times: Mapping[str, Mapping[int, float]]) -> MeasurementSet:
 # --- Who wins ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_fastest_wins_and_the_gain_is_said() -> None:
+def test_the_fastest_wins_and_the_explanation_names_the_time_saved() -> None:
     choice = choose_fastest(evidence(first=line(100), second=line(80)), ["first", "second"], BALANCED, 0.03)
     assert choice.backend == "second"
-    assert choice.measured is not None and choice.measured.gain == pytest.approx(0.2)
-    assert "20.0% faster than first" in choice.explanation and "a test" in choice.explanation
+    assert choice.measured is not None and choice.measured.time_saved == pytest.approx(0.2)
+    assert "20.0% less time than first" in choice.explanation and "a test" in choice.explanation
     assert dict(choice.measured.fastest) == dict.fromkeys(COUNTS, "second")
     assert choice.measured.slower_at == ()
 
 
 @pytest.mark.parametrize(("percent", "wins"), [(2.9, False), (3.1, True)])
-def test_the_static_choice_stays_under_the_margin(percent: float, wins: bool) -> None:
+def test_the_static_choice_stays_below_min_time_saving(percent: float, wins: bool) -> None:
     choice = choose_fastest(evidence(first=line(100), second=line(100 - percent)), ["first", "second"], BALANCED, 0.03)
     assert choice.backend == ("second" if wins else "first")
     assert choice.measured is not None
-    assert (choice.measured.gain > 0) == wins
+    assert (choice.measured.time_saved > 0) == wins
     assert f"{percent:.1f}%" in choice.explanation
 
 
-def test_a_choice_under_the_margin_is_of_the_static_one_not_of_any_other() -> None:
+def test_below_min_time_saving_the_static_choice_wins_not_the_second() -> None:
     times = evidence(first=line(100), second=line(99), third=line(98))
     assert choose_fastest(times, ["first", "second", "third"], BALANCED, 0.03).backend == "first"
 
@@ -67,7 +67,7 @@ def test_the_objective_decides_and_losses_are_named(objective: objectives.Object
     assert choice.backend == winner and choice.measured is not None
     lost = {count for count, _, _ in choice.measured.slower_at}
     assert lost == {count for count in COUNTS if (count > 256) == (winner == "decoder")}
-    assert "it loses at" in choice.explanation
+    assert "slower than others at" in choice.explanation
     assert all(name != winner for _, name, _ in choice.measured.slower_at)
 
 
@@ -93,7 +93,7 @@ def test_half_of_a_skewed_run_does_not_count(counts: tuple[int, ...]) -> None:
     faster = {"uniform": line(80)["uniform"], "skewed": line(200, counts=counts)["uniform"]}
     choice = choose_fastest(evidence(first=steady, second=faster), ["first", "second"], BALANCED, 0.03)
     assert choice.backend == "second" and choice.measured is not None
-    assert choice.measured.gain == pytest.approx(0.2)
+    assert choice.measured.time_saved == pytest.approx(0.2)
 
 
 # --- No basis for a choice --------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def test_a_static_choice_that_was_not_measured_stays() -> None:
 def test_a_static_choice_that_could_not_be_run_gives_way() -> None:
     found = MeasurementSet({"second": line(90), "third": line(50)}, "a test", failures={"first": "OutOfMemory"})
     choice = choose_fastest(found, ["first", "second", "third"], BALANCED, 0.03)
-    assert choice.backend == "third" and choice.measured is not None and choice.measured.baseline == "second"
+    assert choice.backend == "third" and choice.measured is not None and choice.measured.comparison_base == "second"
     assert "first: OutOfMemory" in choice.explanation
 
 
@@ -132,7 +132,7 @@ def test_one_backend_alone_is_compared_with_nothing() -> None:
     for accepted in (["first"], ["first", "second"]):
         choice = choose_fastest(evidence(first=line(100)), accepted, BALANCED, 0.03)
         assert choice.backend == "first" and choice.measured is None
-        assert "decide nothing: nothing else was measured beside it" in choice.explanation
+        assert "are not sufficient: no other backend was measured" in choice.explanation
         assert ("second was not measured" in choice.explanation) == (len(accepted) == 2)
     failed = MeasurementSet({"second": line(9)}, "a test", {"first": "OutOfMemory"})
     instead = choose_fastest(failed, ["first", "second"], BALANCED, 0.03)
@@ -175,10 +175,10 @@ def test_backends_timed_at_other_token_counts_do_not_share_a_layer() -> None:
         times, ["first", "second"], objectives.parse_objective("2:1,64:1"), 0.03, lambda one, other: True
     )
     assert (choice.backend, choice.token_ranges) == ("second", ())
-    assert choice.measured is not None and choice.measured.fastest == () and "20.0% faster" in choice.explanation
+    assert choice.measured is not None and choice.measured.fastest == () and "20.0% less time" in choice.explanation
 
 
-def test_a_gain_under_the_margin_is_not_worth_a_branch() -> None:
+def test_a_branch_must_save_more_than_min_time_saving() -> None:
     times = evidence(first=line(100, 100), second=line(99, 120))
     assert choose_fastest(times, ["first", "second"], BALANCED, 0.03, lambda one, other: True).token_ranges == ()
 
@@ -241,10 +241,10 @@ def test_other_objectives_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["1.0", "-0.1", "nan", "x", "100%", "inf"])
-def test_margins_are_parts(word: str) -> None:
+def test_min_time_saving_is_a_fraction(word: str) -> None:
     with pytest.raises(SettingError, match=r"is not in \[0, 1\)"):
-        settings.load({"MOE_ORACLE_MIN_SPEEDUP": word})
-    assert settings.load({"MOE_ORACLE_MIN_SPEEDUP": "5%"}).min_speedup == pytest.approx(0.05)
+        settings.load({"MOE_ORACLE_MIN_TIME_SAVING": word})
+    assert settings.load({"MOE_ORACLE_MIN_TIME_SAVING": "5%"}).min_time_saving == pytest.approx(0.05)
 
 
 # --- In a decision ----------------------------------------------------------------------------------------------------
@@ -266,11 +266,11 @@ LIMITS = dataclasses.replace(backend("any").capabilities, batch_invariant=True)
 def test_a_decision_by_measurement_says_so() -> None:
     decision = decided(evidence(a=line(100), b=line(70)), "a", "b")
     assert (decision.backend, decision.why) == ("b", "measured")
-    assert "30.0% faster than a" in decision.explanation
+    assert "30.0% less time than a" in decision.explanation
     assert decided(None, "a", "b").why == "static"
     alone = decided(evidence(a=line(100)), "a", "b")
     assert (alone.backend, alone.why, alone.measured) == ("a", "static", None)
-    assert "nothing else was measured beside it" in alone.explanation
+    assert "no other backend was measured" in alone.explanation
 
 
 def test_numerics_are_never_decided_by_measurement() -> None:

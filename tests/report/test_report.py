@@ -175,7 +175,7 @@ def test_a_profile_is_shown_with_the_choice_that_the_oracle_makes_of_it(tmp_path
     content = page_data.read(profile_file(tmp_path / "p.json"), Settings())
     (panel,) = content.panels
     assert set(panel.chosen.values()) == {"marlin_mxfp8"} and panel.why == "measured"
-    assert "faster than" in panel.explanation
+    assert "less time than" in panel.explanation
     assert any(name == "trtllm_mxfp8" and "100" in " ".join(reasons) for name, reasons in panel.rejected)
     assert panel.floors and panel.environment.startswith("NVIDIA H200")
 
@@ -225,7 +225,7 @@ def test_a_server_s_decisions_and_reasons_are_shown(tmp_path: Path) -> None:
         "layers": ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"],
         "count": 2,
         "problem": {"scheme": {"name": "wna16", "bits": 4}},
-        "decision": {"backend": "hopper_wna16", "why": "measured", "explanation": "11.0% faster than marlin"},
+        "decision": {"backend": "hopper_wna16", "why": "measured", "explanation": "takes 11.0% less time than marlin"},
         "candidates": [
             {"backend": "trtllm_x", "accepted": False, "reasons": [{"detail": "needs 100", "remedy": "a B200"}]}
         ],
@@ -234,7 +234,7 @@ def test_a_server_s_decisions_and_reasons_are_shown(tmp_path: Path) -> None:
     html = page(write(tmp_path / "d.jsonl", server | {"served": 2, "moe_layers": 3}, server | {"rank": 1, "ranks": 2}))
     assert "2 of 3 MoE layers run through the oracle" in html and "rank 1 of 2" in html
     assert "model.layers.0.mlp.experts and 1 more" in html and "int4" in html
-    assert "11.0% faster than marlin" in html and "needs 100 (a B200)" in html
+    assert "takes 11.0% less time than marlin" in html and "needs 100 (a B200)" in html
 
 
 # --- The page -------------------------------------------------------------------------------------------------------

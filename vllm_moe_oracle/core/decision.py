@@ -147,19 +147,19 @@ class MeasuredOutcome:
     Attributes:
         objective: the token counts that mattered.
         source: where the measurements come from.
-        baseline: the first backend of the static order that was measured.
-        gain: fraction of the baseline's time that the winner saves, over the objective; 0 when the baseline won.
+        comparison_base: the first backend of the static order that was measured: the static choice where it was.
+        time_saved: fraction of the base's time that the winner saves, over the objective; 0 when the base won.
         fastest: the fastest candidate at each measured number of tokens.
-        slower_at: where the winner is slower than another candidate by more than the required speedup: the number of
-            tokens, the other candidate, and the extra time as a fraction of the other's.
+        slower_at: where another candidate saves more of the winner's time than the setting `min_time_saving`: the
+            number of tokens, the other candidate, and the fraction of the winner's time that it saves.
         times: the times of each compared candidate, by number of tokens.
         remarks: how the measuring machine differs from this one, and which candidates were not compared.
     """
 
     objective: str
     source: str
-    baseline: str
-    gain: float
+    comparison_base: str
+    time_saved: float
     fastest: tuple[tuple[int, str], ...]
     slower_at: tuple[tuple[int, str, float], ...]
     times: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]

@@ -92,7 +92,7 @@ def _why_undecided(measured: MeasurementSet, problem: Problem, device: Device, s
     if static is None or static.backend == REFERENCE_BACKEND:
         return ""
     names = equivalent_backends(static, judged, problem, registry)
-    choice = choose_fastest(measured, names, parse_objective(settings.objective), settings.min_speedup)
+    choice = choose_fastest(measured, names, parse_objective(settings.objective), settings.min_time_saving)
     if choice.measured is not None:
         return ""
     return choice.explanation or f"{measured.source} has no times of these backends"

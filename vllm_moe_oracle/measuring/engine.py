@@ -41,7 +41,8 @@ ROTATION_BYTES = 128 << 20
 MAX_COPIES = 4
 """Most copies of a layer."""
 TILE_MARGIN = 0.02
-"""Speedup that a tile configuration needs over a backend's own choice to replace it: what two runs differ by."""
+"""Fraction of the time of a backend's own choice that a tile configuration must save to replace it. Two runs of one
+configuration differ by as much."""
 CHECKED_TOKENS = 4
 """Tokens of a call whose output is compared with the reference."""
 
@@ -415,7 +416,7 @@ class LayerBench:
             return replays, self._check(graphs[0], references[precision], backend)
 
     def _fastest_variant(self, default: TileVariant, times: Mapping[TileVariant, timing.Timing]) -> TileVariant:
-        """A backend's default, or its variant that is faster by more than `TILE_MARGIN`."""
+        """A backend's default, or its fastest variant if that saves more of the time than `TILE_MARGIN`."""
         others = [each for each in times if each.backend == default.backend and not each.default]
         fastest = min(others, key=lambda each: times[each].us, default=default)
         return fastest if times[fastest].us < (1 - TILE_MARGIN) * times[default].us else default

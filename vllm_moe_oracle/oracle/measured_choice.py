@@ -1,8 +1,8 @@
 """Choosing by measurement: of the candidates that compute the same numbers, the one that takes the least time.
 
 Pure: the times come in as a `MeasurementSet`. Times are compared as ratios (a geometric mean over token counts), so
-that one long prefill does not outweigh every decode step. The static choice stays unless another candidate is faster by
-more than the required speedup.
+that one long prefill does not outweigh every decode step. The static choice stays unless another candidate saves more
+of its time than the setting `min_time_saving`. A saving is ``1 - time / time of the slower one``.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def choose_fastest(
     measurements: MeasurementSet,
     accepted: Sequence[str],
     objective: Objective,
-    min_speedup: float,
+    min_time_saving: float,
     can_share: CanShare = _never,
 ) -> MeasuredChoice:
     """Chooses among accepted candidates that compute the same numbers.
@@ -124,38 +124,37 @@ def choose_fastest(
         measurements: what was measured.
         accepted: names of the candidates, in static order; not empty.
         objective: the token counts that matter, with their weights.
-        min_speedup: fraction of the static choice's time that another candidate must save to replace it, e.g. 0.03.
+        min_time_saving: fraction of the static choice's time that another candidate must save to replace it, e.g. 0.03.
         can_share: whether two backends may share the layer: they read the same weights, or a second layout is allowed.
     """
     static = accepted[0]
     if not measurements.times and not measurements.failures:
         return MeasuredChoice(static, "; ".join(measurements.remarks))
     found = _comparable(measurements, accepted, objective)
-    undecided = f"measurements of {measurements.source} decide nothing"
+    undecided = f"measurements of {measurements.source} are not sufficient"
     static_is_unmeasured = static in found.missing and static not in measurements.failures
     if static in found.unknown or static_is_unmeasured or not found.curves:
         # Without the static choice's times nothing can be compared: the measured backends may all be slower.
         return MeasuredChoice(static, f"{undecided}: {'; '.join(found.remarks)}")
-    baseline = next(iter(found.curves))
-    if len(found.curves) == 1 and baseline == static:
-        remarks = ("nothing else was measured beside it", *found.remarks)
+    base = next(iter(found.curves))
+    if len(found.curves) == 1 and base == static:
+        remarks = ("no other backend was measured", *found.remarks)
         return MeasuredChoice(static, f"{undecided}: {'; '.join(remarks)}")
     scores = _scores(found.curves, objective)
     fastest = min(scores, key=lambda name: scores[name])  # ties go to the first in static order
-    gain = 1.0 - math.exp(scores[fastest] - scores[baseline])
-    winner = fastest if gain > min_speedup else baseline
+    saving = 1.0 - math.exp(scores[fastest] - scores[base])
+    winner = fastest if saving > min_time_saving else base
     counts = sorted(set.intersection(*(set(curve.points["uniform"]) for curve in found.curves.values())))
-    outcome = _outcome(
-        found, objective, measurements.source, baseline, winner, gain if winner == fastest else 0.0, counts, min_speedup
-    )
-    explanation = _explain(winner, static, fastest, gain, min_speedup, outcome)
-    token_ranges = _split_by_tokens(winner, found.curves, counts, objective, min_speedup, can_share)
+    time_saved = saving if winner == fastest else 0.0
+    outcome = _outcome(found, objective, measurements.source, base, winner, time_saved, counts, min_time_saving)
+    explanation = _explain(winner, static, fastest, saving, min_time_saving, outcome)
+    token_ranges = _split_by_tokens(winner, found.curves, counts, objective, min_time_saving, can_share)
     if token_ranges:
-        words = [
+        ranges = [
             f"{span.backend} {f'up to {span.max_tokens} tokens' if span.max_tokens else 'beyond'}"
             for span in token_ranges
         ]
-        explanation = f"{explanation}; by number of tokens: {', '.join(words)}"
+        explanation = f"{explanation}; by number of tokens: {', '.join(ranges)}"
     return MeasuredChoice(winner, explanation, outcome, token_ranges)
 
 
@@ -188,47 +187,51 @@ def _outcome(
     found: _Field,
     objective: Objective,
     source: str,
-    baseline: str,
+    comparison_base: str,
     winner: str,
-    gain: float,
+    time_saved: float,
     counts: Sequence[int],
-    min_speedup: float,
+    min_time_saving: float,
 ) -> MeasuredOutcome:
     times = {name: curve.points["uniform"] for name, curve in found.curves.items()}
     fastest = {count: min(times, key=lambda name: times[name][count]) for count in counts}
-    losses = [(count, name, times[winner][count] / times[name][count] - 1) for count, name in fastest.items()]
+    losses = [(count, name, 1 - times[name][count] / times[winner][count]) for count, name in fastest.items()]
     return MeasuredOutcome(
         objective=str(objective),
         source=source,
-        baseline=baseline,
-        gain=gain,
+        comparison_base=comparison_base,
+        time_saved=time_saved,
         fastest=tuple(fastest.items()),
-        slower_at=tuple(each for each in losses if each[2] > min_speedup),
+        slower_at=tuple(each for each in losses if each[2] > min_time_saving),
         times=tuple((name, tuple(sorted(points.items()))) for name, points in times.items()),
         remarks=found.remarks,
     )
 
 
-def _explain(winner: str, static: str, fastest: str, gain: float, min_speedup: float, outcome: MeasuredOutcome) -> str:
-    baseline = outcome.baseline
+def _explain(
+    winner: str, static: str, fastest: str, saving: float, min_time_saving: float, outcome: MeasuredOutcome
+) -> str:
+    base = outcome.comparison_base
     objective = f"for the objective {outcome.objective}"
-    if winner != baseline:
-        words = f"{gain:.1%} faster than {baseline}, the static choice, {objective}"
-    elif fastest != baseline:
-        words = f"first in the static order; {fastest} is faster by only {gain:.1%} (min_speedup {min_speedup:.0%})"
-        words += f" {objective}"
+    if winner != base:
+        # The base is the static choice, or the first in static order that could be measured.
+        described = f"{base}, the static choice," if base == static else base
+        text = f"takes {saving:.1%} less time than {described} {objective}"
+    elif fastest != base:
+        text = f"first in the static order; {fastest} takes only {saving:.1%} less time"
+        text += f" (min_time_saving {min_time_saving:.0%}) {objective}"
     elif len(outcome.times) == 1:
-        words = f"the only one that could be measured, {objective}"
+        text = f"the only one that could be measured, {objective}"
     else:
-        words = f"the fastest of {len(outcome.times)} {objective}, and first in the static order"
-    if static != baseline:
-        words += f"; {static}, the static choice, could not be measured"
-    words += f", by {outcome.source}"
+        text = f"the fastest of {len(outcome.times)} {objective}, and first in the static order"
+    if static != base:
+        text += f"; {static}, the static choice, could not be measured"
+    text += f", by {outcome.source}"
     if outcome.slower_at:
-        shown = [f"{count} (to {name} by {loss:.0%})" for count, name, loss in outcome.slower_at[:4]]
+        shown = [f"{count} ({name} takes {saved:.0%} less)" for count, name, saved in outcome.slower_at[:4]]
         more = f" and {len(outcome.slower_at) - 4} more" if len(outcome.slower_at) > 4 else ""
-        words += f"; it loses at {', '.join(shown)}{more} tokens"
-    return "; ".join((words, *outcome.remarks))
+        text += f"; slower than others at numbers of tokens: {', '.join(shown)}{more}"
+    return "; ".join((text, *outcome.remarks))
 
 
 def _split_by_tokens(
@@ -236,13 +239,13 @@ def _split_by_tokens(
     curves: Mapping[str, _LatencyCurve],
     counts: Sequence[int],
     objective: Objective,
-    min_speedup: float,
+    min_time_saving: float,
     can_share: CanShare,
 ) -> tuple[TokenRange, ...]:
     """Two backends, one for few tokens and one for many, if that beats the winner alone; otherwise empty.
 
-    The gain at the token counts where the two differ must exceed `min_speedup`. Every measured token count has a little
-    weight, also where the objective gives it none, because the branch costs time at every call.
+    The time saved at the token counts where the two differ must exceed `min_time_saving`. Every measured token count
+    has a little weight, also where the objective gives it none, because the branch costs time at every call.
     """
     if not counts:
         return ()
@@ -265,7 +268,7 @@ def _split_by_tokens(
                     weights[count] * (log_time(winner, count) - log_time(other, count)) for count in changed
                 )
                 mean = saved / math.fsum(weights[count] for count in changed)
-                if mean > -math.log1p(-min_speedup) and saved > best[0]:
+                if mean > -math.log1p(-min_time_saving) and saved > best[0]:
                     # The switch is at the geometric mean of the two neighboring measured counts.
                     switch = int(math.sqrt(last * counts[index + 1]))
                     best = (saved, (TokenRange(few, switch), TokenRange(many, None)))

@@ -231,7 +231,7 @@ def _choose_by_measurement(measurements: MeasurementSet, static: Candidate, case
         return settings.allow_second_layout or len(layouts) == 1
 
     names = equivalent_backends(static, case.candidates, problem, case.registry)
-    return choose_fastest(measurements, names, parse_objective(settings.objective), settings.min_speedup, can_share)
+    return choose_fastest(measurements, names, parse_objective(settings.objective), settings.min_time_saving, can_share)
 
 
 def _evaluate(backend: Backend, problem: Problem, device: Device, settings: Settings) -> Candidate:
