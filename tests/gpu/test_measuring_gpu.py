@@ -66,9 +66,9 @@ def test_every_accepted_backend_is_measured_above_the_roofline(cell: str) -> Non
     for each in (record, more):
         assert set(tuning.accepted_backends(layer, here, chosen)) <= set(each.us), each.failures
         assert "stock:auto" in each.us, each.failures
-        floor = roofline_us(layer, each["tokens"], here.name)
+        bound = roofline_us(layer, each["tokens"], here.name)
         # The expected number of experts is a mean; one draw has a few more or fewer.
-        assert floor is None or all(us > 0.8 * floor for us in each.us.values())
+        assert bound is None or all(us > 0.8 * bound for us in each.us.values())
 
 
 def test_the_same_layer_twice_takes_the_same_time() -> None:

@@ -126,7 +126,7 @@ def load(release: str, path: str, **given: Any) -> dict[str, Any]:
 
 
 class Platform:
-    """vLLM's `current_platform` on a CUDA device of some capability (times ten); 0 for a CPU."""
+    """vLLM's `current_platform` on a CUDA device of a compute capability (90 for sm_90); 0 for a CPU."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability

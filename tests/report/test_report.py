@@ -42,7 +42,7 @@ def record(name: str, tokens: int, us: dict[str, float], choice: str, **more: An
         "us": us,
         "quartiles": {name: [0.9 * each, 1.1 * each] for name, each in us.items()},
         "stock": {"stock:auto": "HummingIndexedExperts"},
-        "floor_us": 5.0 * tokens**0.5,
+        "roofline_us": 5.0 * tokens**0.5,
         "choice": {"backend": choice, "why": "measured"},
         **more,
     }
@@ -104,14 +104,14 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     first = content.panels[0]
     assert first.speedup(1) == pytest.approx(3.0) and first.speedup(16) == pytest.approx(0.75)
     assert first.slowdown(4) == pytest.approx(0.0) and first.slowdown(16) == pytest.approx(1.0)
-    assert first.floors == {1: 5.0, 4: 10.0, 16: 20.0}
+    assert first.rooflines_us == {1: 5.0, 4: 10.0, 16: 20.0}
     figures = dict(html_report.headline_figures(content.panels))
     assert figures["choices within 3% of the fastest backend"] == "66.7%"
     assert figures["largest slowdown against the fastest"] == "100.0%"
     assert figures["speedup over stock's default, 1 token"] == "3.00×"
     assert figures["speedup over stock's default, 8 to 64 tokens"] == "0.75×"
     heads, rows = html_report.times_table(first)
-    assert heads[:5] == ["tokens", "floor", "hopper_mxfp8", "marlin_mxfp8", "stock:auto"]
+    assert heads[:5] == ["tokens", "roofline", "hopper_mxfp8", "marlin_mxfp8", "stock:auto"]
     assert rows[2] == ["16", "20.0", "40.0", "20.0", "30.0", "hopper_mxfp8", "100.0%", "0.75×"]
 
 
@@ -177,7 +177,7 @@ def test_a_profile_is_shown_with_the_choice_that_the_oracle_makes_of_it(tmp_path
     assert set(panel.chosen.values()) == {"marlin_mxfp8"} and panel.why == "measured"
     assert "less time than" in panel.explanation
     assert any(name == "trtllm_mxfp8" and "100" in " ".join(reasons) for name, reasons in panel.rejected)
-    assert panel.floors and panel.environment.startswith("NVIDIA H200")
+    assert panel.rooflines_us and panel.environment.startswith("NVIDIA H200")
 
 
 def test_choices_of_a_benchmark_are_decided_again() -> None:
@@ -355,7 +355,7 @@ GOOD = record("mxfp8:qwen3-30b-a3b", 1, {"hopper_mxfp8": 1.0}, "hopper_mxfp8")
         (json.dumps(HEAD) + "\n{", "line 2 is not a record"),
         (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"us": {"hopper_mxfp8": -1.0}}), "invalid measurement"),
         (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"us": {"hopper_mxfp8": 1e300}}), "invalid measurement"),
-        (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"floor_us": 0}), "invalid measurement"),
+        (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"roofline_us": 0}), "invalid measurement"),
         (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"tokens": 0}), "invalid measurement"),
         (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"tokens": 10**30}), "invalid measurement"),
         (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"us": {"\x1b[2J": 1.0}}), "has an invalid name"),

@@ -43,9 +43,9 @@ TOKEN_AIMS: dict[str, dict[int, float]] = {
 }
 """How many times as fast as stock's default the kernels are to be, by number of tokens and bits of a weight."""
 RATE_AIMS = {4: 0.65, 8: 0.75}
-"""Part of the floor's rate to be reached from 8 to 64 tokens."""
-FLOOR_PART, FLOOR_US = 0.7, 8.0
-"""At one token: the floor over the first, and the second, in microseconds."""
+"""Part of the roofline's rate to be reached from 8 to 64 tokens."""
+ROOFLINE_PART, ROOFLINE_US = 0.7, 8.0
+"""At one token: the roofline over the first, and the second, in microseconds."""
 
 
 def flops(cell: str) -> int:
@@ -90,7 +90,7 @@ def golden(files: Iterable[Iterable[str]]) -> dict[str, Any]:
             if record["layer"]["name"] not in names_judged:
                 continue
             row = rows.setdefault(
-                record["layer"]["name"], {"us": {}, "spread": {}, "floor": {}, "run": {}, "failures": {}}
+                record["layer"]["name"], {"us": {}, "spread": {}, "roofline_us": {}, "run": {}, "failures": {}}
             )
             row["failures"] |= record["failures"]
             names = {name: "ours" if name in OURS else "auto" if name == STOCK else name for name in record["us"]}
@@ -98,7 +98,7 @@ def golden(files: Iterable[Iterable[str]]) -> dict[str, Any]:
                 tokens = str(record["tokens"])
                 row["us"][tokens] = {names[name]: us for name, us in record["us"].items()}
                 row["spread"][tokens] = {names[name]: spread for name, spread in record["quartiles"].items()}
-                row["floor"][tokens] = record["floor_us"]
+                row["roofline_us"][tokens] = record["roofline_us"]
                 row["run"][tokens] = len(commands) - 1
     found = [{"cell": name, **rows[name]} for name in names_judged if name in rows and rows[name]["us"]]
     return {**conditions, "commands": commands, "rows": found}
@@ -149,14 +149,14 @@ def against_stock(data: dict[str, Any]) -> str:
 
 
 def cells(data: dict[str, Any]) -> str:
-    """Microseconds and the share of the floor's rate."""
+    """Microseconds and the share of the roofline's rate."""
     counts = [count for count in ("1", "4", "16", "64", "256", "512") if any(count in r["us"] for r in data["rows"])]
     lines = ["| layer | " + " | ".join(counts) + " |", "|---" * (len(counts) + 1) + "|"]
     for row in data["rows"]:
         parts = []
         for count in counts:
-            us, floor = row["us"].get(count), row["floor"].get(count)
-            share = "" if us is None or floor is None else f", {floor / us['ours']:.0%}"
+            us, roofline = row["us"].get(count), row["roofline_us"].get(count)
+            share = "" if us is None or roofline is None else f", {roofline / us['ours']:.0%}"
             parts.append("" if us is None else f"{us['ours']:.1f}{share}{earlier(data, row, count)}")
         lines.append(f"| {row['cell']} | " + " | ".join(parts) + " |")
     return "\n".join(lines)
@@ -185,22 +185,22 @@ def many(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _floors(data: dict[str, Any], span: tuple[int, int], of_bits: int) -> list[tuple[float, float]]:
-    """Floor and time of ours, in microseconds."""
+def _rooflines(data: dict[str, Any], span: tuple[int, int], of_bits: int) -> list[tuple[float, float]]:
+    """Roofline and time of ours, in microseconds."""
     return [
-        (row["floor"][tokens], us["ours"])
+        (row["roofline_us"][tokens], us["ours"])
         for row in data["rows"]
         for tokens, us in row["us"].items()
-        if span[0] <= int(tokens) <= span[1] and bits(row["cell"]) == of_bits and row["floor"][tokens] is not None
+        if span[0] <= int(tokens) <= span[1] and bits(row["cell"]) == of_bits and row["roofline_us"][tokens] is not None
     ]
 
 
 def _near_one(data: dict[str, Any]) -> str:
     """By how much the aim at one token is missed, by layer."""
     missed = [
-        (row["us"]["1"]["ours"] - row["floor"]["1"] / FLOOR_PART - FLOOR_US, row["cell"])
+        (row["us"]["1"]["ours"] - row["roofline_us"]["1"] / ROOFLINE_PART - ROOFLINE_US, row["cell"])
         for row in data["rows"]
-        if "1" in row["us"] and row["floor"]["1"] is not None
+        if "1" in row["us"] and row["roofline_us"]["1"] is not None
     ]
     over = [f"{cell} {us:.1f}" for us, cell in sorted(missed) if us > 0]
     return f"reached by {len(missed) - len(over)} of {len(missed)} layers" + (
@@ -221,13 +221,13 @@ def aims(data: dict[str, Any]) -> str:
             lines.append(
                 f"| {name} token{'s' * (name != '1')}: {asked} times the default{kind} | {mean(both):.2f} ({parts}) |"
             )
-    lines.append(f"| 1 token: at most floor / {FLOOR_PART} + {FLOOR_US:g} us | {_near_one(data)} |")
+    lines.append(f"| 1 token: at most roofline / {ROOFLINE_PART} + {ROOFLINE_US:g} us | {_near_one(data)} |")
     for of, aim in RATE_AIMS.items():
-        found_rates = [floor / us for floor, us in _floors(data, (8, 64), of)]
+        found_rates = [roofline / us for roofline, us in _rooflines(data, (8, 64), of)]
         if found_rates:
             near = sum(rate >= aim for rate in found_rates)
             lines.append(
-                f"| 8 to 64 tokens, {of}-bit: {aim:.0%} of the floor's rate | {mean(found_rates):.0%} in the mean, "
+                f"| 8 to 64 tokens, {of}-bit: {aim:.0%} of the roofline's rate | {mean(found_rates):.0%} in the mean, "
                 f"{near} of {len(found_rates)} cells |"
             )
     for words, span in (("up to 512 tokens", (1, 512)), ("from 1024 tokens", (1024, 1 << 30))):

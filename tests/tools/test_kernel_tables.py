@@ -20,7 +20,7 @@ def lines(*records: dict[str, Any], **changes: Any) -> list[str]:
 def record(name: str, tokens: int, **us: float) -> dict[str, Any]:
     """One cell; `stock` stands for stock vLLM's default."""
     times = {"stock:auto" if key == "stock" else key: value for key, value in us.items()}
-    return {"layer": {"name": name}, "tokens": tokens, "us": times, "floor_us": 5.0, "failures": {},
+    return {"layer": {"name": name}, "tokens": tokens, "us": times, "roofline_us": 5.0, "failures": {},
             "quartiles": {key: [value - 1, value + 1] for key, value in times.items()}}  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_aims_are_held_against_what_was_measured() -> None:
     assert "| 1 token: 2 times the default | 1.87 (4-bit 2.00; 8-bit 1.75) |" in text
     assert "reached by 1 of 2 layers; missed, us: mxfp8:qwen3-30b-a3b 0.9 |" in text  # 5 / 0.7 + 8 = 15.1
     assert "| 8 to 64 tokens: 1.25 and 1.08 times the default (4-bit, 8-bit) | 1.50 (8-bit 1.50) |" in text
-    assert "8-bit: 75% of the floor's rate | 83% in the mean, 1 of 1 cells |" in text
+    assert "8-bit: 75% of the roofline's rate | 83% in the mean, 1 of 1 cells |" in text
     assert "up to 512 tokens | 1 of 3 cells: mxfp8:qwen3-30b-a3b 16 0.92 |" in text
     assert "| 16384 tokens: 600 TFLOP/s | 1 of 1: mxfp8:qwen3-30b-a3b 618 |" in text
 

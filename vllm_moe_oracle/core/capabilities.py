@@ -50,7 +50,7 @@ class Capabilities:
 
     Attributes:
         devices: kinds of device; see `Device.kind`.
-        compute_capabilities: half-open ranges of CUDA compute capability times ten, e.g. ``((80, 90), (100, 110))``;
+        compute_capabilities: half-open ranges of CUDA compute capability (90 for sm_90), e.g. ``((80, 90), (100, 110))``;
             empty for any. Checked for CUDA devices only.
         packages: packages that must be installed, with their minimum version ("" for any).
         features: instruction sets that the device must have.

@@ -246,7 +246,7 @@ class Device:
     Attributes:
         kind: ``cuda``, ``cpu``, ``rocm`` or ``xpu``.
         name: the product's name, e.g. ``NVIDIA H200``.
-        capability: CUDA compute capability times ten (90 is sm_90); 0 for other devices.
+        capability: CUDA compute capability, 90 for sm_90; 0 for other devices.
         sm_count: streaming multiprocessors; 0 for other devices.
         memory_gib: memory of one device in GiB; 0 when unknown.
         features: instruction sets that rules depend on, e.g. ``amx_bf16``, ``avx512f``.

@@ -25,12 +25,12 @@ class MeasuredRates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a GPU reaches, as measured.
 
     Attributes:
-        copy_bytes_per_s: bytes per second of a device-to-device copy of 1 GiB, reads and writes together.
-        bf16_flops: floating-point operations per second of cuBLAS for two bfloat16 matrices of 8192 x 8192.
+        copy_gb_s: GB/s of a device-to-device copy of 1 GiB, reads and writes together.
+        bf16_tflops: TFLOPS of cuBLAS for two bfloat16 matrices of 8192 x 8192.
     """
 
-    copy_bytes_per_s: float
-    bf16_flops: float
+    copy_gb_s: float
+    bf16_tflops: float
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,13 +40,14 @@ class DeviceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kind: one of `DEVICE_KINDS`.
         name: the product's name.
         aliases: other names in ``--device``, and names that drivers report for the product.
-        capability: CUDA compute capability times ten.
+        capability: CUDA compute capability: 90 for sm_90.
         sm_count: streaming multiprocessors.
         memory_gib: memory in GiB.
         features: instruction sets of a CPU.
         memory_bandwidth_gb_s: memory bandwidth in GB/s.
         peak_tflops: dense peak of the tensor cores in TFLOPS (TOPS for integers) by input dtype.
-        measured: measured rates, when there are any.
+        measured: measured rates, when there are any. The roofline (`measurements.roofline`) uses them, else the data
+            sheet's bandwidth and bfloat16 peak.
     """
 
     kind: str

@@ -59,8 +59,8 @@ class BenchRecord(msgspec.Struct, frozen=True, kw_only=True, rename={"kernel_sha
         stock: vLLM's class by name of the stock layer.
         tiles: tile configurations by backend, where serving would use a measured one.
         router_included: whether times include top-k over the router's logits.
-        floor_us: the roofline; None for an unknown GPU.
-        of_floor: roofline over time by backend; None for an unknown GPU.
+        roofline_us: the roofline; None for an unknown GPU.
+        fraction_of_roofline: roofline over time by backend; None for an unknown GPU.
         choice: the oracle's choice; None if no backend can run the layer.
     """
 
@@ -76,8 +76,8 @@ class BenchRecord(msgspec.Struct, frozen=True, kw_only=True, rename={"kernel_sha
     stock: dict[str, str] = {}
     tiles: dict[str, str] = {}
     router_included: bool = False
-    floor_us: float | None = None
-    of_floor: dict[str, float] | None = None
+    roofline_us: float | None = None
+    fraction_of_roofline: dict[str, float] | None = None
     choice: BenchChoice | None = None
 
     @property

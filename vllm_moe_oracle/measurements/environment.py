@@ -36,7 +36,7 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
     Attributes:
         gpu: product name of the GPU.
-        capability: compute capability times ten; 0 if unknown.
+        capability: compute capability, 90 for sm_90; 0 if unknown.
         sm_count: streaming multiprocessors; 0 if unknown. A MIG slice has fewer than the whole GPU.
         packages: installed versions of `KERNEL_PACKAGES` and `COMPILER_PACKAGES`.
         driver: version of the GPU driver; "" if unknown.

@@ -1,8 +1,8 @@
 """The roofline of a layer: the least time it can take on a GPU.
 
-The bound is the larger of two times: the layer's bytes at the GPU's copy bandwidth, and its multiply-adds at the GPU's
-bfloat16 matrix rate. Both rates are measured (`devices.catalog.MeasuredRates`), not
-taken from a data sheet.
+The bound is the larger of two times: the layer's bytes at the GPU's memory bandwidth, and its multiply-adds at the
+GPU's bfloat16 matrix rate. Both rates are measured (`devices.catalog.MeasuredRates`), or the data sheet's where nothing
+was measured. No kernel reaches a data sheet's rates: that bound is looser.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def expert_bytes(problem: Problem) -> float:
 
 
 def roofline_us(problem: Problem, tokens: int, gpu: str) -> float | None:
-    """Least time of a layer in microseconds under uniform routing; None for a GPU whose rates are not measured.
+    """Least time of a layer in microseconds under uniform routing; None for a GPU that the catalog does not describe.
 
     Args:
         problem: the layer.
@@ -42,11 +42,17 @@ def roofline_us(problem: Problem, tokens: int, gpu: str) -> float | None:
         gpu: product name of the GPU.
     """
     spec = find_spec(gpu)
-    if spec is None or spec.measured is None:
+    if spec is None:
+        return None
+    if spec.measured is not None:
+        gb_s, tflops = spec.measured.copy_gb_s, spec.measured.bf16_tflops
+    else:
+        gb_s, tflops = spec.memory_bandwidth_gb_s, spec.peak_tflops.get("bf16", 0.0)
+    if not (gb_s and tflops):
         return None
     moved_bytes = active_experts(problem, tokens) * expert_bytes(problem)
     moved_bytes += 2 * 2 * tokens * problem.hidden_size  # 16-bit input read once, output written once
     local_share = problem.local_experts / problem.num_experts
     weights = problem.w13_rows * problem.hidden_size + problem.hidden_size * problem.intermediate_size
     operations = 2.0 * tokens * problem.top_k * local_share * weights
-    return max(moved_bytes / spec.measured.copy_bytes_per_s, operations / spec.measured.bf16_flops) * 1e6
+    return max(moved_bytes / (gb_s * 1e9), operations / (tflops * 1e12)) * 1e6

@@ -219,7 +219,7 @@ def _make_record(
         for each in layers.measure(count, options.routing, options.replays, options.seconds, fixed_tiles=tiles)
     }
     timed = {name: each for name, each in samples.items() if not each.failure}
-    floor = roofline_us(problem, count, device.name)
+    bound = roofline_us(problem, count, device.name)
     us = {name: round(each.us, 2) for name, each in timed.items()}
     return BenchRecord(
         layer=model_shapes.to_json(problem),
@@ -234,8 +234,10 @@ def _make_record(
         stock=dict(stock),
         tiles={name: tile for name, tile in tiles.items() if name in timed},
         router_included=layers.routed,
-        floor_us=None if floor is None else round(floor, 2),
-        of_floor=None if floor is None else {name: round(floor / each.us, 3) for name, each in timed.items()},
+        roofline_us=None if bound is None else round(bound, 2),
+        fraction_of_roofline=None
+        if bound is None
+        else {name: round(bound / each.us, 3) for name, each in timed.items()},
         choice=None if decision is None else _choice(decision, count, us, stock),
     )
 

@@ -47,15 +47,15 @@ def headline_figures(panels: Iterable[LayerPanel]) -> list[tuple[str, str]]:
 def times_table(panel: LayerPanel) -> tuple[list[str], list[list[str]]]:
     """The times of a panel: column names and rows."""
     backends = sorted(panel.times, key=lambda name: (name in panel.stock, name))
-    heads = ["tokens", "floor", *backends, "chosen", "slowdown", "speedup over stock's default"]
+    heads = ["tokens", "roofline", *backends, "chosen", "slowdown", "speedup over stock's default"]
     rows = []
     for count in panel.counts:
-        floor, behind, ratio = panel.floors.get(count), panel.slowdown(count), panel.speedup(count)
+        bound, behind, ratio = panel.rooflines_us.get(count), panel.slowdown(count), panel.speedup(count)
         cells = [panel.times[name].get(count) for name in backends]
         rows.append(
             [
                 str(count),
-                "" if floor is None else _format_us(floor),
+                "" if bound is None else _format_us(bound),
                 *("" if cell is None else _format_us(cell.us) for cell in cells),
                 panel.chosen.get(count, ""),
                 "" if behind is None else f"{behind:.1%}",

@@ -52,7 +52,7 @@ class LayerPanel:
         shape: its kernel shape, in words.
         environment: where it was measured, in words.
         times: times by backend and number of tokens. Stock layers are among them, as ``stock:auto``.
-        floors: roofline in microseconds by number of tokens.
+        rooflines_us: roofline in microseconds by number of tokens.
         stock: vLLM's class by name of the stock layer.
         chosen: the oracle's choice by number of tokens.
         why: what decided.
@@ -67,7 +67,7 @@ class LayerPanel:
     shape: str
     environment: str
     times: Mapping[str, Mapping[int, TimePoint]]
-    floors: Mapping[int, float] = field(default_factory=dict)
+    rooflines_us: Mapping[int, float] = field(default_factory=dict)
     stock: Mapping[str, str] = field(default_factory=dict)
     chosen: Mapping[int, str] = field(default_factory=dict)
     why: str = ""
@@ -311,8 +311,8 @@ def _check_record(record: BenchRecord, path: Path, number: int) -> None:
         MeasurementError: they are not.
     """
     times = [*record.us.values(), *(each for pair in record.quartiles.values() for each in pair)]
-    if record.floor_us is not None:
-        times.append(record.floor_us)
+    if record.roofline_us is not None:
+        times.append(record.roofline_us)
     if not 1 <= record.tokens <= MAX_TOKENS or not all(0 < each < MAX_MICROSECONDS for each in times):
         raise MeasurementError(f"line {number} has an invalid measurement", _FILE_REMEDY, str(path))
     if not is_displayable(record.name, str(record.kernel_shape), *record.us, *record.stock.values()):
@@ -350,7 +350,7 @@ def panel_of_records(records: Sequence[BenchRecord], environment: str) -> LayerP
         shape=str(records[0].kernel_shape),
         environment=environment,
         times=times,
-        floors={record.tokens: record.floor_us for record in records if record.floor_us is not None},
+        rooflines_us={record.tokens: record.roofline_us for record in records if record.roofline_us is not None},
         stock=stock | {each: "" for each in times if each.startswith(STOCK_PREFIX) and each not in stock},
         chosen={record.tokens: record.choice.backend for record in records if record.choice is not None},
         why=why,
@@ -407,8 +407,8 @@ def _panel_from_profile(found: profile.Profile, shape: KernelShape, problem: Pro
     )
     if problem is None:
         return panel
-    floors = {count: roofline.roofline_us(problem, count, found.environment.gpu) for count in panel.counts}
-    return dataclasses.replace(panel, floors={count: us for count, us in floors.items() if us is not None})
+    rooflines = {count: roofline.roofline_us(problem, count, found.environment.gpu) for count in panel.counts}
+    return dataclasses.replace(panel, rooflines_us={count: us for count, us in rooflines.items() if us is not None})
 
 
 def _described_device(environment: Environment) -> Device | None:

@@ -188,9 +188,11 @@ def _draw_times(axis: Any, panel: LayerPanel, colors: Mapping[str, int], color_o
         if chosen:
             ring = {"linestyle": "none", "marker": "o", "markersize": 8, "markerfacecolor": "none"}
             axis.plot(*zip(*chosen, strict=True), color=color, **ring)
-    if panel.floors:
-        counts = sorted(panel.floors)
-        axis.plot(counts, [panel.floors[count] for count in counts], ":", color=color_of("--ink"), label="floor")
+    if panel.rooflines_us:
+        counts = sorted(panel.rooflines_us)
+        axis.plot(
+            counts, [panel.rooflines_us[count] for count in counts], ":", color=color_of("--ink"), label="roofline"
+        )
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xlabel("tokens")
@@ -201,7 +203,7 @@ def _draw_times(axis: Any, panel: LayerPanel, colors: Mapping[str, int], color_o
     ticks = [each for power in range(-1, 9) for part in (1, 2, 5) if low <= (each := part * 10.0**power) <= high]
     axis.set_yticks(ticks, [f"{each:g}" for each in ticks])
     axis.grid(True, alpha=0.5)
-    if panel.times or panel.floors:
+    if panel.times or panel.rooflines_us:
         axis.legend(fontsize=7.5, framealpha=0, ncols=2 if len(panel.times) > 5 else 1)
 
 

@@ -237,10 +237,10 @@ def _print(records: list[BenchRecord], gpu: str) -> None:
     for name, found in _by_layer(records).items():
         backends = list(dict.fromkeys(each for record in found for each in record.us))
         rows = [_row(record, backends) for record in found]
-        included = ", choosing experts included" if found[0].router_included else ""
+        included = ", top-k included" if found[0].router_included else ""
         classes = "".join(f"; {key} is {value}" for key, value in found[0].stock.items())
-        output.show(f"\n{name} on {gpu}: microseconds{included} (part of the floor){classes}")
-        output.show("", output.table(("tokens", "floor", *backends, "choice"), rows, indent=2))
+        output.show(f"\n{name} on {gpu}: microseconds{included} (fraction of the roofline){classes}")
+        output.show("", output.table(("tokens", "roofline", *backends, "choice"), rows, indent=2))
 
 
 def _row(record: BenchRecord, backends: list[str]) -> list[str]:
@@ -248,11 +248,11 @@ def _row(record: BenchRecord, backends: list[str]) -> list[str]:
         us = record.us.get(name)
         if us is None:
             return "-"
-        share = record.of_floor
+        share = record.fraction_of_roofline
         return f"{us:.1f}" + (f" ({share[name]:.0%})" if share else "")
 
-    choice, floor = record.choice, record.floor_us
+    choice, roofline = record.choice, record.roofline_us
     words = "-" if choice is None else choice.backend
     if choice is not None and choice.behind_best:
         words += f" (+{choice.behind_best:.1%})"
-    return [str(record.tokens), "-" if floor is None else f"{floor:.1f}", *map(cell, backends), words]
+    return [str(record.tokens), "-" if roofline is None else f"{roofline:.1f}", *map(cell, backends), words]
