@@ -101,7 +101,9 @@ def test_the_command_prints_the_table() -> None:
 
 @pytest.mark.parametrize("room", ["methods", "oracle", "schemes", "layouts", "kernels", "plugin.py"])
 def test_what_runs_inside_vllm_knows_no_release(room: str) -> None:
-    """Versions of vLLM are compared in `compat` alone. (A backend's rules may ask for the packages of a device.)"""
+    """Versions of vLLM are compared in `compat` and `releases` only. (A backend's rules may ask for the packages of a
+    device.)
+    """
     place = ROOT / "vllm_moe_oracle" / room
     for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
         text = path.read_text(encoding="utf-8")
@@ -241,4 +243,4 @@ def test_what_came_with_a_release_names_a_tested_one() -> None:
 )
 def test_whether_a_machine_has_what_a_release_brought(installed: str | None, there: bool) -> None:
     packages = {} if installed is None else {"vllm": installed}
-    assert min_versions.at_least("0.30.0", Device("cuda", "a GPU", 90, packages=packages)) is there
+    assert min_versions.vllm_at_least_on(Device("cuda", "a GPU", 90, packages=packages), "0.30.0") is there

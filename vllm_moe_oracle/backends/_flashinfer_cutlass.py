@@ -46,7 +46,7 @@ RULES = (
     Rule(
         "activation.parameters.vllm_version",
         lambda problem, device: (
-            not min_versions.at_least(min_versions.CUTLASS_ACTIVATION_PARAMS, device)
+            not min_versions.vllm_at_least_on(device, min_versions.CUTLASS_ACTIVATION_PARAMS)
             and _differs_from_built_in(problem)
         ),
         lambda problem, device: (
@@ -59,7 +59,7 @@ RULES = (
     Rule(
         "activation.rows.vllm_version",
         lambda problem, device: (
-            not min_versions.at_least(min_versions.CUTLASS_ACTIVATION_PARAMS, device)
+            not min_versions.vllm_at_least_on(device, min_versions.CUTLASS_ACTIVATION_PARAMS)
             and problem.activation.name == "swigluoai"
             and not problem.activation.interleaved
         ),

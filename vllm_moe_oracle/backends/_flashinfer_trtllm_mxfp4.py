@@ -77,7 +77,7 @@ ROUTING_RULES = (
         "routing.vllm_version",
         lambda problem, device: (
             problem.routing.method == "deepseekv3"
-            and not min_versions.at_least(min_versions.TRTLLM_MXFP4_GROUPED_TOPK, device)
+            and not min_versions.vllm_at_least_on(device, min_versions.TRTLLM_MXFP4_GROUPED_TOPK)
         ),
         lambda problem, device: (
             f"passes groups and correction bias to its kernel since vLLM {min_versions.TRTLLM_MXFP4_GROUPED_TOPK}"
@@ -114,7 +114,7 @@ class TrtllmMxfp4Backend(StockBackend):
 
     def plan(self, problem: Problem, device: Device) -> ShardPlan:
         """Both sizes, zero-padded: hidden to 256, intermediate to 128 (on older releases to 256), as stock does."""
-        new = min_versions.at_least(min_versions.TRTLLM_MXFP4_ODD_MULTIPLES, device)
+        new = min_versions.vllm_at_least_on(device, min_versions.TRTLLM_MXFP4_ODD_MULTIPLES)
         return padded_plan(problem, HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE if new else 2 * INTERMEDIATE_MULTIPLE)
 
     def priority(self, problem: Problem, device: Device) -> float:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ..core.capabilities import Capabilities, Rule, version_at_least
+from ..core.capabilities import Capabilities, Rule, package_at_least
 from ..core.decision import Numerics, ShardPlan
 from ..core.problem import MX_BLOCK, Device, Problem
 from ..core.sharding import loaded_group_size, round_up
@@ -70,7 +70,7 @@ WNA16_CAPABILITIES = dataclasses.replace(
 
 def uses_grouped_kernels(problem: Problem, device: Device) -> bool:
     """Whether vLLM runs the layer with Humming's grouped kernels rather than its indexed ones."""
-    return problem.parallel.ep > 1 and min_versions.at_least(min_versions.HUMMING_GROUPED, device)
+    return problem.parallel.ep > 1 and min_versions.vllm_at_least_on(device, min_versions.HUMMING_GROUPED)
 
 
 def kernel_kind_rule(kind: Literal["indexed", "grouped"]) -> Rule:
@@ -102,7 +102,7 @@ MXFP8_RULES = (
     Rule(
         "activation.vllm_version",
         lambda problem, device: (
-            not problem.activation.gated and not min_versions.at_least(min_versions.HUMMING_NON_GATED, device)
+            not problem.activation.gated and not min_versions.vllm_at_least_on(device, min_versions.HUMMING_NON_GATED)
         ),
         lambda problem, device: (
             f"vLLM runs Humming's kernels on experts without a gate ({problem.activation.name}) since "
@@ -120,7 +120,7 @@ MXFP4_RULES = (swigluoai_rule(halves_since=min_versions.HUMMING_UNINTERLEAVED),)
 def code_layout(device: Device) -> Literal["interleaved", "transposed"]:
     """The order of a lane's codes that the installed kernels read; see `vllm_moe_oracle.layouts.mma_tiles`."""
     installed = device.packages.get("humming-kernels", _SINGLE_CODE_LAYOUT_SINCE)
-    old = not version_at_least(installed, _SINGLE_CODE_LAYOUT_SINCE)
+    old = not package_at_least(installed, _SINGLE_CODE_LAYOUT_SINCE)
     return "transposed" if old and device.capability // 10 == 9 else "interleaved"
 
 
@@ -148,11 +148,10 @@ def limit_k_splits(experts: Any, problem: Problem, multiprocessors: int) -> None
 
     By default the library cuts the K columns of all tiles of a product into as many equal parts as there are
     multiprocessors: up to ten for a tile. Each part's sum is rounded to 16 bits and added to the output, which is
-        rounded
-    again, from four parts on in any order. Here a product gets `MAX_K_SPLITS` multiprocessors for each tile, so that a
-    tile has as many parts, or one more where parts do not end with a tile. With more tiles than multiprocessors the
-    last wave is cut as the library does it: most tiles of such a product are whole. The kernel is the same: the number
-    of multiprocessors belongs to its launch configuration and needs no compilation.
+    rounded again; from four parts on, in any order. Here a product gets `MAX_K_SPLITS` multiprocessors for each tile,
+    so that a tile has as many parts, or one more where parts do not end with a tile. With more tiles than
+    multiprocessors the last wave is cut as the library does it: most tiles of such a product are whole. The kernel is
+    the same: the number of multiprocessors belongs to its launch configuration and needs no compilation.
 
     On an H200, one token of Kimi-K2 over eight ranks in int4 with groups of 32 has an error of 5.3e-3 instead of 6.9e-3
     and takes 44.5 us instead of 37.0 us. With one part for each tile it is 4.5e-3 and 55 us. Nemotron's experts without

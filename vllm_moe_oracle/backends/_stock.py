@@ -15,6 +15,15 @@ EXPERTS = "vllm.model_executor.layers.fused_moe.experts"
 """The package of vLLM's expert classes."""
 
 
+def schema_arguments(operator: Any) -> frozenset[str]:
+    """Names of the arguments that an overload of a torch operator takes in the installed release.
+
+    Args:
+        operator: for example ``torch.ops._C.fused_experts_cpu.default``.
+    """
+    return frozenset(argument.name for argument in operator._schema.arguments)
+
+
 class StockBackend(Backend):
     """A backend over one of vLLM's expert classes.
 

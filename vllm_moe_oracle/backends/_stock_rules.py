@@ -53,11 +53,11 @@ def _activation_mismatch(problem: Problem, device: Device, swigluoai_since: str)
     """Why the activation's parameters do not reach a stock kernel; empty when they do."""
     activation = problem.activation
     if activation.name == "swigluoai":
-        if not min_versions.at_least(swigluoai_since, device):
+        if not min_versions.vllm_at_least_on(device, swigluoai_since):
             return f"takes gate rows, then up rows, for swigluoai only since vLLM {swigluoai_since}"
         return "" if activation.limit is not None else "asks a limit of swigluoai, the layer has none"
     if activation.name == "situ":
-        if not min_versions.at_least(min_versions.SITU, device):
+        if not min_versions.vllm_at_least_on(device, min_versions.SITU):
             return f"vLLM has situ since {min_versions.SITU}"
         known = (activation.alpha or 0.0) > 0 and activation.limit is None
         return "" if known else f"asks an alpha above 0 of situ, and no limit; the layer has {activation}"

@@ -184,7 +184,7 @@ RULES = (
     Rule(
         "capability.vllm_version",
         lambda problem, device: (
-            device.capability >= 120 and not min_versions.at_least(min_versions.TRITON_KERNELS_SM120, device)
+            device.capability >= 120 and not min_versions.vllm_at_least_on(device, min_versions.TRITON_KERNELS_SM120)
         ),
         lambda problem, device: f"runs on sm_{device.capability} since vLLM {min_versions.TRITON_KERNELS_SM120}",
     ),
@@ -192,7 +192,7 @@ RULES = (
         "top_k.power_of_two",
         lambda problem, device: (
             not _is_power_of_two(problem.top_k)
-            and not min_versions.at_least(min_versions.TRITON_KERNELS_LOCAL_IDS, device)
+            and not min_versions.vllm_at_least_on(device, min_versions.TRITON_KERNELS_LOCAL_IDS)
         ),
         lambda problem, device: (
             f"takes {problem.top_k} experts per token, which is not a power of two, since vLLM "
@@ -205,7 +205,7 @@ RULES = (
 EMPTY_SLOTS_RULE = Rule(
     "expert_parallel.vllm_version",
     lambda problem, device: (
-        problem.parallel.ep > 1 and not min_versions.at_least(min_versions.TRITON_KERNELS_LOCAL_IDS, device)
+        problem.parallel.ep > 1 and not min_versions.vllm_at_least_on(device, min_versions.TRITON_KERNELS_LOCAL_IDS)
     ),
     lambda problem, device: (
         f"takes an empty slot for the last expert before vLLM {min_versions.TRITON_KERNELS_LOCAL_IDS}; experts are "

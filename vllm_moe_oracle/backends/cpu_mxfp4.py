@@ -16,6 +16,7 @@ from ..core.problem import MX_BLOCK, Problem
 from ..errors import OracleError
 from ..releases import min_versions
 from ._contract import Backend, Builder, Tensors
+from ._stock import schema_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _QUANT_METHOD = 4
 """The operator's number of the format: ``CPUQuantMethod.MXFP4``."""
 _SILU, _SWIGLU = 0, 1
-"""Its numbers of activations, since 0.33: ``CPUActMethod``. Before, alpha and limit say that it is SwiGLU-OAI."""
+"""Its numbers of activations: ``CPUActMethod``. Releases without the argument tell SwiGLU-OAI by alpha and limit."""
 
 
 def _passes_activation_params(problem: Problem) -> bool:
@@ -103,8 +104,8 @@ class CpuMxfp4(Backend):
         operator = operator.default
         activation = problem.activation
         swiglu = activation.name == "swigluoai"
-        # By name: arguments come and go between releases, and until 0.29 the output is returned.
-        known = {argument.name for argument in operator._schema.arguments}
+        # By name: arguments come and go between releases. Without "out" the operator returns its output.
+        known = schema_arguments(operator)
         constant: dict[str, Any] = {
             "inplace": False, "moe_comp_method": _QUANT_METHOD, "w1_zero": None, "w2_zero": None, "a1_scale": None,
             "block_size": None, "alpha": activation.alpha if swiglu else None,

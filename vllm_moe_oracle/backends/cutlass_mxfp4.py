@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from ..core.capabilities import version_at_least
+from ..core.capabilities import package_at_least
 from ..core.decision import Numerics, ShardPlan
 from ..core.problem import Device, Problem
 from ._contract import Tensors
@@ -32,7 +32,7 @@ class CutlassMxfp4Bf16(CutlassMxfp4Backend):
     def plan(self, problem: Problem, device: Device) -> ShardPlan:
         """Both sizes, zero-padded to multiples of 128, and the layout that the installed FlashInfer reads."""
         installed = device.packages.get("flashinfer-python", _SCATTERED_LAYOUT_SINCE)
-        scattered = version_at_least(installed, _SCATTERED_LAYOUT_SINCE)
+        scattered = package_at_least(installed, _SCATTERED_LAYOUT_SINCE)
         return dataclasses.replace(super().plan(problem, device), layout="scattered" if scattered else "woven")
 
     def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ RULES = (
     Rule(
         "bits.vllm_version",
         lambda problem, device: (
-            problem.scheme.bits == 8 and not min_versions.at_least(min_versions.MARLIN_INT8, device)
+            problem.scheme.bits == 8 and not min_versions.vllm_at_least_on(device, min_versions.MARLIN_INT8)
         ),
         lambda problem, device: f"vLLM's class takes 8-bit codes since {min_versions.MARLIN_INT8}",
     ),
@@ -42,7 +42,7 @@ RULES = (
     Rule(
         "act_order.vllm_version",
         lambda problem, device: (
-            has_act_order(problem) and min_versions.at_least(min_versions.MARLIN_WITHOUT_ACT_ORDER, device)
+            has_act_order(problem) and min_versions.vllm_at_least_on(device, min_versions.MARLIN_WITHOUT_ACT_ORDER)
         ),
         lambda problem, device: (
             f"the operator has no act order since vLLM {min_versions.MARLIN_WITHOUT_ACT_ORDER}; codes are stored by "

@@ -60,7 +60,7 @@ class TritonWna16(StockBackend):
             lambda problem, device: (
                 problem.activation.limit is not None
                 and problem.activation.name != "swiglustep"  # has its limit built in
-                and not min_versions.at_least(min_versions.TRITON_WNA16_LIMIT, device)
+                and not min_versions.vllm_at_least_on(device, min_versions.TRITON_WNA16_LIMIT)
             ),
             lambda problem, device: (
                 f"passes the limit {problem.activation.limit:g} to its activation since vLLM "

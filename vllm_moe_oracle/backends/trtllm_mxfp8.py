@@ -35,7 +35,7 @@ RULES = (
         "activation.parameters.vllm_version",
         lambda problem, device: (
             problem.activation.limit is not None
-            and not min_versions.at_least(min_versions.TRTLLM_MXFP8_ACTIVATION_PARAMS, device)
+            and not min_versions.vllm_at_least_on(device, min_versions.TRTLLM_MXFP8_ACTIVATION_PARAMS)
         ),
         lambda problem, device: (
             f"passes the limit {problem.activation.limit:g} to its kernel since vLLM "

@@ -15,7 +15,7 @@ from ._stock_rules import HASHED_ROUTING_RULE
 from .trtllm_mxfp8 import RULES, TrtllmMxfp8
 
 ROUTING_METHODS = ("deepseekv3", "renormalize", "renormalizenaive", "sigmoidrenorm", "sigmoid", "minimax2")
-"""What the class says that its kernel routes by, in every release from 0.23.0."""
+"""Routing methods that the class supports, in every release that has it (`min_versions.TRTLLM_MXFP8`)."""
 
 # FlashInfer 0.7.2, trtllm_fused_moe_kernel_launcher.cu: limits of the routing kernel with groups.
 _GROUPED_TOP_K = 8

@@ -3,7 +3,7 @@
 Only ``config.json`` is read (and ``hf_quant_config.json``, where older ModelOpt releases keep the quantization), and in
 a folder of GPTQ or AWQ tensors the biases of experts, which no config mentions. Nothing here needs torch or vLLM.
 Models name the same field differently, so each field has a list of names; what a model's code decides stands in the
-tables of `names` and `problem`. Names of layers are vLLM's.
+tables of `layer_names`, `layer_problem` and `model_fields`. Names of layers are vLLM's.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def find_moe_layers(
         rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "
         notes += (f"{rule}weight_packed): loading fails: the weights are reported as missing",)
     ordered = any(problem.scheme.act_order == "group" and problem.scheme.group_size != -1 for problem in problems)
-    if ordered and min_versions.version_at_least(min_versions.LINEAR_WITHOUT_ACT_ORDER, vllm):
+    if ordered and min_versions.refuses_act_order_in_linear(vllm):
         release = min_versions.LINEAR_WITHOUT_ACT_ORDER
         rule = f"from {release} on, vLLM refuses linear layers with act order in groups: a server "
         notes += (f"{rule}starts only if the checkpoint leaves attention unquantized, or without act order",)

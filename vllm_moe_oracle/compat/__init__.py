@@ -2,6 +2,19 @@
 
 `check_release` says whether the installed release is supported. `current_adapter` returns its adapter; it imports vLLM,
 so only code that runs inside vLLM calls it. `releases.supported` lists the releases and their adapters.
+
+Which mechanism for which difference between releases:
+
+* A rule needs to know whether a release can do something: a constant in `releases.min_versions`. It works without vLLM.
+* vLLM's engine, layer or kernel has another interface: a method of `Adapter`, overridden in `legacy_adapters` for the
+  group of older releases. `Adapter` itself is written against the newest release.
+* Only a keyword comes and goes: pass it if the signature has it (`adapter._supported_kwargs`), or for an operator if
+  its schema has it (`backends._stock.schema_arguments`).
+* A stock quantization class exists in some releases only: `required_modules` and the names in a method's ``SERVES``.
+* An environment variable was removed: `ignored_env_vars`.
+
+* A stock class lacks a method or an attribute in some releases: `getattr` with the fallback where it is read, and a
+  comment that names the release (`methods.online`).
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class Capabilities:
 
     Attributes:
         devices: kinds of device; see `Device.kind`.
-        compute_capabilities: half-open ranges of CUDA compute capability (90 for sm_90), e.g. ``((80, 90), (100, 110))``;
-            empty for any. Checked for CUDA devices only.
+        compute_capabilities: half-open ranges of CUDA compute capability (90 for sm_90), e.g.
+            ``((80, 90), (100, 110))``; empty for any. Checked for CUDA devices only.
         packages: packages that must be installed, with their minimum version ("" for any).
         features: instruction sets that the device must have.
         dtypes: model dtypes.
@@ -125,24 +125,27 @@ def _device_reasons(capabilities: Capabilities, device: Device) -> list[Reason]:
         ranges = _format_ranges(capabilities.compute_capabilities)
         detail = f"needs compute capability {ranges}; {device.name} has sm_{device.capability}"
         reasons.append(Reason("capability", detail))
-    for package, lowest in capabilities.packages.items():
+    for package, minimum in capabilities.packages.items():
         installed = device.packages.get(package)
-        wanted = f"{package}>={lowest}" if lowest else package
+        requirement = f"{package}>={minimum}" if minimum else package
+        remedy = f"pip install '{requirement}'"
         if installed is None:
-            reasons.append(Reason("package", f"needs {wanted}, which is not installed", f"pip install '{wanted}'"))
-        elif lowest and not version_at_least(installed, lowest):
-            detail = f"needs {wanted}; {installed} is installed"
-            reasons.append(Reason("package", detail, f"pip install '{wanted}'"))
+            reasons.append(Reason("package", f"needs {requirement}, which is not installed", remedy))
+        elif minimum and not package_at_least(installed, minimum):
+            reasons.append(Reason("package", f"needs {requirement}; {installed} is installed", remedy))
     missing = tuple(feature for feature in capabilities.features if feature not in device.features)
     if missing:
         reasons.append(Reason("feature", f"needs {_join(missing)}, which {device.name} does not have"))
     return reasons
 
 
-def version_at_least(installed: str, lowest: str) -> bool:
-    """Whether a version is at least `lowest`; False for an invalid version."""
+def package_at_least(installed: str, minimum: str) -> bool:
+    """Whether an installed package's version is at least `minimum`; False for a version that cannot be parsed.
+
+    For vLLM, whose development versions count as the release, see `releases.min_versions.vllm_at_least`.
+    """
     try:
-        return Version(installed) >= Version(lowest)
+        return Version(installed) >= Version(minimum)
     except InvalidVersion:
         return False
 

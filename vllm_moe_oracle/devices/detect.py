@@ -1,4 +1,4 @@
-"""Detection of this machine: the only module that asks the hardware and the installed packages."""
+"""Detection of this machine and its packages, for decisions. Kernels ask the GPU that they run on by themselves."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from ..quantization.compressed_tensors import (
 from ..releases.expert_names import stock_uses_ckpt_names
 from .base import OracleMoEMethod
 from .dtypes import with_emulated_dtypes
-from .gptq import reject_act_order
+from .gptq import stock_refuses_act_order
 from .wna16 import Wna16MoEMethod
 
 SERVES = {
@@ -123,7 +123,7 @@ class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTens
         if packed_format != PACK_QUANTIZED:
             return f"reads the format {PACK_QUANTIZED} only, not {packed_format}"
         ordered = integer_scheme(weight_quant, packed_format).act_order == "group"
-        return "does not know act order" if ordered and reject_act_order is not None else ""
+        return "does not know act order" if ordered and stock_refuses_act_order() else ""
 
     @classmethod
     def build_stock_method(cls, stock_class: Any, *args: Any, **kwargs: Any) -> None:
@@ -184,7 +184,7 @@ class CompressedTensorsConfig(stock_config.CompressedTensorsConfig):
         Raises:
             ValueError: a linear layer has act order, which vLLM's kernels no longer know.
         """
-        if isinstance(layer, LinearBase) and reject_act_order is not None:
+        if isinstance(layer, LinearBase) and stock_refuses_act_order():
             weights = (self.get_scheme_dict(layer, prefix) or {}).get("weights")
             if weights is not None and compressed_act_order(_enum_value(weights.actorder), _WHERE) == "group":
                 rule = f"{prefix}: group/dynamic activation ordering (actorder={_enum_value(weights.actorder)!r})"

@@ -14,12 +14,13 @@ from vllm.model_executor.layers.quantization import auto_gptq as stock
 from vllm.model_executor.layers.quantization.utils import gptq_utils
 from vllm.scalar_type import scalar_types
 
-from ..compat import weight_storage
+from ..compat import current_adapter, weight_storage
 from ..compat.layer_context import set_current_layer
 from ..core.problem import Scheme
 from ..errors import CheckpointError
 from ..quantization.fields import flatten_names, short_repr
 from ..quantization.gptq import gptq_scheme
+from ..releases import min_versions
 from .wna16 import Wna16ConfigMixin, Wna16MoEMethod, unquantized_method
 
 SERVES = {
@@ -34,9 +35,6 @@ SERVES = {
 }
 
 _WHERE = "quantization_config"
-
-reject_act_order = getattr(gptq_utils, "normalize_and_validate_gptq_desc_act", None)
-"""vLLM's check that rejects act order, in releases whose methods do not support it; None in the others."""
 
 
 def config_fields(config: Any) -> dict[str, Any]:
@@ -75,7 +73,7 @@ class AutoGPTQMoEMethod(Wna16MoEMethod, stock.AutoGPTQMoEMethod):
         """See `OracleMoEMethod.unsupported_by_stock`."""
         scheme = gptq_scheme(config_fields(quant_config), _WHERE)
         ordered = scheme.act_order == "group" and scheme.group_size != -1
-        return "does not know act order" if ordered and reject_act_order is not None else ""
+        return "does not know act order" if ordered and stock_refuses_act_order() else ""
 
     def __init__(self, quant_config: Any, moe: Any) -> None:
         # The stock constructor would choose a backend by its own rules, and raise where it finds none.
@@ -177,8 +175,13 @@ def _validate_linear(method: stock.AutoGPTQLinearMethod, prefix: str) -> None:
     if (config.weight_bits, config.is_sym) not in stock.AutoGPTQConfig.TYPE_MAP:
         found = f"bits={config.weight_bits}, sym={config.is_sym}"
         raise ValueError(f"{prefix}: Unsupported quantization config: {found}")
-    if reject_act_order is not None:
-        reject_act_order(config.desc_act, config.group_size, {})
+    if stock_refuses_act_order():
+        gptq_utils.normalize_and_validate_gptq_desc_act(config.desc_act, config.group_size, {})
+
+
+def stock_refuses_act_order() -> bool:
+    """Whether the installed vLLM's own methods refuse act order in groups."""
+    return min_versions.refuses_act_order_in_linear(current_adapter().version())
 
 
 def without_act_order(dynamic: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .min_versions import version_at_least
+from .min_versions import vllm_at_least
 
 _GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 _W1_W3_W2 = ("w1", "w3", "w2")
@@ -54,7 +54,7 @@ def projection_names(model_type: str, vllm: str | None) -> ProjectionNames:
         vllm: vLLM's version. None, or one that cannot be parsed, counts as the newest.
     """
     names, first = _CKPT_NAMES.get(model_type, (_GATE_UP_DOWN, ""))
-    in_code = names if not first or version_at_least(first, vllm) else _GATE_UP_DOWN
+    in_code = names if not first or vllm_at_least(vllm, minimum=first) else _GATE_UP_DOWN
     wna16 = tuple(in_code[0] if name == "None" else name for name in in_code)
     return ProjectionNames(wna16, in_code if stock_uses_ckpt_names(vllm) else _GATE_UP_DOWN)
 
@@ -65,7 +65,7 @@ def stock_uses_ckpt_names(vllm: str | None) -> bool:
     Args:
         vllm: vLLM's version. None, or one that cannot be parsed, counts as the newest.
     """
-    return version_at_least(_STOCK_USES_CKPT_NAMES, vllm)
+    return vllm_at_least(vllm, minimum=_STOCK_USES_CKPT_NAMES)
 
 
 def min_expert_width(model_type: str, vllm: str | None) -> int:
@@ -75,4 +75,4 @@ def min_expert_width(model_type: str, vllm: str | None) -> int:
         model_type: as in its config.json.
         vllm: vLLM's version. None, or one that cannot be parsed, counts as the newest.
     """
-    return 256 if model_type == "kimi_linear" and version_at_least(_MIN_WIDTH_SINCE, vllm) else 0
+    return 256 if model_type == "kimi_linear" and vllm_at_least(vllm, minimum=_MIN_WIDTH_SINCE) else 0

@@ -1,6 +1,7 @@
 """First vLLM releases whose kernels and expert classes do what a backend needs.
 
-Backends name no release. They ask `at_least` whether a machine's vLLM is new enough, and quote the release in reasons.
+Backends compare with no release of their own. They ask `vllm_at_least_on` whether a machine's vLLM is new enough, and
+quote the release in reasons.
 
 Of ``swigluoai``, "in two halves" means gate rows, then up rows; vLLM calls it ``swigluoai_uninterleave``. In
 the other form rows of gate and up alternate.
@@ -89,30 +90,37 @@ TRTLLM_MXFP8_ACTIVATION_PARAMS = "0.25.1"
 TRTLLM_MXINT4_SILU = "0.25.1"
 """The class over TRTLLM-gen's int4 kernels accepts SiLU."""
 
-
 LINEAR_WITHOUT_ACT_ORDER = "0.30.0"
 """vLLM's linear layers no longer support act order with groups. A server with such a checkpoint does not start."""
 
 
-def at_least(release: str, device: Device) -> bool:
+def vllm_at_least_on(device: Device, minimum: str) -> bool:
     """Whether a machine's vLLM is a release or a newer one.
 
     Args:
-        release: one of the constants above.
         device: the machine. One without a known vLLM counts as having the newest.
+        minimum: one of the constants above.
     """
-    return version_at_least(release, device.packages.get("vllm"))
+    return vllm_at_least(device.packages.get("vllm"), minimum=minimum)
 
 
-def version_at_least(release: str, vllm: str | None) -> bool:
-    """Whether a version of vLLM is a release or a newer one. None, or one that cannot be parsed, counts as the newest.
+def vllm_at_least(vllm: str | None, *, minimum: str) -> bool:
+    """Whether a version of vLLM is a release or a newer one.
 
-    Development, pre- and local versions count as the release that they lead to.
+    Args:
+        vllm: the version. None, or one that cannot be parsed, counts as the newest. Development, pre- and local
+            versions count as the release that they lead to.
+        minimum: one of the constants above.
     """
     try:
-        return vllm is None or Version(Version(vllm).base_version) >= Version(release)
+        return vllm is None or Version(Version(vllm).base_version) >= Version(minimum)
     except InvalidVersion:
         return True
+
+
+def refuses_act_order_in_linear(vllm: str | None) -> bool:
+    """Whether vLLM's own methods refuse act order in groups; see `LINEAR_WITHOUT_ACT_ORDER` and `vllm_at_least`."""
+    return vllm_at_least(vllm, minimum=LINEAR_WITHOUT_ACT_ORDER)
 
 
 def release_before(release: str) -> str:
