@@ -60,16 +60,16 @@ class DequantizedOnce(Backend):
         from torch.nn.functional import silu
 
         def run(out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> None:
-            slots = topk_ids.long()
+            ids = topk_ids.long()
             if expert_map is not None:
-                slots = expert_map.long()[slots.clamp(min=0)].masked_fill(slots < 0, -1)
+                ids = expert_map.long()[ids.clamp(min=0)].masked_fill(ids < 0, -1)
             total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-            for slot in slots.unique().tolist():
-                if slot < 0:  # no expert, or an expert of another rank
+            for index in ids.unique().tolist():
+                if index < 0:  # no expert, or an expert of another rank
                     continue
-                token, choice = torch.nonzero(slots == slot, as_tuple=True)
-                gate, up = (x[token] @ tensors["w13"][slot].T).chunk(2, dim=-1)
-                result = (silu(gate) * up) @ tensors["w2"][slot].T
+                token, choice = torch.nonzero(ids == index, as_tuple=True)
+                gate, up = (x[token] @ tensors["w13"][index].T).chunk(2, dim=-1)
+                result = (silu(gate) * up) @ tensors["w2"][index].T
                 total.index_add_(0, token, result.float() * topk_weights[token, choice].float()[:, None])
             out.copy_(total)
 

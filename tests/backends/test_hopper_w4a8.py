@@ -142,7 +142,7 @@ def test_converting_an_expert_takes_few_operations_and_little_memory() -> None:
     for key, each in weights.items():
         weight_storage.replace_parameter(module, key, torch.empty_like(each))
     for key, kind in weight_storage.converted_specs(convert, weights).items():
-        weight_storage.reserve_slots(module.get_parameter(key), kind)
+        weight_storage.reserve_expert_buffers(module.get_parameter(key), kind)
         module.get_parameter(key).data.copy_(weights[key])
     with Peak(*module.parameters()) as converting:
         weight_storage.convert_in_place(module, {key: key for key in weights}, convert, BACKEND.contiguous)

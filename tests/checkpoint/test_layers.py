@@ -252,7 +252,7 @@ def test_one_rank_with_expert_parallelism_is_one_rank(explain: Any) -> None:
 
 
 def test_a_size_that_ranks_do_not_divide_is_refused_with_a_remedy(explain: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"over 5 ranks .* 768 \(768 mod 5 = 3\)\. TP 4 divides it, or .* --ep"):
+    with pytest.raises(CheckpointError, match=r"over 5 ranks .* 768 \(768 mod 5 = 3\)\. Use TP 4, or --ep"):
         explain(quantized(num_attention_heads=20), tp=5)
     with pytest.raises(CheckpointError, match="over 16 ranks leaves ranks without one of the 8 experts"):
         explain(quantized("mixtral-8x7b"), tp=16, ep=True)
@@ -260,7 +260,7 @@ def test_a_size_that_ranks_do_not_divide_is_refused_with_a_remedy(explain: Any) 
 
 @pytest.mark.parametrize("ep", [False, True])
 def test_ranks_that_do_not_divide_the_heads_are_refused_whatever_is_cut(ep: bool, explain: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"do not divide the 32 .* \(32 mod 6 = 2\)\. TP 4 would do") as caught:
+    with pytest.raises(CheckpointError, match=r"do not divide the 32 .* \(32 mod 6 = 2\)\. Use TP 4") as caught:
         explain(quantized(), tp=6, ep=ep)
     assert "--ep" not in str(caught.value)
 
@@ -274,7 +274,7 @@ def test_ranks_for_which_kimis_experts_are_filled_up_are_refused(tmp_path: Path)
         return find_moe_layers(read_checkpoint(tmp_path), tp, ep, vllm=vllm).problems[0].intermediate_size
 
     assert (inner(8), inner(16, ep=True), inner(16, vllm="0.26.0")) == (384, 3072, 192)
-    words = r"fewer than 256 columns a rank .* \(3072 over 16 ranks: 192\).*TP 8 would do, or cut by experts with --ep"
+    words = r"below 256 columns per rank .* \(3072 over 16 ranks: 192\).*Use TP 8, or --ep"
     for vllm in (None, "0.27.1"):
         with pytest.raises(CheckpointError, match=words):
             inner(16, vllm=vllm)
@@ -302,12 +302,12 @@ def test_ranks_for_which_kimis_experts_are_filled_up_are_refused(tmp_path: Path)
 def test_ranks_that_would_do_cut_what_else_vllm_cuts(fields: dict[str, Any], ep: bool, explain: Any) -> None:
     """Five ranks divide 20 heads; vLLM's attention and linear layers assert that they divide these, too."""
     data = quantized(num_attention_heads=20, moe_intermediate_size=1600, intermediate_size=9600) | fields
-    with pytest.raises(CheckpointError, match=r"do not divide the 20 .* \(20 mod 8 = 4\)\. TP 4 would do"):
+    with pytest.raises(CheckpointError, match=r"do not divide the 20 .* \(20 mod 8 = 4\)\. Use TP 4"):
         explain(data, tp=8, ep=ep)
 
 
 def test_expert_parallelism_is_no_way_out_for_more_ranks_than_experts(explain: Any) -> None:
-    with pytest.raises(CheckpointError, match="TP 32 divides it") as caught:
+    with pytest.raises(CheckpointError, match="Use TP 32") as caught:
         explain(quantized("mixtral-8x7b", num_attention_heads=96, intermediate_size=14368), tp=48)
     assert "--ep" not in str(caught.value)
 

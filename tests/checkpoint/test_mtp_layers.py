@@ -71,7 +71,7 @@ def test_explain_shows_them_as_groups_that_overrides_match(tmp_path: Path) -> No
     assert "58 layers: model.layers.3-60.mlp.experts\n" in told.output
     assert "1 layer: model.layers.61.mlp.experts, for multi-token prediction\n" in told.output
     groups = json.loads(CliRunner().invoke(app, [*words, "--json"]).stdout)["groups"]
-    assert [(group["count"], group["predicts"], group["decision"]["backend"]) for group in groups] == [
+    assert [(group["count"], group["is_mtp"], group["decision"]["backend"]) for group in groups] == [
         (58, False, "humming_mxfp8"),
         (1, True, "marlin_mxfp8"),
     ]

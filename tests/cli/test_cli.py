@@ -75,7 +75,7 @@ def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Callab
     assert data["vllm"] == NEWEST
     assert msgspec.convert(data["device"], Device) == known_device("nvidia-h200")
     (group,) = data["groups"]
-    assert list(group) == ["layers", "count", "predicts", "problem", "decision", "candidates"]
+    assert list(group) == ["layers", "count", "is_mtp", "problem", "decision", "candidates"]
     assert (group["layers"], group["count"]) == ("model.layers.0-47.mlp.experts", 48)
     problem = msgspec.convert(group["problem"], Problem)
     assert (problem.intermediate_size, problem.parallel.tp, problem.layer) == (384, 2, "model.layers.0.mlp.experts")
@@ -323,9 +323,9 @@ def test_a_device_can_come_from_a_file(run: Run, write: Callable[..., Path], tmp
         ),
         (("nowhere",), "nowhere: no such file or folder. Give a checkpoint's folder or its config.json"),
         (("",), "PATH: the path is empty. Give a checkpoint's folder"),
-        (("CONFIG", "--tp", "5"), "do not divide the 32 attention heads (32 mod 5 = 2). TP 4 would do"),
+        (("CONFIG", "--tp", "5"), "do not divide the 32 attention heads (32 mod 5 = 2). Use TP 4"),
         (("CONFIG", "--tp", "1000000000"), "1000000000 ranks are more than 65536"),
-        (("CONFIG", "--tp", "24"), "do not divide the 32 attention heads (32 mod 24 = 8). TP 16 would do"),
+        (("CONFIG", "--tp", "24"), "do not divide the 32 attention heads (32 mod 24 = 8). Use TP 16"),
         (("CONFIG", "--tp", "0"), "--tp: 0 ranks are not possible"),
         (("CONFIG", "--device", "h2000"), "'h2000'. Did you mean nvidia-h200? Valid are "),
         (("CONFIG", "--device", "missing.json"), "missing.json: cannot be read: No such file"),
@@ -637,7 +637,7 @@ def test_explain_places_experts_round_robin_where_vllm_does(run: Run, write: Cal
     in_order, round_robin, moving = run(*spread, option, "linear"), run(*spread, *asked), run(*spread, *asked, "--eplb")
     for result, placement in ((in_order, "linear"), (round_robin, "round_robin"), (moving, "linear")):
         assert {group["problem"]["parallel"]["placement"] for group in result.json["groups"]} == {placement}
-        assert [group["predicts"] for group in result.json["groups"]] == [False, True]
+        assert [group["is_mtp"] for group in result.json["groups"]] == [False, True]
     assert in_order.json == run(*spread).json
     accepted, refused = (
         {each["backend"]: each for each in result.json["groups"][0]["candidates"]} for result in (in_order, round_robin)

@@ -32,7 +32,7 @@ NAMES = [
 
 ONLINE = {"qwen3-30b-a3b": "mxfp8", "glm-4.5": "mxfp8"}
 """Models in 16 bits besides, with vLLM's ``--quantization``; for MXFP4 it has no linear layers on a CPU."""
-PREDICTING = ["deepseek-v3", "glm-4.5"]
+MTP_MODELS = ["deepseek-v3", "glm-4.5"]
 """Models whose modules for multi-token prediction are built besides, as vLLM's speculative decoding does it."""
 
 SMALL = {
@@ -65,7 +65,7 @@ def small(name: str) -> dict[str, Any]:
 def build(folder: Path) -> None:
     """Constructs every model under the folder in vLLM and writes the problems that the oracle was asked, by name.
 
-    A folder's name ends with ``--quantization``'s value, or ``predicting``, after a colon.
+    A folder's name ends with ``--quantization``'s value, or ``mtp``, after a colon.
     """
     from vllm.config import set_current_vllm_config
     from vllm.config.utils import replace
@@ -93,12 +93,12 @@ def build(folder: Path) -> None:
     for index, path in enumerate(sorted(folder.iterdir())):
         how = path.name.partition(":")[2]
         more: dict[str, Any] = {"quantization": how} if how else {}
-        if how == "predicting":
+        if how == "mtp":
             more = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
         config = EngineArgs(
             model=str(path), load_format="dummy", skip_tokenizer_init=True, max_model_len=64, enforce_eager=True, **more
         ).create_engine_config()
-        if how == "predicting":
+        if how == "mtp":
             config = replace(config, model_config=config.speculative_config.draft_model_config)
         asked.clear()
         with set_current_vllm_config(config):
@@ -117,7 +117,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     root = tmp_path_factory.mktemp("agreement")
     configs = {name: small(name) for name in NAMES}
     configs |= {f"{name}:{how}": small(name) | {"quantization_config": None} for name, how in ONLINE.items()}
-    configs |= {f"{name}:predicting": small(name) | {"num_nextn_predict_layers": 2} for name in PREDICTING}
+    configs |= {f"{name}:mtp": small(name) | {"num_nextn_predict_layers": 2} for name in MTP_MODELS}
     for name, config in configs.items():
         (root / "models" / name).mkdir(parents=True)
         (root / "models" / name / "config.json").write_text(json.dumps(config))
@@ -149,11 +149,11 @@ def test_and_about_those_that_it_quantizes_while_they_load(
     )
 
 
-@pytest.mark.parametrize("name", PREDICTING)
+@pytest.mark.parametrize("name", MTP_MODELS)
 def test_and_about_those_of_modules_for_multi_token_prediction(name: str, built: tuple[Path, dict[str, Any]]) -> None:
     folder, asked = built
-    found = find_moe_layers(read_checkpoint(folder / f"{name}:predicting"))
-    problems = msgspec.convert(asked[f"{name}:predicting"], tuple[Problem, ...])
+    found = find_moe_layers(read_checkpoint(folder / f"{name}:mtp"))
+    problems = msgspec.convert(asked[f"{name}:mtp"], tuple[Problem, ...])
     assert len(problems) == 2 and problems == found.mtp_problems
     assert not {each.layer for each in problems} & {each.layer for each in found.problems}
 

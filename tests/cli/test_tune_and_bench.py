@@ -98,8 +98,8 @@ def test_tune_refuses_options_that_lead_nowhere(run: Run, arguments: tuple[Any, 
     ("arguments", "words"),
     [
         ((GPT_OSS, "--scheme", "mxfp8"), "--scheme: there is no --shape"),
-        ((GPT_OSS, "--plot", "times.foo"), "--plot: times.foo has no kind of a drawing. Valid are ."),
-        ((GPT_OSS, "--plot", "times"), "--plot: times has no kind of a drawing"),
+        ((GPT_OSS, "--plot", "times.foo"), "--plot: times.foo: unknown image format. Valid are ."),
+        ((GPT_OSS, "--plot", "times"), "--plot: times: unknown image format"),
         ((GPT_OSS, "--plot", "no/such/folder/times.svg"), "--plot: there is no folder no/such/folder"),
     ],
 )

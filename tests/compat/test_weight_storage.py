@@ -71,7 +71,7 @@ def test_every_expert_is_converted_from_its_own_weights(convert: Convert, expert
         kinds = weight_storage.converted_specs(convert, filled)
         for own, name in NAMES.items():
             if own in kinds:
-                weight_storage.reserve_slots(getattr(layer, name), kinds[own])
+                weight_storage.reserve_expert_buffers(getattr(layer, name), kinds[own])
         for own, name in NAMES.items():  # loaders write into the parameter, whatever lies under it
             getattr(layer, name).data.copy_(filled[own])
     names = weight_storage.convert_in_place(layer, NAMES, convert)
@@ -91,7 +91,7 @@ def test_a_layout_of_the_same_size_stays_in_the_same_memory() -> None:
 
 def test_a_larger_layout_stays_in_the_memory_that_was_planned_for_it() -> None:
     layer = make_layer()
-    weight_storage.reserve_slots(layer.w13_weight, weight_storage.converted_specs(grow, raw_of(layer))["w13"])
+    weight_storage.reserve_expert_buffers(layer.w13_weight, weight_storage.converted_specs(grow, raw_of(layer))["w13"])
     assert tuple(layer.w13_weight.shape) == (EXPERTS, ROWS, COLUMNS)
     before = layer.w13_weight.data_ptr()
     weight_storage.convert_in_place(layer, NAMES, grow)
@@ -158,7 +158,9 @@ def test_any_growth_keeps_every_value(
     def convert(expert: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"w13": nn.functional.pad(expert["w13"].to(dtype), (0, more_columns, 0, more_rows))}
 
-    weight_storage.reserve_slots(layer.w13_weight, weight_storage.converted_specs(convert, {"w13": filled})["w13"])
+    weight_storage.reserve_expert_buffers(
+        layer.w13_weight, weight_storage.converted_specs(convert, {"w13": filled})["w13"]
+    )
     layer.w13_weight.data.copy_(filled)
     weight_storage.convert_in_place(layer, {"w13": "w13_weight"}, convert)
     assert torch.equal(layer.w13_weight[:, :rows, :columns].to(torch.uint8), filled)
@@ -183,7 +185,9 @@ def test_a_smaller_layout_of_wider_numbers_is_aligned(planned: bool) -> None:
         return {"w13": expert["w13"].sum(-1, dtype=torch.int16)}
 
     if planned:
-        weight_storage.reserve_slots(layer.w13_weight, weight_storage.converted_specs(convert, {"w13": filled})["w13"])
+        weight_storage.reserve_expert_buffers(
+            layer.w13_weight, weight_storage.converted_specs(convert, {"w13": filled})["w13"]
+        )
         layer.w13_weight.data.copy_(filled)
     weight_storage.convert_in_place(layer, {"w13": "w13_weight"}, convert)
     assert torch.equal(layer.w13_weight, filled.sum(-1, dtype=torch.int16))

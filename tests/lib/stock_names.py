@@ -38,8 +38,8 @@ VALUES = {
 """Class of values that vLLM does not annotate."""
 
 NARROWED_TYPES: dict[str, str] = {
-    "compat/experts_adapter.py:widen_output:experts": _TRTLLM_MXFP4,
-    "compat/legacy_adapters.py:widen_output:experts": _TRTLLM_MXFP4,
+    "compat/experts_adapter.py:keep_padded_output:experts": _TRTLLM_MXFP4,
+    "compat/legacy_adapters.py:keep_padded_output:experts": _TRTLLM_MXFP4,
     "methods/compressed_tensors.py:declared_activations:layer.quant_config": (
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
     ),

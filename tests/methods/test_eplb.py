@@ -93,7 +93,7 @@ def converted(backend: Backend, case: Problem, device: Device, raw: dict[str, Te
     for name, tensor in raw.items():
         parameter = nn.Parameter(tensor.clone(), requires_grad=False)
         if name in kinds:
-            weight_storage.reserve_slots(parameter, kinds[name])
+            weight_storage.reserve_expert_buffers(parameter, kinds[name])
             parameter.data.copy_(tensor)
         made.register_parameter(name, parameter)
     weight_storage.convert_in_place(made, {name: name for name in raw}, convert, contiguous=case.eplb)

@@ -110,7 +110,7 @@ def test_what_vllms_own_class_refuses_is_not_run_and_called_a_defect(caplog: pyt
     refused = next(each for each in method.decision.candidates if each.backend == first)
     assert [reason.code for reason in refused.reasons] == ["stock"]
     assert "Tuesdays" in refused.reasons[0].detail
-    assert "a defect of our rules" in caplog.text
+    assert "a rule of this plugin is wrong" in caplog.text
 
 
 def test_an_explicit_choice_that_vllms_own_class_refuses_is_an_error() -> None:
@@ -145,7 +145,7 @@ def test_what_is_found_in_the_loaded_weights_or_their_conversion_is_told(monkeyp
     monkeypatch.setattr(base.backend_check, "check_or_fallback", lambda *args, **kwargs: None)
     monkeypatch.setattr(base.token_dispatch, "prepare_copies", lambda *args: None)
     method = object.__new__(Ours)
-    method.group, method.moe, method.moe_kernel = rank_sync.RankGroup(), moe, None
+    method.rank_group, method.moe, method.moe_kernel = rank_sync.RankGroup(), moe, None
     method.decision = SimpleNamespace(problem=problem())
 
     def raises(message: str) -> Any:

@@ -193,10 +193,10 @@ def test_what_lies_between_ranks_is_as_wide_as_what_kernels_see() -> None:
     plan = ShardPlan(3072, 2944)
     for adapter, in_config in ((Adapter, 2880), (Vllm022Adapter, 3072)):
         experts, moe = SimpleNamespace(hidden_dim_unpadded=2880), SimpleNamespace(hidden_dim_unpadded=2880)
-        adapter.widen_output(adapter.__new__(adapter), experts, moe, plan)
+        adapter.keep_padded_output(adapter.__new__(adapter), experts, moe, plan)
         assert (experts.hidden_dim_unpadded, moe.hidden_dim_unpadded) == (3072, in_config)
         other = SimpleNamespace()
-        adapter.widen_output(adapter.__new__(adapter), other, moe, plan)
+        adapter.keep_padded_output(adapter.__new__(adapter), other, moe, plan)
         assert vars(other) == {}
 
 

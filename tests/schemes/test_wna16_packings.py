@@ -529,7 +529,7 @@ def test_a_layer_is_converted_in_place_for_a_backend(packing: str, group: int, o
         convert, {own: getattr(module, name).data for own, name in names.items()}
     ).items():
         if own in names:
-            weight_storage.reserve_slots(getattr(module, names[own]), kind)
+            weight_storage.reserve_expert_buffers(getattr(module, names[own]), kind)
             getattr(module, names[own]).data.copy_(loaded[names[own]])
     kernel = weight_storage.convert_in_place(module, names, convert)
     assert kernel.keys() == expected.keys()

@@ -82,8 +82,8 @@ def warm_up(
     )
     done.update(missing)
     logger.info(
-        "Hopper kernels for %s weights, %d experts, %d x %d, up to %d tokens: %d configurations ready in %.1f s "
-        "(compiled, or read from Triton's cache)",
+        "moe_oracle: Hopper kernels for %s weights, %d experts, %d x %d, up to %d tokens: %d configurations ready in "
+        "%.1f s (compiled, or read from Triton's cache)",
         weights.format, weights.experts, weights.hidden, weights.intermediate, missing[-1], variants,
         time.perf_counter() - start,
     )  # fmt: skip

@@ -116,15 +116,15 @@ class CpuMxfp4(Backend):
         def run(out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> None:
             if x.shape[0] == 0:
                 return
-            slots, weights = topk_ids.to(torch.int32), topk_weights.to(torch.float32)
+            ids, weights = topk_ids.to(torch.int32), topk_weights.to(torch.float32)
             if expert_map is not None:
-                slots = expert_map.to(torch.int32)[slots.clamp(min=0).long()].masked_fill(slots < 0, -1)
+                ids = expert_map.to(torch.int32)[ids.clamp(min=0).long()].masked_fill(ids < 0, -1)
             # The operator knows no empty slots: they go to an expert that is there, times zero.
-            weights = weights.masked_fill(slots < 0, 0.0).contiguous()
-            slots = slots.clamp(min=0).contiguous()
+            weights = weights.masked_fill(ids < 0, 0.0).contiguous()
+            ids = ids.clamp(min=0).contiguous()
             given = {
                 "hidden_states": x.contiguous(), "w1": tensors["w13"], "w2": tensors["w2"], "topk_weights": weights,
-                "topk_ids": slots, "w1_scale": tensors["w13_scale"], "w2_scale": tensors["w2_scale"],
+                "topk_ids": ids, "w1_scale": tensors["w13_scale"], "w2_scale": tensors["w2_scale"],
                 "w1_bias": tensors.get("w13_bias"), "w2_bias": tensors.get("w2_bias"),
             }  # fmt: skip
             if "out" not in known:

@@ -121,7 +121,7 @@ def forward(
         x: `[M, hidden]` in the model's dtype; M may be 0.
         topk_weights: `[M, top_k]` float32.
         topk_ids: `[M, top_k]`, global expert ids; -1 for an empty slot.
-        expert_map: `[num_experts]`, local slot of each global expert or -1; None when all are here.
+        expert_map: `[num_experts]`, local index of each global expert or -1; None when all are here.
 
     Raises:
         ValueError: an id is neither -1 nor below the number of experts.
@@ -136,7 +136,7 @@ def forward(
 def _ieee_fp32_matmul() -> Iterator[None]:
     """Float32 products in float32, whatever the process allows: TF32 keeps 10 of 23 bits, bfloat16 7.
 
-    By torch's settings of each library: those for all libraries refuse to be read once anybody has used these.
+    Sets torch's per-library `fp32_precision`: after it was used once, torch raises when the global setting is read.
     """
     import torch
 
@@ -170,9 +170,9 @@ def _sum_over_experts(
     quantized = declared != "16bit"
     inputs_scheme = schemes.module(_ACTIVATION_SCHEMES[declared]) if quantized else scheme
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    slots = _local_slots(topk_ids, expert_map, problem)
-    for slot, token, weight, chosen in _tokens_by_expert(slots, topk_weights, tensors["w13"].shape[0]):
-        expert = {name: tensor[slot] for name, tensor in tensors.items()}
+    ids = _local_expert_ids(topk_ids, expert_map, problem)
+    for index, token, weight, chosen in _tokens_by_expert(ids, topk_weights, tensors["w13"].shape[0]):
+        expert = {name: tensor[index] for name, tensor in tensors.items()}
         inputs = x[token]
         if problem.routing.weight_on_input:
             # As vLLM's prepare step does it: both factors and the product in the model's dtype.
@@ -197,30 +197,30 @@ def _sum_over_experts(
 
 
 def _tokens_by_expert(
-    slots: Tensor, topk_weights: Tensor, experts: int
+    ids: Tensor, topk_weights: Tensor, experts: int
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
-    """What each expert has to do: its slot, its tokens `[m]`, their weights `[m, 1]`, and which of them are meant.
+    """For each expert: local index, token rows `[m]`, weights `[m, 1]`, and a mask `[m, 1]` of rows that count.
 
-    While a CUDA graph is captured no size may depend on data: every expert then gets every token, and a mask `[m, 1]`
-    says which count. Otherwise an expert gets its own tokens, and the mask is None.
+    While a CUDA graph is captured no size may depend on data: every expert then gets every token and a mask. Otherwise
+    an expert gets its own tokens, and the mask is None.
     """
     import torch
 
-    if slots.is_cuda and torch.cuda.is_current_stream_capturing():
-        token = torch.arange(slots.shape[0], device=slots.device)
-        for slot in range(experts):
-            mine = slots == slot
+    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        token = torch.arange(ids.shape[0], device=ids.device)
+        for index in range(experts):
+            mine = ids == index
             weight = topk_weights.masked_fill(~mine, 0.0).sum(-1, keepdim=True, dtype=torch.float32)
-            yield slot, token, weight, mine.any(-1, keepdim=True)
+            yield index, token, weight, mine.any(-1, keepdim=True)
         return
-    present = torch.unique(slots)
-    for slot in present[present >= 0].tolist():
-        token, choice = torch.nonzero(slots == slot, as_tuple=True)
-        yield slot, token, topk_weights[token, choice].to(torch.float32).unsqueeze(-1), None
+    present = torch.unique(ids)
+    for index in present[present >= 0].tolist():
+        token, choice = torch.nonzero(ids == index, as_tuple=True)
+        yield index, token, topk_weights[token, choice].to(torch.float32).unsqueeze(-1), None
 
 
-def _local_slots(topk_ids: Tensor, expert_map: Tensor | None, problem: Problem) -> Tensor:
-    """Local slot of each choice, -1 where there is none here; `[M, top_k]` int64."""
+def _local_expert_ids(topk_ids: Tensor, expert_map: Tensor | None, problem: Problem) -> Tensor:
+    """Local index of each slot's expert, -1 for an expert of another rank; `[M, top_k]` int64."""
     import torch
 
     ids = topk_ids.long()

@@ -78,10 +78,9 @@ class HopperWna16ActOrder(HopperWna16):
 
     def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
         """Experts over the kernels, which see one expert a token."""
-        given = cast(
-            "Builder", _SlotBuilder(builder, tensors, problem)
-        )  # of a builder, the kernels use no more than it has
-        return super().build_experts(tensors, _per_slot_problem(problem), plan, given)
+        # Of a builder, the kernels use only these members.
+        slot_builder = cast("Builder", _SlotBuilder(builder, tensors, problem))
+        return super().build_experts(tensors, _per_slot_problem(problem), plan, slot_builder)
 
 
 def _per_slot_problem(problem: Problem) -> Problem:
@@ -90,17 +89,17 @@ def _per_slot_problem(problem: Problem) -> Problem:
 
 
 class _SlotBuilder:
-    """A builder whose functions are given choices, where vLLM gives tokens."""
+    """A builder that passes one slot, a (token, choice) pair, per row to the kernels."""
 
     def __init__(self, builder: Builder, tensors: Tensors, problem: Problem) -> None:
         self._builder, self._tensors, self._top_k = builder, tensors, problem.top_k
-        self.most = max(1, MAX_GATHERED_FEATURES // (problem.top_k * problem.hidden_size))
-        """Tokens at a time."""
+        self.tokens_per_call = max(1, MAX_GATHERED_FEATURES // (problem.top_k * problem.hidden_size))
+        """Tokens whose slots go to the kernels in one call."""
 
     @property
     def max_tokens(self) -> int:
-        """Most choices that a call of the kernels has."""
-        return min(self._builder.max_tokens, self.most) * self._top_k
+        """Largest number of slots in a call of the kernels."""
+        return min(self._builder.max_tokens, self.tokens_per_call) * self._top_k
 
     @property
     def for_serving(self) -> bool:
@@ -112,10 +111,10 @@ class _SlotBuilder:
         return self._builder.register_buffer(tensor)
 
     def from_workspace_function(self, forward: WorkspaceForward, nbytes: Callable[[int, int], int]) -> Any:
-        """See `Builder`; the function is called with choices, `most` tokens' at a time."""
+        """See `Builder`; the function is called with the slots of `tokens_per_call` tokens at a time."""
         import torch
 
-        order, most = self._tensors[W13_ORDER], self.most
+        order, limit = self._tensors[W13_ORDER], self.tokens_per_call
 
         def run(
             out: Tensor,
@@ -125,15 +124,15 @@ class _SlotBuilder:
             expert_map: Tensor | None,
             workspace: Tensor,
         ) -> None:
-            for first in range(0, x.shape[0], most):
-                part = slice(first, first + most)
+            for first in range(0, x.shape[0], limit):
+                part = slice(first, first + limit)
                 ids = topk_ids[part].reshape(-1, 1)
                 choices = gather_inputs(x[part], ids.flatten(), expert_map, order)
                 found = choices.new_empty(choices.shape)
                 forward(found, choices, topk_weights[part].reshape(-1, 1), ids, expert_map, workspace)
                 out[part].copy_(found.view(-1, topk_ids.shape[1], x.shape[1]).sum(1, dtype=torch.float32))
 
-        return self._builder.from_workspace_function(run, lambda tokens, top_k: nbytes(min(tokens, most) * top_k, 1))
+        return self._builder.from_workspace_function(run, lambda tokens, top_k: nbytes(min(tokens, limit) * top_k, 1))
 
 
 def gather_inputs(x: Tensor, ids: Tensor, expert_map: Tensor | None, order: Tensor) -> Tensor:
@@ -142,7 +141,7 @@ def gather_inputs(x: Tensor, ids: Tensor, expert_map: Tensor | None, order: Tens
     Args:
         x: `[M, H]`.
         ids: `[M * top_k]`: experts of a token one after the other; -1 for none.
-        expert_map: local slot of each expert, -1 for one that is elsewhere; None when ids are slots.
+        expert_map: local index of each expert, -1 for one on another rank; None when ids are local indices.
         order: int32 `[E, H]`: the feature of each column.
 
     Returns:
@@ -151,8 +150,8 @@ def gather_inputs(x: Tensor, ids: Tensor, expert_map: Tensor | None, order: Tens
     import torch
 
     count, hidden = x.shape
-    slots = ids if expert_map is None else expert_map.index_select(0, ids.clamp(min=0))
-    places = order.index_select(0, slots.clamp(min=0)).view(count, -1, hidden)
+    local_ids = ids if expert_map is None else expert_map.index_select(0, ids.clamp(min=0))
+    places = order.index_select(0, local_ids.clamp(min=0)).view(count, -1, hidden)
     rows = torch.arange(count, dtype=torch.int32, device=x.device) * hidden
     places = places + rows[:, None, None]
     return x.flatten().index_select(0, places.flatten()).view(-1, hidden)

@@ -77,11 +77,11 @@ def find_moe_layers(
         ragged_shards: the setting `ragged_shards`.
         online: vLLM's ``--quantization``: for a checkpoint in 16 bits a key of `ONLINE_SCHEMES`; "" for none.
         vllm: the release of vLLM, which decides what names in a compressed-tensors config mean, and which experts are
-            filled up with zeros; None for the newest.
+            padded with zeros; None for the newest.
 
     Raises:
         CheckpointError: no MoE layers, no quantization, an unknown one, another than `online`, a field that is missing
-            or has a value that it cannot have, or a number of ranks that the model cannot be cut into.
+            or has a value that it cannot have, or a number of ranks over which the model cannot be sharded.
     """
     where = str(config.path)
     if tp > MAX_RANKS:
@@ -90,7 +90,7 @@ def find_moe_layers(
     format_of, method = _expert_formats(config, online)
     mtp_names = mtp_layer_names(config, vllm)
     problems: list[Problem] = []
-    predicting: list[Problem] = []
+    mtp_problems: list[Problem] = []
     unquantized, foreign = [], {}
     for index, layer in (names | mtp_names).items():
         layer_format = format_of(layer)
@@ -100,7 +100,7 @@ def find_moe_layers(
         elif isinstance(layer_format, UnsupportedFormat):
             foreign[name] = layer_format.format
         else:
-            found = predicting if index in mtp_names else problems
+            found = mtp_problems if index in mtp_names else problems
             found.append(layer_problem(config, index, name, layer_format, tp, ep, ragged_shards, vllm))
     if foreign and not problems:
         formats = ", ".join(dict.fromkeys(foreign.values()))
@@ -115,7 +115,7 @@ def find_moe_layers(
         release = min_versions.LINEAR_WITHOUT_ACT_ORDER
         rule = f"from {release} on, vLLM refuses linear layers with act order in groups: a server "
         notes += (f"{rule}starts only if the checkpoint leaves attention unquantized, or without act order",)
-    return MoeLayers(tuple(problems), tuple(unquantized), foreign, method, notes, tuple(predicting))
+    return MoeLayers(tuple(problems), tuple(unquantized), foreign, method, notes, tuple(mtp_problems))
 
 
 def _expert_formats(config: CheckpointFiles, online: str) -> tuple[FormatLookup, str]:
@@ -172,9 +172,9 @@ def _notes(config: CheckpointFiles, unquantized: list[str], unsupported_formats:
     note = model_dtype(config)[1]
     if note:
         yield note
-    predicted = next((config.model[name] for name in MTP_COUNT_FIELDS if config.model.get(name)), 0)
-    if isinstance(predicted, int) and predicted > 0 and model_type(config) not in MTP_MODELS:
-        yield f"layers of the {predicted} multi-token-prediction module(s) are not listed"
+    mtp_count = next((config.model[name] for name in MTP_COUNT_FIELDS if config.model.get(name)), 0)
+    if isinstance(mtp_count, int) and mtp_count > 0 and model_type(config) not in MTP_MODELS:
+        yield f"layers of the {mtp_count} multi-token-prediction module(s) are not listed"
 
 
 def _count_layers(count: int) -> str:

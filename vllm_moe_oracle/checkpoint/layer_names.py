@@ -75,32 +75,32 @@ def moe_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[in
 
 
 def mtp_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[int, LayerNames]:
-    """The same for the layers of modules for multi-token prediction."""
+    """The same for the layers of multi-token prediction (MTP) modules."""
     model, where = config.model, str(config.path)
     if model_type(config) not in MTP_MODELS or not model.get(MTP_COUNT_FIELDS[0]):
         return {}
     count, total = (
         read_integer(model, names, where, MAX_LAYERS) for names in (MTP_COUNT_FIELDS[:1], NUM_LAYERS_FIELDS)
     )
-    indices = [index for index in range(total, total + count) if _is_moe_layer(model, index, where, beyond=True)]
+    indices = [index for index in range(total, total + count) if _is_moe_layer(model, index, where, is_mtp=True)]
     return {index: _layer_names(config, index, vllm) for index in indices}
 
 
-def _is_moe_layer(model: Mapping[str, Any], index: int, where: str, beyond: bool = False) -> bool:
+def _is_moe_layer(model: Mapping[str, Any], index: int, where: str, is_mtp: bool = False) -> bool:
     """Whether a layer has experts.
 
     Args:
         model: the config of the language model.
         index: the layer's index.
         where: the file, for messages.
-        beyond: the layer comes after the decoder layers, for multi-token prediction. Lists of layers that end before
-            it do not apply, as in vLLM's classes.
+        is_mtp: the layer is one of an MTP module, after the decoder layers. Lists of layers that end before it do not
+            apply, as in vLLM's classes.
     """
-    listed = _listed_as_moe(model, index, beyond)
+    listed = _listed_as_moe(model, index, is_mtp)
     return _has_experts_by_interval(model, index, where) if listed is None else listed
 
 
-def _listed_as_moe(model: Mapping[str, Any], index: int, beyond: bool) -> bool | None:
+def _listed_as_moe(model: Mapping[str, Any], index: int, is_mtp: bool) -> bool | None:
     """What the first field that lists the layers says; None where no field lists them."""
     for field, words in (
         ("hybrid_override_pattern", ("E",)),
@@ -108,7 +108,7 @@ def _listed_as_moe(model: Mapping[str, Any], index: int, beyond: bool) -> bool |
         ("is_moe_layer", (True, 1)),
     ):
         kinds = model.get(field)
-        if isinstance(kinds, list | str) and kinds and not (beyond and index >= len(kinds)):
+        if isinstance(kinds, list | str) and kinds and not (is_mtp and index >= len(kinds)):
             return index < len(kinds) and kinds[index] in words
     kinds = model.get("layers_block_type")
     if isinstance(kinds, list) and "moe" in kinds:
@@ -117,7 +117,7 @@ def _listed_as_moe(model: Mapping[str, Any], index: int, beyond: bool) -> bool |
     if isinstance(enumerated, str):
         return str(index) in {part.strip() for part in enumerated.split(",")}
     frequency = model.get("moe_layer_freq")
-    if isinstance(frequency, list) and not (beyond and index >= len(frequency)):
+    if isinstance(frequency, list) and not (is_mtp and index >= len(frequency)):
         return index < len(frequency) and frequency[index] not in (0, False, None)
     return None
 
@@ -149,7 +149,7 @@ def _has_experts_by_interval(model: Mapping[str, Any], index: int, where: str) -
 
 
 def _layer_names(config: CheckpointFiles, index: int, vllm: str | None) -> LayerNames:
-    """vLLM's name of a layer's experts, then those under which checkpoints may speak of them."""
+    """vLLM's name of a layer's experts, then the names that checkpoints may use."""
     kind = model_type(config)
     block = _MOE_BLOCKS.get(kind, "mlp")
     root = "language_model.model" if config.has_text_config else "model"

@@ -123,9 +123,9 @@ def layer_problem(
         if scheme.name == "wna16":  # as the methods do: rows that alternate are put apart when they are loaded
             problem = replace(problem, activation=replace(problem.activation, interleaved=False))
             return shard_by_scale_groups(problem) if ragged_shards else problem
-        # As the method does: gpt-oss's loader cuts between blocks.
-        cut = scheme.name == "mxfp4" and problem.activation.interleaved
-        return shard_by_blocks(problem) if cut else problem
+        # As the method does: gpt-oss's loader shards between blocks.
+        by_blocks = scheme.name == "mxfp4" and problem.activation.interleaved
+        return shard_by_blocks(problem) if by_blocks else problem
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
@@ -133,11 +133,11 @@ def layer_problem(
 
 
 _SHARDED_WIDTH_FIELDS = ("intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
-"""Widths of layers that vLLM cuts over ranks beside the experts, some of which not every model has."""
+"""Widths of the other layers that vLLM shards over ranks. Not every model has all of them."""
 
 
 def _min_shard_width(config: CheckpointFiles, vllm: str | None) -> int:
-    """Columns of an expert on one rank below which vLLM fills experts up with zeros; 0 where it does not."""
+    """Columns of an expert on one rank below which vLLM pads experts with zeros; 0 where it does not."""
     name = "min_moe_intermediate_per_partition"
     least = min_expert_width(model_type(config), vllm)
     if not least or config.model.get(name) is None:
@@ -156,9 +156,9 @@ def _check_shardable(
     key_heads: int = 0,
     others: Sequence[int] = (),
 ) -> None:
-    """Refuses ranks that a layer cannot be spread over.
+    """Refuses numbers of ranks over which a layer cannot be sharded.
 
-    vLLM's `verify_with_parallel_config` wants whole attention heads on every rank, with expert parallelism too.
+    vLLM's `verify_with_parallel_config` needs whole attention heads on every rank, with expert parallelism too.
 
     Args:
         where: the file, for messages.
@@ -167,9 +167,9 @@ def _check_shardable(
         experts: experts of the layer.
         width: features between the two products.
         heads: attention heads of the model; 0 when unknown.
-        least: features between the two products on one rank below which vLLM fills experts up with zeros.
-        key_heads: heads of keys and values, which a remedy cuts or copies evenly; 0 when unknown.
-        others: widths of other layers, which a remedy cuts evenly.
+        least: features between the two products on one rank below which vLLM pads experts with zeros.
+        key_heads: heads of keys and values, which a remedy shards or copies evenly; 0 when unknown.
+        others: widths of other layers, which a remedy shards evenly.
     """
     if ep and tp > experts:
         rule = f"expert parallelism over {tp} ranks leaves ranks without one of the {experts} experts"
@@ -182,22 +182,21 @@ def _check_shardable(
 
     def serves(size: int) -> bool:
         copied = not key_heads or not key_heads % size or not size % key_heads
-        # Shared experts, as wide as one or several routed ones, are cut with expert parallelism too.
+        # Shared experts, as wide as one or several routed ones, are sharded with expert parallelism too.
         return fits(size) and copied and not any(other % size for other in (width, *others))
 
     if fits(tp):
         return
-    remedy = f"TP {next(size for size in range(tp - 1, 0, -1) if serves(size))}"
+    remedy = f"Use TP {next(size for size in range(tp - 1, 0, -1) if serves(size))}"
+    alternative = ", or --ep" if tp <= experts else ""
     if heads % tp:
         rule = f"vLLM refuses {tp} ranks, which do not divide the {heads} attention heads ({heads} mod {tp} = "
-        raise CheckpointError(f"{rule}{heads % tp})", f"{remedy} would do", where)
+        raise CheckpointError(f"{rule}{heads % tp})", remedy, where)
     if not width % tp:
-        rule = f"vLLM fills experts of fewer than {least} columns a rank up with zeros ({width} over {tp} ranks: "
-        also = ", or cut by experts with --ep" if tp <= experts else ""
-        raise CheckpointError(f"{rule}{width // tp}), which the loaders here refuse", f"{remedy} would do{also}", where)
+        rule = f"vLLM pads experts below {least} columns per rank with zeros ({width} over {tp} ranks: "
+        raise CheckpointError(f"{rule}{width // tp}), which the loaders here refuse", remedy + alternative, where)
     rule = f"tensor parallelism over {tp} ranks does not divide the experts' intermediate size {width}"
-    by_experts = ", or cut by experts with --ep" if tp <= experts else ""
-    raise CheckpointError(f"{rule} ({width} mod {tp} = {width % tp})", f"{remedy} divides it{by_experts}", where)
+    raise CheckpointError(f"{rule} ({width} mod {tp} = {width % tp})", remedy + alternative, where)
 
 
 def _activation(config: CheckpointFiles, index: int) -> Activation:

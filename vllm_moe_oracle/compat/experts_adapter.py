@@ -116,16 +116,17 @@ class ExpertsAdapter(EngineAdapter):
             assert problem is not None and tensors is not None
             return self.humming_experts(found, moe, described, problem, tensors)
         experts = found.__new__(found)
-        # Classes that share a base of their own with a second class do not call this one; what it sets, others read.
+        # Some classes with two bases do not call `FusedMoEExperts.__init__`, whose attributes other code reads.
         sizes = self.batched_kwargs(found, moe)
         FusedMoEExperts.__init__(experts, moe, described, **sizes)
-        found.__init__(experts, moe, described, **sizes, **self.orders(class_name, problem, tensors))
+        found.__init__(experts, moe, described, **sizes, **self.act_order_kwargs(class_name, problem, tensors))
         if plan is not None:
-            self.widen_output(experts, moe, plan)
+            self.keep_padded_output(experts, moe, plan)
         return experts
 
     def batched_kwargs(self, stock_class: Any, moe: Any) -> dict[str, int]:
-        """What classes want to know whose activations come sorted by expert: the room for each, as all-to-alls make it.
+        """Constructor arguments of classes that take batched activations `[experts, max_num_tokens, hidden]`; empty for
+        others.
 
         Args:
             stock_class: one of vLLM's own.
@@ -135,8 +136,10 @@ class ExpertsAdapter(EngineAdapter):
             return {}
         return {"max_num_tokens": moe.max_num_tokens, "num_dispatchers": moe.moe_parallel_config.ep_size}
 
-    def orders(self, class_name: str, problem: Problem | None, tensors: Mapping[str, Tensor] | None) -> dict[str, Any]:
-        """Arguments by which a class is told the order of input features.
+    def act_order_kwargs(
+        self, class_name: str, problem: Problem | None, tensors: Mapping[str, Tensor] | None
+    ) -> dict[str, Any]:
+        """Constructor arguments for act order; empty from vLLM 0.30 on, where no class takes them.
 
         Args:
             class_name: of one of vLLM's own.
@@ -145,9 +148,10 @@ class ExpertsAdapter(EngineAdapter):
         """
         return {}
 
-    def widen_output(self, experts: Any, moe: Any, plan: ShardPlan) -> None:
-        """Makes classes that crop their output themselves leave that to vLLM's runner, as all others do: what comes
-        between, an all-to-all for one, counts on one width.
+    def keep_padded_output(self, experts: Any, moe: Any, plan: ShardPlan) -> None:
+        """Makes an expert class return its padded output.
+
+        vLLM's runner crops it. An all-to-all in between needs input and output of one width.
 
         Args:
             experts: one of vLLM's own.
@@ -160,7 +164,7 @@ class ExpertsAdapter(EngineAdapter):
     def humming_experts(
         self, stock_class: Any, moe: Any, quant_config: Any, problem: Problem, tensors: Mapping[str, Tensor]
     ) -> Any:
-        """Humming's experts, which want the library's own description of both matrices.
+        """Humming's experts. Their quant config holds humming-kernels' layer config of both matrices.
 
         Args:
             stock_class: one of vLLM's classes over Humming.

@@ -33,7 +33,7 @@ class IgnoredVariable:
 
     Attributes:
         explanation: what happens instead, and which setting to use.
-        harmless_values: values in lower case that ask for what happens anyway.
+        harmless_values: values (lower case) that request the default behavior.
     """
 
     explanation: str

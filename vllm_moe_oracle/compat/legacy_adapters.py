@@ -30,8 +30,10 @@ class Vllm028Adapter(Vllm030Adapter):
     """vLLM 0.28 and 0.29: stock experts for CPUs are monolithic; the router and the modular kernel's workspace need a
     GPU. Marlin reorders input features (act order) itself."""
 
-    def orders(self, class_name: str, problem: Problem | None, tensors: Mapping[str, Tensor] | None) -> dict[str, Any]:
-        """The features' order and groups, for Marlin; see `Adapter.orders`."""
+    def act_order_kwargs(
+        self, class_name: str, problem: Problem | None, tensors: Mapping[str, Tensor] | None
+    ) -> dict[str, Any]:
+        """The features' order and groups, for Marlin; see `ExpertsAdapter.act_order_kwargs`."""
         if problem is None or tensors is None or "w13_order" not in tensors:
             return {}
         return {
@@ -162,9 +164,9 @@ class Vllm022Adapter(Vllm024Adapter):
         """Whether the layer holds the table."""
         return layer.hash_indices_table is not None
 
-    def widen_output(self, experts: Any, moe: Any, plan: ShardPlan) -> None:
-        """See `ExpertsAdapter.widen_output`. In these releases vLLM's runner reads the width from its config."""
-        super().widen_output(experts, moe, plan)
+    def keep_padded_output(self, experts: Any, moe: Any, plan: ShardPlan) -> None:
+        """See `ExpertsAdapter.keep_padded_output`. In these releases vLLM's runner reads the width from its config."""
+        super().keep_padded_output(experts, moe, plan)
         if hasattr(experts, "hidden_dim_unpadded"):
             moe.hidden_dim_unpadded = plan.hidden_size
 

@@ -108,8 +108,8 @@ def layer_namespace(problem: Problem, moe: Any, tensors: Mapping[str, Tensor]) -
     """
     expert_map = None
     if problem.local_experts != problem.num_experts:
-        slots = torch.arange(problem.num_experts, dtype=torch.int32, device=tensors["w13"].device)
-        expert_map = slots.masked_fill(slots >= problem.local_experts, -1)
+        indices = torch.arange(problem.num_experts, dtype=torch.int32, device=tensors["w13"].device)
+        expert_map = indices.masked_fill(indices >= problem.local_experts, -1)
     return SimpleNamespace(
         w13_weight=tensors["w13"],
         w2_weight=tensors["w2"],

@@ -1,8 +1,8 @@
-"""Storage of a layer's weights: one slot per expert, for the checkpoint's tensor first and for the kernel's later.
+"""Storage of a layer's weights: one buffer per expert, for the checkpoint's tensor first and for the kernel's later.
 
 The conversion works in place, one expert at a time: its peak memory is one expert, not a second layer. Where a kernel's
-tensor is larger than the checkpoint's (padding), the slots have the larger size before anything is loaded; loaders see
-parameters of the checkpoint's shape, strided over the slots.
+tensor is larger than the checkpoint's (padding), the buffers have the larger size before anything is loaded; loaders
+see parameters of the checkpoint's shape, strided over the buffers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import LifecycleError
 ConvertFunction = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 _ALIGNMENT = 16
-"""Alignment of an expert's slot in bytes: the widest load of a GPU."""
+"""Alignment of an expert's buffer in bytes: the widest load of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ def converted_specs(convert: ConvertFunction, experts: Mapping[str, Tensor]) -> 
     return {name: TensorSpec.of(tensor) for name, tensor in convert(empty).items()}
 
 
-def reserve_slots(parameter: nn.Parameter, spec: TensorSpec) -> None:
-    """Moves a parameter that is not loaded yet to slots that can also hold `spec`.
+def reserve_expert_buffers(parameter: nn.Parameter, spec: TensorSpec) -> None:
+    """Moves a parameter that is not loaded yet to buffers that can also hold `spec`.
 
     Args:
         parameter: `[local_experts, ...]`; its data is replaced, its shape and dtype stay.
-        spec: what each expert's slot will hold later.
+        spec: what each expert's buffer will hold later.
     """
     raw = TensorSpec.of(parameter.data[0])
     if not _fits_in_place(raw, spec):
@@ -68,7 +68,7 @@ def reserve_slots(parameter: nn.Parameter, spec: TensorSpec) -> None:
 
 
 def allocate(count: int, raw: TensorSpec, spec: TensorSpec | None, device: torch.device) -> Tensor:
-    """Zeros `[count, *raw.shape]` in slots that can also hold `spec`.
+    """Zeros `[count, *raw.shape]` in buffers that can also hold `spec`.
 
     Args:
         count: number of experts.
@@ -76,10 +76,10 @@ def allocate(count: int, raw: TensorSpec, spec: TensorSpec | None, device: torch
         spec: spec of its kernel tensor; None where the kernel has none.
         device: the device.
     """
-    slot = raw.nbytes
+    stride = raw.nbytes
     if spec is not None and not _fits_in_place(raw, spec):
-        slot = -(-max(spec.nbytes, raw.nbytes) // _ALIGNMENT) * _ALIGNMENT
-    return _view(torch.zeros(count, slot, dtype=torch.uint8, device=device), raw)
+        stride = -(-max(spec.nbytes, raw.nbytes) // _ALIGNMENT) * _ALIGNMENT
+    return _view(torch.zeros(count, stride, dtype=torch.uint8, device=device), raw)
 
 
 def convert_in_place(
@@ -228,20 +228,20 @@ def _fits_in_place(raw: TensorSpec, spec: TensorSpec) -> bool:
 
 
 def _view(memory: Tensor, spec: TensorSpec) -> Tensor:
-    """A view `[experts, *spec.shape]` of the first bytes of each row of uint8 `[experts, slot]`."""
+    """A view `[experts, *spec.shape]` of the first bytes of each row of uint8 `[experts, stride]`."""
     return torch.unflatten(memory[:, : spec.nbytes].view(spec.dtype), 1, spec.shape)
 
 
 def _slot_memory(raw: Tensor | None, count: int, spec: TensorSpec, device: torch.device, contiguous: bool) -> Tensor:
-    """uint8 `[experts, slot]`: the raw tensor's memory if `spec` fits, else new memory.
+    """uint8 `[experts, stride]`: the raw tensor's memory if `spec` fits, else new memory.
 
-    With `contiguous`, the kernel tensor of an expert starts before its raw slot and ends before the slot of the next
+    With `contiguous`, the kernel tensor of an expert starts before its raw buffer and ends before that of the next
     expert, which is converted later: nothing is overwritten that is still to be read.
     """
     if raw is not None and raw[0].is_contiguous():
         storage = torch.empty(0, dtype=torch.uint8, device=device).set_(raw.untyped_storage())
         offset = raw.storage_offset() * raw.element_size()
-        slot = raw.stride(0) * raw.element_size() if count > 1 else storage.numel() - offset
-        if spec.nbytes <= slot and slot % spec.dtype.itemsize == 0 and offset % spec.dtype.itemsize == 0:
-            return storage.as_strided((count, spec.nbytes), (spec.nbytes if contiguous else slot, 1), offset)
+        stride = raw.stride(0) * raw.element_size() if count > 1 else storage.numel() - offset
+        if spec.nbytes <= stride and stride % spec.dtype.itemsize == 0 and offset % spec.dtype.itemsize == 0:
+            return storage.as_strided((count, spec.nbytes), (spec.nbytes if contiguous else stride, 1), offset)
     return torch.empty(count, spec.nbytes, dtype=torch.uint8, device=device)

@@ -160,11 +160,11 @@ def scale_group_reasons(problem: Problem, works: IsViable = is_shardable) -> lis
 
 def _with_suggestions(broken: list[Reason], problem: Problem, works: IsViable) -> list[Reason]:
     """The reasons; those about the sharded size get a remedy."""
-    cut = [reason for reason in broken if reason.code.endswith(".intermediate")]
-    if not cut:
+    sharded = [reason for reason in broken if reason.code.endswith(".intermediate")]
+    if not sharded:
         return broken
     remedy = suggest_parallelism(problem, works)
-    return [dataclasses.replace(reason, remedy=remedy) if reason in cut else reason for reason in broken]
+    return [dataclasses.replace(reason, remedy=remedy) if reason in sharded else reason for reason in broken]
 
 
 def _split_scale_groups(problem: Problem) -> list[Reason]:

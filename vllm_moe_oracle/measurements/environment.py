@@ -118,7 +118,7 @@ def differences(there: Environment, here: Environment) -> Differences:
     if there.driver and here.driver and there.driver != here.driver:
         soft.append(f"driver {there.driver}, here {here.driver}")
     if there.kernels and here.kernels and there.kernels != here.kernels:
-        soft.append("other sources of this project's kernels")
+        soft.append("kernel sources of this project differ")
     return Differences(tuple(hard), tuple(soft))
 
 

@@ -313,7 +313,7 @@ class LayerBench:
         except Exception as error:  # whatever a kernel raises is why the tile is skipped
             if breaks_context(str(error)):
                 raise BrokenContextError(variant.backend, f"{error}".splitlines()[0][:300]) from error
-            logger.info("%s with %s: %s", variant.backend, variant.tile, error)
+            logger.info("moe_oracle: %s with %s: %s", variant.backend, variant.tile, error)
             return False
         return True
 
@@ -360,7 +360,7 @@ class LayerBench:
                 graphs[variant], errors[variant] = self._capture(variant, tokens, references)
             except Exception as error:  # whatever a kernel raises is why it is not timed
                 if not variant.default and not breaks_context(str(error)):
-                    logger.info("%s with %s: %s", variant.backend, variant.tile, error)
+                    logger.info("moe_oracle: %s with %s: %s", variant.backend, variant.tile, error)
                     continue
                 self.fail(variant.backend, error)
         with self._timed_phase("timing"):

@@ -161,7 +161,7 @@ def _combine_ranks(method: LayerMethod, topic: str, failure: Callable[[], str]) 
         alternatives = remaining_candidates(method.decision, method.backend.name)
         return {"passed": not message, "message": message, "alternatives": alternatives}
 
-    ranks = rank_sync.all_gather(method.group, topic, local_result)
+    ranks = rank_sync.all_gather(method.rank_group, topic, local_result)
     failed = {rank: each["message"] for rank, each in enumerate(ranks) if not each["passed"]}
     message = "; ".join(f"rank {rank}: {text}" if len(ranks) > 1 else text for rank, text in failed.items())
     common = [name for name in ranks[0]["alternatives"] if all(name in other["alternatives"] for other in ranks)]

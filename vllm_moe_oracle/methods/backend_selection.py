@@ -33,7 +33,7 @@ class LayerMethod(Protocol):
     settings: Settings
     adapter: Adapter
     moe: Any
-    group: rank_sync.RankGroup
+    rank_group: rank_sync.RankGroup
 
 
 _LayerKind = tuple[Problem, str, str]
@@ -98,11 +98,11 @@ def select_backend(
     """
     registry = registry or default_registry()
     topic = f"the backend of {layer}"
-    with rank_sync.notify_on_failure(method.group, topic):
+    with rank_sync.notify_on_failure(method.rank_group, topic):
         method.decision = decide()
         method.backend = registry[method.decision.backend]
         consult_stock_class(method, registry)
-        if method.group.size > 1:
+        if method.rank_group.size > 1:
             _agree_on_backend(method, topic, registry)
 
 
@@ -112,7 +112,7 @@ def _agree_on_backend(method: LayerMethod, topic: str, registry: Registry) -> No
     if kind not in _agreed_backends:
         while True:
             ranks = rank_sync.all_gather(
-                method.group,
+                method.rank_group,
                 topic,
                 lambda: [method.settings.self_check, _preferred_backends(method), _schedule(method)],
             )
@@ -152,9 +152,8 @@ def _follow_ranks(method: LayerMethod, name: str | None, orders: list[list[str]]
     if name != own:
         logger.warning("moe_oracle: %s: %s came first here, but not on every rank; taking %s", layer, own, name)
         reason = Reason("ranks", f"the ranks of the layer take {name}, which all of them can run")
-        switch_backend(
-            method, reason, f"{own}, which came first on rank {method.group.rank}, is not every rank's", name, registry
-        )
+        explanation = f"{own} was first on rank {method.rank_group.rank}, but not every rank can run it"
+        switch_backend(method, reason, explanation, name, registry)
         consult_stock_class(method, registry)
 
 
@@ -192,7 +191,10 @@ def consult_stock_class(method: LayerMethod, registry: Registry | None = None) -
         if method.decision.why in ("user", "override") or not candidates:
             raise NoBackendError(detail, "Choose another backend", problem.layer, method.decision.candidates)
         logger.error(
-            "moe_oracle: %s: %s; a defect of our rules. Taking %s instead", problem.layer, detail, candidates[0]
+            "moe_oracle: %s: %s; please report it (a rule of this plugin is wrong). Using %s instead",
+            problem.layer,
+            detail,
+            candidates[0],
         )
         explanation = f"{name}, which came first, is rejected by vLLM's own class"
         switch_backend(method, Reason("stock", detail), explanation, candidates[0], registry or default_registry())

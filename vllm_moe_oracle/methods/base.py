@@ -81,7 +81,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         moe_quant_config: vLLM's `FusedMoEQuantConfig`; None before the conversion.
         adapter: vLLM's side.
         settings: the settings in force when the layer was made.
-        group: the ranks that hold parts of the layer.
+        rank_group: the ranks that hold parts of the layer.
         weight_copies: kernel tensors of further backends, by backend.
         token_dispatch: the kernels by number of tokens; None with a single backend.
     """
@@ -93,7 +93,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
     moe_quant_config: Any
     adapter: Adapter
     settings: settings.Settings
-    group: rank_sync.RankGroup
+    rank_group: rank_sync.RankGroup
     weight_copies: WeightCopies
     token_dispatch: TokenDispatch | None
 
@@ -174,7 +174,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         declared = scheme.activations
         scheme, requested_by = self._requested_scheme(scheme)
         problem = self._refine_problem(self.adapter.problem(moe, layer, name, scheme))
-        self.group = rank_sync.RankGroup(self.adapter.peer_group(), chosen.rank_sync_timeout)
+        self.rank_group = rank_sync.RankGroup(self.adapter.peer_group(), chosen.rank_sync_timeout)
         backend_selection.select_backend(
             self,
             name,
@@ -216,10 +216,10 @@ class OracleMoEMethod(FusedMoEMethodBase):
         return self.adapter.is_monolithic(self.backend)
 
     def create_weights(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
-        """Registers the checkpoint's parameters over slots that can hold the kernel's tensors, too."""
+        """Registers the checkpoint's parameters over buffers that can hold the kernel's tensors, too."""
         self._register_parameters(layer, num_experts, *args, **kwargs)
         self._set_state(layer, "raw")
-        self._reserve_slots(layer)
+        self._reserve_expert_buffers(layer)
 
     def _requested_scheme(self, scheme: Scheme) -> tuple[Scheme, str]:
         """The scheme with the requested activation precision, and the setting that requests it; "" where the precision
@@ -239,21 +239,21 @@ class OracleMoEMethod(FusedMoEMethodBase):
         loader = kwargs.get("weight_loader")
         unloaded = getattr(self._scheme(), "UNLOADED", {})
         if loader is not None and unloaded:
-            kwargs["weight_loader"] = weight_loading.validating_loader(loader, problem, self.group)
+            kwargs["weight_loader"] = weight_loading.validating_loader(loader, problem, self.rank_group)
         super().create_weights(layer, num_experts, *args, **kwargs)
         if problem.has_bias:
             self._register_biases(layer, kwargs)
         names = self._parameter_names(self._scheme().shapes(problem))
         weight_loading.set_sentinel({own: getattr(layer, name) for own, name in names.items()}, unloaded)
 
-    def _reserve_slots(self, layer: Any) -> None:
-        """Makes slots as large as the kernel's tensors, and fills them with bytes that no checkpoint holds."""
+    def _reserve_expert_buffers(self, layer: Any) -> None:
+        """Makes expert buffers as large as the kernel's tensors, and fills them with bytes that no checkpoint holds."""
         unloaded = getattr(self._scheme(), "UNLOADED", {})
         names = self._parameter_names(self._scheme().shapes(self.decision.problem))
         raw = {own: getattr(layer, name).data for own, name in names.items()}
         for own, spec in weight_storage.converted_specs(self._convert, raw).items():
             if own in names:
-                weight_storage.reserve_slots(getattr(layer, names[own]), spec)
+                weight_storage.reserve_expert_buffers(getattr(layer, names[own]), spec)
         if self.adapter.uses_dummy_weights():
             unloaded = getattr(self._scheme(), "DUMMY_FILL", {})
         weight_loading.fill_with_sentinel({own: getattr(layer, name) for own, name in names.items()}, unloaded)
@@ -282,7 +282,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             return
         self._set_state(layer, "converting")
         problem = self.decision.problem
-        with rank_sync.notify_on_failure(self.group, f"the loaded weights of {problem.layer}"):
+        with rank_sync.notify_on_failure(self.rank_group, f"the loaded weights of {problem.layer}"):
             if self.moe_kernel is not None:
                 weight_loading.check_all_loaded(dict(self.adapter.parameters(layer)), problem.layer)
             raw = self._read_weights(layer)
@@ -292,7 +292,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             raw["w2_bias"].zero_()
         backend_check.check_or_fallback(self, raw, kernel_built=self.moe_kernel is not None)
         token_dispatch.prepare_copies(self, raw)
-        with rank_sync.notify_on_failure(self.group, f"the conversion of {problem.layer}"):
+        with rank_sync.notify_on_failure(self.rank_group, f"the conversion of {problem.layer}"):
             self._install_weights(layer, raw)
         setattr(layer, PROCESSED_ATTRIBUTE, True)
         self._set_state(layer, "converted")

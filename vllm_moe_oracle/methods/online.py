@@ -155,7 +155,9 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
         layer.weight_block_size = self.weight_block_size
         layer.w13_input_scale = layer.w2_input_scale = None
         if "weight_loader" in kwargs:
-            kwargs["weight_loader"] = weight_loading.validating_loader(kwargs["weight_loader"], problem, self.group)
+            kwargs["weight_loader"] = weight_loading.validating_loader(
+                kwargs["weight_loader"], problem, self.rank_group
+            )
         shapes = self._scheme().shapes(problem)
         for own in ("w13", "w2"):
             *outer, columns = shapes[own]
@@ -184,7 +186,7 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
             weights = {own: getattr(layer, f"{own}_weight") for own in ("w13", "w2")}
             if self.moe_kernel is not None or not self.adapter.uses_dummy_weights():
                 name = self.decision.problem.layer
-                with rank_sync.notify_on_failure(self.group, f"the loaded weights of {name}"):
+                with rank_sync.notify_on_failure(self.rank_group, f"the loaded weights of {name}"):
                     weight_loading.check_all_loaded({f"{own}_weight": each for own, each in weights.items()}, name)
         else:
             weights = dict(zip(("w13", "w2"), self.get_weights_for_quantization(layer), strict=True))
@@ -206,7 +208,7 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
         return getattr(self, "requantization_source", None)
 
     def _quantize(self, layer: Any, weights: dict[str, Tensor]) -> None:
-        """Replaces the weights by codes and scales, in slots that can hold the kernel's tensors."""
+        """Replaces the weights by codes and scales, in buffers that can hold the kernel's tensors."""
         specs = self._kernel_specs(layer, weights)
         for own in list(weights):
             values = weights.pop(own)

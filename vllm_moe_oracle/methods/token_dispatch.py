@@ -149,7 +149,7 @@ def prepare_copies(method: DispatchMethod, raw: Tensors, registry: Registry | No
         if _shares_layout(method, backend, plan):
             continue
         new = name not in method.weight_copies
-        with rank_sync.notify_on_failure(method.group, f"the copy for {name} of {problem.layer}"):
+        with rank_sync.notify_on_failure(method.rank_group, f"the copy for {name} of {problem.layer}"):
             method.weight_copies[name] = _convert_copy(method, backend, plan, raw, method.weight_copies.get(name))
         if new:
             size = sum(each.nbytes for each in method.weight_copies[name].values()) / 2**20
@@ -208,7 +208,7 @@ def _rejection(method: DispatchMethod, backend: Backend, raw: Tensors) -> str:
     problem = method.decision.problem
     stock_rejection = method.adapter.stock_class_rejection(backend, method.moe, problem)
     topic = f"the token range of {backend.name} for {problem.layer}"
-    if any(rank_sync.all_gather(method.group, topic, lambda: bool(stock_rejection))):
+    if any(rank_sync.all_gather(method.rank_group, topic, lambda: bool(stock_rejection))):
         return (
             f"vLLM's own class rejects it: {stock_rejection}" if stock_rejection else "another rank's vLLM rejects it"
         )
@@ -216,7 +216,7 @@ def _rejection(method: DispatchMethod, backend: Backend, raw: Tensors) -> str:
     decision = dataclasses.replace(method.decision, backend=backend.name, plan=plan, token_ranges=())
     stand_in: Any = SimpleNamespace(
         decision=decision, backend=backend, settings=method.settings, adapter=method.adapter, moe=method.moe,
-        group=method.group,
+        group=method.rank_group,
     )  # fmt: skip
     weights = backend_check.check_weights(stand_in, raw)
     if not weights.passed:

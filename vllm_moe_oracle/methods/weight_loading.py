@@ -192,7 +192,7 @@ def check_all_loaded(parameters: Mapping[str, Tensor], layer: str) -> None:
     if never_loaded:
         rule = f"nothing was loaded into {', '.join(never_loaded)}"
         remedy = (
-            "The checkpoint lacks it or names it differently, or the model's own loader passes by the one that vLLM "
-            "quantizes and reloads with"
+            "The checkpoint lacks it or names it differently, or the model's loader bypasses vLLM's weight loader, "
+            "which quantization and reload need"
         )
         raise CheckpointError(rule, remedy, layer)

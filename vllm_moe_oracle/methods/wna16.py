@@ -127,8 +127,8 @@ class Wna16MoEMethod(OracleMoEMethod):
     def _parameter(self, layer: Any, data: Tensor, name: str, canonical: str) -> nn.Parameter:
         return weight_storage.replace_parameter(layer, name, data, weight_loader=self._loader(layer, name, canonical))
 
-    def _reserve_slots(self, layer: Any) -> None:
-        super()._reserve_slots(layer)
+    def _reserve_expert_buffers(self, layer: Any) -> None:
+        super()._reserve_expert_buffers(layer)
         problem = self.decision.problem
         if not (self.adapter.uses_dummy_weights() and has_act_order(problem)):
             return
@@ -155,7 +155,9 @@ class Wna16MoEMethod(OracleMoEMethod):
             return_success: bool = False,
         ) -> bool | None:
             is_local = True
-            with rank_sync.notify_on_failure(method.group, f"loading the weights of {method.decision.problem.layer}"):
+            with rank_sync.notify_on_failure(
+                method.rank_group, f"loading the weights of {method.decision.problem.layer}"
+            ):
                 if canonical:
                     is_local = method._load_shard(self, param, loaded_weight, name, canonical, shard_id, expert_id)
                 else:
@@ -234,7 +236,8 @@ class Wna16MoEMethod(OracleMoEMethod):
             in_order = torch.arange(tensor.numel(), device=tensor.device) // problem.scheme.group_size
             if tensor.numel() and not (torch.equal(tensor.to(in_order.dtype), in_order) or bool((tensor == 0).all())):
                 rule = "the group index orders the input features, but the config declares no act order"
-                raise CheckpointError(rule, "desc_act (GPTQ) or actorder (compressed-tensors) would say so", where)
+                remedy = "Set desc_act (GPTQ) or actorder (compressed-tensors) in the config"
+                raise CheckpointError(rule, remedy, where)
 
     def _check_zero_points(self, tensor: Tensor, where: str) -> None:
         bits, packing = self.decision.problem.scheme.bits, PACKINGS[self.file_packing]

@@ -25,7 +25,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
 
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
-    """What to know of the answers for a config that `parse_config` took, one sentence each."""
+    """Notes for the user about a config that `parse_config` accepted, one sentence each."""
     if config.get("zero_point") is None:
         yield f"{where}: zero_point is not set: taken as true; vLLM refuses to serve without it"
 

@@ -151,7 +151,7 @@ _EXPERT_CLASSES = ("RoutedExperts", "Linear")
 
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
-    """What to know of the answers for a config that `parse_config` took, one sentence each."""
+    """Notes for the user about a config that `parse_config` accepted, one sentence each."""
     entries = {"ignore": read_names(config, ("ignore",), where)}
     entries["targets"] = [
         name for group in read_config_groups(config, where) for name in read_names(group, ("targets",), where)
@@ -317,7 +317,7 @@ def compressed_activation_precision(inputs: Mapping[str, Any] | None) -> Activat
         inputs: its ``input_activations``; None for weights alone.
 
     Returns:
-        None for anything else, of which nothing here computes the very numbers.
+        None where no backend computes with that precision.
     """
     if inputs is None:
         return "16bit"

@@ -46,14 +46,14 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
 
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
-    """What to know of the answers for a config that `parse_config` took, one sentence each."""
+    """Notes for the user about a config that `parse_config` accepted, one sentence each."""
     for name, usual in (("desc_act", "false"), ("sym", "true")):
         if config.get(name) is None:
             yield f"{where}: {name} is not set: taken as {usual}; vLLM refuses to serve without it"
 
 
 def gptq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
-    """What a GPTQ config says of every module that it names no exception for.
+    """The default scheme of a GPTQ config, before `dynamic` overrides.
 
     With ``static_groups`` the groups are of neighbors, whatever the order in which features were quantized; with one
     scale per output row act order has no effect.

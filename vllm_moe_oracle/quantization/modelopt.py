@@ -87,7 +87,7 @@ def modelopt_exclusion_matcher(entries: Iterable[str]) -> Callable[[str], bool]:
 
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
-    """What to know of the answers for a config that `parse_config` took, one sentence each."""
+    """Notes for the user about a config that `parse_config` accepted, one sentence each."""
     nested = config.get("quantization")
     for name in read_names(config if nested is None else nested, _EXCLUSION_FIELDS, where):
         if name.startswith("re:"):

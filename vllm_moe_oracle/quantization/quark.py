@@ -63,7 +63,7 @@ _REQUIRED_FIELDS = ("exclude", "export", "layer_type_quant_config")
 
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
-    """What to know of the answers for a config that `parse_config` took, one sentence each."""
+    """Notes for the user about a config that `parse_config` accepted, one sentence each."""
     missing = [name for name in _REQUIRED_FIELDS if config.get(name) is None]
     if missing:
         yield f"{where}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, which vLLM fails without"

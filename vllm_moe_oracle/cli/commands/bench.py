@@ -34,11 +34,13 @@ def command(
         str | None,
         typer.Option(help="Formats, for every SHAPE of --shape.", metavar="NAME,...", show_default=DEFAULT_SCHEMES),
     ] = None,
-    shape: Annotated[str, typer.Option(help="Names of shapes, @tpN at will.", metavar="NAME,...")] = "",
+    shape: Annotated[
+        str, typer.Option(help="Names of model shapes, each optionally with @tpN.", metavar="NAME,...")
+    ] = "",
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", metavar="N")] = 1,
-    ep: Annotated[bool, typer.Option("--ep", help="The ranks hold different experts instead of parts of each.")] = (
-        False
-    ),
+    ep: Annotated[
+        bool, typer.Option("--ep", help="Expert parallelism over the --tp ranks (vLLM's --enable-expert-parallel).")
+    ] = (False),
     tokens: Annotated[str, typer.Option(help="Numbers of tokens.", metavar="N,...")] = "1,2,4,8,16,32,64,128,256,512",
     routing: Annotated[str, typer.Option(help="uniform or skewed.", metavar="KIND")] = "uniform",
     stock: Annotated[
@@ -175,7 +177,7 @@ def _exit_if_incomplete(records: list[BenchRecord], layers: int, budget: float |
         output.print_message("warning", f"{name}: {why}")
     missing = layers - len({record.name for record in records})
     if missing:
-        output.print_message("warning", f"{missing} layers were not begun within {budget:g} s")
+        output.print_message("warning", f"{missing} layers were not started within {budget:g} s")
     if failures or missing:
         raise typer.Exit(EXIT_INCOMPLETE)
 
@@ -208,7 +210,7 @@ def _check_plot_path(path: Path) -> None:
 
     kinds = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix[1:].lower() not in kinds:
-        raise MeasurementError(f"{path} has no kind of a drawing", f"Valid are .{', .'.join(kinds)}", "--plot")
+        raise MeasurementError(f"{path}: unknown image format", f"Valid are .{', .'.join(kinds)}", "--plot")
     if not path.parent.is_dir():
         raise MeasurementError(f"there is no folder {path.parent}", "Make it, or name another file", "--plot")
 

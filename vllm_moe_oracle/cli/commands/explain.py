@@ -30,9 +30,9 @@ def command(
         ),
     ] = "auto",
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", metavar="N")] = 1,
-    ep: Annotated[bool, typer.Option("--ep", help="The ranks hold different experts instead of parts of each.")] = (
-        False
-    ),
+    ep: Annotated[
+        bool, typer.Option("--ep", help="Expert parallelism over the --tp ranks (vLLM's --enable-expert-parallel).")
+    ] = (False),
     batch_invariant: Annotated[
         bool | None,
         typer.Option(
@@ -118,16 +118,16 @@ def command(
     )
     _check_overrides_match(chosen, layers)
     invariant = settings.batch_invariant() if batch_invariant is None else batch_invariant
-    model, predicting = (
+    model, mtp = (
         [as_served(problem, chosen, lora, eplb, invariant, round_robin) for problem in problems]
         for problems in (layers.problems, layers.mtp_problems)
     )
     groups = _group_layers(model, machine, chosen, moe_backend)
-    drafts = _group_layers(predicting, machine, chosen, moe_backend)
+    drafts = _group_layers(mtp, machine, chosen, moe_backend)
     groups += [dataclasses.replace(group, is_mtp=True) for group in drafts]
     notes = [*layers.notes, *_activation_notes(layers, chosen)]
     notes += [
-        *_placement_notes((*model, *predicting), round_robin),
+        *_placement_notes((*model, *mtp), round_robin),
         *_server_notes(chosen, layers.method, groups, machine),
     ]
     if as_json:
@@ -170,7 +170,7 @@ class _LayerGroup:
         return {
             "layers": self.layers,
             "count": len(self.names),
-            "predicts": self.is_mtp,
+            "is_mtp": self.is_mtp,
             "problem": self.problem,
             "decision": None
             if decision is None

@@ -33,11 +33,12 @@ def command(
         bool, typer.Option("--shapes", help="The layers of the public models that this package knows.")
     ] = False,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", metavar="N")] = 1,
-    ep: Annotated[bool, typer.Option("--ep", help="The ranks hold different experts instead of parts of each.")] = (
-        False
-    ),
+    ep: Annotated[
+        bool, typer.Option("--ep", help="Expert parallelism over the --tp ranks (vLLM's --enable-expert-parallel).")
+    ] = (False),
     tokens: Annotated[
-        str, typer.Option(help="Numbers of tokens, ten at least; else powers of two up to 8192.", metavar="N,...")
+        str,
+        typer.Option(help="Numbers of tokens, at least ten. Default: powers of two from 1 to 8192.", metavar="N,..."),
     ] = "",
     routing: Annotated[str, typer.Option(help="uniform, skewed, or both.", metavar="KIND,...")] = DEFAULT_ROUTINGS,
     replays: Annotated[int, typer.Option(help="Timed replays of each, at most.", metavar="N")] = DEFAULT_REPLAYS,
@@ -53,13 +54,13 @@ def command(
     gpus: Annotated[
         str, typer.Option(help="Measure on several GPUs: all, or numbers like 0,1.", metavar="all|N,...")
     ] = "",
-    again: Annotated[bool, typer.Option("--again", help="Measure also what was measured before.")] = False,
+    remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again what is already stored.")] = False,
     export: Annotated[
-        Path | None, typer.Option(help="Write what is known of these layers here, as a profile.", metavar="FILE")
+        Path | None, typer.Option(help="Write all measurements of these layers to a profile.", metavar="FILE")
     ] = None,
     profile: Annotated[
         list[Path] | None,
-        typer.Option(help="A profile whose measurements need not be repeated; only read.", metavar="FILE"),
+        typer.Option(help="Read-only profile; its measurements are not repeated.", metavar="FILE"),
     ] = None,
     imported: Annotated[
         list[Path] | None,
@@ -106,7 +107,7 @@ def command(
             "MODEL": models, "--shapes": shapes, "--tp": tp != 1, "--ep": ep, "--tokens": tokens,
             "--routing": routing != DEFAULT_ROUTINGS, "--replays": replays != DEFAULT_REPLAYS,
             "--budget": budget is not None, "--jobs": jobs, "--tiles": tiles != DEFAULT_TILES, "--gpus": gpus,
-            "--again": again, "--profile": profile,
+            "--remeasure": remeasure, "--profile": profile,
         }  # fmt: skip
         if given := [name for name, value in unused.items() if value]:
             rule = f"{', '.join(given)} would change nothing: with --import nothing is measured"
@@ -114,7 +115,7 @@ def command(
         _import_measurements(imported, export, chosen, as_json)
         return
     problems = _named_problems(models, shapes, tp, ep, tiles)
-    options = _tune_options(tokens, routing, replays, budget, jobs, again)
+    options = _tune_options(tokens, routing, replays, budget, jobs, remeasure)
     tuning.check_buckets(options.buckets)
     known = [profiles.read(each) for each in profile or []]
     device = layer_arguments.require_gpu()
@@ -222,7 +223,9 @@ def _import_measurements(files: list[Path], export: Path | None, settings: Setti
         output.show(f"{count} measurements of {len(samples)} layers, {place}: kept in {where}")
 
 
-def _tune_options(tokens: str, routing: str, replays: int, budget: float | None, jobs: int, again: bool) -> TuneOptions:
+def _tune_options(
+    tokens: str, routing: str, replays: int, budget: float | None, jobs: int, remeasure: bool
+) -> TuneOptions:
     from typing import get_args
 
     from ...errors import MeasurementError
@@ -235,7 +238,7 @@ def _tune_options(tokens: str, routing: str, replays: int, budget: float | None,
         raise MeasurementError(f"{routing!r} is not a routing", "Write uniform, or uniform,skewed", "--routing")
     layer_arguments.check_options(replays, jobs, budget)
     counts = layer_arguments.parse_token_counts(tokens) if tokens else BUCKETS
-    return TuneOptions(counts, kinds, replays, 1.0, budget, jobs, again)  # type: ignore[arg-type]
+    return TuneOptions(counts, kinds, replays, 1.0, budget, jobs, remeasure)  # type: ignore[arg-type]
 
 
 def _conditions(plan: TuneOptions, command: str) -> dict[str, str]:
