@@ -107,9 +107,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         said = say(llm, job["prompt"], job["tokens"])
         if job.get("engine", {}).get("tensor_parallel_size", 1) > 1:  # the model is in other processes
             return said
-        from vllm_moe_oracle.methods import coverage
+        from vllm_moe_oracle.methods import load_summary
 
-        return {**said, "layers": coverage.model_report(0), "digests": digests(model_of(llm))}
+        return {**said, "layers": load_summary.model_report(0), "digests": digests(model_of(llm))}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:

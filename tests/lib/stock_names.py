@@ -57,6 +57,7 @@ NARROWED_TYPES: dict[str, str] = {
 
 NOT_STOCK = {
     "arguments": "the QuantizationArgs of the package compressed-tensors",
+    "operator": "an overload of a torch operator",
     "param": "torch.nn.Parameter",
     "config": "a Hugging Face config, or a dict from a checkpoint",
     "self": "of a wrapped stock method; only handed on",

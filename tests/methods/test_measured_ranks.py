@@ -63,7 +63,7 @@ def decided(
             gloo_ranks.die()
         layer = dataclasses.replace(base, layer=f"layers.{index}", num_experts=64 + index)
         method = SimpleNamespace(
-            decision=None, backend=None, settings=chosen, moe=None, group=rank_sync.RankGroup(processes, 20.0),
+            decision=None, backend=None, settings=chosen, moe=None, rank_group=rank_sync.RankGroup(processes, 20.0),
             adapter=SimpleNamespace(stock_class_rejection=lambda *arguments: ""),
         )  # fmt: skip
 

@@ -134,7 +134,7 @@ def test_whatever_keeps_a_rank_from_deciding_is_told_to_the_others(monkeypatch: 
         raise RuntimeError("no driver")
 
     with pytest.raises(RuntimeError, match="no driver"):
-        backend_selection.select_backend(SimpleNamespace(group=rank_sync.RankGroup()), "experts", broken)
+        backend_selection.select_backend(SimpleNamespace(rank_group=rank_sync.RankGroup()), "experts", broken)
     assert told == [("the backend of experts", "no driver")]
 
 

@@ -2,7 +2,7 @@
 
 Without ``--write`` it says what is stale; `tests/test_readme.py` fails then. Generated are
 
-* the parts of README.md between ``<!-- name -->`` and ``<!-- /name -->``,
+* the parts of README.md and of vllm_moe_oracle/backends/README.md between ``<!-- name -->`` and ``<!-- /name -->``,
 * the lists of vLLM releases in the CI's workflow, in front of ``# supported releases`` and ``# served releases``,
 * the ranges of vLLM in pyproject.toml, and the versions that examples/setup.sh installs,
 * the golden decisions, where they were made for another release than the newest.
@@ -11,6 +11,7 @@ Without ``--write`` it says what is stale; `tests/test_readme.py` fails then. Ge
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from vllm_moe_oracle.releases.supported import CPU_RELEASES, DEFAULT_PACKAGES, N
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
+BACKENDS = ROOT / "vllm_moe_oracle" / "backends" / "README.md"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 PROJECT = ROOT / "pyproject.toml"
 SETUP = ROOT / "examples" / "setup.sh"
@@ -121,6 +123,41 @@ def integers() -> str:
     return table()
 
 
+ORDER_LAYERS = {
+    "MXFP8": ("mxfp8:qwen3-30b-a3b", "modelopt"),
+    "MXFP4, vLLM's list for gpt-oss": ("mxfp4:gpt-oss-120b", "gpt_oss"),
+    "MXFP4, vLLM's other list": ("mxfp4:deepseek-v4-flash", "mxfp4"),
+    "MXFP4 of llm-compressor and AutoRound": ("mxfp4:qwen3-30b-a3b", "compressed-tensors"),
+    "int4, int8": ("int4_g128:qwen3-30b-a3b", "compressed-tensors"),
+}
+"""Layer and packing of each row of the table."""
+ORDER_DEVICES = ("nvidia-a100", "nvidia-l40s", "nvidia-h200", "nvidia-b200", "nvidia-rtx-pro-6000")
+
+
+def static_order() -> str:
+    """The accepted backends of a usual layer by weights and compute capability, each with its priority."""
+    from vllm_moe_oracle.devices.catalog import known_device
+    from vllm_moe_oracle.measurements import model_shapes
+    from vllm_moe_oracle.oracle.registry import default_registry
+
+    lines = ["| weights | sm | static order |", "|---|---|---|"]
+    for title, (name, packing) in ORDER_LAYERS.items():
+        layer = model_shapes.parse(name)
+        layer = dataclasses.replace(layer, scheme=dataclasses.replace(layer.scheme, packing=packing))
+        orders: dict[str, list[str]] = {}
+        for device in map(known_device, ORDER_DEVICES):
+            found = [
+                each
+                for each in default_registry().for_scheme(layer.scheme.name)
+                if not each.check(layer, device).reasons
+            ]
+            ranked = sorted((each.priority(layer, device), each.name) for each in found)
+            order = ", ".join(f"`{backend}` {priority:g}" for priority, backend in ranked)
+            orders.setdefault(order, []).append(str(device.capability))
+        lines += [f"| {title} | {', '.join(capabilities)} | {order} |" for order, capabilities in orders.items()]
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "explain": explain,
     "integers": integers,
@@ -165,7 +202,18 @@ def readme(text: str) -> str:
     return text
 
 
-FILES: dict[Path, Callable[[str], str]] = {README: readme, WORKFLOW: workflow, PROJECT: project, SETUP: setup}
+def backends(text: str) -> str:
+    """The page about backends with its table of the static order."""
+    return readme_sections.with_part(text, "static-order", static_order())
+
+
+FILES: dict[Path, Callable[[str], str]] = {
+    README: readme,
+    BACKENDS: backends,
+    WORKFLOW: workflow,
+    PROJECT: project,
+    SETUP: setup,
+}
 
 
 def stale_decisions() -> list[Path]:
@@ -199,7 +247,7 @@ def main() -> int:
         text = path.read_text(encoding="utf-8")
         made = make(text)
         if made != text:
-            stale.append(path.name)
+            stale.append(str(path.relative_to(ROOT)))
             if write:
                 path.write_text(made, encoding="utf-8")
     if stale_decisions():

@@ -1,5 +1,23 @@
 """Quantization methods for vLLM and the life cycle of their layers: load, check, convert, run, reload.
 
+Machinery:
+
+* `base`: the life cycle that all formats share (`LayerMethod`, `OracleMoEMethod`).
+* `backend_selection`: the oracle's decision, the verdict of vLLM's own class, one backend for all ranks.
+* `backend_check`: the self-check on loaded weights, and the fallback.
+* `rank_sync`: gathers the results of all ranks; a failure of one reaches the others.
+* `token_dispatch`: two backends for one layer, by number of tokens.
+* `weight_loading`: checks of tensors before vLLM's loader copies them; sentinels.
+* `load_summary`: which layers of a model are served by which backend.
+* `dtypes`: dtypes of models with quantized experts.
+
+Formats:
+
+* MXFP8: `modelopt`, `online`, `inc_mxfp8`, `compressed_tensors`.
+* MXFP4: `mxfp4`, `quark`, `online_mxfp4`, `inc_mxfp4`, `compressed_tensors_mxfp4`, `compressed_tensors_mxfp4_fp8`.
+* Integers: `wna16` has the common part; `gptq`, `awq`, `awq_marlin` (older releases), `moe_wna16`,
+  `compressed_tensors`. `awq_common` is what both AWQ modules share.
+
 A module that serves a checkpoint format declares it in a literal `SERVES`:
 
     SERVES = {

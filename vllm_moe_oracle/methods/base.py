@@ -26,7 +26,7 @@ from ..core.problem import Problem, Scheme
 from ..devices import detect
 from ..errors import LifecycleError, NoBackendError
 from ..oracle.selection import decide
-from . import backend_check, backend_selection, coverage, rank_sync, token_dispatch, weight_loading
+from . import backend_check, backend_selection, load_summary, rank_sync, token_dispatch, weight_loading
 from .token_dispatch import TokenDispatch, WeightCopies
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             ).with_activation_note(declared, requested_by),
         )
         self.experts_cls = self.adapter.experts_class(self.backend)
-        coverage.record_decision(self.decision, chosen)
+        load_summary.record_decision(self.decision, chosen)
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, *args: Any, **kwargs: Any
@@ -296,7 +296,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             self._install_weights(layer, raw)
         setattr(layer, PROCESSED_ATTRIBUTE, True)
         self._set_state(layer, "converted")
-        coverage.record_conversion(self.decision)
+        load_summary.record_conversion(self.decision)
 
     def _install_weights(self, layer: Any, raw: Mapping[str, Tensor]) -> None:
         """Replaces the loaded tensors by the kernel's, and builds the kernel unless it exists."""

@@ -1,4 +1,4 @@
-"""Coverage of a model: which of its MoE layers the oracle decided and converted, and which stay stock vLLM's.
+"""Summary of a model's load: which of its MoE layers the oracle decided and converted, and which stay stock vLLM's.
 
 A process logs one line for each group of layers with equal problem and decision, and one line when its last layer is
 ready. With the setting `report` it also appends one JSON object for the model to a file.

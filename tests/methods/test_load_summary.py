@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="the methods' room imports torch")
 from tests.lib.cases import H200, backend, problem, refusing, registry
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.errors import SettingError
-from vllm_moe_oracle.methods import backend_check, coverage
+from vllm_moe_oracle.methods import backend_check, load_summary
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.settings import Settings, load
 
@@ -40,8 +40,8 @@ class Release:
 @pytest.fixture
 def release(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Release]:
     made = Release()
-    monkeypatch.setattr(coverage, "_model", coverage._ModelLoad())
-    monkeypatch.setattr(coverage, "current_adapter", lambda: made)
+    monkeypatch.setattr(load_summary, "_model", load_summary._ModelLoad())
+    monkeypatch.setattr(load_summary, "current_adapter", lambda: made)
     logger = logging.getLogger("vllm.moe_oracle")
     monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level(logging.INFO, logger.name):
@@ -61,14 +61,14 @@ def build(release: Release, names: list[str], settings: Settings, stock: list[st
     for name in [*names, *(stock or [])]:
         if name in names:
             found.append(layer(name, settings))
-            coverage.record_decision(found[-1], settings)
+            load_summary.record_decision(found[-1], settings)
         release.names.append(name)
     return found
 
 
 def load_model(release: Release, names: list[str], settings: Settings, stock: list[str] | None = None) -> None:
     for decision in build(release, names, settings, stock):
-        coverage.record_conversion(decision)
+        load_summary.record_conversion(decision)
 
 
 def words(caplog: pytest.LogCaptureFixture, level: int | None = None) -> list[str]:
@@ -142,12 +142,12 @@ def test_a_record_says_which_rank_of_how_many_it_is_of(release: Release, monkeyp
     import torch.distributed as dist
 
     load_model(release, names(1), load({}))
-    found: dict[str, Any] = coverage.model_report(1)
+    found: dict[str, Any] = load_summary.model_report(1)
     assert (found["rank"], found["ranks"]) == (0, 1) and found["host"]
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    found = coverage.model_report(1)
+    found = load_summary.model_report(1)
     assert (found["rank"], found["ranks"]) == (3, 4)
 
 
@@ -156,15 +156,15 @@ def test_what_a_self_check_found_holds_for_one_load_only(release: Release, monke
     monkeypatch.setattr(backend_check, "_outcomes", found)
     one, two = build(release, names(2), load({}))
     found["group"] = "failed"
-    coverage.record_conversion(one)
+    load_summary.record_conversion(one)
     assert found
-    coverage.record_conversion(two)
+    load_summary.record_conversion(two)
     assert not found  # the load is over
     for _ in range(2):
         found["group"] = "failed"
-        coverage.record_conversion(one)
+        load_summary.record_conversion(one)
         assert found
-        coverage.record_conversion(two)
+        load_summary.record_conversion(two)
         assert not found  # a reload, and one more
     build(release, names(2, "other"), load({}))
     found["group"] = "failed"
