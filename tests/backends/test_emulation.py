@@ -203,7 +203,7 @@ def test_types_of_ids_and_output_may_differ_from_the_models(integer: torch.dtype
 
 
 @pytest.mark.parametrize("bad", [-2, E, 1000])
-def test_an_id_that_is_no_expert_is_an_error_with_the_valid_range(bad: int) -> None:
+def test_an_invalid_expert_id_is_an_error_with_the_valid_range(bad: int) -> None:
     made = case(layer_of())
     made.ids[2, 1] = bad
     with pytest.raises(ValueError, match=rf"{made.problem.layer}: expert ids span .*{bad}.*; valid are -1 to {E - 1}"):

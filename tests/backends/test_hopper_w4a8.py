@@ -55,7 +55,7 @@ def verdict(decision: Decision) -> list[str]:
 
 
 @pytest.mark.parametrize("declared", ("16bit", "mxfp8", "fp8"))
-def test_it_is_no_candidate_without_the_users_word(declared: Any) -> None:
+def test_rejected_unless_activation_quantization_is_allowed(declared: Any) -> None:
     """Not even for a checkpoint that declares fp8: its scales are for 128 columns, not for a token."""
     layer = dataclasses.replace(LAYERS["oai"], scheme=dataclasses.replace(MXFP4, activations=declared))
     assert verdict(decide(layer, H200, load({}))) == ["activation_quantization"]
@@ -75,7 +75,7 @@ def test_a_checkpoint_that_declares_one_scale_a_token_asks_for_it() -> None:
         assert bool(refused) == (consumed not in ("16bit", "fp8_token")), each.backend
 
 
-def test_allowed_it_is_a_candidate_and_taken_by_name() -> None:
+def test_chosen_by_name_when_allowed() -> None:
     decision = decide(LAYERS["oai"], H200, load(ALLOWED))
     assert verdict(decision) == [] and decision.backend != BACKEND.name
     decision = decide(LAYERS["oai"], H200, load(ALLOWED | NAMED))

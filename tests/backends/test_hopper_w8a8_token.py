@@ -46,7 +46,7 @@ def one_of(weights: dict[str, torch.Tensor], expert: int) -> dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("declared", ("16bit", "mxfp8"))
-def test_it_is_no_candidate_without_the_users_word(declared: Any) -> None:
+def test_rejected_unless_activation_quantization_is_allowed(declared: Any) -> None:
     """Not even for a checkpoint that declares MXFP8 activations: its scales are for 32 columns, not for a token."""
     layer = dataclasses.replace(LAYERS["silu"], scheme=dataclasses.replace(SCHEME, activations=declared))
     found = [each for each in decide(layer, H200, load({})).candidates if each.backend == BACKEND.name]

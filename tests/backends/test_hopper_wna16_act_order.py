@@ -110,7 +110,7 @@ def test_an_order_that_is_left_out_is_noticed(matrix: str, monkeypatch: pytest.M
     assert outcome(layer, contents_of(layer), monkeypatch, fault) != ""
 
 
-def test_experts_may_be_elsewhere_and_in_other_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expert_map_with_remote_and_permuted_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = kind()
     assert outcome(layer, contents_of(layer), monkeypatch, places=[-1, 4, 0, -1, 2]) == ""
 

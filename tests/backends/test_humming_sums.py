@@ -143,7 +143,7 @@ def test_only_a_library_that_leaves_sums_out_gets_others(monkeypatch: pytest.Mon
             assert [each[2]["block_shape"][0] for each in of_library] == [8, height], version
 
 
-def test_the_first_release_that_leaves_nothing_out_is_told_by_its_pins() -> None:
+def test_releases_with_incomplete_sums_are_known_by_their_pins() -> None:
     """vLLM's releases over a stand-in for the layer are those whose library leaves sums out; `complete_reduction` is
     called there and nowhere else."""
     for release in SERVED:
@@ -258,7 +258,7 @@ def test_the_busiest_of_eight_ranks_has_fewer_choices_than_are_counted() -> None
     assert busiest.item() == pytest.approx(2.6, abs=0.1)
 
 
-def test_places_are_no_more_than_there_are() -> None:
+def test_num_sms_is_capped_at_the_devices_sm_count() -> None:
     config = {"block_shape": (8, 128, 256), "use_stream_k": True}
     given = {"w13": [(0, 1 << 30, config)], "w2": [(0, 1 << 30, {**config, "use_stream_k": False})]}
     found = replaced(given, 2880, 2880, parallel=Parallel(ep=8)).w13_tuning_config

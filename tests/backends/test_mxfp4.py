@@ -124,7 +124,7 @@ def test_non_gated_experts_are_taken_by_some() -> None:
         (Routing("renormalize", weight_on_input=True), {"weight_on_input"}),
     ],
 )
-def test_what_routes_inside_its_kernel(routing: Routing, codes: set[str]) -> None:
+def test_only_monolithic_backends_route_inside_the_kernel(routing: Routing, codes: set[str]) -> None:
     assert codes_of(backend("triton_mxfp4_monolithic").check(gpt_oss_layer(routing=routing), gpu(90))) == codes
     given_ids = backend("triton_mxfp4").check(gpt_oss_layer(routing=routing), gpu(90))
     assert codes_of(given_ids) == codes & {"weight_on_input"}
@@ -137,7 +137,7 @@ def test_data_parallel_ranks_exchange_routed_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", ["triton_mxfp4", "triton_mxfp4_unfused"])
-def test_empty_slots_are_told_from_the_last_expert_since(name: str) -> None:
+def test_minimum_version_for_empty_slots(name: str) -> None:
     for version, codes in (("0.24.0", {"expert_parallel.vllm_version"}), ("0.25.1", set())):
         assert codes_of(backend(name).check(gpt_oss_layer(ep=4), gpu(90, vllm=version))) == codes
     assert backend(name).check(gpt_oss_layer(), gpu(90, vllm="0.24.0")).reasons == ()
@@ -172,7 +172,7 @@ _SAME = (2880, 2880)
         *((name, 736, (2880, 736)) for name in ("humming_mxfp4", "hopper_mxfp4", "cpu_mxfp4")),
     ],
 )
-def test_padding(name: str, inner: int, plan: tuple[int, int]) -> None:
+def test_plans_are_padded_to_the_kernels_multiples(name: str, inner: int, plan: tuple[int, int]) -> None:
     chosen = gpt_oss_layer(intermediate_size=inner)
     found = backend(name).plan(chosen, at_home(name))
     assert (found.hidden_size, found.intermediate_size) == plan
@@ -183,7 +183,7 @@ def test_padding(name: str, inner: int, plan: tuple[int, int]) -> None:
     ("name", "plan"),
     [("marlin_mxfp4", (7168, 192)), ("triton_mxfp4_unfused", (7168, 192)), ("humming_mxfp4", (7168, 160))],
 )
-def test_shards_that_are_no_whole_tiles_are_padded(name: str, plan: tuple[int, int]) -> None:
+def test_shards_with_a_partial_tile_are_padded(name: str, plan: tuple[int, int]) -> None:
     """DeepSeek-V4's kind of layer, cut into what no tile divides."""
     each = gpt_oss_layer(
         scheme=Scheme("mxfp4", 4, 32, "mxfp4"), experts=256, top_k=6, hidden_size=7168, intermediate_size=160, tp=8,
@@ -370,7 +370,7 @@ def test_our_own_storage_holds_the_weights() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_vllm_knows_the_sizes_that_marlin_sees(ranks: int) -> None:
+def test_marlins_padded_sizes_are_set_in_vllms_config(ranks: int) -> None:
     """What reads them afterwards (vLLM's runner, which pads and crops, buffers of all-to-alls, LoRA) must agree with
     the tensors, under expert parallelism too."""
     each = gpt_oss_layer(hidden_size=288, intermediate_size=96, experts=8, top_k=2, ep=ranks)

@@ -155,7 +155,7 @@ def test_deep_gemm_passes_the_limit_alone() -> None:
 
 @pytest.mark.parametrize("declared", ["16bit", "mxfp8", "fp8", "mxfp4"])
 @each_backend
-def test_a_backend_that_quantizes_what_nobody_asked_for_is_not_chosen(name: str, declared: Any) -> None:
+def test_a_backend_that_quantizes_undeclared_activations_is_not_chosen(name: str, declared: Any) -> None:
     layer = usual(name)
     consumed = backend(name).activations(layer)
     layer = dataclasses.replace(layer, scheme=dataclasses.replace(layer.scheme, activations=declared))
@@ -230,7 +230,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("name", [*TRTLLM, *CUTLASS])
-def test_classes_are_asked_for_with_the_activations_type(name: str) -> None:
+def test_stock_classes_are_asked_with_the_activation_precision(name: str) -> None:
     layer, recorder = usual(name), Recorder()
     plan = backend(name).plan(layer, at_home(name))
     backend(name).build_experts({}, layer, plan, recorder)  # type: ignore[arg-type]
@@ -284,7 +284,9 @@ def test_vllms_own_classes_are_built_whole(name: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", TRTLLM)
 @pytest.mark.parametrize("routing", ["Renormalize", "RenormalizeNaive", "DeepSeekV3"])
-def test_the_kernel_is_told_the_layers_routing_method(name: str, routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_receives_the_layers_routing_method(
+    name: str, routing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No constant: another layer, another method."""
     layer = usual(name, hidden_size=256, intermediate_size=128, num_experts=8, local_experts=8, top_k=2)
     with inside_vllm(layer, routing) as config:

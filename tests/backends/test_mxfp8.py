@@ -194,7 +194,7 @@ def test_the_limit_of_ten_experts_per_token_is_deep_seeks_alone(top_k: int) -> N
         ({"routing": Routing(method="renormalize", num_groups=16, top_k_groups=1), "top_k": 8}, set()),
     ],
 )
-def test_what_routes_inside_its_kernel(changes: dict[str, Any], codes: set[str]) -> None:
+def test_only_monolithic_backends_route_inside_the_kernel(changes: dict[str, Any], codes: set[str]) -> None:
     assert codes_of(backend("trtllm_mxfp8_monolithic").check(layer(**changes), gpu(100))) == codes
 
 
@@ -213,7 +213,7 @@ def test_the_modular_class_is_given_routed_ids() -> None:
         ("deep_gemm_mxfp8", 2048, 96, (2048, 128)),
     ],
 )
-def test_padding(name: str, hidden: int, inner: int, plan: tuple[int, int]) -> None:
+def test_plans_are_padded_to_the_kernels_multiples(name: str, hidden: int, inner: int, plan: tuple[int, int]) -> None:
     chosen = layer(hidden_size=hidden, intermediate_size=inner)
     found = backend(name).plan(chosen, at_home(name))
     assert (found.hidden_size, found.intermediate_size) == plan
@@ -221,7 +221,7 @@ def test_padding(name: str, hidden: int, inner: int, plan: tuple[int, int]) -> N
 
 
 @pytest.mark.parametrize("name", ["marlin_mxfp8", "deep_gemm_mxfp8"])
-def test_hidden_sizes_that_are_no_multiple_of_128(name: str) -> None:
+def test_hidden_sizes_other_than_multiples_of_128(name: str) -> None:
     verdict = backend(name).check(layer(hidden_size=2880), at_home(name))
     assert isinstance(verdict, Rejected)
     assert str(verdict.reasons[0]) == "hidden size 2880 is not a multiple of 128 (2880 mod 128 = 64)"
@@ -240,7 +240,7 @@ def test_the_order_is_stocks() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_they_compute_with(name: str) -> None:
+def test_numerics_in_words(name: str) -> None:
     weight_only = name in WEIGHT_ONLY
     assert backend(name).activations(layer()) == ("16bit" if weight_only else "mxfp8")
     words = str(backend(name).numerics(layer()))
@@ -289,7 +289,7 @@ def test_a_named_kernel_for_another_card_is_refused_with_its_reason() -> None:
         decide(layer(), gpu(90), Settings(), moe_backend="flashinfer_trtllm")
 
 
-def test_a_name_of_this_project_is_none_of_vllms_option() -> None:
+def test_names_of_this_projects_backends_are_invalid_for_moe_backend() -> None:
     with pytest.raises(NoBackendError, match=r"valid are auto, .*humming, marlin; this project's own names"):
         decide(layer(), gpu(80), Settings(), moe_backend="humming_mxfp8")
 

@@ -70,7 +70,7 @@ def test_the_unfused_triton_kernels_get_alpha_and_limit(release: str) -> None:
 
 
 @every_release
-def test_empty_slots_and_tops_that_are_no_power_of_two(release: str) -> None:
+def test_empty_slots_and_top_k_other_than_powers_of_two(release: str) -> None:
     whole = source_of(release, f"{FUSED_MOE}/experts/{OAI}.py")
     since = number(release) >= (0, 25, 1)
     assert ("expert_map[topk_ids]" in whole) == (not since)

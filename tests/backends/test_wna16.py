@@ -185,7 +185,7 @@ def test_a_group_across_ranks_is_refused_with_its_arithmetic() -> None:
         assert "TP 1" in words and "--enable-expert-parallel" in words
 
 
-def test_hidden_sizes_that_are_no_whole_tiles() -> None:
+def test_hidden_sizes_with_a_partial_tile() -> None:
     reasons = backend("marlin_wna16").check(usual("marlin_wna16", hidden_size=2880, scheme=scheme(group=32)), gpu(90))
     assert str(reasons.reasons[0]) == "hidden size 2880 is not a multiple of 128 (2880 mod 128 = 64)"
 
@@ -389,7 +389,7 @@ def _placed(inside: torch.Tensor, shape: torch.Size, each: Problem, key: str) ->
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_marlin_is_told_the_order_of_features_and_their_groups(ranks: int) -> None:
+def test_marlin_receives_feature_order_and_groups(ranks: int) -> None:
     """What its kernel does with them: column k has input feature ``order[k]`` and the scales of ``group_index[k]``."""
     layer = usual("marlin_wna16", hidden_size=128, intermediate_size=96, tp=ranks, scheme=scheme(4, 32, order="group"))
     assert has_act_order(layer)
@@ -407,7 +407,7 @@ def test_marlin_is_told_the_order_of_features_and_their_groups(ranks: int) -> No
         assert torch.equal(found, wna16.dequantize_expert(one, which))
 
 
-def test_what_they_compute_with() -> None:
+def test_numerics_in_words() -> None:
     for name in NAMES:
         words = str(backend(name).numerics(usual(name)))
         expected = "int8" if name == "cpu_int4" else "16bit"

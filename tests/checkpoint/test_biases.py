@@ -112,7 +112,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["gptq", "GPTQ", "awq"])
-def test_explain_knows_them_where_it_is_given_the_folder(method: str, tmp_path: Path) -> None:
+def test_explain_reads_biases_from_a_folder(method: str, tmp_path: Path) -> None:
     quantization = (
         {**GPTQ, "quant_method": method} if method != "awq" else {"quant_method": "awq", "bits": 4, "group_size": 64}
     )

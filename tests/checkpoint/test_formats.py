@@ -104,7 +104,7 @@ def test_entries_for_each_matrix_that_agree_are_one_format(explain: Any) -> None
     assert {each.scheme.bits for each in explain(quantized(quantization_config=same)).problems} == {4}
 
 
-def test_a_router_called_gate_is_no_matrix_of_mixtrals_experts(explain: Any) -> None:
+def test_a_router_called_gate_is_not_taken_for_a_mixtral_expert(explain: Any) -> None:
     for pattern in (r"-:.*gate.*", r"-:.*\.gate"):
         found = explain(quantized("mixtral-8x7b", quantization_config=GPTQ | {"dynamic": {pattern: {}}}))
         assert found.unquantized == () and len(found.problems) == 32
@@ -120,7 +120,7 @@ def test_a_router_called_gate_is_no_matrix_of_mixtrals_experts(explain: Any) -> 
         ("kimi-k2-thinking", "kimi_k3", 60),
     ],
 )
-def test_a_router_called_gate_is_no_matrix_where_these_are_numbered(
+def test_a_router_called_gate_is_not_taken_for_a_numbered_projection(
     name: str, kind: str, layers: int, explain: Any
 ) -> None:
     def of(pattern: str) -> Any:
@@ -207,7 +207,7 @@ def test_integers_of_gpt_oss_are_loaded_with_gate_and_up_apart(explain: Any) -> 
     assert not any("gpt-oss" in note for note in explain(quantized(quantization_config=ints)).notes)
 
 
-def test_linear_layers_with_act_order_are_told_of_where_vllm_refuses_them(tmp_path: Path) -> None:
+def test_explain_notes_refused_act_order_in_linear_layers(tmp_path: Path) -> None:
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}
 
     def notes(vllm: str | None, **changes: Any) -> str:

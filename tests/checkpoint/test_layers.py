@@ -176,7 +176,7 @@ def test_routing_by_table_and_by_square_root_of_softplus(explain: Any) -> None:
     assert {first.routing.method, last.routing.method} == {"deepseekv4"}
 
 
-def test_multi_token_prediction_layers_are_said_to_be_missing(explain: Any) -> None:
+def test_unlisted_mtp_layers_are_noted(explain: Any) -> None:
     assert any("multi-token-prediction" in note for note in explain(quantized("minimax-m2")).notes)
     # As Qwen3.5's configs call them.
     (note,) = explain(quantized(mtp_num_hidden_layers=1)).notes
@@ -306,7 +306,7 @@ def test_ranks_that_would_do_cut_what_else_vllm_cuts(fields: dict[str, Any], ep:
         explain(data, tp=8, ep=ep)
 
 
-def test_expert_parallelism_is_no_way_out_for_more_ranks_than_experts(explain: Any) -> None:
+def test_expert_parallelism_is_not_suggested_for_more_ranks_than_experts(explain: Any) -> None:
     with pytest.raises(CheckpointError, match="Use TP 32") as caught:
         explain(quantized("mixtral-8x7b", num_attention_heads=96, intermediate_size=14368), tp=48)
     assert "--ep" not in str(caught.value)
@@ -322,14 +322,14 @@ def test_absurd_numbers_of_ranks_are_refused_at_once(tp: int, ep: bool, explain:
 
 
 @pytest.mark.parametrize("order", [[], {}, 1, 1.5, "sideways"])
-def test_an_order_that_is_no_word_is_refused(order: object, explain: Any) -> None:
+def test_actorder_must_be_a_string(order: object, explain: Any) -> None:
     weights = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 128, "actorder": order}
     with pytest.raises(CheckpointError, match="unknown actorder"):
         explain(config(quantization_config=compressed(group(weights), format="pack-quantized")))
 
 
 @pytest.mark.parametrize("word", ["\ud800", "soft max\n", "\x1b[31m"])
-def test_a_scoring_function_that_is_no_name_is_refused_in_plain_letters(word: str, explain: Any) -> None:
+def test_an_invalid_scoring_function_is_refused_in_ascii(word: str, explain: Any) -> None:
     with pytest.raises(CheckpointError, match=r"the scoring function .* is not a name") as caught:
         explain(quantized(scoring_func=word))
     assert str(caught.value).isascii() and str(caught.value).isprintable()
@@ -454,7 +454,7 @@ def test_an_exclusion_may_use_the_checkpoints_name_of_a_module(explain: Any) -> 
         ("*self_attn*", ""),
     ],
 )
-def test_exclusions_that_leave_nothing_out_are_told_of(entry: str, words: str, explain: Any) -> None:
+def test_exclusions_without_effect_are_noted(entry: str, words: str, explain: Any) -> None:
     notes = explain(quantized(quantization_config=MODELOPT | {"ignore": [entry]})).notes
     assert [note.rpartition(f"the exclusion {entry!r} ")[2] for note in notes if "exclusion" in note] == [words] * bool(
         words

@@ -58,7 +58,7 @@ def test_those_whose_layers_have_other_names_are_only_counted(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("value", ["one", -1, 1 << 20, True])
-def test_a_number_that_is_none_is_refused(value: Any, tmp_path: Path) -> None:
+def test_an_invalid_number_is_refused(value: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="num_nextn_predict_layers"):
         found(tmp_path, "deepseek-v3", num_nextn_predict_layers=value)
 

@@ -211,7 +211,7 @@ def test_what_vllm_fails_without_is_told_of_quark_s_configs(explain: Any) -> Non
         ("re:.*shared_experts.*", False), ("model.layers.5.mlp.shared_experts.down_proj", False),
     ],
 )  # fmt: skip
-def test_old_releases_are_told_of_where_routed_experts_are_left_out(explain: Any, entry: str, is_told: bool) -> None:
+def test_explain_notes_releases_that_exclude_routed_experts(explain: Any, entry: str, is_told: bool) -> None:
     notes = explain(QWEN3, {**QUARK, "exclude": [entry]}).notes
     assert any("the oldest supported releases" in note for note in notes) == is_told
 

@@ -32,7 +32,7 @@ def test_a_gpt_oss_in_16_bits_is_refused(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ONLINE_SCHEMES)
-def test_every_layer_becomes_what_was_asked_for(name: str, tmp_path: Path) -> None:
+def test_every_layer_gets_the_requested_online_scheme(name: str, tmp_path: Path) -> None:
     found = find_moe_layers(read_checkpoint(written(tmp_path)), online=name)
     assert len(found.problems) == 48 and not found.unquantized and not found.unsupported_formats
     assert {problem.scheme for problem in found.problems} == {ONLINE_SCHEMES[name]}

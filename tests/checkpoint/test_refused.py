@@ -139,14 +139,14 @@ def test_unusable_configs_say_what_and_where(
         (b'{"num_experts": ' + b"9" * 10_000 + b"}", "is not JSON"),
     ],
 )
-def test_files_that_are_no_config(content: bytes, message: str, tmp_path: Path) -> None:
+def test_invalid_config_files_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=message):
         find_moe_layers(read_checkpoint(file))
 
 
-def test_a_path_that_is_something_else_gets_what_it_is_and_what_to_give(tmp_path: Path) -> None:
+def test_a_wrong_kind_of_path_is_refused_with_the_expected_kind(tmp_path: Path) -> None:
     def said(path: Path) -> str:
         with pytest.raises(CheckpointError) as caught:
             find_moe_layers(read_checkpoint(path))
@@ -172,7 +172,7 @@ def test_a_path_that_is_something_else_gets_what_it_is_and_what_to_give(tmp_path
     assert "Only experts are decided here; of all other layers vLLM chooses the kernels itself" in said(empty)
 
 
-def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
+def test_paths_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere: no such file or folder\. Give a checkpoint's folder"):
         read_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"the folder has no config\.json"):

@@ -111,7 +111,7 @@ def test_a_group_without_a_backend_ends_with_3_and_still_prints_the_table(run: R
     assert result.err.count("\n") == 2  # the second says that the config names no dtype
 
 
-def test_a_scheme_without_backends_is_said_to_have_none_yet(run: Run) -> None:
+def test_explain_reports_a_scheme_without_backends(run: Run) -> None:
     result = run("explain", CONFIGS / "kimi-k2-thinking.json", "--device", "nvidia-h200")
     data = run("explain", CONFIGS / "kimi-k2-thinking.json", "--device", "nvidia-h200", "--json").json
     if data["groups"][0]["candidates"]:
@@ -357,9 +357,7 @@ def test_unusable_input_ends_with_2_and_one_line(
 
 
 @pytest.mark.parametrize("word", ["\ud800", "\x1b[31msilu", "si lu", ""])
-def test_an_activation_that_is_no_name_is_refused_in_plain_letters(
-    word: str, run: Run, write: Callable[..., Path]
-) -> None:
+def test_an_invalid_activation_name_is_refused_in_ascii(word: str, run: Run, write: Callable[..., Path]) -> None:
     result = run("explain", write(hidden_act=word), "--device", "cpu")
     assert (result.status, result.out, result.err.count("\n")) == (2, "", 1) and result.err.isascii()
     assert "\x1b" not in result.err
@@ -389,7 +387,7 @@ def test_a_device_with_unprintable_words_is_refused(run: Run, write: Callable[..
         assert "is not printable" in result.err and "\x1b" not in result.err
 
 
-def test_batch_invariance_is_this_environments_or_as_asked(
+def test_batch_invariance_comes_from_the_environment_or_the_option(
     run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(*more: str) -> bool:
@@ -418,7 +416,7 @@ def test_batch_invariance_without_a_backend_ends_with_3(run: Run, write: Callabl
     assert result.status == 3 and "batch invariance" in " ".join(result.out.split())
 
 
-def test_a_profile_and_a_cache_that_cannot_be_read_are_said(
+def test_unreadable_profiles_and_caches_are_remarked(
     run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MOE_ORACLE_PROFILE", str(tmp_path / "nope"))
@@ -443,7 +441,7 @@ def test_a_profile_and_a_cache_that_cannot_be_read_are_said(
     ],
     ids=["missing", "another", "no JSON", "folder"],
 )
-def test_a_profile_that_is_none_is_refused_before_anything_is_done(
+def test_an_invalid_profile_is_refused_before_any_work(
     line: list[str], content: str | None, said: str, run: Run, write: Callable[..., Path], tmp_path: Path
 ) -> None:
     checkpoint, cache, page = write(), tmp_path / "cache", tmp_path / "page.html"
@@ -602,7 +600,7 @@ def test_status_without_vllm(tmp_path: Path) -> None:
     assert "not installed" in data["plugin"]["reason"] and data["device"]["kind"] == "cpu"
 
 
-def test_explain_knows_lora_and_moving_experts(run: Run) -> None:
+def test_explain_takes_lora_and_eplb_into_account(run: Run) -> None:
     here = ("explain", CONFIGS / "gpt-oss-20b.json", "--device", "nvidia-h200", "--json")
     plain = run(*here).json["groups"][0]
     lora = run(*here, "--lora").json["groups"][0]

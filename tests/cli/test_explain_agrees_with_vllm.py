@@ -138,9 +138,7 @@ def test_vllm_asks_about_the_layers_that_explain_reads(name: str, built: tuple[P
 
 
 @pytest.mark.parametrize(("name", "how"), ONLINE.items())
-def test_and_about_those_that_it_quantizes_while_they_load(
-    name: str, how: str, built: tuple[Path, dict[str, Any]]
-) -> None:
+def test_explain_agrees_on_online_quantization(name: str, how: str, built: tuple[Path, dict[str, Any]]) -> None:
     folder, asked = built
     problems = msgspec.convert(asked[f"{name}:{how}"], tuple[Problem, ...])
     assert (
@@ -150,7 +148,7 @@ def test_and_about_those_that_it_quantizes_while_they_load(
 
 
 @pytest.mark.parametrize("name", MTP_MODELS)
-def test_and_about_those_of_modules_for_multi_token_prediction(name: str, built: tuple[Path, dict[str, Any]]) -> None:
+def test_explain_agrees_on_mtp_layers(name: str, built: tuple[Path, dict[str, Any]]) -> None:
     folder, asked = built
     found = find_moe_layers(read_checkpoint(folder / f"{name}:mtp"))
     problems = msgspec.convert(asked[f"{name}:mtp"], tuple[Problem, ...])

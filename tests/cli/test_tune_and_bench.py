@@ -194,7 +194,7 @@ def test_bench_refuses_backends_that_there_are_not(run: Run) -> None:
     assert result.status == 2 and "there is no backend 'marlin'" in result.err and "marlin_mxfp4" in result.err
 
 
-def test_tune_refuses_what_is_no_profile(run: Run, tmp_path: Path) -> None:
+def test_tune_refuses_an_invalid_profile(run: Run, tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text("{}")
     result = run("tune", GPT_OSS, "--profile", tmp_path / "p.json")
     assert result.status == 2 and "is not a profile of measurements" in result.err

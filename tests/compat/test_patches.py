@@ -193,7 +193,7 @@ def test_a_transplant_serves_every_construction(imported_before: bool) -> None:
     assert importlib.import_module("ours_example").Method(1).made == ("ours", 1, 2)
 
 
-def test_modules_that_nobody_waits_for_are_imported_as_ever(tmp_path: Path) -> None:
+def test_modules_without_import_hooks_are_imported_normally(tmp_path: Path) -> None:
     (tmp_path / "other_example.py").write_text("VALUE = 1\n")
     manager = PatchManager()
     manager.apply(DeferredPatch("entry", "stock_example", lambda module: Patch("entry", module.TABLE, "a", 2)))

@@ -123,7 +123,7 @@ def test_values_that_cannot_be_taken_are_errors_that_name_the_place(name: str, v
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_an_empty_variable_is_as_good_as_none(name: str) -> None:
+def test_empty_variable_counts_as_unset(name: str) -> None:
     chosen = load({env_var(name): ""})
     assert getattr(chosen, name) == getattr(Settings(), name) and chosen.source(name) == "default"
     # Said by hand to one run, nothing is a value like others, which most settings cannot take.
@@ -157,7 +157,7 @@ def test_an_unknown_key_is_an_error_with_a_guess_and_the_valid_ones() -> None:
         assert all(name in str(caught.value) for name in FIELDS)
 
 
-def test_a_name_like_no_other_gets_no_guess() -> None:
+def test_a_dissimilar_name_gets_no_suggestion() -> None:
     with pytest.raises(SettingError, match="Valid are ") as caught:
         load({}, {"moe_oracle": {"zzzzzz": 1}})
     assert "Did you mean" not in str(caught.value)
@@ -165,7 +165,7 @@ def test_a_name_like_no_other_gets_no_guess() -> None:
         load({}, {"moe_oracle": {7: 1}})
 
 
-def test_where_a_setting_came_from_is_no_setting() -> None:
+def test_the_source_is_not_a_setting() -> None:
     with pytest.raises(SettingError, match="unknown setting 'sources'"):
         load({}, {"moe_oracle": {"sources": {}}})
 
@@ -175,7 +175,7 @@ def test_variables_of_others_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("section", [5, "backend=emulation", ["backend"], None, True])
-def test_a_section_that_is_no_object_is_an_error(section: object) -> None:
+def test_a_section_must_be_an_object(section: object) -> None:
     with pytest.raises(SettingError, match=r"is not a JSON object.*Write"):
         load({}, {"moe_oracle": section})
 

@@ -109,7 +109,7 @@ def test_shares_of_whole_groups_are_noted_with_the_schemes_own_group() -> None:
     assert "is sharded in whole groups of 128: 384 on each of 2 ranks" in padded_plan(ragged).notes[0]
 
 
-def test_groups_that_are_halved_are_said_to_be() -> None:
+def test_halved_groups_are_reported() -> None:
     halved = problem(scheme=Scheme("wna16", 4, 128, "gptq"), intermediate_size=192, tp=4)
     words = "scale groups of 128 are loaded as groups of 64, because 192 features are not a multiple of 128"
     assert describe_loaded_group(halved) == words
@@ -183,7 +183,7 @@ def test_scale_groups(scheme: Scheme, group: int) -> None:
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 4000))
-def test_the_cut_in_words_is_true(tp: int, shard: int) -> None:
+def test_describe_shard_states_the_division(tp: int, shard: int) -> None:
     words = describe_shard(problem(intermediate_size=shard, tp=tp))
     if tp == 1:
         assert words == str(shard)

@@ -111,7 +111,9 @@ def test_a_file_needs_only_kind_and_name(tmp_path: Path) -> None:
         ('{"kind": "cuda", "name": "x", "packages": {"torch": 2}}', r"not a device: Expected `str`, got `int`"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_no_device_says_what_and_where(text: str, message: str, tmp_path: Path) -> None:
+def test_an_invalid_device_file_is_refused_with_the_reason_and_the_path(
+    text: str, message: str, tmp_path: Path
+) -> None:
     file = tmp_path / "bad.json"
     file.write_text(text)
     with pytest.raises(SettingError, match=message) as caught:
@@ -119,7 +121,7 @@ def test_a_file_that_is_no_device_says_what_and_where(text: str, message: str, t
     assert caught.value.where == str(file)
 
 
-def test_a_file_that_is_no_text_or_not_there_says_so(tmp_path: Path) -> None:
+def test_an_unreadable_device_file_is_refused_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b'{"kind": "\xff\xfe"}')
     with pytest.raises(SettingError, match="not a device"):
         catalog.load_device(tmp_path / "binary.json")

@@ -61,12 +61,12 @@ def test_every_layer_is_decided_by_the_oracle(served: dict[str, dict[str, Any]],
 
 
 @pytest.mark.parametrize("tag", OTHERS)
-def test_all_say_the_same_to_the_bit(served: dict[str, dict[str, Any]], tag: str) -> None:
+def test_all_quantization_tags_give_identical_logprobs(served: dict[str, dict[str, Any]], tag: str) -> None:
     assert served[tag]["tokens"] == served["modelopt"]["tokens"]
     np.testing.assert_array_equal(served[tag]["logprobs"], served["modelopt"]["logprobs"])
 
 
-def test_a_row_that_is_another_is_seen(served: dict[str, dict[str, Any]]) -> None:
+def test_one_changed_scale_changes_logprobs(served: dict[str, dict[str, Any]]) -> None:
     assert not np.array_equal(served[ONE_SCALE_UP]["logprobs"], served["mxfp8"]["logprobs"])
 
 

@@ -178,7 +178,7 @@ def test_weights_are_folded_as_on_a_cpu(case: Case) -> None:
 
 @pytest.mark.parametrize("tokens", (1, 3, 17, 65, 129, 513, 2200))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_layer(case: Case, tokens: int) -> None:
+def test_matches_reference(case: Case, tokens: int) -> None:
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, tokens)
     out = call(case, weights, x, router, ids)
@@ -195,7 +195,7 @@ def test_no_tokens() -> None:
 @pytest.mark.parametrize("routing", ("one", "negative", "none"))
 @pytest.mark.parametrize("tokens", (3, 129, 700))
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
-def test_routing(case: Case, tokens: int, routing: str) -> None:
+def test_degenerate_routings(case: Case, tokens: int, routing: str) -> None:
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, tokens, routing)
     check(case, call(case, weights, x, router, ids), reference(case, layer, x, router, ids))

@@ -54,7 +54,7 @@ def call(weights, x, router, ids, case: Case, config: LaunchConfig | None = None
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_layer(case, tokens):
+def test_matches_reference(case, tokens):
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, tokens)
     out = call(weights, x, router, ids, case)
@@ -65,7 +65,7 @@ def test_layer(case, tokens):
 @pytest.mark.parametrize("routing", ["one", "negative"])
 @pytest.mark.parametrize("tokens", (1, 3, 17, 129))
 @pytest.mark.parametrize("case", by_name("int4-g128", "mxfp4-swigluoai", "mxfp8"), ids=lambda case: case.name)
-def test_routing(case, tokens, routing):
+def test_degenerate_routings(case, tokens, routing):
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, tokens, routing)
     out = call(weights, x, router, ids.long(), case)

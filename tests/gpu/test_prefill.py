@@ -56,7 +56,7 @@ def call(weights: PackedWeights, x: torch.Tensor, router: torch.Tensor, ids: tor
 
 @pytest.mark.parametrize("tokens", (1, 17, 129, 513, 2200))
 @pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.name)
-def test_layer(case: Case, tokens: int) -> None:
+def test_matches_reference(case: Case, tokens: int) -> None:
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, tokens)
     out = call(weights, x, router, ids, case)
@@ -67,7 +67,7 @@ def test_layer(case: Case, tokens: int) -> None:
 @pytest.mark.parametrize("routing", ("one", "negative", "none"))
 @pytest.mark.parametrize("tokens", (3, 129, 700))
 @pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.name)
-def test_routing(case: Case, tokens: int, routing: str) -> None:
+def test_degenerate_routings(case: Case, tokens: int, routing: str) -> None:
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, tokens, routing)
     check(call(weights, x, router, ids, case), reference(case, layer, x, router, ids))

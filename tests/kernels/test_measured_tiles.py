@@ -134,7 +134,7 @@ def test_the_fastest_right_configuration_is_a_backends_time(
     assert [each.measured for each in again.values()] == [0]
 
 
-def test_no_configuration_is_timed_where_none_is_asked_for(
+def test_zero_tiles_times_only_the_own_choice(
     tiled: Tiled,
     backends: Callable[..., None],  # noqa: F811
     store: Store,  # noqa: F811
@@ -146,7 +146,7 @@ def test_no_configuration_is_timed_where_none_is_asked_for(
 
 
 @pytest.mark.parametrize("tile", ["x" * 3000, "a\nb", "\x1b[31m"])
-def test_a_text_that_is_no_configuration_is_no_sound_measurement(tile: str) -> None:
+def test_an_unparsable_tile_configuration_invalidates_its_measurement(tile: str) -> None:
     assert not Sample("hopper_mxfp8", "16bit", 1, "uniform", 5.0, 5.0, 5.0, 3, 1e-3, tile=tile).is_valid
 
 

@@ -172,7 +172,7 @@ def test_table_of_hand_overs_is_whole() -> None:
                 assert row["config"] is None or PrefillConfig(**row["config"])
 
 
-def test_a_layer_that_they_cannot_run_is_refused_also_when_asked_for() -> None:
+def test_an_unsupported_layer_is_refused_also_when_chosen_by_name() -> None:
     weights = allocate_weights("mxfp8", 4, 96, 96, device="meta")
     x = torch.empty(8, 96, dtype=torch.bfloat16, device="meta")
     routed = torch.empty(8, 2, device="meta")

@@ -126,7 +126,7 @@ def test_shapes_of_nibbles_are_learned_without_data() -> None:
 
 
 @pytest.mark.parametrize("shape", [(63, 8), (64, 12), (32, 8)])
-def test_nibbles_that_are_no_whole_tile_are_refused_with_both_numbers(shape: tuple[int, int]) -> None:
+def test_partial_tiles_of_nibbles_are_refused_with_both_numbers(shape: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=rf"\[{shape[0]}, {2 * shape[1]}\].*64 rows x 16 columns"):
         pack_nibbles(codes(*shape))
 

@@ -97,7 +97,7 @@ def test_one_backend_alone_hides_no_measurements_of_another_place(tmp_path: Path
     assert f"given.json (NVIDIA H200, vLLM {NEWEST}) are not sufficient" in made.explanation
 
 
-def test_what_failed_here_is_not_chosen_by_what_was_measured_elsewhere(tmp_path: Path) -> None:
+def test_failures_in_a_skipped_source_stay_excluded(tmp_path: Path) -> None:
     full = (*times(HUMMING, 50), *times(MARLIN, 40), *times(OWN, 10))
     given = (*times(HUMMING, 50, (1, 2)), *fails(OWN, 4))
     made = decided(tmp_path, *full, given=given)
@@ -113,7 +113,7 @@ def test_where_no_place_decides_the_first_one_says_why(tmp_path: Path) -> None:
     assert "measured up to 2 tokens" in made.explanation
 
 
-def test_places_are_asked_in_their_order(tmp_path: Path) -> None:
+def test_sources_are_searched_in_order(tmp_path: Path) -> None:
     full = (*times(HUMMING, 50), *times(MARLIN, 20), *times(OWN, 30))
     made = decided(tmp_path, *full, given=(*times(HUMMING, 50), *times(MARLIN, 40), *times(OWN, 30)))
     assert made.backend == OWN and "given.json" in made.explanation and "the cache" not in made.explanation

@@ -50,7 +50,7 @@ def test_what_is_kept_comes_back(store: Store) -> None:
     assert store.summary() == {f"NVIDIA H200, vLLM {NEWEST}": 3}
 
 
-def test_no_file_is_no_measurements(tmp_path: Path) -> None:
+def test_a_missing_file_holds_no_measurements(tmp_path: Path) -> None:
     assert Store(tmp_path / "nowhere").samples(CELL) == []
     assert not (tmp_path / "nowhere").exists()  # asking makes nothing
 
@@ -192,7 +192,7 @@ def test_damage_in_the_middle_is_noticed(store: Store) -> None:
 
 
 @pytest.mark.parametrize("content", [b"hello", b"#!/bin/sh\necho me\n" * 100, os.urandom(20000)], ids=["s", "t", "r"])
-def test_a_file_that_is_no_database_is_never_touched(store: Store, content: bytes) -> None:
+def test_a_file_other_than_a_database_is_never_touched(store: Store, content: bytes) -> None:
     store.path.write_bytes(content)
     for touch in (store.prepare, lambda: store.samples(CELL)):
         with pytest.raises(MeasurementError, match=r"Move it away|starts a new one"):
@@ -291,7 +291,7 @@ def test_a_layer_that_cannot_be_shown_is_not_believed(store: Store, text: str) -
         store.samples_by_kernel_shape(HERE)
 
 
-def test_bytes_that_are_no_text_are_not_believed(store: Store) -> None:
+def test_bytes_that_are_not_utf8_are_refused(store: Store) -> None:
     store.add(HERE, CELL, [sample()])
     with contextlib.closing(sqlite3.connect(store.path)) as connection:
         connection.execute("UPDATE samples SET sample = CAST(x'ff1b22' AS TEXT)")
@@ -319,7 +319,7 @@ def test_a_small_file_does_not_fill_the_memory(store: Store, length: int) -> Non
         tracemalloc.stop()
 
 
-def test_samples_of_a_place_that_is_not_there_are_none(store: Store) -> None:
+def test_an_unknown_environment_has_no_samples(store: Store) -> None:
     store.add(HERE, CELL, [sample()])
     with contextlib.closing(sqlite3.connect(store.path)) as connection:
         connection.execute("UPDATE samples SET environment = 7")

@@ -222,7 +222,9 @@ def test_a_backend_that_fails_is_kept_as_failing(backends: Callable[..., None], 
     assert decision.backend == "other" and "broken" in decision.explanation
 
 
-def test_out_of_memory_is_no_verdict(backends: Callable[..., None], store: Store, tmp_path: Path) -> None:
+def test_out_of_memory_is_not_recorded_as_a_failure(
+    backends: Callable[..., None], store: Store, tmp_path: Path
+) -> None:
     backends(Slowed("large", 1.0, fault="memory"), FAST)
     outcomes = tuning.tune([LAYERS["mxfp8"]], HERE, chosen(tmp_path), store, plan())
     assert {each.backend for outcome in outcomes.values() for each in outcome.samples} == {"fast"}
@@ -282,7 +284,7 @@ def test_compiling_beforehand_runs_in_processes_of_their_own() -> None:
     assert steps[-1] == (2, 2)
 
 
-def test_no_more_processes_are_asked_for_than_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_are_capped_at_the_number_of_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
 
     def run(work: Any, tasks: list[Any], places: list[Any], *rest: Any, **options: Any) -> Iterator[Any]:
@@ -375,7 +377,7 @@ def test_words_about_the_kernels_do_not_change_their_hash(tmp_path: Path) -> Non
         ({"packages": {"vllm": f"{HERE.packages['vllm']}.dev3+g1234567"}}, True, "measured with vllm"),
     ],
 )
-def test_another_places_cache_is_ignored_or_used_with_a_word(
+def test_a_cache_of_another_environment_is_ignored_or_used_with_a_remark(
     backends: Callable[..., None], store: Store, tmp_path: Path, changes: dict[str, Any], used: bool, words: str
 ) -> None:
     backends(SLOW, FAST)
@@ -459,7 +461,7 @@ def test_a_stock_layer_that_cannot_be_built_is_a_failure(backends: Callable[...,
     "text",
     ["", "{}", "rubbish", '{"conditions": {}}', '{"conditions": {"environment": {"gpu": "x"}, "routing": "uniform"}}'],
 )
-def test_what_is_no_benchmark_is_not_imported(tmp_path: Path, text: str) -> None:
+def test_invalid_benchmark_files_are_not_imported(tmp_path: Path, text: str) -> None:
     (tmp_path / "b.jsonl").write_text(text)
     with pytest.raises(MeasurementError, match="is not a file of bench records"):
         bench_records.read_samples(tmp_path / "b.jsonl")

@@ -151,7 +151,7 @@ def test_fp8_kernels_are_compiled_at_one_number_of_tokens() -> None:
     assert launches(w4a8, four, 1, "") == launches(w8a8, eight, 4096, "")
 
 
-def test_all_that_makes_another_kernel_with_activations_in_fp8_is_told() -> None:
+def test_fp8_compile_keys_cover_every_compiled_kernel() -> None:
     """A layer is not compiled when two others have all that it says it needs: each differs from it in one thing, so
     what one kernel forgets to tell is missing from both."""
     own, layer = default_registry()["hopper_mxfp8_w8a8_token"], model_shapes.parse("mxfp8:qwen3-30b-a3b")
@@ -175,7 +175,7 @@ def test_all_that_makes_another_kernel_with_activations_in_fp8_is_told() -> None
     assert covered and all(covered)
 
 
-def test_few_are_compiled_twice() -> None:
+def test_sharing_kernels_halves_the_calls_to_compile() -> None:
     """Of all layers of the list: without telling kernels apart, each would compile all of its own."""
     layers = [
         (layer, tuning.accepted_backends(layer, H200, settings.load({}))) for layer in model_shapes.served_problems()
@@ -227,7 +227,7 @@ def test_every_call_runs_once_more_where_kernels_are_shared() -> None:
     assert {key: sorted(each) for key, each in found.items()} == {key: sorted(each) for key, each in expected.items()}
 
 
-def test_a_backend_that_fails_to_say_what_it_compiles_ends_nothing(
+def test_a_backend_whose_compile_keys_fail_does_not_end_the_run(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = default_registry()["hopper_wna16"]

@@ -36,7 +36,7 @@ def test_a_process_that_dies_takes_nothing_with_it(tmp_path: Path) -> None:
     assert found[4][0] == "lost" and "CUDA error" in found[4][1]
 
 
-def test_errors_come_through_and_nobody_goes_on(tmp_path: Path) -> None:
+def test_an_error_in_one_process_ends_all(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     with pytest.raises(MeasurementError, match=r"^/a/file: the disk is full. Make room$"):
         pool_tasks.ends([("sleep", str(pid)), ("refuse",)], [None, None])

@@ -206,7 +206,7 @@ def test_lora_is_offered_where_vllms_class_has_it(backend: Backend) -> None:
     assert not backend.capabilities.lora or found.supports_lora()
 
 
-def test_lora_wants_the_layers_own_sizes() -> None:
+def test_lora_is_refused_on_padded_sizes() -> None:
     backend = default_registry()["marlin_mxfp8"]
     reasons = backend.check(problem(lora=True, intermediate_size=96), H200).reasons
     assert [reason.code for reason in reasons] == ["lora.padding"]

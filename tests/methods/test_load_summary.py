@@ -86,7 +86,7 @@ def test_all_layers_are_ours(release: Release, caplog: pytest.LogCaptureFixture)
     assert words(caplog, logging.WARNING) == []
 
 
-def test_layers_that_are_not_ours_are_named(release: Release, caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_left_to_stock_vllm_are_named(release: Release, caplog: pytest.LogCaptureFixture) -> None:
     load_model(release, names(2), load({}), stock=["model.layers.7.mlp.experts"])
     assert "moe_oracle: 2 of 3 MoE layers run through the oracle: fast x 2" in words(caplog)
     (warning,) = words(caplog, logging.WARNING)

@@ -113,7 +113,7 @@ def test_different_local_shapes_take_the_same(tmp_path: Path) -> None:
     assert first == second and {each[0] for each in first} == {"faster"}
 
 
-def test_caches_that_contradict_take_the_same(tmp_path: Path) -> None:
+def test_ranks_with_contradicting_caches_agree(tmp_path: Path) -> None:
     for layer in layers(32):
         keep(tmp_path / "one", layer, 50.0, 50.0)
         keep(tmp_path / "other", layer, 200.0, 200.0)

@@ -59,7 +59,7 @@ def test_vllm_and_explain_decide_alike(tmp_path: Path) -> None:
     assert sorted(int(name.split(".")[2]) for name in explained) == [0, 1, 2, 4, 10, 11]
 
 
-def test_linear_layers_are_asked_of_stock_vllm() -> None:
+def test_linear_layers_resolve_as_in_stock() -> None:
     config = config_of({"model.layers.0.self_attn.q_proj": "MXFP8", "model.layers.0.mlp.down_proj": "NVFP4"})
     assert config._resolve_quant_algo("model.layers.0.self_attn.q_proj") == "MXFP8"
     assert config._resolve_quant_algo("model.layers.0.mlp.down_proj") == "NVFP4"
@@ -92,7 +92,7 @@ def test_layers_that_vllm_renames_are_found_by_their_new_names() -> None:
     assert config._resolve_quant_algo("model.layers.0.mixer.experts") == "MXFP8"
 
 
-def test_the_config_goes_to_workers_by_pickle_after_it_was_asked() -> None:
+def test_a_used_config_can_be_pickled() -> None:
     config = config_of(RECIPES)
     assert config._resolve_quant_algo(experts(1)) == "MXFP8"
     assert pickle.loads(pickle.dumps(config))._resolve_quant_algo(experts(1)) == "MXFP8"

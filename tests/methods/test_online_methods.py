@@ -130,7 +130,7 @@ def test_the_default_rule_is_stock_vllms_online_quantizer() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_linear_layers_are_quantized_by_the_rule_that_was_asked_for(rule: ScaleRule) -> None:
+def test_linear_layers_are_quantized_by_the_requested_scale_rule(rule: ScaleRule) -> None:
     pytest.importorskip("vllm")
     from vllm_moe_oracle.methods.online import Mxfp8OnlineLinearMethod
 
@@ -167,7 +167,7 @@ def test_every_size_that_blocks_do_not_divide_is_named_with_the_layer() -> None:
         assert word in str(caught.value)
 
 
-def test_weights_that_are_no_numbers_get_the_scale_that_reading_refuses() -> None:
+def test_nan_weights_get_the_nan_scale() -> None:
     values = weights(2, 4, 64)
     values[1, 2, 40] = torch.nan
     assert into(values, "ceil")[1][1, 2].tolist()[1] == mxfp8.E8M0_NAN

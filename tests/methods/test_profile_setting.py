@@ -24,7 +24,7 @@ def _a_load_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     backend_selection.reset()
 
 
-def test_it_is_said_once_a_load_and_serving_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_warning_per_load_and_serving_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     chosen = load({"MOE_ORACLE_PROFILE": str(tmp_path / "nope"), "MOE_ORACLE_CACHE": str(tmp_path)})
     with caplog.at_level(logging.WARNING, "vllm.moe_oracle"):
         for layer in LAYERS * 2:

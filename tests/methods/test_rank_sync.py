@@ -114,7 +114,7 @@ def one_is_slow(processes: Any) -> Any:
         return {"message": str(error), "seconds": time.monotonic() - begin}
 
 
-def test_nobody_waits_longer_than_the_setting(tmp_path: Path) -> None:
+def test_waiting_ranks_time_out_after_the_setting(tmp_path: Path) -> None:
     first, second = gloo_ranks.run(one_is_slow, 2, tmp_path)
     assert "rank 1 did not come within 3 s" in first["message"]
     assert "MOE_ORACLE_RANK_SYNC_TIMEOUT" in first["message"]
@@ -127,7 +127,7 @@ def elsewhere(processes: Any) -> Any:
     return all_gather(group, f"the check of layer {3 + 2 * group.rank}", lambda: 1)
 
 
-def test_ranks_at_different_topics_are_told_so(tmp_path: Path) -> None:
+def test_ranks_at_different_topics_fail_with_both_topics(tmp_path: Path) -> None:
     first, second = gloo_ranks.run(elsewhere, 2, tmp_path)
     for each in (first, second):
         assert each["raised"] == "RankSyncError"
@@ -146,7 +146,7 @@ def test_values_that_should_be_the_same_and_are_not(tmp_path: Path) -> None:
         assert 'rank 0 has {"mode": "all"}, rank 1 has {"mode": "off"}' in each["message"]
 
 
-def test_a_process_alone_asks_nobody() -> None:
+def test_a_single_process_does_not_communicate() -> None:
     alone = RankGroup()
     assert (alone.rank, alone.size) == (0, 1)
     assert all_gather(alone, "x", lambda: {"shape": (1, 2)}) == [{"shape": [1, 2]}]

@@ -236,7 +236,7 @@ def test_a_reload_that_one_of_the_turns_fails_on_is_an_error(monkeypatch: pytest
         assert layer.moe_oracle_state == "converting"
 
 
-def test_a_copy_that_finds_no_room_is_told_to_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_without_memory_is_reported_to_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_moe_oracle.methods import rank_sync, token_dispatch
 
     told: list[str] = []

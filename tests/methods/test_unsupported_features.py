@@ -56,7 +56,7 @@ def config(lora: bool = False, batched: bool = False) -> Any:
 @pytest.mark.parametrize(
     ("asked", "words"), [({"lora": True}, "LoRA on experts"), ({"batched": True}, "a batched all-to-all")]
 )
-def test_a_layer_beyond_us_is_stock_vllms_and_is_said_to_be(
+def test_an_unsupported_layer_is_left_to_stock_vllm_and_reported(
     asked: dict[str, bool], words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(base, "_has_explicit_choice", lambda: False)
@@ -70,7 +70,7 @@ def test_a_layer_beyond_us_is_stock_vllms_and_is_said_to_be(
 
 
 @pytest.mark.parametrize("asked", [{"lora": True}, {"batched": True}])
-def test_a_layer_that_a_backend_knows_is_ours(asked: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supported_layer_is_served_by_this_plugin(asked: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "_has_explicit_choice", lambda: False)
     monkeypatch.setattr(Ours, "offered", True)
     assert type(Ours(quant_config=None, moe_config=config(**asked))) is Ours
@@ -82,7 +82,7 @@ def test_an_explicit_choice_is_not_given_away(monkeypatch: pytest.MonkeyPatch) -
         Ours(quant_config=None, moe_config=config(lora=True))
 
 
-def test_any_other_layer_is_ours_or_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_without_lora_is_never_left_to_stock_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ours, "constructed", 0)
     with pytest.raises(NoBackendError):
         Ours(quant_config=None, moe_config=config())
@@ -138,7 +138,7 @@ def test_whatever_keeps_a_rank_from_deciding_is_told_to_the_others(monkeypatch: 
     assert told == [("the backend of experts", "no driver")]
 
 
-def test_what_is_found_in_the_loaded_weights_or_their_conversion_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_in_loaded_or_converted_weights_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(rank_sync, "notify_failure", lambda group, topic, error: told.append(f"{topic}: {error}"))
     moe = SimpleNamespace(moe_parallel_config=SimpleNamespace(tp_size=1, tp_rank=0))

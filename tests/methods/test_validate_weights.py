@@ -59,7 +59,7 @@ def test_the_next_candidate_is_taken_and_the_decision_says_why(mode: str, caplog
     assert "choosy cannot hold the loaded weights" in caplog.text and "taking second instead" in caplog.text
 
 
-def test_weights_that_fit_are_no_reason() -> None:
+def test_fitting_weights_have_no_reasons() -> None:
     backends = registry([Choosy(), second()])
     method = Method.of(backends, LAYER)
     backend_check.check_or_fallback(method, weights(LAYER), registry=backends)

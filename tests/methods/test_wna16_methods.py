@@ -248,7 +248,7 @@ def alternating_layer(**changes: Any) -> Any:
     return moe.made(asked, moe.moe_config(asked, activation=MoEActivation.SWIGLUOAI, **changes))
 
 
-def test_vllm_is_told_that_gpt_oss_rows_are_put_apart() -> None:
+def test_gpt_oss_activation_is_uninterleaved_for_vllm() -> None:
     with moe.engine():
         layer = alternating_layer()
         method = layer.quant_method
@@ -264,7 +264,7 @@ def test_adapters_of_gpt_oss_rows_are_left_to_stock() -> None:
         alternating_layer(is_lora_enabled=True)
 
 
-def test_a_layer_that_nobody_takes_keeps_vllms_activation() -> None:
+def test_an_unsupported_layer_keeps_vllms_activation() -> None:
     asked = layer_of("compressed-tensors", bias=True, **SIZES)
     config = moe.moe_config(asked, activation=MoEActivation.SWIGLUOAI, is_lora_enabled=True)
     with moe.engine(), pytest.raises(NoBackendError):
@@ -368,7 +368,7 @@ def test_a_shape_that_compressed_tensors_give_must_be_the_layers() -> None:
 
 
 @pytest.mark.parametrize("packing", ["gptq", "awq", "compressed-tensors"])
-def test_biases_that_nobody_declared_are_never_dropped(packing: str) -> None:
+def test_undeclared_biases_are_never_dropped(packing: str) -> None:
     contents = contents_of(layer_of(packing, **SIZES))
     words = refused(contents, lambda files: files.update({(1, "w1", "bias"): torch.ones(128)}))
     assert "the checkpoint has expert biases, which the model's config does not declare" in words
@@ -462,7 +462,7 @@ def test_lists_of_modules_may_be_lists_of_lists() -> None:
 
 @pytest.mark.parametrize("kind", [{"zero_points": True}, {"act_order": "group"}])
 @pytest.mark.parametrize("name", ["", "moe_wna16"])
-def test_linear_layers_of_what_stock_kernels_do_not_know_are_refused(name: str, kind: dict[str, Any]) -> None:
+def test_linear_layers_without_a_stock_kernel_are_refused(name: str, kind: dict[str, Any]) -> None:
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
     config = moe.quant_config(layer_of("gptq", **SIZES, **kind), name)
@@ -533,7 +533,7 @@ def test_which_tensors_are_biases_of_experts(name: str, biased: bool, tmp_path: 
     assert has_expert_biases(str(tmp_path)) is biased
 
 
-def test_biases_of_zeros_are_none(tmp_path: Any) -> None:
+def test_zero_biases_count_as_absent(tmp_path: Any) -> None:
     """AutoGPTQ wrote one for every matrix. With a bias, vLLM's Triton kernel and TRTLLM's could not run the layer."""
     from safetensors.torch import save_file
 

@@ -285,7 +285,7 @@ def test_explicit_choices_go_before_measurements() -> None:
     assert (decision.backend, decision.why) == ("a", "user")
 
 
-def test_ignored_measurements_are_said() -> None:
+def test_ignored_measurements_are_remarked() -> None:
     decision = decided(MeasurementSet(remarks=("measurements of X are ignored: another GPU",)), "a", "b")
     assert decision.why == "static" and "another GPU" in decision.explanation
 

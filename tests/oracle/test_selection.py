@@ -60,7 +60,7 @@ def test_vllms_moe_backend_goes_before_the_static_order() -> None:
     assert decision.explanation == "--moe-backend slow_in_vllm"
 
 
-def test_vllms_moe_backend_knows_only_its_own_names() -> None:
+def test_moe_backend_accepts_only_vllms_names() -> None:
     with pytest.raises(NoBackendError) as caught:
         decide(problem(), H200, settings(), moe_backend="other", registry=THREE)
     assert "other (--moe-backend other) is not a backend for mxfp8 experts" in caught.value.rule
@@ -143,7 +143,7 @@ def test_an_explicit_choice_that_cannot_run_is_an_error_with_a_table() -> None:
     assert text.splitlines()[-1] == error.remedy
 
 
-def test_the_remedy_names_no_accepted_candidate_if_there_is_none() -> None:
+def test_the_remedy_without_accepted_candidates() -> None:
     some = registry([refusing("wanted", "rule.one", remedy="turn the screw")])
     with pytest.raises(NoBackendError) as caught:
         decide(problem(), H200, settings(backend="wanted"), registry=some)
@@ -159,7 +159,7 @@ def test_fallback_takes_the_best_and_keeps_the_reason_in_one_line() -> None:
     assert len(decision.explanation.splitlines()) == len(decision.summary().splitlines()) == 1
 
 
-def test_fallback_with_nothing_left_says_what_was_asked_for_too() -> None:
+def test_fallback_without_candidates_names_the_requested_backend() -> None:
     some = registry([refusing("wanted", "rule.one")])
     with pytest.raises(NoBackendError, match=r"no backend can run mxfp8 experts here.*wanted \(--set backend\)"):
         decide(problem(), H200, settings(backend="wanted", on_unavailable="fallback"), registry=some)
@@ -179,7 +179,7 @@ def test_an_unknown_name_can_fall_back() -> None:
     assert decision.backend == "fast" and "flashinfer_cutlass" in decision.explanation
 
 
-def test_a_backend_of_another_scheme_is_no_choice_for_this_one() -> None:
+def test_a_backend_of_another_scheme_is_refused() -> None:
     both = registry([backend("mx", schemes=("mxfp8",)), backend("int", schemes=("wna16",))])
     with pytest.raises(
         NoBackendError, match=r"not a backend for mxfp8 experts but for wna16 experts; valid are auto, mx"
@@ -223,7 +223,7 @@ def test_an_explicit_choice_of_a_broken_backend_says_why_it_is_broken() -> None:
         decide(problem(), H200, settings(backend="their_backend"), registry=some)
 
 
-def test_a_scheme_that_no_backend_knows_is_said_to_be_so() -> None:
+def test_a_scheme_without_backends_is_an_error_that_says_so() -> None:
     with pytest.raises(NoBackendError, match=r"no backend can run wna16 experts(.|\n)*no backend knows the scheme"):
         decide(problem(scheme=INT4_G128), H200, settings(), registry=THREE)
 
@@ -420,7 +420,7 @@ def test_decisions_survive_json_with_every_verdict() -> None:
         {"local_experts": 129},
     ],
 )
-def test_json_that_is_no_problem_is_refused(change: dict[str, Any]) -> None:
+def test_invalid_problem_json_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(msgspec.to_builtins(problem()) | change, Problem)
 
@@ -480,7 +480,7 @@ def test_the_reference_on_a_gpu_is_degraded_and_says_what_comes_next() -> None:
     assert "order of the newest stock vLLM" not in decision.explanation
 
 
-def test_the_reference_is_not_degraded_on_a_cpu_or_when_it_was_asked_for() -> None:
+def test_emulation_on_a_cpu_or_by_choice_is_not_degraded() -> None:
     some = registry([backend("emulation"), refusing("near", "c")])
     assert not decide(problem(), CPU, settings(), registry=some).degraded
     assert not decide(problem(), H200, settings(backend="emulation"), registry=some).degraded

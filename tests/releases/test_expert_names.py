@@ -88,7 +88,7 @@ def test_the_table_is_what_each_release_asks(release: str) -> None:
 
 
 @every_release
-def test_our_method_for_integers_asks_by_what_the_models_code_says(release: str) -> None:
+def test_wna16_methods_ask_by_the_names_in_the_models_code(release: str) -> None:
     pytest.importorskip("vllm")
     from vllm_moe_oracle.methods.compressed_tensors import _integer_arguments
 
@@ -163,7 +163,7 @@ def test_entries_hit_experts_by_the_names_that_vllm_asks(
     assert bool(only.problems) == hits and bool(only.unquantized) == (not hits)
 
 
-def test_an_entry_on_one_of_the_names_that_are_not_asked_is_no_mixture(read_for: Any) -> None:
+def test_entries_of_unasked_names_do_not_make_a_mixture(read_for: Any) -> None:
     some = compressed(MXFP8, ignore=["re:.*gate_proj$"])
     assert len(read_for("mixtral-8x7b", some, "0.32.0").problems) == 32
     with pytest.raises(CheckpointError, match="gate_proj: not quantized"):
@@ -179,7 +179,7 @@ def test_integers_use_the_models_names_where_stock_does_not(read_for: Any) -> No
     assert len(read_for("mixtral-8x7b", ints, "0.24.0").unquantized) == 32
 
 
-def test_non_gated_experts_are_asked_about_a_missing_matrix(read_for: Any) -> None:
+def test_formats_of_non_gated_experts_are_looked_up_under_gate_too(read_for: Any) -> None:
     name, mine = "nemotron-3-nano-30b-a3b", r"re:.*experts\..*\.(up|down)_proj$"
     for release, odd in (("0.25.1", "gate_proj"), (NEWEST, "None")):
         with pytest.raises(CheckpointError, match=f"{odd}: not quantized"):

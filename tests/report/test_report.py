@@ -116,7 +116,7 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     assert rows[2] == ["16", "20.0", "40.0", "20.0", "30.0", "hopper_mxfp8", "100.0%", "0.75×"]
 
 
-def test_what_computes_something_else_is_no_rival(tmp_path: Path) -> None:
+def test_backends_with_other_numerics_are_not_compared(tmp_path: Path) -> None:
     """A backend with other numerics may be faster: no measurement could choose it."""
     rows = [record("mxfp8:qwen3-30b-a3b", 16, {"hopper_mxfp8": 40.0, "hopper_mxfp8_w8a8": 10.0}, "hopper_mxfp8")]
     (panel,) = page_data.read(write(tmp_path / "b.jsonl", HEAD, *rows), Settings()).panels
@@ -154,7 +154,7 @@ def test_the_choice_between_measured_counts_is_that_of_neighbors(tmp_path: Path)
     assert page_data.LayerPanel("l", "c", "p", {}).chosen_near(4) is None
 
 
-def test_what_failed_somewhere_is_said_beside_its_times(tmp_path: Path) -> None:
+def test_failures_are_reported_beside_times(tmp_path: Path) -> None:
     given = profile_file(tmp_path / "p.json")
     data = json.loads(given.read_text())
     data["entries"][0]["backends"]["marlin_mxfp8"]["failures"] = {"skewed": {"4": "relative error 3.0e-01"}}
@@ -207,7 +207,7 @@ def test_a_layer_in_several_files_counts_once(tmp_path: Path) -> None:
     assert page_data.deduplicate(one) == one
 
 
-def test_a_library_that_was_not_there_is_no_reason_against_a_backend(tmp_path: Path) -> None:
+def test_the_report_omits_rejections_for_missing_packages(tmp_path: Path) -> None:
     content = page_data.read(golden_files.newest("choice"), Settings())
     reasons = [each for panel in content.panels for _, found in panel.rejected for each in found]
     assert reasons and not [each for each in reasons if "not installed" in each]

@@ -136,7 +136,7 @@ def test_a_scale_that_is_nan_is_named_and_counted(form: Form, name: str) -> None
 @both
 @pytest.mark.parametrize("name", ["w13_bias", "w2_bias"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_bias_that_is_no_number_is_named_and_counted(form: Form, name: str, bad: float) -> None:
+def test_nan_biases_are_named_and_counted(form: Form, name: str, bad: float) -> None:
     """The self-check would not notice: it puts biases of its own in the place of the checkpoint's."""
     given = form.given()
     given[name][2, 5:7] = bad

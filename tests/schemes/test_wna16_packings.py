@@ -126,7 +126,7 @@ def test_reading_what_was_written_changes_nothing(case: tuple[Problem, bool | No
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("what", ["scale", "bias"])
 @pytest.mark.parametrize("matrix", ["w13", "w2"])
-def test_scales_and_biases_that_are_no_numbers_are_named_and_counted(matrix: str, what: str, bad: float) -> None:
+def test_nan_scales_and_biases_are_named_and_counted(matrix: str, what: str, bad: float) -> None:
     """Of biases the self-check would not notice it: it puts its own in the place of the checkpoint's."""
     layer = layer_of("gptq", bias=True)
     made = any_canonical(layer, 0)
@@ -451,7 +451,7 @@ def test_every_parameter_is_checked_for_its_name_its_dtype_and_its_shape(packing
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_scales_that_are_no_numbers_are_refused(bad: float) -> None:
+def test_nan_scales_are_refused(bad: float) -> None:
     layer = layer_of("awq")
     loaded = contents_of(layer).parameters()
     loaded["w2_scales"][1, 2, 3:5] = bad

@@ -189,7 +189,7 @@ def test_the_group_that_moe_wna16_loads_is_the_largest_half_that_fits(group: int
         ("moe_wna16", 4, 2), ("moe_wna16", 8, 1), ("compressed-tensors-int", 4, 2), ("compressed-tensors-int", 8, 1),
     ],
 )  # fmt: skip
-def test_a_word_of_codes_is_never_cut(packing: str, bits: int, codes: int) -> None:
+def test_shards_never_split_a_packed_word(packing: str, bits: int, codes: int) -> None:
     scheme = Scheme("wna16", bits, -1, packing)
     good = problem(scheme=scheme, hidden_size=64, intermediate_size=8 * codes, tp=2)
     assert codes_per_word(good) == codes and packing_reasons(good) == []
@@ -208,7 +208,7 @@ def test_a_word_of_codes_is_never_cut(packing: str, bits: int, codes: int) -> No
         assert [reason.code for reason in BACKEND.check(bad, H200).reasons] == [first.code, second.code]  # type: ignore[union-attr]
 
 
-def test_formats_without_words_have_none_to_cut() -> None:
+def test_unpacked_formats_have_no_packing_reasons() -> None:
     assert packing_reasons(problem(hidden_size=33, intermediate_size=35)) == []
 
 
@@ -277,7 +277,7 @@ def test_the_ranks_outputs_sum_to_the_layers(order: Any) -> None:
     assert outside(total.double().numpy(), expected, bound + 2.0**-23 * np.abs(expected) + bound) == ""
 
 
-def test_activations_that_the_checkpoint_wants_quantized_are_refused() -> None:
+def test_declared_activation_quantization_is_refused() -> None:
     layer = layer_of()
     layer = dataclasses.replace(layer, scheme=dataclasses.replace(layer.scheme, activations="fp8"))
     (reason,) = BACKEND.check(layer, H200).reasons  # type: ignore[union-attr]

@@ -129,7 +129,7 @@ def test_tables_become_one_in_the_order_of_layers_and_the_later_row_holds(tmp_pa
     assert merged["conditions"] == {"gpu": "NVIDIA H200", "limit": 6e-3}
 
 
-def test_a_row_without_numbers_replaces_none_that_has_some(tmp_path: Path) -> None:
+def test_a_row_without_figures_does_not_replace_one_with_figures(tmp_path: Path) -> None:
     late = {"layer": "qwen3_silu", "backend": "emulation", "failure": "ended, being late: ", "pass": False}
     later, first = written(tmp_path, "a.json", [late]), written(tmp_path, "b.json", [row()])
     assert merge("mxfp8", [first, later])["rows"] == [row()] == merge("mxfp8", [later, first])["rows"]
@@ -306,7 +306,7 @@ def test_every_test_for_a_gpu_is_marked_as_one() -> None:
     assert [each.name for each in files if "\npytestmark = pytest.mark.gpu\n" not in each.read_text()] == []
 
 
-def test_how_a_process_without_a_result_ended_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_of_a_process_without_a_result_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = tmp_path / "layer"
     layer.write_text("#!/usr/bin/env bash\necho its last words\nkill -ILL $$\n")
     layer.chmod(0o755)

@@ -35,7 +35,7 @@ def test_only_a_lasting_difference_is_an_alarm(
     assert run(monkeypatch, tmp_path, wheel, []) == 0
 
 
-def test_damaged_state_and_missing_wheels_are_no_alarm(
+def test_damaged_state_and_missing_wheels_raise_no_alarm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wheel: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "state").mkdir()

@@ -59,7 +59,7 @@ def test_the_table_is_up_to_date() -> None:
     assert Path(oracle_quality.TABLE).read_text() == oracle_quality.table(found, sources)
 
 
-def test_the_choices_are_good_enough() -> None:
+def test_choices_are_within_the_allowed_slowdown() -> None:
     """All of them, and those whose shipped times are of another run than the benchmark alone."""
     found, _ = oracle_quality.read()
     apart = [row for row in found if row.apart]

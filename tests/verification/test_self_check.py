@@ -94,7 +94,7 @@ def test_any_number_of_experts(experts: int, top_k: int) -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(("zeros", "dtype"), [((0,), "bfloat16"), ((0, 1), "float16"), (tuple(range(8)), "bfloat16")])
-def test_experts_of_zeros_are_no_fault(name: str, zeros: tuple[int, ...], dtype: str) -> None:
+def test_experts_of_zeros_pass(name: str, zeros: tuple[int, ...], dtype: str) -> None:
     """As pruning leaves them."""
     layer = dataclasses.replace(LAYERS[name], dtype=dtype)
     loaded = weights(layer)
@@ -109,7 +109,7 @@ ONCE = [(fault, names[0]) for fault, names in FAULTS]
 
 
 @pytest.mark.parametrize(("fault", "name"), ONCE, ids=[fault.name for fault, _ in ONCE])
-def test_and_hide_none_of_another_expert(fault: Faulty, name: str) -> None:
+def test_an_expert_of_zeros_does_not_hide_faults_of_another(fault: Faulty, name: str) -> None:
     layer = LAYERS[name]
     loaded = weights(layer)
     for each in ("w13", "w2"):
@@ -117,7 +117,7 @@ def test_and_hide_none_of_another_expert(fault: Faulty, name: str) -> None:
     assert not check(fault, layer, loaded).passed
 
 
-def test_experts_of_very_different_sizes_are_no_fault() -> None:
+def test_experts_of_very_different_magnitudes_pass() -> None:
     layer = dataclasses.replace(LAYERS["silu"], dtype="float16")
     loaded = weights(layer)
     loaded["w13_scale"][0] -= 12  # 4096 times smaller: inputs sized for this one would overflow in the others
@@ -157,7 +157,7 @@ def test_nothing_stays_in_memory() -> None:
     assert tensors() == before
 
 
-def test_the_log_says_what_was_found_and_what_it_took() -> None:
+def test_the_log_reports_error_and_time() -> None:
     said = str(check(Emulation(), LAYERS["silu"], weights(LAYERS["silu"])))
     assert re.fullmatch(r"relative error \d\.\d\de-\d\d, allowed \d\.\d\de-\d\d; took \d+\.\d\d s", said)
 
