@@ -277,7 +277,7 @@ def test_no_value_raises_anything_but_our_own_error(section: dict[str, Any]) -> 
     [
         ("foo", "'foo' is not an objective. Write one of decode, prefill, balanced"),
         ("8:1,8:2", "'8:1,8:2' is not an objective: 8 tokens are given twice"),
-        ("8:1,x", "'8:1,x' is not an objective: 'x' is no TOKENS:WEIGHT"),
+        ("8:1,x", "'8:1,x' is not an objective: 'x' is not TOKENS:WEIGHT"),
     ],
 )
 def test_an_objective_that_is_none_says_which_part(text: str, said: str) -> None:

@@ -109,7 +109,7 @@ class Builder(Protocol):
 
         Args:
             class_name: ``module:Class``, as in `Backend.stock_class`.
-            weights: the weight type that the class is told, in vLLM's words (``fp8``, ``mxfp8``, ``int4``, ...); "" for
+            weights: the weight type in the class's quant config, named as in vLLM (``fp8``, ``int4``, ...); "" for
                 the scheme's own name.
             inputs: the type to which vLLM's prepare step quantizes activations before the class gets them (``mxfp8``,
                 ``fp8_block128``: one scale per 128); "" to leave them alone.

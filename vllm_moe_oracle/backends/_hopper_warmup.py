@@ -31,7 +31,7 @@ _warm_counts: dict[Any, set[int]] = {}
 
 
 def token_counts(most: int) -> list[int]:
-    """Numbers of tokens up to `most`, ascending, that between them run every shipped configuration."""
+    """Numbers of tokens (rows of a call) up to `most`, ascending, which together run every shipped configuration."""
     return sorted(
         {*range(1, min(most, _EVERY_COUNT_UP_TO) + 1), *range(_EVERY_COUNT_UP_TO, most + 1, _COUNT_STEP), most}
     )

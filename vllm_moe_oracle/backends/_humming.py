@@ -260,7 +260,7 @@ class HummingBackend(StockBackend):
                 codes = distances_from_zero_point(codes, zeros)
             converted[name] = pack_nibbles(codes, order) if bits == 4 else pack_tiles(codes, order)
             if integers:
-                # The library is told the group size: with one group for all columns it still scales codes.
+                # The library needs the group size: with one group for all columns it still scales codes.
                 converted[f"{name}_scale"] = permute_scales(pad(scales.to(dtype), groups), on_accumulators=group == -1)
             else:
                 padded = pad(scales, groups, E8M0_ONE)

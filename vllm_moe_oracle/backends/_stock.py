@@ -28,7 +28,7 @@ class StockBackend(Backend):
     """A backend over one of vLLM's expert classes.
 
     Attributes:
-        stock_weights: the weight type that the class is told, in the words of `Builder.stock`; "" for the scheme's own.
+        stock_weights: the weight type in the class's quant config, named as in `Builder.stock`; "" for the scheme's.
         quantize_inputs: the type to which vLLM's prepare step quantizes activations, in the words of `Builder.stock`;
             "" to leave them alone.
         swizzle_input_scales: the prepare step orders the scales of activations in tiles of 128 rows x 4.

@@ -36,7 +36,7 @@ class HopperMxfp4W4A8(HopperFp8Backend):
 
         found = {name: e4m3_folding.row_exponents(expert[name], expert[f"{name}_scale"]) for name in ("w13", "w2")}
         wide = {name: top - last > e4m3_folding.MAX_EXPONENT_SPREAD for name, (top, last) in found.items()}
-        # Both matrices at once: the host waits for a GPU each time that it asks.
+        # Both matrices in one call: each call makes the host wait for the GPU.
         if not torch.cat([*wide.values()]).any():
             return ""
         name = next(name for name, rows in wide.items() if rows.any())

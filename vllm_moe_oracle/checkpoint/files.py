@@ -98,7 +98,7 @@ def _explain_missing_config(folder: Path) -> tuple[str, str]:
 
 
 def _non_json_error(file: Path, data: bytes) -> CheckpointError | None:
-    """What a file is that no config can be; None where nothing says so."""
+    """The kind of a file that cannot be a config; None for one that may be."""
     if data.startswith(b"GGUF"):
         return CheckpointError("is a GGUF file", _GGUF_REMEDY, str(file))
     if file.suffix in (".safetensors", ".bin", ".pt", ".pth"):

@@ -24,7 +24,7 @@ UNGATED_MODELS = frozenset({"nemotron_h", "nemotron_h_puzzle"})
 
 
 def model_type(config: CheckpointFiles) -> str:
-    """The kind of the language model; "" where nothing says so."""
+    """The ``model_type`` of the language model; "" where the config has none."""
     return str(config.model.get("model_type") or config.top.get("model_type") or "")
 
 

@@ -143,6 +143,9 @@ class Adapter(LayerAdapter, ExpertsAdapter):
             x: `[M, hidden]`.
             weights: `[M, top_k]` float32.
             ids: `[M, top_k]` int32.
+
+        Returns:
+            `[M, hidden]` in the dtype of `x`.
         """
         batched = experts.activation_format() == FusedMoEActivationFormat.BatchedExperts
         standard = make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False)
@@ -264,6 +267,9 @@ class Adapter(LayerAdapter, ExpertsAdapter):
             x: `[M, hidden]`.
             router_logits: `[M, num_experts]`.
             extra: other keyword arguments of the method's `apply_monolithic` (token ids).
+
+        Returns:
+            `[M, hidden]` in the dtype of `x`.
         """
         extra = {
             "routing_sink": getattr(layer, "routing_sink", None),

@@ -46,10 +46,10 @@ class ExpertsAdapter(EngineAdapter):
         weights = getattr(quant_utils, _weight_quant_key(backend, problem))
         inputs = None if name is None else getattr(quant_utils, name)
         batched = moe.moe_parallel_config.use_batched_activation_format
-        layout = FusedMoEActivationFormat.BatchedExperts if batched else FusedMoEActivationFormat.Standard
+        activation_format = FusedMoEActivationFormat.BatchedExperts if batched else FusedMoEActivationFormat.Standard
         found = self.experts_class(backend)
         try:
-            supported, reason = found.is_supported_config(found, moe, weights, inputs, layout)
+            supported, reason = found.is_supported_config(found, moe, weights, inputs, activation_format)
         except NotImplementedError:  # some classes of older releases leave the question open
             return ""
         return "" if supported else str(reason)

@@ -87,6 +87,12 @@ class LayerAdapter(EngineAdapter):
         """vLLM's ``MoEActivation`` for gate rows, then up rows. Its plain ``swigluoai`` expects rows that alternate.
 
         In a release without ``swigluoai_uninterleave`` the activation stays as it is; no expert class accepts it there.
+
+        Args:
+            moe: vLLM's `FusedMoEConfig`.
+
+        Returns:
+            A member of `MoEActivation`.
         """
         name = f"{moe.activation.value}_uninterleave"
         return next((each for each in type(moe.activation) if str(each.value) == name), moe.activation)

@@ -74,7 +74,7 @@ def parse_objective(text: str, where: str = "objective") -> Objective:
         except ValueError:
             tokens, weight = 0, math.nan
         if not 1 <= tokens <= MAX_TOKENS or not 0 < weight < math.inf or tokens in weights:
-            rule = f"{tokens} tokens are given twice" if tokens in weights else f"{part.strip()!r} is no TOKENS:WEIGHT"
+            rule = f"{tokens} tokens are given twice" if tokens in weights else f"{part.strip()!r} is not TOKENS:WEIGHT"
             rule = f"{text!r} is not an objective: {rule}" if colon or "," in word else f"{text!r} is not an objective"
             raise SettingError(rule, remedy, where)
         weights[tokens] = weight

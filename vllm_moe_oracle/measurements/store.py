@@ -218,7 +218,7 @@ class Store:
         return remark
 
     def _create(self) -> None:
-        """Creates the file under another name and renames it, so that nobody sees a partial one."""
+        """Creates the file under another name and renames it, so that no process sees a partial one."""
         partial = self.path.with_name(f".{FILE_NAME}.{os.getpid()}")
         with contextlib.suppress(OSError):
             partial.unlink()

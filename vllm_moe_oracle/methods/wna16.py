@@ -33,8 +33,7 @@ from ..quantization.types import (
     ExpertFormat,
     LayerNames,
 )
-from ..schemes import _wna16_checkpoint as files
-from ..schemes import _wna16_parameters as layouts
+from ..schemes import _wna16_checkpoint, _wna16_parameters
 from ..schemes._packings import PACKINGS, filled_word
 from . import rank_sync
 from .base import OracleMoEMethod
@@ -98,10 +97,10 @@ class Wna16MoEMethod(OracleMoEMethod):
         only validated (zero points of symmetric weights, a trivial group index, undeclared biases)."""
         problem = self.decision.problem
         layer.activation = self.moe.activation
-        packing = layouts.packing_of(problem)
-        layout = files.checkpoint_layout(problem.scheme.packing)
-        shapes = layouts.parameter_shapes(problem, layout)
-        named = layouts.canonical_names(problem)
+        packing = _wna16_parameters.packing_of(problem)
+        layout = _wna16_checkpoint.checkpoint_layout(problem.scheme.packing)
+        shapes = _wna16_parameters.parameter_shapes(problem, layout)
+        named = _wna16_parameters.canonical_names(problem)
         for name, canonical in named.items():
             dtype = packing.word_dtype
             if canonical.endswith(("_scale", "_bias")):
@@ -119,10 +118,10 @@ class Wna16MoEMethod(OracleMoEMethod):
 
     def _optional_parameters(self) -> list[str]:
         """Names of parameters that a checkpoint of this kind may have beside codes and scales."""
-        packing = layouts.packing_of(self.decision.problem)
+        packing = _wna16_parameters.packing_of(self.decision.problem)
         suffixes = ["bias", packing.group_index, packing.zero_point]
         suffixes += ["weight_shape"] if packing.weight.startswith("weight") else []
-        return [f"{matrix}_{suffix}" for matrix in layouts.MATRICES for suffix in suffixes]
+        return [f"{matrix}_{suffix}" for matrix in _wna16_parameters.MATRICES for suffix in suffixes]
 
     def _parameter(self, layer: Any, data: Tensor, name: str, canonical: str) -> nn.Parameter:
         return weight_storage.replace_parameter(layer, name, data, weight_loader=self._loader(layer, name, canonical))
@@ -132,7 +131,7 @@ class Wna16MoEMethod(OracleMoEMethod):
         problem = self.decision.problem
         if not (self.adapter.uses_dummy_weights() and has_act_order(problem)):
             return
-        for name, canonical in layouts.canonical_names(problem).items():
+        for name, canonical in _wna16_parameters.canonical_names(problem).items():
             if canonical.endswith("_order"):
                 groups = getattr(layer, name).data
                 groups.copy_(torch.arange(groups.shape[1], device=groups.device) // problem.scheme.group_size)
@@ -198,19 +197,19 @@ class Wna16MoEMethod(OracleMoEMethod):
         if _GPT_OSS_SHARDS.get(shard) == "w13" and problem.activation.gated:
             # gpt-oss's loader splits packed weights into blocks.
             tensor = tensor.flatten(1) if tensor.ndim > 2 else tensor
-            parts = files.split_gate_up(tensor, suffix, problem, self.file_packing, where)
+            parts = _wna16_checkpoint.split_gate_up(tensor, suffix, problem, self.file_packing, where)
         else:
             parts = {cast("Shard", "w2" if shard in ("w2", "gpt_oss_w2") else shard): tensor}
         for each, whole in parts.items():
-            files.check_checkpoint_tensor(whole, suffix, each, problem, self.file_packing, where)
+            _wna16_checkpoint.check_checkpoint_tensor(whole, suffix, each, problem, self.file_packing, where)
             self._loaded.add((name, local, each))
             rank = self.moe.moe_parallel_config.tp_rank
-            mine = files.rank_shard(whole, suffix, each, problem, self.file_packing, rank)
+            mine = _wna16_checkpoint.rank_shard(whole, suffix, each, problem, self.file_packing, rank)
             if each == "w3" and suffix == "_order":
                 # Gate and up multiply the same inputs and share one order.
                 self._up_groups[local] = mine
                 continue
-            files.destination(param.data[local], mine, suffix, each, problem).copy_(mine)
+            _wna16_checkpoint.destination(param.data[local], mine, suffix, each, problem).copy_(mine)
         return True
 
     def _check_unread(self, tensor: Tensor, name: str, shard: str, expert: int) -> None:
@@ -227,9 +226,9 @@ class Wna16MoEMethod(OracleMoEMethod):
             raise CheckpointError(rule, _REMEDY, where)
         if name.endswith("zero_point" if "weight" in name else "_qzeros"):
             self._check_zero_points(tensor, where)
-        if name.endswith("_weight_shape") and shard in files.PROJECTION_NAMES:
+        if name.endswith("_weight_shape") and shard in _wna16_checkpoint.PROJECTION_NAMES:
             shape = tuple(int(size) for size in tensor.flatten())
-            expected = files.checkpoint_sizes(cast("Shard", shard), problem)
+            expected = _wna16_checkpoint.checkpoint_sizes(cast("Shard", shard), problem)
             if shape != expected:
                 raise CheckpointError(f"weight_shape is {shape}, expected {expected}", _REMEDY, where)
         if name.endswith("_g_idx") and problem.scheme.group_size != -1:
@@ -271,11 +270,13 @@ class Wna16MoEMethod(OracleMoEMethod):
             # Every parameter moves with its expert. Without EPLB the empty ones stay: vLLM's reload converts a layer
             # once all its elements were loaded, and may load a tensor that has no elements after that.
             for name in self._optional_parameters():
-                if name not in layouts.canonical_names(problem) and hasattr(layer, name):
+                if name not in _wna16_parameters.canonical_names(problem) and hasattr(layer, name):
                     delattr(layer, name)
-        for name, canonical in layouts.canonical_names(problem).items():
+        for name, canonical in _wna16_parameters.canonical_names(problem).items():
             data = getattr(layer, name).data
-            for place in files.unused_slices(data, canonical, problem, self.moe.moe_parallel_config.tp_rank):
+            for place in _wna16_checkpoint.unused_slices(
+                data, canonical, problem, self.moe.moe_parallel_config.tp_rank
+            ):
                 place.zero_()
         return super()._read_weights(layer)
 
@@ -284,7 +285,7 @@ class Wna16MoEMethod(OracleMoEMethod):
         shards = {"w13": ("w1", "w3") if problem.activation.gated else ("w1",), "w2": ("w2",)}
         missing = [
             (name, expert, shard)
-            for name, canonical in layouts.canonical_names(problem).items()
+            for name, canonical in _wna16_parameters.canonical_names(problem).items()
             # Not every expert has a bias that only the files declare.
             if not (canonical.endswith("_bias") and not self.moe.has_bias)
             for expert in range(problem.local_experts)
@@ -294,7 +295,7 @@ class Wna16MoEMethod(OracleMoEMethod):
         if missing:
             name, expert, shard = missing[0]
             more = sum(1 for each in missing if each[0] == name)
-            projection = files.projection_name(cast("Shard", shard), problem)
+            projection = _wna16_checkpoint.projection_name(cast("Shard", shard), problem)
             rule = f"{name} of the {projection} projection of local expert {expert} was never loaded"
             remedy = f"The checkpoint lacks it, or names it differently ({more} such in {name})"
             raise CheckpointError(rule, remedy, problem.layer)
@@ -302,7 +303,7 @@ class Wna16MoEMethod(OracleMoEMethod):
     def _check_group_indices(self, layer: Any) -> None:
         """Checks that gate and up have the same group index."""
         problem = self.decision.problem
-        names = {own: name for name, own in layouts.canonical_names(problem).items()}
+        names = {own: name for name, own in _wna16_parameters.canonical_names(problem).items()}
         for expert, groups in self._up_groups.items():
             gate = getattr(layer, names["w13_order"]).data[expert]
             if not torch.equal(gate.cpu(), groups.to(gate.dtype).cpu()):

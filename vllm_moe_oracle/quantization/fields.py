@@ -13,7 +13,7 @@ from .patterns import BoundedPattern
 
 
 def short_repr(value: object) -> str:
-    """A value for a message: short, whatever a file holds."""
+    """A value for a message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

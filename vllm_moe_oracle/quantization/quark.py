@@ -52,7 +52,7 @@ def _exclusion_matcher(entries: Iterable[str], where: str) -> Callable[[str], bo
 
 
 def _entry_matcher(pattern: str) -> Callable[[str], bool]:
-    """Whether an entry of ``layer_quant_config`` speaks of a module."""
+    """Whether an entry of ``layer_quant_config`` applies to a module."""
     if "*" not in pattern:
         return lambda module: module in pattern
     expression = re.compile(translate(pattern))

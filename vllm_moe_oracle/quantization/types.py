@@ -1,4 +1,4 @@
-"""What a quantization config says about the experts of a layer, and the names by which it speaks of them."""
+"""The storage of a layer's experts according to a quantization config, and the names under which it lists them."""
 
 from __future__ import annotations
 

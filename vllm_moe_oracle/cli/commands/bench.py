@@ -48,7 +48,7 @@ def command(
     ] = "auto",
     backend: Annotated[str, typer.Option(help="Only these backends.", metavar="NAME,...")] = "",
     replays: Annotated[int, typer.Option(help="Timed replays of each, at most.", metavar="N")] = 30,
-    jobs: Annotated[int, typer.Option(help="Processes that compile kernels beforehand.", metavar="N")] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes that compile kernels before the measurements.", metavar="N")] = 0,
     gpus: Annotated[
         str, typer.Option(help="Measure on several GPUs: all, or numbers like 0,1.", metavar="all|N,...")
     ] = "",
@@ -169,7 +169,7 @@ def _bench_options(
 
 
 def _exit_if_incomplete(records: list[BenchRecord], layers: int, budget: float | None) -> None:
-    """Warns of what was not timed, and ends with the exit status that says so."""
+    """Warns of backends that were not timed, and exits with the status for an incomplete run."""
     from .. import EXIT_INCOMPLETE, output
 
     failures = {f"{record.name}: {name}": why for record in records for name, why in record.failures.items()}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Say what is installed, whether the plugin is active, and with which settings, methods, patches and backends.
 
-    The plugin is registered in this process as vLLM would do it, without a model or a GPU.
+    The plugin is registered in this process the way vLLM registers it, without a model or a GPU.
     "device" of the JSON can be handed to explain --device on another machine.
 
     \b

@@ -43,7 +43,7 @@ def command(
     routing: Annotated[str, typer.Option(help="uniform, skewed, or both.", metavar="KIND,...")] = DEFAULT_ROUTINGS,
     replays: Annotated[int, typer.Option(help="Timed replays of each, at most.", metavar="N")] = DEFAULT_REPLAYS,
     budget: Annotated[float | None, typer.Option(help="Seconds for everything.", metavar="SECONDS")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes that compile kernels beforehand.", metavar="N")] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes that compile kernels before the measurements.", metavar="N")] = 0,
     tiles: Annotated[
         int,
         typer.Option(
@@ -181,7 +181,7 @@ def _export(path: Path, outcomes: dict[KernelShape, TuneOutcome], device: Device
 
 
 def _exit_if_unfinished(outcomes: dict[KernelShape, TuneOutcome]) -> None:
-    """Warns of what could not be measured, and ends with the exit status that says so."""
+    """Warns of backends that could not be measured, and exits with the status for an incomplete run."""
     from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, output
 
     for outcome in outcomes.values():
