@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from ..measurements.bench_records import STOCK_PREFIX
 from ..oracle.registry import default_registry
 from . import engine, worker_pool
 from .stock_layers import add_stock_layers
+
+logger = logging.getLogger("vllm.moe_oracle")
 
 COMPILE_BUDGET_SHARE = 0.5
 """Share of a budget that may be spent on compiling."""
@@ -82,7 +85,7 @@ def _query_backend(backend: Any, method: str, problem: Problem, *arguments: Any)
     try:
         return getattr(backend, method)(problem, *arguments)
     except Exception:  # a defect of one backend must not end the measuring of others
-        engine.logger.warning("%s: %s fails for %s", backend.name, method, problem.layer, exc_info=True)
+        logger.warning("moe_oracle: %s: %s fails for %s", backend.name, method, problem.layer, exc_info=True)
         return None
 
 
