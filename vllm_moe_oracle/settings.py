@@ -176,7 +176,8 @@ class Settings:
     allow_activation_quantization: bool = _setting(
         False,
         _boolean,
-        "also consider backends that quantize activations although the checkpoint does not declare it",
+        "also accept backends that quantize activations although the checkpoint does not declare it; most "
+        "of them run only if they are also chosen by name",
         "0|1",
     )
     self_check: SelfCheck = _setting(
@@ -202,7 +203,7 @@ class Settings:
     rank_sync_timeout: float = _setting(
         600.0,
         _seconds,
-        "how long a rank waits for the other ranks, which may still load or check weights, before it fails",
+        "seconds that a rank waits for the other ranks, which may still load or check weights, before it fails",
         "SECONDS",
     )
     use_measurements: bool = _setting(

@@ -38,7 +38,7 @@ MODELS = {
     "mixtral-8x7b": ("model.layers.0-31.block_sparse_moe.experts", 8, 2, 4096, 14336),
     "glm-4.5": ("model.layers.3-91.mlp.experts", 160, 8, 5120, 1536),
     "llama-4-maverick": (
-        f"language_model.model.layers.{','.join(map(str, range(1, 48, 2)))}.feed_forward.experts", 128, 1, 5120, 8192,
+        "language_model.model.layers.1-47 step 2.feed_forward.experts", 128, 1, 5120, 8192,
     ),
 }  # fmt: skip
 

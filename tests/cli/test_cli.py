@@ -47,12 +47,33 @@ def test_explain_answers_for_a_machine_that_is_elsewhere(run: Run, write: Callab
     result = run("explain", write(), "--device", "nvidia-h200")
     assert (result.status, result.err) == (0, "")
     lines = result.out.splitlines()
-    assert lines[0] == f"NVIDIA H200 (sm_90), vLLM {NEWEST}, one rank"
+    assert lines[0] == f"NVIDIA H200 (sm_90), vLLM {NEWEST} with its kernel packages (assumed), one rank"
     assert lines[2] == "48 layers: model.layers.0-47.mlp.experts"
     for word in ("layer", "backend", "why", "numerics", "sizes"):
         assert any(line.startswith(f"  {word} ") for line in lines), word
     assert re.search(r"^  candidate +verdict +reasons, or microseconds by tokens$", result.out, re.MULTILINE)
     assert re.search(r"^  emulation +accepted$", result.out, re.MULTILINE)
+
+
+def test_a_gpu_without_measurements_is_told_how_to_take_them(
+    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MOE_ORACLE_CACHE", str(tmp_path))
+
+    def why(*arguments: object) -> str:
+        return str(run("explain", write(), *arguments, "--json").json["groups"][0]["decision"]["explanation"])
+
+    hint = "no measurements of this layer are valid here: run vllm-moe-oracle tune where it is served"
+    here = why("--device", "nvidia-h100")
+    assert hint in here and "measured on NVIDIA H200, not NVIDIA H100;" in here and "compute capability" not in here
+    assert hint in why("--device", "nvidia-h200", "--tp", 2, "--ep")
+    assert hint not in why("--device", "nvidia-h200") + why("--device", "cpu")
+
+
+def test_a_misspelled_quantization_is_told_what_was_meant(run: Run, write: Callable[..., Path]) -> None:
+    asked = ("--device", "cpu", "--quantization", "mxpf8")
+    assert "or say modelopt_mxfp8 or modelopt" in run("explain", write(), *asked).err
+    assert "Did you mean mxfp8?" in run("explain", CONFIGS / "qwen3-30b-a3b.json", *asked).err
 
 
 def test_tables_without_a_terminal_are_plain_and_fit_80_columns(run: Run, write: Callable[..., Path]) -> None:
@@ -579,6 +600,12 @@ def test_status_says_that_a_report_cannot_be_written() -> None:
     ended = python("-m", "vllm_moe_oracle.cli.main", "status", MOE_ORACLE_ENABLED="0", MOE_ORACLE_REPORT="/nope/x")
     said = "MOE_ORACLE_REPORT: /nope/x cannot be written: there is no directory /nope"
     assert ended.returncode == 0 and said in ended.stderr
+
+
+def test_status_names_backends_and_counts_patches_in_words() -> None:
+    said = python("-m", "vllm_moe_oracle.cli.main", "status", COLUMNS="200").stdout
+    assert re.search(r"^ *emulation .*built in$", said, re.MULTILINE) and "vllm_moe_oracle.backends" not in said
+    assert "waiting" not in said
 
 
 def test_status_without_vllm(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_the_fastest_right_configuration_is_a_backends_time(
     other = dataclasses.replace(HERE, packages={**HERE.packages, "triton": "0.2"})
     compiled = lookup.find_measurements(layer, other, chosen(tmp_path / "nowhere", profile=str(path)))
     assert compiled is not None and set(compiled.times) == set(evidence.times) and compiled.tiles == {}
-    assert "ignored" in compiled.remarks[-1] and "triton 0.1, here 0.2" in compiled.remarks[0]
+    assert "ignored" in compiled.remarks[-1] and "triton 0.1, not 0.2" in compiled.remarks[0]
     decision = oracle_module.decide(layer, HERE, chosen(tmp_path, backend="tiled"), measurements=evidence)
     assert decision.plan.tiles == evidence.tiles["tiled"]
     assert decide(layer, HERE, chosen(tmp_path, backend="other"), measurements=evidence).plan.tiles == ()

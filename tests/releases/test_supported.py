@@ -81,10 +81,10 @@ def test_support_says_what_was_verified() -> None:
     assert compat.release_support("0.23.0").verified == ("sources", "registration")
     said = str(compat.release_support("0.27.1"))
     serving = ", serving" if "0.27.1" in compat.CPU_RELEASES else ""
-    assert said == f"vLLM 0.27.1, served like 0.27.1; tested: sources, registration{serving}"
+    assert said == f"vLLM 0.27.1: supported; tested sources, registration{serving}; same adapter as 0.27.1"
     unlisted = compat.release_support("0.32.9")
     assert (unlisted.tested, unlisted.verified) == (False, ())
-    assert str(unlisted) == f"vLLM 0.32.9, not tested itself; served like 0.31.0 to {NEWEST}"
+    assert str(unlisted) == f"vLLM 0.32.9: not tested itself; same adapter as 0.31.0 to {NEWEST}"
 
 
 def test_the_command_prints_the_table() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Problem
-from ..errors import CheckpointError
+from ..errors import CheckpointError, did_you_mean
 from ..quantization import (
     METHOD_ALIASES,
     ONLINE_SCHEMES,
@@ -129,7 +129,8 @@ def _expert_formats(config: CheckpointFiles, online: str) -> tuple[FormatLookup,
             return lambda layer: ONLINE_SCHEMES[online], online
         if online:
             rule = f"--quantization {short_repr(online)} is not supported"
-            raise CheckpointError(rule, f"For a checkpoint in 16 bits, valid are {', '.join(ONLINE_SCHEMES)}", where)
+            valid = f"{did_you_mean(online, ONLINE_SCHEMES)}For a checkpoint in 16 bits, valid are "
+            raise CheckpointError(rule, valid + ", ".join(ONLINE_SCHEMES), where)
         remedy = (
             "Its experts are in the model's own dtype, for which vLLM chooses kernels itself; "
             f"--quantization {' or '.join(ONLINE_SCHEMES)} would quantize them while they load"
@@ -154,8 +155,7 @@ def _expert_formats(config: CheckpointFiles, online: str) -> tuple[FormatLookup,
         others = tuple(name for name in others if not name.startswith("gpt_oss"))
     if online not in ("", method, *others):
         rule = f"it is quantized already, as {method}, and --quantization is {short_repr(online)}"
-        also = f"Leave --quantization out, or say {' or '.join(others)}" if others else "Leave --quantization out"
-        raise CheckpointError(rule, also, where)
+        raise CheckpointError(rule, f"Leave --quantization out, or say {' or '.join((method, *others))}", where)
     named = online if method in ("gptq", "awq") and online else method
     return (with_moe_wna16_packing(format_of) if online == "moe_wna16" else format_of), named
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -164,7 +165,10 @@ def _layer_names(config: CheckpointFiles, index: int, vllm: str | None) -> Layer
 
 
 def compact_layer_names(names: Iterable[str]) -> str:
-    """Names of layers as ranges: ``model.layers.0-2,5.mlp.experts``; names that differ elsewhere are listed apart."""
+    """Names of layers as ranges: ``model.layers.0-2,5.mlp.experts``, ``model.layers.1-47 step 2.mlp.experts``.
+
+    Names that differ elsewhere are listed apart.
+    """
     groups: dict[tuple[str, str], list[int]] = {}
     for name in names:
         before, _, rest = name.partition(".layers.")
@@ -175,7 +179,10 @@ def compact_layer_names(names: Iterable[str]) -> str:
 
 def _index_ranges(numbers: list[int]) -> str:
     parts: list[list[int]] = []
-    for number in sorted(numbers):
+    found = sorted(numbers)
+    if len(found) > 2 and len(steps := {high - low for low, high in itertools.pairwise(found)}) == 1 and steps != {1}:
+        return f"{found[0]}-{found[-1]} step {steps.pop()}"
+    for number in found:
         if parts and parts[-1][-1] == number - 1:
             parts[-1] = [parts[-1][0], number]
         else:

@@ -99,10 +99,11 @@ def differences(there: Environment, here: Environment) -> Differences:
         there: where the measurement was taken.
         here: where it is to be used.
     """
+    if there.gpu != here.gpu:
+        return Differences((f"measured on {there.gpu}, not {here.gpu}",), ())
     hard = [
-        f"{what} {old}, here {new}"
+        f"{what} {old}, not {new}"
         for what, old, new in (
-            ("measured on", there.gpu, here.gpu),
             ("compute capability", there.capability, here.capability),
             ("multiprocessors", there.sm_count, here.sm_count),
         )
@@ -110,13 +111,13 @@ def differences(there: Environment, here: Environment) -> Differences:
     ]
     soft: list[str] = []
     for name, old, new in _version_changes(there.packages, here.packages, KERNEL_PACKAGES):
-        (hard if _release_key(old) != _release_key(new) else soft).append(f"{name} {old}, here {new}")
+        (hard if _release_key(old) != _release_key(new) else soft).append(f"{name} {old}, not {new}")
     soft += [
-        f"{name} {old}, here {new}"
+        f"{name} {old}, not {new}"
         for name, old, new in _version_changes(there.packages, here.packages, COMPILER_PACKAGES)
     ]
     if there.driver and here.driver and there.driver != here.driver:
-        soft.append(f"driver {there.driver}, here {here.driver}")
+        soft.append(f"driver {there.driver}, not {here.driver}")
     if there.kernels and here.kernels and there.kernels != here.kernels:
         soft.append("kernel sources of this project differ")
     return Differences(tuple(hard), tuple(soft))

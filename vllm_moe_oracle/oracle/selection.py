@@ -13,6 +13,7 @@ from ..core.objectives import parse_objective
 from ..core.overrides import first_match
 from ..core.problem import Device, Problem, satisfies_precision
 from ..errors import NoBackendError, SettingError, did_you_mean
+from ..releases.supported import NEWEST
 from ..settings import AUTO, Settings
 from .measured_choice import MeasuredChoice, choose_fastest
 from .registry import Registry, default_registry
@@ -161,8 +162,8 @@ def _automatic_decision(case: _Case, unavailable: str, measurements: Measurement
     note = f"; not what was asked for: {unavailable}" if unavailable else ""
     problem, device = case.problem, case.device
     if not case.accepted:
-        rule = f"no backend can run {problem.scheme.name} experts here: {problem}; on {device}{note}"
-        rule = f"{rule}\n{format_candidates(case.candidates)}\n"
+        rule = f"no backend can run {problem.scheme.name} experts here, on {device}{note}"
+        rule = f"{rule}\nEvery candidate for {problem}:\n{format_candidates(case.candidates)}\n"
         raise NoBackendError(rule, _nearest_remedy(case), problem.layer, case.candidates)
     chosen = case.accepted[0]
     if chosen.backend == REFERENCE_BACKEND:
@@ -170,7 +171,7 @@ def _automatic_decision(case: _Case, unavailable: str, measurements: Measurement
         degraded = device.kind != "cpu" or _has_alternative(case)
         decision = case.decision(chosen, "static", f"{_explain_reference(case)}{note}")
         return dataclasses.replace(decision, degraded=degraded or bool(note))
-    explanation = "first that can run here in the static order, which follows the newest stock vLLM's"
+    explanation = f"first accepted backend in the static order (vLLM {NEWEST}'s, then this project's)"
     choice = MeasuredChoice(chosen.backend, "")
     if measurements is not None:
         choice = _choose_by_measurement(measurements, chosen, case)
@@ -180,10 +181,18 @@ def _automatic_decision(case: _Case, unavailable: str, measurements: Measurement
         why, explanation = "measured", choice.explanation
     elif choice.explanation:
         explanation = f"{explanation}; {choice.explanation}"
+    if measurements is not None and not measurements.times and _can_be_measured(chosen, case):
+        explanation += "; no measurements of this layer are valid here: run vllm-moe-oracle tune where it is served"
     decision = case.decision(chosen, why, f"{explanation}{note}")
     return dataclasses.replace(
         decision, degraded=bool(note), measured=choice.measured, token_ranges=choice.token_ranges
     )
+
+
+def _can_be_measured(static: Candidate, case: _Case) -> bool:
+    """Whether `tune` could let measurements decide: on a GPU, between several backends that compute the same."""
+    names = equivalent_backends(static, case.candidates, case.problem, case.registry)
+    return case.device.kind == "cuda" and len(names) > 1
 
 
 def _with_tiles(decision: Decision, measurements: MeasurementSet | None) -> Decision:

@@ -148,8 +148,8 @@ class ReleaseSupport:
         first, last = self.group
         group = first if first == last else f"{first} to {last}"
         if not self.tested:
-            return f"vLLM {self.release}, not tested itself; served like {group}"
-        return f"vLLM {self.release}, served like {group}; tested: {', '.join(self.verified)}"
+            return f"vLLM {self.release}: not tested itself; same adapter as {group}"
+        return f"vLLM {self.release}: supported; tested {', '.join(self.verified)}; same adapter as {group}"
 
 
 def release_group(version: str) -> ReleaseGroup:

@@ -32,10 +32,13 @@ def command(
     ] = None,
     scheme: Annotated[
         str | None,
-        typer.Option(help="Formats, for every SHAPE of --shape.", metavar="NAME,...", show_default=DEFAULT_SCHEMES),
+        typer.Option(help=f"Formats, for every SHAPE of --shape. [default: {DEFAULT_SCHEMES}]", metavar="NAME,..."),
     ] = None,
     shape: Annotated[
-        str, typer.Option(help="Names of model shapes, each optionally with @tpN.", metavar="NAME,...")
+        str,
+        typer.Option(
+            help="Names of model shapes, each optionally with @tpN; a wrong one lists all.", metavar="NAME,..."
+        ),
     ] = "",
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", metavar="N")] = 1,
     ep: Annotated[
@@ -47,8 +50,12 @@ def command(
         str, typer.Option(help="Stock layers beside ours: values of --moe-backend, or none.", metavar="NAME,...")
     ] = "auto",
     backend: Annotated[str, typer.Option(help="Only these backends.", metavar="NAME,...")] = "",
-    replays: Annotated[int, typer.Option(help="Timed replays of each, at most.", metavar="N")] = 30,
-    jobs: Annotated[int, typer.Option(help="Processes that compile kernels before the measurements.", metavar="N")] = 0,
+    replays: Annotated[
+        int, typer.Option(help="Timed replays of each backend and number of tokens, at most.", metavar="N")
+    ] = 30,
+    jobs: Annotated[
+        int, typer.Option(help="Processes that compile kernels before the measurements; 0 for none.", metavar="N")
+    ] = 0,
     gpus: Annotated[
         str, typer.Option(help="Measure on several GPUs: all, or numbers like 0,1.", metavar="all|N,...")
     ] = "",

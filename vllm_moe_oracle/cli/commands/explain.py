@@ -133,7 +133,7 @@ def command(
     if as_json:
         _print_json(groups, notes, machine)
     else:
-        _print(groups, notes, machine, tp, ep)
+        _print(groups, notes, machine, tp, ep, assumed=device in known_device_names())
     if any(group.decision is None for group in groups):
         raise typer.Exit(EXIT_NO_BACKEND)
 
@@ -323,12 +323,17 @@ def _print_json(groups: list[_LayerGroup], notes: list[str], device: Device) -> 
         output.print_message("note", note)
 
 
-def _print(groups: list[_LayerGroup], notes: list[str], device: Device, tp: int, ep: bool) -> None:
+def _print(
+    groups: list[_LayerGroup], notes: list[str], device: Device, tp: int, ep: bool, assumed: bool = False
+) -> None:
     from .. import output
 
     vllm = _vllm_version(device)
     ranks = "one rank" if tp == 1 else f"{'expert' if ep else 'tensor'} parallelism over {tp} ranks"
-    output.show(f"{device}, {f'vLLM {vllm}' if vllm else 'vLLM not installed'}, {ranks}")
+    release = f"vLLM {vllm}" if vllm else "vLLM not installed"
+    if assumed and device.kind == "cuda":
+        release += " with its kernel packages (assumed)"
+    output.show(f"{device}, {release}, {ranks}")
     for group in groups:
         count = "1 layer" if len(group.names) == 1 else f"{len(group.names)} layers"
         role = ", for multi-token prediction" if group.is_mtp else ""

@@ -23,9 +23,9 @@ def command(
             metavar="FILE",
         ),
     ] = None,
-    to: Annotated[Path, typer.Option("--output", "-o", help="The page.", metavar="FILE")] = Path(
-        "moe-oracle-report.html"
-    ),
+    to: Annotated[
+        Path, typer.Option("--output", "-o", help="The page; an existing file is replaced.", metavar="FILE")
+    ] = Path("moe-oracle-report.html"),
     svg: Annotated[
         Path | None, typer.Option("--svg", help="Also write each plot as a file into this folder.", metavar="DIR")
     ] = None,

@@ -175,9 +175,7 @@ def _print(report: dict[str, Any]) -> None:
         ("plugin", f"{'active' if state.active else 'not active'}: {state.reason}"),
         ("tested", str(report["support"] or "nothing: vLLM is not installed")),
         ("methods", ", ".join(state.methods) or "none"),
-        ("patches", ", ".join(state.patches) or "none"),
-        # Applied when vLLM imports what they change, which this process does not.
-        ("waiting", ", ".join(state.waiting) or "none"),
+        ("patches", _describe_patches(state)),
         ("device", str(report["device"])),
         ("cache", _describe_cache(report["cache"])),
     ]
@@ -188,9 +186,25 @@ def _print(report: dict[str, Any]) -> None:
             (name, _format_setting(setting["value"]), setting["source"]) for name, setting in report["settings"].items()
         ]
         output.show(output.table(("setting", "value", "from"), rows), "")
-    backends = [(backend["name"], ", ".join(backend["schemes"]), backend["origin"]) for backend in report["backends"]]
+    backends = [
+        (backend["name"], ", ".join(backend["schemes"]), _format_origin(backend["origin"]))
+        for backend in report["backends"]
+    ]
     backends += [(name, "broken", reason) for name, reason in report["broken_backends"].items()]
     output.show(output.table(("backend", "schemes", "from"), backends))
+
+
+def _format_origin(origin: str) -> str:
+    """Where a backend comes from: ``built in``, or its entry point."""
+    return "built in" if origin.startswith(f"{__name__.partition('.')[0]}.backends.") else origin
+
+
+def _describe_patches(state: PluginState) -> str:
+    """The applied patches by name, and how many wait for vLLM to import the modules that they change."""
+    words = [", ".join(state.patches) or "none"]
+    if state.waiting:
+        words.append(f"{len(state.waiting)} more when vLLM imports the modules that they change (listed by --json)")
+    return "; ".join(words)
 
 
 def _describe_cache(cache: dict[str, Any] | None) -> str:

@@ -38,12 +38,19 @@ def command(
     ] = (False),
     tokens: Annotated[
         str,
-        typer.Option(help="Numbers of tokens, at least ten. Default: powers of two from 1 to 8192.", metavar="N,..."),
+        typer.Option(
+            help="Numbers of tokens, at least ten, with 1, 2, 4, 8 and 16. Default: powers of two from 1 to 8192.",
+            metavar="N,...",
+        ),
     ] = "",
     routing: Annotated[str, typer.Option(help="uniform, skewed, or both.", metavar="KIND,...")] = DEFAULT_ROUTINGS,
-    replays: Annotated[int, typer.Option(help="Timed replays of each, at most.", metavar="N")] = DEFAULT_REPLAYS,
+    replays: Annotated[
+        int, typer.Option(help="Timed replays of each backend and number of tokens, at most.", metavar="N")
+    ] = DEFAULT_REPLAYS,
     budget: Annotated[float | None, typer.Option(help="Seconds for everything.", metavar="SECONDS")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes that compile kernels before the measurements.", metavar="N")] = 0,
+    jobs: Annotated[
+        int, typer.Option(help="Processes that compile kernels before the measurements; 0 for none.", metavar="N")
+    ] = 0,
     tiles: Annotated[
         int,
         typer.Option(
