@@ -87,8 +87,9 @@ def main() -> None:
     changed = backend.convert({**expert, "w13": flipped}, problem, plan)["w13"] != operand["w13"]
     chunk_row, chunk_column, _ = (index[0].item() for index in changed.nonzero(as_tuple=True))
     offsets = changed[chunk_row, chunk_column].nonzero().flatten().tolist()
-    print(f"   w13[{ROW}, {COLUMN}] lies in chunk [{chunk_row}, {chunk_column}], in its bytes {offsets}:")
-    print(f"   lane {offsets[0] // 16 % 32} of warp {offsets[0] // 512} loads them with 16 bytes at once\n")
+    print(f"   w13[{ROW}, {COLUMN}] lies in chunk [{chunk_row}, {chunk_column}] (64 rows x 32 columns) of w13, in its")
+    print(f"   bytes {offsets}: a 16-bit word holds the codes of two rows, with their bits interleaved;")
+    print(f"   lane {offsets[0] // 16 % 32} of warp {offsets[0] // 512} loads it among 16 bytes at once\n")
 
     fragments = layout_functions("wgmma_fragments")
     stored = fragments.unshuffle_e4m3(operand["w13"], problem.w13_rows, HIDDEN)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import pkgutil
+import signal
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -48,10 +50,26 @@ for _module in pkgutil.iter_modules(commands.__path__):
     app.command(_module.name, short_help=_summary)(_command)
 
 
+def _end_with_closed_pipe() -> NoReturn:
+    """Ends with the status that shells give a process whose reader is gone, e.g. before ``| head``."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # type: ignore[union-attr]
+    sys.exit(128 + signal.SIGPIPE)
+
+
 def main() -> None:
     """Runs the command line tool; ends the process with the command's exit status."""
     try:
-        app(prog_name="vllm-moe-oracle")
+        try:
+            app(prog_name="vllm-moe-oracle")
+        finally:
+            sys.stdout.flush()  # a closed pipe shows here or above, not when the interpreter ends
+    except BrokenPipeError:
+        _end_with_closed_pipe()
+    except SystemExit:
+        # click takes a closed pipe for an error with status 1, and wraps standard output.
+        if type(sys.stdout).__name__ == "PacifyFlushWrapper":
+            _end_with_closed_pipe()
+        raise
     except OracleError as error:
         # One line: what tools and people grep for. A message's table, where it has one, belongs to the command.
         print(f"error: {sanitize(str(error))}", file=sys.stderr)
