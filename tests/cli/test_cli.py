@@ -503,6 +503,16 @@ def test_models_from_users_reports(name: str, tp: int, status: int, run: Run, wr
     assert run("explain", write(name), "--device", "nvidia-h200", "--tp", tp).status == status
 
 
+def test_a_file_that_cannot_be_reported_says_which_can(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "bad.json"
+    file.write_text("{no JSON")
+    result = run("report", file)
+    assert (
+        result.status == 2 and "Give a file of bench --jsonl, of tune --export, or of the setting report" in result.err
+    )
+
+
 # --- the process ------------------------------------------------------------------------------------------------------
 
 

@@ -224,7 +224,11 @@ def read(path: Path, settings: Settings) -> ReportContent:
         raise MeasurementError("is empty", _FILE_REMEDY, str(path))
     first = _json_object(lines[0])
     if first is None or "format" in first:  # a profile, on several lines or on one
-        return _from_profile(profile.read(path), dataclasses.replace(settings, profile=str(path)), str(path))
+        try:
+            found = profile.read(path)
+        except MeasurementError as error:
+            raise MeasurementError(error.rule, _FILE_REMEDY, error.where) from error
+        return _from_profile(found, dataclasses.replace(settings, profile=str(path)), str(path))
     if "conditions" in first or "us" in first:
         return _from_bench(lines, path, settings)
     if "moe_oracle" in first and "groups" in first:

@@ -25,7 +25,7 @@ def command(
         str,
         typer.Option(
             help=f"auto (this machine), {', '.join(known_device_names())}, or a JSON file with at least "
-            "kind and name: status --json prints one.",
+            "kind and name: status --json prints one. A name stands for the newest tested vLLM.",
             metavar="NAME|FILE",
         ),
     ] = "auto",
