@@ -34,6 +34,21 @@ CANONICAL_NAMES = {
 }
 """Canonical name by the name of the parameter that vLLM's loaders fill."""
 
+_PACKED_NAMES = {"w13_weight": "w13_weight_packed", "w2_weight": "w2_weight_packed"}
+"""Names of MXFP4 codes in compressed-tensors and AutoRound checkpoints."""
+
+CODE_DTYPES = {"mxfp8": torch.float8_e4m3fn, "mxfp4": torch.uint8}
+"""Dtype of the weights by scheme; MXFP4 has two codes in a byte."""
+
+_E4M3_NAN, _E2M1_NEGATIVE_ZEROS = 0x7F, 0x88
+
+UNLOADED = {
+    scheme: {"w13": code, "w2": code, "w13_scale": E8M0_NAN, "w2_scale": E8M0_NAN}
+    for scheme, code in {"mxfp8": _E4M3_NAN, "mxfp4": _E2M1_NEGATIVE_ZEROS}.items()
+}
+"""Bytes that mark what was not loaded yet, by scheme and canonical name. No checkpoint holds NaN, nor a matrix of
+negative zeros only; every byte of MXFP4 weights is a valid pair of codes."""
+
 DUMMY_FILL = {"w13_scale": E8M0_BIAS - 7, "w2_scale": E8M0_BIAS - 7}
 """Scale bytes for vLLM's ``load_format="dummy"``, by canonical name: 2**-7."""
 
@@ -41,69 +56,64 @@ DUMMY_FILL = {"w13_scale": E8M0_BIAS - 7, "w2_scale": E8M0_BIAS - 7}
 # --- A layer's parameters ---------------------------------------------------------------------------------------------
 
 
-def canonical_shapes(problem: Problem, codes_per_byte: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of the canonical tensors of the layer on this rank, by canonical name."""
+def parameter_names(problem: Problem) -> dict[str, str]:
+    """Parameter name by canonical name, for the parameters that the layer is read from."""
+    packed = problem.scheme.name == "mxfp4" and problem.scheme.packing in ("compressed-tensors", "auto-round")
+    renamed = _PACKED_NAMES if packed else {}
+    present = shapes(problem)
+    return {canonical: renamed.get(name, name) for name, canonical in CANONICAL_NAMES.items() if canonical in present}
+
+
+def shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Shapes of the canonical tensors of the layer on this rank, by canonical name; the checkpoint's are the same."""
     experts, hidden, inner, rows = (
         problem.local_experts, problem.hidden_size, problem.intermediate_size, problem.w13_rows
     )  # fmt: skip
-    shapes: dict[str, tuple[int, ...]] = {
-        "w13": (experts, rows, hidden // codes_per_byte),
-        "w2": (experts, hidden, inner // codes_per_byte),
+    bits = problem.scheme.bits
+    found: dict[str, tuple[int, ...]] = {
+        "w13": (experts, rows, hidden * bits // 8),
+        "w2": (experts, hidden, inner * bits // 8),
         "w13_scale": (experts, rows, hidden // MX_BLOCK),
         "w2_scale": (experts, hidden, inner // MX_BLOCK),
     }
     if problem.has_bias:
-        shapes |= {"w13_bias": (experts, rows), "w2_bias": (experts, hidden)}
-    return shapes
+        found |= {"w13_bias": (experts, rows), "w2_bias": (experts, hidden)}
+    return found
 
 
-def read(
-    parameters: Mapping[str, Tensor],
-    names: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-    code_dtype: torch.dtype,
-    unloaded: Mapping[str, int],
-    problem: Problem,
-) -> dict[str, Tensor]:
+def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor]:
     """A layer's loaded parameters by canonical name, checked and not copied.
 
     Args:
-        parameters: by the names in `names`; others are ignored.
-        names: parameter name by canonical name.
-        shapes: expected shapes by canonical name.
-        code_dtype: dtype of the weights; scales are uint8, biases floating point.
-        unloaded: by canonical name, the byte that fills a weight before it is loaded.
-        problem: the layer.
+        parameters: by the names in `parameter_names`; others are ignored.
+        problem: the layer, whose shapes the tensors must have.
 
     Returns:
-        The parameters' own tensors.
+        The parameters' own tensors; the scheme's `canonical_expert` orders their rows.
 
     Raises:
         CheckpointError: a tensor is missing or has the wrong dtype or shape, an expert's matrix was never loaded, a
             scale is NaN (255), or a bias is NaN or infinite.
     """
-    tensors = _check_parameters(parameters, names, shapes, code_dtype, problem)
-    _require_loaded(tensors, names, unloaded, problem)
+    names = parameter_names(problem)
+    tensors = _check_parameters(parameters, names, problem)
+    _require_loaded(tensors, names, UNLOADED[problem.scheme.name], problem)
     _require_numbers(tensors, names, problem)
     return tensors
 
 
 def _check_parameters(
-    parameters: Mapping[str, Tensor],
-    names: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-    code_dtype: torch.dtype,
-    problem: Problem,
+    parameters: Mapping[str, Tensor], names: Mapping[str, str], problem: Problem
 ) -> dict[str, Tensor]:
     """The parameters by canonical name, after a check of presence, dtype and shape."""
     tensors = {}
-    for canonical, shape in shapes.items():
+    for canonical, shape in shapes(problem).items():
         name = names[canonical]
         tensor = parameters.get(name)
         if tensor is None:
             remedy = f"The layer's parameters are {', '.join(sorted(parameters))}"
             raise CheckpointError(f"{name} is missing", remedy, problem.layer)
-        code_or_scale = torch.uint8 if "_scale" in canonical else code_dtype
+        code_or_scale = torch.uint8 if "_scale" in canonical else CODE_DTYPES[problem.scheme.name]
         dtypes = FLOAT_DTYPES if canonical.endswith("_bias") else (code_or_scale,)
         if tensor.dtype not in dtypes:
             expected = " or ".join(dtype_name(dtype) for dtype in dtypes)
@@ -159,13 +169,14 @@ def _require_numbers(tensors: Mapping[str, Tensor], names: Mapping[str, str], pr
 # --- Scales and blocks ------------------------------------------------------------------------------------------------
 
 
-def e8m0_from_amax(amax: Tensor, rule: ScaleRule, largest: float) -> Tensor:
+def e8m0_from_amax(amax: Tensor, rule: ScaleRule = "ceil", *, largest: float) -> Tensor:
     """The e8m0 code of each block from its largest magnitude, computed without logarithms, so exactly.
 
     ``ceil``: ceil(log2(amax / largest)); nothing saturates. ``floor``: floor(log2(amax)) less the largest exponent of
     the element format, the specification's section 6.3; values above `largest` times the scale saturate.
     ``llm-compressor``: as floor, after amax was rounded up to the next power of two where its significand is at least
-    1.75, as the compressed-tensors package does.
+    1.75, as the compressed-tensors package does. (For float16 inputs that package gives scale 1 to blocks whose scale
+    float16 cannot hold, zeros included.)
 
     Args:
         amax: any shape, floating point, not negative.
@@ -214,6 +225,28 @@ def require_blocks(columns: int) -> None:
     if columns % MX_BLOCK:
         rule = f"{columns} values are not a multiple of the MX block {MX_BLOCK} (remainder {columns % MX_BLOCK})"
         raise ValueError(rule)
+
+
+def scale_blocks(values: Tensor, rule: ScaleRule, largest: float) -> tuple[Tensor, Tensor]:
+    """Divides every block of 32 values by its scale.
+
+    Args:
+        values: `[..., K]`, floating point, K a multiple of 32.
+        rule: see `e8m0_from_amax`.
+        largest: see there.
+
+    Returns:
+        float32 `[..., K/32, 32]`, and uint8 scales `[..., K/32]`.
+
+    Raises:
+        ValueError: K is not a multiple of 32.
+    """
+    columns = values.shape[-1]
+    require_blocks(columns)
+    blocks = values.to(torch.float32).reshape(*values.shape[:-1], columns // MX_BLOCK, MX_BLOCK)
+    scales = e8m0_from_amax(blocks.abs().amax(-1), rule, largest=largest)
+    # ldexp instead of a division: 1 / 2**127 is subnormal, and some devices flush it to zero.
+    return torch.ldexp(blocks, (E8M0_BIAS - scales.to(torch.int32)).unsqueeze(-1)), scales
 
 
 def quantize_in_passes(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..core.problem import MX_BLOCK, Problem
 from . import _mx
-from ._mx import CANONICAL_NAMES, DUMMY_FILL, E8M0_BIAS, E8M0_NAN, ScaleRule, e8m0_to_float
+from ._mx import DUMMY_FILL, E8M0_NAN, ScaleRule, e8m0_to_float, parameter_names, read, shapes
 
 __all__ = [
     "DUMMY_FILL",
@@ -52,38 +52,10 @@ _BYTES_PER_VALUE = 8 * 4
 _BOUNDARIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Midpoints between the neighboring magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6; a tie goes to the even code."""
 
-_PACKED_NAMES = {"w13_weight": "w13_weight_packed", "w2_weight": "w2_weight_packed"}
+UNLOADED = _mx.UNLOADED["mxfp4"]
 
-_NEGATIVE_ZEROS = 0x88
-UNLOADED = {"w13": _NEGATIVE_ZEROS, "w2": _NEGATIVE_ZEROS, "w13_scale": E8M0_NAN, "w2_scale": E8M0_NAN}
-"""Bytes that mark what was not loaded yet, by canonical name. Every byte of weights is a valid pair of codes, but no
-checkpoint holds a matrix of negative zeros only."""
-
-
-def parameter_names(problem: Problem) -> dict[str, str]:
-    """Parameter name by canonical name, for the parameters that the layer is read from."""
-    renamed = _PACKED_NAMES if problem.scheme.packing in ("compressed-tensors", "auto-round") else {}
-    present = shapes(problem)
-    return {canonical: renamed.get(name, name) for name, canonical in CANONICAL_NAMES.items() if canonical in present}
-
-
-def shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
-    """Shapes of the canonical tensors of the layer on this rank, by canonical name; the checkpoint's are the same."""
-    return _mx.canonical_shapes(problem, codes_per_byte=2)
-
-
-def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor]:
-    """A layer's loaded parameters by canonical name, checked and not copied; `canonical_expert` orders the rows.
-
-    Args:
-        parameters: by the names in `parameter_names`; others are ignored.
-        problem: the layer, whose shapes the tensors must have.
-
-    Raises:
-        CheckpointError: a tensor is missing or has the wrong dtype or shape, an expert's matrix was never loaded, a
-            scale is NaN (255), or a bias is NaN or infinite.
-    """
-    return _mx.read(parameters, parameter_names(problem), shapes(problem), torch.uint8, UNLOADED, problem)
+e8m0_from_amax = functools.partial(_mx.e8m0_from_amax, largest=E2M1_MAX)
+"""The e8m0 code of each block from its largest magnitude; ``floor`` is floor(log2(amax)) - 2."""
 
 
 def canonical_expert(expert: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor]:
@@ -119,44 +91,17 @@ def quantize(values: Tensor, rule: ScaleRule = "ceil") -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: K is not a multiple of 32.
     """
-    columns = values.shape[-1]
-    _mx.require_blocks(columns)
-    leading = values.shape[:-1]
-    blocks = values.to(torch.float32).reshape(*leading, columns // MX_BLOCK, MX_BLOCK)
-    scales = e8m0_from_amax(blocks.abs().amax(-1), rule)
-    # ldexp instead of a division: 1 / 2**127 is subnormal, and some devices flush it to zero.
-    scaled = torch.ldexp(blocks, (E8M0_BIAS - scales.to(torch.int32)).unsqueeze(-1))
+    scaled, scales = _mx.scale_blocks(values, rule, E2M1_MAX)
     codes = encode_e2m1(scaled).masked_fill_((scales == E8M0_NAN).unsqueeze(-1), 0)
-    low, high = codes.view(*leading, columns // 2, 2).unbind(-1)
+    low, high = codes.view(*values.shape[:-1], values.shape[-1] // 2, 2).unbind(-1)
     return low | (high << 4), scales
 
 
 def quantize_into(values: Tensor, codes: Tensor, scales: Tensor, rule: ScaleRule = "ceil") -> None:
-    """`quantize` for a whole layer, into existing tensors, with temporaries of at most `PASS_BYTES`.
-
-    Args:
-        values: `[E, N, K]`, floating point, K a multiple of 32.
-        codes: uint8 `[E, N, K/2]`, overwritten; any stride between experts.
-        scales: uint8 `[E, N, K/32]`, overwritten; any stride between experts.
-        rule: see `e8m0_from_amax`.
-
-    Raises:
-        ValueError: K is not a multiple of 32.
-    """
-    _mx.quantize_in_passes(
-        functools.partial(quantize, rule=rule), values, codes, scales, _BYTES_PER_VALUE, PASS_BYTES
-    )  # fmt: skip
-
-
-def e8m0_from_amax(amax: Tensor, rule: ScaleRule = "ceil") -> Tensor:
-    """The e8m0 code of each block from its largest magnitude: uint8 of the same shape.
-
-    ``ceil``: ceil(log2(amax / 6)); nothing saturates. ``floor``: floor(log2(amax)) - 2, the specification's section
-    6.3; values above 6 times the scale saturate. ``llm-compressor``: floor, after rounding amax up to the next power of
-    two where its significand is at least 1.75, as the compressed-tensors package does. Zeros get 0 (2**-127), NaN and
-    infinities 255.
-    """
-    return _mx.e8m0_from_amax(amax, rule, E2M1_MAX)
+    """`quantize` for a whole layer, into existing tensors, with temporaries of at most `PASS_BYTES`; see
+    `_mx.quantize_in_passes`."""
+    part = functools.partial(quantize, rule=rule)
+    _mx.quantize_in_passes(part, values, codes, scales, _BYTES_PER_VALUE, PASS_BYTES)
 
 
 def encode_e2m1(values: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..core.problem import MX_BLOCK, Problem
 from ..errors import CheckpointError
 from . import _mx
-from ._mx import CANONICAL_NAMES, DUMMY_FILL, E8M0_BIAS, E8M0_NAN, ScaleRule, e8m0_to_float
+from ._mx import CANONICAL_NAMES, DUMMY_FILL, E8M0_BIAS, E8M0_NAN, ScaleRule, e8m0_to_float, parameter_names, shapes
 
 __all__ = [
     "CANONICAL_NAMES",
@@ -51,55 +51,28 @@ PASS_BYTES = 48 << 20
 _BYTES_PER_VALUE = 5 * 4
 """Bytes that `quantize` allocates per value: five float32 tensors of its input's size are alive at once."""
 
-_E4M3_NAN = 0x7F
-UNLOADED = {"w13": _E4M3_NAN, "w2": _E4M3_NAN, "w13_scale": E8M0_NAN, "w2_scale": E8M0_NAN}
-"""Bytes that no checkpoint holds: they mark what was not loaded yet, by canonical name."""
+UNLOADED = _mx.UNLOADED["mxfp8"]
 
-
-def parameter_names(problem: Problem) -> dict[str, str]:
-    """Parameter name by canonical name, for the parameters that the layer is read from."""
-    return {canonical: name for name, canonical in CANONICAL_NAMES.items() if canonical in shapes(problem)}
-
-
-def shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
-    """Shapes of the canonical tensors of the layer on this rank, by canonical name."""
-    return _mx.canonical_shapes(problem, codes_per_byte=1)
+e8m0_from_amax = functools.partial(_mx.e8m0_from_amax, largest=E4M3_MAX)
+"""The e8m0 code of each block from its largest magnitude; ``ceil`` is vLLM's own, ``floor`` floor(log2(amax)) - 8."""
 
 
 def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor]:
-    """A layer's loaded parameters as canonical tensors, checked and not copied: ModelOpt's layout is the canonical one.
-
-    Args:
-        parameters: by the names in `CANONICAL_NAMES`; others are ignored.
-        problem: the layer, whose shapes the tensors must have.
+    """A layer's loaded parameters as canonical tensors: ModelOpt's layout is the canonical one.
 
     Raises:
-        CheckpointError: a tensor is missing or has the wrong dtype or shape, an expert's matrix was never loaded, a
-            scale is NaN (255), a bias is NaN or infinite, or the rows of the first GEMM alternate gate and up, which no
-            known MXFP8 checkpoint does.
+        CheckpointError: as for MXFP4, or the rows of the first GEMM alternate gate and up, which no known MXFP8
+            checkpoint does.
     """
     if problem.activation.interleaved:
         rule = "the rows of w13_weight alternate gate and up; MXFP8 is read as gate rows, then up rows"
         raise CheckpointError(rule, where=problem.layer)
-    return _mx.read(
-        parameters, parameter_names(problem), shapes(problem), torch.float8_e4m3fn, UNLOADED, problem
-    )  # fmt: skip
+    return _mx.read(parameters, problem)
 
 
 def canonical_expert(expert: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor]:
     """Canonical tensors of one expert from those that `read` returned: the same tensors."""
     return dict(expert)
-
-
-def e8m0_from_amax(amax: Tensor, rule: ScaleRule = "ceil") -> Tensor:
-    """The e8m0 code of each block from its largest magnitude: uint8 of the same shape.
-
-    ``ceil``: ceil(log2(amax / 448)), vLLM's own; nothing saturates. ``floor``: floor(log2(amax)) - 8; values above 448
-    times the scale saturate. ``llm-compressor``: floor, after rounding amax up to the next power of two where its
-    significand is at least 1.75. (For float16 inputs the compressed-tensors package gives scale 1 to blocks whose scale
-    float16 cannot hold, zeros included.) Zeros get 0 (2**-127), NaN and infinities 255.
-    """
-    return _mx.e8m0_from_amax(amax, rule, E4M3_MAX)
 
 
 def quantize(values: Tensor, rule: ScaleRule = "ceil") -> tuple[Tensor, Tensor]:
@@ -115,30 +88,17 @@ def quantize(values: Tensor, rule: ScaleRule = "ceil") -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: K is not a multiple of 32.
     """
-    blocks = _blocks(values.to(torch.float32))
-    scales = e8m0_from_amax(blocks.abs().amax(-1), rule)
-    # ldexp instead of a division: 1 / 2**127 is subnormal, and some devices flush it to zero.
-    scaled = torch.ldexp(blocks, (E8M0_BIAS - scales.to(torch.int32)).unsqueeze(-1))
+    scaled, scales = _mx.scale_blocks(values, rule, E4M3_MAX)
     scaled = torch.where((scales == E8M0_NAN).unsqueeze(-1), torch.full_like(scaled, torch.nan), scaled)
     codes = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return codes.view(values.shape), scales
 
 
 def quantize_into(values: Tensor, codes: Tensor, scales: Tensor, rule: ScaleRule = "ceil") -> None:
-    """`quantize` for a whole layer, into existing tensors, with temporaries of at most `PASS_BYTES`.
-
-    Args:
-        values: `[E, N, K]`, floating point, K a multiple of 32.
-        codes: float8_e4m3fn `[E, N, K]`, overwritten; any stride between experts.
-        scales: uint8 `[E, N, K/32]`, overwritten; any stride between experts.
-        rule: see `e8m0_from_amax`.
-
-    Raises:
-        ValueError: K is not a multiple of 32.
-    """
-    _mx.quantize_in_passes(
-        functools.partial(quantize, rule=rule), values, codes, scales, _BYTES_PER_VALUE, PASS_BYTES
-    )  # fmt: skip
+    """`quantize` for a whole layer, into existing tensors, with temporaries of at most `PASS_BYTES`; see
+    `_mx.quantize_in_passes`."""
+    part = functools.partial(quantize, rule=rule)
+    _mx.quantize_in_passes(part, values, codes, scales, _BYTES_PER_VALUE, PASS_BYTES)
 
 
 def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -162,7 +122,8 @@ def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32
     # Scales first: their temporaries are freed before the large tensor is allocated.
     factors = e8m0_to_float(scales).to(work).unsqueeze(-1)
     values = codes.to(work)
-    _blocks(values).mul_(factors)
+    _mx.require_blocks(values.shape[-1])
+    values.view(*factors.shape[:-1], MX_BLOCK).mul_(factors)
     return values.to(dtype)
 
 
@@ -175,9 +136,3 @@ def fake_quantize(values: Tensor) -> Tensor:
     """Activations quantized to MXFP8 by the ceil rule and dequantized, as dynamic W8A8 layers use them: float32
     `[..., K]`."""
     return dequantize(*quantize(values))
-
-
-def _blocks(values: Tensor) -> Tensor:
-    """`[..., K]` as `[..., K/32, 32]`, a view."""
-    _mx.require_blocks(values.shape[-1])
-    return values.view(*values.shape[:-1], values.shape[-1] // MX_BLOCK, MX_BLOCK)
