@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from compressed_tensors.quantization import QuantizationArgs
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors as stock_config
@@ -30,7 +29,7 @@ from ..quantization.compressed_tensors import (
 )
 from ..releases.expert_names import stock_uses_ckpt_names
 from .base import OracleMoEMethod
-from .dtypes import with_emulated_dtypes
+from .dtypes import EmulatedDtypesMixin
 from .gptq import stock_refuses_act_order
 from .wna16 import Wna16MoEMethod
 
@@ -148,16 +147,12 @@ def integer_scheme(arguments: Any, packed_format: str) -> Scheme:
     )
 
 
-class CompressedTensorsConfig(stock_config.CompressedTensorsConfig):
+class CompressedTensorsConfig(EmulatedDtypesMixin, stock_config.CompressedTensorsConfig):
     """The stock config with support for unpacked integers and, in newer releases, act order.
 
     The stock class rejects such checkpoints as a whole. Here their experts are served, and their linear layers are
     rejected.
     """
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Dtypes of the model; on a CPU, where experts are emulated, also float32."""
-        return with_emulated_dtypes(super().get_supported_act_dtypes())
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:

@@ -9,19 +9,17 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization import auto_gptq as stock
 from vllm.model_executor.layers.quantization.utils import gptq_utils
 from vllm.scalar_type import scalar_types
 
 from ..compat import current_adapter, weight_storage
-from ..compat.layer_context import set_current_layer
 from ..core.problem import Scheme
 from ..errors import CheckpointError
 from ..quantization.fields import flatten_names, short_repr
 from ..quantization.gptq import gptq_scheme
 from ..releases import min_versions
-from .wna16 import Wna16ConfigMixin, Wna16MoEMethod, unquantized_method
+from .wna16 import Wna16ConfigMixin, Wna16MoEMethod
 
 SERVES = {
     "schemes": ["wna16"],
@@ -68,20 +66,17 @@ class AutoGPTQMoEMethod(Wna16MoEMethod, stock.AutoGPTQMoEMethod):
             method.create_weights = functools.partial(_create_weights_with_group_index, method.create_weights)
         return method
 
+    @staticmethod
+    def read_scheme(quant_config: Any) -> Scheme:
+        """See `Wna16MoEMethod`."""
+        return gptq_scheme(config_fields(quant_config), _WHERE)
+
     @classmethod
     def unsupported_by_stock(cls, quant_config: Any, moe: Any) -> str:
         """See `OracleMoEMethod.unsupported_by_stock`."""
-        scheme = gptq_scheme(config_fields(quant_config), _WHERE)
+        scheme = cls.read_scheme(quant_config)
         ordered = scheme.act_order == "group" and scheme.group_size != -1
         return "does not know act order" if ordered and stock_refuses_act_order() else ""
-
-    def __init__(self, quant_config: Any, moe: Any) -> None:
-        # The stock constructor would choose a backend by its own rules, and raise where it finds none.
-        self.quant_config = quant_config
-        scheme = gptq_scheme(config_fields(quant_config), _WHERE)
-        self.file_packing = scheme.packing
-        self.bias_in_file = getattr(quant_config, "expert_biases", False)
-        self.decide(moe, scheme)
 
 
 def _create_weights_with_group_index(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -97,11 +92,12 @@ def _skip_tensor(*args: Any, return_success: bool = False, **kwargs: Any) -> boo
 
 
 class AutoGPTQConfig(Wna16ConfigMixin, stock.AutoGPTQConfig):
-    """The stock config with this project's MoE method; everything else in the checkpoint stays the stock classes'.
+    """The stock config with this project's MoE method.
 
     The stock class rejects every checkpoint with zero points, and in newer releases with act order. Here its experts
     are served, and a linear layer of that kind raises the stock class's error."""
 
+    moe_method_cls = AutoGPTQMoEMethod
     TYPE_MAP: ClassVar[Any] = {
         **stock.AutoGPTQConfig.TYPE_MAP,
         (4, False): scalar_types.uint4,
@@ -147,18 +143,12 @@ class AutoGPTQConfig(Wna16ConfigMixin, stock.AutoGPTQConfig):
         Raises:
             ValueError: a linear layer has zero points or act order, which vLLM's kernels do not support.
         """
-        if isinstance(layer, RoutedExperts):
-            found = self.scheme_of(prefix, layer)
-            if not isinstance(found, Scheme):
-                return unquantized_method(layer.moe_config)
-            with set_current_layer(layer, prefix):
-                return AutoGPTQMoEMethod(self._with_scheme(found), layer.moe_config)
         method = super().get_quant_method(layer, prefix)
         if isinstance(method, stock.AutoGPTQLinearMethod):
             _validate_linear(method, prefix)
         return method
 
-    def _with_scheme(self, scheme: Scheme) -> AutoGPTQConfig:
+    def with_scheme(self, scheme: Scheme) -> AutoGPTQConfig:
         """The config of a layer with another scheme, from a rule in ``dynamic``."""
         found = copy.copy(self)
         found.weight_bits, found.group_size = scheme.bits, scheme.group_size

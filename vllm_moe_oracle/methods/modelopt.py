@@ -6,7 +6,6 @@ import copy
 import dataclasses
 from typing import Any
 
-import torch
 from vllm.model_executor.layers.quantization import modelopt as stock
 
 from ..compat.layer_context import set_current_layer
@@ -15,7 +14,7 @@ from ..quantization.fields import matches_number_prefix
 from ..quantization.modelopt import MixedPrecision, modelopt_activation_precision
 from ..quantization.types import GATED_PROJECTIONS, UNGATED_PROJECTIONS, LayerNames
 from .base import OracleMoEMethod
-from .dtypes import with_emulated_dtypes
+from .dtypes import EmulatedDtypesMixin
 
 SERVES = {
     "schemes": ["mxfp8"],
@@ -42,16 +41,30 @@ class ModelOptMxFp8FusedMoE(OracleMoEMethod, stock.ModelOptMxFp8FusedMoE):
         self.decide(moe_config, dataclasses.replace(SCHEME, activations=activations))
 
 
-def _effective_exclusions(names: list[str], prefix: str) -> list[str]:
-    """Exclusions, without those that match a module only because its layer number starts with theirs.
+class _ModelOptConfigMixin(EmulatedDtypesMixin):
+    """The mix-in in front of a stock config class for ModelOpt's checkpoints."""
 
-    ``model.layers.1`` or ``model.layers.1*`` excludes layer 1 with everything below it, as ModelOpt writes it. Stock
-    classes also exclude layers 10 to 19, and load their codes as 16-bit weights.
-    """
-    return [name for name in names if not matches_number_prefix(name, prefix)]
+    exclude_modules: list[str]
+
+    def is_layer_excluded(self, prefix: str) -> bool:
+        """Whether a module is not quantized; vLLM calls it.
+
+        An exclusion does not match a module only because its layer number starts with the exclusion's:
+        ``model.layers.1`` or ``model.layers.1*`` excludes layer 1 with everything below it, as ModelOpt writes it.
+        Stock classes also exclude layers 10 to 19, and load their codes as 16-bit weights.
+        """
+        config = copy.copy(self)
+        config.exclude_modules = [name for name in self.exclude_modules if not matches_number_prefix(name, prefix)]
+        excluded: bool = super(_ModelOptConfigMixin, config).is_layer_excluded(prefix)  # type: ignore[misc]
+        return excluded
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """The method of a layer; see the stock class."""
+        with set_current_layer(layer, prefix):
+            return super().get_quant_method(layer, prefix)  # type: ignore[misc]
 
 
-class ModelOptMxFp8Config(stock.ModelOptMxFp8Config):
+class ModelOptMxFp8Config(_ModelOptConfigMixin, stock.ModelOptMxFp8Config):
     """The stock config with this project's MoE method; everything else is the stock class's.
 
     Attributes:
@@ -67,25 +80,6 @@ class ModelOptMxFp8Config(stock.ModelOptMxFp8Config):
         made = super().from_config(config)
         made.activations = modelopt_activation_precision(config)
         return made
-
-    def is_layer_excluded(self, prefix: str) -> bool:
-        """Whether a module is not quantized; vLLM calls it."""
-        effective = _effective_exclusions(self.exclude_modules, prefix)
-        if len(effective) < len(self.exclude_modules):
-            config = copy.copy(self)
-            config.exclude_modules = effective
-            return config.is_layer_excluded(prefix)
-        excluded: bool = super().is_layer_excluded(prefix)
-        return excluded
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Dtypes of the model; on a CPU, where experts and linear layers are emulated, also float16 and float32."""
-        return with_emulated_dtypes(super().get_supported_act_dtypes())
-
-    def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """The method of a layer; see the stock class."""
-        with set_current_layer(layer, prefix):
-            return super().get_quant_method(layer, prefix)
 
 
 class Mxfp8Config(ModelOptMxFp8Config):
@@ -103,7 +97,7 @@ class Mxfp8Config(ModelOptMxFp8Config):
         return super().from_config(config)
 
 
-class ModelOptMixedPrecisionConfig(stock.ModelOptMixedPrecisionConfig):
+class ModelOptMixedPrecisionConfig(_ModelOptConfigMixin, stock.ModelOptMixedPrecisionConfig):
     """The stock config of mixed precision, which decides for each MoE layer as `explain` does.
 
     The stock class uses the algorithm of the first matrix that it finds for a whole layer, that of a shared expert for
@@ -112,25 +106,6 @@ class ModelOptMixedPrecisionConfig(stock.ModelOptMixedPrecisionConfig):
 
     _algorithms: tuple[Any, MixedPrecision | None] = None, None
     """vLLM's dictionary of layers, and the algorithms parsed from it."""
-
-    def is_layer_excluded(self, prefix: str) -> bool:
-        """Whether a module is not quantized; vLLM calls it."""
-        effective = _effective_exclusions(self.exclude_modules, prefix)
-        if len(effective) < len(self.exclude_modules):
-            config = copy.copy(self)
-            config.exclude_modules = effective
-            return config.is_layer_excluded(prefix)
-        excluded: bool = super().is_layer_excluded(prefix)
-        return excluded
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Dtypes of the model; see `ModelOptMxFp8Config`."""
-        return with_emulated_dtypes(super().get_supported_act_dtypes())
-
-    def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """The method of a layer; see the stock class."""
-        with set_current_layer(layer, prefix):
-            return super().get_quant_method(layer, prefix)
 
     def _resolve_quant_algo(self, prefix: str) -> str | None:
         """The algorithm of a module; vLLM calls it.

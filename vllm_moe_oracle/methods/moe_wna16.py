@@ -5,20 +5,17 @@ Stock vLLM also falls back to it for layers of those checkpoints whose shapes Ma
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization import moe_wna16 as stock
 from vllm.platforms import current_platform
 
-from ..compat.layer_context import set_current_layer
 from ..core.problem import Scheme
 from ..quantization.awq import awq_scheme
 from ..quantization.fields import flatten_names, read_string
 from ..quantization.gptq import gptq_scheme
 from .gptq import AutoGPTQConfig, without_act_order
-from .wna16 import Wna16ConfigMixin, Wna16MoEMethod, unquantized_method
+from .wna16 import Wna16ConfigMixin, Wna16MoEMethod
 
 SERVES = {
     "schemes": ["wna16"],
@@ -49,13 +46,12 @@ class MoeWNA16Method(Wna16MoEMethod, stock.MoeWNA16Method):
     """MoE layers; replaces the stock class of the same name. The stock loader adds one to each packed zero point
     separately, which loses the borrow of the tool that subtracted it."""
 
-    def __init__(self, quant_config: Any, moe: Any) -> None:
-        # The stock constructor would choose a backend by its own rules, and raise where it finds none.
-        self.quant_config = quant_config
-        scheme = default_scheme(quant_config)
-        self.file_packing = scheme.packing
-        self.bias_in_file = getattr(quant_config, "expert_biases", False)
-        self.decide(moe, dataclasses.replace(scheme, packing="moe_wna16"))
+    parameter_packing = "moe_wna16"
+
+    @staticmethod
+    def read_scheme(quant_config: Any) -> Scheme:
+        """See `Wna16MoEMethod`."""
+        return default_scheme(quant_config)
 
     @classmethod
     def unsupported_by_stock(cls, quant_config: Any, moe: Any) -> str:
@@ -65,7 +61,9 @@ class MoeWNA16Method(Wna16MoEMethod, stock.MoeWNA16Method):
 
 
 class MoeWNA16Config(Wna16ConfigMixin, stock.MoeWNA16Config):
-    """The stock config with this project's MoE method; linear layers stay what they are in the stock class."""
+    """The stock config with this project's MoE method."""
+
+    moe_method_cls = MoeWNA16Method
 
     def __init__(
         self,
@@ -113,17 +111,7 @@ class MoeWNA16Config(Wna16ConfigMixin, stock.MoeWNA16Config):
         """Drops tensors that no layer reads; as for GPTQ."""
         return AutoGPTQConfig.get_checkpoint_weight_mapper()
 
-    def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """The method of a layer; see the stock class."""
-        if not isinstance(layer, RoutedExperts):
-            return super().get_quant_method(layer, prefix)
-        found = self.scheme_of(prefix, layer)
-        if not isinstance(found, Scheme):
-            return unquantized_method(layer.moe_config)
-        with set_current_layer(layer, prefix):
-            return MoeWNA16Method(self._with_scheme(found), layer.moe_config)
-
-    def _with_scheme(self, scheme: Scheme) -> MoeWNA16Config:
+    def with_scheme(self, scheme: Scheme) -> MoeWNA16Config:
         """The config of a layer with another scheme, from a rule in ``dynamic``."""
         if scheme == default_scheme(self):
             return self

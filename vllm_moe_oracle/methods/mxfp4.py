@@ -8,7 +8,7 @@ has one method in every release; the activation says whether rows of gate and up
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +25,7 @@ from ..quantization.fields import exclusion_matcher, read_names
 from ..quantization.gpt_oss import EXCLUSION_FIELDS, reject_compressed_tensors, reject_excluded_experts
 from ..schemes.mxfp8 import E8M0_BIAS
 from .base import OracleMoEMethod
-from .dtypes import with_emulated_dtypes
+from .dtypes import EmulatedDtypesMixin
 from .wna16 import expert_layer_names
 
 SERVES = {
@@ -192,17 +192,8 @@ def activation_precision(key: Any) -> ActivationPrecision:
     return found
 
 
-def _with_excluded_modules(config: Any, names: Iterable[str]) -> Any:
-    """The config object with the names of modules that are not quantized, which stock classes do not keep."""
-    config.excluded_modules = tuple(names)
-    return config
-
-
-class Mxfp4Config(stock.Mxfp4Config):
-    """The stock config with this project's MoE method; linear layers stay the stock class's.
-
-    Experts that the checkpoint leaves unquantized get vLLM's own method: the stock class reads no exclusions.
-    """
+class _ExclusionsMixin(EmulatedDtypesMixin):
+    """The mix-in in front of a stock config class, which keeps the names of modules that are not quantized."""
 
     excluded_modules: tuple[str, ...] = ()
     """Names and wildcards of modules that are not quantized, in vLLM's names."""
@@ -210,17 +201,21 @@ class Mxfp4Config(stock.Mxfp4Config):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
         """The config object of a checkpoint."""
-        return _with_excluded_modules(super().from_config(config), read_names(config, EXCLUSION_FIELDS, _WHERE))
+        made = super().from_config(config)  # type: ignore[misc]
+        made.excluded_modules = tuple(read_names(config, EXCLUSION_FIELDS, _WHERE))
+        return made
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Maps the checkpoint's names to vLLM's; vLLM calls it with a model's mapper."""
-        super().apply_vllm_mapper(hf_to_vllm_mapper)
+        super().apply_vllm_mapper(hf_to_vllm_mapper)  # type: ignore[misc]
         self.excluded_modules = tuple(hf_to_vllm_mapper.apply_list(list(self.excluded_modules)))
 
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Dtypes of the model; on a CPU, where experts are emulated, also float16 and float32."""
-        return with_emulated_dtypes(super().get_supported_act_dtypes())
+
+class Mxfp4Config(_ExclusionsMixin, stock.Mxfp4Config):
+    """The stock config with this project's MoE method; linear layers stay the stock class's.
+
+    Experts that the checkpoint leaves unquantized get vLLM's own method: the stock class reads no exclusions.
+    """
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method of a layer; see the stock class."""
@@ -230,26 +225,8 @@ class Mxfp4Config(stock.Mxfp4Config):
         return _moe_method(Mxfp4MoEMethod, layer, prefix) or super().get_quant_method(layer, prefix)
 
 
-class GptOssMxfp4Config(stock.GptOssMxfp4Config):
+class GptOssMxfp4Config(_ExclusionsMixin, stock.GptOssMxfp4Config):
     """The stock config with this project's MoE method; see `Mxfp4Config`."""
-
-    excluded_modules: tuple[str, ...] = ()
-    """Names and wildcards of modules that are not quantized, in vLLM's names."""
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Any:
-        """The config object of a checkpoint."""
-        return _with_excluded_modules(super().from_config(config), read_names(config, EXCLUSION_FIELDS, _WHERE))
-
-    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Maps the checkpoint's names to vLLM's; vLLM calls it with a model's mapper."""
-        super().apply_vllm_mapper(hf_to_vllm_mapper)
-        self.excluded_modules = tuple(hf_to_vllm_mapper.apply_list(list(self.excluded_modules)))
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Dtypes of the model; see `Mxfp4Config`."""
-        return with_emulated_dtypes(super().get_supported_act_dtypes())
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method of a layer; see the stock class.

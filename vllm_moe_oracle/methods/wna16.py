@@ -13,15 +13,16 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from ..checkpoint.biases import has_nonzero_expert_biases, is_expert_bias
 from ..compat import current_adapter, weight_storage
+from ..compat.layer_context import set_current_layer
 from ..core.problem import Problem, Scheme
 from ..core.sharding import has_act_order, shard_by_scale_groups
 from ..errors import CheckpointError, NoBackendError
@@ -37,7 +38,7 @@ from ..schemes import _wna16_checkpoint, _wna16_parameters
 from ..schemes._packings import PACKINGS, filled_word
 from . import rank_sync
 from .base import OracleMoEMethod
-from .dtypes import with_emulated_dtypes
+from .dtypes import EmulatedDtypesMixin
 
 if TYPE_CHECKING:
     from ..schemes._wna16_checkpoint import Shard
@@ -59,10 +60,25 @@ class Wna16MoEMethod(OracleMoEMethod):
     Attributes:
         file_packing: the checkpoint's packing; the layer's parameters have the packing of the problem's scheme.
         bias_in_file: the checkpoint has expert biases, whether or not the model's config declares them.
+        parameter_packing: packing of the parameters; "" for the checkpoint's.
     """
 
     file_packing: str
     bias_in_file: bool = False
+    parameter_packing: ClassVar[str] = ""
+
+    def __init__(self, quant_config: Any, moe: Any) -> None:
+        # The stock constructor would choose a backend by its own rules, and raise where it finds none.
+        self.quant_config = quant_config
+        scheme = self.read_scheme(quant_config)
+        self.file_packing = scheme.packing
+        self.bias_in_file = getattr(quant_config, "expert_biases", False)
+        self.decide(moe, dataclasses.replace(scheme, packing=self.parameter_packing or scheme.packing))
+
+    @staticmethod
+    def read_scheme(quant_config: Any) -> Scheme:
+        """What the checkpoint holds, from vLLM's config object; a subclass with the constructor above defines it."""
+        raise NotImplementedError
 
     def decide(self, moe: Any, scheme: Scheme) -> None:
         """Decides which backend runs the layer; see `OracleMoEMethod.decide`."""
@@ -311,28 +327,41 @@ class Wna16MoEMethod(OracleMoEMethod):
                 raise CheckpointError(f"{rule}group indices; one product reads both", _REMEDY, problem.layer)
 
 
-class Wna16ConfigMixin:
+class Wna16ConfigMixin(EmulatedDtypesMixin):
     """The mix-in in front of a stock config class for integer experts, which reads the config as `explain` does.
 
+    Experts get this project's method; everything else is the stock class's.
+
     Attributes:
+        moe_method_cls: the method of the experts.
         expert_biases: the checkpoint holds biases of experts.
     """
 
+    moe_method_cls: ClassVar[type[Any]]
     expert_biases: bool = False
 
     def checkpoint_fields(self) -> dict[str, Any]:
         """The object as the fields of a checkpoint's config."""
         raise NotImplementedError
 
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Dtypes of the model; on a CPU, where experts are emulated, also float32."""
-        return with_emulated_dtypes(super().get_supported_act_dtypes())  # type: ignore[misc]
-
     def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
         """Reads the names of the checkpoint's tensors, for biases of experts that the config does not mention."""
         super().maybe_update_config(model_name, *args, **kwargs)  # type: ignore[misc]
         self.expert_biases = has_expert_biases(model_name, kwargs.get("revision"))
+
+    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        """The method of a layer; see the stock class."""
+        if not isinstance(layer, RoutedExperts):
+            return super().get_quant_method(layer, prefix)  # type: ignore[misc]
+        found = self.scheme_of(prefix, layer)
+        if not isinstance(found, Scheme):
+            return UnquantizedFusedMoEMethod(layer.moe_config)
+        with set_current_layer(layer, prefix):
+            return self.moe_method_cls(self.with_scheme(found), layer.moe_config)
+
+    def with_scheme(self, scheme: Scheme) -> Any:
+        """The config of a layer with another scheme, where rules for single layers can give it one."""
+        return self
 
     def scheme_of(self, prefix: str, layer: Any = None) -> ExpertFormat:
         """How the checkpoint stores a layer's experts; None for unquantized experts.
@@ -342,15 +371,6 @@ class Wna16ConfigMixin:
             layer: the layer, if there is one.
         """
         return parse_config(self.checkpoint_fields(), "quantization_config")(expert_layer_names(prefix, layer))
-
-
-def unquantized_method(moe: Any) -> Any:
-    """vLLM's own method for experts in the model's dtype.
-
-    Args:
-        moe: vLLM's `FusedMoEConfig`.
-    """
-    return UnquantizedFusedMoEMethod(moe)
 
 
 def has_expert_biases(model_name: str, revision: str | None = None) -> bool:
