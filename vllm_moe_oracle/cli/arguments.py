@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ..errors import MeasurementError, SettingError
+from ..measurements import profile
+from ..settings import Settings, load
 
-if TYPE_CHECKING:
-    from ..settings import Settings
+ModelNames = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="A checkpoint's folder, a config.json, SCHEME:SHAPE[@tpN], or a SHAPE in all its formats.", metavar="MODEL"
+    ),
+]
+TensorParallel = Annotated[int, typer.Option(help="Tensor-parallel ranks.", metavar="N")]
+ExpertParallel = Annotated[
+    bool, typer.Option("--ep", help="Expert parallelism over the --tp ranks (vLLM's --enable-expert-parallel).")
+]
+CompileJobs = Annotated[
+    int, typer.Option(help="Processes that compile kernels before the measurements; 0 for none.", metavar="N")
+]
+Replays = Annotated[int, typer.Option(help="Timed replays of each backend and number of tokens, at most.", metavar="N")]
+Gpus = Annotated[str, typer.Option(help="Measure on several GPUs: all, or numbers like 0,1.", metavar="all|N,...")]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="A setting of the plugin, e.g. backend=emulation. Repeatable.", metavar="KEY=VALUE"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def command_settings(words: list[str] | None, ignore_bad_profile: bool = False) -> Settings:
@@ -15,16 +38,11 @@ def command_settings(words: list[str] | None, ignore_bad_profile: bool = False) 
 
     Args:
         words: see `parse_assignments`; None for none.
-        for_a_server: the command says what a server would do in this environment, which starts without a profile that
-            cannot be read: only one of ``--set`` is refused.
+        ignore_bad_profile: accept a profile that cannot be read, as a server does, unless ``--set`` names it.
 
     Raises:
         SettingError: as by `settings.load` and `parse_assignments`, or the profile cannot be read.
     """
-    from pathlib import Path
-
-    from ..measurements import profile
-    from ..settings import load
 
     chosen = load(assignments=parse_assignments(words or []))
     source = chosen.source("profile")

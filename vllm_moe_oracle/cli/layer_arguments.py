@@ -8,11 +8,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..core.problem import Device, Problem
-    from ..settings import Settings
+from .. import checkpoint, settings
+from ..checkpoint.serving import with_activations
+from ..core.objectives import MAX_TOKENS
+from ..core.problem import Device, Problem
+from ..devices import detect
+from ..devices.detect import installed_packages
+from ..errors import MeasurementError
+from ..measurements import model_shapes
+from ..settings import Settings, batch_invariant
 
 
 def resolve_problems(models: Sequence[str], tp: int, ep: bool) -> list[Problem]:
@@ -22,11 +27,6 @@ def resolve_problems(models: Sequence[str], tp: int, ep: bool) -> list[Problem]:
     Raises:
         OracleError: an argument is unknown.
     """
-    from .. import checkpoint
-    from ..devices.detect import installed_packages
-    from ..errors import MeasurementError
-    from ..measurements import model_shapes
-
     if tp < 1:
         raise MeasurementError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")
     found: list[Problem] = []
@@ -63,9 +63,6 @@ def _served_formats(shape: str, tp: int) -> list[Problem]:
     Raises:
         MeasurementError: it is not served at that number of ranks.
     """
-    from ..errors import MeasurementError
-    from ..measurements import model_shapes
-
     known = [each for each in model_shapes.served_problems() if each.layer.split(":")[1].split("@")[0] == shape]
     found = [each for each in known if tp in (1, each.parallel.tp)]
     if not found:
@@ -81,9 +78,6 @@ def apply_settings(problem: Problem, settings: Settings) -> Problem:
     Raises:
         SettingError: that variable is not an integer.
     """
-    from ..checkpoint.serving import with_activations
-    from ..settings import batch_invariant
-
     if batch_invariant():
         problem = dataclasses.replace(problem, batch_invariant=True)
     return with_activations(problem, settings)
@@ -95,9 +89,6 @@ def require_gpu() -> Device:
     Raises:
         MeasurementError: it has no NVIDIA GPU, or no vLLM.
     """
-    from ..devices import detect
-    from ..errors import MeasurementError
-
     here = detect.detect()
     if here.kind != "cuda":
         rule = f"there is no NVIDIA GPU here (this is {here})"
@@ -114,9 +105,6 @@ def parse_gpus(words: str) -> tuple[str, ...]:
     Raises:
         SettingError: there are none of these.
     """
-    from .. import settings
-    from ..devices import detect
-
     return detect.select_gpus(words, settings.get_env(settings.VISIBLE_GPUS_VAR)) if words else ()
 
 
@@ -126,8 +114,6 @@ def check_options(replays: int, jobs: int, budget: float | None) -> None:
     Raises:
         MeasurementError: one cannot.
     """
-    from ..errors import MeasurementError
-
     if replays < 3:
         raise MeasurementError(f"{replays} replays are too few for a median", "Give 3 or more", "--replays")
     if jobs < 0:
@@ -142,9 +128,6 @@ def parse_token_counts(words: str) -> tuple[int, ...]:
     Raises:
         MeasurementError: an entry is not a number of tokens.
     """
-    from ..core.objectives import MAX_TOKENS
-    from ..errors import MeasurementError
-
     try:
         found = tuple(sorted({int(word) for word in words.split(",")}))
     except ValueError:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
 
 from ..errors import sanitize
+
+if TYPE_CHECKING:
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+# Functions import rich, which takes a quarter of the tool's start.
 
 
 def show(*parts: Any) -> None:
     """Prints for people: no markup (names hold brackets), no escape codes unless standard output is a terminal."""
+    from rich.console import Console
+
     console = Console(markup=False, highlight=False, emoji=False)
     with console.capture() as capture:
         for part in parts:
@@ -39,6 +43,8 @@ def print_message(kind: str, text: str) -> None:
 
 def key_value_table(rows: Iterable[tuple[str, str]], indent: int = 2) -> Table:
     """Names and values in two columns; values are wrapped, never cut."""
+    from rich.table import Table
+
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
@@ -49,6 +55,10 @@ def key_value_table(rows: Iterable[tuple[str, str]], indent: int = 2) -> Table:
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]], indent: int = 0) -> Padding:
     """A table whose last column takes the room that is left; cells are wrapped, never cut."""
+    from rich.box import SIMPLE_HEAD
+    from rich.padding import Padding
+    from rich.table import Table
+
     made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
     names = list(columns)
     for name in names[:-1]:
@@ -61,6 +71,8 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]], indent: int = 0
 
 def _cell(words: str) -> Text:
     """A cell, of words that may come from a file: printable characters and line breaks."""
+    from rich.text import Text
+
     return Text("\n".join("".join(c if c.isprintable() else " " for c in line) for line in words.split("\n")))
 
 
@@ -70,5 +82,7 @@ def status_spinner(words: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
+    from rich.console import Console
+
     with Console(stderr=True).status(words):
         yield

@@ -24,9 +24,36 @@ import triton.language as tl
 
 
 @triton.jit
+def from_4bit(x, ASM: tl.constexpr, DTYPE: tl.constexpr):
+    """Two results of four values each from words of 8 codes. ASM: word $4 to two values each in $0, $1 and $2, $3."""
+    return tl.inline_asm_elementwise(
+        ASM,
+        constraints="=&r,=&r,=&r,=&r,r",
+        args=[x],
+        dtype=(DTYPE, DTYPE),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def from_8bit(x, ASM: tl.constexpr, DTYPE: tl.constexpr):
+    """Four values from words of 4 codes. ASM: word $2 to two values each in $0 and $1."""
+    return tl.inline_asm_elementwise(
+        ASM,
+        constraints="=&r,=&r,r",
+        args=[x],
+        dtype=DTYPE,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def u4_raw(x):
     """Words of 8 codes to bfloat16 `code * 2**-133`, of rows g + 8 `code * 2**-129`: masks and one shift."""
-    return tl.inline_asm_elementwise(
+    return from_4bit(
+        x,
         """
         {
         .reg .b32 a;
@@ -37,18 +64,15 @@ def u4_raw(x):
         and.b32 $3, a, 0x00f000f0;
         }
         """,
-        constraints="=&r,=&r,=&r,=&r,r",
-        args=[x],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
+        tl.bfloat16,
     )
 
 
 @triton.jit
 def u4_bf16(x):
     """Words of 8 codes to bfloat16 `(code - 8) * 2**-6`, of rows g + 8 `(code - 8) * 2**-2`."""
-    return tl.inline_asm_elementwise(
+    return from_4bit(
+        x,
         """
         {
         .reg .b32 a, power, low, high;
@@ -66,18 +90,15 @@ def u4_bf16(x):
         fma.rn.bf16x2 $3, $3, power, high;
         }
         """,
-        constraints="=&r,=&r,=&r,=&r,r",
-        args=[x],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
+        tl.bfloat16,
     )
 
 
 @triton.jit
 def u8_raw(x):
     """Words of 4 codes to bfloat16 `code * 2**-133`: two masks and a shift."""
-    return tl.inline_asm_elementwise(
+    return from_8bit(
+        x,
         """
         {
         .reg .b32 a;
@@ -86,18 +107,15 @@ def u8_raw(x):
         and.b32 $1, $2, 0x00ff00ff;
         }
         """,
-        constraints="=&r,=&r,r",
-        args=[x],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
+        tl.bfloat16,
     )
 
 
 @triton.jit
 def u8_bf16(x):
     """Words of 4 codes to bfloat16 `(code - 128) * 2**-6`."""
-    return tl.inline_asm_elementwise(
+    return from_8bit(
+        x,
         """
         {
         .reg .b32 a, power, zero;
@@ -110,11 +128,7 @@ def u8_bf16(x):
         fma.rn.bf16x2 $1, $1, power, zero;
         }
         """,
-        constraints="=&r,=&r,r",
-        args=[x],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
+        tl.bfloat16,
     )
 
 
@@ -174,7 +188,8 @@ def fma_bf16x2(a, b, c):
 def u4_fp16(x, CENTERED: tl.constexpr):
     """Words of 8 codes to float16 `code - 8`, or `code + 1024` when not CENTERED; two results of four per word."""
     if CENTERED:
-        return tl.inline_asm_elementwise(
+        return from_4bit(
+            x,
             """
             {
             .reg .b32 a, z, sixteenth, y;
@@ -192,14 +207,11 @@ def u4_fp16(x, CENTERED: tl.constexpr):
             fma.rn.f16x2 $3, $3, sixteenth, y;
             }
             """,
-            constraints="=&r,=&r,=&r,=&r,r",
-            args=[x],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=4,
+            tl.float16,
         )
     else:
-        return tl.inline_asm_elementwise(
+        return from_4bit(
+            x,
             """
             {
             .reg .b32 a;
@@ -212,18 +224,15 @@ def u4_fp16(x, CENTERED: tl.constexpr):
             lop3.b32 $3, a, 0x000f000f, 0x64006400, 0xEA;
             }
             """,
-            constraints="=&r,=&r,=&r,=&r,r",
-            args=[x],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=4,
+            tl.float16,
         )
 
 
 @triton.jit
 def u8_fp16(x):
     """Words of 4 codes to float16 `code - 128`: the code under 1024's mantissa, less 1152."""
-    return tl.inline_asm_elementwise(
+    return from_8bit(
+        x,
         """
         {
         .reg .b32 a, z;
@@ -235,18 +244,15 @@ def u8_fp16(x):
         add.f16x2 $1, $1, z;
         }
         """,
-        constraints="=&r,=&r,r",
-        args=[x],
-        dtype=tl.float16,
-        is_pure=True,
-        pack=4,
+        tl.float16,
     )
 
 
 @triton.jit
 def e2m1_bf16(x):
     """Words of 8 bit-permuted e2m1 codes to bfloat16 `value * 2**-126`; two results of four per word."""
-    return tl.inline_asm_elementwise(
+    return from_4bit(
+        x,
         """
         {
         .reg .b32 b, c, d, e;
@@ -261,18 +267,15 @@ def e2m1_bf16(x):
         lop3.b32 $3, e, 0x01000100, d, 0xEA;
         }
         """,
-        constraints="=&r,=&r,=&r,=&r,r",
-        args=[x],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
+        tl.bfloat16,
     )
 
 
 @triton.jit
 def e4m3_bf16(x):
     """Words of 4 bit-permuted e4m3 codes to bfloat16 `value * 2**-120`."""
-    return tl.inline_asm_elementwise(
+    return from_8bit(
+        x,
         """
         {
         .reg .b32 a, b;
@@ -283,11 +286,7 @@ def e4m3_bf16(x):
         lop3.b32 $1, b, 0x07000700, a, 0xEA;
         }
         """,
-        constraints="=&r,=&r,r",
-        args=[x],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=4,
+        tl.bfloat16,
     )
 
 

@@ -5,17 +5,34 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
+from ...core.problem import Problem
+from ...errors import MeasurementError, did_you_mean
+from ...measurements.bench_records import BenchRecord
+from ...measurements.kernel_shape import KernelShape
+from ...oracle.registry import default_registry
+from ...report import page_data, plots
+from ...settings import Settings
+from .. import EXIT_INCOMPLETE, layer_arguments, output
+from ..arguments import (
+    Assignments,
+    CompileJobs,
+    ExpertParallel,
+    Gpus,
+    ModelNames,
+    Replays,
+    TensorParallel,
+    command_settings,
+)
+
 if TYPE_CHECKING:
-    from ...core.problem import Problem
-    from ...measurements.bench_records import BenchRecord
-    from ...measurements.kernel_shape import KernelShape
     from ...measuring.benchmarks import BenchOptions
-    from ...settings import Settings
 
 
 DEFAULT_SCHEMES = "mxfp8,mxfp4,int4_g128,int4_g32,int8_g128"
@@ -23,13 +40,7 @@ DEFAULT_SCHEMES = "mxfp8,mxfp4,int4_g128,int4_g32,int8_g128"
 
 
 def command(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="A checkpoint's folder, a config.json, SCHEME:SHAPE[@tpN], or a SHAPE in all its formats.",
-            metavar="MODEL",
-        ),
-    ] = None,
+    models: ModelNames = None,
     scheme: Annotated[
         str | None,
         typer.Option(help=f"Formats, for every SHAPE of --shape. [default: {DEFAULT_SCHEMES}]", metavar="NAME,..."),
@@ -40,25 +51,17 @@ def command(
             help="Names of model shapes, each optionally with @tpN; a wrong one lists all.", metavar="NAME,..."
         ),
     ] = "",
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", metavar="N")] = 1,
-    ep: Annotated[
-        bool, typer.Option("--ep", help="Expert parallelism over the --tp ranks (vLLM's --enable-expert-parallel).")
-    ] = (False),
+    tp: TensorParallel = 1,
+    ep: ExpertParallel = False,
     tokens: Annotated[str, typer.Option(help="Numbers of tokens.", metavar="N,...")] = "1,2,4,8,16,32,64,128,256,512",
     routing: Annotated[str, typer.Option(help="uniform or skewed.", metavar="KIND")] = "uniform",
     stock: Annotated[
         str, typer.Option(help="Stock layers beside ours: values of --moe-backend, or none.", metavar="NAME,...")
     ] = "auto",
     backend: Annotated[str, typer.Option(help="Only these backends.", metavar="NAME,...")] = "",
-    replays: Annotated[
-        int, typer.Option(help="Timed replays of each backend and number of tokens, at most.", metavar="N")
-    ] = 30,
-    jobs: Annotated[
-        int, typer.Option(help="Processes that compile kernels before the measurements; 0 for none.", metavar="N")
-    ] = 0,
-    gpus: Annotated[
-        str, typer.Option(help="Measure on several GPUs: all, or numbers like 0,1.", metavar="all|N,...")
-    ] = "",
+    replays: Replays = 30,
+    jobs: CompileJobs = 0,
+    gpus: Gpus = "",
     budget: Annotated[
         float | None, typer.Option(help="Start no further layer after this many seconds.", metavar="SECONDS")
     ] = None,
@@ -69,10 +72,7 @@ def command(
         Path | None,
         typer.Option(help="Draw the times into this file (.svg, .png); needs the extra plot.", metavar="FILE"),
     ] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="A setting of the plugin. Repeatable.", metavar="KEY=VALUE"),
-    ] = None,
+    assignments: Assignments = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records, one JSON object a line.")] = False,
 ) -> None:
     """Time every accepted backend beside stock vLLM's own layer, on this machine, in one run.
@@ -91,11 +91,7 @@ def command(
       2  the input or this machine cannot be used; one line on standard error says what
       4  a backend or a stock layer could not be timed, or failed its check; the records say why
     """
-    import msgspec
-
     from ...measuring import benchmarks
-    from .. import layer_arguments
-    from ..arguments import command_settings
 
     chosen = command_settings(assignments)
     problems = _kernel_shapes(models, scheme, shape, tp, ep, chosen)
@@ -128,9 +124,7 @@ def _kernel_shapes(
     Raises:
         OracleError: nothing is named, or a name is unknown.
     """
-    from ...errors import MeasurementError
     from ...measuring import tuning
-    from .. import layer_arguments
 
     words = list(models or [])
     if scheme is not None and not shape:
@@ -151,10 +145,7 @@ def _bench_options(
     Raises:
         MeasurementError: one has an invalid value.
     """
-    from ...errors import MeasurementError, did_you_mean
     from ...measuring.benchmarks import BenchOptions
-    from ...oracle.registry import default_registry
-    from .. import layer_arguments
 
     if routing not in ("uniform", "skewed"):
         raise MeasurementError(f"{routing!r} is not a routing", "Write uniform or skewed", "--routing")
@@ -177,8 +168,6 @@ def _bench_options(
 
 def _exit_if_incomplete(records: list[BenchRecord], layers: int, budget: float | None) -> None:
     """Warns of backends that were not timed, and exits with the status for an incomplete run."""
-    from .. import EXIT_INCOMPLETE, output
-
     failures = {f"{record.name}: {name}": why for record in records for name, why in record.failures.items()}
     for name, why in failures.items():
         output.print_message("warning", f"{name}: {why}")
@@ -191,8 +180,6 @@ def _exit_if_incomplete(records: list[BenchRecord], layers: int, budget: float |
 
 def _write_record(line: bytes, path: Path | None, printed: bool, mode: str) -> None:
     """Writes a record to standard output, and to a file."""
-    from ...errors import MeasurementError
-
     if printed:
         sys.stdout.write(line.decode() + "\n")
         sys.stdout.flush()
@@ -207,9 +194,6 @@ def _write_record(line: bytes, path: Path | None, printed: bool, mode: str) -> N
 
 def _check_plot_path(path: Path) -> None:
     """Whether a plot can be drawn there, before minutes of measuring."""
-    from importlib.util import find_spec
-
-    from ...errors import MeasurementError
 
     if find_spec("matplotlib") is None:
         raise MeasurementError("matplotlib is not installed", "pip install 'vllm-moe-oracle[plot]'", "--plot")
@@ -224,9 +208,6 @@ def _check_plot_path(path: Path) -> None:
 
 def _plot(records: list[BenchRecord], path: Path, gpu: str) -> None:
     """Draws the times of all layers into a file."""
-    from ...errors import MeasurementError
-    from ...report import page_data, plots
-
     try:
         plots.save_times([page_data.panel_of_records(found, gpu) for found in _by_layer(records).values()], str(path))
     except OSError as error:
@@ -241,8 +222,6 @@ def _by_layer(records: list[BenchRecord]) -> dict[str, list[BenchRecord]]:
 
 
 def _print(records: list[BenchRecord], gpu: str) -> None:
-    from .. import output
-
     for name, found in _by_layer(records).items():
         backends = list(dict.fromkeys(each for record in found for each in record.us))
         rows = [_row(record, backends) for record in found]

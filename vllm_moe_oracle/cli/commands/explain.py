@@ -5,18 +5,33 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from ... import checkpoint, methods
+from ...checkpoint import MoeLayers
+from ...checkpoint.layer_names import compact_layer_names
+from ...checkpoint.serving import as_served, is_round_robin
+from ...compat import check_release, ignored_env_vars
+from ...core.decision import Candidate, Decision
+from ...core.measurement_set import MeasurementSet
+from ...core.overrides import unmatched_override_error, unmatched_overrides
+from ...core.problem import Device, Problem
+from ...core.sharding import describe_loaded_group
+from ...devices import catalog, detect
 from ...devices.catalog import known_device_names
-
-if TYPE_CHECKING:
-    from ...checkpoint import MoeLayers
-    from ...core.decision import Candidate, Decision
-    from ...core.measurement_set import MeasurementSet
-    from ...core.problem import Device, Problem
-    from ...settings import Settings
+from ...devices.detect import installed_packages
+from ...errors import NoBackendError, SettingError, StandDown
+from ...measurements import lookup
+from ...measurements.lookup import profile_error
+from ...measurements.roofline import expert_bytes
+from ...oracle.registry import default_registry
+from ...oracle.selection import check_backend_names, decide
+from ...settings import AUTO, Settings, excluded_by_vllm
+from ...settings import batch_invariant as batch_invariant_variable
+from .. import EXIT_NO_BACKEND, output
+from ..arguments import AsJson, Assignments, ExpertParallel, TensorParallel, command_settings
 
 
 def command(
@@ -29,15 +44,11 @@ def command(
             metavar="NAME|FILE",
         ),
     ] = "auto",
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", metavar="N")] = 1,
-    ep: Annotated[
-        bool, typer.Option("--ep", help="Expert parallelism over the --tp ranks (vLLM's --enable-expert-parallel).")
-    ] = (False),
+    tp: TensorParallel = 1,
+    ep: ExpertParallel = False,
     batch_invariant: Annotated[
         bool | None,
-        typer.Option(
-            "--batch-invariant/--no-batch-invariant", help="As VLLM_BATCH_INVARIANT; by default this environment's."
-        ),
+        typer.Option("--batch-invariant/--no-batch-invariant", help="By default VLLM_BATCH_INVARIANT as it is here."),
     ] = None,
     lora: Annotated[
         bool, typer.Option("--lora", help="LoRA adapters may be applied, as vLLM's --enable-lora.")
@@ -63,11 +74,8 @@ def command(
             metavar="NAME",
         ),
     ] = "",
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="A setting of the plugin, e.g. backend=emulation. Repeatable.", metavar="KEY=VALUE"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
 ) -> None:
     """Say which backend each MoE layer of a checkpoint gets, and why.
 
@@ -86,22 +94,7 @@ def command(
       3  a group has none; the table is printed all the same
       2  the input cannot be used; one line on standard error says what and where
     """
-    from ... import checkpoint, settings
-    from ...checkpoint.serving import as_served, is_round_robin
-    from ...errors import SettingError
-    from ...oracle.selection import check_backend_names
-    from .. import EXIT_NO_BACKEND
-    from ..arguments import command_settings
-
-    if not path.strip():
-        raise SettingError("the path is empty", "Give a checkpoint's folder or its config.json", "PATH")
-    if tp < 1:
-        raise SettingError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")
-    try:
-        round_robin = is_round_robin(expert_placement_strategy, eplb, ep and tp > 1)
-    except SettingError as error:
-        remedy = "" if (ep and tp > 1) or "not one of" in error.rule else "Add --ep --tp N with N of 2 or more"
-        raise SettingError(error.rule, remedy, f"--{error.where.replace('_', '-')}") from None
+    round_robin = _check_options(path, tp, ep, eplb, expert_placement_strategy)
     chosen = command_settings(
         [*(assignments or []), *([] if backend is None else [f"backend={backend}"])], ignore_bad_profile=True
     )
@@ -117,7 +110,7 @@ def command(
         _vllm_version(machine),
     )
     _check_overrides_match(chosen, layers)
-    invariant = settings.batch_invariant() if batch_invariant is None else batch_invariant
+    invariant = batch_invariant_variable() if batch_invariant is None else batch_invariant
     model, mtp = (
         [as_served(problem, chosen, lora, eplb, invariant, round_robin) for problem in problems]
         for problems in (layers.problems, layers.mtp_problems)
@@ -125,17 +118,32 @@ def command(
     groups = _group_layers(model, machine, chosen, moe_backend)
     drafts = _group_layers(mtp, machine, chosen, moe_backend)
     groups += [dataclasses.replace(group, is_mtp=True) for group in drafts]
-    notes = [*layers.notes, *_activation_notes(layers, chosen)]
-    notes += [
-        *_placement_notes((*model, *mtp), round_robin),
-        *_server_notes(chosen, layers.method, groups, machine),
-    ]
+    placement = _placement_notes((*model, *mtp), round_robin)
+    server = _server_notes(chosen, layers.method, groups, machine)
+    notes = [*layers.notes, *_activation_notes(layers, chosen), *placement, *server]
     if as_json:
         _print_json(groups, notes, machine)
     else:
         _print(groups, notes, machine, tp, ep, assumed=device in known_device_names())
     if any(group.decision is None for group in groups):
         raise typer.Exit(EXIT_NO_BACKEND)
+
+
+def _check_options(path: str, tp: int, ep: bool, eplb: bool, strategy: str) -> bool:
+    """Whether vLLM is asked to place experts round-robin.
+
+    Raises:
+        SettingError: the path is empty, the ranks are not possible, or options contradict each other.
+    """
+    if not path.strip():
+        raise SettingError("the path is empty", "Give a checkpoint's folder or its config.json", "PATH")
+    if tp < 1:
+        raise SettingError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")
+    try:
+        return is_round_robin(strategy, eplb, ep and tp > 1)
+    except SettingError as error:
+        remedy = "" if (ep and tp > 1) or "not one of" in error.rule else "Add --ep --tp N with N of 2 or more"
+        raise SettingError(error.rule, remedy, f"--{error.where.replace('_', '-')}") from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -161,8 +169,6 @@ class _LayerGroup:
 
     @property
     def layers(self) -> str:
-        from ...checkpoint.layer_names import compact_layer_names
-
         return compact_layer_names(self.names)
 
     def to_json(self) -> dict[str, Any]:
@@ -191,9 +197,6 @@ class _LayerGroup:
 
 
 def _resolve_device(word: str) -> Device:
-    from ...devices import catalog, detect
-    from ...errors import SettingError
-
     if word == "auto":
         return detect.detect()
     if word not in catalog.known_device_names() and (word.endswith(".json") or "/" in word or Path(word).is_file()):
@@ -207,8 +210,6 @@ def _resolve_device(word: str) -> Device:
 
 def _placement_notes(problems: Sequence[Problem], round_robin: bool) -> Iterator[str]:
     """Says which layers' experts vLLM places in linear order although round-robin was requested."""
-    from ...checkpoint.layer_names import compact_layer_names
-
     kept = [problem for problem in problems if problem.parallel.placement == "linear"]
     if round_robin and kept:
         rule = "vLLM places experts round-robin only if they are in several groups, without --eplb"
@@ -226,9 +227,6 @@ def _activation_notes(layers: MoeLayers, settings: Settings) -> Iterator[str]:
 
 def _check_overrides_match(settings: Settings, layers: MoeLayers) -> None:
     """Refuses settings that would change nothing, which a misspelled name and a stale expression both do."""
-    from ...checkpoint.layer_names import compact_layer_names
-    from ...core.overrides import unmatched_override_error, unmatched_overrides
-
     found = [problem.layer for problem in (*layers.problems, *layers.mtp_problems)]
     for override in unmatched_overrides(settings.overrides, found):
         raise unmatched_override_error(override, found, settings.source("overrides"), compact_layer_names(found))
@@ -236,10 +234,6 @@ def _check_overrides_match(settings: Settings, layers: MoeLayers) -> None:
 
 def _group_layers(problems: list[Problem], device: Device, settings: Settings, moe_backend: str) -> list[_LayerGroup]:
     """Layers by equal problem and equal outcome, in the order of their first layer."""
-    from ...errors import NoBackendError
-    from ...measurements import lookup
-    from ...oracle.selection import decide
-
     groups: dict[object, _LayerGroup] = {}
     evidence: dict[Problem, MeasurementSet | None] = {}
     for problem in problems:
@@ -265,13 +259,6 @@ def _group_layers(problems: list[Problem], device: Device, settings: Settings, m
 
 def _server_notes(settings: Settings, method: str, groups: list[_LayerGroup], device: Device) -> Iterator[str]:
     """Why a server would not do what this answer says, where that is known."""
-    from ...compat import check_release, ignored_env_vars
-    from ...errors import StandDown
-    from ...measurements.lookup import profile_error
-    from ...methods import served_schemes
-    from ...oracle.registry import default_registry
-    from ...settings import AUTO, excluded_by_vllm
-
     for group in groups:
         if group.decision is not None and group.decision.degraded:
             yield f"{group.layers}: {group.decision.explanation}"
@@ -298,7 +285,7 @@ def _server_notes(settings: Settings, method: str, groups: list[_LayerGroup], de
     if excluding := excluded_by_vllm():
         yield f"the plugin is {excluding}: vLLM would choose by itself"
     schemes = {group.problem.scheme.name for group in groups if group.decision}
-    for scheme in sorted(schemes.difference(served_schemes().get(method, ()))):
+    for scheme in sorted(schemes.difference(methods.served_schemes().get(method, ()))):
         yield f"the plugin does not serve {scheme} in vLLM's {method} checkpoints yet: vLLM would choose by itself"
     if method == "inc" and "wna16" in schemes and device.kind == "cpu":
         yield "on a CPU vLLM takes AutoRound's integer experts for unquantized ones, and does not load them"
@@ -306,15 +293,11 @@ def _server_notes(settings: Settings, method: str, groups: list[_LayerGroup], de
 
 def _vllm_version(device: Device) -> str | None:
     """The vLLM that the answer is for: the machine's, else the one that is installed here."""
-    from ...devices.detect import installed_packages
-
     return device.packages.get("vllm") or installed_packages().get("vllm")
 
 
 def _print_json(groups: list[_LayerGroup], notes: list[str], device: Device) -> None:
     """JSON to standard output, failures and notes to standard error."""
-    from .. import output
-
     output.print_json({"vllm": _vllm_version(device), "device": device, "groups": [each.to_json() for each in groups]})
     for group in groups:
         if group.decision is None:
@@ -326,8 +309,6 @@ def _print_json(groups: list[_LayerGroup], notes: list[str], device: Device) -> 
 def _print(
     groups: list[_LayerGroup], notes: list[str], device: Device, tp: int, ep: bool, assumed: bool = False
 ) -> None:
-    from .. import output
-
     vllm = _vllm_version(device)
     ranks = "one rank" if tp == 1 else f"{'expert' if ep else 'tensor'} parallelism over {tp} ranks"
     release = f"vLLM {vllm}" if vllm else "vLLM not installed"
@@ -349,8 +330,6 @@ def _print(
 
 
 def _decision_rows(group: _LayerGroup) -> list[tuple[str, str]]:
-    from ...core.sharding import describe_loaded_group
-
     rows = [("layer", str(group.problem))]
     if group.decision is None:
         return [*rows, ("backend", "none"), ("why", group.failure)]
@@ -373,9 +352,6 @@ def _decision_rows(group: _LayerGroup) -> list[tuple[str, str]]:
 
 def _describe_token_ranges(group: _LayerGroup) -> str:
     """Which backend runs up to how many tokens, and what memory a second copy of the weights takes."""
-    from ...measurements.roofline import expert_bytes
-    from ...oracle.registry import default_registry
-
     assert group.decision is not None
     problem, steps = group.problem, group.decision.token_ranges
     words = [f"{step.backend} {f'up to {step.max_tokens} tokens' if step.max_tokens else 'beyond'}" for step in steps]

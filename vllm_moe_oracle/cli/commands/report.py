@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from ...report.page_data import ReportContent
-    from ...settings import Settings
+from ...devices import detect
+from ...errors import MeasurementError
+from ...measurements import environment
+from ...measurements.store import Store
+from ...report import html_report, page_data
+from ...report.page_data import ReportContent
+from ...settings import Settings, cache_dir
+from .. import output
+from ..arguments import Assignments, command_settings
 
 
 def command(
@@ -29,10 +36,7 @@ def command(
     svg: Annotated[
         Path | None, typer.Option("--svg", help="Also write each plot as a file into this folder.", metavar="DIR")
     ] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="A setting of the plugin, e.g. objective=decode. Repeatable.", metavar="KEY=VALUE"),
-    ] = None,
+    assignments: Assignments = None,
 ) -> None:
     """Make one page of what was measured and decided: times, speed-up over stock vLLM, choices and their reasons.
 
@@ -48,11 +52,6 @@ def command(
       0  the page was written
       2  a file cannot be used, or nothing was measured; one line on standard error says what
     """
-    from ...errors import MeasurementError
-    from ...report import html_report, page_data
-    from .. import output
-    from ..arguments import command_settings
-
     _require_modules("matplotlib", "jinja2")
     chosen = command_settings(assignments)
     content = page_data.ReportContent()
@@ -79,22 +78,12 @@ def command(
 
 def _local_content(settings: Settings) -> ReportContent:
     """What this machine measured; the shipped profiles where that is nothing."""
-    from ...devices import detect
-    from ...measurements import environment
-    from ...measurements.store import Store
-    from ...report import page_data
-    from ...settings import cache_dir
-
     here = environment.of(detect.detect())
     found = Store(cache_dir(settings)).samples_by_kernel_shape(here)
     return page_data.from_cache(found, here, settings) if found else page_data.from_shipped_profiles(settings)
 
 
 def _require_modules(*modules: str) -> None:
-    from importlib.util import find_spec
-
-    from ...errors import MeasurementError
-
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
         rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
@@ -102,8 +91,6 @@ def _require_modules(*modules: str) -> None:
 
 
 def _make_dir(folder: Path) -> None:
-    from ...errors import MeasurementError
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -111,8 +98,6 @@ def _make_dir(folder: Path) -> None:
 
 
 def _write_file(path: Path, text: str) -> None:
-    from ...errors import MeasurementError
-
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import contextlib
+import dataclasses
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import typer
 
-if TYPE_CHECKING:
-    from ...plugin import PluginState
-    from ...settings import Settings
+from ... import __version__, settings
+from ...compat import release_support
+from ...core.overrides import Override
+from ...devices import detect
+from ...devices.detect import installed_packages
+from ...errors import OracleError, SettingError
+from ...measurements.lookup import profile_error
+from ...measurements.store import Store
+from ...oracle.registry import default_registry
+from ...oracle.selection import check_backend_names
+from ...plugin import PluginState
+from ...settings import Settings, cache_dir, excluded_by_vllm
+from .. import EXIT_INVALID_INPUT, output
+from ..arguments import AsJson
 
 
-def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def command(as_json: AsJson = False) -> None:
     """Say what is installed, whether the plugin is active, and with which settings, methods, patches and backends.
 
     The plugin is registered in this process the way vLLM registers it, without a model or a GPU.
@@ -27,12 +45,6 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
       0  the report was made, whether or not the plugin is active
       2  a setting has an unknown name, a value that it cannot take, or the name of no backend
     """
-    from ... import settings
-    from ...errors import SettingError
-    from ...measurements.lookup import profile_error
-    from ...oracle.selection import check_backend_names
-    from .. import EXIT_INVALID_INPUT, output
-
     chosen, error = None, ""
     try:
         chosen = settings.load()
@@ -54,11 +66,6 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _build_report(chosen: Settings | None) -> dict[str, Any]:
-    from ... import settings
-    from ...compat import release_support
-    from ...devices import detect
-    from ...oracle.registry import default_registry
-
     state = _register_plugin()
     registry = default_registry()
     versions = _versions()
@@ -85,9 +92,6 @@ def _build_report(chosen: Settings | None) -> dict[str, Any]:
 
 def _unwritable_report(chosen: Settings) -> str:
     """Why the file of the setting `report` could not be written; "" if it could, or none is set."""
-    import os
-    from pathlib import Path
-
     if not chosen.report:
         return ""
     path = Path(chosen.report)
@@ -101,10 +105,6 @@ def _unwritable_report(chosen: Settings) -> str:
 
 def _cache_report(chosen: Settings) -> dict[str, Any]:
     """Where measurements are kept, how many by environment, and why they cannot be read."""
-    from ...errors import OracleError
-    from ...measurements.store import Store
-    from ...settings import cache_dir
-
     try:
         store = Store(cache_dir(chosen))
     except OracleError as error:
@@ -117,11 +117,6 @@ def _cache_report(chosen: Settings) -> dict[str, Any]:
 
 def _versions() -> dict[str, str | None]:
     """Versions by name; None for what is not installed."""
-    import platform
-    from importlib import metadata
-
-    from ... import __version__
-    from ...devices.detect import installed_packages
 
     installed = installed_packages()
     try:
@@ -139,16 +134,10 @@ def _versions() -> dict[str, str | None]:
 
 def _register_plugin() -> PluginState:
     """Registers the plugin here, as vLLM does in its processes, and says what came of it."""
-    import contextlib
-    import dataclasses
-    import sys
-
     from ... import plugin
-    from ...settings import excluded_by_vllm
 
     if reason := excluded_by_vllm():
         return plugin.PluginState(False, reason, _versions()["vllm"])
-    from .. import output
 
     # vLLM's logger writes to standard output, which belongs to the report. With the setting strict, a stand-down is
     # raised. Nearly all the time of this command is vLLM's import.
@@ -165,8 +154,6 @@ def _register_plugin() -> PluginState:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from .. import output
-
     state: PluginState = report["plugin"]
     output.show(
         output.key_value_table(((name, version or "not installed") for name, version in report["versions"].items()), 0)
@@ -219,8 +206,6 @@ def _describe_cache(cache: dict[str, Any] | None) -> str:
 
 def _format_setting(value: object) -> str:
     """A setting's value as it would be written."""
-    from ...core.overrides import Override
-
     if isinstance(value, bool):
         return "1" if value else "0"
     if isinstance(value, tuple):

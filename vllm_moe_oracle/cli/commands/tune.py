@@ -5,37 +5,43 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from ...core.problem import Device, Problem
+from ...errors import MeasurementError, NoBackendError
+from ...measurements import bench_records, environment, lookup, model_shapes
+from ...measurements import profile as profiles
+from ...measurements.kernel_shape import KernelShape, RoutingKind, Sample
+from ...measurements.store import Store
+from ...oracle.selection import decide
+from ...settings import Settings, cache_dir
+from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, layer_arguments, output
+from ..arguments import (
+    AsJson,
+    Assignments,
+    CompileJobs,
+    ExpertParallel,
+    Gpus,
+    ModelNames,
+    Replays,
+    TensorParallel,
+    command_settings,
+)
+
 if TYPE_CHECKING:
-    from ...core.problem import Device, Problem
-    from ...measurements.kernel_shape import KernelShape, Sample
-    from ...measurements.store import Store
     from ...measuring.tuning import TuneOptions, TuneOutcome
-    from ...settings import Settings
-
-
-DEFAULT_ROUTINGS, DEFAULT_REPLAYS, DEFAULT_TILES = "uniform,skewed", 20, 2
-"""Defaults of the options of these names."""
 
 
 def command(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="A checkpoint's folder, a config.json, SCHEME:SHAPE[@tpN], or a SHAPE in all its formats.",
-            metavar="MODEL",
-        ),
-    ] = None,
+    context: typer.Context,
+    models: ModelNames = None,
     shapes: Annotated[
         bool, typer.Option("--shapes", help="The layers of the public models that this package knows.")
     ] = False,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", metavar="N")] = 1,
-    ep: Annotated[
-        bool, typer.Option("--ep", help="Expert parallelism over the --tp ranks (vLLM's --enable-expert-parallel).")
-    ] = (False),
+    tp: TensorParallel = 1,
+    ep: ExpertParallel = False,
     tokens: Annotated[
         str,
         typer.Option(
@@ -43,24 +49,15 @@ def command(
             metavar="N,...",
         ),
     ] = "",
-    routing: Annotated[str, typer.Option(help="uniform, skewed, or both.", metavar="KIND,...")] = DEFAULT_ROUTINGS,
-    replays: Annotated[
-        int, typer.Option(help="Timed replays of each backend and number of tokens, at most.", metavar="N")
-    ] = DEFAULT_REPLAYS,
+    routing: Annotated[str, typer.Option(help="uniform, skewed, or both.", metavar="KIND,...")] = "uniform,skewed",
+    replays: Replays = 20,
     budget: Annotated[float | None, typer.Option(help="Seconds for everything.", metavar="SECONDS")] = None,
-    jobs: Annotated[
-        int, typer.Option(help="Processes that compile kernels before the measurements; 0 for none.", metavar="N")
-    ] = 0,
+    jobs: CompileJobs = 0,
     tiles: Annotated[
         int,
-        typer.Option(
-            help="Tile configurations of our kernels to time beside their own choice; each is compiled once.",
-            metavar="N",
-        ),
-    ] = DEFAULT_TILES,
-    gpus: Annotated[
-        str, typer.Option(help="Measure on several GPUs: all, or numbers like 0,1.", metavar="all|N,...")
-    ] = "",
+        typer.Option(help="Tile configurations to time beside our kernels' choice; each is compiled.", metavar="N"),
+    ] = 2,
+    gpus: Gpus = "",
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again what is already stored.")] = False,
     export: Annotated[
         Path | None, typer.Option(help="Write all measurements of these layers to a profile.", metavar="FILE")
@@ -75,11 +72,8 @@ def command(
             "--import", help="Take the measurements of bench --jsonl, into --export or the cache.", metavar="FILE"
         ),
     ] = None,
-    assignments: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="A setting of the plugin, e.g. cache=DIR. Repeatable.", metavar="KEY=VALUE"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
 ) -> None:
     """Measure every accepted backend for a model's MoE layers on this machine, and keep it for serving.
 
@@ -100,25 +94,13 @@ def command(
       3  no backend can run one of the layers
       4  the budget was spent, or a backend could not be measured; what was measured is kept
     """
-    from ...errors import MeasurementError
-    from ...measurements import profile as profiles
     from ...measuring import tuning
-    from .. import layer_arguments, output
-    from ..arguments import command_settings
 
     chosen = command_settings(assignments)
     if export is not None:
         profiles.check_writable(export)
     if imported:
-        unused = {
-            "MODEL": models, "--shapes": shapes, "--tp": tp != 1, "--ep": ep, "--tokens": tokens,
-            "--routing": routing != DEFAULT_ROUTINGS, "--replays": replays != DEFAULT_REPLAYS,
-            "--budget": budget is not None, "--jobs": jobs, "--tiles": tiles != DEFAULT_TILES, "--gpus": gpus,
-            "--remeasure": remeasure, "--profile": profile,
-        }  # fmt: skip
-        if given := [name for name, value in unused.items() if value]:
-            rule = f"{', '.join(given)} would change nothing: with --import nothing is measured"
-            raise MeasurementError(rule, "Leave it out, or measure without --import")
+        _check_import_options(context)
         _import_measurements(imported, export, chosen, as_json)
         return
     problems = _named_problems(models, shapes, tp, ep, tiles)
@@ -127,21 +109,43 @@ def command(
     known = [profiles.read(each) for each in profile or []]
     device = layer_arguments.require_gpu()
     options = dataclasses.replace(options, tiles=tiles, gpus=layer_arguments.parse_gpus(gpus))
-    for path, each in zip(profile or [], known, strict=True):
-        if reason := tuning.why_not_reusable(each, device):
-            output.print_message("note", f"nothing of the profile {path} is used: {reason}")
+    _note_unused_profiles(profile or [], known, device)
     store = _open_store(chosen)
     with layer_arguments.progress_bar(quiet=as_json and not sys.stderr.isatty()) as report:
         problems = [layer_arguments.apply_settings(each, chosen) for each in problems]
         outcomes = tuning.tune(problems, device, chosen, store, options, known, report)
     if export is not None:
         _export(export, outcomes, device, options)
-    results = _decision_results(outcomes, device, chosen)
-    if as_json:
-        output.print_json({"device": device, "cache": str(store.path), "groups": results})
-    else:
-        _print(results, str(store.path))
+    _print_outcomes(outcomes, device, chosen, str(store.path), as_json)
     _exit_if_unfinished(outcomes)
+
+
+def _check_import_options(context: typer.Context) -> None:
+    """Refuses options that have no effect on an import.
+
+    Raises:
+        MeasurementError: some are given.
+    """
+    used = ("imported", "export", "assignments", "as_json")
+    given = [each for each in context.command.params if each.name not in used and _is_given(context, each.name)]
+    if given:
+        names = ", ".join(each.opts[0] if each.opts[0].startswith("-") else "MODEL" for each in given)
+        rule = f"{names} would change nothing: with --import nothing is measured"
+        raise MeasurementError(rule, "Leave it out, or measure without --import")
+
+
+def _is_given(context: typer.Context, name: str | None) -> bool:
+    source = context.get_parameter_source(name or "")
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _note_unused_profiles(paths: list[Path], known: list[profiles.Profile], device: Device) -> None:
+    """Says which profiles are from another environment."""
+    from ...measuring import tuning
+
+    for path, profile in zip(paths, known, strict=True):
+        if reason := tuning.why_not_reusable(profile, device):
+            output.print_message("note", f"nothing of the profile {path} is used: {reason}")
 
 
 def _named_problems(models: list[str] | None, shapes: bool, tp: int, ep: bool, tiles: int) -> list[Problem]:
@@ -150,10 +154,6 @@ def _named_problems(models: list[str] | None, shapes: bool, tp: int, ep: bool, t
     Raises:
         OracleError: no layer is named, a name is unknown, or options contradict each other.
     """
-    from ...errors import MeasurementError
-    from ...measurements import model_shapes
-    from .. import layer_arguments
-
     if not models and not shapes:
         raise MeasurementError("no model is named", "Name one, or --shapes")
     if not models and (tp != 1 or ep):
@@ -167,10 +167,6 @@ def _named_problems(models: list[str] | None, shapes: bool, tp: int, ep: bool, t
 
 def _open_store(settings: Settings) -> Store:
     """The cache of measurements; a note says when it was replaced or cannot be used."""
-    from ...measurements.store import Store
-    from ...settings import cache_dir
-    from .. import output
-
     store = Store(cache_dir(settings))
     if note := store.prepare():
         output.print_message("note", note)
@@ -179,9 +175,6 @@ def _open_store(settings: Settings) -> Store:
 
 def _export(path: Path, outcomes: dict[KernelShape, TuneOutcome], device: Device, options: TuneOptions) -> None:
     """Writes what was measured as a profile."""
-    from ...measurements import environment
-    from ...measurements import profile as profiles
-
     samples = {shape: outcome.samples for shape, outcome in outcomes.items() if outcome.samples}
     command = "vllm-moe-oracle " + " ".join(sys.argv[1:])
     profiles.write(profiles.make(environment.of(device), samples, _conditions(options, command)), path)
@@ -189,8 +182,6 @@ def _export(path: Path, outcomes: dict[KernelShape, TuneOutcome], device: Device
 
 def _exit_if_unfinished(outcomes: dict[KernelShape, TuneOutcome]) -> None:
     """Warns of backends that could not be measured, and exits with the status for an incomplete run."""
-    from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, output
-
     for outcome in outcomes.values():
         if outcome.unfinished:
             output.print_message("warning", f"{outcome.problem.layer}: {outcome.unfinished}")
@@ -202,11 +193,6 @@ def _exit_if_unfinished(outcomes: dict[KernelShape, TuneOutcome]) -> None:
 
 def _import_measurements(files: list[Path], export: Path | None, settings: Settings, as_json: bool) -> None:
     """Puts measurements of benchmarks into a profile, or into the cache."""
-    from ...errors import MeasurementError
-    from ...measurements import bench_records
-    from ...measurements import profile as profiles
-    from .. import output
-
     read = [bench_records.read_samples(path) for path in files]
     place, conditions, _ = read[0]
     if other := [str(path) for path, each in zip(files, read, strict=True) if each[0] != place]:
@@ -233,12 +219,7 @@ def _import_measurements(files: list[Path], export: Path | None, settings: Setti
 def _tune_options(
     tokens: str, routing: str, replays: int, budget: float | None, jobs: int, remeasure: bool
 ) -> TuneOptions:
-    from typing import get_args
-
-    from ...errors import MeasurementError
-    from ...measurements.kernel_shape import RoutingKind
     from ...measuring.tuning import BUCKETS, TuneOptions
-    from .. import layer_arguments
 
     kinds = tuple(dict.fromkeys(word.strip() for word in routing.split(",")))
     if not set(kinds) <= set(get_args(RoutingKind)) or "uniform" not in kinds:
@@ -266,10 +247,6 @@ def _decision_results(
     outcomes: dict[KernelShape, TuneOutcome], device: Device, settings: Settings
 ) -> list[dict[str, Any]]:
     """What the oracle makes of the measurements, one for each cell."""
-    from ...errors import NoBackendError
-    from ...measurements import lookup
-    from ...oracle.selection import decide
-
     found = []
     for cell, outcome in outcomes.items():
         problem = outcome.problem
@@ -305,9 +282,14 @@ def _times_by_tokens(times: tuple[tuple[str, tuple[tuple[int, float], ...]], ...
     return {name: {str(count): round(us, 2) for count, us in points} for name, points in times}
 
 
-def _print(results: list[dict[str, Any]], cache: str) -> None:
-    from .. import output
-
+def _print_outcomes(
+    outcomes: dict[KernelShape, TuneOutcome], device: Device, settings: Settings, cache: str, as_json: bool
+) -> None:
+    """Prints what the oracle decides by the measurements."""
+    results = _decision_results(outcomes, device, settings)
+    if as_json:
+        output.print_json({"device": device, "cache": cache, "groups": results})
+        return
     for result in results:
         facts = [("layer", result["cell"]), ("measured", f"{result['measured']} times in {result['seconds']} s")]
         if result["spent"]:
