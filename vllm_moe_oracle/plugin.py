@@ -31,7 +31,7 @@ class PluginState:
         vllm: vLLM's version; None when it is not installed.
         methods: names of the quantization methods that the plugin replaces.
         patches: names of the applied patches.
-        waiting: names of patches that are applied when vLLM imports the module that they change.
+        deferred: names of patches that are applied when vLLM imports the module that they change.
         failed: why a deferred patch could not be applied, by name.
     """
 
@@ -40,7 +40,7 @@ class PluginState:
     vllm: str | None = None
     methods: tuple[str, ...] = ()
     patches: tuple[str, ...] = ()
-    waiting: tuple[str, ...] = ()
+    deferred: tuple[str, ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -58,7 +58,7 @@ def state() -> PluginState:
     patches = _process.patches
     if patches is None:
         return _process.state
-    return replace(_process.state, patches=patches.names, waiting=patches.waiting, failed=patches.failed)
+    return replace(_process.state, patches=patches.names, deferred=patches.deferred, failed=patches.failed)
 
 
 def register() -> None:

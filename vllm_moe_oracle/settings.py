@@ -131,24 +131,28 @@ def _setting(
     return field(default=default, metadata=metadata)
 
 
+def _flag(default: bool, help: str, startup_only: bool = False) -> Any:
+    """A field of `Settings` that is on or off; see `_setting`."""
+    return _setting(default, _boolean, help, "0|1", startup_only)
+
+
+def _choice(words: Any, default: str, help: str) -> Any:
+    """A field of `Settings` with one of the values of a `Literal`."""
+    return _setting(default, _one_of(get_args(words)), help, "|".join(get_args(words)))
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The user's settings. `sources` has the origin of each one that is not at its default."""
 
-    enabled: bool = _setting(True, _boolean, "use the plugin; 0 leaves vLLM unchanged", "0|1", startup_only=True)
-    force: bool = _setting(
-        False,
-        _boolean,
-        "serve vLLM releases outside the tested range instead of standing down",
-        "0|1",
-        startup_only=True,
+    enabled: bool = _flag(True, "use the plugin; 0 leaves vLLM unchanged", startup_only=True)
+    force: bool = _flag(
+        False, "serve vLLM releases outside the tested range instead of standing down", startup_only=True
     )
-    strict: bool = _setting(
+    strict: bool = _flag(
         False,
-        _boolean,
         "raise an error instead of standing down, and for settings without effect (an override that matches no layer, "
         "a profile that cannot be read)",
-        "0|1",
         startup_only=True,
     )
     backend: str = _setting(
@@ -161,44 +165,37 @@ class Settings:
         "RE=NAME;...",
     )
     disable: tuple[str, ...] = _setting((), _name_list, "backends that must not be chosen", "NAME,...")
-    on_unavailable: OnUnavailable = _setting(
+    on_unavailable: OnUnavailable = _choice(
+        OnUnavailable,
         "error",
-        _one_of(get_args(OnUnavailable)),
         "what happens when an explicitly chosen backend cannot run: an error, or a logged fallback",
-        "error|fallback",
     )
-    activations: Activations = _setting(
+    activations: Activations = _choice(
+        Activations,
         "checkpoint",
-        _one_of(get_args(Activations)),
         "precision of the experts' inputs: as the checkpoint declares it, or the model's 16-bit dtype",
-        "checkpoint|16bit",
     )
-    allow_activation_quantization: bool = _setting(
+    allow_activation_quantization: bool = _flag(
         False,
-        _boolean,
         "also accept backends that quantize activations although the checkpoint does not declare it; most "
         "of them run only if they are also chosen by name",
-        "0|1",
     )
-    self_check: SelfCheck = _setting(
+    self_check: SelfCheck = _choice(
+        SelfCheck,
         "group",
-        _one_of(get_args(SelfCheck)),
         "compare kernels with the reference at load time: never, for one layer of each group, for every layer, or for "
         "one layer of each group with a failure being an error",
-        "off|group|all|strict",
     )
-    mxfp8_scale_rule: ScaleRule = _setting(
+    mxfp8_scale_rule: ScaleRule = _choice(
+        ScaleRule,
         "ceil",
-        _one_of(get_args(ScaleRule)),
         "rule for the scales of weights that are quantized to MXFP8 at load time: vLLM's (ceil), the MX "
         "specification's (floor) or the compressed-tensors package's",
-        "ceil|floor|llm-compressor",
     )
-    mxfp4_scale_rule: ScaleRule = _setting(
+    mxfp4_scale_rule: ScaleRule = _choice(
+        ScaleRule,
         "llm-compressor",
-        _one_of(get_args(ScaleRule)),
         "the same for experts that are quantized to MXFP4 at load time; vLLM uses the compressed-tensors package's",
-        "ceil|floor|llm-compressor",
     )
     rank_sync_timeout: float = _setting(
         600.0,
@@ -206,9 +203,7 @@ class Settings:
         "seconds that a rank waits for the other ranks, which may still load or check weights, before it fails",
         "SECONDS",
     )
-    use_measurements: bool = _setting(
-        True, _boolean, "choose by measurements, if there are any for this kind of machine", "0|1"
-    )
+    use_measurements: bool = _flag(True, "choose by measurements, if there are any for this kind of machine")
     objective: str = _setting(
         "balanced",
         _objective,
@@ -222,19 +217,15 @@ class Settings:
         "fraction of the static choice's time that another backend must save to replace it",
         "FRACTION",
     )
-    allow_second_layout: bool = _setting(
+    allow_second_layout: bool = _flag(
         False,
-        _boolean,
         "let a layer keep its weights in two layouts, for a backend at few tokens and another at many, if that is "
         "faster",
-        "0|1",
     )
-    ragged_shards: bool = _setting(
+    ragged_shards: bool = _flag(
         False,
-        _boolean,
         "shard integer experts at the boundaries of scale groups if equal shards would split one; ranks then differ in "
         "size",
-        "0|1",
     )
     cache: str = _setting(
         "", _path, "directory of the measurements that tune writes; by default in the user's cache directory", "DIR"

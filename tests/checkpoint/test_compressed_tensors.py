@@ -105,6 +105,6 @@ def test_the_name_of_the_experts_module_means_nothing_and_a_note_says_so(field: 
     quantization = config([module], ["Linear"]) if field == "ignore" else config([], ["Linear", module])
     assert by_us(quantization, module, "") == by_vllm(quantization, module, {}) == "8 bits"
     (note,) = config_notes(quantization, "config.json, quantization_config")
-    assert note.startswith(f"config.json, quantization_config.{field}: '{module}' means nothing")
+    assert note.startswith(f"config.json, quantization_config.{field}: '{module}' has no effect")
     without = config([f"{module}.0.{name}" for name in PROJECTIONS], ["Linear", "re:.*experts"])
     assert not list(config_notes(without, "x")) and describe_format(None) == by_us(without, module, "")

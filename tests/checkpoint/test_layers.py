@@ -447,8 +447,8 @@ def test_an_exclusion_may_use_the_checkpoints_name_of_a_module(explain: Any) -> 
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        (r"re:.*experts.*", "means nothing: vLLM reads names and wildcards there"),
-        ("*.mlp.experts.*", "leaves no experts out: vLLM asks for the experts' module, whose name ends with experts"),
+        (r"re:.*experts.*", "has no effect: vLLM expects names and wildcards there"),
+        ("*.mlp.experts.*", "excludes no experts: vLLM looks up the experts' module, whose name ends with experts"),
         ("model.layers.1.mlp.experts.*", ""),
         ("*.mlp.shared_experts.*", ""),
         ("*self_attn*", ""),

@@ -188,7 +188,7 @@ def test_what_vllm_selects_is_said(
     assert (said in " ".join(run("explain", write(), "--device", "cpu").out.split())) is not selected
     if not selected:
         assert run("status", "--json").json["plugin"] | {"vllm": None} == {
-            "active": False, "reason": said, "vllm": None, "methods": [], "patches": [], "waiting": [], "failed": {}
+            "active": False, "reason": said, "vllm": None, "methods": [], "patches": [], "deferred": [], "failed": {}
         }  # fmt: skip
 
 
@@ -354,7 +354,7 @@ def test_a_device_can_come_from_a_file(run: Run, write: Callable[..., Path], tmp
         (("CONFIG", "--set", "bakend=emulation"), "--set: unknown setting 'bakend'. Did you mean backend?"),
         (("CONFIG", "--set", "enabled=perhaps"), "'perhaps' is not a boolean"),
         (("CONFIG", "--set", "backend=a", "--backend", "b"), "--set: backend is given twice. Leave one of them out"),
-        (("CONFIG", "--set", r"overrides=rs\.99\.=emulation"), r"re:rs\.99\. matches none of the 48 quantized"),
+        (("CONFIG", "--set", r"overrides=rs\.99\.=emulation"), r"re:rs\.99\. matches no layer: the model has 48"),
         (("CONFIG", "--set", "overrides=(=emulation"), "is not a regular expression"),
         (("CONFIG", "--set", "disable=nothing"), "'nothing'"),
         (("CONFIG", "--backend", "marlin_mxfp9"), "--set backend: 'marlin_mxfp9' is not a backend. Did you"),

@@ -124,10 +124,10 @@ def test_a_patch_waits_for_its_module() -> None:
     manager = PatchManager()
     manager.apply(DeferredPatch("entry", "stock_example", lambda module: Patch("entry", module.TABLE, "a", 2)))
     assert "stock_example" not in sys.modules
-    assert (manager.names, manager.waiting) == ((), ("entry",))
+    assert (manager.names, manager.deferred) == ((), ("entry",))
     module = stock()
     assert module.TABLE == {"a": 2}
-    assert (manager.names, manager.waiting) == (("entry",), ())
+    assert (manager.names, manager.deferred) == (("entry",), ())
     loader = module.__spec__.loader
     assert type(loader).__module__.startswith(("importlib", "_frozen")) and "exec_module" not in vars(loader)
     manager.undo()
@@ -138,7 +138,7 @@ def test_a_patch_that_waits_is_taken_back_before_its_module_comes() -> None:
     manager = PatchManager()
     manager.apply(DeferredPatch("entry", "stock_example", lambda module: Patch("entry", module.TABLE, "a", 2)))
     manager.undo()
-    assert manager.waiting == ()
+    assert manager.deferred == ()
     assert stock().TABLE == {"a": 1}
 
 
@@ -146,7 +146,7 @@ def test_a_patch_may_find_nothing_to_do() -> None:
     manager = PatchManager()
     manager.apply(DeferredPatch("nothing", "stock_example", lambda module: None))
     stock()
-    assert (manager.names, manager.waiting, manager.failed) == ((), (), {})
+    assert (manager.names, manager.deferred, manager.failed) == ((), (), {})
 
 
 def test_a_patch_that_cannot_be_made_later_does_not_break_the_import(caplog: pytest.LogCaptureFixture) -> None:
@@ -198,7 +198,7 @@ def test_modules_without_import_hooks_are_imported_normally(tmp_path: Path) -> N
     manager = PatchManager()
     manager.apply(DeferredPatch("entry", "stock_example", lambda module: Patch("entry", module.TABLE, "a", 2)))
     other: ModuleType = importlib.import_module("other_example")
-    assert other.VALUE == 1 and manager.waiting == ("entry",)
+    assert other.VALUE == 1 and manager.deferred == ("entry",)
     del sys.modules["other_example"]
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("stock_example_that_is_not_there")

@@ -109,7 +109,7 @@ def test_an_override_that_matches_nothing_is_a_warning_or_an_error(
     section = {"overrides": {"re:nothing_matches_this": "fast", r"layers\.0\.": "fast"}}
     load_model(release, names(2), load({}, {"moe_oracle": section}))
     (warning,) = words(caplog, logging.WARNING)
-    assert "override re:nothing_matches_this matches none of the 2 quantized MoE layers" in warning
+    assert "override re:nothing_matches_this matches no layer: the model has 2 quantized MoE layers" in warning
     with pytest.raises(SettingError, match="nothing_matches_this") as caught:
         load_model(release, names(2), load({"MOE_ORACLE_STRICT": "1"}, {"moe_oracle": section}))
     assert caught.value.where == "--additional-config moe_oracle.overrides"

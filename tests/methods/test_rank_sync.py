@@ -18,7 +18,7 @@ from vllm_moe_oracle.methods.rank_sync import (
     all_gather,
     first_common_name,
     notify_on_failure,
-    require_same,
+    require_equal,
 )
 
 SHORT = 3.0
@@ -136,8 +136,8 @@ def test_ranks_at_different_topics_fail_with_both_topics(tmp_path: Path) -> None
 
 def differing(processes: Any) -> Any:
     group = RankGroup(processes, 60.0)
-    require_same(group, "equal", {"mode": "all"})
-    require_same(group, "settings", {"mode": "off" if group.rank else "all"})
+    require_equal("equal", "", all_gather(group, "equal", lambda: {"mode": "all"}))
+    require_equal("settings", "", all_gather(group, "settings", lambda: {"mode": "off" if group.rank else "all"}))
 
 
 def test_values_that_should_be_the_same_and_are_not(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_single_process_does_not_communicate() -> None:
     alone = RankGroup()
     assert (alone.rank, alone.size) == (0, 1)
     assert all_gather(alone, "x", lambda: {"shape": (1, 2)}) == [{"shape": [1, 2]}]
-    require_same(alone, "x", 1)
+    require_equal("x", "", [1])
     with pytest.raises(ZeroDivisionError):
         all_gather(alone, "x", lambda: 1 // 0)
 

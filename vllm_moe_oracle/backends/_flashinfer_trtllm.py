@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..core.capabilities import Rule
+from ..core.capabilities import Capabilities, Rule
 from ..core.decision import ShardPlan
-from ..core.problem import Problem
+from ..core.problem import MX_BLOCK, Problem
+from ..releases import min_versions
 from ._contract import Tensors
 from ._padding import E8M0_ONE, pad_expert
 
@@ -20,6 +21,20 @@ INTERMEDIATE_MULTIPLE = 128
 # routed ids too, as if they came from renormalized top-k.
 EXPERTS_MULTIPLE = 4
 MAX_TOP_K = 32
+
+MX_CAPABILITIES = Capabilities(
+    compute_capabilities=((100, 110),),
+    packages={"flashinfer-python": "", "vllm": min_versions.OLDEST_RELEASE},
+    dtypes=("bfloat16",),
+    gated=("silu", "swigluoai"),
+    activation_params=True,
+    groups=(MX_BLOCK,),
+    hidden_multiple=HIDDEN_MULTIPLE,
+    intermediate_multiple=INTERMEDIATE_MULTIPLE,
+    experts_multiple=EXPERTS_MULTIPLE,
+    max_top_k=MAX_TOP_K,
+)
+"""MXFP8 and MXFP4 layers that the kernels support on routed ids."""
 
 
 EVEN_SPLIT_RULE = Rule(
@@ -51,6 +66,9 @@ TOP_K_BELOW_EXPERTS_RULE = Rule(
         f"needs more experts than a token chooses, the layer has {problem.num_experts} and top-{problem.top_k}"
     ),
 )
+
+MX_RULES = (TOP_K_BELOW_EXPERTS_RULE, EVEN_SPLIT_RULE, LINEAR_PLACEMENT_RULE)
+"""Rules of the MXFP8 and MXFP4 kernels."""
 
 
 def to_trtllm_layout(expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:

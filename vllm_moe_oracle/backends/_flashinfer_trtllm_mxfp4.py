@@ -10,22 +10,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-from ..core.capabilities import Capabilities, Rule
+from ..core.capabilities import Rule
 from ..core.decision import Numerics, ShardPlan
-from ..core.problem import MX_BLOCK, ActivationPrecision, Device, Problem
+from ..core.problem import ActivationPrecision, Device, Problem
 from ..core.sharding import padded_plan
 from ..releases import min_versions
 from ._contract import Tensors
-from ._flashinfer_trtllm import (
-    EVEN_SPLIT_RULE,
-    EXPERTS_MULTIPLE,
-    HIDDEN_MULTIPLE,
-    INTERMEDIATE_MULTIPLE,
-    LINEAR_PLACEMENT_RULE,
-    MAX_TOP_K,
-    TOP_K_BELOW_EXPERTS_RULE,
-    to_trtllm_layout,
-)
+from ._flashinfer_trtllm import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE, MX_CAPABILITIES, MX_RULES, to_trtllm_layout
 from ._stock import StockBackend
 from ._stock_priority import gpt_oss_priority
 from ._stock_rules import HASHED_ROUTING_RULE
@@ -36,20 +27,7 @@ if TYPE_CHECKING:
 MXFP8_ARITHMETIC = Numerics("MXFP4, in block-scaled tensor cores", "quantized to MXFP8 per token, in both products")
 """Of the kernels that take MXFP8 activations."""
 
-CAPABILITIES = Capabilities(
-    compute_capabilities=((100, 110),),
-    packages={"flashinfer-python": "", "vllm": min_versions.OLDEST_RELEASE},
-    dtypes=("bfloat16",),
-    gated=("silu", "swigluoai"),
-    activation_params=True,
-    bias=True,
-    bits=(4,),
-    groups=(MX_BLOCK,),
-    hidden_multiple=HIDDEN_MULTIPLE,
-    intermediate_multiple=INTERMEDIATE_MULTIPLE,
-    experts_multiple=EXPERTS_MULTIPLE,
-    max_top_k=MAX_TOP_K,
-)
+CAPABILITIES = dataclasses.replace(MX_CAPABILITIES, bits=(4,), bias=True)
 """Layers that all four support on routed ids."""
 
 ROUTING_CAPABILITIES = dataclasses.replace(
@@ -65,9 +43,7 @@ RULES = (
             "vLLM's class takes swigluoai only from layers whose rows alternate gate and up; here they are two halves"
         ),
     ),
-    TOP_K_BELOW_EXPERTS_RULE,
-    EVEN_SPLIT_RULE,
-    LINEAR_PLACEMENT_RULE,
+    *MX_RULES,
 )
 """Rules of all four."""
 

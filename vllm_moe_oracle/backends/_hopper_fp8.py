@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from ..core.decision import ShardPlan
-from ..core.problem import MX_BLOCK, ActivationPrecision, Problem
+from ..core.problem import MX_BLOCK, Problem
 from ._contract import Backend, Builder, Tensors
 from ._hopper import CAPABILITIES
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 FP8_CAPABILITIES = dataclasses.replace(CAPABILITIES, groups=(MX_BLOCK,))
 """What the kernels take in every weight format."""
 
-ACTIVATION_NUMERICS = "quantized to e4m3 with one scale per token, in both products ({} between them)"
+ACTIVATION_NUMERICS = "quantized to e4m3 with one scale per token, in both products ({dtype} between them)"
 ACCUMULATION = "the tensor cores' float32, with the 14 bits that fp8 products are added with"
 
 
@@ -31,10 +31,7 @@ class HopperFp8Backend(Backend):
 
     contiguous = True
     static_priority = 910.0  # after vLLM's own kernels, and after kernels that do not quantize activations
-
-    def activations(self, problem: Problem) -> ActivationPrecision:
-        """e4m3 with one float32 scale a token: offered where the checkpoint declares it, or the user allows it."""
-        return "fp8_token"
+    activation_precision = "fp8_token"
 
     def compile_keys(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:
         """The same for all numbers of tokens and both weight formats: of a product's sizes Triton asks whether its rows

@@ -97,9 +97,9 @@ def swigluoai_rule(halves_since: str) -> Rule:
     """
     halves = activation_rule(halves_since)
 
-    def broken(problem: Problem, device: Device) -> bool:
+    def violated(problem: Problem, device: Device) -> bool:
         activation = problem.activation
-        return activation != GPT_OSS_ACTIVATION if activation.interleaved else halves.broken(problem, device)
+        return activation != GPT_OSS_ACTIVATION if activation.interleaved else halves.violated(problem, device)
 
     def detail(problem: Problem, device: Device) -> str:
         if not problem.activation.interleaved:
@@ -107,7 +107,7 @@ def swigluoai_rule(halves_since: str) -> Rule:
         built_in = f"has {GPT_OSS_ACTIVATION} built in for rows that alternate gate and up"
         return f"{built_in}, the layer has {problem.activation}"
 
-    return Rule("activation.parameters", broken, detail)
+    return Rule("activation.parameters", violated, detail)
 
 
 def gpt_oss_activation_rule(kernel: str) -> Rule:

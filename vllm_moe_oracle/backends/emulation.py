@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..core.activations import GATED, UNGATED, spec_of
 from ..core.capabilities import Capabilities, Rule
 from ..core.decision import Numerics, ShardPlan
-from ..core.problem import Activation, ActivationPrecision, Device, Problem
+from ..core.problem import Activation, ActivationPrecision, Problem
 from ._contract import Backend, Builder, Tensors
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class Emulation(Backend):
     """Dequantize, multiply, add: slow and right."""
 
     name = "emulation"
+    static_priority = 1000.0  # last: every other backend is faster; stock has its emulation last too
     schemes = ("mxfp8", "mxfp4", "wna16")
     vllm_names = ("emulation",)
     capabilities = Capabilities(
@@ -75,10 +76,6 @@ class Emulation(Backend):
             "set activations=16bit to leave them as they are",
         ),
     )
-
-    def priority(self, problem: Problem, device: Device) -> float:
-        """Last: every other backend is faster. Stock has its emulation last too."""
-        return 1000.0
 
     def activations(self, problem: Problem) -> ActivationPrecision:
         """Exactly what the layer declares."""

@@ -19,14 +19,7 @@ class HopperMxfp4W4A8(HopperFp8Backend):
     name = "hopper_mxfp4_w4a8"
     schemes = ("mxfp4",)
     capabilities = dataclasses.replace(FP8_CAPABILITIES, bits=(4,), ungated=())
-
-    def numerics(self, problem: Problem) -> Numerics:
-        """Exact weights; both products' inputs rounded to e4m3."""
-        return Numerics(
-            "folded exactly into e4m3 with a power of two per row",
-            ACTIVATION_NUMERICS.format(problem.dtype),
-            ACCUMULATION,
-        )
+    arithmetic = Numerics("folded exactly into e4m3 with a power of two per row", ACTIVATION_NUMERICS, ACCUMULATION)
 
     def validate_weights(self, expert: Tensors, problem: Problem) -> str:
         """The first row whose exponents e4m3 cannot hold."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..core.decision import Numerics
-from ..core.problem import MX_BLOCK, Problem
+from ..core.problem import MX_BLOCK
 from ._hopper import CAPABILITIES, HopperBackend
 
 
@@ -15,10 +15,8 @@ class HopperMxfp8(HopperBackend):
     name = "hopper_mxfp8"
     schemes = ("mxfp8",)
     capabilities = dataclasses.replace(CAPABILITIES, bits=(8,), groups=(MX_BLOCK,))
-
-    def numerics(self, problem: Problem) -> Numerics:
-        """Exact weights up to a row's spread of scales that bfloat16 can hold."""
-        return Numerics("converted exactly to bfloat16 and scaled in bfloat16", f"left in {problem.dtype}")
+    # Exact up to a row's spread of scales that bfloat16 can hold.
+    arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "left in {dtype}")
 
 
 BACKEND = HopperMxfp8()

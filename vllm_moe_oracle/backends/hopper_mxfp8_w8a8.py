@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..core.decision import Numerics
-from ..core.problem import ActivationPrecision, Problem
+from ..core.problem import Problem
 from ._hopper import HopperBackend
 from .hopper_mxfp8 import HopperMxfp8
 
@@ -19,18 +19,13 @@ class HopperMxfp8W8A8(HopperBackend):
     schemes = HopperMxfp8.schemes
     capabilities = HopperMxfp8.capabilities
     static_priority = 910.0
-
-    def activations(self, problem: Problem) -> ActivationPrecision:
-        """MXFP8, computed from each token as it comes and from the activation's float32 values."""
-        return "mxfp8"
+    # Rounded from each token as it comes, and from the activation's float32 values.
+    activation_precision = "mxfp8"
+    arithmetic = Numerics("converted exactly to bfloat16 and scaled in bfloat16", "quantized to MXFP8 per token")
 
     def tiles(self, problem: Problem, tokens: int, most: int) -> tuple[str, ...]:
         """None: it is taken for its numbers, by name, and then with its own choice."""
         return ()
-
-    def numerics(self, problem: Problem) -> Numerics:
-        """Exact weights; both products' inputs rounded to MXFP8."""
-        return Numerics("converted exactly to bfloat16 and scaled in bfloat16", "quantized to MXFP8 per token")
 
 
 BACKEND = HopperMxfp8W8A8()

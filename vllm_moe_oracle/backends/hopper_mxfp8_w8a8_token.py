@@ -24,14 +24,11 @@ class HopperMxfp8W8A8Token(HopperFp8Backend):
     name = "hopper_mxfp8_w8a8_token"
     schemes = ("mxfp8",)
     capabilities = dataclasses.replace(FP8_CAPABILITIES, bits=(8,))
-
-    def numerics(self, problem: Problem) -> Numerics:
-        """Weights without what is subnormal under a row's scale; both products' inputs rounded to e4m3."""
-        return Numerics(
-            "rescaled to e4m3 with a power of two per row, blocks of 32 exact to 2**-9, as bfloat16 is",
-            ACTIVATION_NUMERICS.format(problem.dtype),
-            ACCUMULATION,
-        )
+    arithmetic = Numerics(
+        "rescaled to e4m3 with a power of two per row, blocks of 32 exact to 2**-9, as bfloat16 is",
+        ACTIVATION_NUMERICS,
+        ACCUMULATION,
+    )
 
     def validate_weights(self, expert: Tensors, problem: Problem) -> str:
         """The row with the block that would lose most, where that is more than `MAX_BLOCK_ERROR`."""

@@ -21,7 +21,7 @@ def _rejects_activation(problem: Problem, device: Device) -> bool:
     activation = problem.activation
     if activation.interleaved:
         return activation.beta != 1.0 or activation.alpha is None or activation.limit is None
-    return _HALVES_RULE.broken(problem, device)
+    return _HALVES_RULE.violated(problem, device)
 
 
 def _activation_detail(problem: Problem, device: Device) -> str:

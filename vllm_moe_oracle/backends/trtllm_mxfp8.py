@@ -6,23 +6,15 @@ SwiGLU. Experts without a gate are rejected here and left to the monolithic clas
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-from ..core.capabilities import Capabilities, Rule
+from ..core.capabilities import Rule
 from ..core.decision import Numerics, ShardPlan
-from ..core.problem import MX_BLOCK, Problem
+from ..core.problem import Problem
 from ..releases import min_versions
 from ._contract import Tensors
-from ._flashinfer_trtllm import (
-    EVEN_SPLIT_RULE,
-    EXPERTS_MULTIPLE,
-    HIDDEN_MULTIPLE,
-    INTERMEDIATE_MULTIPLE,
-    LINEAR_PLACEMENT_RULE,
-    MAX_TOP_K,
-    TOP_K_BELOW_EXPERTS_RULE,
-    to_trtllm_layout,
-)
+from ._flashinfer_trtllm import HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE, MX_CAPABILITIES, MX_RULES, to_trtllm_layout
 from ._stock import EXPERTS, StockBackend
 from ._stock_rules import activation_rule
 
@@ -42,9 +34,7 @@ RULES = (
             f"{min_versions.TRTLLM_MXFP8_ACTIVATION_PARAMS}"
         ),
     ),
-    TOP_K_BELOW_EXPERTS_RULE,
-    EVEN_SPLIT_RULE,
-    LINEAR_PLACEMENT_RULE,
+    *MX_RULES,
 )
 
 
@@ -61,21 +51,12 @@ class TrtllmMxfp8(StockBackend):
     padding = (HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE)
     quantize_inputs = "mxfp8"
     padded_layer = True
-    capabilities = Capabilities(
-        compute_capabilities=((100, 110),),
+    # The kernel has biases; vLLM's classes do not pass them.
+    capabilities = dataclasses.replace(
+        MX_CAPABILITIES,
         packages={"flashinfer-python": "", "vllm": min_versions.TRTLLM_MXFP8},
-        dtypes=("bfloat16",),
-        gated=("silu", "swigluoai"),
-        activation_params=True,
-        # The kernel has biases; vLLM's classes do not pass them.
-        bias=False,
         bits=(8,),
-        groups=(MX_BLOCK,),
-        hidden_multiple=HIDDEN_MULTIPLE,
-        intermediate_multiple=INTERMEDIATE_MULTIPLE,
-        experts_multiple=EXPERTS_MULTIPLE,
         max_experts=2048,
-        max_top_k=MAX_TOP_K,
     )
     rules: ClassVar[tuple[Rule, ...]] = RULES
 

@@ -138,8 +138,8 @@ def _expert_formats(config: CheckpointFiles, online: str) -> tuple[FormatLookup,
         raise CheckpointError("there is no quantization_config and no hf_quant_config.json", remedy, where)
     quantization, source = config.quantization
     if model_type(config) in _FP4_EXPERT_MODELS:
-        quantization = {"expert_dtype": config.model.get("expert_dtype") or "fp4", **quantization}
-    names = config.top.get("architectures")
+        quantization = {"expert_dtype": config.model_config.get("expert_dtype") or "fp4", **quantization}
+    names = config.full_config.get("architectures")
     if (
         isinstance(names, list)
         and _KIMI_K3_ARCHITECTURE in names
@@ -172,7 +172,7 @@ def _notes(config: CheckpointFiles, unquantized: list[str], unsupported_formats:
     note = model_dtype(config)[1]
     if note:
         yield note
-    mtp_count = next((config.model[name] for name in MTP_COUNT_FIELDS if config.model.get(name)), 0)
+    mtp_count = next((config.model_config[name] for name in MTP_COUNT_FIELDS if config.model_config.get(name)), 0)
     if isinstance(mtp_count, int) and mtp_count > 0 and model_type(config) not in MTP_MODELS:
         yield f"layers of the {mtp_count} multi-token-prediction module(s) are not listed"
 

@@ -27,16 +27,16 @@ class CheckpointFiles:
 
     Attributes:
         path: the config.json.
-        top: the whole of it.
-        model: the part that describes the language model: `top`, or its ``text_config``.
-        has_text_config: `model` is a part of `top`.
+        full_config: its content.
+        model_config: the part that describes the language model: all of it, or its ``text_config``.
+        has_text_config: `model_config` is such a part.
         quantization: the quantization config, and the file and field that it came from; None when there is none.
         expert_biases: a folder's tensors have biases of experts, where the quantization leaves that to them.
     """
 
     path: Path
-    top: Mapping[str, Any]
-    model: Mapping[str, Any]
+    full_config: Mapping[str, Any]
+    model_config: Mapping[str, Any]
     has_text_config: bool
     quantization: tuple[Mapping[str, Any], str] | None
     expert_biases: bool = False

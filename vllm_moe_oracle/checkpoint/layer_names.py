@@ -47,7 +47,7 @@ _DENSE_MODEL_REMEDY = "Only experts are decided here; of all other layers vLLM c
 
 def moe_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[int, LayerNames]:
     """Names of the layers that have experts, by index, for a release of vLLM; None for the newest."""
-    model, where = config.model, str(config.path)
+    model, where = config.model_config, str(config.path)
     if isinstance(model.get("block_configs"), list):
         rule = "block_configs gives every layer a shape of its own, which this release does not read"
         raise CheckpointError(rule, where=where)
@@ -77,7 +77,7 @@ def moe_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[in
 
 def mtp_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[int, LayerNames]:
     """The same for the layers of multi-token prediction (MTP) modules."""
-    model, where = config.model, str(config.path)
+    model, where = config.model_config, str(config.path)
     if model_type(config) not in MTP_MODELS or not model.get(MTP_COUNT_FIELDS[0]):
         return {}
     count, total = (

@@ -85,7 +85,7 @@ def layer_problem(
     Raises:
         CheckpointError: a field that is missing or has a value that it cannot have, or ranks that cannot share it.
     """
-    model, where = config.model, str(config.path)
+    model, where = config.model_config, str(config.path)
     if scheme.packing == "gpt_oss" and model_type(config) != "gpt_oss":
         scheme = replace(scheme, packing="mxfp4")
     if model_type(config) == EVEN_SPLIT_MODEL_TYPE:
@@ -140,9 +140,9 @@ def _min_shard_width(config: CheckpointFiles, vllm: str | None) -> int:
     """Columns of an expert on one rank below which vLLM pads experts with zeros; 0 where it does not."""
     name = "min_moe_intermediate_per_partition"
     least = min_expert_width(model_type(config), vllm)
-    if not least or config.model.get(name) is None:
+    if not least or config.model_config.get(name) is None:
         return least
-    return read_integer(config.model, (name,), str(config.path), MAX_FEATURES, least=0)
+    return read_integer(config.model_config, (name,), str(config.path), MAX_FEATURES, least=0)
 
 
 def _check_shardable(
@@ -200,7 +200,7 @@ def _check_shardable(
 
 
 def _activation(config: CheckpointFiles, index: int) -> Activation:
-    model, where, kind = config.model, str(config.path), model_type(config)
+    model, where, kind = config.model_config, str(config.path), model_type(config)
     word = next((model[name] for name in ACTIVATION_FIELDS if model.get(name) is not None), "silu")
     if not isinstance(word, str):
         raise CheckpointError(f"the activation is {short_repr(word)}, not a name", where=where)
@@ -228,7 +228,7 @@ def _activation(config: CheckpointFiles, index: int) -> Activation:
 
 
 def _routing(config: CheckpointFiles, index: int) -> Routing:
-    model, where, kind = config.model, str(config.path), model_type(config)
+    model, where, kind = config.model_config, str(config.path), model_type(config)
     fields = ("scoring_func", "score_func", "score_function", "moe_router_activation", "moe_router_activation_func")
     word = next((model[name] for name in fields if isinstance(model.get(name), str)), "")
     word = word or ("sqrtsoftplus" if kind in _SQRTSOFTPLUS_MODELS else "softmax")
@@ -284,7 +284,7 @@ def _routing_method(kind: str, scoring: str, renormalize: bool, groups: int | No
 
 def model_dtype(config: CheckpointFiles) -> tuple[str, str]:
     """The dtype that vLLM serves the model in by default, and a note where that is not the checkpoint's."""
-    parts = (config.top, config.model)
+    parts = (config.full_config, config.model_config)
     found = next((part[name] for part in parts for name in ("dtype", "torch_dtype") if part.get(name)), None)
     word = str(found).removeprefix("torch.")
     if found is None or word == "float32":

@@ -25,7 +25,7 @@ UNGATED_MODELS = frozenset({"nemotron_h", "nemotron_h_puzzle"})
 
 def model_type(config: CheckpointFiles) -> str:
     """The ``model_type`` of the language model; "" where the config has none."""
-    return str(config.model.get("model_type") or config.top.get("model_type") or "")
+    return str(config.model_config.get("model_type") or config.full_config.get("model_type") or "")
 
 
 def _first_set(model: Mapping[str, Any], names: tuple[str, ...], index: int | None) -> tuple[str, Any]:
@@ -43,7 +43,7 @@ def read_integer(
     """A whole number from `least` to `most`; of a list, the one of the layer `index`.
 
     Raises:
-        CheckpointError: none of the fields is set, or the first that is has another value.
+        CheckpointError: no field is set, or the first one that is set has another value.
     """
     name, value = _first_set(model, names, index)
     if not name:

@@ -100,10 +100,10 @@ def require_gpu() -> Device:
 
 
 def parse_gpus(words: str) -> tuple[str, ...]:
-    """The GPUs that the option ``--gpus`` means; none where it is not given: this process measures then.
+    """The GPUs of the option ``--gpus``; empty without it: this process measures.
 
     Raises:
-        SettingError: there are none of these.
+        SettingError: this machine does not have such GPUs.
     """
     return detect.select_gpus(words, settings.get_env(settings.VISIBLE_GPUS_VAR)) if words else ()
 

@@ -1,4 +1,4 @@
-"""vLLM's own expert classes: asked, found and built."""
+"""vLLM's own expert classes: what they support, and how they are built."""
 
 from __future__ import annotations
 
@@ -26,22 +26,16 @@ _ACTIVATION_QUANT_KEYS = {"mxfp8": "kMxfp8Dynamic", "fp8": "kFp8Dynamic128Sym", 
 
 
 class ExpertsAdapter(EngineAdapter):
-    """vLLM's own expert classes."""
+    """Queries and builds vLLM's own expert classes."""
 
     def stock_class_rejection(self, backend: Backend, moe: Any, problem: Problem) -> str:
-        """Why the stock class that a backend wraps would refuse the layer; "" when it would not, or gives no answer.
-
-        Args:
-            backend: the backend.
-            moe: vLLM's `FusedMoEConfig` of the layer.
-            problem: the layer.
-        """
+        """Why the stock class that a backend wraps rejects the layer; "" when it accepts it, or gives no answer."""
         scheme = problem.scheme.name
         if not (backend.stock_class and backend.check_stock_class):
             return ""
         from vllm.model_executor.layers.quantization.utils import quant_utils
 
-        # vLLM's MXFP8 oracle asks every class about W8A8, also those that leave activations alone.
+        # vLLM's MXFP8 oracle asks every class about W8A8, even those that do not quantize activations.
         name = _ACTIVATION_QUANT_KEYS.get("mxfp8" if scheme == "mxfp8" else backend.activations(problem))
         weights = getattr(quant_utils, _weight_quant_key(backend, problem))
         inputs = None if name is None else getattr(quant_utils, name)
@@ -55,17 +49,14 @@ class ExpertsAdapter(EngineAdapter):
         return "" if supported else str(reason)
 
     def experts_class(self, backend: Backend) -> Any:
-        """The class of the experts that a backend will build, which stock code asks before weights are there."""
+        """The class of the experts that a backend builds; stock code queries it before weights are loaded."""
         return self.stock_class(backend.stock_class) if backend.stock_class else FunctionExperts
 
     def stock_class(self, name: str) -> Any:
-        """vLLM's own expert class of that name.
-
-        Args:
-            name: ``module:Class``.
+        """vLLM's expert class of a name, ``module:Class``.
 
         Raises:
-            OracleError: this release has none.
+            OracleError: this release does not have it.
         """
         none = f"vLLM {self.version()} has no expert class {name} that could be used here"
         module, separator, attribute = name.partition(":")
@@ -91,21 +82,10 @@ class ExpertsAdapter(EngineAdapter):
         tensors: Mapping[str, Tensor] | None = None,
         group: int = 0,
     ) -> Any:
-        """An instance of vLLM's own expert class.
+        """An instance of one of vLLM's expert classes; see `vllm_moe_oracle.backends.Builder.stock`.
 
-        Args:
-            class_name: ``module:Class``.
-            moe: vLLM's `FusedMoEConfig`. Given a plan, its sizes become the plan's, as stock code does it: vLLM's
-                runner then pads what goes in and crops what comes out.
-            quant_config: from `quant_config`.
-            weights: see `vllm_moe_oracle.backends.Builder.stock`.
-            inputs: see there.
-            swizzled: see there.
-            plan: see there.
-            scales: see there.
-            problem: see there.
-            tensors: see there.
-            group: see there.
+        With a plan the sizes in `moe` become the plan's, as in stock code: vLLM's runner then pads the input and crops
+        the output.
         """
         if plan is not None:
             moe.hidden_dim = plan.hidden_size

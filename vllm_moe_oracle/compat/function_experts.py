@@ -52,15 +52,7 @@ def run_experts(
 
 
 @run_experts.register_fake
-def _(
-    out: Tensor,
-    x: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    expert_map: Tensor | None,
-    workspace: Tensor,
-    handle: int,
-) -> None:
+def _(*arguments: Any) -> None:
     return None
 
 
@@ -92,24 +84,11 @@ class FunctionExperts(mk.FusedMoEExpertsModular):
         return mk.FusedMoEActivationFormat.Standard
 
     @staticmethod
-    def _supports_current_device() -> bool:
+    def _always(*arguments: Any) -> bool:
         return True
 
-    @staticmethod
-    def _supports_no_act_and_mul() -> bool:
-        return True
-
-    @staticmethod
-    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        return True
-
-    @staticmethod
-    def _supports_activation(activation: Any) -> bool:
-        return True
-
-    @staticmethod
-    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
-        return True
+    _supports_current_device = _supports_no_act_and_mul = _supports_quant_scheme = _always
+    _supports_activation = _supports_parallel_config = _always
 
     def supports_expert_map(self) -> bool:
         """Handles -1 (an expert of another rank) in the expert map."""

@@ -83,7 +83,7 @@ class PatchManager:
 
     def __init__(self) -> None:
         self._applied: dict[str, tuple[Patch, Any]] = {}
-        self._waiting: dict[str, DeferredPatch] = {}
+        self._deferred: dict[str, DeferredPatch] = {}
         self._failed: dict[str, str] = {}
         self._finder = _ImportWatcher(self._imported)
 
@@ -93,9 +93,9 @@ class PatchManager:
         return tuple(self._applied)
 
     @property
-    def waiting(self) -> tuple[str, ...]:
+    def deferred(self) -> tuple[str, ...]:
         """Names of the patches whose module is not imported yet."""
-        return tuple(self._waiting)
+        return tuple(self._deferred)
 
     @property
     def failed(self) -> dict[str, str]:
@@ -108,14 +108,14 @@ class PatchManager:
         Raises:
             AttributeError: the module is imported and lacks the attribute to patch.
         """
-        if patch.name in self._applied or patch.name in self._waiting:
+        if patch.name in self._applied or patch.name in self._deferred:
             return
         if isinstance(patch, Patch):
             self._put(patch)
         elif patch.module in sys.modules:
             self._make(patch, sys.modules[patch.module])
         else:
-            self._waiting[patch.name] = patch
+            self._deferred[patch.name] = patch
             self._finder.modules.add(patch.module)
             if self._finder not in sys.meta_path:
                 sys.meta_path.insert(0, self._finder)
@@ -126,7 +126,7 @@ class PatchManager:
         Raises:
             OracleError: another package patched over one of ours. That one stays, the others are undone.
         """
-        self._waiting.clear()
+        self._deferred.clear()
         self._failed.clear()
         self._stop_watching()
         foreign = []
@@ -150,16 +150,16 @@ class PatchManager:
             self._put(patch)
 
     def _imported(self, module: ModuleType) -> None:
-        for name, deferred in list(self._waiting.items()):
+        for name, deferred in list(self._deferred.items()):
             if deferred.module != module.__name__:
                 continue
-            del self._waiting[name]
+            del self._deferred[name]
             try:
                 self._make(deferred, module)
             except Exception as error:  # runs inside vLLM's import of its own module, which must not fail
                 self._failed[name] = f"{type(error).__name__}: {error}"
                 logger.warning("moe_oracle: patch %r could not be applied: %s", name, self._failed[name])
-        if not self._waiting:
+        if not self._deferred:
             self._stop_watching()
 
     def _stop_watching(self) -> None:

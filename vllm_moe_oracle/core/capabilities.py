@@ -33,13 +33,13 @@ class Rule:
 
     Attributes:
         code: stable, machine-readable name.
-        broken: whether a case violates the rule.
+        violated: whether a case violates the rule.
         detail: the rule with the numbers of the case.
         remedy: what the user can do; empty if nothing helps.
     """
 
     code: str
-    broken: Callable[[Problem, Device], bool]
+    violated: Callable[[Problem, Device], bool]
     detail: Callable[[Problem, Device], str]
     remedy: str = ""
 
@@ -288,6 +288,6 @@ def violations(
     reasons += _shape_reasons(capabilities, problem, plan)
     reasons += _deployment_reasons(capabilities, problem)
     for rule in rules:
-        if rule.broken(problem, device):
+        if rule.violated(problem, device):
             reasons.append(Reason(rule.code, rule.detail(problem, device), rule.remedy))
     return tuple(reasons)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -126,6 +126,10 @@ class Candidate:
         """The reasons for people. Rules that fail for the same cause have the same text, which is given once."""
         return tuple(dict.fromkeys(map(str, self.reasons)))
 
+    def to_record(self) -> dict[str, Any]:
+        """The fields of decision records and of ``explain --json``."""
+        return {"backend": self.backend, "accepted": self.accepted, "reasons": self.reasons}
+
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
@@ -216,6 +220,11 @@ class Decision:
             f"activations are {self.problem.scheme.activations} by {requested_by}, the checkpoint declares {declared}"
         )
         return dataclasses.replace(self, explanation=f"{self.explanation}; {note}")
+
+    def to_record(self) -> dict[str, Any]:
+        """The fields of decision records and of ``explain --json``; the layer and the candidates stand beside it."""
+        names = ("backend", "why", "explanation", "numerics", "plan", "measured", "token_ranges")
+        return {name: getattr(self, name) for name in names} | {"numerics": str(self.numerics)}
 
     def summary(self) -> str:
         """One line for a log."""

@@ -53,7 +53,7 @@ def first_match(overrides: Iterable[Override], layer: str) -> Override | None:
 
 
 def unmatched_overrides(overrides: Iterable[Override], layers: Iterable[str]) -> list[Override]:
-    """The overrides that match none of the layers: misspelled or out of date."""
+    """The overrides that match no layer: misspelled or out of date."""
     names = list(layers)
     return [override for override in overrides if not any(map(override.matches, names))]
 
@@ -67,5 +67,5 @@ def unmatched_override_error(override: Override, layers: Collection[str], where:
         where: the setting's source.
         named: an abbreviation of these names for the message; "" to list them all.
     """
-    rule = f"override re:{override.pattern} matches none of the {len(layers)} quantized MoE layers"
+    rule = f"override re:{override.pattern} matches no layer: the model has {len(layers)} quantized MoE layers"
     return SettingError(rule, f"They are {named or ', '.join(layers)}" if layers else "", where)

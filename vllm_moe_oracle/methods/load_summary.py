@@ -84,7 +84,7 @@ def record_conversion(decision: Decision) -> None:
     """Records that a layer is ready; after the last one logs how many of the model's MoE layers run through the oracle.
 
     Raises:
-        SettingError: an override matches none of the model's layers, and the setting `strict` is on.
+        SettingError: an override matches no layer of the model, and the setting `strict` is on.
     """
     layer = decision.problem.layer
     _model.decisions[layer] = decision  # the self-check may have switched the backend
@@ -132,42 +132,29 @@ def model_report(total: int) -> dict[str, Any]:
     groups: dict[tuple[Any, ...], list[Decision]] = {}
     for decision in _model.decisions.values():
         groups.setdefault((decision.problem.key(), decision.backend, decision.explanation), []).append(decision)
-    return {
+    report = {
         "moe_oracle": __version__,
         "vllm": current_adapter().version(),
         **_rank_fields(),
         "host": socket.gethostname(),
         "process": os.getpid(),
         "program": Path(sys.argv[0]).name,
-        "device": msgspec.to_builtins(detect.detect()),
+        "device": detect.detect(),
         "moe_layers": total,
         "served": len(_model.decisions),
         "groups": [
             {
                 "layers": [each.problem.layer for each in group],
                 "count": len(group),
-                "problem": msgspec.to_builtins(group[0].problem),
-                "decision": {
-                    "backend": group[0].backend,
-                    "why": group[0].why,
-                    "explanation": group[0].explanation,
-                    "numerics": str(group[0].numerics),
-                    "plan": msgspec.to_builtins(group[0].plan),
-                    "measured": msgspec.to_builtins(group[0].measured),
-                    "token_ranges": msgspec.to_builtins(group[0].token_ranges),
-                },
-                "candidates": [
-                    {
-                        "backend": candidate.backend,
-                        "accepted": candidate.accepted,
-                        "reasons": msgspec.to_builtins(candidate.reasons),
-                    }
-                    for candidate in group[0].candidates
-                ],
+                "problem": group[0].problem,
+                "decision": group[0].to_record(),
+                "candidates": [candidate.to_record() for candidate in group[0].candidates],
             }
             for group in groups.values()
         ],
     }
+    fields: dict[str, Any] = msgspec.to_builtins(report)
+    return fields
 
 
 def _rank_fields() -> dict[str, int]:

@@ -98,20 +98,6 @@ def all_gather(group: RankGroup, topic: str, compute: Callable[[], Any]) -> list
     return [value if rank == group.rank else messages[rank]["value"] for rank in range(group.size)]
 
 
-def require_same(group: RankGroup, topic: str, value: Any) -> None:
-    """Checks that every rank has the same value.
-
-    Args:
-        group: the ranks.
-        topic: names the step; equal on every rank.
-        value: this rank's value, as JSON.
-
-    Raises:
-        RankSyncError: values differ; and as for `all_gather`.
-    """
-    require_equal(topic, "", all_gather(group, topic, lambda: value))
-
-
 def require_equal(topic: str, name: str, values: list[Any]) -> None:
     """Checks that the values that `all_gather` returned are equal.
 

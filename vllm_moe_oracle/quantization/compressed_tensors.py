@@ -159,8 +159,8 @@ def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     for field, names in entries.items():
         for name in names:
             if not name.startswith("re:") and name.rpartition(".")[2] == "experts":
-                rule = "vLLM asks for the names of experts' matrices, not for their module's"
-                yield f"{where}.{field}: {short_repr(name)} means nothing: {rule}"
+                rule = "vLLM looks up the names of experts' matrices, not of their module"
+                yield f"{where}.{field}: {short_repr(name)} has no effect: {rule}"
 
 
 def _first_match(entries: Iterable[str], where: str) -> Callable[[Iterable[str]], str | None]:

@@ -1,4 +1,4 @@
-"""MXFP4 of gpt-oss, and of other models that are tagged ``mxfp4``."""
+"""Configs of gpt-oss, and of other models tagged ``mxfp4``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _SCHEME = Scheme("mxfp4", 4, MX_BLOCK, "gpt_oss")
 
 
 def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
-    """Only experts are quantized, and ``modules_to_not_convert`` lists everything else. Stock vLLM reads no such list;
-    this project's config class leaves experts that are in it to vLLM's method for unquantized ones."""
+    """Only experts are quantized; ``modules_to_not_convert`` lists everything else. Stock vLLM does not read that list.
+    This project's config class gives experts in it vLLM's method for unquantized experts."""
     excluded = exclusion_matcher(read_names(config, EXCLUSION_FIELDS, where), where)
     return lambda layer: None if layer.matches(excluded) else _SCHEME
 
 
 def parse_gpt_oss_config(config: Mapping[str, Any], where: str) -> FormatLookup:
-    """The same for gpt-oss itself, all of whose experts are in MXFP4; see `reject_excluded_experts`."""
+    """The same for gpt-oss itself, whose experts are all in MXFP4; see `reject_excluded_experts`."""
     names = read_names(config, EXCLUSION_FIELDS, where)
 
     def of(layer: LayerNames) -> Scheme:
@@ -35,8 +35,8 @@ def parse_gpt_oss_config(config: Mapping[str, Any], where: str) -> FormatLookup:
 
 
 def reject_excluded_experts(names: Sequence[str], layer: LayerNames, where: str) -> None:
-    """Refuses experts of gpt-oss that are not quantized. vLLM's loader of the model knows tensors of one kind for all
-    layers, and its config class, which reads no exclusions, makes every layer of experts an MXFP4 one.
+    """Refuses a gpt-oss checkpoint with unquantized experts: vLLM's loader and config class take the experts of every
+    layer for MXFP4.
 
     Args:
         names: names and wildcards of modules that are not quantized.
@@ -44,25 +44,25 @@ def reject_excluded_experts(names: Sequence[str], layer: LayerNames, where: str)
         where: file and field, for messages.
 
     Raises:
-        CheckpointError: one of the names is the layer's.
+        CheckpointError: one of the names excludes the layer's experts.
     """
     if not layer.matches(exclusion_matcher(names, where)):
         return
     name = next((name for name in names if layer.matches(exclusion_matcher([name], where))), names[0])
     rule = f"{short_repr(name)} leaves experts in 16 bits; vLLM's loader of gpt-oss reads them all as MXFP4"
-    raise CheckpointError(rule, "Take the entry out, if they are in MXFP4", f"{where}, {layer.modules[0]}")
+    raise CheckpointError(rule, "Remove the entry, if the experts are in MXFP4", f"{where}, {layer.modules[0]}")
 
 
 def reject_compressed_tensors(scheme: Scheme, where: str) -> None:
-    """Refuses experts of gpt-oss in compressed-tensors' MXFP4 (``weight_packed``). vLLM's loader of the model maps no
-    such name to a parameter and skips what it does not know: scales may arrive without the codes that they belong to.
+    """Refuses gpt-oss's experts in compressed-tensors' MXFP4 (``weight_packed``). vLLM's loader of the model does not
+    know these names and skips them: scales would be loaded without their codes.
 
     Args:
-        scheme: what the layer's experts are stored as.
+        scheme: the format of the layer's experts.
         where: file, field and layer, for messages.
 
     Raises:
-        CheckpointError: the experts are such ones.
+        CheckpointError: the experts are in this format.
     """
     if scheme.name == "mxfp4" and scheme.packing == "compressed-tensors":
         rule = "vLLM's loader of gpt-oss skips experts in MXFP4 under compressed-tensors' names (weight_packed)"

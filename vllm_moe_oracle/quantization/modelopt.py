@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt, and MiniMax's tag for the same tensors."""
+"""Configs of NVIDIA ModelOpt, and of MiniMax, whose tag ``mxfp8`` means the same tensors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, Un
 
 
 def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
-    """ModelOpt: fields at the top (config.json) or under ``quantization`` (hf_quant_config.json).
+    """ModelOpt's config: its fields stand at the top (config.json) or under ``quantization`` (hf_quant_config.json).
 
-    Exclusions are those of vLLM's classes, which ask for the experts' module alone; see `modelopt_exclusion_matcher`.
+    vLLM's classes look only the experts' module up among the exclusions; see `modelopt_exclusion_matcher`.
     """
     nested = config.get("quantization")
     if nested is not None and not isinstance(nested, Mapping):
@@ -50,18 +50,18 @@ _EXCLUSION_FIELDS = ("ignore", "exclude_modules", "ignored_layers")
 
 
 def modelopt_exclusion_matcher(entries: Iterable[str]) -> Callable[[str], bool]:
-    """Whether a module of experts is left out, as vLLM's ModelOpt classes have it together with this project's.
+    """The exclusions of experts' modules, as vLLM's ModelOpt classes and this project's subclasses apply them.
 
-    An entry leaves a module out that it is part of (``mlp.experts``, ``model.layers.1``), that is part of it where it
-    says ``experts`` (a matrix of one expert), or whose whole name it matches as a wildcard. ``name*`` is the name and
-    everything below it, wherever it stands: vLLM rewrites it so for models whose names it maps. Nothing is a regular
-    expression. A number ends where it ends: ``model.layers.1`` is not part of layer 10.
+    An entry excludes a module if the module's name contains the entry (``mlp.experts``, ``model.layers.1``), if the
+    entry names something below the module (a matrix of one expert), or if the entry is a wildcard that matches the
+    whole name. ``name*`` is the same as ``name``: vLLM writes it so for models whose names it maps. Entries are never
+    regular expressions. Numbers match as a whole: ``model.layers.1`` does not exclude layer 10.
 
     Args:
         entries: names and wildcards.
 
     Returns:
-        A predicate over names of modules.
+        A predicate over module names.
     """
     parts: set[str] = set()
     heads: set[str] = set()
@@ -91,10 +91,10 @@ def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     nested = config.get("quantization")
     for name in read_names(config if nested is None else nested, _EXCLUSION_FIELDS, where):
         if name.startswith("re:"):
-            yield f"{where}: the exclusion {short_repr(name)} means nothing: vLLM reads names and wildcards there"
+            yield f"{where}: the exclusion {short_repr(name)} has no effect: vLLM expects names and wildcards there"
         elif (found := re.search(r"(?<![A-Za-z_])experts\.", name)) and has_wildcard(name[: found.start()]):
-            rule = "vLLM asks for the experts' module, whose name ends with experts"
-            yield f"{where}: the exclusion {short_repr(name)} leaves no experts out: {rule}"
+            rule = "vLLM looks up the experts' module, whose name ends with experts"
+            yield f"{where}: the exclusion {short_repr(name)} excludes no experts: {rule}"
 
 
 _UNSUPPORTED_ALGORITHMS = (
@@ -110,9 +110,9 @@ def _algorithm_format(algo: str, activations: ActivationPrecision) -> Scheme | U
 
 
 def modelopt_activation_precision(config: Mapping[str, Any], where: str = "quantization_config") -> ActivationPrecision:
-    """Precision of activations that a ModelOpt MXFP8 config declares.
+    """The activation precision that a ModelOpt MXFP8 config declares.
 
-    Newer releases of ModelOpt list what they quantized in ``config_groups``; without it, its MXFP8 is W8A8.
+    Newer releases of ModelOpt list in ``config_groups`` what they quantized. Without it, MXFP8 is W8A8.
 
     Raises:
         CheckpointError: ``config_groups`` is not what ModelOpt writes.
@@ -138,8 +138,8 @@ def _mixed_precision_lookup(fields: Mapping[str, Any], excluded: Callable[[str],
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
-    """Which algorithm ModelOpt's mixed precision gives a layer's experts: by their module's name, by the name of one of
-    their matrices, or by a wildcard.
+    """ModelOpt's mixed precision: the algorithm of a layer's experts, by the name of their module or of one of their
+    matrices, or by a wildcard.
 
     Attributes:
         algos: algorithm, in upper case, by name.
@@ -155,7 +155,7 @@ class MixedPrecision:
 
     @classmethod
     def read(cls, recipes: object, where: str) -> MixedPrecision:
-        """From the field ``quantized_layers``.
+        """Reads the field ``quantized_layers``.
 
         Raises:
             CheckpointError: it is not what ModelOpt writes.
@@ -181,7 +181,7 @@ class MixedPrecision:
         """The layer's algorithm; None when its experts are not quantized.
 
         Raises:
-            CheckpointError: matrices of the layer have different ones.
+            CheckpointError: matrices of the layer have different algorithms.
         """
         found = self._named(layer) or {
             algo for expression, algo in self.wildcards if layer.matches(pattern_matcher(expression))
@@ -210,7 +210,7 @@ def parse_minimax_config(config: Mapping[str, Any], where: str) -> FormatLookup:
 
 
 def parse_nvfp4_config(config: Mapping[str, Any], where: str) -> FormatLookup:
-    """A config whose quant_method says NVFP4 and which may leave the algorithm out."""
+    """A config whose ``quant_method`` means NVFP4; it may lack ``quant_algo``."""
     return parse_config({"quant_algo": "NVFP4", **config}, where)
 
 

@@ -1,4 +1,4 @@
-"""AMD Quark."""
+"""Configs of AMD Quark."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, Un
 
 
 def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
-    """One entry for all modules, others for modules in ``layer_quant_config``, and names that are left out.
+    """A format for all modules, other formats for modules in ``layer_quant_config``, and exclusions.
 
-    vLLM asks for the experts' module alone. ``exclude`` leaves it out by its name, by the name of anything below it,
-    were it one matrix of one expert, or by a regular expression after ``re:`` that matches from the start. Nothing
-    there is a wildcard, and a module's name says nothing of what is below it. In ``layer_quant_config`` the first entry
-    counts that holds the module's name, or that has a ``*`` and matches all of it.
+    vLLM looks up only the experts' module. ``exclude`` excludes it by its own name, by the name of anything below it
+    (even of one matrix of one expert), or by a regular expression after ``re:``, matched from the start. There are no
+    wildcards, and excluding a parent does not exclude the experts below it. In ``layer_quant_config`` the first entry
+    counts that contains the module's name, or that has a ``*`` and matches the whole name.
     """
     excluded = _exclusion_matcher(read_names(config, ("exclude",), where), where)
     entries = config.get("layer_quant_config") or {}
@@ -38,7 +38,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
 
 
 def _exclusion_matcher(entries: Iterable[str], where: str) -> Callable[[str], bool]:
-    """Whether a module of experts is left out."""
+    """A predicate over module names: whether ``exclude`` excludes the experts' module."""
     above: set[str] = set()
     expressions = []
     for entry in entries:
@@ -66,25 +66,26 @@ def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     """Notes for the user about a config that `parse_config` accepted, one sentence each."""
     missing = [name for name in _REQUIRED_FIELDS if config.get(name) is None]
     if missing:
-        yield f"{where}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, which vLLM fails without"
+        verb, which = ("is", "it") if len(missing) == 1 else ("are", "them")
+        yield f"{where}: {', '.join(missing)} {verb} not set; vLLM fails without {which}"
     names = read_names(config, ("exclude",), where)
     for name in names:
         stem = name[: next((place for place, sign in enumerate(name) if has_wildcard(sign)), len(name))]
         if not name.startswith("re:") and has_wildcard(name) and not re.search(r"(^|\.)experts\.", stem):
-            rule = "vLLM takes entries for names, or after re: for regular expressions"
-            yield f"{where}.exclude: {short_repr(name)} means nothing: {rule}"
+            rule = "entries are names, or regular expressions after re:"
+            yield f"{where}.exclude: {short_repr(name)} has no effect: {rule}"
     if any(re.search(r"(?<![A-Za-z_])experts", name) for name in names):  # not shared_experts
-        rule = "fail where experts are left out, and leave none out for their matrices' names"
+        rule = "fail if experts are excluded by name, and ignore names of their matrices"
         yield f"{where}.exclude: the oldest supported releases of vLLM {rule}"
 
 
 def _single_step(steps: object) -> Any:
-    """The one step of a list of one; anything else as it is."""
+    """The element of a list of one; any other value unchanged."""
     return steps[0] if isinstance(steps, list) and len(steps) == 1 else steps
 
 
 def _entry_format(entry: object, where: str) -> ExpertFormat:
-    """What one entry of a Quark config means for experts."""
+    """The format that one entry of a Quark config gives experts."""
     if not isinstance(entry, Mapping):
         raise CheckpointError(f"an entry of Quark's config is {short_repr(entry)}, not an object", where=where)
     weights, inputs = (_single_step(entry.get(name)) for name in ("weight", "input_tensors"))

@@ -85,7 +85,7 @@ def nothing_is_imported_for_it() -> None:
 
     state = plugin.state()
     assert state.active, state
-    assert state.waiting and not state.failed, state
+    assert state.deferred and not state.failed, state
     assert "vllm.model_executor.layers.quantization.modelopt" not in sys.modules
     assert "vllm.model_executor.layers.fused_moe" not in sys.modules
     _assert_configs_are_ours()
@@ -151,7 +151,7 @@ def undo() -> None:
     for _ in range(2):
         load_plugins()
         state = plugin.state()
-        assert state.active and not state.failed and not state.waiting, state
+        assert state.active and not state.failed and not state.deferred, state
         _assert_configs_are_ours()
         load_plugins()
         assert plugin.state() == state

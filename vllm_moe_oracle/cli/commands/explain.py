@@ -172,27 +172,13 @@ class _LayerGroup:
         return compact_layer_names(self.names)
 
     def to_json(self) -> dict[str, Any]:
-        decision = self.decision
         return {
             "layers": self.layers,
             "count": len(self.names),
             "is_mtp": self.is_mtp,
             "problem": self.problem,
-            "decision": None
-            if decision is None
-            else {
-                "backend": decision.backend,
-                "why": decision.why,
-                "explanation": decision.explanation,
-                "numerics": str(decision.numerics),
-                "plan": decision.plan,
-                "measured": decision.measured,
-                "token_ranges": decision.token_ranges,
-            },
-            "candidates": [
-                {"backend": candidate.backend, "accepted": candidate.accepted, "reasons": candidate.reasons}
-                for candidate in self.candidates
-            ],
+            "decision": None if self.decision is None else self.decision.to_record(),
+            "candidates": [candidate.to_record() for candidate in self.candidates],
         }
 
 

@@ -189,8 +189,8 @@ def _format_origin(origin: str) -> str:
 def _describe_patches(state: PluginState) -> str:
     """The applied patches by name, and how many wait for vLLM to import the modules that they change."""
     words = [", ".join(state.patches) or "none"]
-    if state.waiting:
-        words.append(f"{len(state.waiting)} more when vLLM imports the modules that they change (listed by --json)")
+    if state.deferred:
+        words.append(f"{len(state.deferred)} more when vLLM imports the modules that they change (listed by --json)")
     return "; ".join(words)
 
 
