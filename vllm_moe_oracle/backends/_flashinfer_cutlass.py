@@ -5,7 +5,7 @@ vLLM's class is `FlashInferExperts`. Its kernel reads up rows, then gate rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from ..core.capabilities import Capabilities, Rule
 from ..core.decision import ShardPlan
@@ -76,11 +76,7 @@ the built-in one."""
 
 
 class CutlassMxfp4Backend(StockBackend):
-    """A backend over vLLM's `FlashInferExperts` on MXFP4 weights.
-
-    Attributes:
-        quantizes: activations enter in MXFP8.
-    """
+    """A backend over vLLM's `FlashInferExperts` on MXFP4 weights."""
 
     schemes = ("mxfp4",)
     vllm_names = ("flashinfer_cutlass",)
@@ -88,11 +84,10 @@ class CutlassMxfp4Backend(StockBackend):
     padding = (SIZE_MULTIPLE, SIZE_MULTIPLE)
     padded_layer = True
     rules = RULES
-    quantizes: ClassVar[bool] = False
 
     def priority(self, problem: Problem, device: Device) -> float:
         """The position in vLLM's list for gpt-oss; see `gpt_oss_priority`."""
-        return gpt_oss_priority(self.static_priority, problem, device, only=True, quantizes=self.quantizes)
+        return gpt_oss_priority(self.static_priority, problem, device, only=True, quantizes=bool(self.quantize_inputs))
 
 
 def pad_and_swap_halves(expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:

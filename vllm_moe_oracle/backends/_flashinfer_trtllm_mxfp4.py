@@ -72,12 +72,7 @@ ROUTING_RULES = (
 
 
 class TrtllmMxfp4Backend(StockBackend):
-    """A backend over one of vLLM's classes over TRTLLM-gen on MXFP4 weights and 16-bit activations.
-
-    Attributes:
-        quantizes: activations enter in MXFP8; such a kernel is in both of vLLM's lists for MXFP4, the others only in
-            that for gpt-oss.
-    """
+    """A backend over one of vLLM's classes over TRTLLM-gen on MXFP4 weights and 16-bit activations."""
 
     schemes = ("mxfp4",)
     vllm_names = ("flashinfer_trtllm",)
@@ -86,7 +81,6 @@ class TrtllmMxfp4Backend(StockBackend):
     padded_layer = True
     capabilities = CAPABILITIES
     rules: ClassVar[tuple[Rule, ...]] = RULES
-    quantizes: ClassVar[bool] = False
 
     def plan(self, problem: Problem, device: Device) -> ShardPlan:
         """Both sizes, zero-padded: hidden to 256, intermediate to 128 (on older releases to 256), as stock does."""
@@ -94,9 +88,9 @@ class TrtllmMxfp4Backend(StockBackend):
         return padded_plan(problem, HIDDEN_MULTIPLE, INTERMEDIATE_MULTIPLE if new else 2 * INTERMEDIATE_MULTIPLE)
 
     def priority(self, problem: Problem, device: Device) -> float:
-        """The position in vLLM's lists; see `gpt_oss_priority`."""
-        only = not self.quantizes
-        return gpt_oss_priority(self.static_priority, problem, device, only=only, quantizes=self.quantizes)
+        """The position in vLLM's lists, both of which have the kernels that quantize; see `gpt_oss_priority`."""
+        quantizes = bool(self.quantize_inputs)
+        return gpt_oss_priority(self.static_priority, problem, device, only=not quantizes, quantizes=quantizes)
 
     def layout(self, problem: Problem, plan: ShardPlan) -> str:
         """The same for all four."""

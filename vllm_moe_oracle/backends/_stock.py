@@ -49,16 +49,12 @@ class StockBackend(Backend):
             problem: the layer.
             plan: this backend's plan for it.
         """
-        arguments: dict[str, Any] = {}
-        if self.stock_weights:
-            arguments["weights"] = self.stock_weights
-        if self.quantize_inputs:
-            arguments["inputs"] = self.quantize_inputs
-        if self.swizzle_input_scales:
-            arguments["swizzled"] = True
-        if self.padded_layer:
-            arguments["plan"] = plan
-        return arguments
+        return {
+            "weights": self.stock_weights,
+            "inputs": self.quantize_inputs,
+            "swizzled": self.swizzle_input_scales,
+            "plan": plan if self.padded_layer else None,
+        }
 
     def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
         """An instance of the stock class."""

@@ -46,12 +46,6 @@ def gpt_oss_priority(position: float, problem: Problem, device: Device, *, only:
 
 
 def marlin_mxfp4_priority(position: float, problem: Problem, device: Device) -> float:
-    """Priority of Marlin for MXFP4: first for the packings whose stock classes construct it without a list.
-
-    Args:
-        position: its `static_priority`.
-        problem: the layer.
-        device: the machine.
-    """
+    """Priority of Marlin for MXFP4: first for the packings whose stock classes construct it without a list."""
     constructed = device.kind == "cuda" and problem.scheme.packing in _MARLIN_PACKINGS
     return position - 60.0 if constructed else position

@@ -21,7 +21,6 @@ class CutlassMxfp4Mxfp8(CutlassMxfp4Backend):
     static_priority = 41.0
     activation_precision = "mxfp8"
     arithmetic = Numerics("MXFP4, in block-scaled tensor cores", "quantized to MXFP8 per token, in both products")
-    quantizes = True
     quantize_inputs = "mxfp8"
     swizzle_input_scales = True
     capabilities = dataclasses.replace(CAPABILITIES, compute_capabilities=((100, 110), (120, 130)))

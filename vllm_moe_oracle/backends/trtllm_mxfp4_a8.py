@@ -14,7 +14,6 @@ class TrtllmMxfp4Mxfp8(TrtllmMxfp4Backend):
     static_priority = 21.0
     activation_precision = "mxfp8"
     arithmetic = MXFP8_ARITHMETIC
-    quantizes = True
     quantize_inputs = "mxfp8"
 
 

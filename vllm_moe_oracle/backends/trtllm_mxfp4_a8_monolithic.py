@@ -15,7 +15,6 @@ class TrtllmMxfp4Mxfp8Monolithic(TrtllmMxfp4Backend):
     static_priority = 20.0
     activation_precision = "mxfp8"
     arithmetic = MXFP8_ARITHMETIC
-    quantizes = True
     quantize_inputs = "mxfp8"
     capabilities = ROUTING_CAPABILITIES
     rules = ROUTING_RULES

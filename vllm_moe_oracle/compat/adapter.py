@@ -35,12 +35,7 @@ class Adapter(LayerAdapter, ExpertsAdapter):
     """
 
     def quant_config(self, problem: Problem, tensors: Mapping[str, Tensor]) -> Any:
-        """vLLM's `FusedMoEQuantConfig` with the layer's scales, zero points and biases.
-
-        Args:
-            problem: the layer.
-            tensors: kernel tensors by canonical name.
-        """
+        """vLLM's `FusedMoEQuantConfig` with the layer's scales, zero points and biases."""
         weights = {"mxfp8": "mxfp8", "mxfp4": "mxfp4", "wna16": f"int{problem.scheme.bits}"}[problem.scheme.name]
         # Describes the activations that enter vLLM's prepare step, which must not quantize them.
         inputs = FusedMoEQuantDesc()
@@ -171,11 +166,7 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         return cast(Tensor, result)[..., :hidden]
 
     def logits_dtype(self, moe: Any) -> torch.dtype:
-        """Dtype of the router logits that a layer passes to monolithic experts.
-
-        Args:
-            moe: vLLM's `FusedMoEConfig` of the layer.
-        """
+        """Dtype of the router logits that a layer passes to monolithic experts."""
         return cast(torch.dtype, moe.router_logits_dtype or moe.in_dtype)
 
     def run_single_rank_monolithic(

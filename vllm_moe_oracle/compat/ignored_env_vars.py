@@ -83,9 +83,6 @@ def ignored_variables() -> dict[str, str]:
 def warn_ignored(version: str) -> list[str]:
     """Logs a warning for each variable that is set and has no effect.
 
-    Args:
-        version: vLLM's version.
-
     Returns:
         The variables' names.
     """

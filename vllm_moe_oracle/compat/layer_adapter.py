@@ -72,11 +72,7 @@ class LayerAdapter(EngineAdapter):
         return "round_robin" if asked == "round_robin" and not parallel.enable_eplb else "linear"
 
     def activation(self, moe: Any) -> Activation:
-        """The layer's activation with its parameters.
-
-        Args:
-            moe: vLLM's `FusedMoEConfig`.
-        """
+        """The layer's activation with its parameters."""
         name = str(moe.activation.value)
         alpha, beta, limit = self.activation_parameters(moe)
         if name == "situ":

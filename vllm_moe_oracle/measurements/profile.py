@@ -146,9 +146,6 @@ def _sample(backend: str, packed: BackendTimes, routing: str, tokens: str, field
 def read_limited(path: Path) -> bytes:
     """The bytes of an untrusted file of measurements, at most `MAX_BYTES`.
 
-    Args:
-        path: the file.
-
     Raises:
         MeasurementError: the file cannot be read, is not a regular file, or is too large.
     """
@@ -171,9 +168,6 @@ def read_limited(path: Path) -> bytes:
 
 def read(path: Path) -> Profile:
     """Reads a profile.
-
-    Args:
-        path: the file.
 
     Raises:
         MeasurementError: the file cannot be read, or is not a valid profile.

@@ -24,13 +24,7 @@ _ZIPF_EXPONENT = 1.0
 
 
 def canonical_experts(problem: Problem, device: str, count: int = DISTINCT_EXPERTS) -> dict[str, Tensor]:
-    """Canonical tensors of some experts, `[count, ...]` each. Inputs of magnitude 1 give outputs of magnitude 1.
-
-    Args:
-        problem: the layer.
-        device: torch device.
-        count: number of experts.
-    """
+    """Canonical tensors of some experts, `[count, ...]` each. Inputs of magnitude 1 give outputs of magnitude 1."""
     generator = torch.Generator(device=device).manual_seed(0)
     few = dataclasses.replace(problem, num_experts=max(count, problem.top_k), local_experts=count)
     shapes = schemes.module(problem.scheme.name).shapes(few)

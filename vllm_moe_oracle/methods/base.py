@@ -142,12 +142,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
 
     @classmethod
     def unsupported_by_stock(cls, *args: Any, **kwargs: Any) -> str:
-        """What keeps the stock class from reading the checkpoint, after "which"; "" when nothing does.
-
-        Args:
-            args: arguments of the constructor.
-            kwargs: likewise.
-        """
+        """What keeps the stock class from reading the checkpoint, after "which"; "" when nothing does."""
         return ""
 
     def decide(self, moe: Any, scheme: Scheme) -> None:
