@@ -14,6 +14,7 @@ from tests.lib.cases import H200, problem
 from tests.lib.function_recorder import FunctionRecorder
 from tests.lib.stock_rules import converted
 from tests.lib.tolerances import Layer, moe_bound, outside
+from tests.lib.wna16_canonical import to_canonical
 from tests.lib.wna16_layers import contents_of, layer_of
 from vllm_moe_oracle.backends import hopper_wna16_act_order
 from vllm_moe_oracle.backends.hopper_wna16_act_order import BACKEND
@@ -21,7 +22,6 @@ from vllm_moe_oracle.core.decision import Accepted
 from vllm_moe_oracle.core.problem import Scheme
 from vllm_moe_oracle.kernels.weights import dequantize_expert, unpack_expert
 from vllm_moe_oracle.oracle.selection import decide
-from vllm_moe_oracle.schemes import wna16
 from vllm_moe_oracle.settings import Settings
 
 E, M, K = 5, 7, 2
@@ -56,7 +56,7 @@ def outcome(
 ) -> str:
     """What is wrong with the backend's output on random tokens; empty when it is right."""
     transposed = False if layer.scheme.packing.startswith("compressed") else None
-    canonical = wna16.to_canonical(made.parameters(transposed), layer, transposed)
+    canonical = to_canonical(made.parameters(transposed), layer, transposed)
     if fault is not None:
         fault(canonical)
     tensors, plan = converted(BACKEND.name, canonical, layer, H200), BACKEND.plan(layer, H200)
@@ -130,7 +130,7 @@ def test_many_tokens_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
 def test_scratch_memory_is_that_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = kind()
     made = contents_of(layer)
-    canonical = wna16.to_canonical(made.parameters(), layer)
+    canonical = to_canonical(made.parameters(), layer)
     tensors, plan = converted(BACKEND.name, canonical, layer, H200), BACKEND.plan(layer, H200)
     monkeypatch.setattr(hopper_wna16_act_order, "MAX_GATHERED_FEATURES", 8 * K * layer.hidden_size)
     _, nbytes = BACKEND.build_experts(tensors, layer, plan, FunctionRecorder(for_serving=False))  # type: ignore[arg-type]

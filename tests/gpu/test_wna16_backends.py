@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 from tests.gpu import backend_table
 from tests.gpu.backend_table import Built, Case
 from tests.gpu.table_wna16 import CT, TABLE, _scheme
+from tests.lib.wna16_canonical import to_canonical
 from vllm_moe_oracle import plugin
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import default_registry
@@ -121,7 +122,7 @@ def test_conversions_are_stocks_byte_for_byte(name: str, case: Case) -> None:
     plan = backend.plan(problem, detect.detect())
     if name == "triton_wna16" and plan.pads(problem):
         pytest.skip("stock does not pad for Triton")
-    canonical = wna16.to_canonical(checkpoint.raw, problem, is_transposed=case.scheme.packing != CT)
+    canonical = to_canonical(checkpoint.raw, problem, is_transposed=case.scheme.packing != CT)
     dropped = STOCK_DROPS.get((detect.detect().packages["vllm"], name, case.name), set())
     for expert in range(case.experts):
         found = backend.convert({own: tensor[expert] for own, tensor in canonical.items()}, problem, plan)

@@ -11,6 +11,7 @@ import torch
 
 from tests.lib import wna16_product as product
 from tests.lib.cases import CPU, problem
+from tests.lib.wna16_canonical import to_canonical
 from tests.lib.wna16_layers import contents_of, emulation_error, layer_of
 from tests.lib.wna16_product import Cell
 from vllm_moe_oracle.backends.emulation import BACKEND
@@ -19,7 +20,6 @@ from vllm_moe_oracle.core.problem import Device, Scheme
 from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide
-from vllm_moe_oracle.schemes import wna16
 from vllm_moe_oracle.settings import Settings
 
 CELLS = list(product.cells())
@@ -88,7 +88,7 @@ def test_emulation_of_every_cell_equals_the_reference(packing: str, bits: int) -
         assert BACKEND.check(layer, product.DEVICES[90]) == Accepted()
         made = contents_of(layer, seed=number)
         transposed = bool(number % 2) if packing.startswith("compressed") else None
-        tensors = wna16.to_canonical(made.parameters(transposed), layer, transposed)
+        tensors = to_canonical(made.parameters(transposed), layer, transposed)
         assert emulation_error(made, layer, tensors, seed=number) == "", cell
 
 

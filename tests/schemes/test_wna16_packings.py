@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.lib.wna16_canonical import from_canonical, to_canonical
 from tests.lib.wna16_layers import HALVED, PACKINGS, TWO_LAYOUTS, Contents, contents_of, layer_of
 from vllm_moe_oracle.backends.emulation import BACKEND
 from vllm_moe_oracle.compat import weight_storage
@@ -48,14 +49,14 @@ def test_every_kind_of_layer_is_read_exactly(packing: str, bits: int, group: int
         layer = layer_of(packing, bits, group, zeros, order, bias, gated)  # type: ignore[arg-type]
         made = contents_of(layer)
         loaded = made.parameters(transposed)
-        tensors = wna16.to_canonical(loaded, layer, transposed)
+        tensors = to_canonical(loaded, layer, transposed)
         assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == wna16.shapes(layer)
         for matrix in ("w13", "w2"):
             np.testing.assert_array_equal(weights_of(tensors, matrix), made.weights(matrix))
             if bias:
                 assert torch.equal(tensors[f"{matrix}_bias"], made.biases[matrix])
         # And back: nothing but what the reader needs, and that to the bit.
-        written = wna16.from_canonical(tensors, layer, transposed)
+        written = from_canonical(tensors, layer, transposed)
         assert written.keys() == loaded.keys() == wna16.canonical_names(layer).keys()
         for name, tensor in loaded.items():
             assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor), name
@@ -67,7 +68,7 @@ def test_what_a_layer_does_not_need_is_not_looked_at() -> None:
     made = contents_of(layer)
     loaded = made.parameters()
     extra = {"w13_qzeros": torch.full((2, 2, 24), 0x77777777, dtype=torch.int32), "w2_g_idx": torch.zeros(0)}
-    np.testing.assert_array_equal(weights_of(wna16.to_canonical(loaded | extra, layer), "w13"), made.weights("w13"))
+    np.testing.assert_array_equal(weights_of(to_canonical(loaded | extra, layer), "w13"), made.weights("w13"))
     assert wna16.canonical_names(layer) == {
         "w13_qweight": "w13", "w13_scales": "w13_scale", "w2_qweight": "w2", "w2_scales": "w2_scale"
     }  # fmt: skip
@@ -117,7 +118,7 @@ def test_reading_what_was_written_changes_nothing(case: tuple[Problem, bool | No
     layer, transposed, seed = case
     made = any_canonical(layer, seed)
     assert {name: tuple(tensor.shape) for name, tensor in made.items()} == wna16.shapes(layer)
-    back = wna16.to_canonical(wna16.from_canonical(made, layer, transposed), layer, transposed)
+    back = to_canonical(from_canonical(made, layer, transposed), layer, transposed)
     assert back.keys() == made.keys()
     for name, tensor in made.items():
         assert back[name].dtype == tensor.dtype and torch.equal(back[name], tensor), name
@@ -133,7 +134,7 @@ def test_nan_scales_and_biases_are_named_and_counted(matrix: str, what: str, bad
     made[f"{matrix}_{what}"].view(-1)[7:9] = bad
     words = rf"2 of {made[f'{matrix}_{what}'].numel()} {what}(s|es) in {matrix}_{what}s? are NaN or infinite"
     with pytest.raises(CheckpointError, match=words):
-        wna16.read(wna16.from_canonical(made, layer), layer)
+        wna16.read(from_canonical(made, layer), layer)
 
 
 # --- Zero points of GPTQ ----------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ def test_zero_points_of_zero_borrow_as_gptqmodel_does(bits: int) -> None:
     v2 = dataclasses.replace(made, problem=newer).parameters()
     for name in ("w13_qzeros", "w2_qzeros"):
         assert torch.equal(v1[name], v2[name] - ones) and not torch.equal(v1[name], v2[name])
-    old, new = wna16.to_canonical(v1, layer), wna16.to_canonical(v2, newer)
+    old, new = to_canonical(v1, layer), to_canonical(v2, newer)
     for name in old:
         assert torch.equal(old[name], new[name])
     np.testing.assert_array_equal(old["w13_zero_point"].numpy(), made.zeros["w13"])
@@ -162,7 +163,7 @@ def test_zero_points_read_by_the_other_rule_are_wrong() -> None:
     layer = layer_of("gptq", zero_points=True)
     made = contents_of(layer)
     other = dataclasses.replace(layer, scheme=dataclasses.replace(layer.scheme, packing="gptq_v2"))
-    assert (weights_of(wna16.to_canonical(made.parameters(), other), "w13") != made.weights("w13")).all()
+    assert (weights_of(to_canonical(made.parameters(), other), "w13") != made.weights("w13")).all()
 
 
 def without_zero(made: Contents) -> Contents:
@@ -226,7 +227,7 @@ def test_what_compressed_tensors_compresses_is_read_as_it_decompresses_it(
                 parameters[f"{matrix}_{name}"] = tensor.unsqueeze(0)
             exact[matrix] = compressor.decompress(compressed, scheme)["weight"]
         assert set(wna16.canonical_names(layer)) <= set(parameters)
-        read = wna16.to_canonical(parameters, layer)
+        read = to_canonical(parameters, layer)
         for matrix in ("w13", "w2"):
             np.testing.assert_array_equal(weights_of(read, matrix)[0], exact[matrix].double().numpy())
             np.testing.assert_array_equal(weights_of(read, matrix), made.weights(matrix))  # type: ignore[arg-type]
@@ -273,7 +274,7 @@ def test_what_vllms_moe_wna16_loader_stores_is_read_as_the_file_means_it(method:
             for expert in range(2):
                 for shard, file in zip(shards, tensor[expert].chunk(len(shards), dim=1), strict=True):
                     load(param, file.contiguous(), name, shard, expert)
-    read = wna16.to_canonical(stored, target)
+    read = to_canonical(stored, target)
     for matrix in ("w13", "w2"):
         np.testing.assert_array_equal(weights_of(read, matrix), made.weights(matrix))  # type: ignore[arg-type]
 
@@ -308,7 +309,7 @@ def test_square_codes_are_read_only_when_something_says_how(bits: int, transpose
     words = r"w13_weight_packed \[2, 32, 32\] could have its rows or its input features first. Say which"
     with pytest.raises(CheckpointError, match=words):
         wna16.read(loaded, layer)
-    for known in (wna16.to_canonical(loaded, layer, transposed), wna16.to_canonical(marked(loaded, transposed), layer)):
+    for known in (to_canonical(loaded, layer, transposed), to_canonical(marked(loaded, transposed), layer)):
         for matrix in ("w13", "w2"):
             np.testing.assert_array_equal(weights_of(known, matrix), made.weights(matrix))  # type: ignore[arg-type]
     # The wrong word is never believed: the scales, or the other matrix, do not fit it.
@@ -326,7 +327,7 @@ def test_shapes_decide_where_they_can(packing: str) -> None:
     made = contents_of(layer)
     for transposed in (False, True):
         for loaded in (made.parameters(transposed), marked(made.parameters(transposed), transposed)):
-            np.testing.assert_array_equal(weights_of(wna16.to_canonical(loaded, layer), "w2"), made.weights("w2"))
+            np.testing.assert_array_equal(weights_of(to_canonical(loaded, layer), "w2"), made.weights("w2"))
 
 
 def test_contradicting_is_transposed_attributes_are_refused() -> None:
@@ -342,7 +343,7 @@ def test_contradicting_is_transposed_attributes_are_refused() -> None:
         with pytest.raises(CheckpointError, match=f"the packing {packing} says it: {not mark}"):
             wna16.read(contents_of(other).parameters(), other, mark)
         with pytest.raises(CheckpointError, match=f"the packing {packing} is never"):
-            wna16.from_canonical(wna16.to_canonical(contents_of(other).parameters(), other), other, mark)
+            from_canonical(to_canonical(contents_of(other).parameters(), other), other, mark)
 
 
 def test_matrices_of_different_orders_are_refused() -> None:
@@ -361,7 +362,7 @@ def test_matrices_of_different_orders_are_refused() -> None:
 def test_one_experts_tensors_leave_no_choice(case: tuple[Problem, bool | None, int]) -> None:
     # What canonical_expert takes from the shapes is what reading found out from everything.
     layer, transposed, seed = case
-    loaded = wna16.from_canonical(any_canonical(layer, seed), layer, transposed)
+    loaded = from_canonical(any_canonical(layer, seed), layer, transposed)
     raw = wna16.read(loaded, layer, transposed)
     # Nothing was copied to read it, and what comes out is known without data.
     assert all(raw[own].data_ptr() == loaded[name].data_ptr() for name, own in wna16.canonical_names(layer).items())
@@ -389,7 +390,7 @@ def test_the_ranks_shards_are_the_whole(packing: str, group: int, order: Any) ->
         )
         made, part = contents_of(layer), contents_of(layer).on_rank(ranks)
         loaded = [made.parameters(LAYOUTS[packing][-1], rank, ranks) for rank in range(ranks)]
-        shards = [wna16.to_canonical(each, part, LAYOUTS[packing][-1]) for each in loaded]
+        shards = [to_canonical(each, part, LAYOUTS[packing][-1]) for each in loaded]
         assert all({name: tuple(each.shape) for name, each in shard.items()} == wna16.shapes(part) for shard in shards)
         second = np.concatenate([weights_of(shard, "w2") for shard in shards], axis=2)
         np.testing.assert_array_equal(second, made.weights("w2"))
@@ -410,7 +411,7 @@ def test_split_groups_need_all_scales_on_every_rank() -> None:
     for packing in ("gptq", "compressed-tensors"):
         ordered = layer_of(packing, group=128, act_order="group", **sizes)  # type: ignore[arg-type]
         made = contents_of(ordered)
-        shards = [wna16.to_canonical(made.parameters(None, rank, 2), made.on_rank(2)) for rank in range(2)]
+        shards = [to_canonical(made.parameters(None, rank, 2), made.on_rank(2)) for rank in range(2)]
         second = np.concatenate([weights_of(shard, "w2") for shard in shards], axis=2)
         np.testing.assert_array_equal(second, made.weights("w2"))
     plain = contents_of(layer_of("compressed-tensors", group=128, **sizes))  # type: ignore[arg-type]
@@ -427,7 +428,7 @@ def test_groups_are_made_smaller_where_stock_vllm_falls_back_to_moe_wna16(packin
     layer = layer_of(packing, group=128, zero_points=True, hidden_size=128, intermediate_size=640)
     made, part = contents_of(layer), contents_of(layer).on_rank(2)
     assert wna16.shapes(part)["w2_scale"] == (2, 128, 5) and wna16.shapes(part)["w13_scale"] == (2, 640, 2)
-    shards = [wna16.to_canonical(made.parameters(None, rank, 2), part) for rank in range(2)]
+    shards = [to_canonical(made.parameters(None, rank, 2), part) for rank in range(2)]
     second = np.concatenate([weights_of(shard, "w2") for shard in shards], axis=2)
     np.testing.assert_array_equal(second, made.weights("w2"))
 
@@ -516,7 +517,7 @@ def test_a_layer_is_converted_in_place_for_a_backend(packing: str, group: int, o
     whole = contents_of(layer_of(packing, 4, group, True, order, True, intermediate_size=256))
     layer = whole.on_rank(2)
     loaded, plan = whole.parameters(None, 1, 2), ShardPlan(layer.hidden_size, layer.intermediate_size)
-    expected = wna16.to_canonical(loaded, layer)
+    expected = to_canonical(loaded, layer)
     module = torch.nn.Module()
     for name, tensor in loaded.items():
         module.register_parameter(name, torch.nn.Parameter(tensor.clone(), requires_grad=False))

@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.lib import reference
 from tests.lib.cases import H200, INT4_G128, problem
 from tests.lib.tolerances import Layer, moe_bound, outside
+from tests.lib.wna16_canonical import to_canonical
 from tests.lib.wna16_layers import PACKINGS, contents_of, emulation_error, layer_of
 from vllm_moe_oracle.backends.emulation import BACKEND, forward
 from vllm_moe_oracle.core.decision import Accepted
@@ -230,9 +231,7 @@ def test_emulation_of_every_kind_of_layer(bits: int, group: int) -> None:
         )  # fmt: skip
         assert BACKEND.check(layer, H200) == Accepted()
         made = contents_of(layer)
-        tensors = wna16.to_canonical(
-            made.parameters(), layer, None if "compressed" not in layer.scheme.packing else False
-        )
+        tensors = to_canonical(made.parameters(), layer, None if "compressed" not in layer.scheme.packing else False)
         assert emulation_error(made, layer, tensors) == "", layer
 
 
@@ -242,7 +241,7 @@ def test_a_fault_in_any_tensor_is_noticed(name: str) -> None:
         "gptq", 4, 32, True, "group", experts=E, top_k=K, hidden_size=H, intermediate_size=I, dtype="float32"
     )
     made = contents_of(layer)
-    tensors = wna16.to_canonical(made.parameters(), layer)
+    tensors = to_canonical(made.parameters(), layer)
     assert emulation_error(made, layer, tensors) == ""
     # Neighbors in place of each other: a wrong order of nibbles, groups, features.
     assert "outside" in emulation_error(made, layer, tensors | {name: tensors[name].roll(1, -1)})
@@ -251,7 +250,7 @@ def test_a_fault_in_any_tensor_is_noticed(name: str) -> None:
 def test_nibbles_the_wrong_way_round_are_noticed() -> None:
     layer = layer_of(experts=E, top_k=K, hidden_size=H, intermediate_size=I)
     made = contents_of(layer)
-    tensors = wna16.to_canonical(made.parameters(), layer)
+    tensors = to_canonical(made.parameters(), layer)
     assert "outside" in emulation_error(made, layer, tensors | {"w13": tensors["w13"] >> 4 | tensors["w13"] << 4})
 
 
@@ -267,7 +266,7 @@ def test_the_ranks_outputs_sum_to_the_layers(order: Any) -> None:
     total = torch.zeros(M, H)
     for rank in range(2):
         part, out = made.on_rank(2), torch.empty(M, H)
-        shard = wna16.to_canonical(made.parameters(None, rank, 2), part)
+        shard = to_canonical(made.parameters(None, rank, 2), part)
         forward(shard, part, out, x, torch.from_numpy(weights), torch.from_numpy(ids))
         total += out
     exact = Layer(made.weights("w13"), made.weights("w2"), "silu")

@@ -9,12 +9,12 @@ import json
 import logging
 from collections.abc import Hashable, Iterator
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.activations import ACTIVATIONS
 from ..core.capabilities import Capabilities
 from ..core.decision import ShardPlan
-from ..core.problem import Problem
+from ..core.problem import ActivationPrecision, Problem
 from ..core.sharding import loaded_group_size
 from ._contract import Backend, Builder, Tensors
 from ._hopper_warmup import MAX_LOADING_WORKSPACE, token_counts, warm_up
@@ -156,7 +156,7 @@ class HopperBackend(Backend):
     """Experts over `vllm_moe_oracle.kernels.fused_moe`; a subclass names the weight format and its limits."""
 
     static_priority = 900.0  # after vLLM's own kernels: without measurements, the stock choice stands
-    activation_precision = "16bit"
+    activation_precision: ClassVar[ActivationPrecision] = "16bit"
 
     def weight_format(self, problem: Problem) -> str:
         """The kernels' name of the layer's weight format."""
