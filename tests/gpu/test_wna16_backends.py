@@ -22,7 +22,6 @@ from tests.lib.wna16_canonical import to_canonical
 from vllm_moe_oracle import plugin
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import default_registry
-from vllm_moe_oracle.schemes import wna16
 
 pytestmark = pytest.mark.gpu
 
