@@ -24,36 +24,9 @@ import triton.language as tl
 
 
 @triton.jit
-def from_4bit(x, ASM: tl.constexpr, DTYPE: tl.constexpr):
-    """Two results of four values each from words of 8 codes. ASM: word $4 to two values each in $0, $1 and $2, $3."""
-    return tl.inline_asm_elementwise(
-        ASM,
-        constraints="=&r,=&r,=&r,=&r,r",
-        args=[x],
-        dtype=(DTYPE, DTYPE),
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
-def from_8bit(x, ASM: tl.constexpr, DTYPE: tl.constexpr):
-    """Four values from words of 4 codes. ASM: word $2 to two values each in $0 and $1."""
-    return tl.inline_asm_elementwise(
-        ASM,
-        constraints="=&r,=&r,r",
-        args=[x],
-        dtype=DTYPE,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@triton.jit
 def u4_raw(x):
     """Words of 8 codes to bfloat16 `code * 2**-133`, of rows g + 8 `code * 2**-129`: masks and one shift."""
-    return from_4bit(
-        x,
+    return tl.inline_asm_elementwise(
         """
         {
         .reg .b32 a;
@@ -64,15 +37,18 @@ def u4_raw(x):
         and.b32 $3, a, 0x00f000f0;
         }
         """,
-        tl.bfloat16,
+        constraints="=&r,=&r,=&r,=&r,r",
+        args=[x],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
     )
 
 
 @triton.jit
 def u4_bf16(x):
     """Words of 8 codes to bfloat16 `(code - 8) * 2**-6`, of rows g + 8 `(code - 8) * 2**-2`."""
-    return from_4bit(
-        x,
+    return tl.inline_asm_elementwise(
         """
         {
         .reg .b32 a, power, low, high;
@@ -90,15 +66,18 @@ def u4_bf16(x):
         fma.rn.bf16x2 $3, $3, power, high;
         }
         """,
-        tl.bfloat16,
+        constraints="=&r,=&r,=&r,=&r,r",
+        args=[x],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
     )
 
 
 @triton.jit
 def u8_raw(x):
     """Words of 4 codes to bfloat16 `code * 2**-133`: two masks and a shift."""
-    return from_8bit(
-        x,
+    return tl.inline_asm_elementwise(
         """
         {
         .reg .b32 a;
@@ -107,15 +86,18 @@ def u8_raw(x):
         and.b32 $1, $2, 0x00ff00ff;
         }
         """,
-        tl.bfloat16,
+        constraints="=&r,=&r,r",
+        args=[x],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
     )
 
 
 @triton.jit
 def u8_bf16(x):
     """Words of 4 codes to bfloat16 `(code - 128) * 2**-6`."""
-    return from_8bit(
-        x,
+    return tl.inline_asm_elementwise(
         """
         {
         .reg .b32 a, power, zero;
@@ -128,7 +110,11 @@ def u8_bf16(x):
         fma.rn.bf16x2 $1, $1, power, zero;
         }
         """,
-        tl.bfloat16,
+        constraints="=&r,=&r,r",
+        args=[x],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
     )
 
 
@@ -188,8 +174,7 @@ def fma_bf16x2(a, b, c):
 def u4_fp16(x, CENTERED: tl.constexpr):
     """Words of 8 codes to float16 `code - 8`, or `code + 1024` when not CENTERED; two results of four per word."""
     if CENTERED:
-        return from_4bit(
-            x,
+        return tl.inline_asm_elementwise(
             """
             {
             .reg .b32 a, z, sixteenth, y;
@@ -207,11 +192,14 @@ def u4_fp16(x, CENTERED: tl.constexpr):
             fma.rn.f16x2 $3, $3, sixteenth, y;
             }
             """,
-            tl.float16,
+            constraints="=&r,=&r,=&r,=&r,r",
+            args=[x],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
         )
     else:
-        return from_4bit(
-            x,
+        return tl.inline_asm_elementwise(
             """
             {
             .reg .b32 a;
@@ -224,15 +212,18 @@ def u4_fp16(x, CENTERED: tl.constexpr):
             lop3.b32 $3, a, 0x000f000f, 0x64006400, 0xEA;
             }
             """,
-            tl.float16,
+            constraints="=&r,=&r,=&r,=&r,r",
+            args=[x],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
         )
 
 
 @triton.jit
 def u8_fp16(x):
     """Words of 4 codes to float16 `code - 128`: the code under 1024's mantissa, less 1152."""
-    return from_8bit(
-        x,
+    return tl.inline_asm_elementwise(
         """
         {
         .reg .b32 a, z;
@@ -244,15 +235,18 @@ def u8_fp16(x):
         add.f16x2 $1, $1, z;
         }
         """,
-        tl.float16,
+        constraints="=&r,=&r,r",
+        args=[x],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=4,
     )
 
 
 @triton.jit
 def e2m1_bf16(x):
     """Words of 8 bit-permuted e2m1 codes to bfloat16 `value * 2**-126`; two results of four per word."""
-    return from_4bit(
-        x,
+    return tl.inline_asm_elementwise(
         """
         {
         .reg .b32 b, c, d, e;
@@ -267,15 +261,18 @@ def e2m1_bf16(x):
         lop3.b32 $3, e, 0x01000100, d, 0xEA;
         }
         """,
-        tl.bfloat16,
+        constraints="=&r,=&r,=&r,=&r,r",
+        args=[x],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=4,
     )
 
 
 @triton.jit
 def e4m3_bf16(x):
     """Words of 4 bit-permuted e4m3 codes to bfloat16 `value * 2**-120`."""
-    return from_8bit(
-        x,
+    return tl.inline_asm_elementwise(
         """
         {
         .reg .b32 a, b;
@@ -286,7 +283,11 @@ def e4m3_bf16(x):
         lop3.b32 $1, b, 0x07000700, a, 0xEA;
         }
         """,
-        tl.bfloat16,
+        constraints="=&r,=&r,r",
+        args=[x],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
     )
 
 
