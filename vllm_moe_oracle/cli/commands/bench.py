@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import shlex
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -195,7 +195,7 @@ def _write_record(line: bytes, path: Path | None, printed: bool, mode: str) -> N
 def _check_plot_path(path: Path) -> None:
     """Whether a plot can be drawn there, before minutes of measuring."""
 
-    if find_spec("matplotlib") is None:
+    if importlib.util.find_spec("matplotlib") is None:
         raise MeasurementError("matplotlib is not installed", "pip install 'vllm-moe-oracle[plot]'", "--plot")
     from matplotlib.backend_bases import FigureCanvasBase
 

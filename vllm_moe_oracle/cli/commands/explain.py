@@ -34,6 +34,7 @@ from .. import EXIT_NO_BACKEND, output
 from ..arguments import AsJson, Assignments, ExpertParallel, TensorParallel, command_settings
 
 
+# More than 80 lines: one parameter for each option, and the help text. The steps are functions below.
 def command(
     path: Annotated[str, typer.Argument(help="A checkpoint's folder, or a bare config.json.", metavar="PATH")],
     device: Annotated[

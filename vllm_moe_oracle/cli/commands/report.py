@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -84,7 +84,7 @@ def _local_content(settings: Settings) -> ReportContent:
 
 
 def _require_modules(*modules: str) -> None:
-    missing = [name for name in modules if find_spec(name) is None]
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
         raise MeasurementError(rule, "pip install 'vllm-moe-oracle[plot]'")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ...measuring.tuning import TuneOptions, TuneOutcome
 
 
+# More than 80 lines: one parameter for each option, and the help text. The steps are functions below.
 def command(
     context: typer.Context,
     models: ModelNames = None,
