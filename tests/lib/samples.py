@@ -1,9 +1,14 @@
-"""One measured time, and the cell and environment that it belongs to."""
+"""One measured time with its shape and environment, and cards as shipped profiles were measured on them."""
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 from tests.lib.cases import H200, problem
-from vllm_moe_oracle.measurements import environment
+from vllm_moe_oracle.core.problem import Device
+from vllm_moe_oracle.devices import catalog
+from vllm_moe_oracle.measurements import environment, profile
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 
 CELL = kernel_shape_of(problem())
@@ -12,3 +17,12 @@ HERE = environment.of(H200)
 
 def sample(tokens: int = 1, backend: str = "marlin_mxfp8", us: float = 50.0) -> Sample:
     return Sample(backend, "16bit", tokens, "uniform", us, us * 0.98, us * 1.02, 20, 1e-3)
+
+
+def measured_card(path: Path) -> Device:
+    """The card that a shipped profile names, with the packages of its measurements.
+
+    The catalog's cards have the packages of the newest vLLM release, which a profile may precede.
+    """
+    card = catalog.known_device("-".join(path.stem.split("_")[:2]))
+    return dataclasses.replace(card, packages={**card.packages, **profile.read(path).environment.packages})

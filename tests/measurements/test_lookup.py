@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.lib.cases import problem
+from tests.lib.samples import measured_card
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.devices import catalog
@@ -73,20 +74,20 @@ def test_a_static_choice_that_failed_once_gives_way(tmp_path: Path) -> None:
 
 def test_an_unfinished_run_hides_no_measurements_of_another_place(tmp_path: Path) -> None:
     """A `tune` that was ended after some numbers of tokens leaves its samples in the cache."""
-    layer = model_shapes.parse("mxfp8:qwen3-30b-a3b")
+    layer, card = model_shapes.parse("mxfp8:qwen3-30b-a3b"), measured_card(profile.SHIPPED_FOLDER / "nvidia_h200.json")
     few = [each for name in (HUMMING, MARLIN, OWN) for each in times(name, 50, (1, 2, 4))]
     store = Store(tmp_path)
     store.prepare()
-    store.add(environment.of(H200), kernel_shape_of(layer), few)
+    store.add(environment.of(card), kernel_shape_of(layer), few)
     chosen = settings.load({}, assignments={"cache": str(tmp_path)})
     nothing = settings.load({}, assignments={"cache": str(tmp_path / "none")})
     with_cache, without = (
-        decide(layer, H200, each, measurements=lookup.find_measurements(layer, H200, each))
+        decide(layer, card, each, measurements=lookup.find_measurements(layer, card, each))
         for each in (chosen, nothing)
     )
     assert without.why == with_cache.why == "measured" and without.backend == with_cache.backend
     assert "by the shipped profile" in with_cache.explanation
-    assert f"the cache (NVIDIA H200, vLLM {NEWEST}) are not sufficient" in with_cache.explanation
+    assert f"the cache (NVIDIA H200, vLLM {card.packages['vllm']}) are not sufficient" in with_cache.explanation
     assert "measured up to 4 tokens" in with_cache.explanation
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.lib.cases import H200, problem
+from tests.lib.samples import measured_card
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.core.objectives import parse_objective
-from vllm_moe_oracle.devices import catalog
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
 from vllm_moe_oracle.measurements import environment, lookup, model_shapes, profile
@@ -24,16 +24,10 @@ from vllm_moe_oracle.oracle.selection import decide
 SHIPPED = sorted(profile.SHIPPED_FOLDER.glob("nvidia_*.json"))
 
 
-def card_of(path: Path) -> str:
-    """The card's name: a card may have several profiles, of different runs."""
-    return "-".join(path.stem.split("_")[:2])
-
-
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_a_shipped_profile_holds_for_its_card_as_users_have_it(path: Path) -> None:
+def test_a_shipped_profile_holds_for_its_card(path: Path) -> None:
     found = profile.read(path)
-    name = card_of(path)
-    differences = environment.differences(found.environment, environment.of(catalog.known_device(name)))
+    differences = environment.differences(found.environment, environment.of(measured_card(path)))
     assert differences.hard == ()
     assert found.environment.kernels and found.environment.driver and found.conditions["command"]
     for entry in found.entries:
@@ -43,15 +37,15 @@ def test_a_shipped_profile_holds_for_its_card_as_users_have_it(path: Path) -> No
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_profile_decides(path: Path) -> None:
     """For every layer of the list that it has: a finished cell has all numbers of tokens that the objective needs."""
-    found, name = profile.read(path), card_of(path)
+    found, card = profile.read(path), measured_card(path)
     chosen = settings.load({}, assignments={"cache": str(path.parent / "no cache")})
     cells = {entry.kernel_shape for entry in found.entries}
     layers = [each for each in model_shapes.served_problems() if kernel_shape_of(each) in cells]
     assert len(layers) == len(cells)
     decided = []
     for layer in layers:
-        evidence = lookup.find_measurements(layer, catalog.known_device(name), chosen)
-        decision = decide(layer, catalog.known_device(name), chosen, measurements=evidence)
+        evidence = lookup.find_measurements(layer, card, chosen)
+        decision = decide(layer, card, chosen, measurements=evidence)
         assert evidence is not None and "the shipped profile" in evidence.source
         decided.append(decision.why == "measured" and decision.measured is not None)
     assert all(decided)
@@ -64,7 +58,7 @@ def test_a_shipped_profile_decides(path: Path) -> None:
 
 
 def test_the_h200_has_profiles_of_many_layers_and_none_twice() -> None:
-    profiles = [profile.read(path) for path in SHIPPED if card_of(path) == "nvidia-h200"]
+    profiles = [profile.read(path) for path in SHIPPED if path.stem.startswith("nvidia_h200")]
     shapes = [entry.kernel_shape for found in profiles for entry in found.entries]
     assert len(shapes) == len(set(shapes)) >= 34
 
