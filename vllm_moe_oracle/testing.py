@@ -23,6 +23,7 @@ from .core.problem import (
     Activation,
     ActivationFormat,
     ActivationPrecision,
+    ActOrder,
     Device,
     Parallel,
     Problem,
@@ -234,13 +235,15 @@ def test_refuses_with_code_and_words(name: str) -> None:
         (able.routing_methods is None, "routing", {"routing": dataclasses.replace(layer.routing, method="unknown")}),
     ]  # fmt: skip
     if scheme.name == "wna16":
-        for allowed, code, field in (
+        fields: list[tuple[bool, str, dict[str, Any]]] = [
             (able.zero_points, "zero_points", {"zero_points": True}),
             (not able.bits or 3 in able.bits, "bits", {"bits": 3}),
             (not able.groups or 16 in able.groups, "group", {"group_size": 16}),
-            ("unknown" in able.act_orders, "act_order", {"act_order": "unknown"}),
-        ):
-            changes.append((allowed, code, {"scheme": dataclasses.replace(scheme, **field)}))
+            *((order in able.act_orders, "act_order", {"act_order": order}) for order in get_args(ActOrder)),
+        ]
+        changes += [
+            (allowed, code, {"scheme": dataclasses.replace(scheme, **field)}) for allowed, code, field in fields
+        ]
     for allowed, code, change in changes:
         reasons = backend.check(dataclasses.replace(layer, **change), device).reasons
         assert allowed or code in _codes(reasons), f"{change} is not refused by {code}"

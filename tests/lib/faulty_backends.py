@@ -194,7 +194,7 @@ class Method(SimpleNamespace):
             settings=chosen,
             adapter=current_adapter(),
             moe=moe_config(layer),
-            group=group or RankGroup(),
+            rank_group=group or RankGroup(),
         )
 
 

@@ -13,7 +13,6 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -22,10 +21,11 @@ from torch import Tensor
 from ..backends import Backend, Tensors
 from ..compat import weight_storage
 from ..compat.experts_builder import VllmBuilder
-from ..core.decision import ShardPlan
+from ..core.decision import Decision, ShardPlan
 from ..devices import detect
 from ..errors import SelfCheckError
 from ..oracle.registry import Registry, default_registry
+from ..settings import Settings
 from . import backend_check, rank_sync
 from .backend_selection import LayerMethod
 
@@ -36,6 +36,18 @@ logger = logging.getLogger("vllm.moe_oracle")
 
 WeightCopies = dict[str, dict[str, Tensor]]
 """Kernel tensors of the backends that have a copy of the weights, by backend and tensor name."""
+
+
+@dataclass
+class _CandidateMethod:
+    """A layer's method as it would be with another backend: what the self-check reads."""
+
+    decision: Decision
+    backend: Backend
+    settings: Settings
+    adapter: Adapter
+    moe: Any
+    rank_group: rank_sync.RankGroup
 
 
 class DispatchMethod(LayerMethod, Protocol):
@@ -214,10 +226,7 @@ def _rejection(method: DispatchMethod, backend: Backend, raw: Tensors) -> str:
         )
     plan = _plan(method, backend)
     decision = dataclasses.replace(method.decision, backend=backend.name, plan=plan, token_ranges=())
-    stand_in: Any = SimpleNamespace(
-        decision=decision, backend=backend, settings=method.settings, adapter=method.adapter, moe=method.moe,
-        group=method.rank_group,
-    )  # fmt: skip
+    stand_in = _CandidateMethod(decision, backend, method.settings, method.adapter, method.moe, method.rank_group)
     weights = backend_check.check_weights(stand_in, raw)
     if not weights.passed:
         return f"it cannot hold the loaded weights: {weights.message}"
