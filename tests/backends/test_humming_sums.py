@@ -206,6 +206,7 @@ def config_of(found: list[Any], choices: int) -> dict[str, Any]:
     return one
 
 
+@pytest.mark.full
 @some_releases(*SERVED)
 def test_no_sum_of_a_short_grid_has_more_than_three_parts(release: str) -> None:
     version, folder = library(release)

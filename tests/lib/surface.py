@@ -340,10 +340,10 @@ class _Check:
     def _abstract(self, node: ast.ClassDef) -> None:
         """Every abstract method of the stock classes is defined, by us or by one of them."""
         ours = {
-            statement.name
+            name
             for each in _our_bases(node.name)
             for statement in _our_classes()[each][1].body
-            if isinstance(statement, Function)
+            for name in bound_names(statement)
         }
         if node.name == "OracleMoEMethod":  # mixed in before a class that defines the rest
             return
@@ -680,8 +680,10 @@ class _Check:
             self.report(node, f"{node.func.id} is called, but cannot be followed; see stock_names: {what}")
             return OTHER
         if isinstance(function, Callable_):
-            bound = function.bound or (text.startswith("super().") and not _is_static(function.node))
+            bound = function.bound or (text.startswith("super(") and not _is_static(function.node))
             self._signature(node, _Signature(function.node, bound), function)
+            if text == "super().from_config" and self.own:  # alternative constructors make the class they are called on
+                return Own(self.own)
             return self.sources.annotated(function.module, function.node.returns, function.name)
         if isinstance(function, Class):
             signature = self._constructor(function)

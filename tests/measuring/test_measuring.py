@@ -373,7 +373,7 @@ def test_words_about_the_kernels_do_not_change_their_hash(tmp_path: Path) -> Non
     ("changes", "used", "words"),
     [
         ({"gpu": "NVIDIA H100"}, False, "ignored: measured on NVIDIA H100"),
-        ({"packages": {"vllm": "0.31.0"}}, False, "ignored: vllm 0.31.0, here"),
+        ({"packages": {"vllm": "0.31.0"}}, False, "ignored: vllm 0.31.0, not "),
         ({"packages": {"vllm": f"{HERE.packages['vllm']}.dev3+g1234567"}}, True, "measured with vllm"),
     ],
 )
@@ -477,12 +477,12 @@ def pretended(backends: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tm
 
     from vllm_moe_oracle.cli import layer_arguments
     from vllm_moe_oracle.cli import main as cli
+    from vllm_moe_oracle.cli.commands import bench as bench_command
     from vllm_moe_oracle.measurements import model_shapes
-    from vllm_moe_oracle.oracle import registry as registry_module
 
     backends(SLOW, FAST, Slowed("wrong", 3.0, fault="numbers"))
     monkeypatch.setattr(layer_arguments, "require_gpu", lambda: HERE)
-    monkeypatch.setattr(registry_module, "default_registry", tuning.default_registry)
+    monkeypatch.setattr(bench_command, "default_registry", tuning.default_registry)
     monkeypatch.setattr(model_shapes, "parse", lambda word: dataclasses.replace(LAYERS["mxfp8"], layer=word))
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("MOE_ORACLE_CACHE", str(tmp_path / "cache"))

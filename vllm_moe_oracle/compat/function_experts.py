@@ -56,6 +56,10 @@ def _(*arguments: Any) -> None:
     return None
 
 
+def _always(*arguments: Any) -> bool:
+    return True
+
+
 class FunctionExperts(mk.FusedMoEExpertsModular):
     """Experts that call a function on routed tokens.
 
@@ -83,12 +87,8 @@ class FunctionExperts(mk.FusedMoEExpertsModular):
         """The standard format: tokens in rows, with their routed ids."""
         return mk.FusedMoEActivationFormat.Standard
 
-    @staticmethod
-    def _always(*arguments: Any) -> bool:
-        return True
-
-    _supports_current_device = _supports_no_act_and_mul = _supports_quant_scheme = _always
-    _supports_activation = _supports_parallel_config = _always
+    _supports_current_device = _supports_no_act_and_mul = _supports_quant_scheme = staticmethod(_always)
+    _supports_activation = _supports_parallel_config = staticmethod(_always)
 
     def supports_expert_map(self) -> bool:
         """Handles -1 (an expert of another rank) in the expert map."""

@@ -44,7 +44,7 @@ class ModelOptMxFp8FusedMoE(OracleMoEMethod, stock.ModelOptMxFp8FusedMoE):
 class _ModelOptConfigMixin(EmulatedDtypesMixin):
     """The mix-in in front of a stock config class for ModelOpt's checkpoints."""
 
-    exclude_modules: list[str]
+    exclude_modules: Any
 
     def is_layer_excluded(self, prefix: str) -> bool:
         """Whether a module is not quantized; vLLM calls it.
