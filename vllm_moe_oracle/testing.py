@@ -173,7 +173,7 @@ def test_supports_some_layer(name: str) -> None:
 def test_declares_what_it_does(name: str) -> None:
     """Priority, precision, numerics, sizes and layout are complete and agree with each other."""
     backend = default_registry()[name]
-    assert not backend.undeclared() and backend.stock_class.count(":") == bool(backend.stock_class)
+    assert not backend.missing_attributes() and backend.stock_class.count(":") == bool(backend.stock_class)
     for layer, device in _distinct(name):
         precision, numerics, plan = backend.activations(layer), backend.numerics(layer), backend.plan(layer, device)
         assert precision in get_args(ActivationPrecision)

@@ -120,7 +120,7 @@ def test_non_gated_experts_are_taken_by_some() -> None:
         (Routing("renormalize", scoring="sigmoid"), {"routing.softmax"}),
         (Routing("renormalize", correction_bias=True), {"routing.softmax"}),
         (Routing("renormalize", num_groups=8, top_k_groups=4), {"routing.softmax"}),
-        (Routing("renormalize", hashed=True), {"routing.softmax"}),
+        (Routing("renormalize", hash_routing=True), {"routing.softmax"}),
         (Routing("renormalize", weight_on_input=True), {"weight_on_input"}),
     ],
 )

@@ -115,9 +115,9 @@ def test_the_kernels_that_route_say_what_by(name: str) -> None:
     assert reasons(name, routing=grouped) == {}
     assert "0.27.1" in reasons(name, at_home(name, vllm="0.26.0"), routing=grouped)["routing.vllm_version"]
     assert "minimax2" in reasons(name, routing=Routing("minimax2"))["routing"]
-    assert "token ids" in reasons(name, routing=Routing("renormalize", hashed=True))["routing.hashed"]
+    assert "token ids" in reasons(name, routing=Routing("renormalize", hash_routing=True))["routing.hashed"]
     assert "2 data-parallel" in reasons(name, dp=2)["data_parallel"]
-    assert reasons(name.removesuffix("_monolithic"), routing=Routing("custom", hashed=True), dp=2) == {}
+    assert reasons(name.removesuffix("_monolithic"), routing=Routing("custom", hash_routing=True), dp=2) == {}
 
 
 @pytest.mark.parametrize("name", TRTLLM)

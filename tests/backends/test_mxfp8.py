@@ -177,7 +177,7 @@ def test_the_limit_of_ten_experts_per_token_is_deep_seeks_alone(top_k: int) -> N
         ({"experts": 516}, {"experts.max"}),
         ({"experts": 8, "top_k": 8}, {"experts.more_than_top_k"}),
         ({"routing": Routing(method="topk")}, {"routing"}),
-        ({"routing": Routing(method="renormalize", hashed=True)}, {"routing.hashed"}),
+        ({"routing": Routing(method="renormalize", hash_routing=True)}, {"routing.hashed"}),
         ({"routing": Routing(method="deepseekv3")}, {"routing.groups"}),
         ({"routing": Routing(method="deepseekv3", num_groups=8, top_k_groups=4)}, set()),
         ({"routing": Routing(method="deepseekv3", num_groups=8, top_k_groups=5)}, {"routing.top_k_groups"}),

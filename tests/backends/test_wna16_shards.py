@@ -49,7 +49,7 @@ def cut_survives(backend: str, layer: Problem) -> bool:
         return True
     ordered = scheme.act_order == "group"
     if ordered and layer.parallel.tp > 1:  # every rank has all scales
-        inner = layer.full_intermediate_size
+        inner = layer.unsharded_intermediate_size
     groups = [scheme.group_size]
     if scheme.packing in HALVED and not ordered:
         while groups[-1] % 2 == 0 and groups[-1] // 2 >= 32:
@@ -65,13 +65,13 @@ def about_shapes(backend: str, layer: Problem, device: Device) -> list[Reason]:
 
 def over(layer: Problem, tp: int = 1, ep: int = 1) -> Problem:
     """The same layer of the checkpoint over other ranks."""
-    full = layer.full_intermediate_size
+    full = layer.unsharded_intermediate_size
     parallel = dataclasses.replace(layer.parallel, tp=tp, ep=ep)
     local = -(-layer.num_experts // ep)
     found = dataclasses.replace(
-        layer, intermediate_size=full // tp, whole_intermediate_size=0, local_experts=local, parallel=parallel
+        layer, intermediate_size=full // tp, ragged_intermediate_size=0, local_experts=local, parallel=parallel
     )
-    return shard_by_scale_groups(found) if layer.whole_intermediate_size else found
+    return shard_by_scale_groups(found) if layer.ragged_intermediate_size else found
 
 
 SHARDS = st.one_of(
@@ -114,7 +114,7 @@ def test_a_cut_is_refused_exactly_where_something_does_not_survive_it(
         for size, multiple, rest in found:
             assert int(rest) == int(size) % int(multiple) > 0, reason
         for full, ranks, share in re.findall(r"(\d+) / (\d+) = (\d+)", reason.detail):
-            assert (int(full), int(ranks)) == (layer.full_intermediate_size, layer.parallel.tp), reason
+            assert (int(full), int(ranks)) == (layer.unsharded_intermediate_size, layer.parallel.tp), reason
             assert int(full) == int(ranks) * int(share), reason
 
 
@@ -134,7 +134,7 @@ def test_what_a_refusal_offers_is_accepted_and_what_would_be_is_offered(
         if ragged := re.search(r"ragged_shards=1, with (\d+) on the first rank and (\d+) on the last", reason.remedy):
             offered["ragged"] = shard_by_scale_groups(layer)
             first, last = map(int, ragged.groups())
-            assert first * (ranks - 1) + last == layer.full_intermediate_size, reason
+            assert first * (ranks - 1) + last == layer.unsharded_intermediate_size, reason
             assert first == offered["ragged"].intermediate_size, reason
         event(f"{reason.code}: {', '.join('TP' if each.isdigit() else each for each in sorted(offered)) or 'nothing'}")
         for how, other in offered.items():

@@ -171,8 +171,8 @@ def test_routing_by_table_and_by_square_root_of_softplus(explain: Any) -> None:
     data = quantized("deepseek-v3", model_type="deepseek_v4", scoring_func="sqrtsoftplus", num_hash_layers=4)
     first, *_, last = explain(data).problems
     assert first.layer == "model.layers.3.ffn.experts"
-    assert (first.routing.hashed, first.routing.correction_bias) == (True, False)
-    assert (last.routing.hashed, last.routing.correction_bias) == (False, True)
+    assert (first.routing.hash_routing, first.routing.correction_bias) == (True, False)
+    assert (last.routing.hash_routing, last.routing.correction_bias) == (False, True)
     assert {first.routing.method, last.routing.method} == {"deepseekv4"}
 
 
@@ -233,7 +233,7 @@ def test_dtype_is_the_one_that_vllm_serves_in(field: str, value: str, dtype: str
 
 def test_tensor_parallelism_cuts_the_intermediate_size(explain: Any) -> None:
     problem = explain(quantized("nemotron-3-nano-30b-a3b"), tp=2).problems[0]
-    assert (problem.intermediate_size, problem.full_intermediate_size, problem.local_experts) == (928, 1856, 128)
+    assert (problem.intermediate_size, problem.unsharded_intermediate_size, problem.local_experts) == (928, 1856, 128)
     assert problem.parallel == Parallel(tp=2)
 
 

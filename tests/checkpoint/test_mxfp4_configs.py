@@ -42,7 +42,7 @@ def gpt_oss_shares(width: int, ranks: int) -> list[int]:
 @pytest.mark.parametrize(("tp", "share", "last"), [(1, 2880, 2880), (2, 1440, 1440), (4, 736, 672), (8, 384, 192)])
 def test_ranks_hold_what_gpt_oss_s_loader_gives_them(explain: Any, tp: int, share: int, last: int) -> None:
     problem: Problem = explain(GPT_OSS, tp=tp).problems[0]
-    assert (problem.intermediate_size, problem.full_intermediate_size) == (share, 2880)
+    assert (problem.intermediate_size, problem.unsharded_intermediate_size) == (share, 2880)
     shares = [shard_size(problem, rank) for rank in range(tp)]
     assert shares == gpt_oss_shares(2880, tp) and shares[-1] == last and sum(shares) == 2880
     if tp > 2:
@@ -53,14 +53,14 @@ def test_ranks_of_which_some_would_have_nothing_are_left_to_be_refused(explain: 
     # 90 blocks over 60 ranks are 2 each, for 45 of them.
     assert gpt_oss_shares(2880, 60)[45:] != [64] * 15
     problem = explain({**GPT_OSS, "num_attention_heads": 120}, tp=60).problems[0]
-    assert (problem.intermediate_size, problem.whole_intermediate_size) == (48, 0)
+    assert (problem.intermediate_size, problem.ragged_intermediate_size) == (48, 0)
     assert shard_by_blocks(problem) is problem
 
 
 def test_other_models_are_not_cut_between_blocks(explain: Any) -> None:
     model = {**QWEN3, "moe_intermediate_size": 2880}
     problem = explain(model, {"quant_method": "mxfp4"}, tp=4).problems[0]
-    assert (problem.intermediate_size, problem.whole_intermediate_size) == (720, 0)
+    assert (problem.intermediate_size, problem.ragged_intermediate_size) == (720, 0)
 
 
 def test_expert_parallelism_cuts_nothing(explain: Any) -> None:

@@ -168,7 +168,7 @@ def test_a_place_that_cannot_be_shown_is_not_imported(tmp_path: Path, line: str,
         head, line = json.dumps(data), first
     elif line == "layer":
         data = json.loads(first)
-        data["cell"]["activation"] = "silu\x1b[2J"
+        data["kernel_shape"]["activation"] = "silu\x1b[2J"
         line = json.dumps(data)
     (tmp_path / "b.jsonl").write_text(f"{head}\n{line}\n{first}\n")
     with pytest.raises(MeasurementError, match=words):
@@ -204,7 +204,7 @@ def test_some_backend_runs_every_listed_shape_on_an_h200() -> None:
     from vllm_moe_oracle.settings import load
 
     problems = model_shapes.served_problems()
-    assert len(group_by_kernel_shape(problems)) == len(problems)  # no cell twice
+    assert len(group_by_kernel_shape(problems)) == len(problems)  # no kernel shape twice
     for each in problems:
         assert model_shapes.parse(each.layer) == each
         backends = [name for name in default_registry() if name.schemes and each.scheme.name in name.schemes]
@@ -215,7 +215,7 @@ def test_some_backend_runs_every_listed_shape_on_an_h200() -> None:
 
 def test_gpt_oss_is_cut_between_blocks_as_its_loader_does() -> None:
     layer = model_shapes.parse("mxfp4:gpt-oss-120b@tp4")
-    assert (layer.intermediate_size, layer.whole_intermediate_size) == (736, 2880)
+    assert (layer.intermediate_size, layer.ragged_intermediate_size) == (736, 2880)
     with pytest.raises(MeasurementError, match="720"):
         model_shapes.parse("mxfp8:gpt-oss-120b@tp4")
 
@@ -244,7 +244,7 @@ def test_the_shapes_are_those_of_the_models() -> None:
     assert found >= 9
 
 
-def test_deepseek_v4_flash_has_the_cell_of_the_list(tmp_path: Path) -> None:
+def test_deepseek_v4_flash_has_the_shape_of_the_list(tmp_path: Path) -> None:
     """Its experts are MXFP4 within an FP8 checkpoint."""
     from vllm_moe_oracle import checkpoint
     from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of

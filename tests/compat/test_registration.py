@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SHIMS = {
     "activation_parameters": ("0.24", "no attribute 'swiglu_alpha'"),
-    "hashed": ("0.31", "no attribute 'has_hash_routing'"),
+    "hash_routing": ("0.31", "no attribute 'has_hash_routing'"),
     "modular_kernel": ("0.30", "WorkspaceManager not initialized"),
     "is_monolithic": ("0.30", "topk_softmax"),
     "bias_loader": ("0.27", r"AssertionError: \d"),  # the loaders drop biases silently: the numbers are wrong

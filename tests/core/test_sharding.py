@@ -135,7 +135,7 @@ def test_a_shard_that_splits_a_scale_group_is_refused_with_a_remedy() -> None:
 def test_shares_of_whole_groups_are_as_equal_as_groups_allow() -> None:
     layer = problem(scheme=INT4_G128, intermediate_size=320, tp=2)
     ragged = shard_by_scale_groups(layer)
-    assert (ragged.intermediate_size, ragged.full_intermediate_size) == (384, 640)
+    assert (ragged.intermediate_size, ragged.unsharded_intermediate_size) == (384, 640)
     assert [shard_size(ragged, rank) for rank in range(2)] == [384, 256]
     assert scale_group_reasons(ragged) == []
     even = problem(scheme=INT4_G128, intermediate_size=384, tp=2)

@@ -18,7 +18,7 @@ from tests.lib.cases import H200, problem
 
 pytest.importorskip("vllm", reason="what is measured runs through vLLM's modular kernel")
 
-from tests.lib.fake_backends import BUCKETS, HERE, LAYERS, Slowed, backends, chosen, plan, ready, store  # noqa: F401
+from tests.lib.fake_backends import HERE, LAYERS, TOKEN_COUNTS, Slowed, backends, chosen, plan, ready, store  # noqa: F401
 from vllm_moe_oracle.backends import _hopper
 from vllm_moe_oracle.backends.hopper_mxfp4 import HopperMxfp4
 from vllm_moe_oracle.backends.hopper_mxfp8 import HopperMxfp8
@@ -106,7 +106,7 @@ def test_the_fastest_right_configuration_is_a_backends_time(
     assert outcome.unfinished == "" and not [each for each in outcome.samples if each.failure]
     found = {(each.routing, each.tokens): each for each in outcome.samples if each.backend == "tiled"}
     for routing in ("uniform", "skewed"):
-        assert [found[routing, count].tile for count in BUCKETS] == ["quick"] * 5 + [""] * 5
+        assert [found[routing, count].tile for count in TOKEN_COUNTS] == ["quick"] * 5 + [""] * 5
         assert found[routing, 16].us < 0.8 * found[routing, 160].us
     # From the cache, and through a profile: each holds to the middle of its number of tokens and the next.
     evidence = lookup.find_measurements(layer, HERE, asked)

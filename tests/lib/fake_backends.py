@@ -29,7 +29,7 @@ MODULES = (selection, tuning, benchmarks, precompile, lookup)
 """The modules that look backends up in the default registry."""
 
 SMALL: dict[str, Any] = {"experts": 16, "top_k": 4, "hidden_size": 128, "intermediate_size": 64}
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160)
+TOKEN_COUNTS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160)
 MXFP4 = Scheme("mxfp4", 4, 32, "gpt_oss")
 INT4_G32 = dataclasses.replace(INT4_G128, group_size=32)
 
@@ -96,7 +96,7 @@ HERE = dataclasses.replace(detect.detect(), name="NVIDIA Pretended")
 
 
 def plan(**changes: Any) -> tuning.TuneOptions:
-    return tuning.TuneOptions(**{"buckets": BUCKETS, "routings": ("uniform",), "replays": 3, **changes})
+    return tuning.TuneOptions(**{"buckets": TOKEN_COUNTS, "routings": ("uniform",), "replays": 3, **changes})
 
 
 @pytest.fixture

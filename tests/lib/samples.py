@@ -11,7 +11,7 @@ from vllm_moe_oracle.devices import catalog
 from vllm_moe_oracle.measurements import environment, profile
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 
-CELL = kernel_shape_of(problem())
+SHAPE = kernel_shape_of(problem())
 HERE = environment.of(H200)
 
 

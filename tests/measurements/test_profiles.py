@@ -36,7 +36,7 @@ def test_a_shipped_profile_holds_for_its_card(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_profile_decides(path: Path) -> None:
-    """For every layer of the list that it has: a finished cell has all numbers of tokens that the objective needs."""
+    """For every layer of the list that it has: a finished layer has all numbers of tokens that the objective needs."""
     found, card = profile.read(path), measured_card(path)
     chosen = settings.load({}, assignments={"cache": str(path.parent / "no cache")})
     cells = {entry.kernel_shape for entry in found.entries}
@@ -130,9 +130,9 @@ TIMES = ("entries", 0, "backends", "marlin_mxfp8", "times")
         (lambda data: _set(data, "environment", "driver", to="9\x1b[2J"), "has an invalid environment"),
         (lambda data: _set(data, "environment", "packages", "torch", to="2.0\nERROR"), "has an invalid environment"),
         (lambda data: _set(data, "environment", "packages", to=dict.fromkeys(map(str, range(60)), "1")), "invalid"),
-        (lambda data: _set(data, "entries", 0, "cell", "experts", to="many"), "is not a profile"),
-        (lambda data: _set(data, "entries", 0, "cell", "activation", to="silu\x1b[2J"), "has an invalid layer"),
-        (lambda data: _set(data, "entries", 0, "cell", "dtype", to="x" * 201), "has an invalid layer"),
+        (lambda data: _set(data, "entries", 0, "kernel_shape", "experts", to="many"), "is not a profile"),
+        (lambda data: _set(data, "entries", 0, "kernel_shape", "activation", to="silu\x1b[2J"), "has an invalid layer"),
+        (lambda data: _set(data, "entries", 0, "kernel_shape", "dtype", to="x" * 201), "has an invalid layer"),
         (
             lambda data: _set(data, *TIMES[:3], "\x1b[2Jown", to=data["entries"][0]["backends"]["marlin_mxfp8"]),
             "has an invalid measurement",

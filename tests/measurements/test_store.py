@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from tests.lib.cases import H200, problem
-from tests.lib.samples import CELL, HERE, sample
+from tests.lib.samples import HERE, SHAPE, sample
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import environment, lookup
@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def kept(store: Store) -> dict[int, float]:
-    return {each.tokens: each.us for _, samples in store.samples(CELL) for each in samples}
+    return {each.tokens: each.us for _, samples in store.samples(SHAPE) for each in samples}
 
 
 # --- Keeping ----------------------------------------------------------------------------------------------------------
@@ -42,24 +42,24 @@ def kept(store: Store) -> dict[int, float]:
 
 def test_what_is_kept_comes_back(store: Store) -> None:
     other = kernel_shape_of(problem(hidden_size=4096))
-    store.add(HERE, CELL, [sample(1), sample(8)])
+    store.add(HERE, SHAPE, [sample(1), sample(8)])
     store.add(HERE, other, [sample(4)])
-    store.add(HERE, CELL, [sample(8, us=40.0)])
-    assert store.samples(CELL) == [(HERE, [sample(8, us=40.0), sample(1)])]
+    store.add(HERE, SHAPE, [sample(8, us=40.0)])
+    assert store.samples(SHAPE) == [(HERE, [sample(8, us=40.0), sample(1)])]
     assert store.samples_by_kernel_shape(HERE)[other] == [sample(4)]
     assert store.summary() == {f"NVIDIA H200, vLLM {NEWEST}": 3}
 
 
 def test_a_missing_file_holds_no_measurements(tmp_path: Path) -> None:
-    assert Store(tmp_path / "nowhere").samples(CELL) == []
+    assert Store(tmp_path / "nowhere").samples(SHAPE) == []
     assert not (tmp_path / "nowhere").exists()  # asking makes nothing
 
 
 def test_places_are_kept_apart(store: Store) -> None:
     elsewhere = environment.Environment("NVIDIA H100", 90)
-    store.add(HERE, CELL, [sample(us=50)])
-    store.add(elsewhere, CELL, [sample(us=70)])
-    assert [(each.gpu, samples[0].us) for each, samples in store.samples(CELL)] == [
+    store.add(HERE, SHAPE, [sample(us=50)])
+    store.add(elsewhere, SHAPE, [sample(us=70)])
+    assert [(each.gpu, samples[0].us) for each, samples in store.samples(SHAPE)] == [
         ("NVIDIA H100", 70),
         ("NVIDIA H200", 50),
     ]
@@ -71,14 +71,14 @@ WRITER = """
 import sys
 from pathlib import Path
 sys.path[:0] = {path!r}
-from tests.lib.samples import CELL, HERE, sample
+from tests.lib.samples import SHAPE, HERE, sample
 from vllm_moe_oracle.measurements.store import Store
 store = Store(Path(sys.argv[1]))
 store.prepare()
 first, step = int(sys.argv[2]), 0
 print("ready", flush=True)
 while step < {steps}:
-    store.add(HERE, CELL, [sample(first + step, us=float(first + step)), sample(first + step, "hopper_mxfp8")])
+    store.add(HERE, SHAPE, [sample(first + step, us=float(first + step)), sample(first + step, "hopper_mxfp8")])
     print(first + step, flush=True)
     step += 1
 """
@@ -96,7 +96,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     reader = Store(tmp_path)
     while any(each.poll() is None for each in writers):
         with contextlib.suppress(MeasurementError):  # a reader waits for little; it says that it is being written
-            reader.samples(CELL)
+            reader.samples(SHAPE)
         time.sleep(0.01)
     assert [each.wait() for each in writers] == [0, 0, 0, 0]
     for each in writers:
@@ -121,18 +121,18 @@ def test_a_killed_writer_loses_nothing_that_it_had_kept(tmp_path: Path, after: i
     done = int(rest[-1]) if rest and rest[-1].isdigit() else done
     store = Store(tmp_path)
     assert store.prepare() == ""  # it is not damaged
-    found = store.samples(CELL)
+    found = store.samples(SHAPE)
     rows = [each for _, samples in found for each in samples]
     # Both rows of a transaction or none, and at most the one that was not reported yet is there in addition.
     assert {each.tokens for each in rows} - set(range(1, done + 1)) <= {done + 1}
     assert len(rows) == 2 * len({each.tokens for each in rows}) and len(rows) >= 2 * done
-    store.add(HERE, CELL, [sample(9999)])
+    store.add(HERE, SHAPE, [sample(9999)])
     assert 9999 in kept(store)
 
 
 def test_a_hot_journal_is_rolled_back(store: Store) -> None:
     """A process that dies in the middle of a commit leaves a journal; the next who opens the file undoes half of it."""
-    store.add(HERE, CELL, [sample(1)])
+    store.add(HERE, SHAPE, [sample(1)])
     code = """
 import os, sqlite3, sys
 connection = sqlite3.connect(sys.argv[1], isolation_level=None)
@@ -176,7 +176,7 @@ def test_a_truncated_file_is_put_aside_by_tune_and_left_by_serving(store: Store,
     assert "is damaged; it is kept as" in said
     aside = [path for path in store.path.parent.iterdir() if ".damaged-" in path.name]
     assert [path.read_bytes() for path in aside] == [data[:length]]
-    store.add(HERE, CELL, [sample(1)])
+    store.add(HERE, SHAPE, [sample(1)])
     assert kept(store) == {1: 50.0}
 
 
@@ -194,7 +194,7 @@ def test_damage_in_the_middle_is_noticed(store: Store) -> None:
 @pytest.mark.parametrize("content", [b"hello", b"#!/bin/sh\necho me\n" * 100, os.urandom(20000)], ids=["s", "t", "r"])
 def test_a_file_other_than_a_database_is_never_touched(store: Store, content: bytes) -> None:
     store.path.write_bytes(content)
-    for touch in (store.prepare, lambda: store.samples(CELL)):
+    for touch in (store.prepare, lambda: store.samples(SHAPE)):
         with pytest.raises(MeasurementError, match=r"Move it away|starts a new one"):
             touch()
     assert store.path.read_bytes() == content
@@ -212,7 +212,7 @@ def database(path: Path, *statements: str) -> None:
 def test_another_programs_database_is_never_touched(store: Store) -> None:
     database(store.path, "CREATE TABLE bookmarks (url TEXT)", "INSERT INTO bookmarks VALUES ('x')")
     before = store.path.read_bytes()
-    for touch in (store.prepare, lambda: store.samples(CELL), lambda: store.add(HERE, CELL, [sample()])):
+    for touch in (store.prepare, lambda: store.samples(SHAPE), lambda: store.add(HERE, SHAPE, [sample()])):
         with pytest.raises(MeasurementError, match="another program's database"):
             touch()
     assert store.path.read_bytes() == before
@@ -222,7 +222,7 @@ def test_a_newer_version_is_never_touched(store: Store) -> None:
     with contextlib.closing(sqlite3.connect(store.path)) as connection:
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     before = store.path.read_bytes()
-    for touch in (store.prepare, lambda: store.samples(CELL), lambda: store.add(HERE, CELL, [sample()])):
+    for touch in (store.prepare, lambda: store.samples(SHAPE), lambda: store.add(HERE, SHAPE, [sample()])):
         with pytest.raises(
             MeasurementError, match=f"version {SCHEMA_VERSION + 1}, this release knows {SCHEMA_VERSION}"
         ):
@@ -231,10 +231,10 @@ def test_a_newer_version_is_never_touched(store: Store) -> None:
 
 
 def test_triggers_and_views_are_refused(store: Store) -> None:
-    store.add(HERE, CELL, [sample()])
+    store.add(HERE, SHAPE, [sample()])
     with contextlib.closing(sqlite3.connect(store.path)) as connection:
         connection.execute("CREATE TRIGGER t AFTER INSERT ON samples BEGIN DELETE FROM samples; END")
-    for touch in (lambda: store.samples(CELL), lambda: store.add(HERE, CELL, [sample(2)])):
+    for touch in (lambda: store.samples(SHAPE), lambda: store.add(HERE, SHAPE, [sample(2)])):
         with pytest.raises(MeasurementError, match="other tables"):
             touch()
 
@@ -258,7 +258,7 @@ def test_triggers_and_views_are_refused(store: Store) -> None:
     ],
 )
 def test_impossible_contents_are_not_believed(store: Store, text: object) -> None:
-    store.add(HERE, CELL, [sample()])
+    store.add(HERE, SHAPE, [sample()])
     with contextlib.closing(sqlite3.connect(store.path)) as connection:
         if text is None:
             connection.execute("UPDATE environments SET description = '{\"gpu\": 1}'")
@@ -266,38 +266,38 @@ def test_impossible_contents_are_not_believed(store: Store, text: object) -> Non
             connection.execute("UPDATE samples SET sample = ?", (text,))
         connection.commit()
     with pytest.raises(MeasurementError, match="holds an invalid measurement"):
-        store.samples(CELL)
+        store.samples(SHAPE)
 
 
 @pytest.mark.parametrize("text", ["x\x1b[2J", "9\nERROR no line of ours", "x" * 300])
 def test_a_place_that_cannot_be_shown_is_not_believed(store: Store, text: str) -> None:
-    store.add(HERE, CELL, [sample()])
+    store.add(HERE, SHAPE, [sample()])
     place = msgspec.structs.replace(HERE, driver=text)
     with contextlib.closing(sqlite3.connect(store.path)) as connection:
         connection.execute("UPDATE environments SET description = ?", (place.key,))
         connection.commit()
     with pytest.raises(MeasurementError, match="holds an invalid measurement: not a possible environment"):
-        store.samples(CELL)
+        store.samples(SHAPE)
 
 
 @pytest.mark.parametrize("text", ["silu\x1b[2J", "silu\nERROR no line of ours", "x" * 300])
 def test_a_layer_that_cannot_be_shown_is_not_believed(store: Store, text: str) -> None:
-    store.add(HERE, CELL, [sample()])
-    layer = msgspec.structs.replace(CELL, activation=text)
+    store.add(HERE, SHAPE, [sample()])
+    layer = msgspec.structs.replace(SHAPE, activation=text)
     with contextlib.closing(sqlite3.connect(store.path)) as connection:
-        connection.execute("UPDATE samples SET cell = ?", (layer.key,))
+        connection.execute("UPDATE samples SET kernel_shape = ?", (layer.key,))
         connection.commit()
     with pytest.raises(MeasurementError, match="holds an invalid measurement: not a possible layer"):
         store.samples_by_kernel_shape(HERE)
 
 
 def test_bytes_that_are_not_utf8_are_refused(store: Store) -> None:
-    store.add(HERE, CELL, [sample()])
+    store.add(HERE, SHAPE, [sample()])
     with contextlib.closing(sqlite3.connect(store.path)) as connection:
         connection.execute("UPDATE samples SET sample = CAST(x'ff1b22' AS TEXT)")
         connection.commit()
     with pytest.raises(MeasurementError, match="holds an invalid measurement: not a text"):
-        store.samples(CELL)
+        store.samples(SHAPE)
 
 
 @pytest.mark.parametrize("length", [60_000, 1 << 20])
@@ -307,35 +307,35 @@ def test_a_small_file_does_not_fill_the_memory(store: Store, length: int) -> Non
         description = msgspec.structs.replace(HERE, driver="x" * length).key
         connection.execute("INSERT INTO environments VALUES (1, ?)", (description,))
         text = msgspec.json.encode(sample()).decode()
-        rows = [(CELL.key, str(number), text) for number in range(300)]
+        rows = [(SHAPE.key, str(number), text) for number in range(300)]
         connection.executemany("INSERT INTO samples VALUES (1, ?, ?, 1, 'uniform', ?, 0)", rows)
         connection.commit()
     tracemalloc.start()
     try:
         with pytest.raises(MeasurementError, match="holds an invalid measurement"):
-            store.samples(CELL)
+            store.samples(SHAPE)
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
 
 
 def test_an_unknown_environment_has_no_samples(store: Store) -> None:
-    store.add(HERE, CELL, [sample()])
+    store.add(HERE, SHAPE, [sample()])
     with contextlib.closing(sqlite3.connect(store.path)) as connection:
         connection.execute("UPDATE samples SET environment = 7")
         connection.commit()
-    assert store.samples(CELL) == []
+    assert store.samples(SHAPE) == []
 
 
 def test_a_file_made_to_be_slow_does_not_hold_a_server_up(store: Store) -> None:
     with contextlib.closing(sqlite3.connect(store.path)) as connection:
         connection.execute("INSERT INTO environments VALUES (1, ?)", (HERE.key,))
-        rows = [(CELL.key, str(number), "x") for number in range(300_000)]
+        rows = [(SHAPE.key, str(number), "x") for number in range(300_000)]
         connection.executemany("INSERT INTO samples VALUES (1, ?, ?, 1, 'uniform', ?, 0)", rows)
         connection.commit()
     begin = time.monotonic()
     with pytest.raises(MeasurementError, match=r"too long|invalid measurement"):
-        store.samples(CELL)
+        store.samples(SHAPE)
     assert time.monotonic() - begin < 2
 
 
@@ -348,7 +348,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
         os.mkfifo(store.path)
     else:
         store.path.symlink_to(store.path)
-    for touch in (store.prepare, lambda: store.samples(CELL)):
+    for touch in (store.prepare, lambda: store.samples(SHAPE)):
         with pytest.raises(MeasurementError, match=r"is not a regular file|cannot be opened"):
             touch()
 
@@ -367,7 +367,7 @@ def in_a_child(code: str, *arguments: object) -> str:
 
 
 def test_a_full_disk_loses_nothing(store: Store) -> None:
-    store.add(HERE, CELL, [sample(1)])
+    store.add(HERE, SHAPE, [sample(1)])
     code = """
     import resource
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -382,19 +382,19 @@ def test_a_full_disk_loses_nothing(store: Store) -> None:
     assert "cannot be written to: the disk" in said and "MOE_ORACLE_CACHE" in said
     assert kept(store)[1] == 50.0
     assert store.prepare() == ""
-    store.add(HERE, CELL, [sample(2)])
+    store.add(HERE, SHAPE, [sample(2)])
     assert set(kept(store)) >= {1, 2}
 
 
 def test_a_read_only_disk_is_read_and_not_written(store: Store) -> None:
-    store.add(HERE, CELL, [sample(1)])
+    store.add(HERE, SHAPE, [sample(1)])
     code = """
     if os.getuid() == 0:  # for whom nothing is read-only
         os.setgid(65534)
         os.setuid(65534)
     store = Store(Path(sys.argv[1]))
     print(kept(store))
-    for touch in (store.prepare, lambda: store.add(HERE, CELL, [sample(2)])):
+    for touch in (store.prepare, lambda: store.add(HERE, SHAPE, [sample(2)])):
         try:
             touch()
         except MeasurementError as error:
@@ -432,7 +432,7 @@ def test_serving_goes_on_without_a_store_that_cannot_be_read(tmp_path: Path, con
 def test_a_warm_start_costs_less_than_a_tenth_of_a_second(store: Store) -> None:
     fill(store)
     for backend in ("marlin_mxfp8", "humming_mxfp8", "hopper_mxfp8"):
-        store.add(HERE, CELL, [sample(1 << power, backend) for power in range(14)])
+        store.add(HERE, SHAPE, [sample(1 << power, backend) for power in range(14)])
     chosen = settings.load({"MOE_ORACLE_CACHE": str(store.path.parent)})
     lookup.find_measurements(
         problem(hidden_size=32), H200, chosen

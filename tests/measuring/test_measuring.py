@@ -24,12 +24,12 @@ from tests.lib.cases import MXFP8_W8A8, problem
 pytest.importorskip("vllm", reason="what is measured runs through vLLM's modular kernel")
 
 from tests.lib.fake_backends import (
-    BUCKETS,
     FAST,
     HERE,
     LAYERS,
     SLOW,
     SMALL,
+    TOKEN_COUNTS,
     Slowed,
     chosen,
     plan,
@@ -148,7 +148,7 @@ def test_tuning_decides_and_a_restart_decides_the_same(
     assert (before.backend, before.why) == ("slow", "static")
     outcomes = tuning.tune([layer, dataclasses.replace(layer, layer="another")], HERE, asked, store, plan())
     (outcome,) = outcomes.values()  # layers of one cell are one
-    assert outcome.unfinished == "" and outcome.measured == 2 * len(BUCKETS)
+    assert outcome.unfinished == "" and outcome.measured == 2 * len(TOKEN_COUNTS)
     decisions = [
         oracle_module.decide(layer, HERE, asked, measurements=lookup.find_measurements(layer, HERE, asked))
         for _ in range(2)
@@ -156,7 +156,9 @@ def test_tuning_decides_and_a_restart_decides_the_same(
     assert decisions[0] == decisions[1]
     assert (decisions[0].backend, decisions[0].why) == ("fast", "measured")
     assert "the cache (NVIDIA Pretended" in decisions[0].explanation
-    assert decisions[0].measured is not None and {tokens for tokens, _ in decisions[0].measured.fastest} == set(BUCKETS)
+    assert decisions[0].measured is not None and {tokens for tokens, _ in decisions[0].measured.fastest} == set(
+        TOKEN_COUNTS
+    )
 
 
 @pytest.mark.full
@@ -167,10 +169,10 @@ def test_what_was_measured_is_not_measured_again(backends: Callable[..., None], 
     second = tuning.tune([layer], HERE, asked, store, plan())
     assert [each.measured for each in second.values()] == [0]
     assert {*second[kernel_shape_of(layer)].samples} == {*first[kernel_shape_of(layer)].samples}
-    more = tuning.tune([layer], HERE, asked, store, plan(buckets=(*BUCKETS, 192)))
+    more = tuning.tune([layer], HERE, asked, store, plan(token_counts=(*TOKEN_COUNTS, 192)))
     assert more[kernel_shape_of(layer)].measured == 2
     again = tuning.tune([layer], HERE, asked, store, plan(remeasure=True))
-    assert again[kernel_shape_of(layer)].measured == 2 * len(BUCKETS)
+    assert again[kernel_shape_of(layer)].measured == 2 * len(TOKEN_COUNTS)
 
 
 def test_a_profile_is_read_and_not_written(backends: Callable[..., None], store: Store, tmp_path: Path) -> None:
@@ -184,7 +186,7 @@ def test_a_profile_is_read_and_not_written(backends: Callable[..., None], store:
     profile.write(made, path)
     before = path.read_bytes()
     read = profile.read(path)
-    assert len(read.samples(kernel_shape_of(layer))) == 2 * len(BUCKETS)
+    assert len(read.samples(kernel_shape_of(layer))) == 2 * len(TOKEN_COUNTS)
     empty = Store(tmp_path / "other")
     empty.prepare()
     found = tuning.tune([layer], HERE, asked, empty, plan(), [read])
@@ -255,10 +257,10 @@ def test_a_broken_context_ends_the_run_and_the_next_goes_on(
         ((1, 2, 4, 8, 16, 32), "fewer than 10"),
     ],
 )
-def test_numbers_of_tokens_that_decide_nothing_are_refused(buckets: tuple[int, ...], words: str) -> None:
+def test_numbers_of_tokens_that_decide_nothing_are_refused(token_counts: tuple[int, ...], words: str) -> None:
     with pytest.raises(MeasurementError, match=words):
-        tuning.check_buckets(buckets)
-    tuning.check_buckets(tuning.BUCKETS)
+        tuning.check_token_counts(token_counts)
+    tuning.check_token_counts(tuning.TOKEN_COUNTS)
 
 
 def test_a_failed_compilation_is_tried_at_other_numbers_of_tokens(ready: engine.BenchContext) -> None:
@@ -392,7 +394,7 @@ def test_a_cache_of_another_environment_is_ignored_or_used_with_a_remark(
         [
             Sample(name, "16bit", count, "uniform", us, us * 0.99, us * 1.01, 9, 1e-3)
             for name, us in times.items()
-            for count in BUCKETS
+            for count in TOKEN_COUNTS
         ],
     )
     decision = oracle_module.decide(layer, HERE, asked, measurements=lookup.find_measurements(layer, HERE, asked))
@@ -498,7 +500,7 @@ def pretended(backends: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tm
     return call
 
 
-TOKENS = ",".join(map(str, BUCKETS))
+TOKENS = ",".join(map(str, TOKEN_COUNTS))
 
 
 def test_tune_prints_keeps_exports_and_goes_on(
@@ -511,7 +513,7 @@ def test_tune_prints_keeps_exports_and_goes_on(
     )  # one could not be measured
     assert "backend fast" in " ".join(out.split()) and "less time than slow" in " ".join(out.split())
     assert str(tmp_path / "cache") in out
-    assert f"[{len(BUCKETS)}/{len(BUCKETS)}] done" in err
+    assert f"[{len(TOKEN_COUNTS)}/{len(TOKEN_COUNTS)}] done" in err
     (entry,) = profile.read(tmp_path / "p.json").entries
     assert set(entry.backends) == {"slow", "fast", "wrong"}
     status, out, _ = pretended(capsys, *words, "--json")
@@ -572,16 +574,16 @@ def test_what_serving_would_run_invariant_is_measured_so(
     monkeypatch.setattr(Slowed, "capabilities", dataclasses.replace(Emulation.capabilities, batch_invariant=True))
     words = ("bench", "mxfp8:a-layer", "--tokens", "1", "--replays", "3", "--stock", "none", "--backend", "fast")
     status, out, _ = pretended(capsys, *words, "--json")
-    cell = json.loads(out.splitlines()[1])["cell"]
-    assert status == 0 and cell["invariant"] is True
+    shape = json.loads(out.splitlines()[1])["kernel_shape"]
+    assert status == 0 and shape["invariant"] is True
     status, out, err = pretended(
         capsys, "tune", "mxfp8:a-layer", "--tokens", TOKENS, "--routing", "uniform", "--replays", "3", "--json"
     )
-    assert json.loads(out)["groups"][0]["cell"].endswith("invariant"), err
+    assert json.loads(out)["groups"][0]["kernel_shape"].endswith("invariant"), err
     kept = Store(tmp_path / "cache").samples(
         kernel_shape_of(dataclasses.replace(LAYERS["mxfp8"], batch_invariant=True))
     )
-    assert len(kept) == 1 and len(kept[0][1]) == 3 * len(BUCKETS), (out, err)
+    assert len(kept) == 1 and len(kept[0][1]) == 3 * len(TOKEN_COUNTS), (out, err)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "yes")
     status, _, err = pretended(capsys, *words)
     assert status == 2 and "VLLM_BATCH_INVARIANT: 'yes' is not an integer" in err

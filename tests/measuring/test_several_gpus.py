@@ -17,7 +17,6 @@ pytest.importorskip("vllm", reason="its processes build layers with vLLM")
 
 from tests.lib.cases import problem, registry
 from tests.lib.fake_backends import (
-    BUCKETS,
     FAST,
     HERE,
     INT4_G32,
@@ -25,6 +24,7 @@ from tests.lib.fake_backends import (
     MODULES,
     SLOW,
     SMALL,
+    TOKEN_COUNTS,
     Slowed,
     chosen,
     plan,
@@ -104,12 +104,12 @@ def test_tuning_on_two_gpus_survives_what_its_processes_do_not(
     steps: list[tuple[str, int, int]] = []
     outcomes = tuning.tune(TWO, HERE, asked, store, plan(gpus=("0", "1")), (), lambda *words: steps.append(words))
     assert (tmp_path / "mark").exists()  # one was killed while it converted
-    assert steps[-1] == ("done", 2 * len(BUCKETS), 2 * len(BUCKETS))
+    assert steps[-1] == ("done", 2 * len(TOKEN_COUNTS), 2 * len(TOKEN_COUNTS))
     for layer in TWO:
         outcome = outcomes[kernel_shape_of(layer)]
         assert outcome.unfinished == ""
         timed = {(each.backend, each.tokens) for each in outcome.samples if not each.failure}
-        assert timed >= {(name, count) for name in ("slow", "fast", "killing") for count in BUCKETS}
+        assert timed >= {(name, count) for name in ("slow", "fast", "killing") for count in TOKEN_COUNTS}
         assert {each.backend for each in outcome.samples if each.failure} == {"crashing"}
         kept = {
             (each.backend, each.tokens, each.us) for _, found in store.samples(kernel_shape_of(layer)) for each in found
@@ -166,7 +166,7 @@ def test_two_commands_tune_one_cache_and_one_is_killed(
     assert set(before) <= set(kept())
     for layer in TWO:
         timed = {(each.backend, each.tokens) for _, found in store.samples(kernel_shape_of(layer)) for each in found}
-        assert timed == {(name, count) for name in ("slow", "fast") for count in BUCKETS}
+        assert timed == {(name, count) for name in ("slow", "fast") for count in TOKEN_COUNTS}
         assert (
             oracle_module.decide(layer, HERE, asked, measurements=lookup.find_measurements(layer, HERE, asked)).backend
             == "fast"

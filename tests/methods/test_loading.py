@@ -78,7 +78,7 @@ def test_what_the_loader_itself_raises_is_raised() -> None:
 
 
 MXFP4 = dataclasses.replace(PROBLEM, scheme=Scheme("mxfp4", 4, 32, "gpt_oss"), intermediate_size=64,
-                            whole_intermediate_size=96)  # fmt: skip
+                            ragged_intermediate_size=96)  # fmt: skip
 
 
 @pytest.mark.parametrize("stored", ["int8", "float4_e2m1fn_x2"])
@@ -86,7 +86,7 @@ def test_packed_codes_are_bytes_whatever_the_files_dtype(stored: str) -> None:
     """DeepSeek-V4's experts are int8."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(8).view(64, 32)
     parameter = torch.nn.Parameter(torch.zeros(4, 64, 32, dtype=torch.uint8), requires_grad=False)
-    problem = dataclasses.replace(MXFP4, whole_intermediate_size=0, intermediate_size=32)
+    problem = dataclasses.replace(MXFP4, ragged_intermediate_size=0, intermediate_size=32)
     found = weight_loading.validated_tensor(
         parameter, codes.view(getattr(torch, stored)), problem, "experts.w13_weight", "w1", 0
     )
@@ -95,7 +95,7 @@ def test_packed_codes_are_bytes_whatever_the_files_dtype(stored: str) -> None:
 
 def test_numbers_that_may_be_scales_of_another_kind_are_refused() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4, 64, 2, dtype=torch.uint8), requires_grad=False)
-    problem = dataclasses.replace(MXFP4, whole_intermediate_size=0, intermediate_size=32)
+    problem = dataclasses.replace(MXFP4, ragged_intermediate_size=0, intermediate_size=32)
     with pytest.raises(CheckpointError, match="stores it as int8, mxfp4 as uint8"):
         weight_loading.validated_tensor(
             parameter, torch.zeros(64, 2, dtype=torch.int8), problem, "experts.w13_weight_scale", "w1", 0

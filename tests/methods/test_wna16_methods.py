@@ -205,7 +205,7 @@ def test_ranks_may_have_shares_of_whole_groups(packing: str, kind: dict[str, Any
         layers = loaded(contents, ranks=2)
         assert [layer.quant_method.decision.problem.intermediate_size for layer in layers] == [3 * group] * 2
         assert whole_of(layers, contents) < FLOAT32
-        assert layers[1].quant_method.decision.problem.whole_intermediate_size == 5 * group
+        assert layers[1].quant_method.decision.problem.ragged_intermediate_size == 5 * group
 
 
 def test_a_rank_of_expert_parallelism_takes_its_own_experts() -> None:

@@ -118,7 +118,7 @@ def test_every_cut_of_2880_has_a_kernel(device: Device, tp: int) -> None:
     decision = decide(gpt_oss(tp=tp), device, Settings())
     assert decision.backend != "emulation"
     assert decision.problem.intermediate_size % 32 == 0
-    assert decision.problem.full_intermediate_size == 2880
+    assert decision.problem.unsharded_intermediate_size == 2880
 
 
 @pytest.mark.parametrize(("experts", "ep", "left", "instead"), [(32, 6, 2, 4), (128, 12, 8, 8), (32, 3, 2, 2)])

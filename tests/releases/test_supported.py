@@ -144,12 +144,12 @@ def test_before_0_24_only_the_limit_is_set() -> None:
 def test_before_0_31_hash_routing_is_inferred() -> None:
     moe = SimpleNamespace()
     for scoring, expected in (("softmax", False), ("sqrtsoftplus", True)):
-        assert legacy("Vllm030Adapter").hashed(moe, SimpleNamespace(scoring_func=scoring)) is expected
+        assert legacy("Vllm030Adapter").hash_routing(moe, SimpleNamespace(scoring_func=scoring)) is expected
     for table in (None, torch.zeros(1)):
         layer = SimpleNamespace(hash_indices_table=table)
-        assert legacy("Vllm022Adapter").hashed(moe, layer) is (table is not None)
+        assert legacy("Vllm022Adapter").hash_routing(moe, layer) is (table is not None)
     with pytest.raises(AttributeError):
-        newest().hashed(moe, SimpleNamespace(scoring_func="softmax"))
+        newest().hash_routing(moe, SimpleNamespace(scoring_func="softmax"))
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -38,7 +38,7 @@ def record(name: str, tokens: int, us: dict[str, float], choice: str, **more: An
     problem = model_shapes.parse(name)
     return {
         "layer": model_shapes.to_json(problem) | more.pop("layer", {}),
-        "cell": msgspec.to_builtins(kernel_shape_of(problem)),
+        "kernel_shape": msgspec.to_builtins(kernel_shape_of(problem)),
         "tokens": tokens,
         "us": us,
         "quartiles": {name: [0.9 * each, 1.1 * each] for name, each in us.items()},

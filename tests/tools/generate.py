@@ -92,7 +92,7 @@ def kernels() -> str:
         "|---" * (2 + len(spans)) + "|",
     ]
     for name in ("int4", "int8", "mxfp8", "mxfp4"):
-        rows = [row["us"] for row in data["rows"] if row["cell"].startswith(name)]
+        rows = [row["us"] for row in data["rows"] if row["layer"].startswith(name)]
         compared = [row for row in rows if any("auto" in us for us in row.values())]
         cells = []
         for low, high in spans.values():

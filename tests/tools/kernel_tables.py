@@ -100,7 +100,7 @@ def golden(files: Iterable[Iterable[str]]) -> dict[str, Any]:
                 row["spread"][tokens] = {names[name]: spread for name, spread in record["quartiles"].items()}
                 row["roofline_us"][tokens] = record["roofline_us"]
                 row["run"][tokens] = len(commands) - 1
-    found = [{"cell": name, **rows[name]} for name in names_judged if name in rows and rows[name]["us"]]
+    found = [{"layer": name, **rows[name]} for name in names_judged if name in rows and rows[name]["us"]]
     return {**conditions, "commands": commands, "rows": found}
 
 
@@ -116,8 +116,8 @@ def ratios(data: dict[str, Any], span: tuple[int, int], of_bits: int, best: bool
         for tokens, us in row["us"].items():
             others = [time for name, time in us.items() if name not in ("ours", "emulation") and "w8a8" not in name]
             against = min(others, default=None) if best else us.get("auto")
-            if span[0] <= int(tokens) <= span[1] and bits(row["cell"]) == of_bits and against is not None:
-                found.append((against / us["ours"], f"{row['cell']} {tokens}"))
+            if span[0] <= int(tokens) <= span[1] and bits(row["layer"]) == of_bits and against is not None:
+                found.append((against / us["ours"], f"{row['layer']} {tokens}"))
     return found
 
 
@@ -158,7 +158,7 @@ def cells(data: dict[str, Any]) -> str:
             us, roofline = row["us"].get(count), row["roofline_us"].get(count)
             share = "" if us is None or roofline is None else f", {roofline / us['ours']:.0%}"
             parts.append("" if us is None else f"{us['ours']:.1f}{share}{earlier(data, row, count)}")
-        lines.append(f"| {row['cell']} | " + " | ".join(parts) + " |")
+        lines.append(f"| {row['layer']} | " + " | ".join(parts) + " |")
     return "\n".join(lines)
 
 
@@ -178,10 +178,10 @@ def many(data: dict[str, Any]) -> str:
             if us is None:
                 parts.append("")
                 continue
-            rate = int(count) * flops(row["cell"]) / us["ours"] / 1e6
+            rate = int(count) * flops(row["layer"]) / us["ours"] / 1e6
             against = f"{us['auto'] / us['ours']:.2f}" if "auto" in us else "-"
             parts.append(f"{us['ours']:.0f}, {against}, {rate:.0f}{earlier(data, row, count)}")
-        lines.append(f"| {row['cell']} | " + " | ".join(parts) + " |")
+        lines.append(f"| {row['layer']} | " + " | ".join(parts) + " |")
     return "\n".join(lines)
 
 
@@ -191,14 +191,16 @@ def _rooflines(data: dict[str, Any], span: tuple[int, int], of_bits: int) -> lis
         (row["roofline_us"][tokens], us["ours"])
         for row in data["rows"]
         for tokens, us in row["us"].items()
-        if span[0] <= int(tokens) <= span[1] and bits(row["cell"]) == of_bits and row["roofline_us"][tokens] is not None
+        if span[0] <= int(tokens) <= span[1]
+        and bits(row["layer"]) == of_bits
+        and row["roofline_us"][tokens] is not None
     ]
 
 
 def _near_one(data: dict[str, Any]) -> str:
     """By how much the aim at one token is missed, by layer."""
     missed = [
-        (row["us"]["1"]["ours"] - row["roofline_us"]["1"] / ROOFLINE_PART - ROOFLINE_US, row["cell"])
+        (row["us"]["1"]["ours"] - row["roofline_us"]["1"] / ROOFLINE_PART - ROOFLINE_US, row["layer"])
         for row in data["rows"]
         if "1" in row["us"] and row["roofline_us"]["1"] is not None
     ]
@@ -238,7 +240,7 @@ def aims(data: dict[str, Any]) -> str:
             f"| never below {NEVER_SLOWER} of the best other, {words} | {len(low)} of {len(every)} cells{said} |"
         )
     rates = [
-        (16384 * flops(row["cell"]) / row["us"]["16384"]["ours"] / 1e6, row["cell"])
+        (16384 * flops(row["layer"]) / row["us"]["16384"]["ours"] / 1e6, row["layer"])
         for row in data["rows"]
         if "16384" in row["us"]
     ]

@@ -90,7 +90,7 @@ def predicted_ms(kernels: dict[str, Any], model: str, batch: str, layers: int, b
         layers: of the model.
         backend: that was chosen for them.
     """
-    row = next(row for row in kernels["rows"] if row["cell"] == CELLS[model])
+    row = next(row for row in kernels["rows"] if row["layer"] == CELLS[model])
     times = row["us"][batch]
     return float((times["auto"] - times["ours" if backend.startswith("hopper") else backend]) * layers / 1e3)
 

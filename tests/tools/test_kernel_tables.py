@@ -40,7 +40,7 @@ def test_a_benchmark_becomes_ratios() -> None:
         [first, lines(record("mxfp4:gpt-oss-20b", 2, hopper_mxfp4=10, stock=10), command="bench --jsonl /d/e.jsonl")]
     )
     assert data["commands"] == ["c", "bench --jsonl e.jsonl"]
-    assert [(row["cell"], sorted(row["us"])) for row in data["rows"]] == [
+    assert [(row["layer"], sorted(row["us"])) for row in data["rows"]] == [
         ("mxfp8:qwen3-30b-a3b", ["64"]),
         ("mxfp4:gpt-oss-20b", ["1", "2"]),
     ]

@@ -33,7 +33,7 @@ def run(**changes: Any) -> dict[str, Any]:
 
 
 TIMES = {"auto": 40.0, "ours": 20.0, "marlin_mxfp8": 30.0}
-KERNELS = {"rows": [{"cell": "mxfp8:qwen3-30b-a3b", "us": {n: TIMES for n in ("1", "8", "64")}}]}
+KERNELS = {"rows": [{"layer": "mxfp8:qwen3-30b-a3b", "us": {n: TIMES for n in ("1", "8", "64")}}]}
 
 
 def test_a_step_is_held_against_the_kernels_difference_times_the_layers() -> None:

@@ -225,7 +225,7 @@ def test_the_reference_agrees_with_vllms_routers(name: str, dtype: torch.dtype) 
         Routing("custom"),
         Routing("simulated"),
         Routing("unspecified"),
-        Routing("deepseekv4", "sqrtsoftplus", hashed=True),
+        Routing("deepseekv4", "sqrtsoftplus", hash_routing=True),
         # Names and fields that contradict each other.
         Routing("renormalize", num_groups=4, top_k_groups=2),
         Routing("sigmoid", "sigmoid", correction_bias=True),

@@ -164,7 +164,7 @@ class Backend(ABC):
     contiguous: ClassVar[bool] = False
     precompiled: ClassVar[bool] = False
 
-    def undeclared(self) -> list[str]:
+    def missing_attributes(self) -> list[str]:
         """Names of the required attributes that are neither set nor replaced by a method."""
         methods = {"static_priority": "priority", "activation_precision": "activations", "arithmetic": "numerics"}
         missing = [name for name in ("name", "schemes", "capabilities") if not hasattr(self, name)]

@@ -128,7 +128,7 @@ def gpt_oss_activation_rule(kernel: str) -> Rule:
 
 HASHED_ROUTING_RULE = Rule(
     "routing.hashed",
-    lambda problem, device: problem.routing.hashed,
+    lambda problem, device: problem.routing.hash_routing,
     lambda problem, device: "has no routing by token ids, the layer routes by a table over them",
 )
 """Of kernels that route themselves."""

@@ -45,7 +45,7 @@ class HopperWna16ActOrder(HopperWna16):
             lambda problem, device: has_group_index(problem),
             lambda problem, device: (
                 f"needs whole groups: over {problem.parallel.tp} ranks, {problem.intermediate_size} of "
-                f"{problem.full_intermediate_size} features are of any group of {problem.scheme.group_size}"
+                f"{problem.unsharded_intermediate_size} features are of any group of {problem.scheme.group_size}"
             ),
             "expert parallelism, or a checkpoint that was quantized with static groups",
         ),

@@ -26,7 +26,7 @@ def _unsupported_routing(problem: Problem) -> list[str]:
             (f"{routing.scoring} scores", routing.scoring != "softmax"),
             (f"{routing.num_groups} group{'s' * (routing.num_groups != 1)} of experts", routing.num_groups is not None),
             ("a correction bias", routing.correction_bias),
-            ("experts from a table over token ids", routing.hashed),
+            ("experts from a table over token ids", routing.hash_routing),
         )
         if asked
     ]

@@ -249,7 +249,7 @@ def _routing(config: CheckpointFiles, index: int) -> Routing:
     grouped = "n_group" if model.get("use_grouped_topk") is not True else "num_expert_group"  # as Kimi's are called
     groups = 1 if kind in _SINGLE_GROUP_MODELS else read_count(model, grouped, where)
     chosen = 1 if kind in _SINGLE_GROUP_MODELS else read_count(model, "topk_group", where)
-    hashed = index < (read_count(model, "num_hash_layers", where) or 0)
+    hash_routing = index < (read_count(model, "num_hash_layers", where) or 0)
     return Routing(
         method=_routing_method(kind, scoring, renormalize, groups, corrected),
         scoring=scoring,
@@ -257,9 +257,9 @@ def _routing(config: CheckpointFiles, index: int) -> Routing:
         num_groups=groups,
         top_k_groups=chosen if groups else None,
         # Experts from a table are not chosen by score.
-        correction_bias=corrected and not hashed,
+        correction_bias=corrected and not hash_routing,
         weight_on_input=kind.startswith("llama4"),
-        hashed=hashed,
+        hash_routing=hash_routing,
     )
 
 

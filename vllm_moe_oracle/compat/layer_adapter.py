@@ -114,10 +114,10 @@ class LayerAdapter(EngineAdapter):
             top_k_groups=layer.topk_group if layer.use_grouped_topk else None,
             correction_bias=layer.e_score_correction_bias is not None,
             weight_on_input=bool(layer.apply_router_weight_on_input),
-            hashed=self.hashed(moe, layer),
+            hash_routing=self.hash_routing(moe, layer),
         )
 
-    def hashed(self, moe: Any, layer: Any) -> bool:
+    def hash_routing(self, moe: Any, layer: Any) -> bool:
         """Whether the layer looks experts up in a table by token id. A monolithic kernel needs that table."""
         return bool(moe.has_hash_routing)
 

@@ -21,7 +21,7 @@ from .adapter import Adapter
 class Vllm030Adapter(Adapter):
     """vLLM 0.30: the layer's config does not say whether routing is by hash."""
 
-    def hashed(self, moe: Any, layer: Any) -> bool:
+    def hash_routing(self, moe: Any, layer: Any) -> bool:
         """True for every layer of DeepSeek-V4. Only some of them route by hash; which ones is unknown here."""
         return bool(layer.scoring_func == "sqrtsoftplus")
 
@@ -160,7 +160,7 @@ class Vllm022Adapter(Vllm024Adapter):
         """A model sets only the limit."""
         return None, None, moe.swiglu_limit
 
-    def hashed(self, moe: Any, layer: Any) -> bool:
+    def hash_routing(self, moe: Any, layer: Any) -> bool:
         """Whether the layer holds the table."""
         return layer.hash_indices_table is not None
 

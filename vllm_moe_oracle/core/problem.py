@@ -118,7 +118,7 @@ class Routing:
         top_k_groups: groups from which a token's experts come; None without grouping.
         correction_bias: a bias is added to the scores for selection only (DeepSeek-V3).
         weight_on_input: the router's weight multiplies the expert's input instead of its output.
-        hashed: a table maps token ids to experts.
+        hash_routing: a table maps token ids to experts.
     """
 
     method: str = "unspecified"
@@ -128,7 +128,7 @@ class Routing:
     top_k_groups: int | None = None
     correction_bias: bool = False
     weight_on_input: bool = False
-    hashed: bool = False
+    hash_routing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Problem:
         lora: LoRA adapters may be applied to the experts.
         eplb: expert-parallel load balancing may move experts between ranks while serving.
         batch_invariant: the bits of a token's output must not depend on the rest of the batch.
-        whole_intermediate_size: intermediate size on all ranks together if the shards are not equal:
+        ragged_intermediate_size: intermediate size on all ranks together if the shards are not equal:
             `intermediate_size` is then the largest shard, and the last rank has less. 0 for equal shards.
         even_expert_split: the model's loader splits experts evenly over expert-parallel ranks, in every format
             (gpt-oss's).
@@ -191,7 +191,7 @@ class Problem:
     lora: bool = False
     eplb: bool = False
     batch_invariant: bool = False
-    whole_intermediate_size: int = 0
+    ragged_intermediate_size: int = 0
     even_expert_split: bool = False
 
     def __post_init__(self) -> None:
@@ -209,16 +209,16 @@ class Problem:
         return self.intermediate_size * (2 if self.activation.gated else 1)
 
     @property
-    def full_intermediate_size(self) -> int:
+    def unsharded_intermediate_size(self) -> int:
         """Intermediate size over all tensor-parallel ranks."""
-        return self.whole_intermediate_size or self.intermediate_size * self.parallel.tp
+        return self.ragged_intermediate_size or self.intermediate_size * self.parallel.tp
 
     def _describe_shard(self) -> str:
         """The intermediate size on this rank and where it comes from: ``48 (768 / TP 16)``, ``736 (of 2880, TP 4)``."""
         if self.parallel.tp == 1:
             return str(self.intermediate_size)
-        sign = "of {}," if self.whole_intermediate_size else "{} /"
-        return f"{self.intermediate_size} ({sign.format(self.full_intermediate_size)} TP {self.parallel.tp})"
+        sign = "of {}," if self.ragged_intermediate_size else "{} /"
+        return f"{self.intermediate_size} ({sign.format(self.unsharded_intermediate_size)} TP {self.parallel.tp})"
 
     def key(self) -> Problem:
         """The problem without its layer's name. Equal keys get equal decisions, unless an override names a layer."""

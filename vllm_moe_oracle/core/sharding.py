@@ -75,7 +75,7 @@ def scale_columns(problem: Problem) -> tuple[int, int]:
     group = loaded_group_size(problem)
     if group == -1:
         return 1, 1
-    inner = problem.full_intermediate_size if has_group_index(problem) else problem.intermediate_size
+    inner = problem.unsharded_intermediate_size if has_group_index(problem) else problem.intermediate_size
     return problem.hidden_size // group, inner // group
 
 
@@ -83,9 +83,10 @@ def describe_shard(problem: Problem) -> str:
     """The arithmetic of the shard, for a message: ``640 / 2 = 320``, or the size itself without sharding."""
     if problem.parallel.tp == 1:
         return str(problem.intermediate_size)
-    if problem.whole_intermediate_size:
-        return f"{problem.intermediate_size}, the largest shard of {problem.full_intermediate_size} in whole groups,"
-    return f"{problem.full_intermediate_size} / {problem.parallel.tp} = {problem.intermediate_size}"
+    if problem.ragged_intermediate_size:
+        unsharded = problem.unsharded_intermediate_size
+        return f"{problem.intermediate_size}, the largest shard of {unsharded} in whole groups,"
+    return f"{problem.unsharded_intermediate_size} / {problem.parallel.tp} = {problem.intermediate_size}"
 
 
 IsViable = Callable[[Problem], bool]
@@ -102,7 +103,7 @@ def suggest_parallelism(problem: Problem, works: IsViable) -> str:
         works: whether the layer can run under other settings. It must check every rule, so that no remedy leads to
             another refusal.
     """
-    ranks, full = problem.parallel.tp, problem.full_intermediate_size
+    ranks, full = problem.parallel.tp, problem.unsharded_intermediate_size
     if ranks == 1:
         return ""
     smaller = (size for size in range(ranks - 1, 0, -1) if ranks % size == 0)
@@ -111,7 +112,7 @@ def suggest_parallelism(problem: Problem, works: IsViable) -> str:
     spread = dataclasses.replace(
         problem,
         intermediate_size=full,
-        whole_intermediate_size=0,
+        ragged_intermediate_size=0,
         local_experts=local,
         parallel=dataclasses.replace(problem.parallel, tp=1, ep=ranks),
     )
@@ -129,15 +130,15 @@ def suggest_parallelism(problem: Problem, works: IsViable) -> str:
 
 def _resharded(problem: Problem, ranks: int) -> Iterator[Problem]:
     """The layer on one of `ranks` tensor-parallel ranks, in each way that it can be sharded."""
-    full, parallel = problem.full_intermediate_size, dataclasses.replace(problem.parallel, tp=ranks)
+    full, parallel = problem.unsharded_intermediate_size, dataclasses.replace(problem.parallel, tp=ranks)
     if full % ranks == 0:
         even = dataclasses.replace(
-            problem, intermediate_size=full // ranks, whole_intermediate_size=0, parallel=parallel
+            problem, intermediate_size=full // ranks, ragged_intermediate_size=0, parallel=parallel
         )
-        yield shard_by_scale_groups(even) if problem.whole_intermediate_size else even
+        yield shard_by_scale_groups(even) if problem.ragged_intermediate_size else even
     share = _first_shard_size(full, ranks, MX_BLOCK)
     if _loader_shards_by_blocks(problem) and share:
-        yield dataclasses.replace(problem, intermediate_size=share, whole_intermediate_size=full, parallel=parallel)
+        yield dataclasses.replace(problem, intermediate_size=share, ragged_intermediate_size=full, parallel=parallel)
 
 
 def is_shardable(problem: Problem) -> bool:
@@ -170,7 +171,7 @@ def _with_suggestions(broken: list[Reason], problem: Problem, works: IsViable) -
 def _split_scale_groups(problem: Problem) -> list[Reason]:
     group, tp = scale_group_size(problem), problem.parallel.tp
     whole = has_group_index(problem)
-    inner = problem.full_intermediate_size if whole else problem.intermediate_size
+    inner = problem.unsharded_intermediate_size if whole else problem.intermediate_size
     sizes = (
         ("hidden", problem.hidden_size, str(problem.hidden_size)),
         ("intermediate", inner, str(inner) if whole or tp == 1 else describe_shard(problem)),
@@ -195,11 +196,11 @@ def shard_by_blocks(problem: Problem, block: int = MX_BLOCK) -> Problem:
         problem: the layer with equal shards.
         block: features that must stay together.
     """
-    whole = problem.full_intermediate_size
+    whole = problem.unsharded_intermediate_size
     share = _first_shard_size(whole, problem.parallel.tp, block)
     if problem.intermediate_size % block == 0 or not share:
         return problem
-    return dataclasses.replace(problem, intermediate_size=share, whole_intermediate_size=whole)
+    return dataclasses.replace(problem, intermediate_size=share, ragged_intermediate_size=whole)
 
 
 def _first_shard_size(whole: int, ranks: int, block: int) -> int:
@@ -227,7 +228,7 @@ def shard_by_scale_groups(problem: Problem) -> Problem:
 
 def shard_size(problem: Problem, rank: int) -> int:
     """The intermediate size that a tensor-parallel rank really holds; only the last one may hold less."""
-    return min(problem.intermediate_size, problem.full_intermediate_size - rank * problem.intermediate_size)
+    return min(problem.intermediate_size, problem.unsharded_intermediate_size - rank * problem.intermediate_size)
 
 
 def loader_reasons(problem: Problem) -> list[Reason]:
@@ -299,10 +300,10 @@ def padded_plan(problem: Problem, hidden_multiple: int = 1, intermediate_multipl
     hidden = round_up(problem.hidden_size, hidden_multiple)
     intermediate = round_up(problem.intermediate_size, intermediate_multiple)
     notes = []
-    if problem.whole_intermediate_size:
+    if problem.ragged_intermediate_size:
         last = shard_size(problem, problem.parallel.tp - 1)
         notes.append(
-            f"intermediate size {problem.full_intermediate_size} is sharded in whole groups of "
+            f"intermediate size {problem.unsharded_intermediate_size} is sharded in whole groups of "
             f"{scale_group_size(problem)}: {problem.intermediate_size} on each of {problem.parallel.tp} ranks but the "
             f"last, which has {last}"
         )

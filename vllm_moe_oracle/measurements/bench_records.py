@@ -43,12 +43,12 @@ class BenchChoice(msgspec.Struct, frozen=True, omit_defaults=True):
     speedup: dict[str, float] = {}
 
 
-class BenchRecord(msgspec.Struct, frozen=True, kw_only=True, rename={"kernel_shape": "cell"}):
+class BenchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Times of one layer at one number of tokens. All times are microseconds.
 
     Attributes:
         layer: fields of the layer, see `model_shapes.to_json`.
-        kernel_shape: the layer's kernel shape; ``cell`` in JSON.
+        kernel_shape: the layer's kernel shape.
         tokens: rows of the input.
         us: medians by backend; stock layers are among them.
         quartiles: first and third quartiles by backend.

@@ -51,11 +51,11 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The measurements of one kernel shape.
 
     Attributes:
-        kernel_shape: the shape; ``cell`` in JSON.
+        kernel_shape: the shape.
         backends: times by name of the backend.
     """
 
-    kernel_shape: KernelShape = msgspec.field(name="cell")
+    kernel_shape: KernelShape
     backends: dict[str, BackendTimes]
 
 
@@ -206,7 +206,7 @@ def encode(profile: Profile) -> bytes:
     lines = [f'"{name}": {_to_json(value)},' for name, value in {**head, "conditions": profile.conditions}.items()]
     lines.append('"entries": [')
     for number, entry in enumerate(profile.entries):
-        lines.append(f'{{"cell": {_to_json(entry.kernel_shape)}, "backends": {{')
+        lines.append(f'{{"kernel_shape": {_to_json(entry.kernel_shape)}, "backends": {{')
         backends = [f"  {_to_json(name)}: {_to_json(timing)}" for name, timing in entry.backends.items()]
         lines.append(",\n".join(backends))
         lines.append("}}" + ("," if number + 1 < len(profile.entries) else ""))

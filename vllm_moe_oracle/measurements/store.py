@@ -36,9 +36,9 @@ _APPLICATION_ID = 0x4D6F654F
 _TABLES = {
     "environments": "CREATE TABLE environments (id INTEGER PRIMARY KEY, description TEXT NOT NULL UNIQUE)",
     "samples": (
-        "CREATE TABLE samples (environment INTEGER NOT NULL, cell TEXT NOT NULL, backend TEXT NOT NULL, "
+        "CREATE TABLE samples (environment INTEGER NOT NULL, kernel_shape TEXT NOT NULL, backend TEXT NOT NULL, "
         "tokens INTEGER NOT NULL, routing TEXT NOT NULL, sample TEXT NOT NULL, taken REAL NOT NULL, "
-        "PRIMARY KEY (environment, cell, backend, tokens, routing)) WITHOUT ROWID"
+        "PRIMARY KEY (environment, kernel_shape, backend, tokens, routing)) WITHOUT ROWID"
     ),
 }
 
@@ -79,7 +79,7 @@ class Store:
             MeasurementError: the file exists and cannot be read, or is not a store of ours.
         """
         # A join would repeat the description of the environment in each of thousands of rows.
-        query = f"SELECT environment, sample FROM samples WHERE cell = ? ORDER BY taken DESC LIMIT {_MAX_ROWS}"
+        query = f"SELECT environment, sample FROM samples WHERE kernel_shape = ? ORDER BY taken DESC LIMIT {_MAX_ROWS}"
         found: dict[int, list[Sample]] = {}
         environments: dict[int, Environment] = {}
         with self._read_connection() as connection:
@@ -98,7 +98,7 @@ class Store:
         Raises:
             MeasurementError: the file exists and cannot be read, or is not a store of ours.
         """
-        query = "SELECT cell, sample FROM samples JOIN environments ON environment = id WHERE description = ?"
+        query = "SELECT kernel_shape, sample FROM samples JOIN environments ON environment = id WHERE description = ?"
         found: dict[KernelShape, list[Sample]] = {}
         for shape, sample in self._query(query, environment.key):
             found.setdefault(self._decode(shape, KernelShape), []).append(self._decode(sample, Sample))

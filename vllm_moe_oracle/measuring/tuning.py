@@ -29,12 +29,12 @@ from . import engine, worker_pool
 from .broken_context import BrokenContextError
 from .precompile import COMPILE_BUDGET_SHARE, ProgressCallback, offset_progress, precompile
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+TOKEN_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Numbers of tokens: powers of two for decode batches, and prefill chunks up to vLLM's default limits."""
 
-MIN_BUCKETS = 10
+MIN_TOKEN_COUNTS = 10
 """Fewest numbers of tokens from which a choice is made."""
-_REQUIRED_BUCKETS = (1, 2, 4, 8, 16)
+_REQUIRED_TOKEN_COUNTS = (1, 2, 4, 8, 16)
 
 _MAX_ATTEMPTS = 3
 """Workers that a layer may take down. After each, the backend that did it is left out, if it is known."""
@@ -43,19 +43,20 @@ _Step = tuple[RoutingKind, int]
 """A routing and a number of tokens."""
 
 
-def check_buckets(buckets: Sequence[int]) -> None:
+def check_token_counts(token_counts: Sequence[int]) -> None:
     """Checks that a choice can be made from times at these numbers of tokens.
 
     Raises:
         MeasurementError: small numbers are missing, neighbors are too far apart, or there are too few.
     """
-    missing = [count for count in _REQUIRED_BUCKETS if count not in buckets]
-    gaps = [f"{low} and {high}" for low, high in pairwise(sorted(buckets)) if high > MAX_TOKEN_RATIO * low]
-    if missing or gaps or len(buckets) < MIN_BUCKETS:
+    missing = [count for count in _REQUIRED_TOKEN_COUNTS if count not in token_counts]
+    gaps = [f"{low} and {high}" for low, high in pairwise(sorted(token_counts)) if high > MAX_TOKEN_RATIO * low]
+    if missing or gaps or len(token_counts) < MIN_TOKEN_COUNTS:
         found = [f"{', '.join(map(str, missing))} missing"] * bool(missing)
         found += [f"nothing between {gap}" for gap in gaps]
-        found += [f"{len(buckets)} numbers of tokens, fewer than {MIN_BUCKETS}"] * (len(buckets) < MIN_BUCKETS)
-        remedy = f"Measure at least {', '.join(map(str, BUCKETS[:MIN_BUCKETS]))} and the largest batch"
+        if len(token_counts) < MIN_TOKEN_COUNTS:
+            found.append(f"{len(token_counts)} numbers of tokens, fewer than {MIN_TOKEN_COUNTS}")
+        remedy = f"Measure at least {', '.join(map(str, TOKEN_COUNTS[:MIN_TOKEN_COUNTS]))} and the largest batch"
         raise MeasurementError(f"no choice can be made from these numbers of tokens: {'; '.join(found)}", remedy)
 
 
@@ -64,7 +65,7 @@ class TuneOptions:
     """How much to measure.
 
     Attributes:
-        buckets: numbers of tokens.
+        token_counts: numbers of tokens.
         routings: how tokens are routed to experts.
         replays: timed replays of each backend at one number of tokens, at most.
         seconds: time limit of the replays at one number of tokens, once each backend was timed three times.
@@ -76,7 +77,7 @@ class TuneOptions:
         gpus: GPUs to measure on, as `devices.detect.select_gpus` names them; empty for this process's own.
     """
 
-    buckets: tuple[int, ...] = BUCKETS
+    token_counts: tuple[int, ...] = TOKEN_COUNTS
     routings: tuple[RoutingKind, ...] = ("uniform", "skewed")
     replays: int = 20
     seconds: float = 1.0
@@ -151,7 +152,7 @@ def tune(
         MeasurementError: samples cannot be stored, or a kernel broke this process's CUDA context. (With several GPUs,
             a backend that breaks a worker is left out instead.) Samples stored before are kept.
     """
-    check_buckets(options.buckets)
+    check_token_counts(options.token_counts)
     begin = time.monotonic()
     shapes = group_by_kernel_shape(problems)
     outcomes = {shape: TuneOutcome(problem) for shape, problem in shapes.items()}
@@ -171,7 +172,7 @@ def tune(
         ]
         seconds = None if options.budget is None else options.budget * COMPILE_BUDGET_SHARE
         compiling = precompile(
-            chosen, device, options.buckets, options.jobs, progress, options.gpus, options.tiles, seconds
+            chosen, device, options.token_counts, options.jobs, progress, options.gpus, options.tiles, seconds
         )
     if options.gpus:
         until = None if options.budget is None else time.time() + options.budget - (time.monotonic() - begin)
@@ -180,7 +181,7 @@ def tune(
         outcomes |= zip(work, _tune_on_gpus(tasks, sizes, options.gpus, progress), strict=True)
     else:
         done = 0
-        with engine.open_context(device, max(options.buckets)) as context:
+        with engine.open_context(device, max(options.token_counts)) as context:
             for shape, problem in work.items():
                 started = time.monotonic()
                 # One layer after the other instead of a share for each: half of a layer's samples decide nothing.
@@ -216,7 +217,7 @@ def _missing_steps(
     return [
         (routing, count)
         for routing in options.routings
-        for count in options.buckets
+        for count in options.token_counts
         if any((name, routing, count) not in measured for name in names)
     ]
 

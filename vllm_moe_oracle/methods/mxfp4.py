@@ -93,7 +93,7 @@ class BaseMxfp4MoEMethod(OracleMoEMethod):
     def _zero_padding(self, layer: Any) -> None:
         """Zeroes the part of the weights beyond the last rank's shard, where nothing is loaded."""
         problem = self.decision.problem
-        shard = shard_size(problem, self.moe.moe_parallel_config.tp_rank) if problem.whole_intermediate_size else 0
+        shard = shard_size(problem, self.moe.moe_parallel_config.tp_rank) if problem.ragged_intermediate_size else 0
         if not 0 < shard < problem.intermediate_size:
             return
         names = self._parameter_names(self._scheme().shapes(problem))

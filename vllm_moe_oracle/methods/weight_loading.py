@@ -126,7 +126,7 @@ def validated_tensor(
 
 def _expert_shape(parameter: nn.Parameter, problem: Problem, shard_id: str) -> tuple[int, ...] | None:
     """Shape of one expert's tensor over all tensor-parallel ranks."""
-    inner, ranks = problem.full_intermediate_size, problem.parallel.tp
+    inner, ranks = problem.unsharded_intermediate_size, problem.parallel.tp
     if shard_id in ("w1", "w3"):
         return (inner,) if parameter.ndim == 2 else (inner, int(parameter.shape[-1]))
     if shard_id == "w2":

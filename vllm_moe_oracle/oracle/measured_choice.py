@@ -95,7 +95,7 @@ class _LatencyCurve:
 
 
 @dataclass(frozen=True, slots=True)
-class _Field:
+class _Comparison:
     """The candidates that can be compared, and why the others cannot.
 
     Attributes:
@@ -158,7 +158,7 @@ def choose_fastest(
     return MeasuredChoice(winner, explanation, outcome, token_ranges)
 
 
-def _comparable(measurements: MeasurementSet, accepted: Sequence[str], objective: Objective) -> _Field:
+def _comparable(measurements: MeasurementSet, accepted: Sequence[str], objective: Objective) -> _Comparison:
     curves: dict[str, _LatencyCurve] = {}
     missing = {name: reason for name, reason in measurements.failures.items() if name in accepted}
     for name in accepted:
@@ -172,7 +172,7 @@ def _comparable(measurements: MeasurementSet, accepted: Sequence[str], objective
             curves[name] = curve
     unknown = [name for name in accepted if name not in curves and name not in missing]
     notes = [f"{name} was not measured" for name in unknown] + [f"{name}: {gap}" for name, gap in missing.items()]
-    return _Field(curves, missing, unknown, (*measurements.remarks, *notes))
+    return _Comparison(curves, missing, unknown, (*measurements.remarks, *notes))
 
 
 def _scores(curves: Mapping[str, _LatencyCurve], objective: Objective) -> dict[str, float]:
@@ -184,7 +184,7 @@ def _scores(curves: Mapping[str, _LatencyCurve], objective: Objective) -> dict[s
 
 
 def _outcome(
-    found: _Field,
+    found: _Comparison,
     objective: Objective,
     source: str,
     comparison_base: str,

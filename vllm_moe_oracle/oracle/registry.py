@@ -56,7 +56,7 @@ class Registry:
         if not isinstance(backend, Backend):
             rule = f"expected an instance of vllm_moe_oracle.backends.Backend, got {type(backend).__name__}"
             raise RegistryError(rule, "Export an instance, or a class without constructor arguments", origin)
-        missing = backend.undeclared()
+        missing = backend.missing_attributes()
         if missing:
             raise RegistryError(f"the backend does not set {', '.join(missing)}", where=origin)
         _validate(backend, origin)

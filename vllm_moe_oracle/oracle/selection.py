@@ -40,7 +40,7 @@ class _ExplicitRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class _DecisionInput:
     """What a decision is made from, with the verdict of every candidate in static order."""
 
     problem: Problem
@@ -137,7 +137,7 @@ def decide(
     """
     registry = registry if registry is not None else default_registry()
     candidates = evaluate_candidates(problem, device, settings, registry)
-    case = _Case(problem, device, settings, registry, candidates)
+    case = _DecisionInput(problem, device, settings, registry, candidates)
     request = _explicit_request(problem, settings, moe_backend)
     unavailable = ""
     if request is not None:
@@ -151,7 +151,7 @@ def decide(
     return _with_tiles(_automatic_decision(case, unavailable, measurements), measurements)
 
 
-def _automatic_decision(case: _Case, unavailable: str, measurements: MeasurementSet | None) -> Decision:
+def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: MeasurementSet | None) -> Decision:
     """The decision without an explicit request, or after one that cannot be followed.
 
     Args:
@@ -189,7 +189,7 @@ def _automatic_decision(case: _Case, unavailable: str, measurements: Measurement
     )
 
 
-def _can_be_measured(static: Candidate, case: _Case) -> bool:
+def _can_be_measured(static: Candidate, case: _DecisionInput) -> bool:
     """Whether `tune` could let measurements decide: on a GPU, between several backends that compute the same."""
     names = equivalent_backends(static, case.candidates, case.problem, case.registry)
     return case.device.kind == "cuda" and len(names) > 1
@@ -220,7 +220,7 @@ def equivalent_backends(
     return tuple(name for name in accepted if registry[name].activations(problem) == precision)
 
 
-def _choose_by_measurement(measurements: MeasurementSet, static: Candidate, case: _Case) -> MeasuredChoice:
+def _choose_by_measurement(measurements: MeasurementSet, static: Candidate, case: _DecisionInput) -> MeasuredChoice:
     problem, settings = case.problem, case.settings
 
     def can_share(one: str, other: str) -> bool:
@@ -284,7 +284,7 @@ def _explicit_request(problem: Problem, settings: Settings, moe_backend: str) ->
     return None
 
 
-def _requested_candidates(request: _ExplicitRequest, case: _Case) -> list[Candidate]:
+def _requested_candidates(request: _ExplicitRequest, case: _DecisionInput) -> list[Candidate]:
     """The candidates that a request names: the backend of that name, else those with that vLLM name."""
     if not request.is_vllm_option:
         by_name = [candidate for candidate in case.candidates if candidate.backend == request.name]
@@ -304,7 +304,7 @@ def _merge_reasons(candidates: list[Candidate]) -> str:
     return "; ".join(shared + apart)
 
 
-def _describe_unavailable(request: _ExplicitRequest, requested: list[Candidate], case: _Case) -> str:
+def _describe_unavailable(request: _ExplicitRequest, requested: list[Candidate], case: _DecisionInput) -> str:
     """Why the request cannot be followed, in one line."""
     registry, scheme = case.registry, case.problem.scheme.name
     label = f"{request.name} ({request.source})"
@@ -324,7 +324,7 @@ def _describe_unavailable(request: _ExplicitRequest, requested: list[Candidate],
 
 
 def _request_error(
-    request: _ExplicitRequest, requested: list[Candidate], unavailable: str, case: _Case
+    request: _ExplicitRequest, requested: list[Candidate], unavailable: str, case: _DecisionInput
 ) -> NoBackendError:
     remedy = _nearest_remedy(case)
     if names := _accepted_names(request, case):
@@ -335,7 +335,7 @@ def _request_error(
     return NoBackendError(rule, remedy, case.problem.layer, case.candidates)
 
 
-def _selectable_names(request: _ExplicitRequest, case: _Case) -> list[str]:
+def _selectable_names(request: _ExplicitRequest, case: _DecisionInput) -> list[str]:
     """The names that a request of this kind may use for the layer, sorted."""
     scheme = case.problem.scheme.name
     if not request.is_vllm_option:
@@ -343,7 +343,7 @@ def _selectable_names(request: _ExplicitRequest, case: _Case) -> list[str]:
     return sorted({name for backend in case.registry.for_scheme(scheme) for name in backend.vllm_names})
 
 
-def _accepted_names(request: _ExplicitRequest, case: _Case) -> str:
+def _accepted_names(request: _ExplicitRequest, case: _DecisionInput) -> str:
     """Names of accepted candidates for a request of this kind, in static order; "" if there are none."""
     names = [candidate.backend for candidate in case.accepted]
     if not request.is_vllm_option:
@@ -352,7 +352,7 @@ def _accepted_names(request: _ExplicitRequest, case: _Case) -> str:
     return ", ".join(vllm_names) or (f"by the setting backend: {', '.join(names)}" if names else "")
 
 
-def _nearest_remedy(case: _Case) -> str:
+def _nearest_remedy(case: _DecisionInput) -> str:
     """The remedies of the rejected candidate with the fewest reasons, all of which have a remedy; "" without one."""
     fixable = [candidate for candidate in case.candidates if all(reason.remedy for reason in candidate.reasons)]
     if not fixable:
@@ -361,7 +361,7 @@ def _nearest_remedy(case: _Case) -> str:
     return f"Nearest is {nearest.backend}: {'; '.join(reason.remedy for reason in nearest.reasons)}"
 
 
-def _explain_reference(case: _Case) -> str:
+def _explain_reference(case: _DecisionInput) -> str:
     """Why only the reference runs the layer, with the nearest candidate for this kind of device: the one with the
     fewest reasons against it."""
     rejected = [each for each in case.candidates if not each.accepted]
@@ -375,7 +375,7 @@ def _explain_reference(case: _Case) -> str:
     return f"{words}; nearest is {nearest.backend}: {'; '.join(map(str, nearest.reasons))}"
 
 
-def _has_alternative(case: _Case) -> bool:
+def _has_alternative(case: _DecisionInput) -> bool:
     """Whether the remedies of a rejected candidate would make it run; one that is disabled does not count."""
     rejected = [each.reasons for each in case.candidates if not each.accepted]
     return any(all(reason.remedy and reason.code != "disabled" for reason in reasons) for reasons in rejected)

@@ -1,8 +1,8 @@
 """The supported releases of vLLM. Everything else that names a release is generated from this list.
 
-To support a new release, add its line to `TESTED` and run ``python -m tests.tools.generate --write``. If vLLM changed
-an interface that this project uses, `compat.adapter.Adapter` follows it, a subclass in `compat.legacy_adapters` keeps
-the old way, and `RELEASE_GROUPS` gets a line that says which releases use that subclass.
+To support a new release, add its line to `TESTED_RELEASES` and run ``python -m tests.tools.generate --write``. If vLLM
+changed an interface that this project uses, `compat.adapter.Adapter` follows it, a subclass in
+`compat.legacy_adapters` keeps the old way, and `RELEASE_GROUPS` gets a line that says which releases use that subclass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Release:
     cpu_torch: str = ""
 
 
-TESTED = (
+TESTED_RELEASES = (
     Release("0.22.1"),
     Release("0.23.0"),
     Release("0.24.0"),
@@ -44,19 +44,19 @@ TESTED = (
 )
 """Oldest first."""
 
-RELEASES = tuple(each.version for each in TESTED)
+RELEASES = tuple(each.version for each in TESTED_RELEASES)
 """Versions that the plugin is tested with, oldest first."""
 
 NEWEST = RELEASES[-1]
 """The newest of them."""
 
-_CPU_TORCH = next(each.cpu_torch for each in reversed(TESTED) if each.cpu_torch)
+_CPU_TORCH = next(each.cpu_torch for each in reversed(TESTED_RELEASES) if each.cpu_torch)
 
-CPU_RELEASES = tuple(each.version for each in TESTED if each.cpu_torch == _CPU_TORCH)
+CPU_RELEASES = tuple(each.version for each in TESTED_RELEASES if each.cpu_torch == _CPU_TORCH)
 """Versions whose CPU build requires the same torch as the newest CPU build. The tests serve a whole model with each."""
 
 DEFAULT_PACKAGES = {
-    "cuda": {"vllm": NEWEST, **TESTED[-1].requires},
+    "cuda": {"vllm": NEWEST, **TESTED_RELEASES[-1].requires},
     "cpu": {"vllm": CPU_RELEASES[-1], "torch": _CPU_TORCH},
 }
 """Packages of an installation of the newest tested release, by kind of device."""

@@ -40,7 +40,7 @@ def projection_name(shard: Shard, problem: Problem) -> str:
 
 def checkpoint_sizes(shard: Shard, problem: Problem) -> tuple[int, int]:
     """Rows and input features of a projection, over all tensor-parallel ranks."""
-    inner = problem.full_intermediate_size
+    inner = problem.unsharded_intermediate_size
     return (problem.hidden_size, inner) if shard == "w2" else (inner, problem.hidden_size)
 
 
@@ -199,6 +199,6 @@ def _repack(tensor: Tensor, suffix: str, problem: Problem, packing: str, layout:
 
 
 def _slice_shard(tensor: Tensor, dim: int, problem: Problem, rank: int) -> Tensor:
-    size, whole = tensor.shape[dim], problem.full_intermediate_size
+    size, whole = tensor.shape[dim], problem.unsharded_intermediate_size
     share = shard_size(problem, rank)
     return tensor.narrow(dim, rank * problem.intermediate_size * size // whole, share * size // whole)

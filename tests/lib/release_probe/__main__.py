@@ -20,7 +20,7 @@ SHIMS = {
     "modular_kernel": "layer_runs",
     "is_monolithic": "layer_routes",
     "activation_parameters": "activation_parameters",
-    "hashed": "hash_routing",
+    "hash_routing": "hash_routing",
 }
 """Methods of the adapters that are different in older releases, and the check that needs each."""
 

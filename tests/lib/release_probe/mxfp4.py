@@ -61,7 +61,7 @@ def _gpt_oss(inner: int, ranks: int, local: int) -> None:
             config, sizes = layers.named_config(*_GPT_OSS), {"intermediate_size": inner, "tp_size": ranks}
             layer = layers.moe_layer(config, has_bias=True, activation="swigluoai", **sizes)
             problem = layers.our_problem(layer)
-            assert (problem.intermediate_size, problem.full_intermediate_size) == (local, inner), problem
+            assert (problem.intermediate_size, problem.unsharded_intermediate_size) == (local, inner), problem
             _load_gpt_oss(layer, experts, inner, ranks, rank)
             layer.quant_method.process_weights_after_loading(layer)
             found += layers.run_experts(layer, tokens)

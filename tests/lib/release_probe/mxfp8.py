@@ -128,4 +128,4 @@ def hash_routing() -> None:
     for given, keywords in ((table, {"scoring_func": "sqrtsoftplus"}), (None, {})):
         with layers.engine(backend="auto"):
             layer = layers.moe_layer(layers.quant_config(MODELOPT), hash_indices_table=given, **keywords)
-        assert layer.quant_method.decision.problem.routing.hashed is (given is not None)
+        assert layer.quant_method.decision.problem.routing.hash_routing is (given is not None)

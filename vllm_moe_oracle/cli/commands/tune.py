@@ -106,7 +106,7 @@ def command(
         return
     problems = _named_problems(models, shapes, tp, ep, tiles)
     options = _tune_options(tokens, routing, replays, budget, jobs, remeasure)
-    tuning.check_buckets(options.buckets)
+    tuning.check_token_counts(options.token_counts)
     known = [profiles.read(each) for each in profile or []]
     device = layer_arguments.require_gpu()
     options = dataclasses.replace(options, tiles=tiles, gpus=layer_arguments.parse_gpus(gpus))
@@ -200,15 +200,15 @@ def _import_measurements(files: list[Path], export: Path | None, settings: Setti
         raise MeasurementError("is from another environment than the first file", where=", ".join(other))
     samples: dict[KernelShape, list[Sample]] = {}
     for _, _, found in read:
-        for cell, some in found.items():
-            samples.setdefault(cell, []).extend(some)
+        for shape, some in found.items():
+            samples.setdefault(shape, []).extend(some)
     if export is not None:
         profiles.write(profiles.make(place, samples, conditions), export)
         where = str(export)
     else:
         store = _open_store(settings)
-        for cell, some in samples.items():
-            store.add(place, cell, some)
+        for shape, some in samples.items():
+            store.add(place, shape, some)
         where = str(store.path)
     count = sum(map(len, samples.values()))
     if as_json:
@@ -220,13 +220,13 @@ def _import_measurements(files: list[Path], export: Path | None, settings: Setti
 def _tune_options(
     tokens: str, routing: str, replays: int, budget: float | None, jobs: int, remeasure: bool
 ) -> TuneOptions:
-    from ...measuring.tuning import BUCKETS, TuneOptions
+    from ...measuring.tuning import TOKEN_COUNTS, TuneOptions
 
     kinds = tuple(dict.fromkeys(word.strip() for word in routing.split(",")))
     if not set(kinds) <= set(get_args(RoutingKind)) or "uniform" not in kinds:
         raise MeasurementError(f"{routing!r} is not a routing", "Write uniform, or uniform,skewed", "--routing")
     layer_arguments.check_options(replays, jobs, budget)
-    counts = layer_arguments.parse_token_counts(tokens) if tokens else BUCKETS
+    counts = layer_arguments.parse_token_counts(tokens) if tokens else TOKEN_COUNTS
     return TuneOptions(counts, kinds, replays, 1.0, budget, jobs, remeasure)  # type: ignore[arg-type]
 
 
@@ -247,9 +247,9 @@ def _conditions(plan: TuneOptions, command: str) -> dict[str, str]:
 def _decision_results(
     outcomes: dict[KernelShape, TuneOutcome], device: Device, settings: Settings
 ) -> list[dict[str, Any]]:
-    """What the oracle makes of the measurements, one for each cell."""
+    """What the oracle makes of the measurements, one for each kernel shape."""
     found = []
-    for cell, outcome in outcomes.items():
+    for shape, outcome in outcomes.items():
         problem = outcome.problem
         decision = None
         try:
@@ -261,7 +261,7 @@ def _decision_results(
         found.append(
             {
                 "layer": problem.layer,
-                "cell": str(cell),
+                "kernel_shape": str(shape),
                 "measured": outcome.measured,
                 "seconds": round(outcome.seconds, 1),
                 "spent": {words: round(seconds, 2) for words, seconds in sorted(outcome.phase_seconds.items())},
@@ -292,7 +292,10 @@ def _print_outcomes(
         output.print_json({"device": device, "cache": cache, "groups": results})
         return
     for result in results:
-        facts = [("layer", result["cell"]), ("measured", f"{result['measured']} times in {result['seconds']} s")]
+        facts = [
+            ("layer", result["kernel_shape"]),
+            ("measured", f"{result['measured']} times in {result['seconds']} s"),
+        ]
         if result["spent"]:
             facts.append(("seconds", ", ".join(f"{words} {took:.1f}" for words, took in result["spent"].items())))
         facts += [("failed", f"{name}: {why}") for name, why in result["failures"].items()]
