@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.lib import releases
 from tests.lib.cli import Run, runner
 
 # Small tensors on a busy machine: OpenMP's threads spin while they wait for each other, and cost 20 times the work.
@@ -20,6 +21,11 @@ settings.register_profile(
     "repeatable", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("repeatable")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Sources of other vLLM releases are half a gigabyte each: only tests marked ``matrix`` may ask for them."""
+    releases.others_allowed = item.get_closest_marker("matrix") is not None
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.lib.releases import ReleaseUnavailable, flashinfer
+from tests.lib.releases import ReleaseUnavailable, flashinfer, some_releases
 from vllm_moe_oracle.backends import _flashinfer_trtllm, trtllm_mxfp8_monolithic
 from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.releases import min_versions
@@ -24,7 +24,7 @@ def questions(release: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r'<<\s*(?:"[^"]*"|[\w>.-]+)\s*', "", body))
 
 
-@pytest.mark.parametrize("release", [each for each in RELEASES if each >= min_versions.TRTLLM_MXFP8])
+@some_releases(*(each for each in RELEASES if each >= min_versions.TRTLLM_MXFP8))
 def test_numbers_of_experts_and_of_choices(release: str) -> None:
     asked = questions(release)
     ours = trtllm_mxfp8_monolithic

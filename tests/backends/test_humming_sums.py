@@ -143,6 +143,7 @@ def test_only_a_library_that_leaves_sums_out_gets_others(monkeypatch: pytest.Mon
             assert [each[2]["block_shape"][0] for each in of_library] == [8, height], version
 
 
+@pytest.mark.matrix
 def test_releases_with_incomplete_sums_are_known_by_their_pins() -> None:
     """vLLM's releases over a stand-in for the layer are those whose library leaves sums out; `complete_reduction` is
     called there and nowhere else."""

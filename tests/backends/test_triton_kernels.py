@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lib.releases import ReleaseUnavailable, sources
+from tests.lib.releases import ReleaseUnavailable, release_params, sources
 from tests.lib.stock_rules import GPT_OSS, TRITON, backend, expert, gpt_oss_layer, gpu
 from vllm_moe_oracle.backends import _triton_kernels
 from vllm_moe_oracle.backends._padding import interleave_rows, pad_expert
@@ -19,7 +19,7 @@ from vllm_moe_oracle.core.problem import Activation, Problem
 pytest.importorskip("triton")
 
 
-@pytest.fixture(params=RELEASES)
+@pytest.fixture(params=release_params(*RELEASES))
 def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The package of a release under its own name, as vLLM makes it known."""
     try:

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -43,10 +44,18 @@ DEFAULT_RELEASE = INSTALLED if INSTALLED in RELEASES else NEWEST
 """The release that tests without the mark ``matrix`` compare with."""
 
 
+others_allowed = True
+"""Whether sources of other releases than the installed one may be read; not in tests without the mark ``matrix``."""
+
+
+def release_params(*versions: str) -> list[Any]:
+    """Parameters of a test or a fixture: `DEFAULT_RELEASE` runs by default, the others with ``-m matrix``."""
+    return [pytest.param(each, marks=() if each == DEFAULT_RELEASE else pytest.mark.matrix) for each in versions]
+
+
 def some_releases(*versions: str) -> pytest.MarkDecorator:
-    """Parametrizes ``release``: `DEFAULT_RELEASE` runs by default, the others with ``-m matrix``."""
-    marked = [pytest.param(each, marks=() if each == DEFAULT_RELEASE else pytest.mark.matrix) for each in versions]
-    return pytest.mark.parametrize("release", marked)
+    """Parametrizes ``release``; see `release_params`."""
+    return pytest.mark.parametrize("release", release_params(*versions))
 
 
 every_release = some_releases(*RELEASES)
@@ -109,7 +118,10 @@ def _released(version: str) -> Path:
 
     Raises:
         ReleaseUnavailable: it is not there and cannot be downloaded.
+        AssertionError: a test without the marker ``matrix`` asks for it.
     """
+    allowed = others_allowed or version == INSTALLED
+    assert allowed, f"this test needs vLLM {version}, which is not the installed release: mark it `matrix`"
     folder = cache() / "releases" / version
     if folder.is_dir():
         return folder
