@@ -265,7 +265,7 @@ class _Check:
         if "Adapter" in _our_bases(node.name) and node.name not in self._adapters():
             return
         self.own = node.name
-        bases = self._stock_bases(node.name)
+        bases = self._bases_of_heirs(node.name)
         if any(isinstance(base, ast.Attribute) or ast.unparse(base) in self.globals for base in node.bases):
             self._abstract(node)
         for statement in node.body:
@@ -654,7 +654,10 @@ class _Check:
                     continue
             else:
                 ours = class_members if owner.super_only else set_on_self
-                if not any(name in ours(_our_classes()[each][1]) for each in _our_bases(cls)):
+                behind = _our_bases(cls)
+                if owner.super_only and owner.name in behind:
+                    behind = behind[behind.index(owner.name) + 1 :]
+                if not any(name in ours(_our_classes()[each][1]) for each in behind):
                     self.report(node, f"{', '.join(map(str, bases))} has no {name}")
         return result
 

@@ -34,6 +34,9 @@ SERVES = {
 
 _WHERE = "quantization_config"
 
+_reject_act_order = getattr(gptq_utils, "normalize_and_validate_gptq_desc_act", None)
+"""vLLM's check of linear layers that rejects act order; None in releases without it."""
+
 
 def config_fields(config: Any) -> dict[str, Any]:
     """vLLM's config object for GPTQ as the fields of a checkpoint's config.
@@ -165,8 +168,8 @@ def _validate_linear(method: stock.AutoGPTQLinearMethod, prefix: str) -> None:
     if (config.weight_bits, config.is_sym) not in stock.AutoGPTQConfig.TYPE_MAP:
         found = f"bits={config.weight_bits}, sym={config.is_sym}"
         raise ValueError(f"{prefix}: Unsupported quantization config: {found}")
-    if stock_refuses_act_order():
-        gptq_utils.normalize_and_validate_gptq_desc_act(config.desc_act, config.group_size, {})
+    if _reject_act_order is not None:
+        _reject_act_order(config.desc_act, config.group_size, {})
 
 
 def stock_refuses_act_order() -> bool:
