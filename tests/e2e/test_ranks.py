@@ -71,7 +71,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
     }
     report = folder / "report.jsonl"
     found = vllm_runner.run(
-        "generate.py",
+        "run_generate.py",
         jobs,
         folder,
         PYTHONPATH=str(install(folder / "third")),

@@ -96,7 +96,7 @@ HERE = dataclasses.replace(detect.detect(), name="NVIDIA Pretended")
 
 
 def plan(**changes: Any) -> tuning.TuneOptions:
-    return tuning.TuneOptions(**{"buckets": TOKEN_COUNTS, "routings": ("uniform",), "replays": 3, **changes})
+    return tuning.TuneOptions(**{"token_counts": TOKEN_COUNTS, "routings": ("uniform",), "replays": 3, **changes})
 
 
 @pytest.fixture

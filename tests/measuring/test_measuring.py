@@ -250,7 +250,7 @@ def test_a_broken_context_ends_the_run_and_the_next_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("buckets", "words"),
+    ("token_counts", "words"),
     [
         ((8192,), "1, 2, 4, 8, 16 missing"),
         ((1, 2, 4, 8, 16, 32, 64, 128, 256, 8192), "nothing between 256 and 8192"),
@@ -279,7 +279,7 @@ def test_compiling_beforehand_runs_in_processes_of_their_own() -> None:
     """With the real registry: what the processes run must be found there. Starting them takes most of a minute."""
     steps: list[tuple[int, int]] = []
     layers = [(LAYERS["mxfp8"], ("emulation",)), (LAYERS["int4"], ("emulation", "no such backend"))]
-    with pytest.raises(RuntimeError, match=r"KeyError: .*'no such backend' is not a backend"):
+    with pytest.raises(KeyError, match="'no such backend' is not a backend"):
         precompile.precompile(layers, HERE, (1, 2, 4, 8, 16), 2, lambda words, *counts: steps.append(counts))
     steps.clear()
     precompile.precompile(layers[:1], HERE, (1, 2, 4, 8, 16), 2, lambda words, *counts: steps.append(counts))

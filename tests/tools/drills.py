@@ -85,12 +85,12 @@ def edit(file: str, old: str, new: str) -> Change:
 
 # --- A GPU -----------------------------------------------------------------------------------------------------------
 
-_GPU = f"{PACKAGE}/devices/nvidia-h20.json"
+_GPU = f"{PACKAGE}/devices/nvidia-h800.json"
 
 
 def _add_gpu(tree: TreeCopy) -> None:
     spec = json.loads((tree.root / PACKAGE / "devices" / "nvidia-h200.json").read_text(encoding="utf-8"))
-    spec |= {"name": "NVIDIA H20", "aliases": ["h20"], "sm_count": 78, "memory_gib": 96}
+    spec |= {"name": "NVIDIA H800", "aliases": ["h800"], "memory_gib": 80}
     tree.write(_GPU, json.dumps(spec, indent=1) + "\n")
 
 
@@ -263,7 +263,7 @@ DRILLS: Mapping[str, Drill] = {
         1,
         _add_gpu,
         {
-            "an alias is used twice": edit(_GPU, '"h20"', '"h200"'),
+            "an alias is used twice": edit(_GPU, '"h800"', '"h200"'),
             "bandwidth in terabytes": _bandwidth_in_terabytes,
             "a field is misspelled": edit(_GPU, '"sm_count"', '"sms"'),
         },
