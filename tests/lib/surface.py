@@ -265,7 +265,7 @@ class _Check:
         if "Adapter" in _our_bases(node.name) and node.name not in self._adapters():
             return
         self.own = node.name
-        bases = self._bases_of_heirs(node.name)
+        bases = self._stock_bases(node.name) or self._bases_of_heirs(node.name)
         if any(isinstance(base, ast.Attribute) or ast.unparse(base) in self.globals for base in node.bases):
             self._abstract(node)
         for statement in node.body:
@@ -372,7 +372,8 @@ class _Check:
                 self.report(method, f"{node.name}.{name} overrides nothing in {', '.join(map(str, bases))}")
             return
         statement = found[1]
-        defining = [each for base in bases for each in self.sources.mro(base) if isinstance(each, Class)]
+        every = (*bases, *self._bases_of_heirs(node.name))
+        defining = [each for base in every for each in self.sources.mro(base) if isinstance(each, Class)]
         defining = [each for each in defining if name in class_members(each.node)]
         # Where a class of another file defines it too, that one is overridden when this one is renamed.
         if len({each.module.file for each in defining}) == 1:
