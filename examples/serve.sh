@@ -154,7 +154,8 @@ except OSError as error:
     sys.exit(f"no answer: {error}")
 PY
 ) || fail "the completion failed"
-expected=$(PYTHONPATH=$root/tests "$bin/python" -c 'import sys, checkpoints
+expected=$(PYTHONPATH=$root "$bin/python" -c 'import sys
+from tests.lib import checkpoints
 print(checkpoints.recite(sys.argv[1], int(sys.argv[2])))' "$prompt" "$count")
 
 printf '\n  %s -> %s\n\n' "$prompt" "$answer"
@@ -182,7 +183,7 @@ for record in records:
     for group in record["groups"]:
         decision = group["decision"]
         print(f"  {', '.join(group['layers'])}:")
-        print(f"    {decision['backend']} ({decision['because']}); {decision['numerics']}")
+        print(f"    {decision['backend']} ({decision['explanation']}); {decision['numerics']}")
         for candidate in group["candidates"]:
             if not candidate["accepted"]:
                 reasons = "; ".join(f"{r['code']}: {r['detail']}" for r in candidate["reasons"])

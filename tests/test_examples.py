@@ -1,4 +1,4 @@
-"""The example of a backend runs, and the page that explains backends shows that very code."""
+"""The examples run, and the page that explains backends shows the example's very code."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from vllm_moe_oracle.backends import Backend, Rule
 
@@ -50,3 +52,11 @@ def test_the_page_names_everything_in_the_contract() -> None:
 def test_the_pages_rule_is_a_rule() -> None:
     rule = eval(blocks("python")[0], {"Rule": Rule})
     assert isinstance(rule, Rule) and rule.code == "shared_memory"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="would make the environment first")
+def test_a_tiny_checkpoint_is_served_and_the_decisions_are_shown() -> None:
+    done = subprocess.run(["bash", ROOT / "examples" / "serve.sh"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "2 of 2 MoE layers" in done.stdout and "stopped the server" in done.stdout
