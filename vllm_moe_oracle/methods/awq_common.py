@@ -9,7 +9,7 @@ from typing import Any
 from ..core.problem import Scheme
 from ..quantization.awq import awq_scheme
 from ..quantization.fields import flatten_names
-from .wna16 import Wna16ConfigMixin, Wna16MoEMethod
+from .wna16 import ConfigWna16MoEMethod, Wna16ConfigMixin
 
 _WHERE = "quantization_config"
 
@@ -26,12 +26,12 @@ def config_fields(config: Any) -> dict[str, Any]:
     }
 
 
-class AwqMoEMethod(Wna16MoEMethod):
+class AwqMoEMethod(ConfigWna16MoEMethod):
     """The mix-in in front of a stock method class for AWQ."""
 
     @staticmethod
     def read_scheme(quant_config: Any) -> Scheme:
-        """See `Wna16MoEMethod`."""
+        """See `ConfigWna16MoEMethod`."""
         return awq_scheme(config_fields(quant_config), _WHERE)
 
 

@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 from ..quantization.fields import flatten_names, short_repr
 from ..quantization.gptq import gptq_scheme
 from ..releases import min_versions
-from .wna16 import Wna16ConfigMixin, Wna16MoEMethod
+from .wna16 import ConfigWna16MoEMethod, Wna16ConfigMixin, Wna16MoEMethod
 
 SERVES = {
     "schemes": ["wna16"],
@@ -58,7 +58,7 @@ def config_fields(config: Any) -> dict[str, Any]:
     }
 
 
-class AutoGPTQMoEMethod(Wna16MoEMethod, stock.AutoGPTQMoEMethod):
+class AutoGPTQMoEMethod(ConfigWna16MoEMethod, stock.AutoGPTQMoEMethod):
     """MoE layers; replaces the stock class of the same name."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ class AutoGPTQMoEMethod(Wna16MoEMethod, stock.AutoGPTQMoEMethod):
 
     @staticmethod
     def read_scheme(quant_config: Any) -> Scheme:
-        """See `Wna16MoEMethod`."""
+        """See `ConfigWna16MoEMethod`."""
         return gptq_scheme(config_fields(quant_config), _WHERE)
 
     @classmethod

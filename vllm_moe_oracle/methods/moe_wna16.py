@@ -15,7 +15,7 @@ from ..quantization.awq import awq_scheme
 from ..quantization.fields import flatten_names, read_string
 from ..quantization.gptq import gptq_scheme
 from .gptq import AutoGPTQConfig, without_act_order
-from .wna16 import Wna16ConfigMixin, Wna16MoEMethod
+from .wna16 import ConfigWna16MoEMethod, Wna16ConfigMixin
 
 SERVES = {
     "schemes": ["wna16"],
@@ -42,7 +42,7 @@ def default_scheme(config: Any) -> Scheme:
     return gptq_scheme(fields, _WHERE) if fields["quant_method"] == "gptq" else awq_scheme(fields, _WHERE)
 
 
-class MoeWNA16Method(Wna16MoEMethod, stock.MoeWNA16Method):
+class MoeWNA16Method(ConfigWna16MoEMethod, stock.MoeWNA16Method):
     """MoE layers; replaces the stock class of the same name. The stock loader adds one to each packed zero point
     separately, which loses the borrow of the tool that subtracted it."""
 
@@ -50,7 +50,7 @@ class MoeWNA16Method(Wna16MoEMethod, stock.MoeWNA16Method):
 
     @staticmethod
     def read_scheme(quant_config: Any) -> Scheme:
-        """See `Wna16MoEMethod`."""
+        """See `ConfigWna16MoEMethod`."""
         return default_scheme(quant_config)
 
     @classmethod

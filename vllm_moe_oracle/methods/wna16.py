@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
@@ -66,19 +67,6 @@ class Wna16MoEMethod(OracleMoEMethod):
     file_packing: str
     bias_in_file: bool = False
     parameter_packing: ClassVar[str] = ""
-
-    def __init__(self, quant_config: Any, moe: Any) -> None:
-        # The stock constructor would choose a backend by its own rules, and raise where it finds none.
-        self.quant_config = quant_config
-        scheme = self.read_scheme(quant_config)
-        self.file_packing = scheme.packing
-        self.bias_in_file = getattr(quant_config, "expert_biases", False)
-        self.decide(moe, dataclasses.replace(scheme, packing=self.parameter_packing or scheme.packing))
-
-    @staticmethod
-    def read_scheme(quant_config: Any) -> Scheme:
-        """What the checkpoint holds, from vLLM's config object; a subclass with the constructor above defines it."""
-        raise NotImplementedError
 
     def decide(self, moe: Any, scheme: Scheme) -> None:
         """Decides which backend runs the layer; see `OracleMoEMethod.decide`."""
@@ -327,6 +315,23 @@ class Wna16MoEMethod(OracleMoEMethod):
                 raise CheckpointError(f"{rule}group indices; one product reads both", _REMEDY, problem.layer)
 
 
+class ConfigWna16MoEMethod(Wna16MoEMethod):
+    """The mix-in in front of stock method classes whose config object alone tells the scheme of the experts."""
+
+    def __init__(self, quant_config: Any, moe: Any) -> None:
+        # The stock constructor would choose a backend by its own rules, and raise where it finds none.
+        self.quant_config = quant_config
+        scheme = self.read_scheme(quant_config)
+        self.file_packing = scheme.packing
+        self.bias_in_file = getattr(quant_config, "expert_biases", False)
+        self.decide(moe, dataclasses.replace(scheme, packing=self.parameter_packing or scheme.packing))
+
+    @staticmethod
+    @abstractmethod
+    def read_scheme(quant_config: Any) -> Scheme:
+        """What the checkpoint holds, from vLLM's config object."""
+
+
 class Wna16ConfigMixin(EmulatedDtypesMixin):
     """The mix-in in front of a stock config class for integer experts, which reads the config as `explain` does.
 
@@ -340,9 +345,9 @@ class Wna16ConfigMixin(EmulatedDtypesMixin):
     moe_method_cls: ClassVar[type[Any]]
     expert_biases: bool = False
 
+    @abstractmethod
     def checkpoint_fields(self) -> dict[str, Any]:
         """The object as the fields of a checkpoint's config."""
-        raise NotImplementedError
 
     def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
         """Reads the names of the checkpoint's tensors, for biases of experts that the config does not mention."""
