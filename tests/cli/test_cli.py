@@ -15,11 +15,13 @@ import msgspec
 import pytest
 
 from tests.lib.cli import CONFIGS, Run
+from tests.lib.samples import measured_card
 from vllm_moe_oracle import __version__
 from vllm_moe_oracle.core.decision import ShardPlan
 from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.devices.catalog import known_device
+from vllm_moe_oracle.measurements import profile
 from vllm_moe_oracle.releases.supported import NEWEST
 
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}
@@ -40,6 +42,13 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return made
 
 
+def measured_h200(folder: Path) -> Path:
+    """The file of an H200 for which the shipped profile is valid, whatever vLLM release is the newest."""
+    path = folder / "h200.json"
+    path.write_bytes(msgspec.json.encode(measured_card(profile.SHIPPED_FOLDER / "nvidia_h200.json")))
+    return path
+
+
 # --- explain ----------------------------------------------------------------------------------------------------------
 
 
@@ -51,8 +60,12 @@ def test_explain_answers_for_a_machine_that_is_elsewhere(run: Run, write: Callab
     assert lines[2] == "48 layers: model.layers.0-47.mlp.experts"
     for word in ("layer", "backend", "why", "numerics", "sizes"):
         assert any(line.startswith(f"  {word} ") for line in lines), word
-    assert re.search(r"^  candidate +verdict +reasons, or microseconds by tokens$", result.out, re.MULTILINE)
     assert re.search(r"^  emulation +accepted$", result.out, re.MULTILINE)
+
+
+def test_measured_candidates_have_their_times(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+    result = run("explain", write(), "--device", measured_h200(tmp_path))
+    assert re.search(r"^  candidate +verdict +reasons, or microseconds by tokens$", result.out, re.MULTILINE)
 
 
 def test_a_gpu_without_measurements_is_told_how_to_take_them(
@@ -66,8 +79,9 @@ def test_a_gpu_without_measurements_is_told_how_to_take_them(
     hint = "no measurements of this layer are valid here: run vllm-moe-oracle tune where it is served"
     here = why("--device", "nvidia-h100")
     assert hint in here and "measured on NVIDIA H200, not NVIDIA H100;" in here and "compute capability" not in here
-    assert hint in why("--device", "nvidia-h200", "--tp", 2, "--ep")
-    assert hint not in why("--device", "nvidia-h200") + why("--device", "cpu")
+    h200 = measured_h200(tmp_path)
+    assert hint in why("--device", h200, "--tp", 2, "--ep")
+    assert hint not in why("--device", h200) + why("--device", "cpu")
 
 
 def test_a_misspelled_quantization_is_told_what_was_meant(run: Run, write: Callable[..., Path]) -> None:

@@ -269,24 +269,26 @@ def test_impossible_contents_are_not_believed(store: Store, text: object) -> Non
         store.samples(SHAPE)
 
 
-@pytest.mark.parametrize("text", ["x\x1b[2J", "9\nERROR no line of ours", "x" * 300])
-def test_a_place_that_cannot_be_shown_is_not_believed(store: Store, text: str) -> None:
+def overwrite(store: Store, statement: str, value: object) -> None:
     store.add(HERE, SHAPE, [sample()])
-    place = msgspec.structs.replace(HERE, driver=text)
     with contextlib.closing(sqlite3.connect(store.path)) as connection:
-        connection.execute("UPDATE environments SET description = ?", (place.key,))
+        connection.execute(statement, (value,))
         connection.commit()
+
+
+UNPRINTABLE = pytest.mark.parametrize("text", ["silu\x1b[2J", "silu\nERROR no line of ours", "x" * 300])
+
+
+@UNPRINTABLE
+def test_an_environment_that_cannot_be_shown_is_refused(store: Store, text: str) -> None:
+    overwrite(store, "UPDATE environments SET description = ?", msgspec.structs.replace(HERE, driver=text).key)
     with pytest.raises(MeasurementError, match="holds an invalid measurement: not a possible environment"):
         store.samples(SHAPE)
 
 
-@pytest.mark.parametrize("text", ["silu\x1b[2J", "silu\nERROR no line of ours", "x" * 300])
-def test_a_layer_that_cannot_be_shown_is_not_believed(store: Store, text: str) -> None:
-    store.add(HERE, SHAPE, [sample()])
-    layer = msgspec.structs.replace(SHAPE, activation=text)
-    with contextlib.closing(sqlite3.connect(store.path)) as connection:
-        connection.execute("UPDATE samples SET kernel_shape = ?", (layer.key,))
-        connection.commit()
+@UNPRINTABLE
+def test_a_layer_that_cannot_be_shown_is_refused(store: Store, text: str) -> None:
+    overwrite(store, "UPDATE samples SET kernel_shape = ?", msgspec.structs.replace(SHAPE, activation=text).key)
     with pytest.raises(MeasurementError, match="holds an invalid measurement: not a possible layer"):
         store.samples_by_kernel_shape(HERE)
 
