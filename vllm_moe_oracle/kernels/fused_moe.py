@@ -247,17 +247,34 @@ def fused_moe(
     batch_invariant: bool = False,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """out[t] = sum over j of topk_weights[t, j] * expert(topk_ids[t, j])(x[t]); returns out.
+    """Runs a layer: ``out[t] = sum over j of topk_weights[t, j] * expert(topk_ids[t, j])(x[t])``.
 
-    x, out: [tokens, hidden] bfloat16 or float16, rows contiguous. topk_ids: int32 or int64 [tokens, top_k], global ids
-    when `expert_map` (int32 [global experts], -1 for experts elsewhere) is given; a negative id adds nothing.
-    topk_weights: any float dtype [tokens, top_k]. workspace, counters: `workspace_layout`, for the same `config` and
-    tokens. activation: one of ACTIVATIONS; alpha and beta default to the activation's own; limit clamps gate (above)
-    and up (both sides). quantize_activations: x and h pass through MXFP8 (e4m3, ceil-log2 e8m0 scales per 32).
-    batch_invariant: one configuration for all numbers of tokens, so a token's result does not depend on the rest of the
-    batch. pdl: programmatic dependent launch; by default on from compute capability 9.0. Raises a ValueError for
-    arguments that do not fit each other.
+    Args:
+        x: bfloat16 or float16, `[tokens, hidden]`, rows contiguous.
+        weights: the layer's stored experts.
+        topk_weights: any float dtype, `[tokens, top_k]`.
+        topk_ids: int32 or int64, `[tokens, top_k]`; global ids with an `expert_map`. A negative id adds nothing.
+        activation: one of ACTIVATIONS.
+        workspace: scratch of at least `workspace_layout(...).nbytes` bytes for the same `config` and tokens.
+        counters: int32, zeros; at least `workspace_layout(...).counters` elements. They are zeros again afterwards.
+        out: as x; must not overlap `workspace`.
+        alpha: parameter of the activation; None for its default.
+        beta: likewise.
+        limit: clamps gate from above and up on both sides; None for no limit.
+        expert_map: int32, `[global experts]`: local index of each expert, -1 for experts of other ranks.
+        apply_router_weight_on_input: multiplies the first product instead of the second one.
+        quantize_activations: x and h pass through MXFP8 (e4m3, one e8m0 scale per 32 values, exponent rounded up).
+        config: launch configuration; None for `choose_config`'s.
+        batch_invariant: one configuration for all numbers of tokens: a token's result does not depend on the batch.
+        pdl: programmatic dependent launch; None: on from compute capability 9.0.
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: arguments do not fit each other; the message has the sizes.
     """
+    # One body of more than 80 lines: checks, then the launches in their order, which share most of their arguments.
     check_arguments(x, weights, topk_weights, topk_ids, activation, out)
     tokens, top_k = topk_ids.shape
     if tokens == 0:
