@@ -218,10 +218,10 @@ def test_a_copy_with_a_renamed_attribute_on_disk_fails(tmp_path: Path) -> None:
 def test_what_cannot_be_proven_is_a_problem(code: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     release = DEFAULT_RELEASE
     file = surface.OurFile("vllm_moe_oracle/compat/example.py", ast.parse(code))
-    eras = next(each for each in surface.our_files() if each.name.endswith("releases/supported.py"))
+    supported = next(each for each in surface.our_files() if each.name.endswith("releases/supported.py"))
     caches = (surface._our_classes, surface._our_bases, surface._own_types, surface._heirs, surface._called_on_self)
     with monkeypatch.context() as patch:
-        patch.setattr(surface, "our_files", lambda: (file, eras))
+        patch.setattr(surface, "our_files", lambda: (file, supported))
         for each in caches:
             each.cache_clear()
         problems = surface.check(release, surface.Sources(releases.sources(release)))

@@ -12,7 +12,6 @@ Which mechanism for which difference between releases:
   its schema has it (`backends._stock.schema_arguments`).
 * A stock quantization class exists in some releases only: `required_modules` and the names in a method's ``SERVES``.
 * An environment variable was removed: `ignored_env_vars`.
-
 * A stock class lacks a method or an attribute in some releases: `getattr` with the fallback where it is read, and a
   comment that names the release (`methods.online`).
 """
