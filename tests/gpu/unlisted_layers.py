@@ -1,0 +1,111 @@
+"""Times layers that no shipped profile holds: other models, ranks, packings and dtypes. The times fit and judge the
+latency model (`tests.tools.fit_latency`).
+
+    python -m tests.gpu.unlisted_layers --jsonl unlisted.jsonl [--budget SECONDS] [--jobs N] [--only WORD]
+
+One H200 with vLLM; about 12 s a layer, compilation in `--jobs` processes before. Exit status 4 when a backend failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from vllm_moe_oracle.core.problem import Activation, Parallel, Problem, Routing, Scheme
+from vllm_moe_oracle.devices import detect
+from vllm_moe_oracle.measuring.benchmarks import BenchOptions, bench, conditions
+from vllm_moe_oracle.settings import Settings
+
+COUNTS = (1, 3, 8, 16, 48, 128, 300, 512, 1500, 4096, 8192)
+
+_SILU = Activation("silu")
+_GPT_OSS = Activation("swigluoai", alpha=1.702, beta=1.0, limit=7.0, interleaved=True)
+
+
+def _integers(bits: int, group: int, packing: str = "compressed-tensors", **more: object) -> Scheme:
+    return Scheme("wna16", bits, group, packing, **more)  # type: ignore[arg-type]
+
+
+MXFP8 = Scheme("mxfp8", 8, 32, "modelopt", activations="mxfp8")
+MXFP4 = Scheme("mxfp4", 4, 32, "compressed-tensors")
+GPT_OSS = Scheme("mxfp4", 4, 32, "gpt_oss")
+INT4 = _integers(4, 128)
+AWQ = _integers(4, 128, "awq", zero_points=True)
+
+
+def _layer(
+    name: str, scheme: Scheme, experts: int, top_k: int, hidden: int, inner: int, ep: int = 1, tp: int = 1,
+    activation: Activation = _SILU, **more: object,
+) -> Problem:  # fmt: skip
+    """A layer on one of `ep` expert-parallel or `tp` tensor-parallel ranks; `inner` is one rank's."""
+    return Problem(
+        layer=name, scheme=scheme, num_experts=experts, local_experts=experts // ep, top_k=top_k, hidden_size=hidden,
+        intermediate_size=inner, activation=activation, routing=Routing(method="renormalize"),
+        parallel=Parallel(tp=tp, ep=ep), **more,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+LAYERS = (
+    _layer("int4_g128:qwen3-30b-a3b@ep4", INT4, 128, 8, 2048, 768, ep=4),
+    _layer("mxfp4:gpt-oss-120b@ep4", GPT_OSS, 128, 4, 2880, 2880, ep=4, activation=_GPT_OSS, has_bias=True),
+    _layer("mxfp8:qwen3-235b-a22b@ep8", MXFP8, 128, 8, 4096, 1536, ep=8),
+    _layer("awq:qwen3-30b-a3b", AWQ, 128, 8, 2048, 768),
+    _layer("awq:deepseek-v3@ep8", AWQ, 256, 8, 7168, 2048, ep=8),
+    _layer("gptq-act-order:qwen3-30b-a3b", _integers(4, 128, "gptq", act_order="group"), 128, 8, 2048, 768),
+    _layer("int8_g128:phi-3.5-moe@tp2", _integers(8, 128), 16, 2, 4096, 3200, tp=2),
+    _layer("int4_g128:olmoe fp16", INT4, 64, 8, 2048, 1024, dtype="float16"),
+    _layer("mxfp8:olmoe", MXFP8, 64, 8, 2048, 1024),
+    _layer("mxfp4:olmoe", MXFP4, 64, 8, 2048, 1024),
+    _layer("int4_g128:llama-4-scout@tp4", INT4, 16, 1, 5120, 2048, tp=4),
+    _layer("mxfp8:deepseek-v2-lite", MXFP8, 64, 6, 2048, 1408),
+    _layer("awq:deepseek-v2-lite", AWQ, 64, 6, 2048, 1408),
+    _layer("int4_g32:granite-3b-moe", _integers(4, 32), 40, 8, 1536, 512),
+    _layer("mxfp4:ernie-4.5-21b", MXFP4, 64, 6, 2560, 1536),
+    _layer("mxfp8:hunyuan-a13b@tp2", MXFP8, 64, 8, 4096, 1536, tp=2),
+    _layer("int4_g128:dbrx@tp4", INT4, 16, 4, 6144, 2688, tp=4),
+    _layer("mxfp4:kimi-k2@ep8", MXFP4, 384, 8, 7168, 2048, ep=8),
+    _layer("int4_g32:kimi-k2@ep8", _integers(4, 32), 384, 8, 7168, 2048, ep=8),
+    _layer("mxfp8:glm-4.5@ep4", MXFP8, 160, 8, 5120, 1536, ep=4),
+    _layer("int4_g128:qwen1.5-moe", INT4, 60, 4, 2048, 1408),
+    _layer("mxfp8:minimax-m2@ep8", MXFP8, 256, 8, 3072, 1536, ep=8),
+    _layer("int4_g64:glm-4.5-air@tp2", _integers(4, 64), 128, 8, 4096, 704, tp=2),
+    _layer("mxfp8:qwen3-next", MXFP8, 512, 10, 2048, 512),
+    _layer("mxfp4:gpt-oss-20b@ep2", GPT_OSS, 32, 4, 2880, 2880, ep=2, activation=_GPT_OSS, has_bias=True),
+    _layer("int8_channel:qwen3-30b-a3b", _integers(8, -1), 128, 8, 2048, 768),
+    _layer("mxfp8:qwen3-30b-a3b fp16", MXFP8, 128, 8, 2048, 768, dtype="float16"),
+    _layer("mxfp4:qwen3-235b-a22b@tp4", MXFP4, 128, 8, 4096, 384, tp=4),
+    _layer("awq:mixtral-8x22b@tp4", AWQ, 8, 2, 6144, 4096, tp=4),
+    _layer("int4_g128:qwen3-coder-480b@ep8", INT4, 160, 8, 6144, 2560, ep=8),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jsonl", type=Path, required=True)
+    parser.add_argument("--budget", type=float, default=540.0, help="start no further layer after these seconds")
+    parser.add_argument("--jobs", type=int, default=14)
+    parser.add_argument("--only", default="", help="layers whose name contains this")
+    options = parser.parse_args()
+    device = detect.detect()
+    plan = BenchOptions(COUNTS, replays=9, seconds=1.0, jobs=options.jobs, budget=options.budget)
+    settings = Settings(cache="none")
+    command = f"python -m tests.gpu.unlisted_layers --jsonl {options.jsonl.name} --jobs {options.jobs}"
+    layers = [each for each in LAYERS if options.only in each.layer]
+    failed = False
+    with options.jsonl.open("wb") as file:
+        file.write(msgspec.json.encode(conditions(device, plan, command)) + b"\n")
+        for record in bench(layers, device, settings, plan, lambda words, done, total: None):
+            failed |= bool(record.failures)
+            file.write(msgspec.json.encode(record) + b"\n")
+            file.flush()
+            print(record.layer["name"], record.tokens, {name: round(us) for name, us in record.us.items()}, flush=True)
+            if record.tokens == max(COUNTS) and record.failures:
+                print("  failures", {name: each[:160] for name, each in record.failures.items()}, flush=True)
+    return 4 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
