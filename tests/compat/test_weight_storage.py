@@ -124,9 +124,23 @@ def test_a_conversion_that_depends_on_values_is_refused() -> None:
 
 def test_loading_into_converted_storage_is_an_error() -> None:
     layer = make_layer()
-    weight_storage.forbid_loading(layer.w13_weight, "model.layers.0.mlp.experts")
-    with pytest.raises(LifecycleError, match=r"model\.layers\.0\.mlp\.experts: checkpoint weights were loaded into"):
-        layer.w13_weight.weight_loader(layer.w13_weight, torch.zeros(1))
+    weight_storage.forbid_loading(layer.w13_weight, "model.layers.0.mlp.experts", lambda expert: expert in (0, 2))
+    load = layer.w13_weight.weight_loader
+    for arguments in ((), ("w13_weight", "w1", 0), ("w13_weight", "w3", 2, True), ("w13_weight", None)):
+        with pytest.raises(
+            LifecycleError, match=r"model\.layers\.0\.mlp\.experts: checkpoint weights were loaded into"
+        ):
+            load(layer.w13_weight, torch.zeros(1), *arguments)
+
+
+def test_other_ranks_experts_are_not_loaded_into_converted_storage() -> None:
+    layer = make_layer()
+    before = layer.w13_weight.clone()
+    weight_storage.forbid_loading(layer.w13_weight, "model.layers.0.mlp.experts", lambda expert: expert in (0, 2))
+    load = layer.w13_weight.weight_loader
+    assert load(layer.w13_weight, torch.ones(1), "w13_weight", "w1", 1) is None
+    assert load(layer.w13_weight, torch.ones(1), "w13_weight", "w1", expert_id=3, return_success=True) is False
+    assert torch.equal(layer.w13_weight, before)
 
 
 @pytest.mark.parametrize("experts", [4, 32])

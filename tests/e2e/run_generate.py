@@ -5,9 +5,10 @@
 A job is an object: ``checkpoint``, ``dtype``, ``prompt`` (token ids), ``tokens`` (how many), ``oracle`` (settings of
 the plugin), ``engine`` (more arguments of vLLM's `LLM`), ``experts`` (keywords that every MoE layer of the model
 gets on top of its own: biases, another activation), and ``online_experts`` (vLLM's name of a `QuantKey`: experts are
-quantized while they load). A result has ``tokens``, ``logprobs`` (one list over the vocabulary
-for each token), ``layers`` (what the plugin says about its layers) and ``digests`` (SHA-256 of the bytes of each
-parameter of the MoE layers, by name), or ``error``. The last two are there when the model is in this process.
+quantized while they load), and ``reload`` (a checkpoint, for vLLM's layer-wise reload after the first answer: the
+result has what the model says then in ``reloaded``). A result has ``tokens``, ``logprobs`` (one list over the
+vocabulary for each token), ``layers`` (what the plugin says about its layers) and ``digests`` (SHA-256 of the bytes of
+each parameter of the MoE layers, by name), or ``error``. The last two are there when the model is in this process.
 """
 
 from __future__ import annotations
@@ -105,6 +106,10 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             **SMALL | {"enforce_eager": job.get("eager", True)} | job.get("engine", {}) | online_experts(job),
         )
         said = say(llm, job["prompt"], job["tokens"])
+        if "reload" in job:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": job["reload"]})
+            llm.reset_prefix_cache()
+            said["reloaded"] = say(llm, job["prompt"], job["tokens"])
         if job.get("engine", {}).get("tensor_parallel_size", 1) > 1:  # the model is in other processes
             return said
         from vllm_moe_oracle.methods import load_summary

@@ -169,15 +169,28 @@ def rename_parameters(layer: nn.Module, names: Mapping[str, str], wanted: Mappin
     return found
 
 
-def forbid_loading(parameter: nn.Parameter, layer: str) -> None:
+def forbid_loading(parameter: nn.Parameter, layer: str, is_local: Callable[[int], bool]) -> None:
     """Makes it an error to load checkpoint weights into a converted parameter. vLLM's reload uses fresh parameters.
+
+    Another rank's expert is passed over, as vLLM's loader does: where weights are converted while they are loaded, a
+    layer is converted once this rank's experts are there, and the model's loader still offers it the others'.
 
     Args:
         parameter: a kernel tensor.
         layer: the layer's name, for the message.
+        is_local: whether this rank holds an expert, by its number over all ranks.
     """
 
-    def weight_loader(*args: Any, **kwargs: Any) -> None:
+    def weight_loader(
+        param: nn.Parameter,
+        loaded_weight: Tensor,
+        weight_name: str = "",
+        shard_id: str | None = None,
+        expert_id: int | None = None,
+        return_success: bool = False,
+    ) -> bool | None:
+        if expert_id is not None and not is_local(expert_id):
+            return False if return_success else None
         rule = "checkpoint weights were loaded into a layer whose weights are in the kernel's layout already"
         raise LifecycleError(rule, "Reload through vLLM's reload_weights, which starts from fresh parameters", layer)
 

@@ -8,6 +8,7 @@ before any weight is read.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -308,7 +309,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
         for name in kernel_names.values():
             parameter = getattr(layer, name)
             if not hasattr(parameter, "weight_loader"):
-                weight_storage.forbid_loading(parameter, problem.layer)
+                is_local = functools.partial(self.adapter.holds_expert, layer)
+                weight_storage.forbid_loading(parameter, problem.layer, is_local)
         if self.moe_kernel is None:
             # Built once: a reload copies new values into the tensors that this kernel and captured graphs refer to.
             tensors = LayerTensors(layer, kernel_names)

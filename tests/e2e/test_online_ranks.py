@@ -1,0 +1,62 @@
+"""Two ranks of a real vLLM whose model's loader offers each rank the other's experts: quantized while they load, and in
+a reload. What is served equals float32 transformers, as one rank does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib import checkpoints, reference, vllm_runner
+from tests.lib.served import PROMPT, difference, tolerance
+
+pytest.importorskip("vllm", reason="models are served")
+
+pytestmark = pytest.mark.full
+
+TOKENS = 4
+EXPERTS = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+ONLINE = {"quantization": "mxfp8", "quantization_config": {"ignore": ["lm_head", "re:.*\\.mlp\\.gate$"]}}
+CASES: dict[str, tuple[checkpoints.Format, dict[str, Any]]] = {
+    "online": ("bf16", ONLINE | EXPERTS),
+    "online, shards": ("bf16", ONLINE | {"tensor_parallel_size": 2}),
+    "checkpoint": ("mxfp8", EXPERTS),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
+    """Two models in each format, by format and seed."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        (format, seed): checkpoints.write_checkpoint(folder / f"{format}-{seed}", format=format, seed=seed)
+        for format in ("bf16", "mxfp8")
+        for seed in (0, 1)
+    }
+
+
+@pytest.fixture(scope="module")
+def served(models: dict[tuple[str, int], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    jobs = {
+        name: {
+            "checkpoint": str(models[format, 0]), "reload": str(models[format, 1]), "dtype": "bfloat16",
+            "prompt": PROMPT, "tokens": TOKENS, "engine": engine, "oracle": {},
+        }
+        for name, (format, engine) in CASES.items()
+    }  # fmt: skip
+    # One core for each rank: vLLM binds them to NUMA nodes of their own otherwise.
+    return vllm_runner.run("run_generate.py", jobs, tmp_path_factory.mktemp("served"), VLLM_CPU_OMP_THREADS_BIND="0|1")
+
+
+@pytest.mark.parametrize("seed", [0, 1], ids=["loaded", "reloaded"])
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_say_what_transformers_say(
+    served: dict[str, Any], models: dict[tuple[str, int], Path], name: str, seed: int
+) -> None:
+    assert "error" not in served[name], served[name]["error"]
+    said = served[name]["reloaded"] if seed else served[name]
+    model = reference.load_transformers(models["mxfp8", seed], quantize_activations="ceil")
+    expected = reference.greedy(model, PROMPT, TOKENS)
+    assert difference(said, expected) <= tolerance("bfloat16", True)
+    assert said["tokens"] == expected.tokens
