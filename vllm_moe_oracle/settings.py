@@ -184,7 +184,8 @@ class Settings:
         SelfCheck,
         "group",
         "compare kernels with the reference at load time: never, for one layer of each group, for every layer, or for "
-        "one layer of each group with a failure being an error",
+        "one layer of each group with a failure being an error; unless it is off, the weights of all experts are also "
+        "searched for NaN and for values that no kernel can compute with",
     )
     mxfp8_scale_rule: ScaleRule = _choice(
         ScaleRule,

@@ -25,11 +25,19 @@ def put(name: str, make: Any) -> Any:
 
 
 LAYER = "model.layers.1.mlp.experts"
+
+
+def spoiled(tensor: torch.Tensor, byte: int, place: tuple[int, int]) -> torch.Tensor:
+    codes = tensor.clone().view(torch.uint8)
+    codes[place] = byte
+    return codes.view(tensor.dtype)
+
+
 FAULTS = {
     "missing scale": (
         drop("up_proj.weight_scale"),
-        f"{LAYER}: 256 of 4096 scales in w13_weight_scale are NaN (e8m0 code 255). The checkpoint is damaged, or a "
-        "scale was never loaded",
+        f"{LAYER}: 256 of 4096 scales in w13_weight_scale are NaN (e8m0 code 255); the first is code 255 of "
+        "local expert 3 at [64, 0]. The checkpoint is damaged, or a scale was never loaded",
     ),
     "missing weight": (
         drop("gate_proj.weight"),
@@ -52,6 +60,15 @@ FAULTS = {
     "transposed weight": (
         put("up_proj.weight", lambda tensor: tensor.t().contiguous()),
         "an expert's tensor has shape [128, 64], expected [64, 128]",
+    ),
+    "NaN code": (
+        put("down_proj.weight", lambda tensor: spoiled(tensor, 0xFF, (7, 5))),
+        f"{LAYER}: codes in w2_weight of 1 of 8 local experts are NaN (e4m3 codes 127 and 255); the first is code 255 "
+        "of local expert 3 at [7, 5]. The checkpoint is damaged",
+    ),
+    "huge scale": (
+        put("up_proj.weight_scale", lambda tensor: spoiled(tensor, 254, (2, 1))),
+        f"{LAYER}: w13_weight: the weight of local expert 3 in row 66, input feature 3",
     ),
     "scale as e8m0": (put("up_proj.weight_scale", lambda tensor: tensor.view(torch.float8_e8m0fnu)), ""),
 }

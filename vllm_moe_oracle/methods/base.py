@@ -282,6 +282,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
             if self.moe_kernel is not None:
                 weight_loading.check_all_loaded(dict(self.adapter.parameters(layer)), problem.layer)
             raw = self._read_weights(layer)
+            if self.settings.self_check != "off":
+                self._scheme().check_values(raw, problem)
         parallel = self.moe.moe_parallel_config
         if "w2_bias" in raw and parallel.tp_size > 1 and parallel.tp_rank > 0:
             # vLLM sums the ranks' outputs, and its loader gives every rank the whole bias of the second product.

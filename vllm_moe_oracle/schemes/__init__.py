@@ -3,6 +3,7 @@
 * ``parameter_names(problem)``: names of the parameters that vLLM's loaders fill, by canonical name.
 * ``shapes(problem)``: shapes of the canonical tensors.
 * ``read(parameters, problem)``: the loaded parameters by canonical name, checked.
+* ``check_values(tensors, problem)``: refuses values in what ``read`` returned with which no kernel can compute.
 * ``canonical_expert(expert, problem)``: canonical tensors of one expert.
 * ``quantize``, ``dequantize``, ``dequantize_expert(expert, which)``: reference conversions.
 * ``fake_quantize(values)``: activations quantized and dequantized.

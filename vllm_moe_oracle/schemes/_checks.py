@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,10 @@ FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _CHUNK_ELEMENTS = 2**21
 """Values tested per pass. `isfinite` allocates temporaries, and the scales of one layer can take 100 MB."""
+
+
+_LARGEST_SQUARED = 2.0**64 * (1 - 2.0**-24)
+"""The largest float32 number whose square is one."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -30,12 +36,102 @@ def require_finite(values: Tensor, kind: str, name: str, problem: Problem) -> No
         problem: the layer.
 
     Raises:
-        CheckpointError: a value is NaN or infinite; the message says how many are.
+        CheckpointError: a value is NaN or infinite; the message says how many are, and which is the first.
     """
-    experts = max(1, _CHUNK_ELEMENTS // max(values[0].numel(), 1))
-    chunks = (values[start : start + experts] for start in range(0, len(values), experts))
-    bad = sum(int((~torch.isfinite(chunk)).sum()) for chunk in chunks)
-    if bad:
-        rule = f"{bad} of {values.numel()} {kind} in {name} are NaN or infinite"
+    count, first = 0, ""
+    for start, part in expert_chunks(values):
+        bad = ~torch.isfinite(part)
+        found = int(bad.sum())
+        if found and not first:
+            first = first_place(bad, part, start)
+        count += found
+    if count:
+        rule = f"{count} of {values.numel()} {kind} in {name} are NaN or infinite; {first}"
         remedy = "The checkpoint is damaged, one was never loaded, or the model's dtype cannot represent the values"
         raise CheckpointError(rule, remedy, problem.layer)
+
+
+def expert_chunks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Neighboring experts of a parameter `[experts, ...]`, few enough for temporaries, with the number of the first."""
+    experts = max(1, _CHUNK_ELEMENTS // max(values[0].numel(), 1))
+    return ((start, values[start : start + experts]) for start in range(0, len(values), experts))
+
+
+def first_place(bad: Tensor, values: Tensor, first_expert: int = 0) -> str:
+    """The first marked value of a parameter and its place, in words.
+
+    Args:
+        bad: bool `[experts, ...]`, with at least one True.
+        values: the values, of the same shape.
+        first_expert: number of the first expert.
+    """
+    place = [int(index) for index in bad.nonzero()[0]]
+    value = values[tuple(place)]
+    shown = f"{float(value):g}" if values.dtype.is_floating_point else f"code {int(value)}"
+    return f"the first is {shown} of local expert {first_expert + place[0]} at {place[1:]}"
+
+
+# --- What no kernel can compute with ----------------------------------------------------------------------------------
+
+
+def largest_weight(dtype: str) -> float:
+    """The largest magnitude of a weight that is no damage, for a model's dtype: the dtype's own, and 2**64.
+
+    A gated activation multiplies two products of a weight, and a norm squares what the layer adds; both are done in
+    float32, in which the square of a larger weight is infinite.
+    """
+    return min(float(torch.finfo(getattr(torch, dtype)).max), _LARGEST_SQUARED)
+
+
+def require_weights_within(
+    rows: Tensor, dequantize: Callable[[Tensor], Tensor], name: str, expert: int, columns: int, problem: Problem
+) -> None:
+    """Refuses an expert with weights beyond `largest_weight`.
+
+    Args:
+        rows: bool `[N]`: the rows of the matrix that may have one, by their scales alone.
+        dequantize: float32 weights `[n, columns]` of some rows; `[n]` int64 -> `[n, columns]`.
+        name: the parameter's name.
+        expert: local expert number.
+        columns: input features of the matrix.
+        problem: the layer.
+
+    Raises:
+        CheckpointError: there is such a weight; the message names the first.
+    """
+    limit = largest_weight(problem.dtype)
+    for part in torch.split(rows.nonzero().flatten(), max(1, _CHUNK_ELEMENTS // columns)):
+        values = dequantize(part)
+        bad = ~(values.abs() <= limit)
+        if bool(bad.any()):
+            row, column = (int(index) for index in bad.nonzero()[0])
+            rule = (
+                f"{name}: the weight of local expert {expert} in row {int(part[row])}, input feature {column} is "
+                f"{float(values[row, column]):g}, code times scale; {problem.dtype} layers hold up to {limit:g}"
+            )
+            remedy = "The checkpoint is damaged" + ("" if problem.dtype != "float16" else ", or needs --dtype bfloat16")
+            raise CheckpointError(rule, remedy, problem.layer)
+
+
+def require_biases_within(tensors: Mapping[str, Tensor], names: Mapping[str, str], problem: Problem) -> None:
+    """Refuses biases beyond `largest_weight`.
+
+    Args:
+        tensors: as a scheme's `read` returns them.
+        names: parameter name by canonical name.
+        problem: the layer.
+
+    Raises:
+        CheckpointError: there is such a bias; the message names the first.
+    """
+    limit = largest_weight(problem.dtype)
+    for canonical in ("w13_bias", "w2_bias"):
+        if canonical in tensors:
+            values = tensors[canonical]
+            bad = ~(values.abs() <= limit)
+            if bool(bad.any()):
+                rule = (
+                    f"{int(bad.sum())} of {values.numel()} biases in {names[canonical]} are beyond the {limit:g} that "
+                    f"{problem.dtype} layers hold; {first_place(bad, values)}"
+                )
+                raise CheckpointError(rule, "The checkpoint is damaged", problem.layer)

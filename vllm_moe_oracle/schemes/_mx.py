@@ -14,7 +14,15 @@ from torch import Tensor
 
 from ..core.problem import MX_BLOCK, Problem
 from ..errors import CheckpointError
-from ._checks import FLOAT_DTYPES, dtype_name, require_finite
+from ._checks import (
+    FLOAT_DTYPES,
+    dtype_name,
+    first_place,
+    largest_weight,
+    require_biases_within,
+    require_finite,
+    require_weights_within,
+)
 
 ScaleRule = Literal["ceil", "floor", "llm-compressor"]
 
@@ -159,11 +167,72 @@ def _require_numbers(tensors: Mapping[str, Tensor], names: Mapping[str, str], pr
         bad = int((scales == E8M0_NAN).sum()) if int(scales.amax()) == E8M0_NAN else 0
         if bad:
             rule = f"{bad} of {scales.numel()} scales in {names[canonical]} are NaN (e8m0 code 255)"
+            rule += f"; {first_place(scales == E8M0_NAN, scales)}"
             raise CheckpointError(rule, "The checkpoint is damaged, or a scale was never loaded", problem.layer)
     # The self-check replaces the checkpoint's biases by its own and would not find these.
     for canonical in ("w13_bias", "w2_bias"):
         if canonical in tensors:
             require_finite(tensors[canonical], "biases", names[canonical], problem)
+
+
+def require_codes(tensors: Mapping[str, Tensor], problem: Problem) -> None:
+    """Refuses NaN among e4m3 codes.
+
+    Both NaN codes are the largest byte of a kind, so that two maxima find them, without temporaries: 0x7F as a signed
+    byte, 0xFF as an unsigned one.
+
+    Args:
+        tensors: as `read` returns them.
+        problem: the layer.
+
+    Raises:
+        CheckpointError: a code is NaN; the message names the first.
+    """
+    names = parameter_names(problem)
+    for canonical in ("w13", "w2"):
+        codes = tensors[canonical]
+        largest = [codes.view(dtype).amax((1, 2)) == nan for dtype, nan in ((torch.int8, 127), (torch.uint8, 255))]
+        damaged = (largest[0] | largest[1]).nonzero().flatten().tolist()
+        if damaged:
+            code = codes[damaged[0] : damaged[0] + 1].view(torch.uint8)
+            bad = (code & 0x7F) == _E4M3_NAN
+            rule = (
+                f"codes in {names[canonical]} of {len(damaged)} of {len(codes)} local experts are NaN (e4m3 codes 127 "
+                f"and 255); {first_place(bad, code, damaged[0])}"
+            )
+            raise CheckpointError(rule, "The checkpoint is damaged, or a weight was never loaded", problem.layer)
+
+
+def require_products(
+    tensors: Mapping[str, Tensor], problem: Problem, largest: float, dequantize: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Refuses weights, codes times scales, and biases that are damage; see `_checks.largest_weight`.
+
+    Only rows are dequantized whose largest scale would make the format's largest code too large.
+
+    Args:
+        tensors: as `read` returns them.
+        problem: the layer.
+        largest: largest element of the format.
+        dequantize: float32 weights from codes `[n, ...]` and scales `[n, K/32]` of some rows.
+
+    Raises:
+        CheckpointError: a weight is too large; the message names the first.
+    """
+    code = E8M0_BIAS + math.floor(math.log2(largest_weight(problem.dtype) / largest))
+    names = parameter_names(problem)
+    for canonical in ("w13", "w2"):
+        codes, scales = tensors[canonical], tensors[f"{canonical}_scale"]
+        for expert in (scales.amax((1, 2)) > code).nonzero().flatten().tolist():
+
+            def weights(rows: Tensor, codes: Tensor = codes[expert], scales: Tensor = scales[expert]) -> Tensor:
+                # As bytes: torch cannot index every 8-bit dtype.
+                return dequantize(codes.view(torch.uint8)[rows].view(codes.dtype), scales[rows])
+
+            require_weights_within(
+                scales[expert].amax(-1) > code, weights, names[canonical], expert, scales.shape[-1] * MX_BLOCK, problem
+            )
+    require_biases_within(tensors, names, problem)
 
 
 # --- Scales and blocks ------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ __all__ = [
     "UNLOADED",
     "ScaleRule",
     "canonical_expert",
+    "check_values",
     "dequantize",
     "dequantize_expert",
     "e8m0_from_amax",
@@ -76,6 +77,16 @@ def canonical_expert(expert: Mapping[str, Tensor], problem: Problem) -> dict[str
 def _deinterleave(rows: Tensor) -> Tensor:
     """Rows g0, u0, g1, u1, ... as g0, g1, ..., u0, u1, ...; `[R, ...]`, a copy."""
     return torch.cat((rows[0::2], rows[1::2]))
+
+
+def check_values(tensors: Mapping[str, Tensor], problem: Problem) -> None:
+    """Refuses damage in what `read` returned: weights that are too large; see `_mx.require_products`. Every code is a
+    number.
+
+    Raises:
+        CheckpointError: there is some; the message names layer, parameter, expert, place and value.
+    """
+    _mx.require_products(tensors, problem, E2M1_MAX, dequantize)
 
 
 def quantize(values: Tensor, rule: ScaleRule = "ceil") -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ __all__ = [
     "UNLOADED",
     "ScaleRule",
     "canonical_expert",
+    "check_values",
     "dequantize",
     "dequantize_expert",
     "e8m0_from_amax",
@@ -73,6 +74,16 @@ def read(parameters: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor
 def canonical_expert(expert: Mapping[str, Tensor], problem: Problem) -> dict[str, Tensor]:
     """Canonical tensors of one expert from those that `read` returned: the same tensors."""
     return dict(expert)
+
+
+def check_values(tensors: Mapping[str, Tensor], problem: Problem) -> None:
+    """Refuses damage in what `read` returned: NaN codes, and weights that are too large; see `_mx.require_products`.
+
+    Raises:
+        CheckpointError: there is some; the message names layer, parameter, expert, place and value.
+    """
+    _mx.require_codes(tensors, problem)
+    _mx.require_products(tensors, problem, E4M3_MAX, dequantize)
 
 
 def quantize(values: Tensor, rule: ScaleRule = "ceil") -> tuple[Tensor, Tensor]:

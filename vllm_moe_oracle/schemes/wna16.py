@@ -21,6 +21,7 @@ The packings of checkpoints and of vLLM's parameters are in `_packings`; `Scheme
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from ..core.problem import Problem
 from ..core.sharding import has_act_order, has_group_index
+from ._checks import expert_chunks, largest_weight, require_biases_within, require_weights_within
 from ._packings import (
     as_contiguous,
     codes_to_canonical,
@@ -49,6 +51,7 @@ from ._wna16_parameters import (
 __all__ = [
     "canonical_expert",
     "canonical_names",
+    "check_values",
     "dequantize",
     "dequantize_expert",
     "fake_quantize",
@@ -58,6 +61,13 @@ __all__ = [
     "shapes",
 ]
 
+
+logger = logging.getLogger("vllm.moe_oracle")
+
+_TINY = float(torch.finfo(torch.float32).tiny)
+"""The smallest normal number of float32 and bfloat16. float16's subnormal ones are normal in both."""
+
+_OPTIONAL = ("zero_point", "order", "group_index")
 
 UNLOADED = {f"{matrix}{suffix}": 0xFF for matrix in MATRICES for suffix in ("_scale", "_order")}
 """Bytes that no checkpoint holds (NaN, or group -1): they mark what was not loaded yet, by canonical name. Codes
@@ -121,6 +131,75 @@ def canonical_expert(expert: Mapping[str, Tensor], problem: Problem) -> dict[str
         if problem.has_bias:
             found[f"{matrix}_bias"] = expert[f"{matrix}_bias"]
     return found
+
+
+# --- Damage -----------------------------------------------------------------------------------------------------------
+
+
+def check_values(tensors: Mapping[str, Tensor], problem: Problem) -> None:
+    """Refuses damage in what `read` returned: weights, codes times scales, that are too large; see
+    `_checks.largest_weight`.
+
+    A scale of zero is legal, for it makes a group of zeros in the reference and in every kernel; so is a subnormal one,
+    which some kernels take for zero: float32 and bfloat16 then lose weights below 2**-118. Pruned experts, rows and
+    padding have such scales. What was lost is logged where the codes of such a group differ, in an expert with other
+    scales: the group had weights once.
+
+    Args:
+        tensors: packed tensors by canonical name, `[local_experts, ...]` each.
+        problem: the layer.
+
+    Raises:
+        CheckpointError: a weight is too large; the message names layer, parameter, expert, place and value.
+    """
+    names, largest = parameter_names(problem), (1 << problem.scheme.bits) - 1
+    limit, lost = largest_weight(problem.dtype) / largest, ""
+    for matrix in MATRICES:
+        for expert in _suspects(tensors[f"{matrix}_scale"], limit):
+            canonical = canonical_expert({name: each[expert] for name, each in tensors.items()}, problem)
+
+            def weights(rows: Tensor, canonical: dict[str, Tensor] = canonical, matrix: Matrix = matrix) -> Tensor:
+                zeros, order, index = (canonical.get(f"{matrix}_{each}") for each in _OPTIONAL)
+                codes, scale = canonical[matrix][rows], canonical[f"{matrix}_scale"][rows]
+                zeros = None if zeros is None else zeros[rows]
+                return dequantize(codes, scale, problem.scheme.bits, zeros, order, index)
+
+            columns = canonical[matrix].shape[1] * 8 // problem.scheme.bits
+            large = (canonical[f"{matrix}_scale"].abs() > limit).any(-1)
+            require_weights_within(large, weights, names[f"{matrix}_scale"], expert, columns, problem)
+            lost = lost or _lost_group(canonical, matrix, names[f"{matrix}_scale"], expert, problem)
+    require_biases_within(tensors, names, problem)
+    if lost:
+        logger.warning("moe_oracle: %s: %s", problem.layer, lost)
+
+
+def _suspects(scales: Tensor, limit: float) -> list[int]:
+    """Experts with a scale beyond a limit, or with a zero or subnormal one beside others."""
+    found = []
+    for start, part in expert_chunks(scales.flatten(1)):
+        low, high = (each.to(torch.float32) for each in torch.aminmax(part.abs(), dim=1))
+        suspect = (high > limit) | ((low < _TINY) & (high >= _TINY))
+        found += [start + index for index in suspect.nonzero().flatten().tolist()]
+    return found
+
+
+def _lost_group(canonical: Mapping[str, Tensor], matrix: Matrix, name: str, expert: int, problem: Problem) -> str:
+    """The first group of an expert whose codes differ though its scale is zero or subnormal, in words; "" for none."""
+    scales = canonical[f"{matrix}_scale"]
+    tiny = scales.to(torch.float32).abs() < _TINY
+    rows = tiny.any(-1).nonzero().flatten()
+    if not len(rows) or f"{matrix}_group_index" in canonical:
+        return ""
+    codes = unpack_codes(canonical[matrix][rows], problem.scheme.bits)
+    low, high = torch.aminmax(torch.unflatten(codes, 1, (scales.shape[1], -1)), dim=-1)
+    places = (tiny[rows] & (low != high)).nonzero()
+    if not len(places):
+        return ""
+    row, group = int(rows[places[0, 0]]), int(places[0, 1])
+    return (
+        f"{len(places)} scales in {name} of local expert {expert} are zero or subnormal, over codes that differ; their "
+        f"weights are zero; the first is {float(scales[row, group]):g} in row {row}, group {group}"
+    )
 
 
 # --- Quantize and dequantize ------------------------------------------------------------------------------------------

@@ -1,0 +1,64 @@
+"""Weights that no kernel can compute with end the load, whichever expert has them: at a start and at a reload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="the methods are subclasses of vLLM's")
+
+from tests.lib import method_layers
+from tests.lib.method_layers import HIDDEN, INNER, Layer, created, load
+from vllm_moe_oracle.backends.emulation import Emulation
+from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.methods import backend_check
+from vllm_moe_oracle.methods.base import PROCESSED_ATTRIBUTE
+
+EXPERTS = 9
+"""More than the self-check samples."""
+
+
+@pytest.fixture(params=["off", "group", "all", "strict"])
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Any]]:
+    """A mode of the self-check, and vLLM's config of a layer in an engine with it."""
+    monkeypatch.setattr(backend_check, "_outcomes", {})
+    method_layers.use_backends([Emulation()], monkeypatch)
+    with method_layers.moe_config({"self_check": request.param}, EXPERTS, HIDDEN, INNER) as config:
+        yield request.param, config
+
+
+def spoil(layer: Any, expert: int) -> None:
+    layer.w2_weight.data[expert].view(torch.uint8)[3, 5] = 0x7F
+
+
+def test_a_nan_code_in_an_expert_that_is_not_sampled(mode: tuple[str, Any]) -> None:
+    name, config = mode
+    layer = Layer()
+    method = created(config, layer)
+    load(layer)
+    spoil(layer, 5)
+    if name == "off":
+        method.process_weights_after_loading(layer)
+        return
+    rule = "codes in w2_weight of 1 of 9 local experts are NaN .* code 127 of local expert 5 at \\[3, 5\\]"
+    with pytest.raises(CheckpointError, match=f"model.layers.0.mlp.experts: {rule}"):
+        method.process_weights_after_loading(layer)
+
+
+def test_so_does_one_that_a_reload_brings(mode: tuple[str, Any]) -> None:
+    name, config = mode
+    layer = Layer()
+    method = created(config, layer)
+    load(layer)
+    method.process_weights_after_loading(layer)
+    load(layer)  # the emulation keeps the checkpoint's layout
+    spoil(layer, 7)
+    delattr(layer, PROCESSED_ATTRIBUTE)
+    if name == "off":
+        method.process_weights_after_loading(layer)
+        return
+    with pytest.raises(CheckpointError, match="local expert 7"):
+        method.process_weights_after_loading(layer)
