@@ -49,7 +49,7 @@ for case in (
         return self_check.compare_with_reference(tried, problem, plan, raw, method.moe, method.adapter)
 
     result = run(backend)
-    assert result.passed and not result.skipped, str(result)
+    assert result.passed and not result.skip_reason, str(result)
     for name, fault in backend_table.faults(case).items():
         assert not run(backend_table._Faulty(backend, fault)).passed, name
     built.close()

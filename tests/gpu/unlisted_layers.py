@@ -88,12 +88,16 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=540.0, help="start no further layer after these seconds")
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--only", default="", help="layers whose name contains this")
+    parser.add_argument("--skip", type=int, default=0, help="leave out this many of the first layers")
+    parser.add_argument("--tokens", default=",".join(map(str, COUNTS)), help="numbers of tokens")
     options = parser.parse_args()
     device = detect.detect()
-    plan = BenchOptions(COUNTS, replays=9, seconds=1.0, jobs=options.jobs, budget=options.budget)
+    counts = tuple(map(int, options.tokens.split(",")))
+    plan = BenchOptions(counts, replays=9, seconds=1.0, jobs=options.jobs, budget=options.budget)
     settings = Settings(cache="none")
-    command = f"python -m tests.gpu.unlisted_layers --jsonl {options.jsonl.name} --jobs {options.jobs}"
-    layers = [each for each in LAYERS if options.only in each.layer]
+    command = f"python -m tests.gpu.unlisted_layers --jsonl {options.jsonl.name} --jobs {options.jobs} "
+    command += f"--skip {options.skip} --tokens {options.tokens}"
+    layers = [each for each in LAYERS[options.skip :] if options.only in each.layer]
     failed = False
     with options.jsonl.open("wb") as file:
         file.write(msgspec.json.encode(conditions(device, plan, command)) + b"\n")
@@ -102,7 +106,7 @@ def main() -> int:
             file.write(msgspec.json.encode(record) + b"\n")
             file.flush()
             print(record.layer["name"], record.tokens, {name: round(us) for name, us in record.us.items()}, flush=True)
-            if record.tokens == max(COUNTS) and record.failures:
+            if record.tokens == max(counts) and record.failures:
                 print("  failures", {name: each[:160] for name, each in record.failures.items()}, flush=True)
     return 4 if failed else 0
 
