@@ -7,10 +7,11 @@ raise unless the setting `strict` is on, and this module imports nothing that vL
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import OracleError, StandDown
 
@@ -93,7 +94,7 @@ def _activate(chosen: Settings, version: str | None) -> None:
     if version is None:
         raise StandDown("vLLM is not installed")
     compat.check_release(version, chosen.force)
-    from .compat.patches import PatchManager
+    from .compat.patches import PatchManager, wrap_function
     from .compat.quantization_registry import available_configs
     from .compat.registration import patches_for
 
@@ -101,6 +102,8 @@ def _activate(chosen: Settings, version: str | None) -> None:
     try:
         for patch in patches_for(version, methods.configs(), methods.replacements(), methods.required_modules()):
             patches.apply(patch)
+        path = "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model"
+        patches.apply(wrap_function("failures of one rank reach the others", path, _load_model))
     except Exception:
         patches.undo()
         raise
@@ -110,6 +113,18 @@ def _activate(chosen: Settings, version: str | None) -> None:
         True, "registered", version, tuple(sorted(available_configs(methods.configs(), methods.required_modules())))
     )
     logger.info("moe_oracle: active on vLLM %s", version)
+
+
+def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """vLLM's ``load_model``; ranks with layers of ours hear of its failure."""
+    try:
+        return original(self, *args, **kwargs)
+    except Exception as error:
+        if "vllm_moe_oracle.methods.rank_agreement" in sys.modules:  # else no layer is ours, and nobody waits
+            from .methods import rank_agreement
+
+            rank_agreement.notify_load_failure(error)
+        raise
 
 
 def unregister() -> None:

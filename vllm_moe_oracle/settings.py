@@ -50,23 +50,30 @@ def _boolean(value: object, where: str) -> bool:
     )
 
 
-def _seconds(value: object, where: str) -> float:
+def _to_float(value: object) -> float:
+    """A number as it is written in an environment variable or in JSON; NaN for anything else."""
     try:
-        seconds = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+        return float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise SettingError(f"{value!r} is not a time in seconds", "Write a number above 0", where)
+        return math.nan
+
+
+MAX_SECONDS = 86400.0
+"""A day. torch's time-outs have limits of their own, above which they overflow."""
+
+
+def _seconds(value: object, where: str) -> float:
+    seconds = _to_float(value)
+    if not 0.1 <= seconds <= MAX_SECONDS:
+        remedy = f"Write a number of seconds from 0.1 to {MAX_SECONDS:.0f}, which is a day"
+        raise SettingError(f"{value!r} is not a time in seconds", remedy, where)
     return seconds
 
 
 def _fraction(value: object, where: str) -> float:
-    text = str(value).strip()
-    try:
-        fraction = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        fraction = math.nan
-    if isinstance(value, bool) or not 0 <= fraction < 1:
+    percent = isinstance(value, str) and value.strip().endswith("%")
+    fraction = _to_float(value.strip().removesuffix("%")) / 100 if percent else _to_float(value)  # type: ignore[attr-defined]
+    if not 0 <= fraction < 1:
         raise SettingError(f"{value!r} is not in [0, 1)", "Write a number from 0 to 1, or a percentage: 3%", where)
     return fraction
 
@@ -124,61 +131,82 @@ def _one_of(words: tuple[str, ...]) -> Callable[[object, str], str]:
 
 
 def _setting(
-    default: Any, read: Callable[[object, str], Any], help: str, metavar: str, startup_only: bool = False
+    default: Any,
+    read: Callable[[object, str], Any],
+    help: str,
+    metavar: str,
+    *,
+    shared: bool,
+    startup_only: bool = False,
 ) -> Any:
-    """A field of `Settings`; `startup_only` if it takes effect before an engine has an ``--additional-config``."""
-    metadata = {"read": read, "help": help, "metavar": metavar, "startup_only": startup_only}
+    """A field of `Settings`.
+
+    Args:
+        default: its default.
+        read: reads a value.
+        help: what it is, for people.
+        metavar: what a value looks like.
+        shared: the ranks of a model need the same value: it changes numerics, which backends may run, or what ranks
+            do together. Ranks may differ in other settings; where those change a choice, ranks agree on the choice.
+        startup_only: it takes effect before an engine has an ``--additional-config``.
+    """
+    metadata = {"read": read, "help": help, "metavar": metavar, "shared": shared, "startup_only": startup_only}
     return field(default=default, metadata=metadata)
 
 
-def _flag(default: bool, help: str, startup_only: bool = False) -> Any:
+def _flag(default: bool, help: str, *, shared: bool, startup_only: bool = False) -> Any:
     """A field of `Settings` that is on or off; see `_setting`."""
-    return _setting(default, _boolean, help, "0|1", startup_only)
+    return _setting(default, _boolean, help, "0|1", shared=shared, startup_only=startup_only)
 
 
-def _choice(words: Any, default: str, help: str) -> Any:
-    """A field of `Settings` with one of the values of a `Literal`."""
-    return _setting(default, _one_of(get_args(words)), help, "|".join(get_args(words)))
+def _choice(words: Any, default: str, help: str, *, shared: bool) -> Any:
+    """A field of `Settings` with one of the values of a `Literal`; see `_setting`."""
+    return _setting(default, _one_of(get_args(words)), help, "|".join(get_args(words)), shared=shared)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The user's settings. `sources` has the origin of each one that is not at its default."""
 
-    enabled: bool = _flag(True, "use the plugin; 0 leaves vLLM unchanged", startup_only=True)
+    enabled: bool = _flag(True, "use the plugin; 0 leaves vLLM unchanged", startup_only=True, shared=True)
     force: bool = _flag(
-        False, "serve vLLM releases outside the tested range instead of standing down", startup_only=True
+        False, "serve vLLM releases outside the tested range instead of standing down", startup_only=True, shared=False
     )
     strict: bool = _flag(
         False,
         "raise an error instead of standing down, and for settings without effect (an override that matches no layer, "
         "a profile that cannot be read)",
         startup_only=True,
+        shared=False,
     )
     backend: str = _setting(
-        AUTO, _name, "backend for every layer, or auto; takes precedence over vLLM's --moe-backend", "NAME"
+        AUTO, _name, "backend for every layer, or auto; takes precedence over vLLM's --moe-backend", "NAME", shared=True
     )
     overrides: tuple[Override, ...] = _setting(
         (),
         _overrides,
         "backends for the layers whose name matches a regular expression; take precedence over everything else",
         "RE=NAME;...",
+        shared=True,
     )
-    disable: tuple[str, ...] = _setting((), _name_list, "backends that must not be chosen", "NAME,...")
+    disable: tuple[str, ...] = _setting((), _name_list, "backends that must not be chosen", "NAME,...", shared=True)
     on_unavailable: OnUnavailable = _choice(
         OnUnavailable,
         "error",
         "what happens when an explicitly chosen backend cannot run: an error, or a logged fallback",
+        shared=True,
     )
     activations: Activations = _choice(
         Activations,
         "checkpoint",
         "precision of the experts' inputs: as the checkpoint declares it, or the model's 16-bit dtype",
+        shared=True,
     )
     allow_activation_quantization: bool = _flag(
         False,
         "also accept backends that quantize activations although the checkpoint does not declare it; most "
         "of them run only if they are also chosen by name",
+        shared=True,
     )
     self_check: SelfCheck = _choice(
         SelfCheck,
@@ -186,56 +214,70 @@ class Settings:
         "compare kernels with the reference at load time: never, for one layer of each group, for every layer, or for "
         "one layer of each group with a failure being an error; unless it is off, the weights of all experts are also "
         "searched for NaN and for values that no kernel can compute with",
+        shared=True,
     )
     mxfp8_scale_rule: ScaleRule = _choice(
         ScaleRule,
         "ceil",
         "rule for the scales of weights that are quantized to MXFP8 at load time: vLLM's (ceil), the MX "
         "specification's (floor) or the compressed-tensors package's",
+        shared=True,
     )
     mxfp4_scale_rule: ScaleRule = _choice(
         ScaleRule,
         "llm-compressor",
         "the same for experts that are quantized to MXFP4 at load time; vLLM uses the compressed-tensors package's",
+        shared=True,
     )
     rank_sync_timeout: float = _setting(
         600.0,
         _seconds,
         "seconds that a rank waits for the other ranks, which may still load or check weights, before it fails",
         "SECONDS",
+        shared=False,
     )
-    use_measurements: bool = _flag(True, "choose by measurements, if there are any for this kind of machine")
+    use_measurements: bool = _flag(
+        True, "choose by measurements, if there are any for this kind of machine", shared=False
+    )
     objective: str = _setting(
         "balanced",
         _objective,
         "token counts that measured choices optimize: decode (1 to 256), prefill (512 to 4096), balanced (half and "
         "half), or weights by number of tokens",
         "decode|prefill|balanced|TOKENS:WEIGHT,...",
+        shared=False,
     )
     min_time_saving: float = _setting(
         0.03,
         _fraction,
         "fraction of the static choice's time that another backend must save to replace it",
         "FRACTION",
+        shared=False,
     )
     allow_second_layout: bool = _flag(
         False,
         "let a layer keep its weights in two layouts, for a backend at few tokens and another at many, if that is "
         "faster",
+        shared=False,
     )
     ragged_shards: bool = _flag(
         False,
         "shard integer experts at the boundaries of scale groups if equal shards would split one; ranks then differ in "
         "size",
+        shared=True,
     )
     cache: str = _setting(
-        "", _path, "directory of the measurements that tune writes; by default in the user's cache directory", "DIR"
+        "",
+        _path,
+        "directory of the measurements that tune writes; by default in the user's cache directory",
+        "DIR",
+        shared=False,
     )
     profile: str = _setting(
-        "", _path, "file of measurements that takes precedence over the cache; never written", "FILE"
+        "", _path, "file of measurements that takes precedence over the cache; never written", "FILE", shared=False
     )
     report: str = _setting(
-        "", _path, "file to which each process appends its decisions, one JSON object per line", "PATH"
+        "", _path, "file to which each process appends its decisions, one JSON object per line", "PATH", shared=False
     )
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
@@ -252,6 +294,11 @@ FIELDS: Mapping[str, dataclasses.Field[Any]] = MappingProxyType(
 def env_var(name: str) -> str:
     """The environment variable of a setting."""
     return ENV_PREFIX + name.upper()
+
+
+def shared_values(settings: Settings) -> dict[str, Any]:
+    """The settings that all ranks of a model need in common, by environment variable."""
+    return {env_var(name): getattr(settings, name) for name, each in FIELDS.items() if each.metadata["shared"]}
 
 
 def _unknown_setting(name: str, valid: list[str], where: str) -> SettingError:
@@ -277,6 +324,8 @@ def load(
     sources: dict[str, str] = {}
 
     def put(name: str, value: object, where: str) -> None:
+        if isinstance(value, int) and value.bit_length() > 63:  # Python neither prints nor converts the largest
+            raise SettingError(f"an integer of {value.bit_length()} bits is too large for any setting", where=where)
         values[name] = FIELDS[name].metadata["read"](value, where)
         sources[name] = where
 

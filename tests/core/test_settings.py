@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -81,7 +82,21 @@ BAD: list[tuple[str, object, str]] = [
     ("enabled", 2, "2 is not a boolean"),
     ("enabled", None, "None is not a boolean"),
     ("enabled", [], r"\[\] is not a boolean"),
-    *[(TIMEOUT, value, "is not a time in seconds") for value in ("0", -1, "inf", "nan", "soon", True, None)],
+    *[
+        (TIMEOUT, value, r"is not a time in seconds\. Write a number of seconds from 0\.1 to 86400")
+        for value in ("0", -1, "inf", "-inf", "nan", "soon", True, None, "1e10", 1e300, "1e-9", 86401, [600])
+    ],
+    *[
+        ("min_time_saving", value, r"is not in \[0, 1\)")
+        for value in ("1", "-0.1", "nan", "inf%", "100%", 1e300, True, None, {}, "%")
+    ],
+    *[
+        ("objective", f"8:{weight},16:1", "is not an objective")
+        for weight in ("0", "-1", "nan", "inf", "1e7", "1e-7", "1e300")
+    ],
+    ("objective", "0:1", "'0:1' is not TOKENS:WEIGHT"),
+    ("objective", "1e3:1", "'1e3:1' is not TOKENS:WEIGHT"),
+    ("objective", {8: 1e300}, "the weight 1e[+]?300 is not in 0.000001 to 1000000"),
     ("backend", "  ", "'  ' is not a name"),
     ("backend", 3, "3 is not a name"),
     ("backend", ["a"], r"\['a'\] is not a name"),
@@ -259,7 +274,10 @@ def test_the_first_match_in_the_order_given_counts() -> None:
 
 
 WORDS = st.text("ab=;:,re ()[\\{}09", max_size=10)
-VALUES = st.one_of(WORDS, st.integers(), st.none(), st.booleans(), st.lists(WORDS, max_size=3))
+NUMBERS = st.floats() | st.integers(-(10**400), 10**400)
+VALUES = st.one_of(
+    WORDS, NUMBERS, NUMBERS.map(str), st.integers(), st.none(), st.booleans(), st.lists(WORDS, max_size=3)
+)
 
 
 @given(st.dictionaries(st.sampled_from(sorted(FIELDS)), VALUES | st.dictionaries(WORDS, VALUES, max_size=2)))
@@ -270,6 +288,23 @@ def test_no_value_raises_anything_but_our_own_error(section: dict[str, Any]) -> 
         assert error.where.startswith("--additional-config moe_oracle.")
     else:
         assert set(chosen.sources) == set(section)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_an_integer_that_python_does_not_print_is_refused(name: str) -> None:
+    config: Any = {name: 10**5000}
+    with pytest.raises(SettingError, match="an integer of 16610 bits is too large for any setting"):
+        load({}, assignments=config)
+
+
+@given(NUMBERS | NUMBERS.map(str))
+def test_a_time_that_is_taken_is_one_that_torch_can_wait(value: object) -> None:
+    try:
+        seconds = load({}, {"moe_oracle": {TIMEOUT: value}}).rank_sync_timeout
+    except SettingError as error:
+        assert error.rule
+    else:
+        assert 0.05 < timedelta(seconds=seconds).total_seconds() <= 86400
 
 
 @pytest.mark.parametrize(

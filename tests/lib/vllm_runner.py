@@ -14,13 +14,20 @@ ROOT = Path(__file__).parents[2]
 SECONDS = 900
 
 
-def run(script: str, jobs: Mapping[Any, dict[str, Any]], folder: Path, **environment: str) -> dict[Any, Any]:
+def run(
+    script: str,
+    jobs: Mapping[Any, dict[str, Any]],
+    folder: Path,
+    log: list[str] | None = None,
+    **environment: str,
+) -> dict[Any, Any]:
     """Runs jobs one after the other in one process: importing vLLM is most of the time.
 
     Args:
         script: a file of `tests/e2e` that takes a file of jobs and one for results.
         jobs: by name.
         folder: where both files go.
+        log: gets the lines that the process and its ranks print.
         environment: variables of the process, beside this one's.
 
     Returns:
@@ -36,5 +43,7 @@ def run(script: str, jobs: Mapping[Any, dict[str, Any]], folder: Path, **environ
         env={**os.environ, "VLLM_PLUGINS": "moe_oracle", **environment},
         timeout=SECONDS,
     )
+    if log is not None:
+        log += (done.stdout + done.stderr).splitlines()
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return dict(zip(jobs, json.loads(files[1].read_text()), strict=True))

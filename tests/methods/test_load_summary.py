@@ -60,6 +60,7 @@ def build(release: Release, names: list[str], settings: Settings, stock: list[st
     found = []
     for name in [*names, *(stock or [])]:
         if name in names:
+            load_summary.start_layer(name)
             found.append(layer(name, settings))
             load_summary.record_decision(found[-1], settings)
         release.names.append(name)

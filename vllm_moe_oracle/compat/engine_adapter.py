@@ -57,11 +57,13 @@ class EngineAdapter:
     def peer_group(self) -> Any:
         """torch's CPU process group of the ranks that share this process's layers, data-parallel ranks included.
 
-        None where there is only this rank, and with elastic expert parallelism, where ranks join later.
+        None where there is only this rank, with elastic expert parallelism, where ranks join later, and before an
+        engine is known.
         """
-        if not parallel_state.model_parallel_is_initialized():
+        engine = self._last_engine()
+        if engine is None or not parallel_state.model_parallel_is_initialized():
             return None
-        if self.engine().parallel_config.enable_elastic_ep:
+        if engine.parallel_config.enable_elastic_ep:
             return None
         group = parallel_state._EP or parallel_state.get_tp_group()
         return group.cpu_group if group.world_size > 1 else None

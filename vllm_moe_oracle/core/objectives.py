@@ -10,6 +10,9 @@ from ..errors import SettingError
 MAX_TOKENS = 1 << 20
 """The largest token count of an objective; no call of a layer has more tokens."""
 
+MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
+"""Limits of a weight: beyond them one token count is lost in the rounding of another."""
+
 
 @dataclass(frozen=True, slots=True)
 class Objective:
@@ -73,13 +76,13 @@ def parse_objective(text: str, where: str = "objective") -> Objective:
             tokens, weight = int(before), float(after) if colon else math.nan
         except ValueError:
             tokens, weight = 0, math.nan
-        if not 1 <= tokens <= MAX_TOKENS or not 0 < weight < math.inf or tokens in weights:
+        if not 1 <= tokens <= MAX_TOKENS or not MIN_WEIGHT <= weight <= MAX_WEIGHT or tokens in weights:
             rule = f"{tokens} tokens are given twice" if tokens in weights else f"{part.strip()!r} is not TOKENS:WEIGHT"
+            if weight > 0 and not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+                rule = f"the weight {after.strip()} is not in {MIN_WEIGHT:f} to {MAX_WEIGHT:.0f}"
             rule = f"{text!r} is not an objective: {rule}" if colon or "," in word else f"{text!r} is not an objective"
             raise SettingError(rule, remedy, where)
         weights[tokens] = weight
-    if not math.isfinite(sum(weights.values())):
-        raise SettingError(f"{text!r} is not an objective: its weights have no finite sum", remedy, where)
     return Objective(word, _normalized(weights))
 
 

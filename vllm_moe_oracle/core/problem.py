@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 SchemeName = Literal["mxfp8", "wna16", "mxfp4"]
 ActivationPrecision = Literal["16bit", "mxfp8", "mxfp4", "fp8", "fp8_token", "int8"]
@@ -150,6 +150,11 @@ class Parallel:
     placement: Placement = "linear"
 
 
+RANK_LOCAL_FIELDS = ("layer", "local_experts")
+"""Fields of a `Problem` that ranks of one layer may differ in, or that are compared otherwise: experts need not divide
+evenly among ranks, and layers are compared by name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One MoE layer on one rank.
@@ -219,6 +224,16 @@ class Problem:
             return str(self.intermediate_size)
         sign = "of {}," if self.ragged_intermediate_size else "{} /"
         return f"{self.intermediate_size} ({sign.format(self.unsharded_intermediate_size)} TP {self.parallel.tp})"
+
+    def common_fields(self) -> dict[str, Any]:
+        """What the ranks of the layer have in common: every field by its dotted name (``scheme.bits``), without
+        `RANK_LOCAL_FIELDS`."""
+        found: dict[str, Any] = {}
+        for name, value in dataclasses.asdict(self).items():
+            if name not in RANK_LOCAL_FIELDS:
+                parts = value if isinstance(value, dict) else {"": value}
+                found |= {f"{name}.{part}".removesuffix("."): each for part, each in parts.items()}
+        return found
 
     def key(self) -> Problem:
         """The problem without its layer's name. Equal keys get equal decisions, unless an override names a layer."""

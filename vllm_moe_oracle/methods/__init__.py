@@ -5,6 +5,7 @@ Machinery:
 * `base`: the life cycle that all formats share (`LayerMethod`, `OracleMoEMethod`).
 * `backend_selection`: the oracle's decision, the verdict of vLLM's own class, one backend for all ranks.
 * `backend_check`: the self-check on loaded weights, and the fallback.
+* `rank_agreement`: what all ranks have in common, compared before they compute together.
 * `rank_sync`: gathers the results of all ranks; a failure of one reaches the others.
 * `token_dispatch`: two backends for one layer, by number of tokens.
 * `weight_loading`: checks of tensors before vLLM's loader copies them; sentinels.

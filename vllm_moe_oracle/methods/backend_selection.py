@@ -17,7 +17,7 @@ from ..errors import NoBackendError, SettingError
 from ..measurements import lookup
 from ..oracle.registry import Registry, default_registry
 from ..settings import Settings
-from . import rank_sync
+from . import rank_agreement, rank_sync
 
 if TYPE_CHECKING:
     from ..compat.adapter import Adapter
@@ -114,15 +114,14 @@ def _agree_on_backend(method: LayerMethod, topic: str, registry: Registry) -> No
             ranks = rank_sync.all_gather(
                 method.rank_group,
                 topic,
-                lambda: [method.settings.self_check, _preferred_backends(method), _schedule(method)],
+                lambda: [_preferred_backends(method), _schedule(method), _backend_properties(method)],
             )
-            # A rank that runs the self-check would wait for one that does not.
-            rank_sync.require_equal(topic, "MOE_ORACLE_SELF_CHECK", [mode for mode, _, _ in ranks])
-            orders = [order for _, order, _ in ranks]
+            orders = [order for order, _, _ in ranks]
             if len({order[0] for order in orders}) == 1:
                 break
             _follow_ranks(method, rank_sync.first_common_name(orders), orders, registry)
-        _agreed_backends[kind] = method.backend.name, all(schedule == ranks[0][2] for _, _, schedule in ranks)
+        rank_agreement.require_equal(topic, [{"backend": properties} for _, _, properties in ranks])
+        _agreed_backends[kind] = method.backend.name, all(schedule == ranks[0][1] for _, schedule, _ in ranks)
     name, same_schedule = _agreed_backends[kind]
     if name != method.backend.name:
         _follow_ranks(method, name, [], registry)
@@ -155,6 +154,16 @@ def _follow_ranks(method: LayerMethod, name: str | None, orders: list[list[str]]
         explanation = f"{own} was first on rank {method.rank_group.rank}, but not every rank can run it"
         switch_backend(method, reason, explanation, name, registry)
         consult_stock_class(method, registry)
+
+
+def _backend_properties(method: LayerMethod) -> dict[str, str]:
+    """What the backend computes with on this rank. A third party's package may have another version on another."""
+    name = method.backend.name
+    properties = {f"numerics of {name}": str(method.decision.numerics)}
+    if method.decision.problem.eplb:  # weights move between ranks as they are
+        plan = method.decision.plan
+        properties[f"layout of {name}"] = f"{plan.hidden_size} x {plan.intermediate_size} {plan.layout}".rstrip()
+    return properties
 
 
 def _schedule(method: LayerMethod) -> list[list[Any]]:

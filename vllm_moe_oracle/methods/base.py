@@ -27,7 +27,7 @@ from ..core.problem import Problem, Scheme
 from ..devices import detect
 from ..errors import LifecycleError, NoBackendError
 from ..oracle.selection import decide
-from . import backend_check, backend_selection, load_summary, rank_sync, token_dispatch, weight_loading
+from . import backend_check, backend_selection, load_summary, rank_agreement, rank_sync, token_dispatch, weight_loading
 from .token_dispatch import TokenDispatch, WeightCopies
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
 
         Raises:
             NoBackendError: no backend can run the layer, or the requested one cannot.
-            RankSyncError: the ranks of the layer cannot agree on a backend.
+            RankSyncError: the ranks of the layer differ in what they compute with, or cannot agree on a backend.
             SettingError: a setting cannot be read.
         """
         if hasattr(self, "decision"):  # `__new__` has called the constructor already; Python calls it again
@@ -166,11 +166,14 @@ class OracleMoEMethod(FusedMoEMethodBase):
         # An attribute, so that `apply` calls no cached function: on a CPU torch.compile traces through it.
         self.adapter = current_adapter()
         layer, name = current_layer()
-        self.settings = chosen = settings.load(additional_config=self.adapter.additional_config())
-        declared = scheme.activations
-        scheme, requested_by = self._requested_scheme(scheme)
-        problem = self._refine_problem(self.adapter.problem(moe, layer, name, scheme))
-        self.rank_group = rank_sync.RankGroup(self.adapter.peer_group(), chosen.rank_sync_timeout)
+        load_summary.start_layer(name)
+        with rank_sync.notify_on_failure(rank_agreement.make_group(), f"the settings of {name}"):
+            self.settings = chosen = settings.load(additional_config=self.adapter.additional_config())
+            declared = scheme.activations
+            scheme, requested_by = self._requested_scheme(scheme)
+            problem = self._refine_problem(self.adapter.problem(moe, layer, name, scheme))
+        self.rank_group = rank_agreement.make_group(chosen.rank_sync_timeout)
+        rank_agreement.require_same_layer(self.rank_group, problem, chosen, moe.moe_backend)
         backend_selection.select_backend(
             self,
             name,
@@ -278,6 +281,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             return
         self._set_state(layer, "converting")
         problem = self.decision.problem
+        rank_agreement.require_same_layers(self.rank_group)
         with rank_sync.notify_on_failure(self.rank_group, f"the loaded weights of {problem.layer}"):
             if self.moe_kernel is not None:
                 weight_loading.check_all_loaded(dict(self.adapter.parameters(layer)), problem.layer)

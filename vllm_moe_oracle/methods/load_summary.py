@@ -24,7 +24,7 @@ from ..core.decision import Decision
 from ..core.overrides import unmatched_override_error, unmatched_overrides
 from ..devices import detect
 from ..settings import Settings
-from . import backend_check, backend_selection
+from . import backend_check, backend_selection, rank_agreement
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -43,13 +43,21 @@ class _ModelLoad:
 _model = _ModelLoad()
 
 
-def record_decision(decision: Decision, settings: Settings) -> None:
-    """Records a layer's decision, and logs the first of its kind; at WARNING level if it is degraded."""
+def start_layer(layer: str) -> None:
+    """Begins another load if the layer is the first of another model: a draft model, or a new attempt after a failure.
+
+    Args:
+        layer: the name of the layer that is about to be decided.
+    """
     global _model
-    layer = decision.problem.layer
     if _starts_new_model(layer):
         _reset_caches()
-        _model = _ModelLoad()  # a draft model, a test, or a new attempt after a failure
+        _model = _ModelLoad()
+
+
+def record_decision(decision: Decision, settings: Settings) -> None:
+    """Records a layer's decision, and logs the first of its kind; at WARNING level if it is degraded."""
+    layer = decision.problem.layer
     _model.decisions[layer] = decision
     _model.pending.add(layer)
     _model.settings = settings
@@ -64,6 +72,7 @@ def record_decision(decision: Decision, settings: Settings) -> None:
 
 def _reset_caches() -> None:
     """Ends a load: what ranks agreed on does not hold for another one."""
+    rank_agreement.reset()
     backend_selection.reset()
     backend_check.reset()
 

@@ -20,6 +20,8 @@ not for use after start-up, and not inside a captured graph.
 from __future__ import annotations
 
 import json
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,11 +34,24 @@ from torch import Tensor
 
 from ..errors import RankSyncError
 
+logger = logging.getLogger("vllm.moe_oracle")
+
 _TAG = 0x6D6F65
 """Tag of a message's length; its content has the next tag. vLLM's own messages on this group have small tags."""
 
+DEFAULT_TIMEOUT = 600.0
+"""Seconds to wait for other ranks where the settings are not known."""
+
 _NOTIFY_SECONDS = 5.0
 """Seconds for which a failing rank tries to tell the others, before it raises."""
+
+_LATE_SECONDS = 30.0
+"""Seconds after which a rank says for whom it waits."""
+
+_NOTIFIED_ATTRIBUTE = "moe_oracle_notified"
+"""Attribute of an exception that the other ranks have been told of."""
+
+_NO_PLUGIN = "if it has no line of moe_oracle, the plugin is not installed, not enabled or stands down there"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +61,12 @@ class RankGroup:
     Attributes:
         process_group: their torch process group, with a CPU backend; None for a single process.
         timeout: seconds to wait for the others at one topic.
+        explain: called on every rank when ranks are at different topics; returns what differs between them, or "".
     """
 
     process_group: Any = None
-    timeout: float = 600.0
+    timeout: float = DEFAULT_TIMEOUT
+    explain: Callable[[RankGroup], str] | None = None
 
     @property
     def rank(self) -> int:
@@ -83,37 +100,27 @@ def all_gather(group: RankGroup, topic: str, compute: Callable[[], Any]) -> list
         return [value]
     deadline = time.monotonic() + group.timeout
     sent = _send(group, {"topic": topic, "value": value})
-    try:
-        messages = {rank: _receive(group, rank, topic, deadline) for rank in sent}
-    except RankSyncError:
-        _deliver_failure(group, sent, topic)
-        raise
-    _wait_all(sent, group, topic, deadline)
+    with _remark_if_late(group, topic) as waiting_for:
+        try:
+            messages = {}
+            for rank in sent:
+                waiting_for[:] = [rank]
+                messages[rank] = _receive(group, rank, topic, deadline)
+        except RankSyncError:
+            _deliver_failure(group, sent, topic)
+            raise
+        _wait_all(sent, group, topic, deadline)
     for rank, message in messages.items():
         if "raised" in message:
             raise RankSyncError(f"rank {rank} gave up at {message['topic']}: {message['raised']}", "", topic)
-        if message["topic"] != topic:
-            rule = f"rank {rank} is at {message['topic']!r}, rank {group.rank} at {topic!r}"
-            raise RankSyncError(rule, "Give all ranks the same model, settings and version of this plugin")
-    return [value if rank == group.rank else messages[rank]["value"] for rank in range(group.size)]
-
-
-def require_equal(topic: str, name: str, values: list[Any]) -> None:
-    """Checks that the values that `all_gather` returned are equal.
-
-    Args:
-        topic: the topic.
-        name: what the values are, for the message; "" for nothing.
-        values: values by rank.
-
-    Raises:
-        RankSyncError: values differ.
-    """
-    other = next((rank for rank, each in enumerate(values) if each != values[0]), None)
+    # Where topics differ, every rank sees one that is not its own.
+    other = next((rank for rank, message in messages.items() if message["topic"] != topic), None)
     if other is not None:
-        name = f"{name} " if name else ""
-        rule = f"rank 0 has {name}{json.dumps(values[0])}, rank {other} has {name}{json.dumps(values[other])}"
-        raise RankSyncError(rule, "Give all ranks the same settings", topic)
+        reason = "" if group.explain is None else group.explain(group)
+        rule = f"rank {other} is at {messages[other]['topic']!r}, rank {group.rank} at {topic!r}"
+        remedy = "Give all ranks the same model, settings and version of this plugin"
+        raise RankSyncError(f"ranks differ: {reason}" if reason else rule, remedy)
+    return [value if rank == group.rank else messages[rank]["value"] for rank in range(group.size)]
 
 
 def first_common_name(orders: list[list[str]]) -> str | None:
@@ -126,15 +133,16 @@ def first_common_name(orders: list[list[str]]) -> str | None:
 
 
 def notify_failure(group: RankGroup, topic: str, error: Exception) -> None:
-    """Notifies the other ranks that this one is about to raise; `all_gather` does so by itself.
+    """Notifies the other ranks, once per exception, that this one is about to raise; `all_gather` does so by itself.
 
     Args:
         group: the ranks. It waits a few seconds at most for a rank that does not receive.
         topic: the topic at which the others are.
         error: the exception.
     """
-    if group.size == 1:
+    if group.size == 1 or getattr(error, _NOTIFIED_ATTRIBUTE, False):
         return
+    setattr(error, _NOTIFIED_ATTRIBUTE, True)
     try:
         sent = _send(group, {"topic": topic, "raised": f"{type(error).__name__}: {error}"})
     except RankSyncError:  # the others will time out; this rank's own exception matters more
@@ -157,6 +165,29 @@ def notify_on_failure(group: RankGroup, topic: str) -> Iterator[None]:
     except Exception as error:
         notify_failure(group, topic, error)
         raise
+
+
+@contextmanager
+def _remark_if_late(group: RankGroup, topic: str) -> Iterator[list[int]]:
+    """Logs once for which rank this one waits, if it takes long; the rank is in the list that is yielded.
+
+    Only the log can say it in time: a wait in gloo cannot be taken up again after a time-out.
+    """
+    waiting_for: list[int] = []
+
+    def remark() -> None:
+        ranks, most = ", ".join(map(str, waiting_for)), group.timeout
+        logger.warning(
+            "moe_oracle: %s: waiting for rank %s, up to %g s; see its log: %s", topic, ranks, most, _NO_PLUGIN
+        )
+
+    timer = threading.Timer(_LATE_SECONDS, remark)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield waiting_for
+    finally:
+        timer.cancel()
 
 
 def _deliver_failure(group: RankGroup, sent: dict[int, list[Any]], topic: str, drain: bool = False) -> None:
@@ -229,7 +260,7 @@ def _wait(work: tuple[Any, ...], group: RankGroup, rank: int, topic: str, deadli
         if time.monotonic() < deadline:
             raise _connection_lost(rank, topic, error) from error
         rule = f"rank {rank} did not come within {group.timeout:g} s"
-        remedy = "Its log says what it was doing; MOE_ORACLE_RANK_SYNC_TIMEOUT lengthens the wait"
+        remedy = f"Its log says what it was doing; {_NO_PLUGIN}. MOE_ORACLE_RANK_SYNC_TIMEOUT lengthens the wait"
         raise RankSyncError(rule, remedy, topic) from error
 
 

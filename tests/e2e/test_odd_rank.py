@@ -1,0 +1,69 @@
+"""Two ranks of a real vLLM, one of which is other than the other: both end, and each says the same of why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib import checkpoints, vllm_runner
+
+pytest.importorskip("vllm", reason="models are served")
+
+pytestmark = pytest.mark.full
+
+PLUGIN = '''
+"""A plugin of vLLM that makes the second rank another one."""
+import multiprocessing
+import os
+
+
+def register():
+    if not multiprocessing.current_process().name.endswith("-1"):
+        return
+    name, _, value = os.environ["ODD_RANK"].partition("=")
+    if name != "damaged":
+        os.environ[name] = value
+        return
+    from vllm.model_executor.model_loader import default_loader
+
+    def damaged(*args, **kwargs):
+        raise OSError("model-00002.safetensors: incomplete metadata, file not fully covered")
+        yield
+
+    default_loader.safetensors_weights_iterator = damaged
+'''
+
+CASES = {
+    "MOE_ORACLE_ACTIVATIONS=16bit": ('MOE_ORACLE_ACTIVATIONS is "checkpoint" on rank 0, "16bit" on rank 1', 2),
+    "MOE_ORACLE_MXFP8_SCALE_RULE=floor": ('MOE_ORACLE_MXFP8_SCALE_RULE is "ceil" on rank 0, "floor" on rank 1', 2),
+    "damaged": ("rank 1 gave up at loading the model: OSError: model-00002.safetensors: incomplete", 1),
+}
+
+
+def install(folder: Path) -> Path:
+    """The plugin's package, as pip would leave it."""
+    metadata = folder / "odd_rank-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-rank\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nodd_rank = odd_rank:register\n")
+    (folder / "odd_rank.py").write_text(PLUGIN)
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_says_what_differs(case: str, tmp_path: Path) -> None:
+    words, ranks = CASES[case]
+    log: list[str] = []
+    job: dict[str, Any] = {
+        "checkpoint": str(checkpoints.write_checkpoint(tmp_path / "model")), "dtype": "bfloat16", "prompt": [5, 6, 7],
+        "tokens": 1, "oracle": {}, "engine": {"tensor_parallel_size": 2},
+    }  # fmt: skip
+    found = vllm_runner.run(
+        "run_generate.py", {case: job}, tmp_path, log, PYTHONPATH=str(install(tmp_path / "odd")), ODD_RANK=case,
+        VLLM_PLUGINS="moe_oracle,odd_rank", VLLM_CPU_OMP_THREADS_BIND="0|1",
+    )  # fmt: skip
+    assert "error" in found[case]
+    raised = [line for line in log if "RankSyncError: " in line and words in line]
+    assert {rank for rank in range(2) for line in raised if f"TP{rank}" in line} == set(range(ranks)), "\n".join(log)

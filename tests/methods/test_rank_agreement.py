@@ -1,0 +1,235 @@
+"""Ranks that differ in one thing, whichever it is: the same error on every rank, with the values and who has them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.lib import gloo_ranks
+from tests.lib.cases import CPU, backend, problem, registry
+
+pytest.importorskip("torch", reason="ranks talk through torch")
+
+from vllm_moe_oracle import __version__, settings
+from vllm_moe_oracle.core.problem import RANK_LOCAL_FIELDS, Activation, Parallel, Problem, Routing, Scheme
+from vllm_moe_oracle.errors import RankSyncError
+from vllm_moe_oracle.methods import rank_agreement
+from vllm_moe_oracle.methods.rank_agreement import describe_differences, require_equal
+
+BASE = problem(experts=64, ep=2)
+NESTED = {"scheme": Scheme, "activation": Activation, "routing": Routing, "parallel": Parallel}
+
+OTHER_VALUES: dict[str, Any] = {
+    "scheme.name": "mxfp4", "scheme.act_order": "group", "scheme.activations": "fp8", "scheme.packing": "other",
+    "activation.name": "gelu", "activation.alpha": 1.5, "activation.beta": 2.5, "activation.limit": 7.0,
+    "routing.method": "other", "routing.scoring": "sigmoid", "routing.num_groups": 4, "routing.top_k_groups": 2,
+    "parallel.format": "batched", "parallel.placement": "round_robin", "dtype": "float16",
+}  # fmt: skip
+
+
+def changed(name: str) -> Problem:
+    """The layer with another value of one field; numbers grow, flags turn."""
+    outer, _, inner = name.partition(".")
+    part = getattr(BASE, outer)
+    value = getattr(part, inner) if inner else part
+    value = OTHER_VALUES.get(
+        name, not value if isinstance(value, bool) else f"{value}1" if isinstance(value, str | None) else value + 1
+    )
+    return dataclasses.replace(BASE, **{outer: dataclasses.replace(part, **{inner: value}) if inner else value})
+
+
+def field_names() -> list[str]:
+    """Every field of a `Problem`, those of its parts by dotted names."""
+    return [
+        f"{each.name}.{part.name}" if each.name in NESTED else each.name
+        for each in dataclasses.fields(Problem)
+        for part in (dataclasses.fields(NESTED[each.name]) if each.name in NESTED else [each])
+    ]
+
+
+@pytest.mark.parametrize("name", field_names())
+def test_every_field_is_compared_or_declared_local(name: str) -> None:
+    if name in RANK_LOCAL_FIELDS:
+        assert name not in BASE.common_fields()
+        return
+    ranks = [{"layer": each.common_fields()} for each in (BASE, BASE, changed(name))]
+    ((kind, text),) = describe_differences(ranks)
+    assert kind == "layer" and text.startswith(f"{name} is ") and " on rank 2, " in text and "on ranks 0, 1" in text
+    assert json.dumps(ranks[0]["layer"][name]) in text or "not there" in text
+
+
+def test_parts_of_a_problem_are_the_ones_of_this_file() -> None:
+    hints = get_type_hints(Problem)
+    parts = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    assert parts == NESTED and set(RANK_LOCAL_FIELDS) <= set(hints)
+    assert BASE.common_fields() == dataclasses.replace(BASE, layer="x", local_experts=31).common_fields()
+
+
+@pytest.mark.parametrize("name", settings.FIELDS)
+def test_every_setting_says_whether_ranks_share_it(name: str) -> None:
+    """A setting that changes the chosen precision, backend or weights is shared; those for one host's files are not."""
+    shared = settings.FIELDS[name].metadata["shared"]
+    assert isinstance(shared, bool)
+    assert (settings.env_var(name) in settings.shared_values(settings.Settings())) is shared
+
+
+VALUES = st.none() | st.booleans() | st.integers(-3, 3) | st.text("ab", max_size=2)
+PROPERTIES = st.dictionaries(
+    st.sampled_from(sorted(rank_agreement._KINDS)), st.dictionaries(st.sampled_from("xyz"), VALUES, max_size=3)
+)
+
+
+@given(st.lists(PROPERTIES, min_size=2, max_size=4))
+def test_properties_are_equal_or_every_difference_is_named(ranks: list[dict[str, dict[str, Any]]]) -> None:
+    found = {(kind, text.partition(" is ")[0]) for kind, text in describe_differences(ranks)}
+    for kind in rank_agreement._KINDS:
+        for name in "xyz":
+            values = {json.dumps(each.get(kind, {}).get(name)) for each in ranks}
+            assert ((kind, name) in found) == (len(values) > 1)
+    if not found:
+        require_equal("topic", ranks)
+        return
+    with pytest.raises(RankSyncError, match=r"^topic: ranks differ: ") as caught:
+        require_equal("topic", ranks)
+    assert all(rank_agreement._KINDS[kind][1] in caught.value.remedy for kind, _ in found)
+
+
+# --- Processes --------------------------------------------------------------------------------------------------------
+
+
+def decided(processes: Any, odd: int, change: dict[str, Any], index: int) -> Any:
+    """What a rank says that decides four layers of two kinds, and then begins to convert them; `change` is what is
+    other on rank `odd`, from the layer `index` on."""
+    from vllm_moe_oracle.devices import detect
+    from vllm_moe_oracle.methods import backend_selection, rank_sync
+    from vllm_moe_oracle.oracle.selection import decide
+
+    rank = int(processes.rank())
+    mine = change if rank == odd else {}
+    detect.detect = lambda: dataclasses.replace(CPU, packages=CPU.packages | mine.get("packages", {}))
+    known = registry([backend("first", rank=1.0), backend("second", rank=2.0)])
+    chosen = settings.load({}, assignments=mine.get("settings"))
+    for name, value in mine.get("variables", {}).items():
+        rank_agreement.get_env = lambda each, name=name, value=value: value if each == name else None
+    if "version" in mine:
+        rank_agreement.__version__ = mine["version"]
+    group = rank_sync.RankGroup(processes, 20.0, rank_agreement.explain_difference)
+    begin = time.monotonic()
+    try:
+        for layer in range(4):
+            name = f"model.layers.{layer}.mlp.experts"
+            case = dataclasses.replace(BASE, layer=name, top_k=2 + layer % 2, local_experts=31 + 2 * (rank == 0))
+            if layer >= index:
+                if mine.get("stock") == layer:
+                    continue
+                fields = mine.get("problem", {})
+                case = dataclasses.replace(case, **fields)
+            rank_agreement.require_same_layer(group, case, chosen, mine.get("moe_backend"))
+            method = SimpleNamespace(
+                decision=None, backend=None, settings=chosen, moe=None, rank_group=group,
+                adapter=SimpleNamespace(stock_class_rejection=lambda *arguments: ""),
+            )  # fmt: skip
+            backend_selection.select_backend(
+                method, name, lambda case=case: decide(case, CPU, chosen, registry=known), known
+            )
+        rank_agreement.require_same_layers(group)
+    except RankSyncError as error:
+        return {"message": str(error), "seconds": time.monotonic() - begin}
+    return method.backend.name
+
+
+DIFFERENT: list[Any] = [
+    ({"settings": {"activations": "16bit"}}, ("MOE_ORACLE_ACTIVATIONS is ", '"16bit"', '"checkpoint"')),
+    ({"stock": 2}, ("model.layers.2.mlp.experts: ranks differ: scheme.name is ", "not there", '"mxfp8"')),
+]
+FULL: list[Any] = [
+    ({"packages": {"torch": "9.9"}}, ("torch is ", '"9.9"', json.dumps(CPU.packages.get("torch")))),
+    ({"settings": {"mxfp8_scale_rule": "floor"}}, ("MOE_ORACLE_MXFP8_SCALE_RULE is ", '"floor"', '"ceil"')),
+    ({"settings": {"backend": "second"}}, ("MOE_ORACLE_BACKEND is ", '"second"', '"auto"')),
+    ({"settings": {"overrides": "x=y"}}, ("OVERRIDES is ", '[{"pattern": "x", "backend": "y"}]', "[]")),
+    ({"version": "9.9"}, ("vllm-moe-oracle is ", '"9.9"', json.dumps(__version__))),
+    ({"moe_backend": "marlin"}, ("--moe-backend is ", '"marlin"', "not there")),
+    ({"variables": {"VLLM_CPU_INT4_W4A8": "1"}}, ("VLLM_CPU_INT4_W4A8 is ", '"1"', "not set")),
+    ({"problem": {"hidden_size": 4096}}, ("hidden_size is ", "4096", str(BASE.hidden_size))),
+]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("change", "words"), [*DIFFERENT, *(pytest.param(*each, marks=pytest.mark.full) for each in FULL)]
+)
+def test_one_difference_is_one_error_on_every_rank(
+    tmp_path: Path, ranks: int, change: dict[str, Any], words: tuple[str, str, str]
+) -> None:
+    found = gloo_ranks.run(decided, ranks, tmp_path, 1, change, 0)
+    assert len({each["message"] for each in found}) == 1
+    name, odd, normal = words
+    others = "rank 0" if ranks == 2 else "ranks 0, 2, 3"
+    for text in (name, f"{odd} on rank 1", f"{normal} on {others}"):
+        assert text in found[0]["message"], found[0]["message"]
+    assert all(each["seconds"] < 15.0 for each in found)
+
+
+LATER = [({"problem": {"top_k": 5}}, 2), ({"problem": {"top_k": 2}}, 3), ({"problem": {"has_bias": True}}, 3)]
+
+
+@pytest.mark.parametrize(
+    ("change", "index"), [LATER[0], *(pytest.param(*each, marks=pytest.mark.full) for each in LATER[1:])]
+)
+def test_a_later_layer_that_differs_is_named_with_its_field(tmp_path: Path, change: dict[str, Any], index: int) -> None:
+    """Of a new kind on one rank and of a known one on the other; or of a known one on both."""
+    first, second = gloo_ranks.run(decided, 2, tmp_path, 1, change, index)
+    ((name, value),) = change["problem"].items()
+    assert first["message"] == second["message"] and first["seconds"] < 15.0
+    for words in (f"model.layers.{index}.mlp.experts", "ranks differ", f"{name} is ", f"{json.dumps(value)} on rank 1"):
+        assert words in first["message"], first["message"]
+
+
+SAME: list[Any] = [{}, {"settings": {"rank_sync_timeout": "30", "objective": "decode", "cache": "/tmp/x"}}]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("change", SAME)
+def test_ranks_that_may_differ_so_take_the_same_backend(tmp_path: Path, change: dict[str, Any]) -> None:
+    assert gloo_ranks.run(decided, 2, tmp_path, 1, change, 0) == ["first", "first"]
+
+
+def absent(processes: Any) -> Any:
+    """Rank 1 has no plugin: it says nothing, and lives."""
+    from vllm_moe_oracle.methods import rank_sync
+
+    if processes.rank() == 1:
+        time.sleep(6.0)
+        return "stock"
+    rank_sync._LATE_SECONDS, remarks = 0.5, []
+    rank_sync.logger.warning = lambda text, *arguments: remarks.append(text % arguments)  # type: ignore[method-assign]
+    group = rank_sync.RankGroup(processes, 2.0, rank_agreement.explain_difference)
+    try:
+        rank_agreement.require_same_layer(group, BASE, settings.Settings(), None)
+    except RankSyncError as error:
+        return {"message": str(error), "remarks": remarks}
+    return None
+
+
+def test_a_rank_without_the_plugin_is_named_before_the_timeout(tmp_path: Path) -> None:
+    first, second = gloo_ranks.run(absent, 2, tmp_path)
+    assert second == "stock"
+    (remark,) = first["remarks"]
+    assert "waiting for rank 1, up to 2 s" in remark
+    assert "rank 1 did not come within 2 s" in first["message"]
+    for text in (remark, first["message"]):
+        assert "the plugin is not installed, not enabled or stands down there" in text
+
+
+def test_the_variables_are_names_that_vllm_reads() -> None:
+    envs = pytest.importorskip("vllm.envs", reason="its table of variables is asked")
+    unknown = set(rank_agreement.NUMERIC_VARIABLES) - set(envs.environment_variables)
+    assert not unknown
