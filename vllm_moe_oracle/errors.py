@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import dis
+import re
+import signal
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,6 +41,64 @@ def sanitize(text: str) -> str:
     or start a line of a log.
     """
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())
+
+
+MAX_ERROR_TEXT = 1000
+"""Characters of another package's error message that a message of this project repeats."""
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception's type and message as one printable line of limited length, whatever its ``str`` does."""
+    try:
+        text = str(error)
+    except Exception as failure:
+        text = f"a message that cannot be read ({type(failure).__name__})"
+    line = sanitize(f"{type(error).__name__}: {text[: 2 * MAX_ERROR_TEXT]}").rstrip(": ")
+    return line if len(line) <= MAX_ERROR_TEXT else f"{line[:MAX_ERROR_TEXT]} ..."
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Whether an exception is meant to end the process: Ctrl-C, or raised by one of its signal handlers.
+
+    vLLM's handlers raise SystemExit. The same exception from a ``raise`` or ``sys.exit`` of other code is not meant so.
+    """
+    if isinstance(error, Exception):
+        return False
+    handlers = {getattr(signal.getsignal(each), "__code__", None) for each in signal.valid_signals()} - {None}
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    if any(frame.f_code in handlers for frame, _ in frames):
+        return True
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    # Python's own handler of Ctrl-C has no frame: the exception appears between two instructions.
+    raised = last is not None and dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+    return type(error) is KeyboardInterrupt and not raised
+
+
+_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|(?:can't|cannot) allocate memory", re.IGNORECASE)
+_ASKED_BYTES = re.compile(r"allocate (\d+) bytes")
+
+
+def mentions_out_of_memory(text: str) -> bool:
+    """Whether an error's type and message say that memory was not sufficient, on a GPU or on a CPU.
+
+    torch raises its OutOfMemoryError for devices only. For the CPU it raises RuntimeError("... DefaultCPUAllocator:
+    can't allocate memory: you tried to allocate N bytes. Error code 12 (Cannot allocate memory)").
+    """
+    return _OUT_OF_MEMORY.search(text) is not None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory was not sufficient; see `mentions_out_of_memory`."""
+    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return memory or (isinstance(error, RuntimeError | OSError) and mentions_out_of_memory(str(error)))
+
+
+def asked_memory(error: BaseException) -> str:
+    """How much memory a failed allocation asked for, e.g. ``1.50 GiB``; "some" where the error does not say it."""
+    found = _ASKED_BYTES.search(str(error))
+    return f"{int(found[1]) / 2**30:.2f} GiB" if found else "some"
 
 
 class OracleError(Exception):
@@ -93,8 +155,16 @@ class RegistryError(OracleError):
     """A backend cannot be registered: its import fails, its type is wrong, or its name is taken."""
 
 
+class BackendDefect(OracleError, RuntimeError):
+    """A backend's method raised, or returned what the contract does not allow."""
+
+
 class SelfCheckError(OracleError, RuntimeError):
     """A kernel disagrees with the reference on the loaded weights, and no fallback is allowed."""
+
+
+class HostMemoryError(OracleError, MemoryError):
+    """The CPU's memory is not sufficient to load a layer. Another backend would need as much."""
 
 
 class RankSyncError(OracleError, RuntimeError):

@@ -100,11 +100,11 @@ STRANGERS = {
     "duplicate": ("strangers:Duplicate", "the name 'emulation' is taken by vllm_moe_oracle.backends.emulation"),
     "auto": ("strangers:Auto", "'auto' cannot be a backend's name"),
     "blank": ("strangers:Blank", "' ' cannot be a backend's name"),
-    "letters": ("strangers:Letters", "schemes is 'mxfp8'. Write a tuple of names"),
-    "aliases": ("strangers:Aliases", "vllm_names is 'marlin'. Write a tuple of names"),
-    "scheme": ("strangers:UnknownScheme", "schemes holds int3; valid are mxfp8, wna16, mxfp4"),
+    "letters": ("strangers:Letters", "the attribute schemes is not as the contract declares: it is 'mxfp8', expected tuple"),
+    "aliases": ("strangers:Aliases", "the attribute vllm_names is not as the contract declares: it is 'marlin', expected tuple"),
+    "scheme": ("strangers:UnknownScheme", "in an entry it is 'int3', expected 'mxfp8' or 'wna16' or 'mxfp4'"),
     "schemeless": ("strangers:NoScheme", "schemes holds nothing; valid are"),
-    "unlimited": ("strangers:Unlimited", "capabilities is dict, expected Capabilities"),
+    "unlimited": ("strangers:Unlimited", "the attribute capabilities is not as the contract declares: it is of type dict, expected Capabilities"),
 }
 MODULE = """
 from tests.lib.cases import Plain
@@ -178,7 +178,7 @@ def test_strangers_that_cannot_be_loaded_are_recorded_and_harm_no_other(stranger
     for name, (_, reason) in STRANGERS.items():
         assert reason in strangers.load_errors[name], name
     assert {item.name for item in strangers} == {item.name for item in discover()} | {"fine"}
-    assert type(strangers["emulation"]).__module__ == "vllm_moe_oracle.backends.emulation"
+    assert strangers.origin("emulation") == "vllm_moe_oracle.backends.emulation"
     assert decide(problem(), H200, load({}), registry=strangers).backend == "fine"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
 import pkgutil
 import signal
@@ -14,6 +15,7 @@ import typer
 
 from .. import __version__
 from ..errors import OracleError, sanitize
+from ..oracle.registry import IMPORT_LOGGER
 from . import EXIT_INVALID_INPUT, commands
 
 app = typer.Typer(
@@ -58,6 +60,11 @@ def _end_with_closed_pipe() -> NoReturn:
 
 def main() -> None:
     """Runs the command line tool; ends the process with the command's exit status."""
+    # An entry point may end the process or never return: its name must be on the screen before it is imported.
+    imports = logging.getLogger(IMPORT_LOGGER)
+    imports.setLevel(logging.INFO)
+    imports.propagate = False
+    imports.handlers[:] = [logging.StreamHandler(sys.stderr)]
     try:
         try:
             app(prog_name="vllm-moe-oracle")

@@ -98,6 +98,23 @@ class Numerics:
 
 
 @dataclass(frozen=True, slots=True)
+class Answers:
+    """What an accepted backend answered about one problem. It is asked once, and decisions use these answers.
+
+    Attributes:
+        plan: its shard plan.
+        numerics: the precisions that it computes with.
+        activations: precision in which inputs enter the products.
+        layout: name of the layout that it converts to.
+    """
+
+    plan: ShardPlan
+    numerics: Numerics
+    activations: ActivationPrecision
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """One backend's verdict on one problem.
 
@@ -105,16 +122,24 @@ class Candidate:
         backend: its name.
         verdict: accepted, or rejected with every reason.
         priority: its place in the static order, lower first.
+        known: what it answered; None for a backend that was rejected.
     """
 
     backend: str
     verdict: Verdict
     priority: float
+    known: Answers | None = None
 
     @property
     def accepted(self) -> bool:
         """Whether the backend can run the layer."""
         return isinstance(self.verdict, Accepted)
+
+    @property
+    def answers(self) -> Answers:
+        """What an accepted candidate answered."""
+        assert self.known is not None, f"{self.backend} was rejected"
+        return self.known
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
@@ -199,6 +224,10 @@ class Decision:
     degraded: bool = False
     measured: MeasuredOutcome | None = None
     token_ranges: tuple[TokenRange, ...] = ()
+
+    def candidate(self, name: str) -> Candidate:
+        """The candidate of a name."""
+        return next(each for each in self.candidates if each.backend == name)
 
     def backend_for(self, tokens: int) -> str:
         """The backend that runs a number of tokens."""

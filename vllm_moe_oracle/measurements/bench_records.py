@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import MeasurementError
+from ..errors import MeasurementError, mentions_out_of_memory
 from .environment import Environment
 from .kernel_shape import KernelShape, Sample
 from .profile import read_limited
@@ -23,7 +23,6 @@ STOCK_PREFIX = "stock:"
 STOCK_DEFAULT = f"{STOCK_PREFIX}auto"
 """Name of stock vLLM's default layer."""
 
-_OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")
 _REMEDY = "Make them with: vllm-moe-oracle bench --jsonl FILE"
 
 
@@ -112,7 +111,7 @@ class BenchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 def is_out_of_memory(failure: str) -> bool:
     """Whether a failure says nothing about the backend: free memory depends on what else runs on the GPU."""
-    return any(word in failure for word in _OUT_OF_MEMORY)
+    return mentions_out_of_memory(failure)
 
 
 def read_samples(path: Path) -> tuple[Environment, dict[str, str], dict[KernelShape, list[Sample]]]:

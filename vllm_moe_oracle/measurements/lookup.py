@@ -17,7 +17,7 @@ from pathlib import Path
 from ..core.measurement_set import MeasurementSet
 from ..core.objectives import parse_objective
 from ..core.problem import Device, Problem
-from ..errors import MeasurementError, SettingError, sanitize
+from ..errors import BackendDefect, MeasurementError, SettingError, sanitize
 from ..oracle.measured_choice import choose_fastest
 from ..oracle.registry import default_registry
 from ..oracle.selection import REFERENCE_BACKEND, equivalent_backends, evaluate_candidates
@@ -86,12 +86,11 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
 
 def _why_undecided(measured: MeasurementSet, problem: Problem, device: Device, settings: Settings) -> str:
     """Why measurements are not sufficient for a choice; "" if they are."""
-    registry = default_registry()
-    judged = evaluate_candidates(problem, device, settings, registry)
+    judged = evaluate_candidates(problem, device, settings, default_registry())
     static = next((each for each in judged if each.accepted), None)
     if static is None or static.backend == REFERENCE_BACKEND:
         return ""
-    names = equivalent_backends(static, judged, problem, registry)
+    names = equivalent_backends(static, judged)
     choice = choose_fastest(measured, names, parse_objective(settings.objective), settings.min_time_saving)
     if choice.measured is not None:
         return ""
@@ -145,18 +144,22 @@ def _closest_environment(
     return best
 
 
+def _activations(name: str, problem: Problem) -> str:
+    """The precision that a backend takes; "" for one that this process does not have, or that cannot say it."""
+    registry = default_registry()
+    try:
+        return registry[name].activations(problem) if name in registry else ""
+    except BackendDefect:  # the decision rejects it with the reason
+        return ""
+
+
 def _measurement_set(source: str, samples: Iterable[Sample], problem: Problem) -> MeasurementSet:
     """The times of the backends of this process.
 
     Left out are backends that quantize activations differently now than when they were measured, and times without
     top-k if other backends' times include it.
     """
-    registry = default_registry()
-    known = [
-        sample
-        for sample in samples
-        if sample.backend in registry and registry[sample.backend].activations(problem) == sample.activations
-    ]
+    known = [sample for sample in samples if _activations(sample.backend, problem) == sample.activations]
     # A backend that failed at one number of tokens, or under one routing, is not chosen for its times elsewhere.
     failed = dict.fromkeys(sample.backend for sample in known if sample.failure)
     failures = {name: _summarize_failures([each for each in known if each.backend == name]) for name in failed}

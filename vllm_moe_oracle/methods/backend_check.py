@@ -10,10 +10,21 @@ from typing import Any
 
 import torch
 
-from ..backends import Backend, Tensors
+from ..backends import Tensors
 from ..core.decision import Reason
 from ..core.problem import Problem
-from ..errors import CheckpointError, LifecycleError, NoBackendError, SelfCheckError
+from ..errors import (
+    BackendDefect,
+    CheckpointError,
+    HostMemoryError,
+    LifecycleError,
+    NoBackendError,
+    SelfCheckError,
+    asked_memory,
+    describe_error,
+    is_out_of_memory,
+)
+from ..oracle.checked_backend import overrides
 from ..oracle.registry import Registry, default_registry
 from ..verification.inputs import canonical_experts
 from ..verification.self_check import Comparison, compare_with_reference
@@ -43,9 +54,51 @@ _outcomes: dict[_CheckKey, CheckOutcome] = {}
 """Outcome of the self-check by problem and backend, for the model that is being loaded."""
 
 
+_convertible: set[_CheckKey] = set()
+"""Problems and backends of the load whose conversion has told every rank the kernel tensors' shapes."""
+
+
 def reset() -> None:
     """Ends a load: outcomes do not hold for other weights, whether another model's or reloaded ones."""
     _outcomes.clear()
+    _convertible.clear()
+
+
+def reserve_or_fallback(method: LayerMethod, reserve: Callable[[], None], registry: Registry | None = None) -> None:
+    """Reserves a layer's buffers for its backend, and switches to the next candidate when the backend cannot say what
+    it converts to.
+
+    Args:
+        method: the layer's method; its backend and decision change with a fallback.
+        reserve: asks the method's backend for the shapes of its kernel tensors, and reserves buffers.
+        registry: the backends that the decision names; None for the default registry.
+
+    Raises:
+        NoBackendError: the backend is defective, and it was chosen explicitly, or no candidate remains.
+        RankSyncError: another rank could not reserve its buffers.
+    """
+
+    def failure() -> str:
+        try:
+            reserve()
+        except BackendDefect as error:
+            return str(error)
+        return ""
+
+    while True:
+        problem, name = method.decision.problem, method.backend.name
+        key = (problem.key(), name)
+        if key in _convertible:  # all ranks agreed on this kind of layer
+            reserve()
+            return
+        outcome = _combine_ranks(method, f"the buffers of {problem.layer} for {name}", failure)
+        if outcome.passed:
+            _convertible.add(key)
+            return
+        words = f"{name} cannot convert {problem}: {outcome.message}"
+        if _is_explicit(method) or not outcome.alternatives:
+            raise NoBackendError(words, "Choose another backend", problem.layer)
+        _fall_back(method, words, Reason("defect", outcome.message), "is defective", outcome, registry)
 
 
 def check_or_fallback(
@@ -78,18 +131,28 @@ def check_or_fallback(
             return
         verb = "fails its self-check on" if weights.passed else "cannot hold the loaded weights of"
         failure = f"{name} {verb} {problem}: {outcome.message}"
-        explicit = method.decision.why in ("user", "override")
-        if kernel_built or mode == "strict" or explicit or not outcome.alternatives:
+        if kernel_built or mode == "strict" or _is_explicit(method) or not outcome.alternatives:
             if not weights.passed:
                 raise NoBackendError(failure, "Choose another backend", problem.layer)
             remedy = "Choose another backend, and report this with the model's name; MOE_ORACLE_SELF_CHECK=off skips it"
             raise SelfCheckError(failure, remedy, problem.layer)
-        fallback = outcome.alternatives[0]
-        logger.error("moe_oracle: %s: %s; taking %s instead", problem.layer, failure, fallback)
         code = "self_check" if weights.passed else "weights"
         detail = "failed its self-check on the loaded weights" if weights.passed else "cannot hold the loaded weights"
-        reason = Reason(code, f"{detail}: {outcome.message}")
-        switch_backend(method, reason, f"{name}, which came first, {detail}", fallback, registry or default_registry())
+        _fall_back(method, failure, Reason(code, f"{detail}: {outcome.message}"), detail, outcome, registry)
+
+
+def _is_explicit(method: LayerMethod) -> bool:
+    """Whether the user chose the backend: then nothing takes its place."""
+    return method.decision.why in ("user", "override")
+
+
+def _fall_back(
+    method: LayerMethod, failure: str, reason: Reason, detail: str, outcome: CheckOutcome, registry: Registry | None
+) -> None:
+    """Switches a method to the first alternative of an outcome, and logs the failure."""
+    name, fallback = method.backend.name, outcome.alternatives[0]
+    logger.error("moe_oracle: %s: %s; taking %s instead", method.decision.problem.layer, failure, fallback)
+    switch_backend(method, reason, f"{name}, which came first, {detail}", fallback, registry or default_registry())
 
 
 def _is_capturing(raw: Tensors) -> bool:
@@ -105,13 +168,16 @@ def check_weights(method: LayerMethod, raw: Tensors) -> CheckOutcome:
         raw: see `check_or_fallback`.
     """
     backend, problem = method.backend, method.decision.problem
-    if type(backend).validate_weights is Backend.validate_weights:
+    if not overrides(backend, "validate_weights"):
         return CheckOutcome("", True, ())
 
     def first_failure() -> str:
         for index in range(problem.local_experts):
             expert = {name: each[0] for name, each in canonical_experts(problem, raw, [index]).items()}
-            failure = backend.validate_weights(expert, problem)
+            try:
+                failure = backend.validate_weights(expert, problem)
+            except BackendDefect as error:
+                failure = str(error)
             if failure:
                 return f"expert {index}: {failure}"
         return ""
@@ -177,5 +243,9 @@ def _try_kernel(method: LayerMethod, raw: Tensors) -> Comparison | str:
     except (torch.OutOfMemoryError, CheckpointError):
         raise
     except Exception as error:  # a backend that crashes fails its check; the error becomes the reason
+        if is_out_of_memory(error):
+            rule = f"the self-check of {method.backend.name} asked for {asked_memory(error)} of memory that is not free"
+            remedy = "Free memory, or serve over more ranks; MOE_ORACLE_SELF_CHECK=off skips the check"
+            raise HostMemoryError(f"{rule} ({describe_error(error)})", remedy, problem.layer) from error
         logger.exception("moe_oracle: %s: %s raised in its self-check", problem.layer, method.backend.name)
         return f"{type(error).__name__}: {error}"

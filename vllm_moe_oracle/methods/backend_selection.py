@@ -229,14 +229,15 @@ def switch_backend(method: LayerMethod, reason: Reason, explanation: str, name: 
         dataclasses.replace(each, verdict=Rejected((reason,))) if each.backend == failed else each
         for each in method.decision.candidates
     )
+    answers = method.decision.candidate(name).answers
     method.backend = registry[name]
     method.decision = dataclasses.replace(
         method.decision,
         backend=name,
         explanation=explanation,
         candidates=candidates,
-        plan=method.backend.plan(method.decision.problem, detect.detect()),
-        numerics=method.backend.numerics(method.decision.problem),
+        plan=answers.plan,
+        numerics=answers.numerics,
         measured=None,
         token_ranges=(),
     )

@@ -218,7 +218,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         """Registers the checkpoint's parameters over buffers that can hold the kernel's tensors, too."""
         self._register_parameters(layer, num_experts, *args, **kwargs)
         self._set_state(layer, "raw")
-        self._reserve_expert_buffers(layer)
+        backend_check.reserve_or_fallback(self, lambda: self._reserve_expert_buffers(layer))
 
     def _requested_scheme(self, scheme: Scheme) -> tuple[Scheme, str]:
         """The scheme with the requested activation precision, and the setting that requests it; "" where the precision

@@ -21,8 +21,7 @@ from torch import Tensor
 from ..backends import Backend, Tensors
 from ..compat import weight_storage
 from ..compat.experts_builder import VllmBuilder
-from ..core.decision import Decision, ShardPlan
-from ..devices import detect
+from ..core.decision import Answers, Decision, ShardPlan
 from ..errors import SelfCheckError
 from ..oracle.registry import Registry, default_registry
 from ..settings import Settings
@@ -157,12 +156,12 @@ def prepare_copies(method: DispatchMethod, raw: Tensors, registry: Registry | No
             method.decision = dataclasses.replace(method.decision, token_ranges=())
             return
     for name in _other_backends(method):
-        backend, plan = registry[name], _plan(method, registry[name])
-        if _shares_layout(method, backend, plan):
+        backend, mine = registry[name], _answers(method, name)
+        if mine.layout == _answers(method, method.backend.name).layout:
             continue
         new = name not in method.weight_copies
         with rank_sync.notify_on_failure(method.rank_group, f"the copy for {name} of {problem.layer}"):
-            method.weight_copies[name] = _convert_copy(method, backend, plan, raw, method.weight_copies.get(name))
+            method.weight_copies[name] = _convert_copy(method, backend, mine.plan, raw, method.weight_copies.get(name))
         if new:
             size = sum(each.nbytes for each in method.weight_copies[name].values()) / 2**20
             logger.info("moe_oracle: %s: a second copy of the weights for %s: %.0f MiB", problem.layer, name, size)
@@ -186,7 +185,7 @@ def build_dispatch(
         if each.backend == method.backend.name:
             ranges.append(_Range(each.max_tokens, own_kernel, layer))
             continue
-        backend, plan = registry[each.backend], _plan(method, registry[each.backend])
+        backend, plan = registry[each.backend], _answers(method, each.backend).plan
         mine = method.weight_copies.get(each.backend, tensors)
         # A copy of vLLM's config of the layer: some stock classes get their sizes by a change of it.
         moe = copy.copy(method.moe)
@@ -205,14 +204,9 @@ def _other_backends(method: DispatchMethod) -> list[str]:
     )
 
 
-def _plan(method: DispatchMethod, backend: Backend) -> ShardPlan:
-    return backend.plan(method.decision.problem, detect.detect())
-
-
-def _shares_layout(method: DispatchMethod, backend: Backend, plan: ShardPlan) -> bool:
-    """Whether a backend reads the same tensors as the method's own."""
-    problem = method.decision.problem
-    return backend.layout(problem, plan) == method.backend.layout(problem, method.decision.plan)
+def _answers(method: DispatchMethod, name: str) -> Answers:
+    """What a backend of the layer's token ranges answered when it was decided on."""
+    return method.decision.candidate(name).answers
 
 
 def _rejection(method: DispatchMethod, backend: Backend, raw: Tensors) -> str:
@@ -224,7 +218,7 @@ def _rejection(method: DispatchMethod, backend: Backend, raw: Tensors) -> str:
         return (
             f"vLLM's own class rejects it: {stock_rejection}" if stock_rejection else "another rank's vLLM rejects it"
         )
-    plan = _plan(method, backend)
+    plan = _answers(method, backend.name).plan
     decision = dataclasses.replace(method.decision, backend=backend.name, plan=plan, token_ranges=())
     stand_in = _CandidateMethod(decision, backend, method.settings, method.adapter, method.moe, method.rank_group)
     weights = backend_check.check_weights(stand_in, raw)

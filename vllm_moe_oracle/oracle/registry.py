@@ -1,29 +1,42 @@
 """The registry of backends: every public module of `vllm_moe_oracle.backends`, and third parties' entry points.
 
 A third party's backend that cannot be loaded is recorded in `Registry.load_errors`, and the others stay usable. The
-reason is shown by `status` and raised by an explicit choice of that backend.
+reason is shown by `status` and raised by an explicit choice of that backend. An import that ends the process or that
+does not end cannot be stopped from here: the log names the entry point before and while it is imported.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import logging
 import pkgutil
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
 from typing import get_args
 
 from .. import backends as builtin_package
-from ..backends import Backend, Capabilities
+from .. import settings
+from ..backends import Backend
 from ..core.problem import SchemeName
-from ..errors import RegistryError, did_you_mean
+from ..errors import RegistryError, SettingError, describe_error, did_you_mean, is_interruption, sanitize
 from ..settings import AUTO
+from .checked_backend import CheckedBackend
+
+IMPORT_LOGGER = "vllm.moe_oracle.imports"
+"""Logger that names third parties' entry points before they are imported."""
 
 logger = logging.getLogger("vllm.moe_oracle")
+_import_logger = logging.getLogger(IMPORT_LOGGER)
 
 ENTRY_POINT_GROUP = "vllm_moe_oracle.backends"
+
+IMPORT_SECONDS = 10.0
+"""An import that takes longer is reported, then again each time that its duration has doubled."""
 
 
 class Registry:
@@ -48,33 +61,41 @@ class Registry:
         Raises:
             RegistryError: it is not a complete backend, or its name is taken.
         """
-        if inspect.isclass(backend):
-            try:
-                backend = backend()
-            except TypeError as error:
-                raise RegistryError(f"the backend cannot be instantiated: {error}", where=origin) from error
-        if not isinstance(backend, Backend):
-            rule = f"expected an instance of vllm_moe_oracle.backends.Backend, got {type(backend).__name__}"
-            raise RegistryError(rule, "Export an instance, or a class without constructor arguments", origin)
-        missing = backend.missing_attributes()
-        if missing:
-            raise RegistryError(f"the backend does not set {', '.join(missing)}", where=origin)
-        _validate(backend, origin)
-        if backend.name in self._backends:
-            rule = f"the name {backend.name!r} is taken by {self._origin[backend.name]}"
+        try:
+            checked = _checked(backend, origin)
+        except RegistryError:
+            raise
+        except BaseException as error:  # constructors and properties of a third party
+            if is_interruption(error):
+                raise
+            raise RegistryError(f"the backend cannot be read: {describe_error(error)}", where=origin) from error
+        if checked.name in self._backends:
+            rule = f"the name {checked.name!r} is taken by {self._origin[checked.name]}"
             raise RegistryError(rule, "Choose another name", origin)
-        self._backends[backend.name] = backend
-        self._origin[backend.name] = origin
+        self._backends[checked.name] = checked
+        self._origin[checked.name] = origin
 
-    def add_entry_points(self, points: Iterable[EntryPoint]) -> None:
-        """Registers third parties' backends; a failure is recorded in `load_errors`."""
+    def add_entry_points(self, points: Iterable[EntryPoint], skipped: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Registers third parties' backends; a failure is recorded in `load_errors`.
+
+        Args:
+            points: the entry points.
+            skipped: why an entry point is not imported, by name.
+        """
         for point in points:
-            origin = f"entry point {point.name!r} = {point.value}"
+            if point.name in skipped:
+                self.load_errors[point.name] = skipped[point.name]
+                continue
+            origin = sanitize(f"entry point {point.name!r} = {point.value}")
             try:
-                self.add(point.load(), origin)
+                with _announced(point, origin):
+                    found = point.load()
+                self.add(found, origin)
             # A third party's import can raise anything. It is recorded, shown, and raised when the backend is chosen.
-            except (Exception, SystemExit) as error:
-                self.load_errors[point.name] = f"{type(error).__name__}: {error}"
+            except BaseException as error:
+                if is_interruption(error):
+                    raise
+                self.load_errors[point.name] = describe_error(error)
 
     def __getitem__(self, name: str) -> Backend:
         """The backend of a name.
@@ -111,27 +132,69 @@ class Registry:
         return sorted({name for backend in self.for_scheme(scheme) for name in (backend.name, *backend.vllm_names)})
 
 
-def _validate(backend: Backend, origin: str) -> None:
-    """Refuses names that cannot be selected, and strings where tuples of strings are expected."""
-    if not isinstance(backend.name, str) or not backend.name.strip() or backend.name == AUTO:
-        raise RegistryError(f"{backend.name!r} cannot be a backend's name", where=origin)
-    known = get_args(SchemeName)
-    lists: dict[str, object] = {"schemes": backend.schemes, "vllm_names": backend.vllm_names}
-    for field, words in lists.items():
-        if not isinstance(words, tuple) or not all(isinstance(word, str) for word in words):
-            raise RegistryError(f"{field} is {words!r}", f"Write a tuple of names: {field} = (...,)", origin)
-    unknown = [scheme for scheme in backend.schemes if scheme not in known]
-    if unknown or not backend.schemes:
-        rule = f"schemes holds {', '.join(unknown) or 'nothing'}; valid are {', '.join(known)}"
-        raise RegistryError(rule, where=origin)
-    if not isinstance(backend.capabilities, Capabilities):
-        raise RegistryError(
-            f"capabilities is {type(backend.capabilities).__name__}, expected Capabilities", where=origin
-        )
+@contextlib.contextmanager
+def _announced(point: EntryPoint, origin: str) -> Iterator[None]:
+    """Names an entry point in the log before it is imported, and again while the import lasts.
+
+    Python cannot stop an import safely, so this only says which one it is.
+    """
+    package = f" of {point.dist.name} {point.dist.version}" if point.dist is not None else ""
+    _import_logger.info("moe_oracle: importing the backend of %s%s", origin, sanitize(package))
+    done = threading.Event()
+
+    def watch() -> None:
+        waited = IMPORT_SECONDS
+        while not done.wait(waited if waited == IMPORT_SECONDS else waited / 2):
+            _import_logger.warning(
+                "moe_oracle: %s%s has been importing for %.0f s; %s=%s leaves it out",
+                origin,
+                sanitize(package),
+                waited,
+                settings.env_var("disable"),
+                sanitize(point.name),
+            )
+            waited *= 2
+
+    watcher = threading.Thread(target=watch, name=f"import of {point.name}", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
-def discover(points: Iterable[EntryPoint] = ()) -> Registry:
+def _checked(backend: object, origin: str) -> Backend:
+    """The backend behind its boundary.
+
+    Raises:
+        RegistryError: it is not a complete backend.
+    """
+    if inspect.isclass(backend):
+        try:
+            backend = backend()
+        except TypeError as error:
+            rule = f"the backend cannot be instantiated: {sanitize(str(error))}"
+            raise RegistryError(rule, where=origin) from error
+    if not isinstance(backend, Backend):
+        rule = f"expected an instance of vllm_moe_oracle.backends.Backend, got {type(backend).__name__}"
+        raise RegistryError(rule, "Export an instance, or a class without constructor arguments", origin)
+    missing = backend.missing_attributes()
+    if missing:
+        raise RegistryError(f"the backend does not set {', '.join(missing)}", where=origin)
+    checked = CheckedBackend(backend, origin)  # type: ignore[abstract]  # its methods are made from the contract
+    if not checked.name.strip() or checked.name == AUTO:
+        raise RegistryError(f"{checked.name!r} cannot be a backend's name", where=origin)
+    if not checked.schemes:
+        raise RegistryError(f"schemes holds nothing; valid are {', '.join(get_args(SchemeName))}", where=origin)
+    return checked
+
+
+def discover(points: Iterable[EntryPoint] = (), skipped: Mapping[str, str] = MappingProxyType({})) -> Registry:
     """A new registry of this project's backends and those of entry points.
+
+    Args:
+        points: third parties' entry points.
+        skipped: why an entry point is not imported, by name.
 
     Raises:
         RegistryError: a module of this project does not define a backend.
@@ -144,14 +207,32 @@ def discover(points: Iterable[EntryPoint] = ()) -> Registry:
         if not hasattr(module, "BACKEND"):
             raise RegistryError("the module exports no BACKEND", where=module.__name__)
         registry.add(module.BACKEND, module.__name__)
-    registry.add_entry_points(points)
+    registry.add_entry_points(points, skipped)
     return registry
+
+
+def installed_entry_points() -> list[EntryPoint]:
+    """Third parties' entry points, sorted by name."""
+    return sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name)
+
+
+def disabled_entry_points() -> dict[str, str]:
+    """Entry points that the environment disables: they are not even imported. The reason, by name."""
+    try:
+        chosen = settings.load()
+    except SettingError:  # reported where the settings are used
+        return {}
+    return {name: f"not imported: disabled by {chosen.source('disable')}" for name in chosen.disable}
 
 
 @cache
 def default_registry() -> Registry:
     """The registry of this process, with third parties' entry points; it is discovered once and warns of failures."""
-    found = discover(sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name))
+    skipped = disabled_entry_points()
+    found = discover(installed_entry_points(), skipped)
     for name, reason in found.load_errors.items():
-        logger.warning("moe_oracle: the backend of the entry point %s could not be loaded: %s", name, reason)
+        if name not in skipped:
+            logger.warning(
+                "moe_oracle: the backend of the entry point %s could not be loaded: %s", sanitize(name), reason
+            )
     return found

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..backends import Backend
-from ..core.decision import Accepted, Candidate, DecidedBy, Decision, Reason, Rejected, format_candidates
+from ..core.decision import Accepted, Answers, Candidate, DecidedBy, Decision, Reason, Rejected, format_candidates
 from ..core.measurement_set import MeasurementSet
 from ..core.objectives import parse_objective
 from ..core.overrides import first_match
 from ..core.problem import Device, Problem, satisfies_precision
-from ..errors import NoBackendError, SettingError, did_you_mean
+from ..errors import BackendDefect, NoBackendError, SettingError, did_you_mean
 from ..releases.supported import NEWEST
 from ..settings import AUTO, Settings
 from .measured_choice import MeasuredChoice, choose_fastest
@@ -54,8 +54,7 @@ class _DecisionInput:
         return [candidate for candidate in self.candidates if candidate.accepted]
 
     def decision(self, chosen: Candidate, why: DecidedBy, explanation: str) -> Decision:
-        backend = self.registry[chosen.backend]
-        plan, numerics = backend.plan(self.problem, self.device), backend.numerics(self.problem)
+        plan, numerics = chosen.answers.plan, chosen.answers.numerics
         return Decision(self.problem, chosen.backend, why, explanation, plan, numerics, self.candidates)
 
 
@@ -191,7 +190,7 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
 
 def _can_be_measured(static: Candidate, case: _DecisionInput) -> bool:
     """Whether `tune` could let measurements decide: on a GPU, between several backends that compute the same."""
-    names = equivalent_backends(static, case.candidates, case.problem, case.registry)
+    names = equivalent_backends(static, case.candidates)
     return case.device.kind == "cuda" and len(names) > 1
 
 
@@ -201,9 +200,7 @@ def _with_tiles(decision: Decision, measurements: MeasurementSet | None) -> Deci
     return dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, tiles=tiles)) if tiles else decision
 
 
-def equivalent_backends(
-    static: Candidate, candidates: tuple[Candidate, ...], problem: Problem, registry: Registry
-) -> tuple[str, ...]:
+def equivalent_backends(static: Candidate, candidates: tuple[Candidate, ...]) -> tuple[str, ...]:
     """Names of the accepted candidates that compute the same numbers as the static choice, in static order.
 
     Measurements decide about speed only: a candidate that takes activations in another precision computes other
@@ -212,12 +209,9 @@ def equivalent_backends(
     Args:
         static: the first accepted candidate.
         candidates: all candidates, in static order.
-        problem: the layer.
-        registry: the backends.
     """
-    precision = registry[static.backend].activations(problem)
-    accepted = [each.backend for each in candidates if each.accepted and each.backend != REFERENCE_BACKEND]
-    return tuple(name for name in accepted if registry[name].activations(problem) == precision)
+    accepted = [each for each in candidates if each.accepted and each.backend != REFERENCE_BACKEND]
+    return tuple(each.backend for each in accepted if each.answers.activations == static.answers.activations)
 
 
 def _choose_by_measurement(measurements: MeasurementSet, static: Candidate, case: _DecisionInput) -> MeasuredChoice:
@@ -225,32 +219,35 @@ def _choose_by_measurement(measurements: MeasurementSet, static: Candidate, case
 
     def can_share(one: str, other: str) -> bool:
         """Whether two backends may share the layer, each for a range of token counts."""
-        pair = case.registry[one], case.registry[other]
+        backends = [case.registry[name] for name in (one, other)]
         # Data-parallel ranks must run the same backend at the same time, EPLB moves experts between ranks, and a
         # monolithic kernel gets router logits instead of routed ids.
-        if problem.parallel.dp > 1 or problem.eplb or any(backend.monolithic for backend in pair):
+        if problem.parallel.dp > 1 or problem.eplb or any(backend.monolithic for backend in backends):
             return False
         # Even if both are batch-invariant, a token's result would depend on the backend that its batch size selects.
         if problem.batch_invariant:
             return False
-        plans = [backend.plan(problem, case.device) for backend in pair]
-        if any(plan.hidden_size != problem.hidden_size for plan in plans):  # vLLM pads the input for one of them only
-            return False
-        layouts = {backend.layout(problem, plan) for backend, plan in zip(pair, plans, strict=True)}
-        return settings.allow_second_layout or len(layouts) == 1
+        answers = [each.answers for each in case.accepted if each.backend in (one, other)]
+        if any(each.plan.hidden_size != problem.hidden_size for each in answers):
+            return False  # vLLM pads the input for one of them only
+        return settings.allow_second_layout or len({each.layout for each in answers}) == 1
 
-    names = equivalent_backends(static, case.candidates, problem, case.registry)
+    names = equivalent_backends(static, case.candidates)
     return choose_fastest(measurements, names, parse_objective(settings.objective), settings.min_time_saving, can_share)
 
 
 def _evaluate(backend: Backend, problem: Problem, device: Device, settings: Settings) -> Candidate:
     try:
-        reasons = list(backend.check(problem, device).reasons)
-        consumed, declared = backend.activations(problem), problem.scheme.activations
-        priority = backend.priority(problem, device)
-    except Exception as error:  # a defect in a third party's backend must not take the other candidates down
-        reason = Reason("defect", f"asking it failed with {type(error).__name__}: {error}")
-        return Candidate(backend.name, Rejected((reason,)), 0.0)
+        return _ask(backend, problem, device, settings)
+    except BackendDefect as error:  # the other candidates are asked all the same
+        return Candidate(backend.name, Rejected((Reason("defect", error.rule, error.remedy),)), 0.0)
+
+
+def _ask(backend: Backend, problem: Problem, device: Device, settings: Settings) -> Candidate:
+    plan = backend.plan(problem, device)  # before `check`, which calls it: an error names the method that fails
+    reasons = list(backend.check(problem, device).reasons)
+    consumed, declared = backend.activations(problem), problem.scheme.activations
+    priority = backend.priority(problem, device)
     if backend.name in settings.disable:
         detail = f"disabled by {settings.source('disable')}"
         reasons.append(Reason("disabled", detail, "take it out of the setting disable"))
@@ -263,8 +260,10 @@ def _evaluate(backend: Backend, problem: Problem, device: Device, settings: Sett
                 "to use it, set allow_activation_quantization=1 and choose it by name",
             )
         )
-    verdict = Rejected(tuple(reasons)) if reasons else Accepted()
-    return Candidate(backend.name, verdict, priority)
+    if reasons:
+        return Candidate(backend.name, Rejected(tuple(reasons)), priority)
+    answers = Answers(plan, backend.numerics(problem), consumed, backend.layout(problem, plan))
+    return Candidate(backend.name, Accepted(), priority, answers)
 
 
 def _explicit_request(problem: Problem, settings: Settings, moe_backend: str) -> _ExplicitRequest | None:

@@ -26,7 +26,6 @@ from ..measurements import lookup, model_shapes, profile, roofline
 from ..measurements.bench_records import STOCK_DEFAULT, STOCK_PREFIX, BenchRecord
 from ..measurements.environment import Environment
 from ..measurements.kernel_shape import MAX_MICROSECONDS, KernelShape, Sample, is_displayable, kernel_shape_of
-from ..oracle.registry import default_registry
 from ..oracle.selection import decide, equivalent_backends
 from ..settings import Settings
 
@@ -435,7 +434,7 @@ def _with_decision(panel: LayerPanel, problem: Problem, device: Device, settings
     static = next(each for each in decision.candidates if each.accepted)
     return dataclasses.replace(
         panel,
-        compared_with=equivalent_backends(static, decision.candidates, problem, default_registry()),
+        compared_with=equivalent_backends(static, decision.candidates),
         chosen={count: decision.backend_for(count) for count in panel.counts},
         why=decision.why,
         explanation=decision.explanation,

@@ -342,8 +342,7 @@ def _describe_token_ranges(group: _LayerGroup) -> str:
     assert group.decision is not None
     problem, steps = group.problem, group.decision.token_ranges
     words = [f"{step.backend} {f'up to {step.max_tokens} tokens' if step.max_tokens else 'beyond'}" for step in steps]
-    backends = [default_registry()[step.backend] for step in steps]
-    if len({backend.layout(problem, group.decision.plan) for backend in backends}) == 1:
+    if len({group.decision.candidate(step.backend).answers.layout for step in steps}) == 1:
         return f"{', '.join(words)}; over the same weights"
     mib = expert_bytes(problem) * problem.local_experts / 2**20
     count = len(group.names)

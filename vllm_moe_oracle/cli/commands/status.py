@@ -21,12 +21,13 @@ from ...devices.detect import installed_packages
 from ...errors import OracleError, SettingError
 from ...measurements.lookup import profile_error
 from ...measurements.store import Store
-from ...oracle.registry import default_registry
+from ...oracle.registry import Registry, disabled_entry_points, discover, installed_entry_points
 from ...oracle.selection import check_backend_names
 from ...plugin import PluginState
 from ...settings import Settings, cache_dir, excluded_by_vllm
 from .. import EXIT_INVALID_INPUT, output
 from ..arguments import AsJson
+from ..entry_point_probe import find_unsafe
 
 
 def command(as_json: AsJson = False) -> None:
@@ -46,12 +47,13 @@ def command(as_json: AsJson = False) -> None:
       2  a setting has an unknown name, a value that it cannot take, or the name of no backend
     """
     chosen, error = None, ""
+    registry = _discover()
     try:
         chosen = settings.load()
-        check_backend_names(chosen)
+        check_backend_names(chosen, registry=registry)
     except SettingError as problem:
         error = str(problem)
-    report = _build_report(chosen)
+    report = _build_report(chosen, registry)
     if as_json:
         output.print_json(report)
     else:
@@ -65,9 +67,19 @@ def command(as_json: AsJson = False) -> None:
         raise typer.Exit(EXIT_INVALID_INPUT)
 
 
-def _build_report(chosen: Settings | None) -> dict[str, Any]:
+def _discover() -> Registry:
+    """The backends; entry points that would end or block this process are left out, with the reason."""
+    points, skipped = installed_entry_points(), disabled_entry_points()
+    wanted = [point for point in points if point.name not in skipped]
+    if not wanted:
+        return discover(points, skipped)
+    with output.status_spinner(f"importing {len(wanted)} entry points, each in a process of its own"):
+        unsafe = find_unsafe(wanted)
+    return discover(points, skipped | unsafe)
+
+
+def _build_report(chosen: Settings | None, registry: Registry) -> dict[str, Any]:
     state = _register_plugin()
-    registry = default_registry()
     versions = _versions()
     vllm = versions["vllm"]
     return {

@@ -1,0 +1,153 @@
+"""Third parties' methods and attributes that raise, exit or answer nonsense: another backend runs, and the reason says
+which method of which backend did what."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+from typing import Any, get_args
+
+import pytest
+
+from tests.lib.cases import CPU, Plain, backend, registry
+from tests.lib.strange_backends import ALLOWED, ARGUMENTS, LAYER, RAISED, RETURNED, strange
+from vllm_moe_oracle.backends import Backend
+from vllm_moe_oracle.core.decision import Accepted, Rejected
+from vllm_moe_oracle.core.problem import ActivationPrecision
+from vllm_moe_oracle.errors import BackendDefect, NoBackendError, RegistryError, is_interruption
+from vllm_moe_oracle.oracle.checked_backend import ATTRIBUTES, METHODS, CheckedBackend
+from vllm_moe_oracle.oracle.selection import decide, evaluate_candidates
+from vllm_moe_oracle.settings import load
+
+AT_REGISTRATION = ("missing_attributes",)
+CALLS = [name for name in METHODS if name not in AT_REGISTRATION]
+PARAMETERS = {name: [*inspect.signature(getattr(Backend, name)).parameters][1:] for name in CALLS}
+ASKED = [name for name, needed in PARAMETERS.items() if set(needed) <= {"problem", "device", "plan"}]
+"""Methods that need neither weights nor tokens: a decision asks all of them."""
+
+CASES = [
+    pytest.param(method, act, words, id=f"{method}-{name}")
+    for method in CALLS
+    for name, act, words in (
+        *((name, act, words) for name, (act, words) in RAISED.items()),
+        *((name, act, "returned what") for name, act in RETURNED.items() if name not in ALLOWED.get(method, ())),
+    )
+]
+
+
+def test_the_tables_cover_the_contract() -> None:
+    assert {"plan", "check", "priority", "activations", "numerics", "layout"} == set(ASKED)
+    assert {"convert", "build_experts", "validate_weights", "tiles", "use_tile", "compile_keys"} <= set(CALLS)
+    assert {each for needed in PARAMETERS.values() for each in needed} <= ARGUMENTS.keys()
+    assert {"name", "schemes", "capabilities", "rules", "static_priority"} <= ATTRIBUTES.keys()
+
+
+@pytest.mark.parametrize(("method", "act", "words"), CASES)
+def test_a_call_raises_one_error_that_names_it(method: str, act: Any, words: str) -> None:
+    found = registry([strange(method, act)])["strange"]
+    with pytest.raises(BackendDefect if method in ASKED else Exception) as caught:
+        getattr(found, method)(**{name: ARGUMENTS[name] for name in PARAMETERS[method]})
+    if isinstance(caught.value, MemoryError):  # a method with weights may run out of memory by no fault of its own
+        assert method not in ASKED and words == "raised "
+        return
+    assert isinstance(caught.value, BackendDefect)
+    assert f"backend strange: its method {method} {words}" in caught.value.rule
+    assert len(str(caught.value)) < 3000 and str(caught.value).isprintable()
+    assert "MOE_ORACLE_DISABLE=strange" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("method", "act", "words"), [case for case in CASES if case.values[0] in ASKED])
+def test_another_backend_runs_and_an_explicit_choice_is_an_error(method: str, act: Any, words: str) -> None:
+    backends = registry([strange(method, act), backend("sound")])
+    decision = decide(LAYER, CPU, load({}), registry=backends)
+    assert decision.backend == "sound"
+    (verdict,) = (each for each in decision.candidates if each.backend == "strange")
+    assert [reason.code for reason in verdict.reasons] == ["defect"]
+    assert f"its method {method} {words}" in verdict.reasons[0].detail
+    with pytest.raises(NoBackendError, match=f"its method {method} ") as caught:
+        decide(LAYER, CPU, load({}, None, {"backend": "strange"}), registry=backends)
+    assert "strange (--set backend) cannot run this layer" in str(caught.value)
+    with pytest.raises(NoBackendError, match=f"its method {method} "):
+        decide(LAYER, CPU, load({}), registry=registry([strange(method, act)]))
+
+
+@pytest.mark.parametrize("method", ASKED)
+def test_a_decision_asks_once_so_that_a_later_answer_cannot_change_it(method: str) -> None:
+    answers = iter([getattr(Plain, method)])
+
+    def once(self: Any, *args: Any) -> Any:
+        return next(answers)(self, *args)  # raises StopIteration from the second call on
+
+    accepting = {"check": lambda *args: Accepted()}  # the contract's own asks for the plan
+    fickle = type("Fickle", (Plain,), {"name": "fickle", "rank": -5.0, **accepting, method: once})()
+    assert decide(LAYER, CPU, load({}), registry=registry([fickle, backend("sound")])).backend == "fickle"
+
+
+class Trap:
+    """An attribute that raises when it is read."""
+
+    def __init__(self, act: Any) -> None:
+        self.act = act
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        return self if instance is None else self.act()
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_that_raises_or_is_nonsense_is_refused(name: str) -> None:
+    refused = 0
+    for act in (*(act for act, _ in RAISED.values()), *RETURNED.values()):
+        made = type("Strange", (Plain,), {"name": "strange", name: Trap(act)})()
+        try:
+            registry([made])
+        except RegistryError as error:
+            refused += 1
+            assert len(str(error)) < 4000
+    # Some values are legitimate for some attributes: a number, a word, True, None.
+    assert refused >= len(RAISED) + len(RETURNED) - 8
+
+
+@pytest.mark.parametrize("rule", ["violated", "detail"])
+def test_a_rule_that_raises_rejects_its_backend(rule: str) -> None:
+    from vllm_moe_oracle.core.capabilities import Rule
+
+    for act, words in RAISED.values():
+        parts: Any = {"violated": lambda *args: True, "detail": lambda *args: "no", rule: lambda *args, act=act: act()}
+        backends = registry([backend("strange", rules=(Rule("odd", **parts),)), backend("sound")])
+        assert decide(LAYER, CPU, load({}), registry=backends).backend == "sound"
+        (verdict,) = (each for each in evaluate_candidates(LAYER, CPU, load({}), backends) if not each.accepted)
+        assert f"its method check {words}" in verdict.reasons[0].detail
+
+
+def test_sound_answers_pass_unchanged() -> None:
+    own = backend("sound")
+    found = registry([own])["sound"]
+    assert isinstance(found, CheckedBackend) and found.rank == own.rank  # type: ignore[attr-defined]
+    assert found.check(LAYER, CPU) == Accepted() and found.plan(LAYER, CPU) == own.plan(LAYER, CPU)
+    assert found.activations(LAYER) in get_args(ActivationPrecision)
+    reasons = registry([type("No", (Plain,), {"name": "no", "schemes": ("mxfp8",), "rules": ()})()])["no"]
+    assert isinstance(reasons.check(LAYER, CPU), Accepted | Rejected)
+
+
+# --- What must pass ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM], ids=lambda each: each.name)
+def test_ctrl_c_and_signal_handlers_end_the_process(kind: signal.Signals) -> None:
+    """vLLM's handler of SIGTERM raises SystemExit wherever the process is, in a backend's method as well."""
+
+    def handler(*args: Any) -> None:
+        raise SystemExit
+
+    def send() -> Any:
+        os.kill(os.getpid(), kind)
+        return [each for each in range(10**6)]  # the handler runs here
+
+    before = signal.signal(kind, signal.default_int_handler if kind == signal.SIGINT else handler)
+    try:
+        with pytest.raises(KeyboardInterrupt if kind == signal.SIGINT else SystemExit) as caught:
+            decide(LAYER, CPU, load({}), registry=registry([strange("priority", send), backend("sound")]))
+        assert is_interruption(caught.value)
+    finally:
+        signal.signal(kind, before)

@@ -1,0 +1,224 @@
+"""The boundary to a backend: every call of one of its methods goes through `CheckedBackend`.
+
+A backend may come from anybody. Its methods may raise anything and return anything; what leaves this boundary is either
+a value as the contract declares it, or a `BackendDefect`, which the decision turns into a rejection.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import inspect
+import math
+import reprlib
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin, get_type_hints, runtime_checkable
+
+import msgspec
+
+from ..backends import Backend
+from ..core.decision import ShardPlan
+from ..core.problem import Problem
+from ..errors import BackendDefect, OracleError, RegistryError, describe_error, is_interruption, is_out_of_memory
+
+MAX_TEXT = 4096
+"""Characters in one string of an answer: longer ones are no sentence for a log or a table."""
+MAX_ENTRIES = 65536
+"""Entries of a tuple, set or mapping of an answer."""
+
+
+@runtime_checkable
+class _TensorLike(Protocol):
+    """What stands for ``Tensor`` here: torch is not imported for a decision."""
+
+    shape: Any
+    dtype: Any
+
+
+def mismatch(value: object, declared: Any) -> str:
+    """How a value departs from a type of the contract; "" if it does not.
+
+    Args:
+        value: anything.
+        declared: a type as the contract's annotations have it. ``Any`` stands for an object; None is none.
+    """
+    if declared is Any:
+        return "" if value is not None else "it is None"
+    origin, args = get_origin(declared), get_args(declared)
+    if origin in (Union, UnionType):
+        # The member of the value's own type says more than that no member fits.
+        members = [each for each in args if (get_origin(each) or each) is type(value)] or args
+        found = [mismatch(value, each) for each in members]
+        return "" if "" in found else found[0] if len(found) == 1 else _expected(value, declared)
+    if origin is Literal:
+        return "" if type(value) is str and value in args else _expected(value, " or ".join(map(repr, args)))
+    if declared is NoneType:
+        return "" if value is None else _expected(value, "None")
+    if declared is str:
+        return _text_mismatch(value)
+    if declared is float:
+        real = isinstance(value, float | int) and not isinstance(value, bool)
+        return "" if real and math.isfinite(value) else _expected(value, "a finite number")  # type: ignore[arg-type]
+    if declared in (int, bool):
+        return "" if type(value) is declared else _expected(value, declared)
+    if dataclasses.is_dataclass(declared) or (inspect.isclass(declared) and issubclass(declared, msgspec.Struct)):
+        return _fields_mismatch(value, declared)
+    if origin in (tuple, frozenset, dict, list, Mapping):
+        return _entries_mismatch(value, origin, args)
+    if origin is Callable:
+        return "" if callable(value) else _expected(value, "a function")
+    return "" if isinstance(value, origin or declared) else _expected(value, declared)
+
+
+def _expected(value: object, declared: object) -> str:
+    plain = isinstance(value, str | int | float | NoneType)
+    words = reprlib.repr(value) if plain else f"of type {type(value).__name__}"
+    name = declared.__name__ if inspect.isclass(declared) else str(declared)
+    return f"it is {words}, expected {name}"
+
+
+def _text_mismatch(value: object) -> str:
+    if type(value) is not str:
+        return _expected(value, str)
+    if len(value) > MAX_TEXT:
+        return f"it has {len(value)} characters, the limit is {MAX_TEXT}"
+    return "" if value.replace("\n", "").isprintable() else f"it holds control characters: {reprlib.repr(value)}"
+
+
+def _fields_mismatch(value: object, declared: Any) -> str:
+    if type(value) is not declared:
+        return _expected(value, declared)
+    found = ((name, mismatch(getattr(value, name), hint)) for name, hint in _field_types(declared).items())
+    return next((f"in its field {name} {words}" for name, words in found if words), "")
+
+
+def _entries_mismatch(value: Any, kind: Any, args: tuple[Any, ...]) -> str:
+    if not isinstance(value, kind):
+        return _expected(value, kind)
+    if len(value) > MAX_ENTRIES:
+        return f"it has {len(value)} entries, the limit is {MAX_ENTRIES}"
+    pairs: list[tuple[Any, Any]]
+    if kind in (dict, Mapping):
+        pairs = [pair for item in value.items() for pair in zip(item, args, strict=True)]
+    elif kind is tuple and args[-1] is not Ellipsis:
+        if len(value) != len(args):
+            return f"it has {len(value)} entries, expected {len(args)}"
+        pairs = list(zip(value, args, strict=True))
+    else:
+        pairs = [(each, args[0]) for each in value]
+    return next((f"in an entry {words}" for words in (mismatch(*pair) for pair in pairs) if words), "")
+
+
+@cache
+def _field_types(declared: Any) -> dict[str, Any]:
+    return {name: hint for name, hint in get_type_hints(declared).items() if get_origin(hint) is not ClassVar}
+
+
+def _sizes_mismatch(plan: ShardPlan, problem: Problem) -> str:
+    """A kernel gets at least the layer's own sizes, and no more than padding explains."""
+    for name in ("hidden_size", "intermediate_size"):
+        size, least = getattr(plan, name), getattr(problem, name)
+        if not least <= size <= least + MAX_ENTRIES:
+            return f"its {name} is {size}, the layer has {least}"
+    return ""
+
+
+_RULES: dict[str, Callable[[Any, Problem], str]] = {
+    "plan": _sizes_mismatch,
+    "layout": lambda name, problem: "" if name.strip() else "it is empty",
+}
+"""What the contract says of a method's result besides its type, for the problem: the method's first argument."""
+
+METHODS = tuple(
+    name for name, member in vars(Backend).items() if inspect.isfunction(member) and not name.startswith("_")
+)
+"""The methods of the contract."""
+
+ATTRIBUTES: dict[str, Any] = {
+    name: get_args(hint)[0] for name, hint in get_type_hints(Backend).items() if get_origin(hint) is ClassVar
+}
+"""Attributes of the contract, with their types."""
+
+_WITH_WEIGHTS = ("validate_weights", "convert", "build_experts")
+"""Methods that get tensors: a damaged checkpoint or a full memory that they report is not their own defect."""
+
+
+def _result_type(method: str) -> Any:
+    return get_type_hints(getattr(Backend, method), localns={"Tensor": _TensorLike})["return"]
+
+
+class CheckedBackend(Backend):
+    """A backend whose methods raise nothing but `BackendDefect` and return what the contract declares.
+
+    The attributes are read and checked once. Ctrl-C and this process's signal handlers pass through all methods; a
+    typed error and a lack of memory pass through those that get weights.
+    """
+
+    def __init__(self, backend: Backend, origin: str) -> None:
+        """
+        Args:
+            backend: the backend.
+            origin: where it comes from, for messages.
+
+        Raises:
+            RegistryError: an attribute is not what the contract declares.
+        """
+        self._backend, self._origin = backend, origin
+        for name, declared in ATTRIBUTES.items():
+            if not hasattr(backend, name):  # a method replaces it; see `missing_attributes`
+                continue
+            value = getattr(backend, name)
+            if words := mismatch(value, declared):
+                raise RegistryError(f"the attribute {name} is not as the contract declares: {words}", where=origin)
+            self.__dict__[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        # What a backend has beyond the contract.
+        if name.startswith("__") or name in ("_backend", "_origin"):
+            raise AttributeError(name)
+        return getattr(self._backend, name)
+
+    def _defect(self, method: str, words: str) -> BackendDefect:
+        rule = f"backend {self.name}: its method {method} {words}"
+        remedy = f"Report it to the maintainers of {self._origin}; MOE_ORACLE_DISABLE={self.name} leaves it out"
+        return BackendDefect(rule, remedy)
+
+    def _call(self, method: str, declared: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            value = getattr(self._backend, method)(*args, **kwargs)
+            words = mismatch(value, declared)
+            if not words and method in _RULES:
+                words = _RULES[method](value, args[0] if args else kwargs["problem"])
+        # A third party's method can raise anything; a decision must be able to take another backend.
+        except BaseException as error:
+            known = method in _WITH_WEIGHTS and (isinstance(error, OracleError) or is_out_of_memory(error))
+            if known or is_interruption(error):
+                raise
+            raise self._defect(method, f"raised {describe_error(error)}") from error
+        if words:
+            raise self._defect(method, f"returned what the contract does not allow: {words}")
+        return value
+
+
+def overrides(backend: Backend, method: str) -> bool:
+    """Whether a backend has a method of its own in place of the contract's."""
+    own = backend._backend if isinstance(backend, CheckedBackend) else backend
+    return getattr(type(own), method) is not getattr(Backend, method)
+
+
+def _checked(name: str) -> Callable[..., Any]:
+    declared = _result_type(name)
+
+    @wraps(getattr(Backend, name))
+    def method(self: CheckedBackend, *args: Any, **kwargs: Any) -> Any:
+        return self._call(name, declared, args, kwargs)
+
+    method.__dict__.pop("__isabstractmethod__", None)
+    return method
+
+
+for _name in METHODS:
+    setattr(CheckedBackend, _name, _checked(_name))
+abc.update_abstractmethods(CheckedBackend)  # type: ignore[type-abstract]
