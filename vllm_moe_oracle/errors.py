@@ -76,7 +76,9 @@ def is_interruption(error: BaseException) -> bool:
     return type(error) is KeyboardInterrupt and not raised
 
 
-_OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|(?:can't|cannot) allocate memory", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(
+    r"OutOfMemoryError|MemoryError|out of memory|(?:can't|cannot) allocate memory", re.IGNORECASE
+)
 _ASKED_BYTES = re.compile(r"allocate (\d+) bytes")
 
 

@@ -87,7 +87,7 @@ RETURNED: dict[str, Callable[[], Any]] = {
     "object": object,
     "class": lambda: Backend,
     "generator": lambda: (each for each in ()),
-    "coroutine": lambda: (lambda: None),
+    "coroutine": lambda: lambda: None,
     "list": lambda: [1],
     "empty list": list,
     "dict of one": lambda: {1: 1},

@@ -28,16 +28,22 @@ from tests.lib.faulty_backends import (
     swap_halves,
     weights,
 )
+from tests.lib.strange_backends import RAISED, RETURNED
 from vllm_moe_oracle.core.problem import Problem
-from vllm_moe_oracle.errors import SelfCheckError
+from vllm_moe_oracle.errors import NoBackendError, SelfCheckError, asked_memory, is_out_of_memory
 from vllm_moe_oracle.methods import backend_check, backend_selection
 from vllm_moe_oracle.methods.rank_sync import RankGroup
 from vllm_moe_oracle.verification import inputs
+
+FAULTS_OF_CONVERSION = {name: RAISED[name] for name in ("error", "exit", "own signal")} | {
+    name: (RETURNED[name], "returned what the contract does not allow") for name in ("none", "generator", "dict of one")
+}
 
 
 @pytest.fixture(autouse=True)
 def no_results_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(backend_check, "_outcomes", {})
+    monkeypatch.setattr(backend_check, "_convertible", set())
     monkeypatch.setattr(backend_selection, "_agreed_backends", {})
     yield
 
@@ -177,6 +183,76 @@ def test_a_failure_is_remembered_for_the_group_and_not_for_another() -> None:
     another = LAYERS["silu, 16 bit"]
     backend_check.check_or_fallback(Method.of(backends, another), weights(another), registry=backends)
     assert (first.runs, other.runs) == (2, 2)
+
+
+# --- Before weights are loaded ---------------------------------------------------------------------------------------
+
+
+def reserve(method: Any) -> Any:
+    """Asks a method's backend what it converts to, as the method does when it reserves buffers."""
+    meta = {name: tensor[0].to("meta") for name, tensor in weights(LAYERS["silu"]).items()}
+    return lambda: method.backend.convert(meta, method.decision.problem, method.decision.plan)
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_CONVERSION)
+def test_a_conversion_that_fails_takes_the_next_candidate(fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    act, words = FAULTS_OF_CONVERSION[fault]
+    backends = registry([Faulty("first", lambda expert, layer: act()), second()])
+    method = Method.of(backends, LAYERS["silu"])
+    for _ in range(2):  # the second layer of the kind asks nobody else
+        backend_check.reserve_or_fallback(method, reserve(method), backends)
+    assert method.backend.name == method.decision.backend == "second"
+    failed = next(each for each in method.decision.candidates if each.backend == "first")
+    assert [reason.code for reason in failed.reasons] == ["defect"]
+    assert f"its method convert {words}" in failed.reasons[0].detail and "taking second instead" in caplog.text
+    explicit = Method.of(backends, LAYERS["silu"], backend="first")
+    with pytest.raises(NoBackendError, match="its method convert"):
+        backend_check.reserve_or_fallback(explicit, reserve(explicit), backends)
+
+
+def converted(processes: Any, faulty: list[int]) -> Any:
+    """What a rank takes when the first backend's conversion fails on some ranks only."""
+    group = RankGroup(processes, 60.0)
+
+    def convert(expert: dict[str, Tensor], layer: Problem) -> dict[str, Tensor]:
+        return None if group.rank in faulty else expert  # type: ignore[return-value]
+
+    backends = registry([Faulty("first", convert), second()])
+    method = Method.of(backends, LAYERS["silu"], group)
+    backend_check.reserve_or_fallback(method, reserve(method), backends)
+    return method.backend.name
+
+
+@pytest.mark.full
+def test_a_conversion_that_fails_on_one_rank_is_left_by_all(tmp_path: Path) -> None:
+    assert gloo_ranks.run(converted, 2, tmp_path, [1]) == ["second", "second"]
+
+
+MEMORY = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "1610612736 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize("error", [RuntimeError(MEMORY), MemoryError("no room")], ids=["torch", "python"])
+def test_too_little_memory_is_no_fault_of_the_backend(error: Exception) -> None:
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    backends = registry([Faulty("first", compute=fail), second()])
+    method = Method.of(backends, LAYERS["silu"])
+    with pytest.raises(MemoryError) as caught:
+        backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+    asked = "1.50 GiB" if "alloc_cpu" in str(error) else "some"
+    assert f"the self-check of first asked for {asked} of memory that is not free" in str(caught.value)
+    assert method.backend.name == "first" and LAYERS["silu"].layer in str(caught.value)
+
+
+def test_torchs_own_error_of_the_cpu_allocator_is_recognized() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value) and asked_memory(caught.value) == "1073741824.00 GiB"
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
 # --- Several ranks ----------------------------------------------------------------------------------------------------

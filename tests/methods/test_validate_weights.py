@@ -106,3 +106,19 @@ def test_what_was_checked_stays_as_it_was() -> None:
     before = {name: each.clone() for name, each in raw.items()}
     backend_check.check_or_fallback(Method.of(backends, LAYER), raw, registry=backends)
     assert all(torch.equal(raw[name].view(torch.uint8), each.view(torch.uint8)) for name, each in before.items())
+
+
+class Raising(Choosy):
+    """Raises where it should answer."""
+
+    def validate_weights(self, expert: Any, problem: Any) -> str:
+        raise SystemExit("a bug")
+
+
+def test_an_answer_that_fails_is_a_refusal() -> None:
+    backends = registry([Raising(), second()])
+    method = Method.of(backends, LAYER)
+    backend_check.check_or_fallback(method, weights(LAYER), registry=backends)
+    assert method.backend.name == "second"
+    refused = next(each for each in method.decision.candidates if each.backend == "choosy")
+    assert "its method validate_weights raised SystemExit: a bug" in refused.reasons[0].detail

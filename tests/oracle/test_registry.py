@@ -100,11 +100,20 @@ STRANGERS = {
     "duplicate": ("strangers:Duplicate", "the name 'emulation' is taken by vllm_moe_oracle.backends.emulation"),
     "auto": ("strangers:Auto", "'auto' cannot be a backend's name"),
     "blank": ("strangers:Blank", "' ' cannot be a backend's name"),
-    "letters": ("strangers:Letters", "the attribute schemes is not as the contract declares: it is 'mxfp8', expected tuple"),
-    "aliases": ("strangers:Aliases", "the attribute vllm_names is not as the contract declares: it is 'marlin', expected tuple"),
+    "letters": (
+        "strangers:Letters",
+        "the attribute schemes is not as the contract declares: it is 'mxfp8', expected tuple",
+    ),
+    "aliases": (
+        "strangers:Aliases",
+        "the attribute vllm_names is not as the contract declares: it is 'marlin', expected tuple",
+    ),
     "scheme": ("strangers:UnknownScheme", "in an entry it is 'int3', expected 'mxfp8' or 'wna16' or 'mxfp4'"),
     "schemeless": ("strangers:NoScheme", "schemes holds nothing; valid are"),
-    "unlimited": ("strangers:Unlimited", "the attribute capabilities is not as the contract declares: it is of type dict, expected Capabilities"),
+    "unlimited": (
+        "strangers:Unlimited",
+        "the attribute capabilities is not as the contract declares: it is of type dict, expected Capabilities",
+    ),
 }
 MODULE = """
 from tests.lib.cases import Plain

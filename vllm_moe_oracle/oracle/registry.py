@@ -138,17 +138,16 @@ def _announced(point: EntryPoint, origin: str) -> Iterator[None]:
 
     Python cannot stop an import safely, so this only says which one it is.
     """
-    package = f" of {point.dist.name} {point.dist.version}" if point.dist is not None else ""
-    _import_logger.info("moe_oracle: importing the backend of %s%s", origin, sanitize(package))
+    what = sanitize(f"{origin} of {point.dist.name} {point.dist.version}" if point.dist is not None else origin)
+    _import_logger.info("moe_oracle: importing the backend of %s", what)
     done = threading.Event()
 
     def watch() -> None:
         waited = IMPORT_SECONDS
         while not done.wait(waited if waited == IMPORT_SECONDS else waited / 2):
             _import_logger.warning(
-                "moe_oracle: %s%s has been importing for %.0f s; %s=%s leaves it out",
-                origin,
-                sanitize(package),
+                "moe_oracle: %s has been importing for %.0f s; %s=%s leaves it out",
+                what,
                 waited,
                 settings.env_var("disable"),
                 sanitize(point.name),

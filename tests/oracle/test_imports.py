@@ -1,0 +1,136 @@
+"""Entry points that exit, raise anything or hang while they are imported: the log names them, `status` finds them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from vllm_moe_oracle.cli import entry_point_probe
+from vllm_moe_oracle.oracle import registry
+from vllm_moe_oracle.oracle.registry import ENTRY_POINT_GROUP, IMPORT_LOGGER, discover
+
+GOOD = """
+from tests.lib.cases import Plain
+
+class Theirs(Plain):
+    name = "theirs"
+
+BACKEND = Theirs()
+"""
+SIGNAL = "class Stop(BaseException): ...\n"
+RAISED = {
+    "signal": (f"{SIGNAL}raise Stop('now')", "Stop: now"),
+    "exit": ("raise SystemExit(0)", "SystemExit: 0"),
+    "interrupt": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    "controls": ("raise ValueError('\\x1b[2J')", "ValueError: [2J"),
+    "constructor": (f"{GOOD}\n{SIGNAL}class BACKEND(Theirs):\n    def __init__(self): raise Stop('new')", "Stop: new"),
+}
+UNSAFE = {
+    "exits": ("import os; os._exit(0)", "its import ends the process with status 0"),
+    "aborts": ("import os; os.abort()", "its import ends the process with signal SIGABRT"),
+    "hangs": ("import time; time.sleep(600)", "its import did not end within"),
+    "spins": ("while True: pass", "its import did not end within"),
+}
+SAFE = {
+    "good": GOOD,
+    "threads": f"import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n{GOOD}",
+}
+
+NAMED = threading.Event()
+"""Set when the log has named the slow import."""
+
+
+def install(folder: Path, modules: dict[str, str]) -> list[EntryPoint]:
+    """A distribution whose entry points name these modules."""
+    info = folder / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    lines = [f"[{ENTRY_POINT_GROUP}]", *(f"{name} = third_party_{name}:BACKEND" for name in modules)]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    for name, text in modules.items():
+        (folder / f"third_party_{name}.py").write_text(text)
+    return [EntryPoint(name, f"third_party_{name}:BACKEND", ENTRY_POINT_GROUP) for name in modules]
+
+
+@pytest.mark.parametrize("name", RAISED)
+def test_whatever_an_import_raises_harms_no_other(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    text, reason = RAISED[name]
+    found = discover(install(tmp_path, {name: text, f"good_{name}": GOOD}))
+    assert "theirs" in found and list(found.load_errors) == [name]
+    assert reason in found.load_errors[name] and found.load_errors[name].isprintable()
+
+
+def test_the_log_names_an_entry_point_before_and_while_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "IMPORT_SECONDS", 0.01)
+    # The import itself waits until the log names it: nothing here depends on how fast the machine is.
+    waiting = "import tests.oracle.test_imports as here\nhere.NAMED.wait(60)\n"
+    caplog.set_level(logging.INFO, IMPORT_LOGGER)
+    watched = logging.getLogger(IMPORT_LOGGER)
+    seen: list[str] = []
+
+    class Watch(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(record.getMessage())
+            if record.levelno == logging.WARNING:
+                NAMED.set()
+
+    watch = Watch()
+    watched.addHandler(watch)
+    try:
+        found = discover(install(tmp_path, {"slow": waiting + GOOD}))
+    finally:
+        watched.removeHandler(watch)
+    assert not found.load_errors and NAMED.is_set()
+    assert "importing the backend of entry point 'slow' = third_party_slow:BACKEND" in seen[0]
+    assert "entry point 'slow' = third_party_slow:BACKEND has been importing for" in seen[1]
+    assert "MOE_ORACLE_DISABLE=slow leaves it out" in seen[1]
+
+
+def tool(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command line tool with the entry points of a folder installed."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MOE_ORACLE_")}
+    path = os.pathsep.join([str(folder), str(Path(registry.__file__).parents[2])])
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_moe_oracle.cli.main", *arguments],
+        env=clean | {"PYTHONPATH": path, "VLLM_PLUGINS": ""} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_probe_finds_what_ends_or_blocks_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {name: text for name, (text, _) in UNSAFE.items()} | SAFE | {"raises": "raise RuntimeError"}
+    points = install(tmp_path, modules)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(registry.__file__).parents[2])]))
+    found = entry_point_probe.find_unsafe(points, seconds=10.0)
+    assert found.keys() == UNSAFE.keys()
+    for name, (_, reason) in UNSAFE.items():
+        assert reason in found[name], name
+
+
+def test_status_reports_it_and_other_commands_name_it_first(tmp_path: Path) -> None:
+    install(tmp_path, {"exits": UNSAFE["exits"][0], "good": GOOD})
+    ended = tool(tmp_path, "status", "--json")
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads(ended.stdout)
+    assert UNSAFE["exits"][1] in report["broken_backends"]["exits"]
+    assert "theirs" in [each["name"] for each in report["backends"]]
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    explained = tool(tmp_path, "explain", str(config), "--device", "nvidia-h200")
+    assert "importing the backend of entry point 'exits' = third_party_exits:BACKEND of theirs 1.0" in explained.stderr
+    without = tool(tmp_path, "status", "--json", MOE_ORACLE_DISABLE="exits")
+    assert "not imported: disabled by MOE_ORACLE_DISABLE" in json.loads(without.stdout)["broken_backends"]["exits"]
