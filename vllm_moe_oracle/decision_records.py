@@ -2,7 +2,8 @@
 
 Workers decide, and another process serves the endpoint. The first process of a server reserves a directory and passes
 its name on in an environment variable. Each worker writes its record there as a file, and the first process removes the
-directory when it exits. Records are for display only, so file system errors never affect serving.
+directory when it exits. A process that is killed cannot: the directory's name says whose it is, and the next server
+removes those of dead processes. Records are for display only, so file system errors never affect serving.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import atexit
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -21,6 +23,10 @@ from typing import Any
 from . import settings
 
 logger = logging.getLogger("vllm.moe_oracle")
+
+_PREFIX = "vllm-moe-oracle-"
+_NAME = re.compile(rf"{_PREFIX}(?P<namespace>\d+)-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]+")
+"""A directory's name: the owner's PID namespace, process ID and start time, and random digits."""
 
 MAX_RECORD_BYTES = 1 << 24
 """Larger files are ignored: they are not the record of one process."""
@@ -33,10 +39,52 @@ def reserve_dir() -> None:
     """
     if settings.records_dir() is not None:
         return
-    # A name that nobody else can have created in advance.
-    folder = os.path.join(tempfile.gettempdir(), f"vllm-moe-oracle-{secrets.token_hex(8)}")
+    parent = tempfile.gettempdir()
+    _remove_stale(parent)
+    # The random digits make a name that nobody else can have created in advance.
+    namespace, pid = _pid_namespace(), os.getpid()
+    folder = os.path.join(parent, f"{_PREFIX}{namespace}-{pid}-{_start_time(pid) or 0}-{secrets.token_hex(8)}")
     settings.set_records_dir(folder)
     atexit.register(_remove_if_owner, folder, os.getpid())
+
+
+def _pid_namespace() -> int:
+    """Identifies the processes among which a process ID is unique; 0 where the system does not say it."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _start_time(pid: int) -> int | None:
+    """When a process was started, in clock ticks since the machine was; None when there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else int(fields[19])  # a zombie has ended
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _remove_stale(parent: str) -> None:
+    """Removes the directories of this user's processes that have ended: killed ones, mostly.
+
+    A process of another PID namespace, as of a container that shares the directory, may be alive: its own are left.
+    """
+    namespace = _pid_namespace()
+    try:
+        found = [entry for entry in os.scandir(parent) if entry.name.startswith(_PREFIX)]
+    except OSError:
+        return
+    for entry in found:
+        owner = _NAME.fullmatch(entry.name)
+        if not namespace or owner is None or int(owner["namespace"]) != namespace:
+            continue
+        try:
+            mine = entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
+        except OSError:
+            continue
+        if mine and _start_time(int(owner["pid"])) != int(owner["start"]):
+            shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def remove_dir() -> None:

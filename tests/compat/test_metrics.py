@@ -166,3 +166,36 @@ def test_the_first_process_names_the_folder_and_takes_it_away() -> None:
     mine, theirs, found = json.loads(done.stdout)
     assert mine == theirs and found == 1  # neither the child nor the fork took it away
     assert not os.path.exists(mine)
+
+
+def test_folders_of_dead_processes_are_removed_and_no_others(tmp_path: Path) -> None:
+    """A process that is killed leaves its folder; the next server removes it. What may belong to others stays."""
+    write = (
+        "import os, signal, sys\n"
+        "from vllm_moe_oracle import decision_records, settings\n"
+        "decision_records.reserve_dir(); decision_records.write_record(dict(groups=[]))\n"
+        "print(settings.records_dir(), flush=True)\n"
+    )
+    clean = {name: value for name, value in os.environ.items() if name != settings._RECORDS_DIR_VAR}
+    start = [sys.executable, "-W", "ignore", "-c"]
+    options: dict[str, Any] = {"env": clean | {"TMPDIR": str(tmp_path)}, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*start, f"{write}sys.stdin.read()"], stdin=subprocess.PIPE, **options) as alive:
+        assert alive.stdout is not None
+        running = Path(alive.stdout.readline().strip())
+        left = [
+            Path(subprocess.run([*start, f"{write}os.kill(os.getpid(), signal.{kind})"], **options).stdout.strip())
+            for kind in ("SIGKILL", "SIGTERM")
+        ]
+        assert left[-1].is_dir() and not left[0].exists(), "the second one has found the first one's"
+        _, namespace, pid, begun, digits = left[1].name.rsplit("-", 4)
+        foreign = tmp_path / f"vllm-moe-oracle-{int(namespace) + 1}-{pid}-{begun}-{digits}"
+        others = [foreign, tmp_path / "vllm-moe-oracle-mine", tmp_path / "vllm-moe-oracle-0123456789abcdef"]
+        for each in others:
+            each.mkdir()
+        link = tmp_path / f"vllm-moe-oracle-{namespace}-{pid}-1-{digits}"
+        link.symlink_to(foreign, target_is_directory=True)
+        ended = Path(subprocess.run([*start, write], check=True, **options).stdout.strip())
+        assert not left[1].exists() and not ended.exists()
+        assert running.is_dir() and link.is_symlink() and all(each.is_dir() for each in others)
+        alive.communicate("")
+    assert not running.exists()

@@ -24,6 +24,7 @@ from vllm_moe_oracle.kernels import fp8_moe, fused_moe, prefill_launch  # noqa: 
 from vllm_moe_oracle.kernels.config import choose_config, parse_config  # noqa: E402
 from vllm_moe_oracle.measurements import model_shapes  # noqa: E402
 from vllm_moe_oracle.measuring import precompile, tuning  # noqa: E402
+from vllm_moe_oracle.oracle.checked_backend import unchecked  # noqa: E402
 from vllm_moe_oracle.oracle.registry import default_registry  # noqa: E402
 
 H200 = catalog.known_device("nvidia-h200")
@@ -47,7 +48,7 @@ def work() -> list[tuple[Problem, tuple[str, ...]]]:
 def fp8_work() -> list[tuple[Problem, tuple[str, ...]]]:
     """Layers with the backends that quantize activations to fp8, which a setting allows."""
     asked = settings.load({"MOE_ORACLE_ALLOW_ACTIVATION_QUANTIZATION": "1"})
-    mine = {each.name for each in default_registry() if isinstance(each, HopperFp8Backend)}
+    mine = {each.name for each in default_registry() if isinstance(unchecked(each), HopperFp8Backend)}
     accepted = [(layer, mine & {*tuning.accepted_backends(layer, H200, asked)}) for layer in LAYERS]
     return [(layer, tuple(sorted(names))) for layer, names in accepted if names]
 
@@ -84,7 +85,7 @@ def launches(backend: Any, problem: Problem, tokens: int, tile: str) -> set[Any]
         }  # fmt: skip
         if problem.parallel.ep > 1:
             shared["expert_map"] = torch.empty(problem.num_experts, dtype=torch.int32, device="meta")
-        if isinstance(backend, HopperFp8Backend):
+        if isinstance(unchecked(backend), HopperFp8Backend):
             call_fp8(backend, problem, x, **shared)
         else:
             call(backend, problem, x, tile, **shared)

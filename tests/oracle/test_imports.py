@@ -133,4 +133,7 @@ def test_status_reports_it_and_other_commands_name_it_first(tmp_path: Path) -> N
     explained = tool(tmp_path, "explain", str(config), "--device", "nvidia-h200")
     assert "importing the backend of entry point 'exits' = third_party_exits:BACKEND of theirs 1.0" in explained.stderr
     without = tool(tmp_path, "status", "--json", MOE_ORACLE_DISABLE="exits")
-    assert "not imported: disabled by MOE_ORACLE_DISABLE" in json.loads(without.stdout)["broken_backends"]["exits"]
+    assert (
+        "not imported: disabled by environment variable MOE_ORACLE_DISABLE"
+        in json.loads(without.stdout)["broken_backends"]["exits"]
+    )

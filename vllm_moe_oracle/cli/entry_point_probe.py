@@ -52,8 +52,14 @@ class _Child:
         self._token = secrets.token_hex(8)  # so that no exit status of the import looks like success
         self._reader, writer = os.pipe()
         command = [sys.executable, "-c", _CHILD, ENTRY_POINT_GROUP, name, self._token, str(writer)]
-        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen(command, pass_fds=(writer,), start_new_session=True, **quiet)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(writer,),
+            start_new_session=True,
+        )
         os.close(writer)
 
     def finding(self, deadline: float, seconds: float) -> str:
@@ -67,11 +73,12 @@ class _Child:
             os.close(self._reader)
             return f"its import did not end within {seconds:g} s; a server would wait for it"
         os.set_blocking(self._reader, False)
-        with contextlib.suppress(BlockingIOError):  # a child of the child holds the pipe open
-            if os.read(self._reader, 64).decode(errors="replace") == self._token:
-                status = None
-        os.close(self._reader)
-        if status is None:
-            return ""
+        try:
+            if os.read(self._reader, 64) == self._token.encode():
+                return ""
+        except BlockingIOError:  # a child of the child holds the pipe open
+            pass
+        finally:
+            os.close(self._reader)
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         return f"its import ends the process with {how}; a server would end likewise"

@@ -25,7 +25,7 @@ from ..compat.layer_context import current_layer
 from ..core.decision import Decision
 from ..core.problem import Problem, Scheme
 from ..devices import detect
-from ..errors import LifecycleError, NoBackendError
+from ..errors import LifecycleError, NoBackendError, OracleError, is_out_of_memory
 from ..oracle.selection import decide
 from . import backend_check, backend_selection, load_summary, rank_agreement, rank_sync, token_dispatch, weight_loading
 from .token_dispatch import TokenDispatch, WeightCopies
@@ -379,13 +379,33 @@ class OracleMoEMethod(FusedMoEMethodBase):
         if self.token_dispatch is not None:
             self.token_dispatch.reserve_workspaces(x, topk_weights, topk_ids)
             kernel, weights = self.token_dispatch.select(x.shape[0])
-        return self.adapter.apply(kernel, weights, x, topk_weights, topk_ids, extra)
+        try:
+            return self.adapter.apply(kernel, weights, x, topk_weights, topk_ids, extra)
+        except Exception as error:  # entering a `try` costs nothing
+            self._describe_failure(error, x)
+            raise
 
     def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Routes tokens and runs the experts in one kernel; `x` is `[M, hidden]`, `router_logits` `[M, experts]`."""
         kernel = self._require_kernel(layer)
         extra = dict(zip(("input_ids",), args, strict=False)) | kwargs
-        return self.adapter.apply_monolithic(kernel, layer, x, router_logits, extra)
+        try:
+            return self.adapter.apply_monolithic(kernel, layer, x, router_logits, extra)
+        except Exception as error:
+            self._describe_failure(error, x)
+            raise
+
+    def _describe_failure(self, error: Exception, x: Tensor) -> None:
+        """Adds the layer, the backend and a remedy to an exception of a running kernel; its type and traceback stay."""
+        if isinstance(error, OracleError):  # it says where and what to do
+            return
+        name = self.decision.backend_for(x.shape[0])
+        error.add_note(
+            f"moe_oracle: raised by the backend {name} in {self.decision.problem.layer}, for {x.shape[0]} tokens"
+        )
+        if not is_out_of_memory(error):
+            variable = settings.env_var("disable")
+            error.add_note(f"moe_oracle: {variable}={name} at the next start takes another backend; please report this")
 
     def _require_kernel(self, layer: Any) -> Any:
         state = getattr(layer, STATE_ATTRIBUTE, "raw")

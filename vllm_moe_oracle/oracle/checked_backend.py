@@ -88,9 +88,10 @@ def _text_mismatch(value: object) -> str:
 
 
 def _fields_mismatch(value: object, declared: Any) -> str:
+    fields = _field_types(declared)
     if type(value) is not declared:
         return _expected(value, declared)
-    found = ((name, mismatch(getattr(value, name), hint)) for name, hint in _field_types(declared).items())
+    found = ((name, mismatch(getattr(value, name), hint)) for name, hint in fields.items())
     return next((f"in its field {name} {words}" for name, words in found if words), "")
 
 
@@ -202,10 +203,14 @@ class CheckedBackend(Backend):
         return value
 
 
+def unchecked(backend: Backend) -> Backend:
+    """The backend behind the boundary."""
+    return backend._backend if isinstance(backend, CheckedBackend) else backend
+
+
 def overrides(backend: Backend, method: str) -> bool:
     """Whether a backend has a method of its own in place of the contract's."""
-    own = backend._backend if isinstance(backend, CheckedBackend) else backend
-    return getattr(type(own), method) is not getattr(Backend, method)
+    return getattr(type(unchecked(backend)), method) is not getattr(Backend, method)
 
 
 def _checked(name: str) -> Callable[..., Any]:
