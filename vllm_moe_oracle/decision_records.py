@@ -2,17 +2,18 @@
 
 Workers decide, and another process serves the endpoint. The first process of a server reserves a directory and passes
 its name on in an environment variable. Each worker writes its record there as a file, and the first process removes the
-directory when it exits. A process that is killed cannot: the directory's name says whose it is, and the next server
-removes those of dead processes. Records are for display only, so file system errors never affect serving.
+directory when it exits. A process that is killed cannot: the next server removes the directories whose writers have
+all ended. Records are for display only, so file system errors never affect serving.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import json
 import logging
 import os
-import re
 import secrets
 import shutil
 import tempfile
@@ -25,8 +26,10 @@ from . import settings
 logger = logging.getLogger("vllm.moe_oracle")
 
 _PREFIX = "vllm-moe-oracle-"
-_NAME = re.compile(rf"{_PREFIX}(?P<namespace>\d+)-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]+")
-"""A directory's name: the owner's PID namespace, process ID and start time, and random digits."""
+_LOCK = "writers.lock"
+
+_locks: dict[str, int] = {}
+"""Descriptors of the locks that this process holds, by directory."""
 
 MAX_RECORD_BYTES = 1 << 24
 """Larger files are ignored: they are not the record of one process."""
@@ -41,50 +44,37 @@ def reserve_dir() -> None:
         return
     parent = tempfile.gettempdir()
     _remove_stale(parent)
-    # The random digits make a name that nobody else can have created in advance.
-    namespace, pid = _pid_namespace(), os.getpid()
-    folder = os.path.join(parent, f"{_PREFIX}{namespace}-{pid}-{_start_time(pid) or 0}-{secrets.token_hex(8)}")
+    # A name that nobody else can have created in advance.
+    folder = os.path.join(parent, f"{_PREFIX}{secrets.token_hex(8)}")
     settings.set_records_dir(folder)
     atexit.register(_remove_if_owner, folder, os.getpid())
 
 
-def _pid_namespace() -> int:
-    """Identifies the processes among which a process ID is unique; 0 where the system does not say it."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
-
-
-def _start_time(pid: int) -> int | None:
-    """When a process was started, in clock ticks since the machine was; None when there is no such process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else int(fields[19])  # a zombie has ended
-    except (OSError, ValueError, IndexError):
-        return None
-
-
 def _remove_stale(parent: str) -> None:
-    """Removes the directories of this user's processes that have ended: killed ones, mostly.
+    """Removes the directories whose writers have all ended: of servers that were killed.
 
-    A process of another PID namespace, as of a container that shares the directory, may be alive: its own are left.
+    A lock says who is alive, also over containers that share the directory. Directories of other users cannot be
+    opened, and are left.
     """
-    namespace = _pid_namespace()
-    try:
-        found = [entry for entry in os.scandir(parent) if entry.name.startswith(_PREFIX)]
-    except OSError:
-        return
-    for entry in found:
-        owner = _NAME.fullmatch(entry.name)
-        if not namespace or owner is None or int(owner["namespace"]) != namespace:
-            continue
-        try:
-            mine = entry.is_dir(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_uid == os.getuid()
-        except OSError:
-            continue
-        if mine and _start_time(int(owner["pid"])) != int(owner["start"]):
-            shutil.rmtree(entry.path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(parent):
+            if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):
+                continue
+            with contextlib.suppress(OSError):  # another user's, or a live one: the lock is held
+                lock = os.open(os.path.join(entry.path, _LOCK), os.O_RDWR)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                finally:
+                    os.close(lock)
+
+
+def _hold_lock(folder: str) -> None:
+    """Keeps a lock on the directory until this process, and every process forked from it, has ended."""
+    if folder not in _locks:
+        _locks[folder] = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        with contextlib.suppress(OSError):  # a file system without locks: the directory is never removed as stale
+            fcntl.flock(_locks[folder], fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def remove_dir() -> None:
@@ -92,6 +82,8 @@ def remove_dir() -> None:
     folder = settings.records_dir()
     if folder is not None:
         settings.set_records_dir(None)
+        if folder in _locks:
+            os.close(_locks.pop(folder))
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -113,6 +105,7 @@ def write_record(record: dict[str, Any]) -> None:
     name = f"{os.getpid()}-{first}".replace("/", "_")[:200]
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
+        _hold_lock(folder)
         descriptor, beside = tempfile.mkstemp(dir=folder, suffix=".part")
         with open(descriptor, "w", encoding="utf-8") as file:
             json.dump(record, file)

@@ -187,13 +187,12 @@ def test_folders_of_dead_processes_are_removed_and_no_others(tmp_path: Path) -> 
             for kind in ("SIGKILL", "SIGTERM")
         ]
         assert left[-1].is_dir() and not left[0].exists(), "the second one has found the first one's"
-        _, namespace, pid, begun, digits = left[1].name.rsplit("-", 4)
-        foreign = tmp_path / f"vllm-moe-oracle-{int(namespace) + 1}-{pid}-{begun}-{digits}"
-        others = [foreign, tmp_path / "vllm-moe-oracle-mine", tmp_path / "vllm-moe-oracle-0123456789abcdef"]
+        others = [tmp_path / "vllm-moe-oracle-mine", tmp_path / "something"]  # one without a lock, one of another name
         for each in others:
             each.mkdir()
-        link = tmp_path / f"vllm-moe-oracle-{namespace}-{pid}-1-{digits}"
-        link.symlink_to(foreign, target_is_directory=True)
+        (others[1] / "writers.lock").touch()
+        link = tmp_path / "vllm-moe-oracle-link"
+        link.symlink_to(others[1], target_is_directory=True)
         ended = Path(subprocess.run([*start, write], check=True, **options).stdout.strip())
         assert not left[1].exists() and not ended.exists()
         assert running.is_dir() and link.is_symlink() and all(each.is_dir() for each in others)
