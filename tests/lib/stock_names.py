@@ -49,6 +49,7 @@ NARROWED_TYPES: dict[str, str] = {
     "methods/compressed_tensors.py:get_moe_method:quant_config": (
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
     ),
+    "methods/dtypes.py:refuse_linear_dtype:layer": "vllm.model_executor.layers.linear:LinearBase",
     "methods/online.py:process_weights_after_loading:self.kernel": (
         "vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel:Mxfp8LinearKernel"
     ),

@@ -204,7 +204,11 @@ class _ImportWatcher(MetaPathFinder):
         loader.exec_module = run_and_notify
 
 
-def redirect_class(name: str, stock: str, ours: str) -> DeferredPatch:
+def _always() -> bool:
+    return True
+
+
+def redirect_class(name: str, stock: str, ours: str, when: Callable[[], bool] = _always) -> DeferredPatch:
     """A patch after which calling a stock class constructs an instance of our subclass, wherever the class is used.
 
     The class itself does not change, and `isinstance` works as before. Its metaclass is replaced, which defines what a
@@ -214,6 +218,7 @@ def redirect_class(name: str, stock: str, ours: str) -> DeferredPatch:
         name: the patch's name.
         stock: ``module:Class`` to replace.
         ours: ``module:Class`` of a subclass of it, imported at the first construction.
+        when: whether a call constructs ours.
     """
     module_name, _, class_name = stock.partition(":")
 
@@ -227,7 +232,7 @@ def redirect_class(name: str, stock: str, ours: str) -> DeferredPatch:
                 cls.__class__ = metaclass  # a subclass defined while the patch is in force is an ordinary class
 
             def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-                if cls is not stock_class:
+                if cls is not stock_class or not when():
                     return super().__call__(*args, **kwargs)
                 our_module, _, our_name = ours.partition(":")
                 return getattr(importlib.import_module(our_module), our_name)(*args, **kwargs)

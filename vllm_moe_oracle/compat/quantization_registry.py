@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,23 @@ class LazyQuantizationConfigs(MutableMapping[str, Any]):
     inspection, an API server's front end) does not import them.
     """
 
-    def __init__(self, table: MutableMapping[str, Any], ours: dict[str, str]) -> None:
+    def __init__(
+        self, table: MutableMapping[str, Any], ours: dict[str, str], when: Callable[[], bool] = lambda: True
+    ) -> None:
         """
         Args:
             table: vLLM's registry. Entries that others add go there and take precedence.
             ours: ``module:Class`` by quantization name.
+            when: whether a lookup finds ours.
         """
         self.table = table
-        self.ours = ours
+        self._ours = ours
+        self._when = when
+
+    @property
+    def ours(self) -> dict[str, str]:
+        """``module:Class`` of ours by quantization name; empty where a lookup does not find them."""
+        return self._ours if self._when() else {}
 
     def __getitem__(self, name: str) -> Any:
         if name in self.table:

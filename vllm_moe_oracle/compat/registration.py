@@ -9,8 +9,9 @@ from typing import Any
 
 from ..errors import StandDown
 from ..releases.supported import release_group
-from . import ignored_env_vars, metrics
+from . import ignored_env_vars, metrics, models_with_experts
 from .layer_context import set_current_layer
+from .models_with_experts import is_current_model_served
 from .patches import DeferredPatch, Patch, redirect_class, wrap_function, wrap_function_lazily
 from .quantization_registry import LazyQuantizationConfigs, available_configs, matches_release
 
@@ -43,7 +44,22 @@ def patches_for(
     for stock, ours in methods.items():
         if matches_release(ours, needs):
             name = stock.partition(":")[2]
-            yield (wrap_function_lazily if "." in name else redirect_class)(f"every {name}", stock, ours)
+            if "." in name:
+                yield wrap_function_lazily(f"every {name}", stock, ours)
+            elif name.endswith("Config"):  # its linear layers, too, are constructed from it
+                yield redirect_class(f"every {name}", stock, ours, is_current_model_served)
+            else:
+                yield redirect_class(f"every {name}", stock, ours)
+    yield wrap_function(
+        "quantization configs without experts",
+        "vllm.config.vllm:VllmConfig._get_quantization_config",
+        models_with_experts.read_quantization_config,
+    )
+    yield wrap_function(
+        "names of quantizations without experts",
+        "vllm.config.model:ModelConfig._verify_quantization",
+        models_with_experts.read_quantization_config,
+    )
     yield wrap_function(
         "MXFP8 in ModelOpt's hf_quant_config.json",
         "vllm.transformers_utils.model_arch_config_convertor:ModelArchConfigConvertorBase._normalize_quantization_config",
@@ -66,7 +82,7 @@ def _registry_patch(configs: dict[str, str]) -> Patch:
         "quantization registry",
         quantization,
         "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG",
-        LazyQuantizationConfigs(table, configs),
+        LazyQuantizationConfigs(table, configs, is_current_model_served),
     )
 
 
@@ -98,7 +114,15 @@ def _cpu_mxfp8_linear(linear: ModuleType) -> Patch | None:
     table = linear._POSSIBLE_MXFP8_KERNELS
     if not current_platform.is_cpu() or PlatformEnum.CPU in table:
         return None
-    return Patch("MXFP8 linear on CPU", table, PlatformEnum.CPU, [linear.EmulationMxfp8LinearKernel])
+    kernels = _OfModelsWithExperts([linear.EmulationMxfp8LinearKernel])
+    return Patch("MXFP8 linear on CPU", table, PlatformEnum.CPU, kernels)
+
+
+class _OfModelsWithExperts(list[Any]):
+    """Kernels that vLLM finds for the linear layers of a model with experts only."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__() if is_current_model_served() else iter(())
 
 
 def _int4_small_batch(fused_moe: ModuleType) -> Patch | None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from typing import Any
+
 import torch
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.platforms import current_platform
 
 _EMULATED_DTYPES = (torch.float16, torch.float32)
@@ -12,9 +17,38 @@ _EMULATED_DTYPES = (torch.float16, torch.float32)
 class EmulatedDtypesMixin:
     """The mix-in in front of a stock config class whose experts can be emulated on a CPU."""
 
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
         """Dtypes of the model: the stock class's; on a CPU also float16 and float32."""
-        found = list(super().get_supported_act_dtypes())  # type: ignore[misc]
+        found = cls.stock_act_dtypes()
         if current_platform.is_cpu():
             found += [each for each in _EMULATED_DTYPES if each not in found]
         return found
+
+    @classmethod
+    def stock_act_dtypes(cls) -> list[torch.dtype]:
+        """The stock class's dtypes."""
+        stock = super().get_supported_act_dtypes  # type: ignore[misc]
+        # A class method, or a method that does not read its object.
+        asked = stock if inspect.ismethod(stock) else functools.partial(stock, cls)
+        return list(asked())
+
+    def refuse_linear_dtype(self, layer: Any, method: Any, prefix: str) -> None:
+        """Refuses a quantized linear layer in a dtype that only experts are emulated in; stock vLLM refuses the model.
+
+        Args:
+            layer: the layer.
+            method: its method.
+            prefix: its name.
+
+        Raises:
+            ValueError: the stock class does not support the dtype.
+        """
+        if not isinstance(layer, LinearBase) or method is None or isinstance(method, UnquantizedLinearMethod):
+            return
+        supported = self.stock_act_dtypes()
+        if layer.params_dtype not in supported:
+            rule = (
+                f"{prefix}: {layer.params_dtype} is not supported for quantized linear layers of {type(self).__name__}"
+            )
+            raise ValueError(f"{rule}, only for its experts. Supported dtypes: {supported}")
