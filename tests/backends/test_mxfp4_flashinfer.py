@@ -62,7 +62,11 @@ def test_each_limit_has_its_numbers(name: str) -> None:
         ({"batch_invariant": True}, "batch_invariant", "batch invariance"),
         ({"format": "batched"}, "format", "batched"),
         ({"tp": 4, "intermediate_size": 720}, "group.intermediate", "2880 / 4 = 720"),
-        ({"routing": Routing("renormalize", weight_on_input=True)}, "weight_on_input", "input"),
+        (
+            {"routing": Routing("renormalize", weight_on_input=True)},
+            "weight_on_input" if name.endswith("monolithic") else "weight_on_input.top_k",
+            "input",
+        ),
     ):
         found = reasons(name, **changes)
         assert words in found[code], (changes, found)

@@ -36,15 +36,19 @@ from tests.lib.stock_rules import (
     humming_conversion,
     node_of,
     number,
+    offered,
     refused,
     shuffled_rows,
     skip_unless_taken,
     source_of,
     stock_of,
+    tree_of,
     usual,
 )
 from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.compat.humming import COLUMN_MULTIPLE, ROW_MULTIPLE
+from vllm_moe_oracle.core.problem import Routing
+from vllm_moe_oracle.oracle.registry import default_registry
 
 
 @every_release
@@ -120,16 +124,48 @@ def bases(release: str, name: str) -> list[str]:
     return found
 
 
+ON_INPUT = [name for name in CLASSES if default_registry()[name].capabilities.weight_on_input]
+
+
 @every_release
-@pytest.mark.parametrize("name", ["marlin_mxfp8", "deep_gemm_mxfp8"])
-def test_router_weights_multiply_the_input_where_the_class_lets_them(name: str, release: str) -> None:
-    skip_unless_taken(release, name)
+@pytest.mark.parametrize("name", ON_INPUT)
+def test_router_weights_of_one_leave_them_to_the_prepare_step(name: str, release: str) -> None:
+    """vLLM's prepare step multiplies the input, so a class gets weights of one: it must take the weights as an argument
+    by name, as vLLM's kernel gives them, and multiply by these only."""
+    if not offered(release, name):
+        pytest.skip("the release does not offer it")
     file, class_name, _ = CLASSES[name]
-    body = source_of(release, f"{FUSED_MOE}/experts/{file}.py", class_name, "apply")
-    # vLLM multiplies it in before. DeepGEMM's class only leaves it out when it sums; Marlin's multiplies once more.
-    again = "apply_router_weight_on_input=apply_router_weight_on_input" in body
-    assert backend(name).capabilities.weight_on_input == (name == "deep_gemm_mxfp8")
-    assert again if name == "marlin_mxfp8" else "apply_router_weight_on_input" in body
+    path, owners = f"{FUSED_MOE}/experts/{file}.py", [class_name, *bases(release, name)]
+    defined = {each.name: each for each in tree_of(release, path).body if isinstance(each, ast.ClassDef)}
+    applies = [
+        member
+        for owner in owners if owner in defined
+        for member in defined[owner].body if isinstance(member, ast.FunctionDef) and member.name == "apply"
+    ]  # fmt: skip
+    arguments = {argument.arg for argument in applies[0].args.args}
+    assert {"topk_weights", "apply_router_weight_on_input"} <= arguments
+    kernel = source_of(release, f"{FUSED_MOE}/modular_kernel.py")
+    call = "self.fused_experts.apply(output="
+    assert call in kernel and "apply_router_weight_on_input=" in kernel[kernel.index(call) :][:900]
+
+
+@pytest.mark.parametrize("name", ON_INPUT)
+def test_the_builder_is_told_of_weights_on_the_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name.startswith("deep_gemm"):
+        pytest.importorskip("vllm")
+        monkeypatch.setattr("vllm.utils.deep_gemm.is_deep_gemm_e8m0_used", lambda: True)
+
+    class Told(Exception):
+        pass
+
+    class Recorder:
+        def stock(self, class_name: str, **given: Any) -> Any:
+            raise Told(given["weight_on_input"])
+
+    for on_input in (True, False):
+        layer = usual(name, routing=Routing("default", weight_on_input=on_input), top_k=1)
+        with pytest.raises(Told, match=str(on_input)):
+            backend(name).build_experts(MagicMock(), layer, backend(name).plan(layer, gpu(90)), Recorder())  # type: ignore[arg-type]
 
 
 TRTLLM = f"{FUSED_MOE}/experts/trtllm_fp8_moe.py"

@@ -231,12 +231,17 @@ KIMI_TP8 = {"experts": 384, "hidden_size": 7168, "intermediate_size": 256, "tp":
         ({"scheme": scheme(group=32), **KIMI_TP8}, 100, "marlin_wna16"),
         ({"scheme": scheme(8, zeros=True)}, 80, "triton_wna16"),
         ({"scheme": scheme(order="group")}, 90, "hopper_wna16_act_order"),
-        ({"scheme": scheme(order="group"), "tp": 2, "intermediate_size": 384}, 90, "emulation"),
-        ({"scheme": scheme(order="group")}, 80, "emulation"),
+        ({"scheme": scheme(order="group"), "tp": 2, "intermediate_size": 384}, 90, ""),
+        ({"scheme": scheme(order="group")}, 80, ""),
     ],
 )
 def test_choices(changes: dict[str, Any], capability: int, chosen: str) -> None:
-    decision = decide(usual("marlin_wna16", **changes), gpu(capability), Settings())
+    layer = usual("marlin_wna16", **changes)
+    if not chosen:
+        with pytest.raises(NoBackendError, match="emulation runs it slowly: the setting backend=emulation"):
+            decide(layer, gpu(capability), Settings())
+        return
+    decision = decide(layer, gpu(capability), Settings())
     assert (decision.backend, decision.why) == (chosen, "static")
 
 

@@ -110,7 +110,7 @@ def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Callab
     assert data["vllm"] == NEWEST
     assert msgspec.convert(data["device"], Device) == known_device("nvidia-h200")
     (group,) = data["groups"]
-    assert list(group) == ["layers", "count", "is_mtp", "problem", "decision", "candidates"]
+    assert list(group) == ["layers", "count", "is_mtp", "problem", "decision", "left_to_stock", "candidates"]
     assert (group["layers"], group["count"]) == ("model.layers.0-47.mlp.experts", 48)
     problem = msgspec.convert(group["problem"], Problem)
     assert (problem.intermediate_size, problem.parallel.tp, problem.layer) == (384, 2, "model.layers.0.mlp.experts")
@@ -449,6 +449,31 @@ def test_batch_invariance_without_a_backend_ends_with_3(run: Run, write: Callabl
         "disable=hopper_mxfp8,hopper_mxfp8_w8a8,emulation",
     )
     assert result.status == 3 and "batch invariance" in " ".join(result.out.split())
+
+
+def test_a_layer_that_only_stock_takes_on_a_gpu_is_called_stocks(run: Run, write: Callable[..., Path]) -> None:
+    """Stock's kernels ignore a limit of gelu, those here refuse it; a GPU never gets the emulation unasked."""
+    path = write(hidden_act="gelu", swiglu_limit=7.0)
+    result = run("explain", path, "--device", "nvidia-a100")
+    said = " ".join(result.out.split())
+    assert result.status == 0 and "backend stock vLLM's" in said
+    words = (
+        "left to stock vLLM, whose MarlinExperts does not ask what marlin_mxfp8 does: passes no alpha, beta or limit"
+    )
+    assert words in said
+    (group,) = run("explain", path, "--device", "nvidia-a100", "--json").json["groups"]
+    assert group["decision"] is None and group["left_to_stock"] == "MarlinExperts"
+    for named in (("--moe-backend", "marlin"), ("--set", "disable=humming_mxfp8"), ("--backend", "humming_mxfp8")):
+        result = run("explain", path, "--device", "nvidia-a100", *named)
+        assert result.status == 3 and "stock vLLM's" not in result.out, named
+    assert run("explain", path, "--device", "nvidia-a100", "--moe-backend", "emulation").status == 0
+    assert run("explain", path, "--device", "cpu").status == 0
+
+
+def test_what_neither_runs_on_a_gpu_is_an_error_that_offers_the_emulation(run: Run, write: Callable[..., Path]) -> None:
+    result = run("explain", write(dtype="float16"), "--device", "nvidia-a100")
+    said = " ".join(result.out.split())
+    assert result.status == 3 and "marlin_mxfp8: --dtype bfloat16. emulation runs it slowly: the setting" in said
 
 
 def test_unreadable_profiles_and_caches_are_remarked(

@@ -58,8 +58,8 @@ DIFFERENCES = {
     "channel": "stock chooses this kernel and refuses one scale a row in its method; the kernel takes it",
     "zero points": "stock's name for such weights is not among those that Humming's class knows; its kernels are",
     "act order": (
-        "stock refuses act order as a whole; here the layer is served: by this project's kernels on sm_90 where ranks "
-        "hold whole groups, slowly elsewhere, and says so"
+        "stock refuses act order as a whole; here this project's kernels serve the layer on sm_90 where ranks hold "
+        "whole groups; elsewhere nothing is chosen, and the error offers the emulation by name"
     ),
 }
 """Why a decision is not stock's."""

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.lib.cases import RELU2, SILU, problem
-from vllm_moe_oracle.core.decision import Decision
+from vllm_moe_oracle.core.decision import Candidate
 from vllm_moe_oracle.core.problem import ActOrder, Device, Problem, Scheme
+from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.releases.supported import NEWEST
 from vllm_moe_oracle.settings import Settings
@@ -59,9 +60,14 @@ def cells() -> Iterator[Cell]:
         yield cell
 
 
-def decided(cell: Cell, device: Device) -> Decision:
-    """The decision for a cell with default settings and without measurements."""
-    return decide(cell.layer(), device, Settings())
+def decided(cell: Cell, device: Device) -> tuple[str, tuple[Candidate, ...]]:
+    """The backend for a cell with default settings and without measurements, "" where none runs without being asked
+    for by name; and the candidates."""
+    try:
+        decision = decide(cell.layer(), device, Settings())
+    except NoBackendError as error:
+        return "", error.candidates
+    return decision.backend, decision.candidates
 
 
 def table() -> str:
@@ -75,7 +81,7 @@ def table() -> str:
             # With one scale per output row there is no order.
             groups = GROUPS[:-1] if order == "group" else GROUPS
             kinds = [Cell("gptq", bits, group, zero_points, order, bias, True) for group in groups]  # type: ignore[arg-type]
-            answers.append(_summary({kind.group: decided(kind, device).backend for kind in kinds}))
+            answers.append(_summary({kind.group: decided(kind, device)[0] for kind in kinds}))
         rows.setdefault(tuple(answers), []).append(", ".join(words))
     for kinds in rows.values():
         ordered = [kind for kind in kinds if "act order" in kind]
@@ -100,5 +106,9 @@ def _summary(by_group: dict[int, str]) -> str:
             groups = [
                 "per channel" if group == -1 else str(group) for group, each in by_group.items() if each == backend
             ]
-            parts.append(f"{', '.join(groups)}: `{backend}`")
-    return "; ".join([*parts, f"else `{usual}`" if parts else f"`{usual}`"])
+            parts.append(f"{', '.join(groups)}: {_cell_text(backend)}")
+    return "; ".join([*parts, f"else {_cell_text(usual)}" if parts else _cell_text(usual)])
+
+
+def _cell_text(backend: str) -> str:
+    return f"`{backend}`" if backend else "none; `emulation` by name"

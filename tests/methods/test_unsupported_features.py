@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import logging
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.lib.cases import H200, problem
+from tests.lib.cases import CPU, H200, problem
 from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide
@@ -19,7 +20,9 @@ pytest.importorskip("vllm", reason="methods subclass vLLM's")
 
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
-from vllm_moe_oracle.methods import backend_selection, base, rank_sync
+from vllm_moe_oracle.compat import current_adapter
+from vllm_moe_oracle.devices import detect
+from vllm_moe_oracle.methods import backend_selection, base, load_summary, rank_sync
 from vllm_moe_oracle.methods.base import OracleMoEMethod
 
 
@@ -40,55 +43,150 @@ class Ours(OracleMoEMethod, Stock):  # type: ignore[misc]
     """Stands for a method of this project."""
 
     offered = False
-    constructed = 0
+    layer = "experts.0"
+    limitation = ""
+
+    @classmethod
+    def unsupported_by_stock(cls, *args: Any, **kwargs: Any) -> str:
+        """As each test wants it."""
+        return cls.limitation
 
     def __init__(self, quant_config: Any, moe_config: Any) -> None:
-        type(self).constructed += 1
         if not self.offered:
-            raise NoBackendError("no backend can run mxfp8 experts here\n  the table")
+            raise NoBackendError("no backend can run mxfp8 experts here\n  the table\n", "Buy one", self.layer)
 
 
-def config(lora: bool = False, batched: bool = False) -> Any:
+def config(lora: bool = False, batched: bool = False, moe_backend: str = "auto") -> Any:
     parallel = SimpleNamespace(use_batched_activation_format=batched)
-    return SimpleNamespace(moe_parallel_config=parallel, is_lora_enabled=lora)
+    return SimpleNamespace(moe_parallel_config=parallel, is_lora_enabled=lora, moe_backend=moe_backend)
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine without settings of ours, on a GPU, whose model has no layers yet."""
+    release = current_adapter()
+    monkeypatch.setattr(release, "additional_config", lambda: {})
+    monkeypatch.setattr(release, "moe_layer_names", lambda: [])
+    monkeypatch.setattr(detect, "detect", lambda: H200)
+    monkeypatch.setattr(load_summary, "_model", load_summary._ModelLoad())
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.WARNING, "vllm.moe_oracle")
+    logging.getLogger("vllm").propagate = True
+    return caplog
 
 
 @pytest.mark.parametrize(
     ("asked", "words"), [({"lora": True}, "LoRA on experts"), ({"batched": True}, "a batched all-to-all")]
 )
-def test_an_unsupported_layer_is_left_to_stock_vllm_and_reported(
-    asked: dict[str, bool], words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("device", [H200, CPU], ids=lambda device: device.kind)
+def test_a_layer_without_a_backend_for_a_feature_is_left_to_stock_vllm(
+    asked: dict[str, bool], words: str, device: Any, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(base, "_has_explicit_choice", lambda: False)
-    caplog.set_level(logging.WARNING, "vllm.moe_oracle")
-    logging.getLogger("vllm").propagate = True
+    monkeypatch.setattr(detect, "detect", lambda: device)
     made = Ours(quant_config="config", moe_config=config(**asked))
     assert type(made) is Stock
     assert made.made_with[0] == "config"
-    assert f"{words}: left to stock vLLM's Stock; no backend can run mxfp8 experts here" in caplog.text
-    assert "the table" not in caplog.text
+    assert f"experts.0: {words}: left to stock vLLM's Stock; no backend can run mxfp8 experts here" in log.text
+    assert "the table" not in log.text
 
 
-@pytest.mark.parametrize("asked", [{"lora": True}, {"batched": True}])
+def test_on_a_gpu_a_layer_without_a_kernel_here_stays_stock_vllms(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(current_adapter(), "moe_layer_names", lambda: names)
+    for name in ("experts.0", "experts.1", "experts.2"):
+        monkeypatch.setattr(Ours, "layer", name)
+        assert type(Ours(quant_config="config", moe_config=config())) is Stock
+        names.append(name)
+    reason = "no backend can run mxfp8 experts here"
+    assert log.text.count(f": left to stock vLLM's Stock; {reason}") == 1
+    assert "the table" in log.text  # what speaks against the wrapper of a stock class may be wrong with the class
+    report = load_summary.model_report(3)
+    assert report["left_to_stock"] == dict.fromkeys(names, reason) and report["served"] == 0
+
+
+def test_on_a_cpu_a_layer_without_a_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "detect", lambda: CPU)
+    with pytest.raises(NoBackendError, match="Buy one"):
+        Ours(quant_config="config", moe_config=config())
+
+
+class Emulated(enum.Enum):
+    """As vLLM's enumerations of kernels."""
+
+    EMULATION = "EMULATION"
+    MARLIN = "MARLIN"
+
+
+def _raises(self: Any, **kwargs: Any) -> None:
+    raise NotImplementedError("No MoE backend\x1b supports the configuration")
+
+
+def _by(name: str, value: Any) -> Any:
+    return lambda self, **kwargs: setattr(self, name, value)
+
+
+@pytest.mark.parametrize(
+    ("constructor", "words"),
+    [
+        (_raises, "Stock raises NotImplementedError: No MoE backend supports the configuration"),
+        (_by("mxfp8_backend", Emulated.EMULATION), "Stock has an emulation for it only"),
+        (_by("experts_cls", type("OCP_MXQuantizationEmulationTritonExperts", (), {})), "has an emulation for it only"),
+        (_by("emulate", True), "Stock has an emulation for it only"),
+    ],
+)
+@pytest.mark.parametrize("asked", [{}, {"lora": True}])
+def test_what_stock_vllm_cannot_run_either_is_one_error_with_the_remedy(
+    constructor: Any, words: str, asked: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stock, "__init__", constructor)
+    with pytest.raises(NoBackendError) as caught:
+        Ours(quant_config="config", moe_config=config(**asked))
+    message = str(caught.value)
+    assert message.startswith("experts.0: ") and words in message and "the table" in message and "Buy one" in message
+    assert ("LoRA on experts: " in message) == bool(asked)
+
+
+def test_stocks_own_kernel_is_no_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stock, "__init__", _by("mxfp8_backend", Emulated.MARLIN))
+    assert type(Ours(quant_config="config", moe_config=config())) is Stock
+
+
+def test_a_checkpoint_that_stock_vllm_does_not_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ours, "limitation", "does not know act order")
+    with pytest.raises(NoBackendError, match="stock vLLM's Stock does not know act order"):
+        Ours(quant_config="config", moe_config=config())
+
+
+@pytest.mark.parametrize("asked", [{}, {"lora": True}, {"batched": True}])
 def test_a_supported_layer_is_served_by_this_plugin(asked: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_has_explicit_choice", lambda: False)
     monkeypatch.setattr(Ours, "offered", True)
     assert type(Ours(quant_config=None, moe_config=config(**asked))) is Ours
 
 
-def test_an_explicit_choice_is_not_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_has_explicit_choice", lambda: True)
-    with pytest.raises(NoBackendError):
-        Ours(quant_config=None, moe_config=config(lora=True))
-
-
-def test_layer_without_lora_is_never_left_to_stock_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ours, "constructed", 0)
-    with pytest.raises(NoBackendError):
-        Ours(quant_config=None, moe_config=config())
-    monkeypatch.setattr(Ours, "offered", True)
-    assert type(Ours(quant_config=None, moe_config=config())) is Ours
-    assert Ours.constructed == 2
+@pytest.mark.parametrize(
+    ("settings", "moe_backend", "kept"),
+    [
+        ({"backend": "hopper_mxfp8"}, "auto", True),
+        ({"overrides": {"re:experts": "hopper_mxfp8"}}, "auto", True),
+        ({"backend": "hopper_mxfp8", "on_unavailable": "fallback"}, "auto", False),
+        ({}, "marlin", True),
+        ({}, "a_kernel_of_stock_alone", False),
+    ],
+)
+def test_an_explicit_choice_is_not_given_away(
+    settings: dict[str, Any], moe_backend: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(current_adapter(), "additional_config", lambda: {"moe_oracle": settings})
+    if not kept:
+        assert type(Ours(quant_config=None, moe_config=config(moe_backend=moe_backend))) is Stock
+        return
+    with pytest.raises(NoBackendError, match=r"^experts\.0: no backend can run mxfp8 experts here\n"):
+        Ours(quant_config=None, moe_config=config(moe_backend=moe_backend))
 
 
 def chosen(environment: dict[str, str], objections: dict[str, str]) -> Any:

@@ -468,8 +468,28 @@ def test_linear_layers_without_a_stock_kernel_are_refused(name: str, kind: dict[
     config = moe.quant_config(layer_of("gptq", **SIZES, **kind), name)
     linear = ReplicatedLinear.__new__(ReplicatedLinear)
     torch.nn.Module.__init__(linear)
+    linear.params_dtype = torch.bfloat16
     with moe.engine(), pytest.raises(ValueError):
         config.get_quant_method(linear, "model.layers.0.self_attn.o_proj")
+
+
+@pytest.mark.parametrize("packing", ["gptq", "awq"])
+def test_linear_layers_beside_emulated_experts_keep_stocks_dtypes(packing: str) -> None:
+    """A model may be in float32 for its experts; a kernel of linear layers would fail with an error of its own."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
+
+    config = moe.quant_config(layer_of(packing, **SIZES))
+    linear = ReplicatedLinear.__new__(ReplicatedLinear)
+    torch.nn.Module.__init__(linear)
+    for dtype, served in ((torch.bfloat16, True), (torch.float16, True), (torch.float32, False)):
+        linear.params_dtype = dtype
+        if served:
+            assert config.get_quant_method(linear, "model.layers.0.self_attn.o_proj") is not None
+            continue
+        words = r"o_proj: torch.float32 is not supported for quantized linear layers .* only for its experts"
+        with pytest.raises(ValueError, match=words):
+            config.get_quant_method(linear, "model.layers.0.self_attn.o_proj")
+        config.refuse_linear_dtype(linear, UnquantizedLinearMethod(), "o_proj")
 
 
 def test_act_order_of_a_linear_layer_in_compressed_tensors_is_refused() -> None:
@@ -588,7 +608,10 @@ def test_only_group_indices_of_experts_are_loaded() -> None:
 
 def test_lora_leaves_to_stock_what_stock_can_read() -> None:
     ordered = layer_of("gptq", act_order="group", **SIZES)
-    with moe.engine(backend="auto"), pytest.raises(NoBackendError, match="LoRA on experts would be left to stock"):
+    with (
+        moe.engine(backend="auto"),
+        pytest.raises(NoBackendError, match=r"LoRA on experts: .* AutoGPTQMoEMethod does not know"),
+    ):
         moe.made(ordered, moe.moe_config(ordered, is_lora_enabled=True))
     integers = layer_of("compressed-tensors-int", **SIZES)
     with moe.engine(backend="auto"), pytest.raises(NoBackendError, match="reads the format pack-quantized only"):

@@ -471,13 +471,35 @@ def test_the_registry_of_the_process_is_used_when_none_is_given(monkeypatch: pyt
 # --- What is decided but not as it should be ------------------------------------------------------------------------
 
 
-def test_the_reference_on_a_gpu_is_degraded_and_says_what_comes_next() -> None:
-    some = registry([backend("emulation"), refusing("far", "a", "b"), refusing("near", "c")])
-    decision = decide(problem(), H200, settings(), registry=some)
-    assert (decision.backend, decision.degraded) == ("emulation", True)
-    assert "no kernel for NVIDIA H200 (sm_90) can run the layer" in decision.explanation
-    assert "nearest is near: near refuses by c for 2048" in decision.explanation
-    assert "order of the newest stock vLLM" not in decision.explanation
+@pytest.mark.parametrize(
+    "device", [H200, dataclasses.replace(H200, kind="rocm"), dataclasses.replace(H200, kind="xpu")]
+)
+def test_the_reference_runs_on_a_gpu_by_name_only(device: Device) -> None:
+    some = registry(
+        [
+            backend("emulation", capabilities=Capabilities(devices=("cuda", "rocm", "xpu"))),
+            refusing("far", "a", "b"),
+            refusing("near", "c"),
+        ]
+    )
+    for chosen in (settings(), settings(backend="near", on_unavailable="fallback"), settings(overrides="re:.=auto")):
+        with pytest.raises(NoBackendError) as caught:
+            decide(problem(), device, chosen, registry=some)
+        message = str(caught.value)
+        assert "no kernel can run mxfp8 experts here" in message and "near refuses by c for 2048" in message
+        assert "emulation runs it slowly: the setting backend=emulation, or --moe-backend emulation" in message
+        assert not any(each.accepted for each in caught.value.candidates)
+    named = settings(backend="emulation"), settings(overrides="re:.=emulation")
+    assert {decide(problem(), device, each, registry=some).backend for each in named} == {"emulation"}
+    disabled = registry([refusing("near", "c")])
+    with pytest.raises(NoBackendError, match="no backend can run mxfp8 experts here") as caught:
+        decide(problem(), device, settings(), registry=disabled)
+    assert "emulation" not in str(caught.value)
+
+
+def test_a_third_partys_slow_kernel_goes_before_the_reference() -> None:
+    some = registry([backend("emulation"), backend("slower", rank=2000.0)])
+    assert decide(problem(), H200, settings(), registry=some).backend == "slower"
 
 
 def test_emulation_on_a_cpu_or_by_choice_is_not_degraded() -> None:

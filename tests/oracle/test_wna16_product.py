@@ -47,15 +47,18 @@ def test_the_product_is_whole() -> None:
 def test_every_cell_is_a_decision_with_reasons(capability: int) -> None:
     device = product.DEVICES[capability]
     for cell in CELLS:
-        decision = product.decided(cell, device)
-        assert {each.backend for each in decision.candidates} == KERNELS | {"emulation"}, cell
-        for candidate in decision.candidates:
+        chosen, candidates = product.decided(cell, device)
+        assert {each.backend for each in candidates} == KERNELS | {"emulation"}, cell
+        for candidate in candidates:
             assert candidate.accepted or all(each.code and each.detail for each in candidate.reasons), (cell, candidate)
-        first = decision.candidates[0]
-        assert first.accepted and first.backend == decision.backend, cell
-        assert decision.degraded is (decision.backend == "emulation"), cell
-        if decision.backend == "emulation":
-            assert "nearest is" in decision.explanation, cell
+        if chosen:
+            assert candidates[0].accepted and candidates[0].backend == chosen in KERNELS, cell
+        else:
+            assert not any(each.accepted for each in candidates), cell
+            by_name = [each.backend for each in candidates if each.reasons[0].code == "by_name"]
+            assert by_name == ["emulation"], cell
+            named = decide(cell.layer(), device, Settings(), moe_backend="emulation")
+            assert (named.backend, named.why) == ("emulation", "user"), cell
 
 
 @pytest.mark.parametrize("capability", product.DEVICES)
@@ -63,18 +66,16 @@ def test_how_a_file_packs_decides_nothing(capability: int) -> None:
     device = product.DEVICES[capability]
     found: dict[Cell, dict[str, str]] = {}
     for cell in CELLS:
-        found.setdefault(dataclasses.replace(cell, packing=""), {})[cell.packing] = product.decided(
-            cell, device
-        ).backend
+        found.setdefault(dataclasses.replace(cell, packing=""), {})[cell.packing] = product.decided(cell, device)[0]
     for cell, backends in found.items():
         assert len(set(backends.values())) == 1, (cell, backends)
 
 
 @pytest.mark.parametrize("capability", product.DEVICES)
-def test_only_features_out_of_order_are_left_to_emulation(capability: int) -> None:
+def test_only_features_out_of_order_have_no_kernel(capability: int) -> None:
     for cell in CELLS:
         ordered = cell.order == "group" and cell.group != -1
-        assert (product.decided(cell, product.DEVICES[capability]).backend == "emulation") <= ordered, cell
+        assert (product.decided(cell, product.DEVICES[capability])[0] == "") <= ordered, cell
 
 
 @pytest.mark.parametrize("packing", product.PACKINGS)

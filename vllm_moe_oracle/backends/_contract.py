@@ -104,6 +104,7 @@ class Builder(Protocol):
         problem: Problem | None = None,
         tensors: Tensors | None = None,
         group: int = 0,
+        weight_on_input: bool = False,
     ) -> Any:
         """An instance of one of vLLM's own expert classes, built for this layer.
 
@@ -119,6 +120,8 @@ class Builder(Protocol):
             problem: for classes that need sizes besides those in vLLM's two configs.
             tensors: kernel tensors of the layer, for the same classes.
             group: input features that share one scale, for classes that cannot tell it from their tensors.
+            weight_on_input: vLLM's prepare step multiplies the input by the router's weight. The class then gets
+                weights of one, because some classes multiply once more.
         """
 
 

@@ -47,6 +47,7 @@ _MX = Capabilities(
     activation_params=True,
     bias=True,
     groups=(MX_BLOCK,),
+    weight_on_input=True,
     eplb=True,
 )
 

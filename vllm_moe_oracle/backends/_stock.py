@@ -58,4 +58,5 @@ class StockBackend(Backend):
 
     def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
         """An instance of the stock class."""
-        return builder.stock(self.stock_class, **self.stock_arguments(tensors, problem, plan))
+        arguments = self.stock_arguments(tensors, problem, plan)
+        return builder.stock(self.stock_class, weight_on_input=problem.routing.weight_on_input, **arguments)

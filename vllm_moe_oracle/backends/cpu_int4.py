@@ -50,6 +50,7 @@ class CpuInt4(StockBackend):
         act_orders=("none", "static"),
         hidden_multiple=32,
         intermediate_multiple=32,
+        weight_on_input=True,
         expert_parallel=False,
     )
 

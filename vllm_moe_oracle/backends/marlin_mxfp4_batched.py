@@ -14,7 +14,9 @@ class MarlinMxfp4Batched(MarlinMxfp4):
     name = "marlin_mxfp4_batched"
     stock_class = f"{EXPERTS}.marlin_moe:BatchedMarlinExperts"
     static_priority = 61.0
-    capabilities = dataclasses.replace(MarlinMxfp4.capabilities, formats=("batched",), lora=False)
+    capabilities = dataclasses.replace(
+        MarlinMxfp4.capabilities, formats=("batched",), weight_on_input=False, lora=False
+    )
 
 
 BACKEND = MarlinMxfp4Batched()

@@ -89,6 +89,7 @@ class MarlinWna16(MarlinBackend):
         act_orders=("none", "group", "static"),
         hidden_multiple=HIDDEN_MULTIPLE,
         intermediate_multiple=INTERMEDIATE_MULTIPLE,
+        weight_on_input=True,
         lora=True,
         eplb=True,
     )

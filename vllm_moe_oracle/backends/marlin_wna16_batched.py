@@ -14,7 +14,9 @@ class MarlinWna16Batched(MarlinWna16):
     name = "marlin_wna16_batched"
     stock_class = f"{EXPERTS}.marlin_moe:BatchedMarlinExperts"
     static_priority = 35.0
-    capabilities = dataclasses.replace(MarlinWna16.capabilities, formats=("batched",), lora=False)
+    capabilities = dataclasses.replace(
+        MarlinWna16.capabilities, formats=("batched",), weight_on_input=False, lora=False
+    )
 
 
 BACKEND = MarlinWna16Batched()

@@ -51,6 +51,7 @@ class TritonWna16(StockBackend):
         act_orders=("none", "static"),
         hidden_multiple=BLOCK_K,
         intermediate_multiple=BLOCK_K,
+        weight_on_input=True,
         eplb=True,
     )
     rules = (

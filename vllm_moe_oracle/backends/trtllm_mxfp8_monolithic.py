@@ -46,7 +46,11 @@ class TrtllmMxfp8Monolithic(TrtllmMxfp8):
     stock_class = f"{EXPERTS}.trtllm_fp8_moe:TrtLlmFp8ExpertsMonolithic"
     static_priority = 10.0
     capabilities = dataclasses.replace(
-        TrtllmMxfp8.capabilities, ungated=("relu2",), max_experts=512, routing_methods=ROUTING_METHODS
+        TrtllmMxfp8.capabilities,
+        ungated=("relu2",),
+        max_experts=512,
+        routing_methods=ROUTING_METHODS,
+        weight_on_input=False,
     )
     rules = (
         *RULES,

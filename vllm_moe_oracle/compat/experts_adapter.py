@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat, FusedMoEExperts
 
@@ -48,6 +50,17 @@ class ExpertsAdapter(EngineAdapter):
             return ""
         return "" if supported else str(reason)
 
+    def is_emulated_by_stock(self, method: Any) -> bool:
+        """Whether a method of stock vLLM's, as its constructor leaves it, has chosen vLLM's own emulation.
+
+        Args:
+            method: it keeps its choice as a member of an enumeration, as a class of experts, or, Quark's in older
+                releases, as a flag.
+        """
+        chosen = [str(each.name) for each in getattr(method, "__dict__", {}).values() if isinstance(each, Enum)]
+        chosen.append(getattr(getattr(method, "experts_cls", None), "__name__", ""))
+        return getattr(method, "emulate", False) is True or any("emulation" in each.lower() for each in chosen)
+
     def experts_class(self, backend: Backend) -> Any:
         """The class of the experts that a backend builds; stock code queries it before weights are loaded."""
         return self.stock_class(backend.stock_class) if backend.stock_class else FunctionExperts
@@ -81,6 +94,7 @@ class ExpertsAdapter(EngineAdapter):
         problem: Problem | None = None,
         tensors: Mapping[str, Tensor] | None = None,
         group: int = 0,
+        weight_on_input: bool = False,
     ) -> Any:
         """An instance of one of vLLM's expert classes; see `vllm_moe_oracle.backends.Builder.stock`.
 
@@ -94,7 +108,8 @@ class ExpertsAdapter(EngineAdapter):
         described = override_quant_config(quant_config, weights, inputs, scales, swizzled, group)
         if "humming" in found.__module__:
             assert problem is not None and tensors is not None
-            return self.humming_experts(found, moe, described, problem, tensors)
+            experts = self.humming_experts(found, moe, described, problem, tensors)
+            return _weighted_by_prepare(experts) if weight_on_input else experts
         experts = found.__new__(found)
         # Some classes with two bases do not call `FusedMoEExperts.__init__`, whose attributes other code reads.
         sizes = self.batched_kwargs(found, moe)
@@ -102,7 +117,7 @@ class ExpertsAdapter(EngineAdapter):
         found.__init__(experts, moe, described, **sizes, **self.act_order_kwargs(class_name, problem, tensors))
         if plan is not None:
             self.keep_padded_output(experts, moe, plan)
-        return experts
+        return _weighted_by_prepare(experts) if weight_on_input else experts
 
     def batched_kwargs(self, stock_class: Any, moe: Any) -> dict[str, int]:
         """Constructor arguments of classes that take batched activations `[experts, max_num_tokens, hidden]`; empty for
@@ -162,3 +177,23 @@ def _weight_quant_key(backend: Backend, problem: Problem) -> str:
     return (
         backend.stock_weight_key or _WEIGHT_QUANT_KEYS[scheme.name if scheme.name != "wna16" else f"int{scheme.bits}"]
     )
+
+
+def _weighted_by_prepare(experts: Any) -> Any:
+    """The experts, which get router weights of one where vLLM's prepare step has multiplied the input.
+
+    Some classes leave the weight out then, others multiply by it once more or refuse the call.
+
+    Args:
+        experts: modular experts.
+    """
+    run = experts.apply
+
+    def apply(**arguments: Any) -> Any:
+        if arguments["apply_router_weight_on_input"]:
+            weights = torch.ones_like(arguments["topk_weights"])
+            arguments |= {"topk_weights": weights, "apply_router_weight_on_input": False}
+        return run(**arguments)
+
+    experts.apply = apply
+    return experts

@@ -16,6 +16,7 @@ from ..devices import detect
 from ..errors import NoBackendError, SettingError
 from ..measurements import lookup
 from ..oracle.registry import Registry, default_registry
+from ..oracle.selection import automatic_choices
 from ..settings import Settings
 from . import rank_agreement, rank_sync
 
@@ -176,8 +177,7 @@ def _schedule(method: LayerMethod) -> list[list[Any]]:
 
 def _preferred_backends(method: LayerMethod) -> list[str]:
     """Backends that this rank can run, its own choice first."""
-    accepted = [each.backend for each in method.decision.candidates if each.accepted]
-    return [method.backend.name, *(name for name in accepted if name != method.backend.name)]
+    return [method.backend.name, *remaining_candidates(method.decision, method.backend.name)]
 
 
 def consult_stock_class(method: LayerMethod, registry: Registry | None = None) -> None:
@@ -210,8 +210,8 @@ def consult_stock_class(method: LayerMethod, registry: Registry | None = None) -
 
 
 def remaining_candidates(decision: Decision, failed: str) -> list[str]:
-    """The accepted candidates without the failed one, best first."""
-    return [each.backend for each in decision.candidates if each.accepted and each.backend != failed]
+    """The accepted candidates without the failed one, best first; on a GPU also without the emulation."""
+    return [name for name in automatic_choices(decision.candidates, detect.detect()) if name != failed]
 
 
 def switch_backend(method: LayerMethod, reason: Reason, explanation: str, name: str, registry: Registry) -> None:

@@ -25,7 +25,8 @@ from ..compat.layer_context import current_layer
 from ..core.decision import Decision
 from ..core.problem import Problem, Scheme
 from ..devices import detect
-from ..errors import LifecycleError, NoBackendError, OracleError, is_out_of_memory
+from ..errors import LifecycleError, NoBackendError, OracleError, is_out_of_memory, sanitize
+from ..oracle.registry import default_registry
 from ..oracle.selection import decide
 from . import backend_check, backend_selection, load_summary, rank_agreement, rank_sync, token_dispatch, weight_loading
 from .token_dispatch import TokenDispatch, WeightCopies
@@ -101,32 +102,57 @@ class OracleMoEMethod(FusedMoEMethodBase):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An instance, or one of the stock class where stock vLLM has to serve the layer.
 
-        Few backends support LoRA adapters and batched all-to-alls. A layer that needs them and that no backend can run
-        is left to the stock class. Everything else that no backend can run is an error.
+        A layer that no backend can run is left to the stock class, if that one has a kernel for it: on a GPU whatever
+        the reason, on a CPU where the layer needs LoRA adapters or a batched all-to-all, which few backends support.
+        A backend that the user names is never replaced.
 
         Raises:
-            NoBackendError: the layer would be left to the stock class, which cannot read its checkpoint.
+            NoBackendError: no backend can run the layer, and neither can the stock class.
         """
         arguments = [*args, *kwargs.values()]
         moe = next((getattr(each, "moe_config", each) for each in arguments if _is_layer_config(each)), None)
-        features = [] if moe is None else current_adapter().unsupported_features(moe)
         method = super().__new__(cls)
-        if not features or _has_explicit_choice():
+        features = [] if moe is None else current_adapter().unsupported_features(moe)
+        if moe is None or _has_explicit_choice(settings.AUTO if features else moe.moe_backend):
             return method
         try:
             method.__init__(*args, **kwargs)
             return method
         except NoBackendError as error:
-            reason = error.rule.partition("\n")[0]
+            if not features and detect.detect().kind == "cpu":
+                raise
+            return cls._leave_to_stock(error, features, *args, **kwargs)
+
+    @classmethod
+    def _leave_to_stock(cls, error: NoBackendError, features: list[str], *args: Any, **kwargs: Any) -> Any:
+        """The stock class's method of a layer that no backend can run.
+
+        Args:
+            error: why not.
+            features: what only some backends support and the layer needs.
+            args: arguments of the constructor.
+            kwargs: likewise.
+
+        Raises:
+            NoBackendError: the stock class cannot run the layer either, or by its own emulation only.
+        """
         stock = next(base for base in cls.__mro__ if not issubclass(base, OracleMoEMethod))
-        name = current_layer()[1]
+        name = error.where or current_layer()[1]
         limitation = cls.unsupported_by_stock(*args, **kwargs)
-        if limitation:
-            rule = f"{' and '.join(features)} would be left to stock vLLM's {stock.__name__}, which {limitation}"
-            raise NoBackendError(rule, f"Serve without {' and '.join(features)}", name)
-        needs = " and ".join(features)
-        logger.warning("moe_oracle: %s: %s: left to stock vLLM's %s; %s", name, needs, stock.__name__, reason)
-        return cls.build_stock_method(stock, *args, **kwargs)
+        try:
+            method = None if limitation else cls.build_stock_method(stock, *args, **kwargs)
+        except Exception as refusal:  # stock's own choice of a kernel is its constructor; it raises many types
+            method, limitation = None, f"raises {type(refusal).__name__}: {sanitize(str(refusal))}"
+        if method is not None and current_adapter().is_emulated_by_stock(method):
+            method, limitation = None, "has an emulation for it only"
+        if method is None:
+            needs = f"{' and '.join(features)}: " if features else ""
+            rule, separator, table = error.rule.partition("\n")
+            rule = f"{needs}{rule}; stock vLLM's {stock.__name__} {limitation}{separator}{table}"
+            remedy = error.remedy or (f"Serve without {' and '.join(features)}" if features else "")
+            raise NoBackendError(rule, remedy, name, error.candidates) from error
+        load_summary.record_stock_layer(name, features, type(method).__name__, error)
+        return method
 
     @classmethod
     def build_stock_method(cls, stock_class: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +169,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
 
     @classmethod
     def unsupported_by_stock(cls, *args: Any, **kwargs: Any) -> str:
-        """What keeps the stock class from reading the checkpoint, after "which"; "" when nothing does."""
+        """What keeps the stock class from reading the checkpoint, after its name; "" when nothing does."""
         return ""
 
     def decide(self, moe: Any, scheme: Scheme) -> None:
@@ -420,7 +446,15 @@ def _is_layer_config(value: Any) -> bool:
     return hasattr(getattr(value, "moe_config", value), "moe_parallel_config")
 
 
-def _has_explicit_choice() -> bool:
-    """Whether the user chose backends of ours: a layer that they cannot run is an error, not left to stock vLLM."""
+def _has_explicit_choice(moe_backend: str) -> bool:
+    """Whether the user chose backends of ours: a layer that they cannot run is an error, not left to stock vLLM.
+
+    Args:
+        moe_backend: vLLM's ``--moe-backend``. Stock vLLM follows it where none of our backends has the name.
+    """
     chosen = settings.load(additional_config=current_adapter().additional_config())
-    return chosen.backend != settings.AUTO or bool(chosen.overrides)
+    if chosen.on_unavailable == "fallback":
+        return False
+    named = any(moe_backend in each.vllm_names for each in default_registry())
+    # Stock vLLM does not know which kernels must not be chosen.
+    return named or chosen.backend != settings.AUTO or bool(chosen.overrides or chosen.disable)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationArgs
@@ -29,7 +31,6 @@ from ..quantization.compressed_tensors import (
 )
 from ..releases.expert_names import stock_uses_ckpt_names
 from .base import OracleMoEMethod
-from .dtypes import EmulatedDtypesMixin
 from .gptq import stock_refuses_act_order
 from .wna16 import Wna16MoEMethod
 
@@ -107,6 +108,7 @@ class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTens
         layer_name: str | None = None,
         *,
         packed_format: str = PACK_QUANTIZED,
+        build_stock: Callable[[], Any] | None = None,
     ) -> None:
         # The stock constructor would choose a backend by its own rules, and raise where it finds none.
         self.weight_quant = weight_quant
@@ -116,7 +118,13 @@ class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTens
 
     @classmethod
     def unsupported_by_stock(
-        cls, weight_quant: Any, input_quant: Any, moe: Any, *args: Any, packed_format: str = PACK_QUANTIZED
+        cls,
+        weight_quant: Any,
+        input_quant: Any,
+        moe: Any,
+        *args: Any,
+        packed_format: str = PACK_QUANTIZED,
+        build_stock: Callable[[], Any] | None = None,
     ) -> str:
         """See `OracleMoEMethod.unsupported_by_stock`."""
         if packed_format != PACK_QUANTIZED:
@@ -125,8 +133,9 @@ class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTens
         return "does not know act order" if ordered and stock_refuses_act_order() else ""
 
     @classmethod
-    def build_stock_method(cls, stock_class: Any, *args: Any, **kwargs: Any) -> None:
-        """None: `get_moe_method` calls the stock function then, which selects one of the classes of older releases."""
+    def build_stock_method(cls, stock_class: Any, *args: Any, build_stock: Callable[[], Any], **kwargs: Any) -> Any:
+        """What the stock function makes, which selects one of several classes in older releases."""
+        return build_stock()
 
 
 def integer_scheme(arguments: Any, packed_format: str) -> Scheme:
@@ -147,7 +156,7 @@ def integer_scheme(arguments: Any, packed_format: str) -> Scheme:
     )
 
 
-class CompressedTensorsConfig(EmulatedDtypesMixin, stock_config.CompressedTensorsConfig):
+class CompressedTensorsConfig(stock_config.CompressedTensorsConfig):
     """The stock config with support for unpacked integers and, in newer releases, act order.
 
     The stock class rejects such checkpoints as a whole. Here their experts are served, and their linear layers are
@@ -219,10 +228,10 @@ def get_moe_method(original: Any, quant_config: Any, layer: Any, layer_name: str
     if found is not None:
         weights, inputs, packed_format = found
         more = {} if packed_format == PACK_QUANTIZED else {"packed_format": packed_format}
-        made = CompressedTensorsWNA16MoEMethod(weights, inputs, layer.moe_config, **more)
+        stock = functools.partial(original, quant_config, layer, layer_name)
+        made = CompressedTensorsWNA16MoEMethod(weights, inputs, layer.moe_config, build_stock=stock, **more)
     else:
-        made = None
-    made = original(quant_config, layer, layer_name) if made is None else made
+        made = original(quant_config, layer, layer_name)
     if isinstance(made, OracleMoEMethod):
         transforms = online_transforms(quant_config.config or {}, _WHERE)
         reject_transforms(transforms, [f"{layer_name}.0.{name}" for name in _projection_names(layer)], _WHERE)

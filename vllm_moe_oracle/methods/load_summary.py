@@ -23,6 +23,7 @@ from ..compat import current_adapter
 from ..core.decision import Decision
 from ..core.overrides import unmatched_override_error, unmatched_overrides
 from ..devices import detect
+from ..errors import NoBackendError
 from ..settings import Settings
 from . import backend_check, backend_selection, rank_agreement
 
@@ -38,6 +39,7 @@ class _ModelLoad:
         self.reloaded: set[str] = set()
         self.settings: Settings | None = None
         self.logged: set[tuple[Any, ...]] = set()
+        self.stock_layers: dict[str, str] = {}
 
 
 _model = _ModelLoad()
@@ -70,6 +72,31 @@ def record_decision(decision: Decision, settings: Settings) -> None:
     logger.log(level, "moe_oracle: %s: %s", layer, decision.summary())
 
 
+def record_stock_layer(layer: str, features: Collection[str], stock_class: str, error: NoBackendError) -> None:
+    """Records a layer that no backend can run and stock vLLM serves, and logs the first of its kind.
+
+    Args:
+        layer: the layer's name.
+        features: what only some backends support and the layer needs, in words.
+        stock_class: the class of stock vLLM's method.
+        error: why no backend can run it. What its candidates say against wrappers of stock classes may be wrong with
+            stock's as well: without `features` the log has the whole table.
+    """
+    global _model
+    if _starts_new_model(layer):
+        _reset_caches()
+        _model = _ModelLoad()
+    reason, _, table = error.rule.partition("\n")
+    needs = f"{' and '.join(features)}: " if features else ""
+    _model.stock_layers[layer] = f"{needs}{reason}"
+    if (needs, reason, stock_class) not in _model.logged:
+        _model.logged.add((needs, reason, stock_class))
+        more = "" if features or not table else f"\n{table.rstrip()}"
+        logger.warning("moe_oracle: %s: %sleft to stock vLLM's %s; %s%s", layer, needs, stock_class, reason, more)
+    if not _model.decisions:  # no conversion will write a record, if no other layer is ours
+        decision_records.write_record(model_report(len(_model.stock_layers)))
+
+
 def _reset_caches() -> None:
     """Ends a load: what ranks agreed on does not hold for another one."""
     rank_agreement.reset()
@@ -81,7 +108,8 @@ def _starts_new_model(layer: str) -> bool:
     """Whether the recorded layers belong to another model: one of them has this name, or is missing among the names
     that the layers of the model being loaded have registered."""
     names = set(current_adapter().moe_layer_names())
-    return layer in _model.decisions or any(_listed_name(each, names) is None for each in _model.decisions)
+    known = _model.decisions.keys() | _model.stock_layers.keys()
+    return layer in known or any(_listed_name(each, names) is None for each in known)
 
 
 def _listed_name(layer: str, names: Collection[str]) -> str | None:
@@ -115,7 +143,7 @@ def record_conversion(decision: Decision) -> None:
     words = ", ".join(f"{backend} x {count}" for backend, count in sorted(counts.items()))
     logger.info("moe_oracle: %d of %d MoE layers run through the oracle: %s", len(_model.decisions), total, words)
     if others:
-        why = "unquantized, in a format that is not supported here, or for a reason logged before"
+        why = "unquantized, in a format that is not supported here, or with a reason above"
         logger.warning("moe_oracle: %d MoE layers are stock vLLM's: %s: %s", len(others), why, ", ".join(others))
     decision_records.write_record(model_report(total))
     if _model.settings is not None:
@@ -151,6 +179,7 @@ def model_report(total: int) -> dict[str, Any]:
         "device": detect.detect(),
         "moe_layers": total,
         "served": len(_model.decisions),
+        "left_to_stock": _model.stock_layers,
         "groups": [
             {
                 "layers": [each.problem.layer for each in group],

@@ -72,11 +72,12 @@ class Wna16MoEMethod(OracleMoEMethod):
         """Decides which backend runs the layer; see `OracleMoEMethod.decide`."""
         self._loaded: set[tuple[str, int, str]] = set()
         self._up_groups: dict[int, Tensor] = {}
-        activation = moe.activation
+        before = moe.activation, moe.intermediate_size_per_partition
         try:
             super().decide(moe, scheme)
         except Exception:
-            moe.activation = activation  # a stock class may take the layer; it keeps rows interleaved
+            # A stock class may take the layer; it keeps rows interleaved, and shards of equal size.
+            moe.activation, moe.intermediate_size_per_partition = before
             raise
 
     def _refine_problem(self, problem: Problem) -> Problem:
@@ -357,7 +358,9 @@ class Wna16ConfigMixin(EmulatedDtypesMixin):
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """The method of a layer; see the stock class."""
         if not isinstance(layer, RoutedExperts):
-            return super().get_quant_method(layer, prefix)  # type: ignore[misc]
+            method = super().get_quant_method(layer, prefix)  # type: ignore[misc]
+            self.refuse_linear_dtype(layer, method, prefix)
+            return method
         found = self.scheme_of(prefix, layer)
         if not isinstance(found, Scheme):
             return UnquantizedFusedMoEMethod(layer.moe_config)

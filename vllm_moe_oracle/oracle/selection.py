@@ -19,7 +19,8 @@ from .measured_choice import MeasuredChoice, choose_fastest
 from .registry import Registry, default_registry
 
 REFERENCE_BACKEND = "emulation"
-"""The backend that computes what the format defines, expert by expert, on any device. It runs when no kernel can."""
+"""The backend that computes what the format defines, expert by expert, on any device. On a CPU it runs when no kernel
+can; on a GPU, where that would be far slower than stock vLLM, only when it is asked for by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,16 +161,18 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
     """
     note = f"; not what was asked for: {unavailable}" if unavailable else ""
     problem, device = case.problem, case.device
-    if not case.accepted:
-        rule = f"no backend can run {problem.scheme.name} experts here, on {device}{note}"
+    names = automatic_choices(case.candidates, device)
+    if not names:
+        what = "kernel" if case.accepted else "backend"
+        case = dataclasses.replace(case, candidates=tuple(map(_only_by_name, case.candidates)))
+        rule = f"no {what} can run {problem.scheme.name} experts here, on {device}{note}"
         rule = f"{rule}\nEvery candidate for {problem}:\n{format_candidates(case.candidates)}\n"
         raise NoBackendError(rule, _nearest_remedy(case), problem.layer, case.candidates)
-    chosen = case.accepted[0]
+    chosen = next(candidate for candidate in case.accepted if candidate.backend == names[0])
     if chosen.backend == REFERENCE_BACKEND:
-        # A kernel would be faster: always on a GPU, on a CPU if a remedy makes one available.
-        degraded = device.kind != "cpu" or _has_alternative(case)
+        # A kernel would be faster, if a remedy makes one available.
         decision = case.decision(chosen, "static", f"{_explain_reference(case)}{note}")
-        return dataclasses.replace(decision, degraded=degraded or bool(note))
+        return dataclasses.replace(decision, degraded=_has_alternative(case) or bool(note))
     explanation = f"first accepted backend in the static order (vLLM {NEWEST}'s, then this project's)"
     choice = MeasuredChoice(chosen.backend, "")
     if measurements is not None:
@@ -186,6 +189,32 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
     return dataclasses.replace(
         decision, degraded=bool(note), measured=choice.measured, token_ranges=choice.token_ranges
     )
+
+
+def automatic_choices(candidates: Iterable[Candidate], device: Device) -> list[str]:
+    """Names of the accepted candidates that may run without being asked for by name, in static order.
+
+    On a GPU the reference is not among them: stock vLLM may have a kernel where this project has none.
+
+    Args:
+        candidates: all candidates, in static order.
+        device: the machine.
+    """
+    accepted = [each.backend for each in candidates if each.accepted]
+    return [name for name in accepted if name != REFERENCE_BACKEND or device.kind == "cpu"]
+
+
+def _only_by_name(candidate: Candidate) -> Candidate:
+    """The candidate, rejected if it is accepted: the reference on a GPU, where nothing else is."""
+    if not candidate.accepted:
+        return candidate
+    name = candidate.backend
+    reason = Reason(
+        "by_name",
+        "computes in float32, slowly: on a GPU it runs only when it is asked for by name",
+        f"the setting backend={name}, or --moe-backend {name}",
+    )
+    return dataclasses.replace(candidate, verdict=Rejected((reason,)))
 
 
 def _can_be_measured(static: Candidate, case: _DecisionInput) -> bool:
@@ -352,12 +381,17 @@ def _accepted_names(request: _ExplicitRequest, case: _DecisionInput) -> str:
 
 
 def _nearest_remedy(case: _DecisionInput) -> str:
-    """The remedies of the rejected candidate with the fewest reasons, all of which have a remedy; "" without one."""
+    """The remedies of the rejected candidate with the fewest reasons, all of which have a remedy, and how to ask for
+    the reference; "" without either."""
     fixable = [candidate for candidate in case.candidates if all(reason.remedy for reason in candidate.reasons)]
-    if not fixable:
-        return ""
-    nearest = min(fixable, key=lambda candidate: len(candidate.reasons))
-    return f"Nearest is {nearest.backend}: {'; '.join(reason.remedy for reason in nearest.reasons)}"
+    slow = [candidate for candidate in fixable if candidate.reasons and candidate.reasons[0].code == "by_name"]
+    faster = [candidate for candidate in fixable if candidate not in slow]
+    sentences = []
+    if faster:
+        nearest = min(faster, key=lambda candidate: len(candidate.reasons))
+        sentences = [f"Nearest is {nearest.backend}: {'; '.join(reason.remedy for reason in nearest.reasons)}"]
+    sentences += [f"{each.backend} runs it slowly: {each.reasons[0].remedy}" for each in slow]
+    return ". ".join(sentences)
 
 
 def _explain_reference(case: _DecisionInput) -> str:
@@ -365,11 +399,9 @@ def _explain_reference(case: _DecisionInput) -> str:
     fewest reasons against it."""
     rejected = [each for each in case.candidates if not each.accepted]
     nearby = [each for each in rejected if all(reason.code != "device" for reason in each.reasons)]
-    if not nearby and case.device.kind == "cpu":
+    if not nearby:
         return f"no other backend runs {case.problem.scheme.name} experts on {case.device}"
     words = f"no kernel for {case.device} can run the layer; {REFERENCE_BACKEND} runs it slowly"
-    if not nearby:
-        return words
     nearest = min(nearby, key=lambda candidate: (len(candidate.reasons), candidate.priority))
     return f"{words}; nearest is {nearest.backend}: {'; '.join(map(str, nearest.reasons))}"
 

@@ -28,6 +28,7 @@ from ...measurements.lookup import profile_error
 from ...measurements.roofline import expert_bytes
 from ...oracle.registry import default_registry
 from ...oracle.selection import check_backend_names, decide
+from ...oracle.stock_kernels import stock_candidate
 from ...settings import AUTO, Settings, excluded_by_vllm
 from ...settings import batch_invariant as batch_invariant_variable
 from .. import EXIT_NO_BACKEND, output
@@ -91,7 +92,7 @@ def command(
 
     \b
     Exit status:
-      0  every group of layers has a backend
+      0  every group of layers has a backend, or is left to stock vLLM
       3  a group has none; the table is printed all the same
       2  the input cannot be used; one line on standard error says what and where
     """
@@ -126,7 +127,7 @@ def command(
         _print_json(groups, notes, machine)
     else:
         _print(groups, notes, machine, tp, ep, assumed=device in known_device_names())
-    if any(group.decision is None for group in groups):
+    if any(group.decision is None and not group.stock_class for group in groups):
         raise typer.Exit(EXIT_NO_BACKEND)
 
 
@@ -157,6 +158,7 @@ class _LayerGroup:
         decision: the first layer's; None when no backend can run it.
         failure: why there is no decision; "" when there is one.
         candidates: every backend, with its verdict.
+        stock_class: stock vLLM's class that the layers are left to; "" where a backend runs them, or nothing does.
         is_mtp: the layers are multi-token prediction modules, which vLLM loads as a model of their own for speculative
             decoding.
     """
@@ -166,6 +168,7 @@ class _LayerGroup:
     decision: Decision | None
     failure: str
     candidates: tuple[Candidate, ...]
+    stock_class: str = ""
     is_mtp: bool = False
 
     @property
@@ -179,6 +182,7 @@ class _LayerGroup:
             "is_mtp": self.is_mtp,
             "problem": self.problem,
             "decision": None if self.decision is None else self.decision.to_record(),
+            "left_to_stock": self.stock_class or None,
             "candidates": [candidate.to_record() for candidate in self.candidates],
         }
 
@@ -224,7 +228,7 @@ def _group_layers(problems: list[Problem], device: Device, settings: Settings, m
     groups: dict[object, _LayerGroup] = {}
     evidence: dict[Problem, MeasurementSet | None] = {}
     for problem in problems:
-        decision, failure = None, ""
+        decision, failure, stock_class = None, "", ""
         if problem.key() not in evidence:
             evidence[problem.key()] = lookup.find_measurements(problem, device, settings)
         try:
@@ -237,11 +241,26 @@ def _group_layers(problems: list[Problem], device: Device, settings: Settings, m
             failure = error.rule.split("\n")[0] if judged else f"this release has no backend for {scheme} experts yet"
             if judged and error.remedy:
                 failure = f"{failure}. {error.remedy}"
+            stock = None
+            if moe_backend == AUTO and not _names_backends(settings):
+                stock = stock_candidate(judged, device, default_registry())
+            if stock is not None:
+                stock_class = default_registry()[stock.backend].stock_class_name
+                objections = "; ".join(map(str, stock.reasons))
+                failure = (
+                    f"left to stock vLLM, whose {stock_class} does not ask what {stock.backend} does: {objections}"
+                )
         same = decision and dataclasses.replace(decision, problem=problem.key())
         key = (problem.key(), same, failure)
-        before = groups.get(key, _LayerGroup((), problem, decision, failure, judged))
+        before = groups.get(key, _LayerGroup((), problem, decision, failure, judged, stock_class))
         groups[key] = dataclasses.replace(before, names=(*before.names, problem.layer))
     return list(groups.values())
+
+
+def _names_backends(settings: Settings) -> bool:
+    """Whether the user names backends to run or not to run; layers that they cannot run are not left to stock vLLM."""
+    named = settings.backend != AUTO or settings.overrides or settings.disable
+    return bool(named) and settings.on_unavailable != "fallback"
 
 
 def _server_notes(settings: Settings, method: str, groups: list[_LayerGroup], device: Device) -> Iterator[str]:
@@ -249,8 +268,7 @@ def _server_notes(settings: Settings, method: str, groups: list[_LayerGroup], de
     for group in groups:
         if group.decision is not None and group.decision.degraded:
             yield f"{group.layers}: {group.decision.explanation}"
-        named = settings.backend != AUTO or settings.overrides
-        if group.decision is None and group.problem.lora and not named:
+        if group.decision is None and group.problem.lora and not _names_backends(settings):
             rule = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM, with a warning"
             yield f"{group.layers}: {rule}; stock's class refuses what it cannot read"
     for name, reason in default_registry().load_errors.items():
@@ -288,7 +306,7 @@ def _print_json(groups: list[_LayerGroup], notes: list[str], device: Device) -> 
     output.print_json({"vllm": _vllm_version(device), "device": device, "groups": [each.to_json() for each in groups]})
     for group in groups:
         if group.decision is None:
-            output.print_message("error", f"{group.layers}: {group.failure}")
+            output.print_message("note" if group.stock_class else "error", f"{group.layers}: {group.failure}")
     for note in notes:
         output.print_message("note", note)
 
@@ -319,7 +337,7 @@ def _print(
 def _decision_rows(group: _LayerGroup) -> list[tuple[str, str]]:
     rows = [("layer", str(group.problem))]
     if group.decision is None:
-        return [*rows, ("backend", "none"), ("why", group.failure)]
+        return [*rows, ("backend", "stock vLLM's" if group.stock_class else "none"), ("why", group.failure)]
     decision = group.decision
     plan = decision.plan
     notes = [note for note in (*plan.notes, describe_loaded_group(group.problem)) if note]

@@ -1,0 +1,86 @@
+"""On a GPU the emulation is never an automatic choice: a kernel runs a layer, stock vLLM does, or it is an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from tests.lib.cases import CPU, H200, INT4_G128, MXFP8_W8A8, SILU, problem
+from tests.lib.golden_decisions import GPUS, device_of
+from vllm_moe_oracle.core.problem import Activation, Problem, Routing, Scheme
+from vllm_moe_oracle.errors import NoBackendError
+from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.oracle.selection import automatic_choices, decide
+from vllm_moe_oracle.oracle.stock_kernels import stock_candidate
+from vllm_moe_oracle.releases.supported import RELEASES
+from vllm_moe_oracle.settings import Settings
+
+SCHEMES = {
+    "mxfp8": MXFP8_W8A8,
+    "mxfp8 weights only": Scheme("mxfp8", 8, 32, "modelopt"),
+    "mxfp4": Scheme("mxfp4", 4, 32, "mxfp4"),
+    "mxfp4 w4a4": Scheme("mxfp4", 4, 32, "compressed-tensors", activations="mxfp4"),
+    "int4": INT4_G128,
+    "int4 channel": Scheme("wna16", 4, -1, "compressed-tensors"),
+    "int4 awq": Scheme("wna16", 4, 128, "awq", True),
+    "int8": Scheme("wna16", 8, 128, "gptq"),
+    "int4 act order": Scheme("wna16", 4, 128, "gptq", act_order="group"),
+}
+
+
+def llama4(name: str) -> Problem:
+    """Llama-4-Scout's MoE layer: one expert a token, whose input the router's weight multiplies."""
+    routing = Routing("llama4", "sigmoid", renormalize=False, weight_on_input=True)
+    return problem(scheme=SCHEMES[name], experts=16, top_k=1, hidden_size=5120, intermediate_size=8192, routing=routing)
+
+
+@pytest.mark.parametrize("capability", GPUS)
+@pytest.mark.parametrize("name", [name for name in SCHEMES if "order" not in name])
+def test_router_weights_on_the_input_have_a_kernel_on_every_gpu(name: str, capability: int) -> None:
+    decision = decide(llama4(name), device_of(capability), Settings())
+    assert decision.backend != "emulation" and default_registry()[decision.backend].capabilities.weight_on_input
+    if name.startswith("int4 a") or name == "int4":
+        assert {"marlin_wna16", "triton_wna16"} <= {each.backend for each in decision.candidates if each.accepted}
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_no_gpu_gets_the_emulation_unasked(release: str) -> None:
+    """Over layers with features that some backend refuses, in every release."""
+    changes = [
+        {}, {"dtype": "float32"}, {"dtype": "float16"}, {"has_bias": True}, {"lora": True}, {"eplb": True},
+        {"batch_invariant": True}, {"hidden_size": 2050}, {"intermediate_size": 96}, {"format": "batched"},
+        {"activation": Activation("gelu", limit=7.0)}, {"activation": Activation("relu2", gated=False)},
+        {"activation": dataclasses.replace(SILU, alpha=1.7)}, {"activation": Activation("unknown")},
+        {"top_k": 1, "routing": Routing("llama4", weight_on_input=True)},
+    ]  # fmt: skip
+    outcomes = set()
+    for capability, scheme, change in itertools.product(GPUS, SCHEMES.values(), changes):
+        device = dataclasses.replace(device_of(capability), packages=device_of(capability).packages | {"vllm": release})
+        try:
+            made = problem(scheme=scheme, **change)  # type: ignore[arg-type]
+            decision = decide(made, device, Settings())
+        except NoBackendError as error:
+            assert not any(each.accepted for each in error.candidates)
+            stock = stock_candidate(error.candidates, device, default_registry())
+            outcomes.add("none" if stock is None else "stock")
+            emulated = [each for each in error.candidates if each.backend == "emulation"]
+            able = emulated and emulated[0].reasons[0].code == "by_name"
+            assert ("emulation runs it slowly" in error.remedy) == bool(able)
+            continue
+        outcomes.add("kernel")
+        assert decision.backend != "emulation" and "emulation" not in automatic_choices(decision.candidates, device)
+    assert outcomes == {"kernel", "stock", "none"}
+
+
+def test_stock_is_named_for_what_its_class_does_not_ask_alone() -> None:
+    layer = problem(activation=Activation("gelu", limit=7.0))
+    for change, expected in ((layer, True), (dataclasses.replace(layer, dtype="float32"), False)):
+        with pytest.raises(NoBackendError) as caught:
+            decide(change, device_of(80), Settings())
+        found = stock_candidate(caught.value.candidates, device_of(80), default_registry())
+        assert (found is not None) == expected
+        assert stock_candidate(caught.value.candidates, CPU, default_registry()) is None
+    assert decide(layer, CPU, Settings()).backend == "emulation"
+    assert decide(layer, H200, Settings(backend="emulation")).backend == "emulation"

@@ -1,0 +1,39 @@
+"""What stock vLLM would run where no backend here may: the rules that its own expert classes do not ask, as data.
+
+A server asks stock vLLM itself (`methods.base`). Without vLLM, for another machine, the wrappers of stock classes say
+what those can do: a wrapper with no reason against it but these wraps a class that would take the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..core.decision import Candidate
+from ..core.problem import Device
+from .registry import Registry
+
+NOT_ASKED_BY_STOCK = frozenset(
+    {
+        "activation.parameters",
+        "activation.parameters.vllm_version",
+        "activation_quantization",
+        "expert_parallel.placement",
+        "expert_parallel.uneven",
+    }
+)
+"""Codes of reasons for which a wrapper refuses a layer that the class behind it takes. Most such layers get wrong
+numbers there: the class ignores what the reason names."""
+
+
+def stock_candidate(candidates: Iterable[Candidate], device: Device, registry: Registry) -> Candidate | None:
+    """The wrapper of the class that stock vLLM would take on a GPU; None where there is none, and on other devices.
+
+    Args:
+        candidates: of a layer that no backend can run, in static order.
+        device: the machine.
+        registry: the backends.
+    """
+    if device.kind != "cuda":
+        return None
+    wrappers = (each for each in candidates if each.backend in registry and registry[each.backend].stock_class)
+    return next((each for each in wrappers if {one.code for one in each.reasons} <= NOT_ASKED_BY_STOCK), None)
