@@ -244,6 +244,7 @@ def test_faults_in_loaded_or_converted_weights_are_reported(monkeypatch: pytest.
     monkeypatch.setattr(base.token_dispatch, "prepare_copies", lambda *args: None)
     method = object.__new__(Ours)
     method.rank_group, method.moe, method.moe_kernel = rank_sync.RankGroup(), moe, None
+    method.settings = load({"MOE_ORACLE_SELF_CHECK": "off"})
     method.decision = SimpleNamespace(problem=problem())
 
     def raises(message: str) -> Any:
