@@ -178,10 +178,10 @@ def test_padding_is_shown(name: str, hidden: int, inner: int, group: int, plan: 
 
 
 def test_a_group_across_ranks_is_refused_with_its_arithmetic() -> None:
-    layer = usual("marlin_wna16", intermediate_size=320, tp=2, scheme=scheme(packing="compressed-tensors"))
+    layer = usual("marlin_wna16", intermediate_size=80, tp=2, scheme=scheme(packing="compressed-tensors", group=32))
     for name in ("marlin_wna16", "humming_wna16", "triton_wna16", "hopper_wna16"):
         words = str([reason for reason in backend(name).check(layer, gpu(90)).reasons if "group" in reason.code])
-        assert "640 / 2 = 320" in words and "320 mod 128 = 64" in words
+        assert "160 / 2 = 80" in words and "80 mod 32 = 16" in words
         assert "TP 1" in words and "--enable-expert-parallel" in words
 
 

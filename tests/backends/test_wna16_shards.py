@@ -26,7 +26,6 @@ BACKENDS = [backend.name for backend in default_registry().for_scheme("wna16")]
 
 WORDS = {"gptq": 4, "gptq_v2": 4, "awq": 4, "moe_wna16": 1, "compressed-tensors": 4, "compressed-tensors-int": 1}
 """Bytes of a packed word."""
-HALVED = {"gptq", "gptq_v2", "awq", "moe_wna16"}
 
 MULTIPLES = {
     "cpu_int4": (32, 32), "hopper_wna16": (32, 32), "hopper_wna16_act_order": (32, 32),
@@ -51,7 +50,7 @@ def cut_survives(backend: str, layer: Problem) -> bool:
     if ordered and layer.parallel.tp > 1:  # every rank has all scales
         inner = layer.unsharded_intermediate_size
     groups = [scheme.group_size]
-    if scheme.packing in HALVED and not ordered:
+    if not ordered:
         while groups[-1] % 2 == 0 and groups[-1] // 2 >= 32:
             groups.append(groups[-1] // 2)
     return any(hidden % group == 0 and inner % group == 0 for group in groups)
@@ -147,8 +146,9 @@ def test_what_a_refusal_offers_is_accepted_and_what_would_be_is_offered(
 
 
 def test_a_way_out_that_another_rule_closes_is_not_offered() -> None:
-    # 8864 / 4 = 2216 is not a multiple of 32; at TP 1 it is, but 8864 is not a multiple of the group.
-    scheme = Scheme("wna16", 4, 128, "compressed-tensors")
+    # 8864 / 4 = 2216 is not a multiple of 32; at TP 1 it is, but 8864 is not a multiple of the group, which act order
+    # does not let halve.
+    scheme = Scheme("wna16", 4, 128, "compressed-tensors", act_order="group")
     layer = problem(scheme=scheme, hidden_size=2304, intermediate_size=2216, tp=4)
     reasons = {reason.code: reason.remedy for reason in about_shapes("hopper_wna16", layer, DEVICES[0])}
     assert reasons == {"group.intermediate": "", "alignment.intermediate": ""}

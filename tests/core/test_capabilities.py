@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.lib.cases import CPU, GPT_OSS, H200, INT4_G128, RELU2, backend, problem
+from tests.lib.cases import CPU, GPT_OSS, H200, INT4_G32, INT4_G128, RELU2, backend, problem
 from vllm_moe_oracle.backends import Capabilities, Rule
 from vllm_moe_oracle.core.capabilities import violations
 from vllm_moe_oracle.core.decision import Candidate, Reason, Rejected, ShardPlan
@@ -87,8 +87,8 @@ REFUSED: list[tuple[Capabilities, Problem, Device, str, tuple[str, ...]]] = [
     (Capabilities(intermediate_multiple=256), problem(intermediate_size=192, tp=4),
      H200, "alignment.intermediate", ("768 / 4 = 192", "TP 1 or expert")),
     (Capabilities(), problem(hidden_size=2050), H200, "group.hidden", ("2050 mod 32 = 2",)),
-    (Capabilities(), problem(scheme=INT4_G128, intermediate_size=320, tp=2),
-     H200, "group.intermediate", ("640 / 2 = 320", "320 mod 128 = 64", "TP 1 or expert")),
+    (Capabilities(), problem(scheme=INT4_G32, intermediate_size=80, tp=2),
+     H200, "group.intermediate", ("160 / 2 = 80", "80 mod 32 = 16", "TP 1 or expert")),
 ]  # fmt: skip
 
 

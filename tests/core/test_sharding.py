@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.lib.cases import INT4_G128, MXFP8, problem
+from tests.lib.cases import INT4_G32, INT4_G128, MXFP8, problem
 from vllm_moe_oracle.core.problem import Activation, Scheme
 from vllm_moe_oracle.core.sharding import (
     describe_loaded_group,
@@ -83,16 +83,16 @@ def test_every_way_out_really_works(tp: int, shard: int, multiple: int, experts:
 
 
 def test_a_way_that_nothing_works_under_is_not_offered() -> None:
-    assert suggest_parallelism(problem(intermediate_size=320, tp=2, scheme=INT4_G128), lambda other: False) == ""
+    assert suggest_parallelism(problem(intermediate_size=80, tp=2, scheme=INT4_G32), lambda other: False) == ""
     asked = []
     assert (
         suggest_parallelism(
-            problem(intermediate_size=320, tp=2, scheme=INT4_G128), lambda other: bool(asked.append(other))
+            problem(intermediate_size=80, tp=2, scheme=INT4_G32), lambda other: bool(asked.append(other))
         )
         == ""
     )
     assert [(each.parallel.tp, each.parallel.ep, each.intermediate_size) for each in asked] == [
-        (1, 1, 640), (1, 2, 640), (2, 1, 384),
+        (1, 1, 160), (1, 2, 160), (2, 1, 96),
     ]  # fmt: skip
 
 
@@ -105,15 +105,20 @@ def test_a_loader_that_cuts_between_blocks_has_more_ways_out() -> None:
 
 
 def test_shares_of_whole_groups_are_noted_with_the_schemes_own_group() -> None:
-    ragged = shard_by_scale_groups(problem(scheme=INT4_G128, intermediate_size=320, tp=2))
-    assert "is sharded in whole groups of 128: 384 on each of 2 ranks" in padded_plan(ragged).notes[0]
+    ragged = shard_by_scale_groups(problem(scheme=INT4_G32, intermediate_size=80, tp=2))
+    assert "is sharded in whole groups of 32: 96 on each of 2 ranks" in padded_plan(ragged).notes[0]
 
 
 def test_halved_groups_are_reported() -> None:
     halved = problem(scheme=Scheme("wna16", 4, 128, "gptq"), intermediate_size=192, tp=4)
     words = "scale groups of 128 are loaded as groups of 64, because 192 features are not a multiple of 128"
     assert describe_loaded_group(halved) == words
-    assert describe_loaded_group(problem(scheme=INT4_G128, intermediate_size=192, tp=4)) == ""
+    assert describe_loaded_group(problem(scheme=INT4_G128, intermediate_size=192, tp=4)) == words
+    ordered = dataclasses.replace(INT4_G128, act_order="group")
+    assert describe_loaded_group(problem(scheme=ordered, intermediate_size=192, tp=4)) == ""
+    (reason,) = scale_group_reasons(problem(scheme=INT4_G128, intermediate_size=48, tp=16))
+    words = "intermediate size 768 / 16 = 48 is not a multiple of the scale group 32, halved from 128 (48 mod 32 = 16)"
+    assert reason.detail == words and reason.remedy.startswith("TP 8 or expert parallelism")
 
 
 def test_without_a_cut_there_is_no_other_cut_to_offer() -> None:
@@ -121,38 +126,36 @@ def test_without_a_cut_there_is_no_other_cut_to_offer() -> None:
 
 
 def test_a_shard_that_splits_a_scale_group_is_refused_with_a_remedy() -> None:
-    (reason,) = scale_group_reasons(problem(scheme=INT4_G128, intermediate_size=320, tp=2))
+    (reason,) = scale_group_reasons(problem(scheme=INT4_G32, intermediate_size=80, tp=2))
     assert reason.code == "group.intermediate"
-    assert (
-        reason.detail == "intermediate size 640 / 2 = 320 is not a multiple of the scale group 128 (320 mod 128 = 64)"
-    )
+    assert reason.detail == "intermediate size 160 / 2 = 80 is not a multiple of the scale group 32 (80 mod 32 = 16)"
     assert reason.remedy == (
         "TP 1 or expert parallelism over the 2 ranks (--enable-expert-parallel) would work; so would ragged_shards=1, "
-        "with 384 on the first rank and 256 on the last"
+        "with 96 on the first rank and 64 on the last"
     )
 
 
 def test_shares_of_whole_groups_are_as_equal_as_groups_allow() -> None:
-    layer = problem(scheme=INT4_G128, intermediate_size=320, tp=2)
+    layer = problem(scheme=INT4_G32, intermediate_size=80, tp=2)
     ragged = shard_by_scale_groups(layer)
-    assert (ragged.intermediate_size, ragged.unsharded_intermediate_size) == (384, 640)
-    assert [shard_size(ragged, rank) for rank in range(2)] == [384, 256]
+    assert (ragged.intermediate_size, ragged.unsharded_intermediate_size) == (96, 160)
+    assert [shard_size(ragged, rank) for rank in range(2)] == [96, 64]
     assert scale_group_reasons(ragged) == []
-    even = problem(scheme=INT4_G128, intermediate_size=384, tp=2)
+    even = problem(scheme=INT4_G32, intermediate_size=96, tp=2)
     assert shard_by_scale_groups(even) is even
     # A rank would get nothing: 3 groups over 4 ranks.
-    few = problem(scheme=INT4_G128, intermediate_size=96, tp=4)
+    few = problem(scheme=INT4_G32, intermediate_size=24, tp=4)
     assert shard_by_scale_groups(few) is few and scale_group_reasons(few)
-    ordered = dataclasses.replace(layer, scheme=dataclasses.replace(INT4_G128, act_order="group"))
+    ordered = dataclasses.replace(layer, scheme=dataclasses.replace(INT4_G32, act_order="group"))
     assert shard_by_scale_groups(ordered) is ordered
 
 
 def test_the_largest_smaller_cut_is_offered() -> None:
-    # Qwen3-30B-A3B in int4 with groups of 128: 768 / 4 = 192 splits a group, 768 / 2 = 384 does not.
-    (reason,) = scale_group_reasons(problem(scheme=INT4_G128, intermediate_size=192, tp=4))
-    assert "768 / 4 = 192" in reason.detail and "192 mod 128 = 64" in reason.detail
+    # In groups of 32: 192 / 4 = 48 splits a group, 192 / 2 = 96 does not.
+    (reason,) = scale_group_reasons(problem(scheme=INT4_G32, intermediate_size=48, tp=4))
+    assert "192 / 4 = 48" in reason.detail and "48 mod 32 = 16" in reason.detail
     assert reason.remedy.startswith("TP 2 or expert parallelism over the 4 ranks")
-    assert scale_group_reasons(problem(scheme=INT4_G128, intermediate_size=384, tp=2)) == []
+    assert scale_group_reasons(problem(scheme=INT4_G32, intermediate_size=96, tp=2)) == []
 
 
 def test_expert_parallelism_keeps_the_size_and_the_groups() -> None:

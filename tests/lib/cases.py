@@ -15,6 +15,8 @@ from vllm_moe_oracle.releases.supported import DEFAULT_PACKAGES
 MXFP8 = Scheme("mxfp8", bits=8, group_size=32, packing="modelopt", activations="16bit")
 MXFP8_W8A8 = dataclasses.replace(MXFP8, activations="mxfp8")
 INT4_G128 = Scheme("wna16", bits=4, group_size=128, packing="compressed-tensors")
+INT4_G32 = Scheme("wna16", bits=4, group_size=32, packing="compressed-tensors")
+"""Its groups cannot be halved."""
 
 SILU = Activation("silu")
 RELU2 = Activation("relu2", gated=False)

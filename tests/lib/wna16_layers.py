@@ -24,8 +24,6 @@ Array = npt.NDArray[Any]
 Matrix = Literal["w13", "w2"]
 
 PACKINGS = ("gptq", "gptq_v2", "awq", "moe_wna16", "compressed-tensors", "compressed-tensors-int")
-HALVED = ("moe_wna16", "gptq", "gptq_v2", "awq")
-"""Those whose groups are loaded as smaller ones where a cut asks for it."""
 TWO_LAYOUTS = ("compressed-tensors", "compressed-tensors-int")
 NAMES = {
     **dict.fromkeys(("gptq", "gptq_v2", "awq", "moe_wna16"), ("qweight", "scales", "qzeros", "g_idx")),
@@ -107,7 +105,7 @@ class Contents:
             if scheme.zero_points:
                 tensors[zero] = _stacked(packing, scheme.bits, self.zeros[matrix], zeros=True)
             rows, columns = (2, 1) if inputs_first else (1, 2)
-            if packing in HALVED and scheme.act_order != "group":
+            if scheme.act_order != "group":
                 repeats = scheme.group_size // effective_group(self.problem, ranks) if scheme.group_size > 0 else 1
                 for name in {scale, zero} & set(tensors):
                     tensors[name] = tensors[name].repeat_interleave(repeats, columns)
@@ -172,7 +170,7 @@ class Contents:
 
 
 def effective_group(problem: Problem, ranks: int) -> int:
-    """The group in which scales of `HALVED` packings are loaded: halved until it divides both sizes."""
+    """The group in which scales are loaded: halved until it divides both sizes."""
     group, inner = problem.scheme.group_size, problem.intermediate_size // ranks
     while group > 32 and (problem.hidden_size % group or inner % group):
         group //= 2

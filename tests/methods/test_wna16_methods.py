@@ -166,8 +166,11 @@ def test_a_borrow_between_packed_zero_points_is_not_lost() -> None:
             assert whole_of(loaded(contents, name), contents) < FLOAT32
 
 
-@pytest.mark.parametrize("packing", ["gptq", "awq"])
-@pytest.mark.parametrize("name", ["", "moe_wna16"])
+@pytest.mark.parametrize(
+    ("packing", "name"),
+    [("gptq", ""), ("gptq", "moe_wna16"), ("awq", ""), ("awq", "moe_wna16"), ("compressed-tensors", ""),
+     ("compressed-tensors-int", "")],
+)  # fmt: skip
 def test_groups_that_a_cut_splits_are_halved(packing: str, name: str) -> None:
     contents = contents_of(
         layer_of(packing, group=128, zero_points=True, experts=2, hidden_size=128, intermediate_size=384)
@@ -176,20 +179,21 @@ def test_groups_that_a_cut_splits_are_halved(packing: str, name: str) -> None:
         layers = loaded(contents, name, ranks=2)
         assert layers[0].quant_method.decision.problem.intermediate_size == 192
         assert whole_of(layers, contents) < FLOAT32
-        assert layers[0].w2_scales.shape == (2, 128, 3)
+        scales = getattr(layers[0], "w2_weight_scale" if packing.startswith("compressed") else "w2_scales")
+        assert scales.shape == (2, 128, 3)
 
 
 def test_a_group_that_a_cut_splits_is_refused_before_anything_is_loaded() -> None:
-    asked = layer_of("compressed-tensors", group=128, experts=4, hidden_size=256, intermediate_size=640)
+    asked = layer_of("compressed-tensors", group=128, experts=8, hidden_size=256, intermediate_size=1152)
     with moe.engine(), pytest.raises(NoBackendError) as error:
-        moe.made(asked, moe.moe_config(asked, 0, 2))
-    for words in ("640 / 2 = 320", "320 mod 128 = 64", "TP 1", "expert parallelism"):
+        moe.made(asked, moe.moe_config(asked, 0, 8))
+    for words in ("1152 / 8 = 144", "scale group 32, halved from 128 (144 mod 32 = 16)", "TP 4", "expert parallelism"):
         assert words in str(error.value)
 
 
 RAGGED = [
     ("compressed-tensors", {"zero_points": True}), ("compressed-tensors", {"bias": True, "bits": 8}),
-    ("compressed-tensors-int", {"group": 64}), ("awq", {"zero_points": True, "bias": True}), ("gptq", {"bits": 8}),
+    ("compressed-tensors-int", {}), ("awq", {"zero_points": True, "bias": True}), ("gptq", {"bits": 8}),
 ]  # fmt: skip
 
 

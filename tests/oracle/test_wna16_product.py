@@ -125,23 +125,23 @@ def test_humming_is_chosen_as_soon_as_vllm_has_its_experts(packing: str, release
 
 
 def test_a_shard_of_split_groups_is_refused_with_both_remedies() -> None:
-    layer = problem(scheme=Scheme("wna16", 4, 128, "compressed-tensors"), intermediate_size=320, tp=2, experts=64)
+    layer = problem(scheme=Scheme("wna16", 4, 32, "compressed-tensors"), intermediate_size=80, tp=2, experts=64)
     with pytest.raises(NoBackendError) as error:
         decide(layer, product.DEVICES[90], Settings())
-    for words in ("640 / 2 = 320", "320 mod 128 = 64", "TP 1", "expert parallelism over the 2 ranks"):
+    for words in ("160 / 2 = 80", "80 mod 32 = 16", "TP 1", "expert parallelism over the 2 ranks"):
         assert words in str(error.value)
-    whole = problem(scheme=layer.scheme, intermediate_size=640, ep=2, experts=64)
-    assert decide(whole, product.DEVICES[90], Settings()).problem.intermediate_size == 640
+    whole = problem(scheme=layer.scheme, intermediate_size=160, ep=2, experts=64)
+    assert decide(whole, product.DEVICES[90], Settings()).problem.intermediate_size == 160
 
 
-def test_qwen3_cut_four_ways_is_refused_and_two_ways_is_not() -> None:
-    scheme = Scheme("wna16", 4, 128, "compressed-tensors")
-    with pytest.raises(NoBackendError, match=r"768 / 4 = 192 is not a multiple of the scale group 128"):
-        decide(problem(scheme=scheme, intermediate_size=192, tp=4), product.DEVICES[90], Settings())
-    assert decide(problem(scheme=scheme, intermediate_size=384, tp=2), product.DEVICES[90], Settings())
-    # Stock vLLM serves the same cut of GPTQ's and AWQ's files, with groups made smaller.
-    halved = problem(scheme=dataclasses.replace(scheme, packing="gptq"), intermediate_size=192, tp=4)
+@pytest.mark.parametrize("packing", ["compressed-tensors", "compressed-tensors-int", "gptq", "awq"])
+def test_qwen3_cut_four_ways_has_halved_groups_and_sixteen_ways_is_refused(packing: str) -> None:
+    scheme = Scheme("wna16", 4, 128, packing)
+    halved = problem(scheme=scheme, intermediate_size=192, tp=4)
     assert decide(halved, product.DEVICES[90], Settings()).backend != "emulation"
+    words = r"768 / 16 = 48 is not a multiple of the scale group 32, halved from 128"
+    with pytest.raises(NoBackendError, match=words):
+        decide(problem(scheme=scheme, intermediate_size=48, tp=16), product.DEVICES[90], Settings())
 
 
 def test_an_explicit_triton_is_triton_where_marlin_could_run() -> None:

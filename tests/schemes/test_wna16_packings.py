@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.lib.wna16_canonical import from_canonical, to_canonical
-from tests.lib.wna16_layers import HALVED, PACKINGS, TWO_LAYOUTS, Contents, contents_of, layer_of
+from tests.lib.wna16_layers import PACKINGS, TWO_LAYOUTS, Contents, contents_of, layer_of
 from vllm_moe_oracle.backends.emulation import BACKEND
 from vllm_moe_oracle.compat import weight_storage
 from vllm_moe_oracle.core.decision import ShardPlan
@@ -414,17 +414,14 @@ def test_split_groups_need_all_scales_on_every_rank() -> None:
         shards = [to_canonical(made.parameters(None, rank, 2), made.on_rank(2)) for rank in range(2)]
         second = np.concatenate([weights_of(shard, "w2") for shard in shards], axis=2)
         np.testing.assert_array_equal(second, made.weights("w2"))
-    plain = contents_of(layer_of("compressed-tensors", group=128, **sizes))  # type: ignore[arg-type]
-    words = (
-        r"intermediate size 640 / 2 = 320 is not a multiple of the scale group 128 \(320 mod 128 = 64\). "
-        "TP 1 would work"
-    )
+    plain = contents_of(layer_of("compressed-tensors", group=32, **sizes | {"intermediate_size": 96}))  # type: ignore[arg-type]
+    words = r"intermediate size 96 / 2 = 48 is not a multiple of the scale group 32 \(48 mod 32 = 16\). TP 1 would work"
     with pytest.raises(CheckpointError, match=words):
         wna16.read(plain.parameters(), plain.on_rank(2))
 
 
-@pytest.mark.parametrize("packing", HALVED)
-def test_groups_are_made_smaller_where_stock_vllm_falls_back_to_moe_wna16(packing: str) -> None:
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_groups_are_made_smaller_where_a_shard_would_split_them(packing: str) -> None:
     layer = layer_of(packing, group=128, zero_points=True, hidden_size=128, intermediate_size=640)
     made, part = contents_of(layer), contents_of(layer).on_rank(2)
     assert wna16.shapes(part)["w2_scale"] == (2, 128, 5) and wna16.shapes(part)["w13_scale"] == (2, 640, 2)

@@ -12,9 +12,6 @@ from collections.abc import Callable, Iterator
 from .decision import Reason, ShardPlan
 from .problem import MX_BLOCK, Problem
 
-_HALVED_PACKINGS = ("moe_wna16", "gptq", "gptq_v2", "awq")
-"""Packings whose scale groups are halved when a shard would split them."""
-
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `value`."""
@@ -31,12 +28,13 @@ def scale_group_size(problem: Problem) -> int:
 def loaded_group_size(problem: Problem) -> int:
     """Input features per scale in the tensors that vLLM loads; -1 for one scale per output row.
 
-    This is the checkpoint's group size, except for GPTQ and AWQ files. For these the group is halved, and the scales
-    are repeated, until it divides both sizes, but not below 32: vLLM's MoeWNA16, to which stock vLLM falls back, does
-    the same. With act order the features of a group are not contiguous, and the group cannot be halved.
+    This is the checkpoint's group size, unless it does not divide a size. Integers' groups are halved then, and their
+    scales are repeated, until they divide both sizes, but not below 32: vLLM's MoeWNA16, to which stock vLLM falls back
+    for GPTQ and AWQ files, does the same. With act order the features of a group are not contiguous, and the group
+    cannot be halved.
     """
     group = problem.scheme.group_size
-    if problem.scheme.packing in _HALVED_PACKINGS and not has_act_order(problem):
+    if problem.scheme.name == "wna16" and not has_act_order(problem):
         while group % 2 == 0 and group >= 64 and (problem.hidden_size % group or problem.intermediate_size % group):
             group //= 2
     return group
@@ -170,6 +168,7 @@ def _with_suggestions(broken: list[Reason], problem: Problem, works: IsViable) -
 
 def _split_scale_groups(problem: Problem) -> list[Reason]:
     group, tp = scale_group_size(problem), problem.parallel.tp
+    halved = f", halved from {problem.scheme.group_size}" if 1 < group < problem.scheme.group_size else ""
     whole = has_group_index(problem)
     inner = problem.unsharded_intermediate_size if whole else problem.intermediate_size
     sizes = (
@@ -179,7 +178,8 @@ def _split_scale_groups(problem: Problem) -> list[Reason]:
     return [
         Reason(
             f"group.{name}",
-            f"{name} size {words} is not a multiple of the scale group {group} ({size} mod {group} = {size % group})",
+            f"{name} size {words} is not a multiple of the scale group {group}{halved} "
+            f"({size} mod {group} = {size % group})",
         )
         for name, size, words in sizes
         if size % group
