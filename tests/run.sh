@@ -5,6 +5,8 @@
 #   bash tests/run.sh --full [PYTEST ARGUMENTS...]      the tests that the default tier leaves out; no ruff, no mypy
 #   bash tests/run.sh --matrix [PYTEST ARGUMENTS...]    the tests of other vLLM releases, whose sources are downloaded
 #   bash tests/run.sh --lint                            ruff and mypy alone
+#   bash tests/run.sh --upstream SOURCES [OPTIONS...]   vLLM's own tests with and without the plugin, from the sources of
+#                                                       the installed release; --upstream --help says how to get them
 #
 # --cov, in front of the arguments of pytest, reports line and branch coverage. Environment: WORKERS, the number of
 # processes (2); LINT=0 leaves ruff and mypy out of the default tier.
@@ -14,7 +16,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 tier=default
 case ${1:-} in
-    --full | --matrix | --lint)
+    --full | --matrix | --lint | --upstream)
         tier=${1#--}
         shift
         ;;
@@ -28,6 +30,15 @@ bash "$root/examples/setup.sh" --test
 cd "$root"
 PATH=$root/.venv/bin:$PATH
 export PATH
+
+if [ "$tier" = upstream ]; then
+    # Beside the environment: pytest-asyncio would take part in the other tiers.
+    extra=$(mktemp -d)
+    trap 'rm -rf "$extra"' EXIT
+    python -m pip install --quiet --target "$extra" --no-deps tblib pytest-asyncio soundfile cffi pycparser
+    PYTHONPATH=$extra python -m tests.tools.upstream_tests "$@"
+    exit
+fi
 
 # Two workers on two cores: more threads in each only make them wait for each other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

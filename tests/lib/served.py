@@ -37,10 +37,10 @@ def tolerance(dtype: str, mxfp8_activations: bool = False) -> float:
     return 2 * LOGIT * (spread + flips)
 
 
-def difference(result: dict[str, Any], continuation: reference.Continuation) -> float:
-    """Largest difference of a logprob, over the generated positions and the whole vocabulary."""
+def difference(result: dict[str, Any], continuation: reference.Continuation, prompt: list[int] = PROMPT) -> float:
+    """Largest difference of a logprob, over the positions generated after a prompt and the whole vocabulary."""
     assert "error" not in result, result["error"]
-    start = len(PROMPT) - 1
+    start = len(prompt) - 1
     found = np.array(result["logprobs"])
     largest = float(np.abs(found - continuation.logprobs[start : start + len(found)]).max())
     print(f"largest difference of a logprob {largest:.2e}")

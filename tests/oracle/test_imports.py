@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
+from tests.lib.cases import CPU
+from tests.lib.cases import registry as backends
+from tests.lib.strange_backends import LAYER, strange
 from vllm_moe_oracle.cli import entry_point_probe
-from vllm_moe_oracle.oracle import registry
-from vllm_moe_oracle.oracle.registry import ENTRY_POINT_GROUP, IMPORT_LOGGER, discover
+from vllm_moe_oracle.oracle import registry, watchdog
+from vllm_moe_oracle.oracle.registry import ENTRY_POINT_GROUP, discover
+from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.settings import load
 
 GOOD = """
 from tests.lib.cases import Plain
@@ -60,6 +67,24 @@ def install(folder: Path, modules: dict[str, str]) -> list[EntryPoint]:
     return [EntryPoint(name, f"third_party_{name}:BACKEND", ENTRY_POINT_GROUP) for name in modules]
 
 
+@contextlib.contextmanager
+def listening(seen: list[str]) -> Iterator[None]:
+    """Collects what is logged of third parties, and sets `NAMED` at a warning."""
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(record.getMessage())
+            if record.levelno == logging.WARNING:
+                NAMED.set()
+
+    listener = Listener()
+    watchdog.logger.addHandler(listener)
+    try:
+        yield
+    finally:
+        watchdog.logger.removeHandler(listener)
+
+
 @pytest.mark.parametrize("name", RAISED)
 def test_whatever_an_import_raises_harms_no_other(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -72,30 +97,31 @@ def test_whatever_an_import_raises_harms_no_other(name: str, tmp_path: Path, mon
 def test_the_log_names_an_entry_point_before_and_while_it_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    NAMED.clear()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "IMPORT_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "FIRST_SECONDS", 0.01)
     # The import itself waits until the log names it: nothing here depends on how fast the machine is.
     waiting = "import tests.oracle.test_imports as here\nhere.NAMED.wait(60)\n"
-    caplog.set_level(logging.INFO, IMPORT_LOGGER)
-    watched = logging.getLogger(IMPORT_LOGGER)
-    seen: list[str] = []
-
-    class Watch(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            seen.append(record.getMessage())
-            if record.levelno == logging.WARNING:
-                NAMED.set()
-
-    watch = Watch()
-    watched.addHandler(watch)
-    try:
+    caplog.set_level(logging.INFO, watchdog.WATCHED_LOGGER)
+    with listening(seen := []):
         found = discover(install(tmp_path, {"slow": waiting + GOOD}))
-    finally:
-        watched.removeHandler(watch)
     assert not found.load_errors and NAMED.is_set()
     assert "importing the backend of entry point 'slow' = third_party_slow:BACKEND" in seen[0]
     assert "entry point 'slow' = third_party_slow:BACKEND has been importing for" in seen[1]
     assert "MOE_ORACLE_DISABLE=slow leaves it out" in seen[1]
+
+
+def test_the_log_names_a_method_that_does_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait() -> float:
+        NAMED.wait(60)
+        return 1.0
+
+    NAMED.clear()
+    monkeypatch.setattr(watchdog, "FIRST_SECONDS", 0.01)
+    with listening(seen := []):
+        assert decide(LAYER, CPU, load({}), registry=backends([strange("priority", wait)])).backend == "strange"
+    assert "backend strange: its method priority has been running for" in seen[0]
+    assert "MOE_ORACLE_DISABLE=strange leaves it out" in seen[0]
 
 
 def tool(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

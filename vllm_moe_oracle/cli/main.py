@@ -15,7 +15,7 @@ import typer
 
 from .. import __version__
 from ..errors import OracleError, sanitize
-from ..oracle.registry import IMPORT_LOGGER
+from ..oracle.watchdog import WATCHED_LOGGER
 from . import EXIT_INVALID_INPUT, commands
 
 app = typer.Typer(
@@ -61,10 +61,10 @@ def _end_with_closed_pipe() -> NoReturn:
 def main() -> None:
     """Runs the command line tool; ends the process with the command's exit status."""
     # An entry point may end the process or never return: its name must be on the screen before it is imported.
-    imports = logging.getLogger(IMPORT_LOGGER)
-    imports.setLevel(logging.INFO)
-    imports.propagate = False
-    imports.handlers[:] = [logging.StreamHandler(sys.stderr)]
+    watched = logging.getLogger(WATCHED_LOGGER)
+    watched.setLevel(logging.INFO)
+    watched.propagate = False
+    watched.handlers[:] = [logging.StreamHandler(sys.stderr)]
     try:
         try:
             app(prog_name="vllm-moe-oracle")

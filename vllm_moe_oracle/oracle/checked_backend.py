@@ -12,16 +12,20 @@ import inspect
 import math
 import reprlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin, get_type_hints, runtime_checkable
 
 import msgspec
 
+from .. import backends as builtin_package
 from ..backends import Backend
 from ..core.decision import ShardPlan
 from ..core.problem import Problem
 from ..errors import BackendDefect, OracleError, RegistryError, describe_error, is_interruption, is_out_of_memory
+from ..settings import env_var
+from .watchdog import report_while_running
 
 MAX_TEXT = 4096
 """Characters in one string of an answer: longer ones are no sentence for a log or a table."""
@@ -167,6 +171,7 @@ class CheckedBackend(Backend):
             RegistryError: an attribute is not what the contract declares.
         """
         self._backend, self._origin = backend, origin
+        self._watched = not origin.startswith(f"{builtin_package.__name__}.")
         for name, declared in ATTRIBUTES.items():
             if not hasattr(backend, name):  # a method replaces it; see `missing_attributes`
                 continue
@@ -183,12 +188,19 @@ class CheckedBackend(Backend):
 
     def _defect(self, method: str, words: str) -> BackendDefect:
         rule = f"backend {self.name}: its method {method} {words}"
-        remedy = f"Report it to the maintainers of {self._origin}; MOE_ORACLE_DISABLE={self.name} leaves it out"
-        return BackendDefect(rule, remedy)
+        return BackendDefect(rule, f"Report it to the maintainers of {self._origin}; {self._remedy}")
+
+    @property
+    def _remedy(self) -> str:
+        return f"{env_var('disable')}={self.name} leaves it out"
 
     def _call(self, method: str, declared: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        watch: AbstractContextManager[None] = nullcontext()
+        if self._watched:
+            watch = report_while_running(f"backend {self.name}: its method {method} has been running", self._remedy)
         try:
-            value = getattr(self._backend, method)(*args, **kwargs)
+            with watch:
+                value = getattr(self._backend, method)(*args, **kwargs)
             words = mismatch(value, declared)
             if not words and method in _RULES:
                 words = _RULES[method](value, args[0] if args else kwargs["problem"])

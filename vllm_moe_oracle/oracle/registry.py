@@ -12,7 +12,6 @@ import importlib
 import inspect
 import logging
 import pkgutil
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -25,18 +24,13 @@ from ..backends import Backend
 from ..core.problem import SchemeName
 from ..errors import RegistryError, SettingError, describe_error, did_you_mean, is_interruption, sanitize
 from ..settings import AUTO
+from . import watchdog
 from .checked_backend import CheckedBackend
-
-IMPORT_LOGGER = "vllm.moe_oracle.imports"
-"""Logger that names third parties' entry points before they are imported."""
+from .watchdog import report_while_running
 
 logger = logging.getLogger("vllm.moe_oracle")
-_import_logger = logging.getLogger(IMPORT_LOGGER)
 
 ENTRY_POINT_GROUP = "vllm_moe_oracle.backends"
-
-IMPORT_SECONDS = 10.0
-"""An import that takes longer is reported, then again each time that its duration has doubled."""
 
 
 class Registry:
@@ -134,32 +128,12 @@ class Registry:
 
 @contextlib.contextmanager
 def _announced(point: EntryPoint, origin: str) -> Iterator[None]:
-    """Names an entry point in the log before it is imported, and again while the import lasts.
-
-    Python cannot stop an import safely, so this only says which one it is.
-    """
+    """Names an entry point in the log before it is imported, and again while the import lasts."""
     what = sanitize(f"{origin} of {point.dist.name} {point.dist.version}" if point.dist is not None else origin)
-    _import_logger.info("moe_oracle: importing the backend of %s", what)
-    done = threading.Event()
-
-    def watch() -> None:
-        waited = IMPORT_SECONDS
-        while not done.wait(waited if waited == IMPORT_SECONDS else waited / 2):
-            _import_logger.warning(
-                "moe_oracle: %s has been importing for %.0f s; %s=%s leaves it out",
-                what,
-                waited,
-                settings.env_var("disable"),
-                sanitize(point.name),
-            )
-            waited *= 2
-
-    watcher = threading.Thread(target=watch, name=f"import of {point.name}", daemon=True)
-    watcher.start()
-    try:
+    watchdog.logger.info("moe_oracle: importing the backend of %s", what)
+    remedy = f"{settings.env_var('disable')}={sanitize(point.name)} leaves it out"
+    with report_while_running(f"{what} has been importing", remedy):
         yield
-    finally:
-        done.set()
 
 
 def _checked(backend: object, origin: str) -> Backend:
