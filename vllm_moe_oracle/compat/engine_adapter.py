@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import vllm
-from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.distributed import parallel_state
+
+
+@cache
+def _default_engine() -> VllmConfig:
+    return VllmConfig()
 
 
 class EngineAdapter:
@@ -16,8 +22,11 @@ class EngineAdapter:
     _engine: VllmConfig | None = None
 
     def engine(self) -> VllmConfig:
-        """vLLM's config of the engine. Where none is current, the last one: some releases reload weights outside it."""
-        return self._last_engine() or get_current_vllm_config()
+        """vLLM's config of the engine. Where none is current, the last one: some releases reload weights outside it.
+
+        A layer may be made without any engine, where its stock method asks for none: then it is vLLM's default config.
+        """
+        return self._last_engine() or _default_engine()
 
     def _last_engine(self) -> VllmConfig | None:
         self._engine = get_current_vllm_config_or_none() or self._engine
