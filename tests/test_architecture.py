@@ -20,6 +20,7 @@ PACKAGE = "vllm_moe_oracle"
 # vLLM. ("v" in brackets: only files that wrap one of vLLM's classes.)
 LAYERS = {
     "errors":           "  ",  # exception types
+    "untrusted":        "  ",  # files that come from anywhere
     "core":             "  ",  # Problem, Device, Capabilities, ShardPlan, Decision
     "settings":         "  ",
     "decision_records": "  ",
@@ -50,7 +51,17 @@ MAY_IMPORT_ONLY = {
     "layouts": {"errors", "core"},
     "kernels": {"core", "layouts"},
     "oracle": {"errors", "core", "settings", "decision_records", "releases", "devices", "backends"},
-    "report": {"errors", "core", "settings", "devices", "profiles", "oracle", "measurements", "checkpoint"},
+    "report": {
+        "errors",
+        "untrusted",
+        "core",
+        "settings",
+        "devices",
+        "profiles",
+        "oracle",
+        "measurements",
+        "checkpoint",
+    },
 }
 
 
@@ -257,7 +268,9 @@ def hardware_queries(path: Path) -> list[int]:
         for node in ast.walk(tree(path))
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
-        and node.value.startswith(("/proc/", "/sys/", "nvidia-smi"))
+        and node.value.startswith(
+            ("/proc/cpuinfo", "/proc/meminfo", "/proc/driver", "/proc/devices", "/sys/", "nvidia-smi")
+        )
     ]
 
 

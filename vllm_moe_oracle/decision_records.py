@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from . import settings
+from .errors import MeasurementError, sanitize
+from .untrusted import boundary, read_file
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -121,13 +123,12 @@ def read_records() -> Iterator[dict[str, Any]]:
         return
     for path in sorted(Path(folder).glob("*.json")):
         try:
-            size = path.stat().st_size
-            if size > MAX_RECORD_BYTES:
-                raise ValueError(f"it has {size} bytes; the limit is {MAX_RECORD_BYTES}")
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(found, dict) or not isinstance(found.get("groups"), list):
-                raise ValueError("it is not an object with a list `groups`")
-        except (OSError, ValueError, RecursionError) as error:
-            logger.warning("moe_oracle: %s is not a decision record: %s", path, error)
+            data = read_file(path, MAX_RECORD_BYTES, MeasurementError)
+            with boundary(MeasurementError, "is not JSON", where=str(path)):
+                found = json.loads(data)
+                if not isinstance(found, dict) or not isinstance(found.get("groups"), list):
+                    raise MeasurementError("is not an object with a list `groups`", where=str(path))
+        except MeasurementError as error:
+            logger.warning("moe_oracle: not a decision record: %s", sanitize(str(error)))
             continue
         yield found

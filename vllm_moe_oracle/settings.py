@@ -438,7 +438,11 @@ def cache_dir(settings: Settings) -> Path:
         SettingError: there is no home directory.
     """
     if settings.cache:
-        return Path(settings.cache).expanduser()
+        try:
+            return Path(settings.cache).expanduser()
+        except RuntimeError as error:  # ~NAME of an unknown user
+            rule = f"{settings.cache!r} is not a directory: {error}"
+            raise SettingError(rule, "Name one", settings.source("cache")) from error
     base = get_env("XDG_CACHE_HOME")
     if base and Path(base).is_absolute():  # the XDG specification: relative paths are ignored
         return Path(base) / "vllm-moe-oracle"

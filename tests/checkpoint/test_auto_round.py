@@ -148,7 +148,7 @@ def test_auto_round_skips_broken_expressions_with_a_note(name: str, explain: Any
 
 
 def test_auto_round_refuses_expressions_without_a_bound(explain: Any) -> None:
-    with pytest.raises(CheckpointError, match="takes more than"):
+    with pytest.raises(CheckpointError, match="take more than"):
         explain(quantized(quantization_config=AUTO_ROUND | {"extra_config": {r"(.|..)+\d$": {"bits": 16}}}))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import time
 
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_moe_oracle.errors import CheckpointError
-from vllm_moe_oracle.quantization.patterns import MAX_SECONDS, BoundedPattern
+from vllm_moe_oracle.quantization.patterns import MAX_SECONDS, BoundedPattern, MatchBudget, PatternList, WildcardPattern
 
 NAMES = [
     "", "lm_head", "model.layers.0.mlp.gate", "model.layers.10.mlp.experts.3.gate_proj", "a", "ab", "aab", "A.B\n",
@@ -28,7 +29,7 @@ USUAL = [
 
 def test_matches_as_python_does() -> None:
     for text in USUAL:
-        pattern = BoundedPattern(text, "here")
+        pattern = BoundedPattern(text, MatchBudget("here"))
         for name in NAMES:
             assert pattern.match(name) == (re.match(text, name) is not None), (text, name)
             assert pattern.search(name) == (re.search(text, name) is not None), (text, name)
@@ -55,7 +56,7 @@ PATTERNS = st.recursive(
 @settings(max_examples=400)
 @given(text=PATTERNS, name=st.text("ab.", max_size=8))
 def test_random_patterns_match_as_python_does(text: str, name: str) -> None:
-    pattern = BoundedPattern(text, "here")
+    pattern = BoundedPattern(text, MatchBudget("here"))
     assert pattern.match(name) == (re.match(text, name) is not None)
     assert pattern.search(name) == (re.search(text, name) is not None)
 
@@ -73,24 +74,24 @@ def test_hostile_patterns_end_soon() -> None:
     for text in HOSTILE:
         start = time.process_time()
         try:
-            pattern = BoundedPattern(text, "config.json, ignore")
+            pattern = BoundedPattern(text, MatchBudget("config.json, ignore"))
             for length in range(500):  # the limit holds for all matches together
                 pattern.match("a" * 60 + "!" + str(length))
                 pattern.search("a" * 60 + "!" + str(length))
         except CheckpointError as error:
             assert str(error).startswith("config.json, ignore: ")
-            assert f"takes more than {MAX_SECONDS} s to match names of layers" in str(error), text
+            assert f"take more than {MAX_SECONDS} s to match names of layers" in str(error), text
         assert time.process_time() - start < 3.0, text
 
 
 def test_a_pattern_that_exceeds_its_time_is_an_error() -> None:
-    pattern = BoundedPattern("(a|aa)+$", "config.json, ignore")
-    with pytest.raises(CheckpointError, match=r"takes more than 1\.0 s .* Write it without nested repeats"):
+    pattern = BoundedPattern("(a|aa)+$", MatchBudget("config.json, ignore"))
+    with pytest.raises(CheckpointError, match=r"take more than 1\.0 s .* Write them without nested repeats"):
         pattern.match("a" * 100 + "!")
 
 
 def test_a_usual_pattern_matches_any_number_of_names() -> None:
-    pattern = BoundedPattern(r".*\.mlp\.(gate|shared_expert).*", "here")
+    pattern = BoundedPattern(r".*\.mlp\.(gate|shared_expert).*", MatchBudget("here"))
     for index in range(30_000):
         assert pattern.match(f"model.layers.{index}.mlp.gate")
 
@@ -103,11 +104,60 @@ def test_a_usual_pattern_matches_any_number_of_names() -> None:
         ("((((a?){40}){40}){40}){40}x", "repeats a part more than 10000 times"),
         ("(a{2000,}){20,}", "repeats a part more than 10000 times"),
         ("(" * 5000 + "a" + ")" * 5000, "is not a regular expression"),
-        ("a" * 20_001, "has 20001 characters, more than 20000"),
+        (".*" + "a" * 20_000, "has 20002 characters, more than 20000"),
+        ("(?a)(?u)x", "is not a regular expression: "),
+        ("a{" + "9" * 5000 + "}", "repeats a part more than 10000 times"),
     ],
-    ids=["open", "overflow", "nested", "unbounded", "deep", "long"],
+    ids=["open", "overflow", "nested", "unbounded", "deep", "long", "flags", "digits"],
 )
 def test_refused_patterns_are_named_with_their_place(text: str, message: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        BoundedPattern(text, "config.json, ignore")
+        BoundedPattern(text, MatchBudget("config.json, ignore"))
     assert message in str(caught.value) and str(caught.value).startswith("config.json, ignore: ")
+
+
+def test_all_expressions_of_a_config_share_one_budget() -> None:
+    """A thousand expressions that each backtrack for long end as soon as one does."""
+    start = time.process_time()
+    budget = MatchBudget("config.json, ignore")
+    patterns = PatternList([f"(a|aa)+{number}$" for number in range(1000)], budget)
+    with pytest.raises(CheckpointError, match=f"take more than {MAX_SECONDS} s"):
+        patterns.first(["a" * 100 + "!"])
+    assert time.process_time() - start < 2 * MAX_SECONDS
+
+
+@settings(max_examples=200)
+@given(
+    texts=st.lists(
+        st.one_of(PATTERNS, st.sampled_from(USUAL), st.text("ab.^$|?", max_size=5).map(re.escape)), max_size=6
+    ),
+    names=st.lists(st.text("ab.", max_size=6), max_size=3),
+    before=st.none() | st.integers(0, 6),
+)
+def test_a_list_gives_the_first_expression_that_matches(texts: list[str], names: list[str], before: int | None) -> None:
+    expected = [at for at, text in enumerate(texts) if any(re.match(text, name) for name in names)]
+    expected = [at for at in expected if before is None or at < before]
+    found = PatternList(texts, MatchBudget("here")).first(names, before)
+    assert found == (expected[0] if expected else None)
+
+
+@pytest.mark.parametrize(
+    "text", ["a(?i)b", "ab|b", "a(b|c)|b", "ab?", "ab{0,2}", "ab*", "[(a|b)]", r"a\(b|c\)", "(?i)ab"]
+)
+def test_a_prefix_is_what_every_match_starts_with(text: str) -> None:
+    """Each of these matches a name that does not start with its first letters."""
+    import regex
+
+    patterns = PatternList([text], MatchBudget("here"))
+    for name in ("a", "b", "ab", "aB", "AB", "B", "ac", "(", "c)"):
+        assert (patterns.first([name]) is not None) == (regex.match(text, name) is not None), name
+
+
+def test_a_wildcard_matches_as_fnmatch_does() -> None:
+    budget = MatchBudget("here")
+    for text in ("*", "a*", "*.b", "a?c", "[ab]c", "[!a]c", "model.layers.*.mlp"):
+        wildcard = WildcardPattern(text, budget)
+        for name in NAMES:
+            assert wildcard.match(name, budget) == fnmatch.fnmatchcase(name, text), (text, name)
+    with pytest.raises(CheckpointError, match="has 30000 characters"):
+        WildcardPattern("*" * 30_000, budget)

@@ -497,7 +497,7 @@ def test_unreadable_profiles_and_caches_are_remarked(
         (None, "cannot be read: No such file or directory. Name a file that tune --export has written"),
         ("{}", "is not a profile of measurements. Make one with: vllm-moe-oracle tune MODEL --export FILE"),
         ("no JSON", "is not a profile of measurements: JSON is malformed"),
-        ("", "cannot be read: Is a directory. Name a file that tune --export has written, or leave the setting out"),
+        ("", "is not a regular file. Name a file that tune --export has written, or leave the setting out"),
     ],
     ids=["missing", "another", "no JSON", "folder"],
 )

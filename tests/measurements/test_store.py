@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from tests.lib.samples import HERE, SHAPE, sample
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import environment, lookup
+from vllm_moe_oracle.measurements import store as store_module
 from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
 from vllm_moe_oracle.measurements.store import FILE_NAME, SCHEMA_VERSION, Store
 from vllm_moe_oracle.releases.supported import NEWEST
@@ -443,3 +445,128 @@ def test_a_warm_start_costs_less_than_a_tenth_of_a_second(store: Store) -> None:
     found = lookup.find_measurements(problem(), H200, chosen)
     assert time.perf_counter() - begin < 0.1
     assert found is not None and set(found.times) == {"marlin_mxfp8", "humming_mxfp8", "hopper_mxfp8"}
+
+
+# --- Hostile schemas, bytes and locks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["table", "index", "trigger"])
+@pytest.mark.parametrize("name", ["samples", "environments", "t"])
+def test_a_trigger_cannot_hide_behind_a_name_or_a_type(store: Store, name: str, kind: str) -> None:
+    """SQLite runs the SQL of a row of the schema, whatever its other columns say."""
+    store.add(HERE, SHAPE, [sample()])
+    with contextlib.closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("PRAGMA writable_schema = ON")
+        rows = connection.execute("SELECT * FROM sqlite_master").fetchall()
+        trigger = "CREATE TRIGGER t AFTER INSERT ON samples BEGIN DELETE FROM samples; END"
+        connection.execute("DELETE FROM sqlite_master")
+        # Before the row with the same name, which a dictionary of names would keep instead.
+        for row in [*rows[:1], (kind, name, "samples", 0, trigger), *rows[1:]]:
+            connection.execute("INSERT INTO sqlite_master VALUES (?, ?, ?, ?, ?)", row)
+        connection.commit()
+    before = store.path.read_bytes()
+    for touch in (lambda: store.samples(SHAPE), lambda: store.add(HERE, SHAPE, [sample(2)]), store.prepare):
+        with contextlib.suppress(MeasurementError):
+            touch()
+    aside = [path for path in store.path.parent.iterdir() if ".damaged-" in path.name]
+    assert before in [path.read_bytes() for path in [store.path, *aside]]  # no sample is lost
+
+
+def test_any_changed_byte_of_the_first_page_is_an_error_or_harmless(store: Store) -> None:
+    """The header and the schema: SQLite quotes names from it in messages, which then are not UTF-8."""
+    store.add(HERE, SHAPE, [sample()])
+    data = store.path.read_bytes()
+    other = Store(store.path.parent)
+    used = [at for at in range(4096) if data[at] or at < 112]
+    for at in used[::7]:
+        for value in (0x00, 0xFF, data[at] ^ 0x80):
+            store.path.write_bytes(data[:at] + bytes([value]) + data[at + 1 :])
+            with contextlib.suppress(MeasurementError):
+                other.samples(SHAPE)
+            with contextlib.suppress(MeasurementError):
+                other.summary()
+
+
+@pytest.mark.parametrize(
+    "error", [UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), MemoryError(), OverflowError("x"), KeyError("x")]
+)
+def test_every_exception_of_reading_is_one_error(
+    store: Store, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.add(HERE, SHAPE, [sample()])
+
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(msgspec.json, "decode", fail)
+    with pytest.raises(MeasurementError, match="holds an invalid measurement"):
+        store.samples(SHAPE)
+    remarks = lookup.find_measurements(problem(), H200, settings.load({"MOE_ORACLE_CACHE": str(store.path.parent)}))
+    assert remarks is not None
+
+
+HOLDER = """
+import sqlite3, sys, time
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("BEGIN EXCLUSIVE")
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+@contextlib.contextmanager
+def locked(path: Path, code: str = HOLDER) -> Iterator[int]:
+    """Another process holds a lock; its number."""
+    process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "locked\n"
+    try:
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_the_layers_of_a_load_wait_for_a_lock_together(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    connect = sqlite3.connect
+
+    def recorded(*args: object, timeout: float, **others: object) -> sqlite3.Connection:
+        waits.append(timeout)
+        return connect(*args, timeout=timeout, **others)  # type: ignore[call-overload, no-any-return]
+
+    with locked(store.path) as holder:
+        monkeypatch.setattr(sqlite3, "connect", recorded)
+        reader = store_module.shared_store(store.path.parent)
+        assert store_module.shared_store(store.path.parent) is reader
+        for _ in range(48):
+            with pytest.raises(MeasurementError, match=rf"is being written by process {holder} \("):
+                reader.samples(SHAPE)
+    assert waits[0] == 0.5 and sum(waits) < 1.0
+
+
+FLOCK = """
+import fcntl, os, sys, time
+descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.flock(descriptor, fcntl.LOCK_EX)
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("kind", ["database", "lock file"])
+def test_a_writer_waits_with_a_word_and_an_end(store: Store, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_WRITER_TIMEOUT", 0.6)
+    said: list[str] = []
+    writer = Store(store.path.parent, said.append)
+    path, code = (store.path, HOLDER) if kind == "database" else (store.path.with_name(f".{FILE_NAME}.lock"), FLOCK)
+    with locked(path, code) as holder:
+        with pytest.raises(MeasurementError, match=rf"by process {holder} \("):
+            writer.prepare()
+        if kind == "database":
+            with pytest.raises(MeasurementError, match=rf"by process {holder} \("):
+                writer.add(HERE, SHAPE, [sample()])
+    assert said and all(f"is locked by process {holder} (" in words for words in said)
+    writer.prepare()
+    writer.add(HERE, SHAPE, [sample()])
+    assert kept(writer) == {1: sample().us}

@@ -25,6 +25,7 @@ from ..quantization import (
 from ..quantization.fields import short_repr
 from ..quantization.types import FormatLookup, UnsupportedFormat
 from ..releases import min_versions
+from ..untrusted import boundary
 from .files import CheckpointFiles, read_checkpoint
 from .layer_names import MTP_COUNT_FIELDS, MTP_MODELS, compact_layer_names, moe_layer_names, mtp_layer_names
 from .layer_problem import layer_problem, model_dtype
@@ -83,6 +84,14 @@ def find_moe_layers(
         CheckpointError: no MoE layers, no quantization, an unknown one, another than `online`, a field that is missing
             or has a value that it cannot have, or a number of ranks over which the model cannot be sharded.
     """
+    # Fields that are not checked one by one may have any type.
+    with boundary(CheckpointError, "is not the config of a model", where=str(config.path)):
+        return _find_moe_layers(config, tp, ep, ragged_shards, online, vllm)
+
+
+def _find_moe_layers(
+    config: CheckpointFiles, tp: int, ep: bool, ragged_shards: bool, online: str, vllm: str | None
+) -> MoeLayers:
     where = str(config.path)
     if tp > MAX_RANKS:
         raise CheckpointError(f"{tp} ranks are more than {MAX_RANKS}, the most that are considered", where=where)

@@ -6,16 +6,22 @@ bytes with the length of a JSON object, which has type, shape and place of each 
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import CheckpointError
+from ..untrusted import boundary, parse_json
 
-MAX_HEADER_BYTES = 100 << 20
-"""Largest header that the format allows."""
+MAX_HEADER_BYTES = 32 << 20
+"""Largest header that is read. The format allows 100 MB; a header of 20,000 tensors has 3 MB."""
+
+MAX_BIAS_BYTES = 256 << 20
+"""Most bytes of biases that a file is read for. Biases of 128 experts in 48 layers have 75 MB."""
+
+_PIECE_BYTES = 1 << 20
 
 _EXPERT_BIAS = re.compile(r"\bexperts\.(\d+\..*\.bias|\w+_proj_bias)$")
 _DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -39,33 +45,37 @@ def has_nonzero_expert_biases(folder: Path) -> bool:
 def _has_nonzero_bias(path: Path) -> bool:
     if not path.is_file():  # a pipe or a device would block, or never end
         raise CheckpointError("is not a regular file", where=str(path))
-    try:
-        with path.open("rb") as file:
-            return any(_any_nonzero(data, width) for data, width in _read_biases(file, path.stat().st_size))
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        remedy = "Fetch the file itself (git lfs pull), or give the config.json: no tensor is looked at then"
-        raise CheckpointError(f"is not a safetensors file: {error}", remedy, str(path)) from error
+    with boundary(CheckpointError, "cannot be read", where=str(path)):
+        file = path.open("rb")
+    remedy = "Fetch the file itself (git lfs pull), or give the config.json: no tensor is looked at then"
+    with file, boundary(CheckpointError, "is not a safetensors file", remedy, str(path)):
+        return any(_any_nonzero(data, width) for data, width in _read_biases(file, str(path)))
 
 
-def _read_biases(file: BinaryIO, length: int) -> Iterator[tuple[bytes, int]]:
-    """Yields the bytes of each expert bias and the bytes per number, from a file of `length` bytes."""
+def _read_biases(file: BinaryIO, where: str) -> Iterator[tuple[bytes, int]]:
+    """Yields the bytes of each expert bias in pieces, and the bytes per number."""
+    length = os.fstat(file.fileno()).st_size
     size = int.from_bytes(file.read(8), "little")
     if not 0 < size <= min(MAX_HEADER_BYTES, length - 8):
         raise ValueError(f"its header would have {size} bytes")
-    tensors = json.loads(file.read(size))
+    tensors = parse_json(file.read(size), CheckpointError, where)
+    total = 0
     for name, tensor in tensors.items():
         if name == "__metadata__" or not is_expert_bias(name):
             continue
         first, last = tensor["data_offsets"]
         if not 0 <= first <= last <= length - 8 - size:
             raise ValueError(f"{name} would be bytes {first} to {last} of {length - 8 - size}")
+        total += last - first
+        if total > MAX_BIAS_BYTES:
+            raise ValueError(f"its biases of experts have more than {MAX_BIAS_BYTES} bytes")
         file.seek(8 + size + first)
-        data = file.read(last - first)
-        if len(data) != last - first:
-            raise ValueError(f"it ends before {name} does")
-        yield data, _DTYPE_BYTES.get(tensor["dtype"], 1)
+        for at in range(first, last, _PIECE_BYTES):
+            piece = min(_PIECE_BYTES, last - at)
+            data = file.read(piece)
+            if len(data) != piece:
+                raise ValueError(f"it ends before {name} does")
+            yield data, _DTYPE_BYTES.get(tensor["dtype"], 1)
 
 
 def _any_nonzero(data: bytes, width: int) -> bool:

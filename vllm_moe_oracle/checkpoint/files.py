@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +10,13 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..quantization.fields import short_repr
+from ..untrusted import boundary, parse_json, read_file
 from .biases import has_nonzero_expert_biases
 
 _METHODS_WITH_BIASES = ("gptq", "awq")
 """Formats whose methods look for biases of experts among a checkpoint's tensors."""
 
-MAX_CONFIG_BYTES = 64 << 20
+MAX_CONFIG_BYTES = 32 << 20
 """Largest file that is taken for a config and not for a damaged or hostile one."""
 
 
@@ -51,11 +50,13 @@ def read_checkpoint(path: Path | str) -> CheckpointFiles:
     Raises:
         CheckpointError: a file that is missing, cannot be read, is too large, or holds no JSON object.
     """
-    path = Path(path)
-    try:
+    with boundary(CheckpointError, "cannot be read", where=str(path)):
+        return _read_checkpoint(Path(path))
+
+
+def _read_checkpoint(path: Path) -> CheckpointFiles:
+    with boundary(CheckpointError, "cannot be a path"):  # a name that is too long, or holds a null byte
         found = path.exists()
-    except (OSError, ValueError) as error:  # a name that is too long, or holds a null byte
-        raise CheckpointError(f"cannot be a path: {error.strerror if isinstance(error, OSError) else error}") from error
     if not found:
         remedy = "Give a checkpoint's folder or its config.json; nothing is downloaded"
         if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path), re.ASCII):  # as the Hugging Face Hub names models
@@ -107,28 +108,13 @@ def _non_json_error(file: Path, data: bytes) -> CheckpointError | None:
 
 
 def _read_json_object(file: Path) -> Mapping[str, Any]:
-    """The JSON object in a file. Python's own parser: model configs may hold Infinity, which is not JSON."""
-    try:
-        status = file.stat()
-        # A pipe or a device would block, or never end.
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError("is not a regular file", where=str(file))
-        with file.open("rb") as opened:
-            if (other := _non_json_error(file, opened.read(4))) is not None:
-                raise other
-        if status.st_size > MAX_CONFIG_BYTES:
-            rule = f"has {status.st_size} bytes; a config of more than {MAX_CONFIG_BYTES} is not read"
-            raise CheckpointError(rule, where=str(file))
-        data = json.loads(file.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"cannot be read: {error.strerror}", where=str(file)) from error
-    except RecursionError as error:
-        raise CheckpointError("is nested too deeply to be a model's config", where=str(file)) from error
-    except ValueError as error:
-        # Not JSON, not text, or a number of more digits than Python reads.
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"is not JSON: {_one_line(error)}", where=str(file)) from error
+    """The JSON object in a file."""
+    with boundary(CheckpointError, "cannot be read", where=str(file)):
+        if file.is_file():  # a pipe or a device would block, or never end
+            with file.open("rb") as opened:
+                if (other := _non_json_error(file, opened.read(4))) is not None:
+                    raise other
+    data = parse_json(read_file(file, MAX_CONFIG_BYTES, CheckpointError), CheckpointError, str(file))
     if not isinstance(data, dict):
         raise CheckpointError(f"holds {short_repr(data)}, not a JSON object", where=str(file))
     return data
@@ -170,7 +156,3 @@ def _quantization_config(
     if beside is not None and beside.exists():
         return _read_json_object(beside), str(beside)
     return None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -55,6 +55,7 @@ def moe_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[in
     if isinstance(parts, Mapping) and parts.get("moe_num_experts"):  # DBRX's
         rule = "ffn_config describes its experts, which this release does not read"
         raise CheckpointError(rule, "vLLM's loader of DBRX takes experts in 16 bits or FP8", where)
+    _check_lists_of_layers(model, where)
     pattern = model.get("hybrid_override_pattern")
     total = len(pattern) if isinstance(pattern, str) else read_integer(model, NUM_LAYERS_FIELDS, where, MAX_LAYERS)
     if total > MAX_LAYERS:
@@ -85,6 +86,20 @@ def mtp_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[in
     )
     indices = [index for index in range(total, total + count) if _is_moe_layer(model, index, where, is_mtp=True)]
     return {index: _layer_names(config, index, vllm) for index in indices}
+
+
+_LISTS_OF_LAYERS = ("mlp_layer_types", "is_moe_layer", "layers_block_type", "moe_layer_freq", "mlp_only_layers")
+_CHARS_OF_AN_INDEX = 6  # with comma and space
+
+
+def _check_lists_of_layers(model: Mapping[str, Any], where: str) -> None:
+    """Refuses fields that list more layers than a model has: every layer is looked up in them."""
+    for name in _LISTS_OF_LAYERS:
+        if isinstance(model.get(name), list) and len(model[name]) > MAX_LAYERS:
+            raise CheckpointError(f"{name} lists {len(model[name])} layers, more than {MAX_LAYERS}", where=where)
+    enumerated = model.get("moe_layers_enum")
+    if isinstance(enumerated, str) and len(enumerated) > (most := MAX_LAYERS * _CHARS_OF_AN_INDEX):
+        raise CheckpointError(f"moe_layers_enum has {len(enumerated)} characters, more than {most}", where=where)
 
 
 def _is_moe_layer(model: Mapping[str, Any], index: int, where: str, is_mtp: bool = False) -> bool:

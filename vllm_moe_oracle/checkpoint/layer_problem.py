@@ -204,7 +204,7 @@ def _activation(config: CheckpointFiles, index: int) -> Activation:
     word = next((model[name] for name in ACTIVATION_FIELDS if model.get(name) is not None), "silu")
     if not isinstance(word, str):
         raise CheckpointError(f"the activation is {short_repr(word)}, not a name", where=where)
-    if not re.fullmatch("[a-z0-9_]+", word.strip().lower()):
+    if not re.fullmatch("[a-z0-9_]{1,64}", word.strip().lower()):
         raise CheckpointError(f"the activation {short_repr(word)!a} is not a name", where=where)
     name = activations.canonical_name(word)
     alpha, beta, limit = (
@@ -232,7 +232,7 @@ def _routing(config: CheckpointFiles, index: int) -> Routing:
     fields = ("scoring_func", "score_func", "score_function", "moe_router_activation", "moe_router_activation_func")
     word = next((model[name] for name in fields if isinstance(model.get(name), str)), "")
     word = word or ("sqrtsoftplus" if kind in _SQRTSOFTPLUS_MODELS else "softmax")
-    if not re.fullmatch("[A-Za-z0-9_-]+", word):
+    if not re.fullmatch("[A-Za-z0-9_-]{1,64}", word):
         raise CheckpointError(f"the scoring function {short_repr(word)!a} is not a name", where=where)
     scoring = "sigmoid" if kind in _SIGMOID_MODELS else word.lower()
     renormalized = next(

@@ -14,7 +14,7 @@ NUM_EXPERTS_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "m
 NUM_LAYERS_FIELDS = ("num_hidden_layers", "n_layers", "num_layers")
 
 # Largest values that are taken for a description of a model and not for a damaged or hostile file.
-MAX_LAYERS = 4096
+MAX_LAYERS = 1024
 MAX_EXPERTS = 1 << 16
 MAX_FEATURES = 1 << 24
 MAX_RANKS = 1 << 16

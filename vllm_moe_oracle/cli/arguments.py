@@ -48,7 +48,7 @@ def command_settings(words: list[str] | None, ignore_bad_profile: bool = False) 
     source = chosen.source("profile")
     if chosen.profile and (source.startswith("--set") or not ignore_bad_profile):
         try:
-            profile.read(Path(chosen.profile).expanduser())
+            profile.read(Path(chosen.profile))
         except MeasurementError as error:
             rule = f"{error.where}: {error.rule}" if error.where else error.rule
             remedy = error.remedy or "Name a file that tune --export has written, or leave the setting out"

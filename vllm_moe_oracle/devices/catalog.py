@@ -14,9 +14,13 @@ import msgspec
 from ..core.problem import Device
 from ..errors import SettingError, did_you_mean
 from ..releases.supported import DEFAULT_PACKAGES
+from ..untrusted import boundary, read_file
 
 DEVICE_KINDS = ("cuda", "cpu", "rocm", "xpu")
 """Kinds of device that rules distinguish."""
+
+MAX_DEVICE_BYTES = 1 << 20
+"""Size of the largest file that is taken for the description of a device."""
 
 _DIRECTORY = Path(__file__).parent
 
@@ -108,22 +112,20 @@ def load_device(path: Path) -> Device:
     Raises:
         SettingError: the file cannot be read, or does not describe a device.
     """
-    try:
-        data = msgspec.json.decode(path.read_bytes())
-        inner = data.get("device", data) if isinstance(data, dict) else data
+    where = str(path)
+    data = read_file(path, MAX_DEVICE_BYTES, SettingError)
+    with boundary(SettingError, "not a device", 'It needs at least "kind" and "name"', where):
+        fields = msgspec.json.decode(data)
+        inner = fields.get("device", fields) if isinstance(fields, dict) else fields
         device = msgspec.convert(inner, Device)
-    except OSError as error:
-        raise SettingError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise SettingError(f"not a device: {error}", 'It needs at least "kind" and "name"', str(path)) from error
     valid = [field.name for field in dataclasses.fields(Device)]
     unknown = [key for key in inner if key not in valid]
     if unknown:
         rule = f"not a device: unknown field {', '.join(map(repr, unknown))}"
-        raise SettingError(rule, f"Valid are {', '.join(valid)}", str(path))
+        raise SettingError(rule, f"Valid are {', '.join(valid)}", where)
     texts = (device.name, device.driver, *device.features, *device.packages, *device.packages.values())
     if unprintable := [text for text in texts if not text.isprintable()]:
-        raise SettingError(f"not a device: {unprintable[0]!a} is not printable", where=str(path))
+        raise SettingError(f"not a device: {unprintable[0]!a} is not printable", where=where)
     if device.kind not in DEVICE_KINDS:
-        raise SettingError(f"not a device: kind is {device.kind!r}", f"Valid are {', '.join(DEVICE_KINDS)}", str(path))
+        raise SettingError(f"not a device: kind is {device.kind!r}", f"Valid are {', '.join(DEVICE_KINDS)}", where)
     return device

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from ..errors import MeasurementError, mentions_out_of_memory
+from ..untrusted import boundary
 from .environment import Environment
 from .kernel_shape import KernelShape, Sample
 from .profile import read_limited
@@ -128,7 +129,7 @@ def read_samples(path: Path) -> tuple[Environment, dict[str, str], dict[KernelSh
     """
     where = str(path)
     data = read_limited(path)
-    try:
+    with boundary(MeasurementError, "is not a file of bench records", _REMEDY, where):
         head, *lines = data.splitlines()
         conditions = msgspec.json.decode(head)["conditions"]
         environment = msgspec.convert(conditions["environment"], Environment)
@@ -144,9 +145,6 @@ def read_samples(path: Path) -> tuple[Environment, dict[str, str], dict[KernelSh
                     break
                 raise
             found.setdefault(record.kernel_shape, []).extend(record.samples(conditions["routing"]))
-    except (msgspec.MsgspecError, ValueError, KeyError, TypeError, RecursionError) as error:
-        rule = f"is not a file of bench records: {type(error).__name__}: {error}"
-        raise MeasurementError(rule, _REMEDY, where) from error
     if not environment.is_valid:
         raise MeasurementError("has an invalid environment", where=where)
     if not all(shape.is_valid for shape in found):

@@ -22,10 +22,11 @@ from ..oracle.measured_choice import choose_fastest
 from ..oracle.registry import default_registry
 from ..oracle.selection import REFERENCE_BACKEND, equivalent_backends, evaluate_candidates
 from ..settings import Settings, cache_dir
+from ..untrusted import boundary
 from . import environment, profile
 from .environment import Environment
 from .kernel_shape import KernelShape, Sample, kernel_shape_of
-from .store import Store
+from .store import shared_store
 
 _EnvironmentSamples = tuple[Environment, list[Sample]]
 
@@ -59,14 +60,14 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
     failures: dict[str, str] = {}
     for name, read in _sources(settings):
         try:
-            found = read(shape)
+            with boundary(MeasurementError, "cannot be used"):
+                valid = _closest_environment(name, read(shape), here, remarks)
+                if valid is None:
+                    continue
+                measured = _measurement_set(f"{name} ({valid.environment})", valid.samples, problem)
         except (MeasurementError, SettingError) as error:
             remarks.append(sanitize(f"{name} is not used: {error}"))
             continue
-        valid = _closest_environment(name, found, here, remarks)
-        if valid is None:
-            continue
-        measured = _measurement_set(f"{name} ({valid.environment})", valid.samples, problem)
         # A backend that failed in an earlier source is not chosen by the times of this one.
         times = {backend: each for backend, each in measured.times.items() if backend not in failures}
         failures |= measured.failures
@@ -101,7 +102,7 @@ def _sources(settings: Settings) -> Iterator[tuple[str, Callable[[KernelShape], 
     """The sources in order: name, and what reads the samples of a shape."""
     if settings.profile:
         yield f"the profile {settings.profile}", lambda shape: _samples_in([_read_profile(settings.profile)], shape)
-    yield "the cache", lambda shape: Store(cache_dir(settings)).samples(shape)
+    yield "the cache", lambda shape: shared_store(cache_dir(settings)).samples(shape)
     yield "the shipped profile", lambda shape: _samples_in(profile.shipped(), shape)
 
 
@@ -115,9 +116,20 @@ def profile_error(settings: Settings) -> str:
     return ""
 
 
-@lru_cache(maxsize=4)
 def _read_profile(path: str) -> profile.Profile:
-    return profile.read(Path(path).expanduser())
+    found = _profile_or_error(path)
+    if isinstance(found, MeasurementError):
+        raise found
+    return found
+
+
+@lru_cache(maxsize=4)
+def _profile_or_error(path: str) -> profile.Profile | MeasurementError:
+    """A file is read once for all layers, if it cannot be used, too."""
+    try:
+        return profile.read(Path(path))
+    except MeasurementError as error:
+        return error.with_traceback(None)
 
 
 def _samples_in(profiles: Iterable[profile.Profile], shape: KernelShape) -> Iterator[_EnvironmentSamples]:

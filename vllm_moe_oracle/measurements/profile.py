@@ -1,13 +1,12 @@
 """Measurements as JSON: profiles that are shipped with this package, exported by `tune`, or given by the user.
 
-Reading is strict: unknown fields, impossible numbers and oversized files are errors. A profile that is read is never
-changed.
+Reading is strict: unknown fields, impossible numbers and oversized files are errors, and so is every exception of
+reading one. A profile that is read is never changed.
 """
 
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -16,12 +15,14 @@ from typing import Any
 import msgspec
 
 from ..errors import MeasurementError
+from ..untrusted import boundary, check_values, read_file
 from .environment import Environment
 from .kernel_shape import KernelShape, Sample
 
 FORMAT = "vllm-moe-oracle measurements"
 VERSION = 1
-MAX_BYTES = 64 << 20
+MAX_BYTES = 32 << 20
+"""Size of the largest file of measurements that is read. The largest shipped profile has 0.2 MiB."""
 
 SHIPPED_FOLDER = Path(__file__).parents[1] / "profiles"
 """Directory of the shipped profiles. A GPU may have several files; all of them are searched."""
@@ -147,23 +148,11 @@ def read_limited(path: Path) -> bytes:
     """The bytes of an untrusted file of measurements, at most `MAX_BYTES`.
 
     Raises:
-        MeasurementError: the file cannot be read, is not a regular file, or is too large.
+        MeasurementError: the file cannot be read, is not a regular file, is too large, or has too many values.
     """
-    where = str(path)
-    try:
-        # Non-blocking, so that a pipe without a writer cannot hang a server.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise MeasurementError("is not a regular file", where=where)
-            if status.st_size > MAX_BYTES:
-                raise MeasurementError(f"has {status.st_size} bytes, more than {MAX_BYTES}", where=where)
-            return file.read(MAX_BYTES + 1)
-    except MeasurementError:
-        raise
-    except (OSError, ValueError) as error:
-        raise MeasurementError(f"cannot be read: {getattr(error, 'strerror', None) or error}", where=where) from error
+    data = read_file(path, MAX_BYTES, MeasurementError)
+    check_values(data, MeasurementError, str(path))
+    return data
 
 
 def read(path: Path) -> Profile:
@@ -175,7 +164,7 @@ def read(path: Path) -> Profile:
     where = str(path)
     remedy = "Make one with: vllm-moe-oracle tune MODEL --export FILE"
     data = read_limited(path)
-    try:
+    with boundary(MeasurementError, "is not a profile of measurements", remedy, where):
         header = msgspec.json.decode(data, type=_Header)
         if header.format != FORMAT:
             raise MeasurementError("is not a profile of measurements", remedy, where)
@@ -193,10 +182,6 @@ def read(path: Path) -> Profile:
                 if not sample.is_valid:
                     rule = f"{entry.kernel_shape}: {sample.backend[:200]} has an invalid measurement"
                     raise MeasurementError(rule, where=where)
-    except (msgspec.MsgspecError, ValueError, RecursionError, UnicodeDecodeError) as error:
-        if isinstance(error, MeasurementError):
-            raise
-        raise MeasurementError(f"is not a profile of measurements: {error}", remedy, where) from error
     return profile
 
 

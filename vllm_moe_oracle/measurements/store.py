@@ -4,7 +4,8 @@ Writers never lose data. Every change is one transaction with a rollback journal
 and full synchronization, so a killed process leaves the state before or after it. A file that is not a store of ours is
 never changed. Only `tune` renames a damaged store and starts a new one.
 
-Readers change nothing, wait half a second at most, and trust nothing in the file.
+Readers change nothing, wait half a second at most for all layers of a model together, and trust nothing in the file:
+every exception of reading it is a `MeasurementError`, and a file whose schema is not exactly ours is not used.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import os
 import sqlite3
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
 
-from ..errors import MeasurementError
+from ..errors import MeasurementError, sanitize
+from ..untrusted import boundary
 from .environment import Environment
 from .kernel_shape import KernelShape, Sample
 
@@ -43,15 +46,21 @@ _TABLES = {
 }
 
 _READER_TIMEOUT = 0.5
-"""Seconds that a reader waits for a writer, so that `tune` does not delay the start of a server."""
+"""Seconds that a store's reads wait for writers, all together, so that `tune` does not delay the start of a server."""
+_READER_PAUSE = 60.0
+"""Seconds without a read after which the next ones may wait again: they belong to another load."""
 _WRITER_TIMEOUT = 30.0
 """Seconds that a writer waits for others."""
+_LOCK_PAUSE = 0.2
+"""Seconds that one attempt of a writer takes."""
 _MAX_ROWS = 4096
 """Most rows read for a kernel shape: ten backends, twenty numbers of tokens, two routings, ten environments."""
 _MAX_TEXT_CHARS = 1 << 16
 """Longest text read from the file."""
 _MAX_VM_STEPS = 2_000_000
 """Most SQLite instructions of one query, some tens of milliseconds, so that a hostile file cannot delay a server."""
+_MAX_TOOL_VM_STEPS = 50 * _MAX_VM_STEPS
+"""The same for a query of the command line tool, which reads all layers."""
 _MAX_FILE_BYTES = 1 << 30
 """Size of the largest file that is opened."""
 
@@ -63,12 +72,15 @@ class Store:
         path: path of the file.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, report: Callable[[str], None] = lambda words: None) -> None:
         """
         Args:
             directory: the cache directory.
+            report: is told, once for each wait, that a writer waits for another process.
         """
         self.path = directory / FILE_NAME
+        self._report = report
+        self._reader_seconds, self._last_read = _READER_TIMEOUT, 0.0
 
     # --- Reading ----------------------------------------------------------------------------------------------------
 
@@ -117,26 +129,35 @@ class Store:
             counts[name] = counts.get(name, 0) + int(count)
         return counts
 
-    def _query(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        with self._read_connection(bounded=False) as connection:
-            return [] if connection is None else connection.execute(query, values).fetchall()
+    def _query(self, query: str, *values: Any) -> Iterator[tuple[Any, ...]]:
+        with self._read_connection(_MAX_TOOL_VM_STEPS) as connection:
+            if connection is not None:
+                yield from connection.execute(query, values)
 
     @contextlib.contextmanager
-    def _read_connection(self, bounded: bool = True) -> Iterator[sqlite3.Connection | None]:
+    def _read_connection(self, steps: int = _MAX_VM_STEPS) -> Iterator[sqlite3.Connection | None]:
         """A connection for reading; None if there is no file.
 
         Args:
-            bounded: whether a query is interrupted after `_MAX_VM_STEPS`.
+            steps: SQLite instructions after which a query is interrupted.
         """
         if not self.exists():
             yield None
             return
-        with self._errors(), self._connect("rw", _READER_TIMEOUT) as connection:
+        begin = time.monotonic()
+        if begin - self._last_read > _READER_PAUSE:
+            self._reader_seconds = _READER_TIMEOUT
+        with self._errors(), self._connect("rw", self._reader_seconds) as connection:
             # SQLite raises on longer texts: a small file could return the same long text in every row.
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_TEXT_CHARS)
-            self._check(connection)
-            if bounded:
-                connection.set_progress_handler(lambda: 1, _MAX_VM_STEPS)
+            connection.execute("PRAGMA query_only = ON")
+            try:
+                connection.execute("BEGIN")  # the lock that the first query takes is kept: no later one waits
+                self._check(connection)
+            finally:
+                self._last_read = time.monotonic()
+                self._reader_seconds = max(0.0, self._reader_seconds - (self._last_read - begin))
+            connection.set_progress_handler(lambda: 1, steps)
             yield connection
 
     def exists(self) -> bool:
@@ -176,10 +197,9 @@ class Store:
             (shape.key, each.backend, each.tokens, each.routing, msgspec.json.encode(each).decode(), time.time())
             for each in samples
         ]
-        with self._errors(), self._connect("rw", _WRITER_TIMEOUT) as connection:
-            self._check(connection)
-            connection.execute("BEGIN IMMEDIATE")
+        with self._errors(), self._writing() as connection:
             try:
+                self._check(connection)
                 connection.execute("INSERT OR IGNORE INTO environments (description) VALUES (?)", (environment.key,))
                 (number,) = connection.execute(
                     "SELECT id FROM environments WHERE description = ?", (environment.key,)
@@ -187,7 +207,7 @@ class Store:
                 connection.executemany(
                     "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?)", [(number, *row) for row in rows]
                 )
-                connection.execute("COMMIT")
+                self._execute(connection, "COMMIT")
             except BaseException:
                 # If this fails (a full disk), the next process that opens the file rolls the journal back.
                 with contextlib.suppress(sqlite3.Error):
@@ -212,10 +232,51 @@ class Store:
             remark = self._quarantine() if self.exists() and self._is_damaged() else ""
             if not self.exists():
                 self._create()
-        with self._errors(), self._connect("rw", _WRITER_TIMEOUT) as connection:
-            connection.execute("BEGIN IMMEDIATE")  # a file on a read-only disk opens, but cannot be written
+        with self._errors(), self._writing() as connection:  # a file on a read-only disk opens, but cannot be written
             connection.execute("ROLLBACK")
         return remark
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """A connection in a transaction that writes; waits for other writers.
+
+        Raises:
+            sqlite3.OperationalError: they take longer than `_WRITER_TIMEOUT`.
+        """
+        with self._connect("rw", _LOCK_PAUSE) as connection:
+            self._execute(connection, "PRAGMA synchronous = FULL")
+            self._execute(connection, "BEGIN IMMEDIATE")
+            yield connection
+
+    def _execute(self, connection: sqlite3.Connection, statement: str) -> None:
+        """Executes a statement that waits for other processes.
+
+        Raises:
+            sqlite3.OperationalError: they take longer than `_WRITER_TIMEOUT`.
+        """
+
+        def attempt() -> bool:
+            try:
+                connection.execute(statement)
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                    raise
+                return False
+            return True
+
+        if not self._wait(attempt, self.path):
+            raise sqlite3.OperationalError(_LOCKED)
+
+    def _wait(self, attempt: Callable[[], bool], locked: Path) -> bool:
+        """Repeats an attempt to lock a file until it succeeds; False after `_WRITER_TIMEOUT`."""
+        end, told = time.monotonic() + _WRITER_TIMEOUT, False
+        while not attempt():
+            if time.monotonic() > end:
+                return False
+            if not told:
+                told = True
+                self._report(f"waiting up to {_WRITER_TIMEOUT:.0f} s: {locked} is locked by {_lock_holders(locked)}")
+        return True
 
     def _create(self) -> None:
         """Creates the file under another name and renames it, so that no process sees a partial one."""
@@ -223,7 +284,8 @@ class Store:
         with contextlib.suppress(OSError):
             partial.unlink()
         try:
-            with self._errors(), self._connect("rwc", _WRITER_TIMEOUT, partial) as connection:
+            with self._errors(), self._connect("rwc", _LOCK_PAUSE, partial) as connection:
+                connection.execute("PRAGMA synchronous = FULL")
                 connection.execute("BEGIN IMMEDIATE")
                 for statement in _TABLES.values():
                     connection.execute(statement)
@@ -244,13 +306,15 @@ class Store:
             MeasurementError: the file belongs to another program, has another version, or cannot be opened.
         """
         try:
-            with self._connect("rw", _WRITER_TIMEOUT) as connection:
+            with self._writing() as connection:
                 self._check(connection)
                 rows = connection.execute("PRAGMA quick_check(1)").fetchall()
                 return [tuple(row) for row in rows] != [("ok",)]
         except sqlite3.OperationalError as error:  # locked, read-only, no permission: the file is intact
-            raise self._error(str(error), _OTHER_DIRECTORY_REMEDY) from error
-        except sqlite3.DatabaseError:
+            raise self._error(self._describe_error(error), _OTHER_DIRECTORY_REMEDY) from error
+        except MeasurementError:
+            raise
+        except Exception:  # SQLite's errors, and what Python makes of their messages: these need not be UTF-8
             with self.path.open("rb") as file:
                 head = file.read(72)
             # Empty, or with our application id (bytes 68 to 71 of the header), or truncated before it.
@@ -275,7 +339,11 @@ class Store:
 
     @contextlib.contextmanager
     def _file_lock(self) -> Iterator[None]:
-        """A lock for one process at a time, released when the process ends."""
+        """A lock for one process at a time, released when the process ends.
+
+        Raises:
+            MeasurementError: another process keeps it longer than `_WRITER_TIMEOUT`.
+        """
         try:
             descriptor = os.open(
                 self.path.with_name(f".{FILE_NAME}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
@@ -283,7 +351,19 @@ class Store:
         except OSError as error:
             raise self._error(f"its directory cannot be written: {error.strerror}", _OTHER_DIRECTORY_REMEDY) from error
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+            def attempt() -> bool:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    time.sleep(_LOCK_PAUSE)
+                    return False
+                return True
+
+            lock = self.path.with_name(f".{FILE_NAME}.lock")
+            if not self._wait(attempt, lock):
+                rule = f"{lock.name} beside it is locked by {_lock_holders(lock)} for more than {_WRITER_TIMEOUT:.0f} s"
+                raise self._error(rule, "End that process, or wait for it")
             yield
         finally:
             os.close(descriptor)
@@ -298,14 +378,13 @@ class Store:
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 24)
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.execute("PRAGMA cell_size_check = ON")
-            if mode == "rwc" or seconds == _WRITER_TIMEOUT:
-                connection.execute("PRAGMA synchronous = FULL")
             yield connection
         finally:
             connection.close()
 
     def _check(self, connection: sqlite3.Connection) -> None:
-        """Checks that a database has exactly our tables. Views or triggers would run foreign code.
+        """Checks that a database has exactly our schema, row by row. A trigger would run in our transactions, and a row
+        of the schema may have any name and type: only its SQL says what it makes.
 
         Raises:
             MeasurementError: the database belongs to another program, or has another version.
@@ -322,35 +401,39 @@ class Store:
         if version != SCHEMA_VERSION:
             rule = f"has tables of version {version}, this release knows {SCHEMA_VERSION}"
             raise self._error(rule, "Set MOE_ORACLE_CACHE to another directory, or move it away")
-        tables = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL LIMIT 100").fetchall()
-        if dict(tables) != _TABLES:
+        expected = _schema()
+        found = connection.execute(f"{_SCHEMA_QUERY} LIMIT {len(expected) + 1}").fetchall()
+        if sorted(found, key=repr) != expected:
             raise self._error("has other tables than a store of measurements", "Move it away")
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turns SQLite's errors into `MeasurementError`."""
-        try:
-            yield
-        except sqlite3.OperationalError as error:
-            if str(error).startswith("Could not decode to UTF-8"):
-                raise self._error("holds an invalid measurement: not a text", "Move it away") from error
-            raise self._error(_describe_error(error), _OTHER_DIRECTORY_REMEDY) from error
-        except sqlite3.DataError as error:  # a text longer than the connection's limit
-            raise self._error(f"holds an invalid measurement: {error}", "Move it away") from error
-        except (sqlite3.Error, OverflowError) as error:
-            remedy = "The next tune renames it and starts a new one"
-            raise self._error(f"is damaged: {error}", remedy) from error
+        """Turns every exception of reading or writing the file into `MeasurementError`."""
+        with boundary(MeasurementError, "is damaged", "The next tune renames it and starts a new one", str(self.path)):
+            try:
+                yield
+            except sqlite3.OperationalError as error:
+                if str(error).startswith("Could not decode to UTF-8"):
+                    raise self._error("holds an invalid measurement: not a text", "Move it away") from error
+                raise self._error(self._describe_error(error), _OTHER_DIRECTORY_REMEDY) from error
+            except sqlite3.DataError as error:  # a text longer than the connection's limit
+                raise self._error(f"holds an invalid measurement: {error}", "Move it away") from error
+
+    def _describe_error(self, error: sqlite3.OperationalError) -> str:
+        """SQLite's messages, as the rest of a sentence that starts with the file's name."""
+        text = str(error)
+        if text == _LOCKED:
+            return f"is being written by {_lock_holders(self.path)}"
+        return _KNOWN_ERRORS.get(text, text)
 
     def _decode(self, text: object, kind: type[Any]) -> Any:
         """A struct of a kind in `_NOUNS` from untrusted JSON."""
-        try:
+        with boundary(MeasurementError, "holds an invalid measurement", "Move it away", str(self.path)):
             if not isinstance(text, str) or len(text) > _MAX_TEXT_CHARS:
                 raise ValueError("not a short text")
             value = msgspec.json.decode(text, type=kind)
             if not value.is_valid:
                 raise ValueError(f"not a possible {_NOUNS[kind]}")
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise self._error(f"holds an invalid measurement: {error}", "Move it away") from error
         return value
 
     def _error(self, rule: str, remedy: str = "") -> MeasurementError:
@@ -362,15 +445,43 @@ _OTHER_DIRECTORY_REMEDY = "Set MOE_ORACLE_CACHE to a writable directory"
 _NOUNS: dict[type[Any], str] = {Sample: "sample", Environment: "environment", KernelShape: "layer"}
 
 
-def _describe_error(error: sqlite3.OperationalError) -> str:
-    """SQLite's messages, as the rest of a sentence that starts with the file's name."""
-    text = str(error)
-    known = {
-        "database is locked": "is being written by another process",
-        "interrupted": "takes too long to answer",
-        "unable to open database file": "cannot be opened",
-        "attempt to write a readonly database": "cannot be written to: the file or its folder is read-only",
-        "database or disk is full": "cannot be written to: the disk is full",
-        "disk I/O error": "cannot be written to: the disk reports an error, or is full",
-    }
-    return known.get(text, text)
+_LOCKED = "database is locked"
+
+_KNOWN_ERRORS = {
+    "interrupted": "takes too long to answer",
+    "unable to open database file": "cannot be opened",
+    "attempt to write a readonly database": "cannot be written to: the file or its folder is read-only",
+    "database or disk is full": "cannot be written to: the disk is full",
+    "disk I/O error": "cannot be written to: the disk reports an error, or is full",
+}
+
+_SCHEMA_QUERY = "SELECT type, name, tbl_name, sql FROM sqlite_master"
+
+
+@cache
+def _schema() -> list[tuple[Any, ...]]:
+    """The rows of a store's schema, indexes that SQLite makes by itself among them."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        for statement in _TABLES.values():
+            connection.execute(statement)
+        return sorted(connection.execute(_SCHEMA_QUERY).fetchall(), key=repr)
+
+
+@lru_cache(maxsize=4)
+def shared_store(directory: Path) -> Store:
+    """A process's one store of a directory for reading, so that the reads of all layers share what they wait."""
+    return Store(directory)
+
+
+def _lock_holders(path: Path) -> str:
+    """The processes that have a lock on a file, as far as Linux tells: not those of other machines."""
+    holders = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        number = str(path.stat().st_ino)
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()  # "1: POSIX ADVISORY WRITE 4711 08:01:131 0 EOF"; waiting ones have "->" before POSIX
+            if fields[1] != "->" and fields[5].rpartition(":")[2] == number and int(fields[4]) not in (0, os.getpid()):
+                name = Path(f"/proc/{int(fields[4])}/comm")
+                words = sanitize(name.read_text(errors="replace")) if name.exists() else "?"
+                holders.append(f"process {fields[4]} ({words})")
+    return " and ".join(dict.fromkeys(holders)) or "another process"

@@ -23,8 +23,9 @@ from ..compat import current_adapter
 from ..core.decision import Decision
 from ..core.overrides import unmatched_override_error, unmatched_overrides
 from ..devices import detect
-from ..errors import NoBackendError
+from ..errors import NoBackendError, sanitize
 from ..settings import Settings
+from ..untrusted import describe
 from . import backend_check, backend_selection, rank_agreement
 
 logger = logging.getLogger("vllm.moe_oracle")
@@ -208,8 +209,10 @@ def write_report(path: Path, total: int) -> None:
     """Appends the record as one line; a file that cannot be written is a warning, never a failed start."""
     line = json.dumps(model_report(total)) + "\n"
     try:
-        # One write of one line in append mode: several ranks may share the file.
-        with path.open("a", encoding="utf-8") as file:
+        # One write of one line in append mode: several ranks may share the file. Non-blocking: a pipe without a reader
+        # would hold the server up.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(path, flags, 0o666), "a", encoding="utf-8") as file:
             file.write(line)
-    except OSError as error:
-        logger.warning("moe_oracle: the report %s could not be written: %s", path, error.strerror)
+    except (OSError, ValueError) as error:  # a path may hold a null byte
+        logger.warning("moe_oracle: the report could not be written: %s", sanitize(f"{path}: {describe(error)}"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..core.problem import MX_BLOCK, Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_integer, read_string, short_repr
-from .patterns import BoundedPattern, InvalidPatternError
+from .patterns import BoundedPattern, InvalidPatternError, MatchBudget
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, UnsupportedFormat, describe_format
 from .unsupported import parse_unsupported
 
@@ -41,9 +42,10 @@ def _entry_format(config: Mapping[str, Any], where: str) -> Callable[[Mapping[st
     integers = data_type == "int" and packing is not None and read_integer(config, "act_bits", where, default=16) >= 16
     if bits not in (4, 8) or not (integers or "mx_fp" in data_type):
         return None
+    usual = dict(config)
 
     def format_of(entry: Mapping[str, Any]) -> ExpertFormat:
-        fields = {**config, **entry}
+        fields = ChainMap(dict(entry), usual)
         width = read_integer(fields, "bits", where, default=bits)
         if width >= 16:
             return None
@@ -147,13 +149,8 @@ class _ModuleFormats:
         for convention in layer.conventions():
             entries = {self._entry_of(names) for names in zip(*layer.matrix_names(convention), strict=True)}
             entries -= {module_entry, None}
-            by_convention.append(
-                {
-                    name: self._formats[name]
-                    for name in self._entries
-                    if name in entries and self._formats[name] != module_format
-                }
-            )
+            named = sorted((entry for entry in entries if entry is not None), key=self._positions.__getitem__)
+            by_convention.append({name: self._formats[name] for name in named if self._formats[name] != module_format})
         # Where the checkpoint's convention is unknown, a pattern that matches the names of one convention may mean
         # something else, such as the router called gate.
         return min(by_convention, key=len)
@@ -182,10 +179,11 @@ def _entry_patterns(names: Iterable[str], where: str) -> Iterable[tuple[str, Bou
     Raises:
         CheckpointError: an expression that may take unbounded time.
     """
+    budget = MatchBudget(where)
     for name in names:
         if any(sign in name for sign in "*+?^$()[]{}|\\"):
             try:
-                yield name, BoundedPattern(name, where)
+                yield name, BoundedPattern(name, budget)
             except InvalidPatternError:
                 yield name, None
 

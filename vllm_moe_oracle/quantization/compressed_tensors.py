@@ -10,7 +10,7 @@ from typing import Any
 from ..core.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_config_groups, read_integer, read_names, read_string, short_repr
-from .patterns import BoundedPattern
+from .patterns import MatchBudget, PatternList
 from .types import (
     UNLISTED,
     ExpertFormat,
@@ -32,7 +32,8 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     and neither has one for names that vLLM does not look up (`LayerNames.requested_projections`). A target in two
     groups belongs to the later one.
     """
-    ignored = _first_match(read_names(config, ("ignore",), where), where)
+    budget = MatchBudget(where)
+    ignored = _first_match(read_names(config, ("ignore",), where), budget)
     formats: dict[str, ExpertFormat] = {}
     for group in read_config_groups(config, where):
         found = _group_format(group, config.get("format"), where)
@@ -40,8 +41,8 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     if not formats:
         raise CheckpointError("config_groups is missing or empty", where=where)
 
-    target_of = _first_match(formats, where)
-    transforms = online_transforms(config, where)
+    target_of = _first_match(formats, budget)
+    transforms = online_transforms(config, where, budget)
     default = next((formats[name] for name in _EXPERT_CLASSES if name in formats), None)
 
     def stored(layer: LayerNames) -> ExpertFormat:
@@ -84,13 +85,19 @@ Transform = tuple[str, Callable[[Iterable[str]], bool]]
 """A transform's name, and whether it is for a matrix with one of some names."""
 
 
-def online_transforms(config: Mapping[str, Any], where: str) -> list[Transform]:
+def online_transforms(config: Mapping[str, Any], where: str, budget: MatchBudget | None = None) -> list[Transform]:
     """What a checkpoint wants done to the inputs or outputs of linear layers while it runs (``transform_config``);
     what is done to weights alone is done when it is written.
+
+    Args:
+        config: the quantization config.
+        where: file and field, for messages.
+        budget: the time of the config's expressions; None for one of these fields alone.
 
     Raises:
         CheckpointError: it is not what compressed-tensors writes.
     """
+    budget = budget or MatchBudget(where)
     groups = _read_object(_read_object(config, "transform_config", where), "config_groups", where)
     found: list[Transform] = []
     for name in groups:
@@ -105,7 +112,7 @@ def online_transforms(config: Mapping[str, Any], where: str) -> list[Transform]:
                     for field in _TARGET_FIELDS
                 }
                 targets, ignored = (read_names(fields, (field,), where) for field in _TARGET_FIELDS)
-                found.append((name, _transform_matcher(targets, ignored, where)))
+                found.append((name, _transform_matcher(targets, ignored, budget)))
     return found
 
 
@@ -122,8 +129,8 @@ def _read_object(fields: Mapping[str, Any], name: str, where: str) -> Mapping[st
 _TARGET_FIELDS = ("targets", "ignore")
 
 
-def _transform_matcher(targets: list[str], ignored: list[str], where: str) -> Callable[[Iterable[str]], bool]:
-    meant, left = _first_match(targets, where), _first_match(ignored, where)
+def _transform_matcher(targets: list[str], ignored: list[str], budget: MatchBudget) -> Callable[[Iterable[str]], bool]:
+    meant, left = _first_match(targets, budget), _first_match(ignored, budget)
     every = "Linear" in targets
     return lambda names: any((every or meant((name,))) and not left((name,)) for name in names)
 
@@ -163,15 +170,18 @@ def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
                 yield f"{where}.{field}: {short_repr(name)} has no effect: {rule}"
 
 
-def _first_match(entries: Iterable[str], where: str) -> Callable[[Iterable[str]], str | None]:
+def _first_match(entries: Iterable[str], budget: MatchBudget) -> Callable[[Iterable[str]], str | None]:
     """A function that gives the first entry that matches one of a matrix's names; None when none does."""
     positions = {entry: position for position, entry in enumerate(dict.fromkeys(entries))}
-    patterns = [(BoundedPattern(entry[3:], where), entry) for entry in positions if entry.startswith("re:")]
+    expressions = [entry for entry in positions if entry.startswith("re:")]
+    patterns = PatternList([entry[3:] for entry in expressions], budget)
 
     def first(names: Iterable[str]) -> str | None:
         names = tuple(names)
+        budget.check(names[0] if names else "")
         found = [name for name in names if name in positions]
-        found += [entry for pattern, entry in patterns if any(map(pattern.match, names))][:1]
+        if (matching := patterns.first(names)) is not None:
+            found.append(expressions[matching])
         return min(found, key=positions.__getitem__, default=None)
 
     return first

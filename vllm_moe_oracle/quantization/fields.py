@@ -3,13 +3,13 @@ stands there instead. ``where`` is the file and the field, for messages."""
 
 from __future__ import annotations
 
+import bisect
 import re
-from collections.abc import Callable, Iterable, Mapping
-from fnmatch import translate
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import CheckpointError
-from .patterns import BoundedPattern
+from .patterns import MatchBudget, PatternList, WildcardPattern
 
 
 def short_repr(value: object) -> str:
@@ -65,8 +65,14 @@ def flatten_names(value: object) -> object:
     """A list of lists, as GPTQ's tools write the modules of a block, as one list; anything else as it is."""
     if not isinstance(value, list):
         return value
-    inner = (flatten_names(item) for item in value)
-    return [name for item in inner for name in (item if isinstance(item, list) else [item])]
+    names, pending = [], value[::-1]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, list):
+            pending += item[::-1]
+        else:
+            names.append(item)
+    return names
 
 
 def read_config_groups(config: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
@@ -87,25 +93,47 @@ def exclusion_matcher(patterns: Iterable[str], where: str) -> Callable[[str], bo
     module with everything below it.
     """
     plain: set[str] = set()
-    expressions: list[Callable[[str], bool]] = []
-    for pattern in patterns:
+    wildcards: list[WildcardPattern] = []
+    expressions: list[str] = []
+    budget = MatchBudget(where)
+    for pattern in dict.fromkeys(patterns):
         stem = pattern.removesuffix("*")
         if pattern.startswith("re:"):
-            expressions.append(BoundedPattern(pattern[3:], where).match)
+            expressions.append(pattern[3:])
         elif not has_wildcard(stem) and stem[-1:].isdigit():
             plain.add(stem)
         elif has_wildcard(pattern):
-            expressions.append(pattern_matcher(re.compile(translate(pattern))))
+            wildcards.append(WildcardPattern(pattern, budget))
         else:
             plain.add(pattern)
+    listed = PatternList(expressions, budget)
 
     def matches(name: str) -> bool:
         # Lists of tens of thousands of names are usual: every run of components is looked up, no name is scanned.
         parts = name.split(".")
         runs = (".".join(parts[start:end]) for start in range(len(parts)) for end in range(start + 1, len(parts) + 1))
-        return any(run in plain for run in runs) or any(match(name) for match in expressions)
+        if any(run in plain for run in runs) or listed.first((name,)) is not None:
+            return True
+        return any(wildcard.match(name, budget) for wildcard in wildcards)
 
     return matches
+
+
+def names_below(names: Sequence[str], module: str) -> Sequence[str]:
+    """The names of what is inside a module (``MODULE.*``). Lists of tens of thousands of names are usual.
+
+    Args:
+        names: sorted.
+        module: the module's name.
+    """
+    first = bisect.bisect_left(names, f"{module}.")
+    return names[first : bisect.bisect_left(names, f"{module}/", first)]  # "/" follows "."
+
+
+def any_at_or_below(names: Sequence[str], module: str) -> bool:
+    """Whether one of the sorted names is a module's or that of something inside it."""
+    at = bisect.bisect_left(names, module)
+    return (at < len(names) and names[at] == module) or bool(names_below(names, module))
 
 
 def matches_number_prefix(pattern: str, name: str) -> bool:
@@ -115,11 +143,6 @@ def matches_number_prefix(pattern: str, name: str) -> bool:
     if not stem[-1:].isdigit() or stem not in name or has_wildcard(stem):
         return False
     return re.search(re.escape(stem) + r"(?!\d)", name) is None
-
-
-def pattern_matcher(expression: re.Pattern[str]) -> Callable[[str], bool]:
-    """The predicate over names that an expression matches from the start."""
-    return lambda name: expression.match(name) is not None
 
 
 def has_wildcard(pattern: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from ..core.problem import ActOrder, Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_integer, read_names, read_string, short_repr
-from .patterns import BoundedPattern
+from .patterns import MatchBudget, PatternList
 from .types import UNLISTED, ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, Unlisted, shared_format
 
 
@@ -19,25 +20,29 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, Mapping):
         raise CheckpointError(f"dynamic is {short_repr(dynamic)}, not an object", where=where)
-    rules: list[tuple[BoundedPattern, ExpertFormat | Unlisted | Mapping[str, Any]]] = []
+    rules: list[tuple[str, Mapping[str, Any] | None]] = []
     for pattern, override in dynamic.items():
-        expression = BoundedPattern(pattern.removeprefix("-:").removeprefix("+:"), where)
+        expression = pattern.removeprefix("-:").removeprefix("+:")
         if pattern.startswith("-:") or override is False:
             rules.append((expression, None))
         elif isinstance(override, Mapping):
             rules.append((expression, override))
+    expressions = PatternList([expression for expression, _ in rules], MatchBudget(where))
     quantized = read_names(config, ("modules_in_block_to_quantize",), where)
     full_names = frozenset(quantized)
-    scheme = gptq_scheme(config, where)
+    scheme, usual = gptq_scheme(config, where), dict(config)
 
     def lookup(layer: LayerNames) -> ExpertFormat:
         # A rule that matches the experts' module applies to every matrix: only earlier rules can differ.
-        last = next((at for at, (rule, _) in enumerate(rules) if any(map(rule.match, layer.modules))), len(rules))
+        last = expressions.first(layer.modules)
 
         def matrix_format(name: str) -> ExpertFormat | Unlisted:
-            matching = (override for rule, override in rules[:last] if rule.match(name))
-            override = next(matching, rules[last][1] if last < len(rules) else UNLISTED)
-            return gptq_scheme({**config, **override}, where) if isinstance(override, Mapping) else override
+            found = expressions.first((name,), last)
+            found = last if found is None else found
+            if found is None:
+                return UNLISTED
+            override = rules[found][1]
+            return None if override is None else gptq_scheme(ChainMap(dict(override), usual), where)
 
         listed = layer.matches(lambda name: name in full_names or any(part in name for part in quantized))
         return shared_format(layer, cache(matrix_format), scheme if listed or not quantized else None, where)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import translate
 from typing import Any
 
 from ..core.problem import MX_BLOCK, ActivationPrecision, Scheme
@@ -13,12 +13,13 @@ from ..errors import CheckpointError
 from .fields import (
     has_wildcard,
     matches_number_prefix,
-    pattern_matcher,
+    names_below,
     read_config_groups,
     read_names,
     read_string,
     short_repr,
 )
+from .patterns import MatchBudget, WildcardPattern
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, UnsupportedFormat
 
 
@@ -33,7 +34,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     fields = config if nested is None else nested
     method = read_string(config, "quant_method", where)
     algo = read_string(fields, "quant_algo", where).upper() or ("MXFP8" if method == "modelopt_mxfp8" else "")
-    excluded = modelopt_exclusion_matcher(read_names(fields, _EXCLUSION_FIELDS, where))
+    excluded = modelopt_exclusion_matcher(read_names(fields, _EXCLUSION_FIELDS, where), where)
     if algo == "MIXED_PRECISION":
         return _mixed_precision_lookup(fields, excluded, where)
     if not algo:
@@ -49,7 +50,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
 _EXCLUSION_FIELDS = ("ignore", "exclude_modules", "ignored_layers")
 
 
-def modelopt_exclusion_matcher(entries: Iterable[str]) -> Callable[[str], bool]:
+def modelopt_exclusion_matcher(entries: Iterable[str], where: str) -> Callable[[str], bool]:
     """The exclusions of experts' modules, as vLLM's ModelOpt classes and this project's subclasses apply them.
 
     An entry excludes a module if the module's name contains the entry (``mlp.experts``, ``model.layers.1``), if the
@@ -59,31 +60,53 @@ def modelopt_exclusion_matcher(entries: Iterable[str]) -> Callable[[str], bool]:
 
     Args:
         entries: names and wildcards.
+        where: file and field, for messages.
 
     Returns:
         A predicate over module names.
+
+    Raises:
+        CheckpointError: a name holds "experts" more than `_MAX_EXPERTS_IN_NAME` times.
     """
     parts: set[str] = set()
     heads: set[str] = set()
-    wildcards: list[re.Pattern[str]] = []
+    wildcards: list[WildcardPattern] = []
+    budget = MatchBudget(where)
     for entry in dict.fromkeys(entries):
         stem = entry.removesuffix("*")
-        if has_wildcard(entry) and (has_wildcard(stem) or not stem[-1:].isdigit()):
-            wildcards.append(re.compile(translate(entry)))
+        # A name before one "*" is a part of names, which includes their beginning.
+        if has_wildcard(entry) and (has_wildcard(stem) or not stem or stem.endswith(".")):
+            wildcards.append(WildcardPattern(entry, budget))
         parts.add(entry if has_wildcard(stem) or stem.endswith(".") else stem)
+        if (count := entry.count("experts")) > _MAX_EXPERTS_IN_NAME:
+            rule = f'{short_repr(entry)} holds "experts" {count} times; a name of a module does not'
+            raise CheckpointError(rule, where=where)
         heads.update(entry[: found.end()] for found in re.finditer("experts", entry))
     parts.discard("")
-    ends = {head[start:] for head in heads for start in range(len(head))}
+    ends = sorted(head[::-1] for head in heads)
     lengths = sorted({len(part) for part in parts})
 
     def excluded(module: str) -> bool:
         # Lists of tens of thousands of names are usual: every part of the module's name is looked up.
+        budget.check(module)
         found = (module[at : at + size] for size in lengths for at in range(len(module) - size + 1))
-        if module in ends or any(part in parts and not matches_number_prefix(part, module) for part in found):
+        if _any_starts_with(ends, module[::-1]) or any(
+            part in parts and not matches_number_prefix(part, module) for part in found
+        ):
             return True
-        return any(expression.match(module) for expression in wildcards)
+        return any(wildcard.match(module, budget) for wildcard in wildcards)
 
     return excluded
+
+
+_MAX_EXPERTS_IN_NAME = 4
+"""Most occurrences of "experts" in a name: all beginnings of a name that end so are kept."""
+
+
+def _any_starts_with(texts: Sequence[str], prefix: str) -> bool:
+    """Whether one of the sorted texts starts with a prefix."""
+    at = bisect.bisect_left(texts, prefix)
+    return at < len(texts) and texts[at].startswith(prefix)
 
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
@@ -143,14 +166,14 @@ class MixedPrecision:
 
     Attributes:
         algos: algorithm, in upper case, by name.
-        below: algorithms of everything below a name.
-        wildcards: names with wildcards, as expressions, with their algorithms.
+        names: the same names, sorted.
+        wildcards: names with wildcards, with their algorithms.
         where: file and field, for messages.
     """
 
     algos: Mapping[str, str]
-    below: Mapping[str, set[str]]
-    wildcards: tuple[tuple[re.Pattern[str], str], ...]
+    names: Sequence[str]
+    wildcards: tuple[tuple[WildcardPattern, str], ...]
     where: str
 
     @classmethod
@@ -169,13 +192,9 @@ class MixedPrecision:
             algos[name] = read_string(recipe, "quant_algo", where).upper()
             if not algos[name]:
                 raise CheckpointError(f"quantized_layers.{name} has no quant_algo", where=where)
-        below: dict[str, set[str]] = {}
-        for name, algo in algos.items():
-            parts = name.split(".")
-            for end in range(1, len(parts)):
-                below.setdefault(".".join(parts[:end]), set()).add(algo)
-        wildcards = ((re.compile(translate(name)), algo) for name, algo in algos.items() if has_wildcard(name))
-        return cls(algos, below, tuple(wildcards), where)
+        budget = MatchBudget(where)
+        wildcards = ((WildcardPattern(name, budget), algo) for name, algo in algos.items() if has_wildcard(name))
+        return cls(algos, sorted(algos), tuple(wildcards), where)
 
     def of(self, layer: LayerNames) -> str | None:
         """The layer's algorithm; None when its experts are not quantized.
@@ -183,9 +202,12 @@ class MixedPrecision:
         Raises:
             CheckpointError: matrices of the layer have different algorithms.
         """
-        found = self._named(layer) or {
-            algo for expression, algo in self.wildcards if layer.matches(pattern_matcher(expression))
-        }
+        budget = MatchBudget(self.where)
+
+        def matches(wildcard: WildcardPattern) -> bool:
+            return layer.matches(lambda name: wildcard.match(name, budget))
+
+        found = self._named(layer) or {algo for wildcard, algo in self.wildcards if matches(wildcard)}
         if len(found) > 1:
             rule = f"the matrices of one layer have different quant_algo: {', '.join(sorted(found))}"
             raise CheckpointError(rule, where=f"{self.where}, {layer.modules[0]}")
@@ -195,7 +217,7 @@ class MixedPrecision:
         """Algorithms under the layer's name, below it, or under its matrices' names beside it (``mlp.gate_proj``)."""
         for found in (
             {self.algos[name] for name in layer.modules if name in self.algos},
-            {algo for name in layer.modules for algo in self.below.get(name, ())},
+            {self.algos[name] for module in layer.modules for name in names_below(self.names, module)},
         ):
             if found:
                 return found

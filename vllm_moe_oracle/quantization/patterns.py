@@ -1,9 +1,10 @@
-"""Regular expressions from checkpoint configs, matched in bounded time.
+"""Regular expressions and wildcards from checkpoint configs, matched in bounded time.
 
 vLLM matches these fields with the package `regex`, and so does this module. A config may come from anywhere, and an
 expression such as ``(a|aa)+$`` keeps a backtracking matcher busy for hours. Limits keep it harmless: on the length of
-an expression, on the product of its repeat counts (`regex` unrolls counted repeats when it compiles), and on the time
-of its matches. Expressions that cannot backtrack much, which are nearly all, skip the clock and use the faster `re`.
+an expression, on the product of its repeat counts (`regex` unrolls counted repeats when it compiles), and on the
+processor time of all expressions of a config together (`MatchBudget`). Expressions that cannot backtrack much, which
+are nearly all, skip the clock of `regex` and use the faster `re`; names that are written as expressions are compared.
 """
 
 from __future__ import annotations
@@ -11,28 +12,43 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Iterable
+from fnmatch import translate
 from typing import Any
 
 from ..errors import CheckpointError
+from ..untrusted import describe
 
 MAX_LENGTH = 20_000
 """Longest expression, in characters."""
+
+MAX_WILDCARD_LENGTH = 1000
+"""Longest name with wildcards, in characters."""
 
 MAX_REPEATS = 10_000
 """Largest product of all repeat counts of an expression; ``{2,40}`` counts as 40."""
 
 MAX_SECONDS = 1.0
-"""Time that the slow matches of one expression may take together."""
+"""Processor time from the first expression of a config to the last match. Published configs take a tenth of it."""
 
-FREE_SECONDS = 0.001
-"""Time of each match that does not count. A match of a usual expression takes a few microseconds."""
+_CLOCK_PAUSE = 0.02
+"""Seconds between two looks at the processor time, which costs as much as a match."""
 
-_UNIT = r"(?:\\\.|\\d[*+]?|\.[*+]?|[\w-])*+"
-_SIMPLE = re.compile(rf"{_UNIT}(?:\((?:\?:)?\w+(?:\|\w+){{0,7}}\))?+{_UNIT}\$?")
-"""Names with wildcards and at most one group of up to eight words."""
+_UNIT = r"(?:\\\.|\\d[*+]?|\[0-9\][*+]?|\.[*+]?|[\w-])*+"
+_SIMPLE = re.compile(rf"\^?{_UNIT}(?:\((?:\?:)?\w+(?:\|\w+){{0,7}}\)\??{_UNIT}){{0,2}}\$?")
+"""Names with wildcards and at most two groups of up to eight words."""
 
 _SIMPLE_REPEATS = 2
 """Most repeats of a simple expression. Its time grows with this power of a name's length."""
+
+_LITERAL = re.compile(r"\^?((?:[\w-]|\\[.\-])*+)(\$?)", re.ASCII)
+"""A name as an expression: its escaped text, and whether it is the whole name."""
+
+_PREFIX = re.compile(r"\^?((?:[\w-]|\\[.\-])*+)([*+?{]?)", re.ASCII)
+"""What every match starts with, the last letter apart if it may be repeated."""
+
+_PLAIN_GROUP = re.compile(r"\(\?(?![:=!<>])")
+"""A group that changes the meaning of what stands before it, such as ``(?i)``."""
 
 _REPEAT_COUNT = re.compile(r"\{(\d*),?(\d*)\}")
 
@@ -41,30 +57,76 @@ class InvalidPatternError(CheckpointError):
     """A text is not a regular expression."""
 
 
+class MatchBudget:
+    """The processor time that all expressions of a config may take. It runs from its creation, in the thread that
+    created it, so an object must not outlive the reading of a config or the lookup of a layer.
+
+    Args:
+        where: the file and field, for messages.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self._end = time.thread_time() + MAX_SECONDS
+        self._next_look = 0.0
+
+    def check(self, pattern: str) -> None:
+        """Must be called before each match or compilation.
+
+        Args:
+            pattern: the expression, for the message.
+
+        Raises:
+            CheckpointError: the time is spent.
+        """
+        now = time.perf_counter()
+        if now > self._next_look:
+            self._next_look = now + _CLOCK_PAUSE
+            if self.seconds_left() <= 0:
+                raise self.spent(pattern)
+
+    def seconds_left(self) -> float:
+        """What is left of the time."""
+        return self._end - time.thread_time()
+
+    def spent(self, pattern: str) -> CheckpointError:
+        """The error of an expression for which no time is left."""
+        rule = f"its expressions take more than {MAX_SECONDS} s to match names of layers, so far to {short(pattern)}"
+        return CheckpointError(rule, "Write them without nested repeats, or list the names", self.where)
+
+
 class BoundedPattern:
     """A regular expression whose matches take bounded time.
 
     Args:
         pattern: the expression.
-        where: the file and field, for messages.
+        budget: the time of all expressions of the config.
 
     Raises:
         InvalidPatternError: the text is not a regular expression.
-        CheckpointError: the expression is longer than `MAX_LENGTH`, or its repeat counts exceed `MAX_REPEATS`.
+        CheckpointError: the expression is longer than `MAX_LENGTH`, its repeat counts exceed `MAX_REPEATS`, or the time
+            is spent.
     """
 
-    def __init__(self, pattern: str, where: str) -> None:
-        self._compiled = _compile(pattern, where)
-        self._is_simple = isinstance(self._compiled, re.Pattern)
-        self._where = where
-        self._seconds_left = MAX_SECONDS
+    def __init__(self, pattern: str, budget: MatchBudget) -> None:
+        self._text = pattern
+        self._budget = budget
+        literal = _LITERAL.fullmatch(pattern)
+        self._literal = None if literal is None else literal[1].replace("\\", "")
+        self._whole = pattern.endswith("$")
+        if self._literal is None:
+            self._compiled = _compile(pattern, budget)
 
     def match(self, text: str) -> bool:
         """Whether the expression matches at the start of the text, as `re.match`.
 
         Raises:
-            CheckpointError: the matches of this expression exceed `MAX_SECONDS`.
+            CheckpointError: the time of all expressions is spent.
         """
+        if self._literal is not None:
+            if self._whole:
+                return text == self._literal or text == f"{self._literal}\n"
+            return text.startswith(self._literal)
         return self._run(self._compiled.match, text)
 
     def search(self, text: str) -> bool:
@@ -73,41 +135,139 @@ class BoundedPattern:
         Raises:
             CheckpointError: as for `match`.
         """
+        if self._literal is not None:
+            if self._text.startswith("^"):
+                return self.match(text)
+            if self._whole:
+                return text.endswith((self._literal, f"{self._literal}\n"))
+            return self._literal in text
         return self._run(self._compiled.search, text)
 
     def _run(self, match: Any, text: str) -> bool:
-        if self._is_simple:
+        self._budget.check(self._text)
+        if isinstance(self._compiled, re.Pattern):
             return match(text) is not None
-        start = time.perf_counter()
         try:
-            return match(text, timeout=self._seconds_left + FREE_SECONDS) is not None
+            return match(text, timeout=max(self._budget.seconds_left(), 0.001)) is not None
         except (TimeoutError, MemoryError, RecursionError):
-            rule = f"{_short(self._compiled.pattern)} takes more than {MAX_SECONDS} s to match names of layers"
-            raise CheckpointError(rule, "Write it without nested repeats, or list the names", self._where) from None
-        finally:
-            spent = time.perf_counter() - start
-            self._seconds_left = max(self._seconds_left - max(spent - FREE_SECONDS, 0.0), 0.0)
+            raise self._budget.spent(self._text) from None
 
 
-def _compile(pattern: str, where: str) -> Any:
-    """The compiled expression: an `re.Pattern` when it is simple, else a `regex.Pattern`."""
-    if len(pattern) > MAX_LENGTH:
-        rule = f"{_short(pattern)} has {len(pattern)} characters, more than {MAX_LENGTH}"
+class PatternList:
+    """Regular expressions in order, of which the first counts that matches at the start of a name.
+
+    A list may have an expression for each matrix of a checkpoint. So only expressions are tried that begin as the name.
+
+    Args:
+        patterns: the expressions.
+        budget: the time of all expressions of the config.
+
+    Raises:
+        CheckpointError: as by `BoundedPattern`.
+    """
+
+    def __init__(self, patterns: Iterable[str], budget: MatchBudget) -> None:
+        self._patterns = [BoundedPattern(pattern, budget) for pattern in patterns]
+        self._by_prefix: dict[str, list[int]] = {}
+        for position, pattern in enumerate(self._patterns):
+            self._by_prefix.setdefault(_literal_prefix(pattern._text), []).append(position)
+        self._lengths = sorted({len(prefix) for prefix in self._by_prefix})
+
+    def __len__(self) -> int:
+        return len(self._patterns)
+
+    def first(self, names: Iterable[str], before: int | None = None) -> int | None:
+        """The position of the first expression that matches one of the names.
+
+        Args:
+            names: the names.
+            before: only expressions before this position count; None for all.
+
+        Returns:
+            None where none matches.
+
+        Raises:
+            CheckpointError: the time of all expressions is spent.
+        """
+        found = len(self._patterns) if before is None else before
+        for name in names:
+            for length in self._lengths:
+                if length > len(name):
+                    break
+                for position in self._by_prefix.get(name[:length], ()):
+                    if position >= found:
+                        break
+                    if self._patterns[position].match(name):
+                        found = position
+                        break
+        return None if found == (len(self._patterns) if before is None else before) else found
+
+
+def _literal_prefix(pattern: str) -> str:
+    """What every name starts with that the expression matches at the start."""
+    if _PLAIN_GROUP.search(pattern) or "|" in re.sub(r"\((?:\?:)?[\w|]*\)", "", pattern):
+        return ""
+    found = _PREFIX.match(pattern)
+    assert found is not None  # it may be empty
+    text = found[1].replace("\\", "")
+    return text[:-1] if found[2] else text
+
+
+class WildcardPattern:
+    """A name with wildcards, as `fnmatch` reads it, whose matches take bounded time.
+
+    Args:
+        pattern: the name.
+        budget: the time of all expressions of the config.
+
+    Raises:
+        CheckpointError: the time is spent, or the name is longer than `MAX_WILDCARD_LENGTH`.
+    """
+
+    def __init__(self, pattern: str, budget: MatchBudget) -> None:
+        self._text = pattern
+        _check_length(pattern, MAX_WILDCARD_LENGTH, budget.where)
+        budget.check(pattern)
+        self._expression = re.compile(translate(pattern))
+
+    def match(self, text: str, budget: MatchBudget) -> bool:
+        """Whether all of the text matches.
+
+        Raises:
+            CheckpointError: the time is spent.
+        """
+        budget.check(self._text)
+        return self._expression.match(text) is not None
+
+
+def _check_length(pattern: str, most: int, where: str) -> None:
+    if len(pattern) > most:
+        rule = f"{short(pattern)} has {len(pattern)} characters, more than {most}"
         raise CheckpointError(rule, "List the names of modules instead", where)
-    # Counts side by side multiply as if they were nested: an upper bound.
-    repeats = math.prod(max(int(count or 1) for count in counts) or 1 for counts in _REPEAT_COUNT.findall(pattern))
+
+
+def _compile(pattern: str, budget: MatchBudget) -> Any:
+    """The compiled expression: an `re.Pattern` when it is simple, else a `regex.Pattern`."""
+    where = budget.where
+    _check_length(pattern, MAX_LENGTH, where)
+    budget.check(pattern)
+    # Counts side by side multiply as if they were nested: an upper bound. A count of ten digits exceeds the limit.
+    repeats = math.prod(max(int(count[:10] or 1) for count in counts) or 1 for counts in _REPEAT_COUNT.findall(pattern))
     if repeats > MAX_REPEATS:
-        rule = f"{_short(pattern)} repeats a part more than {MAX_REPEATS} times (the product of its repeat counts)"
+        rule = f"{short(pattern)} repeats a part more than {MAX_REPEATS} times (the product of its repeat counts)"
         raise CheckpointError(rule, "Write it without counted repeats, or list the names", where)
-    if pattern.count("*") + pattern.count("+") <= _SIMPLE_REPEATS and _SIMPLE.fullmatch(pattern):
-        return re.compile(pattern)
     import regex  # type: ignore[import-untyped, unused-ignore]
 
     try:
+        if pattern.count("*") + pattern.count("+") <= _SIMPLE_REPEATS and _SIMPLE.fullmatch(pattern):
+            return re.compile(pattern)
         return regex.compile(pattern)
-    except (regex.error, OverflowError, RecursionError) as error:
-        raise InvalidPatternError(f"{_short(pattern)} is not a regular expression: {error}", where=where) from error
+    except Exception as error:  # foreign text: what it raises is not listed
+        raise InvalidPatternError(
+            f"{short(pattern)} is not a regular expression: {describe(error)}", where=where
+        ) from error
 
 
-def _short(pattern: str) -> str:
+def short(pattern: str) -> str:
+    """An expression for a message."""
     return repr(pattern if len(pattern) <= 60 else f"{pattern[:57]}...")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from fnmatch import translate
 from typing import Any
 
 from ..core.problem import MX_BLOCK, Scheme
 from ..errors import CheckpointError
-from .fields import has_wildcard, read_names, read_string, short_repr
-from .patterns import BoundedPattern
+from .fields import any_at_or_below, has_wildcard, read_names, read_string, short_repr
+from .patterns import MatchBudget, PatternList, WildcardPattern
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, UnsupportedFormat
 
 
@@ -22,11 +21,12 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     wildcards, and excluding a parent does not exclude the experts below it. In ``layer_quant_config`` the first entry
     counts that contains the module's name, or that has a ``*`` and matches the whole name.
     """
-    excluded = _exclusion_matcher(read_names(config, ("exclude",), where), where)
+    budget = MatchBudget(where)
+    excluded = _exclusion_matcher(read_names(config, ("exclude",), where), budget)
     entries = config.get("layer_quant_config") or {}
     if not isinstance(entries, Mapping):
         raise CheckpointError(f"layer_quant_config is {short_repr(entries)}, not an object", where=where)
-    special = [(_entry_matcher(name), _entry_format(entry, where)) for name, entry in entries.items()]
+    special = [(_entry_matcher(name, budget), _entry_format(entry, where)) for name, entry in entries.items()]
     usual = _entry_format(config.get("global_quant_config"), where)
 
     def of(layer: LayerNames) -> ExpertFormat:
@@ -37,26 +37,24 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     return of
 
 
-def _exclusion_matcher(entries: Iterable[str], where: str) -> Callable[[str], bool]:
+def _exclusion_matcher(entries: Iterable[str], budget: MatchBudget) -> Callable[[str], bool]:
     """A predicate over module names: whether ``exclude`` excludes the experts' module."""
-    above: set[str] = set()
-    expressions = []
-    for entry in entries:
-        if entry.startswith("re:"):
-            expressions.append(BoundedPattern(entry[3:], where))
-            continue
-        # Lists of tens of thousands of names are usual: every name that an entry is at or below is looked up.
-        parts = entry.split(".")
-        above |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
-    return lambda module: module in above or any(expression.match(module) for expression in expressions)
+    entries = list(entries)
+    names = sorted(entry for entry in entries if not entry.startswith("re:"))
+    expressions = PatternList([entry[3:] for entry in entries if entry.startswith("re:")], budget)
+
+    def excluded(module: str) -> bool:
+        return any_at_or_below(names, module) or expressions.first((module,)) is not None
+
+    return excluded
 
 
-def _entry_matcher(pattern: str) -> Callable[[str], bool]:
+def _entry_matcher(pattern: str, budget: MatchBudget) -> Callable[[str], bool]:
     """Whether an entry of ``layer_quant_config`` applies to a module."""
     if "*" not in pattern:
         return lambda module: module in pattern
-    expression = re.compile(translate(pattern))
-    return lambda module: expression.match(module) is not None
+    expression = WildcardPattern(pattern, budget)
+    return lambda module: expression.match(module, budget)
 
 
 _REQUIRED_FIELDS = ("exclude", "export", "layer_type_quant_config")

@@ -28,6 +28,7 @@ from ..measurements.environment import Environment
 from ..measurements.kernel_shape import MAX_MICROSECONDS, KernelShape, Sample, is_displayable, kernel_shape_of
 from ..oracle.selection import decide, equivalent_backends
 from ..settings import Settings
+from ..untrusted import boundary
 
 EQUAL_MARGIN = 0.03
 """A choice at most this much slower than the fastest counts as equal: two runs of a kernel differ by as much."""
@@ -217,6 +218,11 @@ def read(path: Path, settings: Settings) -> ReportContent:
     Raises:
         MeasurementError: the file cannot be read, or is not in one of these formats.
     """
+    with boundary(MeasurementError, "cannot be shown", _FILE_REMEDY, str(path)):
+        return _read(path, settings)
+
+
+def _read(path: Path, settings: Settings) -> ReportContent:
     data = profile.read_limited(path)
     lines = [line for line in data.splitlines() if line.strip()]
     if not lines:

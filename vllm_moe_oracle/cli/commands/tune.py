@@ -168,7 +168,7 @@ def _named_problems(models: list[str] | None, shapes: bool, tp: int, ep: bool, t
 
 def _open_store(settings: Settings) -> Store:
     """The cache of measurements; a note says when it was replaced or cannot be used."""
-    store = Store(cache_dir(settings))
+    store = Store(cache_dir(settings), lambda words: output.print_message("note", words))
     if note := store.prepare():
         output.print_message("note", note)
     return store

@@ -1,0 +1,139 @@
+"""Reads files that come from anywhere: configs, measurements, devices, reports.
+
+Three rules hold for all of them. Only a regular file of bounded size is read. JSON has bounded depth, strings and
+number of values. Every exception that foreign data cause becomes one typed error (`boundary`): which ones a parser
+raises, from `UnicodeDecodeError` to `MemoryError`, is not listed anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .errors import OracleError, sanitize
+
+MAX_DEPTH = 50
+"""Most lists and objects around a value."""
+
+MAX_STRING_CHARS = 1 << 16
+"""Longest string."""
+
+MAX_VALUES = 1_000_000
+"""Most values of a file. A layer of a checkpoint with one entry for each matrix of each expert has some thousands."""
+
+_MAX_REASON_CHARS = 300
+_PIECE_BYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def boundary(kind: type[OracleError], rule: str, remedy: str = "", where: str = "") -> Iterator[None]:
+    """Turns every exception of reading foreign data into one of `kind`; errors of this project pass.
+
+    Args:
+        kind: the error to raise.
+        rule: what the data are not, in words that the cause can follow: ``is not a profile``.
+        remedy: as for `OracleError`.
+        where: the file, and the field if there is one.
+
+    Raises:
+        OracleError: of `kind`, with the exception's type and message.
+    """
+    try:
+        yield
+    except OracleError:
+        raise
+    except Exception as error:
+        raise kind(f"{rule}: {describe(error)}", remedy, where) from error
+
+
+def describe(error: Exception) -> str:
+    """An exception as one short line. Messages of Python's own exceptions are often nothing without the type."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    reason = sanitize(reason[: 2 * _MAX_REASON_CHARS])[:_MAX_REASON_CHARS]
+    speaks = isinstance(error, OSError | ValueError) or type(error).__module__ != "builtins"
+    return reason if speaks and reason else f"{type(error).__name__} {reason}".strip()
+
+
+def read_file(path: Path | str, most: int, kind: type[OracleError]) -> bytes:
+    """The bytes of a regular file. A leading ``~`` is the user's home.
+
+    Args:
+        path: the file.
+        most: bytes of the largest file that is read.
+        kind: the error to raise.
+
+    Raises:
+        OracleError: of `kind`: the file cannot be opened or read, is not regular, or is larger.
+    """
+    where = str(path)
+    with boundary(kind, "cannot be read", where=where):
+        # Non-blocking: a pipe without a writer would hang. expanduser leaves an unknown user's name as it is.
+        descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise kind("is not a regular file", where=where)
+            size, data = status.st_size, bytearray()
+            # To its end, not to its size: files of /proc have none.
+            while size <= most and (piece := os.read(descriptor, min(_PIECE_BYTES, most + 1 - len(data)))):
+                data += piece
+                size = max(size, len(data))
+        finally:
+            os.close(descriptor)
+        if size > most:
+            raise kind(f"has {size} bytes; a file of more than {most} is not read", where=where)
+        return bytes(data)
+
+
+def check_values(data: bytes, kind: type[OracleError], where: str) -> None:
+    """Refuses JSON that has more than `MAX_VALUES` values, before it is parsed: parsed, a value of three bytes takes
+    a hundred.
+
+    Raises:
+        OracleError: of `kind`.
+    """
+    count = sum(map(data.count, (b",", b"[", b"{")))  # at least the number of values, as signs in strings count too
+    if count > MAX_VALUES:
+        raise kind(f"has up to {count} values; a file of more than {MAX_VALUES} is not read", where=where)
+
+
+def parse_json(data: bytes, kind: type[OracleError], where: str) -> Any:
+    """The value of a JSON text. Python's own parser: configs of models may hold Infinity, which is not JSON.
+
+    Raises:
+        OracleError: of `kind`: the text is not JSON, or exceeds a limit of this module.
+    """
+    check_values(data, kind, where)
+    with boundary(kind, "is not JSON", where=where):
+        try:
+            value = json.loads(data)
+        except RecursionError:
+            raise kind(_TOO_DEEP, where=where) from None
+    _check_nesting_and_strings(value, kind, where)
+    return value
+
+
+_TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep"
+
+
+def _check_nesting_and_strings(value: Any, kind: type[OracleError], where: str) -> None:
+    level, depth = [value], 0
+    while level:
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                below += each
+                below += each.values()
+            elif isinstance(each, list):
+                below += each
+            elif isinstance(each, str) and len(each) > MAX_STRING_CHARS:
+                rule = f"has a string of {len(each)} characters; one of more than {MAX_STRING_CHARS} is not read"
+                raise kind(f"{rule} ({each[:40]!r}...)", where=where)
+        if below and depth == MAX_DEPTH:
+            raise kind(_TOO_DEEP, where=where)
+        level, depth = below, depth + 1
