@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import dis
+import logging
 import re
 import signal
 import traceback
@@ -101,6 +102,26 @@ def asked_memory(error: BaseException) -> str:
     """How much memory a failed allocation asked for, e.g. ``1.50 GiB``; "some" where the error does not say it."""
     found = _ASKED_BYTES.search(str(error))
     return f"{int(found[1]) / 2**30:.2f} GiB" if found else "some"
+
+
+def printable(text: str) -> str:
+    """Text from anywhere as printable lines: each unprintable character except a line break becomes a space.
+
+    Everything that the command line tool and the log print goes through this: names of folders, words of configs and
+    errors of third parties could otherwise move a terminal's cursor, or change its title and colors.
+    """
+    return text if text.isprintable() else "".join(each if each.isprintable() or each == "\n" else " " for each in text)
+
+
+class PrintableFilter(logging.Filter):
+    """Makes the records of a logger printable, tracebacks included."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Changes the record; none is dropped."""
+        record.msg, record.args = printable(record.getMessage()), ()
+        if record.exc_info and not record.exc_text:  # formatters take this text where it is set
+            record.exc_text = printable(logging.Formatter().formatException(record.exc_info))
+        return True
 
 
 class OracleError(Exception):

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from .errors import OracleError, StandDown
+from .errors import OracleError, PrintableFilter, StandDown
 
 if TYPE_CHECKING:
     from .compat.patches import PatchManager
     from .settings import Settings
 
 logger = logging.getLogger("vllm.moe_oracle")
+logger.addFilter(PrintableFilter())
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .errors import OracleError, sanitize
+from .errors import OracleError, describe_error, sanitize
 
 MAX_DEPTH = 50
 """Most lists and objects around a value."""
@@ -26,7 +26,6 @@ MAX_STRING_CHARS = 1 << 16
 MAX_VALUES = 1_000_000
 """Most values of a file. A layer of a checkpoint with one entry for each matrix of each expert has some thousands."""
 
-_MAX_REASON_CHARS = 300
 _PIECE_BYTES = 1 << 20
 
 
@@ -53,10 +52,11 @@ def boundary(kind: type[OracleError], rule: str, remedy: str = "", where: str = 
 
 def describe(error: Exception) -> str:
     """An exception as one short line. Messages of Python's own exceptions are often nothing without the type."""
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    reason = sanitize(reason[: 2 * _MAX_REASON_CHARS])[:_MAX_REASON_CHARS]
+    if isinstance(error, OSError) and error.strerror:
+        return sanitize(error.strerror)
+    words = describe_error(error)
     speaks = isinstance(error, OSError | ValueError) or type(error).__module__ != "builtins"
-    return reason if speaks and reason else f"{type(error).__name__} {reason}".strip()
+    return words.partition(": ")[2] if speaks and ": " in words else words
 
 
 def read_file(path: Path | str, most: int, kind: type[OracleError]) -> bytes:
@@ -77,7 +77,7 @@ def read_file(path: Path | str, most: int, kind: type[OracleError]) -> bytes:
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
-                raise kind("is not a regular file", where=where)
+                raise kind(f"is {'a directory' if stat.S_ISDIR(status.st_mode) else 'not a regular file'}", where=where)
             size, data = status.st_size, bytearray()
             # To its end, not to its size: files of /proc have none.
             while size <= most and (piece := os.read(descriptor, min(_PIECE_BYTES, most + 1 - len(data)))):

@@ -178,7 +178,7 @@ def test_paths_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"the folder has no config\.json"):
         read_checkpoint(tmp_path)
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(CheckpointError, match="is not a regular file"):
+    with pytest.raises(CheckpointError, match="is a directory"):
         read_checkpoint(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="is not a regular file"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import re
 import subprocess
@@ -15,6 +17,7 @@ import msgspec
 import pytest
 
 from tests.lib.cli import CONFIGS, Run
+from tests.lib.configs import quantized
 from tests.lib.samples import measured_card
 from vllm_moe_oracle import __version__
 from vllm_moe_oracle.core.decision import ShardPlan
@@ -22,6 +25,7 @@ from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.measurements import profile
+from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.releases.supported import NEWEST
 
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]}
@@ -497,7 +501,7 @@ def test_unreadable_profiles_and_caches_are_remarked(
         (None, "cannot be read: No such file or directory. Name a file that tune --export has written"),
         ("{}", "is not a profile of measurements. Make one with: vllm-moe-oracle tune MODEL --export FILE"),
         ("no JSON", "is not a profile of measurements: JSON is malformed"),
-        ("", "is not a regular file. Name a file that tune --export has written, or leave the setting out"),
+        ("", "is a directory. Name a file that tune --export has written, or leave the setting out"),
     ],
     ids=["missing", "another", "no JSON", "folder"],
 )
@@ -587,6 +591,89 @@ def test_a_closed_pipe_ends_quietly_with_the_shells_status() -> None:
         ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
         assert ended.returncode == 141 and "BrokenPipe" not in ended.stderr, ended.stderr
     os.close(writer)
+
+
+def test_output_that_cannot_be_written_is_one_line_and_status_2(write: Callable[..., Path]) -> None:
+    path = str(write())
+    for line in (["--version"], ["explain", path, "--device", "nvidia-h200", "--json"]):
+        command = [sys.executable, "-m", "vllm_moe_oracle.cli.main", *line]
+        with open("/dev/full", "w") as full:
+            ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        said = "error: standard output cannot be written: No space left on device\n"
+        assert (ended.returncode, ended.stderr) == (2, said)
+    for closed, said in ((">&-", "error: standard output is closed\n"), ("2>&-", ""), (">&- 2>&-", "")):
+        shell = ["sh", "-c", f'"$@" {closed}', "sh", *command]
+        ended = subprocess.run(shell, capture_output=True, text=True, timeout=120)
+        assert (ended.returncode, ended.stderr) == (0 if closed == "2>&-" else 2, said)
+
+
+def test_no_escape_code_reaches_the_terminal(
+    run: Run, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From names of folders and files, words of configs, errors of entry points, and options."""
+    evil = "\x1b]0;title\x07\x1b[2J\x9b31m\r\u202eafter"
+    folder = tmp_path / evil
+    folder.mkdir()
+    monkeypatch.setattr(default_registry(), "load_errors", {evil: f"ValueError: {evil}"})
+    path = write(**{"hidden_act": "silu"})
+    words = quantized(hidden_act=evil, quantization_config={**MODELOPT, "ignore": [f"re:{evil}experts"]})
+    (folder / "config.json").write_text(json.dumps(words))
+    lines: list[tuple[object, ...]] = [
+        ("explain", folder),
+        ("explain", path, "--device", "nvidia-h200"),
+        ("explain", path, "--device", "nvidia-h200", "--json"),
+        ("explain", path, "--device", folder / "x.json"),
+        ("explain", path, evil),
+        ("explain", path, f"--{evil}"),
+        ("explain", path, "--backend", evil),
+        ("explain", path, "--set", f"{evil}=1"),
+        ("explain", path, "--set", f"cache={folder}", "--device", "nvidia-h200", "--json"),
+        (evil,),
+        ("report", folder / "x"),
+        ("tune", folder),
+    ]
+    for line in lines:
+        result = run(*line)
+        shown = (result.out + result.err).replace("\n", "")
+        assert shown.isprintable(), (line, [each for each in shown if not each.isprintable()])
+    logger, seen = logging.getLogger("vllm.moe_oracle"), io.StringIO()
+    handler = logging.StreamHandler(seen)
+    logger.addHandler(handler)
+    try:
+        raise ValueError(evil)
+    except ValueError:
+        logger.exception("moe_oracle: %s\n%s", evil, "second line")
+    finally:
+        logger.removeHandler(handler)
+    assert "second line" in seen.getvalue() and seen.getvalue().replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero", "folder", "null", "home", "large"])
+def test_files_of_options_are_regular_and_small(
+    kind: str, run: Run, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    path: object = tmp_path / "x.json"
+    if kind == "fifo":
+        os.mkfifo(tmp_path / "x.json")
+    elif kind == "folder":
+        (tmp_path / "x.json").mkdir()
+    elif kind == "large":
+        with (tmp_path / "x.json").open("wb") as file:
+            file.truncate(1 << 33)
+    else:
+        path = {"zero": "/dev/zero", "null": "/tmp/a\0b.json", "home": "~nobody-of-this-name/x.json"}[kind]
+    for line in (
+        ("explain", write(), "--device", path),
+        ("report", path),
+        ("explain", write(), "--device", "nvidia-h200", "--set", f"profile={path}"),
+        ("tune", "--import", path),
+        ("explain", path),
+    ):
+        result = run(*line)
+        assert result.status == 2 and result.out == "", (line, result.err)
+        lines = result.err.splitlines()
+        # typer refuses a null byte itself, as it does a wrong option.
+        assert len(lines) == 1 or (lines[0].startswith("Usage:") and lines[-1].startswith("Error:")), (line, lines)
 
 
 def test_help_and_version(run: Run) -> None:

@@ -15,7 +15,7 @@ from ..core.objectives import MAX_TOKENS
 from ..core.problem import Device, Problem
 from ..devices import detect
 from ..devices.detect import installed_packages
-from ..errors import MeasurementError
+from ..errors import MeasurementError, sanitize
 from ..measurements import model_shapes
 from ..settings import Settings, batch_invariant
 
@@ -141,6 +141,7 @@ def parse_token_counts(words: str) -> tuple[int, ...]:
 def progress_bar(quiet: bool = False) -> Iterator[Callable[[str, int, int], None]]:
     """A bar on standard error; without a terminal, a line for each new step."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     if quiet:
@@ -153,11 +154,13 @@ def progress_bar(quiet: bool = False) -> Iterator[Callable[[str, int, int], None
         def line(words: str, done: int, total: int) -> None:
             if words != last[0]:
                 last[0] = words
-                print(f"[{done}/{total}] {words}", file=sys.stderr, flush=True)
+                print(f"[{done}/{total}] {sanitize(words)}", file=sys.stderr, flush=True)
 
         yield line
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("starting")
-        yield lambda words, done, total: bar.update(task, description=words, completed=done, total=total)
+        yield lambda words, done, total: bar.update(
+            task, description=escape(sanitize(words)), completed=done, total=total
+        )

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import io
 import logging
 import os
 import pkgutil
 import signal
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, cast
 
 import typer
 
 from .. import __version__
-from ..errors import OracleError, sanitize
+from ..errors import OracleError, PrintableFilter, printable, sanitize
 from ..oracle.watchdog import WATCHED_LOGGER
 from . import EXIT_INVALID_INPUT, commands
+
+logging.getLogger("vllm.moe_oracle").addFilter(PrintableFilter())
 
 app = typer.Typer(
     name="vllm-moe-oracle",
@@ -52,14 +56,34 @@ for _module in pkgutil.iter_modules(commands.__path__):
     app.command(_module.name, short_help=_summary)(_command)
 
 
+_ClickError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
+"""click's base class of what it says to users; newer releases of typer have a click of their own."""
+
+
 def _end_with_closed_pipe() -> NoReturn:
     """Ends with the status that shells give a process whose reader is gone, e.g. before ``| head``."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # type: ignore[union-attr]
+    _discard_output()
     sys.exit(128 + signal.SIGPIPE)
+
+
+def _discard_output() -> None:
+    """Drops what could not be written: the interpreter would try again when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())  # type: ignore[union-attr]
+
+
+def _fail(message: str) -> NoReturn:
+    """Ends with one line and the status for unusable input."""
+    with contextlib.suppress(OSError):  # a full disk behind standard error, too
+        print(f"error: {sanitize(message)}", file=sys.stderr)
+    sys.exit(EXIT_INVALID_INPUT)
 
 
 def main() -> None:
     """Runs the command line tool; ends the process with the command's exit status."""
+    if sys.stderr is None:  # the process was started without it
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        _fail("standard output is closed")
     # An entry point may end the process or never return: its name must be on the screen before it is imported.
     watched = logging.getLogger(WATCHED_LOGGER)
     watched.setLevel(logging.INFO)
@@ -67,7 +91,7 @@ def main() -> None:
     watched.handlers[:] = [logging.StreamHandler(sys.stderr)]
     try:
         try:
-            app(prog_name="vllm-moe-oracle")
+            status = app(prog_name="vllm-moe-oracle", standalone_mode=False)
         finally:
             sys.stdout.flush()  # a closed pipe shows here or above, not when the interpreter ends
     except BrokenPipeError:
@@ -77,10 +101,22 @@ def main() -> None:
         if type(sys.stdout).__name__ == "PacifyFlushWrapper":
             _end_with_closed_pipe()
         raise
+    except _ClickError as error:
+        text = io.StringIO()
+        error.show(file=text)
+        print(printable(text.getvalue()), end="", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except typer.Abort:
+        sys.exit(1)
     except OracleError as error:
         # One line: what tools and people grep for. A message's table, where it has one, belongs to the command.
-        print(f"error: {sanitize(str(error))}", file=sys.stderr)
-        sys.exit(EXIT_INVALID_INPUT)
+        _fail(str(error))
+    except OSError as error:
+        if error.filename is not None:  # not standard output
+            raise
+        _discard_output()
+        _fail(f"standard output cannot be written: {error.strerror}")
+    sys.exit(status)
 
 
 if __name__ == "__main__":

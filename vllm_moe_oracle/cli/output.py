@@ -1,15 +1,19 @@
-"""Printing: JSON alone on standard output, or tables that stay readable without a terminal; messages go to stderr."""
+"""Printing: JSON alone on standard output, or tables that stay readable without a terminal; messages go to stderr.
+
+All text passes `errors.printable` or `errors.sanitize` here.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..errors import sanitize
+from ..errors import printable, sanitize
 
 if TYPE_CHECKING:
     from rich.padding import Padding
@@ -20,20 +24,22 @@ if TYPE_CHECKING:
 
 
 def show(*parts: Any) -> None:
-    """Prints for people: no markup (names hold brackets), no escape codes unless standard output is a terminal."""
+    """Prints texts, tables and paddings for people: no markup (names hold brackets), and no escape codes but rich's own
+    on a terminal."""
     from rich.console import Console
 
     console = Console(markup=False, highlight=False, emoji=False)
     with console.capture() as capture:
         for part in parts:
-            console.print(part)
+            console.print(printable(part) if isinstance(part, str) else part)
     # rich fills every line of a table up to the width; a log does not want that.
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
 
 def print_json(data: object) -> None:
     """Writes data as JSON, indented, and nothing else, to standard output."""
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
+    # In ASCII: a terminal takes some characters beyond it for commands, and names of files need not be UTF-8.
+    sys.stdout.write(json.dumps(msgspec.to_builtins(data), indent=2) + "\n")
 
 
 def print_message(kind: str, text: str) -> None:
@@ -49,7 +55,7 @@ def key_value_table(rows: Iterable[tuple[str, str]], indent: int = 2) -> Table:
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(" " * indent + name, _cell(value))
+        table.add_row(" " * indent + printable(name), _cell(value))
     return table
 
 
@@ -73,7 +79,7 @@ def _cell(words: str) -> Text:
     """A cell, of words that may come from a file: printable characters and line breaks."""
     from rich.text import Text
 
-    return Text("\n".join("".join(c if c.isprintable() else " " for c in line) for line in words.split("\n")))
+    return Text(printable(words))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from ...measurements.store import Store
 from ...report import html_report, page_data
 from ...report.page_data import ReportContent
 from ...settings import Settings, cache_dir
+from ...untrusted import describe
 from .. import output
 from ..arguments import Assignments, command_settings
 
@@ -73,7 +74,7 @@ def command(
         output.show(f"{figure:>8}  {words}")
     for note in content.notes:
         output.print_message("note", note)
-    typer.echo(f"written: {to}" + (f", and {len(plots)} plots in {svg}" if svg is not None else ""))
+    output.show(f"written: {to}" + (f", and {len(plots)} plots in {svg}" if svg is not None else ""))
 
 
 def _local_content(settings: Settings) -> ReportContent:
@@ -100,5 +101,5 @@ def _make_dir(folder: Path) -> None:
 def _write_file(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise MeasurementError(f"cannot be written: {error.strerror}", where=str(path)) from error
+    except (OSError, ValueError) as error:
+        raise MeasurementError(f"cannot be written: {describe(error)}", where=str(path)) from error
