@@ -138,8 +138,8 @@ def test_out_of_memory_in_a_benchmark_is_not_imported_as_a_failure(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tiles": "none"}, "is not a file of bench records: ValidationError"),
-        ({"activations": ["16bit"]}, "is not a file of bench records: ValidationError"),
+        ({"tiles": "none"}, "is not a file of bench records: "),
+        ({"activations": ["16bit"]}, "is not a file of bench records: "),
         ({"tokens": 1 << 40}, "invalid measurement"),
     ],
 )
