@@ -798,3 +798,34 @@ def test_entries_on_matrices_go_by_the_models_names_for_them(
             parse_config(config, "config.json")(called)
     else:
         assert describe_format(parse_config(config, "config.json")(called)) == answer
+
+
+@pytest.mark.parametrize(
+    ("targets", "reaches"),
+    [
+        (None, True),
+        (["q_proj", "o_proj"], False),
+        (["qkv_proj", "gate_proj", "up_proj", "down_proj"], False),
+        ([], False),
+        (["o_proj", "experts"], True),
+        ([moe.NAME], True),
+        ([f"{moe.NAME}.0.gate_proj"], True),
+        (["model.layers.99.mlp.experts"], True),  # perhaps another name of these
+    ],
+)
+def test_experts_that_no_adapter_targets_need_no_lora_backend(targets: list[str] | None, reaches: bool) -> None:
+    from vllm.config import get_current_vllm_config
+    from vllm.config.lora import LoRAConfig
+
+    asked = layer_of("gptq", **SIZES)
+    with moe.engine(backend="auto"):
+        get_current_vllm_config().lora_config = LoRAConfig(target_modules=targets)
+        config = moe.moe_config(asked, is_lora_enabled=True)
+        if not reaches:
+            method = moe.made(asked, config).quant_method
+            assert (method.decision.backend, method.decision.problem.lora) == ("emulation", False)
+            assert not config.is_lora_enabled  # vLLM's classes refuse LoRA by it
+            return
+        words = "LoRA on experts: no backend .*--lora-target-modules, without experts"
+        with pytest.raises(NoBackendError, match=f"(?s){words}"):
+            moe.made(asked, config)

@@ -41,7 +41,7 @@ def lora_rule(padding: tuple[int, int]) -> Rule:
         lambda problem, device: (
             f"pads to {sizes(problem)}; adapters have {problem.hidden_size} and {problem.intermediate_size}"
         ),
-        "serve without --enable-lora",
+        "leave experts out of --lora-target-modules, or serve without --enable-lora",
     )
 
 

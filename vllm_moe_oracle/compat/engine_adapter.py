@@ -10,6 +10,8 @@ from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.distributed import parallel_state
 
+from ..core.lora import targets_experts
+
 
 @cache
 def _default_engine() -> VllmConfig:
@@ -54,6 +56,19 @@ class EngineAdapter:
         if not isinstance(given, QuantizationConfigArgs) or given.moe is None:
             return None
         return given.moe.activation
+
+    def lora_reaches_experts(self, moe: Any, name: str) -> bool:
+        """Whether LoRA adapters may be applied to a layer's experts: unless ``--lora-target-modules`` names others.
+
+        Args:
+            moe: vLLM's `FusedMoEConfig`.
+            name: the layer's name.
+        """
+        engine = self._last_engine()
+        if not moe.is_lora_enabled or engine is None or engine.lora_config is None:
+            return bool(moe.is_lora_enabled)
+        targets = getattr(engine.lora_config, "target_modules", None)
+        return targets is None or targets_experts(targets, name)
 
     def uses_dummy_weights(self) -> bool:
         """Whether vLLM loads no checkpoint (``--load-format dummy``)."""

@@ -7,6 +7,7 @@ from typing import Any
 from ..core import activations
 from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Activation, Parallel, Placement, Problem, Routing, Scheme
 from .engine_adapter import EngineAdapter
+from .layer_context import current_layer
 
 
 class LayerAdapter(EngineAdapter):
@@ -15,7 +16,8 @@ class LayerAdapter(EngineAdapter):
     def unsupported_features(self, moe: Any) -> list[str]:
         """Features of a layer that only stock vLLM's own methods support, in words."""
         batched = moe.moe_parallel_config.use_batched_activation_format
-        return ["LoRA on experts"] * bool(moe.is_lora_enabled) + ["a batched all-to-all"] * bool(batched)
+        lora = self.lora_reaches_experts(moe, current_layer()[1])
+        return ["LoRA on experts"] * lora + ["a batched all-to-all"] * bool(batched)
 
     def problem(self, moe: Any, layer: Any, name: str, scheme: Scheme) -> Problem:
         """The `Problem` of one MoE layer on this rank.
@@ -46,7 +48,7 @@ class LayerAdapter(EngineAdapter):
                 format="batched" if parallel.use_batched_activation_format else "standard",
                 placement=self.placement(moe, layer),
             ),
-            lora=bool(moe.is_lora_enabled),
+            lora=self.lora_reaches_experts(moe, name),
             eplb=bool(parallel.enable_eplb),
             batch_invariant=self.batch_invariant(),
             even_expert_split=self.model_type() == EVEN_SPLIT_MODEL_TYPE,

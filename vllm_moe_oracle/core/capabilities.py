@@ -204,6 +204,9 @@ def _layer_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason]
     return reasons
 
 
+_WITHOUT_LORA = "name the modules of the adapters in --lora-target-modules, without experts, or leave out --enable-lora"
+
+
 def _deployment_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason]:
     reasons = []
     parallel, routing = problem.parallel, problem.routing
@@ -226,7 +229,7 @@ def _deployment_reasons(capabilities: Capabilities, problem: Problem) -> list[Re
         detail = f"vLLM multiplies a token's input by one weight; the layer has {problem.top_k} for each token"
         reasons.append(Reason("weight_on_input.top_k", detail))
     for name, wanted, able, remedy in (
-        ("lora", problem.lora, capabilities.lora, "serve without --enable-lora"),
+        ("lora", problem.lora, capabilities.lora, _WITHOUT_LORA),
         ("eplb", problem.eplb, capabilities.eplb, "serve without --enable-eplb"),
         ("batch_invariant", problem.batch_invariant, capabilities.batch_invariant, "unset VLLM_BATCH_INVARIANT"),
     ):

@@ -198,6 +198,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
             declared = scheme.activations
             scheme, requested_by = self._requested_scheme(scheme)
             problem = self._refine_problem(self.adapter.problem(moe, layer, name, scheme))
+        # vLLM's classes refuse LoRA by this flag, which vLLM sets for every layer.
+        moe.is_lora_enabled = problem.lora
         self.rank_group = rank_agreement.make_group(chosen.rank_sync_timeout)
         rank_agreement.require_same_layer(self.rank_group, problem, chosen, moe.moe_backend)
         backend_selection.select_backend(

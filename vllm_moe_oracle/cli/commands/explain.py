@@ -15,6 +15,7 @@ from ...checkpoint.layer_names import compact_layer_names
 from ...checkpoint.serving import as_served, is_round_robin
 from ...compat import check_release, ignored_env_vars
 from ...core.decision import Candidate, Decision
+from ...core.lora import targets_experts
 from ...core.measurement_set import MeasurementSet
 from ...core.overrides import unmatched_override_error, unmatched_overrides
 from ...core.problem import Device, Problem
@@ -55,6 +56,10 @@ def command(
     lora: Annotated[
         bool, typer.Option("--lora", help="LoRA adapters may be applied, as vLLM's --enable-lora.")
     ] = False,
+    lora_target_modules: Annotated[
+        list[str] | None,
+        typer.Option(help="With --lora: a module that adapters are for, as vLLM's; may be repeated.", metavar="NAME"),
+    ] = None,
     eplb: Annotated[
         bool, typer.Option("--eplb", help="Experts may move between ranks, as vLLM's --enable-eplb; needs --ep.")
     ] = False,
@@ -114,7 +119,17 @@ def command(
     _check_overrides_match(chosen, layers)
     invariant = batch_invariant_variable() if batch_invariant is None else batch_invariant
     model, mtp = (
-        [as_served(problem, chosen, lora, eplb, invariant, round_robin) for problem in problems]
+        [
+            as_served(
+                problem,
+                chosen,
+                lora and (not lora_target_modules or targets_experts(lora_target_modules, problem.layer)),
+                eplb,
+                invariant,
+                round_robin,
+            )
+            for problem in problems
+        ]
         for problems in (layers.problems, layers.mtp_problems)
     )
     groups = _group_layers(model, machine, chosen, moe_backend)
@@ -270,7 +285,8 @@ def _server_notes(settings: Settings, method: str, groups: list[_LayerGroup], de
             yield f"{group.layers}: {group.decision.explanation}"
         if group.decision is None and group.problem.lora and not _names_backends(settings):
             rule = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM, with a warning"
-            yield f"{group.layers}: {rule}; stock's class refuses what it cannot read"
+            remedy = "--lora-target-modules without experts in it lets these layers be served without LoRA"
+            yield f"{group.layers}: {rule}; stock's class refuses what it cannot read; {remedy}"
     for name, reason in default_registry().load_errors.items():
         yield f"the backend of the entry point {name} could not be loaded: {reason}"
     if unused := profile_error(settings):
