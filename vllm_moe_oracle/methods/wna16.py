@@ -85,7 +85,8 @@ class Wna16MoEMethod(OracleMoEMethod):
         # activation changes accordingly.
         if problem.activation.interleaved and problem.lora:
             rule = "LoRA adapters for interleaved rows of gate and up do not fit separated rows"
-            raise NoBackendError(rule, "Leave experts out of --lora-target-modules, or serve without --enable-lora", problem.layer)
+            remedy = "Leave experts out of --lora-target-modules, or serve without --enable-lora"
+            raise NoBackendError(rule, remedy, problem.layer)
         self.moe.activation = self.adapter.uninterleaved_activation(self.moe)
         activation = dataclasses.replace(problem.activation, interleaved=False)
         problem = dataclasses.replace(problem, activation=activation, has_bias=problem.has_bias or self.bias_in_file)
