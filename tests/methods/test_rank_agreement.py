@@ -229,6 +229,39 @@ def test_a_rank_without_the_plugin_is_named_before_the_timeout(tmp_path: Path) -
         assert "the plugin is not installed, not enabled or stands down there" in text
 
 
+def damaged(processes: Any, ours: bool) -> Any:
+    """Rank 1 cannot read its files; vLLM's own code raises it."""
+    from vllm_moe_oracle import plugin
+    from vllm_moe_oracle.methods import rank_sync
+
+    rank_agreement.current_adapter = lambda: SimpleNamespace(peer_group=lambda: processes)  # type: ignore[assignment]
+    group = rank_agreement.make_group(20.0)
+    if ours:
+        rank_agreement.require_same_layer(group, BASE, settings.Settings(), None)
+
+    def load_model(loader: None, name: str) -> str:
+        if group.rank == 1:
+            raise OSError(f"{name}: file not fully covered")
+        return name
+
+    if not ours:  # nobody waits, so nobody is told
+        rank_sync.notify_failure = lambda *arguments: gloo_ranks.die()
+    try:
+        plugin._load_model(load_model, None, "model-00002.safetensors")
+        rank_sync.all_gather(group, "the self-check", lambda: 1) if ours else None
+    except RankSyncError as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize("ours", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_what_one_rank_cannot_load_ends_the_others_with_its_cause(tmp_path: Path, ours: bool) -> None:
+    first, second = gloo_ranks.run(damaged, 2, tmp_path, ours)
+    cause = "model-00002.safetensors: file not fully covered"
+    assert second == {"raised": "OSError", "message": cause}
+    assert first == (f"the self-check: rank 1 gave up at loading the model: OSError: {cause}" if ours else "loaded")
+
+
 def test_the_variables_are_names_that_vllm_reads() -> None:
     envs = pytest.importorskip("vllm.envs", reason="its table of variables is asked")
     unknown = set(rank_agreement.NUMERIC_VARIABLES) - set(envs.environment_variables)
