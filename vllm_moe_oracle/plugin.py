@@ -101,7 +101,8 @@ def _activate(chosen: Settings, version: str | None) -> None:
 
     patches = PatchManager()
     try:
-        for patch in patches_for(version, methods.configs(), methods.replacements(), methods.required_modules()):
+        classes = methods.configs(), methods.replacements(), methods.required_modules()
+        for patch in patches_for(version, *classes, methods.served_schemes()):
             patches.apply(patch)
         path = "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model"
         patches.apply(wrap_function("failures of one rank reach the others", path, _load_model))

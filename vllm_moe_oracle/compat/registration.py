@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +14,7 @@ from .layer_context import set_current_layer
 from .models_with_experts import is_current_model_served
 from .patches import DeferredPatch, Patch, redirect_class, wrap_function, wrap_function_lazily
 from .quantization_registry import LazyQuantizationConfigs, available_configs, matches_release
+from .unquantized_experts import UnquantizedChoice
 
 _INT4_SMALL_BATCH = "Triton's configuration for few tokens of int4 experts"
 
@@ -23,6 +24,7 @@ def patches_for(
     configs: Mapping[str, str | tuple[str, ...]],
     methods: Mapping[str, str],
     needs: Mapping[str, str],
+    served: Collection[str] = (),
 ) -> Iterator[Patch | DeferredPatch]:
     """Every patch for a vLLM release.
 
@@ -32,6 +34,7 @@ def patches_for(
         methods: ``module:Class`` of our class by that of the stock class that it replaces, and ``module:function`` of
             our wrapper by ``module:Class.method`` of the stock method.
         needs: stock module that a module of ours requires, where not every release has it.
+        served: names of the quantizations whose experts get our methods.
     """
     from vllm.platforms import current_platform
 
@@ -50,6 +53,11 @@ def patches_for(
                 yield redirect_class(f"every {name}", stock, ours, is_current_model_served)
             else:
                 yield redirect_class(f"every {name}", stock, ours)
+    yield wrap_function(
+        "--moe-backend and unquantized experts",
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.__init__",
+        UnquantizedChoice(served),
+    )
     yield wrap_function(
         "quantization configs without experts",
         "vllm.config.vllm:VllmConfig._get_quantization_config",

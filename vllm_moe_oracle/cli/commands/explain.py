@@ -135,6 +135,9 @@ def command(
     groups = _group_layers(model, machine, chosen, moe_backend)
     drafts = _group_layers(mtp, machine, chosen, moe_backend)
     groups += [dataclasses.replace(group, is_mtp=True) for group in drafts]
+    if moe_backend != AUTO and layers.unquantized:
+        rule = f"--moe-backend {moe_backend} is for quantized experts; vLLM chooses the kernel of unquantized ones"
+        layers = dataclasses.replace(layers, notes=(*layers.notes, rule))
     placement = _placement_notes((*model, *mtp), round_robin)
     server = _server_notes(chosen, layers.method, groups, machine)
     notes = [*layers.notes, *_activation_notes(layers, chosen), *placement, *server]

@@ -1,0 +1,60 @@
+"""``--moe-backend`` in a model that has quantized and unquantized experts, such as a multi-token prediction head.
+
+vLLM has one name for all layers of a model. A kernel of quantized experts may have none for unquantized ones: its
+selector would end the server. The name is for the layers that this plugin serves; vLLM chooses for the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from vllm.config import get_current_vllm_config_or_none
+
+from ..settings import AUTO
+from .layer_context import current_layer
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
+logger = logging.getLogger("vllm.moe_oracle")
+
+
+class UnquantizedChoice:
+    """Wraps the constructor of vLLM's method for unquantized experts.
+
+    Attributes:
+        served: vLLM's names of the quantizations that this plugin serves.
+    """
+
+    def __init__(self, served: Collection[str]) -> None:
+        self.served = served
+        self._logged: set[str] = set()
+
+    def __call__(self, original: Any, self_: Any, moe: FusedMoEConfig, *args: Any, **kwargs: Any) -> None:
+        """Constructs the method; in a model with quantized experts of ours with vLLM's automatic choice.
+
+        Args:
+            original: the stock constructor.
+            self_: the method.
+            moe: vLLM's config of the layer; its `moe_backend` becomes ``auto``.
+            args: other arguments of the constructor.
+            kwargs: likewise.
+        """
+        asked = moe.moe_backend
+        if asked != AUTO and self._serves_model():
+            moe.moe_backend = AUTO
+            if asked not in self._logged:
+                self._logged.add(asked)
+                rule = "is for quantized experts; these are not quantized, and vLLM chooses their kernel"
+                logger.warning("moe_oracle: %s: --moe-backend %s %s", current_layer()[1] or "experts", asked, rule)
+        original(self_, moe, *args, **kwargs)
+
+    def _serves_model(self) -> bool:
+        engine = get_current_vllm_config_or_none()
+        if engine is None:
+            return False
+        draft = None if engine.speculative_config is None else engine.speculative_config.draft_model_config
+        models = [each for each in (engine.model_config, draft) if each is not None]
+        return any(each.quantization in self.served for each in models)
