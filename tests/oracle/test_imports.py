@@ -94,6 +94,22 @@ def test_whatever_an_import_raises_harms_no_other(name: str, tmp_path: Path, mon
     assert reason in found.load_errors[name] and found.load_errors[name].isprintable()
 
 
+@pytest.mark.parametrize("text", [b"noequals", b"a = \xff\xfe:x"], ids=["words", "bytes"])
+def test_a_package_with_damaged_metadata_is_left_out(
+    text: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "sound").mkdir()
+    (tmp_path / "damaged").mkdir()
+    install(tmp_path / "sound", {"whole": GOOD})
+    install(tmp_path / "damaged", {"half": GOOD})
+    file = tmp_path / "damaged" / "theirs-1.0.dist-info" / "entry_points.txt"
+    file.write_bytes(f"[{ENTRY_POINT_GROUP}]\n".encode() + text)
+    for folder in ("sound", "damaged"):
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    assert [point.name for point in registry.installed_entry_points()] == ["whole"]
+    assert f"the metadata of a package in {tmp_path / 'damaged'} cannot be read" in caplog.text
+
+
 def test_the_log_names_an_entry_point_before_and_while_it_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,7 +14,7 @@ import logging
 import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions, entry_points
 from types import MappingProxyType
 from typing import get_args
 
@@ -185,8 +185,28 @@ def discover(points: Iterable[EntryPoint] = (), skipped: Mapping[str, str] = Map
 
 
 def installed_entry_points() -> list[EntryPoint]:
-    """Third parties' entry points, sorted by name."""
-    return sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: point.name)
+    """Third parties' entry points, sorted by name. A package whose metadata cannot be read is left out, and named."""
+    try:
+        found = list(entry_points(group=ENTRY_POINT_GROUP))
+    except Exception:  # one damaged file among all installed packages
+        found = list(_readable_entry_points())
+    return sorted(found, key=lambda point: point.name)
+
+
+def _readable_entry_points() -> Iterator[EntryPoint]:
+    """The entry points of each package by itself; of two packages of one name, the first is installed."""
+    seen = set()
+    for package in distributions():
+        try:
+            name, points = package.name, package.entry_points.select(group=ENTRY_POINT_GROUP)
+        except Exception as error:
+            folder = sanitize(str(package.locate_file("")))
+            words = "moe_oracle: the metadata of a package in %s cannot be read, its entry points are left out: %s"
+            logger.warning(words, folder, describe_error(error))
+            continue
+        if name not in seen:
+            yield from points
+        seen.add(name)
 
 
 def disabled_entry_points() -> dict[str, str]:
