@@ -42,7 +42,7 @@ def test_without_a_gpu_one_line_says_so(run: Run, command: str, tmp_path: Path) 
         (("mxfp8",), "is neither a checkpoint's folder"),
         (("mxfp9:gpt-oss-20b",), "unknown scheme 'mxfp9'"),
         (("mxfp8:gpt-oss-2b",), "Did you mean gpt-oss-20b"),
-        (("int4_g128:qwen3-30b-a3b@tp4",), "192 mod 128 = 64"),
+        (("mxfp8:qwen3-30b-a3b@tp16",), "48 mod 32 = 16"),
         (("mxfp8:qwen3-30b-a3b@tp7",), "cannot be split over 7 ranks"),
         ((GPT_OSS, "--tokens", "1,x"), "not a list of token counts"),
         ((GPT_OSS, "--routing", "sideways"), "is not a routing"),

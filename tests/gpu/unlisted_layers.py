@@ -100,7 +100,7 @@ def main() -> int:
     layers = [each for each in LAYERS[options.skip :] if options.only in each.layer]
     failed = False
     with options.jsonl.open("wb") as file:
-        file.write(msgspec.json.encode(conditions(device, plan, command)) + b"\n")
+        file.write(msgspec.json.encode({"conditions": conditions(device, plan, command)}) + b"\n")
         for record in bench(layers, device, settings, plan, lambda words, done, total: None):
             failed |= bool(record.failures)
             file.write(msgspec.json.encode(record) + b"\n")

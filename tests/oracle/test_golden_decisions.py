@@ -33,7 +33,7 @@ def test_every_sentence_of_ten_decisions() -> None:
     assert full_text(TABLES) == json.loads(FULL_TEXT_FILE.read_text()), REGENERATE
 
 
-@pytest.mark.full  # runs code from the sources of the newest release
+@pytest.mark.matrix  # runs code from the sources of the newest release
 @each_table
 @pytest.mark.parametrize("capability", GPUS)
 def test_stock_choices_are_the_golden_ones(table: GoldenTable, capability: int) -> None:

@@ -10,8 +10,8 @@ import msgspec
 
 from .problem import ActivationPrecision, Problem
 
-DecidedBy = Literal["user", "override", "measured", "static"]
-"""What chose the backend: a setting, a per-layer override, measurements, or the static order."""
+DecidedBy = Literal["user", "override", "measured", "predicted", "static"]
+"""What chose the backend: a setting, a per-layer override, measurements, predicted times, or the static order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +183,7 @@ class MeasuredOutcome:
             number of tokens, the other candidate, and the fraction of the winner's time that it saves.
         times: the times of each compared candidate, by number of tokens.
         remarks: how the measuring machine differs from this one, and which candidates were not compared.
+        errors: standard deviation of the logarithm of predicted times, by candidate; empty when all were measured.
     """
 
     objective: str
@@ -193,6 +194,7 @@ class MeasuredOutcome:
     slower_at: tuple[tuple[int, str, float], ...]
     times: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
     remarks: tuple[str, ...] = ()
+    errors: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +204,14 @@ class Decision:
     Attributes:
         problem: the layer.
         backend: name of the chosen backend.
-        why: what decided: a setting, a per-layer override, measurements, or the static order.
+        why: what decided: a setting, a per-layer override, measured or predicted times, or the static order.
         explanation: the same in a sentence.
         plan: the chosen backend's shard plan.
         numerics: the precisions that it computes with.
         candidates: the verdict of every backend for the scheme: accepted ones first, in static order.
         degraded: the backend is a fallback: not the one that was requested, or the reference although the device has
             kernels that a setting or an installation would make available.
-        measured: the figures, when measurements decided.
+        measured: the figures, when measured or predicted times decided.
         token_ranges: which backend runs which numbers of tokens, when the layer has more than one; `backend` is one of
             them.
     """

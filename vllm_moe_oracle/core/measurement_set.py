@@ -19,6 +19,8 @@ class MeasurementSet:
         failures: why a backend could not be measured, by name.
         remarks: how that machine differs from this one, and which measurements were found and not used.
         tiles: the fastest tile configurations by backend, as in `ShardPlan.tiles`.
+        errors: standard deviations of the logarithms of times that are predicted, by backend; a backend that is not
+            named was measured.
     """
 
     times: Mapping[str, Latencies] = field(default_factory=dict)
@@ -26,3 +28,4 @@ class MeasurementSet:
     failures: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     tiles: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)

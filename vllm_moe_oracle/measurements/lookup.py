@@ -2,18 +2,20 @@
 
 Sources are searched in this order: the profile of the setting `profile`, the cache, the shipped profiles. The first
 source answers whose measurements are valid here and sufficient for a choice. Times of two sources are never combined,
-and an unfinished run of `tune` does not hide a complete profile. What cannot be read becomes a remark, not an error:
-serving does not depend on measurements.
+and an unfinished run of `tune` does not hide a complete profile. Where no source suffices, times are predicted
+(`latency_model`). What cannot be read becomes a remark, not an error: serving does not depend on measurements.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from ..backends import Backend
 from ..core.measurement_set import MeasurementSet
 from ..core.objectives import parse_objective
 from ..core.problem import Device, Problem
@@ -23,7 +25,7 @@ from ..oracle.registry import default_registry
 from ..oracle.selection import REFERENCE_BACKEND, equivalent_backends, evaluate_candidates
 from ..settings import Settings, cache_dir
 from ..untrusted import boundary
-from . import environment, profile
+from . import environment, latency_model, profile
 from .environment import Environment
 from .kernel_shape import KernelShape, Sample, kernel_shape_of
 from .store import shared_store
@@ -71,18 +73,62 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
         # A backend that failed in an earlier source is not chosen by the times of this one.
         times = {backend: each for backend, each in measured.times.items() if backend not in failures}
         failures |= measured.failures
-        why = _why_undecided(MeasurementSet(times, measured.source, failures), problem, device, settings)
-        said = [f"measured with {', '.join(valid.differences)}"] * bool(valid.differences) + remarks
+        errors, changed = _release_errors(times, valid.environment, here)
+        why = _why_undecided(MeasurementSet(times, measured.source, failures, errors=errors), problem, device, settings)
+        said = [f"measured with {', '.join(valid.differences)}"] * bool(valid.differences) + changed + remarks
         tiles = measured.tiles
         if tiles and not environment.same_kernel_code(valid.environment, here):
             tiles = {}
             said.append("measured tile configurations are ignored: other kernel sources or another Triton")
-        measured = MeasurementSet(times, measured.source, dict(failures), tuple(said), tiles)
+        measured = MeasurementSet(times, measured.source, dict(failures), tuple(said), tiles, errors)
         if not why:
             return measured
         remarks.append(why)
         first = first or measured
-    return first or MeasurementSet(remarks=tuple(remarks))
+    predicted = _predicted(shape, problem, device, settings, failures)
+    if predicted.times and not _why_undecided(predicted, problem, device, settings):
+        return dataclasses.replace(predicted, remarks=(*remarks, *predicted.remarks))
+    return first or MeasurementSet(remarks=(*remarks, *predicted.remarks))
+
+
+def _predicted(
+    shape: KernelShape, problem: Problem, device: Device, settings: Settings, failures: dict[str, str]
+) -> MeasurementSet:
+    """Predicted times of the backends that the oracle could choose, without those that failed when measured."""
+    registry = default_registry()
+    accepted = [each.backend for each in evaluate_candidates(problem, device, settings, registry) if each.accepted]
+    router = any(registry[name].monolithic for name in accepted)
+    names = [name for name in accepted if name not in failures]
+    return dataclasses.replace(latency_model.predict(shape, device, names, router), failures=dict(failures))
+
+
+def _release_errors(names: Iterable[str], there: Environment, here: Environment) -> tuple[dict[str, float], list[str]]:
+    """Errors of the times of backends whose kernels are other code here than where they were measured, and what
+    changed."""
+    registry = default_registry()
+    errors: dict[str, float] = {}
+    remarks: list[str] = []
+    for name in names:
+        backend = registry[name]
+        packages, jit = _kernel_packages(backend)
+        if changes := environment.kernel_changes(there, here, packages, jit):
+            errors[name] = math.hypot(*changes.values())
+            remarks.append(f"{name} was measured with {', '.join(changes)}")
+    return errors, remarks
+
+
+def _kernel_packages(backend: Backend) -> tuple[tuple[str, ...], bool]:
+    """The packages that hold a backend's kernels, empty for this project's own, and whether Triton compiles them.
+
+    A wrapper's kernels are in the library that its capabilities name, or in vLLM. A third party's may be anywhere.
+    """
+    libraries = tuple(name for name in backend.capabilities.packages if name in environment.KERNEL_PACKAGES[1:])
+    if libraries:
+        return libraries, False
+    if backend.stock_class:
+        return ("vllm",), not backend.precompiled
+    own = type(backend).__module__.startswith(f"{__package__.partition('.')[0]}.backends.")
+    return (() if own else environment.KERNEL_PACKAGES), True
 
 
 def _why_undecided(measured: MeasurementSet, problem: Problem, device: Device, settings: Settings) -> str:

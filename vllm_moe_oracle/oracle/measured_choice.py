@@ -2,7 +2,8 @@
 
 Pure: the times come in as a `MeasurementSet`. Times are compared as ratios (a geometric mean over token counts), so
 that one long prefill does not outweigh every decode step. The static choice stays unless another candidate saves more
-of its time than the setting `min_time_saving`. A saving is ``1 - time / time of the slower one``.
+of its time than the setting `min_time_saving`. A saving is ``1 - time / time of the slower one``. Predicted times have
+an error: a candidate must then save so much that its advantage also exceeds the error of the two times' ratio.
 """
 
 from __future__ import annotations
@@ -141,13 +142,20 @@ def choose_fastest(
         remarks = ("no other backend was measured", *found.remarks)
         return MeasuredChoice(static, f"{undecided}: {'; '.join(remarks)}")
     scores = _scores(found.curves, objective)
-    fastest = min(scores, key=lambda name: scores[name])  # ties go to the first in static order
-    saving = 1.0 - math.exp(scores[fastest] - scores[base])
-    winner = fastest if saving > min_time_saving else base
+    # The fastest that saves enough, else the fastest; ties go to the first in static order.
+    by_time = sorted(scores, key=lambda name: scores[name])
+    savings = {name: 1.0 - math.exp(scores[name] - scores[base]) for name in by_time}
+    limits = {name: required_saving(min_time_saving, measurements.errors, base, name) for name in by_time}
+    better = [name for name in by_time if name != base and savings[name] > limits[name]]
+    fastest = (better or by_time)[0]
+    winner = fastest if better else base
+    saving, needed = savings[fastest], limits[fastest]
     counts = sorted(set.intersection(*(set(curve.points["uniform"]) for curve in found.curves.values())))
     time_saved = saving if winner == fastest else 0.0
-    outcome = _outcome(found, objective, measurements.source, base, winner, time_saved, counts, min_time_saving)
-    explanation = _explain(winner, static, fastest, saving, min_time_saving, outcome)
+    outcome = _outcome(found, objective, measurements, base, winner, time_saved, counts, min_time_saving)
+    explanation = _explain(winner, static, fastest, saving, needed, outcome)
+    # Two backends share a layer for a few percent at some numbers of tokens, which predictions do not resolve.
+    can_share = _never if outcome.errors else can_share
     token_ranges = _split_by_tokens(winner, found.curves, counts, objective, min_time_saving, can_share)
     if token_ranges:
         ranges = [
@@ -156,6 +164,19 @@ def choose_fastest(
         ]
         explanation = f"{explanation}; by number of tokens: {', '.join(ranges)}"
     return MeasuredChoice(winner, explanation, outcome, token_ranges)
+
+
+def required_saving(min_time_saving: float, errors: Mapping[str, float], one: str, other: str) -> float:
+    """The fraction of one candidate's time that another must save to replace it.
+
+    Args:
+        min_time_saving: the setting of that name.
+        errors: standard deviations of the logarithms of predicted times, by candidate.
+        one: the candidate that stays otherwise.
+        other: the candidate that would replace it.
+    """
+    ratio_error = math.hypot(errors.get(one, 0.0), errors.get(other, 0.0))
+    return 1.0 - (1.0 - min_time_saving) * math.exp(-ratio_error)
 
 
 def _comparable(measurements: MeasurementSet, accepted: Sequence[str], objective: Objective) -> _Comparison:
@@ -186,7 +207,7 @@ def _scores(curves: Mapping[str, _LatencyCurve], objective: Objective) -> dict[s
 def _outcome(
     found: _Comparison,
     objective: Objective,
-    source: str,
+    measurements: MeasurementSet,
     comparison_base: str,
     winner: str,
     time_saved: float,
@@ -198,28 +219,29 @@ def _outcome(
     losses = [(count, name, 1 - times[name][count] / times[winner][count]) for count, name in fastest.items()]
     return MeasuredOutcome(
         objective=str(objective),
-        source=source,
+        source=measurements.source,
         comparison_base=comparison_base,
         time_saved=time_saved,
         fastest=tuple(fastest.items()),
         slower_at=tuple(each for each in losses if each[2] > min_time_saving),
         times=tuple((name, tuple(sorted(points.items()))) for name, points in times.items()),
         remarks=found.remarks,
+        errors=tuple((name, error) for name, error in measurements.errors.items() if name in found.curves),
     )
 
 
-def _explain(
-    winner: str, static: str, fastest: str, saving: float, min_time_saving: float, outcome: MeasuredOutcome
-) -> str:
+def _explain(winner: str, static: str, fastest: str, saving: float, needed: float, outcome: MeasuredOutcome) -> str:
     base = outcome.comparison_base
     objective = f"for the objective {outcome.objective}"
+    takes = "is predicted to take" if outcome.errors else "takes"
     if winner != base:
         # The base is the static choice, or the first in static order that could be measured.
         described = f"{base}, the static choice," if base == static else base
-        text = f"takes {saving:.1%} less time than {described} {objective}"
+        text = f"{takes} {saving:.1%} less time than {described} {objective}"
     elif fastest != base:
-        text = f"first in the static order; {fastest} takes only {saving:.1%} less time"
-        text += f" (min_time_saving {min_time_saving:.0%}) {objective}"
+        text = f"first in the static order; {fastest} {takes} only {saving:.1%} less time"
+        limit = "min_time_saving and the prediction's error" if outcome.errors else "min_time_saving"
+        text += f" ({limit} {needed:.0%}) {objective}"
     elif len(outcome.times) == 1:
         text = f"the only one that could be measured, {objective}"
     else:

@@ -180,7 +180,7 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
     why: DecidedBy = "static"
     if choice.measured is not None:
         chosen = next(candidate for candidate in case.accepted if candidate.backend == choice.backend)
-        why, explanation = "measured", choice.explanation
+        why, explanation = "predicted" if choice.measured.errors else "measured", choice.explanation
     elif choice.explanation:
         explanation = f"{explanation}; {choice.explanation}"
     if measurements is not None and not measurements.times and _can_be_measured(chosen, case):

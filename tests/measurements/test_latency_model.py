@@ -1,0 +1,156 @@
+"""Predicted times: the formula, the errors it states, and what the oracle makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from tests.gpu.unlisted_layers import LAYERS
+from tests.tools import fit_latency
+from vllm_moe_oracle.core.measurement_set import MeasurementSet
+from vllm_moe_oracle.core.objectives import parse_objective
+from vllm_moe_oracle.core.problem import Device
+from vllm_moe_oracle.devices.catalog import known_device
+from vllm_moe_oracle.measurements import environment, latency_model, lookup
+from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
+from vllm_moe_oracle.oracle.measured_choice import choose_fastest, required_saving
+from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.settings import Settings
+
+H200 = known_device("nvidia-h200")
+PLAIN = next(each for each in LAYERS if each.layer == "mxfp8:olmoe")
+INT4 = next(each for each in LAYERS if each.layer == "int4_g128:qwen1.5-moe")
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[fit_latency.Row]:
+    return fit_latency.read_rows()
+
+
+def parameters(backend: latency_model.BackendLatency) -> torch.Tensor:
+    values = [getattr(backend, name) for name in backend.__struct_fields__[:7]]
+    factors = [backend.factors[name] for name in fit_latency.FLAGS]
+    return torch.tensor([*values, *backend.tile_tflops, *factors], dtype=torch.float64).log()
+
+
+def test_the_fit_and_the_prediction_are_one_formula(rows: list[fit_latency.Row]) -> None:
+    for name, backend in latency_model.shipped().backends.items():
+        own = [row for row in rows if row.backend == name][::7]
+        fitted = fit_latency.Design(own).log_ratio(parameters(backend)).exp()
+        for row, ratio in zip(own, fitted.tolist(), strict=True):
+            us = latency_model.predict_us(backend, row.shape, row.tokens, row.router)
+            assert us / row.us == pytest.approx(ratio, rel=1e-9)
+
+
+def test_stated_errors_cover_the_layers_that_were_fitted(rows: list[fit_latency.Row]) -> None:
+    for name, backend in latency_model.shipped().backends.items():
+        own = [row for row in rows if row.backend == name]
+        ratio = fit_latency.Design(own).log_ratio(parameters(backend))
+        shapes = [row.shape for row in own]
+        assert len(set(shapes)) == backend.layers
+        means = [ratio[torch.tensor([each == shape for each in shapes])].mean() for shape in set(shapes)]
+        assert torch.stack(means).square().mean().sqrt() <= backend.error, name
+
+
+@pytest.mark.parametrize("height", latency_model.TILE_ROWS)
+@pytest.mark.parametrize("rows", [0.01, 0.7, 5.0, 63.0, 64.5, 900.0])
+def test_expected_tiles_are_those_of_a_poisson_distribution(rows: float, height: int) -> None:
+    counts = torch.arange(4000, dtype=torch.float64)
+    chances = torch.distributions.Poisson(torch.tensor(rows, dtype=torch.float64)).log_prob(counts).exp()
+    exact = (chances * torch.ceil(counts / height)).sum().item()
+    # Beyond a square of the height half a tile is taken for what the last tile of an expert lacks.
+    assert latency_model._expected_tiles(rows, height) == pytest.approx(exact, rel=1e-6, abs=0.5 / height)
+
+
+@pytest.mark.parametrize("name", sorted(latency_model.shipped().backends))
+def test_more_work_takes_longer(name: str) -> None:
+    backend = latency_model.shipped().backends[name]
+    shape = kernel_shape_of(PLAIN)
+    times = [latency_model.predict_us(backend, shape, tokens, False) for tokens in latency_model.TOKENS]
+    assert times == sorted(times) and times[0] > 0
+    wide = kernel_shape_of(dataclasses.replace(PLAIN, intermediate_size=2 * PLAIN.intermediate_size))
+    assert latency_model.predict_us(backend, wide, 64, False) > latency_model.predict_us(backend, shape, 64, False)
+    slow = latency_model.predict_us(backend, shape, 64, False, bandwidth=0.7, rate=0.7)
+    assert slow > latency_model.predict_us(backend, shape, 64, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "words"),
+    [
+        ({"batch_invariant": True}, H200, "batch invariance"),
+        ({"dtype": "float32"}, H200, "float32"),
+        ({"num_experts": 4096, "local_experts": 4096}, H200, "num_experts 4096 is far outside"),
+        ({}, known_device("nvidia-b200"), "sm_90 only"),
+        ({}, dataclasses.replace(H200, name="NVIDIA GH999"), "does not have NVIDIA GH999"),
+    ],
+)
+def test_nothing_is_predicted_without_grounds(changes: dict[str, object], device: Device, words: str) -> None:
+    shape = kernel_shape_of(dataclasses.replace(PLAIN, **changes))  # type: ignore[arg-type]
+    found = latency_model.predict(shape, device, ["hopper_mxfp8"], False)
+    assert not found.times and words in found.remarks[0]
+
+
+def test_a_layer_without_measurements_is_decided_by_prediction() -> None:
+    for problem in (PLAIN, INT4):
+        measurements = lookup.find_measurements(problem, H200, Settings(cache="none"))
+        decision = decide(problem, H200, Settings(cache="none"), measurements=measurements)
+        assert decision.why == "predicted" and decision.backend.startswith("hopper_")
+        assert "is predicted to take" in decision.explanation and "latency model" in decision.explanation
+        assert not decision.token_ranges
+
+
+def test_another_card_of_the_family_is_predicted_with_more_error() -> None:
+    shape, names = kernel_shape_of(PLAIN), ["hopper_mxfp8", "humming_mxfp8"]
+    here = latency_model.predict(shape, H200, names, False)
+    there = latency_model.predict(shape, known_device("nvidia-h100"), names, False)
+    assert all(there.errors[name] > here.errors[name] for name in names)
+    assert there.times["hopper_mxfp8"]["uniform"][1] > here.times["hopper_mxfp8"]["uniform"][1]
+
+
+def test_a_prediction_must_exceed_its_error() -> None:
+    assert required_saving(0.03, {}, "a", "b") == pytest.approx(0.03)
+    assert required_saving(0.03, {"a": 0.03, "b": 0.04}, "a", "b") == pytest.approx(1 - 0.97 * math.exp(-0.05))
+    counts = latency_model.TOKENS
+    times = {"a": {"uniform": dict.fromkeys(counts, 100.0)}, "b": {"uniform": dict.fromkeys(counts, 90.0)}}
+    for error, winner in ((0.0, "b"), (0.05, "b"), (0.1, "a")):
+        found = MeasurementSet(times, "somewhere", errors={"b": error} if error else {})
+        assert choose_fastest(found, ["a", "b"], parse_objective("balanced"), 0.03).backend == winner
+
+
+def test_a_large_error_does_not_hide_a_sure_gain() -> None:
+    counts = latency_model.TOKENS
+    times = {name: {"uniform": dict.fromkeys(counts, us)} for name, us in (("a", 100.0), ("b", 80.0), ("c", 85.0))}
+    found = MeasurementSet(times, "somewhere", errors={"a": 0.01, "b": 0.3, "c": 0.01})
+    assert choose_fastest(found, ["a", "b", "c"], parse_objective("balanced"), 0.03).backend == "c"
+
+
+THERE = environment.Environment(
+    "NVIDIA H200", 90, 132, {"vllm": "0.33.0", "humming-kernels": "0.1.19", "triton": "3.6.0"}, kernels="abc"
+)
+
+
+@pytest.mark.parametrize(
+    ("packages", "kernels", "of", "error"),
+    [
+        ({"vllm": "0.26.0"}, "abc", ((), True), 0.0),
+        ({"vllm": "0.26.0"}, "abc", (("vllm",), False), environment.VLLM_RELEASE_ERROR),
+        ({"vllm": "0.26.0"}, "abc", (("humming-kernels",), False), 0.0),
+        ({"humming-kernels": "0.1.16"}, "abc", (("humming-kernels",), False), 3 * environment.HUMMING_RELEASE_ERROR),
+        ({"humming-kernels": "0.2.0"}, "abc", (("humming-kernels",), False), environment.UNKNOWN_RELEASE_ERROR),
+        ({"humming-kernels": "nonsense"}, "abc", (("humming-kernels",), False), environment.UNKNOWN_RELEASE_ERROR),
+        ({"triton": "3.6.1"}, "abc", ((), True), 0.0),
+        ({"triton": "3.8.0"}, "abc", ((), True), environment.UNKNOWN_RELEASE_ERROR),
+        ({"triton": "3.8.0"}, "abc", (("vllm",), False), 0.0),
+        ({}, "def", ((), True), environment.UNKNOWN_RELEASE_ERROR),
+        ({}, "def", (("vllm",), False), 0.0),
+    ],
+)
+def test_a_time_belongs_to_the_code_that_ran(
+    packages: dict[str, str], kernels: str, of: tuple[tuple[str, ...], bool], error: float
+) -> None:
+    here = environment.Environment("NVIDIA H200", 90, 132, {**THERE.packages, **packages}, kernels=kernels)
+    changes = environment.kernel_changes(THERE, here, *of)
+    assert math.hypot(*changes.values()) == pytest.approx(error)

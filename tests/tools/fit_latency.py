@@ -1,0 +1,278 @@
+"""Fits the latency model to measured times, and says how well it predicts layers that it did not see.
+
+    python -m tests.tools.fit_latency            prints the errors
+    python -m tests.tools.fit_latency --write    also writes profiles/latency_model.json; takes some minutes
+    python -m tests.tools.fit_latency --holdout  fits the shipped profiles only, and decides the unlisted layers by that
+
+Reads the shipped profiles of one GPU and `tests/golden/h200/unlisted-*.jsonl` (`tests.gpu.unlisted_layers`). Parameters
+are positive, so their logarithms are fitted, by Levenberg-Marquardt with a Huber-like weight on the logarithm of
+predicted over measured time. A weak prior holds parameters that a backend's times do not determine. Errors are from
+fits that leave out one model family (number of experts and hidden size) at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tests.gpu.unlisted_layers import LAYERS
+from vllm_moe_oracle.core.problem import Device
+from vllm_moe_oracle.devices.catalog import find_spec
+from vllm_moe_oracle.measurements import latency_model as model
+from vllm_moe_oracle.measurements import profile
+from vllm_moe_oracle.measurements.bench_records import read_samples
+from vllm_moe_oracle.measurements.kernel_shape import KernelShape, kernel_shape_of
+from vllm_moe_oracle.oracle.registry import default_registry
+from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+UNLISTED = sorted((ROOT / "tests/golden/h200").glob("unlisted-*.jsonl"))
+GPU = "NVIDIA H200"
+FLAGS = ("zero_points", "float16", "int8", "small_groups", "bias", "expert_parallel", "ungated")
+SIZES = ("num_experts", "local_experts", "top_k", "hidden_size", "intermediate_size")
+PRIOR = torch.tensor(
+    [math.log(each) for each in (8.0, 3.5, 2.0, 1.0, 3.0, 0.2, 4.0, 60.0, 120.0, 240.0, 400.0, 550.0)]
+    + [0.0] * len(FLAGS),
+    dtype=torch.float64,
+)
+"""Logarithms of the parameters in the order of `BackendLatency`: values of the right magnitude for a Hopper card."""
+PRIOR_WEIGHT = 0.03
+SIBLING_WEIGHT = 0.1
+"""Weight of the prior of a backend with few layers, which is its sibling's fit."""
+SIBLINGS = {f"humming_{scheme}_grouped": f"humming_{scheme}" for scheme in ("mxfp8", "mxfp4", "wna16")}
+OUTLIER = 0.08
+"""Logarithms of ratios beyond this count linearly, not squared."""
+MIN_FAMILIES = 2
+MAX_ERROR = 0.3
+"""A backend whose layers' mean time is predicted worse is not predicted. Below, its error enters the choice."""
+
+
+class Row(NamedTuple):
+    """One measured time."""
+
+    shape: KernelShape
+    backend: str
+    tokens: int
+    us: float
+    router: bool
+
+    @property
+    def family(self) -> tuple[int, int]:
+        return self.shape.num_experts, self.shape.hidden_size
+
+
+def read_rows(unlisted: bool = True) -> list[Row]:
+    rows = []
+    for each in profile.shipped():
+        if each.environment.gpu != GPU:
+            continue
+        for entry in each.entries:
+            if entry.kernel_shape.act_order or entry.kernel_shape.batch_invariant:
+                continue
+            for name, times in entry.backends.items():
+                for tokens, (us, *_) in times.times.get("uniform", {}).items():
+                    rows.append(Row(entry.kernel_shape, name, int(tokens), us, times.router))
+    for path in UNLISTED if unlisted else ():
+        for shape, samples in read_samples(path)[2].items():
+            if shape.act_order or shape.batch_invariant:
+                continue
+            timed = [each for each in samples if not each.failure]
+            rows += [Row(shape, each.backend, each.tokens, each.us, each.router) for each in timed]
+    return rows
+
+
+class Design:
+    """The columns of a fit: what the times of some rows depend on."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        work = [model.call_work(row.shape, row.tokens) for row in rows]
+        tensor = lambda values: torch.tensor(values, dtype=torch.float64)  # noqa: E731
+        self.log_us = tensor([math.log(row.us) for row in rows])
+        self.router = tensor([float(row.router) for row in rows])
+        self.active, self.slots = tensor([each.active for each in work]), tensor([each.slots for each in work])
+        self.weight_bytes = tensor([each.weight_bytes for each in work])
+        self.tiles = tensor([each.tiles for each in work])
+        self.products = tensor([each.products for each in work])
+        self.flags = tensor([[float(model.layer_flags(row.shape)[name]) for name in FLAGS] for row in rows])
+
+    def log_ratio(self, parameters: Tensor) -> Tensor:
+        """Logarithms of predicted over measured time: `latency_model.predict_us` for all rows at once."""
+        launch, bandwidth, ramp, sharpness, traffic, expert, router = torch.exp(parameters[:7])
+        heights = len(model.TILE_ROWS)
+        rates, factors = torch.exp(parameters[7 : 7 + heights]), parameters[7 + heights :]
+        height = torch.tensor(model.TILE_ROWS, dtype=torch.float64)
+        power, products = 1.0 + sharpness, torch.zeros_like(self.active)
+        for index in range(2):
+            size = self.products[:, index].prod(-1)
+            reading = self.active * size * self.weight_bytes / (bandwidth * 1e6) + ramp
+            costs = 2.0 * self.tiles * height * size[:, None] / (rates * 1e6)
+            multiplying = torch.exp(-torch.logsumexp(-8.0 * torch.log(costs), -1) / 8.0)
+            products = products + (reading**power + multiplying**power) ** (1.0 / power)
+        rows, hidden = self.products[:, 0, 0], self.products[:, 0, 1]
+        traffic_us = 2.0 * self.slots * (1.5 * rows + 2.0 * hidden) / (traffic * 1e6)
+        total = products * torch.exp(self.flags @ factors) + launch + expert * self.active.sqrt()
+        return torch.log(total + router * self.router + traffic_us) - self.log_us
+
+
+def fit(design: Design, prior: Tensor = PRIOR, prior_weight: float = PRIOR_WEIGHT) -> Tensor:
+    """Logarithms of the parameters that minimize the weighted squares."""
+
+    def residuals(parameters: Tensor) -> Tensor:
+        ratio = design.log_ratio(parameters)
+        weight = (1.0 + (ratio.detach() / OUTLIER) ** 2) ** -0.25
+        return torch.cat([ratio * weight, (parameters - prior) * prior_weight])
+
+    jacobian: Callable[[Tensor], Tensor] = torch.func.jacfwd(residuals)
+    parameters, damping = prior.clone(), 1e-2
+    cost = residuals(parameters).square().sum()
+    for _ in range(60):
+        slope, value = jacobian(parameters), residuals(parameters)
+        normal, gradient = slope.T @ slope, slope.T @ value
+        for _ in range(8):
+            scaled = normal + damping * torch.diag(normal.diagonal() + 1e-6)
+            candidate = parameters - torch.linalg.solve(scaled, gradient).clamp(-1.0, 1.0)
+            new_cost = residuals(candidate).square().sum()
+            if torch.isfinite(new_cost) and new_cost < cost:
+                break
+            damping *= 4.0
+        else:
+            return parameters
+        parameters, damping = candidate, max(damping / 3.0, 1e-8)
+        if cost - new_cost < 1e-7 * cost:
+            return parameters
+        cost = new_cost
+    return parameters
+
+
+def fit_backend(rows: Sequence[Row], prior: Tensor, prior_weight: float) -> model.BackendLatency:
+    """The parameters from all rows, and the errors of families that a fit did not see."""
+    layer_means, cells = [], []
+    for family in sorted({row.family for row in rows}):
+        inside = [row for row in rows if row.family == family]
+        parameters = fit(Design([row for row in rows if row.family != family]), prior, prior_weight)
+        ratio = Design(inside).log_ratio(parameters)
+        cells.append(ratio)
+        for shape in {row.shape for row in inside}:
+            mask = torch.tensor([row.shape == shape for row in inside])
+            layer_means.append(ratio[mask].mean())
+    values = [round(each, 5) for each in torch.exp(fit(Design(rows), prior, prior_weight)).tolist()]
+    heights = len(model.TILE_ROWS)
+    return model.BackendLatency(
+        *values[:7],
+        tile_tflops=tuple(values[7 : 7 + heights]),
+        factors=dict(zip(FLAGS, values[7 + heights :], strict=True)),
+        error=round(torch.stack(layer_means).square().mean().sqrt().item(), 4),
+        cell_error=round(torch.cat(cells).square().mean().sqrt().item(), 4),
+        layers=len({row.shape for row in rows}),
+    )
+
+
+def fit_all(rows: Sequence[Row]) -> dict[str, model.BackendLatency]:
+    fitted = {}
+    for name in sorted({row.backend for row in rows}):
+        own = [row for row in rows if row.backend == name]
+        if len({row.family for row in own}) < MIN_FAMILIES:
+            continue
+        prior, weight = PRIOR, PRIOR_WEIGHT
+        if name in SIBLINGS:
+            sibling = [row for row in rows if row.backend == SIBLINGS[name]]
+            prior, weight = fit(Design(sibling)), SIBLING_WEIGHT
+        found = fit_backend(own, prior, weight)
+        used = "" if found.error <= MAX_ERROR else "   not used"
+        print(
+            f"{name:26s} {found.layers:3d} layers, {len(own):4d} times: layer {found.error:.1%}, "
+            f"time {found.cell_error:.1%}{used}",
+            flush=True,
+        )
+        if not used:
+            fitted[name] = found
+    return fitted
+
+
+def report_choices(found: model.LatencyModel) -> None:
+    """Prints how the choices of a model that never saw the unlisted layers compare with their measured times."""
+    device, settings = _device(found), Settings(cache="none", use_measurements=False)
+    cells: list[tuple[float, float]] = []
+    for problem in LAYERS:
+        measured = {
+            (row.backend, row.tokens): row.us for row in _unlisted_rows() if row.shape == kernel_shape_of(problem)
+        }
+        names = [each.backend for each in decide(problem, device, settings).candidates if each.accepted]
+        router = any(default_registry()[name].monolithic for name in names)
+        predicted = model.predict(kernel_shape_of(problem), device, names, router, found)
+        decision = decide(problem, device, settings, measurements=predicted)
+        static = decide(problem, device, settings).backend
+        precision = default_registry()[static].activations(problem)
+        rivals = [name for name in names if default_registry()[name].activations(problem) == precision]
+        for tokens in sorted({tokens for _, tokens in measured}):
+            times = {name: measured[name, tokens] for name in rivals if (name, tokens) in measured}
+            if decision.why == "predicted" and static in times and len(times) > 1:
+                us = times[decision.backend]
+                cells.append((us / min(times.values()), times[static] / us))
+        print(f"{problem.layer:34s} {decision.backend:24s} {decision.why}")
+    behind = sorted(each for each, _ in cells)
+    gain = math.exp(math.fsum(math.log(each) for _, each in cells) / len(cells))
+    within = sum(each <= 1.03 for each in behind) / len(behind)
+    eight = sum(each > 1.08 for each in behind)
+    print(f"{len(cells)} times of predicted choices: {within:.1%} within 3 % of the best backend")
+    print(f"{eight} more than 8 % behind, the worst {behind[-1] - 1:.0%}")
+    print(f"against the static choice: {gain:.2f} times as fast (geometric mean)")
+
+
+def _device(found: model.LatencyModel) -> Device:
+    spec = find_spec(found.environment.gpu)
+    assert spec is not None
+    packages = dict(found.environment.packages)
+    return Device("cuda", spec.name, spec.capability, spec.sm_count, spec.memory_gib, packages=packages)
+
+
+@cache
+def _unlisted_rows() -> list[Row]:
+    listed = set(read_rows(unlisted=False))
+    return [row for row in read_rows() if row not in listed]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--holdout", action="store_true")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    rows = read_rows(unlisted=not options.holdout)
+    shapes = {row.shape for row in rows}
+    source = next(each for each in profile.shipped() if each.environment.gpu == GPU)
+    found = model.LatencyModel(
+        environment=source.environment,
+        conditions={
+            "command": "python -m tests.tools.fit_latency --write",
+            "times": f"{len(rows)} of {len(shapes)} layers, from the shipped profiles and "
+            + ", ".join(path.name for path in UNLISTED),
+        },
+        sizes={name: _range(getattr(shape, name) for shape in shapes) for name in SIZES},
+        backends=fit_all(rows),
+    )
+    if options.holdout:
+        report_choices(found)
+    elif options.write:
+        text = msgspec.json.format(msgspec.json.encode(found), indent=1)
+        Path(model.__file__).parents[1].joinpath("profiles/latency_model.json").write_bytes(text + b"\n")
+    return 0
+
+
+def _range(values: object) -> tuple[int, int]:
+    found = sorted(values)  # type: ignore[call-overload]
+    return found[0], found[-1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
