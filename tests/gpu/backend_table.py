@@ -816,7 +816,10 @@ def rows_called(case: Case, tokens: Iterable[int]) -> set[int]:
 
     share = {-(-count * case.top_k * case.local_experts // case.experts) for count in (*tokens, SPREAD_TOKENS)}
     chosen = min(case.top_k, len(inputs.sample_experts(case.problem())))
-    return share | {inputs.NUM_TOKENS * chosen}
+    small = {count * chosen for count in inputs.call_counts([], 1 << 20)}
+    # The converted layer's: one token for each expert on this rank.
+    whole = case.local_experts * case.top_k
+    return share | small | {whole, -(-whole * case.local_experts // case.experts)}
 
 
 def takes_any_map(name: str, case: Case, machine: Any) -> bool:

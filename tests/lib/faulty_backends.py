@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 
 from tests.lib.cases import CPU, GPT_OSS, MXFP8, MXFP8_W8A8, RELU2, SILU, problem
+from vllm_moe_oracle import schemes
 from vllm_moe_oracle.backends.emulation import Emulation, forward
 from vllm_moe_oracle.compat import current_adapter
-from vllm_moe_oracle.core.problem import Activation, Problem
+from vllm_moe_oracle.core.problem import Activation, Problem, Scheme
 from vllm_moe_oracle.methods.rank_sync import RankGroup
 from vllm_moe_oracle.oracle.selection import decide
-from vllm_moe_oracle.schemes import mxfp8
 from vllm_moe_oracle.settings import Settings
 from vllm_moe_oracle.verification import self_check
 
 OAI = dataclasses.replace(GPT_OSS, interleaved=False)
 SMALL: dict[str, Any] = {"experts": 8, "top_k": 2, "hidden_size": 128, "intermediate_size": 64}
+
+MXFP4 = Scheme("mxfp4", 4, 32, "compressed-tensors")
+MXFP4_W4A4 = dataclasses.replace(MXFP4, activations="mxfp4")
 
 LAYERS = {
     "silu": problem(**SMALL, scheme=MXFP8_W8A8, activation=SILU),
@@ -67,15 +70,15 @@ def moe_config(layer: Problem) -> Any:
 
 def weights(layer: Problem, size: float = 0.05, biases: float = 0.0) -> dict[str, Tensor]:
     """Loaded weights; biases are zeros, as where a model has them and never trained them, unless a size is given."""
-    generator = torch.Generator().manual_seed(0)
+    scheme, generator = schemes.module(layer.scheme.name), torch.Generator().manual_seed(0)
+    shapes = scheme.shapes(layer)
     found: dict[str, Tensor] = {}
     for name in ("w13", "w2"):
-        shape = mxfp8.shapes(layer)[name]
-        found[name], found[f"{name}_scale"] = mxfp8.quantize(torch.randn(shape, generator=generator) * size)
+        shape = (*shapes[name][:2], shapes[f"{name}_scale"][2] * 32)
+        found[name], found[f"{name}_scale"] = scheme.quantize(torch.randn(shape, generator=generator) * size)
     if layer.has_bias:
         for name in ("w13_bias", "w2_bias"):
-            shape = mxfp8.shapes(layer)[name]
-            found[name] = (torch.randn(shape, generator=generator) * biases).to(getattr(torch, layer.dtype))
+            found[name] = (torch.randn(shapes[name], generator=generator) * biases).to(getattr(torch, layer.dtype))
     return found
 
 
@@ -170,6 +173,89 @@ def raises(tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
 
 def nothing(tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
     out.zero_()
+
+
+def after(change: Callable[[Tensor], object], calls: Callable[[int], object] = lambda tokens: True) -> Compute:
+    """The right output, changed in the calls whose number of tokens `calls` accepts."""
+
+    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, *more: Any) -> None:
+        forward(tensors, layer, out, x, *more)
+        if calls(x.shape[0]):
+            change(out)
+
+    return compute
+
+
+class Nth:
+    """The right output, changed in one call of those of an instance."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def __call__(self, tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
+        forward(tensors, layer, out, *more)
+        self._left -= 1
+        if self._left == 0:
+            out.mul_(1.5)
+
+
+def wrong_experts(wrong: Callable[[int], bool]) -> Compute:
+    """Computes some experts, by their place in the layer, with the weights of the first."""
+
+    def compute(tensors: Any, layer: Problem, *more: Any) -> None:
+        held = {name: tensor.clone() for name, tensor in tensors.items()}
+        for index in range(len(held["w2"])):
+            if wrong(index):
+                held["w2"][index].view(torch.uint8).copy_(held["w2"][0].view(torch.uint8))
+        forward(held, layer, *more)
+
+    return compute
+
+
+def nan_where_idle(
+    tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
+) -> None:
+    forward(tensors, layer, out, x, weights, ids, *more)
+    if len(ids[ids >= 0].unique()) < layer.local_experts:
+        out[0, 0] = torch.nan
+
+
+def empty_is_first(
+    tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
+) -> None:
+    forward(tensors, layer, out, x, weights, ids.clamp(min=0), *more)
+
+
+def ignores_map(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
+    forward(tensors, layer, out, x, weights, ids.clamp(max=layer.local_experts - 1))
+
+
+def writes_into_x(tensors: Any, layer: Problem, out: Tensor, x: Tensor, *more: Any) -> None:
+    forward(tensors, layer, out, x, *more)
+    x[-1, -1] += 1
+
+
+def last_weight(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
+    forward(tensors, layer, out, x, torch.cat((weights[:, :-1], weights[:, :1]), 1), ids, *more)
+
+
+def some_scales(name: str, exponents: int) -> Convert:
+    """One scale of a hundred is off by a power of two."""
+
+    def convert(expert: dict[str, Tensor], layer: Problem) -> dict[str, Tensor]:
+        if expert[name].is_meta:
+            return expert
+        hit = torch.rand(expert[name].shape, generator=torch.Generator().manual_seed(5)) < 0.01
+        return expert | {name: (expert[name].to(torch.int16) + hit * exponents).to(torch.uint8)}
+
+    return convert
+
+
+def short_bias(expert: dict[str, Tensor], layer: Problem) -> dict[str, Tensor]:
+    """The last 16 columns get no bias."""
+    if expert["w2_bias"].is_meta:
+        return expert
+    return expert | {"w2_bias": torch.cat((expert["w2_bias"][:-16], torch.zeros_like(expert["w2_bias"][-16:])))}
 
 
 def check(backend: Emulation, layer: Problem, loaded: dict[str, Tensor]) -> self_check.Comparison:

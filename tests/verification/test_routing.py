@@ -202,7 +202,8 @@ def test_a_fault_is_caught(fault: Routes, name: str) -> None:
 def test_a_faultless_kernel_passes_with_any_number_of_experts_on_the_rank(name: str, held: int | None) -> None:
     result = check(Routes(), LAYERS[name], held)
     assert result.passed and not result.skip_reason, result
-    assert result.error <= 2.0**-8
+    # One rounding, of the output, of the six that the tolerance allows.
+    assert result.error <= result.tolerance / 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.activations import GATED, UNGATED, spec_of
@@ -18,6 +19,7 @@ from ..core.problem import Activation, ActivationPrecision, Problem
 from ._contract import Backend, Builder, Tensors
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _ACTIVATION_PRECISIONS: dict[str, tuple[ActivationPrecision, ...]] = {
@@ -124,13 +126,37 @@ def forward(
         ValueError: an id is neither -1 nor below the number of experts.
     """
 
-    with _ieee_fp32_matmul():
-        total = _sum_over_experts(tensors, problem, x, topk_weights, topk_ids, expert_map)
+    import torch
+
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    with ieee_fp32_matmul():
+        for part in expert_outputs(tensors, problem, x, topk_weights, topk_ids, expert_map):
+            total.index_add_(0, part.token, part.output)
+            del part  # before the next expert's matrix is made
     out.copy_(total)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertOutput:
+    """What one expert adds to the output.
+
+    Attributes:
+        token: rows of its tokens, `[m]`.
+        weight: the routing weights, float32 `[m, 1]`.
+        hidden: what enters the second product, float32 `[m, intermediate]`.
+        w2: dequantized, float32 `[hidden, intermediate]`.
+        output: weighted, float32 `[m, hidden]`.
+    """
+
+    token: Tensor
+    weight: Tensor
+    hidden: Tensor
+    w2: Tensor
+    output: Tensor
+
+
 @contextmanager
-def _ieee_fp32_matmul() -> Iterator[None]:
+def ieee_fp32_matmul() -> Iterator[None]:
     """Float32 products in float32, whatever the process allows: TF32 keeps 10 of 23 bits, bfloat16 7.
 
     Sets torch's per-library `fp32_precision`: after it was used once, torch raises when the global setting is read.
@@ -148,25 +174,21 @@ def _ieee_fp32_matmul() -> Iterator[None]:
             library.fp32_precision = precision
 
 
-def _sum_over_experts(
+def expert_outputs(
     tensors: Tensors,
     problem: Problem,
     x: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
-    expert_map: Tensor | None,
-) -> Tensor:
-    """The weighted sum over each token's experts, float32 `[M, hidden]`."""
+    expert_map: Tensor | None = None,
+) -> Iterator[ExpertOutput]:
+    """What each expert that has tokens adds to their outputs; arguments as for `forward`, inside `ieee_fp32_matmul`."""
     import torch
 
     from .. import schemes
     from ..kernels.activations import activate
 
     scheme = schemes.module(problem.scheme.name)
-    declared = problem.scheme.activations
-    quantized = declared != "16bit"
-    inputs_scheme = schemes.module(_ACTIVATION_SCHEMES[declared]) if quantized else scheme
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     ids = _local_expert_ids(topk_ids, expert_map, problem)
     for index, token, weight, chosen in _tokens_by_expert(ids, topk_weights, tensors["w13"].shape[0]):
         expert = {name: tensor[index] for name, tensor in tensors.items()}
@@ -174,23 +196,35 @@ def _sum_over_experts(
         if problem.routing.weight_on_input:
             # As vLLM's prepare step does it: both factors and the product in the model's dtype.
             inputs = inputs * weight.to(x.dtype)
-        inputs = inputs.to(torch.float32)
-        if quantized:
-            inputs = inputs_scheme.fake_quantize(inputs)
+        inputs = round_inputs(inputs.to(torch.float32), x.dtype, problem)
         hidden = inputs @ scheme.dequantize_expert(expert, "w13").T
         if "w13_bias" in expert:
             hidden += expert["w13_bias"].to(torch.float32)
         hidden = activate(hidden, problem.activation)
-        hidden = inputs_scheme.fake_quantize(hidden) if quantized else hidden.to(x.dtype).to(torch.float32)
-        result = hidden @ scheme.dequantize_expert(expert, "w2").T
+        hidden = round_inputs(hidden, x.dtype, problem)
+        w2 = scheme.dequantize_expert(expert, "w2")
+        result = hidden @ w2.T
         if "w2_bias" in expert:
             result += expert["w2_bias"].to(torch.float32)
         if not problem.routing.weight_on_input:
             result *= weight
         if chosen is not None:
             result.masked_fill_(~chosen, 0.0)
-        total.index_add_(0, token, result)
-    return total
+        yield ExpertOutput(token, weight, hidden, w2, result)
+        del w2, result  # before the next expert's are made
+
+
+def round_inputs(values: Tensor, dtype: torch.dtype, problem: Problem) -> Tensor:
+    """What enters a product: float32 `[m, K]`, rounded to the layer's format of activations or the model's dtype."""
+    import torch
+
+    from .. import schemes
+
+    declared = problem.scheme.activations
+    if declared == "16bit":
+        return values.to(dtype).to(torch.float32)
+    rounded: Tensor = schemes.module(_ACTIVATION_SCHEMES[declared]).fake_quantize(values)
+    return rounded
 
 
 def _tokens_by_expert(

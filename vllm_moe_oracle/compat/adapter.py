@@ -115,19 +115,32 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         return backend.monolithic
 
     def single_rank_config(self, moe: Any, problem: Problem) -> Any:
-        """A copy of vLLM's `FusedMoEConfig` without parallelism, with the problem's number of experts."""
+        """A copy of vLLM's `FusedMoEConfig` without parallelism, with the problem's numbers of experts."""
         config = copy.copy(moe)
         parallel = copy.copy(moe.moe_parallel_config)
         parallel.dp_size = parallel.ep_size = parallel.pcp_size = 1
         parallel.dp_rank = parallel.ep_rank = parallel.pcp_rank = 0
         parallel.use_ep = parallel.enable_eplb = False
         config.moe_parallel_config = parallel
-        config.num_experts = config.num_local_experts = config.num_logical_experts = problem.num_experts
+        config.num_experts = config.num_logical_experts = problem.num_experts
+        config.num_local_experts = problem.local_experts
         config.experts_per_token = problem.top_k
         return config
 
+    def trial_tokens(self, moe: Any) -> int:
+        """Most tokens of a trial call: no more than the engine's own calls have, whose workspaces may not grow."""
+        most = 1 << 20 if self._last_engine() is None else self.max_tokens(moe)
+        return min(most, moe.max_num_tokens) if moe.moe_parallel_config.use_batched_activation_format else most
+
     def run_single_rank(
-        self, experts: Any, layer: Any, tensors: Mapping[str, Tensor], x: Tensor, weights: Tensor, ids: Tensor
+        self,
+        experts: Any,
+        layer: Any,
+        tensors: Mapping[str, Tensor],
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        expert_map: Tensor | None = None,
     ) -> Tensor:
         """Runs modular experts on routed tokens, without other ranks and without shared experts.
 
@@ -138,6 +151,7 @@ class Adapter(LayerAdapter, ExpertsAdapter):
             x: `[M, hidden]`.
             weights: `[M, top_k]` float32.
             ids: `[M, top_k]` int32.
+            expert_map: see `backends.Forward`.
 
         Returns:
             `[M, hidden]` in the dtype of `x`.
@@ -152,15 +166,14 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         engine = self._last_engine()
         with nullcontext() if engine is None else set_forward_context(None, engine):
             result = kernel.apply(
-                # vLLM's runner pads and crops likewise for kernels with a larger hidden size.
-                torch.nn.functional.pad(x, (0, max(experts.moe_config.hidden_dim - hidden, 0))),
+                _padded(x, experts.moe_config.hidden_dim),
                 tensors["w13"],
                 tensors["w2"],
                 topk_weights=weights,
                 topk_ids=ids,
                 activation=experts.moe_config.activation,
                 global_num_experts=experts.moe_config.num_experts,
-                expert_map=None,
+                expert_map=expert_map,
                 apply_router_weight_on_input=False,
             )
         return cast(Tensor, result)[..., :hidden]
@@ -193,7 +206,7 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         kernel = self.modular_kernel(make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=True), experts)
         hidden = x.shape[-1]
         result = kernel.apply_monolithic(
-            torch.nn.functional.pad(x, (0, max(experts.moe_config.hidden_dim - hidden, 0))),
+            _padded(x, experts.moe_config.hidden_dim),
             tensors["w13"],
             tensors["w2"],
             logits.to(x.device),
@@ -297,6 +310,12 @@ class Adapter(LayerAdapter, ExpertsAdapter):
             loader: the layer's weight loader.
         """
         return loader
+
+
+def _padded(x: Tensor, hidden: int) -> Tensor:
+    """Tokens for a kernel with a larger hidden size, as vLLM's runner pads them. Where nothing is to pad it is the same
+    tensor, so that it can be seen whether the kernel changes it."""
+    return torch.nn.functional.pad(x, (0, hidden - x.shape[-1])) if hidden > x.shape[-1] else x
 
 
 def _supported_kwargs(names: frozenset[str], extra: Mapping[str, Any]) -> dict[str, Any]:

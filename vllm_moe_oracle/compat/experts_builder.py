@@ -25,16 +25,25 @@ class VllmBuilder:
         buffers: tensors beside the layer's weights that the built experts hold on to.
     """
 
-    def __init__(self, adapter: Adapter, moe: Any, quant_config: Any, for_serving: bool = True) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        moe: Any,
+        quant_config: Any,
+        for_serving: bool = True,
+        trial_tokens: int = _MAX_TRIAL_TOKENS,
+    ) -> None:
         """
         Args:
             adapter: vLLM's side.
             moe: vLLM's `FusedMoEConfig` of the layer.
             quant_config: vLLM's `FusedMoEQuantConfig` of the layer.
             for_serving: see the class.
+            trial_tokens: most tokens of a call of experts that do not serve.
         """
         self.for_serving = for_serving
         self.buffers: list[Tensor] = []
+        self._trial_tokens = trial_tokens
         self._adapter = adapter
         self._moe = moe
         self._quant_config = quant_config
@@ -52,7 +61,7 @@ class VllmBuilder:
     def max_tokens(self) -> int:
         """Most tokens of a call."""
         most = self._adapter.max_tokens(self._moe)
-        return most if self.for_serving else min(most, _MAX_TRIAL_TOKENS)
+        return most if self.for_serving else min(most, self._trial_tokens)
 
     def from_workspace_function(self, forward: WorkspaceForward, nbytes: Callable[[int, int], int]) -> Any:
         """Experts over a function with a workspace."""

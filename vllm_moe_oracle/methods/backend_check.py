@@ -27,6 +27,7 @@ from ..errors import (
 from ..oracle.checked_backend import overrides
 from ..oracle.registry import Registry, default_registry
 from ..verification.inputs import canonical_experts
+from ..verification.installed import WeightParts, skip_reason
 from ..verification.self_check import Comparison, compare_with_reference
 from . import rank_sync
 from .backend_selection import LayerMethod, remaining_candidates, switch_backend
@@ -57,11 +58,15 @@ _outcomes: dict[_CheckKey, CheckOutcome] = {}
 _convertible: set[_CheckKey] = set()
 """Problems and backends of the load whose conversion has told every rank the kernel tensors' shapes."""
 
+_installed: set[_CheckKey] = set()
+"""The same for layers that were checked after their conversion."""
+
 
 def reset() -> None:
     """Ends a load: outcomes do not hold for other weights, whether another model's or reloaded ones."""
     _outcomes.clear()
     _convertible.clear()
+    _installed.clear()
 
 
 def reserve_or_fallback(method: LayerMethod, reserve: Callable[[], None], registry: Registry | None = None) -> None:
@@ -202,6 +207,53 @@ def check_kernel(method: LayerMethod, raw: Tensors) -> CheckOutcome:
     return _outcomes[key]
 
 
+def parts_to_check(method: LayerMethod) -> WeightParts | None:
+    """What to collect of a layer's experts while they are converted; None where `check_installed` has nothing to do.
+
+    As `check_kernel`, once per problem and backend of a load, or for every layer with the setting ``self_check=all``.
+    """
+    problem, mode = method.decision.problem, method.settings.self_check
+    key = (problem.key(), method.backend.name)
+    if mode == "off" or (mode != "all" and key in _installed) or skip_reason(method.backend, problem):
+        return None
+    _installed.add(key)
+    return WeightParts(problem)
+
+
+def check_installed(method: LayerMethod, compare: Callable[[], Comparison]) -> None:
+    """Checks a converted layer on all ranks.
+
+    Args:
+        method: the layer's method.
+        compare: the comparison on this rank.
+
+    Raises:
+        SelfCheckError: the converted layer disagrees with the reference on a rank. There is no fallback: the loaded
+            weights are gone.
+        RankSyncError: another rank could not check.
+    """
+    problem, name, success = method.decision.problem, method.backend.name, ""
+
+    def failure() -> str:
+        nonlocal success
+        try:
+            result = compare()
+        except Exception as error:  # a backend that crashes fails its check; the error becomes the reason
+            if is_out_of_memory(error):
+                raise
+            logger.exception("moe_oracle: %s: %s raised after the conversion", problem.layer, name)
+            return f"{type(error).__name__}: {error}"
+        success = str(result)
+        return "" if result.passed else str(result)
+
+    outcome = _combine_ranks(method, f"the check of {name} in {problem.layer} after its conversion", failure)
+    if not outcome.passed:
+        rule = f"{name} disagrees with the reference after the conversion of {problem}: {outcome.message}"
+        remedy = f"Choose another backend (MOE_ORACLE_DISABLE={name}), and report this with the model's name"
+        raise SelfCheckError(rule, remedy, problem.layer)
+    logger.info("moe_oracle: %s: check of %s after the conversion: %s", problem.layer, name, success)
+
+
 def _check_on_all_ranks(method: LayerMethod, raw: Tensors) -> CheckOutcome:
     """Runs the self-check on this rank's experts, and combines it with the results of the layer's other ranks."""
     problem, name = method.decision.problem, method.backend.name
@@ -238,7 +290,8 @@ def _try_kernel(method: LayerMethod, raw: Tensors) -> Comparison | str:
     """The comparison on this rank, or the exception that the backend raised, in words."""
     problem, plan = method.decision.problem, method.decision.plan
     try:
-        return compare_with_reference(method.backend, problem, plan, raw, method.moe, method.adapter)
+        edges = [each.max_tokens for each in method.decision.token_ranges if each.max_tokens is not None]
+        return compare_with_reference(method.backend, problem, plan, raw, method.moe, method.adapter, edges)
     # Not the backend's fault: another one would need as much memory, and read the same weights.
     except (torch.OutOfMemoryError, CheckpointError):
         raise

@@ -28,6 +28,7 @@ from ..devices import detect
 from ..errors import LifecycleError, NoBackendError, OracleError, is_out_of_memory, sanitize
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
+from ..verification.installed import WeightParts, compare_installed
 from . import backend_check, backend_selection, load_summary, rank_agreement, rank_sync, token_dispatch, weight_loading
 from .token_dispatch import TokenDispatch, WeightCopies
 
@@ -79,6 +80,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         decision: the layer's decision.
         backend: the backend that it names.
         moe: vLLM's `FusedMoEConfig`.
+        experts: what the backend built for vLLM's kernel; None before the conversion.
         moe_kernel: vLLM's kernel; None before the conversion.
         moe_quant_config: vLLM's `FusedMoEQuantConfig`; None before the conversion.
         adapter: vLLM's side.
@@ -91,6 +93,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
     decision: Decision
     backend: Backend
     moe: Any
+    experts: Any
     moe_kernel: Any
     moe_quant_config: Any
     adapter: Adapter
@@ -187,6 +190,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         if hasattr(self, "decision"):  # `__new__` has called the constructor already; Python calls it again
             return
         FusedMoEMethodBase.__init__(self, moe)
+        self.experts = None
         self.weight_copies = {}
         self.token_dispatch = None
         # An attribute, so that `apply` calls no cached function: on a CPU torch.compile traces through it.
@@ -333,10 +337,14 @@ class OracleMoEMethod(FusedMoEMethodBase):
         problem = self.decision.problem
         self.experts_cls = self.adapter.experts_class(self.backend)
         names = self._parameter_names(raw)
+        parts = backend_check.parts_to_check(self)
         kernel_names = weight_storage.rename_parameters(
             layer,
             weight_storage.convert_in_place(
-                layer, names, self._convert, contiguous=problem.eplb or self.backend.contiguous
+                layer,
+                names,
+                functools.partial(self._convert, parts=parts),
+                contiguous=problem.eplb or self.backend.contiguous,
             ),
             _VLLM_PARAMETER_NAMES,
         )
@@ -345,15 +353,20 @@ class OracleMoEMethod(FusedMoEMethodBase):
             if not hasattr(parameter, "weight_loader"):
                 is_local = functools.partial(self.adapter.holds_expert, layer)
                 weight_storage.forbid_loading(parameter, problem.layer, is_local)
+        tensors = LayerTensors(layer, kernel_names)
         if self.moe_kernel is None:
             # Built once: a reload copies new values into the tensors that this kernel and captured graphs refer to.
-            tensors = LayerTensors(layer, kernel_names)
             self.moe_quant_config = self.adapter.quant_config(problem, tensors)
             builder = VllmBuilder(self.adapter, self.moe, self.moe_quant_config)
-            experts = self.backend.build_experts(tensors, problem, self.decision.plan, builder)
+            self.experts = self.backend.build_experts(tensors, problem, self.decision.plan, builder)
             weight_storage.register_buffers(layer, builder.buffers)
-            self.moe_kernel = self.adapter.kernel(self.moe, self.moe_quant_config, layer, experts)
+            self.moe_kernel = self.adapter.kernel(self.moe, self.moe_quant_config, layer, self.experts)
             self.token_dispatch = token_dispatch.build_dispatch(self, layer, tensors, self.moe_kernel)
+
+        if parts is not None:
+            backend_check.check_installed(
+                self, lambda: compare_installed(self.backend, parts, self.experts, layer, tensors, self.adapter)
+            )
 
     def _read_weights(self, layer: Any) -> dict[str, Tensor]:
         """The layer's loaded parameters by canonical name, validated."""
@@ -381,9 +394,12 @@ class OracleMoEMethod(FusedMoEMethodBase):
         found: dict[str, Tensor] = self._scheme().canonical_expert(expert, self.decision.problem)
         return found
 
-    def _convert(self, expert: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Kernel tensors of one expert, from the checkpoint's."""
-        return self.backend.convert(self.canonical(expert), self.decision.problem, self.decision.plan)
+    def _convert(self, expert: Mapping[str, Tensor], parts: WeightParts | None = None) -> dict[str, Tensor]:
+        """Kernel tensors of one expert, from the checkpoint's; `parts` keeps what a check of the layer needs."""
+        canonical = self.canonical(expert)
+        if parts is not None and not canonical["w13"].is_meta:
+            parts.add(canonical)
+        return self.backend.convert(canonical, self.decision.problem, self.decision.plan)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """vLLM's quant config of the layer, with its scales and biases; never None."""

@@ -5,7 +5,8 @@
 * ``read(parameters, problem)``: the loaded parameters by canonical name, checked.
 * ``check_values(tensors, problem)``: refuses values in what ``read`` returned with which no kernel can compute.
 * ``canonical_expert(expert, problem)``: canonical tensors of one expert.
-* ``quantize``, ``dequantize``, ``dequantize_expert(expert, which)``: reference conversions.
+* ``quantize``, ``dequantize``, ``dequantize_expert(expert, which)``,
+  ``dequantize_part(expert, which, problem, rows, features)``: reference conversions.
 * ``fake_quantize(values)``: activations quantized and dequantized.
 * ``UNLOADED``, ``DUMMY_FILL``: bytes for what was not loaded yet, and for vLLM's dummy weights.
 

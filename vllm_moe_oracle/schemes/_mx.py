@@ -61,6 +61,9 @@ DUMMY_FILL = {"w13_scale": E8M0_BIAS - 7, "w2_scale": E8M0_BIAS - 7}
 """Scale bytes for vLLM's ``load_format="dummy"``, by canonical name: 2**-7."""
 
 
+_ALL = slice(None)
+
+
 # --- A layer's parameters ---------------------------------------------------------------------------------------------
 
 
@@ -233,6 +236,31 @@ def require_products(
                 scales[expert].amax(-1) > code, weights, names[canonical], expert, scales.shape[-1] * MX_BLOCK, problem
             )
     require_biases_within(tensors, names, problem)
+
+
+def dequantize_part(
+    expert: Mapping[str, Tensor],
+    which: Literal["w13", "w2"],
+    dequantize: Callable[[Tensor, Tensor], Tensor],
+    rows: slice = _ALL,
+    features: slice = _ALL,
+) -> Tensor:
+    """Some rows, or some input features of one block, of one matrix of an expert, float32.
+
+    Args:
+        expert: canonical tensors of one expert.
+        which: the matrix.
+        dequantize: the scheme's.
+        rows: the rows.
+        features: the features, all of one block; of every block by default.
+    """
+    codes, scales = expert[which][rows], expert[f"{which}_scale"][rows]
+    if features.start is not None:
+        block, width = features.start // MX_BLOCK, codes.shape[1] // scales.shape[1]
+        codes, scales = codes[:, block * width : (block + 1) * width], scales[:, block : block + 1]
+        inside = slice(features.start - block * MX_BLOCK, features.stop - block * MX_BLOCK)
+        return dequantize(codes.contiguous(), scales.contiguous())[:, inside].clone()
+    return dequantize(codes, scales)
 
 
 # --- Scales and blocks ------------------------------------------------------------------------------------------------

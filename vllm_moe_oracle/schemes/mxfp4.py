@@ -33,6 +33,7 @@ __all__ = [
     "check_values",
     "dequantize",
     "dequantize_expert",
+    "dequantize_part",
     "e8m0_from_amax",
     "encode_e2m1",
     "fake_quantize",
@@ -166,6 +167,17 @@ def _e2m1_pairs(device: torch.device) -> Tensor:
 def dequantize_expert(expert: Mapping[str, Tensor], which: Literal["w13", "w2"]) -> Tensor:
     """One weight matrix of one expert, float32 `[N, K]`, from the canonical tensors of that expert."""
     return dequantize(expert[which], expert[f"{which}_scale"])
+
+
+def dequantize_part(
+    expert: Mapping[str, Tensor],
+    which: Literal["w13", "w2"],
+    problem: Problem,
+    rows: slice = slice(None),
+    features: slice = slice(None),
+) -> Tensor:
+    """Some rows, or some input features of one block, of one matrix of an expert; see `_mx.dequantize_part`."""
+    return _mx.dequantize_part(expert, which, dequantize, rows, features)
 
 
 def fake_quantize(values: Tensor) -> Tensor:

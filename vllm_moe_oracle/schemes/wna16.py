@@ -54,6 +54,7 @@ __all__ = [
     "check_values",
     "dequantize",
     "dequantize_expert",
+    "dequantize_part",
     "fake_quantize",
     "parameter_names",
     "quantize",
@@ -265,6 +266,37 @@ def dequantize_expert(expert: Mapping[str, Tensor], which: Matrix) -> Tensor:
         expert.get(f"{which}_order"),
         expert.get(f"{which}_group_index"),
     )
+
+
+def dequantize_part(
+    expert: Mapping[str, Tensor],
+    which: Matrix,
+    problem: Problem,
+    rows: slice = slice(None),
+    features: slice = slice(None),
+) -> Tensor:
+    """Some rows, or some input features, of one matrix of an expert, float32.
+
+    Args:
+        expert: canonical tensors of one expert.
+        which: the matrix; only w13, whose groups are all there, can be asked for features.
+        problem: the layer.
+        rows: the rows.
+        features: the input features.
+    """
+    bits = problem.scheme.bits
+    codes, scales = expert[which][rows], expert[f"{which}_scale"][rows]
+    zeros, order, index = (expert.get(f"{which}_{each}") for each in _OPTIONAL)
+    zeros = None if zeros is None else zeros[rows]
+    if features.start is None:
+        return dequantize(codes, scales, bits, zeros, order, index)
+    columns = codes.shape[1] * 8 // bits
+    places = torch.arange(columns, device=codes.device)
+    places = (places if order is None else order.long().argsort())[features]
+    groups = places // (columns // scales.shape[1])
+    values = unpack_codes(codes, bits).index_select(1, places).to(torch.float32)
+    values -= 1 << bits - 1 if zeros is None else zeros.to(torch.float32).index_select(1, groups)
+    return values * scales.to(torch.float32).index_select(1, groups)
 
 
 def quantize(

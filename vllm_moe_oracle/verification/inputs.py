@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,10 +12,20 @@ from ..backends import Tensors
 from ..core.activations import spec_of
 from ..core.problem import Problem
 
-NUM_TOKENS = 8
+NUM_TOKENS = 16
+"""Number of different tokens in a check; calls with more repeat them."""
+
+TOKEN_COUNTS = (1, 7, 9, NUM_TOKENS, 33, 65)
+"""Numbers of tokens of a check's calls: one, no multiples of 8, and more than tiles of 8, 16, 32 and 64 rows."""
 
 NUM_EXPERTS = 4
-"""Number of experts in a check, or top-k where that is larger."""
+"""Number of experts in a check, or one more than top-k where that is larger: some calls leave an expert idle."""
+
+_SLOT_LEAD = 6.0
+"""Factor by which one slot of a token leads; it is another slot for each token."""
+
+MAX_HAND_OVER = 256
+"""Hand-overs at more tokens are not tried: planning for so many takes longer than the rest of a check."""
 
 _MAX_E8M0_CODE = 254
 """The e8m0 code of 2**127; 255 is NaN."""
@@ -33,7 +43,7 @@ def sample_experts(problem: Problem, count: int = 0) -> list[int]:
         count: number of experts to return; experts repeat where the rank has fewer. 0 for the number that a kernel
             needs which gets routed tokens.
     """
-    distinct = min(problem.local_experts, count or max(NUM_EXPERTS, problem.top_k))
+    distinct = min(problem.local_experts, count or max(NUM_EXPERTS, problem.top_k + 1))
     if distinct == 1:
         return [0] * max(count, 1)
     found = sorted({round(index * (problem.local_experts - 1) / (distinct - 1)) for index in range(distinct)})
@@ -73,15 +83,27 @@ def make_discriminating(experts: dict[str, Tensor], problem: Problem) -> None:
         if experts[name].dtype == torch.uint8:
             experts[name] = experts[name].clamp(max=_MAX_E8M0_CODE - 1) + _random_bits(experts[name])
     if problem.has_bias:
-        # `make_inputs` scales the first product to about 1. The second bias is a fraction of the second product: a
-        # larger one would mask the effect of alpha.
+        # `make_inputs` scales the first product to about 1.
         second = max(each.square().sum(-1).mean().sqrt().item() for each in _dequantized(problem, experts, "w2"))
-        sizes = {"w13_bias": 1.0, "w2_bias": 0.3 * second}
+        sizes = {"w13_bias": 1.0, "w2_bias": second}
         for name, size in sizes.items():
             experts[name] = (_random(experts[name], seed=2) * size).to(experts[name].dtype)
 
 
-def make_inputs(problem: Problem, experts: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+def call_counts(hand_overs: Iterable[int], most: int) -> list[int]:
+    """Numbers of tokens of a check's calls, ascending.
+
+    Args:
+        hand_overs: last numbers of tokens of ranges in which a kernel, a tile configuration, runs.
+        most: most tokens of a call.
+    """
+    both_sides = {size for edge in hand_overs for size in (edge, edge + 1) if edge <= MAX_HAND_OVER}
+    return sorted(count for count in {*TOKEN_COUNTS, *both_sides} if 1 <= count <= most) or [1]
+
+
+def make_inputs(
+    problem: Problem, experts: Tensors, empty_slots: bool = False, remote: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs of a check.
 
     The first token is zero, so that its output shows the biases alone. The other tokens give first products of
@@ -91,6 +113,8 @@ def make_inputs(problem: Problem, experts: Tensors) -> tuple[Tensor, Tensor, Ten
     Args:
         problem: the layer.
         experts: its canonical tensors, `[num_experts, ...]` each.
+        empty_slots: some slots hold no expert (-1), one token has none at all.
+        remote: number of experts of other ranks; their ids follow those of `experts`, and some slots have them.
 
     Returns:
         `x` `[NUM_TOKENS, hidden]` in the model's dtype; weights (float32) and ids (int32), `[NUM_TOKENS, top_k]` each.
@@ -102,11 +126,22 @@ def make_inputs(problem: Problem, experts: Tensors) -> tuple[Tensor, Tensor, Ten
     bounds = (activation.alpha or 0.0, activation.beta or 0.0) if spec_of(activation).bounds_outputs else ()
     limit = max(bounds, default=0.0) or activation.limit or 2.0
     sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, limit, limit, 2 * limit], dtype=torch.float32, device=device)
+    sizes = torch.cat((sizes, sizes.roll(-1)))  # the last token is zero, too
     x = x * (sizes / (largest or 1.0)).unsqueeze(-1)
     token, slot = torch.arange(NUM_TOKENS, device=device)[:, None], torch.arange(problem.top_k, device=device)[None, :]
-    ids = (token + slot) % problem.num_experts
+    local = problem.num_experts - remote
+    ids = (token + slot) % local
     weights = _random(torch.empty(NUM_TOKENS, problem.top_k, device=device), seed=3).abs() + 0.5
+    # All slots alike would hide a wrong weight of one of many.
+    weights = torch.where(token % problem.top_k == slot, weights * _SLOT_LEAD, weights)
     weights /= weights.sum(-1, keepdim=True)
+    if remote:
+        # Every third token sends one slot to another rank, in turn.
+        away = (token % 3 == 2) & ((token // 3) % problem.top_k == slot)
+        ids = torch.where(away, local + token % remote, ids)
+    if empty_slots:
+        none = (token % 4 == 3) & ((token // 4 + 1) % problem.top_k == slot)
+        ids = ids.masked_fill(none | (token == NUM_TOKENS // 2), -1)
     return x.to(getattr(torch, problem.dtype)), weights, ids.to(torch.int32)
 
 

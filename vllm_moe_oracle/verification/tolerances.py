@@ -32,9 +32,13 @@ def error_tolerance(backend: Backend, problem: Problem) -> float:
         backend: the backend under test; its activation precision counts, and whether it routes tokens itself.
         problem: the layer.
     """
+    return rounding_error(backend, problem) + _FORMAT_ERROR[backend.activations(problem)]
+
+
+def rounding_error(backend: Backend, problem: Problem) -> float:
+    """The part of `error_tolerance` that does not come from the format of activations."""
     # A kernel that routes tokens may round the routing weights, too.
-    rounding = (_ROUNDINGS + backend.monolithic) * _UNIT_ROUNDOFF[problem.dtype]
-    return rounding + _FORMAT_ERROR[backend.activations(problem)] + _FLOAT32_SUMS
+    return (_ROUNDINGS + backend.monolithic) * _UNIT_ROUNDOFF[problem.dtype] + _FLOAT32_SUMS
 
 
 def token_error(actual: Tensor, expected: Tensor) -> float:

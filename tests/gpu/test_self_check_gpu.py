@@ -1,0 +1,155 @@
+"""The self-check of kernels on a GPU: right ones pass, in a small layer and in the converted one, and faults are found
+that show in a few columns, in some calls or in one expert."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+from tests.gpu import backend_table, table_mxfp4, table_mxfp8, table_wna16
+from tests.gpu.backend_table import Case, Table
+from vllm_moe_oracle import plugin
+from vllm_moe_oracle.backends import Backend
+from vllm_moe_oracle.devices import detect
+from vllm_moe_oracle.errors import SelfCheckError
+from vllm_moe_oracle.methods import backend_check
+from vllm_moe_oracle.oracle.registry import default_registry
+
+pytestmark = pytest.mark.gpu
+
+TABLES = {"mxfp8": table_mxfp8.TABLE, "mxfp4": table_mxfp4.TABLE, "wna16": table_wna16.TABLE}
+LAYERS = [(table, case) for table in TABLES.values() for case in table.cases.values() if case.hidden <= 2880]
+Change = Callable[[torch.Tensor, torch.Tensor], object]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    backend_table.join_alone("cuda")
+    plugin.register()
+    yield
+    plugin.unregister()
+    backend_table.leave()
+
+
+class Wrong:
+    """A backend whose function's arguments or output are changed; for those over functions of this project."""
+
+    def __init__(self, backend: Any, before: Change, after: Change) -> None:
+        self._backend, self._before, self._after = backend, before, after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    validate_weights = Backend.validate_weights
+
+    def build_experts(self, tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
+        outer = self
+
+        class Builder:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(builder, name)
+
+            def from_workspace_function(self, forward: Any, nbytes: Any) -> Any:
+                return builder.from_workspace_function(outer._wrapped(forward), nbytes)
+
+            def from_function(self, forward: Any) -> Any:
+                return builder.from_function(outer._wrapped(forward))
+
+        return self._backend.build_experts(tensors, problem, plan, Builder())
+
+    def _wrapped(self, forward: Any) -> Any:
+        def run(out: Any, x: Any, weights: Any, ids: Any, *more: Any) -> None:
+            ids = ids.clone()
+            self._before(x, ids)
+            forward(out, x, weights, ids, *more)
+            self._after(x, out)
+
+        return run
+
+
+def nothing(x: torch.Tensor, other: torch.Tensor) -> None:
+    return None
+
+
+def when(calls: Callable[[int], object], change: Callable[[torch.Tensor], object]) -> Change:
+    return lambda x, out: change(out) if calls(x.shape[0]) else None
+
+
+FAULTS: dict[str, tuple[Change, Change]] = {
+    "one token": (nothing, when(lambda tokens: tokens == 1, torch.Tensor.zero_)),
+    "more than 8": (nothing, when(lambda tokens: tokens > 8, lambda out: out[-1].zero_())),
+    "no multiple of 8": (nothing, when(lambda tokens: tokens % 8, lambda out: out[-1].zero_())),
+    "last 16 columns": (nothing, when(lambda tokens: True, lambda out: out[:, -16:].zero_())),
+    "empty slots": (lambda x, ids: ids.clamp_(min=0), nothing),
+    "input changed": (nothing, lambda x, out: x[-1, -1].add_(1)),
+}
+
+
+def accepted(case: Case) -> list[str]:
+    problem = case.problem()
+    return [
+        each.name
+        for each in default_registry().for_scheme(problem.scheme.name)
+        if not each.check(problem, detect.detect()).reasons and each.name != "emulation"
+    ]
+
+
+def built(table: Table, case: Case, name: str) -> Any:
+    backend_check.reset()
+    return backend_table.build(table, case, table.checkpoint(case, "cuda"), "cuda", "auto", own=name)
+
+
+@pytest.mark.parametrize(("table", "case"), LAYERS, ids=[f"{case.scheme.name}-{case.name}" for _, case in LAYERS])
+def test_right_kernels_pass_before_and_after_the_conversion(
+    table: Table, case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in accepted(case):
+        made = built(table, case, name)
+        results = [backend_table._checked(made, made.method.backend, made.method.adapter) for _ in range(2)]
+        print(f"{case.name:24} {name:28} {results[1].error / results[1].tolerance:.3f} of the bound; {results[1]}")
+        assert all(each.passed for each in results), results
+        with caplog.at_level("INFO", "vllm.moe_oracle"):
+            made.convert()
+        print("\n".join(each for each in caplog.text.splitlines() if "after the conversion" in each))
+        if not made.method.is_monolithic:
+            assert f"check of {name} after the conversion: relative error" in caplog.text
+        caplog.clear()
+        made.close()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", TABLES)
+def test_faults_of_hoppers_kernels_are_found(kind: str, fault: str) -> None:
+    table = TABLES[kind]
+    case = next(each for each in table.cases.values() if f"hopper_{kind}" in accepted(each) and each.hidden <= 2880)
+    made = built(table, case, f"hopper_{kind}")
+    result = backend_table._checked(made, Wrong(made.method.backend, *FAULTS[fault]), made.method.adapter)
+    assert not result.passed and result.fault, result
+    made.close()
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_wrong_expert_of_the_converted_layer_is_found(kind: str) -> None:
+    table = TABLES[kind]
+    cases = (each for each in table.cases.values() if f"hopper_{kind}" in accepted(each) and each.ep == 1)
+    case = max(cases, key=lambda each: each.experts)
+    made = built(table, case, f"hopper_{kind}")
+    wrong = case.experts - 2
+
+    def other(x: torch.Tensor, ids: torch.Tensor) -> None:
+        if x.shape[0] == case.experts:  # in the converted layer's call only
+            ids[ids == wrong] = 0
+
+    method = made.method
+    method.backend = Wrong(method.backend, other, nothing)
+    method.settings = dataclasses.replace(method.settings, self_check="all")
+    with pytest.raises(SelfCheckError, match="after the conversion"):
+        made.convert()
+    made.close()

@@ -1,0 +1,94 @@
+"""A converted layer is checked as it will serve: every expert, after loading and after a reload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="the methods are subclasses of vLLM's")
+
+from tests.lib import faulty_backends as lib
+from tests.lib import method_layers
+from tests.lib.faulty_backends import Faulty
+from tests.lib.method_layers import HIDDEN, INNER, Layer, created
+from vllm_moe_oracle.backends.emulation import forward
+from vllm_moe_oracle.errors import SelfCheckError
+from vllm_moe_oracle.methods import backend_check, base
+from vllm_moe_oracle.schemes import mxfp8
+
+EXPERTS = 24
+
+
+def load(layer: Any, seed: int) -> None:
+    """Random weights, as a quantizer writes them."""
+    generator = torch.Generator().manual_seed(seed)
+    for name in ("w13", "w2"):
+        codes, scales = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
+        made = mxfp8.quantize(torch.randn(codes.shape, generator=generator) * 0.05)
+        codes.copy_(made[0])
+        scales.copy_(made[1])
+
+
+@pytest.fixture(params=["group", "all", "off"])
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Loads a layer with a backend, and reloads it; returns the modes of the check and how many loads went well."""
+    monkeypatch.setattr(backend_check, "_outcomes", {})
+    monkeypatch.setattr(backend_check, "_installed", set())
+
+    def loads(backend: Any) -> int:
+        method_layers.use_backends([backend], monkeypatch)
+        layer = Layer()
+        method = created(config, layer)
+        for seed in range(2):
+            backend_check.reset()
+            load(layer, seed)
+            if hasattr(layer, base.PROCESSED_ATTRIBUTE):
+                delattr(layer, base.PROCESSED_ATTRIBUTE)
+            try:
+                method.process_weights_after_loading(layer)
+            except SelfCheckError as error:
+                assert "after the conversion" in str(error) and "MOE_ORACLE_DISABLE" in str(error)
+                return seed
+        return 2
+
+    with method_layers.moe_config({"self_check": request.param}, EXPERTS, HIDDEN // 4, INNER // 4) as config:
+        monkeypatch.setattr(method_layers, "HIDDEN", HIDDEN // 4)
+        monkeypatch.setattr(method_layers, "INNER", INNER // 4)
+        yield request.param, loads
+
+
+@pytest.mark.parametrize("index", [9, 13, 22, 23])
+def test_one_wrong_expert_is_caught_wherever_it_is(run: Any, index: int) -> None:
+    mode, loads = run
+    wrong = Faulty("wrong", compute=lib.wrong_experts(lambda each: each == index))
+    assert loads(wrong) == (2 if mode == "off" else 0)
+
+
+def test_all_experts_from_the_eighth_on(run: Any) -> None:
+    mode, loads = run
+    assert loads(Faulty("wrong", compute=lib.wrong_experts(lambda each: each >= 8))) == (2 if mode == "off" else 0)
+
+
+class Keeps(Faulty):
+    """Copies the weights when it is built; a reload does not reach the copy."""
+
+    def build_experts(self, tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
+        kept = {name: tensor.clone() for name, tensor in tensors.items()}
+        return builder.from_function(lambda *arguments: forward(kept, problem, *arguments))
+
+
+def test_a_kernel_that_keeps_other_weights_after_a_reload(run: Any) -> None:
+    mode, loads = run
+    assert loads(Keeps("keeps")) == (2 if mode == "off" else 1)
+
+
+def test_a_right_backend_is_checked_after_loading_and_after_a_reload(
+    run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    mode, loads = run
+    with caplog.at_level("INFO", "vllm.moe_oracle"):
+        assert loads(Faulty("right")) == 2
+    assert caplog.text.count("check of right after the conversion: relative error") == (0 if mode == "off" else 2)

@@ -1,0 +1,183 @@
+"""What a kernel's output may differ by, element by element, and where it differs by more.
+
+A token's relative error (`tolerances`) cannot see a fault in a few columns, nor a small one under activations of 4
+bits. Here every element has a size of the errors that the formats explain. Errors are compared with it over blocks of
+32 columns of each token, over the tokens of each column, and over tokens.
+
+**The size.** A sum of products in which each term has an independent relative error e is off by e times the root of the
+sum of the squared terms. So the reference also sums the squares of the second product's terms, for each expert, times
+the squared routing weight. Where terms, or experts, have one sign the sum itself is larger, and counts. Errors of the
+first product change all of a token's columns, also those with small weights: half of the square is the token's mean.
+The relative error is that of `tolerances.rounding_error`. Where activations are quantized, what quantizing them does to
+the reference itself is added, times the root of 2: a kernel that rounds every value otherwise is off by as much once
+more.
+
+**The bounds.** The mean square of n independent errors, over their expected square, exceeds `largest_mean_square(n)`
+once in 10**12 cases. A layer of 10,000 columns makes less than 10**5 means in one check. `rounding_error` is the
+sum of the largest errors of all roundings: no whole token is off by more of its size. Quantization may add as much to
+a token as to a block, for its errors in few large values move all columns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..backends import Tensors
+from ..backends.emulation import expert_outputs, ieee_fp32_matmul
+from ..core.problem import Problem
+
+BLOCK = 32
+"""Columns of a block."""
+
+_DEVIATIONS = 7.04
+"""Standard deviations of a normal distribution that one value in 10**12 exceeds."""
+
+_SMALLEST = {"bfloat16": 2.0**-134, "float16": 2.0**-25, "float32": 2.0**-150}
+"""Largest absolute error of rounding a subnormal number: half of the smallest."""
+
+_CANCELLATION = 2.0**-20
+"""Of the layer's typical output, what float32 sums may leave of outputs that are zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The reference output of some tokens.
+
+    Attributes:
+        expected: float32 `[M, hidden]`.
+        noise: float32 `[M, hidden]`, positive: root mean square of the error that the formats explain.
+        token_noise: float32 `[M]`, positive: root mean square over a token's columns that the formats explain at most.
+        tolerance: the same for a block, relative to the block's size, as a float32 scalar: the largest for a right
+            kernel.
+    """
+
+    expected: Tensor
+    noise: Tensor
+    token_noise: Tensor
+    tolerance: Tensor
+
+
+def largest_mean_square(count: int) -> float:
+    """What the mean square of `count` independent normal values of variance 1 exceeds once in 10**12 cases (Wilson and
+    Hilferty's approximation of the chi-squared distribution)."""
+    spread = 2.0 / (9.0 * count)
+    return float((1.0 - spread + _DEVIATIONS * spread**0.5) ** 3)
+
+
+def reference_output(
+    tensors: Tensors,
+    problem: Problem,
+    rounding: float,
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    expert_map: Tensor | None = None,
+) -> Reference:
+    """The reference output, and the size of the errors that are no fault; see the module.
+
+    Args:
+        tensors: canonical tensors, `[local_experts, ...]` each.
+        problem: the layer; activations are quantized as its scheme says.
+        rounding: relative error of the kernel's rounding, that of activations to their format apart.
+        x: `[M, hidden]`.
+        weights: `[M, top_k]` float32.
+        ids: `[M, top_k]`.
+        expert_map: see `backends.Forward`.
+    """
+    expected = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    size = torch.zeros_like(expected)
+    with ieee_fp32_matmul():
+        for part in expert_outputs(tensors, problem, x, weights, ids, expert_map):
+            expected.index_add_(0, part.token, part.output)
+            terms = (part.hidden.square() @ part.w2.square_().T).mul_(part.weight.square())
+            size.index_add_(0, part.token, torch.maximum(terms, part.output.square()))
+            del part
+        exact = expected
+        if problem.scheme.activations != "16bit":
+            plain = dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activations="16bit"))
+            exact = torch.zeros_like(expected)
+            for part in expert_outputs(tensors, plain, x, weights, ids, expert_map):
+                exact.index_add_(0, part.token, part.output)
+                del part
+    return from_parts(expected, size, exact, rounding, problem.dtype)
+
+
+def from_parts(expected: Tensor, size: Tensor, exact: Tensor, rounding: float, dtype: str) -> Reference:
+    """The reference from its sums; see the module.
+
+    Args:
+        expected: the outputs, float32 `[M, columns]`.
+        size: sums of the squared terms, likewise.
+        exact: the outputs with activations left alone, likewise.
+        rounding: relative error of the kernel's rounding, that of activations to their format apart.
+        dtype: the model's.
+    """
+    size = torch.maximum(size, expected.square())
+    size = (size + size.mean(-1, keepdim=True)) / 2
+    whole = size.sum(-1)
+    # Mean over the tokens that are not zero.
+    changed = (expected - exact).square().sum(-1) / whole.clamp(min=1e-30)
+    quantization = 2 * changed.sum() / (whole > 0).sum().clamp(min=1)
+    floor = max(_SMALLEST[dtype] * 8, 1e-30) + _CANCELLATION * size.mean().sqrt()
+    noise = (rounding**2 + quantization).sqrt()
+    limit = largest_mean_square(BLOCK) ** 0.5
+    return Reference(
+        expected,
+        noise * size.sqrt() + floor,
+        (rounding + quantization.sqrt() * limit) * size.mean(-1).sqrt() + floor,
+        noise * limit,
+    )
+
+
+def excess(actual: Tensor, reference: Reference, rows: Tensor) -> Tensor:
+    """How far an output is from its bounds: the largest root mean square error of a block, column or token, over its
+    bound.
+
+    Args:
+        actual: `[M, hidden]`, the output of `rows` of the reference's tokens.
+        reference: the reference.
+        rows: `[M]`.
+
+    Returns:
+        float32 scalar on the device; up to 1 for a right kernel, NaN if the output has NaN.
+    """
+    return torch.stack([each.amax() for each in _ratios(actual, reference, rows)]).amax()
+
+
+def describe_excess(actual: Tensor, reference: Reference, rows: Tensor) -> str:
+    """Where an output is furthest from its bounds, in words; arguments as for `excess`."""
+    blocks, columns, tokens = (each.nan_to_num(nan=torch.inf) for each in _ratios(actual, reference, rows))
+    for what, each in (("column", columns), ("token", tokens)):
+        if float(each.amax()) > max(float(other.amax()) for other in (blocks, columns, tokens) if other is not each):
+            return f"{what} {int(each.argmax())} is off by {float(each.amax()):.3g} times what rounding explains"
+    wrong = int((blocks > 1).sum())
+    token, block = divmod(int(blocks.argmax()), blocks.shape[1])
+    last = min((block + 1) * BLOCK, actual.shape[1]) - 1
+    return (
+        f"columns {block * BLOCK} to {last} of token {token} are off by {float(blocks.amax()):.3g} times what rounding "
+        f"explains, as are {wrong} of {blocks.numel()} blocks"
+    )
+
+
+def _ratios(actual: Tensor, reference: Reference, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Root mean square errors over their bounds: of each token's blocks `[M, hidden / 32]`, of columns `[hidden]`, of
+    tokens `[M]`."""
+    differences = actual.float() - reference.expected[rows]
+    errors = (differences / reference.noise[rows]).square()
+    tokens, hidden = errors.shape
+    padded = torch.unflatten(torch.nn.functional.pad(errors, (0, -hidden % BLOCK)), 1, (-1, BLOCK))
+    # The last block may have fewer columns than the others.
+    sizes = torch.full((padded.shape[1],), BLOCK, dtype=torch.float32, device=errors.device)
+    sizes[-1] = hidden - BLOCK * (padded.shape[1] - 1)
+    limits = torch.full_like(sizes, largest_mean_square(BLOCK))
+    limits[-1] = largest_mean_square(int(hidden - BLOCK * (padded.shape[1] - 1)))
+    distinct = min(tokens, len(reference.expected))
+    return (
+        (padded.sum(-1) / sizes / limits).sqrt(),
+        (errors.mean(0) / largest_mean_square(distinct)).sqrt(),
+        differences.square().mean(-1).sqrt() / reference.token_noise[rows],
+    )
