@@ -121,11 +121,11 @@ def load_device(path: Path) -> Device:
     valid = [field.name for field in dataclasses.fields(Device)]
     unknown = [key for key in inner if key not in valid]
     if unknown:
-        rule = f"not a device: unknown field {', '.join(map(repr, unknown))}"
+        rule = f"not a device: unknown field {', '.join(f'{key[:60]!r}' for key in unknown[:5])}"
         raise SettingError(rule, f"Valid are {', '.join(valid)}", where)
     texts = (device.name, device.driver, *device.features, *device.packages, *device.packages.values())
     if unprintable := [text for text in texts if not text.isprintable()]:
-        raise SettingError(f"not a device: {unprintable[0]!a} is not printable", where=where)
+        raise SettingError(f"not a device: {unprintable[0][:60]!a} is not printable", where=where)
     if device.kind not in DEVICE_KINDS:
-        raise SettingError(f"not a device: kind is {device.kind!r}", f"Valid are {', '.join(DEVICE_KINDS)}", where)
+        raise SettingError(f"not a device: kind is {device.kind[:60]!r}", f"Valid are {', '.join(DEVICE_KINDS)}", where)
     return device

@@ -50,6 +50,9 @@ _PREFIX = re.compile(r"\^?((?:[\w-]|\\[.\-])*+)([*+?{]?)", re.ASCII)
 _PLAIN_GROUP = re.compile(r"\(\?(?![:=!<>])")
 """A group that changes the meaning of what stands before it, such as ``(?i)``."""
 
+_RECURSION = re.compile(r"\(\?(?:R\)|[+-]?\d+\)|&|P>)")
+"""A part that is matched by calling the expression or one of its groups. `regex` takes 500 MB for one in a second."""
+
 _REPEAT_COUNT = re.compile(r"\{(\d*),?(\d*)\}")
 
 
@@ -256,6 +259,9 @@ def _compile(pattern: str, budget: MatchBudget) -> Any:
     if repeats > MAX_REPEATS:
         rule = f"{short(pattern)} repeats a part more than {MAX_REPEATS} times (the product of its repeat counts)"
         raise CheckpointError(rule, "Write it without counted repeats, or list the names", where)
+    if _RECURSION.search(pattern):
+        rule = f"{short(pattern)} calls itself or one of its groups, which takes unbounded memory"
+        raise CheckpointError(rule, "Write it without (?R), (?1) and (?&name), or list the names", where)
     import regex  # type: ignore[import-untyped, unused-ignore]
 
     try:
