@@ -37,7 +37,7 @@ CASES = [
 
 
 def test_the_tables_cover_the_contract() -> None:
-    assert {"plan", "check", "priority", "activations", "numerics", "layout"} == set(ASKED)
+    assert {"plan", "check", "priority", "activations", "numerics", "layout"} <= set(ASKED)
     assert {"convert", "build_experts", "validate_weights", "tiles", "use_tile", "compile_keys"} <= set(CALLS)
     assert {each for needed in PARAMETERS.values() for each in needed} <= ARGUMENTS.keys()
     assert {"name", "schemes", "capabilities", "rules", "static_priority"} <= ATTRIBUTES.keys()
