@@ -21,6 +21,7 @@ from ..core.objectives import parse_objective
 from ..core.problem import Device, Problem
 from ..errors import BackendDefect, MeasurementError, SettingError, sanitize
 from ..oracle.measured_choice import choose_fastest
+from ..oracle.checked_backend import unchecked
 from ..oracle.registry import default_registry
 from ..oracle.selection import REFERENCE_BACKEND, equivalent_backends, evaluate_candidates
 from ..settings import Settings, cache_dir
@@ -127,7 +128,7 @@ def _kernel_packages(backend: Backend) -> tuple[tuple[str, ...], bool]:
         return libraries, False
     if backend.stock_class:
         return ("vllm",), not backend.precompiled
-    own = type(backend).__module__.startswith(f"{__package__.partition('.')[0]}.backends.")
+    own = type(unchecked(backend)).__module__.startswith(f"{__package__.partition('.')[0]}.backends.")
     return (() if own else environment.KERNEL_PACKAGES), True
 
 
