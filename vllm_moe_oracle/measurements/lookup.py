@@ -20,8 +20,8 @@ from ..core.measurement_set import MeasurementSet
 from ..core.objectives import parse_objective
 from ..core.problem import Device, Problem
 from ..errors import BackendDefect, MeasurementError, SettingError, sanitize
-from ..oracle.measured_choice import choose_fastest
 from ..oracle.checked_backend import unchecked
+from ..oracle.measured_choice import choose_fastest
 from ..oracle.registry import default_registry
 from ..oracle.selection import REFERENCE_BACKEND, equivalent_backends, evaluate_candidates
 from ..settings import Settings, cache_dir

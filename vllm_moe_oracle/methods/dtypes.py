@@ -46,9 +46,7 @@ class EmulatedDtypesMixin:
         """
         if not isinstance(layer, LinearBase) or method is None or isinstance(method, UnquantizedLinearMethod):
             return
-        supported = self.stock_act_dtypes()
-        if layer.params_dtype not in supported:
-            rule = (
-                f"{prefix}: {layer.params_dtype} is not supported for quantized linear layers of {type(self).__name__}"
-            )
+        supported, dtype = self.stock_act_dtypes(), getattr(layer, "params_dtype", None)
+        if dtype is not None and dtype not in supported:  # None: a layer without parameters of its own
+            rule = f"{prefix}: {dtype} is not supported for quantized linear layers of {type(self).__name__}"
             raise ValueError(f"{rule}, only for its experts. Supported dtypes: {supported}")
