@@ -74,6 +74,10 @@ class EngineAdapter:
         """Whether vLLM loads no checkpoint (``--load-format dummy``)."""
         return str(self.engine().load_config.load_format) == "dummy"
 
+    def loads_saved_state(self) -> bool:
+        """Whether vLLM loads what its ``save_sharded_state`` wrote: the kernels' tensors, not a checkpoint's."""
+        return str(self.engine().load_config.load_format) in ("sharded_state", "runai_streamer_sharded")
+
     def moe_layer_names(self) -> list[str]:
         """Names of all MoE layers of the model, including those that stock vLLM serves."""
         return list(self.engine().compilation_config.static_all_moe_layers)

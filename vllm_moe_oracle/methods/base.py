@@ -25,7 +25,7 @@ from ..compat.layer_context import current_layer
 from ..core.decision import Decision
 from ..core.problem import Problem, Scheme
 from ..devices import detect
-from ..errors import LifecycleError, NoBackendError, OracleError, is_out_of_memory, sanitize
+from ..errors import CheckpointError, LifecycleError, NoBackendError, OracleError, is_out_of_memory, sanitize
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
 from ..verification.installed import WeightParts, compare_installed
@@ -183,6 +183,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             scheme: what the checkpoint holds.
 
         Raises:
+            CheckpointError: vLLM would load what `save_sharded_state` wrote.
             NoBackendError: no backend can run the layer, or the requested one cannot.
             RankSyncError: the ranks of the layer differ in what they compute with, or cannot agree on a backend.
             SettingError: a setting cannot be read.
@@ -197,6 +198,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
         self.adapter = current_adapter()
         layer, name = current_layer()
         load_summary.start_layer(name)
+        if self.adapter.loads_saved_state():
+            rule = "a saved state holds the tensors of kernels, which would be converted once more as a checkpoint's"
+            raise CheckpointError(rule, "Load the original checkpoint, with another --load-format", name)
         with rank_sync.notify_on_failure(rank_agreement.make_group(), f"the settings of {name}"):
             self.settings = chosen = settings.load(additional_config=self.adapter.additional_config())
             declared = scheme.activations
@@ -340,11 +344,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
         parts = backend_check.parts_to_check(self)
         kernel_names = weight_storage.rename_parameters(
             layer,
+            # No gaps: vLLM's savers of a running model, and others that read its parameters, view them flat.
             weight_storage.convert_in_place(
-                layer,
-                names,
-                functools.partial(self._convert, parts=parts),
-                contiguous=problem.eplb or self.backend.contiguous,
+                layer, names, functools.partial(self._convert, parts=parts), contiguous=True
             ),
             _VLLM_PARAMETER_NAMES,
         )
