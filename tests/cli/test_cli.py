@@ -824,3 +824,19 @@ def test_explain_places_experts_round_robin_where_vllm_does(run: Run, write: Cal
         assert result.status == 2 and f"{option}: this needs expert parallelism over 2 ranks" in result.err
     result = run(*spread, option, "robin")
     assert result.status == 2 and f"{option}: 'robin' is not one of linear, round_robin" in result.err
+
+
+def test_a_release_of_vllm_can_be_named(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+    def decided(*arguments: object) -> dict[str, Any]:
+        printed = run("explain", write(), "--device", "nvidia-h200", "--set", "cache=none", *arguments, "--json").json
+        return dict(printed["groups"][0]["decision"])
+
+    # Before 0.25 vLLM has no Humming for MXFP8: another static choice.
+    for release in ("0.23.0", NEWEST):
+        made = decided("--vllm", release)
+        names = {each["backend"]: each["accepted"] for each in made["candidates"]}
+        assert names["humming_mxfp8"] == (release == NEWEST)
+        assert made["why"] in ("measured", "predicted")
+    for wrong in ("0.11.0", "9.0", "newest"):
+        refused = run("explain", write(), "--vllm", wrong)
+        assert refused.status == 2 and f"{wrong!r} is not a supported release" in refused.stderr

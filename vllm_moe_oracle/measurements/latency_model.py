@@ -8,7 +8,7 @@ The time of a call is a sum over both products, each a smooth maximum of two tim
 * activations written and read between the products; launches; a cost that grows with the square root of the experts.
 
 Parameters are fitted per backend (``python -m tests.tools.fit_latency``) to measured times of one GPU. On another GPU
-of the same capability bandwidths scale with its memory's and rates with its multiprocessors. Each backend's error is
+of the same capability bandwidths scale with its memory's and rates with its bfloat16 peak. Each backend's error is
 the root mean square, over layers of model families that the fit did not see, of the mean logarithm of predicted over
 measured time. Nothing here imports torch or vLLM.
 """
@@ -201,7 +201,7 @@ def why_unpredictable(model: LatencyModel, shape: KernelShape, device: Device) -
     here, there = find_spec(device.name), find_spec(model.environment.gpu)
     if device.capability != model.environment.capability:
         return f"times are predicted for sm_{model.environment.capability} only"
-    if here is None or there is None or not here.memory_bandwidth_gb_s:
+    if here is None or there is None or not (here.memory_bandwidth_gb_s and here.peak_tflops.get("bf16")):
         return f"the catalog of GPUs does not have {device.name}"
     if shape.act_order or shape.batch_invariant or shape.dtype == "float32":
         return "times of layers with act order, batch invariance or float32 are not predicted"
@@ -234,7 +234,10 @@ def predict(
     here, there = _required_spec(device.name), _required_spec(model.environment.gpu)
     same = here.name == there.name
     bandwidth = here.memory_bandwidth_gb_s / there.memory_bandwidth_gb_s
-    rate = (device.sm_count or here.sm_count) / there.sm_count
+    # The peak, not the number of multiprocessors: an H20 has 59 % of an H200's, and 15 % of its rate. A part of a card
+    # (MIG) has its share.
+    share = (device.sm_count or here.sm_count) / here.sm_count
+    rate = share * here.peak_tflops["bf16"] / there.peak_tflops["bf16"]
     known = {name: model.backends[name] for name in names if name in model.backends}
     times = {
         name: {"uniform": {tokens: predict_us(each, shape, tokens, router, bandwidth, rate) for tokens in TOKENS}}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from packaging.version import InvalidVersion, Version
 
 from ... import checkpoint, methods
 from ...checkpoint import MoeLayers
@@ -30,6 +31,7 @@ from ...measurements.roofline import expert_bytes
 from ...oracle.registry import default_registry
 from ...oracle.selection import check_backend_names, decide
 from ...oracle.stock_kernels import stock_candidate
+from ...releases.supported import NEWEST, RELEASES
 from ...settings import AUTO, Settings, excluded_by_vllm
 from ...settings import batch_invariant as batch_invariant_variable
 from .. import EXIT_NO_BACKEND, output
@@ -47,6 +49,9 @@ def command(
             metavar="NAME|FILE",
         ),
     ] = "auto",
+    vllm: Annotated[
+        str, typer.Option("--vllm", help="A supported release of vLLM instead of the device's own.", metavar="VERSION")
+    ] = "",
     tp: TensorParallel = 1,
     ep: ExpertParallel = False,
     batch_invariant: Annotated[
@@ -91,7 +96,7 @@ def command(
     \b
     Examples:
       vllm-moe-oracle explain ~/models/Qwen3-30B-A3B-MXFP8 --device nvidia-h200
-      vllm-moe-oracle explain config.json --device nvidia-h200 --tp 2
+      vllm-moe-oracle explain config.json --device nvidia-h200 --vllm 0.29.0 --tp 2
       vllm-moe-oracle explain ~/models/Qwen3-30B-A3B --quantization mxfp8 --device nvidia-h200
       vllm-moe-oracle explain config.json --set 'overrides=re:layers\\.[0-9]\\.=emulation' --json
 
@@ -107,7 +112,7 @@ def command(
     )
     moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
     check_backend_names(chosen, moe_backend)
-    machine = _resolve_device(device)
+    machine = _with_vllm(_resolve_device(device), vllm)
     layers = checkpoint.find_moe_layers(
         checkpoint.read_checkpoint(Path(path)),
         tp,
@@ -144,7 +149,7 @@ def command(
     if as_json:
         _print_json(groups, notes, machine)
     else:
-        _print(groups, notes, machine, tp, ep, assumed=device in known_device_names())
+        _print(groups, notes, machine, tp, ep, assumed=bool(vllm) or device in known_device_names())
     if any(group.decision is None and not group.stock_class for group in groups):
         raise typer.Exit(EXIT_NO_BACKEND)
 
@@ -215,6 +220,24 @@ def _resolve_device(word: str) -> Device:
     except SettingError as error:
         others = "auto, or a JSON file with at least kind and name, as status --json prints it"
         raise SettingError(error.rule, f"{error.remedy}, {others}", "--device") from None
+
+
+def _with_vllm(device: Device, version: str) -> Device:
+    """The device with another release of vLLM; its other packages stay.
+
+    Raises:
+        SettingError: the release is not a supported one.
+    """
+    if not version:
+        return device
+    try:
+        known = Version(RELEASES[0]) <= Version(version) <= Version(f"{NEWEST}.9999")
+    except InvalidVersion:
+        known = False
+    if not known:
+        rule = f"{version!r} is not a supported release of vLLM"
+        raise SettingError(rule, f"Supported are {RELEASES[0]} to {NEWEST}", "--vllm")
+    return dataclasses.replace(device, packages={**device.packages, "vllm": version})
 
 
 def _placement_notes(problems: Sequence[Problem], round_robin: bool) -> Iterator[str]:
