@@ -72,7 +72,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 @pytest.mark.parametrize(
     ("name", "meant"),
-    [("nvidia-h20", ""), ("h20", ""), ("a10", ""), ("nvidia-foo", ""),
+    [("nvidia-h30", ""), ("h30", ""), ("a10", ""), ("nvidia-foo", ""),
      ("h2000", "nvidia-h200"), ("l40ss", "nvidia-l40s"), ("nvidia-rtx-pro-600", "nvidia-rtx-pro-6000")],
 )  # fmt: skip
 def test_another_product_is_not_suggested(name: str, meant: str) -> None:

@@ -4,6 +4,7 @@ that show in a few columns, in some calls or in one expert."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,7 +34,10 @@ Change = Callable[[torch.Tensor, torch.Tensor], object]
 def one_rank() -> Iterator[None]:
     backend_table.join_alone("cuda")
     plugin.register()
+    # vLLM's logger hands nothing on to the root logger, where pytest listens.
+    propagate, logging.getLogger("vllm").propagate = logging.getLogger("vllm").propagate, True
     yield
+    logging.getLogger("vllm").propagate = propagate
     plugin.unregister()
     backend_table.leave()
 

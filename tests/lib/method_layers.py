@@ -36,6 +36,9 @@ class Layer(nn.Module):
     def _expert_routing_tables(self) -> None:
         return None
 
+    def _map_global_expert_id_to_local_expert_id(self, expert: int) -> int:
+        return expert
+
 
 @contextmanager
 def moe_config(settings: dict[str, Any], experts: int, hidden: int, inner: int) -> Iterator[Any]:
