@@ -142,7 +142,7 @@ THERE = environment.Environment(
         ({"humming-kernels": "0.2.0"}, "abc", (("humming-kernels",), False), environment.UNKNOWN_RELEASE_ERROR),
         ({"humming-kernels": "nonsense"}, "abc", (("humming-kernels",), False), environment.UNKNOWN_RELEASE_ERROR),
         ({"triton": "3.6.1"}, "abc", ((), True), 0.0),
-        ({"triton": "3.8.0"}, "abc", ((), True), environment.UNKNOWN_RELEASE_ERROR),
+        ({"triton": "3.8.0"}, "abc", ((), True), environment.TRITON_RELEASE_ERROR),
         ({"triton": "3.8.0"}, "abc", (("vllm",), False), 0.0),
         ({}, "def", ((), True), environment.UNKNOWN_RELEASE_ERROR),
         ({}, "def", (("vllm",), False), 0.0),

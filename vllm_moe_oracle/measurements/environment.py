@@ -124,12 +124,14 @@ def differences(there: Environment, here: Environment) -> Differences:
 VLLM_RELEASE_ERROR = 0.03
 HUMMING_RELEASE_ERROR = 0.023
 UNKNOWN_RELEASE_ERROR = 0.21
+TRITON_RELEASE_ERROR = 0.1
 """Standard deviations of the logarithm of a time under other code over the measured time.
 
 Measured on an H200 under vLLM 0.26.0 and 0.33.0, two layers at six numbers of tokens
 (tests/golden/h200/release-vllm-0.26.0.jsonl): this project's kernels differ by at most 3 % at one number of tokens and
 1 % in a layer's mean, Marlin by at most 5 % and 1 %. Humming 0.1.10 and 0.1.19 differ by 21 % in the mean, 2.3 % for
-each of the nine releases between them. Where nothing was measured, the largest of these counts.
+each of the nine releases between them. Where nothing was measured, the largest of these counts; for another minor release
+of Triton half of it, since the sources of the kernels are the same.
 """
 
 
@@ -154,7 +156,7 @@ def kernel_changes(there: Environment, here: Environment, packages: Iterable[str
     if jit:
         for name, old, new in _version_changes(there.packages, here.packages, ("triton",)):
             if _minor_release(old) != _minor_release(new):
-                changes[f"{name} {old}, not {new}"] = UNKNOWN_RELEASE_ERROR
+                changes[f"{name} {old}, not {new}"] = TRITON_RELEASE_ERROR
     return changes
 
 
