@@ -130,8 +130,8 @@ TRITON_RELEASE_ERROR = 0.1
 Measured on an H200 under vLLM 0.26.0 and 0.33.0, two layers at six numbers of tokens
 (tests/golden/h200/release-vllm-0.26.0.jsonl): this project's kernels differ by at most 3 % at one number of tokens and
 1 % in a layer's mean, Marlin by at most 5 % and 1 %. Humming 0.1.10 and 0.1.19 differ by 21 % in the mean, 2.3 % for
-each of the nine releases between them. Where nothing was measured, the largest of these counts; for another minor release
-of Triton half of it, since the sources of the kernels are the same.
+each of the nine releases between them. Where nothing was measured, the largest of these counts; for another minor
+release of Triton half of it, since the sources of the kernels are the same.
 """
 
 
