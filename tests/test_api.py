@@ -102,8 +102,8 @@ def test_explaining_takes_what_the_command_takes(tmp_path: Path) -> None:
     ):
         with pytest.raises(api.OracleError, match=re.escape(said)):
             explained(**options)
-    with pytest.raises(api.OracleError, match=r"^unknown device 'h20'\. Valid are cpu"):
-        api.explain_checkpoint(tmp_path, "h20")
+    with pytest.raises(api.OracleError, match=r"^unknown device 'h30'\. Valid are cpu"):
+        api.explain_checkpoint(tmp_path, "h30")
 
 
 def test_misspelled_names_are_errors_that_list_the_valid_ones() -> None:

@@ -48,6 +48,7 @@ from tests.lib.stock_rules import (
 from vllm_moe_oracle.compat import RELEASES
 from vllm_moe_oracle.compat.humming import COLUMN_MULTIPLE, ROW_MULTIPLE
 from vllm_moe_oracle.core.problem import Routing
+from vllm_moe_oracle.oracle.checked_backend import unchecked
 from vllm_moe_oracle.oracle.registry import default_registry
 
 
@@ -165,7 +166,8 @@ def test_the_builder_is_told_of_weights_on_the_input(name: str, monkeypatch: pyt
     for on_input in (True, False):
         layer = usual(name, routing=Routing("default", weight_on_input=on_input), top_k=1)
         with pytest.raises(Told, match=str(on_input)):
-            backend(name).build_experts(MagicMock(), layer, backend(name).plan(layer, gpu(90)), Recorder())  # type: ignore[arg-type]
+            plain = unchecked(backend(name))
+            plain.build_experts(MagicMock(), layer, plain.plan(layer, gpu(90)), Recorder())  # type: ignore[arg-type]
 
 
 TRTLLM = f"{FUSED_MOE}/experts/trtllm_fp8_moe.py"

@@ -82,6 +82,7 @@ OPTIONAL_ATTRIBUTES = {
     "hash_indices_table": (("0.22", "0.23"), ("0.33", _NEWEST)),
     "quant_config": (("0.22", _NEWEST),),
     "prefix": (("0.22", _NEWEST),),
+    "params_dtype": (("0.22", _NEWEST),),
     "target_modules": (("0.22", _NEWEST),),
     "use_grouped_topk": (("0.22", _NEWEST),),
     "ckpt_down_proj_name": (("0.25", _NEWEST),),

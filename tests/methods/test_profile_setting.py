@@ -43,7 +43,7 @@ def test_one_warning_per_load_and_serving_continues(tmp_path: Path, caplog: pyte
 def test_strict_it_ends_the_start_before_a_weight_is_read(tmp_path: Path) -> None:
     chosen = load({"MOE_ORACLE_PROFILE": str(tmp_path), "MOE_ORACLE_STRICT": "1"})
     for layer in LAYERS:
-        with pytest.raises(SettingError, match=r"is not used.*Is a directory. Correct the setting, or leave it out"):
+        with pytest.raises(SettingError, match=r"is not used.*: is a directory. Correct the setting, or leave it out"):
             backend_selection.measurements_for(layer, chosen)
     assert (
         backend_selection.measurements_for(

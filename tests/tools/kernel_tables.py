@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.lib import golden_files, readme_sections
+from vllm_moe_oracle.core.sharding import loaded_group_size
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import model_shapes
 
@@ -61,9 +62,11 @@ def judged() -> list[str]:
     for scheme in ("int4_g128", "int4_g32", "int8_g128", "mxfp8", "mxfp4"):
         for shape, tp in JUDGED.items():
             try:
-                found.append(model_shapes.make_problem(scheme, shape, tp).layer)
-            except MeasurementError:  # 2880, or 1856, features are no whole groups of 128
+                problem = model_shapes.make_problem(scheme, shape, tp)
+            except MeasurementError:
                 continue
+            if loaded_group_size(problem) == problem.scheme.group_size:  # 2880, or 1856, are no whole groups of 128
+                found.append(problem.layer)
     return found
 
 

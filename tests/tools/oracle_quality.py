@@ -25,7 +25,6 @@ from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices import catalog
 from vllm_moe_oracle.measurements import lookup, model_shapes, profile
 from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
-from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide, equivalent_backends
 
 FOLDER = Path(__file__).parents[1] / "golden" / "h200"
@@ -90,7 +89,7 @@ def _row(record: Mapping[str, Any], machine: Device, chosen: settings.Settings, 
     apart = answering is None or answering.conditions.get("command") != command
     decision = decide(layer, machine, chosen, measurements=lookup.find_measurements(layer, machine, chosen))
     static = next(each for each in decision.candidates if each.accepted)
-    names = equivalent_backends(static, decision.candidates, layer, default_registry())
+    names = equivalent_backends(static, decision.candidates)
     times = {name: record["us"][name] for name in names if name in record["us"]}
     choice = decision.backend_for(record["tokens"])
     if choice not in times:

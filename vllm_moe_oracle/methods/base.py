@@ -93,7 +93,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
     decision: Decision
     backend: Backend
     moe: Any
-    experts: Any
+    experts: object | None
     moe_kernel: Any
     moe_quant_config: Any
     adapter: Adapter
