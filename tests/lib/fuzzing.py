@@ -145,14 +145,15 @@ _MAX_TEXT = 1 << 20
 
 
 def mutated(tree: Any, random: random.Random) -> Any:
-    """JSON with a few changes: values replaced, removed, repeated, exchanged, or put under other names."""
+    """JSON with a few changes: values replaced, removed, repeated, exchanged, multiplied, or put under other
+    names."""
     tree = copy.deepcopy(tree)
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         places = list(_places(tree))
         if not places:
             return value(random)
         holder, key = random.choice(places)
-        kind = random.randrange(6)
+        kind = random.randrange(8)
         if kind == 0:
             del holder[key]
         elif kind == 1 and isinstance(holder, dict):
@@ -162,6 +163,8 @@ def mutated(tree: Any, random: random.Random) -> Any:
             holder[key] = copy.deepcopy(other[its])
         elif kind == 3 and isinstance(holder[key], list):
             holder[key] = _repeated(holder[key], random.choice((2, 50, 5000)))
+        elif kind >= 6 and isinstance(holder[key], int | float):  # often as valid as before
+            holder[key] *= random.choice((1, 2, 3))
         else:
             holder[key] = value(random)
     return tree
