@@ -29,7 +29,8 @@ def engine(target: Any, draft: Any = None, speculates: bool = True) -> Any:
     [
         (engine(model("auto_gptq"), speculates=False), "marlin", "auto"),
         (engine(model("modelopt_mxfp8"), model(None)), "deep_gemm", "auto"),
-        (engine(model(None), model("inc")), "triton", "auto"),
+        (engine(model(None), model("inc")), "humming", "auto"),
+        (engine(model("auto_gptq")), "triton", "triton"),
         (engine(model("auto_gptq")), "auto", "auto"),
         (engine(model(None), speculates=False), "triton", "triton"),
         (engine(model("fp8"), model(None)), "triton", "triton"),

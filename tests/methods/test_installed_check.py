@@ -85,6 +85,39 @@ def test_a_kernel_that_keeps_other_weights_after_a_reload(run: Any) -> None:
     assert loads(Keeps("keeps")) == (2 if mode == "off" else 1)
 
 
+class KeepsScales(Faulty):
+    """Refers to the scales that it was built over, as vLLM's own experts do by their quant config."""
+
+    def build_experts(self, tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
+        scales = {name: tensor for name, tensor in tensors.items() if name.endswith("_scale")}
+        return builder.from_function(lambda *arguments: forward({**tensors, **scales}, problem, *arguments))
+
+
+def test_a_reload_converts_fresh_parameters_before_vllm_copies_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's reload by layer puts the converted values into the kernel's tensors only after the conversion."""
+    monkeypatch.setattr(backend_check, "_outcomes", {})
+    monkeypatch.setattr(backend_check, "_installed", set())
+    with method_layers.moe_config({"self_check": "group"}, EXPERTS, HIDDEN // 4, INNER // 4) as config:
+        monkeypatch.setattr(method_layers, "HIDDEN", HIDDEN // 4)
+        monkeypatch.setattr(method_layers, "INNER", INNER // 4)
+        method_layers.use_backends([KeepsScales("keeps_scales")], monkeypatch)
+        layer = Layer()
+        method = created(config, layer)
+        raw = {name: (each.shape, each.dtype) for name, each in layer.named_parameters()}
+        load(layer, 0)
+        method.process_weights_after_loading(layer)
+        kept = method.experts
+        backend_check.reset()
+        delattr(layer, base.PROCESSED_ATTRIBUTE)
+        for name in list(dict(layer.named_parameters())):
+            delattr(layer, name)
+        for name, (shape, dtype) in raw.items():
+            layer.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
+        load(layer, 1)
+        method.process_weights_after_loading(layer)
+        assert method.experts is kept
+
+
 def test_a_right_backend_is_checked_after_loading_and_after_a_reload(
     run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

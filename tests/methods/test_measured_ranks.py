@@ -149,3 +149,41 @@ def test_a_rank_that_dies_ends_the_others_in_time(tmp_path: Path) -> None:
     first, second = run(tmp_path, ["warm", "cold"], [32, 32], dies=1)
     assert second is None
     assert first["raised"] == "RankSyncError" and first["seconds"] < 30
+
+
+def refused(processes: Any, which: list[int]) -> list[str]:
+    """What the ranks conclude of a layer that some of them have no backend for, and whether they can still talk."""
+    from vllm_moe_oracle.devices import detect
+    from vllm_moe_oracle.errors import NoBackendError
+    from vllm_moe_oracle.methods import backend_selection, rank_sync
+
+    rank, layer = int(processes.rank()), problem(experts=64, ep=2)
+    detect.detect = lambda: H200
+    group = rank_sync.RankGroup(processes, 20.0)
+    method = SimpleNamespace(
+        decision=None, backend=None, settings=settings.Settings(), moe=None, rank_group=group,
+        adapter=SimpleNamespace(stock_class_rejection=lambda *arguments: ""),
+    )  # fmt: skip
+
+    def decide_here() -> Any:
+        if rank in which:
+            raise NoBackendError(f"rank {rank} has none", "", layer.layer)
+        return decide(layer, H200, settings.Settings(), registry=REGISTRY)
+
+    found = []
+    for _ in range(2):
+        try:
+            backend_selection.select_backend(method, layer.layer, decide_here, REGISTRY)
+            found.append(method.backend.name)
+        except NoBackendError as error:
+            found.append(error.rule)
+    return [*found, *rank_sync.all_gather(group, "afterwards", lambda: f"rank {rank}")]
+
+
+@pytest.mark.parametrize("which", [[], [1], [0, 1]])
+def test_ranks_without_a_backend_leave_the_layer_together(tmp_path: Path, which: list[int]) -> None:
+    ranks = gloo_ranks.run(refused, 2, tmp_path, which)
+    for rank, (first, second, *afterwards) in enumerate(ranks):
+        other = "static" if not which else "no backend can run the layer on rank 1"
+        assert first == second == (f"rank {rank} has none" if rank in which else other)
+        assert afterwards == ["rank 0", "rank 1"]

@@ -1,7 +1,8 @@
 """``--moe-backend`` in a model that has quantized and unquantized experts, such as a multi-token prediction head.
 
 vLLM has one name for all layers of a model. A kernel of quantized experts may have none for unquantized ones: its
-selector would end the server. The name is for the layers that this plugin serves; vLLM chooses for the others.
+selector would end the server. Such a name is for the layers that this plugin serves; vLLM chooses for the others. A
+name that vLLM has for unquantized experts, too, is followed there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.moe_oracle")
 
 
+def _is_for_unquantized(name: str) -> bool:
+    """Whether vLLM has a kernel of that name for unquantized experts."""
+    try:
+        from vllm.model_executor.layers.fused_moe.oracle.unquantized import map_unquantized_backend
+
+        map_unquantized_backend(name)
+    except (ImportError, ValueError):  # a release without such a list has no names for unquantized experts
+        return False
+    return True
+
+
 class UnquantizedChoice:
     """Wraps the constructor of vLLM's method for unquantized experts.
 
@@ -33,17 +45,18 @@ class UnquantizedChoice:
         self._logged: set[str] = set()
 
     def __call__(self, original: Any, self_: Any, moe: FusedMoEConfig, *args: Any, **kwargs: Any) -> None:
-        """Constructs the method; in a model with quantized experts of ours with vLLM's automatic choice.
+        """Constructs the method. In a model with quantized experts of ours vLLM chooses, if the name that was asked for
+        is none of a kernel for unquantized ones.
 
         Args:
             original: the stock constructor.
             self_: the method.
-            moe: vLLM's config of the layer; its `moe_backend` becomes ``auto``.
+            moe: vLLM's config of the layer; its `moe_backend` may become ``auto``.
             args: other arguments of the constructor.
             kwargs: likewise.
         """
         asked = moe.moe_backend
-        if asked != AUTO and self._serves_model():
+        if asked != AUTO and self._serves_model() and not _is_for_unquantized(asked):
             moe.moe_backend = AUTO
             if asked not in self._logged:
                 self._logged.add(asked)

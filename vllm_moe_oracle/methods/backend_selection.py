@@ -4,6 +4,7 @@ ranks."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -99,28 +100,56 @@ def select_backend(
     """
     registry = registry or default_registry()
     topic = f"the backend of {layer}"
+    refusal: NoBackendError | None = None
     with rank_sync.notify_on_failure(method.rank_group, topic):
-        method.decision = decide()
-        method.backend = registry[method.decision.backend]
-        consult_stock_class(method, registry)
+        try:
+            method.decision = decide()
+            method.backend = registry[method.decision.backend]
+            consult_stock_class(method, registry)
+        except NoBackendError as error:  # the layer may be left to stock vLLM, on all ranks
+            refusal = error
         if method.rank_group.size > 1:
-            _agree_on_backend(method, topic, registry)
+            refusal = _agree_on_backend(method, layer, topic, registry, refusal)
+    if refusal is not None:
+        raise refusal
 
 
-def _agree_on_backend(method: LayerMethod, topic: str, registry: Registry) -> None:
-    """Takes the first backend of rank 0's order that every rank can run."""
-    kind = (method.decision.problem.key(), method.decision.why, method.backend.name)
-    if kind not in _agreed_backends:
+def _agree_on_backend(
+    method: LayerMethod, layer: str, topic: str, registry: Registry, refusal: NoBackendError | None
+) -> NoBackendError | None:
+    """Takes the first backend of rank 0's order that every rank can run.
+
+    Args:
+        method: the layer's method.
+        layer: the layer's name.
+        topic: names the step.
+        registry: the backends.
+        refusal: why this rank can run the layer with none; None where it can.
+
+    Returns:
+        Why the layer cannot be run on all ranks, on every rank; None where it can be.
+    """
+    kind = None if refusal else (method.decision.problem.key(), method.decision.why, method.backend.name)
+    if kind is None or kind not in _agreed_backends:
         while True:
-            ranks = rank_sync.all_gather(
-                method.rank_group,
-                topic,
-                lambda: [_preferred_backends(method), _schedule(method), _backend_properties(method)],
-            )
+            own: list[Any] = [[], [], {}]
+            if refusal is None:
+                own = [_preferred_backends(method), _schedule(method), _backend_properties(method)]
+            ranks = rank_sync.all_gather(method.rank_group, topic, functools.partial(list, own))
             orders = [order for order, _, _ in ranks]
+            if not all(orders):
+                without = ", ".join(str(rank) for rank, order in enumerate(orders) if not order)
+                return refusal or NoBackendError(f"no backend can run the layer on rank {without}", "", layer)
             if len({order[0] for order in orders}) == 1:
                 break
-            _follow_ranks(method, rank_sync.first_common_name(orders), orders, registry)
+            common = rank_sync.first_common_name(orders)
+            try:
+                _follow_ranks(method, common, orders, registry)
+            except NoBackendError as error:
+                if common is None:
+                    return error
+                refusal = error
+        assert kind is not None
         rank_agreement.require_equal(topic, [{"backend": properties} for _, _, properties in ranks])
         _agreed_backends[kind] = method.backend.name, all(schedule == ranks[0][1] for _, schedule, _ in ranks)
     name, same_schedule = _agreed_backends[kind]
@@ -134,6 +163,7 @@ def _agree_on_backend(method: LayerMethod, topic: str, registry: Registry) -> No
     if not same_schedule:
         plan = dataclasses.replace(method.decision.plan, tiles=())
         method.decision = dataclasses.replace(method.decision, token_ranges=(), plan=plan)
+    return None
 
 
 def _follow_ranks(method: LayerMethod, name: str | None, orders: list[list[str]], registry: Registry) -> None:

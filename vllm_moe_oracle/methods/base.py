@@ -192,6 +192,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             return
         FusedMoEMethodBase.__init__(self, moe)
         self.experts = None
+        self._built_over: dict[str, int] = {}
         self.weight_copies = {}
         self.token_dispatch = None
         # An attribute, so that `apply` calls no cached function: on a CPU torch.compile traces through it.
@@ -361,14 +362,30 @@ class OracleMoEMethod(FusedMoEMethodBase):
             self.moe_quant_config = self.adapter.quant_config(problem, tensors)
             builder = VllmBuilder(self.adapter, self.moe, self.moe_quant_config)
             self.experts = self.backend.build_experts(tensors, problem, self.decision.plan, builder)
+            self._built_over = {name: tensor.data_ptr() for name, tensor in tensors.items()}
             weight_storage.register_buffers(layer, builder.buffers)
             self.moe_kernel = self.adapter.kernel(self.moe, self.moe_quant_config, layer, self.experts)
             self.token_dispatch = token_dispatch.build_dispatch(self, layer, tensors, self.moe_kernel)
 
         if parts is not None:
             backend_check.check_installed(
-                self, lambda: compare_installed(self.backend, parts, self.experts, layer, tensors, self.adapter)
+                self,
+                lambda: compare_installed(
+                    self.backend, parts, self._experts_over(tensors), layer, tensors, self.adapter
+                ),
             )
+
+    def _experts_over(self, tensors: Mapping[str, Tensor]) -> Any:
+        """The experts that compute with tensors: those that were built, or new ones.
+
+        vLLM's reload by layer converts fresh parameters, and copies them afterwards into the tensors that the kernel
+        was built over; stock experts keep scales from when they were built.
+        """
+        if all(tensors[name].data_ptr() == address for name, address in self._built_over.items()):
+            return self.experts
+        quant_config = self.adapter.quant_config(self.decision.problem, tensors)
+        builder = VllmBuilder(self.adapter, self.moe, quant_config, for_serving=False)
+        return self.backend.build_experts(tensors, self.decision.problem, self.decision.plan, builder)
 
     def _read_weights(self, layer: Any) -> dict[str, Tensor]:
         """The layer's loaded parameters by canonical name, validated."""
