@@ -80,9 +80,10 @@ esac
 
 # --- Anything to do? ---------------------------------------------------------------------------------------------
 
-# One stamp for each kind of environment, so that serve.sh never drops the test tools that run.sh installed.
+# One stamp for each kind of environment. The one with test tools has everything: serve.sh changes nothing in it, least of
+# all while tests run.
 inputs=$(
-    "$python" - "$root" "$version" "$device" "$extra" <<'PY'
+    "$python" - "$root" "$version" "$device" <<'PY'
 import hashlib
 import pathlib
 import sys
@@ -210,5 +211,5 @@ PY
 cd "$venv" # an import must find what is installed, not what happens to lie in the current folder
 step "checking that torch, transformers, vLLM and the plugin import, and that they are $device builds" check
 
-printf '%s\n' "$inputs" >"$stamp"
+printf '%s\n' "$inputs" | tee "$venv/.stamp-run" >"$stamp"
 say "ready: $(tail -n 1 "$log")"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import sqlite3
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 from tests.lib.cases import H200, problem
 from tests.lib.samples import HERE, SHAPE, sample
 from vllm_moe_oracle import settings
+from vllm_moe_oracle.cli.commands import tune
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import environment, lookup
 from vllm_moe_oracle.measurements import store as store_module
@@ -570,3 +572,8 @@ def test_a_writer_waits_with_a_word_and_an_end(store: Store, kind: str, monkeypa
     writer.prepare()
     writer.add(HERE, SHAPE, [sample()])
     assert kept(writer) == {1: sample().us}
+
+
+def test_a_store_reaches_the_worker_processes_of_other_gpus(tmp_path: Path) -> None:
+    for store in (Store(tmp_path), Store(tmp_path, tune._print_note)):
+        assert pickle.loads(pickle.dumps(store)).path == store.path

@@ -65,6 +65,10 @@ _MAX_FILE_BYTES = 1 << 30
 """Size of the largest file that is opened."""
 
 
+def _say_nothing(words: str) -> None:
+    """The usual `report` of a `Store`. Not a lambda: a store is sent to the worker processes of other GPUs."""
+
+
 class Store:
     """The measurements of a cache directory. Creating the object neither opens nor creates the file.
 
@@ -72,11 +76,12 @@ class Store:
         path: path of the file.
     """
 
-    def __init__(self, directory: Path, report: Callable[[str], None] = lambda words: None) -> None:
+    def __init__(self, directory: Path, report: Callable[[str], None] = _say_nothing) -> None:
         """
         Args:
             directory: the cache directory.
-            report: is told, once for each wait, that a writer waits for another process.
+            report: is told, once for each wait, that a writer waits for another process. A function of a module, so
+                that the store can be pickled.
         """
         self.path = directory / FILE_NAME
         self._report = report

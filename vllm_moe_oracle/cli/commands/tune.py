@@ -168,10 +168,14 @@ def _named_problems(models: list[str] | None, shapes: bool, tp: int, ep: bool, t
 
 def _open_store(settings: Settings) -> Store:
     """The cache of measurements; a note says when it was replaced or cannot be used."""
-    store = Store(cache_dir(settings), lambda words: output.print_message("note", words))
+    store = Store(cache_dir(settings), _print_note)
     if note := store.prepare():
         output.print_message("note", note)
     return store
+
+
+def _print_note(words: str) -> None:
+    output.print_message("note", words)
 
 
 def _export(path: Path, outcomes: dict[KernelShape, TuneOutcome], device: Device, options: TuneOptions) -> None:
