@@ -82,10 +82,12 @@ def test_a_gpu_without_measurements_is_told_how_to_take_them(
 
     hint = "no measurements of this layer are valid here: run vllm-moe-oracle tune where it is served"
     here = why("--device", "nvidia-a100")
-    assert hint in here and "predicted for sm_90 only" in here
+    assert hint in here and "measured on NVIDIA H200, not NVIDIA A100" in here and "compute capability" not in here
+    assert "predicted for sm_90 only" in here
     h200 = measured_h200(tmp_path)
     assert hint not in why("--device", h200) + why("--device", "cpu")
-    assert "is predicted to take" in why("--device", "nvidia-h100")
+    for others in (("--device", "nvidia-h100"), ("--device", h200, "--tp", 2, "--ep")):
+        assert "is predicted to take" in why(*others)
 
 
 def test_a_misspelled_quantization_is_told_what_was_meant(run: Run, write: Callable[..., Path]) -> None:

@@ -50,8 +50,10 @@ def test_a_device_is_found_by_its_aliases_and_its_product_name() -> None:
 
 
 def test_a_gpu_has_the_figures_of_its_data_sheet() -> None:
-    for spec in catalog.catalog().values():
+    for name, spec in catalog.catalog().items():
         assert spec.kind in catalog.DEVICE_KINDS
+        if name.removeprefix("nvidia-") in CAPABILITIES:
+            assert spec.memory_bandwidth_gb_s > 800 and spec.peak_tflops["bf16"] > 300
         if spec.kind == "cuda":
             assert 200 < spec.memory_bandwidth_gb_s <= 8000 and 70 < spec.peak_tflops["bf16"] <= 2500
         if spec.measured is not None:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -157,14 +155,5 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         cleanup_dist_env_and_memory()
 
 
-def main() -> None:
-    jobs, results = map(Path, sys.argv[1:3])
-    found = []
-    for job in json.loads(jobs.read_text()):
-        found.append(run(job))
-        results.write_text(json.dumps(found))
-
-
 if __name__ == "__main__":
-    assert run_generate  # sets the variables that vLLM reads when it is imported
-    main()
+    run_generate.main(run)

@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         cleanup_dist_env_and_memory()
 
 
-def main() -> None:
+def main(run: Callable[[dict[str, Any]], dict[str, Any]] = run) -> None:
+    """Runs the jobs of the file that the first argument names; results go to the second's, after each job."""
     jobs, results = map(Path, sys.argv[1:3])
     found = []
     for job in json.loads(jobs.read_text()):

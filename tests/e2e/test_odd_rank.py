@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.lib import checkpoints, vllm_runner
+from tests.lib import checkpoints, distributions, vllm_runner
 
 pytest.importorskip("vllm", reason="models are served")
 
@@ -42,26 +42,18 @@ CASES = {
 }
 
 
-def install(folder: Path) -> Path:
-    """The plugin's package, as pip would leave it."""
-    metadata = folder / "odd_rank-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-rank\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nodd_rank = odd_rank:register\n")
-    (folder / "odd_rank.py").write_text(PLUGIN)
-    return folder
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_every_rank_says_what_differs(case: str, tmp_path: Path) -> None:
     words, ranks = CASES[case]
+    points = ["odd_rank = odd_rank:register"]
+    plugin = distributions.install(tmp_path / "odd", "odd-rank", "vllm.general_plugins", points, {"odd_rank": PLUGIN})
     log: list[str] = []
     job: dict[str, Any] = {
         "checkpoint": str(checkpoints.write_checkpoint(tmp_path / "model")), "dtype": "bfloat16", "prompt": [5, 6, 7],
         "tokens": 1, "oracle": {}, "engine": {"tensor_parallel_size": 2},
     }  # fmt: skip
     found = vllm_runner.run(
-        "run_generate.py", {case: job}, tmp_path, log, PYTHONPATH=str(install(tmp_path / "odd")), ODD_RANK=case,
+        "run_generate.py", {case: job}, tmp_path, log, PYTHONPATH=str(plugin), ODD_RANK=case,
         VLLM_PLUGINS="moe_oracle,odd_rank", VLLM_CPU_OMP_THREADS_BIND="0|1",
     )  # fmt: skip
     assert "error" in found[case]

@@ -4,12 +4,11 @@ other settings is noticed."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.lib import checkpoints, vllm_runner
+from tests.lib import checkpoints, distributions, vllm_runner
 
 pytest.importorskip("vllm", reason="models are served")
 
@@ -46,20 +45,13 @@ BACKEND = Half()
 '''
 
 
-def install(folder: Path) -> Path:
-    """The third party's package, as pip would leave it."""
-    metadata = folder / "half_backend-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: half-backend\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[vllm_moe_oracle.backends]\nhalf = half_backend:BACKEND\n")
-    (folder / "half_backend.py").write_text(PLUGIN)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What a model on two ranks said, and what each rank reported."""
     folder = tmp_path_factory.mktemp("ranks")
+    points = ["half = half_backend:BACKEND"]
+    modules = {"half_backend": PLUGIN}
+    third = distributions.install(folder / "third", "half-backend", "vllm_moe_oracle.backends", points, modules)
     path = str(checkpoints.write_checkpoint(folder / "model"))
     job = {
         "checkpoint": path, "dtype": "bfloat16", "prompt": PROMPT, "tokens": TOKENS, "oracle": {},
@@ -74,7 +66,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], l
         "run_generate.py",
         jobs,
         folder,
-        PYTHONPATH=str(install(folder / "third")),
+        PYTHONPATH=str(third),
         MOE_ORACLE_REPORT=str(report),
         # One core for each rank: vLLM binds them to NUMA nodes of their own otherwise.
         VLLM_CPU_OMP_THREADS_BIND="0|1",

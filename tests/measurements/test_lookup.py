@@ -11,7 +11,7 @@ from tests.lib.samples import measured_card
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.devices import catalog
-from vllm_moe_oracle.measurements import environment, lookup, model_shapes, profile
+from vllm_moe_oracle.measurements import environment, latency_model, lookup, model_shapes, profile
 from vllm_moe_oracle.measurements.kernel_shape import RoutingKind, Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import Store
 from vllm_moe_oracle.oracle.selection import decide
@@ -106,10 +106,19 @@ def test_failures_in_a_skipped_source_stay_excluded(tmp_path: Path) -> None:
     assert f"{OWN}: relative error 3.0e-01" in made.explanation
 
 
-def test_where_no_place_decides_the_first_one_says_why(tmp_path: Path) -> None:
+@pytest.mark.parametrize("predicted", [False, True])
+def test_where_no_place_decides_the_first_one_says_why(
+    tmp_path: Path, predicted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not predicted:
+        monkeypatch.setattr(latency_model, "why_unpredictable", lambda *arguments: "not predicted")
     given = tuple(each for name in (HUMMING, MARLIN) for each in times(name, 50, (1, 2)))
     made = decided(tmp_path, *times(HUMMING, 5, (1, 2, 4)), given=given)
-    assert made.why == "predicted" and "given.json" in made.explanation
+    if predicted:
+        assert made.why == "predicted" and "given.json" in made.explanation
+        return
+    assert made.why == "static" and made.backend == HUMMING
+    assert made.explanation.count("are not sufficient") == 1 and "given.json" in made.explanation
     assert "measured up to 2 tokens" in made.explanation
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lib import distributions
 from tests.lib.cases import CPU
 from tests.lib.cases import registry as backends
 from tests.lib.strange_backends import LAYER, strange
@@ -57,13 +58,9 @@ NAMED = threading.Event()
 
 def install(folder: Path, modules: dict[str, str]) -> list[EntryPoint]:
     """A distribution whose entry points name these modules."""
-    info = folder / "theirs-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    lines = [f"[{ENTRY_POINT_GROUP}]", *(f"{name} = third_party_{name}:BACKEND" for name in modules)]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    for name, text in modules.items():
-        (folder / f"third_party_{name}.py").write_text(text)
+    points = [f"{name} = third_party_{name}:BACKEND" for name in modules]
+    texts = {f"third_party_{name}": text for name, text in modules.items()}
+    distributions.install(folder, "theirs", ENTRY_POINT_GROUP, points, texts)
     return [EntryPoint(name, f"third_party_{name}:BACKEND", ENTRY_POINT_GROUP) for name in modules]
 
 

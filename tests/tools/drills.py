@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.lib import releases
+from tests.lib import distributions, releases
 from tests.lib.tree_copies import ROOT, Run, TreeCopy
 from vllm_moe_oracle.releases.supported import NEWEST, RELEASES
 
@@ -174,15 +174,13 @@ def _install_theirs(old: str = "BACKEND", new: str = "BACKEND") -> Change:
     def change(tree: TreeCopy) -> None:
         theirs = tree.beside("theirs")
         tree.environment["PYTHONPATH"] = str(theirs)
-        info = theirs / "their_backend-1.0.dist-info"
-        info.mkdir()
         module = _example(tree).replace('"dequantized_once"', '"theirs"')
-        point = f"[{PACKAGE}.backends]\ntheirs = their_backend:BACKEND\n"
+        point = "theirs = their_backend:BACKEND"
         if old not in module + point:
             raise ValueError(f"the backend has no {old!r}")
-        (theirs / "their_backend.py").write_text(module.replace(old, new), encoding="utf-8")
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-backend\nVersion: 1.0\n", encoding="utf-8")
-        (info / "entry_points.txt").write_text(point.replace(old, new), encoding="utf-8")
+        modules = {"their_backend": module.replace(old, new)}
+        points = [point.replace(old, new)]
+        distributions.install(theirs, "their-backend", f"{PACKAGE}.backends", points, modules)
 
     return change
 

@@ -38,7 +38,7 @@ from vllm_moe_oracle.settings import Settings
 ROOT = Path(__file__).parents[2]
 UNLISTED = sorted((ROOT / "tests/golden/h200").glob("unlisted-*.jsonl"))
 GPU = "NVIDIA H200"
-FLAGS = ("zero_points", "float16", "int8", "small_groups", "bias", "expert_parallel", "ungated")
+FLAGS = tuple(model.layer_flags(kernel_shape_of(LAYERS[0])))
 SIZES = ("num_experts", "local_experts", "top_k", "hidden_size", "intermediate_size")
 PRIOR = torch.tensor(
     [math.log(each) for each in (8.0, 3.5, 2.0, 1.0, 3.0, 0.2, 4.0, 60.0, 120.0, 240.0, 400.0, 550.0)]

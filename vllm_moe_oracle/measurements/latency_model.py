@@ -18,16 +18,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cache, lru_cache
-from typing import Any
 
 import msgspec
 
 from ..core.measurement_set import MeasurementSet
 from ..core.problem import MX_BLOCK, Device
-from ..devices.catalog import find_spec
+from ..devices.catalog import DeviceSpec, find_spec
 from . import profile
 from .environment import Environment
 from .kernel_shape import KernelShape
+from .roofline import active_experts
 
 TILE_ROWS = (8, 16, 32, 64, 128)
 """Heights of the tiles whose rates are fitted: rows of one expert that a block computes at once."""
@@ -141,7 +141,7 @@ def call_work(shape: KernelShape, tokens: int) -> CallWork:
     else:
         scale_bytes = 1.0 / MX_BLOCK
     return CallWork(
-        active=shape.local_experts * (1.0 - (1.0 - chance) ** tokens),
+        active=active_experts(shape, tokens),
         slots=tokens * chance * shape.local_experts,
         products=((rows, shape.hidden_size), (shape.hidden_size, shape.intermediate_size)),
         weight_bytes=shape.bits / 8 + scale_bytes,
@@ -249,7 +249,7 @@ def predict(
     return MeasurementSet(times, source, errors=errors)
 
 
-def _required_spec(name: str) -> Any:
+def _required_spec(name: str) -> DeviceSpec:
     spec = find_spec(name)
     assert spec is not None
     return spec

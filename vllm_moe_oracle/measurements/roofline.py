@@ -10,9 +10,10 @@ from __future__ import annotations
 from ..core.problem import MX_BLOCK, Problem
 from ..core.sharding import loaded_group_size
 from ..devices.catalog import find_spec
+from .kernel_shape import KernelShape
 
 
-def active_experts(problem: Problem, tokens: int) -> float:
+def active_experts(problem: Problem | KernelShape, tokens: int) -> float:
     """Expected number of experts on this rank that receive a token under uniform routing."""
     chance = 1.0 - (1.0 - problem.top_k / problem.num_experts) ** tokens
     return problem.local_experts * chance

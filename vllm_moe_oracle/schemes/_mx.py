@@ -239,18 +239,20 @@ def require_products(
 
 
 def dequantize_part(
+    dequantize: Callable[[Tensor, Tensor], Tensor],
     expert: Mapping[str, Tensor],
     which: Literal["w13", "w2"],
-    dequantize: Callable[[Tensor, Tensor], Tensor],
+    problem: Problem,
     rows: slice = _ALL,
     features: slice = _ALL,
 ) -> Tensor:
     """Some rows, or some input features of one block, of one matrix of an expert, float32.
 
     Args:
+        dequantize: the scheme's, of codes and scales.
         expert: canonical tensors of one expert.
         which: the matrix.
-        dequantize: the scheme's.
+        problem: the layer; the MX formats need nothing of it.
         rows: the rows.
         features: the features, all of one block; of every block by default.
     """

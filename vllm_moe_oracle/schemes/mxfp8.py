@@ -144,15 +144,7 @@ def dequantize_expert(expert: Mapping[str, Tensor], which: Literal["w13", "w2"])
     return dequantize(expert[which], expert[f"{which}_scale"])
 
 
-def dequantize_part(
-    expert: Mapping[str, Tensor],
-    which: Literal["w13", "w2"],
-    problem: Problem,
-    rows: slice = slice(None),
-    features: slice = slice(None),
-) -> Tensor:
-    """Some rows, or some input features of one block, of one matrix of an expert; see `_mx.dequantize_part`."""
-    return _mx.dequantize_part(expert, which, dequantize, rows, features)
+dequantize_part = functools.partial(_mx.dequantize_part, dequantize)
 
 
 def fake_quantize(values: Tensor) -> Tensor:
