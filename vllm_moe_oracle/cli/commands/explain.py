@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from packaging.version import InvalidVersion, Version
 
 from ... import checkpoint, methods
 from ...checkpoint import MoeLayers
@@ -231,12 +230,10 @@ def _with_vllm(device: Device, version: str) -> Device:
     if not version:
         return device
     try:
-        known = Version(RELEASES[0]) <= Version(version) <= Version(f"{NEWEST}.9999")
-    except InvalidVersion:
-        known = False
-    if not known:
-        rule = f"{version!r} is not a supported release of vLLM"
-        raise SettingError(rule, f"Supported are {RELEASES[0]} to {NEWEST}", "--vllm")
+        check_release(version)
+    except StandDown as error:
+        rule = f"{version!r} is not a supported release of vLLM: {error.rule}"
+        raise SettingError(rule, f"Supported are {RELEASES[0]} to {NEWEST}", "--vllm") from error
     return dataclasses.replace(device, packages={**device.packages, "vllm": version})
 
 
