@@ -11,6 +11,7 @@ is ``vllm-moe-oracle`` below ``$XDG_CACHE_HOME`` or ``~/.cache``.
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import os
@@ -83,14 +84,26 @@ def locked(name: str) -> Iterator[None]:
 
 
 def sources(version: str) -> Path:
-    """The folder that holds a release's package ``vllm``: copied from the installation where it is that release, else
-    downloaded.
+    """The folder that holds a release's package ``vllm``.
+
+    The installed release is copied from the installation. vLLM's CPU builds lack files that the release has
+    (triton_kernels): beside one of them the release is downloaded, and the copy serves where that fails.
 
     Raises:
         ReleaseUnavailable: it is not there and cannot be downloaded.
     """
-    downloaded = cache() / "releases" / version
-    return _installed() if version == INSTALLED and not downloaded.is_dir() else _released(version)
+    return _default_sources() if version == INSTALLED else _released(version)
+
+
+@functools.cache
+def _default_sources() -> Path:
+    """`sources` of the installed release."""
+    if (_installed() / "vllm" / "third_party" / "triton_kernels").is_dir():
+        return _installed()
+    try:
+        return _released(INSTALLED)
+    except ReleaseUnavailable:
+        return _installed()
 
 
 def _installed() -> Path:
