@@ -225,8 +225,8 @@ def test_refuses_with_code_and_words(name: str) -> None:
         (able.eplb, "eplb", {"eplb": True}),
         (able.batch_invariant, "batch_invariant", {"batch_invariant": True}),
         (other_format in able.formats, "format", {"parallel": dataclasses.replace(parallel, format=other_format)}),
-        (able.weight_on_input, "weight_on_input", {
-            "routing": dataclasses.replace(layer.routing, weight_on_input=True), "top_k": 1}),
+        (able.apply_router_weight_on_input, "apply_router_weight_on_input", {
+            "routing": dataclasses.replace(layer.routing, apply_router_weight_on_input=True), "top_k": 1}),
         (able.expert_parallel, "expert_parallel", {
             "local_experts": 4, "parallel": dataclasses.replace(parallel, ep=4)}),
         (able.max_top_k is None, "top_k.max", _all_local(layer, 64) | {"top_k": (able.max_top_k or 0) + 1}),

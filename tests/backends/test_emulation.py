@@ -87,7 +87,7 @@ class Case:
         quantize = self.problem.scheme.activations == "mxfp8"
         inputs = (self.x.double().numpy(), self.ids.numpy(), self.weights.double().numpy())
         x, ids, weights = inputs
-        on_input = self.problem.routing.weight_on_input
+        on_input = self.problem.routing.apply_router_weight_on_input
         exact = self.exact
         expected = reference.moe(
             x, exact.w13, exact.w2, ids, weights, activation=exact.activation, alpha=exact.alpha, beta=exact.beta,
@@ -95,7 +95,14 @@ class Case:
             quantize_activations="ceil" if quantize else None, **options,
         )  # fmt: skip
         same, bound = moe_bound(
-            x, exact, ids, weights, dtype=self.problem.dtype, weight_on_input=on_input, quantize=quantize, **options
+            x,
+            exact,
+            ids,
+            weights,
+            dtype=self.problem.dtype,
+            apply_router_weight_on_input=on_input,
+            quantize=quantize,
+            **options,
         )
         # The bound was made for this very computation: its own walk through the layer ends where the reference does.
         np.testing.assert_allclose(same, expected, rtol=1e-9, atol=1e-9)
@@ -144,7 +151,12 @@ def test_every_activation_in_every_precision(name: str, bias: bool, dtype: str, 
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_the_routers_weight_on_the_input(top_k: int, dtype: str, scheme: Any) -> None:
     layer = layer_of(
-        routing=Routing(weight_on_input=True), has_bias=True, dtype=dtype, scheme=scheme, top_k=top_k, activation=SWIGLU
+        routing=Routing(apply_router_weight_on_input=True),
+        has_bias=True,
+        dtype=dtype,
+        scheme=scheme,
+        top_k=top_k,
+        activation=SWIGLU,
     )
     made = case(layer)
     assert made.verdict(made.run()) == ""
@@ -211,7 +223,7 @@ def test_an_invalid_expert_id_is_an_error_with_the_valid_range(bad: int) -> None
 
 
 def test_nothing_but_the_output_is_changed() -> None:
-    made = case(layer_of(has_bias=True, scheme=MXFP8_W8A8, routing=Routing(weight_on_input=True)))
+    made = case(layer_of(has_bias=True, scheme=MXFP8_W8A8, routing=Routing(apply_router_weight_on_input=True)))
     held = [*made.tensors.values(), made.x, made.weights, made.ids]
     before = [tensor.clone() for tensor in held]
     made.run()
@@ -277,7 +289,7 @@ FAULTS: dict[str, Fault] = {
     "limit of gpt-oss": lambda made: with_activation(made, limit=7.0),
     "weights of a token's experts swapped": lambda made: {"weights": made.weights.flip(1)},
     "weight on the input": lambda made: {
-        "problem": dataclasses.replace(made.problem, routing=Routing(weight_on_input=True))
+        "problem": dataclasses.replace(made.problem, routing=Routing(apply_router_weight_on_input=True))
     },
     "ids off by one": lambda made: {"ids": (made.ids + 1) % E},
 }

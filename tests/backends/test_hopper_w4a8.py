@@ -145,7 +145,7 @@ def test_converting_an_expert_takes_few_operations_and_little_memory() -> None:
         weight_storage.reserve_expert_buffers(module.get_parameter(key), kind)
         module.get_parameter(key).data.copy_(weights[key])
     with Peak(*module.parameters()) as converting:
-        weight_storage.convert_in_place(module, {key: key for key in weights}, convert, BACKEND.contiguous)
+        weight_storage.convert_in_place(module, {key: key for key in weights}, convert)
     assert all(torch.equal(bits(module.get_parameter(key)[1]), bits(each)) for key, each in expected.items())
     # Four parts of w13 and two of w2, eleven operations each; 24 a matrix beside them
     # (`tests/layouts/test_e4m3_folding.py`), what puts eight tensors into order, and six that are written.

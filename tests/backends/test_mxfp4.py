@@ -121,13 +121,13 @@ def test_non_gated_experts_are_taken_by_some() -> None:
         (Routing("renormalize", correction_bias=True), {"routing.softmax"}),
         (Routing("renormalize", num_groups=8, top_k_groups=4), {"routing.softmax"}),
         (Routing("renormalize", hash_routing=True), {"routing.softmax"}),
-        (Routing("renormalize", weight_on_input=True), {"weight_on_input"}),
+        (Routing("renormalize", apply_router_weight_on_input=True), {"apply_router_weight_on_input"}),
     ],
 )
 def test_only_monolithic_backends_route_inside_the_kernel(routing: Routing, codes: set[str]) -> None:
     assert codes_of(backend("triton_mxfp4_monolithic").check(gpt_oss_layer(routing=routing), gpu(90))) == codes
     given_ids = backend("triton_mxfp4").check(gpt_oss_layer(routing=routing), gpu(90))
-    assert codes_of(given_ids) == codes & {"weight_on_input"}
+    assert codes_of(given_ids) == codes & {"apply_router_weight_on_input"}
 
 
 def test_data_parallel_ranks_exchange_routed_tokens() -> None:

@@ -63,8 +63,8 @@ def test_each_limit_has_its_numbers(name: str) -> None:
         ({"format": "batched"}, "format", "batched"),
         ({"tp": 4, "intermediate_size": 720}, "group.intermediate", "2880 / 4 = 720"),
         (
-            {"routing": Routing("renormalize", weight_on_input=True)},
-            "weight_on_input" if name.endswith("monolithic") else "weight_on_input.top_k",
+            {"routing": Routing("renormalize", apply_router_weight_on_input=True)},
+            "apply_router_weight_on_input" if name.endswith("monolithic") else "apply_router_weight_on_input.top_k",
             "input",
         ),
     ):

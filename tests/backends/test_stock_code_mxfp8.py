@@ -125,7 +125,7 @@ def bases(release: str, name: str) -> list[str]:
     return found
 
 
-ON_INPUT = [name for name in CLASSES if default_registry()[name].capabilities.weight_on_input]
+ON_INPUT = [name for name in CLASSES if default_registry()[name].capabilities.apply_router_weight_on_input]
 
 
 @every_release
@@ -161,10 +161,10 @@ def test_the_builder_is_told_of_weights_on_the_input(name: str, monkeypatch: pyt
 
     class Recorder:
         def stock(self, class_name: str, **given: Any) -> Any:
-            raise Told(given["weight_on_input"])
+            raise Told(given["apply_router_weight_on_input"])
 
     for on_input in (True, False):
-        layer = usual(name, routing=Routing("default", weight_on_input=on_input), top_k=1)
+        layer = usual(name, routing=Routing("default", apply_router_weight_on_input=on_input), top_k=1)
         with pytest.raises(Told, match=str(on_input)):
             plain = unchecked(backend(name))
             plain.build_experts(MagicMock(), layer, plain.plan(layer, gpu(90)), Recorder())  # type: ignore[arg-type]

@@ -141,7 +141,7 @@ def test_routing(
     routing = explain(quantized(name)).problems[0].routing
     assert (routing.method, routing.scoring, routing.renormalize) == (method, scoring, renormalize)
     assert ((routing.num_groups, routing.top_k_groups), routing.correction_bias) == (groups, bias)
-    assert routing.weight_on_input == (name == "llama-4-maverick")
+    assert routing.apply_router_weight_on_input == (name == "llama-4-maverick")
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_the_weight_multiplies_once(stock: type[StandIn], on_input: bool, monkey
     empty = torch.zeros(EXPERTS, HIDDEN, HIDDEN)
     with single_rank_worker("cpu", TOKENS), moe_config({}, EXPERTS, HIDDEN, HIDDEN) as moe:
         config = adapter.quant_config(problem(), {})
-        experts = adapter.stock_experts("module:Class", moe, config, weight_on_input=on_input)
+        experts = adapter.stock_experts("module:Class", moe, config, apply_router_weight_on_input=on_input)
         prepare = make_moe_prepare_and_finalize_no_dp_ep(use_monolithic=False)
         got = FusedMoEKernel(prepare, experts).apply(
             x.clone(), empty, empty, topk_weights=weights, topk_ids=ids, activation=moe.activation,

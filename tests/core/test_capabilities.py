@@ -77,7 +77,8 @@ REFUSED: list[tuple[Capabilities, Problem, Device, str, tuple[str, ...]]] = [
     (Capabilities(expert_parallel=False), problem(ep=4, local_experts=32), H200, "expert_parallel", ("4 ranks",)),
     (Capabilities(routing_methods=("deepseek_v3",)), problem(routing=Routing("llama4")),
      H200, "routing", ("deepseek_v3", "llama4")),
-    (Capabilities(), problem(routing=Routing(weight_on_input=True), top_k=1), H200, "weight_on_input", ("input",)),
+    (Capabilities(), problem(routing=Routing(apply_router_weight_on_input=True), top_k=1),
+     H200, "apply_router_weight_on_input", ("input",)),
     (Capabilities(), problem(lora=True), H200, "lora", ("LoRA", "--enable-lora")),
     (Capabilities(), problem(eplb=True), H200, "eplb", ("EPLB", "--enable-eplb")),
     (Capabilities(), problem(batch_invariant=True),
@@ -112,7 +113,15 @@ def test_every_field_is_tested_above() -> None:
         if getattr(row[0], field.name) != getattr(Capabilities(), field.name)
     }  # fmt: skip
     # The defaults of these refuse: the rows above ask for what a plain Capabilities() does not support.
-    refusing_by_default = {"dtypes", "activation_params", "bias", "weight_on_input", "lora", "eplb", "batch_invariant"}
+    refusing_by_default = {
+        "dtypes",
+        "activation_params",
+        "bias",
+        "apply_router_weight_on_input",
+        "lora",
+        "eplb",
+        "batch_invariant",
+    }
     assert changed | refusing_by_default == {field.name for field in dataclasses.fields(Capabilities)}
 
 
@@ -138,7 +147,11 @@ ABLE: list[tuple[Capabilities, Problem, Device]] = [
     (Capabilities(formats=("standard", "batched")), problem(format="batched"), H200),
     (Capabilities(expert_parallel=False), problem(), H200),
     (Capabilities(routing_methods=("llama4",)), problem(routing=Routing("llama4")), H200),
-    (Capabilities(weight_on_input=True), problem(routing=Routing(weight_on_input=True), top_k=1), H200),
+    (
+        Capabilities(apply_router_weight_on_input=True),
+        problem(routing=Routing(apply_router_weight_on_input=True), top_k=1),
+        H200,
+    ),
     (
         Capabilities(lora=True, eplb=True, batch_invariant=True),
         problem(lora=True, eplb=True, batch_invariant=True),
@@ -193,7 +206,7 @@ def test_a_backend_checks_its_limits_and_its_rules_on_its_own_plan() -> None:
     assert [reason.code for reason in verdict.reasons] == ["top_k.max", "never"]
 
 
-FLAGS = ("bias", "weight_on_input", "lora", "eplb", "batch_invariant")
+FLAGS = ("bias", "apply_router_weight_on_input", "lora", "eplb", "batch_invariant")
 
 
 @given(st.lists(st.booleans(), min_size=10, max_size=10))
@@ -201,7 +214,7 @@ def test_every_failing_rule_is_reported_whatever_else_fails(bits: list[bool]) ->
     asked, able = dict(zip(FLAGS, bits[:5], strict=True)), dict(zip(FLAGS, bits[5:], strict=True))
     layer = problem(
         has_bias=asked["bias"],
-        routing=Routing(weight_on_input=asked["weight_on_input"]),
+        routing=Routing(apply_router_weight_on_input=asked["apply_router_weight_on_input"]),
         top_k=1,
         **{name: asked[name] for name in ("lora", "eplb", "batch_invariant")},
     )

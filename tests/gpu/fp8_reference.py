@@ -27,7 +27,7 @@ def scales_of(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference(case: Case, layer: Layer, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, *,
-              weight_on_input: bool = False, quantize: bool = True) -> torch.Tensor:  # fmt: skip
+              apply_router_weight_on_input: bool = False, quantize: bool = True) -> torch.Tensor:  # fmt: skip
     """The layer in float64 for local ids (negative: nothing); quantize=False: activations in their dtype."""
     rows = quantized(x) if quantize else x.double()
     out = torch.zeros_like(rows)
@@ -37,14 +37,14 @@ def reference(case: Case, layer: Layer, x: torch.Tensor, router: torch.Tensor, i
             continue
         scale = router[token, choice].double()[:, None]
         y = rows[token] @ layer.matrix["w13"][expert].cuda().double().T
-        y = y * scale if weight_on_input else y
+        y = y * scale if apply_router_weight_on_input else y
         if case.bias:
             y = y + layer.bias["w13"][expert].cuda()
         h = activated(case, y).to(case.dtype)
         y = (quantized(h) if quantize else h.double()) @ layer.matrix["w2"][expert].cuda().double().T
         if case.bias:
             y = y + layer.bias["w2"][expert].cuda()
-        out.index_add_(0, token, y if weight_on_input else y * scale)
+        out.index_add_(0, token, y if apply_router_weight_on_input else y * scale)
     return out
 
 

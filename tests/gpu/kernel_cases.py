@@ -181,7 +181,7 @@ def activated(case: Case, y: torch.Tensor) -> torch.Tensor:
 
 
 def reference(case: Case, layer: Layer, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, *,
-              weight_on_input: bool = False, quantize: bool = False) -> torch.Tensor:  # fmt: skip
+              apply_router_weight_on_input: bool = False, quantize: bool = False) -> torch.Tensor:  # fmt: skip
     """The layer in float32 for local ids (negative: nothing), h rounded to the activations' dtype or to MXFP8."""
     rows = x.float()
     if quantize:
@@ -194,7 +194,7 @@ def reference(case: Case, layer: Layer, x: torch.Tensor, router: torch.Tensor, i
             if not len(picked):
                 continue
             scale = router[picked, choice].float()[:, None]
-            y = (rows[picked] * scale if weight_on_input else rows[picked]) @ w13[expert].T
+            y = (rows[picked] * scale if apply_router_weight_on_input else rows[picked]) @ w13[expert].T
             if case.bias:
                 y = y + layer.bias["w13"][expert].to(x.device)
             h = activated(case, y)
@@ -202,7 +202,7 @@ def reference(case: Case, layer: Layer, x: torch.Tensor, router: torch.Tensor, i
             y = h @ w2[expert].T
             if case.bias:
                 y = y + layer.bias["w2"][expert].to(x.device)
-            out[picked] += y if weight_on_input else y * scale
+            out[picked] += y if apply_router_weight_on_input else y * scale
     return out
 
 

@@ -218,7 +218,7 @@ def test_expert_map_and_weights_on_input() -> None:
     out = call(case, weights, x, router, ids, expert_map=expert_map)
     check(case, out, reference(case, layer, x, router, local))
     out = call(case, weights, x, router, local.int(), apply_router_weight_on_input=True)
-    check(case, out, reference(case, layer, x, router, local, weight_on_input=True))
+    check(case, out, reference(case, layer, x, router, local, apply_router_weight_on_input=True))
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)

@@ -163,7 +163,7 @@ def test_router_weight_on_input(tokens):
     layer, weights = layer_of(case)
     x, router, ids = inputs(case, tokens)
     out = call(weights, x, router, ids, case, apply_router_weight_on_input=True)
-    check(out, reference(case, layer, x, router, ids, weight_on_input=True))
+    check(out, reference(case, layer, x, router, ids, apply_router_weight_on_input=True))
 
 
 TILES = {

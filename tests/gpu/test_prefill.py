@@ -91,7 +91,7 @@ def test_expert_map_and_weights_on_input(case: Case) -> None:
     out = call(weights, x, router, ids, case, expert_map=expert_map)
     check(out, reference(case, layer, x, router, local))
     out = call(weights, x, router, local.int(), case, apply_router_weight_on_input=True)
-    check(out, reference(case, layer, x, router, local, weight_on_input=True))
+    check(out, reference(case, layer, x, router, local, apply_router_weight_on_input=True))
 
 
 @pytest.mark.parametrize(("offset", "gap"), ((0, 16), (0, 8), (0, 1), (8, 16), (1, 15)))

@@ -79,7 +79,7 @@ def moe_bound(
     weights: Array,
     *,
     dtype: str,
-    weight_on_input: bool = False,
+    apply_router_weight_on_input: bool = False,
     expert_map: Sequence[int] | None = None,
     quantize: bool = False,
 ) -> tuple[Array, Array]:
@@ -91,7 +91,7 @@ def moe_bound(
         ids: `[M, K]`, -1 for no expert.
         weights: `[M, K]`, exact in float32.
         dtype: the model's dtype, used for the hidden state between the GEMMs and for the output.
-        weight_on_input: the weight, and its product with x, are rounded to `dtype`, as vLLM does it.
+        apply_router_weight_on_input: the weight, and its product with x, are rounded to `dtype`, as vLLM does it.
         expert_map: local slot of each expert, or -1.
         quantize: inputs of both products are rounded to MXFP8 (the second then skips `dtype`).
 
@@ -109,7 +109,7 @@ def moe_bound(
             continue
         weight = weights[token, slot]
         state, slack = x[token], np.zeros(hidden)
-        if weight_on_input:
+        if apply_router_weight_on_input:
             state = state * weight
             slack = (2 * unit + unit**2) * np.abs(state) + tiny * (1 + np.abs(x[token]))
         if quantize:
@@ -129,7 +129,7 @@ def moe_bound(
 
         second = w2 @ state + b2
         slack = np.abs(w2) @ slack + gamma(inner + 1) * (np.abs(w2) @ (np.abs(state) + slack) + np.abs(b2))
-        if not weight_on_input:
+        if not apply_router_weight_on_input:
             second = second * weight
             slack = np.abs(weight) * slack * (1 + UNIT["float32"]) + UNIT["float32"] * np.abs(second)
         total[token] += second

@@ -96,7 +96,7 @@ def converted(backend: Backend, case: Problem, device: Device, raw: dict[str, Te
             weight_storage.reserve_expert_buffers(parameter, kinds[name])
             parameter.data.copy_(tensor)
         made.register_parameter(name, parameter)
-    weight_storage.convert_in_place(made, {name: name for name in raw}, convert, contiguous=case.eplb)
+    weight_storage.convert_in_place(made, {name: name for name in raw}, convert)
     return made
 
 
@@ -140,18 +140,17 @@ def _moved(tensor: Tensor, order: Tensor) -> Tensor:
     return tensor.view(torch.uint8)[order].view(tensor.dtype) if tensor.dtype.itemsize == 1 else tensor[order]
 
 
-def test_padded_slots_are_closed_up_for_vllm_and_not_otherwise() -> None:
+def test_padded_slots_are_closed_up() -> None:
     raw = {"w13": torch.randint(0, 256, (EXPERTS, 5, 8), dtype=torch.uint8)}
 
     def shorten(expert: Any) -> dict[str, Tensor]:
         return {"w13": expert["w13"][:3].flip(0)}
 
-    for dense in (False, True):
-        made = nn.Module()
-        made.w13 = nn.Parameter(raw["w13"].clone(), requires_grad=False)
-        weight_storage.convert_in_place(made, {"w13": "w13"}, shorten, contiguous=dense)
-        assert torch.equal(made.w13, raw["w13"][:, :3].flip(1))
-        assert made.w13.is_contiguous() == dense
+    made = nn.Module()
+    made.w13 = nn.Parameter(raw["w13"].clone(), requires_grad=False)
+    weight_storage.convert_in_place(made, {"w13": "w13"}, shorten)
+    assert torch.equal(made.w13, raw["w13"][:, :3].flip(1))
+    assert made.w13.is_contiguous()
 
 
 # --- What is asked of a backend besides -------------------------------------------------------------------------------
@@ -161,7 +160,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "eplb": {"eplb": True},
     "batch_invariant": {"batch_invariant": True},
     "format": {"format": "batched"},
-    "weight_on_input": {"routing": Routing("llama4", weight_on_input=True), "top_k": 1},
+    "apply_router_weight_on_input": {"routing": Routing("llama4", apply_router_weight_on_input=True), "top_k": 1},
 }
 EVERY = [pytest.param(backend, id=backend.name) for backend in default_registry()]
 
@@ -175,7 +174,7 @@ def test_what_a_backend_cannot_do_is_a_reason(backend: Backend, asked: str) -> N
         "eplb": limits.eplb,
         "batch_invariant": limits.batch_invariant,
         "format": "batched" in limits.formats,
-        "weight_on_input": limits.weight_on_input,
+        "apply_router_weight_on_input": limits.apply_router_weight_on_input,
     }[asked]
     case = problem(scheme=SCHEMES[backend.schemes[0]], **ASKED[asked])
     found = [reason for device in DEVICES for reason in backend.check(case, device).reasons if reason.code == asked]
@@ -184,10 +183,10 @@ def test_what_a_backend_cannot_do_is_a_reason(backend: Backend, asked: str) -> N
 
 
 def test_one_weight_cannot_multiply_the_input_of_several_experts() -> None:
-    case = problem(routing=Routing("default", weight_on_input=True), top_k=2)
+    case = problem(routing=Routing("default", apply_router_weight_on_input=True), top_k=2)
     for backend in default_registry().for_scheme("mxfp8"):
         codes = {reason.code for reason in backend.check(case, DEVICES[0]).reasons}
-        assert ("weight_on_input.top_k" in codes) == backend.capabilities.weight_on_input
+        assert ("apply_router_weight_on_input.top_k" in codes) == backend.capabilities.apply_router_weight_on_input
 
 
 @pytest.mark.parametrize("backend", EVERY)

@@ -32,7 +32,7 @@ SCHEMES = {
 
 def llama4(name: str) -> Problem:
     """Llama-4-Scout's MoE layer: one expert a token, whose input the router's weight multiplies."""
-    routing = Routing("llama4", "sigmoid", renormalize=False, weight_on_input=True)
+    routing = Routing("llama4", "sigmoid", renormalize=False, apply_router_weight_on_input=True)
     return problem(scheme=SCHEMES[name], experts=16, top_k=1, hidden_size=5120, intermediate_size=8192, routing=routing)
 
 
@@ -40,7 +40,10 @@ def llama4(name: str) -> Problem:
 @pytest.mark.parametrize("name", [name for name in SCHEMES if "order" not in name])
 def test_router_weights_on_the_input_have_a_kernel_on_every_gpu(name: str, capability: int) -> None:
     decision = decide(llama4(name), device_of(capability), Settings())
-    assert decision.backend != "emulation" and default_registry()[decision.backend].capabilities.weight_on_input
+    assert (
+        decision.backend != "emulation"
+        and default_registry()[decision.backend].capabilities.apply_router_weight_on_input
+    )
     if name.startswith("int4 a") or name == "int4":
         assert {"marlin_wna16", "triton_wna16"} <= {each.backend for each in decision.candidates if each.accepted}
 
@@ -53,7 +56,7 @@ def test_no_gpu_gets_the_emulation_unasked(release: str) -> None:
         {"batch_invariant": True}, {"hidden_size": 2050}, {"intermediate_size": 96}, {"format": "batched"},
         {"activation": Activation("gelu", limit=7.0)}, {"activation": Activation("relu2", gated=False)},
         {"activation": dataclasses.replace(SILU, alpha=1.7)}, {"activation": Activation("unknown")},
-        {"top_k": 1, "routing": Routing("llama4", weight_on_input=True)},
+        {"top_k": 1, "routing": Routing("llama4", apply_router_weight_on_input=True)},
     ]  # fmt: skip
     outcomes = set()
     for capability, scheme, change in itertools.product(GPUS, SCHEMES.values(), changes):

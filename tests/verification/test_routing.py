@@ -222,7 +222,7 @@ def test_the_reference_agrees_with_vllms_routers(name: str, dtype: torch.dtype) 
 @pytest.mark.parametrize(
     "how",
     [
-        Routing("llama4", "sigmoid", renormalize=False, weight_on_input=True),
+        Routing("llama4", "sigmoid", renormalize=False, apply_router_weight_on_input=True),
         Routing("custom"),
         Routing("simulated"),
         Routing("unspecified"),

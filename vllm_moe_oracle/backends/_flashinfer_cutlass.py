@@ -33,7 +33,7 @@ CAPABILITIES = Capabilities(
     groups=(MX_BLOCK,),
     hidden_multiple=SIZE_MULTIPLE,
     intermediate_multiple=SIZE_MULTIPLE,
-    weight_on_input=True,
+    apply_router_weight_on_input=True,
 )
 """Layers that both kernels support; a backend adds its compute capabilities."""
 

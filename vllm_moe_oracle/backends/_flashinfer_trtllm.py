@@ -33,7 +33,7 @@ MX_CAPABILITIES = Capabilities(
     intermediate_multiple=INTERMEDIATE_MULTIPLE,
     experts_multiple=EXPERTS_MULTIPLE,
     max_top_k=MAX_TOP_K,
-    weight_on_input=True,
+    apply_router_weight_on_input=True,
 )
 """MXFP8 and MXFP4 layers that the kernels support on routed ids."""
 

@@ -31,7 +31,7 @@ CAPABILITIES = dataclasses.replace(MX_CAPABILITIES, bits=(4,), bias=True)
 """Layers that all four support on routed ids."""
 
 ROUTING_CAPABILITIES = dataclasses.replace(
-    CAPABILITIES, routing_methods=("renormalize", "renormalizenaive", "deepseekv3"), weight_on_input=False
+    CAPABILITIES, routing_methods=("renormalize", "renormalizenaive", "deepseekv3"), apply_router_weight_on_input=False
 )
 """Layers that the two which route inside their kernel support."""
 

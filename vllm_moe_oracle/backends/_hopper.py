@@ -41,7 +41,7 @@ CAPABILITIES = Capabilities(
     bias=True,
     hidden_multiple=32,
     intermediate_multiple=32,
-    weight_on_input=True,
+    apply_router_weight_on_input=True,
     eplb=True,
     batch_invariant=True,
 )
@@ -157,6 +157,7 @@ class HopperBackend(Backend):
 
     static_priority = 900.0  # after vLLM's own kernels: without measurements, the stock choice stands
     activation_precision: ClassVar[ActivationPrecision] = "16bit"
+    triton_release_error = 0.02
 
     def weight_format(self, problem: Problem) -> str:
         """The kernels' name of the layer's weight format."""
@@ -317,8 +318,8 @@ class HopperBackend(Backend):
         activation = problem.activation
         common = (
             self.name, format_key(blank), problem.dtype, problem.scheme.zero_points, problem.has_bias, problem.top_k,
-            activation.name, activation.limit is None, problem.routing.weight_on_input, problem.parallel.ep > 1,
-            quantize, tuple((number % 16 == 0, number == 1) for number in numbers),
+            activation.name, activation.limit is None, problem.routing.apply_router_weight_on_input,
+            problem.parallel.ep > 1, quantize, tuple((number % 16 == 0, number == 1) for number in numbers),
         )  # fmt: skip
         # The kernels that sort slots and sum over top-k are specialized on the numbers of slots and experts.
         sorting = (config.gate_up.bm, config.per_slot) if isinstance(config, LaunchConfig) else str(config)

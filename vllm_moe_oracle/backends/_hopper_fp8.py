@@ -29,7 +29,6 @@ class HopperFp8Backend(Backend):
     For many tokens, where the matrix unit is the limit: it multiplies fp8 at twice the rate of bfloat16.
     """
 
-    contiguous = True
     static_priority = 910.0  # after vLLM's own kernels, and after kernels that do not quantize activations
     activation_precision = "fp8_token"
 

@@ -47,7 +47,7 @@ _MX = Capabilities(
     activation_params=True,
     bias=True,
     groups=(MX_BLOCK,),
-    weight_on_input=True,
+    apply_router_weight_on_input=True,
     eplb=True,
 )
 

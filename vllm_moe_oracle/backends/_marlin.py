@@ -34,7 +34,7 @@ MX_CAPABILITIES = Capabilities(
     groups=(MX_BLOCK,),
     hidden_multiple=HIDDEN_MULTIPLE,
     intermediate_multiple=INTERMEDIATE_MULTIPLE,
-    weight_on_input=True,
+    apply_router_weight_on_input=True,
     lora=True,
     eplb=True,
 )

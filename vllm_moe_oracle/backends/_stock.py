@@ -59,4 +59,6 @@ class StockBackend(Backend):
     def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
         """An instance of the stock class."""
         arguments = self.stock_arguments(tensors, problem, plan)
-        return builder.stock(self.stock_class, weight_on_input=problem.routing.weight_on_input, **arguments)
+        return builder.stock(
+            self.stock_class, apply_router_weight_on_input=problem.routing.apply_router_weight_on_input, **arguments
+        )

@@ -32,7 +32,6 @@ class CpuInt4(StockBackend):
 
     name = "cpu_int4"
     schemes = ("wna16",)
-    contiguous = True
     stock_class = f"{EXPERTS}.cpu_moe:CPUExpertsInt4"
     static_priority = 80.0
     activation_precision = "int8"
@@ -50,7 +49,7 @@ class CpuInt4(StockBackend):
         act_orders=("none", "static"),
         hidden_multiple=32,
         intermediate_multiple=32,
-        weight_on_input=True,
+        apply_router_weight_on_input=True,
         expert_parallel=False,
     )
 

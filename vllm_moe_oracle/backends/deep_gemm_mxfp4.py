@@ -40,7 +40,7 @@ class DeepGemmMxfp4(DeepGemmBackend):
         groups=(MX_BLOCK,),
         hidden_multiple=SIZE_MULTIPLE,
         intermediate_multiple=SIZE_MULTIPLE,
-        weight_on_input=True,
+        apply_router_weight_on_input=True,
     )
     rules = (
         Rule(

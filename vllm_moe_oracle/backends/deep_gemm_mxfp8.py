@@ -32,7 +32,7 @@ class DeepGemmMxfp8(DeepGemmBackend):
         groups=(MX_BLOCK,),
         hidden_multiple=SIZE_MULTIPLE,
         intermediate_multiple=SIZE_MULTIPLE,
-        weight_on_input=True,
+        apply_router_weight_on_input=True,
         eplb=True,
     )
     rules = (activation_rule(swigluoai_since=min_versions.DEEP_GEMM_MXFP8),)

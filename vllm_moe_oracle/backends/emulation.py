@@ -52,7 +52,7 @@ class Emulation(Backend):
         bits=(4, 8),
         zero_points=True,
         act_orders=("none", "group", "static"),
-        weight_on_input=True,
+        apply_router_weight_on_input=True,
         eplb=True,
     )
     rules = (
@@ -193,7 +193,7 @@ def expert_outputs(
     for index, token, weight, chosen in _tokens_by_expert(ids, topk_weights, tensors["w13"].shape[0]):
         expert = {name: tensor[index] for name, tensor in tensors.items()}
         inputs = x[token]
-        if problem.routing.weight_on_input:
+        if problem.routing.apply_router_weight_on_input:
             # As vLLM's prepare step does it: both factors and the product in the model's dtype.
             inputs = inputs * weight.to(x.dtype)
         inputs = round_inputs(inputs.to(torch.float32), x.dtype, problem)
@@ -206,7 +206,7 @@ def expert_outputs(
         result = hidden @ w2.T
         if "w2_bias" in expert:
             result += expert["w2_bias"].to(torch.float32)
-        if not problem.routing.weight_on_input:
+        if not problem.routing.apply_router_weight_on_input:
             result *= weight
         if chosen is not None:
             result.masked_fill_(~chosen, 0.0)

@@ -14,7 +14,6 @@ class HummingWna16(HummingBackend):
     stock_class = f"{EXPERTS}.fused_humming_moe:HummingIndexedExperts"
     static_priority = 62.0
     preferred_priority = 27.0
-    contiguous = True
     capabilities = WNA16_CAPABILITIES
     rules = (*WNA16_RULES, kernel_kind_rule("indexed"))
 

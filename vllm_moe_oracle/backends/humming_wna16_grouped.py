@@ -14,7 +14,6 @@ class HummingWna16Grouped(HummingBackend):
     stock_class = f"{EXPERTS}.fused_humming_moe:HummingGroupedExperts"
     static_priority = 61.0
     preferred_priority = 26.0
-    contiguous = True
     capabilities = WNA16_CAPABILITIES
     rules = (*WNA16_RULES, kernel_kind_rule("grouped"))
 

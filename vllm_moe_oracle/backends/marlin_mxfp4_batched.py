@@ -15,7 +15,7 @@ class MarlinMxfp4Batched(MarlinMxfp4):
     stock_class = f"{EXPERTS}.marlin_moe:BatchedMarlinExperts"
     static_priority = 61.0
     capabilities = dataclasses.replace(
-        MarlinMxfp4.capabilities, formats=("batched",), weight_on_input=False, lora=False
+        MarlinMxfp4.capabilities, formats=("batched",), apply_router_weight_on_input=False, lora=False
     )
 
 

@@ -75,7 +75,6 @@ class MarlinWna16(MarlinBackend):
     stock_class = f"{EXPERTS}.marlin_moe:MarlinExperts"
     static_priority = 30.0
     padding = (1, INTERMEDIATE_MULTIPLE)
-    contiguous = True
     capabilities = Capabilities(
         compute_capabilities=FROM_SM75,
         dtypes=("bfloat16", "float16"),
@@ -89,7 +88,7 @@ class MarlinWna16(MarlinBackend):
         act_orders=("none", "group", "static"),
         hidden_multiple=HIDDEN_MULTIPLE,
         intermediate_multiple=INTERMEDIATE_MULTIPLE,
-        weight_on_input=True,
+        apply_router_weight_on_input=True,
         lora=True,
         eplb=True,
     )

@@ -15,7 +15,7 @@ class MarlinWna16Batched(MarlinWna16):
     stock_class = f"{EXPERTS}.marlin_moe:BatchedMarlinExperts"
     static_priority = 35.0
     capabilities = dataclasses.replace(
-        MarlinWna16.capabilities, formats=("batched",), weight_on_input=False, lora=False
+        MarlinWna16.capabilities, formats=("batched",), apply_router_weight_on_input=False, lora=False
     )
 
 

@@ -31,7 +31,6 @@ class TritonWna16(StockBackend):
 
     name = "triton_wna16"
     schemes = ("wna16",)
-    contiguous = True
     vllm_names = ("triton",)
     stock_class = f"{EXPERTS}.triton_moe:TritonWNA16Experts"
     static_priority = 40.0
@@ -51,7 +50,7 @@ class TritonWna16(StockBackend):
         act_orders=("none", "static"),
         hidden_multiple=BLOCK_K,
         intermediate_multiple=BLOCK_K,
-        weight_on_input=True,
+        apply_router_weight_on_input=True,
         eplb=True,
     )
     rules = (

@@ -50,7 +50,7 @@ class TrtllmMxfp8Monolithic(TrtllmMxfp8):
         ungated=("relu2",),
         max_experts=512,
         routing_methods=ROUTING_METHODS,
-        weight_on_input=False,
+        apply_router_weight_on_input=False,
     )
     rules = (
         *RULES,

@@ -41,7 +41,6 @@ class TrtllmMxint4(StockBackend):
 
     name = "trtllm_mxint4"
     schemes = ("wna16",)
-    contiguous = True
     vllm_names = ("flashinfer_trtllm",)
     stock_class = f"{EXPERTS}.trtllm_mxint4_moe:TrtLlmMxint4ExpertsMonolithic"
     stock_weight_key = "kInt4Static32"

@@ -94,7 +94,7 @@ class ExpertsAdapter(EngineAdapter):
         problem: Problem | None = None,
         tensors: Mapping[str, Tensor] | None = None,
         group: int = 0,
-        weight_on_input: bool = False,
+        apply_router_weight_on_input: bool = False,
     ) -> Any:
         """An instance of one of vLLM's expert classes; see `vllm_moe_oracle.backends.Builder.stock`.
 
@@ -109,7 +109,7 @@ class ExpertsAdapter(EngineAdapter):
         if "humming" in found.__module__:
             assert problem is not None and tensors is not None
             experts = self.humming_experts(found, moe, described, problem, tensors)
-            return _weighted_by_prepare(experts) if weight_on_input else experts
+            return _weighted_by_prepare(experts) if apply_router_weight_on_input else experts
         experts = found.__new__(found)
         # Some classes with two bases do not call `FusedMoEExperts.__init__`, whose attributes other code reads.
         sizes = self.batched_kwargs(found, moe)
@@ -117,7 +117,7 @@ class ExpertsAdapter(EngineAdapter):
         found.__init__(experts, moe, described, **sizes, **self.act_order_kwargs(class_name, problem, tensors))
         if plan is not None:
             self.keep_padded_output(experts, moe, plan)
-        return _weighted_by_prepare(experts) if weight_on_input else experts
+        return _weighted_by_prepare(experts) if apply_router_weight_on_input else experts
 
     def batched_kwargs(self, stock_class: Any, moe: Any) -> dict[str, int]:
         """Constructor arguments of classes that take batched activations `[experts, max_num_tokens, hidden]`; empty for

@@ -124,7 +124,7 @@ class LayerAdapter(EngineAdapter):
             num_groups=layer.num_expert_group if layer.use_grouped_topk else None,
             top_k_groups=layer.topk_group if layer.use_grouped_topk else None,
             correction_bias=layer.e_score_correction_bias is not None,
-            weight_on_input=bool(layer.apply_router_weight_on_input),
+            apply_router_weight_on_input=bool(layer.apply_router_weight_on_input),
             hash_routing=self.hash_routing(moe, layer),
         )
 

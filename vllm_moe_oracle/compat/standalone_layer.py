@@ -116,7 +116,7 @@ def layer_namespace(problem: Problem, moe: Any, tensors: Mapping[str, Tensor]) -
         activation=moe.activation,
         global_num_experts=problem.num_experts,
         expert_map=expert_map,
-        apply_router_weight_on_input=problem.routing.weight_on_input,
+        apply_router_weight_on_input=problem.routing.apply_router_weight_on_input,
         num_expert_group=problem.routing.num_groups,
         topk_group=problem.routing.top_k_groups,
         e_score_correction_bias=None,

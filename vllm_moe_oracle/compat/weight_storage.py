@@ -82,18 +82,17 @@ def allocate(count: int, raw: TensorSpec, spec: TensorSpec | None, device: torch
     return _view(torch.zeros(count, stride, dtype=torch.uint8, device=device), raw)
 
 
-def convert_in_place(
-    layer: nn.Module, names: Mapping[str, str], convert: ConvertFunction, contiguous: bool = False
-) -> dict[str, str]:
+def convert_in_place(layer: nn.Module, names: Mapping[str, str], convert: ConvertFunction) -> dict[str, str]:
     """Converts a layer's loaded parameters, one expert at a time.
 
-    A kernel tensor replaces the parameter of its name; parameters that the kernel does not need are deleted.
+    A kernel tensor replaces the parameter of its name; parameters that the kernel does not need are deleted. Experts
+    of a kernel tensor follow one another without gaps: some kernels, vLLM where it moves experts between ranks, and
+    files of a saved state need it.
 
     Args:
         layer: the layer.
         names: parameter name by tensor name.
         convert: makes the kernel tensors of one expert from its loaded ones.
-        contiguous: no gaps between experts, as vLLM needs it to move experts between ranks.
 
     Returns:
         Parameter name by kernel tensor name.
@@ -105,10 +104,8 @@ def convert_in_place(
     raw = {name: getattr(layer, parameter).data for name, parameter in names.items()}
     count = next(iter(raw.values())).shape[0]
     specs = converted_specs(convert, raw)
-    memory = {
-        name: _slot_memory(raw.get(name), count, spec, next(iter(raw.values())).device, contiguous)
-        for name, spec in specs.items()
-    }
+    device = next(iter(raw.values())).device
+    memory = {name: _slot_memory(raw.get(name), count, spec, device) for name, spec in specs.items()}
     changed: set[str] = set()
     for index in range(count):
         # A function, so that the temporaries of one expert are freed before the next one.
@@ -245,16 +242,16 @@ def _view(memory: Tensor, spec: TensorSpec) -> Tensor:
     return torch.unflatten(memory[:, : spec.nbytes].view(spec.dtype), 1, spec.shape)
 
 
-def _slot_memory(raw: Tensor | None, count: int, spec: TensorSpec, device: torch.device, contiguous: bool) -> Tensor:
-    """uint8 `[experts, stride]`: the raw tensor's memory if `spec` fits, else new memory.
+def _slot_memory(raw: Tensor | None, count: int, spec: TensorSpec, device: torch.device) -> Tensor:
+    """uint8 `[experts, bytes]` without gaps: the raw tensor's memory if `spec` fits, else new memory.
 
-    With `contiguous`, the kernel tensor of an expert starts before its raw buffer and ends before that of the next
-    expert, which is converted later: nothing is overwritten that is still to be read.
+    The kernel tensor of an expert starts no later than its raw buffer and ends before that of the next expert, which
+    is converted later: nothing is overwritten that is still to be read.
     """
     if raw is not None and raw[0].is_contiguous():
         storage = torch.empty(0, dtype=torch.uint8, device=device).set_(raw.untyped_storage())
         offset = raw.storage_offset() * raw.element_size()
         stride = raw.stride(0) * raw.element_size() if count > 1 else storage.numel() - offset
         if spec.nbytes <= stride and stride % spec.dtype.itemsize == 0 and offset % spec.dtype.itemsize == 0:
-            return storage.as_strided((count, spec.nbytes), (spec.nbytes if contiguous else stride, 1), offset)
+            return storage.as_strided((count, spec.nbytes), (spec.nbytes, 1), offset)
     return torch.empty(count, spec.nbytes, dtype=torch.uint8, device=device)

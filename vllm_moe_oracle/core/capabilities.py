@@ -71,7 +71,7 @@ class Capabilities:
         max_top_k: largest top-k; None for any.
         formats: activation formats; see `Parallel.format`.
         routing_methods: routing methods that a monolithic kernel implements; None for kernels that get routed ids.
-        weight_on_input: the router's weight may multiply the input instead of the output.
+        apply_router_weight_on_input: the router's weight may multiply the input instead of the output.
         expert_parallel: the kernel handles experts of other ranks (-1 in the expert map).
         lora: LoRA adapters on experts.
         eplb: experts may move between ranks while serving.
@@ -98,7 +98,7 @@ class Capabilities:
     max_top_k: int | None = None
     formats: tuple[ActivationFormat, ...] = ("standard",)
     routing_methods: tuple[str, ...] | None = None
-    weight_on_input: bool = False
+    apply_router_weight_on_input: bool = False
     expert_parallel: bool = True
     lora: bool = False
     eplb: bool = False
@@ -221,13 +221,16 @@ def _deployment_reasons(capabilities: Capabilities, problem: Problem) -> list[Re
             f"routes inside its kernel by {_join(capabilities.routing_methods)}; the layer routes by {routing.method}"
         )
         reasons.append(Reason("routing", detail))
-    if routing.weight_on_input and not capabilities.weight_on_input:
+    if routing.apply_router_weight_on_input and not capabilities.apply_router_weight_on_input:
         reasons.append(
-            Reason("weight_on_input", "multiplies the output by the router's weight; the layer multiplies the input")
+            Reason(
+                "apply_router_weight_on_input",
+                "multiplies the output by the router's weight; the layer multiplies the input",
+            )
         )
-    elif routing.weight_on_input and problem.top_k > 1:
+    elif routing.apply_router_weight_on_input and problem.top_k > 1:
         detail = f"vLLM multiplies a token's input by one weight; the layer has {problem.top_k} for each token"
-        reasons.append(Reason("weight_on_input.top_k", detail))
+        reasons.append(Reason("apply_router_weight_on_input.top_k", detail))
     for name, wanted, able, remedy in (
         ("lora", problem.lora, capabilities.lora, _WITHOUT_LORA),
         ("eplb", problem.eplb, capabilities.eplb, "serve without --enable-eplb"),

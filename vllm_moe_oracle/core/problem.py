@@ -117,7 +117,7 @@ class Routing:
         num_groups: expert groups of grouped top-k; None without grouping.
         top_k_groups: groups from which a token's experts come; None without grouping.
         correction_bias: a bias is added to the scores for selection only (DeepSeek-V3).
-        weight_on_input: the router's weight multiplies the expert's input instead of its output.
+        apply_router_weight_on_input: the router's weight multiplies the expert's input instead of its output.
         hash_routing: a table maps token ids to experts.
     """
 
@@ -127,7 +127,7 @@ class Routing:
     num_groups: int | None = None
     top_k_groups: int | None = None
     correction_bias: bool = False
-    weight_on_input: bool = False
+    apply_router_weight_on_input: bool = False
     hash_routing: bool = False
 
 

@@ -12,7 +12,6 @@ import inspect
 import math
 import reprlib
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin, get_type_hints, runtime_checkable
@@ -41,6 +40,10 @@ class _TensorLike(Protocol):
     dtype: Any
 
 
+_Check = Callable[[Any], str]
+"""A function of a value: how it departs from a type, "" if it does not."""
+
+
 def mismatch(value: object, declared: Any) -> str:
     """How a value departs from a type of the contract; "" if it does not.
 
@@ -48,32 +51,35 @@ def mismatch(value: object, declared: Any) -> str:
         value: anything.
         declared: a type as the contract's annotations have it. ``Any`` stands for an object; None is none.
     """
+    return _check_of(declared)(value)
+
+
+@cache
+def _check_of(declared: Any) -> _Check:
+    """The check of a type. Types are taken apart once: a decision checks hundreds of values."""
     if declared is Any:
-        return "" if value is not None else "it is None"
+        return lambda value: "" if value is not None else "it is None"
     origin, args = get_origin(declared), get_args(declared)
     if origin in (Union, UnionType):
-        # The member of the value's own type says more than that no member fits.
-        members = [each for each in args if (get_origin(each) or each) is type(value)] or args
-        found = [mismatch(value, each) for each in members]
-        return "" if "" in found else found[0] if len(found) == 1 else _expected(value, declared)
+        return _union_check(declared, args)
     if origin is Literal:
-        return "" if type(value) is str and value in args else _expected(value, " or ".join(map(repr, args)))
+        words = " or ".join(map(repr, args))
+        return lambda value: "" if type(value) is str and value in args else _expected(value, words)
     if declared is NoneType:
-        return "" if value is None else _expected(value, "None")
+        return lambda value: "" if value is None else _expected(value, "None")
     if declared is str:
-        return _text_mismatch(value)
+        return _text_mismatch
     if declared is float:
-        real = isinstance(value, float | int) and not isinstance(value, bool)
-        return "" if real and math.isfinite(value) else _expected(value, "a finite number")  # type: ignore[arg-type]
+        return _number_mismatch
     if declared in (int, bool):
-        return "" if type(value) is declared else _expected(value, declared)
+        return lambda value: "" if type(value) is declared else _expected(value, declared)
     if dataclasses.is_dataclass(declared) or (inspect.isclass(declared) and issubclass(declared, msgspec.Struct)):
-        return _fields_mismatch(value, declared)
+        return _fields_check(declared)
     if origin in (tuple, frozenset, dict, list, Mapping):
-        return _entries_mismatch(value, origin, args)
+        return _entries_check(origin, args)
     if origin is Callable:
-        return "" if callable(value) else _expected(value, "a function")
-    return "" if isinstance(value, origin or declared) else _expected(value, declared)
+        return lambda value: "" if callable(value) else _expected(value, "a function")
+    return lambda value: "" if isinstance(value, origin or declared) else _expected(value, declared)
 
 
 def _expected(value: object, declared: object) -> str:
@@ -88,37 +94,64 @@ def _text_mismatch(value: object) -> str:
         return _expected(value, str)
     if len(value) > MAX_TEXT:
         return f"it has {len(value)} characters, the limit is {MAX_TEXT}"
-    return "" if value.replace("\n", "").isprintable() else f"it holds control characters: {reprlib.repr(value)}"
+    if value.isprintable() or value.replace("\n", "").isprintable():
+        return ""
+    return f"it holds control characters: {reprlib.repr(value)}"
 
 
-def _fields_mismatch(value: object, declared: Any) -> str:
-    fields = _field_types(declared)
-    if type(value) is not declared:
-        return _expected(value, declared)
-    found = ((name, mismatch(getattr(value, name), hint)) for name, hint in fields.items())
-    return next((f"in its field {name} {words}" for name, words in found if words), "")
+def _number_mismatch(value: object) -> str:
+    real = isinstance(value, float | int) and not isinstance(value, bool)
+    return "" if real and math.isfinite(value) else _expected(value, "a finite number")  # type: ignore[arg-type]
 
 
-def _entries_mismatch(value: Any, kind: Any, args: tuple[Any, ...]) -> str:
-    if not isinstance(value, kind):
-        return _expected(value, kind)
-    if len(value) > MAX_ENTRIES:
-        return f"it has {len(value)} entries, the limit is {MAX_ENTRIES}"
-    pairs: list[tuple[Any, Any]]
-    if kind in (dict, Mapping):
-        pairs = [pair for item in value.items() for pair in zip(item, args, strict=True)]
-    elif kind is tuple and args[-1] is not Ellipsis:
-        if len(value) != len(args):
+def _union_check(declared: Any, args: tuple[Any, ...]) -> _Check:
+    kinds = [get_origin(each) or each for each in args]
+    checks = [_check_of(each) for each in args]
+
+    def check(value: object) -> str:
+        # The member of the value's own type says more than that no member fits.
+        members = [each for kind, each in zip(kinds, checks, strict=True) if kind is type(value)] or checks
+        found = [each(value) for each in members]
+        return "" if "" in found else found[0] if len(found) == 1 else _expected(value, declared)
+
+    return check
+
+
+def _fields_check(declared: Any) -> _Check:
+    hints = {name: hint for name, hint in get_type_hints(declared).items() if get_origin(hint) is not ClassVar}
+    checks = [(name, _check_of(hint)) for name, hint in hints.items()]
+
+    def check(value: object) -> str:
+        if type(value) is not declared:
+            return _expected(value, declared)
+        for name, each in checks:
+            if words := each(getattr(value, name)):
+                return f"in its field {name} {words}"
+        return ""
+
+    return check
+
+
+def _entries_check(kind: Any, args: tuple[Any, ...]) -> _Check:
+    checks = [_check_of(each) for each in args if each is not Ellipsis]
+    keyed, fixed = kind in (dict, Mapping), kind is tuple and args[-1] is not Ellipsis
+
+    def check(value: Any) -> str:
+        if not isinstance(value, kind):
+            return _expected(value, kind)
+        if len(value) > MAX_ENTRIES:
+            return f"it has {len(value)} entries, the limit is {MAX_ENTRIES}"
+        if fixed and len(value) != len(args):
             return f"it has {len(value)} entries, expected {len(args)}"
-        pairs = list(zip(value, args, strict=True))
-    else:
-        pairs = [(each, args[0]) for each in value]
-    return next((f"in an entry {words}" for words in (mismatch(*pair) for pair in pairs) if words), "")
+        # Of a mapping each key and value, of a fixed tuple each entry has a check of its own.
+        rows = value.items() if keyed else (value,) if fixed else ((each,) for each in value)
+        for row in rows:
+            for each, entry in zip(checks, row, strict=True):
+                if words := each(entry):
+                    return f"in an entry {words}"
+        return ""
 
-
-@cache
-def _field_types(declared: Any) -> dict[str, Any]:
-    return {name: hint for name, hint in get_type_hints(declared).items() if get_origin(hint) is not ClassVar}
+    return check
 
 
 def _sizes_mismatch(plan: ShardPlan, problem: Problem) -> str:
@@ -130,7 +163,9 @@ def _sizes_mismatch(plan: ShardPlan, problem: Problem) -> str:
     return ""
 
 
-_RULES: dict[str, Callable[[Any, Problem], str]] = {
+_Rule = Callable[[Any, Problem], str]
+
+_RULES: dict[str, _Rule] = {
     "plan": _sizes_mismatch,
     "layout": lambda name, problem: "" if name.strip() else "it is empty",
 }
@@ -194,16 +229,18 @@ class CheckedBackend(Backend):
     def _remedy(self) -> str:
         return f"{env_var('disable')}={self.name} leaves it out"
 
-    def _call(self, method: str, declared: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        watch: AbstractContextManager[None] = nullcontext()
-        if self._watched:
-            watch = report_while_running(f"backend {self.name}: its method {method} has been running", self._remedy)
+    def _call(
+        self, method: str, check: _Check, rule: _Rule | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         try:
-            with watch:
+            if self._watched:
+                with report_while_running(f"backend {self.name}: its method {method} has been running", self._remedy):
+                    value = getattr(self._backend, method)(*args, **kwargs)
+            else:
                 value = getattr(self._backend, method)(*args, **kwargs)
-            words = mismatch(value, declared)
-            if not words and method in _RULES:
-                words = _RULES[method](value, args[0] if args else kwargs["problem"])
+            words = check(value)
+            if not words and rule is not None:
+                words = rule(value, args[0] if args else kwargs["problem"])
         # A third party's method can raise anything; a decision must be able to take another backend.
         except BaseException as error:
             known = method in _WITH_WEIGHTS and (isinstance(error, OracleError) or is_out_of_memory(error))
@@ -226,11 +263,11 @@ def overrides(backend: Backend, method: str) -> bool:
 
 
 def _checked(name: str) -> Callable[..., Any]:
-    declared = _result_type(name)
+    check, rule = _check_of(_result_type(name)), _RULES.get(name)
 
     @wraps(getattr(Backend, name))
     def method(self: CheckedBackend, *args: Any, **kwargs: Any) -> Any:
-        return self._call(name, declared, args, kwargs)
+        return self._call(name, check, rule, args, kwargs)
 
     method.__dict__.pop("__isabstractmethod__", None)
     return method

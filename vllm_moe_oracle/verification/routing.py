@@ -77,7 +77,7 @@ rounding error of a kernel that computes scores and biases in bfloat16 (2**-8 of
 
 def routing_reference(routing: Routing) -> RoutingReference | None:
     """The reference for a layer's routing; None where there is none."""
-    if routing.hash_routing or routing.weight_on_input:
+    if routing.hash_routing or routing.apply_router_weight_on_input:
         return None
     found = ROUTING_REFERENCES.get(routing.method)
     grouped = bool(routing.num_groups and routing.num_groups > 1)

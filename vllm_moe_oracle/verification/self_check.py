@@ -240,10 +240,7 @@ def _build_small_layer(
     for name, tensor in experts.items():
         weight_storage.replace_parameter(layer, name, tensor.clone())
     names = weight_storage.convert_in_place(
-        layer,
-        {name: name for name in experts},
-        lambda expert: backend.convert(expert, problem, plan),
-        backend.contiguous,
+        layer, {name: name for name in experts}, lambda expert: backend.convert(expert, problem, plan)
     )
     tensors = {name: getattr(layer, parameter).data for name, parameter in names.items()}
     config = adapter.single_rank_config(moe, problem)
