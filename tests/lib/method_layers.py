@@ -30,8 +30,13 @@ class Layer(nn.Module):
 
         @staticmethod
         def get_scheme_dict(layer: Any, name: str) -> dict[str, Any]:
+            from compressed_tensors.quantization import QuantizationArgs
+
             assert name == "model.layers.0.mlp.experts.0.down_proj"
-            return {"input_activations": None}
+            weights = QuantizationArgs(
+                num_bits=8, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8
+            )
+            return {"weights": weights, "input_activations": None, "format": "mxfp8-quantized"}
 
     def _expert_routing_tables(self) -> None:
         return None

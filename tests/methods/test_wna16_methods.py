@@ -659,7 +659,8 @@ def test_explain_and_method_read_the_same_activations(inputs: Any, declared: str
     group = {"targets": ["Linear"], "weights": weights, "input_activations": typed}
     config = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized", "config_groups": {"g": group}}
     explained = parse_config(config, "x")(LayerNames(("m.experts",), GATED_PROJECTIONS))
-    found = {"input_activations": None if typed is None else QuantizationArgs.model_validate(typed)}
+    found: dict[str, Any] = {"format": config["format"], "weights": QuantizationArgs.model_validate(weights)}
+    found["input_activations"] = None if typed is None else QuantizationArgs.model_validate(typed)
     layer = SimpleNamespace(quant_config=SimpleNamespace(get_scheme_dict=lambda layer, name: found))
     if isinstance(explained, Scheme):
         assert explained.name == f"mxfp{bits}" and explained.activations == declared

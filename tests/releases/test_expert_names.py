@@ -108,13 +108,16 @@ def test_declared_inputs_are_those_of_the_name_that_stock_asks_for(
 ) -> None:
     """The entry of another name may not be there, or may declare other inputs."""
     pytest.importorskip("vllm")
+    from compressed_tensors.quantization import QuantizationArgs
+
     from vllm_moe_oracle.methods import compressed_tensors
 
+    weights = QuantizationArgs(num_bits=8, type="float", strategy="group", group_size=32, scale_dtype="torch.uint8")
     monkeypatch.setattr(compressed_tensors, "current_adapter", lambda: SimpleNamespace(version=lambda: release))
     of_models = said(release)
     for kind, file in KINDS.items():
         layer = layer_of(release, of_models.get(file, DEFAULT))
-        layer.quant_config = Config({"input_activations": None})
+        layer.quant_config = Config({"weights": weights, "input_activations": None})
         assert compressed_tensors.declared_activations(layer, "experts", "mxfp8") == "16bit"
         assert layer.quant_config.names == [f"experts.0.{projection_names(kind, release).stock[-1]}"], kind
 

@@ -24,11 +24,11 @@ from ..errors import CheckpointError
 from ..quantization.compressed_tensors import (
     COMPRESSED_PACKINGS,
     compressed_act_order,
-    compressed_activation_precision,
-    describe_input_activations,
+    group_format,
     online_transforms,
     reject_transforms,
 )
+from ..quantization.types import ExpertFormat, UnsupportedFormat
 from ..releases.expert_names import stock_uses_ckpt_names
 from .base import OracleMoEMethod
 from .gptq import stock_refuses_act_order
@@ -82,18 +82,23 @@ def declared_activations(layer: Any, name: str, default: ActivationPrecision) ->
         return default
     # The name that stock vLLM uses to select the class: another name may match no entry, or another one.
     projection = getattr(layer, "ckpt_down_proj_name", "") if stock_uses_ckpt_names(current_adapter().version()) else ""
-    scheme = layer.quant_config.get_scheme_dict(layer, f"{name}.0.{projection or 'down_proj'}")
-    if scheme is None:
+    entry = layer.quant_config.get_scheme_dict(layer, f"{name}.0.{projection or 'down_proj'}")
+    if entry is None:
         return default
-    inputs = scheme.get("input_activations")
-    declared = None if inputs is None else inputs.model_dump()
-    found = compressed_activation_precision(declared)
-    if found is None:
-        declared_as = describe_input_activations(declared or {})
-        rule = f"inputs of experts in an MX format are declared as {declared_as}, which nothing computes"
+    found = _entry_format(entry)
+    if not isinstance(found, Scheme):
+        declared_as = found.format if isinstance(found, UnsupportedFormat) else "unquantized"
+        rule = f"experts are declared as {declared_as}, which nothing computes"
         remedy = "Serve a checkpoint that declares MXFP8, MXFP4, or 8-bit floats by token or in groups of 128; or none"
         raise CheckpointError(rule, remedy, name)
-    return found
+    return found.activations
+
+
+def _entry_format(entry: dict[str, Any]) -> ExpertFormat:
+    """The format that one of vLLM's entries for targets stands for."""
+    arguments = {name: entry.get(name) for name in ("weights", "input_activations")}
+    group = {name: each.model_dump(mode="json") for name, each in arguments.items() if each is not None}
+    return group_format(group, _enum_value(entry.get("format")), _WHERE)
 
 
 class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTensorsWNA16MoEMethod):
@@ -114,7 +119,7 @@ class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTens
         self.weight_quant = weight_quant
         self.input_quant = input_quant
         self.file_packing = COMPRESSED_PACKINGS[packed_format]
-        self.decide(moe, integer_scheme(weight_quant, packed_format))
+        self.decide(moe, _integer_scheme(weight_quant, packed_format))
 
     @classmethod
     def unsupported_by_stock(
@@ -129,7 +134,7 @@ class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTens
         """See `OracleMoEMethod.unsupported_by_stock`."""
         if packed_format != PACK_QUANTIZED:
             return f"reads the format {PACK_QUANTIZED} only, not {packed_format}"
-        ordered = integer_scheme(weight_quant, packed_format).act_order == "group"
+        ordered = _integer_scheme(weight_quant, packed_format).act_order == "group"
         return "does not know act order" if ordered and stock_refuses_act_order() else ""
 
     @classmethod
@@ -138,22 +143,16 @@ class CompressedTensorsWNA16MoEMethod(Wna16MoEMethod, stock_wna16.CompressedTens
         return build_stock()
 
 
-def integer_scheme(arguments: Any, packed_format: str) -> Scheme:
+def _integer_scheme(arguments: Any, packed_format: str) -> Scheme:
     """The scheme of a checkpoint's integer experts.
 
     Args:
         arguments: the weights' `QuantizationArgs`.
         packed_format: the format that the config names, a key of `COMPRESSED_PACKINGS`.
     """
-    group = (
-        -1
-        if _enum_value(arguments.strategy) == "channel" or arguments.group_size is None
-        else int(arguments.group_size)
-    )
-    order = compressed_act_order(_enum_value(arguments.actorder), _WHERE)
-    return Scheme(
-        "wna16", int(arguments.num_bits), group, COMPRESSED_PACKINGS[packed_format], not arguments.symmetric, order
-    )
+    found = _entry_format({"weights": arguments, "format": packed_format})
+    assert isinstance(found, Scheme), f"{packed_format} {arguments} is {found}"  # get_moe_method asks before
+    return found
 
 
 class CompressedTensorsConfig(stock_config.CompressedTensorsConfig):
@@ -203,14 +202,12 @@ def _stock_compatible_group(group: dict[str, Any], common_format: Any) -> dict[s
         group: one of ``config_groups``.
         common_format: that of the config, for a group without its own.
     """
-    weights, packed_format = group.get("weights"), group.get("format") or common_format
-    kind = (weights or {}).get("type", "int")
-    if not weights or str(_enum_value(kind)).lower() != "int" or group.get("input_activations"):
+    found = group_format(group, common_format, _WHERE)
+    if not isinstance(found, Scheme) or found.name != "wna16":
         return group
-    ordered = compressed_act_order(weights.get("actorder"), _WHERE) == "group"
-    if packed_format not in COMPRESSED_PACKINGS or (packed_format == PACK_QUANTIZED and not ordered):
+    if (group.get("format") or common_format) == PACK_QUANTIZED and found.act_order != "group":
         return group
-    return {**group, "format": PACK_QUANTIZED, "weights": {**weights, "actorder": None}}
+    return {**group, "format": PACK_QUANTIZED, "weights": {**group["weights"], "actorder": None}}
 
 
 def get_moe_method(original: Any, quant_config: Any, layer: Any, layer_name: str) -> Any:
@@ -248,17 +245,14 @@ def _integer_arguments(quant_config: Any, layer: Any, layer_name: str) -> tuple[
     """Arguments of weights and inputs, and the format, of a layer with 4- or 8-bit integer experts and 16-bit
     activations; None for any other layer."""
     quant_config._add_fused_moe_to_target_scheme_map()
-    schemes = [quant_config.get_scheme_dict(layer, f"{layer_name}.0.{name}") for name in _projection_names(layer)]
-    first = schemes[-1]
-    if first is None or any(scheme != first for scheme in schemes):
+    entries = [quant_config.get_scheme_dict(layer, f"{layer_name}.0.{name}") for name in _projection_names(layer)]
+    entry = entries[-1]
+    if entry is None or any(each != entry for each in entries):
         return None
-    weights, inputs = first.get("weights"), first.get("input_activations")
-    packed_format = _enum_value(first.get("format"))
-    if weights is None or packed_format not in COMPRESSED_PACKINGS or _enum_value(weights.type) != "int":
+    found = _entry_format(entry)
+    if not isinstance(found, Scheme) or found.name != "wna16":
         return None
-    if not quant_config._is_wNa16_group_channel(weights, inputs) or weights.num_bits not in (4, 8):
-        return None
-    return weights, inputs, packed_format
+    return entry["weights"], entry["input_activations"], _enum_value(entry["format"])
 
 
 def _enum_value(value: Any) -> Any:

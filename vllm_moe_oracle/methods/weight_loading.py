@@ -20,12 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..core.problem import Problem
 from ..core.sharding import shard_size
 from ..errors import CheckpointError
-from ..schemes._checks import dtype_name
+from ..schemes._checks import dtype_name, packed_bytes
 from . import rank_sync
-
-_E8M0 = getattr(torch, "float8_e8m0fnu", None)
-_PACKED_E2M1_DTYPES = (torch.int8, getattr(torch, "float4_e2m1fn_x2", None))
-"""Dtypes of files for bytes with two e2m1 codes, beside uint8: DeepSeek-V4 uses int8."""
 
 _SENTINEL_ATTRIBUTE = "moe_oracle_unloaded"
 """Attribute of a parameter: the byte that fills it before it is loaded."""
@@ -100,9 +96,7 @@ def validated_tensor(
     """
     where = ", ".join(each for each in (problem.layer, weight_name, shard_id) if each)
     if parameter.dtype == torch.uint8:
-        is_scale = "scale" in weight_name.rpartition(".")[2]
-        if (_E8M0 is not None and tensor.dtype == _E8M0) or (tensor.dtype in _PACKED_E2M1_DTYPES and not is_scale):
-            tensor = tensor.view(torch.uint8)
+        tensor = packed_bytes(tensor, is_scale="scale" in weight_name.rpartition(".")[2])
     both_wide_floats = (
         parameter.dtype.itemsize > 1 and parameter.dtype.is_floating_point and tensor.dtype.is_floating_point
     )

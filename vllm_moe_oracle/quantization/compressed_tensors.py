@@ -36,7 +36,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     ignored = _first_match(read_names(config, ("ignore",), where), budget)
     formats: dict[str, ExpertFormat] = {}
     for group in read_config_groups(config, where):
-        found = _group_format(group, config.get("format"), where)
+        found = group_format(group, config.get("format"), where)
         formats |= dict.fromkeys(read_names(group, ("targets",), where), found)
     if not formats:
         raise CheckpointError("config_groups is missing or empty", where=where)
@@ -233,8 +233,18 @@ class _WeightArgs:
         )
 
 
-def _group_format(group: Mapping[str, Any], common_layout: object, where: str) -> ExpertFormat:
-    """The format of a group's targets."""
+def group_format(group: Mapping[str, Any], common_layout: object, where: str) -> ExpertFormat:
+    """The format of a group's targets.
+
+    Args:
+        group: one of ``config_groups``: ``weights`` and ``input_activations`` are `QuantizationArgs` as JSON has them,
+            or missing; ``format`` may be.
+        common_layout: the config's ``format``, for a group without its own.
+        where: file and field, for messages.
+
+    Raises:
+        CheckpointError: a field has an invalid value, or fields contradict each other.
+    """
     weights, inputs = group.get("weights"), group.get("input_activations") or None
     if weights is None:
         return None
@@ -261,9 +271,9 @@ def _is_mx(args: _WeightArgs, weights: Mapping[str, Any]) -> bool:
 
 
 def _mx_format(args: _WeightArgs, inputs: Mapping[str, Any] | None) -> ExpertFormat:
-    activations = compressed_activation_precision(inputs)
+    activations = _activation_precision(inputs)
     if activations is None:
-        declared = describe_input_activations(inputs or {})
+        declared = _describe_input_activations(inputs or {})
         return UnsupportedFormat(
             f"{args.layout or 'compressed-tensors'} {args.bits}-bit float with inputs in {declared}"
         )
@@ -317,7 +327,7 @@ def _is_e8m0(scale_dtype: object, layout: str) -> bool:
     return str(scale_dtype).removeprefix("torch.") == "uint8" or (scale_dtype is None and layout == "mxfp8-quantized")
 
 
-def compressed_activation_precision(inputs: Mapping[str, Any] | None) -> ActivationPrecision | None:
+def _activation_precision(inputs: Mapping[str, Any] | None) -> ActivationPrecision | None:
     """Precision of activations that a group of a compressed-tensors config declares beside weights in MX formats.
 
     Known are floats, symmetric and quantized while the model runs: 8 bits with a scale for each token, or for 128
@@ -343,7 +353,7 @@ def compressed_activation_precision(inputs: Mapping[str, Any] | None) -> Activat
     return "fp8_token" if strategy == "token" else "fp8" if (strategy, size) == ("group", 128) else None
 
 
-def describe_input_activations(inputs: Mapping[str, Any]) -> str:
+def _describe_input_activations(inputs: Mapping[str, Any]) -> str:
     """What a group's ``input_activations`` declare, for a message."""
     kind, bits, strategy, size = _declared_args(inputs)
     how = "static" if inputs.get("dynamic", False) is False else f"dynamic {short_repr(inputs['dynamic'])}"
@@ -354,9 +364,7 @@ def describe_input_activations(inputs: Mapping[str, Any]) -> str:
 
 def _declared_args(inputs: Mapping[str, Any]) -> tuple[object, object, object, object]:
     """Type, bits, strategy and group size; what is left out is the library's default."""
-    kind, bits, strategy, size = (
-        getattr(each, "value", each) for each in map(inputs.get, ("type", "num_bits", "strategy", "group_size"))
-    )
+    kind, bits, strategy, size = map(inputs.get, ("type", "num_bits", "strategy", "group_size"))
     usual = "tensor" if size is None else "channel" if size == -1 else "group"
     words = (str(kind or "int").lower(), str(strategy or usual).lower())
     return words[0], 8 if bits is None else bits, words[1], size

@@ -26,6 +26,23 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_E8M0 = getattr(torch, "float8_e8m0fnu", None)
+_PACKED_E2M1_DTYPES = (torch.int8, getattr(torch, "float4_e2m1fn_x2", None))
+"""Dtypes of files for bytes with two e2m1 codes, beside uint8: DeepSeek-V4 uses int8."""
+
+
+def packed_bytes(tensor: Tensor, is_scale: bool) -> Tensor:
+    """A file's tensor of e8m0 scales or of pairs of e2m1 codes as uint8; any other tensor as it is.
+
+    Args:
+        tensor: from a checkpoint.
+        is_scale: it holds scales, which no file has as int8.
+    """
+    if (_E8M0 is not None and tensor.dtype == _E8M0) or (tensor.dtype in _PACKED_E2M1_DTYPES and not is_scale):
+        return tensor.view(torch.uint8)
+    return tensor
+
+
 def require_finite(values: Tensor, kind: str, name: str, problem: Problem) -> None:
     """Refuses a parameter with NaN or infinite values.
 
