@@ -104,7 +104,7 @@ def _activate(chosen: Settings, version: str | None) -> None:
         classes = methods.configs(), methods.replacements(), methods.required_modules()
         for patch in patches_for(version, *classes, methods.served_schemes()):
             patches.apply(patch)
-        path = "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model"
+        path = "vllm.v1.worker.gpu_worker:Worker.load_model"  # of every device, whichever loader it uses
         patches.apply(wrap_function("failures of one rank reach the others", path, _load_model))
     except Exception:
         patches.undo()
@@ -118,7 +118,7 @@ def _activate(chosen: Settings, version: str | None) -> None:
 
 
 def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """vLLM's ``load_model``; ranks with layers of ours hear of its failure."""
+    """The ``load_model`` of vLLM's worker; ranks with layers of ours hear of its failure."""
     try:
         return original(self, *args, **kwargs)
     except Exception as error:

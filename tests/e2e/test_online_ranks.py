@@ -18,9 +18,11 @@ pytestmark = pytest.mark.full
 TOKENS = 4
 EXPERTS = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 ONLINE = {"quantization": "mxfp8", "quantization_config": {"ignore": ["lm_head", "re:.*\\.mlp\\.gate$"]}}
+THREADS = {"enable_multithread_load": True}
+"""Several threads read files, which then arrive in any order."""
 CASES: dict[str, tuple[checkpoints.Format, dict[str, Any]]] = {
     "online": ("bf16", ONLINE | EXPERTS),
-    "online, shards": ("bf16", ONLINE | {"tensor_parallel_size": 2}),
+    "online, shards": ("bf16", ONLINE | {"tensor_parallel_size": 2, "model_loader_extra_config": THREADS}),
     "checkpoint": ("mxfp8", EXPERTS),
 }
 
@@ -29,11 +31,28 @@ CASES: dict[str, tuple[checkpoints.Format, dict[str, Any]]] = {
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
     """Two models in each format, by format and seed."""
     folder = tmp_path_factory.mktemp("models")
-    return {
+    found = {
         (format, seed): checkpoints.write_checkpoint(folder / f"{format}-{seed}", format=format, seed=seed)
         for format in ("bf16", "mxfp8")
         for seed in (0, 1)
     }
+    for seed in (0, 1):
+        split_by_layer(found["bf16", seed])
+    return found
+
+
+def split_by_layer(folder: Path) -> None:
+    """Writes a checkpoint's tensors into one file for each layer, and one for the others."""
+    from safetensors.torch import load_file, save_file
+
+    single = folder / "model.safetensors"
+    parts: dict[str, dict[str, Any]] = {}
+    for name, tensor in load_file(single).items():
+        layer = name.partition("layers.")[2].partition(".")[0] or "rest"
+        parts.setdefault(layer, {})[name] = tensor
+    single.unlink()
+    for layer, tensors in parts.items():
+        save_file(tensors, folder / f"model-{layer}.safetensors", metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")

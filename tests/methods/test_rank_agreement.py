@@ -266,3 +266,30 @@ def test_the_variables_are_names_that_vllm_reads() -> None:
     envs = pytest.importorskip("vllm.envs", reason="its table of variables is asked")
     unknown = set(rank_agreement.NUMERIC_VARIABLES) - set(envs.environment_variables)
     assert not unknown
+
+
+class _Files:
+    """A method of two ranks whose engine reads files in several threads."""
+
+    def __init__(self, size: int, extra: Any) -> None:
+        from vllm_moe_oracle.compat.engine_adapter import EngineAdapter
+
+        self.adapter = EngineAdapter()
+        engine = SimpleNamespace(load_config=SimpleNamespace(model_loader_extra_config=extra))
+        self.adapter.engine = lambda: engine  # type: ignore[method-assign,assignment,return-value]
+        self.rank_group = SimpleNamespace(size=size)
+
+
+@pytest.mark.parametrize("extra", [{}, {"enable_multithread_load": False}, {"enable_multithread_load": True}, "uri"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_read_files_in_one_order(size: int, extra: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from vllm_moe_oracle.methods.base import OracleMoEMethod
+
+    threads = isinstance(extra, dict) and extra.get("enable_multithread_load", False)
+    method: Any = _Files(size, extra)
+    for _ in range(2):
+        OracleMoEMethod._keep_load_order(method)
+    remarks = [each.getMessage() for each in caplog.records if each.name == "vllm.moe_oracle"]
+    assert ["enable_multithread_load is off" in each for each in remarks] == [True] * (threads and size > 1)
+    if threads:
+        assert extra["enable_multithread_load"] is (size == 1)

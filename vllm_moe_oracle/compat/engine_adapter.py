@@ -74,6 +74,15 @@ class EngineAdapter:
         """Whether vLLM loads no checkpoint (``--load-format dummy``)."""
         return str(self.engine().load_config.load_format) == "dummy"
 
+    def stop_multithread_load(self) -> bool:
+        """Makes vLLM's loaders that are made from now on read one file after another, in the same order on every rank;
+        returns whether they would have read several at once."""
+        chosen = self.engine().load_config.model_loader_extra_config
+        if not isinstance(chosen, dict) or not chosen.get("enable_multithread_load"):
+            return False
+        chosen["enable_multithread_load"] = False
+        return True
+
     def loads_saved_state(self) -> bool:
         """Whether vLLM loads what its ``save_sharded_state`` wrote: the kernels' tensors, not a checkpoint's."""
         return str(self.engine().load_config.load_format) in ("sharded_state", "runai_streamer_sharded")

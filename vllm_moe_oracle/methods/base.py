@@ -257,6 +257,19 @@ class OracleMoEMethod(FusedMoEMethodBase):
         self._set_state(layer, "raw")
         backend_check.reserve_or_fallback(self, lambda: self._reserve_expert_buffers(layer))
 
+    def _keep_load_order(self) -> None:
+        """Makes vLLM load files in the same order on every rank from now on.
+
+        Ranks check layers together. Where layers are converted as they arrive, in a reload or with online quantization,
+        several threads would deliver them in another order on each rank.
+        """
+        if self.rank_group.size > 1 and self.adapter.stop_multithread_load():
+            logger.warning(
+                "moe_oracle: enable_multithread_load is off from now on: %d ranks convert layers as they arrive, which "
+                "must be in the same order on all",
+                self.rank_group.size,
+            )
+
     def _requested_scheme(self, scheme: Scheme) -> tuple[Scheme, str]:
         """The scheme with the requested activation precision, and the setting that requests it; "" where the precision
         is the one that the checkpoint declares."""
@@ -335,6 +348,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
             self._install_weights(layer, raw)
         setattr(layer, PROCESSED_ATTRIBUTE, True)
         self._set_state(layer, "converted")
+        self._keep_load_order()  # of a reload
         load_summary.record_conversion(self.decision)
 
     def _install_weights(self, layer: Any, raw: Mapping[str, Tensor]) -> None:
@@ -345,10 +359,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         parts = backend_check.parts_to_check(self)
         kernel_names = weight_storage.rename_parameters(
             layer,
-            # No gaps: vLLM's savers of a running model, and others that read its parameters, view them flat.
-            weight_storage.convert_in_place(
-                layer, names, functools.partial(self._convert, parts=parts), contiguous=True
-            ),
+            weight_storage.convert_in_place(layer, names, functools.partial(self._convert, parts=parts)),
             _VLLM_PARAMETER_NAMES,
         )
         for name in kernel_names.values():

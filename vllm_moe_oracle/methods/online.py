@@ -150,6 +150,7 @@ class OnlineMoEMethod(OracleMoEMethod, OnlineMoEMethodBase):
             super(OracleMoEMethod, self).create_weights(layer, num_experts, *args, **kwargs)
             self._set_state(layer, "raw")
             return
+        self._keep_load_order()
         problem = self.decision.problem
         dtype = kwargs.get("params_dtype", getattr(torch, problem.dtype))
         layer.num_experts = num_experts
