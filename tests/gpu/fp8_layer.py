@@ -31,7 +31,7 @@ from vllm_moe_oracle.kernels import fp8_moe
 from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights, pack_fp8_expert
 from vllm_moe_oracle.kernels.fused_moe import fused_moe, workspace_layout
 from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights, pack_expert
-from vllm_moe_oracle.measurements import environment
+from vllm_moe_oracle.measurements.environment import Environment
 
 CASES = {
     case.name: case
@@ -176,7 +176,7 @@ def kernels_of(function: Callable[[], torch.Tensor]) -> dict[str, float]:
 
 def conditions(replays: int) -> dict[str, object]:
     """What the figures depend on."""
-    where = msgspec.to_builtins(environment.of(detect()))
+    where = msgspec.to_builtins(Environment.of(detect()))
     method = f"medians of {replays} replays of CUDA graphs, by turns in changing order; 256 MiB written before each"
     return {"environment": where, "cuda": torch.version.cuda, "method": method}
 

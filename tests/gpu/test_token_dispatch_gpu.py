@@ -26,7 +26,8 @@ from tests.e2e import run_generate
 from tests.gpu import reload
 from vllm_moe_oracle import checkpoint
 from vllm_moe_oracle.devices import detect
-from vllm_moe_oracle.measurements import environment, profile
+from vllm_moe_oracle.measurements import profile
+from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import KernelShape, Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import Store
 
@@ -101,7 +102,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def seen(folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("profile") / "p.json"
-    made = profile.make(environment.of(detect.detect()), {cell(folder): samples()}, {"command": "none: made up"})
+    made = profile.make(Environment.of(detect.detect()), {cell(folder): samples()}, {"command": "none: made up"})
     profile.write(made, path)
     return run(path.with_name("log"), "watch", folder, str(path))
 
@@ -138,7 +139,7 @@ def test_a_restart_with_the_same_cache_decides_and_says_the_same(folder: str, tm
     cache = tmp_path / "cache"
     store = Store(cache)
     store.prepare()
-    store.add(environment.of(detect.detect()), cell(folder), samples())
+    store.add(Environment.of(detect.detect()), cell(folder), samples())
     before = store.path.read_bytes()
     said = [run(tmp_path / f"{number}.log", "say", folder, str(cache)) for number in range(2)]
     assert said[0] == said[1]

@@ -8,6 +8,9 @@ changing order, L2 flushed before each replay, so that neither weights nor machi
 other layers would have filled; medians in microseconds, their mean over several draws of experts: with few tokens these
 differ in number, and programs that just fit the card at once in one draw do not in the next.
 Per number of tokens the second product's tile is searched with the first's fixed, then the first's, then the options.
+
+``--few`` tries only tiles that the shipped table holds several times, and ``--rows`` takes numbers of rows per active
+expert instead of tokens: shapes without a table of their own are tuned so, to judge `heuristic_config` by.
 """
 
 from __future__ import annotations
@@ -44,6 +47,23 @@ SHAPES = {
     "minimax_m2_tp4": (256, 8, 3072, 384, "silu", False),
     "nemotron3_nano": (128, 6, 2688, 1856, "relu2", False),
     "tiny": (8, 2, 256, 256, "silu", False),
+    # Without a table of their own.
+    "qwen3-next": (512, 10, 2048, 512, "silu", False),
+    "deepseek-v3-tp8": (256, 8, 7168, 256, "silu", False),
+    "glm-4.5-tp4": (160, 8, 5120, 384, "silu", False),
+    "deepseek-v2-lite": (64, 6, 2048, 1408, "silu", False),
+    "phi-3.5-moe-tp2": (16, 2, 4096, 3200, "silu", False),
+    "ernie-4.5-21b": (64, 6, 2560, 1536, "silu", False),
+    "olmoe": (64, 8, 2048, 1024, "silu", False),
+    "granite-3b-moe": (40, 8, 1536, 512, "silu", False),
+    "hunyuan-a13b-tp2": (64, 8, 4096, 1536, "silu", False),
+    "dbrx-tp4": (16, 4, 6144, 2688, "silu", False),
+    "llama-4-scout-tp4": (16, 1, 5120, 2048, "silu", False),
+    "glm-4.5-air-tp2": (128, 8, 4096, 704, "silu", False),
+    "qwen3-235b-tp4": (128, 8, 4096, 384, "silu", False),
+    "qwen1.5-moe": (60, 4, 2048, 1408, "silu", False),
+    "jamba-mini-tp2": (16, 2, 4096, 7168, "silu", False),
+    "ling-mini": (256, 8, 2048, 512, "silu", False),
 }
 # The layers that `tune` knows by name, too, as mixtral-8x7b@tp2; tiles depend on neither formats nor limits.
 SHAPES |= {
@@ -107,6 +127,21 @@ def prepare(
                              counters=counters, out=out, config=config, pdl=pdl)  # fmt: skip
 
 
+def rows_per_expert(shape: str, tokens: int) -> float:
+    """Slots per active expert."""
+    experts, top_k, *_ = SHAPES[shape]
+    return tokens * top_k / configs.active_experts(experts, top_k, tokens)
+
+
+def tokens_for(shape: str, rows: float) -> int:
+    """The largest number of tokens with at most so many slots per active expert."""
+    experts, top_k, *_ = SHAPES[shape]
+    tokens = max(1, round(rows * experts / top_k))
+    while tokens > 1 and rows_per_expert(shape, tokens) > rows:
+        tokens -= 1
+    return tokens
+
+
 def candidates(
     scheme: str, weights: PackedWeights, shape: str, tokens: int
 ) -> tuple[list[TileConfig], list[TileConfig]]:
@@ -116,7 +151,7 @@ def candidates(
         ups = straight(scheme, weights.hidden) + NARROW
         downs = straight(scheme, weights.intermediate) + NARROW
         return ups, downs + merged(scheme, weights.intermediate, top_k)
-    rows = tokens * top_k / configs.active_experts(weights.experts, top_k, tokens)
+    rows = rows_per_expert(shape, tokens)
     if rows <= 24:
         found = list(FOUR_BIT if scheme.startswith(("int4", "mxfp4")) else EIGHT_BIT)
         wider = MIDDLE if rows > 6 else []
@@ -126,6 +161,12 @@ def candidates(
         return found + wider + parts, found + wider + sweeping(scheme, weights.intermediate)
     found = [*MIDDLE, *TWO_PARTS, *(tile for tile in WIDE if tile.bm <= 64)] if rows <= 80 else list(WIDE)
     return found, found
+
+
+def few_candidates(scheme: str, weights: PackedWeights, rows: float) -> tuple[list[TileConfig], list[TileConfig]]:
+    """Tiles that shapes of the shipped table use with about as many rows per active expert."""
+    found = [tile for most, least, tiles in FEW if least <= rows <= most for tile in tiles]
+    return found, found + (sweeping(scheme, weights.intermediate) if rows <= 24 else [])
 
 
 def straight(scheme: str, columns: int) -> list[TileConfig]:
@@ -255,6 +296,35 @@ WIDE = [
     TileConfig(256, 128, 64, num_warps=8, num_stages=3),
 ]
 
+# (most rows per active expert, fewest, tiles), for `few_candidates`.
+FEW = (
+    (15.0, 0.0, [
+        TileConfig(16, 256, 64, scale_accumulators=False),
+        TileConfig(16, 128, 128, num_stages=3, maxnreg=128, scale_accumulators=False),
+        TileConfig(16, 128, 128, maxnreg=128),
+        TileConfig(16, 128, 128, num_stages=3),
+        TileConfig(16, 64, 128),
+        TileConfig(16, 64, 256, num_stages=3),
+    ]),
+    (36.0, 8.0, [
+        TileConfig(32, 128, 128, num_stages=3),
+        TileConfig(32, 128, 64),
+        TileConfig(32, 128, 64, scale_accumulators=False),
+        TileConfig(32, 128, 64, maxnreg=128, scale_accumulators=False),
+        TileConfig(32, 256, 64, scale_accumulators=False),
+    ]),
+    (80.0, 20.0, [
+        TileConfig(48, 128, 64),
+        TileConfig(48, 128, 128, num_stages=3),
+        TileConfig(48, 256, 64, num_stages=3, scale_accumulators=False),
+    ]),
+    (1e9, 40.0, [
+        TileConfig(64, 128, 64),
+        TileConfig(64, 128, 128, num_warps=8, num_stages=3),
+        TileConfig(128, 128, 64, num_warps=8, num_stages=3),
+    ]),
+)  # fmt: skip
+
 
 def compile_some(jobs: list[tuple[str, str, int, LaunchConfig]]) -> None:
     layers: dict[tuple[str, str], PackedWeights] = {}
@@ -379,6 +449,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cell", action="append", required=True)
     parser.add_argument("--tokens", default="1,2,4,8,16,32,64,128,256,512")
+    parser.add_argument("--rows", help="rows per active expert, instead of --tokens")
+    parser.add_argument("--few", action="store_true", help="only tiles that the shipped table uses")
     parser.add_argument("--json", required=True)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="0: compiled before, or as needed")
     parser.add_argument("--replays", type=int, default=11)
@@ -387,11 +459,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=480, help="stop timing after this long")
     args = parser.parse_args()
     start = time.time()
+
+    def tiles(scheme: str, weights: PackedWeights, shape: str, tokens: int):
+        if not args.few:
+            return candidates(scheme, weights, shape, tokens)
+        return few_candidates(scheme, weights, rows_per_expert(shape, tokens))
+
     counts = [int(t) for t in args.tokens.split(",")]
     cells: list[tuple[str, str, list[int]]] = []
     for cell in args.cell:
         scheme, shape, *tokens = cell.split(":")
-        cells.append((scheme, shape, [int(t) for t in tokens[0].split(",")] if tokens else counts))
+        own = [int(t) for t in tokens[0].split(",")] if tokens else counts
+        cells.append((scheme, shape, [tokens_for(shape, float(r)) for r in args.rows.split(",")] if args.rows else own))
     jobs, first = [], []
     for scheme, shape, counts in cells:
         weights = stored(scheme, shape, "meta")
@@ -400,7 +479,7 @@ def main() -> None:
             first.append((scheme, shape, max(counts), PrefillConfig()))  # they take the longest
         for tokens in counts:
             current = configs.choose_launch_config(weights, SHAPES[shape][1], tokens)
-            for pair in pairs(current, *candidates(scheme, weights, shape, tokens)):
+            for pair in pairs(current, *tiles(scheme, weights, shape, tokens)):
                 for config in (pair, *options(pair)):
                     if config not in seen:
                         seen.add(config)
@@ -418,9 +497,10 @@ def main() -> None:
                 break
             timer = Timer(weights, scheme, shape, tokens, args.replays, tokens >= args.prefill, args.draws)
             current = configs.choose_launch_config(weights, SHAPES[shape][1], tokens)
-            best = timer.search(current, *candidates(scheme, weights, shape, tokens))
+            best = timer.search(current, *tiles(scheme, weights, shape, tokens))
             ranked = sorted(timer.times.items(), key=lambda item: item[1])
-            rows.append({"scheme": scheme, "shape": shape, "tokens": tokens, "us": timer.times[best],
+            rows.append({"scheme": scheme, "shape": shape, "sizes": SHAPES[shape], "tokens": tokens,
+                         "us": timer.times[best],
                          "in_use": [timer.times[current], describe(current)], "config": best.to_json(),
                          "others": [[round(us, 2), config.to_json()] for config, us in ranked[:60]]})  # fmt: skip
             print(

@@ -1,7 +1,7 @@
 """Times layers that no shipped profile holds: other models, ranks, packings and dtypes. The times fit and judge the
 latency model (`tests.tools.fit_latency`).
 
-    python -m tests.gpu.unlisted_layers --jsonl unlisted.jsonl [--budget SECONDS] [--jobs N] [--only WORD]
+    python -m tests.gpu.unlisted_layers --jsonl unlisted.jsonl [--budget SECONDS] [--jobs N] [--only WORDS]
 
 One H200 with vLLM and 16 cores: seven layers took 510 s at the eleven numbers of tokens, eighteen took 430 s at six;
 most of it is compilation, in `--jobs` processes. Exit status 4 when a backend failed.
@@ -88,17 +88,24 @@ def main() -> int:
     parser.add_argument("--jsonl", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=540.0, help="start no further layer after these seconds")
     parser.add_argument("--jobs", type=int, default=14)
-    parser.add_argument("--only", default="", help="layers whose name contains this")
+    parser.add_argument("--only", default="", help="layers whose name contains one of these words, comma-separated")
     parser.add_argument("--skip", type=int, default=0, help="leave out this many of the first layers")
+    parser.add_argument("--backend", default="", help="time only these backends and no stock layer, comma-separated")
     parser.add_argument("--tokens", default=",".join(map(str, COUNTS)), help="numbers of tokens")
     options = parser.parse_args()
     device = detect.detect()
     counts = tuple(map(int, options.tokens.split(",")))
-    plan = BenchOptions(counts, replays=9, seconds=1.0, jobs=options.jobs, budget=options.budget)
+    backends = tuple(filter(None, options.backend.split(",")))
+    stock = () if backends else ("auto",)
+    plan = BenchOptions(
+        counts, replays=9, seconds=1.0, jobs=options.jobs, budget=options.budget, only=backends, stock=stock
+    )
     settings = Settings(cache="none")
     command = f"python -m tests.gpu.unlisted_layers --jsonl {options.jsonl.name} --jobs {options.jobs} "
     command += f"--skip {options.skip} --tokens {options.tokens}"
-    layers = [each for each in LAYERS[options.skip :] if options.only in each.layer]
+    command += f" --only {options.only}" * bool(options.only) + f" --backend {options.backend}" * bool(backends)
+    words = options.only.split(",")
+    layers = [each for each in LAYERS[options.skip :] if any(word in each.layer for word in words)]
     failed = False
     with options.jsonl.open("wb") as file:
         file.write(msgspec.json.encode({"conditions": conditions(device, plan, command)}) + b"\n")

@@ -26,7 +26,8 @@ from vllm_moe_oracle.kernels import config as configs
 from vllm_moe_oracle.kernels.config import LaunchConfig
 from vllm_moe_oracle.kernels.fused_moe import workspace_layout
 from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights
-from vllm_moe_oracle.measurements import environment, lookup, model_shapes, profile
+from vllm_moe_oracle.measurements import lookup, model_shapes, profile
+from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import Store
 from vllm_moe_oracle.measuring import engine, timing, tuning
@@ -114,13 +115,13 @@ def test_the_fastest_right_configuration_is_a_backends_time(
     rows = ((1, "quick"), (2, "quick"), (5, "quick"), (11, "quick"), (22, "quick"), (45, ""), (78, ""))
     assert evidence.tiles["tiled"][:7] == rows and set(evidence.tiles) == {"tiled"}
     path = tmp_path / "p.json"
-    profile.write(profile.make(environment.of(HERE), {kernel_shape_of(layer): outcome.samples}, {}), path)
+    profile.write(profile.make(Environment.of(HERE), {kernel_shape_of(layer): outcome.samples}, {}), path)
     assert {(each.tokens, each.routing, each.tile) for each in profile.read(path).samples(kernel_shape_of(layer))} == {
         (each.tokens, each.routing, each.tile) for each in outcome.samples
     }
     elsewhere = lookup.find_measurements(layer, HERE, chosen(tmp_path / "nowhere", profile=str(path)))
     assert elsewhere is not None and elsewhere.tiles == evidence.tiles
-    there = environment.of(dataclasses.replace(HERE, packages={**HERE.packages, "triton": "0.1"}))
+    there = Environment.of(dataclasses.replace(HERE, packages={**HERE.packages, "triton": "0.1"}))
     path = tmp_path / "there.json"
     profile.write(profile.make(there, {kernel_shape_of(layer): outcome.samples}, {}), path)
     other = dataclasses.replace(HERE, packages={**HERE.packages, "triton": "0.2"})

@@ -8,11 +8,12 @@ from pathlib import Path
 from tests.lib.cases import H200, problem
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices import catalog
-from vllm_moe_oracle.measurements import environment, profile
+from vllm_moe_oracle.measurements import profile
+from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 
 SHAPE = kernel_shape_of(problem())
-HERE = environment.of(H200)
+HERE = Environment.of(H200)
 
 
 def sample(tokens: int = 1, backend: str = "marlin_mxfp8", us: float = 50.0) -> Sample:

@@ -135,21 +135,21 @@ THERE = environment.Environment(
 @pytest.mark.parametrize(
     ("packages", "kernels", "of", "error"),
     [
-        ({"vllm": "0.26.0"}, "abc", ((), True), 0.0),
-        ({"vllm": "0.26.0"}, "abc", (("vllm",), False), environment.VLLM_RELEASE_ERROR),
-        ({"vllm": "0.26.0"}, "abc", (("humming-kernels",), False), 0.0),
-        ({"humming-kernels": "0.1.16"}, "abc", (("humming-kernels",), False), 3 * environment.HUMMING_RELEASE_ERROR),
-        ({"humming-kernels": "0.2.0"}, "abc", (("humming-kernels",), False), environment.UNKNOWN_RELEASE_ERROR),
-        ({"humming-kernels": "nonsense"}, "abc", (("humming-kernels",), False), environment.UNKNOWN_RELEASE_ERROR),
-        ({"triton": "3.6.1"}, "abc", ((), True), 0.0),
-        ({"triton": "3.8.0"}, "abc", ((), True), environment.TRITON_RELEASE_ERROR),
-        ({"triton": "3.8.0"}, "abc", (("vllm",), False), 0.0),
-        ({}, "def", ((), True), environment.UNKNOWN_RELEASE_ERROR),
-        ({}, "def", (("vllm",), False), 0.0),
+        ({"vllm": "0.26.0"}, "abc", ((), 0.07), 0.0),
+        ({"vllm": "0.26.0"}, "abc", (("vllm",), 0.0), environment.VLLM_RELEASE_ERROR),
+        ({"vllm": "0.26.0"}, "abc", (("humming-kernels",), 0.0), 0.0),
+        ({"humming-kernels": "0.1.16"}, "abc", (("humming-kernels",), 0.0), 3 * environment.HUMMING_RELEASE_ERROR),
+        ({"humming-kernels": "0.2.0"}, "abc", (("humming-kernels",), 0.0), environment.UNKNOWN_RELEASE_ERROR),
+        ({"humming-kernels": "nonsense"}, "abc", (("humming-kernels",), 0.0), environment.UNKNOWN_RELEASE_ERROR),
+        ({"triton": "3.6.1"}, "abc", ((), 0.07), 0.0),
+        ({"triton": "3.8.0"}, "abc", ((), 0.07), 0.07),
+        ({"triton": "3.8.0"}, "abc", (("vllm",), 0.0), 0.0),
+        ({}, "def", ((), 0.07), environment.UNKNOWN_RELEASE_ERROR),
+        ({}, "def", (("vllm",), 0.0), 0.0),
     ],
 )
 def test_a_time_belongs_to_the_code_that_ran(
-    packages: dict[str, str], kernels: str, of: tuple[tuple[str, ...], bool], error: float
+    packages: dict[str, str], kernels: str, of: tuple[tuple[str, ...], float], error: float
 ) -> None:
     here = environment.Environment("NVIDIA H200", 90, 132, {**THERE.packages, **packages}, kernels=kernels)
     changes = environment.kernel_changes(THERE, here, *of)

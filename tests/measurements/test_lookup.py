@@ -11,7 +11,8 @@ from tests.lib.samples import measured_card
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.devices import catalog
-from vllm_moe_oracle.measurements import environment, latency_model, lookup, model_shapes, profile
+from vllm_moe_oracle.measurements import latency_model, lookup, model_shapes, profile
+from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import RoutingKind, Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import Store
 from vllm_moe_oracle.oracle.selection import decide
@@ -37,11 +38,11 @@ def decided(folder: Path, *samples: Sample, given: tuple[Sample, ...] = ()) -> D
     """The decision with a cache, and a profile in the setting of that name, of these."""
     store = Store(folder)
     store.prepare()
-    store.add(environment.of(H200), kernel_shape_of(LAYER), samples)
+    store.add(Environment.of(H200), kernel_shape_of(LAYER), samples)
     assignments = {"cache": str(folder)}
     if given:
         assignments["profile"] = str(folder / "given.json")
-        profile.write(profile.make(environment.of(H200), {kernel_shape_of(LAYER): given}, {}), folder / "given.json")
+        profile.write(profile.make(Environment.of(H200), {kernel_shape_of(LAYER): given}, {}), folder / "given.json")
     chosen = settings.load({}, assignments=assignments)
     return decide(LAYER, H200, chosen, measurements=lookup.find_measurements(LAYER, H200, chosen))
 
@@ -78,7 +79,7 @@ def test_an_unfinished_run_hides_no_measurements_of_another_place(tmp_path: Path
     few = [each for name in (HUMMING, MARLIN, OWN) for each in times(name, 50, (1, 2, 4))]
     store = Store(tmp_path)
     store.prepare()
-    store.add(environment.of(card), kernel_shape_of(layer), few)
+    store.add(Environment.of(card), kernel_shape_of(layer), few)
     chosen = settings.load({}, assignments={"cache": str(tmp_path)})
     nothing = settings.load({}, assignments={"cache": str(tmp_path / "none")})
     with_cache, without = (

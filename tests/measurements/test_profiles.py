@@ -16,6 +16,7 @@ from vllm_moe_oracle.core.objectives import parse_objective
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
 from vllm_moe_oracle.measurements import environment, lookup, model_shapes, profile
+from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 from vllm_moe_oracle.oracle.measured_choice import MAX_TOKEN_RATIO
 from vllm_moe_oracle.oracle.registry import default_registry
@@ -27,7 +28,7 @@ SHIPPED = sorted(profile.SHIPPED_FOLDER.glob("nvidia_*.json"))
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_a_shipped_profile_holds_for_its_card(path: Path) -> None:
     found = profile.read(path)
-    differences = environment.differences(found.environment, environment.of(measured_card(path)))
+    differences = environment.differences(found.environment, Environment.of(measured_card(path)))
     assert differences.hard == ()
     assert found.environment.kernels and found.environment.driver and found.conditions["command"]
     for entry in found.entries:
@@ -88,14 +89,14 @@ def samples() -> list[Sample]:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    made = profile.make(environment.of(H200), {kernel_shape_of(problem()): samples()}, {"command": "tune"})
+    made = profile.make(Environment.of(H200), {kernel_shape_of(problem()): samples()}, {"command": "tune"})
     profile.write(made, tmp_path / "p.json")
     return tmp_path / "p.json"
 
 
 def test_what_is_written_is_read(written: Path) -> None:
     found = profile.read(written)
-    assert found.environment == environment.of(H200)
+    assert found.environment == Environment.of(H200)
     assert sorted(found.samples(kernel_shape_of(problem())), key=str) == sorted(samples(), key=str)
     assert found.samples(kernel_shape_of(problem(hidden_size=64))) == []
     assert json.loads(written.read_bytes())["version"] == profile.VERSION
@@ -172,7 +173,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_profile_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    made = profile.make(environment.of(H200), {}, {})
+    made = profile.make(Environment.of(H200), {}, {})
     (tmp_path / "file").write_text("")
     with pytest.raises(MeasurementError, match="cannot be written"):
         profile.write(made, tmp_path / "file" / "p.json")

@@ -38,6 +38,7 @@ from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.core.problem import Activation
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import bench_records, environment, lookup, profile
+from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import Store
 from vllm_moe_oracle.measuring import benchmarks, engine, precompile, random_weights, timing, tuning
@@ -181,7 +182,7 @@ def test_a_profile_is_read_and_not_written(backends: Callable[..., None], store:
     outcomes = tuning.tune([layer], HERE, asked, store, plan())
     path = tmp_path / "profile.json"
     made = profile.make(
-        environment.of(HERE), {kernel_shape_of(layer): outcomes[kernel_shape_of(layer)].samples}, {"command": "x"}
+        Environment.of(HERE), {kernel_shape_of(layer): outcomes[kernel_shape_of(layer)].samples}, {"command": "x"}
     )
     profile.write(made, path)
     before = path.read_bytes()
@@ -383,7 +384,7 @@ def test_a_cache_of_another_environment_is_ignored_or_used_with_a_remark(
 ) -> None:
     backends(SLOW, FAST)
     layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
-    here = environment.of(HERE)
+    here = Environment.of(HERE)
     packages = {**here.packages, **changes.get("packages", {})}
     there = msgspec.structs.replace(here, gpu=changes.get("gpu", here.gpu), packages=packages)
     times = {"slow": 100.0, "fast": 50.0}
@@ -553,14 +554,14 @@ def test_bench_prints_a_table_and_writes_records(
     status, out, err = pretended(capsys, "tune", "--import", tmp_path / "b.jsonl", "--export", tmp_path / "p.json")
     assert status == 0 and "4 measurements of 1 layers, NVIDIA Pretended" in out, err
     made = profile.read(tmp_path / "p.json")
-    assert made.environment == environment.of(HERE) and made.conditions["command"].startswith("vllm-moe-oracle bench")
+    assert made.environment == Environment.of(HERE) and made.conditions["command"].startswith("vllm-moe-oracle bench")
     found = {(each.backend, each.tokens): each for each in made.samples(kernel_shape_of(LAYERS["mxfp8"]))}
     assert found["fast", 16].us == second["us"]["fast"] and found["fast", 16].replays == 3
     assert [found["slow", 1].low, found["slow", 1].high] == first["quartiles"]["slow"]
     status, out, _ = pretended(capsys, "tune", "--import", tmp_path / "b.jsonl")
     assert status == 0
     (kept,) = Store(tmp_path / "cache").samples(kernel_shape_of(LAYERS["mxfp8"]))
-    assert kept[0] == environment.of(HERE) and len(kept[1]) == 4
+    assert kept[0] == Environment.of(HERE) and len(kept[1]) == 4
     status, _, err = pretended(capsys, *words[:-1], "wrong", "--json")
     assert status == 4 and "warning: mxfp8:a-layer: wrong" in err
 

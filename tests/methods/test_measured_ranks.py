@@ -16,7 +16,8 @@ from tests.lib.cases import H200, backend, problem, registry
 pytest.importorskip("torch", reason="ranks talk through torch")
 
 from vllm_moe_oracle import settings
-from vllm_moe_oracle.measurements import environment, lookup
+from vllm_moe_oracle.measurements import lookup
+from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import Store
 from vllm_moe_oracle.oracle.selection import decide
@@ -41,7 +42,7 @@ def keep(folder: Path, layer: Any, few: float, many: float, tile: str = "") -> N
         for count in COUNTS
         for us in [both[count > 64]]
     ]
-    store.add(environment.of(H200), kernel_shape_of(layer), samples)
+    store.add(Environment.of(H200), kernel_shape_of(layer), samples)
 
 
 def decided(

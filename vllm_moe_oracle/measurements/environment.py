@@ -51,6 +51,23 @@ class Environment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     driver: str = ""
     kernels: str = ""
 
+    @classmethod
+    def of(cls, device: Device) -> Environment:
+        """The environment of a device: this machine, or a described one.
+
+        Without a driver it is described: what its vLLM requires says which kernels it has, but not which torch runs
+        them.
+        """
+        names = [name for name in (*KERNEL_PACKAGES, *COMPILER_PACKAGES) if device.driver or name != "torch"]
+        return cls(
+            gpu=device.name,
+            capability=device.capability,
+            sm_count=device.sm_count,
+            packages={name: device.packages[name] for name in names if name in device.packages},
+            driver=device.driver,
+            kernels=kernel_sources_hash(),
+        )
+
     @property
     def is_valid(self) -> bool:
         """Whether the strings are short and printable. An environment read from a file may be anything."""
@@ -78,19 +95,6 @@ class Differences:
 
     hard: tuple[str, ...]
     soft: tuple[str, ...]
-
-
-def of(device: Device) -> Environment:
-    """The environment of a device: this machine, or a described one."""
-    names = (*KERNEL_PACKAGES, *COMPILER_PACKAGES)
-    return Environment(
-        gpu=device.name,
-        capability=device.capability,
-        sm_count=device.sm_count,
-        packages={name: device.packages[name] for name in names if name in device.packages},
-        driver=device.driver,
-        kernels=kernel_sources_hash(),
-    )
 
 
 def differences(there: Environment, here: Environment) -> Differences:
@@ -124,18 +128,19 @@ def differences(there: Environment, here: Environment) -> Differences:
 VLLM_RELEASE_ERROR = 0.03
 HUMMING_RELEASE_ERROR = 0.023
 UNKNOWN_RELEASE_ERROR = 0.21
-TRITON_RELEASE_ERROR = 0.1
 """Standard deviations of the logarithm of a time under other code over the measured time.
 
 Measured on an H200 under vLLM 0.26.0 and 0.33.0, two layers at six numbers of tokens
 (tests/golden/h200/release-vllm-0.26.0.jsonl): this project's kernels differ by at most 3 % at one number of tokens and
 1 % in a layer's mean, Marlin by at most 5 % and 1 %. Humming 0.1.10 and 0.1.19 differ by 21 % in the mean, 2.3 % for
-each of the nine releases between them. Where nothing was measured, the largest of these counts; for another minor
-release of Triton half of it, since the sources of the kernels are the same.
+each of the nine releases between them. Where nothing was measured, the largest of these counts. What another minor
+release of Triton changes stands in each backend (`Backend.triton_release_error`).
 """
 
 
-def kernel_changes(there: Environment, here: Environment, packages: Iterable[str], jit: bool) -> dict[str, float]:
+def kernel_changes(
+    there: Environment, here: Environment, packages: Iterable[str], triton_error: float
+) -> dict[str, float]:
     """What changed in the code that a backend runs: the error of its times by change, in words. Empty if its times are
     measurements here, too.
 
@@ -143,7 +148,7 @@ def kernel_changes(there: Environment, here: Environment, packages: Iterable[str
         there: where the measurement was taken.
         here: where it is to be used.
         packages: the packages that hold the backend's kernels; empty for this project's own.
-        jit: Triton compiles them.
+        triton_error: the error under another minor release of Triton; 0 where Triton does not compile them.
     """
     packages = tuple(packages)
     changes = {
@@ -153,10 +158,10 @@ def kernel_changes(there: Environment, here: Environment, packages: Iterable[str
     }
     if not packages and there.kernels and here.kernels and there.kernels != here.kernels:
         changes["other kernel sources of this project"] = UNKNOWN_RELEASE_ERROR
-    if jit:
+    if triton_error:
         for name, old, new in _version_changes(there.packages, here.packages, ("triton",)):
             if _minor_release(old) != _minor_release(new):
-                changes[f"{name} {old}, not {new}"] = TRITON_RELEASE_ERROR
+                changes[f"{name} {old}, not {new}"] = triton_error
     return changes
 
 

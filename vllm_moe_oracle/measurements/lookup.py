@@ -57,7 +57,7 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
     """
     if not settings.use_measurements:
         return None
-    shape, here = kernel_shape_of(problem), environment.of(device)
+    shape, here = kernel_shape_of(problem), Environment.of(device)
     remarks: list[str] = []
     first: MeasurementSet | None = None
     failures: dict[str, str] = {}
@@ -112,7 +112,8 @@ def _release_errors(names: Iterable[str], there: Environment, here: Environment)
     for name in names:
         backend = registry[name]
         packages, jit = _kernel_packages(backend)
-        if changes := environment.kernel_changes(there, here, packages, jit):
+        triton_error = backend.triton_release_error if jit else 0.0
+        if changes := environment.kernel_changes(there, here, packages, triton_error):
             errors[name] = math.hypot(*changes.values())
             remarks.append(f"{name} was measured with {', '.join(changes)}")
     return errors, remarks

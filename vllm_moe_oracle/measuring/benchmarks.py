@@ -16,8 +16,9 @@ from ..core.decision import Decision
 from ..core.measurement_set import MeasurementSet
 from ..core.problem import Device, Problem
 from ..errors import MeasurementError, NoBackendError
-from ..measurements import environment, lookup, model_shapes
+from ..measurements import lookup, model_shapes
 from ..measurements.bench_records import STOCK_PREFIX, BenchChoice, BenchRecord
+from ..measurements.environment import Environment
 from ..measurements.kernel_shape import RoutingKind, kernel_shape_of
 from ..measurements.roofline import roofline_us
 from ..oracle.registry import default_registry
@@ -58,7 +59,7 @@ class BenchOptions:
 
 def conditions(device: Device, options: BenchOptions, command: str) -> dict[str, Any]:
     """The first line of the records: environment, method, and the command that repeats the benchmark."""
-    here = environment.of(device)
+    here = Environment.of(device)
     return {
         "command": command,
         "environment": here,

@@ -211,7 +211,7 @@ def _missing_steps(
         outcome.unfinished = "no backend but the reference can run it"
         return []
     if not options.remeasure:
-        outcome.samples = _known_samples(shape, environment.of(device), store, known)
+        outcome.samples = _known_samples(shape, Environment.of(device), store, known)
     measured = {each.key for each in outcome.samples}
     names = _without_failed(names, outcome)
     return [
@@ -251,7 +251,7 @@ def _tune_on_gpus(
         if event.kind == "done":
             outcomes[event.task] = event.value
         else:
-            shape, here = kernel_shape_of(task.problem), environment.of(task.device)
+            shape, here = kernel_shape_of(task.problem), Environment.of(task.device)
             samples = _known_samples(shape, here, task.store, task.known)
             outcomes[event.task] = TuneOutcome(task.problem, samples, unfinished=event.value)
     return [outcomes[index] for index in range(len(tasks))]
@@ -290,7 +290,7 @@ def _without_failed(names: Sequence[str], outcome: TuneOutcome) -> tuple[str, ..
 
 def why_not_reusable(profile: Profile, device: Device) -> str:
     """How a profile's environment differs from this machine's, so that its layers are measured again; "" if equal."""
-    here = environment.of(device)
+    here = Environment.of(device)
     if profile.environment == here:
         return ""
     found = environment.differences(profile.environment, here)
@@ -369,7 +369,7 @@ class _LayerTuning:
         found += [each for each in bench.failed_samples(count, routing) if each.backend not in sampled]
         found = [each for each in found if not is_out_of_memory(each.failure)]
         if self.store is not None:
-            self.store.add(environment.of(self.context.device), self.shape, found)
+            self.store.add(Environment.of(self.context.device), self.shape, found)
         self.outcome.add(found)
 
     def _store_failure(self, error: BrokenContextError, steps: Sequence[_Step]) -> None:
@@ -379,4 +379,4 @@ class _LayerTuning:
         precision = default_registry()[error.backend].activations(self.problem)
         failure = f"broke the GPU's context: {error.failure}"
         samples = [Sample(error.backend, precision, count, routing, failure=failure) for routing, count in steps]
-        self.store.add(environment.of(self.context.device), self.shape, samples)
+        self.store.add(Environment.of(self.context.device), self.shape, samples)

@@ -1,0 +1,124 @@
+"""The shipped times beside stock vLLM's own layer: ``python -m tests.tools.comparisons [--write]``.
+
+``--write`` makes ``vllm_moe_oracle/profiles/stock_nvidia_GPU.json`` of each GPU's committed benchmarks,
+``tests/golden/GPU/choice*-vllm-VERSION.jsonl`` (``vllm-moe-oracle bench --stock auto --jsonl FILE``). Of a layer in
+several of them, the run that was last keeps its place. Without ``--write`` the exit status is 1 where a file is stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+
+from vllm_moe_oracle.measurements import profile
+from vllm_moe_oracle.measurements.bench_records import STOCK_DEFAULT, BenchRecord
+from vllm_moe_oracle.measurements.environment import Environment
+from vllm_moe_oracle.measurements.kernel_shape import KernelShape, Sample
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+PATTERN = "*/choice*-vllm-*.jsonl"
+ACTIVATIONS = "stock"
+"""Stands where a backend's precision of activations is; a stock layer does not say it."""
+
+Layers = dict[KernelShape, list[BenchRecord]]
+
+
+def runs(paths: list[Path]) -> dict[str, list[tuple[dict[str, str], Environment, Layers]]]:
+    """The benchmarks by GPU, in the order in which they ran.
+
+    Args:
+        paths: files of records, any order. The number after ``choice-`` is the run's; the first has none.
+    """
+    found: dict[str, list[tuple[dict[str, str], Environment, Layers]]] = {}
+    for path in sorted(paths, key=_run_number):
+        head, *lines = path.read_text(encoding="utf-8").splitlines()
+        conditions = msgspec.json.decode(head)["conditions"]
+        layers: Layers = {}
+        for line in lines:
+            record = msgspec.json.decode(line, type=BenchRecord)
+            layers.setdefault(record.kernel_shape, []).append(record)
+        environment = msgspec.convert(conditions["environment"], Environment)
+        found.setdefault(environment.gpu, []).append((conditions, environment, layers))
+    return found
+
+
+def _run_number(path: Path) -> int:
+    match = re.match(r"choice-(\d+)-vllm", path.name)
+    return int(match[1]) if match else 1
+
+
+def comparison(found: list[tuple[dict[str, str], Environment, Layers]]) -> profile.Profile:
+    """One profile of a GPU's benchmarks.
+
+    Raises:
+        ValueError: they ran under different packages or drivers, or under skewed routing.
+    """
+    environments = {msgspec.structs.replace(each, kernels="").key for _, each, _ in found}
+    if len(environments) != 1:
+        raise ValueError(f"runs under different conditions: {environments}")
+    if routings := {each["routing"] for each, _, _ in found} - {"uniform"}:
+        raise ValueError(f"routing {routings}; only uniform routing is compared")
+    layers: Layers = {}
+    for _, _, each in found:
+        layers |= each
+    samples = {shape: [one for record in records for one in _samples(record)] for shape, records in layers.items()}
+    conditions = {"command": "; ".join(each["command"] for each, _, _ in found), "method": found[-1][0]["method"]}
+    # The runs had different sources of this project's kernels, so the file names none.
+    made = profile.make(msgspec.structs.replace(found[-1][1], kernels=""), samples, conditions)
+    classes = {
+        shape: {k: v for record in records for k, v in record.stock.items()} for shape, records in layers.items()
+    }
+    return msgspec.structs.replace(
+        made, entries=tuple(_with_classes(entry, classes[entry.kernel_shape]) for entry in made.entries)
+    )
+
+
+def _samples(record: BenchRecord) -> list[Sample]:
+    """The samples of a record with stock's own; tile configurations are left out, they choose nothing here."""
+    found = [msgspec.structs.replace(each, tile="") for each in record.samples("uniform")]
+    fields = {"backend": STOCK_DEFAULT, "activations": ACTIVATIONS, "tokens": record.tokens, "routing": "uniform"}
+    if STOCK_DEFAULT in record.us:
+        low, high = record.quartiles[STOCK_DEFAULT]
+        fields |= {"us": record.us[STOCK_DEFAULT], "low": low, "high": high, "replays": record.replays[STOCK_DEFAULT]}
+    else:
+        fields |= {"failure": record.failures[STOCK_DEFAULT]}
+    return [*found, msgspec.convert(fields, Sample)]
+
+
+def _with_classes(entry: profile.Entry, classes: dict[str, str]) -> profile.Entry:
+    backends = {
+        name: msgspec.structs.replace(each, stock_class=classes.get(name, "")) for name, each in entry.backends.items()
+    }
+    return msgspec.structs.replace(entry, backends=backends)
+
+
+def files() -> dict[Path, bytes]:
+    """Every file with what should be in it."""
+    return {
+        profile.SHIPPED_FOLDER / f"stock_{gpu.lower().replace(' ', '_')}.json": profile.encode(comparison(found))
+        for gpu, found in runs(sorted(GOLDEN.glob(PATTERN))).items()
+    }
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    write = parser.parse_args().write
+    stale = []
+    for path, data in files().items():
+        if not path.exists() or path.read_bytes() != data:
+            stale.append(path.name)
+            if write:
+                path.write_bytes(data)
+    if stale and not write:
+        sys.exit(f"stale: {', '.join(stale)}")
+    print(f"{'written' if stale else 'up to date'}: {', '.join(stale) or 'all'}")
+
+
+if __name__ == "__main__":
+    main()

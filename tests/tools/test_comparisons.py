@@ -1,0 +1,77 @@
+"""The shipped times beside stock's layer are those of the committed benchmarks; bad benchmarks are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tools import comparisons
+from vllm_moe_oracle.errors import MeasurementError
+from vllm_moe_oracle.measurements import profile
+from vllm_moe_oracle.measurements.bench_records import STOCK_DEFAULT
+
+
+def test_the_shipped_files_are_those_of_the_benchmarks() -> None:
+    found = comparisons.files()
+    assert found and [path.name for path, data in found.items() if path.read_bytes() != data] == []
+    assert {path.name for path in profile.SHIPPED_FOLDER.glob("stock_*.json")} == {path.name for path in found}
+
+
+def test_every_time_of_stock_is_a_committed_one() -> None:
+    """Read again without the code that packs them: each shipped time of stock stands in a benchmark."""
+    written = {
+        (json.dumps(record["kernel_shape"], sort_keys=True), str(record["tokens"]), record["us"][STOCK_DEFAULT])
+        for path in comparisons.GOLDEN.glob(comparisons.PATTERN)
+        for line in path.read_text().splitlines()[1:]
+        if STOCK_DEFAULT in (record := json.loads(line))["us"]
+    }
+    shipped = [
+        (json.dumps(entry["kernel_shape"], sort_keys=True), tokens, times[0])
+        for path in comparisons.files()
+        for entry in json.loads(path.read_text())["entries"]
+        for tokens, times in entry["backends"][STOCK_DEFAULT].get("times", {}).get("uniform", {}).items()
+    ]
+    assert len(shipped) > 400 and set(shipped) <= written
+
+
+def test_of_several_runs_the_last_one_counts(tmp_path: Path) -> None:
+    source = comparisons.GOLDEN / "h200" / "choice-5-vllm-0.33.0.jsonl"
+    head, *lines = source.read_text().splitlines()
+    again = [json.loads(line) for line in lines]
+    for record in again:
+        record["us"][STOCK_DEFAULT] = 123.0
+        record["quartiles"][STOCK_DEFAULT] = [122.0, 124.0]
+    later = tmp_path / "choice-10-vllm-0.33.0.jsonl"
+    later.write_text("\n".join([head, *map(json.dumps, again)]))
+    for given in ([source, later], [later, source]):
+        ((_, found),) = comparisons.runs(given).items()
+        (entry,) = comparisons.comparison(found).entries
+        times = entry.backends[STOCK_DEFAULT].times["uniform"]
+        assert len(times) == len(lines) and {each[0] for each in times.values()} == {123.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"routing": "skewed"}, "only uniform"), ({"environment": {"driver": "1"}}, "different conditions")],
+)
+def test_runs_that_cannot_be_one_file_are_refused(tmp_path: Path, change: dict[str, object], words: str) -> None:
+    source = comparisons.GOLDEN / "h200" / "choice-5-vllm-0.33.0.jsonl"
+    head, *lines = source.read_text().splitlines()
+    data = json.loads(head)
+    for name, value in change.items():
+        data["conditions"][name] = {**data["conditions"][name], **value} if isinstance(value, dict) else value
+    other = tmp_path / "choice-6-vllm-0.33.0.jsonl"
+    other.write_text("\n".join([json.dumps(data), *lines]))
+    ((_, found),) = comparisons.runs([source, other]).items()
+    with pytest.raises(ValueError, match=words):
+        comparisons.comparison(found)
+
+
+def test_a_name_of_a_class_is_checked(tmp_path: Path) -> None:
+    (path,) = list(comparisons.files())[:1]
+    damaged = tmp_path / "p.json"
+    damaged.write_text(path.read_text().replace("HummingIndexedExperts", "x" * 5000))
+    with pytest.raises(MeasurementError, match="name of a class"):
+        profile.read(damaged)
