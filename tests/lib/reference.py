@@ -467,8 +467,9 @@ def read_weights(checkpoint: Path | str) -> dict[str, npt.NDArray[Any]]:
                 values = dequantize_mxfp4(codes, scales).astype(np.float32)
                 weights[name.removesuffix("_blocks")] = np.ascontiguousarray(values.swapaxes(1, 2))
             elif tensor.dtype == torch.uint8:
-                weights[name] = dequantize_mxfp4(tensor.numpy(), file.get_tensor(f"{name}_scale").numpy())
-                weights[name] = weights[name].astype(np.float32)
+                plain = name.removesuffix("_packed")
+                values = dequantize_mxfp4(tensor.numpy(), file.get_tensor(f"{plain}_scale").numpy())
+                weights[plain] = values.astype(np.float32)
             elif tensor.dtype == torch.float8_e4m3fn:
                 if f"{name}_scale" not in names:
                     raise ValueError(f"{checkpoint}: {name} is e4m3 and {name}_scale is missing")

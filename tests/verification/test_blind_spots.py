@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.lib.cases import CPU, MXFP8, MXFP8_W8A8, SILU, problem
 
@@ -16,12 +15,10 @@ pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular k
 
 from tests.lib import faulty_backends as lib
 from tests.lib.faulty_backends import MXFP4, MXFP4_W4A4, OAI, Faulty, after, check, weights
-from vllm_moe_oracle.backends.emulation import expert_outputs, forward, ieee_fp32_matmul, round_inputs
+from vllm_moe_oracle.backends.emulation import expert_outputs, forward, ieee_fp32_matmul
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.decision import ShardPlan
-from vllm_moe_oracle.core.problem import Parallel, Problem
-from vllm_moe_oracle.kernels.activations import activate
-from vllm_moe_oracle.schemes import mxfp4, mxfp8
+from vllm_moe_oracle.core.problem import Parallel
 from vllm_moe_oracle.verification import bounds, inputs, self_check
 
 SMALL: dict[str, Any] = {"experts": 16, "top_k": 4, "hidden_size": 256, "intermediate_size": 128, "has_bias": True}
@@ -36,23 +33,23 @@ FINE = [name for name in ALL if name != "W4A4"]
 """Under activations of 4 bits, faults of a fifth of the output are less than what rounding otherwise explains."""
 
 FAULTS: list[tuple[Faulty, list[str]]] = [
-    (Faulty("one token", compute=after(lambda out: out.mul_(1.2), lambda tokens: tokens == 1)), FINE),
-    (Faulty("one token, zeros", compute=after(Tensor.zero_, lambda tokens: tokens == 1)), ALL),
-    (Faulty("more than 8", compute=after(lambda out: out[-1].mul_(0.5), lambda tokens: tokens > 8)), FINE),
-    (Faulty("more than 64", compute=after(lambda out: out[64].zero_(), lambda tokens: tokens > 64)), ALL),
-    (Faulty("no multiple of 8", compute=after(lambda out: out[-1].zero_(), lambda tokens: tokens % 8)), ALL),
-    (Faulty("last 16 columns", compute=after(lambda out: out[:, -16:].zero_())), ALL),
-    (Faulty("last column", compute=after(lambda out: out[:, -1].zero_())), ALL),
-    (Faulty("one expert", compute=lib.wrong_experts(lambda index: index == 2)), ALL),
-    (Faulty("idle experts", compute=lib.nan_where_idle), ALL),
-    (Faulty("empty slots", compute=lib.empty_is_first), ALL),
-    (Faulty("input changed", compute=lib.writes_into_x), ALL),
-    (Faulty("last weight", compute=lib.last_weight), ALL),
-    (Faulty("scales of w13", lib.some_scales("w13_scale", 1)), FINE),
-    (Faulty("scales of w2", lib.some_scales("w2_scale", 1)), FINE),
-    (Faulty("smaller scales of w13", lib.some_scales("w13_scale", -1)), FINE),
-    (Faulty("smaller scales of w2", lib.some_scales("w2_scale", -1)), FINE),
-    (Faulty("bias of the last columns", lib.short_bias), ALL),
+    (lib.FAULTS["one token"], FINE),
+    (lib.FAULTS["one token, zeros"], ALL),
+    (lib.FAULTS["more than 8"], FINE),
+    (lib.FAULTS["more than 64"], ALL),
+    (lib.FAULTS["no multiple of 8"], ALL),
+    (lib.FAULTS["last 16 columns"], ALL),
+    (lib.FAULTS["last column"], ALL),
+    (lib.FAULTS["one expert"], ALL),
+    (lib.FAULTS["idle experts"], ALL),
+    (lib.FAULTS["empty slots"], ALL),
+    (lib.FAULTS["input changed"], ALL),
+    (lib.FAULTS["last weight"], ALL),
+    (lib.FAULTS["scales of w13"], FINE),
+    (lib.FAULTS["scales of w2"], FINE),
+    (lib.FAULTS["smaller scales of w13"], FINE),
+    (lib.FAULTS["smaller scales of w2"], FINE),
+    (lib.FAULTS["bias of the last columns"], ALL),
 ]
 CASES = [(fault, name) for fault, names in FAULTS for name in names]
 
@@ -99,44 +96,13 @@ def test_calls_are_no_larger_than_the_engines() -> None:
 # --- Right kernels ----------------------------------------------------------------------------------------------------
 
 
-def every_rounding(rule: str) -> lib.Compute:
-    """A right kernel with each rounding that the tolerance names, after each product and each sum; `rule` is the one
-    for the scales of MX activations."""
-
-    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
-        scheme = {"mxfp8": mxfp8, "mxfp4": mxfp4}[layer.scheme.name]
-        formats = {"mxfp8": mxfp8, "mxfp4": mxfp4}
-
-        def rounded(values: Tensor) -> Tensor:
-            if layer.scheme.activations not in formats:
-                return round_inputs(values, x.dtype, layer)
-            form = formats[layer.scheme.activations]
-            return form.dequantize(*form.quantize(values, rule))  # type: ignore[attr-defined, no-any-return]
-
-        total = torch.zeros_like(x)
-        for slot in range(ids.shape[1]):
-            part = torch.zeros_like(x)
-            for index in range(layer.local_experts):
-                mine = ids[:, slot] == index
-                expert = {name: tensor[index] for name, tensor in tensors.items()}
-                w13, w2 = (scheme.dequantize_expert(expert, which).to(x.dtype).float() for which in ("w13", "w2"))
-                hidden = rounded(x[mine].float()) @ w13.T + (expert["w13_bias"].float() if layer.has_bias else 0.0)
-                hidden = activate(hidden.to(x.dtype).float(), layer.activation).to(x.dtype).float()
-                output = rounded(hidden) @ w2.T + (expert["w2_bias"].float() if layer.has_bias else 0.0)
-                part[mine] = (output * weights[mine, slot, None]).to(x.dtype)
-            total += part
-        out.copy_(total)
-
-    return compute
-
-
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("rule", ["ceil", "floor"])
 @pytest.mark.parametrize("activation", [OAI, SILU], ids=str)
 def test_a_kernel_that_rounds_wherever_it_may_passes(name: str, dtype: str, rule: str, activation: Any) -> None:
     layer = dataclasses.replace(LAYERS[name], dtype=dtype, activation=activation)
-    result = check(Faulty("rounds", compute=every_rounding(rule)), layer, weights(layer))
+    result = check(Faulty("rounds", compute=lib.every_rounding(rule)), layer, weights(layer))
     assert result.passed, result
 
 

@@ -14,21 +14,15 @@ from tests.lib.cases import MXFP8_W8A8, problem
 
 pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular kernel")
 
+from tests.lib import faulty_backends as lib
 from tests.lib.faulty_backends import (
     LAYERS,
     SMALL,
     Faulty,
     check,
-    drop,
-    ignore,
-    nothing,
-    one_nan,
-    other_experts,
-    other_weights,
     shift,
     swap_halves,
     swizzle,
-    transpose_codes,
     weights,
 )
 from vllm_moe_oracle.backends.emulation import Emulation
@@ -40,26 +34,26 @@ SOME = ["silu", "silu, 16 bit", "gpt-oss", "relu2, biases"]
 PARAMETERS = [name for name in LAYERS if name.startswith("gpt-oss")]
 
 FAULTS: list[tuple[Faulty, list[str]]] = [
-    (Faulty("swapped halves", swap_halves), GATED),
-    (Faulty("swizzled scales of w13", swizzle("w13_scale")), SOME),
-    (Faulty("swizzled scales of w2", swizzle("w2_scale")), SOME),
-    (Faulty("scales of w13 one up", shift("w13_scale", 1)), SOME),
-    (Faulty("scales of w13 one down", shift("w13_scale", -1)), SOME),
-    (Faulty("scales of w2 one up", shift("w2_scale", 1)), SOME),
-    (Faulty("scales of w2 one down", shift("w2_scale", -1)), SOME),
-    (Faulty("codes of w2 transposed", transpose_codes), SOME),
-    (Faulty("no bias of w13", drop("w13_bias")), BIASED),
-    (Faulty("no bias of w2", drop("w2_bias")), BIASED),
-    (Faulty("alpha ignored", understand=ignore(alpha=1.0)), PARAMETERS),
-    (Faulty("beta ignored", understand=ignore(beta=0.0)), PARAMETERS),
-    (Faulty("limit ignored", understand=ignore(limit=None)), PARAMETERS),
-    (Faulty("situ's bound of gate ignored", understand=ignore(alpha=1e9)), ["situ"]),
-    (Faulty("situ's bound of up ignored", understand=ignore(beta=None)), ["situ"]),
-    (Faulty("swiglustep's limit ignored", understand=ignore(limit=1e9)), ["swiglustep"]),
-    (Faulty("other experts", compute=other_experts), SOME),
-    (Faulty("other router weights", compute=other_weights), SOME),
-    (Faulty("one NaN", compute=one_nan), SOME),
-    (Faulty("zeros", compute=nothing), SOME),
+    (lib.FAULTS["swapped halves"], GATED),
+    (lib.FAULTS["swizzled scales of w13"], SOME),
+    (lib.FAULTS["swizzled scales of w2"], SOME),
+    (lib.FAULTS["scales of w13 one up"], SOME),
+    (lib.FAULTS["scales of w13 one down"], SOME),
+    (lib.FAULTS["scales of w2 one up"], SOME),
+    (lib.FAULTS["scales of w2 one down"], SOME),
+    (lib.FAULTS["codes of w2 transposed"], SOME),
+    (lib.FAULTS["no bias of w13"], BIASED),
+    (lib.FAULTS["no bias of w2"], BIASED),
+    (lib.FAULTS["alpha ignored"], PARAMETERS),
+    (lib.FAULTS["beta ignored"], PARAMETERS),
+    (lib.FAULTS["limit ignored"], PARAMETERS),
+    (lib.FAULTS["situ's bound of gate ignored"], ["situ"]),
+    (lib.FAULTS["situ's bound of up ignored"], ["situ"]),
+    (lib.FAULTS["swiglustep's limit ignored"], ["swiglustep"]),
+    (lib.FAULTS["other experts"], SOME),
+    (lib.FAULTS["other router weights"], SOME),
+    (lib.FAULTS["one NaN"], SOME),
+    (lib.FAULTS["zeros"], SOME),
 ]
 
 CASES = [(fault, name) for fault, names in FAULTS for name in names]

@@ -88,22 +88,47 @@ def reference_output(
         ids: `[M, top_k]`.
         expert_map: see `backends.Forward`.
     """
-    expected = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    size = torch.zeros_like(expected)
-    with ieee_fp32_matmul():
-        for part in expert_outputs(tensors, problem, x, weights, ids, expert_map):
-            expected.index_add_(0, part.token, part.output)
-            terms = (part.hidden.square() @ part.w2.square_().T).mul_(part.weight.square())
-            size.index_add_(0, part.token, torch.maximum(terms, part.output.square()))
-            del part
-        exact = expected
-        if problem.scheme.activations != "16bit":
-            plain = dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activations="16bit"))
-            exact = torch.zeros_like(expected)
-            for part in expert_outputs(tensors, plain, x, weights, ids, expert_map):
-                exact.index_add_(0, part.token, part.output)
+    sums = Sums(problem, x)
+    sums.add(tensors, problem, weights, ids, expert_map)
+    return from_parts(sums.expected, sums.size, sums.exact, rounding, problem.dtype)
+
+
+class Sums:
+    """The reference output of some tokens, gathered over calls of `add` with different experts.
+
+    Attributes:
+        expected: the outputs, float32 `[M, hidden]`.
+        size: sums of the squared terms, likewise.
+        exact: the outputs with activations left alone, likewise.
+    """
+
+    def __init__(self, problem: Problem, x: Tensor) -> None:
+        """
+        Args:
+            problem: the layer; activations are quantized as its scheme says.
+            x: `[M, hidden]`.
+        """
+        self._x = x
+        self.expected = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        self.size = torch.zeros_like(self.expected)
+        quantized = problem.scheme.activations != "16bit"
+        self.exact = torch.zeros_like(self.expected) if quantized else self.expected
+
+    def add(
+        self, tensors: Tensors, problem: Problem, weights: Tensor, ids: Tensor, expert_map: Tensor | None = None
+    ) -> None:
+        """Adds the outputs of some experts; arguments as for `reference_output`, `problem` with their number."""
+        with ieee_fp32_matmul():
+            for part in expert_outputs(tensors, problem, self._x, weights, ids, expert_map):
+                self.expected.index_add_(0, part.token, part.output)
+                terms = (part.hidden.square() @ part.w2.square_().T).mul_(part.weight.square())
+                self.size.index_add_(0, part.token, torch.maximum(terms, part.output.square()))
                 del part
-    return from_parts(expected, size, exact, rounding, problem.dtype)
+            if self.exact is not self.expected:
+                plain = dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activations="16bit"))
+                for part in expert_outputs(tensors, plain, self._x, weights, ids, expert_map):
+                    self.exact.index_add_(0, part.token, part.output)
+                    del part
 
 
 def from_parts(expected: Tensor, size: Tensor, exact: Tensor, rounding: float, dtype: str) -> Reference:
@@ -145,12 +170,12 @@ def excess(actual: Tensor, reference: Reference, rows: Tensor) -> Tensor:
     Returns:
         float32 scalar on the device; up to 1 for a right kernel, NaN if the output has NaN.
     """
-    return torch.stack([each.amax() for each in _ratios(actual, reference, rows)]).amax()
+    return torch.stack([each.amax() for each in ratios(actual, reference, rows)]).amax()
 
 
 def describe_excess(actual: Tensor, reference: Reference, rows: Tensor) -> str:
     """Where an output is furthest from its bounds, in words; arguments as for `excess`."""
-    blocks, columns, tokens = (each.nan_to_num(nan=torch.inf) for each in _ratios(actual, reference, rows))
+    blocks, columns, tokens = (each.nan_to_num(nan=torch.inf) for each in ratios(actual, reference, rows))
     for what, each in (("column", columns), ("token", tokens)):
         if float(each.amax()) > max(float(other.amax()) for other in (blocks, columns, tokens) if other is not each):
             return f"{what} {int(each.argmax())} is off by {float(each.amax()):.3g} times what rounding explains"
@@ -163,9 +188,9 @@ def describe_excess(actual: Tensor, reference: Reference, rows: Tensor) -> str:
     )
 
 
-def _ratios(actual: Tensor, reference: Reference, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def ratios(actual: Tensor, reference: Reference, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Root mean square errors over their bounds: of each token's blocks `[M, hidden / 32]`, of columns `[hidden]`, of
-    tokens `[M]`."""
+    tokens `[M]`; arguments as for `excess`."""
     differences = actual.float() - reference.expected[rows]
     errors = (differences / reference.noise[rows]).square()
     tokens, hidden = errors.shape

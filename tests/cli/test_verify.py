@@ -1,0 +1,386 @@
+"""`verify`: tables, exit statuses, resuming, a server's report, and input that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular kernel")
+
+from tests.lib import cli, faulty_backends, integer_checkpoints
+from tests.lib.checkpoints import Size, rewrite_tensors, write_checkpoint
+from tests.lib.integer_checkpoints import Integers
+from vllm_moe_oracle.backends.emulation import forward
+from vllm_moe_oracle.core.problem import Device
+from vllm_moe_oracle.devices import detect
+from vllm_moe_oracle.measuring import verifying
+from vllm_moe_oracle.oracle.registry import Registry
+from vllm_moe_oracle.verification import whole_layer
+
+NAMES = [f"model.layers.{index}.mlp.experts" for index in range(2)]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> cli.Run:
+    return cli.runner(monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("verify") / "mxfp8", size=Size(experts=6, top_k=2))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify") / "plain"
+    return write_checkpoint(folder, format="bf16", size=Size(layers=1, experts=4, top_k=2))
+
+
+def use(monkeypatch: pytest.MonkeyPatch, backend: faulty_backends.Faulty) -> None:
+    """Makes a backend the only one."""
+    only = Registry()
+    only.add(backend, "a test")
+    monkeypatch.setattr(verifying, "default_registry", lambda: only)
+
+
+# --- Answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_is_right(run: cli.Run, model: Path) -> None:
+    found = run("verify", model)
+    assert found.status == 0, found.err
+    assert "2 of 2 layers agree with the float32 reference" in found.out
+    assert "inputs: embedding, the layer's norm, the layer's router" in found.out
+    assert "[1/2] model.layers.1.mlp.experts" in found.err
+    told = run("verify", model, "--json", "--device", "cpu")
+    assert told.status == 0
+    for name, layer in zip(NAMES, told.json["layers"], strict=True):
+        assert (layer["layer"], layer["status"]) == (name, "passed")
+        assert layer["experts_checked"] == layer["experts"] == 6 and layer["outliers"] == 0 < layer["blocks"]
+        assert 0 < layer["error"] <= layer["worst"] < layer["allowed"]
+
+
+FORMATS: dict[str, Callable[[Path, Path], Path]] = {
+    "mxfp4": lambda plain, to: write_checkpoint(to, format="mxfp4", size=Size(layers=1, experts=4)),
+    "mxfp8, compressed-tensors": lambda plain, to: write_checkpoint(
+        to, tag="compressed-tensors", size=Size(layers=1, experts=4)
+    ),
+    "gpt-oss": lambda plain, to: write_checkpoint(to, arch="gpt_oss", format="mxfp4", size=Size(layers=1, experts=4)),
+    "gptq": lambda plain, to: integer_checkpoints.write(plain, to, Integers("gptq", act_order="group")),
+    "gptq int8": lambda plain, to: integer_checkpoints.write(plain, to, Integers("gptq", bits=8, bias=True)),
+    "awq": lambda plain, to: integer_checkpoints.write(plain, to, Integers("awq", zero_points=True)),
+    "compressed-tensors int4": lambda plain, to: integer_checkpoints.write(
+        plain, to, Integers("compressed-tensors", zero_points=True)
+    ),
+    "compressed-tensors int8": lambda plain, to: integer_checkpoints.write(
+        plain, to, Integers("compressed-tensors-int", bits=8, group=-1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_read(run: cli.Run, plain: Path, tmp_path: Path, name: str) -> None:
+    found = run("verify", FORMATS[name](plain, tmp_path / "model"), "--json")
+    assert found.status == 0, found.err
+    assert [each["status"] for each in found.json["layers"]] == ["passed"]
+
+
+def test_what_is_read_is_what_the_codes_stand_for(plain: Path, tmp_path: Path) -> None:
+    """The reader of tensors shares code with the scheme: here it is compared with the twin in float32."""
+    from safetensors.torch import load_file
+
+    from vllm_moe_oracle import checkpoint, settings
+    from vllm_moe_oracle.schemes import wna16
+
+    target = tmp_path / "model"
+    integer_checkpoints.write(plain, target, Integers("awq", zero_points=True))
+    twin = load_file(tmp_path / "model-exact" / "model.safetensors")
+    config = checkpoint.read_checkpoint(target)
+    with verifying.Verification(config, detect.detect(), settings.load({})) as made:
+        tensors = made.plans[0].tensors
+        assert tensors is not None
+        for index in range(4):
+            expert = tensors.expert(index)
+            names = [f"model.layers.0.mlp.experts.{index}.{each}_proj.weight" for each in ("gate", "up", "down")]
+            w13, w2 = wna16.dequantize_expert(expert, "w13"), wna16.dequantize_expert(expert, "w2")
+            torch.testing.assert_close(w13, torch.cat([twin[names[0]], twin[names[1]]]), rtol=2**-7, atol=0)
+            torch.testing.assert_close(w2, twin[names[2]], rtol=2**-7, atol=0)
+
+
+def one_expert(tensors: Any, layer: Any, *more: Any) -> None:
+    held = {name: tensor.clone() for name, tensor in tensors.items()}
+    held["w2_scale"][3] += 1
+    forward(held, layer, *more)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (faulty_backends.Faulty("swapped", faulty_backends.swap_halves), "all 6 experts are wrong by themselves"),
+        (faulty_backends.Faulty("scales", faulty_backends.shift("w13_scale", 1)), "all 6 experts"),
+        (faulty_backends.Faulty("one", compute=one_expert), "3 are wrong by themselves"),
+        (faulty_backends.Faulty("raises", compute=faulty_backends.raises), "no kernel image is available"),
+    ],
+    ids=lambda each: each.name if isinstance(each, faulty_backends.Faulty) else "",
+)
+def test_a_wrong_kernel_is_named_with_layer_and_expert(
+    run: cli.Run, model: Path, monkeypatch: pytest.MonkeyPatch, fault: faulty_backends.Faulty, words: str
+) -> None:
+    use(monkeypatch, fault)
+    found = run("verify", model, "--json")
+    assert found.status == 1
+    for name, layer in zip(NAMES, found.json["layers"], strict=True):
+        assert layer["status"] == "failed" and words in layer["fault"]
+        assert f"error: {name}: {fault.name}: " in found.err
+    monkeypatch.setattr(whole_layer, "CALLS", 1)
+    assert "WRONG" in run("verify", model).out
+
+
+# --- Damaged checkpoints ----------------------------------------------------------------------------------------------
+
+EXPERT = "model.layers.1.mlp.experts.4"
+
+
+def drop(tensors: dict[str, Tensor]) -> None:
+    del tensors[f"{EXPERT}.up_proj.weight_scale"]
+
+
+def another_dtype(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{EXPERT}.down_proj.weight"] = tensors[f"{EXPERT}.down_proj.weight"].to(torch.bfloat16)
+
+
+def another_shape(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{EXPERT}.gate_proj.weight"] = (
+        tensors[f"{EXPERT}.gate_proj.weight"].view(torch.uint8)[:-1].clone().view(torch.float8_e4m3fn)
+    )
+
+
+def other_names(tensors: dict[str, Tensor]) -> None:
+    for name in [each for each in tensors if ".experts." in each]:
+        tensors[name.replace("gate_proj", "wi_0").replace("up_proj", "wi_1")] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (drop, f"{EXPERT}.up_proj.weight_scale: the tensor is missing"),
+        (another_dtype, "the checkpoint stores it as bfloat16, mxfp8 as float8_e4m3fn"),
+        (another_shape, "it has shape [63, 128], expected [64, 128]"),
+        (other_names, "none of the names that its first expert may have is in the files"),
+    ],
+    ids=["missing", "dtype", "shape", "names"],
+)
+def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_is_computed(
+    run: cli.Run, model: Path, tmp_path: Path, edit: Any, words: str
+) -> None:
+    found = run("verify", rewrite_tensors(model, tmp_path / "damaged", edit))
+    assert found.status == 2 and words in found.err and found.out == "" and "[0/2]" not in found.err
+    assert len(found.err.splitlines()) == 1
+
+
+def nan_scale(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{EXPERT}.up_proj.weight_scale"][3, 1] = 255
+
+
+def nan_code(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{EXPERT}.down_proj.weight"].view(torch.uint8)[7, 9] = 0x7F
+
+
+def huge(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{EXPERT}.gate_proj.weight_scale"][:] = 250
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"), [(nan_scale, "NaN"), (nan_code, "NaN"), (huge, "bfloat16 layers hold up to")]
+)
+def test_damaged_values_are_named_and_the_other_layers_are_compared(
+    run: cli.Run, model: Path, tmp_path: Path, edit: Any, words: str
+) -> None:
+    found = run("verify", rewrite_tensors(model, tmp_path / "damaged", edit), "--json")
+    assert found.status == 1
+    first, second = found.json["layers"]
+    assert first["status"] == "passed" and second["status"] == "damaged"
+    assert words in second["fault"] and "expert 4" in second["fault"] and "expert 0" not in second["fault"]
+    assert f"error: {NAMES[1]}" in found.err
+
+
+def test_a_truncated_file_is_refused(run: cli.Run, model: Path, tmp_path: Path) -> None:
+    damaged = rewrite_tensors(model, tmp_path / "damaged", lambda tensors: None)
+    file = damaged / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    found = run("verify", damaged)
+    assert found.status == 2 and "is damaged, or no safetensors file" in found.err and "Fetch" in found.err
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({"weight_map": {"x": "model-2.safetensors"}}, "the file is missing"),
+        ({"weight_map": {"x": "../model.safetensors"}}, "which is no file of its folder"),
+        ({"weight_map": ["model.safetensors"]}, "has no weight_map"),
+        ([], "has no weight_map"),
+    ],
+)
+def test_an_index_that_does_not_fit(run: cli.Run, model: Path, tmp_path: Path, index: Any, words: str) -> None:
+    damaged = rewrite_tensors(model, tmp_path / "damaged", lambda tensors: None)
+    (damaged / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = run("verify", damaged)
+    assert found.status == 2 and words in found.err
+
+
+def test_a_folder_without_tensors_and_a_model_without_experts(run: cli.Run, plain: Path, tmp_path: Path) -> None:
+    found = run("verify", cli.CONFIGS / "qwen3-30b-a3b.json")
+    assert found.status == 2
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
+    found = run("verify", tmp_path)
+    assert found.status == 2 and "no MoE layers" in found.err
+    found = run("verify", plain)
+    assert found.status == 2 and len(found.err.splitlines()) == 1
+
+
+def test_layers_that_are_all_left_to_stock(run: cli.Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        verifying.Verification,
+        "_plan",
+        lambda self, problem: verifying.LayerPlan(
+            problem, None, "left to stock vLLM (marlin_mxfp8: it would drop the limit)", is_stock=True
+        ),
+    )
+    found = run("verify", model)
+    assert found.status == 2 and "nothing to verify: stock vLLM serves all 2 MoE layers (left to stock" in found.err
+
+
+def test_a_layer_that_nothing_runs(run: cli.Run, model: Path) -> None:
+    found = run("verify", model, "--set", "disable=emulation")
+    assert found.status in (1, 2)
+    found = run("verify", model, "--set", "backend=no_such")
+    assert found.status == 2 and "no_such" in found.err
+
+
+def test_another_machine_than_the_option_names(run: cli.Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "not one of auto, cpu, cuda" in run("verify", model, "--device", "tpu").err
+    if detect.detect().kind == "cpu":
+        assert "there is no GPU" in run("verify", model, "--device", "cuda").err
+    monkeypatch.setattr(detect, "detect", lambda: Device("cuda", "NVIDIA H200", 90))
+    assert "its vLLM is built for GPUs" in run("verify", model, "--device", "cpu").err
+
+
+# --- Resuming ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_run_continues(
+    run: cli.Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "resume.jsonl"
+    compare = verifying.Verification._compare
+
+    def interrupted(self: Any, plan: Any, *more: Any) -> Any:
+        if plan.problem.layer == NAMES[1]:
+            raise KeyboardInterrupt
+        return compare(self, plan, *more)
+
+    monkeypatch.setattr(verifying.Verification, "_compare", interrupted)
+    first = run("verify", model, "--resume", file)
+    assert first.status == 130 and "interrupted after 1 of 2 layers" in first.out and NAMES[0][:9] in first.out
+    monkeypatch.setattr(verifying.Verification, "_compare", compare)
+    with file.open("ab") as opened:
+        opened.write(b'{"layer": "model.lay')  # killed while it wrote
+    second = run("verify", model, "--resume", file, "--json")
+    assert second.status == 0 and [each["layer"] for each in second.json["layers"]] == NAMES
+    assert len(file.read_text().splitlines()) == 3
+    third = run("verify", model, "--resume", file)
+    assert third.status == 0 and "[" not in third.err.replace("[0m", "")
+
+
+def test_a_resume_file_that_cannot_be_used(run: cli.Run, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "resume.jsonl"
+    assert run("verify", model, "--resume", file).status == 0
+    header, *lines = file.read_bytes().splitlines()
+    result = json.loads(lines[0])
+    hostile: dict[str, tuple[bytes, str]] = {
+        "binary": (b"\x89PNG\r\n" * 50 + b"\n", "line 1"),
+        "deep": (b"[" * 100_000 + b"\n", "line 1"),
+        "another file": (b'{"kind": "something"}\n', "is not a file of verify --resume"),
+        "another model": (header.replace(b'"identity": "', b'"identity": "0'), "is of another checkpoint"),
+        "unknown field": (header + b'\n{"layer": "x", "rm": 1}', "line 2"),
+        "types": (header + b"\n" + json.dumps({**result, "outliers": "many"}).encode(), "is not a result"),
+        "status": (header + b"\n" + json.dumps({**result, "status": "fine"}).encode(), "is not a result"),
+        "layer": (header + b"\n" + json.dumps({**result, "layer": "\x1b[2J"}).encode(), "that is not verified"),
+        "lines": (header + b"\n" + b"{}\n" * 20, "lines for 2 results"),
+        "list": (header + b"\n[1]", "is not a result"),
+    }
+    for name, (data, words) in hostile.items():
+        file.write_bytes(data + b"\n" * (not data.endswith(b"\n")))
+        found = run("verify", model, "--resume", file)
+        assert found.status == 2 and words in found.err, (name, found.err)
+        assert len(found.err.splitlines()) == 1 and "\x1b" not in found.err, name
+    folder = run("verify", model, "--resume", tmp_path)
+    assert folder.status == 2 and "directory" in folder.err
+    nowhere = run("verify", model, "--resume", tmp_path / "none" / "file")
+    assert nowhere.status == 2 and "cannot be written" in nowhere.err
+    full = run("verify", model, "--resume", "/dev/full")
+    assert full.status == 2
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert run("verify", model, "--resume", pipe).status == 2
+
+
+# --- A server's report ------------------------------------------------------------------------------------------------
+
+
+def report_line(layers: dict[str, str], stock: dict[str, str] | None = None, **more: Any) -> str:
+    groups = [{"layers": [name], "decision": {"backend": backend}} for name, backend in layers.items()]
+    fields = {"rank": 0, "ranks": 1, "host": "here", "process": 7, "vllm": "0.32.0"}
+    return json.dumps({**fields, "groups": groups, "left_to_stock": stock or {}, **more}) + "\n"
+
+
+def test_engagement_by_a_servers_report(run: cli.Run, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "report.jsonl"
+    both = dict.fromkeys(NAMES, "emulation")
+
+    def tell(*lines: str) -> cli.Result:
+        file.write_text("".join(lines))
+        return run("verify", model, "--report", file, "--report-only")
+
+    found = tell(report_line(both))
+    assert found.status == 0 and "2 of 2 MoE layers run through the oracle (here, process 7, vLLM 0.32.0)" in found.out
+    assert "emulation: model.layers.0-1.mlp.experts" in found.out
+    found = tell(report_line({NAMES[0]: "emulation"}, {NAMES[1]: "needs LoRA"}))
+    assert found.status == 1 and f"{NAMES[1]}: not run through the oracle: left to stock vLLM: needs LoRA" in found.err
+    found = tell(report_line({NAMES[0]: "emulation"}))
+    assert found.status == 1 and "1 of 2 MoE layers" in found.out and "has not reported it" in found.err
+    # An earlier start does not count, nor does another model's.
+    found = tell(report_line({NAMES[0]: "emulation"}), report_line(both, process=9), report_line({"x": "emulation"}))
+    assert found.status == 0
+    found = tell(report_line(both, ranks=2))
+    assert found.status == 1 and "1 of 2 ranks have reported" in found.err
+    found = tell(report_line(both, ranks=2), report_line({**both, NAMES[1]: "other"}, rank=1, ranks=2))
+    assert found.status == 1 and "ranks differ (rank 0: emulation, rank 1: other)" in found.err
+    file.write_text(report_line(dict.fromkeys(NAMES, "cpu_mxfp4")))
+    found = run("verify", model, "--report", file)
+    assert found.status == 0 and "the server runs cpu_mxfp4, compared here was" in found.err
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}\n", "[]\n", "nonsense", '{"groups": 1}', '{"groups": [{"layers": [3], "decision": {"backend": "x"}}]}',
+     '{"groups": [], "left_to_stock": {"x": 1}}', report_line({"y": "emulation"}),
+     report_line(dict.fromkeys(NAMES, "x"), ranks="two"), report_line(dict.fromkeys(NAMES, "x"), ranks=-1)],
+)  # fmt: skip
+def test_a_report_that_is_none(run: cli.Run, model: Path, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "report.jsonl"
+    file.write_text(text)
+    found = run("verify", model, "--report", file, "--report-only")
+    assert found.status == 2 and str(file) in found.err and len(found.err.splitlines()) == 1
+
+
+def test_options_that_need_each_other(run: cli.Run, model: Path, tmp_path: Path) -> None:
+    assert "there is no report to compare" in run("verify", model, "--report-only").err
+    assert run("verify", model, "--report", tmp_path / "none", "--report-only").status == 2

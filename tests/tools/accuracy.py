@@ -1,0 +1,223 @@
+"""Measures what formats and backends do to a real model's predictions, and which injected faults the gate catches.
+
+    python -m tests.tools.accuracy [--formats mxfp8,...] [--backends cpu_mxfp4,...] [--windows 80] [--write]
+    python -m tests.tools.accuracy --faults [--windows 8] [--write]
+    python -m tests.tools.accuracy --device cuda --write           # on a machine with an NVIDIA GPU
+
+`tests.lib.accuracy` says what is compared, on which text, and what the gate is. `--write` puts the figures into
+`tests/golden/accuracy/DEVICE.json`, format by format, beside the machine, the versions and the text. The exit status is
+1 when a backend that leaves activations in 16 bits does not pass the gate.
+
+About 2 GiB of disk for the checkpoints, which are made once (`--checkpoints`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.lib import accuracy, faulty_backends, smollm2
+from tests.lib.accuracy import Figures, Switch
+from tests.lib.faulty_backends import Faulty, after
+from tests.lib.integer_checkpoints import Integers
+from vllm_moe_oracle import settings
+from vllm_moe_oracle.backends.emulation import forward
+from vllm_moe_oracle.checkpoint import read_checkpoint
+from vllm_moe_oracle.compat import standalone_layer
+from vllm_moe_oracle.core.problem import Device, Problem
+from vllm_moe_oracle.devices import detect
+from vllm_moe_oracle.measuring.verifying import Verification
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "accuracy"
+FORMATS = (
+    "mxfp8", "mxfp8-compressed-a16", "mxfp4-compressed-a16", "gptq-int4-g32", "gptq-int8", "awq",
+    "compressed-int4-zero-points",
+)  # fmt: skip
+FAULT_FORMAT = "mxfp4-compressed-a16"
+SCORE_POINTS = 8.0
+"""Points of accuracy that a gate on a benchmark's score may let a backend lose. Here the score is the accuracy of the
+next token: a model of this size solves no problems of GSM8K."""
+
+
+class Rarely:
+    """The right output, but in every twentieth call of a layer."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def __call__(self, tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
+        forward(tensors, layer, out, *more)
+        self._calls += 1
+        if self._calls % 20 == 0:
+            out.mul_(1.5)
+
+
+def coarse(bits: int) -> Callable[[Tensor], object]:
+    """Rounds an output to that many significant bits, as sums in too few bits would leave it."""
+
+    def change(out: Tensor) -> None:
+        mantissa, exponent = torch.frexp(out.float())
+        out.copy_(torch.ldexp((mantissa * 2**bits).round() / 2**bits, exponent))
+
+    return change
+
+
+FAULTS: tuple[Faulty, ...] = (
+    Faulty("none"),
+    Faulty("gate and up swapped", faulty_backends.swap_halves),
+    Faulty("scales of w13 in another order", faulty_backends.swizzle("w13_scale")),
+    Faulty("scales of w2 in another order", faulty_backends.swizzle("w2_scale")),
+    Faulty("scales of w13 one exponent up", faulty_backends.shift("w13_scale", 1)),
+    Faulty("scales of w2 one exponent up", faulty_backends.shift("w2_scale", 1)),
+    Faulty("scales of w2 one exponent down", faulty_backends.shift("w2_scale", -1)),
+    Faulty("one of 100 scales of w13 one up", faulty_backends.some_scales("w13_scale", 1)),
+    Faulty("one of 100 scales of w2 one up", faulty_backends.some_scales("w2_scale", 1)),
+    Faulty("one expert of 8 has another's weights", compute=faulty_backends.wrong_experts(lambda index: index == 2)),
+    Faulty("last 32 columns 10 % too large", compute=after(lambda out: out[:, -32:].mul_(1.1))),
+    Faulty("last column is zero", compute=after(lambda out: out[:, -1].zero_())),
+    Faulty("last token of a call is half", compute=after(lambda out: out[-1].mul_(0.5))),
+    Faulty("every 20th call 50 % too large", compute=Rarely()),
+    Faulty("output 1 % too large", compute=after(lambda out: out.mul_(1.01))),
+    Faulty("output in 5 significant bits", compute=after(coarse(5))),
+    Faulty("last router weight is the first's", compute=faulty_backends.last_weight),
+)
+"""Backends with one fault in every layer. The last one changes nothing here: all router weights are alike."""
+
+
+def checkpoint(folder: Path, name: str) -> Path:
+    """The model in a format, written unless it is there; of integers with its twin in float32."""
+    path = folder / name
+    if not (path / "tokenizer_config.json").exists():
+        smollm2.write(path, name, twin=True)
+    return path
+
+
+def prepare(path: Path, name: str, device: str) -> tuple[Any, list[Switch]]:
+    """The dense model, with the reference of a checkpoint in its switches."""
+    twin = path.with_name(f"{path.name}-exact") if isinstance(smollm2.FORMATS[name], Integers) else path
+    config = json.loads((path / "config.json").read_text())
+    model, switches = accuracy.dense_model(config["num_hidden_layers"], device)
+    functions = accuracy.dequantized(twin, config["num_local_experts"])
+    for switch, function in zip(switches, functions, strict=True):
+        switch.functions["reference"] = function
+    return model, switches
+
+
+def measure(path: Path, name: str, backends: list[str], tokens: Tensor, device: Device) -> dict[str, Any]:
+    """Figures of a format by backend."""
+    kind = "cuda" if device.kind == "cuda" else "cpu"
+    with standalone_layer.single_rank_worker(kind, 2048):
+        found, refused = accuracy.served(path, backends, device)
+        model, switches = prepare(path, name, kind)
+        for backend, functions in found.items():
+            for switch, function in zip(switches, functions, strict=True):
+                switch.functions[backend] = function
+        start = time.perf_counter()
+        figures = accuracy.compare(model, switches, list(found), tokens)
+    for backend, reason in refused.items():
+        print(f"{name}: {backend}: {reason}", file=sys.stderr)
+    print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    with Verification(read_checkpoint(path), device, settings.load({})) as made:
+        precision = {each: made.registry[each].activations(made.plans[0].problem) for each in found}
+    return {each: {"activations": precision[each], **record(figures[each])} for each in found}
+
+
+def inject(path: Path, tokens: Tensor, device: Device) -> dict[str, Any]:
+    """Figures of each fault."""
+    kind = "cuda" if device.kind == "cuda" else "cpu"
+    with standalone_layer.single_rank_worker(kind, 2048):
+        model, switches = prepare(path, FAULT_FORMAT, kind)
+        with Verification(read_checkpoint(path), device, settings.load({})) as made:
+            for fault in FAULTS:
+                for switch, plan in zip(switches, made.plans, strict=True):
+                    switch.functions[fault.name] = accuracy.mlp(plan, fault, device)
+        figures = accuracy.compare(model, switches, [fault.name for fault in FAULTS], tokens)
+    return {
+        name: {**record(each), "caught": each.shown_beyond, "passes_score_gate": each.points_lost < SCORE_POINTS}
+        for name, each in figures.items()
+    }
+
+
+def record(found: Figures) -> dict[str, Any]:
+    """Figures for the file."""
+    return {**accuracy.as_record(found), "passes": found.passes, "points_lost": round(found.points_lost, 3)}
+
+
+def write(device: Device, part: str, figures: dict[str, Any], pieces: list[accuracy.Piece]) -> Path:
+    """Adds figures to the file of the machine; what was measured on other text or other versions stays apart."""
+    name = "cpu" if device.kind == "cpu" else device.name.lower().replace(" ", "-")
+    path = GOLDEN / f"{name}.json"
+    held = json.loads(path.read_text()) if path.exists() else {}
+    text = [{"name": piece.name, "sha256": piece.sha256} for piece in pieces]
+    held |= {"model": "SmolLM2-135M-Instruct, 8 experts of 192 columns, top-8 with equal weights"}
+    held |= {"window": accuracy.WINDOW, "alpha": accuracy.ALPHA}
+    entry = {"device": str(device), "packages": device.packages, "text": text, "figures": figures}
+    held[part] = {**held.get(part, {}), **{key: {**entry, "figures": value} for key, value in figures.items()}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(held, indent=1) + "\n")
+    return path
+
+
+def show(name: str, figures: dict[str, Any]) -> None:
+    """One line for each backend or fault."""
+    for backend, each in figures.items():
+        words = "passes" if each["passes"] else "does not pass"
+        if "caught" in each:
+            words = "caught" if each["caught"] else words
+            words += ", a gate of 8 points lets it pass" if each["passes_score_gate"] else ", so a gate of 8 points"
+        change = each["perplexity"] / each["reference_perplexity"] - 1
+        print(
+            f"{name}: {backend}: KL {each['kl']:.2e} (limit {each['kl_limit']:.2e}), perplexity "
+            f"{each['reference_perplexity']:.3f} {change:+.3%}, top-1 {each['top1']:.2%}, points "
+            f"{-each['points_lost']:+.2f}: {words}"
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns an exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", default=",".join(FORMATS), help="names of tests.lib.smollm2.FORMATS")
+    parser.add_argument("--backends", default="", help="default: all that accept the layers")
+    parser.add_argument("--windows", type=int, default=0, help=f"of {accuracy.WINDOW} tokens; default 80, faults 8")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what this machine must be")
+    parser.add_argument("--faults", action="store_true", help="inject faults, one at a time")
+    parser.add_argument("--checkpoints", type=Path, help="where checkpoints are, and are made")
+    parser.add_argument("--write", action="store_true", help="write the figures")
+    options = parser.parse_args(arguments)
+    device = detect.detect()
+    if options.device not in ("auto", device.kind):
+        print(f"this machine is {device}", file=sys.stderr)
+        return 2
+    if reason := smollm2.missing():
+        print(reason, file=sys.stderr)
+        return 2
+    tokens, pieces = accuracy.windows(options.windows or (8 if options.faults else accuracy.WINDOWS))
+    backends = [name for name in options.backends.split(",") if name]
+    wrong = False
+    with tempfile.TemporaryDirectory() as folder:
+        place = options.checkpoints or Path(folder)
+        for name in [FAULT_FORMAT] if options.faults else options.formats.split(","):
+            path = checkpoint(place, name)
+            if options.faults:
+                figures = inject(path, tokens, device)
+            else:
+                figures = measure(path, name, backends, tokens, device)
+                wrong |= any(each["activations"] == "16bit" and not each["passes"] for each in figures.values())
+            show(name, figures)
+            if options.write:
+                part = "faults" if options.faults else "formats"
+                print(write(device, part, {name: figures}, pieces), file=sys.stderr)
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""The check of a whole layer: right kernels pass, and each fault is found and its expert named."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.lib.cases import CPU, MXFP8, MXFP8_W8A8, SILU, problem
+
+pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular kernel")
+
+from tests.lib import faulty_backends as lib
+from tests.lib.faulty_backends import MXFP4, OAI, Faulty, after
+from vllm_moe_oracle.backends.emulation import Emulation, forward
+from vllm_moe_oracle.compat import current_adapter
+from vllm_moe_oracle.core.problem import Problem
+from vllm_moe_oracle.errors import CheckpointError
+from vllm_moe_oracle.verification import whole_layer
+
+SMALL: dict[str, Any] = {"experts": 12, "top_k": 3, "hidden_size": 128, "intermediate_size": 64, "has_bias": True}
+LAYERS = {
+    "16 bit": problem(**SMALL, scheme=MXFP8, activation=OAI),
+    "W8A8": problem(**SMALL, scheme=MXFP8_W8A8, activation=SILU),
+    "4 bit": problem(**SMALL, scheme=MXFP4, activation=OAI),
+}
+
+
+def loaded(layer: Problem) -> dict[str, Tensor]:
+    return lib.weights(layer, size=0.1, biases=0.3)
+
+
+def layer_check(layer: Problem, weights: dict[str, Tensor], at_load: bool = False) -> whole_layer.LayerCheck:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(24, layer.hidden_size, generator=generator)
+    x[:, ::37] *= 20  # channels that stand out, as in real models
+    ids = torch.rand(24, layer.num_experts, generator=generator).argsort(-1)[:, : layer.top_k]
+    router = torch.rand(24, layer.top_k, generator=generator) + 0.2
+    tokens = x.to(getattr(torch, layer.dtype)), router / router.sum(-1, keepdim=True), ids
+
+    def read_raw(index: int) -> dict[str, Tensor]:
+        return {name: each[index : index + 1] for name, each in weights.items()}
+
+    def read(index: int) -> dict[str, Tensor]:
+        return {name: each[index] for name, each in weights.items()}
+
+    return whole_layer.LayerCheck(layer, read, tokens, current_adapter(), "cpu", read_raw if at_load else None)
+
+
+def run(backend: Any, layer: Problem, **more: Any) -> whole_layer.LayerOutcome:
+    return layer_check(layer, loaded(layer), **more).run(backend, backend.plan(layer, CPU))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_right_kernel_passes(name: str) -> None:
+    found = run(Faulty("right"), LAYERS[name], at_load=True)
+    assert not found.fault and not found.faulty and found.outliers == 0
+    assert 0 < found.error < found.worst < found.allowed
+    assert found.experts == 12 and found.calls >= whole_layer.CALLS + 1 + len(whole_layer._RELOADED_CALLS)
+    assert found.outputs.shape == (24, 128) and found.peak > 5
+
+
+def test_the_reference_itself_makes_few_calls() -> None:
+    assert run(Emulation(), LAYERS["16 bit"]).calls == 2
+
+
+class Twentieth:
+    """The right output, but in every twentieth call of the process."""
+
+    calls = 0
+
+    def __call__(self, tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
+        forward(tensors, layer, out, *more)
+        Twentieth.calls += 1
+        if Twentieth.calls % 20 == 0:
+            out.mul_(1.1)
+
+
+class Kept(Faulty):
+    """Computes with the weights that it was built over, whatever is loaded later."""
+
+    def build_experts(self, tensors: Any, problem: Problem, plan: Any, builder: Any) -> Any:
+        kept = {name: tensor.clone() for name, tensor in tensors.items()}
+        return builder.from_function(lambda *arguments: forward(kept, problem, *arguments))
+
+
+class OnceOnly(Faulty):
+    """Converts wrongly from the thirteenth expert on: the first load is right, no other is."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.conversions = 0
+
+    def convert(self, expert: Any, problem: Problem, plan: Any) -> dict[str, Tensor]:
+        self.conversions += 1
+        return lib.swap_halves(dict(expert), problem) if self.conversions > 12 else dict(expert)
+
+
+class OneExpert(Faulty):
+    """A change in the conversion of one expert, told by its place in the order of conversions."""
+
+    def __init__(self, name: str, change: Any, which: int) -> None:
+        super().__init__(name)
+        self.change, self.which, self.conversions = change, which, 0
+
+    def convert(self, expert: Any, problem: Problem, plan: Any) -> dict[str, Tensor]:
+        found = dict(expert)
+        if self.conversions % 12 == self.which:
+            found = self.change(found, problem)
+        self.conversions += 1
+        return found
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lib.swap_halves,
+        lib.shift("w13_scale", 1),
+        lib.shift("w2_scale", -1),
+        lambda expert, layer: expert | {"w13_bias": torch.zeros_like(expert["w13_bias"])},
+        lambda expert, layer: expert | {"w2_bias": torch.zeros_like(expert["w2_bias"])},
+    ],
+    ids=["swapped halves", "scales one up", "scales one down", "no bias of w13", "no bias of w2"],
+)
+def test_a_fault_in_one_expert_is_found_and_the_expert_is_named(name: str, change: Any) -> None:
+    found = run(OneExpert("one", change, 7), LAYERS[name])
+    assert found.faulty == (7,) and "expert 7 is wrong by itself" in found.fault, found.fault
+
+
+def test_one_wrong_expert_of_64_is_named() -> None:
+    layer = problem(**{**SMALL, "experts": 64, "top_k": 4}, scheme=MXFP8, activation=OAI)
+    found = run(Faulty("one", compute=lib.wrong_experts(lambda index: index == 41)), layer)
+    # Its place is wrong: before the reload it holds this expert, after it the one before.
+    assert found.faulty == (40, 41) and "experts 40, 41 are wrong by themselves" in found.fault
+
+
+EVERYWHERE: list[tuple[Faulty, list[str]]] = [
+    (Faulty("swapped", lib.swap_halves), list(LAYERS)),
+    (Faulty("swizzled", lib.swizzle("w2_scale")), list(LAYERS)),
+    (Faulty("from 8 tokens on", compute=after(lambda out: out[7:].mul_(1.3), lambda tokens: tokens >= 8)), ["16 bit"]),
+    (Faulty("last block", compute=after(lambda out: out[:, -32:].mul_(1.1))), ["16 bit", "4 bit"]),
+    (Faulty("last column", compute=after(lambda out: out[:, -1].zero_())), list(LAYERS)),
+    (Faulty("twentieth", compute=Twentieth()), ["16 bit", "4 bit"]),
+    (Kept("kept"), list(LAYERS)),
+    (OnceOnly("second load"), ["16 bit"]),
+    (Faulty("input", compute=lib.writes_into_x), ["16 bit"]),
+    (Faulty("weights", compute=lib.other_weights), ["16 bit"]),
+    (Faulty("experts", compute=lib.other_experts), ["16 bit"]),
+    (Faulty("nan", compute=lib.one_nan), ["16 bit"]),
+    (Faulty("raises", compute=lib.raises), ["16 bit"]),
+    (Faulty("zeros", compute=lib.nothing), ["16 bit"]),
+    (Faulty("limit", understand=lib.ignore(limit=None)), ["16 bit", "4 bit"]),
+]
+CASES = [(fault, name) for fault, names in EVERYWHERE for name in names]
+
+
+@pytest.mark.parametrize(("fault", "name"), CASES, ids=[f"{fault.name}-{name}" for fault, name in CASES])
+def test_a_fault_is_found(fault: Faulty, name: str) -> None:
+    Twentieth.calls = 0
+    found = run(fault, LAYERS[name], at_load=True)
+    print(found.fault)
+    assert found.fault
+
+
+def test_the_words_say_when_and_where() -> None:
+    layer = LAYERS["16 bit"]
+    late = run(Faulty("late", compute=after(lambda out: out[7:].mul_(1.3), lambda tokens: 8 <= tokens < 20)), layer)
+    assert "9 tokens" in late.fault and "a token of experts" in late.fault and not late.faulty
+    kept = run(Kept("kept"), layer)
+    assert "after a reload" in kept.fault
+    every = run(Faulty("all", lib.swap_halves), layer)
+    assert "all 12 experts are wrong by themselves" in every.fault
+
+
+def test_a_tiny_expert_does_not_hide_behind_the_others() -> None:
+    layer = LAYERS["16 bit"]
+    weights = loaded(layer)
+    for name in ("w13", "w2"):
+        weights[f"{name}_bias"][5] = 0
+        weights[f"{name}_scale"][5] -= 12
+    wrong = Faulty("one", compute=lib.wrong_experts(lambda index: False))
+    assert not layer_check(layer, weights).run(wrong, wrong.plan(layer, CPU)).fault
+    shifted = OneExpert("one", lib.shift("w2_scale", 1), 5)
+    found = layer_check(layer, weights).run(shifted, shifted.plan(layer, CPU))
+    assert found.faulty[:1] == (5,) and found.fault
+
+
+def test_experts_of_zeros_pass() -> None:
+    layer = dataclasses.replace(LAYERS["16 bit"], has_bias=False)
+    weights = lib.weights(layer)
+    for name in ("w13", "w2"):
+        weights[name][3].view(torch.uint8).zero_()
+    right = Faulty("right")
+    assert not layer_check(layer, weights).run(right, right.plan(layer, CPU)).fault
+
+
+def test_weights_without_a_finite_result_are_the_checkpoints_fault() -> None:
+    layer = dataclasses.replace(LAYERS["16 bit"], dtype="float32", has_bias=False)
+    weights = lib.weights(layer, size=1.0)
+    for name in ("w13_scale", "w2_scale"):
+        weights[name][4] = 250
+    with pytest.raises(CheckpointError, match="expert 4: the float32 reference is NaN or infinite"):
+        layer_check(layer, weights).run(Faulty("right"), Faulty("right").plan(layer, CPU))
+
+
+def test_a_conversion_whose_shapes_depend_on_values_is_a_fault() -> None:
+    def shorter(expert: dict[str, Tensor], layer: Problem) -> dict[str, Tensor]:
+        return {name: each for name, each in expert.items() if name != "w13_bias"}
+
+    found = run(OneExpert("one", shorter, 4), LAYERS["16 bit"])
+    assert "the conversion of expert 4" in found.fault

@@ -1,0 +1,150 @@
+"""Which MoE layers of a checkpoint a server runs through the oracle, by the report that the server wrote.
+
+The setting `report` names a file; each process of a server appends one line of JSON for each model that it loads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import MeasurementError
+from ..quantization.fields import short_repr
+from ..untrusted import boundary, parse_json, read_file
+from . import MoeLayers
+
+MAX_REPORT_BYTES = 64 << 20
+_MAX_LINES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Engagement:
+    """What a server's report says of a checkpoint's MoE layers.
+
+    Attributes:
+        backends: the backend by layer, of the layers that run through the oracle on every rank.
+        missing: why a layer does not, by layer.
+        ranks: ranks that reported.
+        expected_ranks: ranks that the server has.
+        written_by: host, process and vLLM's release.
+    """
+
+    backends: Mapping[str, str]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    ranks: int = 1
+    expected_ranks: int = 1
+    written_by: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every layer runs through the oracle, and every rank says so."""
+        return not self.missing and self.ranks == self.expected_ranks
+
+    def __str__(self) -> str:
+        total = len(self.backends) + len(self.missing)
+        words = f"{len(self.backends)} of {total} MoE layers run through the oracle ({self.written_by})"
+        if self.ranks != self.expected_ranks:
+            words += f"; {self.ranks} of {self.expected_ranks} ranks have reported"
+        return words
+
+
+def read_engagement(path: Path, layers: MoeLayers) -> Engagement:
+    """Compares a report with a checkpoint's layers; of several loads the last one counts.
+
+    Args:
+        path: the file that the setting `report` named.
+        layers: the checkpoint's, from `find_moe_layers`.
+
+    Raises:
+        MeasurementError: the file cannot be read, is no report, or reports no layer of this checkpoint.
+    """
+    data = read_file(path, MAX_REPORT_BYTES, MeasurementError)
+    lines = data.splitlines()
+    if len(lines) > _MAX_LINES:
+        raise MeasurementError(f"has {len(lines)} lines; a report of more than {_MAX_LINES} is not read", "", str(path))
+    names = {problem.layer for problem in layers.problems}
+    others = {name: "its experts are not quantized" for name in layers.unquantized}
+    others |= {name: f"its experts are in {kind}" for name, kind in layers.unsupported_formats.items()}
+    records = [_Record.read(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    ours = [each for each in records if names & (each.backends.keys() | each.stock.keys())]
+    if not ours:
+        known = next((layer for each in records for layer in each.backends), "")
+        remedy = f"It reports layers such as {short_repr(known)}" if known else "It reports no layers"
+        raise MeasurementError("reports no layer of this checkpoint", remedy, str(path))
+    last = ours[-1]
+    # The same server's: each rank is a process of its own, and its last line counts.
+    ranks = {each.rank: each for each in ours if (each.host, each.ranks) == (last.host, last.ranks)}
+    backends, missing = {}, dict(others)
+    for name in sorted(names, key=_by_numbers):
+        found = {rank: each.backends.get(name, "") for rank, each in ranks.items()}
+        if all(found.values()) and len(set(found.values())) == 1:
+            backends[name] = next(iter(found.values()))
+            continue
+        reasons = [each.stock[name] for each in ranks.values() if name in each.stock]
+        if reasons:
+            missing[name] = f"left to stock vLLM: {reasons[0]}"
+        elif any(found.values()):
+            words = ", ".join(f"rank {rank}: {backend or 'none'}" for rank, backend in sorted(found.items()))
+            missing[name] = f"ranks differ ({words})"
+        else:
+            missing[name] = "the server has not reported it: it did not load the layer, or other code serves it"
+    written_by = f"{last.host}, process {last.process}, vLLM {last.vllm}"
+    return Engagement(backends, missing, len(ranks), last.ranks, written_by)
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """A key that sorts layer 2 before layer 10."""
+    return [(int(part), "") if part.isdecimal() and len(part) < 9 else (-1, part) for part in name.split(".")]
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """One line of a report."""
+
+    backends: Mapping[str, str]
+    stock: Mapping[str, str]
+    rank: int
+    ranks: int
+    host: str
+    process: int
+    vllm: str
+
+    @classmethod
+    def read(cls, line: bytes, where: str) -> _Record:
+        """The record in a line.
+
+        Raises:
+            MeasurementError: it is none.
+        """
+        found = parse_json(line, MeasurementError, where)
+        with boundary(MeasurementError, "is not a server's report", where=where):
+            return cls._of(found)
+
+    @classmethod
+    def _of(cls, found: Any) -> _Record:
+        backends: dict[str, str] = {}
+        for group in found["groups"]:
+            name = _word(group["decision"]["backend"])
+            backends |= dict.fromkeys(map(_word, _words(group["layers"])), name)
+        stock = {_word(layer): _word(reason) for layer, reason in found.get("left_to_stock", {}).items()}
+        numbers = [found.get(name, default) for name, default in (("rank", 0), ("ranks", 1), ("process", 0))]
+        if not all(type(each) is int and 0 <= each < 1 << 32 for each in numbers) or numbers[1] < 1:
+            raise ValueError(f"rank, ranks and process are {json.dumps(numbers)[:80]}")
+        rank, ranks, process = numbers
+        host, vllm = _word(found.get("host", "")), _word(found.get("vllm", ""))
+        return cls(backends, stock, rank, ranks, host, process, vllm)
+
+
+def _words(value: Any) -> Iterable[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{short_repr(value)} is no list of layers")
+    return value
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{short_repr(value)} is not a word")
+    return value

@@ -1,0 +1,219 @@
+"""`verify`: compares the decided kernels of a checkpoint with the float32 reference, on its own weights."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ... import checkpoint
+from ...checkpoint import MoeLayers
+from ...checkpoint.engagement import Engagement, read_engagement
+from ...checkpoint.layer_names import compact_layer_names
+from ...core.problem import Device
+from ...devices import detect
+from ...errors import SettingError
+from ...oracle.selection import check_backend_names
+from .. import layer_arguments, output
+from ..arguments import AsJson, Assignments, command_settings
+
+if TYPE_CHECKING:
+    from ...measuring.verifying import LayerResult, Verification
+
+EXIT_FAILED = 1
+"""Exit status when a layer is wrong, damaged or not engaged."""
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+_WORDS = {"passed": "ok", "failed": "WRONG", "damaged": "DAMAGED", "no_backend": "NO BACKEND", "stock": "stock vLLM's"}
+
+
+def command(
+    path: Annotated[str, typer.Argument(help="A checkpoint's folder, with its tensors.", metavar="CHECKPOINT")],
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda: what this machine must be.", metavar="KIND")] = "auto",
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="A running server's report (the setting report): also say which layers it runs.", metavar="FILE"
+        ),
+    ] = None,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Only compare the report; read no weights.")
+    ] = False,
+    resume: Annotated[
+        Path | None, typer.Option(help="Keep results here, and leave out what is in it.", metavar="FILE")
+    ] = None,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check every decided kernel of a checkpoint against the float32 reference, on the checkpoint's own weights.
+
+    Layer by layer, on this machine: every expert by itself and in calls as a server makes them, on inputs from the
+    model's embeddings, norms and routers. Holds one layer's weights at a time, and one expert in float32.
+
+    \b
+    Examples:
+      vllm-moe-oracle verify ~/models/Qwen3-30B-A3B-MXFP8
+      vllm-moe-oracle verify ~/models/gpt-oss-20b --resume gpt-oss.jsonl --json
+      vllm-moe-oracle verify ~/models/gpt-oss-20b --report report.jsonl --report-only
+
+    \b
+    Exit status:
+      0  every decided kernel agrees with the reference, and with --report every layer runs through the oracle
+      1  a kernel is wrong, weights are damaged, a layer has no backend, or the server does not run one
+      2  the input cannot be used; one line on standard error says what and where
+      130  interrupted; --resume continues
+    """
+    chosen = command_settings(assignments)
+    check_backend_names(chosen)
+    if report_only and report is None:
+        raise SettingError("there is no report to compare", "Name the file with --report", "--report-only")
+    config = checkpoint.read_checkpoint(Path(path))
+    machine = _require_kind(device)
+    engagement = None
+    if report is not None:
+        layers = checkpoint.find_moe_layers(config, vllm=machine.packages.get("vllm"))
+        engagement = read_engagement(report, layers)
+    if report_only:
+        assert engagement is not None
+        _print(None, [], engagement, machine, False, as_json)
+        raise typer.Exit(0 if engagement.complete else EXIT_FAILED)
+    from ...measuring import verifying
+
+    results: list[LayerResult] = []
+    interrupted = False
+    with verifying.Verification(config, machine, chosen) as made, contextlib.ExitStack() as stack:
+        kept = None
+        if resume is not None:
+            kept = verifying.ResumeFile(resume, made)
+            stack.callback(kept.close)
+        progress = stack.enter_context(layer_arguments.progress_bar(quiet=as_json and not sys.stderr.isatty()))
+        try:
+            for result in made.run(kept, progress):
+                results.append(result)  # one by one: they are shown after an interruption, too
+        except KeyboardInterrupt:
+            interrupted = True
+        stack.close()
+        _print(made, results, engagement, machine, interrupted, as_json)
+    if interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    wrong = any(each.status not in ("passed", "stock") for each in results)
+    if wrong or (engagement is not None and not engagement.complete):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _require_kind(word: str) -> Device:
+    """This machine, which must be of the kind that the option names.
+
+    Raises:
+        SettingError: the word is no kind, or this machine is another one.
+    """
+    machine = detect.detect()
+    if word not in ("auto", "cpu", "cuda"):
+        raise SettingError(f"{word!r} is not one of auto, cpu, cuda", "Kernels run on this machine only", "--device")
+    if word not in ("auto", machine.kind):
+        rule = f"this machine is {machine}: {'there is no GPU' if word == 'cuda' else 'its vLLM is built for GPUs'}"
+        raise SettingError(rule, "Leave --device out, or run it on the machine that serves", "--device")
+    return machine
+
+
+def _print(
+    made: Verification | None,
+    results: list[LayerResult],
+    engagement: Engagement | None,
+    machine: Device,
+    interrupted: bool,
+    as_json: bool,
+) -> None:
+    layers = None if made is None else made.layers
+    if as_json:
+        output.print_json(
+            {
+                "device": machine,
+                "layers": results,
+                "unquantized": [] if layers is None else layers.unquantized,
+                "unsupported_formats": {} if layers is None else dict(layers.unsupported_formats),
+                "engagement": None if engagement is None else _engagement_json(engagement),
+                "interrupted": interrupted,
+            }
+        )
+    elif made is not None and layers is not None:
+        output.show(f"{machine}, vLLM {machine.packages.get('vllm', 'unknown')}")
+        head = ("verdict", "error", "worst", "allowed", "outliers", "experts", "s", "layer")
+        for backend in dict.fromkeys(each.backend for each in results):
+            rows = [_row(each) for each in results if each.backend == backend]
+            output.show("", f"backend: {backend or 'none'}", output.table(head, rows, indent=2))
+        output.show("", *(f"{line}" for line in _summary(results, len(made.plans), layers, interrupted)))
+    for each in results:
+        if each.status not in ("passed", "stock"):
+            output.print_message("error", f"{each.layer}: {each.backend or 'no backend'}: {each.fault}")
+        elif each.fault:
+            output.print_message("note", f"{each.layer}: {each.fault}")
+    if engagement is not None:
+        _print_engagement(engagement, results, as_json)
+
+
+def _engagement_json(engagement: Engagement) -> dict[str, Any]:
+    return {**dataclasses.asdict(engagement), "complete": engagement.complete}
+
+
+def _row(result: LayerResult) -> tuple[str, ...]:
+    figures: tuple[str, ...] = ("", "", "", "", "")
+    if result.calls:
+        numbers = (result.error, result.worst, result.allowed)
+        figures = (
+            *("nan" if number is None else f"{number:.1e}" for number in numbers),
+            str(result.outliers),
+            f"{result.experts_checked}/{result.experts}",
+        )
+    return (_WORDS[result.status], *figures, f"{result.seconds:.1f}", result.layer)
+
+
+def _summary(results: list[LayerResult], total: int, layers: MoeLayers, interrupted: bool) -> Iterator[str]:
+    """What the table amounts to, in lines."""
+    names = {each.layer for each in results}
+    compared = [each for each in results if each.calls]
+    passed = {each.layer for each in results} - {each.layer for each in results if each.status != "passed"}
+    yield f"{len(passed)} of {total} layers agree with the float32 reference on the checkpoint's weights"
+    if compared:
+        experts = sum(each.experts_checked for each in compared)
+        calls, memory = sum(each.calls for each in compared), max(each.memory for each in compared)
+        yield f"{experts} experts, {calls} calls; at most {memory / 2**20:.1f} MiB of weights at a time"
+        sources = dict.fromkeys(each.inputs for each in compared)
+        yield f"inputs: {'; '.join(sources)}"
+    stock = [each.layer for each in results if each.status == "stock"]
+    if stock:
+        yield f"stock vLLM's, not compared: {compact_layer_names(stock)}"
+    if layers.unquantized:
+        yield f"not quantized, not compared: {compact_layer_names(layers.unquantized)}"
+    if layers.unsupported_formats:
+        yield f"in formats that are not read, not compared: {compact_layer_names(layers.unsupported_formats)}"
+    if interrupted:
+        yield f"interrupted after {len(names)} of {total} layers; --resume FILE keeps what is done"
+
+
+def _print_engagement(engagement: Engagement, results: list[LayerResult], as_json: bool) -> None:
+    """What the server's report says, and where it runs another backend than the compared one."""
+    if not as_json:
+        output.show("", str(engagement))
+        counts: dict[str, list[str]] = {}
+        for layer, backend in engagement.backends.items():
+            counts.setdefault(backend, []).append(layer)
+        output.show(*(f"  {name}: {compact_layer_names(found)}" for name, found in counts.items()))
+    for layer, reason in engagement.missing.items():
+        output.print_message("error", f"{layer}: not run through the oracle: {reason}")
+    if engagement.ranks != engagement.expected_ranks:
+        rule = f"{engagement.ranks} of {engagement.expected_ranks} ranks have reported"
+        output.print_message("error", f"{rule}: a rank has not loaded the model, or writes another file")
+    compared: dict[str, set[str]] = {}
+    for each in results:
+        compared.setdefault(each.layer, set()).add(each.backend)
+    for layer, backend in engagement.backends.items():
+        if layer in compared and backend not in compared[layer]:
+            own = ", ".join(sorted(compared[layer]))
+            output.print_message("note", f"{layer}: the server runs {backend}, compared here was {own or 'nothing'}")

@@ -1,0 +1,415 @@
+"""What `verify` does: every decided backend of a checkpoint's MoE layers against the float32 reference, layer by layer.
+
+The checkpoint's own weights are read from its files, the inputs are those of `verification.token_stream`, and one layer
+is compared as `verification.whole_layer` says. Nothing is served, and no vLLM loader runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from .. import __version__, checkpoint
+from ..checkpoint import CheckpointFiles, MoeLayers
+from ..checkpoint.layer_names import moe_layer_names, mtp_layer_names
+from ..checkpoint.serving import with_activations
+from ..core.decision import Decision
+from ..core.problem import Device, Problem
+from ..errors import CheckpointError, MeasurementError, NoBackendError
+from ..measurements import lookup
+from ..oracle.registry import Registry, default_registry
+from ..oracle.selection import decide
+from ..oracle.stock_kernels import stock_candidate
+from ..settings import AUTO, Settings
+from ..untrusted import boundary, describe, parse_json, read_file
+
+if TYPE_CHECKING:
+    from ..compat.adapter import Adapter
+    from ..verification.checkpoint_tensors import LayerTensors, TensorFiles
+    from ..verification.token_stream import LayerInputs, TokenStream
+    from ..verification.whole_layer import LayerCheck
+
+Status = Literal["passed", "failed", "damaged", "no_backend", "stock"]
+"""``passed`` and ``failed``: compared. ``damaged``: the weights cannot be computed with. ``no_backend``: no server
+starts. ``stock``: left to stock vLLM, not compared."""
+
+Progress = Callable[[str, int, int], None]
+
+_MAX_RESUME_BYTES = 64 << 20
+_RESUME_KIND = "vllm-moe-oracle verify"
+_MAX_TOKENS = 2048
+
+
+class LayerResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What came of one layer and one backend. Figures that are no finite numbers are None.
+
+    Attributes:
+        layer: the layer's name.
+        backend: the backend; "" where none was compared.
+        status: see `Status`.
+        error: relative L2 error of all compared outputs together.
+        worst: largest relative error of a block of 32 columns, a column or a token.
+        allowed: largest error that the formats explain.
+        outliers: blocks that are off by more.
+        blocks: compared blocks.
+        experts_checked: experts that were compared.
+        experts: experts of the layer.
+        calls: calls of the kernel.
+        faulty_experts: experts that are wrong by themselves.
+        fault: what is wrong, or why nothing was compared.
+        inputs: what the inputs are made of.
+        peak: largest input value over the root mean square of its token.
+        memory: bytes that the check of the layer held.
+        seconds: duration.
+    """
+
+    layer: str
+    backend: str
+    status: Status
+    error: float | None = None
+    worst: float | None = None
+    allowed: float | None = None
+    outliers: int = 0
+    blocks: int = 0
+    experts_checked: int = 0
+    experts: int = 0
+    calls: int = 0
+    faulty_experts: tuple[int, ...] = ()
+    fault: str = ""
+    inputs: str = ""
+    peak: float | None = None
+    memory: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What is to be compared of one layer.
+
+    Attributes:
+        problem: the layer as one rank sees it that holds all experts.
+        decision: the decision; None where no backend can run the layer.
+        failure: why there is none.
+        is_stock: stock vLLM serves the layer.
+        tensors: where its experts are; None where nothing is compared.
+    """
+
+    problem: Problem
+    decision: Decision | None
+    failure: str = ""
+    is_stock: bool = False
+    tensors: LayerTensors | None = None
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The decided backends: one, or those of the ranges of tokens."""
+        if self.decision is None:
+            return ()
+        return tuple(dict.fromkeys(each.backend for each in self.decision.token_ranges)) or (self.decision.backend,)
+
+
+class Verification:
+    """A checkpoint that is ready to be verified; closes its files as a context manager.
+
+    Attributes:
+        plans: the layers with quantized experts, in order.
+        layers: all MoE layers of the checkpoint.
+        identity: a digest of the checkpoint, the machine, the versions and the layers as they are decided.
+    """
+
+    def __init__(
+        self, config: CheckpointFiles, device: Device, settings: Settings, registry: Registry | None = None
+    ) -> None:
+        """Reads the config and the headers of all tensors, and decides every layer. No weight is read.
+
+        Args:
+            config: the checkpoint's; its tensors are in the same folder.
+            device: this machine.
+            settings: the user's.
+            registry: the backends; None for the default registry.
+
+        Raises:
+            CheckpointError: the checkpoint has no quantized experts, or a tensor is missing, misshapen or of the wrong
+                dtype; or its files cannot be read.
+            MeasurementError: vLLM is not installed, or stock vLLM serves every layer.
+            NoBackendError: no backend can run a layer that the settings name one for.
+        """
+        try:
+            from ..verification.checkpoint_tensors import TensorFiles, find_layer
+        except ImportError as error:
+            raise MeasurementError(f"vLLM cannot be imported: {error}", "Install it beside this package") from error
+        self.device, self.settings = device, settings
+        self.registry = registry or default_registry()
+        release = device.packages.get("vllm")
+        self.layers: MoeLayers = checkpoint.find_moe_layers(config, vllm=release)
+        names = {each.modules[0]: each for each in self._names(config, release)}
+        problems = [with_activations(each, settings) for each in (*self.layers.problems, *self.layers.mtp_problems)]
+        found = [self._plan(problem) for problem in problems]
+        if all(each.is_stock for each in found):
+            reasons = [each.failure for each in found[:1]]
+            reasons += [
+                f"its experts are in {kind}" for kind in dict.fromkeys(self.layers.unsupported_formats.values())
+            ]
+            total = len(found) + len(self.layers.unquantized) + len(self.layers.unsupported_formats)
+            rule = f"there is nothing to verify: stock vLLM serves all {total} MoE layers"
+            raise MeasurementError(f"{rule} ({'; '.join(reasons) or 'not quantized'})", "", str(config.path))
+        self.files: TensorFiles = TensorFiles(config.path.parent)
+        try:
+            self.plans = [
+                dataclasses.replace(each, tensors=find_layer(self.files, each.problem, names[each.problem.layer]))
+                if each.decision is not None
+                else each
+                for each in found
+            ]
+            for each in self.plans:
+                if each.tensors is not None:
+                    each.tensors.check_headers()
+        except BaseException:
+            self.files.close()
+            raise
+        self.identity = self._identity(config)
+
+    @staticmethod
+    def _names(config: CheckpointFiles, release: str | None) -> Iterator[Any]:
+        yield from moe_layer_names(config, release).values()
+        yield from mtp_layer_names(config, release).values()
+
+    def __enter__(self) -> Verification:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.files.close()
+
+    def _plan(self, problem: Problem) -> LayerPlan:
+        measurements = lookup.find_measurements(problem, self.device, self.settings)
+        try:
+            made = decide(problem, self.device, self.settings, AUTO, self.registry, measurements)
+        except NoBackendError as error:
+            words = error.rule.split("\n")[0]
+            stock = stock_candidate(error.candidates, self.device, self.registry)
+            if stock is None:
+                return LayerPlan(problem, None, f"{words}. {error.remedy}" if error.remedy else words)
+            reasons = "; ".join(map(str, stock.reasons))
+            return LayerPlan(problem, None, f"left to stock vLLM ({stock.backend}: {reasons})", is_stock=True)
+        return LayerPlan(problem, made)
+
+    def _identity(self, config: CheckpointFiles) -> str:
+        parts: list[Any] = [
+            __version__,
+            config.full_config,
+            None if config.quantization is None else config.quantization[0],
+            self.files.identity,
+            msgspec.to_builtins(self.device),
+            [(each.problem.layer, str(each.problem), each.backends) for each in self.plans],
+        ]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+    def run(self, resume: ResumeFile | None, progress: Progress) -> Iterator[LayerResult]:
+        """Compares layer by layer; yields each result as it is known, resumed ones too.
+
+        Args:
+            resume: results of an earlier run, and where new ones are kept; None to keep none.
+            progress: called with words, layers done, and layers in all.
+
+        Raises:
+            CheckpointError: the files changed while they were read.
+            HostMemoryError: the memory is not sufficient for a layer.
+            MeasurementError: a result cannot be kept.
+        """
+        from ..compat import current_adapter, standalone_layer
+        from ..verification import token_stream
+
+        known = resume.results if resume is not None else {}
+        streams: dict[int, TokenStream] = {}
+        with standalone_layer.single_rank_worker(self.device.kind, _MAX_TOKENS):
+            for done, plan in enumerate(self.plans):
+                found = [
+                    known[plan.problem.layer, name] for name in plan.backends if (plan.problem.layer, name) in known
+                ]
+                if found and len(found) == len(plan.backends):
+                    yield from found
+                    continue
+                if plan.tensors is None:
+                    status: Status = "stock" if plan.is_stock else "no_backend"
+                    yield LayerResult(
+                        plan.problem.layer, "", status, fault=plan.failure, experts=plan.problem.num_experts
+                    )
+                    continue
+                size = plan.problem.hidden_size
+                stream = streams.setdefault(size, token_stream.TokenStream(self.files, size))
+                for result in self._layer(plan, plan.tensors, stream, current_adapter(), done, progress):
+                    if resume is not None:
+                        resume.keep(result)
+                    yield result
+
+    def _layer(
+        self,
+        plan: LayerPlan,
+        tensors: LayerTensors,
+        stream: TokenStream,
+        adapter: Adapter,
+        done: int,
+        progress: Progress,
+    ) -> Iterator[LayerResult]:
+        from ..verification.whole_layer import LayerCheck
+
+        assert plan.decision is not None
+        kind = "cuda" if self.device.kind == "cuda" else "cpu"
+        inputs: LayerInputs | None = None
+        for name in plan.backends:
+            progress(f"{plan.problem.layer}: {name}", done, len(self.plans))
+            start = time.perf_counter()
+            try:
+                inputs = inputs or stream.inputs(tensors)
+                tokens = inputs.x, inputs.weights, inputs.ids
+                check = LayerCheck(plan.problem, tensors.expert, tokens, adapter, kind, tensors.raw_expert)
+                result, outputs = self._compare(plan, name, check, adapter)
+            except CheckpointError as error:
+                words = f"{error}"
+                result, outputs = LayerResult(plan.problem.layer, name, "damaged", fault=words), None
+            if outputs is not None and name == plan.backends[-1]:
+                stream.advance(outputs)
+            yield msgspec.structs.replace(
+                result,
+                seconds=round(time.perf_counter() - start, 3),
+                inputs=inputs.source if inputs else "",
+                experts=plan.problem.num_experts,
+            )
+
+    def _compare(self, plan: LayerPlan, name: str, check: LayerCheck, adapter: Adapter) -> tuple[LayerResult, Any]:
+        """The result of a backend, and the reference's outputs; of the next candidate where a server takes that one,
+        because vLLM's own class or the weights speak against the first."""
+        from ..compat import standalone_layer
+        from ..verification.whole_layer import MAX_CALL_TOKENS, WeightsRefused
+
+        decision, problem = plan.decision, plan.problem
+        notes: list[str] = []
+        assert decision is not None
+        accepted = [each.backend for each in decision.candidates if each.accepted and each.backend != name]
+        explicit = decision.why in ("user", "override")
+        edges = tuple(each.max_tokens for each in decision.token_ranges if each.max_tokens is not None)
+        for candidate in [name] if explicit else [name, *accepted]:
+            backend = self.registry[candidate]
+            moe = standalone_layer.fused_moe_config(problem, check.kind, MAX_CALL_TOKENS)
+            refusal = adapter.stock_class_rejection(backend, moe, problem)
+            if not refusal:
+                own = decision.plan if candidate == decision.backend else backend.plan(problem, self.device)
+                try:
+                    found = check.run(backend, own, edges)
+                except WeightsRefused as error:
+                    refusal = str(error)
+                else:
+                    fault = "; ".join([*([found.fault] if found.fault else []), *notes])
+                    result = LayerResult(
+                        problem.layer, name, "failed" if found.fault else "passed", _finite(found.error),
+                        _finite(found.worst), _finite(found.allowed), found.outliers, found.blocks, found.experts,
+                        problem.num_experts, found.calls, found.faulty, fault, "", _finite(found.peak), found.memory,
+                    )  # fmt: skip
+                    return result, found.outputs
+            notes.append(f"{candidate} refuses the layer ({refusal})")
+        fault = "; ".join([*notes, "no other candidate is left"])
+        return LayerResult(problem.layer, name, "failed", fault=fault), None
+
+
+def _finite(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+# --- Resuming ---------------------------------------------------------------------------------------------------------
+
+
+class ResumeFile:
+    """Results of an earlier run in a file of one line each, to which new ones are added.
+
+    The file is believed: it must not come from others. What is not checked again is what it says has passed.
+
+    Attributes:
+        results: the earlier results, by layer and backend.
+    """
+
+    def __init__(self, path: Path, verification: Verification) -> None:
+        """
+        Args:
+            path: the file; made if it does not exist.
+            verification: what it must be of.
+
+        Raises:
+            MeasurementError: it cannot be read or written, is no such file, or is of another checkpoint, machine,
+                release or decision.
+        """
+        self.path = path
+        self.results: Mapping[tuple[str, str], LayerResult] = {}
+        header = {"kind": _RESUME_KIND, "identity": verification.identity}
+        exists = os.path.lexists(path)
+        if exists:
+            known = {(plan.problem.layer, name) for plan in verification.plans for name in plan.backends}
+            self.results, size = _read_results(path, header, known)
+        with boundary(MeasurementError, "cannot be written", "Name another file", str(path)):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | (0 if exists else os.O_EXCL)
+            self._file = os.fdopen(os.open(path, flags, 0o600), "wb")
+            if exists:  # without a line that an interrupted run left unfinished
+                self._file.truncate(size)
+                self._file.seek(size)
+        if not exists or not size:
+            self._write(header)
+
+    def keep(self, result: LayerResult) -> None:
+        """Adds a result.
+
+        Raises:
+            MeasurementError: it cannot be written.
+        """
+        self._write(msgspec.to_builtins(result))
+
+    def _write(self, line: object) -> None:
+        try:
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            remedy = "Free space, or name another file"
+            raise MeasurementError(f"cannot be written: {describe(error)}", remedy, str(self.path)) from error
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _read_results(
+    path: Path, header: Mapping[str, str], known: set[tuple[str, str]]
+) -> tuple[dict[tuple[str, str], LayerResult], int]:
+    """Results by layer and backend, and the bytes of complete lines."""
+    data = read_file(path, _MAX_RESUME_BYTES, MeasurementError)
+    size = data.rfind(b"\n") + 1
+    lines = data[:size].splitlines()
+    if not data:
+        return {}, 0
+    remedy = "Name another file, or remove this one to begin anew"
+    first = parse_json(lines[0], MeasurementError, f"{path}, line 1") if lines else None
+    if not isinstance(first, dict) or first.get("kind") != header["kind"]:
+        raise MeasurementError("is not a file of verify --resume", remedy, str(path))
+    if first.get("identity") != header["identity"]:
+        rule = "is of another checkpoint, machine, release, or of other decisions"
+        raise MeasurementError(rule, remedy, str(path))
+    if len(lines) > 1 + 2 * max(len(known), 1):
+        raise MeasurementError(f"has {len(lines)} lines for {len(known)} results", remedy, str(path))
+    found = {}
+    for number, line in enumerate(lines[1:], 2):
+        where = f"{path}, line {number}"
+        value = parse_json(line, MeasurementError, where)
+        with boundary(MeasurementError, "is not a result", remedy, where):
+            result = msgspec.convert(value, LayerResult, strict=True)
+        if (result.layer, result.backend) not in known:
+            raise MeasurementError("is of a layer or backend that is not verified", remedy, where)
+        found[result.layer, result.backend] = result
+    return found, size

@@ -1,0 +1,358 @@
+"""The experts of a checkpoint's layer, read from its safetensors files by name, one expert at a time.
+
+vLLM's loaders are not involved, and nothing is kept: an expert costs its own bytes. Names follow from what the package
+knows of checkpoints: the layer's names (`quantization.types.LayerNames`), and each scheme's parameter names, which end
+as the file's tensors do. Two kinds of files differ: gpt-oss's tensors hold all experts of a layer, and some formats end
+the name of a tensor otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .. import schemes
+from ..core.problem import Parallel, Problem, Routing
+from ..errors import CheckpointError
+from ..quantization.fields import short_repr
+from ..quantization.types import GATED_PROJECTIONS, UNGATED_PROJECTIONS, LayerNames
+from ..schemes import _wna16_checkpoint as wna16_files
+from ..schemes import _wna16_parameters as wna16_parameters
+from ..schemes._checks import dtype_name, packed_bytes
+from ..untrusted import boundary, parse_json, read_file
+
+_INDEX = "model.safetensors.index.json"
+_MAX_INDEX_BYTES = 64 << 20
+_MAX_FILES = 4096
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": getattr(torch, "float8_e8m0fnu", torch.uint8), "F4": getattr(torch, "float4_e2m1fn_x2", torch.uint8),
+}  # fmt: skip
+"""torch's dtype by the name in a file's header."""
+
+_OTHER_ENDINGS = {"weight": ("weight_packed",), "weight_scale": ("weight_scale_inv", "scale")}
+"""Endings of MX tensors in some formats, by the ending of vLLM's parameter: MiniMax's and DeepSeek-V4's scales."""
+
+_FUSED_ENDINGS = {
+    "w13": "gate_up_proj_blocks", "w13_scale": "gate_up_proj_scales", "w13_bias": "gate_up_proj_bias",
+    "w2": "down_proj_blocks", "w2_scale": "down_proj_scales", "w2_bias": "down_proj_bias",
+}  # fmt: skip
+"""Endings of gpt-oss's tensors, which hold all experts of a layer, by canonical name."""
+
+Shards = Mapping[str, str]
+"""Name of the file's tensor by shard: ``w1`` (gate, or the only matrix before the activation), ``w3`` (up), ``w2``."""
+
+
+class TensorFiles:
+    """The tensors in a checkpoint's safetensors files, by name. Files stay open, and are mapped, not read."""
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Args:
+            folder: the checkpoint's.
+
+        Raises:
+            CheckpointError: there are no such files, one is missing, truncated or not in the format, or a tensor is in
+                two of them.
+        """
+        from safetensors import safe_open
+
+        self.folder = folder
+        self._open = contextlib.ExitStack()
+        self._files: dict[str, Any] = {}
+        paths = _files_of(folder)
+        self.identity = tuple((path.name, path.stat().st_size) for path in paths)
+        try:
+            for path in paths:
+                remedy = "Fetch the file itself again (git lfs pull, or hf download)"
+                with boundary(CheckpointError, "is damaged, or no safetensors file", remedy, str(path)):
+                    file = self._open.enter_context(safe_open(path, framework="pt"))
+                    names = list(file.keys())
+                for name in names:
+                    if name in self._files:
+                        rule = f"{short_repr(name)} is in another file, too"
+                        raise CheckpointError(rule, "Remove the file that does not belong to the model", str(path))
+                    self._files[name] = file
+        except BaseException:
+            self.close()
+            raise
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def names(self) -> Iterator[str]:
+        """Names of all tensors."""
+        return iter(self._files)
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._open.close()
+
+    def meta(self, name: str) -> Tensor:
+        """A tensor on torch's meta device: dtype and shape from the header.
+
+        Raises:
+            CheckpointError: the dtype is unknown.
+        """
+        found = self._files[name].get_slice(name)
+        word = str(found.get_dtype())
+        if word not in _DTYPES:
+            raise CheckpointError(f"{name} is stored as {short_repr(word)}, which is not read", where=str(self.folder))
+        return torch.empty(found.get_shape(), dtype=_DTYPES[word], device="meta")
+
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """A tensor, or one entry of its first dimension, on the CPU.
+
+        Raises:
+            CheckpointError: the bytes cannot be read.
+        """
+        with boundary(CheckpointError, f"{name} cannot be read", where=str(self.folder)):
+            if index is None:
+                return self._files[name].get_tensor(name)  # type: ignore[no-any-return]
+            return self._files[name].get_slice(name)[index : index + 1][0]  # type: ignore[no-any-return]
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files that hold a checkpoint's tensors: those of its index where it has one, as vLLM reads them."""
+    index = folder / _INDEX
+    if index.exists():
+        listed = parse_json(read_file(index, _MAX_INDEX_BYTES, CheckpointError), CheckpointError, str(index))
+        places = listed.get("weight_map") if isinstance(listed, dict) else None
+        if not isinstance(places, dict) or not all(isinstance(each, str) for each in places.values()):
+            raise CheckpointError("has no weight_map from names to files", where=str(index))
+        names = sorted(set(places.values()))
+        strange = next((name for name in names if Path(name).name != name or "\0" in name), None)
+        if strange is not None:
+            raise CheckpointError(f"names {short_repr(strange)}, which is no file of its folder", where=str(index))
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        rule = "the folder has no safetensors files"
+        raise CheckpointError(rule, "Give the folder with the model's tensors, not its config alone", str(folder))
+    if len(names) > _MAX_FILES:
+        raise CheckpointError(f"{len(names)} files are more than {_MAX_FILES}", where=str(folder))
+    for name in names:
+        if not (folder / name).is_file():  # a pipe or a device would block
+            rule = "the file is missing, or is not a regular one"
+            raise CheckpointError(rule, "Fetch it again: the download is not complete", str(folder / name))
+    return [folder / name for name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTensors:
+    """Where a layer's experts are in a checkpoint's files.
+
+    Attributes:
+        files: the files.
+        problem: the layer with all of its experts, on one rank.
+        module: the name of the experts' module in the checkpoint.
+        projections: names of an expert's matrices; empty where one tensor holds all experts.
+        endings: the ending of a tensor's name, by canonical suffix (``""``, ``_scale``, ...) or, where one tensor holds
+            all experts, by canonical name.
+    """
+
+    files: TensorFiles
+    problem: Problem
+    module: str
+    projections: tuple[str, ...]
+    endings: Mapping[str, str]
+
+    def expert(self, index: int) -> dict[str, Tensor]:
+        """Canonical tensors of one expert on the CPU, checked as a server checks them.
+
+        Args:
+            index: the expert's number.
+
+        Raises:
+            CheckpointError: the bytes cannot be read, or are damaged: NaN, infinite, or too large for any kernel. The
+                message names layer, expert and place.
+        """
+        raw = self.raw_expert(index)
+        module = schemes.module(self.problem.scheme.name)
+        found: dict[str, Tensor] = module.canonical_expert({name: each[0] for name, each in raw.items()}, self._one())
+        return found
+
+    def raw_expert(self, index: int) -> dict[str, Tensor]:
+        """The same before conversion, as the scheme's ``read`` returns it, `[1, ...]` each."""
+        problem, module = self._one(), schemes.module(self.problem.scheme.name)
+        try:
+            raw: dict[str, Tensor] = self._read(index, problem)
+            module.check_values(raw, problem)
+        except CheckpointError as error:
+            # The scheme saw a layer of one expert.
+            rule = error.rule.replace("local expert 0", f"expert {index}").replace("expert 0", f"expert {index}")
+            raise CheckpointError(rule, error.remedy, f"{self.problem.layer}, expert {index}") from error
+        return raw
+
+    def check_headers(self) -> None:
+        """Checks names, dtypes and shapes of all experts' tensors; nothing but headers is read.
+
+        Raises:
+            CheckpointError: a tensor is missing, or has another dtype or shape than the config says.
+        """
+        for index in range(self.problem.num_experts):
+            for canonical, shards in self._tensor_names(index).items():
+                for shard, name in shards.items():
+                    where = f"{self.problem.layer}, expert {index}, {name}"
+                    if name not in self.files:
+                        remedy = "The checkpoint lacks it, names it differently, or a shard was not downloaded"
+                        raise CheckpointError("the tensor is missing", remedy, where)
+                    if self.projections or index == 0:
+                        self._check(self.files.meta(name), canonical, shard, where)
+
+    def _one(self) -> Problem:
+        """A layer of one of the experts."""
+        return replace(self.problem, num_experts=1, local_experts=1, top_k=1, parallel=Parallel(), routing=Routing())
+
+    def _tensor_names(self, index: int) -> dict[str, Shards]:
+        """Names of an expert's tensors by canonical name and shard."""
+        if not self.projections:
+            return {
+                canonical: {canonical[: 3 if canonical.startswith("w13") else 2]: f"{self.module}.{ending}"}
+                for canonical, ending in self.endings.items()
+            }
+        *first, down = self.projections
+        found: dict[str, Shards] = {}
+        for suffix, ending in self.endings.items():
+            shards = dict(zip(("w1", "w3"), first, strict=False))
+            found[f"w13{suffix}"] = {shard: f"{self.module}.{index}.{name}.{ending}" for shard, name in shards.items()}
+            found[f"w2{suffix}"] = {"w2": f"{self.module}.{index}.{down}.{ending}"}
+        return found
+
+    def _check(self, tensor: Tensor, canonical: str, shard: str, where: str) -> None:
+        """Checks dtype and shape of a file's tensor; one that holds all experts is checked as a whole."""
+        suffix = canonical.removeprefix("w13").removeprefix("w2")
+        if self.problem.scheme.name == "wna16":
+            which = cast("wna16_files.Shard", shard)
+            packing = self.problem.scheme.packing
+            wna16_files.check_checkpoint_tensor(tensor, suffix, which, self._one(), packing, where)
+            return
+        bias, codes = suffix == "_bias", suffix == ""
+        tensor = tensor if bias else packed_bytes(tensor, is_scale=not codes)
+        shape = schemes.module(self.problem.scheme.name).shapes(self._one())[canonical][1:]
+        if not self.projections:  # all experts; the 16 bytes of a block of codes are a dimension of their own
+            shape = (
+                (self.problem.num_experts, *shape[:-1], shape[-1] // 16, 16)
+                if codes
+                else (self.problem.num_experts, *shape)
+            )
+        elif shard != "w2" and len(self.projections) == 3:
+            shape = (shape[0] // 2, *shape[1:])
+        expected = torch.float8_e4m3fn if codes and self.problem.scheme.name == "mxfp8" else torch.uint8
+        expected = tensor.dtype if bias and tensor.dtype.is_floating_point else expected
+        if tensor.dtype != expected:
+            rule = (
+                f"the checkpoint stores it as {dtype_name(tensor.dtype)}, {self.problem.scheme.name} as "
+                f"{'a floating-point type' if bias else dtype_name(expected)}"
+            )
+            raise CheckpointError(rule, "The checkpoint is not in the format that its config names", where)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"it has shape {list(tensor.shape)}, expected {list(shape)}", "", where)
+
+    def _read(self, index: int, problem: Problem) -> dict[str, Tensor]:
+        """An expert's parameters as vLLM's loaders would fill them, read by the scheme."""
+        module = schemes.module(problem.scheme.name)
+        names = module.parameter_names(problem)
+        if problem.scheme.name == "wna16":
+            return self._read_wna16(index, problem)
+        parameters: dict[str, Tensor] = {}
+        shapes = module.shapes(problem)
+        for canonical, shards in self._tensor_names(index).items():
+            parts = []
+            for shard, name in shards.items():
+                part = self._read_part(name, canonical, shard, index)
+                parts.append(part if canonical.endswith("_bias") else packed_bytes(part, canonical.endswith("_scale")))
+            # As bytes: torch cannot join every 8-bit dtype.
+            kind = parts[0].dtype
+            joined = torch.cat([each.contiguous().view(torch.uint8) for each in parts]).view(kind)
+            if joined.dtype.is_floating_point and joined.dtype.itemsize > 1:
+                joined = joined.to(getattr(torch, problem.dtype))
+            parameters[names[canonical]] = joined.reshape(shapes[canonical])
+        found: dict[str, Tensor] = module.read(parameters, problem)
+        return found
+
+    def _read_part(self, name: str, canonical: str, shard: str, index: int) -> Tensor:
+        """An expert's tensor, checked once more: a file may have changed since its header was."""
+        if not self.projections:
+            return self.files.read(name, index)
+        part = self.files.read(name)
+        self._check(part.to("meta"), canonical, shard, f"{self.problem.layer}, expert {index}, {name}")
+        return part
+
+    def _read_wna16(self, index: int, problem: Problem) -> dict[str, Tensor]:
+        packing = problem.scheme.packing
+        layout = wna16_files.checkpoint_layout(packing)
+        shapes = wna16_parameters.parameter_shapes(problem, layout)
+        parameters: dict[str, Tensor] = {}
+        for parameter, canonical in wna16_parameters.canonical_names(problem).items():
+            suffix = canonical.removeprefix("w13").removeprefix("w2")
+            data: Tensor | None = None
+            for shard, name in self._tensor_names(index)[canonical].items():
+                part = self._read_part(name, canonical, shard, index)
+                if suffix in ("_scale", "_bias"):  # as the parameter, which has the model's dtype
+                    part = part.to(getattr(torch, problem.dtype))
+                elif suffix == "_order":
+                    part = part.to(torch.int32)
+                if data is None:
+                    data = torch.zeros(shapes[canonical], dtype=part.dtype)
+                which = cast("wna16_files.Shard", shard)
+                part = wna16_files.rank_shard(part, suffix, which, problem, packing, 0)
+                wna16_files.destination(data[0], part, suffix, which, problem).copy_(part)
+            assert data is not None
+            parameters[parameter] = data
+        return wna16_parameters.read(parameters, problem, layout == "k_first")
+
+
+def find_layer(files: TensorFiles, problem: Problem, layer: LayerNames) -> LayerTensors:
+    """Finds a layer's experts among a checkpoint's tensors.
+
+    Args:
+        files: the checkpoint's.
+        problem: the layer with all of its experts, on one rank.
+        layer: its names.
+
+    Raises:
+        CheckpointError: no tensor of the first expert has a name that is known.
+    """
+    canonical = schemes.module(problem.scheme.name).parameter_names(problem)
+    if problem.scheme.name != "wna16":
+        for module in layer.modules:
+            fused = {name: _FUSED_ENDINGS[name] for name in canonical}
+            if all(f"{module}.{ending}" in files for ending in (fused["w13"], fused["w2"])):
+                return LayerTensors(files, problem, module, (), fused)
+    endings = {name.removeprefix("w13"): own.removeprefix("w13_") for name, own in canonical.items() if name[1] == "1"}
+    gated = problem.activation.gated
+    conventions = dict.fromkeys((*layer.conventions(), *(GATED_PROJECTIONS if gated else UNGATED_PROJECTIONS)))
+    for module in layer.modules:
+        for names in conventions:
+            if len(names) != (3 if gated else 2):
+                continue
+            first = f"{module}.0.{names[0]}."
+            known = {suffix: (ending, *_OTHER_ENDINGS.get(ending, ())) for suffix, ending in endings.items()}
+            if problem.scheme.name == "wna16":
+                known = {suffix: (ending,) for suffix, ending in endings.items()}
+            found = {
+                suffix: next((each for each in possible if first + each in files), possible[0])
+                for suffix, possible in known.items()
+            }
+            if first + found[""] in files:
+                return LayerTensors(files, problem, module, names, found)
+    looked = f"{layer.modules[0]}.0.{next(iter(conventions))[0]}.{endings['']}"
+    near = sorted(name for name in files.names() if f".{_number(problem.layer)}." in name and "expert" in name)
+    rule = f"none of the names that its first expert may have is in the files, such as {looked}"
+    remedy = f"The files have {', '.join(map(short_repr, near[:3]))}" if near else "They have no experts of this layer"
+    raise CheckpointError(rule, remedy, problem.layer)
+
+
+def _number(layer: str) -> str:
+    """The layer's number in its name; "" where there is none."""
+    return next((part for part in layer.split(".") if part.isdigit()), "")
