@@ -48,6 +48,7 @@ class ModelShape(
 
     Attributes:
         name: name of the shape.
+        family: name of the model's family, for headings.
         model: the model's repository.
         num_experts: routed experts.
         top_k: experts per token.
@@ -58,6 +59,7 @@ class ModelShape(
     """
 
     name: str
+    family: str
     model: str
     num_experts: int
     top_k: int
@@ -91,6 +93,20 @@ def names() -> list[str]:
     return [shape.name for shape in _shapes_file().shapes]
 
 
+def find(layer: str) -> ModelShape | None:
+    """The shape of a layer's name, such as ``mxfp4:gpt-oss-20b@tp2``; None if there is no such shape."""
+    return _named(layer.partition(":")[2].partition("@")[0])
+
+
+def _named(name: str) -> ModelShape | None:
+    return next((shape for shape in _shapes_file().shapes if shape.name == name), None)
+
+
+def families() -> list[str]:
+    """Names of the models' families, most important first."""
+    return list(dict.fromkeys(shape.family for shape in _shapes_file().shapes))
+
+
 def served_problems() -> list[Problem]:
     """Every layer that is served, most important first. `Problem.layer` is the name that `parse` accepts."""
     return [make_problem(each.scheme, each.shape, each.tp) for each in _shapes_file().served]
@@ -119,7 +135,7 @@ def make_problem(scheme_name: str, shape_name: str, tp: int = 1) -> Problem:
     Raises:
         MeasurementError: a name is unknown, or the layer cannot be sharded over the ranks.
     """
-    shape = next((each for each in _shapes_file().shapes if each.name == shape_name), None)
+    shape = _named(shape_name)
     if shape is None:
         remedy = f"{did_you_mean(shape_name, names())}Valid are {', '.join(names())}, or a model"
         raise MeasurementError(f"unknown shape {shape_name!r}", remedy)

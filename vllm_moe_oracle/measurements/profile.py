@@ -17,7 +17,7 @@ import msgspec
 from ..errors import MeasurementError
 from ..untrusted import boundary, check_values, read_file
 from .environment import Environment
-from .kernel_shape import KernelShape, Sample
+from .kernel_shape import KernelShape, Sample, is_displayable
 
 FORMAT = "vllm-moe-oracle measurements"
 VERSION = 1
@@ -38,6 +38,7 @@ class BackendTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
         router: see `Sample`.
         failures: reasons by routing and number of tokens.
         tiles: tile configurations that were faster than the backend's own choice, by routing and number of tokens.
+        stock_class: of a stock layer, vLLM's class that ran it.
     """
 
     activations: str
@@ -46,6 +47,7 @@ class BackendTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     router: bool = False
     failures: dict[str, dict[str, str]] = {}
     tiles: dict[str, dict[str, str]] = {}
+    stock_class: str = ""
 
 
 class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,6 +89,13 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def samples(self, shape: KernelShape) -> list[Sample]:
         """The samples of a kernel shape."""
         return [sample for entry in self.entries if entry.kernel_shape == shape for sample in _entry_samples(entry)]
+
+    def stock_classes(self, shape: KernelShape) -> dict[str, str]:
+        """vLLM's classes of the stock layers of a kernel shape, by name of the stock layer."""
+        found = {
+            name: each for entry in self.entries if entry.kernel_shape == shape for name, each in entry.backends.items()
+        }
+        return {name: each.stock_class for name, each in found.items() if each.stock_class}
 
 
 def make(
@@ -178,6 +187,8 @@ def read(path: Path) -> Profile:
         for entry in profile.entries:
             if not entry.kernel_shape.is_valid:
                 raise MeasurementError("has an invalid layer", remedy, where)
+            if not is_displayable(*(each.stock_class for each in entry.backends.values())):
+                raise MeasurementError(f"{entry.kernel_shape}: has an invalid name of a class", remedy, where)
             for sample in _entry_samples(entry):
                 if not sample.is_valid:
                     rule = f"{entry.kernel_shape}: {sample.backend[:200]} has an invalid measurement"
@@ -242,3 +253,15 @@ def shipped() -> tuple[Profile, ...]:
         MeasurementError: a file is damaged, which is a defect of the installation.
     """
     return tuple(read(path) for path in sorted(SHIPPED_FOLDER.glob("nvidia_*.json")))
+
+
+@cache
+def shipped_comparisons() -> tuple[Profile, ...]:
+    """Times of backends beside stock vLLM's own layer, from runs other than those of `shipped` where there are any.
+
+    They are for `report` alone: no choice is made by them.
+
+    Raises:
+        MeasurementError: a file is damaged, which is a defect of the installation.
+    """
+    return tuple(read(path) for path in sorted(SHIPPED_FOLDER.glob("stock_nvidia_*.json")))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,17 +18,21 @@ from typing import Any
 import msgspec
 
 from ..core.decision import Decision
+from ..core.measurement_set import MeasurementSet
 from ..core.objectives import MAX_TOKENS
 from ..core.problem import Device, Problem
 from ..devices.catalog import known_device, known_device_names
 from ..errors import MeasurementError, NoBackendError, sanitize
-from ..measurements import lookup, model_shapes, profile, roofline
+from ..measurements import latency_model, lookup, model_shapes, profile, roofline
 from ..measurements.bench_records import STOCK_DEFAULT, STOCK_PREFIX, BenchRecord
 from ..measurements.environment import Environment
 from ..measurements.kernel_shape import MAX_MICROSECONDS, KernelShape, Sample, is_displayable, kernel_shape_of
 from ..oracle.selection import decide, equivalent_backends
 from ..settings import Settings
 from ..untrusted import boundary
+
+OTHER_FAMILY = "Other layers"
+"""Heading of layers of no known model."""
 
 EQUAL_MARGIN = 0.03
 """A choice at most this much slower than the fastest counts as equal: two runs of a kernel differ by as much."""
@@ -61,6 +65,7 @@ class LayerPanel:
         failures: why a backend has no times, or not all.
         compared_with: backends that compute the same numbers as the choice; empty, meaning all, if that is unknown.
         skewed: as `times`, under skewed routing.
+        circular: numbers of tokens whose times here are those that made the choice. They cannot judge it.
     """
 
     name: str
@@ -76,6 +81,22 @@ class LayerPanel:
     failures: Mapping[str, str] = field(default_factory=dict)
     compared_with: tuple[str, ...] = ()
     skewed: Mapping[str, Mapping[int, TimePoint]] = field(default_factory=dict)
+    circular: frozenset[int] = frozenset()
+
+    @property
+    def family(self) -> str:
+        """The family of the model; `OTHER_FAMILY` for a layer of no known model."""
+        shape = model_shapes.find(self.name)
+        return OTHER_FAMILY if shape is None else shape.family
+
+    @property
+    def label(self) -> str:
+        """The name in words: ``gpt-oss-20b mxfp4, TP 2`` for ``mxfp4:gpt-oss-20b@tp2``."""
+        shape = model_shapes.find(self.name)
+        if shape is None:
+            return self.name
+        ranks = self.name.partition("@tp")[2]
+        return f"{shape.name} {self.name.partition(':')[0]}" + (f", TP {ranks}" if ranks else "")
 
     @property
     def counts(self) -> list[int]:
@@ -84,27 +105,32 @@ class LayerPanel:
 
     def slowdown(self, count: int) -> float | None:
         """Time of the choice over that of the fastest comparable backend, minus 1; None if it was not measured."""
-        own = self._chosen(count)
-        against = self.compared_with or tuple(name for name in self.times if name not in self.stock)
-        times = [self.times[name][count].us for name in against if count in self.times.get(name, {})]
-        return None if own is None else own / min([own, *times]) - 1
+        own, other = self._chosen(count), self._best_other(count)
+        return None if own is None else own / min(own, other or own) - 1
 
     def speedup(self, count: int) -> float | None:
         """Time of stock vLLM's default over that of the choice; None if one of them was not measured."""
         own, stock = self._chosen(count), self.times.get(STOCK_DEFAULT, {}).get(count)
         return None if own is None or stock is None else stock.us / own
 
+    def lead(self, count: int) -> float | None:
+        """Time of the fastest other comparable backend over that of the choice; None if one was not measured."""
+        own, other = self._chosen(count), self._best_other(count)
+        return None if own is None or other is None else other / own
+
+    def floor_share(self, count: int) -> float | None:
+        """The roofline over the time of the choice; None if one of them is unknown."""
+        own, floor = self._chosen(count), self.rooflines_us.get(count)
+        return None if own is None or floor is None else floor / own
+
+    def _best_other(self, count: int) -> float | None:
+        against = self.compared_with or tuple(name for name in self.times if not name.startswith(STOCK_PREFIX))
+        others = [name for name in against if name != self.chosen.get(count) and count in self.times.get(name, {})]
+        return min((self.times[name][count].us for name in others), default=None)
+
     def _chosen(self, count: int) -> float | None:
         point = self.times.get(self.chosen.get(count, ""), {}).get(count)
         return None if point is None else point.us
-
-    def chosen_near(self, count: int) -> str | None:
-        """The choice at a number of tokens that may be between measured ones; None if its neighbors differ."""
-        below = [each for each in self.chosen if each <= count]
-        above = [each for each in self.chosen if each >= count]
-        found = {self.chosen[max(below)]} if below else set()
-        found |= {self.chosen[min(above)]} if above else set()
-        return found.pop() if len(found) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -247,15 +273,17 @@ _FILE_REMEDY = "Give a file of bench --jsonl, of tune --export, or of the settin
 
 
 def from_shipped_profiles(settings: Settings) -> ReportContent:
-    """The shipped profiles.
+    """The shipped measurements: profiles, and times beside stock vLLM's own layer, each layer once.
 
     Raises:
         MeasurementError: a file is damaged, which is a defect of the installation.
     """
     content = ReportContent()
+    for each in profile.shipped_comparisons():
+        content += _from_profile(each, settings, "shipped with this package, beside stock vLLM")
     for each in profile.shipped():
-        content += _from_profile(each, settings, "shipped with this package")
-    return content
+        content += _from_profile(each, settings, "shipped with this package, for choices")
+    return dataclasses.replace(content, panels=_merge(content.panels)[0])
 
 
 def from_cache(
@@ -268,7 +296,37 @@ def from_cache(
         environment: where they were taken.
         settings: settings under which the oracle decides.
     """
-    return _from_profile(profile.make(environment, samples, {}), settings, "this machine's cache")
+    content = _from_profile(profile.make(environment, samples, {}), settings, "this machine's cache")
+    panels = tuple(
+        _with_shipped_stock(panel, shape, environment)
+        for panel, shape in zip(content.panels, sorted(samples), strict=True)
+    )
+    said = (_SHIPPED_STOCK_NOTE,) if panels != content.panels else ()
+    return dataclasses.replace(content, panels=panels, notes=content.notes + said)
+
+
+_SHIPPED_STOCK_NOTE = (
+    "stock's times are those that this package ships, of another machine with the same GPU and vLLM; bench measures "
+    "stock's layer on this one"
+)
+
+
+def _with_shipped_stock(panel: LayerPanel, shape: KernelShape, here: Environment) -> LayerPanel:
+    """The panel with the shipped times of stock's layer, if they are of the same GPU and vLLM."""
+    for found in profile.shipped_comparisons():
+        if str(found.environment) != str(here):
+            continue
+        stock = _panel_from_profile(found, shape, None)
+        times = {name: points for name, points in stock.times.items() if name in stock.stock}
+        failures = {name: each for name, each in stock.failures.items() if name == STOCK_DEFAULT}
+        if times or failures:
+            return dataclasses.replace(
+                panel,
+                times={**panel.times, **times},
+                stock={name: f"{each}, shipped" for name, each in stock.stock.items()},
+                failures={**panel.failures, **failures},
+            )
+    return panel
 
 
 def _json_object(line: bytes) -> dict[str, Any] | None:
@@ -397,6 +455,7 @@ def _known_layers() -> dict[KernelShape, Problem]:
 
 
 def _panel_from_profile(found: profile.Profile, shape: KernelShape, problem: Problem | None) -> LayerPanel:
+    classes = found.stock_classes(shape)
     times: dict[str, dict[int, TimePoint]] = {}
     skewed: dict[str, dict[int, TimePoint]] = {}
     failures: dict[str, str] = {}
@@ -411,6 +470,7 @@ def _panel_from_profile(found: profile.Profile, shape: KernelShape, problem: Pro
         shape=str(shape),
         environment=str(found.environment),
         times=times,
+        stock={name: classes.get(name, "") for name in times if name.startswith(STOCK_PREFIX)},
         failures=failures,
         skewed=skewed,
     )
@@ -431,16 +491,17 @@ def _described_device(environment: Environment) -> Device | None:
 
 
 def _with_decision(panel: LayerPanel, problem: Problem, device: Device, settings: Settings) -> LayerPanel:
+    measured = lookup.find_measurements(problem, device, settings)
     try:
-        decision: Decision = decide(
-            problem, device, settings, measurements=lookup.find_measurements(problem, device, settings)
-        )
+        decision: Decision = decide(problem, device, settings, measurements=measured)
     except NoBackendError as error:
         return dataclasses.replace(panel, explanation=str(error))
     static = next(each for each in decision.candidates if each.accepted)
+    comparable = equivalent_backends(static, decision.candidates)
     return dataclasses.replace(
         panel,
-        compared_with=equivalent_backends(static, decision.candidates),
+        compared_with=comparable,
+        circular=_circular_counts(panel, decision.why, measured, comparable, device),
         chosen={count: decision.backend_for(count) for count in panel.counts},
         why=decision.why,
         explanation=decision.explanation,
@@ -448,6 +509,31 @@ def _with_decision(panel: LayerPanel, problem: Problem, device: Device, settings
             (each.backend, tuple(map(str, each.reasons))) for each in decision.candidates if not each.accepted
         ),
     )
+
+
+def _circular_counts(
+    panel: LayerPanel, why: str, measured: MeasurementSet | None, comparable: Sequence[str], device: Device
+) -> frozenset[int]:
+    """Numbers of tokens whose times made the choice: a choice by measurements is judged by other runs alone.
+
+    Two runs do not agree to the hundredth of a microsecond in all backends. A predicted choice was made by this GPU's
+    times where the model was fitted to them.
+    """
+    if measured is None or why not in ("measured", "predicted"):
+        return frozenset()
+    if why == "predicted":
+        return frozenset(panel.counts if latency_model.shipped().environment.gpu == device.name else ())
+    found = set()
+    for count in panel.counts:
+        pairs = [
+            (panel.times[name][count].us, us)
+            for name in comparable
+            if count in panel.times.get(name, {})
+            and (us := measured.times.get(name, {}).get("uniform", {}).get(count)) is not None
+        ]
+        if pairs and all(abs(one - other) < 0.006 for one, other in pairs):
+            found.add(count)
+    return frozenset(found)
 
 
 def _server_decisions(found: _Server) -> ServerDecisions:
@@ -485,20 +571,29 @@ def _to_text(value: Any) -> str:
 
 
 def deduplicate(content: ReportContent) -> ReportContent:
-    """The content with each layer on each device once: of several, the one with the most backends, and with another's
-    times under skewed routing where it has none.
+    """The content with each layer on each device once.
 
     Args:
         content: of several files.
     """
+    panels, twice = _merge(content.panels)
+    said = f"in several of the files, shown once: {', '.join(dict.fromkeys(twice))}"
+    return dataclasses.replace(content, panels=panels, notes=content.notes + ((said,) if twice else ()))
+
+
+def _merge(panels: Iterable[LayerPanel]) -> tuple[tuple[LayerPanel, ...], list[str]]:
+    """Each layer on each device once, and the names of those that came several times.
+
+    Of several panels the one beside stock's layer is kept, then the one with the most backends; it gets another's times
+    under skewed routing where it has none.
+    """
     best: dict[tuple[str, str], LayerPanel] = {}
     twice: list[str] = []
-    for panel in content.panels:
+    for panel in panels:
         key = (panel.shape, panel.environment)
         if key in best:
             twice.append(panel.name)
         before = best.get(key, panel)
-        kept = panel if len(panel.times) > len(before.times) else before
+        kept = max(before, panel, key=lambda each: (STOCK_DEFAULT in each.times, len(each.times)))
         best[key] = dataclasses.replace(kept, skewed=kept.skewed or panel.skewed or before.skewed)
-    said = f"in several of the files, shown once: {', '.join(dict.fromkeys(twice))}"
-    return dataclasses.replace(content, panels=tuple(best.values()), notes=content.notes + ((said,) if twice else ()))
+    return tuple(best.values()), twice

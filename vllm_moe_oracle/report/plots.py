@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -74,15 +75,19 @@ def _light(name: str) -> str:
     return _CSS_COLORS[name][0]
 
 
-def _figure(width: float, height: float, color: ColorFunction, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
-    """A figure and its grid of axes, `[rows, columns]`.
+def _figure(width: float, height: float, color: ColorFunction) -> tuple[Any, Any]:
+    """A figure and its grid of one pair of axes, `[0, 0]`; the arguments are those of `_empty_figure`."""
+    figure = _empty_figure(width, height, color)
+    return figure, figure.subplots(squeeze=False)
+
+
+def _empty_figure(width: float, height: float, color: ColorFunction) -> Any:
+    """A figure without axes.
 
     Args:
         width: width of the figure in inches.
         height: height of the figure in inches.
         color: colors of letters and lines.
-        rows: rows of axes.
-        columns: columns of axes.
     """
     import matplotlib
 
@@ -94,6 +99,7 @@ def _figure(width: float, height: float, color: ColorFunction, rows: int = 1, co
             "svg.fonttype": "none",
             "svg.hashsalt": "vllm-moe-oracle",  # equal plots get equal ids
             "font.family": "sans-serif",
+            "font.sans-serif": ["DejaVu Sans"],
             "font.size": 9,
             "text.color": color("--ink"),
             "axes.edgecolor": color("--faint"),
@@ -104,8 +110,7 @@ def _figure(width: float, height: float, color: ColorFunction, rows: int = 1, co
             "text.parse_math": False,  # a layer's name is not a formula
         }
     )
-    figure, axes = pyplot.subplots(rows, columns, figsize=(width, height), layout="constrained", squeeze=False)
-    return figure, axes
+    return pyplot.figure(figsize=(width, height), layout="constrained")
 
 
 def _svg(figure: Any) -> str:
@@ -128,31 +133,47 @@ def standalone_svg(svg: str) -> str:
 
 
 def embedded_svg(svg: str, name: str) -> str:
-    """A plot for a page with several plots: its ids get a prefix.
+    """A plot for a page with several plots: its ids get a prefix, and what does not show is left out.
 
     Args:
         svg: the plot.
         name: the prefix, of letters, digits and hyphens.
     """
-    ids = re.findall(r'\bid="([^"]+)"', svg)
-    known = {each: f"{name}-{each}" for each in ids}
-    svg = re.sub(r'\bid="([^"]+)"', lambda found: f'id="{known[found[1]]}"', svg)
-    svg = re.sub(r'(href="#|url\(#)([^")]+)', lambda found: found[1] + known.get(found[2], found[2]), svg)
+    used = dict.fromkeys(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
+    known = {each: f"{name}-{number}" for number, each in enumerate(used)}
+    svg = re.sub(r' id="([^"]+)"', lambda found: f' id="{known[found[1]]}"' if found[1] in known else "", svg)
+    svg = re.sub(r'(href="#|url\(#)([^")]+)', lambda found: found[1] + known[found[2]], svg)
     # The page scales the plot; width and height in points would fix its size.
     head, _, rest = svg.partition(">")
     head = re.sub(r'\s(?:width|height)="[^"]+"', "", head)
-    return f"{head}>{rest}"
+    return _compact(f"{head}>{rest}")
+
+
+def _compact(svg: str) -> str:
+    """A plot without metadata, comments and indentation, and with coordinates to a tenth of a point."""
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\s(?:d|x|y|points|transform)="[^"]*"', lambda found: _rounded(found[0]), svg)
+    svg = re.sub(r' transform="rotate\(-?0(?:\.0)? [^"]*"', "", svg)
+    return re.sub(r">\s+<", "><", re.sub(r"[ \t]*\n\s*", " ", svg))
+
+
+def _rounded(coordinates: str) -> str:
+    return re.sub(r"\d+\.\d+", lambda found: f"{float(found[0]):.1f}", coordinates)
 
 
 def plot_times(panel: LayerPanel, colors: Mapping[str, int]) -> str:
     """Times of all backends by number of tokens, as SVG. Rings mark the oracle's choice."""
-    figure, axes = _figure(6.4, 4.2, _placeholder)
+    figure, axes = _figure(4.4, 4.2, _placeholder)
     _draw_times(axes[0, 0], panel, colors, _placeholder)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", fontsize=8, frameon=False, ncols=2)
     return _svg(figure)
 
 
-def save_times(panels: Sequence[LayerPanel], path: str) -> None:
-    """Draws the times of several layers into one file, in light colors. The suffix of the path selects the format.
+def save_picture(panels: Sequence[LayerPanel], path: str) -> None:
+    """Draws what the page shows of several layers into one file, in light colors: the speedup over stock where it was
+    timed, and the times. The suffix of the path selects the format.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -163,10 +184,24 @@ def save_times(panels: Sequence[LayerPanel], path: str) -> None:
     colors = assign_colors(panels)
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    figure, axes = _figure(6 * columns, 4.2 * rows, _light, rows, columns)
+    compared = compared_with_stock(panels)
+    map_height = 1.2 + 0.3 * len(compared) if compared else 0.0
+    figure = _empty_figure(max(6.0 * columns, 9.0), map_height + 4.2 * rows, _light)
+    parts = figure.subfigures(
+        1 + bool(compared), 1, squeeze=False, height_ratios=[map_height, 4.2 * rows][not compared :]
+    )
+    if compared:
+        axis = parts[0, 0].subplots()
+        ratios = [each for panel in compared for count in panel.counts if (each := panel.speedup(count)) is not None]
+        mean = statistics.geometric_mean(ratios)
+        axis.set_title(f"time of stock's default over that of the choice: {mean:.2f} (geometric mean)")
+        _draw_speedups(axis, compared, _light)
+    axes = parts[-1, 0].subplots(rows, columns, squeeze=False)
     for axis, panel in zip(axes.flat, panels, strict=False):
         axis.set_title(panel.name)
         _draw_times(axis, panel, colors, _light)
+        if panel.times or panel.rooflines_us:
+            axis.legend(fontsize=7.5, framealpha=0, ncols=2 if len(panel.times) > 5 else 1)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_visible(False)
     figure.savefig(path)
@@ -178,9 +213,8 @@ def _draw_times(axis: Any, panel: LayerPanel, colors: Mapping[str, int], color_o
         points = sorted(panel.times[name].items())
         color = color_of(f"--series-{colors[name]}")
         counts = [count for count, _ in points]
-        style = "--" if name in panel.stock else "-"
-        label = f"{name} ({panel.stock[name]})" if panel.stock.get(name) else name
-        axis.plot(counts, [each.us for _, each in points], style, color=color, marker="o", markersize=3, label=label)
+        style = {"linestyle": "--"} if name in panel.stock else {"marker": "o", "markersize": 3}
+        axis.plot(counts, [each.us for _, each in points], color=color, label=name, **style)
         axis.fill_between(
             counts, [each.low for _, each in points], [each.high for _, each in points], color=color, alpha=0.18
         )
@@ -190,75 +224,53 @@ def _draw_times(axis: Any, panel: LayerPanel, colors: Mapping[str, int], color_o
             axis.plot(*zip(*chosen, strict=True), color=color, **ring)
     if panel.rooflines_us:
         counts = sorted(panel.rooflines_us)
-        axis.plot(
-            counts, [panel.rooflines_us[count] for count in counts], ":", color=color_of("--ink"), label="roofline"
-        )
+        axis.plot(counts, [panel.rooflines_us[count] for count in counts], ":", color=color_of("--ink"), label="floor")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xlabel("tokens")
     axis.set_ylabel("microseconds")
-    axis.set_xticks(panel.counts, [str(count) for count in panel.counts], rotation=45, fontsize=8)
+    shown = panel.counts[:: 2 if len(panel.counts) > 8 else 1]
+    axis.set_xticks(shown, [str(count) for count in shown], fontsize=8)
     axis.minorticks_off()
     low, high = axis.get_ylim()
     ticks = [each for power in range(-1, 9) for part in (1, 2, 5) if low <= (each := part * 10.0**power) <= high]
     axis.set_yticks(ticks, [f"{each:g}" for each in ticks])
     axis.grid(True, alpha=0.5)
-    if panel.times or panel.rooflines_us:
-        axis.legend(fontsize=7.5, framealpha=0, ncols=2 if len(panel.times) > 5 else 1)
+
+
+def compared_with_stock(panels: Sequence[LayerPanel]) -> list[LayerPanel]:
+    """The layers with a time of stock vLLM's default and of the choice at one number of tokens at least."""
+    return [panel for panel in panels if any(panel.speedup(count) is not None for count in panel.counts)]
 
 
 def plot_speedups(panels: Sequence[LayerPanel]) -> str:
     """A heat map of the speedup of the choice over stock vLLM's default, by layer and number of tokens, as SVG."""
-    rows = [panel for panel in panels if any(panel.speedup(count) is not None for count in panel.counts)]
+    rows = compared_with_stock(panels)
+    counts = {count for panel in rows for count in panel.counts}
+    figure, axes = _figure(3.2 + 0.62 * len(counts), 0.8 + 0.3 * len(rows), _placeholder)
+    _draw_speedups(axes[0, 0], rows, _placeholder)
+    return _svg(figure)
+
+
+def _draw_speedups(axis: Any, rows: Sequence[LayerPanel], color_of: ColorFunction) -> None:
+    from matplotlib.patches import Rectangle
+
     counts = sorted({count for panel in rows for count in panel.counts})
-    figure, axis = _grid_figure(rows, counts)
+    axis.set_xlim(0, len(counts))
+    axis.set_ylim(len(rows), 0)
+    axis.set_xticks([x + 0.5 for x in range(len(counts))], [str(count) for count in counts])
+    axis.set_yticks([y + 0.5 for y in range(len(rows))], [panel.label for panel in rows])
+    axis.set_xlabel("tokens")
+    axis.tick_params(length=0)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
     for y, panel in enumerate(rows):
         for x, count in enumerate(counts):
             ratio = panel.speedup(count)
             if ratio is None:
                 continue
-            color = _placeholder("--faster" if ratio >= 1 else "--slower")
+            color = color_of("--faster" if ratio >= 1 else "--slower")
             strength = min(abs(math.log2(ratio)), 1.0) * 0.6
-            axis.add_patch(_rectangle(x, y, 1, color, strength))
-            axis.text(x + 0.5, y + 0.5, f"{ratio:.2f}", ha="center", va="center", fontsize=8)
-    return _svg(figure)
-
-
-def plot_choices(panels: Sequence[LayerPanel], colors: Mapping[str, int]) -> str:
-    """A map of the chosen backends, by layer and number of tokens, as SVG."""
-    rows = [panel for panel in panels if panel.chosen]
-    counts = sorted({count for panel in rows for count in panel.counts})
-    figure, axis = _grid_figure(rows, counts)
-    for y, panel in enumerate(rows):
-        here = [panel.chosen_near(count) for count in counts]
-        start = 0
-        for x in range(1, len(counts) + 1):
-            if x < len(counts) and here[x] == here[start]:
-                continue
-            name = here[start]
-            if name is not None:
-                color = _placeholder(f"--series-{colors[name]}")
-                axis.add_patch(_rectangle(start, y, x - start, color, 0.3))
-                axis.text((start + x) / 2, y + 0.5, name, ha="center", va="center", fontsize=8, clip_on=True)
-            start = x
-    return _svg(figure)
-
-
-def _rectangle(x: float, y: float, width: float, color: str, alpha: float) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((x + 0.02, y + 0.04), width - 0.04, 0.92, facecolor=color, alpha=alpha, linewidth=0)
-
-
-def _grid_figure(rows: Sequence[LayerPanel], counts: Sequence[int]) -> tuple[Any, Any]:
-    figure, axes = _figure(3.2 + 0.62 * len(counts), 0.8 + 0.3 * len(rows), _placeholder)
-    axis = axes[0, 0]
-    axis.set_xlim(0, len(counts))
-    axis.set_ylim(len(rows), 0)
-    axis.set_xticks([x + 0.5 for x in range(len(counts))], [str(count) for count in counts])
-    axis.set_yticks([y + 0.5 for y in range(len(rows))], [panel.name for panel in rows])
-    axis.set_xlabel("tokens")
-    axis.tick_params(length=0)
-    for spine in axis.spines.values():
-        spine.set_visible(False)
-    return figure, axis
+            axis.add_patch(Rectangle((x + 0.02, y + 0.04), 0.96, 0.92, facecolor=color, alpha=strength, linewidth=0))
+            weight = "normal" if ratio >= 1 else "bold"
+            axis.text(x + 0.5, y + 0.5, f"{ratio:.2f}", ha="center", va="center", fontsize=8, fontweight=weight)
