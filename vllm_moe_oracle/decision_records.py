@@ -33,6 +33,10 @@ _LOCK = "writers.lock"
 _locks: dict[str, int] = {}
 """Descriptors of the locks that this process holds, by directory."""
 
+RECORD_VERSION = 1
+"""Version of ``decision_record.schema.json``, which every record carries as ``record_version``. Fields may be added
+under the same version; one that goes or changes its meaning raises it."""
+
 MAX_RECORD_BYTES = 1 << 24
 """Larger files are ignored: they are not the record of one process."""
 
@@ -116,9 +120,31 @@ def write_record(record: dict[str, Any]) -> None:
         logger.warning("moe_oracle: the metrics endpoint will not have these decisions: %s", error)
 
 
-def read_records() -> Iterator[dict[str, Any]]:
-    """The records of all processes, in the order of file names. Invalid files are skipped with a warning."""
-    folder = settings.records_dir()
+def running_servers() -> Iterator[list[dict[str, Any]]]:
+    """The records of each server of this user that runs on this machine, a list for each."""
+    parent = tempfile.gettempdir()
+    with contextlib.suppress(OSError):
+        for entry in sorted(os.scandir(parent), key=lambda each: each.name):
+            if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):
+                continue
+            with contextlib.suppress(OSError):
+                lock = os.open(os.path.join(entry.path, _LOCK), os.O_RDWR | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:  # a writer is alive
+                    if found := list(read_records(entry.path)):
+                        yield found
+                finally:
+                    os.close(lock)
+
+
+def read_records(folder: str | None = None) -> Iterator[dict[str, Any]]:
+    """The records of all processes of a server, in the order of file names. Invalid files are skipped with a warning.
+
+    Args:
+        folder: the server's directory; None for this process's.
+    """
+    folder = folder or settings.records_dir()
     if folder is None:
         return
     for path in sorted(Path(folder).glob("*.json")):

@@ -382,6 +382,16 @@ def get_env(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def server_environment(assignments: Mapping[str, str]) -> dict[str, str]:
+    """All environment variables for a server of its own, with settings of this project.
+
+    Args:
+        assignments: values by name of the setting; they replace the environment's.
+    """
+    mine = {f"{ENV_PREFIX}{name.upper()}": value for name, value in assignments.items()}
+    return {name: value for name, value in os.environ.items() if name != _RECORDS_DIR_VAR} | mine
+
+
 VISIBLE_GPUS_VAR = "CUDA_VISIBLE_DEVICES"
 """The variable that selects the GPUs of a process."""
 
@@ -450,6 +460,18 @@ def cache_dir(settings: Settings) -> Path:
         return Path.home() / ".cache" / "vllm-moe-oracle"
     except RuntimeError as error:
         raise SettingError(f"there is no cache directory: {error}", "Set MOE_ORACLE_CACHE to one", "cache") from error
+
+
+def hub_cache_dir() -> Path:
+    """The directory in which huggingface_hub keeps models.
+
+    Raises:
+        RuntimeError: there is no home directory.
+    """
+    for name, below in (("HF_HUB_CACHE", ""), ("HF_HOME", "hub"), ("XDG_CACHE_HOME", "huggingface/hub")):
+        if base := get_env(name):
+            return Path(base).expanduser() / below
+    return Path.home() / ".cache" / "huggingface" / "hub"
 
 
 def excluded_by_vllm() -> str:

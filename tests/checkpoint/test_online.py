@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
 from vllm_moe_oracle.cli.main import app
 from vllm_moe_oracle.errors import CheckpointError
-from vllm_moe_oracle.quantization import ONLINE_SCHEMES
+from vllm_moe_oracle.quantization import _BY_METHOD, METHOD_ALIASES, ONLINE_SCHEMES, UNSUPPORTED_ONLINE
 
 CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
 MXFP8 = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
@@ -84,14 +84,39 @@ def test_a_name_of_gpt_oss_is_for_gpt_oss(tmp_path: Path) -> None:
         )
 
 
-def test_unsupported_names_are_refused_with_the_valid_ones(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'fp8' is not supported.*valid are mxfp8, mxfp4"):
-        find_moe_layers(read_checkpoint(written(tmp_path)), online="fp8")
+def test_unknown_names_are_refused_with_the_valid_ones(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'fp9' is not supported.*valid are mxfp8, mxfp4"):
+        find_moe_layers(read_checkpoint(written(tmp_path)), online="fp9")
 
 
-def test_without_the_option_the_error_names_it(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="--quantization mxfp8 or mxfp4 would quantize them while they load"):
-        find_moe_layers(read_checkpoint(written(tmp_path)))
+def test_what_vllm_quantizes_to_other_formats_is_stocks(tmp_path: Path) -> None:
+    found = find_moe_layers(read_checkpoint(written(tmp_path)), online="fp8")
+    assert set(found.unsupported_formats.values()) == {"fp8"} and not found.problems
+    assert found.notes[0].startswith("48 MoE layers have experts in fp8, which are left to stock vLLM, unaffected")
+
+
+def test_every_online_name_of_the_installed_vllm_is_known() -> None:
+    args = pytest.importorskip("vllm.engine.arg_utils", reason="needs vLLM's names")
+    names = pytest.importorskip("vllm.model_executor.layers.quantization").QUANTIZATION_METHODS
+    shorthands = pytest.importorskip("vllm.config.quantization")._ONLINE_SHORTHANDS
+    assert args and set(shorthands) - {*ONLINE_SCHEMES, *UNSUPPORTED_ONLINE} == set()
+    readers = {
+        name.replace("-", "_") for name in (*_BY_METHOD, *(each for them in METHOD_ALIASES.values() for each in them))
+    }
+    known = {*readers, *METHOD_ALIASES, *UNSUPPORTED_ONLINE, *ONLINE_SCHEMES, "deepseek_v4_fp8", "inc"}
+    assert {name.replace("-", "_") for name in names} - known == set()
+
+
+def test_without_the_option_the_experts_are_stocks_and_a_note_names_it(tmp_path: Path) -> None:
+    found = find_moe_layers(read_checkpoint(written(tmp_path)))
+    assert len(found.unquantized) == 48 and not found.problems
+    assert found.notes[1] == "--quantization mxfp8 or mxfp4 would quantize the experts at loading, for this plugin"
+
+
+def test_a_gpt_oss_in_16_bits_is_not_offered_what_is_refused(tmp_path: Path) -> None:
+    found = find_moe_layers(read_checkpoint(written(tmp_path, model_type="gpt_oss", num_local_experts=8)))
+    assert not [note for note in found.notes if "--quantization" in note]
+    assert "the plugin serves gpt-oss in MXFP4, as OpenAI publishes it" in " ".join(found.notes)
 
 
 def test_explain_takes_it_and_says_why_sizes_do_not_do(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from tests.lib.cli import CONFIGS, Run
 from tests.lib.configs import quantized
 from tests.lib.samples import measured_card
 from vllm_moe_oracle import __version__
+from vllm_moe_oracle.cli import commands
 from vllm_moe_oracle.core.decision import ShardPlan
 from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.devices import detect
@@ -112,11 +114,15 @@ def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Callab
     result = run("explain", write(), "--device", "nvidia-h200", "--tp", 2, "--json", "--set", "use_measurements=0")
     assert (result.status, result.err) == (0, "")
     data = result.json
-    assert list(data) == ["vllm", "device", "groups"]
+    assert list(data) == ["vllm", "device", "groups", "left_to_stock", "notes"]
+    assert (data["left_to_stock"], data["notes"]) == ([], [])
     assert data["vllm"] == NEWEST
     assert msgspec.convert(data["device"], Device) == known_device("nvidia-h200")
     (group,) = data["groups"]
-    assert list(group) == ["layers", "count", "is_mtp", "problem", "decision", "left_to_stock", "candidates"]
+    assert list(group) == [
+        "layers", "count", "is_mtp", "problem", "decision", "failure", "left_to_stock", "candidates"
+    ]  # fmt: skip
+    assert group["failure"] is group["left_to_stock"] is None
     assert (group["layers"], group["count"]) == ("model.layers.0-47.mlp.experts", 48)
     problem = msgspec.convert(group["problem"], Problem)
     assert (problem.intermediate_size, problem.parallel.tp, problem.layer) == (384, 2, "model.layers.0.mlp.experts")
@@ -180,13 +186,14 @@ def test_every_checkpoint_that_is_served_gets_no_note_that_it_is_not(
     assert said in " ".join(run("explain", write(), "--device", "cpu").out.split())
 
 
-def test_the_served_names_are_the_registered_ones_and_the_readmes() -> None:
+def test_the_served_names_are_the_registered_ones_and_the_pages() -> None:
     from vllm_moe_oracle.methods import configs, served_schemes
 
     # Through methods alone: vLLM keeps its own config class.
     served = served_schemes()
     assert set(served) == {*configs(), "deepseek_v4_fp8", "inc", "quark"}
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    page = Path(__file__).parents[2] / "vllm_moe_oracle" / "quantization" / "README.md"
+    text = page.read_text(encoding="utf-8")
     assert [name for name in served if f"`{name}`" not in text] == []
     assert served["compressed-tensors"] == ("mxfp4", "mxfp8", "wna16")
 
@@ -319,11 +326,82 @@ def test_expert_parallelism_keeps_the_intermediate_size(run: Run, write: Callabl
 
 def test_layers_that_are_left_out_are_counted(run: Run, write: Callable[..., Path]) -> None:
     path = write(quantization_config=MODELOPT | {"ignore": ["model.layers.0*", "model.layers.47*"]})
-    note = "2 MoE layers have unquantized experts, which vLLM serves itself: model.layers.0,47.mlp.experts"
+    left = "which are left to stock vLLM, unaffected by this plugin: model.layers.0,47.mlp.experts"
+    note = f"2 MoE layers have unquantized experts, {left}"
     result = run("explain", path, "--device", "cpu")
     assert result.status == 0 and f"note: {note}" in " ".join(result.out.split())
     result = run("explain", path, "--device", "cpu", "--json")
     assert result.json["groups"][0]["count"] == 46 and result.err == f"note: {note}\n"
+    assert result.json["notes"] == [note]
+    assert result.json["left_to_stock"] == [{"format": None, "layers": "model.layers.0,47.mlp.experts", "count": 2}]
+
+
+@pytest.mark.parametrize(
+    ("config", "format"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8"),
+        (MODELOPT | {"quant_algo": "NVFP4"}, "NVFP4"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "humming"}, "humming"),
+        (None, None),
+    ],
+    ids=str,
+)
+def test_what_this_package_does_not_serve_is_no_failure(
+    config: dict[str, Any] | None, format: str | None, run: Run, write: Callable[..., Path]
+) -> None:
+    path = write(quantization_config=config)
+    result = run("explain", path, "--device", "nvidia-h200")
+    said = f"experts{f' in {format}' if format else ''}, which are left to stock vLLM, unaffected by this plugin"
+    assert (result.status, result.err) == (0, "") and said in " ".join(result.out.split())
+    data = run("explain", path, "--device", "nvidia-h200", "--json").json
+    layers = "model.layers.0-47.mlp.experts"
+    assert data["groups"] == [] and data["left_to_stock"] == [{"format": format, "layers": layers, "count": 48}]
+    for measuring in ("tune", "bench"):
+        result = run(measuring, path)
+        assert result.status == 2 and "there is nothing to measure: 48 MoE layers have" in result.err
+
+
+def test_a_named_device_has_no_torch_of_its_own(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+    """What vLLM's release requires is no fact about the machine; a file of a real one has a driver."""
+    named = run("explain", write(), "--device", "nvidia-h200", "--json").json
+    real = {**named["device"], "driver": "580.1", "packages": {**named["device"]["packages"], "torch": "9.9"}}
+    (tmp_path / "real.json").write_text(json.dumps(real))
+    there = run("explain", write(), "--device", tmp_path / "real.json", "--json").json
+    said = [each["groups"][0]["decision"]["explanation"] for each in (named, there)]
+    assert "torch" not in said[0] and "not 9.9" in said[1]
+
+
+def test_a_permission_that_changes_nothing_is_said(run: Run, write: Callable[..., Path]) -> None:
+    def why(*more: str) -> str:
+        decided = run("explain", write(), "--device", "nvidia-h200", "--set", *more, "--json").json["groups"][0]
+        return str(decided["decision"]["explanation"])
+
+    said = "allow_activation_quantization=1 changes nothing here: hopper_mxfp8_w8a8_token must be chosen by name"
+    assert said in why("allow_activation_quantization=1")
+    assert "changes nothing" not in why("use_measurements=1")
+    assert "changes nothing" not in why("allow_activation_quantization=1", "--backend", "hopper_mxfp8_w8a8_token")
+
+
+def test_a_model_of_the_local_hub_cache_is_read(
+    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    missing = run("explain", "some/model", "--device", "cpu")
+    assert missing.status == 2 and "hf download some/model --include" in missing.err
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc123"
+    snapshot.mkdir(parents=True)
+    write().rename(snapshot / "config.json")
+    (snapshot.parents[1] / "refs").mkdir()
+    main = snapshot.parents[1] / "refs" / "main"
+    for revision, status in (("abc123", 0), ("../snapshots/abc123", 2), ("def", 2), ("", 2)):
+        main.write_text(revision)
+        result = run("explain", "some/model", "--device", "cpu", "--json")
+        assert result.status == status, result.err
+    main.write_text("abc123")
+    result = run("explain", "some/model", "--device", "cpu", "--json")
+    (note,) = result.json["notes"]
+    assert note == f"some/model is read from the local cache of the Hugging Face Hub: {snapshot / 'config.json'}"
 
 
 def test_a_checkpoint_whose_experts_are_all_left_out_needs_no_backend(run: Run, write: Callable[..., Path]) -> None:
@@ -683,7 +761,7 @@ def test_help_and_version(run: Run) -> None:
     result = run("--help")
     assert result.status == 0 and "..." not in result.out.partition("Commands:")[2], "a summary is cut off"
     names = re.findall(r"^  (\w+)  ", result.out.partition("Commands:")[2], re.MULTILINE)
-    assert names == ["bench", "explain", "report", "status", "tune"]
+    assert names == sorted(each.name for each in pkgutil.iter_modules(commands.__path__))
     for name in names:
         text = run(name, "--help").out
         assert "Example" in text and "Exit status" in text
@@ -752,7 +830,7 @@ def test_status_says_that_a_report_cannot_be_written() -> None:
 
 
 def test_status_names_backends_and_counts_patches_in_words() -> None:
-    said = python("-m", "vllm_moe_oracle.cli.main", "status", COLUMNS="200").stdout
+    said = python("-m", "vllm_moe_oracle.cli.main", "status", "--verbose", COLUMNS="200").stdout
     assert re.search(r"^ *emulation .*built in$", said, re.MULTILINE) and "vllm_moe_oracle.backends" not in said
     assert "waiting" not in said
 

@@ -14,6 +14,7 @@ from tests.lib.cli import CONFIGS, Run
 from vllm_moe_oracle.devices import catalog, detect
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import model_shapes
+from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measuring.tuning import group_by_kernel_shape
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.releases.supported import NEWEST
@@ -178,11 +179,11 @@ def test_a_place_that_cannot_be_shown_is_not_imported(tmp_path: Path, line: str,
 def test_a_profile_of_another_place_is_not_passed_over_in_silence() -> None:
     import msgspec
 
-    from vllm_moe_oracle.measurements import environment, profile
+    from vllm_moe_oracle.measurements import profile
     from vllm_moe_oracle.measuring import tuning
 
     card = catalog.known_device("nvidia-h200")
-    here = environment.of(card)
+    here = Environment.of(card)
     assert tuning.why_not_reusable(profile.make(here, {}, {}), card) == ""
     for changes, words in (({"gpu": "NVIDIA H100"}, "measured on NVIDIA H100"), ({"driver": "1"}, "is unknown")):
         there = msgspec.structs.replace(here, **changes)
@@ -270,7 +271,6 @@ def test_deepseek_v4_flash_has_the_shape_of_the_list(tmp_path: Path) -> None:
 @pytest.fixture
 def measured(tmp_path: Path) -> Path:
     """A cache in which Marlin is fast for few tokens and our kernels are for many, on an H200."""
-    from vllm_moe_oracle.measurements import environment
     from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
     from vllm_moe_oracle.measurements.store import Store
 
@@ -284,7 +284,7 @@ def measured(tmp_path: Path) -> Path:
         for count in (1, 4, 16, 64, 256, 1024, 4096)
         for us in [both[count > 64]]
     ]
-    store.add(environment.of(catalog.known_device("nvidia-h200")), kernel_shape_of(layer), samples)
+    store.add(Environment.of(catalog.known_device("nvidia-h200")), kernel_shape_of(layer), samples)
     return tmp_path
 
 
@@ -307,7 +307,9 @@ def test_explain_shows_what_was_measured(run: Run, measured: Path) -> None:
         "token ranges marlin_mxfp8 up to 128 tokens, hopper_mxfp8 beyond; a second copy of the weights: about 594 MiB"
     )
     assert said in words
-    rows = {line.split()[0]: " ".join(line.split()[2:]) for line in result.out.splitlines() if " accepted" in line}
+    verdicts = (" accepted", " chosen")
+    lines = [line for line in result.out.splitlines() if any(verdict in line for verdict in verdicts)]
+    rows = {line.split()[0]: " ".join(line.split()[2:]) for line in lines}
     assert rows["humming_mxfp8"] == "1: 60.0, 16: 60.0, 256: 60.0, 4096: 60.0"
     assert rows["hopper_mxfp8"] == "1: 50.0, 16: 50.0, 256: 40.0, 4096: 40.0" and rows["emulation"] == ""
     assert "microseconds" not in run("explain", MXFP8, *where, "--set", "use_measurements=0").out
@@ -318,11 +320,11 @@ def test_explain_shows_what_was_measured(run: Run, measured: Path) -> None:
 
 @pytest.mark.parametrize("source", ["cache", "profile"])
 def test_what_failed_is_shown_without_moving_the_cursor(run: Run, tmp_path: Path, source: str) -> None:
-    from vllm_moe_oracle.measurements import environment, profile
+    from vllm_moe_oracle.measurements import profile
     from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
     from vllm_moe_oracle.measurements.store import Store
 
-    layer, here = model_shapes.parse("mxfp8:qwen3-30b-a3b"), environment.of(catalog.known_device("nvidia-h200"))
+    layer, here = model_shapes.parse("mxfp8:qwen3-30b-a3b"), Environment.of(catalog.known_device("nvidia-h200"))
     samples = [Sample("marlin_mxfp8", "16bit", 4, "uniform", failure="no \x1b[2Jroom\nERROR: none of our lines")]
     if source == "cache":
         Store(tmp_path).prepare()

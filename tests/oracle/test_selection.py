@@ -456,7 +456,7 @@ FAST_FOR_ALL = backend(
     "all",
     capabilities=Capabilities(
         devices=("cuda",), gated=("swigluoai",), activation_params=True, bias=True, formats=("standard", "batched"),
-        weight_on_input=True, lora=True, eplb=True, batch_invariant=True,
+        apply_router_weight_on_input=True, lora=True, eplb=True, batch_invariant=True,
     ),
 )  # fmt: skip
 

@@ -1,9 +1,9 @@
 """Model configs to `Problem`s: which layers have experts, their shapes and formats, and what one rank holds.
 
-Only ``config.json`` is read (and ``hf_quant_config.json``, where older ModelOpt releases keep the quantization), and in
-a folder of GPTQ or AWQ tensors the biases of experts, which no config mentions. Nothing here needs torch or vLLM.
-Models name the same field differently, so each field has a list of names; what a model's code decides stands in the
-tables of `layer_names`, `layer_problem` and `model_fields`. Names of layers are vLLM's.
+Only ``config.json`` is read (or Mistral's ``params.json``, and ``hf_quant_config.json``, where older ModelOpt releases
+keep the quantization), and in a folder of GPTQ or AWQ tensors the biases of experts, which no config mentions. Nothing
+here needs torch or vLLM. Models name the same field differently, so each field has a list of names; what a model's code
+decides stands in the tables of `layer_names`, `layer_problem` and `model_fields`. Names of layers are vLLM's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..errors import CheckpointError, did_you_mean
 from ..quantization import (
     METHOD_ALIASES,
     ONLINE_SCHEMES,
+    UNSUPPORTED_ONLINE,
     config_notes,
     parse_config,
     vllm_method_name,
@@ -46,8 +47,8 @@ class MoeLayers:
     Attributes:
         problems: one for each layer whose experts are stored in a scheme that this project reads, in order.
         unquantized: names of layers whose experts the quantization config leaves out.
-        unsupported_formats: the format of each layer whose experts this package does not read, by name.
-        method: vLLM's name for the checkpoint's quantization, e.g. ``modelopt_mxfp8``.
+        unsupported_formats: the format of each layer whose experts this package leaves to stock vLLM, by name.
+        method: vLLM's name for the checkpoint's quantization, e.g. ``modelopt_mxfp8``; "" for none.
         notes: what a user should know about how the layers were found, one sentence each.
         mtp_problems: the same for multi-token prediction modules, which vLLM loads as a model of their own for
             speculative decoding.
@@ -81,8 +82,8 @@ def find_moe_layers(
             padded with zeros; None for the newest.
 
     Raises:
-        CheckpointError: no MoE layers, no quantization, an unknown one, another than `online`, a field that is missing
-            or has a value that it cannot have, or a number of ranks over which the model cannot be sharded.
+        CheckpointError: no MoE layers, an unknown quantization, another than `online`, a field that is missing or has a
+            value that it cannot have, or a number of ranks over which the model cannot be sharded.
     """
     # Fields that are not checked one by one may have any type.
     with boundary(CheckpointError, "is not the config of a model", where=str(config.path)):
@@ -92,9 +93,9 @@ def find_moe_layers(
 def _find_moe_layers(
     config: CheckpointFiles, tp: int, ep: bool, ragged_shards: bool, online: str, vllm: str | None
 ) -> MoeLayers:
-    where = str(config.path)
     if tp > MAX_RANKS:
-        raise CheckpointError(f"{tp} ranks are more than {MAX_RANKS}, the most that are considered", where=where)
+        rule = f"{tp} ranks are more than {MAX_RANKS}, the most that are considered"
+        raise CheckpointError(rule, where=str(config.path))
     names = moe_layer_names(config, vllm)
     format_of, method = _expert_formats(config, online)
     mtp_names = mtp_layer_names(config, vllm)
@@ -111,11 +112,7 @@ def _find_moe_layers(
         else:
             found = mtp_problems if index in mtp_names else problems
             found.append(layer_problem(config, index, name, layer_format, tp, ep, ragged_shards, vllm))
-    if foreign and not problems:
-        formats = ", ".join(dict.fromkeys(foreign.values()))
-        rule = f"its experts are stored as {formats}, which this release does not read"
-        raise CheckpointError(rule, "It reads MXFP8, MXFP4 and 16-bit-activation integer formats", where)
-    notes = tuple(_notes(config, unquantized, foreign))
+    notes = tuple(_notes(config, unquantized, foreign, online))
     if model_type(config) == EVEN_SPLIT_MODEL_TYPE and any(problem.scheme.name == "wna16" for problem in problems):
         rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "
         notes += (f"{rule}weight_packed): loading fails: the weights are reported as missing",)
@@ -136,15 +133,13 @@ def _expert_formats(config: CheckpointFiles, online: str) -> tuple[FormatLookup,
             raise CheckpointError(rule, "Serve the checkpoint in MXFP4 that OpenAI publishes", where)
         if online in ONLINE_SCHEMES:
             return lambda layer: ONLINE_SCHEMES[online], online
+        if online in UNSUPPORTED_ONLINE:
+            return lambda layer: UnsupportedFormat(online), online
         if online:
             rule = f"--quantization {short_repr(online)} is not supported"
             valid = f"{did_you_mean(online, ONLINE_SCHEMES)}For a checkpoint in 16 bits, valid are "
-            raise CheckpointError(rule, valid + ", ".join(ONLINE_SCHEMES), where)
-        remedy = (
-            "Its experts are in the model's own dtype, for which vLLM chooses kernels itself; "
-            f"--quantization {' or '.join(ONLINE_SCHEMES)} would quantize them while they load"
-        )
-        raise CheckpointError("there is no quantization_config and no hf_quant_config.json", remedy, where)
+            raise CheckpointError(rule, valid + ", ".join((*ONLINE_SCHEMES, *UNSUPPORTED_ONLINE)), where)
+        return lambda layer: None, ""
     quantization, source = config.quantization
     if model_type(config) in _FP4_EXPERT_MODELS:
         quantization = {"expert_dtype": config.model_config.get("expert_dtype") or "fp4", **quantization}
@@ -169,13 +164,22 @@ def _expert_formats(config: CheckpointFiles, online: str) -> tuple[FormatLookup,
     return (with_moe_wna16_packing(format_of) if online == "moe_wna16" else format_of), named
 
 
-def _notes(config: CheckpointFiles, unquantized: list[str], unsupported_formats: Mapping[str, str]) -> Iterable[str]:
+def _notes(
+    config: CheckpointFiles, unquantized: list[str], unsupported_formats: Mapping[str, str], online: str
+) -> Iterable[str]:
+    left = "which are left to stock vLLM, unaffected by this plugin"
     if unquantized:
-        names = compact_layer_names(unquantized)
-        yield f"{_count_layers(len(unquantized))} unquantized experts, which vLLM serves itself: {names}"
+        yield f"{_count_layers(len(unquantized))} unquantized experts, {left}: {compact_layer_names(unquantized)}"
+    if config.quantization is None and not online:
+        if model_type(config) == EVEN_SPLIT_MODEL_TYPE:
+            yield "the plugin serves gpt-oss in MXFP4, as OpenAI publishes it; vLLM cannot quantize it at loading"
+        else:
+            yield f"--quantization {' or '.join(ONLINE_SCHEMES)} would quantize the experts at loading, for this plugin"
     for format, count in Counter(unsupported_formats.values()).items():
         names = compact_layer_names([name for name, other in unsupported_formats.items() if other == format])
-        yield f"{_count_layers(count)} experts in {format}, which this release does not read: {names}"
+        yield f"{_count_layers(count)} experts in {format}, {left}: {names}"
+    if unsupported_formats:
+        yield "this plugin serves experts in MXFP8, MXFP4 and integers with 16-bit activations"
     if config.quantization is not None:
         yield from config_notes(*config.quantization)
     note = model_dtype(config)[1]

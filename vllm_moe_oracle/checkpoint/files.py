@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import Any
 from ..errors import CheckpointError
 from ..quantization.fields import short_repr
 from ..untrusted import boundary, parse_json, read_file
+from . import mistral_params
 from .biases import has_nonzero_expert_biases
+from .hub_cache import cached_snapshot, is_hub_name
 
 _METHODS_WITH_BIASES = ("gptq", "awq")
 """Formats whose methods look for biases of experts among a checkpoint's tensors."""
@@ -25,8 +26,8 @@ class CheckpointFiles:
     """The files that describe a checkpoint.
 
     Attributes:
-        path: the config.json.
-        full_config: its content.
+        path: the config.json, or Mistral's params.json.
+        full_config: its content, params.json's in the fields of a config.json.
         model_config: the part that describes the language model: all of it, or its ``text_config``.
         has_text_config: `model_config` is such a part.
         quantization: the quantization config, and the file and field that it came from; None when there is none.
@@ -45,7 +46,8 @@ def read_checkpoint(path: Path | str) -> CheckpointFiles:
     """Reads the files that describe a checkpoint.
 
     Args:
-        path: the checkpoint's folder, or its config.json under any name.
+        path: the checkpoint's folder, or its config.json under any name; or, where nothing has this path, the name of a
+            model of the Hugging Face Hub that lies in its local cache.
 
     Raises:
         CheckpointError: a file that is missing, cannot be read, is too large, or holds no JSON object.
@@ -57,18 +59,24 @@ def read_checkpoint(path: Path | str) -> CheckpointFiles:
 def _read_checkpoint(path: Path) -> CheckpointFiles:
     with boundary(CheckpointError, "cannot be a path"):  # a name that is too long, or holds a null byte
         found = path.exists()
+    if not found and is_hub_name(str(path)) and (snapshot := cached_snapshot(str(path))) is not None:
+        return _read_checkpoint(snapshot)
     if not found:
         remedy = "Give a checkpoint's folder or its config.json; nothing is downloaded"
-        if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path), re.ASCII):  # as the Hugging Face Hub names models
+        if is_hub_name(str(path)):
             remedy += (
-                f". For a model of the Hugging Face Hub, download its config first: hf download {path} --include "
-                "'*config.json', then give the folder that it prints"
+                f". A model of the Hugging Face Hub is read where its cache has it: hf download {path} --include "
+                "'*config.json' 'params.json'"
             )
         raise CheckpointError("no such file or folder", remedy, str(path))
     file = path / "config.json" if path.is_dir() else path
+    if path.is_dir() and not file.exists() and (path / mistral_params.FILE_NAME).exists():
+        file = path / mistral_params.FILE_NAME
     if not file.exists():
         raise CheckpointError(*_explain_missing_config(path), str(path))
     top = _read_json_object(file)
+    if file.name == mistral_params.FILE_NAME:
+        top = mistral_params.as_model_config(top, str(file))
     model, nested = _text_config(top, file)
     quantization = _quantization_config(top, model, file)
     told = quantization is not None and str(quantization[0].get("quant_method")).lower() in _METHODS_WITH_BIASES

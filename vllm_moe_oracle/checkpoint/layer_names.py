@@ -182,14 +182,19 @@ def _layer_names(config: CheckpointFiles, index: int, vllm: str | None) -> Layer
 def compact_layer_names(names: Iterable[str]) -> str:
     """Names of layers as ranges: ``model.layers.0-2,5.mlp.experts``, ``model.layers.1-47 step 2.mlp.experts``.
 
-    Names that differ elsewhere are listed apart.
+    Names that differ elsewhere, or have no number, are listed apart.
     """
     groups: dict[tuple[str, str], list[int]] = {}
+    others = []
     for name in names:
         before, _, rest = name.partition(".layers.")
         number, _, after = rest.partition(".")
-        groups.setdefault((before, after), []).append(int(number))
-    return ", ".join(f"{before}.layers.{_index_ranges(found)}.{after}" for (before, after), found in groups.items())
+        if number.isdecimal():
+            groups.setdefault((before, after), []).append(int(number))
+        else:
+            others.append(name)
+    ranges = [f"{before}.layers.{_index_ranges(found)}.{after}" for (before, after), found in groups.items()]
+    return ", ".join(ranges + others)
 
 
 def _index_ranges(numbers: list[int]) -> str:

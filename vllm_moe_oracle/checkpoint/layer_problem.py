@@ -258,7 +258,7 @@ def _routing(config: CheckpointFiles, index: int) -> Routing:
         top_k_groups=chosen if groups else None,
         # Experts from a table are not chosen by score.
         correction_bias=corrected and not hash_routing,
-        weight_on_input=kind.startswith("llama4"),
+        apply_router_weight_on_input=kind.startswith("llama4"),
         hash_routing=hash_routing,
     )
 

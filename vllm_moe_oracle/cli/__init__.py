@@ -1,5 +1,7 @@
 """The command line tool. One file in `commands` is one command; nothing else has to be edited for a new one."""
 
+EXIT_UNHEALTHY = 1
+"""Exit status of a check that failed."""
 EXIT_INVALID_INPUT = 2
 """Exit status when the input cannot be used; also click's own for a wrong option."""
 EXIT_NO_BACKEND = 3

@@ -9,12 +9,14 @@ import typer
 
 from ..errors import MeasurementError, SettingError
 from ..measurements import profile
-from ..settings import Settings, load
+from ..settings import FIELDS, Settings, load
 
 ModelNames = Annotated[
     list[str] | None,
     typer.Argument(
-        help="A checkpoint's folder, a config.json, SCHEME:SHAPE[@tpN], or a SHAPE in all its formats.", metavar="MODEL"
+        help="A checkpoint's folder, a config.json, a Hub name in the local cache, SCHEME:SHAPE[@tpN], or a SHAPE in "
+        "all its formats.",
+        metavar="MODEL",
     ),
 ]
 TensorParallel = Annotated[int, typer.Option(help="Tensor-parallel ranks.", metavar="N")]
@@ -28,7 +30,12 @@ Replays = Annotated[int, typer.Option(help="Timed replays of each backend and nu
 Gpus = Annotated[str, typer.Option(help="Measure on several GPUs: all, or numbers like 0,1.", metavar="all|N,...")]
 Assignments = Annotated[
     list[str] | None,
-    typer.Option("--set", help="A setting of the plugin, e.g. backend=emulation. Repeatable.", metavar="KEY=VALUE"),
+    typer.Option(
+        "--set",
+        help="A setting of the plugin, e.g. backend=emulation. Repeatable.",
+        metavar="KEY=VALUE",
+        autocompletion=lambda: [f"{name}=" for name in FIELDS],
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

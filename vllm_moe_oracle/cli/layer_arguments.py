@@ -38,7 +38,11 @@ def resolve_problems(models: Sequence[str], tp: int, ep: bool) -> list[Problem]:
         # Not Path's: it raises where a name is too long for a file.
         if os.path.exists(word) or "/" in word or word.endswith(".json"):
             read = checkpoint.read_checkpoint(Path(word))
-            found += checkpoint.find_moe_layers(read, tp, ep, vllm=installed_packages().get("vllm")).problems
+            layers = checkpoint.find_moe_layers(read, tp, ep, vllm=installed_packages().get("vllm"))
+            if not layers.problems:
+                rule = f"there is nothing to measure: {'; '.join(layers.notes)}"
+                raise MeasurementError(rule, where=str(read.path))
+            found += layers.problems
             continue
         if ep:
             rule = f"{word!r} names a layer whose experts are all on one rank"

@@ -26,7 +26,6 @@ app = typer.Typer(
     name="vllm-moe-oracle",
     help="Says which kernels vLLM's quantized mixture-of-experts layers get on a machine, and why.",
     no_args_is_help=True,
-    add_completion=False,
     # Plain help and usage errors: readable in a log, and rich is not imported for them.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -50,14 +49,22 @@ def _options(
 
 
 for _module in pkgutil.iter_modules(commands.__path__):
-    _command = importlib.import_module(f"{commands.__name__}.{_module.name}").command
+    _file = importlib.import_module(f"{commands.__name__}.{_module.name}")
+    _command = _file.command
     # The whole first sentence: by itself the list of commands would cut it off.
     _summary = " ".join((inspect.getdoc(_command) or "").partition("\n\n")[0].split())
-    app.command(_module.name, short_help=_summary)(_command)
+    app.command(_module.name, short_help=_summary, context_settings=getattr(_file, "CONTEXT_SETTINGS", None))(_command)
 
 
 _ClickError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
 """click's base class of what it says to users; newer releases of typer have a click of their own."""
+
+
+_EXTRAS = {
+    **dict.fromkeys(("vllm", "torch", "triton", "numpy"), "vllm"),
+    **dict.fromkeys(("jinja2", "matplotlib"), "plot"),
+}
+"""The extra that brings a module, by the module's name. Commands import such modules when they need them."""
 
 
 def _end_with_closed_pipe() -> NoReturn:
@@ -108,6 +115,11 @@ def main() -> None:
         sys.exit(error.exit_code)
     except typer.Abort:
         sys.exit(1)
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        _fail(f"this needs {error.name}, which is not installed. Install it: pip install 'vllm-moe-oracle[{extra}]'")
     except OracleError as error:
         # One line: what tools and people grep for. A message's table, where it has one, belongs to the command.
         _fail(str(error))

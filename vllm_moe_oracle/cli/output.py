@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 # Functions import rich, which takes a quarter of the tool's start.
 
+GLUE = "\N{OPEN BOX}"
+"""Stands for a space at which no line is broken. rich breaks lines at every kind of space."""
+
 
 def show(*parts: Any) -> None:
     """Prints texts, tables and paddings for people: no markup (names hold brackets), and no escape codes but rich's own
@@ -33,7 +36,7 @@ def show(*parts: Any) -> None:
         for part in parts:
             console.print(printable(part) if isinstance(part, str) else part)
     # rich fills every line of a table up to the width; a log does not want that.
-    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().replace(GLUE, " ").splitlines()))
 
 
 def print_json(data: object) -> None:
@@ -59,19 +62,29 @@ def key_value_table(rows: Iterable[tuple[str, str]], indent: int = 2) -> Table:
     return table
 
 
-def table(columns: Iterable[str], rows: Iterable[Iterable[str]], indent: int = 0) -> Padding:
-    """A table whose last column takes the room that is left; cells are wrapped, never cut."""
+def table(
+    columns: Iterable[str], rows: Iterable[Iterable[str]], indent: int = 0, marked: Collection[int] = ()
+) -> Padding:
+    """A table whose first column is never broken, and whose last one takes the room that is left; the others' cells are
+    wrapped, never cut.
+
+    Args:
+        columns: the columns' names.
+        rows: the cells of each row.
+        indent: spaces before each line.
+        marked: indices of rows that a terminal shows in bold.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.padding import Padding
     from rich.table import Table
 
     made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
     names = list(columns)
-    for name in names[:-1]:
-        made.add_column(name, overflow="fold")
+    for index, name in enumerate(names[:-1]):
+        made.add_column(name, overflow="fold", no_wrap=index == 0)
     made.add_column(names[-1], overflow="fold", ratio=1)
-    for row in rows:
-        made.add_row(*map(_cell, row))
+    for index, row in enumerate(rows):
+        made.add_row(*map(_cell, row), style="bold" if index in marked else None)
     return Padding(made, (0, 0, 0, indent))
 
 

@@ -162,7 +162,7 @@ def _check_overrides(settings: Settings) -> None:
 
 
 def model_report(total: int) -> dict[str, Any]:
-    """What was decided for the model, as JSON's own types.
+    """What was decided for the model, as JSON's own types, by ``decision_record.schema.json``.
 
     Args:
         total: MoE layers of the model, ours or not.
@@ -171,6 +171,7 @@ def model_report(total: int) -> dict[str, Any]:
     for decision in _model.decisions.values():
         groups.setdefault((decision.problem.key(), decision.backend, decision.explanation), []).append(decision)
     report = {
+        "record_version": decision_records.RECORD_VERSION,
         "moe_oracle": __version__,
         "vllm": current_adapter().version(),
         **_rank_fields(),

@@ -185,6 +185,7 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
         explanation = f"{explanation}; {choice.explanation}"
     if measurements is not None and not measurements.times and _can_be_measured(chosen, case):
         explanation += "; no measurements of this layer are valid here: run vllm-moe-oracle tune where it is served"
+    explanation += _unused_permission(chosen, case)
     decision = case.decision(chosen, why, f"{explanation}{note}")
     return dataclasses.replace(
         decision, degraded=bool(note), measured=choice.measured, token_ranges=choice.token_ranges
@@ -215,6 +216,20 @@ def _only_by_name(candidate: Candidate) -> Candidate:
         f"the setting backend={name}, or --moe-backend {name}",
     )
     return dataclasses.replace(candidate, verdict=Rejected((reason,)))
+
+
+def _unused_permission(chosen: Candidate, case: _DecisionInput) -> str:
+    """What to do where the setting allow_activation_quantization is on and the automatic choice does not use it."""
+    declared = case.problem.scheme.activations
+
+    def needs_it(candidate: Candidate) -> bool:
+        return not satisfies_precision(candidate.answers.activations, declared)
+
+    if not case.settings.allow_activation_quantization or needs_it(chosen):
+        return ""
+    names = [each.backend for each in case.accepted if needs_it(each)]
+    what = f"{', '.join(names)} must be chosen by name" if names else "no backend that quantizes activations can run"
+    return f"; allow_activation_quantization=1 changes nothing here: {what}"
 
 
 def _can_be_measured(static: Candidate, case: _DecisionInput) -> bool:

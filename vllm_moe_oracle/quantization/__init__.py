@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..core.problem import MX_BLOCK, Scheme
-from ..errors import CheckpointError
+from ..errors import CheckpointError, did_you_mean
 from .fields import read_string, short_repr
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat
+from .unsupported import UNSUPPORTED_ONLINE as UNSUPPORTED_ONLINE
 
 
 def _formats() -> Iterator[QuantConfigFormat]:
@@ -62,7 +63,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
         CheckpointError: an unknown ``quant_method``; a field that is missing or has an invalid value.
     """
     method = _quant_method(config, where)
-    remedy = f"Known are {', '.join(_BY_METHOD)}"
+    remedy = f"{did_you_mean(method, _BY_METHOD)}Known are {', '.join(_BY_METHOD)}"
     if not method:
         raise CheckpointError("there is no quant_method", remedy, where)
     if method not in _BY_METHOD:

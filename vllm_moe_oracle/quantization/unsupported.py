@@ -14,4 +14,24 @@ def parse_unsupported(config: Mapping[str, Any], where: str) -> FormatLookup:
     return lambda layer: method
 
 
-FORMAT = QuantConfigFormat(dict.fromkeys(("fbgemm-fp8", "bitsandbytes", "experts-int8", "torchao"), parse_unsupported))
+FORMAT = QuantConfigFormat(
+    dict.fromkeys(
+        ("bitsandbytes", "experts-int8", "fbgemm-fp8", "fp-quant", "humming", "torchao"),
+        parse_unsupported,
+    )
+)
+
+UNSUPPORTED_ONLINE = (
+    "bitsandbytes",
+    "experts_int8",
+    "fp8",
+    "fp8_per_block",
+    "fp8_per_channel",
+    "fp8_per_tensor",
+    "humming",
+    "int8_per_channel_weight_only",
+    "nvfp4_per_token",
+    "online",
+    "torchao",
+)
+"""The same for what ``--quantization`` makes of a checkpoint in 16 bits."""

@@ -70,7 +70,10 @@ def command(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw the times into this file (.svg, .png); needs the extra plot.", metavar="FILE"),
+        typer.Option(
+            help="Draw times, and the speed-up over stock, into this file (.svg, .png); needs the extra plot.",
+            metavar="FILE",
+        ),
     ] = None,
     assignments: Assignments = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records, one JSON object a line.")] = False,
@@ -207,9 +210,9 @@ def _check_plot_path(path: Path) -> None:
 
 
 def _plot(records: list[BenchRecord], path: Path, gpu: str) -> None:
-    """Draws the times of all layers into a file."""
+    """Draws the speedups and times of all layers into a file."""
     try:
-        plots.save_times([page_data.panel_of_records(found, gpu) for found in _by_layer(records).values()], str(path))
+        plots.save_picture([page_data.panel_of_records(found, gpu) for found in _by_layer(records).values()], str(path))
     except OSError as error:
         raise MeasurementError(f"cannot be written: {error.strerror}", where=str(path)) from error
 
@@ -237,10 +240,10 @@ def _row(record: BenchRecord, backends: list[str]) -> list[str]:
         if us is None:
             return "-"
         share = record.fraction_of_roofline
-        return f"{us:.1f}" + (f" ({share[name]:.0%})" if share else "")
+        return f"{us:.1f}" + (f"{output.GLUE}({share[name]:.0%})" if share else "")
 
     choice, roofline = record.choice, record.roofline_us
     words = "-" if choice is None else choice.backend
     if choice is not None and choice.behind_best:
-        words += f" (+{choice.behind_best:.1%})"
+        words += f"{output.GLUE}(+{choice.behind_best:.1%})"
     return [str(record.tokens), "-" if roofline is None else f"{roofline:.1f}", *map(cell, backends), words]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,17 +40,29 @@ from ..arguments import AsJson, Assignments, ExpertParallel, TensorParallel, com
 
 # More than 80 lines: one parameter for each option, and the help text. The steps are functions below.
 def command(
-    path: Annotated[str, typer.Argument(help="A checkpoint's folder, or a bare config.json.", metavar="PATH")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            help="A checkpoint's folder, a bare config.json, or a Hub name in the local cache.", metavar="PATH"
+        ),
+    ],
     device: Annotated[
         str,
         typer.Option(
             help=f"auto (this machine), {', '.join(known_device_names())}, or a JSON file with at least "
             "kind and name: status --json prints one. A name stands for the newest tested vLLM.",
             metavar="NAME|FILE",
+            autocompletion=lambda: ["auto", *known_device_names()],
         ),
     ] = "auto",
     vllm: Annotated[
-        str, typer.Option("--vllm", help="A supported release of vLLM instead of the device's own.", metavar="VERSION")
+        str,
+        typer.Option(
+            "--vllm",
+            help="A supported release of vLLM instead of the device's own.",
+            metavar="VERSION",
+            autocompletion=lambda: list(RELEASES),
+        ),
     ] = "",
     tp: TensorParallel = 1,
     ep: ExpertParallel = False,
@@ -112,8 +125,9 @@ def command(
     moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
     check_backend_names(chosen, moe_backend)
     machine = _with_vllm(_resolve_device(device), vllm)
+    read = checkpoint.read_checkpoint(Path(path))
     layers = checkpoint.find_moe_layers(
-        checkpoint.read_checkpoint(Path(path)),
+        read,
         tp,
         ep,
         chosen.ragged_shards,
@@ -144,9 +158,16 @@ def command(
         layers = dataclasses.replace(layers, notes=(*layers.notes, rule))
     placement = _placement_notes((*model, *mtp), round_robin)
     server = _server_notes(chosen, layers.method, groups, machine)
-    notes = [*layers.notes, *_activation_notes(layers, chosen), *placement, *server]
+    cached = f"{path} is read from the local cache of the Hugging Face Hub: {read.path}"
+    notes = [
+        *([] if os.path.exists(path) else [cached]),
+        *layers.notes,
+        *_activation_notes(layers, chosen),
+        *placement,
+        *server,
+    ]
     if as_json:
-        _print_json(groups, notes, machine)
+        _print_json(groups, layers, notes, machine)
     else:
         _print(groups, notes, machine, tp, ep, assumed=bool(vllm) or device in known_device_names())
     if any(group.decision is None and not group.stock_class for group in groups):
@@ -204,6 +225,7 @@ class _LayerGroup:
             "is_mtp": self.is_mtp,
             "problem": self.problem,
             "decision": None if self.decision is None else self.decision.to_record(),
+            "failure": self.failure or None,
             "left_to_stock": self.stock_class or None,
             "candidates": [candidate.to_record() for candidate in self.candidates],
         }
@@ -340,9 +362,22 @@ def _vllm_version(device: Device) -> str | None:
     return device.packages.get("vllm") or installed_packages().get("vllm")
 
 
-def _print_json(groups: list[_LayerGroup], notes: list[str], device: Device) -> None:
-    """JSON to standard output, failures and notes to standard error."""
-    output.print_json({"vllm": _vllm_version(device), "device": device, "groups": [each.to_json() for each in groups]})
+def _print_json(groups: list[_LayerGroup], layers: MoeLayers, notes: list[str], device: Device) -> None:
+    """JSON to standard output; failures and notes, which it has too, to standard error."""
+    left: list[tuple[str | None, tuple[str, ...]]] = [(None, layers.unquantized)] if layers.unquantized else []
+    for format in dict.fromkeys(layers.unsupported_formats.values()):
+        left.append((format, tuple(name for name, other in layers.unsupported_formats.items() if other == format)))
+    output.print_json(
+        {
+            "vllm": _vllm_version(device),
+            "device": device,
+            "groups": [each.to_json() for each in groups],
+            "left_to_stock": [
+                {"format": format, "layers": compact_layer_names(names), "count": len(names)} for format, names in left
+            ],
+            "notes": notes,
+        }
+    )
     for group in groups:
         if group.decision is None:
             output.print_message("note" if group.stock_class else "error", f"{group.layers}: {group.failure}")
@@ -366,9 +401,9 @@ def _print(
         if group.candidates:
             times = _format_times(group.decision)
             last = "reasons, or microseconds by tokens" if times else "reasons"
-            output.show(
-                "", output.table(("candidate", "verdict", last), _candidate_rows(group.candidates, times), indent=2)
-            )
+            rows = _candidate_rows(group, times)
+            chosen = [index for index, row in enumerate(rows) if row[1] == _CHOSEN]
+            output.show("", output.table(("candidate", "verdict", last), rows, indent=2, marked=chosen))
     for note in notes:
         output.show(f"\nnote: {note}")
 
@@ -417,14 +452,21 @@ def _format_times(decision: Decision | None) -> dict[str, str]:
     for name, points in decision.measured.times:
         shown = sorted({len(points) * part // 3 for part in range(3)} | {len(points) - 1})
         pairs = [points[index] for index in shown]
-        found[name] = ", ".join(f"{count}: {us:.1f}" if us < 100 else f"{count}: {us:.0f}" for count, us in pairs)
+        shown_pairs = (f"{count}:{output.GLUE}{us:.{1 if us < 100 else 0}f}" for count, us in pairs)
+        found[name] = ", ".join(shown_pairs)
     return found
 
 
-def _candidate_rows(candidates: tuple[Candidate, ...], times: dict[str, str]) -> list[tuple[str, str, str]]:
-    rows = []
-    for candidate in candidates:
+_CHOSEN = "chosen"
+
+
+def _candidate_rows(group: _LayerGroup, times: dict[str, str]) -> list[tuple[str, str, str]]:
+    decision, rows = group.decision, []
+    winners = set() if decision is None else {decision.backend, *(each.backend for each in decision.token_ranges)}
+    for candidate in group.candidates:
         verdict = "accepted" if candidate.accepted else "rejected"
+        if candidate.backend in winners:
+            verdict = _CHOSEN
         reasons = candidate.sentences or (times.get(candidate.backend, ""),)
         rows.append((candidate.backend, verdict, reasons[0]))
         rows += [("", "", reason) for reason in reasons[1:]]

@@ -12,7 +12,7 @@ import typer
 
 from ...devices import detect
 from ...errors import MeasurementError
-from ...measurements import environment
+from ...measurements.environment import Environment
 from ...measurements.store import Store
 from ...report import html_report, page_data
 from ...report.page_data import ReportContent
@@ -70,8 +70,11 @@ def command(
         _make_dir(svg)
         for name, text in plots.items():
             _write_file(svg / name, text)
-    for words, figure in html_report.headline_figures(content.panels):
-        output.show(f"{figure:>8}  {words}")
+    for machine in html_report.machines(content.panels):
+        output.show(machine.name)
+        spans = [(f"speedup over stock's default, {words}", figure) for words, figure in machine.spans]
+        for words, figure in [*machine.tiles, *spans]:
+            output.show(f"{figure:>10}  {words}")
     for note in content.notes:
         output.print_message("note", note)
     output.show(f"written: {to}" + (f", and {len(plots)} plots in {svg}" if svg is not None else ""))
@@ -79,7 +82,7 @@ def command(
 
 def _local_content(settings: Settings) -> ReportContent:
     """What this machine measured; the shipped profiles where that is nothing."""
-    here = environment.of(detect.detect())
+    here = Environment.of(detect.detect())
     found = Store(cache_dir(settings)).samples_by_kernel_shape(here)
     return page_data.from_cache(found, here, settings) if found else page_data.from_shipped_profiles(settings)
 

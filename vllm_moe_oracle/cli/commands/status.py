@@ -7,13 +7,16 @@ import dataclasses
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import typer
 
-from ... import __version__, settings
+from ... import __version__, decision_records, settings
+from ...checkpoint.layer_names import compact_layer_names
 from ...compat import release_support
 from ...core.overrides import Override
 from ...devices import detect
@@ -25,13 +28,24 @@ from ...oracle.registry import Registry, disabled_entry_points, discover, instal
 from ...oracle.selection import check_backend_names
 from ...plugin import PluginState
 from ...settings import Settings, cache_dir, excluded_by_vllm
-from .. import EXIT_INVALID_INPUT, output
+from .. import EXIT_INVALID_INPUT, EXIT_UNHEALTHY, output
 from ..arguments import AsJson
 from ..entry_point_probe import find_unsafe
 
+_VALID_NAMES = " Valid are "
+"""Where the list of all valid names begins in an error; standard error and JSON have it."""
 
-def command(as_json: AsJson = False) -> None:
-    """Say what is installed, whether the plugin is active, and with which settings, methods, patches and backends.
+
+def command(
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with 1 if a server would not run the plugin as it is set.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also every setting, method, patch and backend.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is installed, whether the plugin is active, what is wrong, and what running servers leave to stock vLLM.
 
     The plugin is registered in this process the way vLLM registers it, without a model or a GPU.
     "device" of the JSON can be handed to explain --device on another machine.
@@ -39,12 +53,15 @@ def command(as_json: AsJson = False) -> None:
     \b
     Examples:
       vllm-moe-oracle status
+      vllm-moe-oracle status --check && vllm serve MODEL
       vllm-moe-oracle status --json > here.json
 
     \b
     Exit status:
       0  the report was made, whether or not the plugin is active
-      2  a setting has an unknown name, a value that it cannot take, or the name of no backend
+      1  with --check: the plugin is not active, a setting is invalid or has no effect, a backend could not be loaded,
+         or the cache cannot be used
+      2  without --check: a setting has an unknown name, a value that it cannot take, or the name of no backend
     """
     chosen, error = None, ""
     registry = _discover()
@@ -53,18 +70,36 @@ def command(as_json: AsJson = False) -> None:
         check_backend_names(chosen, registry=registry)
     except SettingError as problem:
         error = str(problem)
-    report = _build_report(chosen, registry)
+    report = _build_report(chosen, registry, error)
+    # Servers start in spite of these.
+    notes = [] if chosen is None else [each for each in (profile_error(chosen), _unwritable_report(chosen)) if each]
+    report["problems"] = [*_problems(report, error), *notes]
     if as_json:
         output.print_json(report)
     else:
-        _print(report)
-    if chosen is not None and (unused := profile_error(chosen)):
-        output.print_message("note", unused)
-    if chosen is not None and (unwritable := _unwritable_report(chosen)):
-        output.print_message("note", unwritable)
+        _print(report, verbose)
+    for note in notes:
+        output.print_message("note", note)
     if error:
         output.print_message("error", error)
+    if check and report["problems"]:
+        raise typer.Exit(EXIT_UNHEALTHY)
+    if error and not check:
         raise typer.Exit(EXIT_INVALID_INPUT)
+
+
+def _problems(report: dict[str, Any], setting_error: str) -> Iterator[str]:
+    """What keeps a server from running the plugin as it is set, one sentence each."""
+    state: PluginState = report["plugin"]
+    if setting_error:
+        yield setting_error
+    if not state.active and (not setting_error or setting_error not in state.reason):
+        yield f"the plugin is not active: {state.reason}"
+    yield from (f"the patch {name} failed: {reason}" for name, reason in state.failed.items())
+    for name, reason in report["broken_backends"].items():
+        yield f"the backend of the entry point {name} could not be loaded: {reason}"
+    if report["cache"] is not None and report["cache"]["error"]:
+        yield f"the cache of measurements cannot be used: {report['cache']['error']}"
 
 
 def _discover() -> Registry:
@@ -78,8 +113,11 @@ def _discover() -> Registry:
     return discover(points, skipped | unsafe)
 
 
-def _build_report(chosen: Settings | None, registry: Registry) -> dict[str, Any]:
+def _build_report(chosen: Settings | None, registry: Registry, setting_error: str) -> dict[str, Any]:
     state = _register_plugin()
+    if setting_error and state.active:  # names of backends are checked when the model's layers are built
+        reason = f"the start of a server would end with: {setting_error}"
+        state = dataclasses.replace(state, active=False, reason=reason)
     versions = _versions()
     vllm = versions["vllm"]
     return {
@@ -99,7 +137,39 @@ def _build_report(chosen: Settings | None, registry: Registry) -> dict[str, Any]
         "broken_backends": registry.load_errors,
         "device": detect.detect(),
         "cache": None if chosen is None else _cache_report(chosen),
+        "servers": [*_running_servers()],
     }
+
+
+class _ServerRecord(msgspec.Struct):
+    """What a server's process recorded, as `methods.load_summary` writes it.
+
+    Attributes:
+        process: its id.
+        program: its name.
+        vllm: the release.
+        rank: its rank among those that hold the model.
+        ranks: how many these are.
+        moe_layers: MoE layers of the model.
+        served: how many run through the oracle.
+        left_to_stock: reasons by name of a layer that no backend runs.
+    """
+
+    process: int
+    program: str
+    vllm: str
+    rank: int
+    ranks: int
+    moe_layers: int
+    served: int
+    left_to_stock: dict[str, str]
+
+
+def _running_servers() -> Iterator[_ServerRecord]:
+    """One record for each running server: that of its lowest rank, with which the others agree."""
+    for records in decision_records.running_servers():
+        with contextlib.suppress(msgspec.ValidationError):  # of another release
+            yield min(msgspec.convert(records, list[_ServerRecord]), key=lambda each: each.rank)
 
 
 def _unwritable_report(chosen: Settings) -> str:
@@ -165,32 +235,80 @@ def _register_plugin() -> PluginState:
     return plugin.state()
 
 
-def _print(report: dict[str, Any]) -> None:
+def _print(report: dict[str, Any], verbose: bool) -> None:
+    """One screen; with `verbose` everything."""
     state: PluginState = report["plugin"]
-    output.show(
-        output.key_value_table(((name, version or "not installed") for name, version in report["versions"].items()), 0)
-    )
+    versions = [f"{name} {version or 'not installed'}" for name, version in report["versions"].items()]
+    active = "active" if state.active else "not active"
     facts = [
-        ("plugin", f"{'active' if state.active else 'not active'}: {state.reason}"),
+        ("versions", ", ".join(each.replace(" ", output.GLUE) for each in versions)),
+        ("plugin", f"{active}: {state.reason.partition(_VALID_NAMES)[0]}"),
         ("tested", str(report["support"] or "nothing: vLLM is not installed")),
-        ("methods", ", ".join(state.methods) or "none"),
-        ("patches", _describe_patches(state)),
         ("device", str(report["device"])),
         ("cache", _describe_cache(report["cache"])),
+        ("settings", _describe_settings(report["settings"])),
+        ("changes", f"{len(state.methods)} quantization methods, {len(state.patches)} patches{_deferred(state)}"),
+        ("backends", _describe_backends(report["backends"])),
     ]
-    facts += [("failed", f"{name}: {reason}") for name, reason in state.failed.items()]
-    output.show("", output.key_value_table(facts, 0), "")
+    facts += [("server", line) for server in report["servers"] for line in _describe_server(server)]
+    facts += [("problem", problem.partition(_VALID_NAMES)[0]) for problem in report["problems"]]
+    if not report["problems"]:
+        facts.append(("health", "nothing is wrong"))
+    output.show(output.key_value_table(facts, 0))
+    if verbose:
+        _print_details(report)
+    else:
+        output.show("", "more: vllm-moe-oracle status --verbose, or --json")
+
+
+def _print_details(report: dict[str, Any]) -> None:
+    """Methods, patches, settings and backends, one in a line."""
+    state: PluginState = report["plugin"]
+    for title, names in (("methods", state.methods), ("patches", state.patches), ("later patches", state.deferred)):
+        if names:
+            output.show("", f"{title}:", *(f"  {name}" for name in names))
     if report["settings"] is not None:
         rows = [
             (name, _format_setting(setting["value"]), setting["source"]) for name, setting in report["settings"].items()
         ]
-        output.show(output.table(("setting", "value", "from"), rows), "")
+        output.show("", output.table(("setting", "value", "from"), rows))
     backends = [
         (backend["name"], ", ".join(backend["schemes"]), _format_origin(backend["origin"]))
         for backend in report["backends"]
     ]
     backends += [(name, "broken", reason) for name, reason in report["broken_backends"].items()]
-    output.show(output.table(("backend", "schemes", "from"), backends))
+    output.show("", output.table(("backend", "schemes", "from"), backends))
+
+
+def _describe_settings(found: dict[str, Any] | None) -> str:
+    """The settings that are not at their defaults."""
+    if found is None:
+        return "cannot be read"
+    words = [
+        f"{name}={_format_setting(each['value'])} ({each['source']})"
+        for name, each in found.items()
+        if each["source"] != "default"
+    ]
+    return "; ".join(words) or f"all {len(found)} at their defaults"
+
+
+def _describe_backends(found: list[dict[str, Any]]) -> str:
+    """How many are built in, and the names of the others."""
+    others = [f"{each['name']} from {each['origin']}" for each in found if _format_origin(each["origin"]) != "built in"]
+    return ", ".join((f"{len(found) - len(others)} built in", *others))
+
+
+def _describe_server(server: _ServerRecord) -> Iterator[str]:
+    """What a running server runs here, and a line for each reason why layers are stock vLLM's."""
+    place = f"process {server.process} ({server.program}), vLLM {server.vllm}"
+    yield f"{place}: {server.served} of {server.moe_layers} MoE layers run through the oracle"
+    left: dict[str, list[str]] = {}
+    for layer, reason in server.left_to_stock.items():
+        left.setdefault(reason, []).append(layer)
+    for reason, layers in left.items():
+        yield f"{compact_layer_names(layers)} left to stock vLLM: {reason}"
+    if (others := server.moe_layers - server.served - len(server.left_to_stock)) > 0:
+        yield f"{others} more are stock vLLM's: unquantized, or in a format that is not served; its log names them"
 
 
 def _format_origin(origin: str) -> str:
@@ -198,12 +316,10 @@ def _format_origin(origin: str) -> str:
     return "built in" if origin.startswith(f"{__name__.partition('.')[0]}.backends.") else origin
 
 
-def _describe_patches(state: PluginState) -> str:
-    """The applied patches by name, and how many wait for vLLM to import the modules that they change."""
-    words = [", ".join(state.patches) or "none"]
-    if state.deferred:
-        words.append(f"{len(state.deferred)} more when vLLM imports the modules that they change (listed by --json)")
-    return "; ".join(words)
+def _deferred(state: PluginState) -> str:
+    """How many patches wait for vLLM to import the modules that they change."""
+    count = len(state.deferred)
+    return f", {count} more when vLLM imports the modules that they change" if count else ""
 
 
 def _describe_cache(cache: dict[str, Any] | None) -> str:

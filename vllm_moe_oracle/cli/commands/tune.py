@@ -11,8 +11,9 @@ import typer
 
 from ...core.problem import Device, Problem
 from ...errors import MeasurementError, NoBackendError
-from ...measurements import bench_records, environment, lookup, model_shapes
+from ...measurements import bench_records, lookup, model_shapes
 from ...measurements import profile as profiles
+from ...measurements.environment import Environment
 from ...measurements.kernel_shape import KernelShape, RoutingKind, Sample
 from ...measurements.store import Store
 from ...oracle.selection import decide
@@ -95,8 +96,6 @@ def command(
       3  no backend can run one of the layers
       4  the budget was spent, or a backend could not be measured; what was measured is kept
     """
-    from ...measuring import tuning
-
     chosen = command_settings(assignments)
     if export is not None:
         profiles.check_writable(export)
@@ -104,6 +103,8 @@ def command(
         _check_import_options(context)
         _import_measurements(imported, export, chosen, as_json)
         return
+    from ...measuring import tuning  # needs torch
+
     problems = _named_problems(models, shapes, tp, ep, tiles)
     options = _tune_options(tokens, routing, replays, budget, jobs, remeasure)
     tuning.check_token_counts(options.token_counts)
@@ -182,7 +183,7 @@ def _export(path: Path, outcomes: dict[KernelShape, TuneOutcome], device: Device
     """Writes what was measured as a profile."""
     samples = {shape: outcome.samples for shape, outcome in outcomes.items() if outcome.samples}
     command = "vllm-moe-oracle " + " ".join(sys.argv[1:])
-    profiles.write(profiles.make(environment.of(device), samples, _conditions(options, command)), path)
+    profiles.write(profiles.make(Environment.of(device), samples, _conditions(options, command)), path)
 
 
 def _exit_if_unfinished(outcomes: dict[KernelShape, TuneOutcome]) -> None:

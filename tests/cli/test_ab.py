@@ -1,0 +1,312 @@
+"""`ab`, with stand-ins for vLLM's server and benchmark; and once with both, on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib.cli import Run
+from vllm_moe_oracle.cli import served_benchmark
+from vllm_moe_oracle.cli.commands import ab
+from vllm_moe_oracle.cli.served_benchmark import Load
+
+SERVER = r"""
+import http.server, json, os, subprocess, sys
+port, options = int(sys.argv[1]), sys.argv[2:]
+plugin = os.environ["MOE_ORACLE_ENABLED"] == "1"
+kind = "plugin" if plugin else "stock"
+print("moe_oracle options:", options, flush=True)
+if f"--fail-{kind}" in options:
+    print("ValueError: the cause of it\n" + "more\n" * 30 + " Route: /health\nRuntimeError: another process failed")
+    sys.exit(7)
+if "--child" in options:  # as vLLM's engine, which must end with it
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open(options[options.index("--child") + 1], "a").write(f"{child.pid}\n")
+if "--never" in options:
+    import time
+    time.sleep(600)
+if plugin != ("--wrong" in options):
+    group = {"layers": ["a"], "count": 2, "decision": {"backend": "emulation"}}
+    with open(os.environ["MOE_ORACLE_REPORT"], "a") as file:
+        print(json.dumps({"moe_layers": 2, "served": 2, "groups": [group]}), file=file)
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        if self.path == "/v1/models":
+            self.wfile.write(json.dumps({"data": [{"id": kind}]}).encode())
+    def log_message(self, *_):
+        pass
+
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+BENCH = r"""
+import json, os, sys, time
+kind, result, count, gain, jitter = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), float(sys.argv[5])
+if gain < 0:
+    print("no connection")
+    sys.exit(5)
+if gain > 100:
+    time.sleep(600)
+turn = int(os.path.basename(result).split("-")[1])
+speed = 1000 * (gain if kind == "plugin" else 1) * (1 + jitter * ((turn * 7 + (kind == "plugin") * 3) % 5 - 2))
+data = {"completed": count, "failed": int(gain == 0), "output_throughput": speed, "median_ttft_ms": 1e5 / speed,
+        "median_itl_ms": 1e4 / speed}
+json.dump(data, open(result, "w"))
+"""
+
+GAIN, JITTER = "MOE_AB_TEST_GAIN", "MOE_AB_TEST_JITTER"
+
+
+def server_command(model: str, port: int, options: Any) -> list[str]:
+    return [sys.executable, "-c", SERVER, str(port), *options]
+
+
+def bench_command(model: str, name: str, port: int, load: Load, result: Path) -> list[str]:
+    figures = os.environ.get(GAIN, "1.2"), os.environ.get(JITTER, "0.001")
+    return [sys.executable, "-c", BENCH, name, str(result), str(load.prompts), *figures]
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_benchmark, "server_command", server_command)
+    monkeypatch.setattr(served_benchmark, "bench_command", bench_command)
+    monkeypatch.setattr(ab, "installed_packages", lambda: {"vllm": "0.33.0"})
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+
+
+def has_ended(process: int) -> bool:
+    """A process that nobody waits for may stay as a zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_for_end(process: int) -> bool:
+    for _ in range(200):
+        if has_ended(process):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_gain_is_said_with_its_interval(run: Run, tmp_path: Path) -> None:
+    result = run("ab", "model", "--turns", 3, "--logs", tmp_path, "--tensor-parallel-size", 2)
+    assert result.status == 0, result.err
+    assert "A gain: output changed by +2" in result.out and "95% interval +1" in result.out
+    assert "plugin: emulation x 2" in result.out and "first starts, uncounted" in result.out
+    for name in ("output, tokens/s", "time to first token, ms", "time between tokens, ms", "start, s"):
+        assert name in result.out
+    # Which goes first alternates.
+    assert [line.split("turn ")[1] for line in result.err.splitlines() if "starts" in line] == [
+        "1: stock vLLM starts", "1: plugin vLLM starts", "2: plugin vLLM starts", "2: stock vLLM starts",
+        "3: stock vLLM starts", "3: plugin vLLM starts",
+    ]  # fmt: skip
+    assert "['--tensor-parallel-size', '2']" in (tmp_path / "plugin-1-server.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("gain", "jitter", "said", "verdict"),
+    [
+        ("1.0", "0.05", "No gain is shown: output changed by", "no difference shown"),
+        ("1.01", "0.05", "No gain is shown: output changed by", "no difference shown"),
+        ("0.8", "0.001", "A loss: output changed by -", "worse"),
+        ("1.3", "0.001", "A gain: output changed by +", "better"),
+    ],
+)
+def test_what_the_noise_covers_is_no_gain(
+    gain: str, jitter: str, said: str, verdict: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GAIN, gain)
+    monkeypatch.setenv(JITTER, jitter)
+    result = run("ab", "model", "--json", "--no-first-starts")
+    assert (result.status, result.json["turns"]) == (0, 3) and result.json["summary"].startswith(said)
+    throughput, first, between, start = result.json["metrics"]
+    assert throughput["verdict"] == first["verdict"] == between["verdict"] == verdict
+    assert len(throughput["stock"]) == len(start["plugin"]) == 3 and throughput["low"] < throughput["ratio"]
+    assert result.json["backends"] == {"emulation": 2} and result.json["load"]["seed"] == 0
+    assert result.json["first_starts"] == {}
+
+
+def test_one_turn_says_nothing_about_noise(run: Run) -> None:
+    result = run("ab", "model", "--turns", 1, "--no-first-starts")
+    assert result.status == 0 and "One turn says nothing about noise" in result.out and "A gain" not in result.out
+
+
+@pytest.mark.parametrize("kind", ["stock", "plugin"])
+def test_a_server_that_does_not_start_shows_the_cause_and_its_status(kind: str, run: Run) -> None:
+    result = run("ab", "model", f"--fail-{kind}")
+    assert (result.status, result.out) == (4, "")
+    assert "error: the server ended with status 7 before it was healthy" in result.err
+    assert "  | ValueError: the cause of it" in result.err and "  | RuntimeError: another" in result.err
+    assert "Route" not in result.err
+
+
+def test_a_server_that_never_answers_is_given_up(run: Run, tmp_path: Path) -> None:
+    result = run("ab", "model", "--start-timeout", 1, "--never", "--child", tmp_path / "children")
+    assert result.status == 4 and "the server was not healthy within 1 s" in result.err
+    assert all(wait_for_end(int(each)) for each in (tmp_path / "children").read_text().split())
+
+
+@pytest.mark.parametrize(("gain", "said"), [("-1", "the benchmark ended with status 5"), ("0", "1 requests failed")])
+def test_a_benchmark_that_fails_is_no_result(
+    gain: str, said: str, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(GAIN, gain)
+    result = run("ab", "model", "--child", tmp_path / "children")
+    assert (result.status, result.out) == (4, "") and said in result.err
+    assert all(wait_for_end(int(each)) for each in (tmp_path / "children").read_text().split())
+
+
+def test_servers_that_are_not_what_they_are_called_are_not_compared(run: Run) -> None:
+    result = run("ab", "model", "--wrong")
+    assert result.status == 3 and "stock vLLM ran layers through the plugin: emulation x 2" in result.err
+
+
+def test_a_plugin_that_runs_nothing_is_not_compared() -> None:
+    for layers, said in ((48, "ran none of 48 MoE layers"), (0, "decided no layer")):
+        with pytest.raises(ab._WrongServer, match=said):
+            ab._check_server(ab.PLUGIN, {}, layers)
+    ab._check_server(ab.STOCK, {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (("--turns", "0"), "--turns: 0 is not possible"),
+        (("--prompts", "0"), "--prompts: 0 is not possible"),
+        (("--concurrency", "-1"), "--concurrency: -1 is not possible"),
+        (("--output-len", "1"), "--output-len: 1 tokens have no time between them"),
+        (("--start-timeout", "nan"), "--start-timeout: nan is not possible"),
+        (("--port", "70000"), "--port: 70000 is not a port"),
+        (("--logs", "/dev/null/x"), "the folder cannot be made"),
+    ],
+)
+def test_unusable_options_end_with_2_and_one_line(line: tuple[str, ...], said: str, run: Run) -> None:
+    result = run("ab", "model", *line)
+    assert (result.status, result.out, result.err.count("\n")) == (2, "", 1) and said in result.err
+
+
+def test_without_vllm_or_without_the_plugin_nothing_is_started(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert "not selected by VLLM_PLUGINS" in run("ab", "model").err
+    monkeypatch.setattr(ab, "installed_packages", dict)
+    result = run("ab", "model")
+    assert (result.status, result.err.count("\n")) == (2, 1) and "pip install 'vllm-moe-oracle[vllm]'" in result.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["start", "benchmark"])
+def test_an_interruption_leaves_no_server(number: signal.Signals, where: str, tmp_path: Path) -> None:
+    children = tmp_path / "children"
+    never = ", '--never'" if where == "start" else ""
+    code = (
+        "import sys\n"
+        "from tests.cli import test_ab\n"
+        "from vllm_moe_oracle.cli import main, served_benchmark\n"
+        "from vllm_moe_oracle.cli.commands import ab\n"
+        "served_benchmark.server_command = test_ab.server_command\n"
+        "served_benchmark.bench_command = test_ab.bench_command\n"
+        "ab.installed_packages = lambda: {'vllm': '0.33.0'}\n"
+        f"sys.argv = ['vllm-moe-oracle', 'ab', 'model', '--logs', {str(tmp_path)!r}, '--child', {str(children)!r}"
+        f"{never}]\n"
+        "main.main()\n"
+    )
+    environment = {**os.environ, GAIN: "1000", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("VLLM_PLUGINS", None)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
+    reached = children if where == "start" else tmp_path / "stock-1-bench.log"
+    for _ in range(1200):
+        if reached.exists() and (where == "benchmark" or children.read_text()):
+            break
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and "Traceback" not in said, said
+    assert [each for each in children.read_text().split() if not wait_for_end(int(each))] == []
+
+
+def test_the_commands_are_vllms(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.undo()
+    for known in (True, False):
+        monkeypatch.setattr(served_benchmark, "has_vllm_command", lambda known=known: known)
+        served = served_benchmark.server_command("model", 8123, ("--dtype", "auto"))
+        assert served[-5:] == ["127.0.0.1", "--port", "8123", "--dtype", "auto"] and "model" in served
+        assert ("serve" in served) is known
+
+
+def test_the_benchmarks_options_are_vllms(tmp_path: Path) -> None:
+    serve = pytest.importorskip("vllm.benchmarks.serve", reason="needs vLLM's benchmark", exc_type=ImportError)
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    pytest.MonkeyPatch().undo()
+    parser = FlexibleArgumentParser()
+    serve.add_cli_args(parser)
+    words = REAL_BENCH_COMMAND("model", "name", 8123, Load(8, 16, 4, 2, 3), tmp_path / "x.json")
+    found = parser.parse_args(words[words.index("--host") :])
+    assert (found.num_prompts, found.random_input_len, found.random_output_len, found.seed) == (8, 16, 4, 3)
+    assert found.save_result and found.ignore_eos and found.temperature == 0 and found.max_concurrency == 2
+
+
+REAL_BENCH_COMMAND = served_benchmark.bench_command
+REAL_SERVER_COMMAND = served_benchmark.server_command
+
+
+@pytest.mark.full
+def test_with_vllm_itself(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a CPU, where stock vLLM serves MXFP8 experts not at all: its server gets the same model in 16 bits."""
+    pytest.importorskip("vllm", reason="needs vLLM", exc_type=ImportError)
+    for kind, how in (("stock", "bf16"), ("plugin", "mxfp8")):
+        write = [sys.executable, "-m", "tests.lib.checkpoints", str(tmp_path / kind), "--format", how]
+        subprocess.run([*write, "--experts-only"], check=True, capture_output=True)
+
+    def served(model: str, port: int, options: Any) -> list[str]:
+        command = REAL_SERVER_COMMAND("MODEL", port, options)
+        code = (
+            "import os, sys\n"
+            "kind = 'plugin' if os.environ['MOE_ORACLE_ENABLED'] == '1' else 'stock'\n"
+            f"words = [os.path.join({model!r}, kind) if each == 'MODEL' else each for each in {command!r}]\n"
+            "os.execv(words[0], words)\n"
+        )
+        return [sys.executable, "-c", code]
+
+    def measured(model: str, *rest: Any) -> list[str]:
+        return REAL_BENCH_COMMAND(f"{model}/plugin", *rest)
+
+    monkeypatch.setattr(served_benchmark, "server_command", served)
+    monkeypatch.setattr(served_benchmark, "bench_command", measured)
+    for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("HF_HUB_OFFLINE", "1"), ("VLLM_NO_USAGE_STATS", "1")):
+        monkeypatch.setenv(name, value)
+    load = (
+        "--turns",
+        1,
+        "--no-first-starts",
+        "--prompts",
+        4,
+        "--input-len",
+        8,
+        "--output-len",
+        4,
+        "--concurrency",
+        2,
+        "--logs",
+        tmp_path,
+    )
+    result = run("ab", tmp_path, *load, "--json", "--", "--max-model-len", "256", "--enforce-eager")
+    assert result.status == 0, result.err
+    assert result.json["backends"] == {"emulation": 2}
+    assert all(value > 0 for each in result.json["metrics"] for kind in ("stock", "plugin") for value in each[kind])
+    assert json.loads((tmp_path / "stock-1-bench.json").read_text())["completed"] == 4

@@ -1,0 +1,213 @@
+"""`status` as a health check: exit statuses, one screen, running servers."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib.cli import Run
+from vllm_moe_oracle import decision_records
+from vllm_moe_oracle.cli.commands import status
+from vllm_moe_oracle.oracle.registry import Registry, default_registry
+from vllm_moe_oracle.plugin import PluginState
+
+NAMES = [backend.name for backend in default_registry()]
+
+
+@pytest.fixture(autouse=True)
+def healthy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An active plugin, no other servers, no cache; a process of its own would import vLLM for each test."""
+    state = PluginState(True, "registered", "0.33.0", ("gptq", "mxfp8"))
+    monkeypatch.setattr(status, "_register_plugin", lambda: state)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_a_healthy_installation_passes(run: Run) -> None:
+    result = run("status", "--check")
+    assert (result.status, result.err) == (0, "") and "health    nothing is wrong" in result.out
+    assert run("status", "--json").json["problems"] == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("BACKEND", "marln", "MOE_ORACLE_BACKEND: 'marln' is not a backend. Did you mean marlin?"),
+        ("BAKEND", "marlin", "unknown setting 'MOE_ORACLE_BAKEND'"),
+        ("SELF_CHECK", "yes", "'yes' is not one of off"),
+        ("OVERRIDES", "layers=nobackend", "'nobackend' is not a backend"),
+        ("PROFILE", "/nope.json", "the profile of environment variable MOE_ORACLE_PROFILE is not used"),
+        ("REPORT", "/nope/x", "there is no directory /nope"),
+        ("CACHE", "/dev/null", "the cache of measurements cannot be used"),
+    ],
+)
+def test_a_setting_that_a_server_cannot_follow_fails_the_check(
+    variable: str, value: str, said: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"MOE_ORACLE_{variable}", value)
+    result = run("status", "--check")
+    assert result.status == 1 and said in " ".join(result.out.split())
+    data = run("status", "--json", "--check").json
+    assert any(said in problem for problem in data["problems"])
+    starts = variable in ("PROFILE", "REPORT", "CACHE")
+    assert data["plugin"]["active"] is starts
+    assert run("status").status == (0 if starts else 2)
+
+
+def test_a_wrong_backend_is_not_called_active(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOE_ORACLE_BACKEND", "marln")
+    result = run("status")
+    assert "not active: the start of a server would end with: environment variable" in result.out
+    assert result.out.count("'marln'") == 2 and "Valid are" not in result.out and "Valid are auto" in result.err
+
+
+def test_an_inactive_plugin_and_a_patch_that_failed_fail_the_check(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "_register_plugin", lambda: PluginState(False, "vLLM is not installed", None))
+    result = run("status", "--check")
+    assert result.status == 1 and "problem   the plugin is not active: vLLM is not installed" in result.out
+    assert run("status").status == 0
+    failed = PluginState(True, "registered", "0.33.0", failed={"a patch": "no such name"})
+    monkeypatch.setattr(status, "_register_plugin", lambda: failed)
+    assert "the patch a patch failed: no such name" in run("status", "--check", "--json").json["problems"]
+
+
+def test_a_backend_that_could_not_be_loaded_fails_the_check(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry()
+    registry.load_errors["theirs"] = "ImportError: no"
+    monkeypatch.setattr(status, "_discover", lambda: registry)
+    result = run("status", "--check")
+    said = " ".join(result.out.split())
+    assert result.status == 1 and "entry point theirs could not be loaded: ImportError: no" in said
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_it_is_one_screen_without_split_names(width: int, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = run("status").out.splitlines()
+    assert len(lines) <= 24 and all(len(line) <= width for line in lines)
+    words = run("status", "--verbose").out
+    shown = set(words.split())
+    assert set(NAMES) <= shown and {"allow_activation_quantization", "rank_sync_timeout"} <= shown
+    assert all(len(line) <= width for line in words.splitlines())
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "20", "-5", "wide", "", "100000"])
+def test_no_width_ends_a_command(columns: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert run("status", "--verbose").status == 0
+    assert run("explain", Path("examples/qwen3-30b-a3b-mxfp8.json").resolve(), "--device", "nvidia-h200").status == 0
+
+
+def record(folder: Path, **changes: Any) -> None:
+    fields = {
+        "process": 7, "program": "EngineCore", "vllm": "0.33.0", "rank": 0, "ranks": 2, "moe_layers": 48, "served": 44,
+        "left_to_stock": {f"model.layers.{index}.mlp.experts": "LoRA: no backend" for index in (3, 4, 5)},
+        "groups": [],
+    }  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / f"{changes.get('process', 7)}-x.json").write_text(json.dumps(fields | changes))
+
+
+def test_layers_that_running_servers_leave_to_stock_are_listed(run: Run, tmp_path: Path) -> None:
+    alive, dead, strange = (tmp_path / f"vllm-moe-oracle-{name}" for name in ("alive", "dead", "strange"))
+    record(alive)
+    record(alive, process=8, rank=1)
+    record(dead, process=9)
+    record(strange, served="many")
+    (dead / "writers.lock").touch()
+    locks = [os.open(folder / "writers.lock", os.O_RDWR | os.O_CREAT, 0o600) for folder in (alive, strange)]
+    try:
+        for lock in locks:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        said = " ".join(run("status").out.split())
+        (server,) = run("status", "--json").json["servers"]
+        assert len(list(decision_records.running_servers())) == 2
+    finally:
+        for lock in locks:
+            os.close(lock)
+    assert server["process"] == 7 and len(server["left_to_stock"]) == 3
+    assert "process 7 (EngineCore), vLLM 0.33.0: 44 of 48 MoE layers run through the oracle" in said
+    assert "server model.layers.3-5.mlp.experts left to stock vLLM: LoRA: no backend" in said
+    assert "1 more are stock vLLM's" in said and "process 9" not in said
+
+
+# --- terminals and shells -------------------------------------------------------------------------------------------
+
+
+def on_a_terminal(*arguments: str, **environment: str) -> str:
+    """Standard output of the tool on a terminal of 80 columns."""
+    pty = pytest.importorskip("pty")
+    parent, child = pty.openpty()
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("MOE_ORACLE_") and key != "NO_COLOR"}
+    command = [sys.executable, "-m", "vllm_moe_oracle.cli.main", *arguments]
+    process = subprocess.Popen(
+        command, stdout=child, stderr=subprocess.DEVNULL, env=clean | {"TERM": "xterm", "COLUMNS": "80"} | environment
+    )
+    os.close(child)
+    said = b""
+    while True:
+        try:
+            piece = os.read(parent, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not piece:
+            break
+        said += piece
+    os.close(parent)
+    assert process.wait(60) == 0
+    return said.decode()
+
+
+def test_colors_and_marks_on_a_terminal_and_without_color() -> None:
+    line = ("explain", "examples/qwen3-30b-a3b-mxfp8.json", "--device", "nvidia-h200")
+    assert re.search(r"\x1b\[1m *hopper_mxfp8 ", on_a_terminal(*line))
+    # Colors of the foreground and background; bold is none.
+    assert not re.search(r"\x1b\[[0-9;]*\b(3|4|9|10)[0-7]\b", on_a_terminal(*line, NO_COLOR="1"))
+    assert "\x1b" not in on_a_terminal(*line, TERM="dumb")
+
+
+def test_the_winner_is_marked_and_no_line_breaks_inside_a_pair(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for width in (56, 60, 64, 68, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        result = run("explain", Path("examples/qwen3-30b-a3b-mxfp8.json").resolve(), "--device", "nvidia-h200")
+        assert re.findall(r"^  (\w+) +chosen ", result.out, re.MULTILINE) == ["hopper_mxfp8"]
+        assert not re.search(r"\b\d+:$", result.out, re.MULTILINE), width
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("ex", "explain"),
+        ("explain x --device nvidia-h2", "nvidia-h200"),
+        ("explain x --vllm 0.33", "0.33.0"),
+        ("tune x --set back", "backend="),
+    ],
+)
+def test_shells_complete_commands_and_values(words: str, said: str) -> None:
+    line = f"vllm-moe-oracle {words}"
+    environment = {
+        **os.environ,
+        "_VLLM_MOE_ORACLE_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split()) - 1),
+    }
+    command = [sys.executable, "-m", "vllm_moe_oracle.cli.main"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and said in ended.stdout.split(), ended.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_scripts_for_completion_are_printed(shell: str) -> None:
+    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = [sys.executable, "-m", "vllm_moe_oracle.cli.main", "--show-completion", shell]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and "_VLLM_MOE_ORACLE_COMPLETE" in ended.stdout

@@ -1,0 +1,382 @@
+"""`ab`: stock vLLM and the plugin by turns on this machine, under vLLM's own serving benchmark."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import shlex
+import signal
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from ...devices.detect import installed_packages
+from ...errors import MeasurementError, printable
+from ...measurements.paired_turns import CONFIDENCE, Comparison, compare
+from ...settings import excluded_by_vllm, server_environment
+from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, output, served_benchmark
+from ..arguments import AsJson
+from ..layer_arguments import progress_bar
+from ..served_benchmark import BenchResult, Load, ServingError
+
+CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""For typer: what is not an option here is vLLM's."""
+
+STOCK, PLUGIN = "stock", "plugin"
+
+# Name, unit, whether more is better, and the figure.
+_METRICS = (
+    ("output", "tokens/s", True),
+    ("time to first token", "ms", False),
+    ("time between tokens", "ms", False),
+    ("start", "s", False),
+)
+
+
+# More than 80 lines: one parameter for each option, and the help text. The steps are functions below.
+def command(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="As vllm serve takes it. Options after it are vLLM's.", metavar="MODEL")],
+    turns: Annotated[int, typer.Option(help="Starts of each server; one says nothing about noise.", metavar="N")] = 3,
+    prompts: Annotated[int, typer.Option(help="Requests of each benchmark.", metavar="N")] = 200,
+    input_len: Annotated[int, typer.Option(help="Tokens of each request.", metavar="N")] = 512,
+    output_len: Annotated[int, typer.Option(help="Tokens of each answer.", metavar="N")] = 128,
+    concurrency: Annotated[int, typer.Option(help="Requests at the same time.", metavar="N")] = 16,
+    seed: Annotated[int, typer.Option(help="Of the prompts, which are the same in all turns.", metavar="N")] = 0,
+    first_starts: Annotated[
+        bool,
+        typer.Option(
+            "--first-starts/--no-first-starts",
+            help="Start each server once before, uncounted: first starts compile, and read weights from disk.",
+        ),
+    ] = True,
+    port: Annotated[int, typer.Option(help="The servers' port; 0 for a free one.", metavar="N")] = 0,
+    start_timeout: Annotated[
+        float, typer.Option(help="Seconds in which a server must be healthy.", metavar="SECONDS")
+    ] = 1800.0,
+    logs: Annotated[
+        Path | None, typer.Option(help="Keep the logs and the benchmarks' results in this folder.", metavar="DIR")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Serve a model with stock vLLM and with the plugin by turns, and say whether there is a gain.
+
+    Every turn starts a server of each kind and runs vllm bench serve against it, with the same prompts. Options that
+    are not named here go to vllm serve; those after -- all do.
+
+    \b
+    Examples:
+      vllm-moe-oracle ab openai/gpt-oss-20b
+      vllm-moe-oracle ab ~/models/Qwen3-30B-A3B-MXFP8 --turns 5 --concurrency 1 --tensor-parallel-size 2
+      vllm-moe-oracle ab MODEL --json -- --max-model-len 8192
+
+    \b
+    Exit status:
+      0  both were measured, whichever is faster
+      2  the input or this machine cannot be used; one line on standard error says what
+      3  the servers were not what is compared: the plugin's ran no layer of the plugin, or stock's did
+      4  a server did not start, or a benchmark failed; its last lines are on standard error
+    """
+    load = Load(prompts, input_len, output_len, concurrency, seed)
+    _check(load, turns, start_timeout, port)
+    run = _Run(model, tuple(each for each in context.args if each != "--"), load, port, start_timeout)
+    with contextlib.ExitStack() as stack:
+        folder = logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-oracle-ab-")))
+        _make_folder(folder)
+        stack.enter_context(_terminable())
+        try:
+            with progress_bar(quiet=as_json and not sys.stderr.isatty()) as report:
+                first = _first_starts(run, folder, report) if first_starts else {}
+                measured = _measure(run, turns, folder, report)
+        except ServingError as error:
+            for line in printable(error.log).splitlines():
+                print(f"  | {line}", file=sys.stderr)
+            output.print_message("error", str(error))
+            raise typer.Exit(EXIT_INCOMPLETE) from None
+        except _WrongServer as error:
+            output.print_message("error", str(error))
+            raise typer.Exit(EXIT_NO_BACKEND) from None
+    compared = _compare(measured)
+    if as_json:
+        _print_json(run, turns, first, measured, compared)
+    else:
+        _print(turns, first, compared, measured)
+
+
+class _WrongServer(MeasurementError):
+    """A server ran what it should not, or did not run what it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What every turn does.
+
+    Attributes:
+        model: the model, as ``vllm serve`` takes it.
+        options: vLLM's, for both servers.
+        load: the requests.
+        port: the servers' port; 0 for a free one each time.
+        start_timeout: seconds in which a server must be healthy.
+    """
+
+    model: str
+    options: tuple[str, ...]
+    load: Load
+    port: int
+    start_timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """One server's turn.
+
+    Attributes:
+        kind: `STOCK` or `PLUGIN`.
+        start_seconds: from the start of the process until it was healthy.
+        result: the benchmark's.
+        backends: how many layers run by backend, over all its processes; empty for stock's.
+        layers: MoE layers of its processes.
+    """
+
+    kind: str
+    start_seconds: float
+    result: BenchResult
+    backends: dict[str, int]
+    layers: int
+
+    def figures(self) -> tuple[float, ...]:
+        """In the order of `_METRICS`."""
+        found = self.result
+        return (found.output_throughput, found.median_ttft_ms, found.median_itl_ms, self.start_seconds)
+
+
+def _check(load: Load, turns: int, start_timeout: float, port: int) -> None:
+    """Refuses what cannot be measured.
+
+    Raises:
+        MeasurementError: an option is out of range, vLLM is missing, or leaves this plugin out.
+    """
+    for name, value in (("turns", turns), ("prompts", load.prompts), ("input-len", load.input_len),
+                        ("concurrency", load.concurrency), ("start-timeout", start_timeout)):  # fmt: skip
+        if not value >= 1:
+            raise MeasurementError(f"{value:g} is not possible", "Give 1 or more", f"--{name}")
+    if load.output_len < 2:
+        raise MeasurementError(f"{load.output_len} tokens have no time between them", "Give 2 or more", "--output-len")
+    if not 0 <= port < 1 << 16:
+        raise MeasurementError(f"{port} is not a port", "Give one from 1 to 65535, or 0", "--port")
+    if "vllm" not in installed_packages():
+        remedy = "Install it: pip install 'vllm-moe-oracle[vllm]'"
+        raise MeasurementError("this needs vLLM, which is not installed", remedy)
+    if reason := excluded_by_vllm():
+        raise MeasurementError(f"the plugin's server would not run it: it is {reason}")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MeasurementError(f"the folder cannot be made: {error.strerror}", where=str(folder)) from error
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """A signal that ends this process ends the servers first."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    kept = {each: signal.signal(each, end) for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def _first_starts(run: _Run, folder: Path, report: Any) -> dict[str, float]:
+    """Seconds of a start of each kind before the turns. Whichever comes first would bear what both leave in caches."""
+    found = {}
+    for step, kind in enumerate((STOCK, PLUGIN)):
+        report(f"first start of {kind} vLLM, uncounted", step, 2)
+        with _server(run, kind, f"{kind}-0", folder) as started:
+            found[kind] = started.seconds
+    return found
+
+
+def _measure(run: _Run, turns: int, folder: Path, report: Any) -> list[tuple[_Served, _Served]]:
+    """Stock's and the plugin's figures by turn. Which goes first alternates."""
+    found = []
+    for turn in range(turns):
+        order = (STOCK, PLUGIN) if turn % 2 == 0 else (PLUGIN, STOCK)
+        done = {}
+        for place, kind in enumerate(order):
+            say = functools.partial(report, done=2 * turn + place, total=2 * turns)
+            done[kind] = _serve(run, kind, turn + 1, folder, say)
+        found.append((done[STOCK], done[PLUGIN]))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A healthy server that is what it is called.
+
+    Attributes:
+        seconds: how long it took.
+        port: where it answers.
+        environment: its variables.
+        backends: as `_Served`'s.
+        layers: as `_Served`'s.
+    """
+
+    seconds: float
+    port: int
+    environment: dict[str, str]
+    backends: dict[str, int]
+    layers: int
+
+
+@contextlib.contextmanager
+def _server(run: _Run, kind: str, name: str, folder: Path) -> Iterator[_Started]:
+    """Runs one server within the context."""
+    records, log = folder / f"{name}-decisions.jsonl", folder / f"{name}-server.log"
+    for each in (records, log):
+        each.unlink(missing_ok=True)
+    environment = server_environment({"enabled": str(int(kind == PLUGIN)), "report": str(records.resolve())})
+    port = run.port or served_benchmark.free_port()
+    command = served_benchmark.server_command(run.model, port, run.options)
+    with served_benchmark.server(command, environment, port, log, run.start_timeout) as seconds:
+        backends, layers = _read_records(records)
+        _check_server(kind, backends, layers)
+        yield _Started(seconds, port, environment, backends, layers)
+
+
+def _serve(run: _Run, kind: str, turn: int, folder: Path, report: Callable[[str], None]) -> _Served:
+    """One server, one benchmark."""
+    name = f"{kind}-{turn}"
+    result = folder / f"{name}-bench.json"
+    result.unlink(missing_ok=True)
+    report(f"turn {turn}: {kind} vLLM starts")
+    with _server(run, kind, name, folder) as started:
+        report(f"turn {turn}: benchmark of {kind} vLLM")
+        served = served_benchmark.served_name(started.port)
+        bench = served_benchmark.bench_command(run.model, served, started.port, run.load, result.resolve())
+        log = folder / f"{name}-bench.log"
+        measured = served_benchmark.run_benchmark(bench, started.environment, log, result)
+    return _Served(kind, started.seconds, measured, started.backends, started.layers)
+
+
+def _read_records(path: Path) -> tuple[dict[str, int], int]:
+    """How many layers run by backend, and how many MoE layers there are, by a server's decision records."""
+    backends: dict[str, int] = {}
+    layers = 0
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            layers += record["moe_layers"]
+            for group in record["groups"]:
+                backend = group["decision"]["backend"]
+                backends[backend] = backends.get(backend, 0) + group["count"]
+    return backends, layers
+
+
+def _check_server(kind: str, backends: dict[str, int], layers: int) -> None:
+    """Refuses to compare servers that are not what they are called.
+
+    Raises:
+        _WrongServer: the plugin's server runs none of its backends, or stock's does.
+    """
+    if kind == STOCK and backends:
+        raise _WrongServer(f"stock vLLM ran layers through the plugin: {_describe_backends(backends)}")
+    if kind == PLUGIN and not backends:
+        rule = f"the plugin ran none of {layers} MoE layers" if layers else "the plugin decided no layer"
+        remedy = "vllm-moe-oracle explain MODEL says what is left to stock vLLM and why, status --check what is wrong"
+        raise _WrongServer(f"{rule}: both servers would be stock vLLM", remedy)
+
+
+def _describe_backends(backends: dict[str, int]) -> str:
+    return ", ".join(f"{name} x {count}" for name, count in sorted(backends.items()))
+
+
+def _compare(measured: list[tuple[_Served, _Served]]) -> list[Comparison]:
+    """One comparison for each of `_METRICS`."""
+    stock, plugin = zip(*((before.figures(), after.figures()) for before, after in measured), strict=True)
+    return [
+        compare(base, other) for base, other in zip(zip(*stock, strict=True), zip(*plugin, strict=True), strict=True)
+    ]
+
+
+def _print_json(
+    run: _Run, turns: int, first: dict[str, float], measured: list[tuple[_Served, _Served]], compared: list[Comparison]
+) -> None:
+    output.print_json(
+        {
+            "command": "vllm-moe-oracle " + shlex.join(sys.argv[1:]),
+            "packages": installed_packages(),
+            "model": run.model,
+            "options": run.options,
+            "load": run.load,
+            "turns": turns,
+            "first_starts": first,
+            "confidence": CONFIDENCE,
+            "backends": measured[-1][1].backends,
+            "metrics": [
+                {"name": name, "unit": unit, "more_is_better": more, STOCK: each.base, PLUGIN: each.other,
+                 "ratio": each.ratio, "low": each.low, "high": each.high, "verdict": _verdict(each, more)}
+                for (name, unit, more), each in zip(_METRICS, compared, strict=True)
+            ],
+            "summary": _summary(turns, compared[0]),
+        }
+    )  # fmt: skip
+
+
+def _verdict(compared: Comparison, more_is_better: bool) -> str:
+    """``better``, ``worse``, or ``no difference shown``."""
+    if not compared.differs:
+        return "no difference shown"
+    return "better" if (compared.ratio > 1) == more_is_better else "worse"
+
+
+def _print(
+    turns: int, first: dict[str, float], compared: list[Comparison], measured: list[tuple[_Served, _Served]]
+) -> None:
+    def cell(values: tuple[float, ...]) -> str:
+        spread = f" ({_figure(min(values))} to {_figure(max(values))})" if len(values) > 1 else ""
+        return f"{_figure(statistics.median(values))}{spread}".replace(" ", output.GLUE)
+
+    rows = []
+    for (name, unit, more), each in zip(_METRICS, compared, strict=True):
+        change = f"{each.ratio - 1:+.1%}"
+        if each.low is not None and each.high is not None:
+            change += f" ({each.low - 1:+.1%} to {each.high - 1:+.1%})"
+        words = change.replace(" ", output.GLUE)
+        rows.append((f"{name}, {unit}", cell(each.base), cell(each.other), f"{words} {_verdict(each, more)}"))
+    output.show(f"plugin: {_describe_backends(measured[-1][1].backends)}", "")
+    output.show(output.table(("", STOCK, PLUGIN, f"change ({CONFIDENCE:.0%} interval)"), rows))
+    if first:
+        words = ", ".join(f"{kind} {_figure(seconds)} s" for kind, seconds in first.items())
+        output.show("", f"first starts, uncounted (stock's came first, to colder caches): {words}")
+    output.show("", _summary(turns, compared[0]))
+
+
+def _figure(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _summary(turns: int, throughput: Comparison) -> str:
+    """Whether there is a gain, in a sentence."""
+    change = f"{throughput.ratio - 1:+.1%}"
+    if throughput.low is None or throughput.high is None:
+        return f"One turn says nothing about noise: output changed by {change}. Measure with --turns 3 or more."
+    interval = f"{CONFIDENCE:.0%} interval {throughput.low - 1:+.1%} to {throughput.high - 1:+.1%}, {turns} turns"
+    if not throughput.differs:
+        return f"No gain is shown: output changed by {change}, and the noise between turns covers 0 ({interval})."
+    word = "gain" if throughput.ratio > 1 else "loss"
+    return f"A {word}: output changed by {change} ({interval})."
