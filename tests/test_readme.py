@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,32 +12,102 @@ from tests.lib import readme_sections
 from tests.tools import generate
 from vllm_moe_oracle.releases.supported import NEWEST, RELEASES
 
-TEXT = generate.README.read_text(encoding="utf-8")
+README = generate.ROOT / "README.md"
+TEXT = README.read_text(encoding="utf-8")
+PAGES = [README, *sorted((generate.ROOT / "vllm_moe_oracle").rglob("*.md")), generate.ROOT / "tests" / "README.md"]
+"""The pages for readers."""
+
+PARTS = [(page, name) for page, parts in generate.PAGES.items() for name in parts]
 
 
-@pytest.mark.parametrize("name", list(generate.PARTS))
-def test_a_generated_part_is_up_to_date(name: str) -> None:
-    assert readme_sections.part(TEXT, name) == generate.PARTS[name](), "run: python -m tests.tools.generate --write"
+@pytest.mark.parametrize(("page", "name"), PARTS, ids=[name for _, name in PARTS])
+def test_a_generated_part_is_up_to_date(page: str, name: str) -> None:
+    text = (generate.ROOT / page).read_text(encoding="utf-8")
+    made = generate.PAGES[page][name]()
+    assert readme_sections.part(text, name) == made, "run: python -m tests.tools.generate --write"
+
+
+def test_page_one_is_short_and_begins_with_a_picture() -> None:
+    lines = TEXT.splitlines()
+    assert len(lines) <= 150
+    assert 0 < next(number for number, line in enumerate(lines) if "<picture>" in line) < 10
+    for name in re.findall(r'(?:src|srcset)="([^"]+)"', TEXT):
+        assert (generate.ROOT / name).is_file(), name
 
 
 def test_every_script_and_folder_that_it_names_exists() -> None:
     named = set(re.findall(r"(?:bash|python) ((?:examples|tests)/\S+?\.(?:sh|py))", TEXT))
-    named |= set(re.findall(r"`(vllm_moe_oracle/\S+?/)`", TEXT))
-    assert named
+    assert {"examples/serve.sh", "tests/run.sh"} <= named
     assert [name for name in sorted(named) if not (generate.ROOT / name).exists()] == []
 
 
-def test_every_setting_that_it_names_exists() -> None:
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(generate.ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("http"):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), target
+        assert not anchor or anchor in _anchors(found), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(generate.ROOT)))
+def test_every_setting_that_a_page_names_exists(page: Path) -> None:
     from vllm_moe_oracle import settings
 
     variables = {settings.env_var(name) for name in settings.FIELDS}
-    assert set(re.findall(r"MOE_ORACLE_[A-Z0-9_]+", TEXT)) <= variables
-    # In this section a name in backticks is a setting or a command.
-    section = TEXT.partition("## Let it measure")[2].partition("\n## ")[0]
-    assert set(re.findall(r"`([a-z_]+)`", section)) - {"tune", "bench"} <= set(settings.FIELDS)
+    assert set(re.findall(r"MOE_ORACLE_[A-Z0-9_]*[A-Z0-9]", page.read_text(encoding="utf-8"))) <= variables
 
 
-@pytest.mark.parametrize("path", [each for each in generate.FILES if each != generate.README], ids=str)
+def test_every_setting_that_measured_choices_depend_on_exists() -> None:
+    """In this section a name in backticks is a setting or a command."""
+    from vllm_moe_oracle import settings
+
+    text = (generate.ROOT / "vllm_moe_oracle" / "cli" / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z_]+)`", text.partition("## Measuring")[2].partition("\n## ")[0]))
+    assert named and named - {"tune", "bench"} <= set(settings.FIELDS)
+
+
+def test_the_extras_on_the_page_of_the_command_line_are_those_of_the_metadata() -> None:
+    text = (generate.ROOT / "vllm_moe_oracle" / "cli" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", text.partition("| extra |")[2].partition("\n\n")[0], re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([\w-]+)`", row)}
+    extras = tomllib.loads(generate.PROJECT.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert named == set(extras) - {"test"}
+
+
+def test_every_command_is_on_the_page_of_the_command_line() -> None:
+    from vllm_moe_oracle.cli import commands
+
+    text = (generate.ROOT / "vllm_moe_oracle" / "cli" / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `(\w+)", text.partition("## ")[0], re.MULTILINE))
+    modules = {path.stem for path in Path(commands.__file__).parent.glob("[a-z]*.py")}
+    assert modules <= named
+
+
+def test_the_values_of_the_settings_on_page_one_are_valid() -> None:
+    from vllm_moe_oracle import settings
+
+    section = TEXT.partition("## Five settings")[2].partition("\n## ")[0]
+    given = dict(re.findall(r"`(MOE_ORACLE_\w+)=(\w+)`", section)) | {"MOE_ORACLE_BACKEND": "marlin_mxfp4"}
+    assert len(given) == 5
+    settings.load(given)
+
+
+def test_the_releases_on_page_one_are_the_supported_ones() -> None:
+    assert f"vllm-openai:v{NEWEST}" in TEXT and f"vLLM {RELEASES[0]} to {NEWEST} is" in TEXT
+    stale = TEXT.replace(f"vllm-openai:v{NEWEST}", "vllm-openai:v0.1.0").replace(f" to {NEWEST} is", " to 0.1.0 is")
+    assert stale != TEXT and generate.with_releases(stale) == TEXT
+
+
+@pytest.mark.parametrize("path", list(generate.FILES), ids=str)
 def test_a_generated_file_is_up_to_date(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert generate.FILES[path](text) == text, "run: python -m tests.tools.generate --write"

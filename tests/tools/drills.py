@@ -131,8 +131,8 @@ def _releases_out_of_order(tree: TreeCopy) -> None:
     tree.edit(_RELEASES, lines[0] + lines[1], lines[1] + lines[0])
 
 
-def _stale_row_of_the_readme(tree: TreeCopy) -> None:
-    page = tree.root / "README.md"
+def _stale_row_of_the_table(tree: TreeCopy) -> None:
+    page = tree.root / PACKAGE / "releases" / "README.md"
     kept = [line for line in page.read_text(encoding="utf-8").splitlines() if f"| {_next_release()} " not in line]
     page.write_text("\n".join(kept) + "\n", encoding="utf-8")
 
@@ -324,7 +324,7 @@ DRILLS: Mapping[str, Drill] = {
         1,
         _add_release,
         {
-            "a row of the README is stale": _stale_row_of_the_readme,
+            "a row of the table of releases is stale": _stale_row_of_the_table,
             "the workflow's list is stale": edit(".github/workflows/ci.yml", f', "{_next_release()}"]', "]"),
             "the releases are out of order": _releases_out_of_order,
             "a module compares with the release": edit(

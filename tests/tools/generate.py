@@ -2,9 +2,11 @@
 
 Without ``--write`` it says what is stale; `tests/test_readme.py` fails then. Generated are
 
-* the parts of README.md and of vllm_moe_oracle/backends/README.md between ``<!-- name -->`` and ``<!-- /name -->``,
+* the parts of README.md and of the package's pages between ``<!-- name -->`` and ``<!-- /name -->``,
+* the releases in the README's Dockerfile and text,
 * the lists of vLLM releases in the CI's workflow, in front of ``# supported releases`` and ``# served releases``,
 * the ranges of vLLM in pyproject.toml, and the versions that examples/setup.sh installs,
+* the recipes in examples/recipes/,
 * the golden decisions, where they were made for another release than the newest.
 """
 
@@ -22,12 +24,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.lib import golden_files, readme_sections
+from tests.tools import page_one, recipes
+from vllm_moe_oracle import settings as settings_module
+from vllm_moe_oracle.devices.catalog import known_device
+from vllm_moe_oracle.measurements import model_shapes
 from vllm_moe_oracle.releases import supported
 from vllm_moe_oracle.releases.supported import CPU_RELEASES, DEFAULT_PACKAGES, NEWEST, RELEASES
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-BACKENDS = ROOT / "vllm_moe_oracle" / "backends" / "README.md"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 PROJECT = ROOT / "pyproject.toml"
 SETUP = ROOT / "examples" / "setup.sh"
@@ -61,16 +66,14 @@ def support_table() -> str:
 
 def settings() -> str:
     """Every setting with its environment variable, values, default and help."""
-    from vllm_moe_oracle import settings as module
-
     lines = ["| setting | variable | values | default | what it does |", "|---|---|---|---|---|"]
-    for name, field in module.FIELDS.items():
+    for name, field in settings_module.FIELDS.items():
         default = field.default
         shown = "" if default in ((), "") else str(int(default)) if isinstance(default, bool) else str(default)
         values = str(field.metadata["metavar"]).replace("|", " \\| ")
         help_text = str(field.metadata["help"]).replace("|", "\\|")
         cell = f"`{shown}`" if shown else "none"
-        lines.append(f"| `{name}` | `{module.env_var(name)}` | {values} | {cell} | {help_text} |")
+        lines.append(f"| `{name}` | `{settings_module.env_var(name)}` | {values} | {cell} | {help_text} |")
     return "\n".join(lines)
 
 
@@ -136,8 +139,6 @@ ORDER_DEVICES = ("nvidia-a100", "nvidia-l40s", "nvidia-h200", "nvidia-b200", "nv
 
 def static_order() -> str:
     """The accepted backends of a usual layer by weights and compute capability, each with its priority."""
-    from vllm_moe_oracle.devices.catalog import known_device
-    from vllm_moe_oracle.measurements import model_shapes
     from vllm_moe_oracle.oracle.registry import default_registry
 
     lines = ["| weights | sm | static order |", "|---|---|---|"]
@@ -158,14 +159,17 @@ def static_order() -> str:
     return "\n".join(lines)
 
 
-PARTS: dict[str, Callable[[], str]] = {
-    "explain": explain,
-    "integers": integers,
-    "support-table": support_table,
-    "settings": settings,
-    "numbers": numbers,
-    "kernels": kernels,
+PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"gain": page_one.gain, "end-to-end": page_one.end_to_end, "help": page_one.help_table},
+    "vllm_moe_oracle/SETTINGS.md": {"settings": settings},
+    "vllm_moe_oracle/OPERATIONS.md": {"numbers": numbers},
+    "vllm_moe_oracle/backends/README.md": {"static-order": static_order},
+    "vllm_moe_oracle/cli/README.md": {"explain": explain},
+    "vllm_moe_oracle/kernels/README.md": {"kernels": kernels},
+    "vllm_moe_oracle/quantization/README.md": {"integers": integers},
+    "vllm_moe_oracle/releases/README.md": {"support-table": support_table},
 }
+"""The generated parts of each page."""
 
 
 def workflow(text: str) -> str:
@@ -195,25 +199,37 @@ def setup(text: str) -> str:
     return _replaced(text, r'^torch_cpu=".*"$', f'torch_cpu="{cpu["torch"]}"')
 
 
-def readme(text: str) -> str:
-    """README.md with its generated parts."""
-    for name, make in PARTS.items():
-        text = readme_sections.with_part(text, name, make())
-    return text
+def page(name: str) -> Callable[[str], str]:
+    """What renews the generated parts of a page."""
+
+    def renewed(text: str) -> str:
+        for part, make in PAGES[name].items():
+            text = readme_sections.with_part(text, part, make())
+        return with_releases(text) if name == "README.md" else text
+
+    return renewed
 
 
-def backends(text: str) -> str:
-    """The page about backends with its table of the static order."""
-    return readme_sections.with_part(text, "static-order", static_order())
+def with_releases(text: str) -> str:
+    """The README with the newest release in its Dockerfile, and the supported ones."""
+    text = _replaced(text, r"^FROM vllm/vllm-openai:v.*$", f"FROM vllm/vllm-openai:v{NEWEST}")
+    return _replaced(text, r"vLLM [\d.]+ to [\d.]+ is$", f"vLLM {RELEASES[0]} to {NEWEST} is")
 
 
 FILES: dict[Path, Callable[[str], str]] = {
-    README: readme,
-    BACKENDS: backends,
+    **{ROOT / name: page(name) for name in PAGES},
     WORKFLOW: workflow,
     PROJECT: project,
     SETUP: setup,
 }
+
+
+def recipe(path: Path) -> Callable[[str], str]:
+    """What makes the recipe at a path."""
+    return lambda _: recipes.files()[path]
+
+
+FILES |= {path: recipe(path) for path in recipes.paths()}
 
 
 def stale_decisions() -> list[Path]:
@@ -244,11 +260,12 @@ def main() -> int:
     write = parser.parse_args().write
     stale = []
     for path, make in FILES.items():
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
         made = make(text)
         if made != text:
             stale.append(str(path.relative_to(ROOT)))
             if write:
+                path.parent.mkdir(exist_ok=True)
                 path.write_text(made, encoding="utf-8")
     if stale_decisions():
         stale.append("golden decisions")

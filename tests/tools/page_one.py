@@ -1,0 +1,178 @@
+"""The generated parts of the README: the gain, whole models, and what helps where. `tests.tools.generate` puts them in.
+
+All of it is made of shipped and committed measurements; a GPU appears when a file for it does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.lib import golden_files
+from tests.tools import recipes
+from vllm_moe_oracle.core.decision import Decision
+from vllm_moe_oracle.core.problem import Device
+from vllm_moe_oracle.devices.catalog import known_device, known_device_names
+from vllm_moe_oracle.errors import NoBackendError
+from vllm_moe_oracle.measurements import lookup, model_shapes
+from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.report import html_report, plots
+from vllm_moe_oracle.report.page_data import LayerPanel
+from vllm_moe_oracle.settings import load
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def _wrapped(*sentences: str) -> str:
+    """Sentences as a paragraph with lines of at most 120 characters."""
+    return textwrap.fill(" ".join(sentences), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def gain() -> str:
+    """The gain over stock in a sentence, for each GPU."""
+    found = []
+    for machine in html_report.machines(recipes.panels()):
+        if not machine.spans:
+            continue
+        compared = plots.compared_with_stock([each for _, rows in machine.families for each in rows])
+        ratios = _ratios(compared)
+        spans = ", ".join(f"{figure[:-1]} at {words}" for words, figure in machine.spans)
+        mean = f"{statistics.geometric_mean(ratios):.2f}"
+        found.append(
+            f"On {machine.name}, MoE layers run **{mean} times as fast as stock vLLM's default**: geometric mean of "
+            f"{len(ratios)} times of {len(compared)} layers of public models, {min(ratios):.2f} to {max(ratios):.2f}; "
+            f"{spans}."
+        )
+    only = ["No other GPU has been measured."] if len(found) == 1 else []
+    how = "Bands in the picture are the slowest and the fastest layer; "
+    return _wrapped(*found, *only, how + "[how it was measured](vllm_moe_oracle/measuring/README.md).")
+
+
+def _ratios(panels: Iterable[LayerPanel]) -> list[float]:
+    """Every measured speedup over stock."""
+    return [each for panel in panels for count in panel.counts if (each := panel.speedup(count)) is not None]
+
+
+def end_to_end() -> str:
+    """Whole models without and with the plugin: of ``vllm-moe-oracle ab`` where that was committed."""
+    served = sorted(GOLDEN.glob("*/ab-*.json"))
+    return served_models(served) if served else throughput_models()
+
+
+def served_models(paths: Sequence[Path]) -> str:
+    """Tokens a second, latencies and starts by vLLM's serving benchmark.
+
+    Args:
+        paths: what ``vllm-moe-oracle ab --json`` printed, in folders named after the GPU.
+    """
+    lines = []
+    conditions: dict[str, None] = {}
+    for path in paths:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        names = [f"{each['name']}, {each['unit']}" for each in data["metrics"]]
+        if not lines:
+            lines = [f"| stock → plugin | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+        given, gpu = data["load"], known_device(f"nvidia-{path.parent.name}").name
+        where = f"{gpu}, vLLM {data['packages']['vllm']}, medians of {data['turns']} turns"
+        conditions[f"{where}; {given['input_len']} tokens in, {given['output_len']} out."] = None
+        title = f"{data['model'].rpartition('/')[2]}, {given['concurrency']} at a time"
+        lines.append(f"| {title} | {' | '.join(map(_served_cell, data['metrics']))} |")
+    words = _wrapped(
+        "By `vllm bench serve`, servers by turns (`vllm-moe-oracle ab`), so that caches are alike:", *conditions,
+        "Where the noise between turns covers the difference, ≈ stands for it.",
+    )  # fmt: skip
+    return "\n".join([*lines, "", words])
+
+
+def _served_cell(metric: Mapping[str, Any]) -> str:
+    stock, own = (statistics.median(metric[name]) for name in ("stock", "plugin"))
+    change = "≈" if metric["verdict"] == "no difference shown" else f"{own / stock - 1:+.0%}"
+    return f"{_figure(stock)} → {_figure(own)} ({change})"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def throughput_models() -> str:
+    """Tokens a second by vLLM's throughput benchmark, from the newest committed runs."""
+    data = json.loads(golden_files.newest("serve").read_text())
+    conditions = data["conditions"]
+    lines = ["| tokens/s, stock → plugin | batch 1 | batch 8 | batch 64 | prompts |", "|---" * 5 + "|"]
+    for name, run in data["models"].items():
+        stock, own = run["modes"]
+        pairs = [(stock["tokens_per_second"][batch], own["tokens_per_second"][batch]) for batch in ("1", "8", "64")]
+        pairs.append((stock["prefill_tokens_per_second"], own["prefill_tokens_per_second"]))
+        cells = [f"{before:,} → {after:,} ({after / before - 1:+.0%})" for before, after in pairs]
+        lines.append(f"| {MODEL_WORDS[name]} | {' | '.join(cells)} |")
+    words = _wrapped(
+        f"Shapes of these models with {conditions['layers']} layers and random weights, {conditions['device']}, vLLM",
+        f"{conditions['vllm']}, `vllm bench throughput`: prompts of 128 tokens and 128 generated; the last column,",
+        "prompts of 1024 and one generated. Each is one run, stock first: no figure of noise, but decode steps with",
+        "theirs are in [RESULTS.md](vllm_moe_oracle/kernels/RESULTS.md#whole-models). First-token times by `vllm bench",
+        "serve`, and starts from equal caches, were not measured.",
+    )
+    return "\n".join([*lines, "", words])
+
+
+MODEL_WORDS = {"qwen3-mxfp8": "Qwen3-30B-A3B MXFP8", "qwen3-gptq": "Qwen3-30B-A3B int4", "gpt-oss": "gpt-oss-20b MXFP4"}
+"""Names of the committed runs' models."""
+
+
+def help_table() -> str:
+    """What decides, by kind of GPU and format."""
+    devices = {name: known_device(name) for name in known_device_names()}
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for device in devices.values():
+        rows.setdefault(tuple(_help_cell(device, name) for name in HELP_FORMATS), []).append(device.name)
+    lines = [f"| on | {' | '.join(HELP_FORMATS.values())} |", "|---" * (1 + len(HELP_FORMATS)) + "|"]
+    # What decides first, and the machine that decides nothing by times last.
+    order = ("measured", "predicted", "static")
+    first = {cells: next(n for n, word in enumerate(order) if word in cells[0]) for cells in rows}
+    for cells, names in sorted(rows.items(), key=lambda row: (first[row[0]], "CPU" in row[1])):
+        lines.append(f"| {_short_names(names)} | {' | '.join(cells)} |")
+    lines.append("| ROCm, XPU | " + " | ".join(["stands down"] * len(HELP_FORMATS)) + " |")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            _wrapped(
+                "*Measured*: chosen by times on this GPU; the figure is the layers' gain over stock. *Predicted*:",
+                "chosen by times that are scaled from the H200, which nobody has compared with the card. *Static*:",
+                "vLLM's own kernels in vLLM's order, checked and explained, without a gain; on a CPU the exact and",
+                "slow emulation. *Not* names models with layers that nothing here runs.",
+            ),
+        ]
+    )
+
+
+HELP_FORMATS = {"int4": "int4", "int8": "int8", "mxfp8": "MXFP8", "mxfp4": "MXFP4"}
+"""Columns of `help_table`, by the beginning of a layer's name."""
+
+
+def _help_cell(device: Device, start: str) -> str:
+    chosen = load({}, assignments={"cache": str(GOLDEN / "no cache")})
+    layers = [each for each in model_shapes.served_problems() if each.layer.startswith(start)]
+    found: list[Decision] = []
+    missing = []
+    for layer in layers:
+        try:
+            found.append(decide(layer, device, chosen, measurements=lookup.find_measurements(layer, device, chosen)))
+        except NoBackendError:
+            missing.append(layer.layer.partition(":")[2].partition("@")[0])
+    words = " and ".join(sorted({each.why for each in found}))
+    if words == "measured":
+        here = [each for each in recipes.panels() if each.name.startswith(start) and device.name in each.environment]
+        words = f"**measured: {statistics.geometric_mean(_ratios(here)):.2f}**" if _ratios(here) else words
+    return words + (f" (not {', '.join(dict.fromkeys(missing))})" if missing else "")
+
+
+def _short_names(names: list[str]) -> str:
+    """Product names without the maker's, and without sizes and sockets."""
+    cut = [re.sub(r"NVIDIA |GeForce |-SXM4.*| SXM6.*| 480GB.*", "", name) for name in names]
+    return ", ".join(sorted(cut))

@@ -1,0 +1,59 @@
+"""Page one follows the data: a GPU or a served model appears with its file, and noise is not sold as a gain."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tools import page_one, recipes
+
+
+def served(folder: Path, model: str, verdict: str = "better") -> Path:
+    """What ``vllm-moe-oracle ab --json`` prints, as far as page one reads it."""
+    metrics = [
+        {"name": "output", "unit": "tokens/s", "stock": [1000.0, 1010.0, 990.0], "plugin": [1250.0, 1240.0, 1300.0],
+         "verdict": verdict},
+        {"name": "time to first token", "unit": "ms", "stock": [40.0], "plugin": [30.0], "verdict": "better"},
+    ]  # fmt: skip
+    data = {
+        "model": model, "packages": {"vllm": "0.33.0"}, "turns": 3, "metrics": metrics,
+        "load": {"prompts": 200, "input_len": 512, "output_len": 128, "concurrency": 16, "seed": 0},
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"ab-{model.replace('/', '-')}.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+def test_served_models_take_the_place_of_throughput_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(page_one, "GOLDEN", tmp_path)
+    assert page_one.end_to_end() == page_one.throughput_models()
+    served(tmp_path / "h200", "openai/gpt-oss-20b")
+    served(tmp_path / "h100", "some-model", "no difference shown")
+    text = page_one.end_to_end()
+    assert "| stock → plugin | output, tokens/s | time to first token, ms |" in text
+    assert "| gpt-oss-20b, 16 at a time | 1,000 → 1,250 (+25%) | 40 → 30 (-25%) |" in text
+    assert "| some-model, 16 at a time | 1,000 → 1,250 (≈) | 40 → 30 (-25%) |" in text
+    assert "NVIDIA H200" in text and "NVIDIA H100" in text and "medians of 3 turns" in text
+
+
+def test_a_second_gpu_appears(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = recipes.panels()
+    others = tuple(dataclasses.replace(each, environment="NVIDIA H100, vLLM 0.33.0") for each in own[:4])
+    before = page_one.gain()
+    monkeypatch.setattr(recipes, "panels", lambda: own + others)
+    text = page_one.gain()
+    assert "No other GPU has been measured" in before and "No other GPU" not in text
+    assert "On NVIDIA H100, vLLM 0.33.0, MoE layers run" in text.replace("\n", " ")
+
+
+def test_what_decides_is_what_the_oracle_says() -> None:
+    """Cells of the table against the kinds of decisions that are known of three machines."""
+    rows = {line.split(" | ")[0].strip("| "): line for line in page_one.help_table().splitlines() if line[:1] == "|"}
+    (hopper,) = [line for names, line in rows.items() if "H100 NVL" in names.split(", ")]
+    (ampere,) = [line for names, line in rows.items() if "A100" in names.split(", ")]
+    assert rows["H200"].count("measured: 1.") == 4 and hopper.count("predicted") == 4 and ampere.count("static") == 4
+    assert rows["ROCm, XPU"].count("stands down") == 4
