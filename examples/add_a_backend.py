@@ -41,7 +41,7 @@ class DequantizedOnce(Backend):
     schemes = ("mxfp8",)
     # What is not declared here is refused, with a reason: biases, other activations, LoRA, ...
     capabilities = Capabilities(devices=("cpu",), dtypes=("bfloat16",), gated=("silu",))
-    static_priority = 500.0  # before the emulation, which is at 1000
+    static_priority = 50.0  # before cpu_dequantized, which is at 90
     # Activations stay as they are, also where the checkpoint declares MXFP8 activations: nothing is lost.
     activation_precision = "16bit"
     # bfloat16 holds 8 significant bits and e4m3 has 4: no weight is rounded.

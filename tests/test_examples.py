@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lib import smollm2
 from vllm_moe_oracle.backends import Backend, Rule
 
 ROOT = Path(__file__).parents[1]
@@ -54,9 +55,26 @@ def test_the_pages_rule_is_a_rule() -> None:
     assert isinstance(rule, Rule) and rule.code == "shared_memory"
 
 
+def served(*options: str) -> str:
+    """What `examples/serve.sh` prints."""
+    command = ["bash", str(ROOT / "examples" / "serve.sh"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "stopped the server" in done.stdout
+    return done.stdout
+
+
 @pytest.mark.full
 @pytest.mark.skipif(not (ROOT / ".venv").is_dir(), reason="would make the environment first")
 def test_a_tiny_checkpoint_is_served_and_the_decisions_are_shown() -> None:
-    done = subprocess.run(["bash", ROOT / "examples" / "serve.sh"], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "2 of 2 MoE layers" in done.stdout and "stopped the server" in done.stdout
+    assert "2 of 2 MoE layers" in served("--tiny")
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(smollm2.missing()), reason=smollm2.missing())
+@pytest.mark.parametrize("format", ["mxfp8", "gptq-int4-g32"])
+def test_a_real_model_answers_in_english(format: str) -> None:
+    printed = served("--format", format)
+    assert "30 of 30 MoE layers" in printed and "cpu_dequantized" in printed
+    assert re.search(r"96 tokens, [\d.]+ tokens/s, first token after [\d.]+ s", printed)
+    assert "sky" in printed.partition("asking: Why is the sky blue?")[2]

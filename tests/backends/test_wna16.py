@@ -194,7 +194,7 @@ def test_the_cpu_operator_needs_permission_to_quantize_activations() -> None:
     layer = usual("cpu_int4")
     assert "feature" in codes_of("cpu_int4", CPU)
     assert "package" in codes_of("cpu_int4", dataclasses.replace(AVX512, packages={"vllm": "0.29.0"}))
-    assert decide(layer, AVX512, Settings()).backend == "emulation"
+    assert decide(layer, AVX512, Settings()).backend == "cpu_dequantized"
     assert decide(layer, AVX512, Settings(allow_activation_quantization=True)).backend == "cpu_int4"
     with pytest.raises(NoBackendError, match="would quantize activations to int8"):
         decide(layer, AVX512, Settings(backend="cpu_int4"))

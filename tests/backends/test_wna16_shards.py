@@ -28,7 +28,7 @@ WORDS = {"gptq": 4, "gptq_v2": 4, "awq": 4, "moe_wna16": 1, "compressed-tensors"
 """Bytes of a packed word."""
 
 MULTIPLES = {
-    "cpu_int4": (32, 32), "hopper_wna16": (32, 32), "hopper_wna16_act_order": (32, 32),
+    "cpu_int4": (32, 32), "cpu_dequantized": (32, 1), "hopper_wna16": (32, 32), "hopper_wna16_act_order": (32, 32),
     "marlin_wna16": (128, 1), "marlin_wna16_batched": (128, 1), "triton_wna16": (64, 1),
 }  # fmt: skip
 """What kernels want of the hidden and of the intermediate size beyond groups and words; the others pad both, or neither

@@ -229,7 +229,7 @@ def test_moe_backend_is_read_as_vllm_reads_it(word: str, run: Run, write: Callab
 
 def test_the_remedy_of_a_refusal_is_kept(run: Run, write: Callable[..., Path]) -> None:
     arguments = ("explain", write(), "--device", "cpu", "--set", "backend=marlin_mxfp8")
-    remedy = "Choose an accepted one (emulation), or auto, or set on_unavailable=fallback"
+    remedy = "Choose an accepted one (cpu_dequantized, emulation), or auto, or set on_unavailable=fallback"
     assert remedy in " ".join(run(*arguments).out.split())
     assert remedy in run(*arguments, "--json").err
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_moe_oracle.layouts.cpu_mxfp4 import pack_block_scales, pack_row_pairs, unpack_block_scales, unpack_row_pairs
+from vllm_moe_oracle.layouts.cpu_mxfp4 import pack_row_pairs, unpack_row_pairs
+from vllm_moe_oracle.layouts.row_blocks import pack_row_blocks
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -18,7 +19,6 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_every_byte_comes_back(blocks: int, columns: int, seed: int) -> None:
     original = random(32 * blocks, columns, seed=seed)
     assert torch.equal(unpack_row_pairs(pack_row_pairs(original)), original)
-    assert torch.equal(unpack_block_scales(pack_block_scales(original)), original)
 
 
 def test_a_byte_holds_a_column_of_two_rows() -> None:
@@ -44,15 +44,15 @@ def test_vllms_own_operators_agree(rows: int, columns: int) -> None:
     for expert, packed in enumerate(operators.convert_weight_packed(codes)):
         assert torch.equal(pack_row_pairs(codes[expert]), packed.view(rows, -1))
     for expert, ordered in enumerate(operators.convert_scale_packed(scales)):
-        assert torch.equal(pack_block_scales(scales[expert]), ordered.view(rows, -1))
+        assert torch.equal(pack_row_blocks(scales[expert], 32), ordered.view(rows, -1))
 
 
 def test_shapes_are_learned_without_data() -> None:
     blank = torch.empty(64, 48, dtype=torch.uint8, device="meta")
-    assert pack_row_pairs(blank).shape == pack_block_scales(blank).shape == (64, 48)
+    assert pack_row_pairs(blank).shape == pack_row_blocks(blank, 32).shape == (64, 48)
 
 
-@pytest.mark.parametrize("order", [pack_row_pairs, pack_block_scales])
+@pytest.mark.parametrize("order", [pack_row_pairs, lambda scales: pack_row_blocks(scales, 32)], ids=["codes", "scales"])
 def test_what_is_no_whole_block_is_refused_with_numbers(order: object) -> None:
     with pytest.raises(ValueError, match=r"48 rows .* 32 \(remainder 16\)"):
         order(random(48, 8))  # type: ignore[operator]

@@ -18,8 +18,9 @@ from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.core.sharding import has_group_index, loaded_group_size
 from vllm_moe_oracle.kernels.weights import unpack_expert
 from vllm_moe_oracle.layouts import cpu_int4, cutlass_mixed, gate_up, mma_tiles, scales, trtllm
-from vllm_moe_oracle.layouts.cpu_mxfp4 import unpack_block_scales, unpack_row_pairs
+from vllm_moe_oracle.layouts.cpu_mxfp4 import unpack_row_pairs
 from vllm_moe_oracle.layouts.padding import crop_columns, crop_rows
+from vllm_moe_oracle.layouts.row_blocks import unpack_row_blocks
 from vllm_moe_oracle.layouts.triton_kernels import unswizzle_hopper_codes, unswizzle_hopper_scales
 
 Tensors = dict[str, torch.Tensor]
@@ -181,7 +182,7 @@ def _of_cpu(part: Part, raw: torch.Tensor) -> torch.Tensor:
         return raw
     if part.integers:
         return cpu_int4.unblock_scales(raw) if part.kind else cpu_int4.unpack_blocks(raw)
-    return unpack_block_scales(raw) if part.kind else unpack_row_pairs(raw)
+    return unpack_row_blocks(raw, 32) if part.kind else unpack_row_pairs(raw)
 
 
 _INVERSES = {

@@ -824,7 +824,7 @@ def test_experts_that_no_adapter_targets_need_no_lora_backend(targets: list[str]
         config = moe.moe_config(asked, is_lora_enabled=True)
         if not reaches:
             method = moe.made(asked, config).quant_method
-            assert (method.decision.backend, method.decision.problem.lora) == ("emulation", False)
+            assert (method.decision.backend, method.decision.problem.lora) == ("cpu_dequantized", False)
             assert not config.is_lora_enabled  # vLLM's classes refuse LoRA by it
             return
         words = "LoRA on experts: no backend .*--lora-target-modules, without experts"

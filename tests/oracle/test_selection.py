@@ -311,8 +311,12 @@ def test_an_explicit_choice_does_not_allow_quantization_by_itself() -> None:
 # --- The project's own backends --------------------------------------------------------------------------------------
 
 
-def test_emulation_runs_mxfp8_on_a_cpu() -> None:
+def test_mxfp8_runs_dequantized_on_a_cpu_and_emulated_where_it_cannot() -> None:
     decision = decide(problem(), CPU, settings(), registry=discover())
+    assert (decision.backend, decision.why) == ("cpu_dequantized", "static")
+    assert decision.plan == ShardPlan(2048, 768, layout="vec")
+    other = problem(activation=Activation("silu", limit=10.0))
+    decision = decide(other, CPU, settings(), registry=discover())
     assert (decision.backend, decision.why) == ("emulation", "static")
     assert decision.plan == ShardPlan(2048, 768)
 
@@ -517,10 +521,10 @@ def test_the_reference_on_a_cpu_names_the_nearest_candidate() -> None:
     assert (
         "no kernel for a CPU (cpu) can run the layer; emulation runs it slowly; nearest is near" in decision.explanation
     )
-    real = decide(problem(scheme=INT4_G128), CPU, settings())
+    real = decide(problem(scheme=INT4_G128), dataclasses.replace(CPU, features=()), settings())
     assert real.backend == "emulation" and "order" not in real.explanation
-    assert "emulation runs it slowly; nearest is cpu_int4: " in real.explanation
-    assert "set allow_activation_quantization=1 and choose it by name" in real.explanation
+    assert "emulation runs it slowly; nearest is cpu_dequantized: " in real.explanation
+    assert "avx2" in real.explanation
 
 
 def test_the_reference_on_a_cpu_is_degraded_if_a_remedy_exists() -> None:

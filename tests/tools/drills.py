@@ -163,7 +163,7 @@ _BAD_BACKENDS = {
     "gate and up are exchanged": ("gate, up = (x[token]", "up, gate = (x[token]"),
     "biases are declared and dropped": ('gated=("silu",))', 'gated=("silu",), bias=True)'),
     "its name is taken": ("    name = ", '    name = "emulation"  # '),
-    "its priority is taken": ("static_priority = 500.0", "static_priority = 1000.0"),
+    "its priority is taken": ("static_priority = 50.0", "static_priority = 1000.0"),
 }
 """What a text of the example becomes in a backend made badly."""
 

@@ -144,8 +144,8 @@ def help_table() -> str:
             _wrapped(
                 "*Measured*: chosen by times on this GPU; the figure is the layers' gain over stock. *Predicted*:",
                 "chosen by times that are scaled from the H200, which nobody has compared with the card. *Static*:",
-                "vLLM's own kernels in vLLM's order, checked and explained, without a gain; on a CPU the exact and",
-                "slow emulation. *Not* names models with layers that nothing here runs.",
+                "vLLM's own kernels in vLLM's order, checked and explained, without a gain; on a CPU as fast as the",
+                "model in 16 bits, with its memory. *Not* names models with layers that nothing here runs.",
             ),
         ]
     )

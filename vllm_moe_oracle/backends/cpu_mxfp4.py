@@ -76,8 +76,9 @@ class CpuMxfp4(Backend):
         """
         import torch
 
-        from ..layouts.cpu_mxfp4 import pack_block_scales, pack_row_pairs
+        from ..layouts.cpu_mxfp4 import BLOCK_ROWS, pack_row_pairs
         from ..layouts.gate_up import interleave_gate_up
+        from ..layouts.row_blocks import pack_row_blocks
 
         alternate = problem.activation.name == "swigluoai"
         converted = {}
@@ -85,8 +86,10 @@ class CpuMxfp4(Backend):
             rows = interleave_gate_up(tensor) if alternate and name.startswith("w13") else tensor
             if name.endswith("_bias"):
                 converted[name] = rows.to(torch.float32)
+            elif name.endswith("_scale"):
+                converted[name] = pack_row_blocks(rows, BLOCK_ROWS)
             else:
-                converted[name] = pack_block_scales(rows) if name.endswith("_scale") else pack_row_pairs(rows)
+                converted[name] = pack_row_pairs(rows)
         return converted
 
     def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:

@@ -10,7 +10,15 @@ from ..errors import CheckpointError
 from ..quantization.types import GATED_PROJECTIONS, NUMBERED_PROJECTION_MODELS, UNGATED_PROJECTIONS, LayerNames
 from ..releases.expert_names import projection_names
 from .files import CheckpointFiles
-from .model_fields import MAX_LAYERS, NUM_EXPERTS_FIELDS, NUM_LAYERS_FIELDS, UNGATED_MODELS, model_type, read_integer
+from .model_fields import (
+    MAX_LAYERS,
+    NUM_EXPERTS_FIELDS,
+    NUM_LAYERS_FIELDS,
+    UNGATED_MODELS,
+    model_type,
+    num_layers,
+    read_integer,
+)
 
 # Where vLLM keeps the experts inside a decoder layer; "mlp" unless listed, "" for the layer itself. MiniMax-M2's
 # attribute is called block_sparse_moe, but the name that vLLM gives its experts says mlp.
@@ -56,10 +64,7 @@ def moe_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[in
         rule = "ffn_config describes its experts, which this release does not read"
         raise CheckpointError(rule, "vLLM's loader of DBRX takes experts in 16 bits or FP8", where)
     _check_lists_of_layers(model, where)
-    pattern = model.get("hybrid_override_pattern")
-    total = len(pattern) if isinstance(pattern, str) else read_integer(model, NUM_LAYERS_FIELDS, where, MAX_LAYERS)
-    if total > MAX_LAYERS:
-        raise CheckpointError(f"hybrid_override_pattern has {total} layers, more than {MAX_LAYERS}", where=where)
+    total = num_layers(config)
     if all(not model.get(name) for name in NUM_EXPERTS_FIELDS) and any(
         model.get(name) == 0 for name in NUM_EXPERTS_FIELDS
     ):

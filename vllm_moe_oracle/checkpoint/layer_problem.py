@@ -20,6 +20,7 @@ from .model_fields import (
     NUM_EXPERTS_FIELDS,
     UNGATED_MODELS,
     model_type,
+    num_layers,
     read_count,
     read_float,
     read_integer,
@@ -119,6 +120,7 @@ def layer_problem(
             routing=_routing(config, index),
             parallel=parallel,
             even_expert_split=model_type(config) == EVEN_SPLIT_MODEL_TYPE,
+            num_layers=num_layers(config),
         )
         if scheme.name == "wna16":  # as the methods do: rows that alternate are put apart when they are loaded
             problem = replace(problem, activation=replace(problem.activation, interleaved=False))

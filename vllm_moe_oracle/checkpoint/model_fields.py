@@ -68,3 +68,17 @@ def read_float(model: Mapping[str, Any], names: tuple[str, ...], where: str, ind
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
         raise CheckpointError(f"{name} is {short_repr(value)}, not a number", where=where)
     return float(value)
+
+
+def num_layers(config: CheckpointFiles) -> int:
+    """Layers of the language model, with experts or without.
+
+    Raises:
+        CheckpointError: the config does not say, or there are more than `MAX_LAYERS`.
+    """
+    where, pattern = str(config.path), config.model_config.get("hybrid_override_pattern")
+    if not isinstance(pattern, str):
+        return read_integer(config.model_config, NUM_LAYERS_FIELDS, where, MAX_LAYERS)
+    if len(pattern) > MAX_LAYERS:
+        raise CheckpointError(f"hybrid_override_pattern has {len(pattern)} layers, more than {MAX_LAYERS}", where=where)
+    return len(pattern)

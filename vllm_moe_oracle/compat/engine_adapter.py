@@ -44,10 +44,18 @@ class EngineAdapter:
 
     def model_type(self) -> str:
         """``model_type`` of the model that is being built; "" where it is unknown."""
+        return str(self._model_field("model_type", ""))
+
+    def num_layers(self) -> int:
+        """Layers of the model that is being built, on all pipeline stages; 0 where it is unknown."""
+        found = self._model_field("num_hidden_layers", 0)
+        return found if isinstance(found, int) else 0
+
+    def _model_field(self, name: str, default: Any) -> Any:
         engine = self._last_engine()
         if engine is None or engine.model_config is None:
-            return ""
-        return str(getattr(engine.model_config.hf_text_config, "model_type", ""))
+            return default
+        return getattr(engine.model_config.hf_text_config, name, default)
 
     def requested_activations(self) -> Any:
         """vLLM's `QuantKey` that ``--quantization-config`` sets for the experts' inputs; None if it sets none."""

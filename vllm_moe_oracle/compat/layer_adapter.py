@@ -52,6 +52,7 @@ class LayerAdapter(EngineAdapter):
             eplb=bool(parallel.enable_eplb),
             batch_invariant=self.batch_invariant(),
             even_expert_split=self.model_type() == EVEN_SPLIT_MODEL_TYPE,
+            num_layers=self.num_layers(),
         )
 
     def placement(self, moe: Any, layer: Any) -> Placement:

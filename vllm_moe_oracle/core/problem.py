@@ -179,6 +179,7 @@ class Problem:
             `intermediate_size` is then the largest shard, and the last rank has less. 0 for equal shards.
         even_expert_split: the model's loader splits experts evenly over expert-parallel ranks, in every format
             (gpt-oss's).
+        num_layers: layers of the model, with experts or without; 0 when unknown.
     """
 
     layer: str
@@ -198,6 +199,7 @@ class Problem:
     batch_invariant: bool = False
     ragged_intermediate_size: int = 0
     even_expert_split: bool = False
+    num_layers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "local_experts", "top_k", "hidden_size", "intermediate_size"):
@@ -263,7 +265,7 @@ class Device:
         name: the product's name, e.g. ``NVIDIA H200``.
         capability: CUDA compute capability, 90 for sm_90; 0 for other devices.
         sm_count: streaming multiprocessors; 0 for other devices.
-        memory_gib: memory of one device in GiB; 0 when unknown.
+        memory_gib: memory of one device in GiB, of a CPU what this process may use; 0 when unknown.
         features: instruction sets that rules depend on, e.g. ``amx_bf16``, ``avx512f``.
         packages: versions of the installed packages that rules depend on, by distribution name.
         driver: version of the GPU's driver; "" when unknown.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import platform
 import re
 import sys
@@ -102,7 +104,7 @@ def _detect(index: int) -> Device:
                 packages=packages,
                 driver=_driver_version(),
             )
-    return Device("cpu", _cpu_name(), features=_cpu_features(), packages=packages)
+    return Device("cpu", _cpu_name(), memory_gib=_host_memory_gib(), features=_cpu_features(), packages=packages)
 
 
 def _gpu_is_visible() -> bool:
@@ -135,3 +137,15 @@ def _cpu_name() -> str:
 def _cpu_features() -> tuple[str, ...]:
     flags = set(_cpu_info().get("flags", "").split())
     return tuple(name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile") if name in flags)
+
+
+def _host_memory_gib() -> float:
+    """Memory of this machine, or what its control group leaves to this process if that is less; 0.0 if unknown."""
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0.0
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+            total = min(total, int(Path(limit).read_text()))
+    return round(total / 2**30, 1)

@@ -1,10 +1,9 @@
-"""Orders MXFP4 codes and scales for vLLM's expert kernel on x86 CPUs, and back.
+"""Orders MXFP4 codes for vLLM's expert kernel on x86 CPUs, and back.
 
 Rows are in blocks of 32. A vector instruction takes 16 rows x 2 columns: row ``32 a + 16 h + r``, column ``2 p + c``
-goes to block ``a``, pair ``p``, byte ``2 r + c``, in the low nibble for ``h`` = 0. The scales of a block have its 32
-rows next to each other.
+goes to block ``a``, pair ``p``, byte ``2 r + c``, in the low nibble for ``h`` = 0. Scales are in `row_blocks` of 32.
 
-Source: vLLM's operators ``convert_weight_packed`` (of uint8) and ``convert_scale_packed``.
+Source: vLLM's operator ``convert_weight_packed`` (of uint8).
 """
 
 from __future__ import annotations
@@ -40,27 +39,6 @@ def unpack_row_pairs(packed: Tensor) -> Tensor:
     even, odd = packed.reshape(-1, packed.shape[1], 16, 2).unbind(-1)
     halves = torch.stack(transpose_nibbles(even, odd), dim=1)
     return halves.transpose(2, 3).reshape(packed.shape)
-
-
-def pack_block_scales(scales: Tensor) -> Tensor:
-    """Orders scales.
-
-    Args:
-        scales: any dtype, `[N, G]`; N a multiple of 32.
-
-    Returns:
-        The same shape; every 32 rows hold `[G, 32]`.
-
-    Raises:
-        ValueError: N is not a multiple of 32.
-    """
-    _require_blocks(scales.shape[0])
-    return scales.view(-1, BLOCK_ROWS, scales.shape[1]).transpose(1, 2).reshape(scales.shape)
-
-
-def unpack_block_scales(ordered: Tensor) -> Tensor:
-    """Inverse of `pack_block_scales`."""
-    return ordered.view(-1, ordered.shape[1], BLOCK_ROWS).transpose(1, 2).reshape(ordered.shape)
 
 
 def _require_blocks(rows: int) -> None:
