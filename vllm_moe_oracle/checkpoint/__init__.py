@@ -26,11 +26,13 @@ from ..quantization import (
 from ..quantization.fields import short_repr
 from ..quantization.types import FormatLookup, UnsupportedFormat
 from ..releases import min_versions
+from ..releases.all2all import DEFAULT_ALL2ALL, effective_all2all
 from ..untrusted import boundary
 from .files import CheckpointFiles, read_checkpoint
 from .layer_names import MTP_COUNT_FIELDS, MTP_MODELS, compact_layer_names, moe_layer_names, mtp_layer_names
 from .layer_problem import layer_problem, model_dtype
 from .model_fields import MAX_RANKS, model_type
+from .ranks import Ranks
 
 __all__ = ["CheckpointFiles", "MoeLayers", "find_moe_layers", "read_checkpoint"]
 
@@ -69,6 +71,8 @@ def find_moe_layers(
     ragged_shards: bool = False,
     online: str = "",
     vllm: str | None = None,
+    dp: int = 1,
+    all2all_backend: str = DEFAULT_ALL2ALL,
 ) -> MoeLayers:
     """The MoE layers of a checkpoint as one rank sees them.
 
@@ -80,21 +84,26 @@ def find_moe_layers(
         online: vLLM's ``--quantization``: for a checkpoint in 16 bits a key of `ONLINE_SCHEMES`; "" for none.
         vllm: the release of vLLM, which decides what names in a compressed-tensors config mean, and which experts are
             padded with zeros; None for the newest.
+        dp: data-parallel ranks; MoE layers are distributed over ``tp * dp`` ranks.
+        all2all_backend: vLLM's ``--all2all-backend``.
 
     Raises:
         CheckpointError: no MoE layers, an unknown quantization, another than `online`, a field that is missing or has a
             value that it cannot have, or a number of ranks over which the model cannot be sharded.
+        SettingError: a number of ranks below one, or an all-to-all that the release does not have.
     """
+    ranks = Ranks(tp, dp, ep, effective_all2all(all2all_backend, vllm))
+    ranks.check()
     # Fields that are not checked one by one may have any type.
     with boundary(CheckpointError, "is not the config of a model", where=str(config.path)):
-        return _find_moe_layers(config, tp, ep, ragged_shards, online, vllm)
+        return _find_moe_layers(config, ranks, ragged_shards, online, vllm)
 
 
 def _find_moe_layers(
-    config: CheckpointFiles, tp: int, ep: bool, ragged_shards: bool, online: str, vllm: str | None
+    config: CheckpointFiles, ranks: Ranks, ragged_shards: bool, online: str, vllm: str | None
 ) -> MoeLayers:
-    if tp > MAX_RANKS:
-        rule = f"{tp} ranks are more than {MAX_RANKS}, the most that are considered"
+    if ranks.total > MAX_RANKS:
+        rule = f"{ranks.total} ranks are more than {MAX_RANKS}, the most that are considered"
         raise CheckpointError(rule, where=str(config.path))
     names = moe_layer_names(config, vllm)
     format_of, method = _expert_formats(config, online)
@@ -111,7 +120,7 @@ def _find_moe_layers(
             foreign[name] = layer_format.format
         else:
             found = mtp_problems if index in mtp_names else problems
-            found.append(layer_problem(config, index, name, layer_format, tp, ep, ragged_shards, vllm))
+            found.append(layer_problem(config, index, name, layer_format, ranks, ragged_shards, vllm))
     notes = tuple(_notes(config, unquantized, foreign, online))
     if model_type(config) == EVEN_SPLIT_MODEL_TYPE and any(problem.scheme.name == "wna16" for problem in problems):
         rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "

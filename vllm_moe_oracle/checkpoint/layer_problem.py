@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..core import activations
-from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Activation, Parallel, Problem, Routing, Scheme
+from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Activation, Problem, Routing, Scheme
 from ..core.sharding import shard_by_blocks, shard_by_scale_groups
 from ..errors import CheckpointError
 from ..quantization.fields import short_repr
@@ -25,6 +25,7 @@ from .model_fields import (
     read_float,
     read_integer,
 )
+from .ranks import Ranks
 
 TOP_K_FIELDS = (
     "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k", "top_k",
@@ -66,8 +67,7 @@ def layer_problem(
     index: int,
     name: str,
     scheme: Scheme,
-    tp: int,
-    ep: bool,
+    ranks: Ranks,
     ragged_shards: bool,
     vllm: str | None = None,
 ) -> Problem:
@@ -78,8 +78,7 @@ def layer_problem(
         index: the layer's.
         name: the layer's.
         scheme: what its experts are stored as.
-        tp: ranks.
-        ep: they hold different experts.
+        ranks: vLLM's options of parallelism.
         ragged_shards: the setting `ragged_shards`.
         vllm: the release of vLLM; None for the newest.
 
@@ -101,10 +100,10 @@ def layer_problem(
     sizes = [size for size in others if isinstance(size, int) and size > 0]
     key_heads = model.get("num_key_value_heads")
     key_heads = key_heads if isinstance(key_heads, int) and key_heads > 0 else 0
-    _check_shardable(where, tp, ep, experts, width, heads, _min_shard_width(config, vllm), key_heads, sizes)
+    _check_shardable(where, ranks, experts, width, heads, _min_shard_width(config, vllm), key_heads, sizes)
     # The fullest rank: vLLM gives the first ranks one expert more where the split is uneven.
-    local = -(-experts // tp) if ep else experts
-    parallel = Parallel(ep=tp) if ep else Parallel(tp=tp)
+    parallel = ranks.parallel
+    local = -(-experts // parallel.ep)
     try:
         problem = Problem(
             layer=name,
@@ -149,8 +148,7 @@ def _min_shard_width(config: CheckpointFiles, vllm: str | None) -> int:
 
 def _check_shardable(
     where: str,
-    tp: int,
-    ep: bool,
+    ranks: Ranks,
     experts: int,
     width: int,
     heads: int,
@@ -160,12 +158,12 @@ def _check_shardable(
 ) -> None:
     """Refuses numbers of ranks over which a layer cannot be sharded.
 
-    vLLM's `verify_with_parallel_config` needs whole attention heads on every rank, with expert parallelism too.
+    vLLM's `verify_with_parallel_config` needs whole attention heads on every tensor-parallel rank, with expert
+    parallelism too.
 
     Args:
         where: the file, for messages.
-        tp: tensor-parallel ranks.
-        ep: they hold different experts.
+        ranks: vLLM's options of parallelism.
         experts: experts of the layer.
         width: features between the two products.
         heads: attention heads of the model; 0 when unknown.
@@ -173,32 +171,38 @@ def _check_shardable(
         key_heads: heads of keys and values, which a remedy shards or copies evenly; 0 when unknown.
         others: widths of other layers, which a remedy shards evenly.
     """
-    if ep and tp > experts:
-        rule = f"expert parallelism over {tp} ranks leaves ranks without one of the {experts} experts"
+    tp, dp, total = ranks.tp, ranks.dp, ranks.total
+    if ranks.ep and total > experts:
+        rule = f"expert parallelism over {total} ranks leaves ranks without one of the {experts} experts"
         raise CheckpointError(rule, where=where)
 
-    def fits(size: int) -> bool:
-        if ep:
-            return not heads % size and size <= experts
-        return not heads % size and not width % size and (size == 1 or width // size >= least)
+    def fits(size: int, copies: int = dp) -> bool:
+        if ranks.ep:
+            return not heads % size and size * copies <= experts
+        shards = size * copies
+        return not heads % size and not width % shards and (shards == 1 or width // shards >= least)
 
-    def serves(size: int) -> bool:
+    def serves(size: int, copies: int = dp) -> bool:
         copied = not key_heads or not key_heads % size or not size % key_heads
         # Shared experts, as wide as one or several routed ones, are sharded with expert parallelism too.
-        return fits(size) and copied and not any(other % size for other in (width, *others))
+        return fits(size, copies) and copied and not any(other % size for other in (width, *others))
 
     if fits(tp):
         return
-    remedy = f"Use TP {next(size for size in range(tp - 1, 0, -1) if serves(size))}"
-    alternative = ", or --ep" if tp <= experts else ""
+    smaller = next((f"TP {size}" for size in range(tp - 1, 0, -1) if serves(size)), "")
+    fewer = next((f"DP {copies}" for copies in range(dp - 1, 0, -1) if serves(tp, copies)), "")
+    alternative = "--ep" if total <= experts and not ranks.ep and not heads % tp else ""
+    ways = [each for each in (smaller, fewer, alternative) if each]
+    remedy = f"Use {', or '.join(ways)}" if ways else "Use fewer ranks"
     if heads % tp:
         rule = f"vLLM refuses {tp} ranks, which do not divide the {heads} attention heads ({heads} mod {tp} = "
         raise CheckpointError(f"{rule}{heads % tp})", remedy, where)
-    if not width % tp:
-        rule = f"vLLM pads experts below {least} columns per rank with zeros ({width} over {tp} ranks: "
-        raise CheckpointError(f"{rule}{width // tp}), which the loaders here refuse", remedy + alternative, where)
-    rule = f"tensor parallelism over {tp} ranks does not divide the experts' intermediate size {width}"
-    raise CheckpointError(f"{rule} ({width} mod {tp} = {width % tp})", remedy + alternative, where)
+    over = f"{total} ranks" if dp == 1 else f"{total} ranks ({tp} tensor-parallel x {dp} data-parallel)"
+    if not width % total:
+        rule = f"vLLM pads experts below {least} columns per rank with zeros ({width} over {over}: "
+        raise CheckpointError(f"{rule}{width // total}), which the loaders here refuse", remedy, where)
+    rule = f"tensor parallelism over {over} does not divide the experts' intermediate size {width}"
+    raise CheckpointError(f"{rule} ({width} mod {total} = {width % total})", remedy, where)
 
 
 def _activation(config: CheckpointFiles, index: int) -> Activation:

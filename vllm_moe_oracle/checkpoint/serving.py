@@ -42,11 +42,15 @@ def as_served(
         lora: LoRA adapters may be applied.
         eplb: experts may move between ranks.
         batch_invariant: as vLLM's ``VLLM_BATCH_INVARIANT``.
-        round_robin: experts are placed round-robin where vLLM does so: only in several groups and without EPLB.
+        round_robin: experts are placed round-robin where vLLM does so: only in several groups, without EPLB, and where
+            tokens are exchanged at all, only by a batched all-to-all.
     """
     problem = dataclasses.replace(problem, lora=lora, eplb=eplb, batch_invariant=batch_invariant)
-    if round_robin and not eplb and (problem.routing.num_groups or 0) > 1:
-        problem = dataclasses.replace(problem, parallel=dataclasses.replace(problem.parallel, placement="round_robin"))
+    parallel = problem.parallel
+    exchanges_tokens = parallel.ep > 1 and parallel.dp > 1
+    in_turn = round_robin and not eplb and (problem.routing.num_groups or 0) > 1
+    if in_turn and not (exchanges_tokens and parallel.format == "standard"):
+        problem = dataclasses.replace(problem, parallel=dataclasses.replace(parallel, placement="round_robin"))
     return with_activations(problem, settings)
 
 

@@ -136,8 +136,9 @@ class Parallel:
     """How the layer is distributed over ranks.
 
     Attributes:
-        tp: tensor-parallel ranks, which shard the intermediate size; 1 under expert parallelism, as in vLLM.
-        ep: expert-parallel ranks, which hold different experts; 1 without expert parallelism.
+        tp: ranks that shard the intermediate size, as vLLM counts them: tensor-parallel ranks times data-parallel ones;
+            1 under expert parallelism.
+        ep: expert-parallel ranks, which hold different experts: all of them; 1 without expert parallelism.
         dp: data-parallel ranks.
         format: ``batched`` when the all-to-all delivers `[experts, tokens, hidden]` (e.g. DeepEP low latency).
         placement: vLLM's expert placement: ``linear`` gives a rank contiguous experts, ``round_robin`` every ep-th.
@@ -148,6 +149,16 @@ class Parallel:
     dp: int = 1
     format: ActivationFormat = "standard"
     placement: Placement = "linear"
+
+    @property
+    def splits_over_dp(self) -> bool:
+        """Whether data-parallel ranks take part in sharding the intermediate size."""
+        return self.dp > 1 and self.ep == 1 and self.tp % self.dp == 0
+
+    @property
+    def shard_words(self) -> str:
+        """The ranks that shard the intermediate size, by vLLM's options: ``TP 4``, ``TP 2 x DP 2``."""
+        return f"TP {self.tp // self.dp} x DP {self.dp}" if self.splits_over_dp else f"TP {self.tp}"
 
 
 RANK_LOCAL_FIELDS = ("layer", "local_experts")
@@ -225,7 +236,8 @@ class Problem:
         if self.parallel.tp == 1:
             return str(self.intermediate_size)
         sign = "of {}," if self.ragged_intermediate_size else "{} /"
-        return f"{self.intermediate_size} ({sign.format(self.unsharded_intermediate_size)} TP {self.parallel.tp})"
+        whole = sign.format(self.unsharded_intermediate_size)
+        return f"{self.intermediate_size} ({whole} {self.parallel.shard_words})"
 
     def common_fields(self) -> dict[str, Any]:
         """What the ranks of the layer have in common: every field by its dotted name (``scheme.bits``), without

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 from .decision import Reason, ShardPlan
-from .problem import MX_BLOCK, Problem
+from .problem import MX_BLOCK, Parallel, Problem
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -104,8 +104,8 @@ def suggest_parallelism(problem: Problem, works: IsViable) -> str:
     ranks, full = problem.parallel.tp, problem.unsharded_intermediate_size
     if ranks == 1:
         return ""
-    smaller = (size for size in range(ranks - 1, 0, -1) if ranks % size == 0)
-    ways = [f"TP {size}" for size in smaller if any(map(works, _resharded(problem, size)))][:1]
+    smaller = _smaller_shardings(problem.parallel)
+    ways = [each.shard_words for each in smaller if any(map(works, _resharded(problem, each)))][:1]
     local = -(-problem.num_experts // ranks)
     spread = dataclasses.replace(
         problem,
@@ -126,9 +126,20 @@ def suggest_parallelism(problem: Problem, works: IsViable) -> str:
     return words
 
 
-def _resharded(problem: Problem, ranks: int) -> Iterator[Problem]:
-    """The layer on one of `ranks` tensor-parallel ranks, in each way that it can be sharded."""
-    full, parallel = problem.unsharded_intermediate_size, dataclasses.replace(problem.parallel, tp=ranks)
+def _smaller_shardings(parallel: Parallel) -> Iterator[Parallel]:
+    """Shardings over fewer ranks, most ranks first: fewer tensor-parallel ones, or fewer data-parallel ones."""
+    dp = parallel.dp if parallel.splits_over_dp else 1
+    tp = parallel.tp // dp
+    for size in (size for size in range(parallel.tp - 1, 0, -1) if parallel.tp % size == 0):
+        if size % dp == 0:
+            yield dataclasses.replace(parallel, tp=size)
+        elif size % tp == 0:
+            yield dataclasses.replace(parallel, tp=size, dp=size // tp)
+
+
+def _resharded(problem: Problem, parallel: Parallel) -> Iterator[Problem]:
+    """The layer on one of the ranks of another sharding, in each way that it can be sharded."""
+    full, ranks = problem.unsharded_intermediate_size, parallel.tp
     if full % ranks == 0:
         even = dataclasses.replace(
             problem, intermediate_size=full // ranks, ragged_intermediate_size=0, parallel=parallel
