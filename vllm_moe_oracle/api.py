@@ -113,7 +113,9 @@ def explain_checkpoint(
     device: Device | str,
     *,
     tp: int = 1,
+    dp: int = 1,
     ep: bool = False,
+    all2all_backend: str = "allgather_reducescatter",
     quantization: str = "",
     moe_backend: str = "auto",
     lora: bool = False,
@@ -128,8 +130,10 @@ def explain_checkpoint(
     Args:
         path: a checkpoint's directory, or a bare ``config.json``.
         device: the machine, from `known_device` or `detect_device`, or the name of a known device.
-        tp: tensor-parallel ranks; with `ep` the ranks over which the experts are spread.
+        tp: tensor-parallel ranks.
+        dp: data-parallel ranks; MoE layers are distributed over ``tp * dp`` ranks.
         ep: the ranks hold different experts (``--enable-expert-parallel``).
+        all2all_backend: vLLM's ``--all2all-backend``.
         quantization: vLLM's ``--quantization``, for a checkpoint that is quantized at load time; "" for none.
         moe_backend: vLLM's ``--moe-backend``.
         lora: LoRA adapters may be applied (``--enable-lora``).
@@ -143,22 +147,26 @@ def explain_checkpoint(
     Raises:
         CheckpointError: the checkpoint cannot be read, or its layers cannot be sharded.
         NoBackendError: no backend can run a layer, and `failures` is None.
-        SettingError: a setting is invalid, or a name of a device or backend is unknown.
+        SettingError: a setting or a number of ranks is invalid, or a name of a device, a backend or an all-to-all is
+            unknown.
     """
     from . import settings as settings_module
     from .checkpoint import find_moe_layers, read_checkpoint
-    from .checkpoint.serving import as_served, is_round_robin
+    from .checkpoint.serving import as_served, check_all2all, is_round_robin
     from .devices.catalog import known_device
     from .errors import NoBackendError
     from .measurements.lookup import find_measurements
     from .oracle.selection import check_backend_names, decide
+    from .releases.all2all import effective_all2all
 
-    round_robin = is_round_robin(expert_placement_strategy, eplb, ep and tp > 1)
+    round_robin = is_round_robin(expert_placement_strategy, eplb, ep and tp * dp > 1)
     chosen = settings if settings is not None else settings_module.load()
     check_backend_names(chosen, moe_backend)
     machine = known_device(device) if isinstance(device, str) else device
     release = machine.packages.get("vllm")
-    layers = find_moe_layers(read_checkpoint(path), tp, ep, chosen.ragged_shards, quantization, release)
+    exchange = effective_all2all(all2all_backend, release)
+    read = read_checkpoint(path)
+    layers = find_moe_layers(read, tp, ep, chosen.ragged_shards, quantization, release, dp, exchange)
     found: dict[Problem, Any] = {}
     decisions = []
     for layer in layers.problems:
@@ -167,7 +175,9 @@ def explain_checkpoint(
         if key not in found:
             found[key] = find_measurements(problem, machine, chosen)
         try:
-            decisions.append(decide(problem, machine, chosen, moe_backend, measurements=found[key]))
+            decision = decide(problem, machine, chosen, moe_backend, measurements=found[key])
+            check_all2all(problem, exchange)
+            decisions.append(decision)
         except NoBackendError as error:
             if failures is None:
                 raise

@@ -428,6 +428,11 @@ def batch_invariant() -> bool:
         raise SettingError(f"{value!a} is not an integer", "Set it to 1 or 0", "VLLM_BATCH_INVARIANT") from error
 
 
+def set_batch_invariant(wanted: bool) -> None:
+    """Sets vLLM's ``VLLM_BATCH_INVARIANT`` for this process and those that it starts."""
+    os.environ["VLLM_BATCH_INVARIANT"] = str(int(wanted))
+
+
 def records_dir() -> str | None:
     """The directory in which the processes of one server write decisions for its metrics endpoint; None without one."""
     return os.environ.get(_RECORDS_DIR_VAR)

@@ -197,7 +197,7 @@ def _check_shardable(
     if heads % tp:
         rule = f"vLLM refuses {tp} ranks, which do not divide the {heads} attention heads ({heads} mod {tp} = "
         raise CheckpointError(f"{rule}{heads % tp})", remedy, where)
-    over = f"{total} ranks" if dp == 1 else f"{total} ranks ({tp} tensor-parallel x {dp} data-parallel)"
+    over = f"{total} ranks" if dp == 1 else f"{total} ranks (TP {tp} x DP {dp})"
     if not width % total:
         rule = f"vLLM pads experts below {least} columns per rank with zeros ({width} over {over}: "
         raise CheckpointError(f"{rule}{width // total}), which the loaders here refuse", remedy, where)

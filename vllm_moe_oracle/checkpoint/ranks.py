@@ -71,7 +71,7 @@ class Ranks:
         words = f"{kind} parallelism over {self.total} ranks"
         if self.dp == 1:
             return words
-        words += f" ({self.tp} tensor-parallel x {self.dp} data-parallel)"
+        words += f" (TP {self.tp} x DP {self.dp})"
         if self.exchanges_tokens:
             words += f", all-to-all {self.all2all}"
         return words

@@ -6,7 +6,8 @@ import dataclasses
 from typing import get_args
 
 from ..core.problem import Placement, Problem
-from ..errors import SettingError
+from ..errors import NoBackendError, SettingError
+from ..releases.all2all import rounded_hidden_size
 from ..settings import Settings
 
 
@@ -52,6 +53,25 @@ def as_served(
     if in_turn and not (exchanges_tokens and parallel.format == "standard"):
         problem = dataclasses.replace(problem, parallel=dataclasses.replace(parallel, placement="round_robin"))
     return with_activations(problem, settings)
+
+
+def check_all2all(problem: Problem, all2all: str) -> None:
+    """Refuses a layer whose hidden size vLLM rounds up for its all-to-all, as a server does.
+
+    Args:
+        problem: a layer that a backend here would run.
+        all2all: from `releases.all2all.effective_all2all`.
+
+    Raises:
+        NoBackendError: the all-to-all does not carry the hidden size as it is.
+    """
+    if problem.parallel.ep == 1 or problem.parallel.dp == 1:
+        return
+    size = rounded_hidden_size(all2all, problem.hidden_size, 4 if problem.dtype == "float32" else 2)
+    if size != problem.hidden_size:
+        instead = f"vLLM rounds it up to {size}, and no backend here loads such a layer" if size else "it is too large"
+        rule = f"the all-to-all {all2all} does not carry hidden size {problem.hidden_size}: {instead}"
+        raise NoBackendError(rule, "Choose another --all2all-backend", problem.layer)
 
 
 def with_activations(problem: Problem, settings: Settings) -> Problem:

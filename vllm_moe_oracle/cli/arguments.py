@@ -20,8 +20,27 @@ ModelNames = Annotated[
     ),
 ]
 TensorParallel = Annotated[int, typer.Option(help="Tensor-parallel ranks.", metavar="N")]
+DataParallel = Annotated[
+    int,
+    typer.Option(
+        help="Data-parallel ranks, each of --tp ranks; as vLLM's --data-parallel-size. MoE layers are distributed over "
+        "all of them.",
+        metavar="N",
+    ),
+]
 ExpertParallel = Annotated[
-    bool, typer.Option("--ep", help="Expert parallelism over the --tp ranks (vLLM's --enable-expert-parallel).")
+    bool, typer.Option("--ep", help="Expert parallelism over all ranks (vLLM's --enable-expert-parallel).")
+]
+BatchInvariant = Annotated[
+    bool | None,
+    typer.Option("--batch-invariant/--no-batch-invariant", help="By default VLLM_BATCH_INVARIANT as it is here."),
+]
+Quantization = Annotated[
+    str,
+    typer.Option(
+        help="As vLLM's --quantization, e.g. mxfp8 for a checkpoint in 16 bits, moe_wna16 for GPTQ or AWQ.",
+        metavar="NAME",
+    ),
 ]
 CompileJobs = Annotated[
     int, typer.Option(help="Processes that compile kernels before the measurements; 0 for none.", metavar="N")

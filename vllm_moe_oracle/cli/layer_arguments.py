@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from .. import checkpoint, settings
+from ..checkpoint.ranks import Ranks
 from ..checkpoint.serving import with_activations
 from ..core.objectives import MAX_TOKENS
 from ..core.problem import Device, Problem
@@ -20,15 +21,23 @@ from ..measurements import model_shapes
 from ..settings import Settings, batch_invariant
 
 
-def resolve_problems(models: Sequence[str], tp: int, ep: bool) -> list[Problem]:
+def resolve_problems(
+    models: Sequence[str], ranks: Ranks, quantization: str = "", ragged_shards: bool = False
+) -> list[Problem]:
     """The layers that arguments name: by a checkpoint's folder or config.json, ``SCHEME:SHAPE[@tpN]``, or a shape's
     name in all formats in which it is served.
 
+    Args:
+        models: the arguments.
+        ranks: vLLM's options of parallelism.
+        quantization: vLLM's ``--quantization``, for checkpoints; "" for none.
+        ragged_shards: the setting of that name.
+
     Raises:
-        OracleError: an argument is unknown.
+        OracleError: an argument is unknown, or an option is not for it.
     """
-    if tp < 1:
-        raise MeasurementError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")
+    ranks.check()
+    tp, dp, ep = ranks.tp, ranks.dp, ranks.ep
     found: list[Problem] = []
     for word in models:
         if not word.strip():
@@ -38,15 +47,23 @@ def resolve_problems(models: Sequence[str], tp: int, ep: bool) -> list[Problem]:
         # Not Path's: it raises where a name is too long for a file.
         if os.path.exists(word) or "/" in word or word.endswith(".json"):
             read = checkpoint.read_checkpoint(Path(word))
-            layers = checkpoint.find_moe_layers(read, tp, ep, vllm=installed_packages().get("vllm"))
+            layers = checkpoint.find_moe_layers(
+                read, tp, ep, ragged_shards, quantization.lower(), installed_packages().get("vllm"), dp
+            )
             if not layers.problems:
                 rule = f"there is nothing to measure: {'; '.join(layers.notes)}"
                 raise MeasurementError(rule, where=str(read.path))
-            found += layers.problems
+            found += (*layers.problems, *layers.mtp_problems)
             continue
         if ep:
             rule = f"{word!r} names a layer whose experts are all on one rank"
             raise MeasurementError(rule, "Give the model's config.json, whose experts can be spread over ranks", "--ep")
+        if dp != 1:
+            rule = f"{word!r} names a layer by the ranks that shard it"
+            raise MeasurementError(rule, f"Give --tp {tp * dp}, or the model's config.json", "--dp")
+        if quantization:
+            rule = f"{word!r} names a layer, whose format is known"
+            raise MeasurementError(rule, "Leave it out, or give the model's config.json", "--quantization")
         if ":" in word:
             if "@" in word and tp != 1 and not word.endswith(f"@tp{tp}"):
                 raise MeasurementError(f"{tp} ranks, and {word!r} names others", "Leave one of them out", "--tp")

@@ -39,6 +39,11 @@ def show(*parts: Any) -> None:
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in capture.get().replace(GLUE, " ").splitlines()))
 
 
+def show_line(text: str) -> None:
+    """Prints one line for people as it is, not wrapped: a command that they copy."""
+    sys.stdout.write(f"{printable(text)}\n")
+
+
 def print_json(data: object) -> None:
     """Writes data as JSON, indented, and nothing else, to standard output."""
     # In ASCII: a terminal takes some characters beyond it for commands, and names of files need not be UTF-8.

@@ -57,6 +57,14 @@ class EngineAdapter:
             return default
         return getattr(engine.model_config.hf_text_config, name, default)
 
+    def served_model(self) -> tuple[str, int] | None:
+        """The model that is being built, as vLLM was told it, and its number of tensor-parallel ranks; None where no
+        engine is known."""
+        engine = self._last_engine()
+        if engine is None or engine.model_config is None:
+            return None
+        return str(engine.model_config.model), int(engine.parallel_config.tensor_parallel_size)
+
     def requested_activations(self) -> Any:
         """vLLM's `QuantKey` that ``--quantization-config`` sets for the experts' inputs; None if it sets none."""
         config = self.engine().model_config

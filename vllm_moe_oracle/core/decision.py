@@ -214,6 +214,8 @@ class Decision:
         measured: the figures, when measured or predicted times decided.
         token_ranges: which backend runs which numbers of tokens, when the layer has more than one; `backend` is one of
             them.
+        tunable: the static order decided because measurements are missing or not sufficient: `tune` could let them
+            decide between backends that compute the same.
     """
 
     problem: Problem
@@ -226,6 +228,7 @@ class Decision:
     degraded: bool = False
     measured: MeasuredOutcome | None = None
     token_ranges: tuple[TokenRange, ...] = ()
+    tunable: bool = False
 
     def candidate(self, name: str) -> Candidate:
         """The candidate of a name."""
@@ -257,10 +260,15 @@ class Decision:
         names = ("backend", "why", "explanation", "numerics", "plan", "measured", "token_ranges")
         return {name: getattr(self, name) for name in names} | {"numerics": str(self.numerics)}
 
+    @property
+    def grounds(self) -> str:
+        """The kind of evidence, then the sentence, as every output of a decision gives them: ``measured: ...``."""
+        return f"{self.why}: {self.explanation}"
+
     def summary(self) -> str:
-        """One line for a log."""
+        """One line for a log: the backend, the grounds in parentheses, numerics, padding."""
         notes = f"; {'; '.join(self.plan.notes)}" if self.plan.notes else ""
-        return f"{self.backend} ({self.why}: {self.explanation}); {self.numerics}{notes}"
+        return f"{self.backend} ({self.grounds}); {self.numerics}{notes}"
 
 
 def format_candidates(candidates: tuple[Candidate, ...]) -> str:

@@ -250,8 +250,8 @@ def switch_backend(method: LayerMethod, reason: Reason, explanation: str, name: 
     Args:
         method: the layer's method; its backend and decision change.
         reason: why the present backend is rejected.
-        explanation: the same in a sentence about the decision.
-        name: the new backend.
+        explanation: the same in a sentence about the decision; the static order has decided it then.
+        name: the new backend, the first in the static order that is left.
         registry: the backends.
     """
     failed = method.backend.name
@@ -264,10 +264,12 @@ def switch_backend(method: LayerMethod, reason: Reason, explanation: str, name: 
     method.decision = dataclasses.replace(
         method.decision,
         backend=name,
+        why="static",
         explanation=explanation,
         candidates=candidates,
         plan=answers.plan,
         numerics=answers.numerics,
         measured=None,
         token_ranges=(),
+        tunable=False,
     )

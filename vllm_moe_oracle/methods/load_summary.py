@@ -24,6 +24,7 @@ from ..core.decision import Decision
 from ..core.overrides import unmatched_override_error, unmatched_overrides
 from ..devices import detect
 from ..errors import NoBackendError, sanitize
+from ..measurements.tune_command import tune_command
 from ..settings import Settings
 from ..untrusted import describe
 from . import backend_check, backend_selection, rank_agreement
@@ -59,7 +60,11 @@ def start_layer(layer: str) -> None:
 
 
 def record_decision(decision: Decision, settings: Settings) -> None:
-    """Records a layer's decision, and logs the first of its kind; at WARNING level if it is degraded."""
+    """Records a layer's decision, and logs the first of its kind; at WARNING level if it is degraded.
+
+    The line names the backend, then the kind of evidence. That of a static choice which measurements could improve ends
+    with the command that takes them.
+    """
     layer = decision.problem.layer
     _model.decisions[layer] = decision
     _model.pending.add(layer)
@@ -70,7 +75,31 @@ def record_decision(decision: Decision, settings: Settings) -> None:
     _model.logged.add(kind)
     level = logging.WARNING if decision.degraded else logging.INFO
     logger.info("moe_oracle: %s: %s", layer, decision.problem)
-    logger.log(level, "moe_oracle: %s: %s", layer, decision.summary())
+    command = _tune_command(decision, settings) if decision.tunable else ""
+    more = f"; to measure: {sanitize(command)}" if command else ""
+    logger.log(level, "moe_oracle: %s: %s%s", layer, decision.summary(), more)
+
+
+def _tune_command(decision: Decision, settings: Settings) -> str:
+    """The command that measures the layers of the model that this process serves; "" where it is unknown."""
+    model = current_adapter().served_model()
+    if model is None:
+        return ""
+    path, tp = model
+    problem = decision.problem
+    ranks = max(problem.parallel.tp, problem.parallel.ep)
+    tp = tp if ranks % tp == 0 else ranks
+    # What a checkpoint does not say by itself.
+    quantization = {"online": problem.scheme.name, "moe_wna16": "moe_wna16"}.get(problem.scheme.packing, "")
+    return tune_command(
+        path,
+        settings,
+        tp=tp,
+        dp=ranks // tp,
+        ep=problem.parallel.ep > 1,
+        quantization=quantization,
+        batch_invariant=problem.batch_invariant or None,
+    )
 
 
 def record_stock_layer(layer: str, features: Collection[str], stock_class: str, error: NoBackendError) -> None:

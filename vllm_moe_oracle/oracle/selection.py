@@ -183,12 +183,15 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
         why, explanation = "predicted" if choice.measured.errors else "measured", choice.explanation
     elif choice.explanation:
         explanation = f"{explanation}; {choice.explanation}"
-    if measurements is not None and not measurements.times and _can_be_measured(chosen, case):
-        explanation += "; no measurements of this layer are valid here: run vllm-moe-oracle tune where it is served"
+    tunable = False
+    if measurements is not None and choice.measured is None:
+        tunable = _can_be_measured(chosen, case, measurements)
+    if tunable and measurements is not None and not measurements.times:
+        explanation += "; no measurements of this layer are valid here"
     explanation += _unused_permission(chosen, case)
     decision = case.decision(chosen, why, f"{explanation}{note}")
     return dataclasses.replace(
-        decision, degraded=bool(note), measured=choice.measured, token_ranges=choice.token_ranges
+        decision, degraded=bool(note), measured=choice.measured, token_ranges=choice.token_ranges, tunable=tunable
     )
 
 
@@ -232,10 +235,11 @@ def _unused_permission(chosen: Candidate, case: _DecisionInput) -> str:
     return f"; allow_activation_quantization=1 changes nothing here: {what}"
 
 
-def _can_be_measured(static: Candidate, case: _DecisionInput) -> bool:
-    """Whether `tune` could let measurements decide: on a GPU, between several backends that compute the same."""
+def _can_be_measured(static: Candidate, case: _DecisionInput, measurements: MeasurementSet) -> bool:
+    """Whether measuring could decide: on a GPU, between several backends that compute the same and have not failed
+    when they were measured."""
     names = equivalent_backends(static, case.candidates)
-    return case.device.kind == "cuda" and len(names) > 1
+    return case.device.kind == "cuda" and len([name for name in names if name not in measurements.failures]) > 1
 
 
 def _with_tiles(decision: Decision, measurements: MeasurementSet | None) -> Decision:

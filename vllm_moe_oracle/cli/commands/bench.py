@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from ...checkpoint.ranks import Ranks
 from ...core.problem import Problem
 from ...errors import MeasurementError, did_you_mean
 from ...measurements.bench_records import BenchRecord
@@ -136,7 +137,7 @@ def _kernel_shapes(
     words += [f"{name}:{each}" for each in shape.split(",") if each for name in schemes]
     if not words:
         raise MeasurementError("nothing is named to be timed", "Name a model, or --shape with --scheme")
-    problems = layer_arguments.resolve_problems(words, tp, ep)
+    problems = layer_arguments.resolve_problems(words, Ranks(tp=tp, ep=ep))
     return tuning.group_by_kernel_shape(layer_arguments.apply_settings(each, settings) for each in problems)
 
 

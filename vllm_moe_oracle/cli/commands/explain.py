@@ -13,7 +13,8 @@ import typer
 from ... import checkpoint, methods
 from ...checkpoint import MoeLayers
 from ...checkpoint.layer_names import compact_layer_names
-from ...checkpoint.serving import as_served, is_round_robin
+from ...checkpoint.ranks import Ranks
+from ...checkpoint.serving import as_served, check_all2all, is_round_robin
 from ...compat import check_release, ignored_env_vars
 from ...core.decision import Candidate, Decision
 from ...core.lora import targets_experts
@@ -28,14 +29,25 @@ from ...errors import NoBackendError, SettingError, StandDown
 from ...measurements import lookup
 from ...measurements.lookup import profile_error
 from ...measurements.roofline import expert_bytes
+from ...measurements.tune_command import tune_command
 from ...oracle.registry import default_registry
 from ...oracle.selection import check_backend_names, decide
 from ...oracle.stock_kernels import stock_candidate
+from ...releases.all2all import DEFAULT_ALL2ALL, all2all_names, effective_all2all
 from ...releases.supported import NEWEST, RELEASES
 from ...settings import AUTO, Settings, excluded_by_vllm
 from ...settings import batch_invariant as batch_invariant_variable
 from .. import EXIT_NO_BACKEND, output
-from ..arguments import AsJson, Assignments, ExpertParallel, TensorParallel, command_settings
+from ..arguments import (
+    AsJson,
+    Assignments,
+    BatchInvariant,
+    DataParallel,
+    ExpertParallel,
+    Quantization,
+    TensorParallel,
+    command_settings,
+)
 
 
 # More than 80 lines: one parameter for each option, and the help text. The steps are functions below.
@@ -65,11 +77,18 @@ def command(
         ),
     ] = "",
     tp: TensorParallel = 1,
+    dp: DataParallel = 1,
     ep: ExpertParallel = False,
-    batch_invariant: Annotated[
-        bool | None,
-        typer.Option("--batch-invariant/--no-batch-invariant", help="By default VLLM_BATCH_INVARIANT as it is here."),
-    ] = None,
+    all2all_backend: Annotated[
+        str,
+        typer.Option(
+            help="How data-parallel ranks exchange tokens, as vLLM's --all2all-backend; needs --ep and --dp. "
+            f"[default: {DEFAULT_ALL2ALL}]",
+            metavar="NAME",
+            autocompletion=lambda: list(all2all_names(None)),
+        ),
+    ] = "",
+    batch_invariant: BatchInvariant = None,
     lora: Annotated[
         bool, typer.Option("--lora", help="LoRA adapters may be applied, as vLLM's --enable-lora.")
     ] = False,
@@ -91,24 +110,28 @@ def command(
         str | None, typer.Option(help="As the setting backend: --set backend=NAME.", metavar="NAME")
     ] = None,
     moe_backend: Annotated[str, typer.Option(help="As vLLM's --moe-backend.", metavar="NAME")] = "auto",
-    quantization: Annotated[
-        str,
-        typer.Option(
-            help="As vLLM's --quantization, e.g. mxfp8 for a checkpoint in 16 bits, moe_wna16 for GPTQ or AWQ.",
-            metavar="NAME",
-        ),
-    ] = "",
+    quantization: Quantization = "",
     assignments: Assignments = None,
+    brief: Annotated[
+        bool,
+        typer.Option(
+            "--brief",
+            help="Only the winner of each group of layers, and why; with --json: without rejected candidates.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say which backend each MoE layer of a checkpoint gets, and why.
 
-    Reads the checkpoint's config only; needs no GPU, no torch and no vLLM.
+    Reads the checkpoint's config only; needs no GPU, no torch and no vLLM. The row "why" begins with what decided:
+    user or override (you), measured or predicted times, or the static order. A static choice that measurements could
+    improve ends with the command that takes them.
 
     \b
     Examples:
       vllm-moe-oracle explain ~/models/Qwen3-30B-A3B-MXFP8 --device nvidia-h200
-      vllm-moe-oracle explain config.json --device nvidia-h200 --vllm 0.29.0 --tp 2
+      vllm-moe-oracle explain config.json --device nvidia-h200 --vllm 0.29.0 --tp 2 --brief
+      vllm-moe-oracle explain config.json --device nvidia-h200 --dp 8 --ep --all2all-backend deepep_low_latency
       vllm-moe-oracle explain ~/models/Qwen3-30B-A3B --quantization mxfp8 --device nvidia-h200
       vllm-moe-oracle explain config.json --set 'overrides=re:layers\\.[0-9]\\.=emulation' --json
 
@@ -118,21 +141,18 @@ def command(
       3  a group has none; the table is printed all the same
       2  the input cannot be used; one line on standard error says what and where
     """
-    round_robin = _check_options(path, tp, ep, eplb, expert_placement_strategy)
+    round_robin = _check_options(path, Ranks(tp, dp, ep), eplb, expert_placement_strategy)
     chosen = command_settings(
         [*(assignments or []), *([] if backend is None else [f"backend={backend}"])], ignore_bad_profile=True
     )
     moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
     check_backend_names(chosen, moe_backend)
     machine = _with_vllm(_resolve_device(device), vllm)
+    release = _vllm_version(machine)
+    ranks = Ranks(tp, dp, ep, effective_all2all(all2all_backend or DEFAULT_ALL2ALL, release))
     read = checkpoint.read_checkpoint(Path(path))
     layers = checkpoint.find_moe_layers(
-        read,
-        tp,
-        ep,
-        chosen.ragged_shards,
-        quantization.lower(),
-        _vllm_version(machine),
+        read, tp, ep, chosen.ragged_shards, quantization.lower(), release, dp, ranks.all2all
     )
     _check_overrides_match(chosen, layers)
     invariant = batch_invariant_variable() if batch_invariant is None else batch_invariant
@@ -150,31 +170,42 @@ def command(
         ]
         for problems in (layers.problems, layers.mtp_problems)
     )
-    groups = _group_layers(model, machine, chosen, moe_backend)
-    drafts = _group_layers(mtp, machine, chosen, moe_backend)
+    measure = tune_command(
+        path,
+        chosen,
+        tp=tp,
+        dp=dp,
+        ep=ep,
+        quantization=quantization,
+        batch_invariant=batch_invariant if batch_invariant is not None else invariant or None,
+    )
+    groups = _group_layers(model, machine, chosen, moe_backend, ranks.all2all, measure)
+    drafts = _group_layers(mtp, machine, chosen, moe_backend, ranks.all2all, measure)
     groups += [dataclasses.replace(group, is_mtp=True) for group in drafts]
     if moe_backend != AUTO and layers.unquantized:
         rule = f"--moe-backend {moe_backend} is for quantized experts; vLLM chooses the kernel of unquantized ones"
         layers = dataclasses.replace(layers, notes=(*layers.notes, rule))
     placement = _placement_notes((*model, *mtp), round_robin)
+    parallelism = _parallelism_notes(ranks, all2all_backend, groups)
     server = _server_notes(chosen, layers.method, groups, machine)
     cached = f"{path} is read from the local cache of the Hugging Face Hub: {read.path}"
     notes = [
         *([] if os.path.exists(path) else [cached]),
         *layers.notes,
         *_activation_notes(layers, chosen),
+        *parallelism,
         *placement,
         *server,
     ]
     if as_json:
-        _print_json(groups, layers, notes, machine)
+        _print_json(groups, layers, notes, machine, brief)
     else:
-        _print(groups, notes, machine, tp, ep, assumed=bool(vllm) or device in known_device_names())
+        _print(groups, notes, machine, ranks, brief, assumed=bool(vllm) or device in known_device_names())
     if any(group.decision is None and not group.stock_class for group in groups):
         raise typer.Exit(EXIT_NO_BACKEND)
 
 
-def _check_options(path: str, tp: int, ep: bool, eplb: bool, strategy: str) -> bool:
+def _check_options(path: str, ranks: Ranks, eplb: bool, strategy: str) -> bool:
     """Whether vLLM is asked to place experts round-robin.
 
     Raises:
@@ -182,12 +213,13 @@ def _check_options(path: str, tp: int, ep: bool, eplb: bool, strategy: str) -> b
     """
     if not path.strip():
         raise SettingError("the path is empty", "Give a checkpoint's folder or its config.json", "PATH")
-    if tp < 1:
-        raise SettingError(f"{tp} ranks are not possible", "Give 1 or more", "--tp")
+    ranks.check()
+    spread = ranks.spreads_experts
     try:
-        return is_round_robin(strategy, eplb, ep and tp > 1)
+        return is_round_robin(strategy, eplb, spread)
     except SettingError as error:
-        remedy = "" if (ep and tp > 1) or "not one of" in error.rule else "Add --ep --tp N with N of 2 or more"
+        add = "Add --ep --tp N or --ep --dp N, with N of 2 or more"
+        remedy = "" if spread or "not one of" in error.rule else add
         raise SettingError(error.rule, remedy, f"--{error.where.replace('_', '-')}") from None
 
 
@@ -202,6 +234,7 @@ class _LayerGroup:
         failure: why there is no decision; "" when there is one.
         candidates: every backend, with its verdict.
         stock_class: stock vLLM's class that the layers are left to; "" where a backend runs them, or nothing does.
+        measure: the command that measures the layers, if that could improve a static choice; else "".
         is_mtp: the layers are multi-token prediction modules, which vLLM loads as a model of their own for speculative
             decoding.
     """
@@ -212,13 +245,15 @@ class _LayerGroup:
     failure: str
     candidates: tuple[Candidate, ...]
     stock_class: str = ""
+    measure: str = ""
     is_mtp: bool = False
 
     @property
     def layers(self) -> str:
         return compact_layer_names(self.names)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, brief: bool) -> dict[str, Any]:
+        candidates = [each for each in self.candidates if each.accepted or not brief]
         return {
             "layers": self.layers,
             "count": len(self.names),
@@ -227,7 +262,8 @@ class _LayerGroup:
             "decision": None if self.decision is None else self.decision.to_record(),
             "failure": self.failure or None,
             "left_to_stock": self.stock_class or None,
-            "candidates": [candidate.to_record() for candidate in self.candidates],
+            "measure": self.measure or None,
+            "candidates": [candidate.to_record() for candidate in candidates],
         }
 
 
@@ -263,8 +299,39 @@ def _placement_notes(problems: Sequence[Problem], round_robin: bool) -> Iterator
     """Says which layers' experts vLLM places in linear order although round-robin was requested."""
     kept = [problem for problem in problems if problem.parallel.placement == "linear"]
     if round_robin and kept:
-        rule = "vLLM places experts round-robin only if they are in several groups, without --eplb"
+        rule = "vLLM places experts round-robin only if they are in several groups, without --eplb, and where an "
+        rule += "all-to-all runs, only with a batched one"
         yield f"the experts of {compact_layer_names(problem.layer for problem in kept)} stay in order: {rule}"
+
+
+def _parallelism_notes(ranks: Ranks, all2all_backend: str, groups: list[_LayerGroup]) -> Iterator[str]:
+    """Says which options of parallelism change nothing, and what an all-to-all changes.
+
+    Args:
+        ranks: the options.
+        all2all_backend: the word of the command line; "" without one.
+        groups: the layers.
+    """
+    if ranks.ep and not ranks.spreads_experts:
+        yield "--ep changes nothing here: there is one rank (--tp and --dp are 1)"
+    if all2all_backend and not ranks.exchanges_tokens:
+        rule = "vLLM uses it with expert parallelism over data-parallel ranks: --ep with --dp of 2 or more"
+        yield f"--all2all-backend {all2all_backend} changes nothing here: {rule}"
+        return
+    if all2all_backend and all2all_backend != ranks.all2all:
+        rule = f"this all-to-all was removed; vLLM takes {ranks.all2all} instead, with a warning"
+        yield f"--all2all-backend {all2all_backend}: {rule}"
+    if not ranks.exchanges_tokens:
+        return
+    for group in groups:
+        if group.decision is None and group.problem.parallel.format == "batched" and not group.stock_class:
+            rule = f"{ranks.all2all} delivers tokens by expert, which few backends take"
+            yield f"{group.layers}: {rule}; a server leaves layers that none runs to stock vLLM, if that can"
+    if ranks.all2all != DEFAULT_ALL2ALL:
+        chosen = [default_registry()[group.decision.backend] for group in groups if group.decision is not None]
+        for name in sorted({each.stock_class_name for each in chosen if each.stock_class_name}):
+            rule = f"a server asks vLLM's {name} whether it runs with {ranks.all2all}"
+            yield f"{rule}; if not, the next accepted candidate runs the layers"
 
 
 def _activation_notes(layers: MoeLayers, settings: Settings) -> Iterator[str]:
@@ -283,7 +350,9 @@ def _check_overrides_match(settings: Settings, layers: MoeLayers) -> None:
         raise unmatched_override_error(override, found, settings.source("overrides"), compact_layer_names(found))
 
 
-def _group_layers(problems: list[Problem], device: Device, settings: Settings, moe_backend: str) -> list[_LayerGroup]:
+def _group_layers(
+    problems: list[Problem], device: Device, settings: Settings, moe_backend: str, all2all: str, measure: str
+) -> list[_LayerGroup]:
     """Layers by equal problem and equal outcome, in the order of their first layer."""
     groups: dict[object, _LayerGroup] = {}
     evidence: dict[Problem, MeasurementSet | None] = {}
@@ -294,15 +363,18 @@ def _group_layers(problems: list[Problem], device: Device, settings: Settings, m
         try:
             decision = decide(problem, device, settings, moe_backend, measurements=evidence[problem.key()])
             judged = decision.candidates
+            check_all2all(problem, all2all)
         except NoBackendError as error:
-            judged = error.candidates
+            judged, refused_exchange = error.candidates, decision is not None
+            if decision is not None:
+                judged, decision = decision.candidates, None
             scheme = problem.scheme.name
             # The error's further lines are the table, which is printed anyway.
             failure = error.rule.split("\n")[0] if judged else f"this release has no backend for {scheme} experts yet"
             if judged and error.remedy:
                 failure = f"{failure}. {error.remedy}"
             stock = None
-            if moe_backend == AUTO and not _names_backends(settings):
+            if moe_backend == AUTO and not _names_backends(settings) and not refused_exchange:
                 stock = stock_candidate(judged, device, default_registry())
             if stock is not None:
                 stock_class = default_registry()[stock.backend].stock_class_name
@@ -312,7 +384,8 @@ def _group_layers(problems: list[Problem], device: Device, settings: Settings, m
                 )
         same = decision and dataclasses.replace(decision, problem=problem.key())
         key = (problem.key(), same, failure)
-        before = groups.get(key, _LayerGroup((), problem, decision, failure, judged, stock_class))
+        command = measure if decision is not None and decision.tunable else ""
+        before = groups.get(key, _LayerGroup((), problem, decision, failure, judged, stock_class, command))
         groups[key] = dataclasses.replace(before, names=(*before.names, problem.layer))
     return list(groups.values())
 
@@ -362,7 +435,7 @@ def _vllm_version(device: Device) -> str | None:
     return device.packages.get("vllm") or installed_packages().get("vllm")
 
 
-def _print_json(groups: list[_LayerGroup], layers: MoeLayers, notes: list[str], device: Device) -> None:
+def _print_json(groups: list[_LayerGroup], layers: MoeLayers, notes: list[str], device: Device, brief: bool) -> None:
     """JSON to standard output; failures and notes, which it has too, to standard error."""
     left: list[tuple[str | None, tuple[str, ...]]] = [(None, layers.unquantized)] if layers.unquantized else []
     for format in dict.fromkeys(layers.unsupported_formats.values()):
@@ -371,7 +444,7 @@ def _print_json(groups: list[_LayerGroup], layers: MoeLayers, notes: list[str], 
         {
             "vllm": _vllm_version(device),
             "device": device,
-            "groups": [each.to_json() for each in groups],
+            "groups": [each.to_json(brief) for each in groups],
             "left_to_stock": [
                 {"format": format, "layers": compact_layer_names(names), "count": len(names)} for format, names in left
             ],
@@ -386,10 +459,9 @@ def _print_json(groups: list[_LayerGroup], layers: MoeLayers, notes: list[str], 
 
 
 def _print(
-    groups: list[_LayerGroup], notes: list[str], device: Device, tp: int, ep: bool, assumed: bool = False
+    groups: list[_LayerGroup], notes: list[str], device: Device, ranks: Ranks, brief: bool, assumed: bool = False
 ) -> None:
     vllm = _vllm_version(device)
-    ranks = "one rank" if tp == 1 else f"{'expert' if ep else 'tensor'} parallelism over {tp} ranks"
     release = f"vLLM {vllm}" if vllm else "vLLM not installed"
     if assumed and device.kind == "cuda":
         release += " with its kernel packages (assumed)"
@@ -397,13 +469,16 @@ def _print(
     for group in groups:
         count = "1 layer" if len(group.names) == 1 else f"{len(group.names)} layers"
         role = ", for multi-token prediction" if group.is_mtp else ""
-        output.show(f"\n{count}: {group.layers}{role}", output.key_value_table(_decision_rows(group)))
-        if group.candidates:
+        rows = _brief_rows(group) if brief else _decision_rows(group)
+        output.show(f"\n{count}: {group.layers}{role}", output.key_value_table(rows))
+        if group.measure:
+            output.show_line(f"  measure   {group.measure}")
+        if group.candidates and not brief:
             times = _format_times(group.decision)
             last = "reasons, or microseconds by tokens" if times else "reasons"
-            rows = _candidate_rows(group, times)
-            chosen = [index for index, row in enumerate(rows) if row[1] == _CHOSEN]
-            output.show("", output.table(("candidate", "verdict", last), rows, indent=2, marked=chosen))
+            cells = _candidate_rows(group, times)
+            chosen = [index for index, row in enumerate(cells) if row[1] == _CHOSEN]
+            output.show("", output.table(("candidate", "verdict", last), cells, indent=2, marked=chosen))
     for note in notes:
         output.show(f"\nnote: {note}")
 
@@ -420,10 +495,29 @@ def _decision_rows(group: _LayerGroup) -> list[tuple[str, str]]:
     sizes = f"hidden {plan.hidden_size}, intermediate {plan.intermediate_size}"
     rows += [
         ("backend", decision.backend),
-        ("why", f"{decision.why}: {decision.explanation}"),
+        ("why", decision.grounds),
         ("numerics", str(decision.numerics)),
         ("sizes", f"{sizes}: {'; '.join(notes) or 'not padded'}"),
     ]
+    if decision.token_ranges:
+        rows.append(("token ranges", _describe_token_ranges(group)))
+    return rows
+
+
+def _brief_rows(group: _LayerGroup) -> list[tuple[str, str]]:
+    """The winner, why, the precisions that it computes with, and sizes where they are padded."""
+    decision = group.decision
+    if decision is None:
+        return _decision_rows(group)[1:]
+    precision = decision.candidate(decision.backend).answers.activations
+    inputs = group.problem.dtype if precision == "16bit" else precision
+    rows = [
+        ("backend", decision.backend),
+        ("why", decision.grounds),
+        ("numerics", f"activations {inputs}, sums {decision.numerics.accumulate}"),
+    ]
+    if decision.plan.pads(group.problem):
+        rows.append(("sizes", "; ".join(decision.plan.notes)))
     if decision.token_ranges:
         rows.append(("token ranges", _describe_token_ranges(group)))
     return rows

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from ...checkpoint.ranks import Ranks
 from ...core.problem import Device, Problem
 from ...errors import MeasurementError, NoBackendError
 from ...measurements import bench_records, lookup, model_shapes
@@ -17,15 +18,18 @@ from ...measurements.environment import Environment
 from ...measurements.kernel_shape import KernelShape, RoutingKind, Sample
 from ...measurements.store import Store
 from ...oracle.selection import decide
-from ...settings import Settings, cache_dir
+from ...settings import Settings, cache_dir, set_batch_invariant
 from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, layer_arguments, output
 from ..arguments import (
     AsJson,
     Assignments,
+    BatchInvariant,
     CompileJobs,
+    DataParallel,
     ExpertParallel,
     Gpus,
     ModelNames,
+    Quantization,
     Replays,
     TensorParallel,
     command_settings,
@@ -43,7 +47,10 @@ def command(
         bool, typer.Option("--shapes", help="The layers of the public models that this package knows.")
     ] = False,
     tp: TensorParallel = 1,
+    dp: DataParallel = 1,
     ep: ExpertParallel = False,
+    quantization: Quantization = "",
+    batch_invariant: BatchInvariant = None,
     tokens: Annotated[
         str,
         typer.Option(
@@ -105,7 +112,9 @@ def command(
         return
     from ...measuring import tuning  # needs torch
 
-    problems = _named_problems(models, shapes, tp, ep, tiles)
+    if batch_invariant is not None:  # vLLM's kernels read the variable, in processes that measure, too
+        set_batch_invariant(batch_invariant)
+    problems = _named_problems(models, shapes, Ranks(tp, dp, ep), quantization, tiles, chosen)
     options = _tune_options(tokens, routing, replays, budget, jobs, remeasure)
     tuning.check_token_counts(options.token_counts)
     known = [profiles.read(each) for each in profile or []]
@@ -150,7 +159,9 @@ def _note_unused_profiles(paths: list[Path], known: list[profiles.Profile], devi
             output.print_message("note", f"nothing of the profile {path} is used: {reason}")
 
 
-def _named_problems(models: list[str] | None, shapes: bool, tp: int, ep: bool, tiles: int) -> list[Problem]:
+def _named_problems(
+    models: list[str] | None, shapes: bool, ranks: Ranks, quantization: str, tiles: int, settings: Settings
+) -> list[Problem]:
     """The layers to measure.
 
     Raises:
@@ -158,12 +169,16 @@ def _named_problems(models: list[str] | None, shapes: bool, tp: int, ep: bool, t
     """
     if not models and not shapes:
         raise MeasurementError("no model is named", "Name one, or --shapes")
-    if not models and (tp != 1 or ep):
-        rule = "the layers of --shapes have numbers of ranks of their own"
-        raise MeasurementError(rule, "Leave it out, or name a model", "--ep" if ep else "--tp")
+    if not models:
+        given = {"--ep": ranks.ep, "--tp": ranks.tp != 1, "--dp": ranks.dp != 1, "--quantization": bool(quantization)}
+        if useless := [option for option, is_given in given.items() if is_given]:
+            rule = "the layers of --shapes have numbers of ranks and formats of their own"
+            raise MeasurementError(rule, "Leave it out, or name a model", useless[0])
     if tiles < 0:
         raise MeasurementError(f"{tiles} tile configurations are not possible", "Give 0 or more", "--tiles")
-    problems = layer_arguments.resolve_problems(models, tp, ep) if models else []
+    problems = []
+    if models:
+        problems = layer_arguments.resolve_problems(models, ranks, quantization, settings.ragged_shards)
     return problems + (model_shapes.served_problems() if shapes else [])
 
 
