@@ -105,7 +105,7 @@ def suggest_parallelism(problem: Problem, works: IsViable) -> str:
     if ranks == 1:
         return ""
     smaller = _smaller_shardings(problem.parallel)
-    ways = [each.shard_words for each in smaller if any(map(works, _resharded(problem, each)))][:1]
+    ways = [words for words, each in smaller if any(map(works, _resharded(problem, each)))][:1]
     local = -(-problem.num_experts // ranks)
     spread = dataclasses.replace(
         problem,
@@ -126,15 +126,17 @@ def suggest_parallelism(problem: Problem, works: IsViable) -> str:
     return words
 
 
-def _smaller_shardings(parallel: Parallel) -> Iterator[Parallel]:
-    """Shardings over fewer ranks, most ranks first: fewer tensor-parallel ones, or fewer data-parallel ones."""
+def _smaller_shardings(parallel: Parallel) -> Iterator[tuple[str, Parallel]]:
+    """Shardings over fewer ranks, most ranks first, in words: fewer tensor-parallel ones, or fewer data-parallel
+    ones."""
     dp = parallel.dp if parallel.splits_over_dp else 1
     tp = parallel.tp // dp
     for size in (size for size in range(parallel.tp - 1, 0, -1) if parallel.tp % size == 0):
         if size % dp == 0:
-            yield dataclasses.replace(parallel, tp=size)
+            smaller = dataclasses.replace(parallel, tp=size)
+            yield smaller.shard_words, smaller
         elif size % tp == 0:
-            yield dataclasses.replace(parallel, tp=size, dp=size // tp)
+            yield f"TP {tp} x DP {size // tp}", dataclasses.replace(parallel, tp=size, dp=size // tp)
 
 
 def _resharded(problem: Problem, parallel: Parallel) -> Iterator[Problem]:

@@ -27,6 +27,8 @@ class _Exchange:
         before: the first tested release that no longer has it; "" while all later ones do.
         batched: it delivers `[experts, tokens, hidden]`, not `[tokens, hidden]`.
         row_bytes: bytes of which a hidden state must be a multiple; vLLM rounds the hidden size up. 1 for no such rule.
+        rocm: vLLM runs it on AMD GPUs only, over AITER's kernels.
+        unquantized: vLLM refuses to serve quantized models with it.
         hidden_sizes: the hidden sizes that it carries, ascending; vLLM rounds up to one of them. Empty for any.
     """
 
@@ -34,6 +36,8 @@ class _Exchange:
     before: str = ""
     batched: bool = False
     row_bytes: int = 1
+    rocm: bool = False
+    unquantized: bool = False
     hidden_sizes: tuple[int, ...] = ()
 
 
@@ -44,10 +48,10 @@ _EXCHANGES = {
     "deepep_high_throughput": _Exchange(row_bytes=512),
     "deepep_low_latency": _Exchange(batched=True, hidden_sizes=_LOW_LATENCY_SIZES),
     "deepep_v2": _Exchange(since="0.24.0", row_bytes=512),
-    "mori": _Exchange(before="0.23.0"),
-    "mori_high_throughput": _Exchange(since="0.23.0"),
-    "mori_low_latency": _Exchange(since="0.23.0"),
-    "moonep": _Exchange(since="0.31.0"),
+    "mori": _Exchange(before="0.23.0", rocm=True),
+    "mori_high_throughput": _Exchange(since="0.23.0", rocm=True),
+    "mori_low_latency": _Exchange(since="0.23.0", rocm=True),
+    "moonep": _Exchange(since="0.31.0", unquantized=True),
     "nixl_ep": _Exchange(batched=True, hidden_sizes=_LOW_LATENCY_SIZES),
     "flashinfer_all2allv": _Exchange(),
     "flashinfer_nvlink_two_sided": _Exchange(),
@@ -109,6 +113,22 @@ def is_batched(name: str) -> bool:
         name: from `effective_all2all`.
     """
     return _EXCHANGES[name].batched
+
+
+def why_vllm_refuses(name: str, device_kind: str, exchanges_tokens: bool) -> str:
+    """Why a server with a quantized model and an all-to-all would not start; "" if it would.
+
+    Args:
+        name: from `effective_all2all`.
+        device_kind: `Device.kind`.
+        exchanges_tokens: whether the all-to-all runs.
+    """
+    exchange = _EXCHANGES[name]
+    if exchange.unquantized:
+        return f"vLLM serves only models in 16 bits with the all-to-all {name}"
+    if exchange.rocm and exchanges_tokens and device_kind != "rocm":
+        return f"vLLM runs the all-to-all {name} on AMD GPUs only"
+    return ""
 
 
 def rounded_hidden_size(name: str, hidden_size: int, element_bytes: int) -> int:

@@ -33,7 +33,7 @@ from ...measurements.tune_command import tune_command
 from ...oracle.registry import default_registry
 from ...oracle.selection import check_backend_names, decide
 from ...oracle.stock_kernels import stock_candidate
-from ...releases.all2all import DEFAULT_ALL2ALL, all2all_names, effective_all2all
+from ...releases.all2all import DEFAULT_ALL2ALL, all2all_names, effective_all2all, why_vllm_refuses
 from ...releases.supported import NEWEST, RELEASES
 from ...settings import AUTO, Settings, excluded_by_vllm
 from ...settings import batch_invariant as batch_invariant_variable
@@ -186,7 +186,7 @@ def command(
         rule = f"--moe-backend {moe_backend} is for quantized experts; vLLM chooses the kernel of unquantized ones"
         layers = dataclasses.replace(layers, notes=(*layers.notes, rule))
     placement = _placement_notes((*model, *mtp), round_robin)
-    parallelism = _parallelism_notes(ranks, all2all_backend, groups)
+    parallelism = _parallelism_notes(ranks, all2all_backend, groups, machine)
     server = _server_notes(chosen, layers.method, groups, machine)
     cached = f"{path} is read from the local cache of the Hugging Face Hub: {read.path}"
     notes = [
@@ -304,16 +304,20 @@ def _placement_notes(problems: Sequence[Problem], round_robin: bool) -> Iterator
         yield f"the experts of {compact_layer_names(problem.layer for problem in kept)} stay in order: {rule}"
 
 
-def _parallelism_notes(ranks: Ranks, all2all_backend: str, groups: list[_LayerGroup]) -> Iterator[str]:
+def _parallelism_notes(ranks: Ranks, all2all_backend: str, groups: list[_LayerGroup], device: Device) -> Iterator[str]:
     """Says which options of parallelism change nothing, and what an all-to-all changes.
 
     Args:
         ranks: the options.
         all2all_backend: the word of the command line; "" without one.
         groups: the layers.
+        device: the machine.
     """
     if ranks.ep and not ranks.spreads_experts:
         yield "--ep changes nothing here: there is one rank (--tp and --dp are 1)"
+    if refusal := why_vllm_refuses(ranks.all2all, device.kind, ranks.exchanges_tokens):
+        yield f"{refusal}: a server would not start"
+        return
     if all2all_backend and not ranks.exchanges_tokens:
         rule = "vLLM uses it with expert parallelism over data-parallel ranks: --ep with --dp of 2 or more"
         yield f"--all2all-backend {all2all_backend} changes nothing here: {rule}"

@@ -1,0 +1,158 @@
+"""Tensor- and data-parallel ranks, expert parallelism and all-to-alls: the same layers as a server has."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.lib.configs import quantized
+from tests.lib.releases import INSTALLED
+from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
+from vllm_moe_oracle.checkpoint.ranks import Ranks
+from vllm_moe_oracle.checkpoint.serving import check_all2all
+from vllm_moe_oracle.core.problem import Parallel, Problem
+from vllm_moe_oracle.errors import CheckpointError, NoBackendError, SettingError
+from vllm_moe_oracle.releases.all2all import REMOVED_ALL2ALL, all2all_names, effective_all2all
+
+TP, DP = (1, 2, 4), (1, 2, 3, 4, 8)
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    """A layer of a config as the ranks see it."""
+
+    def run(data: dict[str, Any], *options: Any, **named: Any) -> Problem:
+        (tmp_path / "config.json").write_text(json.dumps(data))
+        return find_moe_layers(read_checkpoint(tmp_path), *options, **named).problems[0]
+
+    return run
+
+
+def served(
+    layer: Problem, ranks: Ranks, rank: int, sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> Problem:
+    """The problem that the installed vLLM's config of a layer becomes, on one data-parallel rank.
+
+    Args:
+        layer: the layer on one rank of its own.
+        ranks: the options, with vLLM's own word for the all-to-all.
+        rank: the data-parallel rank.
+        sequence_parallel: vLLM shards the tokens of a tensor-parallel group.
+        monkeypatch: replaces vLLM's process groups.
+    """
+    import torch
+    from vllm._aiter_ops import rocm_aiter_ops
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe import config as stock
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+
+    from vllm_moe_oracle.compat import current_adapter
+
+    monkeypatch.setattr(stock, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(stock, "get_dp_group", lambda: SimpleNamespace(rank_in_group=rank))
+    monkeypatch.setattr(rocm_aiter_ops, "is_fused_moe_enabled", lambda: True)  # for MoRI
+    options = SimpleNamespace(enable_expert_parallel=ranks.ep, all2all_backend=ranks.all2all, enable_eplb=False)
+    parallel = stock.FusedMoEParallelConfig.make(ranks.tp, 1, ranks.dp, ranks.tp if sequence_parallel else 1, options)
+    local, _, _ = determine_expert_map(parallel.ep_size, parallel.ep_rank, layer.num_experts)
+    with set_current_vllm_config(VllmConfig()):
+        moe = stock.FusedMoEConfig(
+            num_experts=layer.num_experts,
+            num_local_experts=local,
+            num_logical_experts=layer.num_experts,
+            experts_per_token=layer.top_k,
+            hidden_dim=layer.hidden_size,
+            intermediate_size=layer.intermediate_size,
+            activation=MoEActivation.SILU,
+            device="cpu",
+            routing_method=stock.RoutingMethodType.RenormalizeNaive,
+            moe_parallel_config=parallel,
+            in_dtype=torch.bfloat16,
+        )
+        found: Problem = current_adapter().problem(moe, None, layer.layer, layer.scheme)
+    return found
+
+
+@pytest.mark.parametrize(("tp", "dp", "ep"), [*itertools.product(TP, DP, (False, True))])
+def test_a_server_has_the_same_problem(tp: int, dp: int, ep: bool, read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every all-to-all of the installed vLLM, and those that it takes for others."""
+    pytest.importorskip("vllm")
+    data = quantized(num_hidden_layers=1)
+    whole = read(data)
+    for name in (*all2all_names(INSTALLED), *REMOVED_ALL2ALL):
+        ranks = Ranks(tp, dp, ep, effective_all2all(name, INSTALLED))
+        ours = read(data, tp, ep, vllm=INSTALLED, dp=dp, all2all_backend=name)
+        for shares_tokens in {False, ep and tp > 1 and dp > 1}:
+            assert served(whole, ranks, 0, shares_tokens, monkeypatch) == ours, name
+        # The last rank may have fewer experts, and nothing else.
+        last = served(whole, ranks, dp - 1, False, monkeypatch)
+        assert last.common_fields() == ours.common_fields() and last.local_experts <= ours.local_experts
+
+
+def test_the_removed_ones_become_what_vllm_makes_of_them() -> None:
+    config = pytest.importorskip("vllm.config")
+    for name in (*all2all_names(INSTALLED), *REMOVED_ALL2ALL):
+        assert config.ParallelConfig(all2all_backend=name).all2all_backend == effective_all2all(name, INSTALLED)
+
+
+def test_experts_are_sharded_over_all_ranks(read: Any) -> None:
+    data = quantized()
+    assert read(data, 2, dp=4).parallel == Parallel(tp=8, dp=4)
+    assert read(data, 2, dp=4).intermediate_size == 96
+    assert read(data, 2, True, dp=4).parallel == Parallel(ep=8, dp=4)
+    uneven = read(data, 1, True, dp=3, all2all_backend="nixl_ep")
+    assert uneven.parallel == Parallel(ep=3, dp=3, format="batched") and uneven.local_experts == 43
+    assert read(data, 8, True, all2all_backend="nixl_ep").parallel == Parallel(ep=8)
+    assert "intermediate 96 (768 / TP 2 x DP 4)" in str(read(data, 2, dp=4))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dp": 5}, r"over 5 ranks \(TP 1 x DP 5\) does not divide .* 768 \(768 mod 5 = 3\)\. Use DP 4, or --ep$"),
+        ({"tp": 4, "dp": 5}, r"over 20 ranks \(TP 4 x DP 5\) .* \(768 mod 20 = 8\)\. Use DP 4, or --ep$"),
+        ({"dp": 200, "ep": True}, r"over 200 ranks leaves ranks without one of the 128 experts"),
+        ({"tp": 5, "dp": 2}, r"5 ranks, which do not divide the 32 .* Use TP 4$"),
+        ({"dp": 1 << 17}, r"131072 ranks are more than 65536"),
+        ({"tp": 1 << 9, "dp": 1 << 9}, r"262144 ranks are more than 65536"),
+    ],
+)
+def test_ranks_that_cannot_share_the_layers(options: dict[str, Any], words: str, read: Any) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        read(quantized(), **options)
+
+
+@pytest.mark.parametrize("options", [{"dp": 0}, {"dp": -2, "ep": True}, {"tp": 0, "dp": 2}])
+def test_ranks_below_one_are_refused(options: dict[str, Any], read: Any) -> None:
+    with pytest.raises(SettingError, match="ranks are not possible. Give 1 or more"):
+        read(quantized(), **options)
+
+
+def test_split_scale_groups_are_told_what_would_do(read: Any) -> None:
+    """The options that users give, not the ranks that they make."""
+    from vllm_moe_oracle.core.sharding import suggest_parallelism
+
+    layer = read(quantized(moe_intermediate_size=640), 4, dp=8)
+    assert suggest_parallelism(layer, lambda each: each.intermediate_size >= 40).startswith("TP 2 x DP 8 or expert par")
+    assert suggest_parallelism(layer, lambda each: each.intermediate_size == 160).startswith("TP 4 x DP 1 would work")
+    assert suggest_parallelism(read(quantized(), 8), lambda each: each.parallel.tp == 2) == "TP 2 would work"
+
+
+def test_an_all_to_all_that_rounds_the_hidden_size_is_refused(read: Any) -> None:
+    data = quantized(hidden_size=2880)
+    for name in ("deepep_high_throughput", "deepep_low_latency"):
+        with pytest.raises(
+            NoBackendError, match="does not carry hidden size 2880: vLLM rounds it up to 3072"
+        ) as caught:
+            check_all2all(read(data, 1, True, dp=2, all2all_backend=name), name)
+        assert caught.value.remedy == "Choose another --all2all-backend"
+        check_all2all(read(data, 2, True, all2all_backend=name), name)
+        check_all2all(read(quantized(), 1, True, dp=2, all2all_backend=name), name)
+    with pytest.raises(NoBackendError, match="hidden size 16384: it is too large"):
+        check_all2all(read(quantized(hidden_size=16384), 1, True, dp=2, all2all_backend="nixl_ep"), "nixl_ep")
+    check_all2all(read(data, 1, True, dp=2), "allgather_reducescatter")
