@@ -129,7 +129,7 @@ def test_ranks_that_cannot_share_the_layers(options: dict[str, Any], words: str,
 
 @pytest.mark.parametrize("options", [{"dp": 0}, {"dp": -2, "ep": True}, {"tp": 0, "dp": 2}])
 def test_ranks_below_one_are_refused(options: dict[str, Any], read: Any) -> None:
-    with pytest.raises(SettingError, match="ranks are not possible. Give 1 or more"):
+    with pytest.raises(SettingError, match=r"ranks are not possible\. Give 1 or more"):
         read(quantized(), **options)
 
 

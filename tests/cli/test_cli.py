@@ -79,12 +79,16 @@ def test_a_gpu_without_measurements_is_told_how_to_take_them(
 ) -> None:
     monkeypatch.setenv("MOE_ORACLE_CACHE", str(tmp_path))
 
-    def why(*arguments: object) -> str:
-        return str(run("explain", write(), *arguments, "--json").json["groups"][0]["decision"]["explanation"])
+    def why(*arguments: object, command: bool = False) -> str:
+        (group,) = run("explain", write(), *arguments, "--json").json["groups"]
+        assert (group["measure"] is not None) is command
+        return str(group["decision"]["explanation"])
 
-    hint = "no measurements of this layer are valid here: run vllm-moe-oracle tune where it is served"
-    here = why("--device", "nvidia-a100")
-    assert hint in here and "measured on NVIDIA H200, not NVIDIA A100" in here and "compute capability" not in here
+    hint = "no measurements of this layer are valid here"
+    here = why("--device", "nvidia-a100", command=True)
+    assert (
+        here.endswith(hint) and "measured on NVIDIA H200, not NVIDIA A100" in here and "compute capability" not in here
+    )
     assert "predicted for sm_90 only" in here
     h200 = measured_h200(tmp_path)
     assert hint not in why("--device", h200) + why("--device", "cpu")
@@ -120,9 +124,10 @@ def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Callab
     assert msgspec.convert(data["device"], Device) == known_device("nvidia-h200")
     (group,) = data["groups"]
     assert list(group) == [
-        "layers", "count", "is_mtp", "problem", "decision", "failure", "left_to_stock", "candidates"
+        "layers", "count", "is_mtp", "problem", "decision", "failure", "left_to_stock", "measure",
+        "candidates",
     ]  # fmt: skip
-    assert group["failure"] is group["left_to_stock"] is None
+    assert group["failure"] is group["left_to_stock"] is group["measure"] is None
     assert (group["layers"], group["count"]) == ("model.layers.0-47.mlp.experts", 48)
     problem = msgspec.convert(group["problem"], Problem)
     assert (problem.intermediate_size, problem.parallel.tp, problem.layer) == (384, 2, "model.layers.0.mlp.experts")

@@ -78,8 +78,19 @@ def test_tune_refuses_numbers_of_tokens_that_decide_nothing(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--shapes", "--tp", "2"), "--tp: the layers of --shapes have numbers of ranks of their own"),
+        (("--shapes", "--tp", "2"), "--tp: the layers of --shapes have numbers of ranks and formats of their own"),
         (("--shapes", "--ep"), "--ep: the layers of --shapes"),
+        (("--shapes", "--dp", "2"), "--dp: the layers of --shapes"),
+        (("--shapes", "--quantization", "mxfp8"), "--quantization: the layers of --shapes"),
+        (
+            ("mxfp4:gpt-oss-20b", "--dp", "2", "--tp", "2"),
+            "--dp: 'mxfp4:gpt-oss-20b' names a layer by the ranks that shard it. Give --tp 4",
+        ),
+        (
+            ("mxfp4:gpt-oss-20b", "--quantization", "mxfp8"),
+            "--quantization: 'mxfp4:gpt-oss-20b' names a layer, whose format is known",
+        ),
+        ((GPT_OSS, "--dp", "0"), "--dp: 0 ranks are not possible"),
         ((GPT_OSS, "--tiles", "-3"), "--tiles: -3 tile configurations"),
         ((GPT_OSS, "--export", ""), ".: is a directory. Name a file"),
         ((GPT_OSS, "--export", "/"), "/: is a directory. Name a file"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ import pytest
 pytest.importorskip("torch", reason="the methods' room imports torch")
 
 from tests.lib.cases import H200, backend, problem, refusing, registry
-from vllm_moe_oracle.core.decision import Decision
+from vllm_moe_oracle.core.decision import Decision, Reason
+from vllm_moe_oracle.core.measurement_set import MeasurementSet
+from vllm_moe_oracle.core.problem import Parallel
 from vllm_moe_oracle.errors import SettingError
-from vllm_moe_oracle.methods import backend_check, load_summary
+from vllm_moe_oracle.methods import backend_check, backend_selection, load_summary
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.settings import Settings, load
 
@@ -171,3 +175,79 @@ def test_what_a_self_check_found_holds_for_one_load_only(release: Release, monke
     found["group"] = "failed"
     build(release, names(2, "another"), load({}))
     assert not found  # the model before it failed
+
+
+def test_the_line_of_a_decision_names_the_evidence_first(release: Release, caplog: pytest.LogCaptureFixture) -> None:
+    build(release, ["model.layers.0.mlp.experts"], load({"MOE_ORACLE_BACKEND": "fast"}))
+    build(release, ["other.layers.0.mlp.experts"], load({"MOE_ORACLE_OVERRIDES": "re:other=fast"}))
+    build(release, ["third.layers.0.mlp.experts"], load({}))
+    kinds = [each.split(": fast (")[1].partition(":")[0] for each in words(caplog) if ": fast (" in each]
+    assert kinds == ["user", "override", "static"]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model", "options"),
+    [
+        (Parallel(), ("org/model", 1), "org/model"),
+        (Parallel(tp=4), ("/srv/a model", 4), "'/srv/a model' --tp 4"),
+        (Parallel(tp=8, dp=4), ("m/m", 2), "m/m --tp 2 --dp 4"),
+        (Parallel(ep=8, dp=4), ("m/m", 2), "m/m --tp 2 --dp 4 --ep"),
+        (Parallel(tp=3), ("m/m", 2), "m/m --tp 3"),
+        (Parallel(), ("m/m\x1b[2J\nERROR: none of ours", 1), None),
+    ],
+)
+def test_a_static_choice_ends_with_the_command_that_measures_it(
+    release: Release,
+    caplog: pytest.LogCaptureFixture,
+    parallel: Parallel,
+    model: tuple[str, int],
+    options: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a server's log, for the model that it serves."""
+    both = registry([backend("fast"), backend("other")])
+    monkeypatch.setattr(release, "served_model", lambda: model, raising=False)
+    settings = load({"MOE_ORACLE_RAGGED_SHARDS": "1", "MOE_ORACLE_OBJECTIVE": "decode"})
+    layer = problem(layer="model.layers.0.mlp.experts")
+    decided = decide(layer, H200, settings, registry=both, measurements=MeasurementSet())
+    layer = dataclasses.replace(layer, parallel=parallel, batch_invariant=True)
+    load_summary.record_decision(dataclasses.replace(decided, problem=layer), settings)
+    (line,) = (each for each in words(caplog) if ": fast (" in each)
+    if options is None:
+        assert "\x1b" not in line and "\n" not in line
+        return
+    assert line.endswith(f"; to measure: vllm-moe-oracle tune {options} --batch-invariant --set ragged_shards=1")
+
+
+def test_no_command_without_a_model_and_where_measuring_changes_nothing(
+    release: Release, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(release, "served_model", lambda: None, raising=False)
+    layer, settings = problem(layer="model.layers.0.mlp.experts"), load({})
+    both, one = registry([backend("fast"), backend("other")]), registry([backend("fast")])
+    failed = MeasurementSet(failures={"other": "no room"})
+    unmeasured = decide(layer, H200, settings, registry=both, measurements=MeasurementSet())
+    assert unmeasured.tunable and unmeasured.explanation.endswith("no measurements of this layer are valid here")
+    for decided in (
+        unmeasured,
+        decide(layer, H200, settings, registry=one, measurements=MeasurementSet()),
+        decide(layer, H200, settings, registry=both, measurements=failed),
+        decide(layer, H200, settings, registry=both),
+    ):
+        load_summary.record_decision(decided, settings)
+        assert decided is unmeasured or not decided.tunable
+    assert not [each for each in words(caplog) if "to measure" in each]
+
+
+def test_a_backend_that_took_anothers_place_is_the_static_orders() -> None:
+    """Whatever had decided for the other one: its times say nothing about this one."""
+    found = registry([backend("fast"), backend("other"), backend("third")])
+    times = {"uniform": {count: 9.0 for count in (1, 4, 16, 64, 256, 1024, 4096)}}
+    slower = {"uniform": {count: 2 * us for count, us in times["uniform"].items()}}
+    measured = MeasurementSet({"fast": slower, "other": times, "third": slower}, "a test")
+    decided = decide(problem(), H200, load({}), registry=found, measurements=measured)
+    assert (decided.backend, decided.why) == ("other", "measured")
+    method = SimpleNamespace(decision=decided, backend=found["other"])
+    backend_selection.switch_backend(method, Reason("self_check", "fails"), "other fails", "fast", found)
+    assert method.decision.grounds == "static: other fails" and method.decision.measured is None
+    assert method.decision.summary().startswith("fast (static: other fails)")

@@ -1,0 +1,318 @@
+"""`explain` for a server's options of parallelism, in brief, and the command with which a static choice ends."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib.cli import CONFIGS, Run
+from tests.lib.configs import quantized
+from vllm_moe_oracle.cli import layer_arguments
+from vllm_moe_oracle.devices.catalog import known_device
+from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
+from vllm_moe_oracle.releases.supported import NEWEST
+
+A100 = ("--device", "nvidia-a100")
+"""A GPU for which there are neither measurements nor predictions: choices are static."""
+H200 = ("--device", "nvidia-h200", "--set", "use_measurements=0")
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a published model's config in MXFP8 into a folder whose name a shell would split."""
+
+    def made(name: str = "qwen3-30b-a3b", **changes: Any) -> Path:
+        folder = tmp_path / f"$HOME it's {name}"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(quantized(name, **changes)))
+        return folder
+
+    return made
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+# --- data-parallel ranks and all-to-alls ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "header", "parallel"),
+    [
+        (("--dp", 2), "tensor parallelism over 2 ranks (TP 1 x DP 2)", {"tp": 2, "ep": 1, "dp": 2}),
+        (("--dp", 2, "--tp", 4), "tensor parallelism over 8 ranks (TP 4 x DP 2)", {"tp": 8, "ep": 1, "dp": 2}),
+        (
+            ("--dp", 2, "--tp", 1, "--ep"),
+            "expert parallelism over 2 ranks (TP 1 x DP 2), all-to-all allgather_reducescatter",
+            {"tp": 1, "ep": 2, "dp": 2},
+        ),
+        (("--dp", 3, "--ep"), "expert parallelism over 3 ranks", {"tp": 1, "ep": 3, "dp": 3}),
+        (("--tp", 2, "--ep"), "expert parallelism over 2 ranks", {"tp": 1, "ep": 2, "dp": 1}),
+        (
+            ("--dp", 4, "--ep", "--all2all-backend", "nixl_ep"),
+            "(TP 1 x DP 4), all-to-all nixl_ep",
+            {"tp": 1, "ep": 4, "dp": 4, "format": "batched"},
+        ),
+    ],
+)
+def test_ranks_are_those_of_a_server(
+    options: tuple[Any, ...], header: str, parallel: dict[str, Any], run: Run, write: Callable[..., Path]
+) -> None:
+    shown = run("explain", write(), *H200, *options)
+    assert header in words(shown.out.partition("layers:")[0])
+    problem = run("explain", write(), *H200, *options, "--json").json["groups"][0]["problem"]
+    assert problem["parallel"] == {"format": "standard", "placement": "linear"} | parallel
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        (("--all2all-backend", "nixl_ep"), "--all2all-backend nixl_ep changes nothing here: vLLM uses it with expert"),
+        (("--all2all-backend", "nixl_ep", "--dp", 2), "--all2all-backend nixl_ep changes nothing here"),
+        (("--all2all-backend", "nixl_ep", "--tp", 2, "--ep"), "--all2all-backend nixl_ep changes nothing here"),
+        (("--all2all-backend", "naive"), "--all2all-backend naive changes nothing here"),
+        (("--all2all-backend", "pplx", "--dp", 2, "--ep"), "was removed; vLLM takes allgather_reducescatter instead"),
+        (("--ep",), "--ep changes nothing here: there is one rank (--tp and --dp are 1)"),
+        (("--ep", "--dp", 2, "--all2all-backend", "mori_low_latency"), "on AMD GPUs only: a server would not start"),
+        (("--all2all-backend", "moonep"), "only models in 16 bits with the all-to-all moonep: a server would not"),
+        (
+            ("--ep", "--dp", 2, "--all2all-backend", "deepep_v2"),
+            "a server asks vLLM's HummingGroupedExperts whether it runs with deepep_v2; if not, the next accepted",
+        ),
+        (
+            ("--ep", "--dp", 2, "--all2all-backend", "deepep_low_latency"),
+            "a server leaves layers that none runs to stock vLLM, if that can",
+        ),
+    ],
+)
+def test_options_without_effect_and_refusals_of_vllm_are_notes(
+    options: tuple[Any, ...], note: str, run: Run, write: Callable[..., Path]
+) -> None:
+    assert note in words(run("explain", write(), *H200, *options).out)
+    noted = run("explain", write(), *H200, *options, "--json")
+    assert any(note in each for each in noted.json["notes"]) and note in noted.err
+
+
+def test_usual_options_need_no_note(run: Run, write: Callable[..., Path]) -> None:
+    for options in (
+        ("--dp", 2),
+        ("--dp", 2, "--ep"),
+        ("--dp", 2, "--ep", "--all2all-backend", "allgather_reducescatter"),
+    ):
+        assert run("explain", write(), *H200, *options, "--json").json["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (("--dp", 0), "--dp: 0 ranks are not possible. Give 1 or more"),
+        (("--dp", -1, "--ep"), "--dp: -1 ranks are not possible"),
+        (("--dp", 5), "over 5 ranks (TP 1 x DP 5) does not divide the experts' intermediate size 768 (768 mod 5 = 3)"),
+        (("--dp", 129, "--ep"), "over 129 ranks leaves ranks without one of the 128 experts"),
+        (
+            ("--all2all-backend", "nixlep"),
+            "--all2all-backend: 'nixlep' is not an all-to-all of vLLM. Did you mean nixl_ep?",
+        ),
+        (("--all2all-backend", "mori"), f"'mori': vLLM {NEWEST} no longer has it: 0.23.0 has others"),
+        (("--all2all-backend", "moonep", "--vllm", "0.30.0"), "vLLM 0.30.0 does not have it: it came with 0.31.0"),
+        (("--eplb", "--dp", 2), "--eplb: this needs expert parallelism over 2 ranks or more. Add --ep --tp N or"),
+    ],
+)
+def test_wrong_options_are_one_line(options: tuple[Any, ...], error: str, run: Run, write: Callable[..., Path]) -> None:
+    result = run("explain", write(), *H200, *options)
+    assert (result.status, result.out) == (2, "") and error in result.err and result.err.count("\n") == 1
+
+
+def test_data_parallel_ranks_can_move_and_place_experts(run: Run, write: Callable[..., Path]) -> None:
+    spread = ("explain", write("deepseek-v3"), "--device", "nvidia-b200", "--json", "--ep", "--dp", "8")
+    assert run(*spread, "--eplb").json["groups"][0]["problem"]["eplb"]
+    asked = (*spread, "--expert-placement-strategy", "round_robin")
+    in_order = run(*asked)
+    assert in_order.json["groups"][0]["problem"]["parallel"]["placement"] == "linear"
+    assert "where an all-to-all runs, only with a batched one" in in_order.err
+    batched = run(*asked, "--all2all-backend", "deepep_low_latency")
+    assert batched.json["groups"][0]["problem"]["parallel"]["placement"] == "round_robin"
+
+
+def test_an_all_to_all_that_cannot_carry_the_layer_is_a_failure_as_in_a_server(run: Run) -> None:
+    options = ("explain", CONFIGS / "gpt-oss-20b.json", *H200, "--dp", 2, "--ep")
+    assert run(*options).status == 0
+    refused = run(*options, "--all2all-backend", "deepep_high_throughput")
+    said = "does not carry hidden size 2880: vLLM rounds it up to 3072, and no backend here loads such a layer. Choose"
+    assert refused.status == 3 and said in words(refused.out) and "another --all2all-backend" in words(refused.out)
+    assert "left to stock" not in words(refused.out)
+
+
+# --- brief ------------------------------------------------------------------------------------------------------------
+
+
+def test_brief_has_one_block_for_each_group(run: Run, write: Callable[..., Path]) -> None:
+    override = ("--set", r"overrides=re:layers\.[0-9]\.=emulation")
+    result = run("explain", write(num_hidden_layers=20), *H200, *override, "--brief", "--ep")
+    blocks = result.out.split("\n\n")
+    assert result.status == 0 and len(blocks) == 4
+    assert blocks[1].splitlines()[0] == "10 layers: model.layers.0-9.mlp.experts"
+    assert [line.split()[0] for line in blocks[1].splitlines()[1:] if line[2] != " "] == ["backend", "why", "numerics"]
+    assert row(blocks[1], "why").startswith("override: re:layers") and row(blocks[1], "backend") == "emulation"
+    assert blocks[2].splitlines()[0] == "10 layers: model.layers.10-19.mlp.experts"
+    assert row(blocks[2], "why").startswith("static: first accepted backend")
+    assert row(blocks[2], "numerics").startswith("activations bfloat16, sums float32")
+    assert blocks[3].startswith("note: --ep changes nothing here")
+    assert "rejected" not in result.out and "candidate" not in result.out
+
+
+def row(block: str, name: str) -> str:
+    """The value of a row, without its line breaks."""
+    lines = block.splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith(f"  {name} "))
+    more = next((index for index in range(first + 1, len(lines)) if lines[index][2] != " "), len(lines))
+    return words(" ".join(lines[first:more])).removeprefix(f"{name} ")
+
+
+def test_brief_has_sizes_only_where_they_are_padded(run: Run, write: Callable[..., Path]) -> None:
+    plain = run("explain", write(), *H200, "--brief").out
+    padded = run("explain", write(moe_intermediate_size=1056), *H200, "--backend", "marlin_mxfp8", "--brief").out
+    assert "  sizes " not in plain and "padded" in row(padded, "sizes")
+
+
+def test_brief_says_what_fails(run: Run, write: Callable[..., Path]) -> None:
+    result = run("explain", write(), "--device", "cpu", "--set", "disable=emulation", "--brief")
+    assert result.status == 3
+    assert row(result.out, "backend") == "none" and row(result.out, "why").startswith("no backend can run mxfp8")
+
+
+def test_brief_json_is_the_same_without_rejected_candidates(run: Run, write: Callable[..., Path]) -> None:
+    command = ("explain", write(), *A100, "--tp", 2, "--json")
+    full, brief = run(*command).json, run(*command, "--brief").json
+    rejected = [each for each in full["groups"][0]["candidates"] if not each["accepted"]]
+    assert rejected
+    full["groups"][0]["candidates"] = [each for each in full["groups"][0]["candidates"] if each["accepted"]]
+    assert brief == full
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80])
+def test_narrow_output_breaks_lines_but_no_command(
+    columns: int, run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    path = write()
+    lines = run("explain", path, *A100, "--dp", 2, "--ep", "--brief").out.splitlines()
+    (command,) = (line for line in lines if line.startswith("  measure   "))
+    assert shlex.split(command)[1:] == ["vllm-moe-oracle", "tune", str(path), "--dp", "2", "--ep"]
+    assert all(len(line) <= columns and line == line.rstrip() for line in lines if line != command)
+
+
+# --- the command that measures ----------------------------------------------------------------------------------------
+
+
+def measured_by(command: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> set[Any]:
+    """The kernel shapes that `tune` measures when a shell runs a command."""
+    pytest.importorskip("torch")
+    from vllm_moe_oracle.measuring import tuning
+
+    asked: list[Any] = []
+
+    def tune(problems: list[Any], *arguments: Any) -> dict[Any, Any]:
+        asked.extend(problems)
+        return {}
+
+    monkeypatch.setattr(tuning, "tune", tune)
+    monkeypatch.setattr(layer_arguments, "require_gpu", lambda: known_device("nvidia-a100"))
+    tool, *arguments = shlex.split(command)
+    result = run(*arguments)
+    assert (tool, result.status, result.err) == ("vllm-moe-oracle", 0, "")
+    return {kernel_shape_of(each) for each in asked}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "options"),
+    [
+        ("qwen3-30b-a3b", {}, ()),
+        ("qwen3-30b-a3b", {}, ("--tp", 2)),
+        ("qwen3-30b-a3b", {}, ("--tp", 2, "--dp", 3)),
+        ("qwen3-30b-a3b", {}, ("--tp", 4, "--dp", 2, "--ep")),
+        ("qwen3-30b-a3b", {}, ("--dp", 5, "--ep", "--no-batch-invariant")),
+        ("qwen3-30b-a3b", {"quantization_config": None}, ("--quantization", "MXFP8", "--tp", 4)),
+        ("qwen3-30b-a3b", {"quantization_config": None}, ("--quantization", "mxfp4", "--set", "activations=16bit")),
+        ("gpt-oss-20b", {"quantization_config": {"quant_method": "mxfp4"}}, ("--tp", 4)),
+        ("deepseek-v3", {"num_nextn_predict_layers": 1}, ("--tp", 2, "--dp", 4, "--ep", "--eplb")),
+    ],
+)
+def test_the_command_measures_what_was_explained(
+    name: str,
+    changes: dict[str, Any],
+    options: tuple[Any, ...],
+    run: Run,
+    write: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    monkeypatch.setenv("MOE_ORACLE_CACHE", str(tmp_path / "a cache"))
+    path = write(name, **changes)
+    explained = run("explain", path, *A100, *options, "--json").json["groups"]
+    commands = {group["measure"] for group in explained}
+    assert {group["decision"]["why"] for group in explained} == {"static"} and len(commands) == 1
+    (command,) = commands
+    assert f"--set 'cache={tmp_path / 'a cache'}'" in command
+    assert run("explain", path, *A100, *options).out.count(f"  measure   {command}\n") == len(explained)
+    import msgspec
+
+    from vllm_moe_oracle.core.problem import Problem
+
+    shapes = {kernel_shape_of(msgspec.convert(group["problem"], Problem)) for group in explained}
+    assert measured_by(command, run, monkeypatch) == shapes
+
+
+def test_batch_invariance_is_given_on(run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels read vLLM's variable, so it is set while they are measured."""
+    import os
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    command = f"vllm-moe-oracle tune {shlex.quote(str(write()))} --batch-invariant"
+    (shape,) = measured_by(command, run, monkeypatch)
+    assert shape.batch_invariant and os.environ["VLLM_BATCH_INVARIANT"] == "1"
+
+
+def test_ragged_shards_are_measured_as_they_are_served(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.lib.configs import INT4, PACKED, compressed, config, group
+
+    data = config(
+        moe_intermediate_size=1120, quantization_config=compressed(group(INT4 | {"group_size": 32}), format=PACKED)
+    )
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    (explained,) = run("explain", tmp_path, *A100, "--tp", 2, "--set", "ragged_shards=1", "--json").json["groups"]
+    assert explained["problem"]["ragged_intermediate_size"] == 1120
+    assert explained["measure"].endswith("--tp 2 --set ragged_shards=1")
+    (shape,) = measured_by(explained["measure"], run, monkeypatch)
+    assert shape.intermediate_size == 576
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--backend", "marlin_mxfp8"), ("--set", "use_measurements=0"), ("--device", "cpu"), ("--device", "nvidia-h100")],
+)
+def test_no_command_where_measuring_changes_nothing(
+    options: tuple[str, ...], run: Run, write: Callable[..., Path]
+) -> None:
+    """The user decides, measurements are off, there is no GPU, or predicted times decide already."""
+    result = run("explain", write(), *A100, *options)
+    assert result.status == 0 and "  measure " not in result.out
+
+
+def test_a_path_that_looks_like_an_option_stays_a_path(
+    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write().parent)
+    write().rename("-c")
+    (group,) = run("explain", *A100, "--json", "--", "-c").json["groups"]
+    assert group["measure"] == "vllm-moe-oracle tune ./-c"
+    assert len(measured_by(group["measure"], run, monkeypatch)) == 1
