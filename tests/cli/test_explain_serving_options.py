@@ -208,6 +208,17 @@ def test_narrow_output_breaks_lines_but_no_command(
     assert all(len(line) <= columns and line == line.rstrip() for line in lines if line != command)
 
 
+def test_narrow_output_lists_candidates_instead_of_a_table(
+    run: Run, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    out = run("explain", write(), *H200).out
+    assert all(len(line) <= 40 for line in out.splitlines())
+    assert "\n\nemulation: accepted\n" in out and "humming_mxfp8: chosen\n" in out
+    below = words(out.partition("trtllm_mxfp8: rejected\n")[2])
+    assert below.startswith("needs compute capability sm_100 to below sm_110; NVIDIA H200 has sm_90 ")
+
+
 # --- the command that measures ----------------------------------------------------------------------------------------
 
 

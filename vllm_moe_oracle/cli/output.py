@@ -55,6 +55,13 @@ def print_message(kind: str, text: str) -> None:
     print(f"{kind}: {sanitize(text)}", file=sys.stderr)
 
 
+def width() -> int:
+    """Columns of the output."""
+    from rich.console import Console
+
+    return Console().width
+
+
 def key_value_table(rows: Iterable[tuple[str, str]], indent: int = 2) -> Table:
     """Names and values in two columns; values are wrapped, never cut."""
     from rich.table import Table

@@ -478,13 +478,29 @@ def _print(
         if group.measure:
             output.show_line(f"  measure   {group.measure}")
         if group.candidates and not brief:
-            times = _format_times(group.decision)
-            last = "reasons, or microseconds by tokens" if times else "reasons"
-            cells = _candidate_rows(group, times)
-            chosen = [index for index, row in enumerate(cells) if row[1] == _CHOSEN]
-            output.show("", output.table(("candidate", "verdict", last), cells, indent=2, marked=chosen))
+            _print_candidates(group)
     for note in notes:
         output.show(f"\nnote: {note}")
+
+
+_TABLE_COLUMNS = 60
+"""Columns below which a table has no room for reasons."""
+
+
+def _print_candidates(group: _LayerGroup) -> None:
+    """Every candidate with its verdict, and every reason: as a table, or below each other where that is too wide."""
+    times = _format_times(group.decision)
+    last = "reasons, or microseconds by tokens" if times else "reasons"
+    cells = _candidate_rows(group, times)
+    if output.width() >= _TABLE_COLUMNS:
+        chosen = [index for index, row in enumerate(cells) if row[1] == _CHOSEN]
+        output.show("", output.table(("candidate", "verdict", last), cells, indent=2, marked=chosen))
+        return
+    for name, verdict, reason in cells:
+        if name:
+            output.show(f"\n{name}: {verdict}")
+        if reason:
+            output.show(output.key_value_table([("", reason)]))
 
 
 def _decision_rows(group: _LayerGroup) -> list[tuple[str, str]]:
