@@ -483,7 +483,7 @@ def _print(
         output.show(f"\nnote: {note}")
 
 
-_TABLE_COLUMNS = 60
+_TABLE_COLUMNS = 56
 """Columns below which a table has no room for reasons."""
 
 

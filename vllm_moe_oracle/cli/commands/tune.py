@@ -92,6 +92,7 @@ def command(
     \b
     Examples:
       vllm-moe-oracle tune ~/models/gpt-oss-20b
+      vllm-moe-oracle tune ~/models/Qwen3-30B-A3B --quantization mxfp8 --tp 2 --dp 4 --ep
       vllm-moe-oracle tune mxfp4:gpt-oss-120b@tp2 --budget 60
       vllm-moe-oracle tune --shapes --jobs 60 --gpus all --export nvidia_h200.json
       vllm-moe-oracle tune --import bench.jsonl --export nvidia_h200.json
