@@ -57,6 +57,7 @@ def served(
     monkeypatch.setattr(stock, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(stock, "get_dp_group", lambda: SimpleNamespace(rank_in_group=rank))
     monkeypatch.setattr(rocm_aiter_ops, "is_fused_moe_enabled", lambda: True)  # for MoRI
+    monkeypatch.setattr(type(current_adapter()), "num_layers", lambda adapter: layer.num_layers)  # without a model
     options = SimpleNamespace(enable_expert_parallel=ranks.ep, all2all_backend=ranks.all2all, enable_eplb=False)
     parallel = stock.FusedMoEParallelConfig.make(ranks.tp, 1, ranks.dp, ranks.tp if sequence_parallel else 1, options)
     local, _, _ = determine_expert_map(parallel.ep_size, parallel.ep_rank, layer.num_experts)

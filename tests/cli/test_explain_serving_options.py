@@ -182,7 +182,7 @@ def test_brief_has_sizes_only_where_they_are_padded(run: Run, write: Callable[..
 
 
 def test_brief_says_what_fails(run: Run, write: Callable[..., Path]) -> None:
-    result = run("explain", write(), "--device", "cpu", "--set", "disable=emulation", "--brief")
+    result = run("explain", write(), "--device", "cpu", "--set", "disable=emulation,cpu_dequantized", "--brief")
     assert result.status == 3
     assert row(result.out, "backend") == "none" and row(result.out, "why").startswith("no backend can run mxfp8")
 
