@@ -14,7 +14,7 @@ from tests.lib.cases import H200
 from tests.lib.configs import CONFIGS, CT_INPUTS, CT_MXFP8, MODELOPT, MXFP8, compressed, config, group, mixed, quantized
 from tests.lib.stock_rules import codes_of
 from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
-from vllm_moe_oracle.checkpoint.layer_names import compact_layer_names
+from vllm_moe_oracle.checkpoint.layer_names import compact_layer_names, short_layer_names
 from vllm_moe_oracle.core.problem import Activation, Parallel, Scheme
 from vllm_moe_oracle.errors import CheckpointError
 
@@ -512,3 +512,11 @@ def test_matrices_of_one_layer_in_two_formats_are_refused(explain: Any) -> None:
     )
     with pytest.raises(CheckpointError, match=r"different quant_algo: FP8, MXFP8"):
         explain(quantized(quantization_config=quantization))
+
+
+def test_short_names_are_numbers_where_nothing_else_differs() -> None:
+    names = [f"model.layers.{index}.mlp.experts" for index in (0, 7, 12)]
+    assert short_layer_names(names) == ["0", "7", "12"]
+    assert short_layer_names(names[:1]) == ["0"] and short_layer_names([]) == []
+    for others in ([*names, "mtp.layers.0.mlp.experts"], ["a.layers.1.layers.2.b"], ["experts"]):
+        assert short_layer_names(others) == others

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import CheckpointError
@@ -200,6 +200,16 @@ def compact_layer_names(names: Iterable[str]) -> str:
             others.append(name)
     ranges = [f"{before}.layers.{_index_ranges(found)}.{after}" for (before, after), found in groups.items()]
     return ", ".join(ranges + others)
+
+
+def short_layer_names(names: Sequence[str]) -> list[str]:
+    """The numbers of layers whose names differ in nothing else, ``24`` for ``model.layers.24.mlp.experts``; other names
+    as they are."""
+    parts = [name.split(".") for name in names]
+    places = [index for index, word in enumerate(parts[0]) if word == "layers"] if parts else []
+    if len(places) != 1 or len({(*each[: places[0] + 1], *each[places[0] + 2 :]) for each in parts}) != 1:
+        return list(names)
+    return [each[places[0] + 1] for each in parts]
 
 
 def _index_ranges(numbers: list[int]) -> str:

@@ -15,7 +15,7 @@ import typer
 from ... import checkpoint
 from ...checkpoint import MoeLayers
 from ...checkpoint.engagement import Engagement, read_engagement
-from ...checkpoint.layer_names import compact_layer_names
+from ...checkpoint.layer_names import compact_layer_names, short_layer_names
 from ...core.problem import Device
 from ...devices import detect
 from ...errors import SettingError
@@ -144,10 +144,13 @@ def _print(
         )
     elif made is not None and layers is not None:
         output.show(f"{machine}, vLLM {machine.packages.get('vllm', 'unknown')}")
-        head = ("verdict", "error", "worst", "allowed", "outliers", "experts", "s", "layer")
+        head = ("layer", "verdict", "error", "worst", "allowed", "outliers", "experts", "s")
         for backend in dict.fromkeys(each.backend for each in results):
-            rows = [_row(each) for each in results if each.backend == backend]
-            output.show("", f"backend: {backend or 'none'}", output.table(head, rows, indent=2))
+            own = [each for each in results if each.backend == backend]
+            names = [each.layer for each in own]
+            rows = [(label, *_row(each)) for label, each in zip(short_layer_names(names), own, strict=True)]
+            title = f"{compact_layer_names(names)} with {backend or 'no backend'}"
+            output.show("", title, output.table(head, rows, indent=2))
         output.show("", *(f"{line}" for line in _summary(results, len(made.plans), layers, interrupted)))
     for each in results:
         if each.status not in ("passed", "stock"):
@@ -171,7 +174,7 @@ def _row(result: LayerResult) -> tuple[str, ...]:
             str(result.outliers),
             f"{result.experts_checked}/{result.experts}",
         )
-    return (_WORDS[result.status], *figures, f"{result.seconds:.1f}", result.layer)
+    return (_WORDS[result.status], *figures, f"{result.seconds:.1f}")
 
 
 def _summary(results: list[LayerResult], total: int, layers: MoeLayers, interrupted: bool) -> Iterator[str]:
