@@ -53,13 +53,23 @@ def _first_line(error: Exception) -> str:
     return sanitize(f"{type(error).__name__}: {error}".splitlines()[0])[:300]
 
 
+OnBackend = Callable[[str], None]
+"""Receives the name of the backend that is about to run, "" before several take turns. Who watches this process learns
+by it which one took the process down."""
+
+
+def ignore_backend(name: str) -> None:
+    """The usual `OnBackend`."""
+
+
 @contextmanager
-def open_context(device: Device, max_num_tokens: int) -> Iterator[BenchContext]:
+def open_context(device: Device, max_num_tokens: int, on_backend: OnBackend = ignore_backend) -> Iterator[BenchContext]:
     """A vLLM worker without a model in this process, for the duration of the context.
 
     Args:
         device: this machine.
         max_num_tokens: largest number of tokens of a call.
+        on_backend: is told which backend runs.
 
     Raises:
         MeasurementError: vLLM cannot be imported.
@@ -69,7 +79,7 @@ def open_context(device: Device, max_num_tokens: int) -> Iterator[BenchContext]:
     except ImportError as error:
         raise MeasurementError(f"vLLM cannot be imported: {error}", "Install it beside this package") from error
     with standalone_layer.single_rank_worker(device.kind, max_num_tokens) as config:
-        yield BenchContext(device, config, max_num_tokens)
+        yield BenchContext(device, config, max_num_tokens, on_backend)
 
 
 @dataclass
@@ -80,12 +90,14 @@ class BenchContext:
         device: this machine.
         config: vLLM's config that is in force.
         max_num_tokens: largest number of tokens of a call.
+        on_backend: is told which backend runs.
         clock: times on the device.
     """
 
     device: Device
     config: Any
     max_num_tokens: int
+    on_backend: OnBackend = ignore_backend
     clock: Clock = field(init=False)
 
     def __post_init__(self) -> None:
@@ -209,14 +221,16 @@ class LayerBench:
         self.stock_layers: dict[str, Callable[..., Tensor]] = {}
         self.experts = random_weights.canonical_experts(problem, context.device.kind, distinct)
         for backend in backends:
-            with self._timed_phase(f"building {backend.name}"):
+            with self._timed_phase(f"building {backend.name}", backend.name):
                 try:
                     self._layers[backend.name] = BackendLayer(context, problem, backend, self.experts, copies)
                 except Exception as error:  # a kernel library may raise anything, which is why it is not timed
                     self.fail(backend.name, error)
 
     @contextmanager
-    def _timed_phase(self, phase: str) -> Iterator[None]:
+    def _timed_phase(self, phase: str, backend: str = "") -> Iterator[None]:
+        """Adds the time of what runs inside to a phase; `backend` is the one that runs, "" where several do."""
+        self.context.on_backend(backend)
         begin = time.monotonic()
         try:
             yield
@@ -285,7 +299,7 @@ class LayerBench:
 
     def _warm_up(self, tokens: TokenBatch) -> None:
         for name in self.names:
-            with self._timed_phase(f"first calls {name}"):
+            with self._timed_phase(f"first calls {name}", name):
                 try:
                     self._call(TileVariant(name), tokens)
                 except Exception as error:  # whatever a kernel raises is why it is not timed
@@ -308,7 +322,7 @@ class LayerBench:
             BrokenContextError: nothing runs in this process any more.
         """
         try:
-            with self._timed_phase(f"tiles {variant.backend}"):
+            with self._timed_phase(f"tiles {variant.backend}", variant.backend):
                 self._call(variant, tokens)
         except Exception as error:  # whatever a kernel raises is why the tile is skipped
             if breaks_context(str(error)):
@@ -399,7 +413,7 @@ class LayerBench:
         Raises:
             MeasurementError: the output is wrong.
         """
-        with self._timed_phase("graphs"), self._tile(variant):
+        with self._timed_phase("graphs", variant.backend), self._tile(variant):
             graphs = [self.context.clock.prepare(run) for run in self._runs(variant.backend, tokens)]
         replays = [replay for replay, _ in graphs]
         backend = self._backends.get(variant.backend)
@@ -409,7 +423,7 @@ class LayerBench:
             if not bool(torch.isfinite(output.float()).all()):
                 raise MeasurementError("its output contains NaN or infinity")
             return replays, 0.0
-        with self._timed_phase("checking"):
+        with self._timed_phase("checking", variant.backend):
             precision = backend.activations(self.problem)
             if precision not in references:
                 references[precision] = self._reference(tokens, backend)

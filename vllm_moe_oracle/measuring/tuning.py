@@ -74,7 +74,11 @@ class TuneOptions:
         remeasure: whether to measure again what is stored.
         tiles: tile configurations timed beside each backend's own choice under uniform routing. Under skewed routing
             the fastest of them runs.
-        gpus: GPUs to measure on, as `devices.detect.select_gpus` names them; empty for this process's own.
+        gpus: GPUs to measure on, as `devices.detect.select_gpus` names them, each in a process of its own; None for
+            one that sees what this process sees; empty for this process.
+        backends: names of the backends that are measured; empty for all that can run a layer.
+        silence: with `gpus`, seconds after which a process that does not come back from a backend is killed; None for
+            no limit. With it the budget holds in the middle of a call, too.
     """
 
     token_counts: tuple[int, ...] = TOKEN_COUNTS
@@ -85,7 +89,9 @@ class TuneOptions:
     jobs: int = 0
     remeasure: bool = False
     tiles: int = 0
-    gpus: tuple[str, ...] = ()
+    gpus: tuple[str | None, ...] = ()
+    backends: tuple[str, ...] = ()
+    silence: float | None = None
 
 
 @dataclass
@@ -128,6 +134,12 @@ def accepted_backends(problem: Problem, device: Device, settings: Settings) -> t
     return tuple(each.backend for each in candidates if each.accepted and each.backend != REFERENCE_BACKEND)
 
 
+def _measured_backends(problem: Problem, device: Device, settings: Settings, options: TuneOptions) -> tuple[str, ...]:
+    """Names of the backends to measure, in static order."""
+    names = accepted_backends(problem, device, settings)
+    return tuple(name for name in names if not options.backends or name in options.backends)
+
+
 def tune(
     problems: Iterable[Problem],
     device: Device,
@@ -136,6 +148,7 @@ def tune(
     options: TuneOptions,
     known: Sequence[Profile] = (),
     progress: ProgressCallback = lambda words, done, total: None,
+    on_backend: engine.OnBackend = engine.ignore_backend,
 ) -> dict[KernelShape, TuneOutcome]:
     """Measures what is missing, and stores it.
 
@@ -147,12 +160,12 @@ def tune(
         options: how much to measure.
         known: profiles whose samples are not measured again. They are only read.
         progress: receives a line, the steps done and the number of steps.
+        on_backend: is told which backend this process runs.
 
     Raises:
         MeasurementError: samples cannot be stored, or a kernel broke this process's CUDA context. (With several GPUs,
             a backend that breaks a worker is left out instead.) Samples stored before are kept.
     """
-    check_token_counts(options.token_counts)
     begin = time.monotonic()
     shapes = group_by_kernel_shape(problems)
     outcomes = {shape: TuneOutcome(problem) for shape, problem in shapes.items()}
@@ -167,7 +180,7 @@ def tune(
     compiling: dict[str, dict[str, float]] = {}
     if options.jobs:
         chosen = [
-            (problem, _without_failed(accepted_backends(problem, device, settings), outcomes[shape]))
+            (problem, _without_failed(_measured_backends(problem, device, settings, options), outcomes[shape]))
             for shape, problem in work.items()
         ]
         seconds = None if options.budget is None else options.budget * COMPILE_BUDGET_SHARE
@@ -181,7 +194,7 @@ def tune(
         outcomes |= zip(work, _tune_on_gpus(tasks, sizes, options.gpus, progress), strict=True)
     else:
         done = 0
-        with engine.open_context(device, max(options.token_counts)) as context:
+        with engine.open_context(device, max(options.token_counts), on_backend) as context:
             for shape, problem in work.items():
                 started = time.monotonic()
                 # One layer after the other instead of a share for each: half of a layer's samples decide nothing.
@@ -206,7 +219,7 @@ def _missing_steps(
     known: Sequence[Profile],
 ) -> list[_Step]:
     """The steps at which a backend was not measured. Sets the known samples, or why there are no steps."""
-    names = accepted_backends(outcome.problem, device, settings)
+    names = _measured_backends(outcome.problem, device, settings, options)
     if not names:
         outcome.unfinished = "no backend but the reference can run it"
         return []
@@ -235,17 +248,48 @@ class _TuneTask:
     until: float | None
 
 
+@dataclass(frozen=True)
+class _Progress:
+    """What a worker says of its layer: a line and the steps done, or the backend that it is about to run."""
+
+    words: str = ""
+    done: int = 0
+    backend: str | None = None
+
+
+_LIMIT_GRACE = 2.0
+"""Seconds after the end of a budget in which a worker may say itself what is missing."""
+
+
 def _tune_on_gpus(
-    tasks: Sequence[_TuneTask], sizes: Sequence[int], gpus: Sequence[str], progress: ProgressCallback
+    tasks: Sequence[_TuneTask], sizes: Sequence[int], gpus: Sequence[str | None], progress: ProgressCallback
 ) -> list[TuneOutcome]:
     """Tunes layers on several GPUs. The outcome of a lost layer has the samples that were stored."""
     outcomes: dict[int, TuneOutcome] = {}
     done = [0] * len(tasks)
-    for event in worker_pool.run_tasks(_tune_one, tasks, gpus, _MAX_ATTEMPTS, quiet=True):
+    running: dict[int, str] = {}
+
+    def record_crash(index: int, why: str) -> None:
+        """Stores which backend took its process down, so that the next one leaves it out."""
+        if name := running.pop(index, ""):
+            task, outcome = tasks[index], TuneOutcome(tasks[index].problem)
+            shape = kernel_shape_of(task.problem)
+            steps = _missing_steps(shape, outcome, task.device, task.settings, task.store, task.options, task.known)
+            _store_failure(task, shape, name, why, steps)
+
+    options, until = tasks[0].options, tasks[0].until
+    limits = worker_pool.Limits()
+    if options.silence is not None:
+        left = None if until is None else time.monotonic() + until - time.time() + _LIMIT_GRACE
+        limits = worker_pool.Limits(options.silence, left)
+    for event in worker_pool.run_tasks(_tune_one, tasks, gpus, _MAX_ATTEMPTS, True, limits, record_crash):
         task = tasks[event.task]
         if event.kind == "progress":
-            words, done[event.task] = event.value
-            progress(words, min(sum(done), sum(sizes)), sum(sizes))
+            if event.value.backend is not None:
+                running[event.task] = event.value.backend
+                continue
+            done[event.task] = event.value.done
+            progress(event.value.words, min(sum(done), sum(sizes)), sum(sizes))
             continue
         done[event.task] = sizes[event.task]
         if event.kind == "done":
@@ -264,7 +308,8 @@ def _tune_one(task: _TuneTask, send: worker_pool.SendProgress) -> TuneOutcome:
     options = dataclasses.replace(task.options, gpus=(), jobs=0, budget=budget)
     found = tune(
         [task.problem], task.device, task.settings, task.store, options, task.known,
-        lambda words, done, total: send((words, done)),
+        lambda words, done, total: send(_Progress(words, done)),
+        lambda name: send(_Progress(backend=name)),
     )  # fmt: skip
     (outcome,) = found.values()
     return outcome
@@ -320,6 +365,11 @@ class _LayerTuning:
     options: TuneOptions
     outcome: TuneOutcome
 
+    @property
+    def device(self) -> Device:
+        """This machine."""
+        return self.context.device
+
     def measure(self, steps: Sequence[_Step], seconds: float | None, progress: Callable[[str, int], None]) -> None:
         """Takes the samples of some steps.
 
@@ -338,7 +388,8 @@ class _LayerTuning:
             outcome.unfinished = f"the budget was spent before it; {len(steps)} steps are missing"
             return
         progress(f"{layer}: converting", 0)
-        names = _without_failed(accepted_backends(self.problem, self.context.device, self.settings), outcome)
+        names = _measured_backends(self.problem, self.device, self.settings, self.options)
+        names = _without_failed(names, outcome)
         try:
             bench = self.context.bench(self.problem, [default_registry()[name] for name in names])
             try:
@@ -353,7 +404,8 @@ class _LayerTuning:
                 outcome.phase_seconds |= bench.phase_seconds
                 bench.close()
         except BrokenContextError as error:
-            self._store_failure(error, steps)
+            failure = f"broke the GPU's context: {error.failure}"
+            _store_failure(self, self.shape, error.backend, failure, steps)
             raise
 
     def _step(self, bench: engine.LayerBench, routing: RoutingKind, count: int) -> None:
@@ -369,14 +421,20 @@ class _LayerTuning:
         found += [each for each in bench.failed_samples(count, routing) if each.backend not in sampled]
         found = [each for each in found if not is_out_of_memory(each.failure)]
         if self.store is not None:
-            self.store.add(Environment.of(self.context.device), self.shape, found)
+            self.store.add(Environment.of(self.device), self.shape, found)
         self.outcome.add(found)
 
-    def _store_failure(self, error: BrokenContextError, steps: Sequence[_Step]) -> None:
-        """Stores that a backend breaks the CUDA context, so that the next run leaves it out."""
-        if self.store is None or error.backend not in default_registry():
-            return
-        precision = default_registry()[error.backend].activations(self.problem)
-        failure = f"broke the GPU's context: {error.failure}"
-        samples = [Sample(error.backend, precision, count, routing, failure=failure) for routing, count in steps]
-        self.store.add(Environment.of(self.context.device), self.shape, samples)
+
+def _store_failure(
+    task: _TuneTask | _LayerTuning, shape: KernelShape, backend: str, failure: str, steps: Sequence[_Step]
+) -> None:
+    """Stores why a backend took its process down, so that the next one leaves it out.
+
+    Raises:
+        MeasurementError: it cannot be stored.
+    """
+    if task.store is None or backend not in default_registry():
+        return
+    precision = default_registry()[backend].activations(task.problem)
+    samples = [Sample(backend, precision, count, routing, failure=failure) for routing, count in steps]
+    task.store.add(Environment.of(task.device), shape, samples)

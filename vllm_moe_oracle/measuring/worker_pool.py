@@ -2,6 +2,9 @@
 
 Every worker has its own pipe and shares nothing with the others. A worker that is killed, or that a kernel takes down,
 holds no lock. Its task is given to a new worker, up to a limit. Workers end with this process, whatever ends it.
+
+A worker is a command of its own and no `multiprocessing.Process`: vLLM's workers are daemons, which may have no such
+children, and a child would run the user's script again where that has no ``if __name__ == "__main__"``.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
+import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
@@ -27,11 +32,35 @@ from .broken_context import BrokenContextError
 _PR_SET_PDEATHSIG = 1
 """Option of prctl: the signal that this process gets when its parent ends."""
 
+_COMMAND = """
+import sys
+from multiprocessing.connection import Connection
+connection = Connection(int(sys.argv[1]))
+sys.path[:] = connection.recv()
+from vllm_moe_oracle.measuring.worker_pool import work
+work(connection)
+"""
+"""What a worker runs. Its argument is the file descriptor of its end of the pipe."""
+
+_KILLED_BY_OTHERS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+"""Exit codes of a worker that did not end by what it ran: a user killed it, or the kernel for lack of memory."""
+
 SendProgress = Callable[[Any], None]
 """Sends a value from a worker to the parent, where it becomes an event of kind ``progress``."""
 
 TaskFunction = Callable[[Any, SendProgress], Any]
 """What a worker does with a task. Must be a module-level function, because it is pickled by name."""
+
+_KILL_SECONDS = 10.0
+"""Seconds that a killed worker is waited for: a GPU that hangs may hold its process."""
+
+OnCrash = Callable[[int, str], None]
+"""Is told of a task whose worker ended by what it ran, or was silent for too long, and why: before the task is given to
+a new worker. Workers that others killed, and those that report a broken context, do not count."""
+
+
+def _ignore_crash(task: int, why: str) -> None:
+    """The usual `OnCrash`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +78,49 @@ class TaskEvent:
     value: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When workers are killed.
+
+    Attributes:
+        silence: seconds that a worker may go without a message, once it sent one about its task; None for no limit.
+        until: `time.monotonic` at which all workers are killed and all their tasks are lost; None for no limit.
+    """
+
+    silence: float | None = None
+    until: float | None = None
+
+
+_NO_LIMITS = Limits()
+
+
 @dataclass
 class _Worker:
-    process: Any
+    process: subprocess.Popen[bytes]
     gpu: str | None
     task: int | None = None
     broken: str = ""
+    last_message: float | None = None
+
+    def end(self) -> int:
+        """Kills the process and returns its exit code. It may outlive its kill for as long as a driver holds it."""
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_KILL_SECONDS)
+        return self.process.returncode or -signal.SIGKILL
+
+    def silent_for(self, seconds: float) -> bool:
+        return self.last_message is not None and time.monotonic() - self.last_message >= seconds
 
 
 def run_tasks(
-    function: TaskFunction, tasks: Sequence[Any], gpus: Sequence[str | None], attempts: int = 1, quiet: bool = False
+    function: TaskFunction,
+    tasks: Sequence[Any],
+    gpus: Sequence[str | None],
+    attempts: int = 1,
+    quiet: bool = False,
+    limits: Limits = _NO_LIMITS,
+    on_crash: OnCrash = _ignore_crash,
 ) -> Generator[TaskEvent, None, None]:
     """Runs tasks in worker processes, in the order of the list.
 
@@ -69,6 +131,8 @@ def run_tasks(
             sees. One worker per entry.
         attempts: number of workers that a task may take down before it is lost.
         quiet: whether workers log errors only. Sixteen workers would repeat the same warnings.
+        limits: when workers are killed.
+        on_crash: is told of tasks that took their worker down.
 
     Yields:
         Progress and outcomes, as they arrive.
@@ -77,41 +141,73 @@ def run_tasks(
         OracleError: a task raised it.
         RuntimeError: a task raised something else; the message is its traceback.
     """
-    pool = _Pool(function, tasks, attempts, quiet)
+    pool = _Pool(function, tasks, attempts, quiet, limits, on_crash)
     try:
         for gpu in gpus[: len(tasks)]:
             pool.start(gpu)
         while pool.workers:
-            for connection in wait([*pool.workers]):
+            for connection in wait([*pool.workers], pool.seconds_to_limit()):
                 assert isinstance(connection, Connection)
                 yield from pool.receive(connection)
+            if limits.until is not None and time.monotonic() >= limits.until:
+                for task in [*(each.task for each in pool.workers.values()), *pool.waiting]:
+                    if task is not None:
+                        yield TaskEvent(task, "lost", "the time was spent")
+                return
+            yield from pool.end_silent()
     finally:
         pool.kill()
 
 
+@dataclass
 class _Pool:
-    """Workers by the parent's end of their pipes, and the tasks that wait."""
+    """Workers by the parent's end of their pipes, and the tasks that wait. The first fields are `run_tasks`'s."""
 
-    def __init__(self, function: TaskFunction, tasks: Sequence[Any], attempts: int, quiet: bool) -> None:
-        self.context = multiprocessing.get_context("spawn")
-        self.function, self.tasks, self.attempts, self.quiet = function, tasks, attempts, quiet
-        self.waiting = deque(range(len(tasks)))
-        self.deaths: Counter[int] = Counter()
-        self.workers: dict[Connection, _Worker] = {}
+    function: TaskFunction
+    tasks: Sequence[Any]
+    attempts: int
+    quiet: bool
+    limits: Limits
+    on_crash: OnCrash
+    waiting: deque[int] = field(init=False)
+    deaths: Counter[int] = field(default_factory=Counter)
+    workers: dict[Connection, _Worker] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.waiting = deque(range(len(self.tasks)))
 
     def start(self, gpu: str | None) -> None:
         """Starts a worker on a GPU and gives it a task."""
-        ours, theirs = self.context.Pipe()
-        process = self.context.Process(target=_worker_main, args=(theirs, self.function, self.quiet))
+        ours, theirs = multiprocessing.Pipe()
+        command = [sys.executable, "-c", _COMMAND, str(theirs.fileno())]
         with visible_gpu(gpu):
-            process.start()
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         theirs.close()
         self.workers[ours] = _Worker(process, gpu)
+        with contextlib.suppress(OSError):  # a dead worker is found when its pipe is read
+            ours.send(sys.path)
+            ours.send((self.function, self.quiet))
         self.assign(ours)
+
+    def seconds_to_limit(self) -> float | None:
+        """Seconds until the next worker may have to be killed; None where none ever has."""
+        ends = [] if self.limits.until is None else [self.limits.until]
+        if self.limits.silence is not None:
+            last = [each.last_message for each in self.workers.values() if each.last_message is not None]
+            ends += [each + self.limits.silence for each in last]
+        return max(0.0, min(ends) - time.monotonic()) if ends else None
+
+    def end_silent(self) -> Iterator[TaskEvent]:
+        """Kills workers that were silent for too long."""
+        limit = self.limits.silence
+        if limit is not None:
+            for connection in [each for each, worker in self.workers.items() if worker.silent_for(limit)]:
+                yield from self.reap(connection, f"it did not come back within {limit:.3g} s")
 
     def assign(self, connection: Connection) -> None:
         """Sends the next task to a worker; None, which ends it, if no task waits."""
         worker = self.workers[connection]
+        worker.last_message = None
         worker.task = self.waiting.popleft() if self.waiting else None
         with contextlib.suppress(OSError):  # a dead worker is found when its pipe is read
             connection.send(None if worker.task is None else (worker.task, self.tasks[worker.task]))
@@ -129,6 +225,7 @@ class _Pool:
             yield from self.reap(connection)
             return
         worker = self.workers[connection]
+        worker.last_message = time.monotonic()
         assert worker.task is not None
         if kind == "progress":
             yield TaskEvent(worker.task, "progress", value)
@@ -143,17 +240,25 @@ class _Pool:
         else:
             raise RuntimeError(f"in a worker process:\n{value}")
 
-    def reap(self, connection: Connection) -> Iterator[TaskEvent]:
-        """Removes a dead worker, retries or gives up its task, and starts a new worker if tasks wait."""
+    def reap(self, connection: Connection, silent: str = "") -> Iterator[TaskEvent]:
+        """Removes a dead worker, retries or gives up its task, and starts a new worker if tasks wait.
+
+        Args:
+            connection: the worker's pipe.
+            silent: why it was killed here; "" if it ended otherwise.
+        """
         worker = self.workers.pop(connection)
         connection.close()
-        worker.process.join()
+        code = worker.end() if silent else worker.process.wait()
         if worker.task is not None:
+            why = silent or worker.broken or _exit_reason(code)
+            if silent or not (worker.broken or code in _KILLED_BY_OTHERS):
+                self.on_crash(worker.task, why)
             self.deaths[worker.task] += 1
             if self.deaths[worker.task] < self.attempts:
                 self.waiting.appendleft(worker.task)
             else:
-                yield TaskEvent(worker.task, "lost", worker.broken or _exit_reason(worker.process.exitcode))
+                yield TaskEvent(worker.task, "lost", why)
         if self.waiting:
             self.start(worker.gpu)
 
@@ -162,7 +267,7 @@ class _Pool:
         for worker in self.workers.values():
             worker.process.kill()
         for connection, worker in self.workers.items():
-            worker.process.join()
+            worker.end()
             connection.close()
 
 
@@ -172,15 +277,20 @@ def _exit_reason(code: int) -> str:
     return f"its process ended with status {code}"
 
 
-def _worker_main(connection: Connection, function: TaskFunction, quiet: bool) -> None:
-    """Runs tasks from the pipe until None arrives or the parent is gone."""
+def work(connection: Connection) -> None:
+    """The life of a worker: runs tasks from the pipe until None arrives or the parent is gone.
+
+    Args:
+        connection: its end of the pipe. What is done with tasks arrives first.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     with contextlib.suppress(AttributeError):  # Linux only: do not keep the GPU busy after the parent was killed
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.dup2(2, 1)  # libraries print to standard output, which belongs to the parent's command
-    if quiet:
-        logging.disable(logging.WARNING)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        function, quiet = connection.recv()
+        if quiet:
+            logging.disable(logging.WARNING)
         while (received := connection.recv()) is not None:
             outcome = _run_task(function, received[1], lambda value: connection.send(("progress", value)))
             connection.send(outcome)
