@@ -98,6 +98,7 @@ def _activate(chosen: Settings, version: str | None) -> None:
     from .compat.patches import PatchManager, wrap_function
     from .compat.quantization_registry import available_configs
     from .compat.registration import patches_for
+    from .methods import measurer
 
     patches = PatchManager()
     try:
@@ -109,6 +110,7 @@ def _activate(chosen: Settings, version: str | None) -> None:
     except Exception:
         patches.undo()
         raise
+    measurer.install(_measure_at_start)
     decision_records.reserve_dir()
     _process.patches = patches
     _process.state = PluginState(
@@ -129,11 +131,20 @@ def _load_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
+def _measure_at_start(*arguments: Any) -> Any:
+    """`measuring.at_start.measure`, which imports vLLM; few processes call it."""
+    from .measuring import at_start
+
+    return at_start.measure(*arguments)
+
+
 def unregister() -> None:
     """Restores vLLM's own objects, for tests and notebooks. Layers that were built keep running."""
     if _process.patches is not None:
         from . import decision_records
+        from .methods import measurer
 
+        measurer.install(None)
         _process.patches.undo()
         decision_records.remove_dir()
     _process.patches = None

@@ -70,6 +70,14 @@ def _seconds(value: object, where: str) -> float:
     return seconds
 
 
+def _seconds_or_off(value: object, where: str) -> float:
+    seconds = _to_float(value)
+    if seconds != 0 and not 1 <= seconds <= MAX_SECONDS:
+        remedy = f"Write a number of seconds from 1 to {MAX_SECONDS:.0f}, or 0 to switch it off"
+        raise SettingError(f"{value!r} is not a time in seconds", remedy, where)
+    return seconds
+
+
 def _fraction(value: object, where: str) -> float:
     percent = isinstance(value, str) and value.strip().endswith("%")
     fraction = _to_float(value.strip().removesuffix("%")) / 100 if percent else _to_float(value)  # type: ignore[attr-defined]
@@ -238,6 +246,14 @@ class Settings:
     )
     use_measurements: bool = _flag(
         True, "choose by measurements, if there are any for this kind of machine", shared=False
+    )
+    measure_at_start: float = _setting(
+        0.0,
+        _seconds_or_off,
+        "seconds in which a server may measure, before it loads weights, layers that neither measurements nor "
+        "predictions decide: once, in a process beside it, for the cache; 0 is off",
+        "SECONDS",
+        shared=True,
     )
     objective: str = _setting(
         "balanced",

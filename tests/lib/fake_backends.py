@@ -6,6 +6,7 @@ Modules import the fixtures that they use by name.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +64,10 @@ class Slowed(Emulation):
         def run(out: Tensor, x: Tensor, *rest: Any) -> None:
             if self.fault == "crash" and x.shape[0] == 8:
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
+            if self.fault == "exit" and x.shape[0] == 4:
+                os._exit(3)
+            if self.fault == "hang" and x.shape[0] == 4:
+                time.sleep(1e6)
             if self.fault == "memory":
                 raise torch.OutOfMemoryError("CUDA out of memory")
             forward(tensors, exact, out, x, *rest)

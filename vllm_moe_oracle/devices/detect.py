@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import sys
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -74,6 +75,38 @@ def select_gpus(words: str, visible: str | None) -> tuple[str, ...]:
         rule = f"{words!r} does not select GPUs; there are {len(names)}"
         raise SettingError(rule, "Write all, or their numbers, like 0,1,2,3", "--gpus")
     return tuple(names[each] for each in wanted)
+
+
+def current_gpu_name(visible: str | None) -> str:
+    """The name in ``CUDA_VISIBLE_DEVICES`` of the GPU that this process uses.
+
+    Args:
+        visible: the variable's value; None if it is not set.
+    """
+    (name,) = select_gpus(str(_current_gpu()), visible)
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Memory of the GPU that this process uses, in bytes.
+
+    Attributes:
+        free: what is free.
+        by_others: what neither is free nor belongs to torch's allocator in this process: CUDA contexts, the buffers of
+            communication libraries, and other processes.
+    """
+
+    free: int
+    by_others: int
+
+
+def gpu_memory() -> GpuMemory:
+    """Memory of the GPU that this process uses. The process must use one."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return GpuMemory(free, total - free - torch.cuda.memory_reserved())
 
 
 def _current_gpu() -> int:

@@ -134,7 +134,7 @@ def precompile(
     counts: Sequence[int],
     processes: int,
     progress: ProgressCallback,
-    gpus: Sequence[str] = (),
+    gpus: Sequence[str | None] = (),
     tiles: int = 0,
     seconds: float | None = None,
 ) -> dict[str, dict[str, float]]:

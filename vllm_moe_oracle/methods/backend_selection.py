@@ -73,6 +73,11 @@ def measurements_for(problem: Problem, settings: Settings) -> MeasurementSet | N
     return _measurements[key]
 
 
+def read_again(problem: Problem) -> None:
+    """Forgets a layer's measurements: new ones are in the cache. All ranks of the layer must call it together."""
+    _measurements.pop(problem.key(), None)
+
+
 def _check_profile(settings: Settings) -> None:
     """Warns once per load that the user's profile cannot be read. A profile only affects speed: the server starts
     without it, unless the setting `strict` is on."""

@@ -29,7 +29,16 @@ from ..errors import CheckpointError, LifecycleError, NoBackendError, OracleErro
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
 from ..verification.installed import WeightParts, compare_installed
-from . import backend_check, backend_selection, load_summary, rank_agreement, rank_sync, token_dispatch, weight_loading
+from . import (
+    backend_check,
+    backend_selection,
+    first_start,
+    load_summary,
+    rank_agreement,
+    rank_sync,
+    token_dispatch,
+    weight_loading,
+)
 from .token_dispatch import TokenDispatch, WeightCopies
 
 if TYPE_CHECKING:
@@ -211,17 +220,13 @@ class OracleMoEMethod(FusedMoEMethodBase):
         moe.is_lora_enabled = problem.lora
         self.rank_group = rank_agreement.make_group(chosen.rank_sync_timeout)
         rank_agreement.require_same_layer(self.rank_group, problem, chosen, moe.moe_backend)
-        backend_selection.select_backend(
-            self,
-            name,
-            lambda: decide(
-                problem,
-                detect.detect(),
-                chosen,
-                moe.moe_backend,
-                measurements=backend_selection.measurements_for(problem, chosen),
-            ).with_activation_note(declared, requested_by),
-        )
+
+        def decide_here() -> Decision:
+            measurements = backend_selection.measurements_for(problem, chosen)
+            return decide(problem, detect.detect(), chosen, moe.moe_backend, measurements=measurements)
+
+        first_start.measure_if_undecided(self.rank_group, problem, chosen, decide_here)
+        backend_selection.select_backend(self, name, lambda: decide_here().with_activation_note(declared, requested_by))
         self.experts_cls = self.adapter.experts_class(self.backend)
         load_summary.record_decision(self.decision, chosen)
 

@@ -27,7 +27,7 @@ from ..errors import NoBackendError, sanitize
 from ..measurements.tune_command import tune_command
 from ..settings import Settings
 from ..untrusted import describe
-from . import backend_check, backend_selection, rank_agreement
+from . import backend_check, backend_selection, first_start, rank_agreement
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -131,6 +131,7 @@ def _reset_caches() -> None:
     """Ends a load: what ranks agreed on does not hold for another one."""
     rank_agreement.reset()
     backend_selection.reset()
+    first_start.reset()
     backend_check.reset()
 
 
@@ -176,6 +177,7 @@ def record_conversion(decision: Decision) -> None:
         why = "unquantized, in a format that is not supported here, or with a reason above"
         logger.warning("moe_oracle: %d MoE layers are stock vLLM's: %s: %s", len(others), why, ", ".join(others))
     decision_records.write_record(model_report(total))
+    first_start.log_summary(_model.decisions, current_adapter().model_name())
     if _model.settings is not None:
         _check_overrides(_model.settings)
         if _model.settings.report:

@@ -1,0 +1,377 @@
+"""Measuring while a server starts, with backends that crash and hang: it ends in time, and the next start goes on.
+
+Layers are measured as in a server, in a process beside this one, on the CPU. Each such process imports vLLM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lib.cases import problem, registry
+
+pytest.importorskip("vllm", reason="what is measured runs through vLLM's modular kernel")
+
+from tests.lib.fake_backends import FAST, LAYERS, MODULES, SLOW, SMALL, Slowed
+from vllm_moe_oracle import settings
+from vllm_moe_oracle.backends.emulation import Emulation
+from vllm_moe_oracle.core.decision import Decision
+from vllm_moe_oracle.core.objectives import parse_objective
+from vllm_moe_oracle.core.problem import Problem
+from vllm_moe_oracle.devices import detect
+from vllm_moe_oracle.errors import MeasurementError
+from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
+from vllm_moe_oracle.measurements.store import FILE_NAME, Store
+from vllm_moe_oracle.measuring import at_start, tuning
+from vllm_moe_oracle.methods import backend_selection, first_start, measurer, rank_sync
+from vllm_moe_oracle.oracle import measured_choice, selection
+
+LAYER = LAYERS["mxfp8"]
+COUNTS = (1, 4, 16, 64)
+BACKENDS = {
+    "slow": SLOW,
+    "fast": FAST,
+    "exiting": Slowed("exiting", 0.5, fault="exit"),
+    "hanging": Slowed("hanging", 0.6, fault="hang"),
+}
+BUDGET = 120
+REAL_TUNE_ONE = tuning._tune_one
+
+
+def use_named() -> None:
+    """Makes the backends that a variable names the only ones of this process."""
+    found = registry([*(BACKENDS[name] for name in os.environ["TEST_BACKENDS"].split(",")), Emulation()])
+    for module in MODULES:
+        module.default_registry = lambda: found
+
+
+def tune_one(task: Any, send: Any) -> Any:
+    use_named()
+    if mark := os.environ.get("TEST_MARK"):  # killed in its first attempt, once it has stored something
+        return REAL_TUNE_ONE(task, KillAfter(mark, send))
+    return REAL_TUNE_ONE(task, send)
+
+
+class KillAfter:
+    """Sends on, and kills its process at the third step, once."""
+
+    def __init__(self, mark: str, send: Callable[[Any], None]) -> None:
+        self.mark, self.send = Path(mark), send
+
+    def __call__(self, value: Any) -> None:
+        self.send(value)
+        if value.done == 2 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes these the only backends, here and in processes that measure."""
+
+    def use(*names: str) -> None:
+        monkeypatch.setenv("TEST_BACKENDS", ",".join(names))
+        for module in MODULES:
+            monkeypatch.setattr(module, "default_registry", module.default_registry)
+        monkeypatch.setattr(tuning, "_tune_one", tune_one)
+        use_named()
+
+    return use
+
+
+@pytest.fixture(autouse=True)
+def _hook(monkeypatch: pytest.MonkeyPatch) -> Any:
+    measurer.install(at_start.measure)
+    yield
+    measurer.install(None)
+    first_start.forget_start()
+    backend_selection.reset()
+
+
+def asked(folder: Path, budget: float = BUDGET, **assignments: str) -> settings.Settings:
+    values = {"objective": "1:1,64:1", "cache": str(folder), "measure_at_start": str(budget), **assignments}
+    return settings.load({}, assignments=values)
+
+
+def start(chosen: settings.Settings, layers: list[Problem] | None = None) -> list[Decision]:
+    """What a new server decides, as its methods do."""
+    first_start.forget_start()
+    backend_selection.reset()
+    found = []
+    for layer in layers or [LAYER]:
+
+        def decide(layer: Problem = layer) -> Decision:
+            measurements = backend_selection.measurements_for(layer, chosen)
+            return selection.decide(layer, detect.detect(), chosen, measurements=measurements)
+
+        first_start.measure_if_undecided(rank_sync.RankGroup(), layer, chosen, decide)
+        found.append(decide())
+    first_start.log_summary({each.problem.layer: each for each in found}, "org/model")
+    return found
+
+
+def kept(folder: Path, layer: Problem = LAYER) -> dict[tuple[str, int], str]:
+    """Failures in the cache, "" for times, by backend and number of tokens."""
+    found = Store(folder).samples(kernel_shape_of(layer))
+    return {(each.backend, each.tokens): each.failure for _, samples in found for each in samples}
+
+
+def complete(*names: str) -> dict[tuple[str, int], str]:
+    return {(name, count): "" for name in names for count in COUNTS}
+
+
+def refuse_to_measure(*arguments: Any) -> Any:
+    raise AssertionError("measured again")
+
+
+# --- What is measured -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("objective", "counts"),
+    [
+        ("balanced", (1, 4, 16, 64, 256, 1024, 4096)),
+        ("decode", (1, 4, 16, 64, 256)),
+        ("prefill", (256, 1024, 4096)),
+        ("7:1", (4, 16)),
+        ("1:1", (1,)),
+        ("1:1,16000:1", (1, 4, 16, 64, 256, 1024, 4096)),
+        ("1:1,20000:1", (1, 4, 16, 64, 256, 1024, 4096, 16384)),
+    ],
+)
+def test_the_numbers_of_tokens_suffice_for_a_choice(objective: str, counts: tuple[int, ...]) -> None:
+    found = at_start.token_counts(parse_objective(objective))
+    assert found == counts
+    curve = measured_choice._LatencyCurve({"uniform": dict.fromkeys(found, 1.0)})
+    assert curve.coverage_gap(parse_objective(objective)) == ""
+
+
+def test_memory_that_does_not_suffice_and_other_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    big = problem(experts=256, hidden_size=7168, intermediate_size=2048)
+    needed = at_start.required_bytes(big, 3, 4096)
+    weights = 256 * 3 * 7168 * 2048  # a byte each, without scales
+    assert 3 * weights < needed < 5 * weights
+    small = at_start.required_bytes(problem(**SMALL), 2, 64)
+    assert at_start.CONTEXT_BYTES < small < at_start.CONTEXT_BYTES + (1 << 30)
+    monkeypatch.setattr(detect, "gpu_memory", lambda: detect.GpuMemory(needed - 1, 1 << 30))
+    with pytest.raises(MeasurementError, match=r"need \d+\.\d GiB of device memory, of which \d+\.\d GiB are free"):
+        at_start._check_memory(needed)
+    monkeypatch.setattr(detect, "gpu_memory", lambda: detect.GpuMemory(needed, 5 << 30))
+    with pytest.raises(MeasurementError, match=r"another process uses the GPU: 5\.0 GiB are in use.*End it"):
+        at_start._check_memory(needed)
+    monkeypatch.setattr(detect, "gpu_memory", lambda: detect.GpuMemory(needed, 1 << 30))
+    at_start._check_memory(needed)
+
+
+# --- Starts -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_start_measures_and_the_second_knows(
+    only: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    only("slow", "fast")
+    chosen = asked(tmp_path)
+    with caplog.at_level(logging.INFO, "vllm.moe_oracle"):
+        alike = dataclasses.replace(LAYER, layer="model.layers.1.mlp.experts")
+        first = start(chosen, [LAYER, alike])
+    assert [(each.backend, each.why) for each in first] == [("fast", "measured")] * 2
+    assert kept(tmp_path) == complete("slow", "fast")
+    said = [each.getMessage() for each in caplog.records]
+    steps = [each for each in said if "measuring model.layers.0.mlp.experts: " in each]
+    assert any("64 tokens, uniform (3 of 4, " in each and f" of {BUDGET} s)" in each for each in steps)
+    assert not any("model.layers.1" in each for each in said)  # the same shape
+    assert "slow, fast" in said[0] and "up to 120 s" in said[0]
+    assert "8 times in" in said[-1] and "fast (measured, in place of slow)" in said[-1]
+    assert f"Kept in {tmp_path / FILE_NAME}" in said[-1]
+    assert "vllm-moe-oracle tune org/model --export FILE" in said[-1]
+    assert "MOE_ORACLE_MEASURE_AT_START=0" in said[-1]
+    measurer.install(refuse_to_measure)
+    assert [(each.backend, each.why) for each in start(chosen)] == [("fast", "measured")]
+
+
+@pytest.mark.full
+def test_a_crashing_and_a_hanging_backend_are_recorded_and_the_server_starts(
+    only: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    only("exiting", "hanging", "slow", "fast")
+    chosen = asked(tmp_path, 90)
+    begin = time.monotonic()
+    (decision,) = start(chosen)
+    assert time.monotonic() - begin < 100
+    assert (decision.backend, decision.why) == ("fast", "measured")
+    assert "exiting" in decision.explanation and "hanging" in decision.explanation
+    failures = {name: why for (name, _), why in kept(tmp_path).items() if why}
+    assert failures == {
+        "exiting": "its process ended with status 3",
+        "hanging": "it did not come back within 30 s",
+    }
+    assert {key for key, why in kept(tmp_path).items() if not why} >= {*complete("slow", "fast")}
+    said = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert any(
+        "hanging could not be measured and is left out: it did not come back within 30 s" in each for each in said
+    )
+    assert any("exiting could not be measured and is left out" in each for each in said)
+    measurer.install(refuse_to_measure)
+    assert start(chosen)[0] == decision
+
+
+@pytest.mark.full
+def test_a_hang_at_the_end_of_the_budget_decides_nothing(only: Callable[..., None], tmp_path: Path) -> None:
+    only("hanging", "fast")
+    chosen = asked(tmp_path, 1000)
+    begin = time.monotonic()
+    found = at_start.measure(LAYER, ("hanging", "fast"), chosen, 30.0, lambda *said: None)
+    assert found.unfinished == "the time was spent" and not found.failures
+    assert time.monotonic() - begin < 50
+    assert {count for _, count in kept(tmp_path)} <= {1}  # nobody is timed alone
+    measurer.install(None)
+    (decision,) = start(chosen)
+    assert (decision.backend, decision.why) == ("hanging", "static")
+
+
+@pytest.mark.full
+def test_a_killed_process_is_replaced_and_blames_nobody(
+    only: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only("slow", "fast")
+    monkeypatch.setenv("TEST_MARK", str(tmp_path / "mark"))
+    (decision,) = start(asked(tmp_path))
+    assert (tmp_path / "mark").exists()
+    assert (decision.backend, decision.why) == ("fast", "measured")
+    assert kept(tmp_path) == complete("slow", "fast")
+
+
+@pytest.mark.full
+def test_an_unfinished_measurement_does_not_decide_and_the_next_start_goes_on(
+    only: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    only("slow", "fast")
+    (decision,) = start(asked(tmp_path, 1))
+    assert (decision.backend, decision.why) == ("slow", "static")
+    assert any("not measured to the end" in each.getMessage() for each in caplog.records)
+    assert kept(tmp_path) == {}
+    (decision,) = start(asked(tmp_path))
+    assert (decision.backend, decision.why) == ("fast", "measured")
+
+
+# --- The cache --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["a file", "read-only"])
+def test_a_cache_that_cannot_be_written_measures_nothing(
+    only: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
+) -> None:
+    only("slow", "fast")
+    folder = tmp_path / "cache"
+    if place == "a file":
+        folder.write_text("")
+    elif os.geteuid() == 0:
+        folder = Path("/proc/moe-oracle")  # root writes into every folder of a disk
+    else:
+        folder.mkdir(mode=0o500)
+    (decision,) = start(asked(folder))
+    assert (decision.backend, decision.why) == ("slow", "static")
+    (said,) = (each.getMessage() for each in caplog.records if "is not measured" in each.getMessage())
+    assert "Set MOE_ORACLE_CACHE to a writable directory" in said and "\n" not in said
+
+
+def full_disk_task(task: Any, send: Any) -> Any:
+    """Its process cannot write more than a few KiB into a file, as on a full disk."""
+    import resource
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    return tune_one(task, send)
+
+
+@pytest.mark.full
+def test_a_full_disk_ends_measuring_and_not_the_start(
+    only: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    only("slow", "fast")
+    monkeypatch.setattr(tuning, "_tune_one", full_disk_task)
+    (decision,) = start(asked(tmp_path))
+    assert (decision.backend, decision.why) == ("slow", "static")
+    (said,) = (each.getMessage() for each in caplog.records if "is not measured" in each.getMessage())
+    assert "cannot be written to" in said
+    assert kept(tmp_path) == {}  # and can be read
+    monkeypatch.setattr(tuning, "_tune_one", tune_one)
+    (decision,) = start(asked(tmp_path))
+    assert (decision.backend, decision.why) == ("fast", "measured")
+
+
+# --- Servers ----------------------------------------------------------------------------------------------------------
+
+
+def serve(cache: str) -> None:
+    """A server's start in a process of its own; prints what it decides."""
+    use_named()
+    tuning._tune_one = tune_one
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    measurer.install(at_start.measure)
+    (decision,) = start(asked(Path(cache)))
+    print(decision.backend, decision.why, flush=True)
+
+
+def new_server(folder: Path, name: str) -> tuple[subprocess.Popen[str], Path]:
+    root = str(Path(__file__).parents[2])
+    code = f"import sys; sys.path[:0] = [{root!r}]\n"
+    code += f"from tests.measuring import test_at_start\ntest_at_start.serve({str(folder)!r})\n"
+    log = folder / f"{name}.log"
+    with log.open("w") as stderr:
+        command = [sys.executable, "-c", code]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True), log
+
+
+def descendants(process: int) -> list[int]:
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [int(each) for each in children]
+
+
+def running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.full
+def test_a_server_killed_while_it_measures_leaves_a_cache_that_the_next_completes(
+    only: Callable[..., None], tmp_path: Path
+) -> None:
+    only("slow", "fast")
+    server, log = new_server(tmp_path, "killed")
+    until = time.monotonic() + 200
+    while len(kept(tmp_path)) < 4 and time.monotonic() < until and server.poll() is None:
+        time.sleep(0.02)
+    children = descendants(server.pid)
+    server.kill()
+    server.communicate()
+    before = kept(tmp_path)
+    assert children and 4 <= len(before) < 8, log.read_text()[-2000:]
+    while any(map(running, children)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not any(map(running, children))
+    (decision,) = start(asked(tmp_path))
+    assert (decision.backend, decision.why) == ("fast", "measured")
+    assert kept(tmp_path) == complete("slow", "fast")
+
+
+@pytest.mark.full
+def test_two_servers_at_once_share_one_cache(only: Callable[..., None], tmp_path: Path) -> None:
+    only("slow", "fast")
+    servers = [new_server(tmp_path, f"server{number}") for number in range(2)]
+    for server, log in servers:
+        said, _ = server.communicate(timeout=300)
+        assert server.returncode == 0 and said.strip() == "fast measured", log.read_text()[-3000:]
+    assert kept(tmp_path) == complete("slow", "fast")

@@ -1,0 +1,137 @@
+"""Measures a layer while a server starts: with the tuning that `tune` uses, in a process beside the server.
+
+The server has read no weights yet, so that its GPU is nearly free. What a kernel breaks, it breaks in the other
+process, on the same GPU; one that hangs is killed with it. Both are recorded as failures of the backend, as in `tune`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from ..core.objectives import Objective, parse_objective
+from ..core.problem import Problem
+from ..devices import detect
+from ..errors import MeasurementError
+from ..measurements.roofline import expert_bytes
+from ..measurements.store import Store
+from ..methods.measurer import Measured, Progress
+from ..oracle.measured_choice import MAX_TOKEN_RATIO
+from ..settings import VISIBLE_GPUS_VAR, Settings, cache_dir, get_env
+from . import engine, timing, tuning
+
+logger = logging.getLogger("vllm.moe_oracle")
+
+LARGEST_COUNT = 4096
+"""Largest number of tokens that is measured, unless the objective goes beyond what can be extrapolated from it."""
+
+REPLAYS = 10
+SECONDS_PER_COUNT = 0.5
+"""Timed replays of each backend at one number of tokens, and the seconds after which no more start: half of what `tune`
+takes."""
+
+SILENCE_SHARE = 1 / 3
+"""Share of the setting after which a backend that does not come back counts as hanging. Compiling takes part of it."""
+
+CONTEXT_BYTES = 2 << 30
+"""Device memory of a process beside its tensors: the CUDA context, libraries and kernels."""
+OTHERS_BYTES = 4 << 30
+"""Device memory that this server may hold outside torch before weights are loaded: its context, and communication
+libraries' buffers. More belongs to another process, whose kernels would be on the clock."""
+PADDING = 1.25
+"""Bytes of a kernel's tensors over the checkpoint's, at most."""
+
+
+def token_counts(objective: Objective) -> tuple[int, ...]:
+    """Powers of four from the objective's smallest number of tokens or below to its largest: the fewest from which a
+    choice is made."""
+    ratio = int(MAX_TOKEN_RATIO)
+    counts = [1]
+    while counts[-1] * ratio <= objective.weights[0][0]:
+        counts[-1] *= ratio
+    while counts[-1] < objective.largest and (counts[-1] < LARGEST_COUNT or counts[-1] * ratio < objective.largest):
+        counts.append(counts[-1] * ratio)
+    return tuple(counts)
+
+
+def required_bytes(problem: Problem, backends: int, tokens: int) -> int:
+    """Device memory that measuring a layer takes, in bytes, somewhat more than less.
+
+    Args:
+        problem: the layer.
+        backends: number of backends, whose layers are held together.
+        tokens: largest number of tokens.
+    """
+    layer = PADDING * expert_bytes(problem) * problem.local_experts
+    layer *= max(1, min(engine.MAX_COPIES, math.ceil(engine.ROTATION_BYTES / layer)))
+    # The products' inputs and outputs of every slot, in 32 bits at most, twice for graphs.
+    slot = 4 * (problem.w13_rows + problem.intermediate_size + 2 * problem.hidden_size)
+    calls = 2 * tokens * (problem.top_k * slot + 4 * problem.hidden_size)
+    return int(backends * layer + calls) + timing.FLUSH_BYTES + CONTEXT_BYTES
+
+
+def measure(
+    problem: Problem, names: tuple[str, ...], settings: Settings, seconds: float, progress: Progress
+) -> Measured:
+    """Measures what the cache does not have yet, and stores it. The cache is prepared as by `tune`.
+
+    Args:
+        problem: the layer.
+        names: the backends, which compute the same numbers.
+        settings: they name the cache, the objective and the whole start's limit.
+        seconds: what is left of that limit.
+        progress: receives a line, the steps done and the number of steps.
+
+    Raises:
+        MeasurementError: the cache cannot be written, device memory does not suffice, or another process uses the GPU.
+            Samples that were stored before are kept.
+    """
+    store = Store(cache_dir(settings), _log_wait)
+    if note := store.prepare():
+        logger.warning("moe_oracle: %s", note)
+    counts = token_counts(parse_objective(settings.objective))
+    device = detect.detect()
+    gpu = None
+    if device.kind == "cuda":
+        gpu = detect.current_gpu_name(get_env(VISIBLE_GPUS_VAR))
+        _check_memory(required_bytes(problem, len(names), max(counts)))
+    options = tuning.TuneOptions(
+        counts,
+        ("uniform",),
+        REPLAYS,
+        SECONDS_PER_COUNT,
+        budget=seconds,
+        gpus=(gpu,),
+        backends=names,
+        silence=settings.measure_at_start * SILENCE_SHARE,
+    )
+    ((_, outcome),) = tuning.tune([problem], device, settings, store, options, (), progress).items()
+    failed = {each.backend: each.failure for each in outcome.samples if each.failure}
+    failures = {name: failed[name] for name in names if name in failed}
+    return Measured(outcome.measured, outcome.unfinished, failures, str(store.path))
+
+
+def _log_wait(words: str) -> None:
+    logger.info("moe_oracle: %s", words)
+
+
+def _check_memory(needed: int) -> None:
+    """Checks that times taken now would be right.
+
+    Args:
+        needed: device memory that measuring takes, in bytes.
+
+    Raises:
+        MeasurementError: they would not be.
+    """
+    memory = detect.gpu_memory()
+    if memory.by_others > OTHERS_BYTES:
+        rule = f"another process uses the GPU: {_gib(memory.by_others)} are in use, and not by this one's tensors"
+        raise MeasurementError(rule, "End it, or measure with vllm-moe-oracle tune while the GPU is free")
+    if memory.free < needed:
+        rule = f"a layer and its copies need {_gib(needed)} of device memory, of which {_gib(memory.free)} are free"
+        raise MeasurementError(rule, "Measure with vllm-moe-oracle tune on a GPU with more free memory")
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

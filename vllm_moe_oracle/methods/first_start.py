@@ -1,0 +1,212 @@
+"""Measuring at a server's first start, before weights are loaded (the setting `measure_at_start`).
+
+Each kind of layer comes here once, after its settings were compared and before its backend is chosen. Where the choice
+would be static, and could be measured, the first rank of each host measures it in another process; the ranks wait for
+it as for everything they agree on. Then each rank reads the cache and decides, and `backend_selection` makes it one
+decision. No failure to measure is an error: the server starts with the choice that it would have made.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..core.decision import Decision
+from ..core.problem import Problem
+from ..errors import NoBackendError, OracleError, sanitize
+from ..measurements.kernel_shape import KernelShape, kernel_shape_of
+from ..oracle.selection import REFERENCE_BACKEND, equivalent_backends
+from ..settings import Settings, env_var
+from . import backend_selection, measurer, rank_sync
+
+logger = logging.getLogger("vllm.moe_oracle")
+
+_WAIT_MARGIN = 30.0
+"""Seconds that must lie between `measure_at_start` and `rank_sync_timeout`: a process that hangs is killed in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _MeasuredLayer:
+    """A layer that was measured in this process, with the static choice and what became of it."""
+
+    problem: Problem
+    static: str
+    outcome: measurer.Measured
+    seconds: float
+
+
+class _Start:
+    """What this process has measured. One start has one budget, whatever number of models it loads.
+
+    Attributes:
+        spent: seconds so far.
+        tried: kernel shapes that were measured, with or without success.
+        layers: measured layers that the log has not summarized yet.
+        said: reasons that the log has.
+    """
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+        self.tried: set[KernelShape] = set()
+        self.layers: list[_MeasuredLayer] = []
+        self.said: set[str] = set()
+
+
+_start = _Start()
+_asked: set[Problem] = set()
+"""Kinds of layers of the load whose ranks have come here."""
+
+
+def reset() -> None:
+    """Ends a load: the ranks of another one come here again."""
+    _asked.clear()
+
+
+def forget_start() -> None:
+    """Forgets what was measured and spent, for tests that start several servers in one process."""
+    global _start
+    _start = _Start()
+    reset()
+
+
+def measure_if_undecided(
+    group: rank_sync.RankGroup, problem: Problem, settings: Settings, decide: Callable[[], Decision]
+) -> None:
+    """Measures a layer, once per kind, where its choice would be static and measurements can replace it.
+
+    Args:
+        group: the ranks of the layer. All of them come here.
+        problem: the layer on this rank.
+        settings: the settings in force.
+        decide: makes this rank's decision without new measurements.
+
+    Raises:
+        RankSyncError: another rank died, did not answer in time, or could not decide.
+    """
+    measure = measurer.installed()
+    if not settings.measure_at_start or measure is None or problem.key() in _asked:
+        return
+    _asked.add(problem.key())
+    layer = problem.layer
+    host = socket.gethostname()
+    names: tuple[str, ...] = ()
+
+    def ask() -> tuple[str, bool]:
+        nonlocal names
+        names, reason = _candidates(problem, settings, decide, group.size > 1)
+        if reason:
+            _say_once(f"measure_at_start measures nothing of {layer}: {reason}", reason)
+        return host, bool(names)
+
+    ranks = rank_sync.all_gather(group, f"whether {layer} is to be measured", ask)
+    first = {place: rank for rank, (place, wanted) in reversed([*enumerate(ranks)]) if wanted}
+    if not first:
+        return
+
+    def measure_here() -> str:
+        if first.get(host) == group.rank:
+            _measure(measure, problem, names, settings, decide())
+        return ""
+
+    rank_sync.all_gather(group, f"measuring {layer}", measure_here)
+    backend_selection.read_again(problem)
+
+
+def _candidates(
+    problem: Problem, settings: Settings, decide: Callable[[], Decision], several_ranks: bool
+) -> tuple[tuple[str, ...], str]:
+    """The backends to measure, and why there are none; "" where the layer needs no measurement."""
+    if not settings.use_measurements:
+        return (), f"measurements are switched off by {settings.source('use_measurements')}"
+    try:
+        decision = decide()
+    except NoBackendError:  # `select_backend` finds it again, and says it
+        return (), ""
+    if decision.why in ("user", "override"):
+        return (), f"its backend is chosen by {decision.explanation}"
+    if decision.why != "static" or decision.backend == REFERENCE_BACKEND:
+        return (), ""
+    if problem.batch_invariant:
+        return (), "batch-invariant layers keep the static choice, with the one configuration that it has"
+    names = equivalent_backends(decision.candidate(decision.backend), decision.candidates)
+    if len(names) < 2:
+        return (), f"{names[0]} is the only backend that computes these numbers"
+    if kernel_shape_of(problem) in _start.tried:
+        return (), ""
+    if several_ranks and settings.measure_at_start + _WAIT_MARGIN > settings.rank_sync_timeout:
+        rule = f"{settings.measure_at_start:g} s do not fit into the {settings.rank_sync_timeout:g} s that ranks wait"
+        return (), f"{rule}; set {env_var('rank_sync_timeout')} to {settings.measure_at_start + _WAIT_MARGIN:g} or more"
+    if _start.spent >= settings.measure_at_start:
+        return (), f"the {settings.measure_at_start:g} s are spent; the next start goes on"
+    return names, ""
+
+
+def _measure(
+    measure: measurer.Measure, problem: Problem, names: tuple[str, ...], settings: Settings, static: Decision
+) -> None:
+    """Measures a layer, logs it, and keeps it for the summary."""
+    begin, budget, before = time.monotonic(), settings.measure_at_start, _start.spent
+    _start.tried.add(kernel_shape_of(problem))
+    logger.info(
+        "moe_oracle: %s is measured for up to %.0f s, before weights are loaded: %s; the next start will not need it",
+        problem.layer, budget - before, ", ".join(names),
+    )  # fmt: skip
+
+    def report(words: str, done: int, total: int) -> None:
+        spent = before + time.monotonic() - begin
+        logger.info("moe_oracle: measuring %s (%d of %d, %.0f of %.0f s)", words, done, total, spent, budget)
+
+    try:
+        outcome = measure(problem, names, settings, budget - before, report)
+    except Exception as error:  # whatever it is, the server starts with the static choice
+        words = sanitize(str(error) if isinstance(error, OracleError) else f"{type(error).__name__}: {error}")
+        logger.warning("moe_oracle: %s is not measured: %s", problem.layer, words)
+        return
+    finally:
+        _start.spent = before + time.monotonic() - begin
+    for name, why in outcome.failures.items():
+        logger.warning("moe_oracle: %s: %s could not be measured and is left out: %s", problem.layer, name, why)
+    if outcome.unfinished:
+        logger.warning(
+            "moe_oracle: %s: not measured to the end: %s; what is there is kept, and the next start goes on",
+            problem.layer, sanitize(outcome.unfinished),
+        )  # fmt: skip
+    _start.layers.append(_MeasuredLayer(problem, static.backend, outcome, time.monotonic() - begin))
+
+
+def log_summary(decisions: dict[str, Decision], model: str) -> None:
+    """Logs, once a model is loaded, what was measured and what was chosen by it. Nothing on ranks that did not measure.
+
+    Args:
+        decisions: the decisions of the model, by layer.
+        model: the model's name or path; "" where it is unknown.
+    """
+    done = [each for each in _start.layers if each.outcome.samples]
+    _start.layers.clear()
+    if not done:
+        return
+    parts = []
+    for each in done:
+        decision = decisions.get(each.problem.layer)
+        if decision is None:
+            continue
+        chosen = f"{decision.backend} ({decision.why}"
+        chosen += f", in place of {each.static})" if decision.backend != each.static else ")"
+        parts.append(f"{each.problem.layer}: {each.outcome.samples} times in {each.seconds:.0f} s, {chosen}")
+    parallel = done[0].problem.parallel
+    ranks = max(parallel.tp, parallel.ep)
+    options = f" --tp {ranks}" * (ranks > 1) + " --ep" * (parallel.ep > 1)
+    logger.info(
+        "moe_oracle: measured at this start: %s. Kept in %s; vllm-moe-oracle tune %s%s --export FILE measures the rest "
+        "and writes it to a profile; %s=0 switches this off",
+        "; ".join(parts), done[0].outcome.cache, model or "MODEL", options, env_var("measure_at_start"),
+    )  # fmt: skip
+
+
+def _say_once(words: str, reason: str) -> None:
+    if reason not in _start.said:
+        _start.said.add(reason)
+        logger.info("moe_oracle: %s", words)

@@ -1,0 +1,53 @@
+"""The function that measures a layer at a server's start, as `first_start` calls it.
+
+Measuring builds layers with what this package has, so that the package `measuring` stands above this one, which must
+not import it. The plugin, above both, installs the function here. This module imports nothing, so that registering the
+plugin stays fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..core.problem import Problem
+    from ..settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What became of a layer's measurement.
+
+    Attributes:
+        samples: number of new times and failures in the cache.
+        unfinished: why times are missing; "" if none are.
+        failures: why a backend could not be measured, by name, from this and earlier starts.
+        cache: the file that holds them.
+    """
+
+    samples: int
+    unfinished: str
+    failures: Mapping[str, str] = field(default_factory=dict)
+    cache: str = ""
+
+
+Progress = Callable[[str, int, int], None]
+"""Receives what is being done, the number of steps done, and the number of steps."""
+
+Measure = Callable[["Problem", tuple[str, ...], "Settings", float, Progress], Measured]
+"""Measures a layer with some backends, within a number of seconds, into the cache. Raises a `MeasurementError` where
+that cannot be right here, or where the cache cannot be written."""
+
+_installed: list[Measure] = []
+
+
+def install(measure: Measure | None) -> None:
+    """Sets the function; None removes it."""
+    _installed[:] = [measure] if measure is not None else []
+
+
+def installed() -> Measure | None:
+    """The function; None in a process without one."""
+    return _installed[0] if _installed else None
