@@ -285,7 +285,7 @@ class Settings:
     cache: str = _setting(
         "",
         _path,
-        "directory of the measurements that tune writes; by default in the user's cache directory",
+        "directory of the measurements that tune and measure_at_start write; by default in the user's cache directory",
         "DIR",
         shared=False,
     )

@@ -2,7 +2,8 @@
 
 Writers never lose data. Every change is one transaction with a rollback journal (which works on network file systems)
 and full synchronization, so a killed process leaves the state before or after it. A file that is not a store of ours is
-never changed. Only `tune` renames a damaged store and starts a new one.
+never changed. Only who measures (`tune`, and a server by `measure_at_start`) renames a damaged store and starts a new
+one.
 
 Readers change nothing, wait half a second at most for all layers of a model together, and trust nothing in the file:
 every exception of reading it is a `MeasurementError`, and a file whose schema is not exactly ours is not used.
