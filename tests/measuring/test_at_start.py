@@ -116,7 +116,7 @@ def start(chosen: settings.Settings, layers: list[Problem] | None = None) -> lis
 
         first_start.measure_if_undecided(rank_sync.RankGroup(), layer, chosen, decide)
         found.append(decide())
-    first_start.log_summary({each.problem.layer: each for each in found}, "org/model")
+    first_start.log_summary({each.problem.layer: each for each in found})
     return found
 
 
@@ -187,13 +187,14 @@ def test_the_first_start_measures_and_the_second_knows(
     assert [(each.backend, each.why) for each in first] == [("fast", "measured")] * 2
     assert kept(tmp_path) == complete("slow", "fast")
     said = [each.getMessage() for each in caplog.records]
-    steps = [each for each in said if "measuring model.layers.0.mlp.experts: " in each]
-    assert any("64 tokens, uniform (3 of 4, " in each and f" of {BUDGET} s)" in each for each in steps)
+    steps = [each for each in said if "moe_oracle: measuring, " in each]
+    assert "0 of 4, 0 of 120 s: starting 1 process" in steps[0]
+    assert any("3 of 4" in each and f"of {BUDGET} s: model.layers.0.mlp.experts: 64 tokens" in each for each in steps)
     assert not any("model.layers.1" in each for each in said)  # the same shape
     assert "slow, fast" in said[0] and "up to 120 s" in said[0]
     assert "8 times in" in said[-1] and "fast (measured, in place of slow)" in said[-1]
     assert f"Kept in {tmp_path / FILE_NAME}" in said[-1]
-    assert "vllm-moe-oracle tune org/model --export FILE" in said[-1]
+    assert "vllm-moe-oracle tune MODEL --export FILE" in said[-1]
     assert "MOE_ORACLE_MEASURE_AT_START=0" in said[-1]
     measurer.install(refuse_to_measure)
     assert [(each.backend, each.why) for each in start(chosen)] == [("fast", "measured")]
@@ -262,6 +263,20 @@ def test_an_unfinished_measurement_does_not_decide_and_the_next_start_goes_on(
     assert kept(tmp_path) == {}
     (decision,) = start(asked(tmp_path))
     assert (decision.backend, decision.why) == ("fast", "measured")
+
+
+@pytest.mark.full
+def test_where_only_failures_are_left_the_next_start_measures_nothing(
+    only: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    only("slow", "exiting")
+    monkeypatch.setattr(BACKENDS["exiting"], "rank", 5.0)
+    (decision,) = start(asked(tmp_path))
+    assert (decision.backend, decision.why) == ("slow", "static") and "exiting" in decision.explanation
+    caplog.clear()
+    caplog.set_level(logging.INFO, "vllm.moe_oracle")
+    monkeypatch.setattr(tuning.worker_pool, "run_tasks", refuse_to_measure)
+    assert start(asked(tmp_path)) == [decision] and not caplog.messages
 
 
 # --- The cache --------------------------------------------------------------------------------------------------------

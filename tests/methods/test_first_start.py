@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="methods import vLLM")
 from vllm_moe_oracle import plugin, settings
 from vllm_moe_oracle.backends import Capabilities
 from vllm_moe_oracle.core.decision import Decision
-from vllm_moe_oracle.core.problem import Problem
+from vllm_moe_oracle.core.problem import Parallel, Problem
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import lookup
@@ -117,7 +117,7 @@ def test_what_computes_the_same_is_measured_once_and_decides(tmp_path: Path, cap
         assert (found.backend, found.why) == ("faster", "measured")
     ((name, names, seconds),) = measuring.calls
     assert (name, names) == ("layers.0", ("static", "faster")) and 59 < seconds <= 60
-    assert any("layers.0: 16 tokens, uniform (2 of 7, 0 of 60 s)" in each for each in caplog.messages)
+    assert any("measuring, 2 of 7, 0 of 60 s: layers.0: 16 tokens, uniform" in each for each in caplog.messages)
     new_start()
     assert decided(chosen).why == "measured" and len(measuring.calls) == 1
 
@@ -201,15 +201,18 @@ def test_half_of_the_numbers_of_tokens_do_not_decide(tmp_path: Path, caplog: pyt
     assert decided(asked(tmp_path)).why == "measured" and len(measuring.calls) == 1
 
 
-def test_the_last_line_says_how_to_keep_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_line_says_how_to_keep_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_start, "current_adapter", lambda: SimpleNamespace(model_name=lambda: "a/model"))
     measurer.install(Measuring())
     layer = problem(layer="layers.0", tp=4, ep=1)
     found = decided(asked(tmp_path), layer)
-    first_start.log_summary({layer.layer: found}, "a/model")
+    first_start.log_summary({layer.layer: found})
     last = caplog.messages[-1]
     assert "layers.0: 14 times in 0 s, faster (measured, in place of static)" in last
     assert "vllm-moe-oracle tune a/model --tp 4 --export FILE" in last and "MOE_ORACLE_MEASURE_AT_START=0" in last
-    first_start.log_summary({layer.layer: found}, "a/model")
+    first_start.log_summary({layer.layer: found})
     assert caplog.messages[-1] == last and caplog.messages.count(last) == 1
 
 
@@ -236,14 +239,13 @@ def test_times_that_are_none_are_refused(value: str) -> None:
 # --- Ranks ------------------------------------------------------------------------------------------------------------
 
 
-def rank_decides(processes: Any, folder: str, dies: bool, timeout: float, budget: str) -> Any:
-    """What a rank takes, and whether it measured."""
+def rank_decides(processes: Any, folder: str, dies: bool, timeout: float, fails: bool) -> Any:
+    """What a rank takes for two layers of one shape, and how often it measured."""
     rank = int(processes.rank())
     lookup.default_registry = lambda: REGISTRY
     detect.detect = lambda: A100
-    chosen = asked(Path(folder), measure_at_start=budget, rank_sync_timeout=str(timeout))
-    layer = dataclasses.replace(problem(experts=64, ep=2), local_experts=32)
-    measuring = Measuring(seconds=1.0)
+    chosen = asked(Path(folder), rank_sync_timeout=str(timeout))
+    measuring = Measuring(MeasurementError("no") if fails else None, 1.0)
 
     def measure(*arguments: Any) -> Any:
         if dies:
@@ -256,23 +258,25 @@ def rank_decides(processes: Any, folder: str, dies: bool, timeout: float, budget
         adapter=SimpleNamespace(stock_class_rejection=lambda *arguments: ""),
     )  # fmt: skip
 
-    def decide_here() -> Decision:
-        return decide(
-            layer, A100, chosen, registry=REGISTRY, measurements=backend_selection.measurements_for(layer, chosen)
-        )
-
     begin = time.monotonic()
-    try:
-        first_start.measure_if_undecided(method.rank_group, layer, chosen, decide_here)
-        backend_selection.select_backend(method, layer.layer, decide_here, REGISTRY)
-    except Exception as error:
-        return {"raised": type(error).__name__, "message": str(error), "seconds": time.monotonic() - begin}
+    for index in range(2):
+        layer = dataclasses.replace(alike(index), num_experts=64, local_experts=32, parallel=Parallel(ep=2))
+
+        def decide_here(layer: Problem = layer) -> Decision:
+            measurements = backend_selection.measurements_for(layer, chosen)
+            return decide(layer, A100, chosen, registry=REGISTRY, measurements=measurements)
+
+        try:
+            first_start.measure_if_undecided(method.rank_group, layer, chosen, decide_here)
+            backend_selection.select_backend(method, layer.layer, decide_here, REGISTRY)
+        except Exception as error:
+            return {"raised": type(error).__name__, "message": str(error), "seconds": time.monotonic() - begin}
     return [method.backend.name, method.decision.why, len(measuring.calls), rank]
 
 
-def run_ranks(folder: Path, dies: bool = False, timeout: float = 120.0, budget: str = "60") -> list[Any]:
+def run_ranks(folder: Path, dies: bool = False, timeout: float = 120.0, fails: bool = False) -> list[Any]:
     (meeting := folder / "meeting").mkdir()
-    return gloo_ranks.run(rank_decides, 2, meeting, str(folder / "cache"), dies, timeout, budget)
+    return gloo_ranks.run(rank_decides, 2, meeting, str(folder / "cache"), dies, timeout, fails)
 
 
 def test_one_rank_of_a_host_measures_and_both_decide_by_it(tmp_path: Path) -> None:
@@ -283,7 +287,12 @@ def test_a_rank_that_dies_while_it_measures_ends_the_others_in_time(tmp_path: Pa
     first, second = run_ranks(tmp_path, dies=True)
     assert first is None
     assert second["raised"] == "RankSyncError" and second["seconds"] < 30
-    assert "rank 0" in second["message"] and "measuring model.layers.0.mlp.experts" in second["message"]
+    assert "rank 0" in second["message"] and "measuring layers.0" in second["message"]
+
+
+@pytest.mark.full
+def test_no_rank_goes_on_in_place_of_one_that_failed(tmp_path: Path) -> None:
+    assert run_ranks(tmp_path, fails=True) == [["static", "static", 1, 0], ["static", "static", 0, 1]]
 
 
 @pytest.mark.full

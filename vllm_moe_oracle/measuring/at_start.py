@@ -108,7 +108,8 @@ def measure(
     ((_, outcome),) = tuning.tune([problem], device, settings, store, options, (), progress).items()
     failed = {each.backend: each.failure for each in outcome.samples if each.failure}
     failures = {name: failed[name] for name in names if name in failed}
-    return Measured(outcome.measured, outcome.unfinished, failures, str(store.path))
+    times = sum(each.backend in names and not each.failure for each in outcome.samples)
+    return Measured(times, outcome.unfinished, failures, str(store.path))
 
 
 def _log_wait(words: str) -> None:

@@ -282,6 +282,7 @@ def _tune_on_gpus(
     if options.silence is not None:
         left = None if until is None else time.monotonic() + until - time.time() + _LIMIT_GRACE
         limits = worker_pool.Limits(options.silence, left)
+    progress(f"starting {len(gpus)} process{'es' * (len(gpus) > 1)}", 0, sum(sizes))
     for event in worker_pool.run_tasks(_tune_one, tasks, gpus, _MAX_ATTEMPTS, True, limits, record_crash):
         task = tasks[event.task]
         if event.kind == "progress":

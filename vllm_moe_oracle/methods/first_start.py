@@ -9,11 +9,13 @@ decision. No failure to measure is an error: the server starts with the choice t
 from __future__ import annotations
 
 import logging
+import shlex
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ..compat import current_adapter
 from ..core.decision import Decision
 from ..core.problem import Problem
 from ..errors import NoBackendError, OracleError, sanitize
@@ -102,12 +104,13 @@ def measure_if_undecided(
         return host, bool(names)
 
     ranks = rank_sync.all_gather(group, f"whether {layer} is to be measured", ask)
-    first = {place: rank for rank, (place, wanted) in reversed([*enumerate(ranks)]) if wanted}
-    if not first:
+    # The first rank of a host speaks for it: the others do not know what it has spent, and must not go on in its place.
+    first = {place: rank for rank, (place, _) in reversed([*enumerate(ranks)])}
+    if not any(ranks[rank][1] for rank in first.values()):
         return
 
     def measure_here() -> str:
-        if first.get(host) == group.rank:
+        if first[host] == group.rank and names:
             _measure(measure, problem, names, settings, decide())
         return ""
 
@@ -150,14 +153,16 @@ def _measure(
     """Measures a layer, logs it, and keeps it for the summary."""
     begin, budget, before = time.monotonic(), settings.measure_at_start, _start.spent
     _start.tried.add(kernel_shape_of(problem))
-    logger.info(
-        "moe_oracle: %s is measured for up to %.0f s, before weights are loaded: %s; the next start will not need it",
-        problem.layer, budget - before, ", ".join(names),
-    )  # fmt: skip
+    began = False  # an earlier start may have measured everything, failures only among it
 
     def report(words: str, done: int, total: int) -> None:
+        nonlocal began
+        if not began:
+            began = True
+            text = "moe_oracle: %s is measured for up to %.0f s, before weights are loaded, for later starts too: %s"
+            logger.info(text, problem.layer, budget - before, ", ".join(names))
         spent = before + time.monotonic() - begin
-        logger.info("moe_oracle: measuring %s (%d of %d, %.0f of %.0f s)", words, done, total, spent, budget)
+        logger.info("moe_oracle: measuring, %d of %d, %.0f of %.0f s: %s", done, total, spent, budget, words)
 
     try:
         outcome = measure(problem, names, settings, budget - before, report)
@@ -167,6 +172,8 @@ def _measure(
         return
     finally:
         _start.spent = before + time.monotonic() - begin
+    if not began:
+        return
     for name, why in outcome.failures.items():
         logger.warning("moe_oracle: %s: %s could not be measured and is left out: %s", problem.layer, name, why)
     if outcome.unfinished:
@@ -177,32 +184,30 @@ def _measure(
     _start.layers.append(_MeasuredLayer(problem, static.backend, outcome, time.monotonic() - begin))
 
 
-def log_summary(decisions: dict[str, Decision], model: str) -> None:
+def log_summary(decisions: Mapping[str, Decision]) -> None:
     """Logs, once a model is loaded, what was measured and what was chosen by it. Nothing on ranks that did not measure.
 
     Args:
         decisions: the decisions of the model, by layer.
-        model: the model's name or path; "" where it is unknown.
     """
-    done = [each for each in _start.layers if each.outcome.samples]
+    done = [each for each in _start.layers if each.problem.layer in decisions]
     _start.layers.clear()
     if not done:
         return
     parts = []
     for each in done:
-        decision = decisions.get(each.problem.layer)
-        if decision is None:
-            continue
+        decision = decisions[each.problem.layer]
         chosen = f"{decision.backend} ({decision.why}"
         chosen += f", in place of {each.static})" if decision.backend != each.static else ")"
-        parts.append(f"{each.problem.layer}: {each.outcome.samples} times in {each.seconds:.0f} s, {chosen}")
+        parts.append(f"{each.problem.layer}: {each.outcome.times} times in {each.seconds:.0f} s, {chosen}")
     parallel = done[0].problem.parallel
     ranks = max(parallel.tp, parallel.ep)
     options = f" --tp {ranks}" * (ranks > 1) + " --ep" * (parallel.ep > 1)
+    model = shlex.quote(sanitize(current_adapter().model_name()) or "MODEL")
     logger.info(
         "moe_oracle: measured at this start: %s. Kept in %s; vllm-moe-oracle tune %s%s --export FILE measures the rest "
         "and writes it to a profile; %s=0 switches this off",
-        "; ".join(parts), done[0].outcome.cache, model or "MODEL", options, env_var("measure_at_start"),
+        "; ".join(parts), done[0].outcome.cache, model, options, env_var("measure_at_start"),
     )  # fmt: skip
 
 

@@ -177,7 +177,7 @@ def record_conversion(decision: Decision) -> None:
         why = "unquantized, in a format that is not supported here, or with a reason above"
         logger.warning("moe_oracle: %d MoE layers are stock vLLM's: %s: %s", len(others), why, ", ".join(others))
     decision_records.write_record(model_report(total))
-    first_start.log_summary(_model.decisions, current_adapter().model_name())
+    first_start.log_summary(_model.decisions)
     if _model.settings is not None:
         _check_overrides(_model.settings)
         if _model.settings.report:

@@ -21,13 +21,13 @@ class Measured:
     """What became of a layer's measurement.
 
     Attributes:
-        samples: number of new times and failures in the cache.
+        times: number of times of these backends in the cache, from this and earlier starts.
         unfinished: why times are missing; "" if none are.
         failures: why a backend could not be measured, by name, from this and earlier starts.
         cache: the file that holds them.
     """
 
-    samples: int
+    times: int
     unfinished: str
     failures: Mapping[str, str] = field(default_factory=dict)
     cache: str = ""
