@@ -34,13 +34,19 @@ def work(task: Any, send: worker_pool.SendProgress) -> Any:
         raise MeasurementError("the disk is full", "Make room", "/a/file")
     if word == "fail":
         raise ZeroDivisionError("a defect")
+    if word == "hang":
+        send("begins")
+        time.sleep(60)
     if word == "sleep":
         Path(rest[0]).write_text(str(os.getpid()))
         time.sleep(60)
     return word
 
 
-def ends(tasks: list[Any], places: list[str | None], attempts: int = 1) -> dict[int, tuple[str, Any]]:
-    news = [each for each in worker_pool.run_tasks(work, tasks, places, attempts) if each.kind != "progress"]
+def ends(tasks: list[Any], places: list[str | None], attempts: int = 1, *arguments: Any) -> dict[int, tuple[str, Any]]:
+    """How each task ends; `arguments` are more of `run_tasks`."""
+    news = [
+        each for each in worker_pool.run_tasks(work, tasks, places, attempts, *arguments) if each.kind != "progress"
+    ]
     assert sorted(each.task for each in news) == [*range(len(tasks))]  # each ends once
     return {each.task: (each.kind, each.value) for each in news}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,37 @@ def test_an_error_in_one_process_ends_all(tmp_path: Path) -> None:
         assert gone(int(pid.read_text()))
     with pytest.raises(RuntimeError, match="ZeroDivisionError: a defect"):
         pool_tasks.ends([("fail",)], [None])
+
+
+def test_a_silent_worker_is_killed_and_its_task_blamed() -> None:
+    crashed: list[tuple[int, str]] = []
+    limits = worker_pool.Limits(silence=1.0)
+    tasks = [("hang",), ("exit",), ("die",), ("break",), ("fine",)]
+    found = pool_tasks.ends(tasks, [None], 1, False, limits, lambda *what: crashed.append(what))
+    assert found[0] == ("lost", "it did not come back within 1 s") and found[4] == ("done", "fine")
+    # Whoever killed the third did so from outside, and the fourth said itself what happened.
+    assert crashed == [(0, found[0][1]), (1, "its process ended with status 3")]
+
+
+def test_all_tasks_are_lost_when_the_time_is_spent() -> None:
+    begin = time.monotonic()
+    limits = worker_pool.Limits(until=begin + 2.0)
+    found = pool_tasks.ends([("hang",), ("fine",)], [None], 3, False, limits)
+    assert found == {0: ("lost", "the time was spent"), 1: ("lost", "the time was spent")}
+    assert 2 <= time.monotonic() - begin < 20
+
+
+def daemon_runs_tasks(results: Any) -> None:
+    results.send(pool_tasks.ends([("fine",)], [None]))
+
+
+def test_a_daemon_may_have_workers() -> None:
+    """vLLM's workers are daemons, whose children `multiprocessing` refuses."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=daemon_runs_tasks, args=(theirs,), daemon=True)
+    process.start()
+    assert ours.poll(60) and ours.recv() == {0: ("done", "fine")}
+    process.join()
 
 
 def gone(process: int, seconds: float = 0.0) -> bool:
