@@ -116,7 +116,7 @@ def start(chosen: settings.Settings, layers: list[Problem] | None = None) -> lis
 
         first_start.measure_if_undecided(rank_sync.RankGroup(), layer, chosen, decide)
         found.append(decide())
-    first_start.log_summary({each.problem.layer: each for each in found})
+    first_start.log_summary({each.problem.layer: each for each in found}, lambda decision: "")
     return found
 
 

@@ -201,18 +201,15 @@ def test_half_of_the_numbers_of_tokens_do_not_decide(tmp_path: Path, caplog: pyt
     assert decided(asked(tmp_path)).why == "measured" and len(measuring.calls) == 1
 
 
-def test_the_last_line_says_how_to_keep_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(first_start, "current_adapter", lambda: SimpleNamespace(model_name=lambda: "a/model"))
+def test_the_last_line_says_how_to_keep_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     measurer.install(Measuring())
     layer = problem(layer="layers.0", tp=4, ep=1)
     found = decided(asked(tmp_path), layer)
-    first_start.log_summary({layer.layer: found})
+    first_start.log_summary({layer.layer: found}, lambda decision: "vllm-moe-oracle tune a/model --tp 4")
     last = caplog.messages[-1]
     assert "layers.0: 14 times in 0 s, faster (measured, in place of static)" in last
     assert "vllm-moe-oracle tune a/model --tp 4 --export FILE" in last and "MOE_ORACLE_MEASURE_AT_START=0" in last
-    first_start.log_summary({layer.layer: found})
+    first_start.log_summary({layer.layer: found}, lambda decision: "")
     assert caplog.messages[-1] == last and caplog.messages.count(last) == 1
 
 

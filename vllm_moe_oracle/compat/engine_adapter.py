@@ -65,11 +65,6 @@ class EngineAdapter:
             return None
         return str(engine.model_config.model), int(engine.parallel_config.tensor_parallel_size)
 
-    def model_name(self) -> str:
-        """Name or path of the model that is being built, as the user gave it; "" where it is unknown."""
-        engine = self._last_engine()
-        return "" if engine is None or engine.model_config is None else str(engine.model_config.model)
-
     def requested_activations(self) -> Any:
         """vLLM's `QuantKey` that ``--quantization-config`` sets for the experts' inputs; None if it sets none."""
         config = self.engine().model_config

@@ -9,13 +9,11 @@ decision. No failure to measure is an error: the server starts with the choice t
 from __future__ import annotations
 
 import logging
-import shlex
 import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ..compat import current_adapter
 from ..core.decision import Decision
 from ..core.problem import Problem
 from ..errors import NoBackendError, OracleError, sanitize
@@ -184,11 +182,12 @@ def _measure(
     _start.layers.append(_MeasuredLayer(problem, static.backend, outcome, time.monotonic() - begin))
 
 
-def log_summary(decisions: Mapping[str, Decision]) -> None:
+def log_summary(decisions: Mapping[str, Decision], tune_command: Callable[[Decision], str]) -> None:
     """Logs, once a model is loaded, what was measured and what was chosen by it. Nothing on ranks that did not measure.
 
     Args:
         decisions: the decisions of the model, by layer.
+        tune_command: the command that measures the layers of the model; "" where it is unknown.
     """
     done = [each for each in _start.layers if each.problem.layer in decisions]
     _start.layers.clear()
@@ -200,14 +199,11 @@ def log_summary(decisions: Mapping[str, Decision]) -> None:
         chosen = f"{decision.backend} ({decision.why}"
         chosen += f", in place of {each.static})" if decision.backend != each.static else ")"
         parts.append(f"{each.problem.layer}: {each.outcome.times} times in {each.seconds:.0f} s, {chosen}")
-    parallel = done[0].problem.parallel
-    ranks = max(parallel.tp, parallel.ep)
-    options = f" --tp {ranks}" * (ranks > 1) + " --ep" * (parallel.ep > 1)
-    model = shlex.quote(sanitize(current_adapter().model_name()) or "MODEL")
+    command = sanitize(tune_command(decisions[done[0].problem.layer])) or "vllm-moe-oracle tune MODEL"
     logger.info(
-        "moe_oracle: measured at this start: %s. Kept in %s; vllm-moe-oracle tune %s%s --export FILE measures the rest "
-        "and writes it to a profile; %s=0 switches this off",
-        "; ".join(parts), done[0].outcome.cache, model, options, env_var("measure_at_start"),
+        "moe_oracle: measured at this start: %s. Kept in %s; %s --export FILE measures the rest and writes it to a "
+        "profile; %s=0 switches this off",
+        "; ".join(parts), done[0].outcome.cache, command, env_var("measure_at_start"),
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ ready. With the setting `report` it also appends one JSON object for the model t
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -177,8 +178,8 @@ def record_conversion(decision: Decision) -> None:
         why = "unquantized, in a format that is not supported here, or with a reason above"
         logger.warning("moe_oracle: %d MoE layers are stock vLLM's: %s: %s", len(others), why, ", ".join(others))
     decision_records.write_record(model_report(total))
-    first_start.log_summary(_model.decisions)
     if _model.settings is not None:
+        first_start.log_summary(_model.decisions, functools.partial(_tune_command, settings=_model.settings))
         _check_overrides(_model.settings)
         if _model.settings.report:
             write_report(Path(_model.settings.report), total)
