@@ -26,7 +26,9 @@ case ${1:-} in
         ;;
 esac
 
-bash "$root/examples/setup.sh" --test
+setup=(--test)
+if [ "$tier" = full ]; then setup+=(--real-model); fi # its tests would be skipped without
+bash "$root/examples/setup.sh" "${setup[@]}"
 cd "$root"
 PATH=$root/.venv/bin:$PATH
 export PATH

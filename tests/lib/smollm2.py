@@ -236,8 +236,9 @@ def gpt_oss(layers: int = LAYERS, *, experts: int = 8, kv_heads: int = KV_HEADS)
 
     gpt-oss computes ``min(g, 7) sigmoid(1.702 g) (clamp(u, -7, 7) + 1)``. With gate rows divided by 1.702, biases of -1
     for up and a down projection times 1.702, that is ``silu(gate) * up`` between the limits: gates up to 11.9, ups from
-    -6 to 8. A few values in a million lie beyond, and 1.702 rounds weights: this is a model of its own, whose reference
-    is transformers'. Its English is nearly as good.
+    -6 to 8. A few values in a million lie beyond, among them the largest activations of all, which others depend on,
+    and 1.702 rounds weights: this is a model of its own, whose reference is transformers'. It predicts English text by
+    0.25 nats a token worse (eight windows of `accuracy`: 3.08 and 2.82).
 
     Args:
         layers: how many of the model's layers, the first ones.

@@ -175,7 +175,7 @@ def test_the_whole_model_answers_as_the_dense_one() -> None:
     tokenizer = smollm2.tokenizer()
     question = [{"role": "user", "content": smollm2.QUESTION}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=True)["input_ids"]
-    answers = [reference.greedy(smollm2.load(make()), prompt, 8) for make in (smollm2.dense, smollm2.mixture)]
+    answers = [reference.greedy(smollm2.load(make()), prompt, 20) for make in (smollm2.dense, smollm2.mixture)]
     assert answers[0].tokens == answers[1].tokens
     assert "light" in tokenizer.decode(answers[1].tokens) or "sky" in tokenizer.decode(answers[1].tokens)
     assert np.abs(answers[0].logprobs - answers[1].logprobs).max() < 1e-3
@@ -183,12 +183,20 @@ def test_the_whole_model_answers_as_the_dense_one() -> None:
 
 @pytest.mark.full
 def test_gpt_osss_layout_keeps_the_english() -> None:
-    """Not the same function: gates above 11.9 and ups beyond -6 to 8 are cut."""
+    """Not the same function: gates above 11.9 and ups beyond -6 to 8 are cut. Gate rows taken for up rows cost more."""
     text = smollm2.tokenizer()(LICENSE.read_text(encoding="utf-8"))["input_ids"][:512]
     ids = torch.tensor([text])
+
+    def swapped() -> smollm2.Model:
+        model = smollm2.gpt_oss()
+        for name in (name for name in model.tensors if name.endswith("gate_up_proj")):
+            rows = model.tensors[name]
+            model.tensors[name] = np.stack((rows[..., 1::2], rows[..., ::2]), axis=-1).reshape(rows.shape)
+        return model
+
     losses = []
-    for make in (smollm2.dense, smollm2.gpt_oss):
+    for make in (smollm2.dense, smollm2.gpt_oss, swapped):
         with torch.no_grad():
             losses.append(float(smollm2.load(make())(ids, labels=ids).loss))
-    print(f"loss of the dense model {losses[0]:.4f}, in gpt-oss's layout {losses[1]:.4f}")
-    assert abs(losses[1] - losses[0]) < 0.1
+    dense, ours, wrong = losses
+    assert dense < ours < dense + 0.5 < wrong - 1.0, losses
