@@ -310,3 +310,8 @@ def test_with_vllm_itself(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert result.json["backends"] == {"emulation": 2}
     assert all(value > 0 for each in result.json["metrics"] for kind in ("stock", "plugin") for value in each[kind])
     assert json.loads((tmp_path / "stock-1-bench.json").read_text())["completed"] == 4
+
+
+def test_a_path_without_a_model_starts_no_server(run: Run) -> None:
+    result = run("ab", "./no/such/model")
+    assert result.status == 2 and "./no/such/model: no such file or folder" in result.err

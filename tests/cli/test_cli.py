@@ -63,6 +63,8 @@ def test_explain_answers_for_a_machine_that_is_elsewhere(run: Run, write: Callab
     assert (result.status, result.err) == (0, "")
     lines = result.out.splitlines()
     assert lines[0] == f"NVIDIA H200 (sm_90), vLLM {NEWEST} with its kernel packages (assumed), one rank"
+    for name in ("h200", "NVIDIA H200"):
+        assert run("explain", write(), "--device", name).out == result.out
     assert lines[2] == "48 layers: model.layers.0-47.mlp.experts"
     for word in ("layer", "backend", "why", "numerics", "sizes"):
         assert any(line.startswith(f"  {word} ") for line in lines), word
@@ -925,3 +927,8 @@ def test_a_release_of_vllm_can_be_named(run: Run, write: Callable[..., Path], tm
     for wrong in ("0.11.0", "9.0", "newest"):
         refused = run("explain", write(), "--vllm", wrong)
         assert refused.status == 2 and f"{wrong!r} is not a supported release" in refused.err
+
+
+def test_a_release_is_named_without_its_v(run: Run, write: Callable[..., Path]) -> None:
+    command = ("explain", write(), "--device", "nvidia-h200", "--vllm")
+    assert run(*command, "v0.29.0").out == run(*command, "0.29.0").out

@@ -48,6 +48,8 @@ def test_a_healthy_installation_passes(run: Run) -> None:
         ("PROFILE", "/nope.json", "the profile of environment variable MOE_ORACLE_PROFILE is not used"),
         ("REPORT", "/nope/x", "there is no directory /nope"),
         ("CACHE", "/dev/null", "the cache of measurements cannot be used"),
+        ("CACHE", "/dev/null/x", "the cache of measurements cannot be used"),
+        ("CACHE", "/proc/x", "the cache of measurements cannot be used: nothing can be written in /proc"),
     ],
 )
 def test_a_setting_that_a_server_cannot_follow_fails_the_check(

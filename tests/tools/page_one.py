@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.lib import golden_files
-from tests.tools import recipes
+from tests.tools import recipes, serving_tables
 from vllm_moe_oracle.core.decision import Decision
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.devices.catalog import known_device, known_device_names
@@ -61,7 +61,7 @@ def _ratios(panels: Iterable[LayerPanel]) -> list[float]:
 def end_to_end() -> str:
     """Whole models without and with the plugin: of ``vllm-moe-oracle ab`` where that was committed."""
     served = sorted(GOLDEN.glob("*/ab-*.json"))
-    return served_models(served) if served else throughput_models()
+    return served_models(served) if served else decode_steps()
 
 
 def served_models(paths: Sequence[Path]) -> str:
@@ -99,23 +99,19 @@ def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def throughput_models() -> str:
-    """Tokens a second by vLLM's throughput benchmark, from the newest committed runs."""
+def decode_steps() -> str:
+    """Decode steps of whole models, from the newest committed runs."""
     data = json.loads(golden_files.newest("serve").read_text())
     conditions = data["conditions"]
-    lines = ["| tokens/s, stock → plugin | batch 1 | batch 8 | batch 64 | prompts |", "|---" * 5 + "|"]
+    lines = ["| a decode step, stock → plugin | batch 1 | batch 8 | batch 64 |", "|---" * 4 + "|"]
     for name, run in data["models"].items():
-        stock, own = run["modes"]
-        pairs = [(stock["tokens_per_second"][batch], own["tokens_per_second"][batch]) for batch in ("1", "8", "64")]
-        pairs.append((stock["prefill_tokens_per_second"], own["prefill_tokens_per_second"]))
-        cells = [f"{before:,} → {after:,} ({after / before - 1:+.0%})" for before, after in pairs]
-        lines.append(f"| {MODEL_WORDS[name]} | {' | '.join(cells)} |")
+        cells = [serving_tables.step_words(*run["modes"], batch) for batch in ("1", "8", "64")]
+        lines.append(f"| {conditions['layers']} layers of {MODEL_WORDS[name]} | {' | '.join(cells)} |")
     words = _wrapped(
-        f"Shapes of these models with {conditions['layers']} layers and random weights, {conditions['device']}, vLLM",
-        f"{conditions['vllm']}, `vllm bench throughput`: prompts of 128 tokens and 128 generated; the last column,",
-        "prompts of 1024 and one generated. Each is one run, stock first: no figure of noise, but decode steps with",
-        "theirs are in [RESULTS.md](vllm_moe_oracle/kernels/RESULTS.md#whole-models). First-token times by `vllm bench",
-        "serve`, and starts from equal caches, were not measured.",
+        f"Random weights, {conditions['device']}, vLLM {conditions['vllm']}, compiled, CUDA graphs; one run each. A",
+        "difference counts where it is larger than the noise of both medians. Every figure is in",
+        "[RESULTS.md](vllm_moe_oracle/kernels/RESULTS.md#whole-models). First-token times by `vllm bench serve`,",
+        "starts from equal caches, real weights and several GPUs were not measured.",
     )
     return "\n".join([*lines, "", words])
 
@@ -142,8 +138,9 @@ def help_table() -> str:
             *lines,
             "",
             _wrapped(
-                "*Measured*: chosen by times on this GPU; the figure is the layers' gain over stock. *Predicted*:",
-                "chosen by times that are scaled from the H200, which nobody has compared with the card. *Static*:",
+                "*Measured*: the layers of the recipes are chosen by times on this GPU, and the figure is their gain",
+                "over stock; other shards, expert parallelism and zero points are predicted. *Predicted*: chosen by",
+                "times of a model that is fitted to the H200, which nobody has compared with another card. *Static*:",
                 "vLLM's own kernels in vLLM's order, checked and explained, without a gain; on a CPU as fast as the",
                 "model in 16 bits, with its memory. *Not* names models with layers that nothing here runs.",
             ),

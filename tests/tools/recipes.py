@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.lib import golden_files
+from tests.tools import serving_tables
 from vllm_moe_oracle.measurements import model_shapes
 from vllm_moe_oracle.releases.supported import NEWEST
 from vllm_moe_oracle.report import html_report, page_data
@@ -80,8 +81,9 @@ def recipe(family: str) -> str:
         *_gain_table(rows),
         "",
         "Stock's default time over that of the plugin's choice, MoE layers alone: geometric mean over the numbers of",
-        "tokens in a step. A whole model gains less: attention and the rest stay as they are. GPUs that the table",
-        "does not name were not measured.",
+        "tokens in a step: running sequences in decode, a chunk of prompts in prefill. A row with TP is one rank's",
+        "shard on one GPU, without communication. A whole model gains less: attention and the rest stay as they are.",
+        "GPUs that the table does not name were not measured.",
         *_whole_models(family),
     ]
     return "\n".join(lines) + "\n"
@@ -126,22 +128,19 @@ def _span_mean(panel: LayerPanel, low: int, high: int) -> str:
 
 
 def _whole_models(family: str) -> list[str]:
-    """Tokens a second of the committed runs, where the family has one."""
+    """Decode steps of the committed runs, where the family has one."""
     data: Mapping[str, Any] = json.loads(golden_files.newest("serve").read_text())
     lines = []
     for name in WHOLE_MODELS.get(family, ()):
-        stock, own = (mode["tokens_per_second"] for mode in data["models"][name]["modes"])
-        figures = ", ".join(
-            f"batch {batch}: {stock[batch]:,} to {own[batch]:,} tokens/s ({own[batch] / stock[batch] - 1:+.0%})"
-            for batch in stock
-        )
-        lines.append(f"* {name}: {figures}")
+        modes = data["models"][name]["modes"]
+        figures = (f"batch {batch}: {serving_tables.step_words(*modes, batch)}" for batch in ("1", "8", "64"))
+        lines.append(f"* {name}: {'; '.join(figures)}")
     if not lines:
         return []
     conditions = data["conditions"]
     head = [
-        f"Models of this shape with {conditions['layers']} layers and random weights, {conditions['device']}, vLLM "
-        f"{conditions['vllm']}, prompts of 128 tokens and",
-        "128 generated (`vllm bench throughput`), without and with the plugin:",
+        f"A decode step of {conditions['layers']} layers of this shape with random weights, {conditions['device']}, "
+        f"vLLM {conditions['vllm']},",
+        "without and with the plugin, one run each:",
     ]
     return ["", *head, "", *lines]

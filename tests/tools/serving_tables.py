@@ -100,6 +100,16 @@ def resolved(mode: dict[str, Any], batch: str) -> bool:
     return bool(mode["decode_ms"][batch] > 4 * mode["noise_ms"][batch])
 
 
+def step_words(stock: dict[str, Any], ours: dict[str, Any], batch: str) -> str:
+    """A decode step in both modes, where the noise of their medians does not cover it or the difference."""
+    before, after = (mode["decode_ms"][batch] for mode in (stock, ours))
+    if not (resolved(stock, batch) and resolved(ours, batch)):
+        return "covered by noise"
+    if abs(before - after) <= stock["noise_ms"][batch] + ours["noise_ms"][batch]:
+        return f"no difference shown ({before:.2f}, {after:.2f} ms)"
+    return f"{before:.2f} → {after:.2f} ms ({after / before - 1:+.0%})"
+
+
 def _chosen(mode: dict[str, Any]) -> str:
     """The one backend of a mode's layers.
 

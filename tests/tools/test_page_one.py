@@ -30,7 +30,7 @@ def served(folder: Path, model: str, verdict: str = "better") -> Path:
 
 def test_served_models_take_the_place_of_throughput_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(page_one, "GOLDEN", tmp_path)
-    assert page_one.end_to_end() == page_one.throughput_models()
+    assert page_one.end_to_end() == page_one.decode_steps()
     served(tmp_path / "h200", "openai/gpt-oss-20b")
     served(tmp_path / "h100", "some-model", "no difference shown")
     text = page_one.end_to_end()
@@ -38,6 +38,17 @@ def test_served_models_take_the_place_of_throughput_alone(monkeypatch: pytest.Mo
     assert "| gpt-oss-20b, 16 at a time | 1,000 → 1,250 (+25%) | 40 → 30 (-25%) |" in text
     assert "| some-model, 16 at a time | 1,000 → 1,250 (≈) | 40 → 30 (-25%) |" in text
     assert "NVIDIA H200" in text and "NVIDIA H100" in text and "medians of 3 turns" in text
+
+
+def test_what_noise_covers_is_no_gain() -> None:
+    def mode(ms: float, noise: float) -> dict[str, object]:
+        return {"decode_ms": {"1": ms}, "noise_ms": {"1": noise}}
+
+    words = page_one.serving_tables.step_words
+    assert words(mode(2.0, 0.1), mode(1.5, 0.1), "1") == "2.00 → 1.50 ms (-25%)"
+    assert words(mode(2.0, 0.1), mode(2.5, 0.1), "1") == "2.00 → 2.50 ms (+25%)"
+    assert words(mode(2.0, 0.3), mode(1.5, 0.3), "1") == "no difference shown (2.00, 1.50 ms)"
+    assert words(mode(2.0, 0.6), mode(1.0, 0.1), "1") == "covered by noise"
 
 
 def test_a_second_gpu_appears(monkeypatch: pytest.MonkeyPatch) -> None:

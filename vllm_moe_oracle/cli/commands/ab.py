@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from ...devices.detect import installed_packages
-from ...errors import MeasurementError, printable
+from ...errors import CheckpointError, MeasurementError, printable
 from ...measurements.paired_turns import CONFIDENCE, Comparison, compare
 from ...settings import excluded_by_vllm, server_environment
 from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, output, served_benchmark
@@ -87,6 +87,8 @@ def command(
     """
     load = Load(prompts, input_len, output_len, concurrency, seed)
     _check(load, turns, start_timeout, port)
+    if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
+        raise CheckpointError("no such file or folder", "Give a checkpoint's folder, or a name of the Hub", model)
     run = _Run(model, tuple(each for each in context.args if each != "--"), load, port, start_timeout)
     with contextlib.ExitStack() as stack:
         folder = logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-oracle-ab-")))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from packaging.version import Version
 
 from ... import checkpoint, methods
 from ...checkpoint import MoeLayers
@@ -62,7 +63,8 @@ def command(
         str,
         typer.Option(
             help=f"auto (this machine), {', '.join(known_device_names())}, or a JSON file with at least "
-            "kind and name: status --json prints one. A name stands for the newest tested vLLM.",
+            "kind and name: status --json prints one. A name stands for the newest tested vLLM; short forms such as "
+            "h200 and 4090 are known. cpu stands for a machine with AVX2 and enough memory.",
             metavar="NAME|FILE",
             autocompletion=lambda: ["auto", *known_device_names()],
         ),
@@ -200,7 +202,7 @@ def command(
     if as_json:
         _print_json(groups, layers, notes, machine, brief)
     else:
-        _print(groups, notes, machine, ranks, brief, assumed=bool(vllm) or device in known_device_names())
+        _print(groups, notes, machine, ranks, brief, assumed=bool(vllm) or catalog.find_spec(device) is not None)
     if any(group.decision is None and not group.stock_class for group in groups):
         raise typer.Exit(EXIT_NO_BACKEND)
 
@@ -292,7 +294,7 @@ def _with_vllm(device: Device, version: str) -> Device:
     except StandDown as error:
         rule = f"{version!r} is not a supported release of vLLM: {error.rule}"
         raise SettingError(rule, f"Supported are {RELEASES[0]} to {NEWEST}", "--vllm") from error
-    return dataclasses.replace(device, packages={**device.packages, "vllm": version})
+    return dataclasses.replace(device, packages={**device.packages, "vllm": str(Version(version))})  # without a "v"
 
 
 def _placement_notes(problems: Sequence[Problem], round_robin: bool) -> Iterator[str]:

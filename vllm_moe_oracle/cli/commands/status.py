@@ -192,9 +192,23 @@ def _cache_report(chosen: Settings) -> dict[str, Any]:
     except OracleError as error:
         return {"path": None, "measurements": {}, "error": str(error)}
     try:
-        return {"path": str(store.path), "measurements": store.summary(), "error": ""}
+        return {
+            "path": str(store.path),
+            "measurements": store.summary(),
+            "error": _unwritable_folder(store.path.parent),
+        }
     except OracleError as error:
         return {"path": str(store.path), "measurements": {}, "error": str(error)}
+
+
+def _unwritable_folder(folder: Path) -> str:
+    """Why a folder could not be made or written in; "" if it could."""
+    nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    if not nearest.is_dir():
+        return f"{nearest} is not a directory"
+    # A file system like /proc says yes and takes nothing.
+    can_hold = os.access(nearest, os.W_OK | os.X_OK) and os.statvfs(nearest).f_blocks > 0
+    return "" if can_hold else f"nothing can be written in {nearest}"
 
 
 def _versions() -> dict[str, str | None]:
