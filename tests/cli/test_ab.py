@@ -307,7 +307,7 @@ def test_with_vllm_itself(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     )
     result = run("ab", tmp_path, *load, "--json", "--", "--max-model-len", "256", "--enforce-eager")
     assert result.status == 0, result.err
-    assert result.json["backends"] == {"emulation": 2}
+    assert result.json["backends"] == {"cpu_dequantized": 2}
     assert all(value > 0 for each in result.json["metrics"] for kind in ("stock", "plugin") for value in each[kind])
     assert json.loads((tmp_path / "stock-1-bench.json").read_text())["completed"] == 4
 

@@ -121,7 +121,7 @@ def test_every_moe_layer_runs_through_the_oracle(served: dict[str, dict[str, Any
     record = served[name]["layers"]
     assert record["served"] == SIZE.layers
     (group,) = record["groups"]
-    assert group["decision"]["backend"] == "emulation"
+    assert group["decision"]["backend"] == "cpu_dequantized"
     problem = group["problem"]
     assert problem["scheme"]["name"] == "mxfp4" and problem["scheme"]["activations"] == "16bit"
     assert problem["has_bias"] == (name == "float32")
@@ -135,7 +135,7 @@ def test_bfloat16_runs_vllms_cpu_kernel_where_the_cpu_can(
     """Its class in stock vLLM asks for AMX, the operator does not."""
     (group,) = served["bfloat16"]["layers"]["groups"]
     able = {"avx512f", "avx512_bf16"} <= set(detect().features)
-    assert group["decision"]["backend"] == ("cpu_mxfp4" if able else "emulation")
+    assert group["decision"]["backend"] == ("cpu_mxfp4" if able else "cpu_dequantized")
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ def test_each_rank_knows_its_share(outcome: dict[str, Any], name: str, sizes: li
     found = []
     for record in records:
         (group,) = record["groups"]
-        assert group["decision"]["backend"] == "emulation" and group["count"] == SIZE.layers
+        assert group["decision"]["backend"] == "cpu_dequantized" and group["count"] == SIZE.layers
         layer = group["problem"]
         whole = layer.get("ragged_intermediate_size") or layer["intermediate_size"]
         found.append((layer["num_experts"], layer["local_experts"], layer["intermediate_size"], whole))

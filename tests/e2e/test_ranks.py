@@ -81,7 +81,7 @@ def test_both_ranks_take_the_next_candidate(outcome: Any) -> None:
     assert sorted((record["rank"], record["ranks"]) for record in first) == [(0, 2), (1, 2)]
     for record in first:
         (group,) = record["groups"]
-        assert group["decision"]["backend"] == "emulation" and group["count"] == 2
+        assert group["decision"]["backend"] == "cpu_dequantized" and group["count"] == 2
         reasons = {each["backend"]: each["reasons"] for each in group["candidates"]}
         (reason,) = reasons["half"]
         assert reason["code"] == "self_check"

@@ -71,13 +71,15 @@ def models(folder: Path) -> dict[str, Path]:
     return made
 
 
-def job(checkpoint: Path, dtype: str = "float32", activations: str = "16bit", **more: Any) -> dict[str, Any]:
+def job(
+    checkpoint: Path, dtype: str = "float32", activations: str = "16bit", backend: str = "emulation", **more: Any
+) -> dict[str, Any]:
     return {
         "checkpoint": str(checkpoint),
         "dtype": dtype,
         "prompt": PROMPT,
         "tokens": TOKENS,
-        "oracle": {"activations": activations},
+        "oracle": {"activations": activations, "backend": backend},
         **more,
     }
 
@@ -109,6 +111,9 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
         "bfloat16 swapped": job(models["swapped"], "bfloat16"),
         "bfloat16 shifted": job(models["shifted"], "bfloat16"),
         "compiled": job(models["plain"], "bfloat16", "checkpoint", eager=False),
+        "dequantized": job(models["plain"], backend="auto"),
+        "dequantized swapped": job(models["swapped"], backend="auto"),
+        "dequantized compiled": job(models["plain"], "bfloat16", "checkpoint", "auto", eager=False),
         "oai": job(models["biased"], **oai()),
         "oai without bias": job(models["unbiased"], **oai()),
         "oai wrong alpha": job(models["biased"], **oai(alpha=1.5)),
@@ -197,6 +202,16 @@ def test_every_moe_layer_runs_through_the_oracle(served: dict[str, dict[str, Any
     record = served["float32"]["layers"]
     assert record["served"] == LAYERS
     assert [group["decision"]["backend"] for group in record["groups"]] == ["emulation"]
+
+
+def test_dequantized_weights_are_right_and_a_fault_shows(
+    served: dict[str, dict[str, Any]], expected: dict[str, reference.Continuation]
+) -> None:
+    for name, dtype in (("dequantized", "float32"), ("dequantized compiled", "bfloat16")):
+        assert difference(served[name], expected["16bit"]) <= tolerance(dtype, False)
+        assert served[name]["tokens"] == expected["16bit"].tokens
+        assert {group["decision"]["backend"] for group in served[name]["layers"]["groups"]} == {"cpu_dequantized"}
+    assert difference(served["dequantized swapped"], expected["16bit"]) > tolerance("float32", False)
 
 
 def test_what_the_layers_compute_with_is_said(served: dict[str, dict[str, Any]]) -> None:

@@ -146,6 +146,7 @@ def undo() -> None:
 
     from vllm_moe_oracle import plugin
 
+    importlib.import_module("vllm.v1.worker.gpu_worker")  # the last module that a patch waits for
     stock = {name: get_quantization_config(name) for name in our_configs()}
     before = snapshot()
     for _ in range(2):
