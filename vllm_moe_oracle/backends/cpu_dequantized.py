@@ -4,6 +4,9 @@ The kernel is the one that vLLM runs unquantized experts with, so a layer takes 
 model's dtype, and its memory: twice a checkpoint's in 8 bits, four times one's in 4 bits. A model for which the
 machine has too little memory is refused (`_too_large`).
 
+On an AVX2 processor without bfloat16 instructions the operator's output in bfloat16 is off by 6e-3 of its norm, in
+float16 by 3e-4 (64 x 64, SiLU, vLLM 0.32.0). Rounding to nearest would give a ratio of 8.
+
 vLLM's class over the operator cannot be used: it packs weights itself, for layers without quantization.
 """
 
@@ -17,8 +20,8 @@ from ..core.capabilities import Capabilities, Rule
 from ..core.decision import Numerics, ShardPlan
 from ..core.problem import Device, Problem
 from ..core.sharding import padded_plan
-from ..errors import OracleError
 from ._contract import Backend, Builder, Tensors
+from ._cpu import fill_empty_slots, require_operator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -150,23 +153,15 @@ class CpuDequantized(Backend):
         """
         import torch
 
-        operator = getattr(torch.ops._C, "cpu_fused_moe", None)
-        if operator is None:
-            rule = "vLLM's library for this CPU has no operator cpu_fused_moe"
-            raise OracleError(rule, "Choose another backend", problem.layer)
+        operator = require_operator("cpu_fused_moe", problem.layer)
         on_input = problem.routing.apply_router_weight_on_input
 
         def run(out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> None:
             if x.shape[0] == 0:
                 return
-            ids, weights = topk_ids.to(torch.int32), topk_weights.to(torch.float32)
-            if expert_map is not None:
-                ids = expert_map.to(torch.int32)[ids.clamp(min=0).long()].masked_fill(ids < 0, -1)
             if on_input:  # as vLLM's prepare step does it: both factors and the product in the model's dtype
-                x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
-            # The operator knows no empty slots: they go to an expert that is there, times zero.
-            weights = weights.masked_fill(ids < 0, 0.0).contiguous()
-            ids = ids.clamp(min=0).contiguous()
+                x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
+            weights, ids = fill_empty_slots(topk_weights, topk_ids, expert_map)
             target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
             operator(
                 target, x.contiguous(), tensors["w13"], tensors["w2"], tensors.get("w13_bias"), tensors.get("w2_bias"),

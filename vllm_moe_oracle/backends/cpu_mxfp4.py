@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from ..core.capabilities import Capabilities, Rule
 from ..core.decision import Numerics, ShardPlan
 from ..core.problem import MX_BLOCK, Problem
-from ..errors import OracleError
 from ..releases import min_versions
 from ._contract import Backend, Builder, Tensors
+from ._cpu import fill_empty_slots, require_operator
 from ._stock import schema_arguments
 
 if TYPE_CHECKING:
@@ -100,11 +100,7 @@ class CpuMxfp4(Backend):
         """
         import torch
 
-        operator = getattr(torch.ops._C, "fused_experts_cpu", None)
-        if operator is None:
-            rule = "vLLM's library for this CPU has no operator fused_experts_cpu"
-            raise OracleError(rule, "Choose another backend", problem.layer)
-        operator = operator.default
+        operator = require_operator("fused_experts_cpu", problem.layer).default
         activation = problem.activation
         swiglu = activation.name == "swigluoai"
         # By name: arguments come and go between releases. Without "out" the operator returns its output.
@@ -119,12 +115,7 @@ class CpuMxfp4(Backend):
         def run(out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> None:
             if x.shape[0] == 0:
                 return
-            ids, weights = topk_ids.to(torch.int32), topk_weights.to(torch.float32)
-            if expert_map is not None:
-                ids = expert_map.to(torch.int32)[ids.clamp(min=0).long()].masked_fill(ids < 0, -1)
-            # The operator knows no empty slots: they go to an expert that is there, times zero.
-            weights = weights.masked_fill(ids < 0, 0.0).contiguous()
-            ids = ids.clamp(min=0).contiguous()
+            weights, ids = fill_empty_slots(topk_weights, topk_ids, expert_map)
             given = {
                 "hidden_states": x.contiguous(), "w1": tensors["w13"], "w2": tensors["w2"], "topk_weights": weights,
                 "topk_ids": ids, "w1_scale": tensors["w13_scale"], "w2_scale": tensors["w2_scale"],

@@ -1,0 +1,48 @@
+"""What backends over vLLM's operators for CPUs share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..errors import OracleError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def require_operator(name: str, layer: str) -> Any:
+    """One of vLLM's operators, with its overloads.
+
+    Args:
+        name: the operator's name in ``torch.ops._C``.
+        layer: the layer's name, for the message.
+
+    Raises:
+        OracleError: this build of vLLM does not have it.
+    """
+    import torch
+
+    operator = getattr(torch.ops._C, name, None)
+    if operator is None:
+        raise OracleError(f"vLLM's library for this CPU has no operator {name}", "Choose another backend", layer)
+    return operator
+
+
+def fill_empty_slots(topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Routing for operators that know no empty slots: these go to an expert that is there, times zero.
+
+    Args:
+        topk_weights: `[M, top_k]`.
+        topk_ids: `[M, top_k]`, global ids; -1 for an empty slot.
+        expert_map: see `Forward`.
+
+    Returns:
+        Weights float32 and local ids int32, `[M, top_k]` each, contiguous.
+    """
+    import torch
+
+    ids = topk_ids.to(torch.int32)
+    if expert_map is not None:
+        ids = expert_map.to(torch.int32)[ids.clamp(min=0).long()].masked_fill(ids < 0, -1)
+    weights = topk_weights.to(torch.float32).masked_fill(ids < 0, 0.0)
+    return weights.contiguous(), ids.clamp(min=0).contiguous()
