@@ -325,6 +325,7 @@ def load(
     environment: Mapping[str, str] | None = None,
     additional_config: object = None,
     assignments: Mapping[str, str] | None = None,
+    options: Mapping[str, str] = MappingProxyType({}),
 ) -> Settings:
     """The effective settings.
 
@@ -332,6 +333,7 @@ def load(
         environment: environment variables; empty ones count as not set. None reads the process's own.
         additional_config: vLLM's ``additional_config``; our section is its key ``moe_oracle``.
         assignments: settings by name, e.g. ``{"backend": "emulation"}``: ``--set`` of the command line tool.
+        options: the command line's options that gave assignments, by setting; errors name what the user typed.
 
     Raises:
         SettingError: an unknown name or an invalid value.
@@ -368,7 +370,7 @@ def load(
     for name, word in (assignments or {}).items():
         if name not in FIELDS:
             raise _unknown_setting(name, sorted(FIELDS), "--set")
-        put(name, word, f"--set {name}")
+        put(name, word, options.get(name, f"--set {name}"))
     return Settings(**values, sources=sources)
 
 
@@ -444,9 +446,13 @@ def batch_invariant() -> bool:
         raise SettingError(f"{value!a} is not an integer", "Set it to 1 or 0", "VLLM_BATCH_INVARIANT") from error
 
 
-def set_batch_invariant(wanted: bool) -> None:
-    """Sets vLLM's ``VLLM_BATCH_INVARIANT`` for this process and those that it starts."""
-    os.environ["VLLM_BATCH_INVARIANT"] = str(int(wanted))
+def set_batch_invariant(wanted: bool | None) -> None:
+    """Sets vLLM's ``VLLM_BATCH_INVARIANT`` for this process and those that it starts; None leaves it as it is.
+
+    vLLM's kernels read the variable, also in processes that measure.
+    """
+    if wanted is not None:
+        os.environ["VLLM_BATCH_INVARIANT"] = str(int(wanted))
 
 
 def records_dir() -> str | None:

@@ -246,7 +246,7 @@ def test_the_remedy_of_a_refusal_is_kept(run: Run, write: Callable[..., Path]) -
     [
         (
             "hopper_mxfp4",
-            "hopper_mxfp4 (--set backend) is not a backend for mxfp8 experts but for mxfp4 experts; valid are auto,",
+            "hopper_mxfp4 (--backend) is not a backend for mxfp8 experts but for mxfp4 experts; valid are auto,",
         ),
         ("trtllm_mxfp8", "needs compute capability sm_100 to below sm_110; NVIDIA H200 has sm_90. Choose an accepted"),
     ],
@@ -277,7 +277,7 @@ def test_a_misspelled_backend_is_an_error_of_the_input(
 ) -> None:
     result = run("explain", write(), "--device", "nvidia-h200", "--backend", name)
     assert (result.status, result.out, result.err.count("\n")) == (2, "", 1)
-    assert f"--set backend: {name!r} is not a backend. Did you mean {meant}? Valid are auto, " in result.err
+    assert result.err.startswith(f"error: --backend: {name!r} is not a backend. Did you mean {meant}? Valid are auto, ")
 
 
 def test_the_option_backend_is_the_setting(run: Run, write: Callable[..., Path]) -> None:
@@ -285,7 +285,7 @@ def test_the_option_backend_is_the_setting(run: Run, write: Callable[..., Path])
     result = run("explain", path, "--device", "nvidia-h200", "--backend", "marlin_mxfp8", "--json")
     assert result.json["groups"][0]["decision"]["backend"] == "marlin_mxfp8"
     result = run("explain", path, "--device", "nvidia-h200", "--backend", "emulation", "--set", "backend=marlin_mxfp8")
-    assert result.status == 2 and "backend is given twice" in result.err
+    assert result.status == 2 and "--backend: --set backend is given, too" in result.err
     # To vLLM's option only vLLM's names are known, and those are what would do instead.
     result = run("explain", path, "--device", "nvidia-h200", "--moe-backend", "marlim")
     assert result.status == 2 and "Did you mean marlin? Valid are auto, " in result.err
@@ -458,11 +458,11 @@ def test_a_device_can_come_from_a_file(run: Run, write: Callable[..., Path], tmp
         (("CONFIG", "--set", "backend"), "--set: 'backend' has no =. Write --set backend=emulation"),
         (("CONFIG", "--set", "bakend=emulation"), "--set: unknown setting 'bakend'. Did you mean backend?"),
         (("CONFIG", "--set", "enabled=perhaps"), "'perhaps' is not a boolean"),
-        (("CONFIG", "--set", "backend=a", "--backend", "b"), "--set: backend is given twice. Leave one of them out"),
+        (("CONFIG", "--set", "backend=a", "--backend", "b"), "--backend: --set backend is given, too. Leave one"),
         (("CONFIG", "--set", r"overrides=rs\.99\.=emulation"), r"re:rs\.99\. matches no layer: the model has 48"),
         (("CONFIG", "--set", "overrides=(=emulation"), "is not a regular expression"),
         (("CONFIG", "--set", "disable=nothing"), "'nothing'"),
-        (("CONFIG", "--backend", "marlin_mxfp9"), "--set backend: 'marlin_mxfp9' is not a backend. Did you"),
+        (("CONFIG", "--backend", "marlin_mxfp9"), "--backend: 'marlin_mxfp9' is not a backend. Did you"),
         (("CONFIG", "--moe-backend", "marlni"), "--moe-backend: 'marlni' is not a backend. Did you mean marlin?"),
         (("CONFIG", "--set", "overrides=layers=nobackend"), "--set overrides: 'nobackend' is not a backend. Valid"),
         (("CONFIG", "--device", "nvidia-foo"), "unknown device 'nvidia-foo'. Valid are cpu"),
@@ -767,11 +767,16 @@ def test_help_and_version(run: Run) -> None:
     assert run("--version").out == f"vllm-moe-oracle {__version__}\n"
     result = run("--help")
     assert result.status == 0 and "..." not in result.out.partition("Commands:")[2], "a summary is cut off"
+    assert max(map(len, result.out.splitlines())) <= 80
     names = re.findall(r"^  (\w+)  ", result.out.partition("Commands:")[2], re.MULTILINE)
     assert names == sorted(each.name for each in pkgutil.iter_modules(commands.__path__))
     for name in names:
         text = run(name, "--help").out
         assert "Example" in text and "Exit status" in text
+        assert max(map(len, text.splitlines())) <= 80, name
+        # Types are Python's: a value is described by its metavar, in capitals or by its words.
+        described = text.partition("Arguments:" if "Arguments:" in text else "Options:")[2]
+        assert not re.search(r"<\w|\b(list|str|int|float|Path)\b(?! of)|TEXT|INTEGER|FLOAT", described), name
     assert run().status == 2
 
 

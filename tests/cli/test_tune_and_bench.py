@@ -18,6 +18,7 @@ from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measuring.tuning import group_by_kernel_shape
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.releases.supported import NEWEST
+from vllm_moe_oracle.settings import load
 
 CHOICES = golden_files.newest("choice")
 
@@ -199,6 +200,27 @@ def test_a_profile_of_another_place_is_not_passed_over_in_silence() -> None:
     for changes, words in (({"gpu": "NVIDIA H100"}, "measured on NVIDIA H100"), ({"driver": "1"}, "is unknown")):
         there = msgspec.structs.replace(here, **changes)
         assert words in tuning.why_not_reusable(profile.make(there, {}, {}), card)
+
+
+@pytest.mark.parametrize("command", ["tune", "bench"])
+def test_layers_are_named_as_they_are_served(run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_moe_oracle.cli import layer_arguments
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    found: list[Any] = []
+
+    def seen(*arguments: Any) -> Any:
+        found.extend(resolve(*arguments))
+        return found
+
+    resolve = layer_arguments.resolve_problems
+    monkeypatch.setattr(layer_arguments, "resolve_problems", seen)
+    served = ("--tp", 2, "--dp", 4, "--ep", "--quantization", "mxfp8", "--batch-invariant")
+    run(command, CONFIGS / "qwen3-30b-a3b.json", *served)  # ends where it asks for a GPU, or has measured
+    assert (found[0].scheme.name, found[0].local_experts, found[0].parallel.dp) == ("mxfp8", 16, 4)
+    assert layer_arguments.apply_settings(found[0], load({})).batch_invariant
+    result = run(command, "mxfp8:gpt-oss-20b", "--dp", 2)
+    assert result.status == 2 and "--dp: 'mxfp8:gpt-oss-20b' names a layer by the ranks that shard it" in result.err
 
 
 def test_bench_refuses_backends_that_there_are_not(run: Run) -> None:

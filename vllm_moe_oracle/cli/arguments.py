@@ -59,18 +59,24 @@ Assignments = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def command_settings(words: list[str] | None, ignore_bad_profile: bool = False) -> Settings:
-    """The settings of a command: the environment's, and over them those after ``--set``.
+def command_settings(words: list[str] | None, ignore_bad_profile: bool = False, backend: str | None = None) -> Settings:
+    """The settings of a command: the environment's, and over them those after ``--set`` and ``--backend``.
 
     Args:
         words: see `parse_assignments`; None for none.
         ignore_bad_profile: accept a profile that cannot be read, as a server does, unless ``--set`` names it.
+        backend: the value of ``--backend``, in commands where that stands for the setting; None without it.
 
     Raises:
-        SettingError: as by `settings.load` and `parse_assignments`, or the profile cannot be read.
+        SettingError: as by `settings.load` and `parse_assignments`, the profile cannot be read, or ``--backend`` is
+            given beside ``--set backend``.
     """
-
-    chosen = load(assignments=parse_assignments(words or []))
+    assignments, options = parse_assignments(words or []), {}
+    if backend is not None:
+        if "backend" in assignments:
+            raise SettingError("--set backend is given, too", "Leave one of them out", "--backend")
+        assignments["backend"], options["backend"] = backend, "--backend"
+    chosen = load(assignments=assignments, options=options)
     source = chosen.source("profile")
     if chosen.profile and (source.startswith("--set") or not ignore_bad_profile):
         try:

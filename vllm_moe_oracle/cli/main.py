@@ -11,9 +11,10 @@ import os
 import pkgutil
 import signal
 import sys
-from typing import Annotated, NoReturn, cast
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
+from typer.core import TyperArgument, TyperCommand
 
 from .. import __version__
 from ..errors import OracleError, PrintableFilter, printable, sanitize
@@ -31,6 +32,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+class _Command(TyperCommand):
+    """A command whose help has no Python types: newer releases of typer put an argument's beside its name."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """The parameters, arguments without a type."""
+        found = super().get_params(ctx)
+        for each in found:
+            if isinstance(each, TyperArgument):
+                each.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
+        return found
 
 
 def _print_version(wanted: bool) -> None:
@@ -53,7 +66,8 @@ for _module in pkgutil.iter_modules(commands.__path__):
     _command = _file.command
     # The whole first sentence: by itself the list of commands would cut it off.
     _summary = " ".join((inspect.getdoc(_command) or "").partition("\n\n")[0].split())
-    app.command(_module.name, short_help=_summary, context_settings=getattr(_file, "CONTEXT_SETTINGS", None))(_command)
+    _more = getattr(_file, "CONTEXT_SETTINGS", None)
+    app.command(_module.name, cls=_Command, short_help=_summary, context_settings=_more)(_command)
 
 
 _ClickError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])

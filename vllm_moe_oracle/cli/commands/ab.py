@@ -75,15 +75,18 @@ def command(
     \b
     Examples:
       vllm-moe-oracle ab openai/gpt-oss-20b
-      vllm-moe-oracle ab ~/models/Qwen3-30B-A3B-MXFP8 --turns 5 --concurrency 1 --tensor-parallel-size 2
+      vllm-moe-oracle ab ~/models/gpt-oss-120b --turns 5 --tensor-parallel-size 2
       vllm-moe-oracle ab MODEL --json -- --max-model-len 8192
 
     \b
     Exit status:
       0  both were measured, whichever is faster
-      2  the input or this machine cannot be used; one line on standard error says what
-      3  the servers were not what is compared: the plugin's ran no layer of the plugin, or stock's did
-      4  a server did not start, or a benchmark failed; its last lines are on standard error
+      2  the input or this machine cannot be used; one line on standard error says
+         what
+      3  the servers were not what is compared: the plugin's ran no layer of the
+         plugin, or stock's did
+      4  a server did not start, or a benchmark failed; its last lines are on
+         standard error
     """
     load = Load(prompts, input_len, output_len, concurrency, seed)
     _check(load, turns, start_timeout, port)

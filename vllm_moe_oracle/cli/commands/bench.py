@@ -19,14 +19,17 @@ from ...measurements.bench_records import BenchRecord
 from ...measurements.kernel_shape import KernelShape
 from ...oracle.registry import default_registry
 from ...report import page_data, plots
-from ...settings import Settings
+from ...settings import Settings, set_batch_invariant
 from .. import EXIT_INCOMPLETE, layer_arguments, output
 from ..arguments import (
     Assignments,
+    BatchInvariant,
     CompileJobs,
+    DataParallel,
     ExpertParallel,
     Gpus,
     ModelNames,
+    Quantization,
     Replays,
     TensorParallel,
     command_settings,
@@ -53,7 +56,10 @@ def command(
         ),
     ] = "",
     tp: TensorParallel = 1,
+    dp: DataParallel = 1,
     ep: ExpertParallel = False,
+    quantization: Quantization = "",
+    batch_invariant: BatchInvariant = None,
     tokens: Annotated[str, typer.Option(help="Numbers of tokens.", metavar="N,...")] = "1,2,4,8,16,32,64,128,256,512",
     routing: Annotated[str, typer.Option(help="uniform or skewed.", metavar="KIND")] = "uniform",
     stock: Annotated[
@@ -86,19 +92,23 @@ def command(
     \b
     Examples:
       vllm-moe-oracle bench ~/models/gpt-oss-20b
-      vllm-moe-oracle bench mxfp8:qwen3-30b-a3b --tokens 1,16,256 --stock auto,marlin
-      vllm-moe-oracle bench --scheme mxfp8,int4_g128 --shape qwen3-30b-a3b,minimax-m2@tp4 --jsonl out.jsonl
+      vllm-moe-oracle bench mxfp8:qwen3-30b-a3b --tokens 1,256 --stock auto,marlin
+      vllm-moe-oracle bench ~/models/Mixtral-8x7B --quantization mxfp8 --dp 4 --ep
+      vllm-moe-oracle bench --scheme mxfp8,int4_g128 --shape minimax-m2@tp4
 
     \b
     Exit status:
       0  everything was timed
-      2  the input or this machine cannot be used; one line on standard error says what
-      4  a backend or a stock layer could not be timed, or failed its check; the records say why
+      2  the input or this machine cannot be used; one line on standard error says
+         what
+      4  a backend or a stock layer could not be timed, or failed its check; the
+         records say why
     """
     from ...measuring import benchmarks
 
     chosen = command_settings(assignments)
-    problems = _kernel_shapes(models, scheme, shape, tp, ep, chosen)
+    set_batch_invariant(batch_invariant)
+    problems = _kernel_shapes(models, scheme, shape, Ranks(tp, dp, ep), quantization, chosen)
     options = _bench_options(tokens, routing, replays, stock, backend, jobs, budget)
     if plot is not None:
         _check_plot_path(plot)
@@ -121,7 +131,7 @@ def command(
 
 
 def _kernel_shapes(
-    models: list[str] | None, scheme: str | None, shape: str, tp: int, ep: bool, settings: Settings
+    models: list[str] | None, scheme: str | None, shape: str, ranks: Ranks, quantization: str, settings: Settings
 ) -> dict[KernelShape, Problem]:
     """One layer of each kernel shape that the arguments name.
 
@@ -137,7 +147,7 @@ def _kernel_shapes(
     words += [f"{name}:{each}" for each in shape.split(",") if each for name in schemes]
     if not words:
         raise MeasurementError("nothing is named to be timed", "Name a model, or --shape with --scheme")
-    problems = layer_arguments.resolve_problems(words, Ranks(tp=tp, ep=ep))
+    problems = layer_arguments.resolve_problems(words, ranks, quantization, settings.ragged_shards)
     return tuning.group_by_kernel_shape(layer_arguments.apply_settings(each, settings) for each in problems)
 
 

@@ -132,10 +132,10 @@ def command(
     \b
     Examples:
       vllm-moe-oracle explain ~/models/Qwen3-30B-A3B-MXFP8 --device nvidia-h200
-      vllm-moe-oracle explain config.json --device nvidia-h200 --vllm 0.29.0 --tp 2 --brief
-      vllm-moe-oracle explain config.json --device nvidia-h200 --dp 8 --ep --all2all-backend deepep_low_latency
-      vllm-moe-oracle explain ~/models/Qwen3-30B-A3B --quantization mxfp8 --device nvidia-h200
-      vllm-moe-oracle explain config.json --set 'overrides=re:layers\\.[0-9]\\.=emulation' --json
+      vllm-moe-oracle explain config.json --device h200 --vllm 0.29.0 --brief
+      vllm-moe-oracle explain config.json --device h200 --dp 8 --ep --eplb
+      vllm-moe-oracle explain ~/models/Qwen3-30B-A3B --quantization mxfp8
+      vllm-moe-oracle explain config.json --set 'overrides=layers\\.0\\.=marlin'
 
     \b
     Exit status:
@@ -144,9 +144,7 @@ def command(
       2  the input cannot be used; one line on standard error says what and where
     """
     round_robin = _check_options(path, Ranks(tp, dp, ep), eplb, expert_placement_strategy)
-    chosen = command_settings(
-        [*(assignments or []), *([] if backend is None else [f"backend={backend}"])], ignore_bad_profile=True
-    )
+    chosen = command_settings(assignments, ignore_bad_profile=True, backend=backend)
     moe_backend = moe_backend.lower().replace("-", "_")  # as vLLM reads it
     check_backend_names(chosen, moe_backend)
     machine = _with_vllm(_resolve_device(device), vllm)

@@ -46,12 +46,13 @@ def command(
     \b
     Examples:
       vllm-moe-oracle report
-      vllm-moe-oracle report bench.jsonl decisions.jsonl -o report.html --svg plots/
+      vllm-moe-oracle report bench.jsonl decisions.jsonl -o page.html --svg plots/
 
     \b
     Exit status:
       0  the page was written
-      2  a file cannot be used, or nothing was measured; one line on standard error says what
+      2  a file cannot be used, or nothing was measured; one line on standard
+         error says what
     """
     _require_modules("matplotlib", "jinja2")
     chosen = command_settings(assignments)

@@ -59,9 +59,10 @@ def command(
     \b
     Exit status:
       0  the report was made, whether or not the plugin is active
-      1  with --check: the plugin is not active, a setting is invalid or has no effect, a backend could not be loaded,
-         or the cache cannot be used
-      2  without --check: a setting has an unknown name, a value that it cannot take, or the name of no backend
+      1  with --check: the plugin is not active, a setting is invalid or has no
+         effect, a backend could not be loaded, or the cache cannot be used
+      2  without --check: a setting has an unknown name, a value that it cannot
+         take, or the name of no backend
     """
     chosen, error = None, ""
     registry = _discover()

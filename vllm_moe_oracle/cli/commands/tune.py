@@ -92,7 +92,7 @@ def command(
     \b
     Examples:
       vllm-moe-oracle tune ~/models/gpt-oss-20b
-      vllm-moe-oracle tune ~/models/Qwen3-30B-A3B --quantization mxfp8 --tp 2 --dp 4 --ep
+      vllm-moe-oracle tune ~/models/Qwen3-30B-A3B --quantization mxfp8 --dp 4 --ep
       vllm-moe-oracle tune mxfp4:gpt-oss-120b@tp2 --budget 60
       vllm-moe-oracle tune --shapes --jobs 60 --gpus all --export nvidia_h200.json
       vllm-moe-oracle tune --import bench.jsonl --export nvidia_h200.json
@@ -100,9 +100,11 @@ def command(
     \b
     Exit status:
       0  everything is measured
-      2  the input, the cache or this machine cannot be used; one line on standard error says what
+      2  the input, the cache or this machine cannot be used; one line on standard
+         error says what
       3  no backend can run one of the layers
-      4  the budget was spent, or a backend could not be measured; what was measured is kept
+      4  the budget was spent, or a backend could not be measured; what was
+         measured is kept
     """
     chosen = command_settings(assignments)
     if export is not None:
@@ -113,8 +115,7 @@ def command(
         return
     from ...measuring import tuning  # needs torch
 
-    if batch_invariant is not None:  # vLLM's kernels read the variable, in processes that measure, too
-        set_batch_invariant(batch_invariant)
+    set_batch_invariant(batch_invariant)
     problems = _named_problems(models, shapes, Ranks(tp, dp, ep), quantization, tiles, chosen)
     options = _tune_options(tokens, routing, replays, budget, jobs, remeasure)
     tuning.check_token_counts(options.token_counts)

@@ -60,12 +60,14 @@ def command(
     Examples:
       vllm-moe-oracle verify ~/models/Qwen3-30B-A3B-MXFP8
       vllm-moe-oracle verify ~/models/gpt-oss-20b --resume gpt-oss.jsonl --json
-      vllm-moe-oracle verify ~/models/gpt-oss-20b --report report.jsonl --report-only
+      vllm-moe-oracle verify ~/models/gpt-oss-20b --report FILE --report-only
 
     \b
     Exit status:
-      0  every decided kernel agrees with the reference, and with --report every layer runs through the oracle
-      1  a kernel is wrong, weights are damaged, a layer has no backend, or the server does not run one
+      0  every decided kernel agrees with the reference, and with --report every
+         layer runs through the oracle
+      1  a kernel is wrong, weights are damaged, a layer has no backend, or the
+         server does not run one
       2  the input cannot be used; one line on standard error says what and where
       130  interrupted; --resume continues
     """
