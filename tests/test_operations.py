@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 import vllm_moe_oracle
-from vllm_moe_oracle import decision_records, settings
+from vllm_moe_oracle import __version__, decision_records, settings
 from vllm_moe_oracle.devices import catalog
 from vllm_moe_oracle.measurements import lookup, model_shapes
 from vllm_moe_oracle.oracle.selection import decide
+from vllm_moe_oracle.releases.supported import NEWEST
 from vllm_moe_oracle.settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -180,6 +181,11 @@ def test_the_kubernetes_example_keeps_caches_and_waits_for_the_first_start() -> 
     assert (claim["kind"], deployment["kind"]) == ("PersistentVolumeClaim", "Deployment")
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
+    # Pinned, and told apart from what a reader must replace.
+    assert container["image"].endswith(f":v{NEWEST}-{__version__}")
+    assert f"FROM vllm/vllm-openai:v{NEWEST}\n#   RUN pip install vllm-moe-oracle=={__version__}\n" in KUBERNETES
+    for line in KUBERNETES.splitlines():
+        assert ("# PLACEHOLDER" in line) == any(word in line for word in ("registry.example", "args:", "gpu:", "marks"))
     mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
     (cache,) = [each for each in pod["volumes"] if "persistentVolumeClaim" in each]
     assert cache["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]

@@ -5,7 +5,8 @@ Without ``--write`` it says what is stale; `tests/test_readme.py` fails then. Ge
 * the parts of README.md and of the package's pages between ``<!-- name -->`` and ``<!-- /name -->``,
 * the releases in the README's Dockerfile and text,
 * the lists of vLLM releases in the CI's workflow, in front of ``# supported releases`` and ``# served releases``,
-* the ranges of vLLM in pyproject.toml, and the versions that examples/setup.sh installs,
+* the ranges of vLLM in pyproject.toml, and the versions that examples/setup.sh installs
+  and examples/kubernetes.yaml names,
 * the recipes in examples/recipes/,
 * the golden decisions, where they were made for another release than the newest.
 """
@@ -25,6 +26,7 @@ from pathlib import Path
 
 from tests.lib import golden_files, readme_sections
 from tests.tools import page_one, recipes
+from vllm_moe_oracle import __version__
 from vllm_moe_oracle import settings as settings_module
 from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.measurements import model_shapes
@@ -36,6 +38,7 @@ README = ROOT / "README.md"
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 PROJECT = ROOT / "pyproject.toml"
 SETUP = ROOT / "examples" / "setup.sh"
+KUBERNETES = ROOT / "examples" / "kubernetes.yaml"
 DECISIONS = ROOT / "tests" / "golden" / "decisions"
 EXAMPLE = "examples/qwen3-30b-a3b-mxfp8.json"
 KERNELS = golden_files.newest("kernels")
@@ -199,6 +202,14 @@ def setup(text: str) -> str:
     return _replaced(text, r'^torch_cpu=".*"$', f'torch_cpu="{cpu["torch"]}"')
 
 
+def kubernetes(text: str) -> str:
+    """examples/kubernetes.yaml with the newest release of vLLM, and this release of the package."""
+    image = f"registry.example/vllm-with-moe-oracle:v{NEWEST}-{__version__}"
+    text = _replaced(text, r"registry\.example/vllm-with-moe-oracle:\S+", image)
+    text = _replaced(text, r"^#   FROM vllm/vllm-openai:v.*$", f"#   FROM vllm/vllm-openai:v{NEWEST}")
+    return _replaced(text, r"^#   RUN pip install .*$", f"#   RUN pip install vllm-moe-oracle=={__version__}")
+
+
 def page(name: str) -> Callable[[str], str]:
     """What renews the generated parts of a page."""
 
@@ -220,6 +231,7 @@ FILES: dict[Path, Callable[[str], str]] = {
     **{ROOT / name: page(name) for name in PAGES},
     WORKFLOW: workflow,
     PROJECT: project,
+    KUBERNETES: kubernetes,
     SETUP: setup,
 }
 
