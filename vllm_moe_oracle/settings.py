@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from .core import objectives
-from .core.overrides import Override, parse_override
+from .core.overrides import Override, parse_overrides
 from .errors import SettingError, did_you_mean
 
 ENV_PREFIX = "MOE_ORACLE_"
@@ -112,22 +112,6 @@ def _name_list(value: object, where: str) -> tuple[str, ...]:
     return tuple(_name(part, where) for part in value)
 
 
-def _overrides(value: object, where: str) -> tuple[Override, ...]:
-    if isinstance(value, str):
-        value = [part for part in value.split(";") if part.strip()]
-    if isinstance(value, Mapping):
-        pairs = [(_name(pattern, where), _name(backend, where)) for pattern, backend in value.items()]
-    elif isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
-        # The last "=" separates: a pattern may contain one, the name of a backend does not.
-        pairs = [(before, after) for before, _, after in (str(part).rpartition("=") for part in value)]
-    else:
-        remedy = (
-            r'Write re:layers\.[0-9]\.=marlin (several with ";"), or a JSON object {"re:layers\\.[0-9]\\.": "marlin"}'
-        )
-        raise SettingError(f"{value!r} is not a list of overrides", remedy, where)
-    return tuple(parse_override(pattern, backend, where) for pattern, backend in pairs)
-
-
 def _one_of(words: tuple[str, ...]) -> Callable[[object, str], str]:
     def read(value: object, where: str) -> str:
         word = str(value).strip().lower()
@@ -192,9 +176,9 @@ class Settings:
     )
     overrides: tuple[Override, ...] = _setting(
         (),
-        _overrides,
+        parse_overrides,
         "backends for the layers whose name matches a regular expression; take precedence over everything else",
-        "RE=NAME;...",
+        "re:PATTERN=NAME;...",
         shared=True,
     )
     disable: tuple[str, ...] = _setting((), _name_list, "backends that must not be chosen", "NAME,...", shared=True)

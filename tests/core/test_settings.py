@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_moe_oracle.core.overrides import Override, first_match, parse_override
+from vllm_moe_oracle.core.overrides import Override, first_match
 from vllm_moe_oracle.errors import SettingError
 from vllm_moe_oracle.settings import FIELDS, Settings, env_var, get_env, is_strict, load
 
@@ -59,12 +59,10 @@ GOOD: list[tuple[str, object, object]] = [
     ("rank_sync_timeout", 0.5, 0.5),
     ("overrides", "", ()),
     ("overrides", r"re:layers\.[0-9]\.=marlin", (Override(r"layers\.[0-9]\.", "marlin"),)),
-    ("overrides", "a=b; c=d;", (Override("a", "b"), Override("c", "d"))),
-    ("overrides", ["a=b", "re:c=d"], (Override("a", "b"), Override("c", "d"))),
-    ("overrides", {"re:a": "b", "c": " d "}, (Override("a", "b"), Override("c", "d"))),
+    ("overrides", "re:a=b; re:c= d;", (Override("a", "b"), Override("c", "d"))),
     # The last "=" separates the halves: a pattern may hold one, here as a lookahead.
     ("overrides", r"re:layers\.(?=1).*=x", (Override(r"layers\.(?=1).*", "x"),)),
-    ("overrides", {r"re:(?=1)": "x"}, (Override(r"(?=1)", "x"),)),
+    ("overrides", "re:re:x=b", (Override("re:x", "b"),)),
 ]  # fmt: skip
 
 
@@ -110,15 +108,14 @@ BAD: list[tuple[str, object, str]] = [
     ("overrides", "=marlin", "an override needs a pattern and a backend"),
     ("overrides", "re:=marlin", "an override needs a pattern and a backend"),
     ("overrides", "re:a=", "an override needs a pattern and a backend"),
-    ("overrides", "re:a= ;b=c", "an override needs a pattern and a backend"),
+    ("overrides", "re:a= ;re:b=c", "'re:a=': an override needs a pattern and a backend"),
     ("overrides", r"re:layers\.[0-9=x", r"re:layers\\.\[0-9 is not a regular expression: unterminated character set"),
-    ("overrides", "(=x", r"re:\( is not a regular expression: missing \)"),
-    ("overrides", "a{99999999999999999999}=x", "is not a regular expression: the repetition number is too large"),
-    ("overrides", 3, "3 is not a list of overrides"),
-    ("overrides", [3], r"\[3\] is not a list of overrides"),
-    ("overrides", {"re:a": None}, "None is not a name"),
-    ("overrides", {"re:a": ["b"]}, r"\['b'\] is not a name"),
-    ("overrides", {3: "b"}, "3 is not a name"),
+    ("overrides", "re:(=x", r"re:\( is not a regular expression: missing \)"),
+    ("overrides", "re:a{99999999999999999999}=x", "is not a regular expression: the repetition number is too large"),
+    ("overrides", "re:a=b;layers=c", r"'layers=c': the pattern of an override begins with re:. Write re:"),
+    ("overrides", 3, "3 is not a text of overrides"),
+    ("overrides", ["re:a=b"], r"\['re:a=b'\] is not a text of overrides. Write re:layers\\.\[0-9\]\\.=marlin, several"),
+    ("overrides", {"re:a": "b"}, "is not a text of overrides. Write re:"),
 ]  # fmt: skip
 
 
@@ -256,18 +253,14 @@ def test_the_processes_own_environment_is_read_when_none_is_given(monkeypatch: p
 
 
 def test_patterns_are_searched_anywhere_and_case_counts() -> None:
-    override = parse_override(r"re:layers\.[0-9]\.", "x", "here")
+    override = Override(r"layers\.[0-9]\.", "x")
     assert override.matches("model.layers.3.mlp.experts")
     assert not override.matches("model.layers.13.mlp.experts")
     assert not override.matches("model.Layers.3.mlp.experts")
 
 
-def test_only_one_prefix_is_taken_off() -> None:
-    assert parse_override("re:re:x", "b", "here").pattern == "re:x"
-
-
 def test_the_first_match_in_the_order_given_counts() -> None:
-    overrides = load({}, None, {"overrides": r"layers\.1\.=a;layers=b"}).overrides
+    overrides = load({}, None, {"overrides": r"re:layers\.1\.=a;re:layers=b"}).overrides
     found = [first_match(overrides, f"model.layers.{i}.x") for i in (1, 2)]
     assert [match.backend for match in found if match] == ["a", "b"]
     assert first_match(overrides, "lm_head") is None

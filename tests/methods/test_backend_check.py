@@ -131,10 +131,10 @@ def test_weights_too_small_for_float16_are_a_checkpoint_error() -> None:
 
 
 def test_an_override_is_an_explicit_choice() -> None:
-    from vllm_moe_oracle.core.overrides import parse_override
+    from vllm_moe_oracle.core.overrides import Override
 
     backends = registry([Faulty(*SWAPPED), second()])
-    method = Method.of(backends, LAYERS["silu"], overrides=(parse_override("experts", "swapped", "test"),))
+    method = Method.of(backends, LAYERS["silu"], overrides=(Override("experts", "swapped"),))
     with pytest.raises(SelfCheckError):
         backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
 

@@ -133,7 +133,7 @@ def test_off_by_default(tmp_path: Path) -> None:
 REASONS: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "switched off": ({}, {"use_measurements": "0"}, "measurements are switched off by --set use_measurements"),
     "chosen": ({}, {"backend": "static"}, "its backend is chosen by --set backend"),
-    "overridden": ({}, {"overrides": "layers=faster"}, "its backend is chosen by re:layers from --set overrides"),
+    "overridden": ({}, {"overrides": "re:layers=faster"}, "its backend is chosen by re:layers from --set overrides"),
     "batch invariant": ({"batch_invariant": True}, {}, "batch-invariant layers keep the static choice"),
     "alone": ({}, {"disable": "faster"}, "static is the only backend that computes these numbers"),
 }

@@ -101,7 +101,7 @@ def test_layers_left_to_stock_vllm_are_named(release: Release, caplog: pytest.Lo
 def test_a_fallback_is_a_warning_also_in_a_group_that_was_announced(
     release: Release, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chosen = load({}, {"moe_oracle": {"overrides": {r"layers\.1\.": "wanted"}, "on_unavailable": "fallback"}})
+    chosen = load({}, {"moe_oracle": {"overrides": r"re:layers\.1\.=wanted", "on_unavailable": "fallback"}})
     load_model(release, names(3), chosen)
     (warning,) = words(caplog, logging.WARNING)
     assert warning.startswith("moe_oracle: model.layers.1.mlp.experts: fast (static: ")
@@ -111,7 +111,7 @@ def test_a_fallback_is_a_warning_also_in_a_group_that_was_announced(
 def test_an_override_that_matches_nothing_is_a_warning_or_an_error(
     release: Release, caplog: pytest.LogCaptureFixture
 ) -> None:
-    section = {"overrides": {"re:nothing_matches_this": "fast", r"layers\.0\.": "fast"}}
+    section = {"overrides": r"re:nothing_matches_this=fast;re:layers\.0\.=fast"}
     load_model(release, names(2), load({}, {"moe_oracle": section}))
     (warning,) = words(caplog, logging.WARNING)
     assert "override re:nothing_matches_this matches no layer: the model has 2 quantized MoE layers" in warning

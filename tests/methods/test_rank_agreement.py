@@ -154,7 +154,7 @@ FULL: list[Any] = [
     ({"packages": {"torch": "9.9"}}, ("torch is ", '"9.9"', json.dumps(CPU.packages.get("torch")))),
     ({"settings": {"mxfp8_scale_rule": "floor"}}, ("MOE_ORACLE_MXFP8_SCALE_RULE is ", '"floor"', '"ceil"')),
     ({"settings": {"backend": "second"}}, ("MOE_ORACLE_BACKEND is ", '"second"', '"auto"')),
-    ({"settings": {"overrides": "x=y"}}, ("OVERRIDES is ", '[{"pattern": "x", "backend": "y"}]', "[]")),
+    ({"settings": {"overrides": "re:x=y"}}, ("OVERRIDES is ", '[{"pattern": "x", "backend": "y"}]', "[]")),
     ({"version": "9.9"}, ("vllm-moe-oracle is ", '"9.9"', json.dumps(__version__))),
     ({"moe_backend": "marlin"}, ("--moe-backend is ", '"marlin"', "not there")),
     ({"variables": {"VLLM_CPU_INT4_W4A8": "1"}}, ("VLLM_CPU_INT4_W4A8 is ", '"1"', "not set")),

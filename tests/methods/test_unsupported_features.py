@@ -172,7 +172,7 @@ def test_a_supported_layer_is_served_by_this_plugin(asked: dict[str, bool], monk
     ("settings", "moe_backend", "kept"),
     [
         ({"backend": "hopper_mxfp8"}, "auto", True),
-        ({"overrides": {"re:experts": "hopper_mxfp8"}}, "auto", True),
+        ({"overrides": "re:experts=hopper_mxfp8"}, "auto", True),
         ({"backend": "hopper_mxfp8", "on_unavailable": "fallback"}, "auto", False),
         ({}, "marlin", True),
         ({}, "a_kernel_of_stock_alone", False),

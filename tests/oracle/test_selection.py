@@ -83,13 +83,13 @@ def test_an_override_goes_before_everything() -> None:
 
 
 def test_an_override_with_auto_frees_its_layers_from_every_other_wish() -> None:
-    chosen = settings(backend="slow", overrides=r"layers\.0\.=auto")
+    chosen = settings(backend="slow", overrides=r"re:layers\.0\.=auto")
     decision = decide(problem(), H200, chosen, moe_backend="other", registry=THREE)
     assert (decision.backend, decision.why) == ("fast", "static")
 
 
 def test_the_first_matching_override_counts() -> None:
-    chosen = settings(overrides="experts=other;layers=slow")
+    chosen = settings(overrides="re:experts=other;re:layers=slow")
     assert decide(problem(), H200, chosen, registry=THREE).backend == "other"
 
 

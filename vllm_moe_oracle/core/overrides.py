@@ -1,4 +1,7 @@
-"""Per-layer overrides: a regular expression over layer names, and the backend of the layers that match."""
+"""Per-layer overrides: a regular expression over layer names, and the backend of the layers that match.
+
+There is one way to write them, whatever the source: ``re:PATTERN=BACKEND``, several with ``;`` between them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ..errors import SettingError
+
+OVERRIDES_REMEDY = r"Write re:layers\.[0-9]\.=marlin, several with ; between them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +31,29 @@ class Override:
         return re.search(self.pattern, layer) is not None
 
 
-def parse_override(pattern: str, backend: str, where: str) -> Override:
-    """An override from its two parts.
+def parse_overrides(value: object, where: str) -> tuple[Override, ...]:
+    """Overrides as they are written.
 
     Args:
-        pattern: the regular expression, with or without vLLM's prefix ``re:``.
-        backend: the backend's name.
+        value: the text.
         where: the setting's name and source, for messages.
 
     Raises:
-        SettingError: a part is empty, or the pattern does not compile.
+        SettingError: it is no text, or a part of it is no override.
     """
-    pattern = pattern.strip().removeprefix("re:")
+    if not isinstance(value, str):
+        raise SettingError(f"{value!r} is not a text of overrides", OVERRIDES_REMEDY, where)
+    return tuple(_parse_override(part.strip(), where) for part in value.split(";") if part.strip())
+
+
+def _parse_override(text: str, where: str) -> Override:
+    # The last "=" separates: a pattern may contain one, the name of a backend does not.
+    before, _, backend = text.rpartition("=")
+    pattern = before.strip().removeprefix("re:")
     if not pattern or not backend.strip():
-        raise SettingError("an override needs a pattern and a backend", r"Write re:layers\.[0-9]\.=marlin", where)
+        raise SettingError(f"{text!r}: an override needs a pattern and a backend", OVERRIDES_REMEDY, where)
+    if pattern == before.strip():
+        raise SettingError(f"{text!r}: the pattern of an override begins with re:", OVERRIDES_REMEDY, where)
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
