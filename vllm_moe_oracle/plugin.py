@@ -85,16 +85,52 @@ def register() -> None:
             raise
 
 
-def _activate(chosen: Settings, version: str | None) -> None:
-    from . import compat, decision_records, methods
+def expected_state(chosen: Settings, device_kind: str) -> PluginState:
+    """What `register` would say, without importing vLLM, which takes seconds: no patch is tried.
 
-    if not chosen.enabled:
-        _process.state = PluginState(False, f"switched off by {chosen.source('enabled')}", version)
-        logger.info("moe_oracle: %s; stock vLLM serves", _process.state.reason)
-        return
+    Args:
+        chosen: the settings of this process.
+        device_kind: the machine's.
+    """
+    version = _vllm_version()
+    try:
+        if (off := _switched_off(chosen, version)) is not None:
+            return off
+        _check_version(chosen, version)
+        if device_kind in ("rocm", "xpu"):
+            raise StandDown("no backend knows this platform's own kernels for these formats")
+    except StandDown as error:
+        return PluginState(False, str(error), version)
+    return PluginState(True, "a server would register it", version)
+
+
+def _switched_off(chosen: Settings, version: str | None) -> PluginState | None:
+    reason = f"switched off by {chosen.source('enabled')}"
+    return None if chosen.enabled else PluginState(False, reason, version)
+
+
+def _check_version(chosen: Settings, version: str | None) -> str:
+    """The version of vLLM.
+
+    Raises:
+        StandDown: it is not installed, or no supported release.
+    """
+    from . import compat
+
     if version is None:
         raise StandDown("vLLM is not installed")
     compat.check_release(version, chosen.force)
+    return version
+
+
+def _activate(chosen: Settings, version: str | None) -> None:
+    from . import decision_records, methods
+
+    if (off := _switched_off(chosen, version)) is not None:
+        _process.state = off
+        logger.info("moe_oracle: %s; stock vLLM serves", off.reason)
+        return
+    version = _check_version(chosen, version)
     from .compat.patches import PatchManager, wrap_function
     from .compat.quantization_registry import available_configs
     from .compat.registration import patches_for

@@ -9,14 +9,17 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.lib.cli import Run
-from vllm_moe_oracle import decision_records
+from vllm_moe_oracle import decision_records, plugin
+from vllm_moe_oracle.cli import output
 from vllm_moe_oracle.cli.commands import status
+from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.oracle.registry import Registry, default_registry
 from vllm_moe_oracle.plugin import PluginState
 
@@ -44,7 +47,7 @@ def test_a_healthy_installation_passes(run: Run) -> None:
         ("BACKEND", "marln", "MOE_ORACLE_BACKEND: 'marln' is not a backend. Did you mean marlin?"),
         ("BAKEND", "marlin", "unknown setting 'MOE_ORACLE_BAKEND'"),
         ("SELF_CHECK", "yes", "'yes' is not one of off"),
-        ("OVERRIDES", "layers=nobackend", "'nobackend' is not a backend"),
+        ("OVERRIDES", "re:layers=nobackend", "'nobackend' is not a backend"),
         ("PROFILE", "/nope.json", "the profile of environment variable MOE_ORACLE_PROFILE is not used"),
         ("REPORT", "/nope/x", "there is no directory /nope"),
         ("CACHE", "/dev/null", "the cache of measurements cannot be used"),
@@ -89,6 +92,75 @@ def test_a_backend_that_could_not_be_loaded_fails_the_check(run: Run, monkeypatc
     result = run("status", "--check")
     said = " ".join(result.out.split())
     assert result.status == 1 and "entry point theirs could not be loaded: ImportError: no" in said
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("BACKEND", "hopper_mxfp8", "hopper_mxfp8 cannot run on this machine: runs on cuda, this is A CPU (cpu)"),
+        ("BACKEND", "marlin", "marlin cannot run on this machine: "),  # every backend of vLLM's name
+        ("OVERRIDES", "re:layers=marlin_mxfp4", "marlin_mxfp4 cannot run on this machine: "),
+        ("BACKEND", "emulation", ""),
+        ("BACKEND", "auto", ""),
+    ],
+)
+def test_a_named_backend_that_runs_nothing_here_fails_the_check(
+    variable: str, value: str, said: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status.detect, "detect", lambda: Device("cpu", "A CPU"))
+    monkeypatch.setenv(f"MOE_ORACLE_{variable}", value)
+    result = run("status", "--check")
+    text = " ".join(result.out.split())
+    assert result.status == (1 if said else 0)
+    assert f"MOE_ORACLE_{variable}: {said}" in text if said else "nothing is wrong" in text
+    assert run("status").status == 0  # a server may be elsewhere
+
+
+def test_vllm_is_imported_only_where_registration_is_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[bool] = []
+    state = PluginState(True, "registered", "0.33.0", ("gptq",))
+    monkeypatch.setattr(status, "_register_plugin", lambda: registered.append(True) or state)
+    monkeypatch.setattr(plugin, "_vllm_version", lambda: "0.33.0")
+    said = " ".join(run("status").out.split())
+    assert not registered and "plugin active: a server would register it" in said
+    assert "changes not tried: --check registers the plugin as vLLM would" in said
+    for word in ("--check", "--verbose", "--json"):
+        run("status", word)
+    assert len(registered) == 3
+    # What needs no import is judged all the same.
+    for name, value, why in (
+        ("MOE_ORACLE_ENABLED", "0", "not active: switched off by environment variable MOE_ORACLE_ENABLED"),
+        ("VLLM_PLUGINS", "", "not active: not selected by VLLM_PLUGINS"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert why in " ".join(run("status").out.split())
+    with monkeypatch.context() as patch:
+        patch.setattr(status.detect, "detect", lambda: Device("rocm", "AMD"))
+        assert "not active: no backend knows" in " ".join(run("status").out.split())
+    for version, why in ((None, "vLLM is not installed"), ("0.1.0", "0.1.0")):
+        with monkeypatch.context() as patch:
+            patch.setattr(plugin, "_vllm_version", lambda version=version: version)
+            assert re.search(f"plugin not active: .*{why}", " ".join(run("status").out.split()))
+
+
+def test_the_quick_report_imports_neither_vllm_nor_torch() -> None:
+    code = "import sys; from vllm_moe_oracle.cli import main; sys.argv[1:] = ['status']\n"
+    code += "try: main.main()\nexcept SystemExit: print('vllm' in sys.modules, 'torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.stdout.endswith("False False\n"), ended.stderr
+
+
+def test_a_slow_step_is_named_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    deadline = time.monotonic() + 60
+    with output.status_spinner("quick"):
+        pass
+    with output.status_spinner("slow"):
+        said = ""
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.1)
+            said = capsys.readouterr().err
+    assert said == "note: slow\n"
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import threading
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -109,9 +110,15 @@ def _cell(words: str) -> Text:
 
 @contextlib.contextmanager
 def status_spinner(words: str) -> Iterator[None]:
-    """Shows a status message on standard error while a slow step runs, if that is a terminal."""
+    """Shows a status message on standard error while a slow step runs; without a terminal one line, after a second."""
     if not sys.stderr.isatty():
-        yield
+        timer = threading.Timer(1.0, print_message, ("note", words))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
         return
     from rich.console import Console
 

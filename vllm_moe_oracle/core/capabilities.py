@@ -113,7 +113,8 @@ def _format_ranges(ranges: tuple[tuple[int, int], ...]) -> str:
     return ", ".join(f"sm_{low} to below sm_{high}" if high - low > 1 else f"sm_{low}" for low, high in ranges)
 
 
-def _device_reasons(capabilities: Capabilities, device: Device) -> list[Reason]:
+def device_reasons(capabilities: Capabilities, device: Device) -> list[Reason]:
+    """Why a machine runs no layer at all: its kind, compute capability, packages and features."""
     reasons = []
     if device.kind not in capabilities.devices:
         reasons.append(Reason("device", f"runs on {_join(capabilities.devices)}, this is {device}"))
@@ -288,7 +289,7 @@ def violations(
         plan: the backend's shard plan, for this shard and for those that a remedy proposes; alignment is checked on
             padded sizes.
     """
-    reasons = _device_reasons(capabilities, device)
+    reasons = device_reasons(capabilities, device)
     reasons += _format_reasons(capabilities, problem)
     reasons += _layer_reasons(capabilities, problem)
     reasons += _shape_reasons(capabilities, problem, plan)

@@ -18,7 +18,9 @@ import typer
 from ... import __version__, decision_records, settings
 from ...checkpoint.layer_names import compact_layer_names
 from ...compat import release_support
+from ...core.capabilities import device_reasons
 from ...core.overrides import Override
+from ...core.problem import Device
 from ...devices import detect
 from ...devices.detect import installed_packages
 from ...errors import OracleError, SettingError
@@ -26,7 +28,7 @@ from ...measurements.lookup import profile_error
 from ...measurements.store import Store
 from ...oracle.registry import Registry, disabled_entry_points, discover, installed_entry_points
 from ...oracle.selection import check_backend_names
-from ...plugin import PluginState
+from ...plugin import PluginState, expected_state
 from ...settings import Settings, cache_dir, excluded_by_vllm
 from .. import EXIT_INVALID_INPUT, EXIT_UNHEALTHY, output
 from ..arguments import AsJson
@@ -38,17 +40,23 @@ _VALID_NAMES = " Valid are "
 
 def command(
     check: Annotated[
-        bool, typer.Option("--check", help="Exit with 1 if a server would not run the plugin as it is set.")
+        bool,
+        typer.Option(
+            "--check",
+            help="Register the plugin here as vLLM would, which imports vLLM, and exit with 1 if a server would not "
+            "run it as it is set.",
+        ),
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also every setting, method, patch and backend.")
+        bool, typer.Option("--verbose", "-v", help="Register it, too; also every setting, method, patch and backend.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say what is installed, whether the plugin is active, what is wrong, and what running servers leave to stock vLLM.
 
-    The plugin is registered in this process the way vLLM registers it, without a model or a GPU.
-    "device" of the JSON can be handed to explain --device on another machine.
+    By itself it reads versions, settings, caches and records, in about a second. --check, --verbose and --json also
+    register the plugin in this process the way vLLM registers it, without a model or a GPU; vLLM's import takes some
+    seconds. "device" of the JSON can be handed to explain --device on another machine.
 
     \b
     Examples:
@@ -60,7 +68,8 @@ def command(
     Exit status:
       0  the report was made, whether or not the plugin is active
       1  with --check: the plugin is not active, a setting is invalid or has no
-         effect, a backend could not be loaded, or the cache cannot be used
+         effect, its backend cannot run on this machine, a backend could not be
+         loaded, or the cache cannot be used
       2  without --check: a setting has an unknown name, a value that it cannot
          take, or the name of no backend
     """
@@ -71,10 +80,11 @@ def command(
         check_backend_names(chosen, registry=registry)
     except SettingError as problem:
         error = str(problem)
-    report = _build_report(chosen, registry, error)
+    report = _build_report(chosen, registry, error, register=check or verbose or as_json)
     # Servers start in spite of these.
     notes = [] if chosen is None else [each for each in (profile_error(chosen), _unwritable_report(chosen)) if each]
-    report["problems"] = [*_problems(report, error), *notes]
+    unusable = [] if chosen is None else _unusable_backends(chosen, report["device"], registry)
+    report["problems"] = [*_problems(report, error), *unusable, *notes]
     if as_json:
         output.print_json(report)
     else:
@@ -103,6 +113,18 @@ def _problems(report: dict[str, Any], setting_error: str) -> Iterator[str]:
         yield f"the cache of measurements cannot be used: {report['cache']['error']}"
 
 
+def _unusable_backends(chosen: Settings, device: Device, registry: Registry) -> Iterator[str]:
+    """Backends that the user names and that can run no layer on this machine, with every rule against them."""
+    named = [(chosen.backend, chosen.source("backend"))]
+    named += [(each.backend, chosen.source("overrides")) for each in chosen.overrides]
+    for name, source in dict.fromkeys(named):
+        found = [registry[name]] if name in registry else [each for each in registry if name in each.vllm_names]
+        reasons = [device_reasons(each.capabilities, device) for each in found]
+        if found and all(reasons):
+            rules = "; ".join(dict.fromkeys(str(reason) for each in reasons for reason in each))
+            yield f"{source}: {name} cannot run on this machine: {rules}"
+
+
 def _discover() -> Registry:
     """The backends; entry points that would end or block this process are left out, with the reason."""
     points, skipped = installed_entry_points(), disabled_entry_points()
@@ -114,8 +136,9 @@ def _discover() -> Registry:
     return discover(points, skipped | unsafe)
 
 
-def _build_report(chosen: Settings | None, registry: Registry, setting_error: str) -> dict[str, Any]:
-    state = _register_plugin()
+def _build_report(chosen: Settings | None, registry: Registry, setting_error: str, register: bool) -> dict[str, Any]:
+    device = detect.detect()
+    state = _register_plugin() if register else _expected_state(chosen, setting_error, device)
     if setting_error and state.active:  # names of backends are checked when the model's layers are built
         reason = f"the start of a server would end with: {setting_error}"
         state = dataclasses.replace(state, active=False, reason=reason)
@@ -136,7 +159,7 @@ def _build_report(chosen: Settings | None, registry: Registry, setting_error: st
             for backend in registry
         ],
         "broken_backends": registry.load_errors,
-        "device": detect.detect(),
+        "device": device,
         "cache": None if chosen is None else _cache_report(chosen),
         "servers": [*_running_servers()],
     }
@@ -250,6 +273,16 @@ def _register_plugin() -> PluginState:
     return plugin.state()
 
 
+def _expected_state(chosen: Settings | None, setting_error: str, device: Device) -> PluginState:
+    """What registration would come to, without vLLM's import."""
+    vllm = _versions()["vllm"]
+    if reason := excluded_by_vllm():
+        return PluginState(False, reason, vllm)
+    if chosen is None:
+        return PluginState(False, setting_error, vllm)
+    return expected_state(chosen, device.kind)
+
+
 def _print(report: dict[str, Any], verbose: bool) -> None:
     """One screen; with `verbose` everything."""
     state: PluginState = report["plugin"]
@@ -262,7 +295,7 @@ def _print(report: dict[str, Any], verbose: bool) -> None:
         ("device", str(report["device"])),
         ("cache", _describe_cache(report["cache"])),
         ("settings", _describe_settings(report["settings"])),
-        ("changes", f"{len(state.methods)} quantization methods, {len(state.patches)} patches{_deferred(state)}"),
+        ("changes", _describe_changes(state)),
         ("backends", _describe_backends(report["backends"])),
     ]
     facts += [("server", line) for server in report["servers"] for line in _describe_server(server)]
@@ -293,6 +326,13 @@ def _print_details(report: dict[str, Any]) -> None:
     ]
     backends += [(name, "broken", reason) for name, reason in report["broken_backends"].items()]
     output.show("", output.table(("backend", "schemes", "from"), backends))
+
+
+def _describe_changes(state: PluginState) -> str:
+    """How many methods and patches there are; of a plugin that was not registered here, how to see them."""
+    if state.active and not state.methods:
+        return "not tried: --check registers the plugin as vLLM would"
+    return f"{len(state.methods)} quantization methods, {len(state.patches)} patches{_deferred(state)}"
 
 
 def _describe_settings(found: dict[str, Any] | None) -> str:
