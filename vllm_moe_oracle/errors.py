@@ -159,6 +159,10 @@ class CheckpointError(OracleError, ValueError):
     """A checkpoint or its config cannot be used."""
 
 
+class DenseModelError(CheckpointError):
+    """The model has no experts: there is nothing to decide, and nothing is wrong with the checkpoint."""
+
+
 class NoBackendError(OracleError, ValueError):
     """No backend can run a layer, or the requested one cannot. The message has the table of all reasons.
 

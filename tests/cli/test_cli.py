@@ -86,6 +86,7 @@ def test_a_gpu_without_measurements_is_told_how_to_take_them(
         assert (group["measure"] is not None) is command
         return str(group["decision"]["explanation"])
 
+    assert why("--device", "cpu").endswith(f"(vLLM {NEWEST}'s, then this project's)")  # no GPU's times are news
     hint = "no measurements of this layer are valid here"
     here = why("--device", "nvidia-a100", command=True)
     assert (
@@ -126,10 +127,11 @@ def test_json_has_the_documented_fields_and_stands_alone(run: Run, write: Callab
     assert msgspec.convert(data["device"], Device) == known_device("nvidia-h200")
     (group,) = data["groups"]
     assert list(group) == [
-        "layers", "count", "is_mtp", "problem", "decision", "failure", "left_to_stock", "measure",
-        "candidates",
+        "layers", "count", "is_mtp", "problem", "decision", "failure", "left_to_stock", "gain_over_stock",
+        "time_errors", "measure", "candidates",
     ]  # fmt: skip
-    assert group["failure"] is group["left_to_stock"] is group["measure"] is None
+    assert group["failure"] is group["left_to_stock"] is group["gain_over_stock"] is group["measure"] is None
+    assert group["time_errors"] == {}
     assert (group["layers"], group["count"]) == ("model.layers.0-47.mlp.experts", 48)
     problem = msgspec.convert(group["problem"], Problem)
     assert (problem.intermediate_size, problem.parallel.tp, problem.layer) == (384, 2, "model.layers.0.mlp.experts")
@@ -459,12 +461,12 @@ def test_a_device_can_come_from_a_file(run: Run, write: Callable[..., Path], tmp
         (("CONFIG", "--set", "bakend=emulation"), "--set: unknown setting 'bakend'. Did you mean backend?"),
         (("CONFIG", "--set", "enabled=perhaps"), "'perhaps' is not a boolean"),
         (("CONFIG", "--set", "backend=a", "--backend", "b"), "--backend: --set backend is given, too. Leave one"),
-        (("CONFIG", "--set", r"overrides=rs\.99\.=emulation"), r"re:rs\.99\. matches no layer: the model has 48"),
-        (("CONFIG", "--set", "overrides=(=emulation"), "is not a regular expression"),
+        (("CONFIG", "--set", r"overrides=re:rs\.99\.=emulation"), r"re:rs\.99\. matches no layer: the model has 48"),
+        (("CONFIG", "--set", "overrides=re:(=emulation"), "is not a regular expression"),
         (("CONFIG", "--set", "disable=nothing"), "'nothing'"),
         (("CONFIG", "--backend", "marlin_mxfp9"), "--backend: 'marlin_mxfp9' is not a backend. Did you"),
         (("CONFIG", "--moe-backend", "marlni"), "--moe-backend: 'marlni' is not a backend. Did you mean marlin?"),
-        (("CONFIG", "--set", "overrides=layers=nobackend"), "--set overrides: 'nobackend' is not a backend. Valid"),
+        (("CONFIG", "--set", "overrides=re:layers=nobackend"), "--set overrides: 'nobackend' is not a backend. Valid"),
         (("CONFIG", "--device", "nvidia-foo"), "unknown device 'nvidia-foo'. Valid are cpu"),
     ],
 )  # fmt: skip
@@ -489,11 +491,94 @@ def test_an_invalid_activation_name_is_refused_in_ascii(word: str, run: Run, wri
     assert "\x1b" not in result.err
 
 
-def test_a_path_that_is_too_long_and_a_count_of_no_experts_are_one_line(run: Run, write: Callable[..., Path]) -> None:
+def test_a_path_that_is_too_long_is_one_line(run: Run) -> None:
     result = run("explain", "a" * 5000, "--device", "cpu")
     assert (result.status, result.err.count("\n")) == (2, 1) and "cannot be a path" in result.err
-    result = run("explain", write(num_experts=0), "--device", "cpu")
-    assert result.status == 2 and "it has no MoE layers: num_experts is 0" in result.err
+
+
+def test_a_dense_model_is_unaffected(run: Run, write: Callable[..., Path]) -> None:
+    for changes, why in (({"num_experts": 0}, "num_experts is 0"), ({"num_experts": None}, "none of num_experts, ")):
+        path = write(**changes)
+        result = run("explain", path, "--device", "nvidia-h200")
+        assert (result.status, result.err) == (0, "")
+        said = f"no MoE layers; left to stock vLLM, unaffected by this plugin: it has no MoE layers: {why}"
+        assert said in " ".join(result.out.split())
+        data = run("explain", path, "--device", "nvidia-h200", "--json").json
+        assert data["groups"] == data["left_to_stock"] == [] and data["notes"][0].startswith(said)
+        assert run("tune", path).status == 2  # there is nothing to measure
+    broken = write(num_experts=0, num_hidden_layers=None)
+    assert run("explain", broken, "--device", "cpu").status == 2
+
+
+def test_the_gain_over_stock_is_shown_where_it_is_known(
+    run: Run, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOE_ORACLE_CACHE", str(tmp_path))
+
+    def gain(*arguments: object) -> tuple[str, Any]:
+        (group,) = run("explain", write(), *arguments, "--json").json["groups"]
+        text = " ".join(run("explain", write(), *arguments, "--brief").out.split())
+        return text.partition(" gain over stock ")[2].partition(" numerics ")[0], group["gain_over_stock"]
+
+    # By times that this package ships, apart from the code that reads them.
+    shipped = json.loads((profile.SHIPPED_FOLDER / "stock_nvidia_h200.json").read_text())
+    file = measured_h200(tmp_path)
+    measured = {"experts": 128, "hidden": 2048, "inner": 768, "scheme": "mxfp8"}
+    (entry,) = (
+        each for each in shipped["entries"] if measured.items() <= each["kernel_shape"].items()
+    )  # fmt: skip
+    chosen, stock = (entry["backends"][name]["times"]["uniform"] for name in ("hopper_mxfp8", "stock:auto"))
+    text, found = gain("--device", file)
+    assert (found["kind"], found["error"]) == ("measured", None)
+    assert found["fastest"] == [1, pytest.approx(stock["1"][0] / chosen["1"][0])]
+    assert found["slowest"][1] < found["speedup"] < found["fastest"][1]
+    assert text.startswith(f"measured: {found['speedup']:.2f} times as fast as stock vLLM's HummingIndexedExperts")
+    text, found = gain("--device", "nvidia-h100")
+    assert found["kind"] == "predicted" and 0 < found["error"] < 0.3
+    assert re.match(r"predicted: 1\.\d\d ±0\.\d\d times as fast as humming_mxfp8, stock vLLM's kernel,", text)
+    assert gain("--device", "nvidia-a100") == ("none: this is stock vLLM's own kernel", None)
+    # Neither measured nor predicted: a figure of other layers is not this one's.
+    for others in (("--device", "cpu"), ("--device", "nvidia-a100", "--backend", "emulation")):
+        text, found = gain(*others)
+        assert text.startswith("unknown: ") and found is None
+    (lora,) = run("explain", write(), "--device", file, "--lora", "--json").json["groups"]
+    assert lora["decision"] is not None and lora["gain_over_stock"] is None
+
+
+def test_predicted_times_have_their_error(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+    asked = ("explain", write(), "--device", "nvidia-h100", "--set", f"cache={tmp_path}")
+    text = run(*asked).out
+    assert re.search(r"^  hopper_mxfp8 +chosen +1: \d+ ±\d+,", text, re.MULTILINE)
+    (group,) = run(*asked, "--json").json["groups"]
+    # A single time is less certain than the mean that decides.
+    means = dict(group["decision"]["measured"]["errors"])
+    assert set(group["time_errors"]) == set(means)
+    assert all(means[name] < error < 0.5 for name, error in group["time_errors"].items())
+    assert "±" not in run("explain", write(), "--device", measured_h200(tmp_path)).out.partition("candidate")[2]
+
+
+def test_backends_for_other_devices_are_one_line(run: Run, write: Callable[..., Path]) -> None:
+    said = "rejected   for other kinds of devices; --verbose names them"
+    folded = run("explain", write(), "--device", "cpu").out
+    count = int(re.findall(rf"^  (\d+) backends +{said}$", folded, re.MULTILINE)[0])
+    every = run("explain", write(), "--device", "cpu", "--verbose").out
+    assert "other kinds" not in every and every.count(" rejected ") == folded.count(" rejected ") - 1 + count
+    assert "marlin_mxfp8" in every and "marlin_mxfp8" not in folded
+    # What another generation of the same kind would run is no noise.
+    assert "trtllm_mxfp8 " in run("explain", write(), "--device", "nvidia-h200").out
+
+
+def test_layers_that_a_server_leaves_to_stock_are_no_failure(run: Run, write: Callable[..., Path]) -> None:
+    lora = ("explain", write(), "--device", "cpu", "--lora")
+    result = run(*lora, "--json")
+    assert result.status == 0 and result.json["groups"][0]["left_to_stock"] == "stock vLLM's own choice"
+    assert result.err.startswith("note: model.layers.0-47.mlp.experts: left to stock vLLM, if that can run LoRA on")
+    # A server does not replace what the user names, and leaves nothing else to stock vLLM on a CPU.
+    for named in (("--backend", "cpu_dequantized"), ("--set", "disable=emulation")):
+        assert run(*lora, *named).status == 3
+    assert run("explain", write(), "--device", "cpu", "--set", "disable=emulation,cpu_dequantized").status == 3
+    batched = ("--ep", "--dp", 2, "--all2all-backend", "deepep_low_latency")
+    assert run("explain", write("gpt-oss-20b"), "--device", "nvidia-a100", *batched).status == 0
 
 
 @pytest.mark.parametrize("kind", ["rocm", "xpu"])
@@ -818,7 +903,7 @@ def test_status_shows_why_the_plugin_is_off_and_a_setting_that_is_wrong() -> Non
     ("variables", "said"),
     [
         ({"MOE_ORACLE_BACKEND": "marlin_mxpf8"}, "'marlin_mxpf8' is not a backend. Did you mean marlin_mxfp8?"),
-        ({"MOE_ORACLE_OVERRIDES": "layers=nobackend"}, "MOE_ORACLE_OVERRIDES: 'nobackend' is not a backend. Valid"),
+        ({"MOE_ORACLE_OVERRIDES": "re:l=nobackend"}, "MOE_ORACLE_OVERRIDES: 'nobackend' is not a backend. Valid"),
         ({"MOE_ORACLE_DISABLE": "foo"}, "environment variable MOE_ORACLE_DISABLE: 'foo' is not a backend. Valid are"),
     ],
 )

@@ -158,7 +158,8 @@ def test_brief_has_one_block_for_each_group(run: Run, write: Callable[..., Path]
     blocks = result.out.split("\n\n")
     assert result.status == 0 and len(blocks) == 4
     assert blocks[1].splitlines()[0] == "10 layers: model.layers.0-9.mlp.experts"
-    assert [line.split()[0] for line in blocks[1].splitlines()[1:] if line[2] != " "] == ["backend", "why", "numerics"]
+    rows = [line.split()[0] for line in blocks[1].splitlines()[1:] if line[2] != " "]
+    assert rows == ["backend", "why", "gain", "numerics"]
     assert row(blocks[1], "why").startswith("override: re:layers") and row(blocks[1], "backend") == "emulation"
     assert blocks[2].splitlines()[0] == "10 layers: model.layers.10-19.mlp.experts"
     assert row(blocks[2], "why").startswith("static: first accepted backend")

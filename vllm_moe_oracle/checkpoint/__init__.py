@@ -88,7 +88,8 @@ def find_moe_layers(
         all2all_backend: vLLM's ``--all2all-backend``.
 
     Raises:
-        CheckpointError: no MoE layers, an unknown quantization, another than `online`, a field that is missing or has a
+        DenseModelError: no MoE layers.
+        CheckpointError: an unknown quantization, another than `online`, a field that is missing or has a
             value that it cannot have, or a number of ranks over which the model cannot be sharded.
         SettingError: a number of ranks below one, or an all-to-all that the release does not have.
     """

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DenseModelError
 from ..quantization.types import GATED_PROJECTIONS, NUMBERED_PROJECTION_MODELS, UNGATED_PROJECTIONS, LayerNames
 from ..releases.expert_names import projection_names
 from .files import CheckpointFiles
@@ -69,15 +69,15 @@ def moe_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[in
         model.get(name) == 0 for name in NUM_EXPERTS_FIELDS
     ):
         name = next(name for name in NUM_EXPERTS_FIELDS if model.get(name) == 0)
-        raise CheckpointError(f"it has no MoE layers: {name} is 0", _DENSE_MODEL_REMEDY, where)
+        raise DenseModelError(f"it has no MoE layers: {name} is 0", _DENSE_MODEL_REMEDY, where)
     if not any(model.get(name) for name in NUM_EXPERTS_FIELDS):
-        raise CheckpointError(
+        raise DenseModelError(
             f"it has no MoE layers: none of {', '.join(NUM_EXPERTS_FIELDS)} is set", _DENSE_MODEL_REMEDY, where
         )
     indices = [index for index in range(total) if _is_moe_layer(model, index, where)]
     if not indices:
         rule = f"it has no MoE layers: by its config, none of the {total} layers has experts"
-        raise CheckpointError(rule, _DENSE_MODEL_REMEDY, where)
+        raise DenseModelError(rule, _DENSE_MODEL_REMEDY, where)
     return {index: _layer_names(config, index, vllm) for index in indices}
 
 

@@ -61,7 +61,7 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
     remarks: list[str] = []
     first: MeasurementSet | None = None
     failures: dict[str, str] = {}
-    for name, read in _sources(settings):
+    for name, read in _sources(settings, device):
         try:
             with boundary(MeasurementError, "cannot be used"):
                 valid = _closest_environment(name, read(shape), here, remarks)
@@ -86,7 +86,9 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
             return measured
         remarks.append(why)
         first = first or measured
-    predicted = _predicted(shape, problem, device, settings, failures)
+    predicted = MeasurementSet()
+    if device.kind == "cuda":
+        predicted = _predicted(shape, problem, device, settings, failures)
     if predicted.times and not _why_undecided(predicted, problem, device, settings):
         return dataclasses.replace(predicted, remarks=(*remarks, *predicted.remarks))
     return first or MeasurementSet(remarks=(*remarks, *predicted.remarks))
@@ -146,12 +148,16 @@ def _why_undecided(measured: MeasurementSet, problem: Problem, device: Device, s
     return choice.explanation or f"{measured.source} has no times of these backends"
 
 
-def _sources(settings: Settings) -> Iterator[tuple[str, Callable[[KernelShape], Iterable[_EnvironmentSamples]]]]:
-    """The sources in order: name, and what reads the samples of a shape."""
+def _sources(
+    settings: Settings, device: Device
+) -> Iterator[tuple[str, Callable[[KernelShape], Iterable[_EnvironmentSamples]]]]:
+    """The sources in order: name, and what reads the samples of a shape. What ships is for GPUs: of other devices it
+    has nothing, which is no news to their users."""
     if settings.profile:
         yield f"the profile {settings.profile}", lambda shape: _samples_in([_read_profile(settings.profile)], shape)
     yield "the cache", lambda shape: shared_store(cache_dir(settings)).samples(shape)
-    yield "the shipped profile", lambda shape: _samples_in(profile.shipped(), shape)
+    if device.kind == "cuda":
+        yield "the shipped profile", lambda shape: _samples_in(profile.shipped(), shape)
 
 
 def profile_error(settings: Settings) -> str:

@@ -259,9 +259,18 @@ def shipped() -> tuple[Profile, ...]:
 def shipped_comparisons() -> tuple[Profile, ...]:
     """Times of backends beside stock vLLM's own layer, from runs other than those of `shipped` where there are any.
 
-    They are for `report` alone: no choice is made by them.
+    No choice is made by them; `report` and `explain` show them.
 
     Raises:
         MeasurementError: a file is damaged, which is a defect of the installation.
     """
     return tuple(read(path) for path in sorted(SHIPPED_FOLDER.glob("stock_nvidia_*.json")))
+
+
+def comparisons_for(here: Environment) -> list[Profile]:
+    """The profiles of `shipped_comparisons` of the same GPU and vLLM.
+
+    Raises:
+        MeasurementError: a file is damaged, which is a defect of the installation.
+    """
+    return [each for each in shipped_comparisons() if str(each.environment) == str(here)]

@@ -49,7 +49,7 @@ class MeasuredChoice:
     token_ranges: tuple[TokenRange, ...] = ()
 
 
-class _LatencyCurve:
+class LatencyCurve:
     """The times of one backend, in microseconds by routing and number of tokens."""
 
     def __init__(self, times: Latencies) -> None:
@@ -106,7 +106,7 @@ class _Comparison:
         remarks: the same for people, after the remarks of the measurements.
     """
 
-    curves: dict[str, _LatencyCurve]
+    curves: dict[str, LatencyCurve]
     missing: dict[str, str]
     unknown: list[str]
     remarks: tuple[str, ...]
@@ -180,12 +180,12 @@ def required_saving(min_time_saving: float, errors: Mapping[str, float], one: st
 
 
 def _comparable(measurements: MeasurementSet, accepted: Sequence[str], objective: Objective) -> _Comparison:
-    curves: dict[str, _LatencyCurve] = {}
+    curves: dict[str, LatencyCurve] = {}
     missing = {name: reason for name, reason in measurements.failures.items() if name in accepted}
     for name in accepted:
         if name in missing or name not in measurements.times:
             continue
-        curve = _LatencyCurve(measurements.times[name])
+        curve = LatencyCurve(measurements.times[name])
         gap = curve.coverage_gap(objective)
         if gap:
             missing[name] = gap
@@ -196,7 +196,7 @@ def _comparable(measurements: MeasurementSet, accepted: Sequence[str], objective
     return _Comparison(curves, missing, unknown, (*measurements.remarks, *notes))
 
 
-def _scores(curves: Mapping[str, _LatencyCurve], objective: Objective) -> dict[str, float]:
+def _scores(curves: Mapping[str, LatencyCurve], objective: Objective) -> dict[str, float]:
     # Skewed routing counts only when every curve covers the objective with it, as uniform routing does: a partial one
     # would be extrapolated to the rest.
     complete = all(not curve.coverage_gap(objective, "skewed") for curve in curves.values())
@@ -258,7 +258,7 @@ def _explain(winner: str, static: str, fastest: str, saving: float, needed: floa
 
 def _split_by_tokens(
     winner: str,
-    curves: Mapping[str, _LatencyCurve],
+    curves: Mapping[str, LatencyCurve],
     counts: Sequence[int],
     objective: Objective,
     min_time_saving: float,

@@ -313,9 +313,7 @@ _SHIPPED_STOCK_NOTE = (
 
 def _with_shipped_stock(panel: LayerPanel, shape: KernelShape, here: Environment) -> LayerPanel:
     """The panel with the shipped times of stock's layer, if they are of the same GPU and vLLM."""
-    for found in profile.shipped_comparisons():
-        if str(found.environment) != str(here):
-            continue
+    for found in profile.comparisons_for(here):
         stock = _panel_from_profile(found, shape, None)
         times = {name: points for name, points in stock.times.items() if name in stock.stock}
         failures = {name: each for name, each in stock.failures.items() if name == STOCK_DEFAULT}

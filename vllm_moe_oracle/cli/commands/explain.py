@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,10 +27,11 @@ from ...core.sharding import describe_loaded_group
 from ...devices import catalog, detect
 from ...devices.catalog import known_device_names
 from ...devices.detect import installed_packages
-from ...errors import NoBackendError, SettingError, StandDown
+from ...errors import DenseModelError, NoBackendError, SettingError, StandDown
 from ...measurements import lookup
 from ...measurements.lookup import profile_error
 from ...measurements.roofline import expert_bytes
+from ...measurements.stock_gain import StockGain, is_stock_kernel, stock_gain, time_errors
 from ...measurements.tune_command import tune_command
 from ...oracle.registry import default_registry
 from ...oracle.selection import check_backend_names, decide
@@ -121,6 +123,9 @@ def command(
             help="Only the winner of each group of layers, and why; with --json: without rejected candidates.",
         ),
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also name the backends for other kinds of devices.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say which backend each MoE layer of a checkpoint gets, and why.
@@ -135,12 +140,14 @@ def command(
       vllm-moe-oracle explain config.json --device h200 --vllm 0.29.0 --brief
       vllm-moe-oracle explain config.json --device h200 --dp 8 --ep --eplb
       vllm-moe-oracle explain ~/models/Qwen3-30B-A3B --quantization mxfp8
-      vllm-moe-oracle explain config.json --set 'overrides=layers\\.0\\.=marlin'
+      vllm-moe-oracle explain config.json --set 'overrides=re:layers\\.0\\.=marlin'
 
     \b
     Exit status:
-      0  every group of layers has a backend, or is left to stock vLLM
-      3  a group has none; the table is printed all the same
+      0  every group of layers has a backend or is left to stock vLLM, or the
+         model has no experts
+      3  a group has none, and a server would not start; the table is printed all
+         the same
       2  the input cannot be used; one line on standard error says what and where
     """
     round_robin = _check_options(path, Ranks(tp, dp, ep), eplb, expert_placement_strategy)
@@ -151,9 +158,13 @@ def command(
     release = _vllm_version(machine)
     ranks = Ranks(tp, dp, ep, effective_all2all(all2all_backend or DEFAULT_ALL2ALL, release))
     read = checkpoint.read_checkpoint(Path(path))
-    layers = checkpoint.find_moe_layers(
-        read, tp, ep, chosen.ragged_shards, quantization.lower(), release, dp, ranks.all2all
-    )
+    try:
+        layers = checkpoint.find_moe_layers(
+            read, tp, ep, chosen.ragged_shards, quantization.lower(), release, dp, ranks.all2all
+        )
+    except DenseModelError as error:
+        note = f"no MoE layers; left to stock vLLM, unaffected by this plugin: {error.rule}. {error.remedy}"
+        layers = MoeLayers((), (), {}, "", (note,))
     _check_overrides_match(chosen, layers)
     invariant = batch_invariant_variable() if batch_invariant is None else batch_invariant
     model, mtp = (
@@ -200,8 +211,9 @@ def command(
     if as_json:
         _print_json(groups, layers, notes, machine, brief)
     else:
-        _print(groups, notes, machine, ranks, brief, assumed=bool(vllm) or catalog.find_spec(device) is not None)
-    if any(group.decision is None and not group.stock_class for group in groups):
+        assumed = bool(vllm) or catalog.find_spec(device) is not None
+        _print(groups, notes, machine, ranks, brief, verbose, assumed)
+    if any(group.decision is None and not group.left_to_stock for group in groups):
         raise typer.Exit(EXIT_NO_BACKEND)
 
 
@@ -233,7 +245,9 @@ class _LayerGroup:
         decision: the first layer's; None when no backend can run it.
         failure: why there is no decision; "" when there is one.
         candidates: every backend, with its verdict.
-        stock_class: stock vLLM's class that the layers are left to; "" where a backend runs them, or nothing does.
+        left_to_stock: what of stock vLLM the layers are left to, its class where that is known; "" where a backend
+            runs them, or nothing does.
+        gain: the gain over stock vLLM, where it is known.
         measure: the command that measures the layers, if that could improve a static choice; else "".
         is_mtp: the layers are multi-token prediction modules, which vLLM loads as a model of their own for speculative
             decoding.
@@ -244,7 +258,8 @@ class _LayerGroup:
     decision: Decision | None
     failure: str
     candidates: tuple[Candidate, ...]
-    stock_class: str = ""
+    left_to_stock: str = ""
+    gain: StockGain | None = None
     measure: str = ""
     is_mtp: bool = False
 
@@ -254,6 +269,7 @@ class _LayerGroup:
 
     def to_json(self, brief: bool) -> dict[str, Any]:
         candidates = [each for each in self.candidates if each.accepted or not brief]
+        measured = None if self.decision is None else self.decision.measured
         return {
             "layers": self.layers,
             "count": len(self.names),
@@ -261,7 +277,9 @@ class _LayerGroup:
             "problem": self.problem,
             "decision": None if self.decision is None else self.decision.to_record(),
             "failure": self.failure or None,
-            "left_to_stock": self.stock_class or None,
+            "left_to_stock": self.left_to_stock or None,
+            "gain_over_stock": self.gain,
+            "time_errors": {} if measured is None else time_errors(measured),
             "measure": self.measure or None,
             "candidates": [candidate.to_record() for candidate in candidates],
         }
@@ -328,7 +346,11 @@ def _parallelism_notes(ranks: Ranks, all2all_backend: str, groups: list[_LayerGr
     if not ranks.exchanges_tokens:
         return
     for group in groups:
-        if group.decision is None and group.problem.parallel.format == "batched" and not group.stock_class:
+        if (
+            group.decision is None
+            and group.problem.parallel.format == "batched"
+            and group.left_to_stock == _STOCK_ITSELF
+        ):
             rule = f"{ranks.all2all} delivers tokens by expert, which few backends take"
             yield f"{group.layers}: {rule}; a server leaves layers that none runs to stock vLLM, if that can"
     if ranks.all2all != DEFAULT_ALL2ALL:
@@ -361,7 +383,7 @@ def _group_layers(
     groups: dict[object, _LayerGroup] = {}
     evidence: dict[Problem, MeasurementSet | None] = {}
     for problem in problems:
-        decision, failure, stock_class = None, "", ""
+        decision, failure, left_to = None, "", ""
         if problem.key() not in evidence:
             evidence[problem.key()] = lookup.find_measurements(problem, device, settings)
         try:
@@ -377,21 +399,39 @@ def _group_layers(
             failure = error.rule.split("\n")[0] if judged else f"this release has no backend for {scheme} experts yet"
             if judged and error.remedy:
                 failure = f"{failure}. {error.remedy}"
-            stock = None
-            if moe_backend == AUTO and not _names_backends(settings) and not refused_exchange:
-                stock = stock_candidate(judged, device, default_registry())
+            stock, features = None, _unsupported_features(problem)
+            if not _names_backends(settings) and not refused_exchange:
+                if moe_backend == AUTO:
+                    stock = stock_candidate(judged, device, default_registry())
+                left_to = _STOCK_ITSELF if features else ""
             if stock is not None:
-                stock_class = default_registry()[stock.backend].stock_class_name
+                left_to = default_registry()[stock.backend].stock_class_name
                 objections = "; ".join(map(str, stock.reasons))
-                failure = (
-                    f"left to stock vLLM, whose {stock_class} does not ask what {stock.backend} does: {objections}"
-                )
+                failure = f"left to stock vLLM, whose {left_to} does not ask what {stock.backend} does: {objections}"
+            elif left_to:
+                failure = f"left to stock vLLM, if that can run {' and '.join(features)}: {failure}"
         same = decision and dataclasses.replace(decision, problem=problem.key())
         key = (problem.key(), same, failure)
         command = measure if decision is not None and decision.tunable else ""
-        before = groups.get(key, _LayerGroup((), problem, decision, failure, judged, stock_class, command))
+        if key not in groups:
+            gain = None
+            if decision is not None:
+                gain = stock_gain(decision, device, default_registry(), settings.objective)
+            groups[key] = _LayerGroup((), problem, decision, failure, judged, left_to, gain, command)
+        before = groups[key]
         groups[key] = dataclasses.replace(before, names=(*before.names, problem.layer))
     return list(groups.values())
+
+
+_STOCK_ITSELF = "stock vLLM's own choice"
+"""What layers are left to where only a server can ask stock vLLM what it takes."""
+
+
+def _unsupported_features(problem: Problem) -> list[str]:
+    """What a layer needs that few backends here support, so that a server asks stock vLLM where none does: as
+    `compat.layer_adapter` finds it."""
+    batched = problem.parallel.format == "batched"
+    return ["LoRA on experts"] * problem.lora + ["a batched all-to-all"] * batched
 
 
 def _names_backends(settings: Settings) -> bool:
@@ -457,13 +497,19 @@ def _print_json(groups: list[_LayerGroup], layers: MoeLayers, notes: list[str], 
     )
     for group in groups:
         if group.decision is None:
-            output.print_message("note" if group.stock_class else "error", f"{group.layers}: {group.failure}")
+            output.print_message("note" if group.left_to_stock else "error", f"{group.layers}: {group.failure}")
     for note in notes:
         output.print_message("note", note)
 
 
 def _print(
-    groups: list[_LayerGroup], notes: list[str], device: Device, ranks: Ranks, brief: bool, assumed: bool = False
+    groups: list[_LayerGroup],
+    notes: list[str],
+    device: Device,
+    ranks: Ranks,
+    brief: bool,
+    verbose: bool,
+    assumed: bool,
 ) -> None:
     vllm = _vllm_version(device)
     release = f"vLLM {vllm}" if vllm else "vLLM not installed"
@@ -476,9 +522,9 @@ def _print(
         rows = _brief_rows(group) if brief else _decision_rows(group)
         output.show(f"\n{count}: {group.layers}{role}", output.key_value_table(rows))
         if group.measure:
-            output.show_line(f"  measure   {group.measure}")
+            output.show_line(f"  {'measure':<{len(_GAIN_ROW)}}  {group.measure}")
         if group.candidates and not brief:
-            _print_candidates(group)
+            _print_candidates(group, verbose)
     for note in notes:
         output.show(f"\nnote: {note}")
 
@@ -487,11 +533,21 @@ _TABLE_COLUMNS = 56
 """Columns below which a table has no room for reasons."""
 
 
-def _print_candidates(group: _LayerGroup) -> None:
-    """Every candidate with its verdict, and every reason: as a table, or below each other where that is too wide."""
+def _print_candidates(group: _LayerGroup, verbose: bool) -> None:
+    """Every candidate with its verdict, and every reason: as a table, or below each other where that is too wide.
+
+    Backends for other kinds of devices are one line, unless `verbose` asks for each.
+    """
     times = _format_times(group.decision)
     last = "reasons, or microseconds by tokens" if times else "reasons"
-    cells = _candidate_rows(group, times)
+    if times and group.decision is not None and group.decision.why == "predicted":
+        last = "reasons, or predicted microseconds (± a standard deviation) by tokens"
+    folded = [] if verbose else [each for each in group.candidates if _is_for_other_devices(each)]
+    shown = [each for each in group.candidates if each not in folded]
+    cells = _candidate_rows(group.decision, shown, times)
+    if folded:
+        count = "1 backend" if len(folded) == 1 else f"{len(folded)} backends"
+        cells.append((count, "rejected", "for other kinds of devices; --verbose names them"))
     if output.width() >= _TABLE_COLUMNS:
         chosen = [index for index, row in enumerate(cells) if row[1] == _CHOSEN]
         output.show("", output.table(("candidate", "verdict", last), cells, indent=2, marked=chosen))
@@ -506,7 +562,7 @@ def _print_candidates(group: _LayerGroup) -> None:
 def _decision_rows(group: _LayerGroup) -> list[tuple[str, str]]:
     rows = [("layer", str(group.problem))]
     if group.decision is None:
-        return [*rows, ("backend", "stock vLLM's" if group.stock_class else "none"), ("why", group.failure)]
+        return [*rows, ("backend", "stock vLLM's" if group.left_to_stock else "none"), ("why", group.failure)]
     decision = group.decision
     plan = decision.plan
     notes = [note for note in (*plan.notes, describe_loaded_group(group.problem)) if note]
@@ -516,12 +572,26 @@ def _decision_rows(group: _LayerGroup) -> list[tuple[str, str]]:
     rows += [
         ("backend", decision.backend),
         ("why", decision.grounds),
+        (_GAIN_ROW, _describe_gain(group)),
         ("numerics", str(decision.numerics)),
         ("sizes", f"{sizes}: {'; '.join(notes) or 'not padded'}"),
     ]
     if decision.token_ranges:
         rows.append(("token ranges", _describe_token_ranges(group)))
     return rows
+
+
+_GAIN_ROW = "gain over stock"
+
+
+def _describe_gain(group: _LayerGroup) -> str:
+    """The gain over stock vLLM, or why none is known."""
+    assert group.decision is not None
+    if group.gain is not None:
+        return str(group.gain)
+    if is_stock_kernel(group.decision, default_registry()):
+        return "none: this is stock vLLM's own kernel"
+    return "unknown: this layer was not measured beside stock vLLM on such a machine, and nothing is predicted"
 
 
 def _brief_rows(group: _LayerGroup) -> list[tuple[str, str]]:
@@ -534,6 +604,7 @@ def _brief_rows(group: _LayerGroup) -> list[tuple[str, str]]:
     rows = [
         ("backend", decision.backend),
         ("why", decision.grounds),
+        (_GAIN_ROW, _describe_gain(group)),
         ("numerics", f"activations {inputs}, sums {decision.numerics.accumulate}"),
     ]
     if decision.plan.pads(group.problem):
@@ -559,25 +630,40 @@ def _describe_token_ranges(group: _LayerGroup) -> str:
 
 def _format_times(decision: Decision | None) -> dict[str, str]:
     """What a decision by measurement compared, by candidate: times at a few numbers of tokens, the fewest and the most
-    among them."""
+    among them, with the error of those that are predicted."""
     if decision is None or decision.measured is None:
         return {}
-    found = {}
+    found, errors = {}, time_errors(decision.measured)
     for name, points in decision.measured.times:
         shown = sorted({len(points) * part // 3 for part in range(3)} | {len(points) - 1})
         pairs = [points[index] for index in shown]
-        shown_pairs = (f"{count}:{output.GLUE}{us:.{1 if us < 100 else 0}f}" for count, us in pairs)
-        found[name] = ", ".join(shown_pairs)
+        found[name] = ", ".join(f"{count}:{output.GLUE}{_format_time(us, errors.get(name))}" for count, us in pairs)
     return found
+
+
+def _format_time(us: float, error: float | None) -> str:
+    """Microseconds, as many digits as are told apart; after ``±`` a standard deviation, where they are predicted."""
+    digits = 1 if us < 100 else 0
+    if error is None:
+        return f"{us:.{digits}f}"
+    deviation = us * math.expm1(error)
+    digits = 1 if deviation < 2 else 0
+    return f"{us:.{digits}f}{output.GLUE}±{deviation:.{digits}f}"
+
+
+def _is_for_other_devices(candidate: Candidate) -> bool:
+    return any(reason.code == "device" for reason in candidate.reasons)
 
 
 _CHOSEN = "chosen"
 
 
-def _candidate_rows(group: _LayerGroup, times: dict[str, str]) -> list[tuple[str, str, str]]:
-    decision, rows = group.decision, []
+def _candidate_rows(
+    decision: Decision | None, candidates: Sequence[Candidate], times: dict[str, str]
+) -> list[tuple[str, str, str]]:
+    rows = []
     winners = set() if decision is None else {decision.backend, *(each.backend for each in decision.token_ranges)}
-    for candidate in group.candidates:
+    for candidate in candidates:
         verdict = "accepted" if candidate.accepted else "rejected"
         if candidate.backend in winners:
             verdict = _CHOSEN

@@ -1,0 +1,140 @@
+"""How much faster a decided layer is than stock vLLM's own: by the shipped times beside stock's layer, or predicted.
+
+Nothing is chosen by these figures. Where neither is known, nothing is said: another layer's gain is not this one's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from ..core.decision import Decision, MeasuredOutcome
+from ..core.objectives import Objective, parse_objective
+from ..core.problem import Device
+from ..oracle.measured_choice import LatencyCurve
+from ..oracle.registry import Registry
+from . import latency_model, profile
+from .bench_records import STOCK_DEFAULT
+from .environment import Environment
+from .kernel_shape import KernelShape, kernel_shape_of
+
+
+@dataclass(frozen=True, slots=True)
+class StockGain:
+    """A gain over stock vLLM.
+
+    Attributes:
+        kind: how it is known.
+        speedup: stock's time over the decision's, as a geometric mean over the objective.
+        objective: the token counts of that mean.
+        stock: vLLM's class, or the backend that wraps it.
+        source: where the figures come from.
+        error: standard deviation of the logarithm of a predicted speedup; None where it was measured.
+        slowest: the smallest measured speedup, after its number of tokens.
+        fastest: the largest, likewise.
+    """
+
+    kind: Literal["measured", "predicted"]
+    speedup: float
+    objective: str
+    stock: str
+    source: str
+    error: float | None = None
+    slowest: tuple[int, float] | None = None
+    fastest: tuple[int, float] | None = None
+
+    def __str__(self) -> str:
+        times = f"{self.kind}: {self.speedup:.2f}"
+        if self.error is not None:
+            times += f" ±{self.speedup * math.expm1(self.error):.2f}"
+        words = f"{times} times as fast as {self.stock} for the objective {self.objective}"
+        if self.slowest is not None and self.fastest is not None:
+            ends = [f"{speedup:.2f} at {count}" for count, speedup in (self.slowest, self.fastest)]
+            words += f" ({' to '.join(ends)} tokens)"
+        return f"{words}, by {self.source}"
+
+
+def stock_gain(decision: Decision, device: Device, registry: Registry, objective: str) -> StockGain | None:
+    """The gain of a decided layer over stock vLLM; None where neither shipped nor predicted times tell it.
+
+    Args:
+        decision: the layer's.
+        device: the machine.
+        registry: the backends.
+        objective: the setting of that name.
+    """
+    problem = decision.problem
+    if problem.lora or problem.eplb or problem.parallel.format != "standard":
+        return None  # timed were layers without these
+    here, shape = Environment.of(device), kernel_shape_of(problem)
+    counts = parse_objective(objective)
+    for found in profile.comparisons_for(here):
+        if gain := _measured(found, shape, decision, counts):
+            return gain
+    return _predicted(decision, registry)
+
+
+def _measured(found: profile.Profile, shape: KernelShape, decision: Decision, objective: Objective) -> StockGain | None:
+    times: dict[str, dict[int, float]] = {}
+    for sample in found.samples(shape):
+        if not sample.failure and sample.routing == "uniform":
+            times.setdefault(sample.backend, {})[sample.tokens] = sample.us
+    stock = times.get(STOCK_DEFAULT, {})
+    own = {
+        count: us
+        for count in stock
+        if (us := times.get(decision.backend_for(count), {}).get(count)) is not None
+    }  # fmt: skip
+    stock = {count: stock[count] for count in own}
+    curves = [LatencyCurve({"uniform": points}) for points in (stock, own)]
+    if any(curve.coverage_gap(objective) for curve in curves):
+        return None
+    slower, faster = (curve.score(objective, ["uniform"]) for curve in curves)
+    ratios = sorted((stock[count] / own[count], count) for count in own)
+    return StockGain(
+        "measured",
+        math.exp(slower - faster),
+        str(objective),
+        f"stock vLLM's {found.stock_classes(shape).get(STOCK_DEFAULT) or 'own layer'}",
+        f"the shipped times ({found.environment})",
+        slowest=ratios[0][::-1],
+        fastest=ratios[-1][::-1],
+    )
+
+
+def _predicted(decision: Decision, registry: Registry) -> StockGain | None:
+    """The predicted gain over the static choice, where that is vLLM's own kernel and lost."""
+    outcome = decision.measured
+    if decision.why != "predicted" or outcome is None or not outcome.time_saved:
+        return None
+    base = outcome.comparison_base
+    if base != _static_choice(decision) or not registry[base].stock_class:
+        return None
+    errors = dict(outcome.errors)
+    error = math.hypot(errors.get(base, 0.0), errors.get(decision.backend, 0.0))
+    stock = f"{base}, stock vLLM's kernel,"
+    return StockGain("predicted", 1 / (1 - outcome.time_saved), outcome.objective, stock, outcome.source, error)
+
+
+def is_stock_kernel(decision: Decision, registry: Registry) -> bool:
+    """Whether the layer runs the kernel that stock vLLM takes: nothing can be gained, or lost."""
+    return decision.backend == _static_choice(decision) and bool(registry[decision.backend].stock_class)
+
+
+def _static_choice(decision: Decision) -> str:
+    """The first accepted candidate; vLLM's own kernels stand first, in vLLM's order."""
+    return next(each.backend for each in decision.candidates if each.accepted)
+
+
+def time_errors(outcome: MeasuredOutcome) -> dict[str, float]:
+    """Standard deviation of the logarithm of a single time, by backend; without those that were measured.
+
+    The errors of an outcome are those of a layer's mean, by which it is decided. A predicted time at one number of
+    tokens is less certain.
+    """
+    model = latency_model.shipped()
+    single = {name: each.cell_error / each.error for name, each in model.backends.items()}
+    if outcome.source != f"the latency model of {model.environment.gpu}":
+        single = {}  # measured, with other releases: the same error at every number of tokens
+    return {name: error * single.get(name, 1.0) for name, error in outcome.errors}
