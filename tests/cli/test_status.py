@@ -20,6 +20,7 @@ from vllm_moe_oracle import decision_records, plugin
 from vllm_moe_oracle.cli import output
 from vllm_moe_oracle.cli.commands import status
 from vllm_moe_oracle.core.problem import Device
+from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import Registry, default_registry
 from vllm_moe_oracle.plugin import PluginState
 
@@ -107,7 +108,7 @@ def test_a_backend_that_could_not_be_loaded_fails_the_check(run: Run, monkeypatc
 def test_a_named_backend_that_runs_nothing_here_fails_the_check(
     variable: str, value: str, said: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status.detect, "detect", lambda: Device("cpu", "A CPU"))
+    monkeypatch.setattr(detect, "detect", lambda: Device("cpu", "A CPU"))
     monkeypatch.setenv(f"MOE_ORACLE_{variable}", value)
     result = run("status", "--check")
     text = " ".join(result.out.split())
@@ -119,7 +120,12 @@ def test_a_named_backend_that_runs_nothing_here_fails_the_check(
 def test_vllm_is_imported_only_where_registration_is_asked_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[bool] = []
     state = PluginState(True, "registered", "0.33.0", ("gptq",))
-    monkeypatch.setattr(status, "_register_plugin", lambda: registered.append(True) or state)
+
+    def register() -> PluginState:
+        registered.append(True)
+        return state
+
+    monkeypatch.setattr(status, "_register_plugin", register)
     monkeypatch.setattr(plugin, "_vllm_version", lambda: "0.33.0")
     said = " ".join(run("status").out.split())
     assert not registered and "plugin active: a server would register it" in said
@@ -136,7 +142,7 @@ def test_vllm_is_imported_only_where_registration_is_asked_for(run: Run, monkeyp
             patch.setenv(name, value)
             assert why in " ".join(run("status").out.split())
     with monkeypatch.context() as patch:
-        patch.setattr(status.detect, "detect", lambda: Device("rocm", "AMD"))
+        patch.setattr(detect, "detect", lambda: Device("rocm", "AMD"))
         assert "not active: no backend knows" in " ".join(run("status").out.split())
     for version, why in ((None, "vLLM is not installed"), ("0.1.0", "0.1.0")):
         with monkeypatch.context() as patch:

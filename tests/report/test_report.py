@@ -25,7 +25,7 @@ from vllm_moe_oracle.measurements import model_shapes, profile
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 from vllm_moe_oracle.report import html_report, page_data
-from vllm_moe_oracle.settings import Settings
+from vllm_moe_oracle.settings import Settings, load
 
 pytest.importorskip("matplotlib", reason="the extra plot")
 pytest.importorskip("jinja2", reason="the extra plot")
@@ -517,7 +517,7 @@ def test_a_browser_shows_it_in_both_themes_and_on_a_phone(tmp_path: Path) -> Non
             view.on("request", lambda request, asked=asked: asked.append(request.url))
             view.goto(html.as_uri())
             assert said == [] and asked == [html.as_uri()]
-            assert view.title() == "MoE kernels: measured and chosen"
+            assert view.title() == "MoE kernels on NVIDIA H200, vLLM 0.33.0: measured"
             # Text, in the page and in its plots, as it is drawn: its color against the background that is under it.
             colors = view.evaluate(
                 """() => {
@@ -549,7 +549,32 @@ def test_a_browser_shows_it_in_both_themes_and_on_a_phone(tmp_path: Path) -> Non
             view.goto(html.as_uri())
             assert view.evaluate("() => document.documentElement.scrollWidth") <= width
             _check_reading(view, width)
+        _check_shipped_on_a_phone(browser, tmp_path / "shipped.html")
         browser.close()
+
+
+def _check_shipped_on_a_phone(browser: Any, path: Path) -> None:
+    """The widest heat map there is can be read without moving it, the last number of tokens with it."""
+    content = page_data.from_shipped_profiles(load({}))
+    # One family: the map's width does not depend on the number of rows.
+    content = dataclasses.replace(content, panels=tuple(each for each in content.panels if "qwen3-30b" in each.name))
+    path.write_text(html_report.render(content, "report")[0], encoding="utf-8")
+    view = browser.new_page(viewport={"width": 400, "height": 800})
+    view.goto(path.as_uri())
+    measure = """() => { const map = document.querySelector('.heat'), cell = map.querySelector('td');
+      return [map.scrollWidth, map.parentElement.clientWidth, parseFloat(getComputedStyle(cell).fontSize),
+        [...map.querySelectorAll('thead th')].filter(each => each.offsetWidth).map(each => each.textContent)]; }"""
+    needed, there, size, heads = view.evaluate(measure)
+    assert needed <= there and size >= 12
+    assert heads[0] == "tokens" and heads[-1] == str(max(content.panels[0].counts))
+
+
+def test_the_title_is_that_of_the_data(tmp_path: Path) -> None:
+    content = page_data.from_shipped_profiles(load({}))
+    assert html_report.page_title(content) == f"MoE kernels on {content.panels[0].environment}: measured"
+    other = dataclasses.replace(content.panels[0], environment="GPU A, vLLM 0.30.0")
+    both = dataclasses.replace(content, panels=(other, *content.panels))
+    assert html_report.page_title(both).startswith("MoE kernels on GPU A, vLLM 0.30.0 and NVIDIA")
 
 
 def _check_reading(view: Any, width: int) -> None:
@@ -560,7 +585,7 @@ def _check_reading(view: Any, width: int) -> None:
         """() => [...document.querySelectorAll('h1, h2, h3, h4, p, dt, dd, th, td, summary, svg text')].map(each => {
           const scale = each.closest('svg') ? each.getCTM().a : 1;
           return [parseFloat(getComputedStyle(each).fontSize) * scale, each.textContent.slice(0, 40)];
-        }).filter(([size]) => size > 0 && size < 8)"""
+        }).filter(([size]) => size > 0 && size < 10)"""
     )
     assert small == [], (width, small)
     reached = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -39,7 +40,10 @@ def test_a_stale_picture_is_noticed(found: readme_plots.Gains, monkeypatch: pyte
 def test_a_picture_is_in_the_colors_of_its_theme_and_says_its_figures(found: readme_plots.Gains, theme: str) -> None:
     counts = {1: [2.0, 0.5], 8: [1.5]}
     drawn = readme_plots.draw({**found, "mxfp4": {"NVIDIA H200, vLLM 0.33.0": counts, "another GPU": counts}}, theme)
-    ElementTree.fromstring(drawn)
+    width = float(ElementTree.fromstring(drawn).attrib["viewBox"].split()[2])
+    # On a telephone the picture is 400 pixels wide.
+    sizes = [float(each) * 400 / width for each in re.findall(r"font(?:-size)?: ?(?:\w+ )?([\d.]+)px", drawn)]
+    assert sizes and min(sizes) >= 10
     assert 'role="img"' in drawn and "<title>" in drawn
     assert "MXFP4 on another GPU, geometric mean of up to 2 layers by tokens: 1: 1.00, 8: 1.50." in drawn
     index = readme_plots.THEMES[theme]

@@ -291,6 +291,12 @@ def _format_us(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
+def page_title(content: ReportContent) -> str:
+    """What the page is about: the machines that were measured, else those of the servers."""
+    names = [each.environment for each in content.panels] or [each.device for each in content.servers]
+    return f"MoE kernels on {' and '.join(dict.fromkeys(names))}: {'measured' if content.panels else 'chosen'}"
+
+
 def render(content: ReportContent, command: str) -> tuple[str, dict[str, str]]:
     """The page, and its plots as standalone SVG by file name.
 
@@ -327,6 +333,7 @@ def render(content: ReportContent, command: str) -> tuple[str, dict[str, str]]:
         shown.append({"machine": machine, "families": families})
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     html = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=page_title(content),
         content=content,
         shown=shown,
         style=markupsafe.Markup(plots.STYLE),

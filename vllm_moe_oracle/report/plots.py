@@ -100,7 +100,7 @@ def _empty_figure(width: float, height: float, color: ColorFunction) -> Any:
             "svg.hashsalt": "vllm-moe-oracle",  # equal plots get equal ids
             "font.family": "sans-serif",
             "font.sans-serif": ["DejaVu Sans"],
-            "font.size": 9,
+            "font.size": 10,
             "text.color": color("--ink"),
             "axes.edgecolor": color("--faint"),
             "axes.labelcolor": color("--ink"),
@@ -167,7 +167,7 @@ def plot_times(panel: LayerPanel, colors: Mapping[str, int]) -> str:
     _draw_times(axes[0, 0], panel, colors, _placeholder)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     if handles:
-        figure.legend(handles, labels, loc="outside lower center", fontsize=8, frameon=False, ncols=2)
+        figure.legend(handles, labels, loc="outside lower center", fontsize=9.5, frameon=False, ncols=2)
     return _svg(figure)
 
 
@@ -201,7 +201,7 @@ def save_picture(panels: Sequence[LayerPanel], path: str) -> None:
         axis.set_title(panel.name)
         _draw_times(axis, panel, colors, _light)
         if panel.times or panel.rooflines_us:
-            axis.legend(fontsize=7.5, framealpha=0, ncols=2 if len(panel.times) > 5 else 1)
+            axis.legend(fontsize=9, framealpha=0, ncols=2 if len(panel.times) > 5 else 1)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_visible(False)
     figure.savefig(path)
@@ -230,7 +230,7 @@ def _draw_times(axis: Any, panel: LayerPanel, colors: Mapping[str, int], color_o
     axis.set_xlabel("tokens")
     axis.set_ylabel("microseconds")
     shown = panel.counts[:: 2 if len(panel.counts) > 8 else 1]
-    axis.set_xticks(shown, [str(count) for count in shown], fontsize=8)
+    axis.set_xticks(shown, [str(count) for count in shown], fontsize=9.5)
     axis.minorticks_off()
     low, high = axis.get_ylim()
     ticks = [each for power in range(-1, 9) for part in (1, 2, 5) if low <= (each := part * 10.0**power) <= high]
@@ -273,4 +273,4 @@ def _draw_speedups(axis: Any, rows: Sequence[LayerPanel], color_of: ColorFunctio
             strength = min(abs(math.log2(ratio)), 1.0) * 0.6
             axis.add_patch(Rectangle((x + 0.02, y + 0.04), 0.96, 0.92, facecolor=color, alpha=strength, linewidth=0))
             weight = "normal" if ratio >= 1 else "bold"
-            axis.text(x + 0.5, y + 0.5, f"{ratio:.2f}", ha="center", va="center", fontsize=8, fontweight=weight)
+            axis.text(x + 0.5, y + 0.5, f"{ratio:.2f}", ha="center", va="center", fontsize=9, fontweight=weight)

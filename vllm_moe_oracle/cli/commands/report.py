@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import shlex
 import sys
@@ -85,7 +86,11 @@ def _local_content(settings: Settings) -> ReportContent:
     """What this machine measured; the shipped profiles where that is nothing."""
     here = Environment.of(detect.detect())
     found = Store(cache_dir(settings)).samples_by_kernel_shape(here)
-    return page_data.from_cache(found, here, settings) if found else page_data.from_shipped_profiles(settings)
+    if found:
+        return page_data.from_cache(found, here, settings)
+    shipped = page_data.from_shipped_profiles(settings)
+    note = f"nothing was measured on this machine ({here.gpu}): these are the times that this package ships"
+    return dataclasses.replace(shipped, notes=(*shipped.notes, note))
 
 
 def _require_modules(*modules: str) -> None:
