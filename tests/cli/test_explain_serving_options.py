@@ -204,7 +204,7 @@ def test_narrow_output_breaks_lines_but_no_command(
     monkeypatch.setenv("COLUMNS", str(columns))
     path = write()
     lines = run("explain", path, *A100, "--dp", 2, "--ep", "--brief").out.splitlines()
-    (command,) = (line for line in lines if line.startswith("  measure   "))
+    (command,) = (line for line in lines if line.startswith("  measure          "))
     assert shlex.split(command)[1:] == ["vllm-moe-oracle", "tune", str(path), "--dp", "2", "--ep"]
     assert all(len(line) <= columns and line == line.rstrip() for line in lines if line != command)
 
@@ -273,7 +273,7 @@ def test_the_command_measures_what_was_explained(
     assert {group["decision"]["why"] for group in explained} == {"static"} and len(commands) == 1
     (command,) = commands
     assert f"--set 'cache={tmp_path / 'a cache'}'" in command
-    assert run("explain", path, *A100, *options).out.count(f"  measure   {command}\n") == len(explained)
+    assert run("explain", path, *A100, *options).out.count(f"  measure          {command}\n") == len(explained)
     import msgspec
 
     from vllm_moe_oracle.core.problem import Problem
