@@ -268,8 +268,7 @@ def _register_plugin() -> PluginState:
         try:
             plugin.register()
         except Exception:
-            state = plugin.state()
-            return dataclasses.replace(state, reason=f"the start of a server would end with: {state.reason}")
+            return _refused_start(plugin.state())
     return plugin.state()
 
 
@@ -279,8 +278,17 @@ def _expected_state(chosen: Settings | None, setting_error: str, device: Device)
     if reason := excluded_by_vllm():
         return PluginState(False, reason, vllm)
     if chosen is None:
-        return PluginState(False, setting_error, vllm)
-    return expected_state(chosen, device.kind)
+        state = PluginState(False, setting_error, vllm)
+    else:
+        state = expected_state(chosen, device.kind)
+        if state.active or not chosen.enabled:
+            return state
+    # With the setting strict, a stand-down is raised.
+    return _refused_start(state) if settings.is_strict() else state
+
+
+def _refused_start(state: PluginState) -> PluginState:
+    return dataclasses.replace(state, reason=f"the start of a server would end with: {state.reason}")
 
 
 def _print(report: dict[str, Any], verbose: bool) -> None:
