@@ -195,6 +195,7 @@ class HopperBackend(Backend):
             dtype=getattr(torch, problem.dtype),
             zero_points=scheme.zero_points,
             bias=problem.has_bias,
+            num_experts=problem.num_experts,
             device=device,
         )
 

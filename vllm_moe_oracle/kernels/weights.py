@@ -97,6 +97,7 @@ class PackedWeights:
     """A layer's weights as the kernels read them. `group` is the columns per scale, 0 for one scale per row.
 
     `dtype` is the activations' dtype, bfloat16 or float16 (group scales and zero points are stored in it).
+    `num_experts` counts the experts of all ranks.
     """
 
     format: str
@@ -105,6 +106,7 @@ class PackedWeights:
     gated: bool
     w13: PackedMatrix
     w2: PackedMatrix
+    num_experts: int
 
     @property
     def experts(self) -> int:
@@ -146,8 +148,11 @@ def storage_errors(format: str, hidden: int, intermediate: int, group: int, dtyp
 
 def allocate_weights(format: str, experts: int, hidden: int, intermediate: int, *, gated: bool = True, group: int = 32,
              dtype: torch.dtype = torch.bfloat16, zero_points: bool = False, bias: bool = False,
-             device: torch.device | str | None = None) -> PackedWeights:  # fmt: skip
-    """Empty storage for a layer; fill it with `pack_expert`. Raises ValueError with each rule that the layer breaks."""
+             num_experts: int | None = None, device: torch.device | str | None = None) -> PackedWeights:  # fmt: skip
+    """Empty storage for a layer; fill it with `pack_expert`. Raises ValueError with each rule that the layer breaks.
+
+    num_experts: experts of all ranks; None where this one holds all of them.
+    """
     reasons = storage_errors(format, hidden, intermediate, group, dtype)
     if zero_points and format not in ("int4", "int8"):
         reasons.append(f"zero points do not exist in {format}")
@@ -182,7 +187,7 @@ def allocate_weights(format: str, experts: int, hidden: int, intermediate: int, 
         )
 
     w13 = matrix(intermediate * (2 if gated else 1), hidden)
-    return PackedWeights(format, group, dtype, gated, w13, matrix(hidden, intermediate))
+    return PackedWeights(format, group, dtype, gated, w13, matrix(hidden, intermediate), num_experts or experts)
 
 
 def _fp16_zero_offset(format: str) -> int:
