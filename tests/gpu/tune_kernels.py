@@ -2,11 +2,12 @@
 
     python tests/gpu/tune_kernels.py --cell mxfp8:qwen3_30b --tokens 1,16,256 --json sweep.json
 
-A cell is scheme:shape (mxfp8, mxfp4, int<bits>_<group>; the shapes below), or scheme:shape:1,16 with numbers of tokens
-of its own. One process per CPU core compiles first, then one process times: whole layers in CUDA graphs, by turns in
-changing order, L2 flushed before each replay, so that neither weights nor machine code are in a cache that a model's
-other layers would have filled; medians in microseconds, their mean over several draws of experts: with few tokens these
-differ in number, and programs that just fit the card at once in one draw do not in the next.
+A cell is scheme:shape (mxfp8, mxfp4, int<bits>_<group>; the shapes below, or one of N expert-parallel ranks of them as
+shape@epN), or scheme:shape:1,16 with numbers of tokens of its own. One process per CPU core compiles first, then one
+process times: whole layers in CUDA graphs, by turns in changing order, L2 flushed before each replay, so that neither
+weights nor machine code are in a cache that a model's other layers would have filled; medians in microseconds, their
+mean over several draws of experts: with few tokens these differ in number, and programs that just fit the card at once
+in one draw do not in the next.
 Per number of tokens the second product's tile is searched with the first's fixed, then the first's, then the options.
 
 ``--few`` tries only tiles that the shipped table holds several times, and ``--rows`` takes numbers of rows per active
@@ -64,6 +65,9 @@ SHAPES = {
     "qwen1.5-moe": (60, 4, 2048, 1408, "silu", False),
     "jamba-mini-tp2": (16, 2, 4096, 7168, "silu", False),
     "ling-mini": (256, 8, 2048, 512, "silu", False),
+    "qwen3-235b": (128, 8, 4096, 1536, "silu", False),
+    "glm-4.5": (160, 8, 5120, 1536, "silu", False),
+    "kimi-k2": (384, 8, 7168, 2048, "silu", False),
 }
 # The layers that `tune` knows by name, too, as mixtral-8x7b@tp2; tiles depend on neither formats nor limits.
 SHAPES |= {
@@ -75,12 +79,18 @@ SHAPES |= {
 }  # fmt: skip
 
 
+def sizes_of(shape: str) -> tuple[tuple[int, int, int, int, str, bool], int]:
+    """The sizes of a whole layer, and its number of expert-parallel ranks."""
+    layer, _, ranks = shape.partition("@ep")
+    return SHAPES[layer], int(ranks or 1)
+
+
 def stored(scheme: str, shape: str, device: str = "cuda") -> PackedWeights:
-    """A layer with random stored bytes: right in size and range, meaningless in value."""
-    experts, _, hidden, inner, activation, bias = SHAPES[shape]
+    """One rank's layer with random stored bytes: right in size and range, meaningless in value."""
+    (experts, _, hidden, inner, activation, bias), ranks = sizes_of(shape)
     format, _, group = scheme.partition("_")
-    weights = allocate_weights(format, experts, hidden, inner, gated=activation != "relu2", group=int(group or 32),
-                       bias=bias, device=device)  # fmt: skip
+    weights = allocate_weights(format, experts // ranks, hidden, inner, gated=activation != "relu2",
+                               group=int(group or 32), bias=bias, num_experts=experts, device=device)  # fmt: skip
     mx = format.startswith("mx")
     high = has_rebased_scales(format, weights.group, weights.dtype)
     factor = 2.0 ** (1 - code_bits(format)) if high else 2.0**-16
@@ -98,7 +108,7 @@ def stored(scheme: str, shape: str, device: str = "cuda") -> PackedWeights:
 
 
 def routed(tokens: int, shape: str, device: str = "cuda", draw: int = 0):
-    experts, top_k, hidden, *_ = SHAPES[shape]
+    (experts, top_k, hidden, *_), _ = sizes_of(shape)
     generator = torch.Generator(device=device).manual_seed(tokens + 100_003 * draw)
     options = {"device": device, "dtype": torch.bfloat16, "generator": generator}
     x = torch.randn(tokens, hidden, **options) * 0.5
@@ -117,25 +127,27 @@ def prepare(
 ):
     """A function that runs the layer once, with everything it needs allocated."""
     x, router, ids = routed(tokens, shape, draw=draw)
-    plan = workspace_layout(weights, tokens, SHAPES[shape][1], config)
+    (experts, top_k, _, _, activation, _), ranks = sizes_of(shape)
+    plan = workspace_layout(weights, tokens, top_k, config)
     workspace = torch.empty(plan.nbytes, dtype=torch.uint8, device="cuda")
     counters = torch.zeros(max(1, plan.counters), dtype=torch.int32, device="cuda")
     out = torch.empty_like(x)
-    activation = SHAPES[shape][4]
     limit = 7.0 if activation == "swigluoai" else None
-    return lambda: fused_moe(x, weights, router, ids, activation=activation, limit=limit, workspace=workspace,
-                             counters=counters, out=out, config=config, pdl=pdl)  # fmt: skip
+    local = torch.arange(experts, dtype=torch.int32, device="cuda")
+    expert_map = torch.where(local < weights.experts, local, -1) if ranks > 1 else None
+    return lambda: fused_moe(x, weights, router, ids, activation=activation, limit=limit, expert_map=expert_map,
+                             workspace=workspace, counters=counters, out=out, config=config, pdl=pdl)  # fmt: skip
 
 
 def rows_per_expert(shape: str, tokens: int) -> float:
     """Slots per active expert."""
-    experts, top_k, *_ = SHAPES[shape]
-    return tokens * top_k / configs.active_experts(experts, top_k, tokens)
+    (experts, top_k, *_), ranks = sizes_of(shape)
+    return configs.expected_load(experts // ranks, experts, top_k, tokens).rows
 
 
 def tokens_for(shape: str, rows: float) -> int:
     """The largest number of tokens with at most so many slots per active expert."""
-    experts, top_k, *_ = SHAPES[shape]
+    (experts, top_k, *_), _ = sizes_of(shape)
     tokens = max(1, round(rows * experts / top_k))
     while tokens > 1 and rows_per_expert(shape, tokens) > rows:
         tokens -= 1
@@ -146,7 +158,7 @@ def candidates(
     scheme: str, weights: PackedWeights, shape: str, tokens: int
 ) -> tuple[list[TileConfig], list[TileConfig]]:
     """Tiles of the first and of the second product to try for a cell and a number of tokens, beside those in use."""
-    top_k = SHAPES[shape][1]
+    top_k = sizes_of(shape)[0][1]
     if tokens <= PER_SLOT_TOKENS:
         ups = straight(scheme, weights.hidden) + NARROW
         downs = straight(scheme, weights.intermediate) + NARROW
@@ -478,7 +490,7 @@ def main() -> None:
         if max(counts) >= args.prefill:
             first.append((scheme, shape, max(counts), PrefillConfig()))  # they take the longest
         for tokens in counts:
-            current = configs.choose_launch_config(weights, SHAPES[shape][1], tokens)
+            current = configs.choose_launch_config(weights, sizes_of(shape)[0][1], tokens)
             for pair in pairs(current, *tiles(scheme, weights, shape, tokens)):
                 for config in (pair, *options(pair)):
                     if config not in seen:
@@ -496,10 +508,10 @@ def main() -> None:
             if time.time() - start > args.seconds:
                 break
             timer = Timer(weights, scheme, shape, tokens, args.replays, tokens >= args.prefill, args.draws)
-            current = configs.choose_launch_config(weights, SHAPES[shape][1], tokens)
+            current = configs.choose_launch_config(weights, sizes_of(shape)[0][1], tokens)
             best = timer.search(current, *tiles(scheme, weights, shape, tokens))
             ranked = sorted(timer.times.items(), key=lambda item: item[1])
-            rows.append({"scheme": scheme, "shape": shape, "sizes": SHAPES[shape], "tokens": tokens,
+            rows.append({"scheme": scheme, "shape": shape, "sizes": sizes_of(shape), "tokens": tokens,
                          "us": timer.times[best],
                          "in_use": [timer.times[current], describe(current)], "config": best.to_json(),
                          "others": [[round(us, 2), config.to_json()] for config, us in ranked[:60]]})  # fmt: skip

@@ -17,6 +17,7 @@ import msgspec
 
 from vllm_moe_oracle.core.problem import Activation, Parallel, Problem, Routing, Scheme
 from vllm_moe_oracle.devices import detect
+from vllm_moe_oracle.measurements import model_shapes
 from vllm_moe_oracle.measuring.benchmarks import BenchOptions, bench, conditions
 from vllm_moe_oracle.settings import Settings
 
@@ -88,7 +89,8 @@ def main() -> int:
     parser.add_argument("--jsonl", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=540.0, help="start no further layer after these seconds")
     parser.add_argument("--jobs", type=int, default=14)
-    parser.add_argument("--only", default="", help="layers whose name contains one of these words, comma-separated")
+    parser.add_argument("--only", default="", help="layers whose name contains one of these words, in their order")
+    parser.add_argument("--listed", action="store_true", help="layers of shapes.json, too")
     parser.add_argument("--skip", type=int, default=0, help="leave out this many of the first layers")
     parser.add_argument("--backend", default="", help="time only these backends and no stock layer, comma-separated")
     parser.add_argument("--tokens", default=",".join(map(str, COUNTS)), help="numbers of tokens")
@@ -104,8 +106,11 @@ def main() -> int:
     command = f"python -m tests.gpu.unlisted_layers --jsonl {options.jsonl.name} --jobs {options.jobs} "
     command += f"--skip {options.skip} --tokens {options.tokens}"
     command += f" --only {options.only}" * bool(options.only) + f" --backend {options.backend}" * bool(backends)
+    command += " --listed" * options.listed
+    layers = [*LAYERS[options.skip :], *(model_shapes.served_problems() if options.listed else ())]
     words = options.only.split(",")
-    layers = [each for each in LAYERS[options.skip :] if any(word in each.layer for word in words)]
+    named = (each for word in words for each in layers if word in each.layer)
+    layers = list({each.layer: each for each in named}.values())
     failed = False
     with options.jsonl.open("wb") as file:
         file.write(msgspec.json.encode({"conditions": conditions(device, plan, command)}) + b"\n")

@@ -137,15 +137,45 @@ ConfigTable = tuple[tuple[int, LaunchConfig | None], ...]
 table and the heuristic."""
 
 
-def active_experts(experts: int, top_k: int, tokens: int) -> float:
-    """Expected number of experts that get a token under uniform routing."""
-    return experts * (1.0 - (1.0 - min(top_k, experts) / experts) ** tokens)
+@dataclass(frozen=True)
+class Load:
+    """What uniform routing brings to the experts of one rank.
+
+    Attributes:
+        active: expected number of experts that get a token, at least 1.
+        slots: expected number of slots of these experts.
+    """
+
+    active: float
+    slots: float
+
+    @property
+    def rows(self) -> float:
+        """Slots per active expert."""
+        return self.slots / self.active
+
+
+def expected_load(experts: int, num_experts: int, top_k: int, tokens: int) -> Load:
+    """The load of a rank that holds `experts` of `num_experts` experts."""
+    share = min(top_k, num_experts) / num_experts
+    return Load(max(1.0, experts * (1.0 - (1.0 - share) ** tokens)), tokens * top_k * experts / num_experts)
 
 
 def shape_key(weights: PackedWeights, top_k: int) -> str:
-    """The key of a layer's shape in `measured_table`."""
+    """The key of a layer's shape in `measured_table`: experts, of how many on all ranks, top-k, columns of both
+    products, kind."""
     kind = "gated" if weights.gated else "plain"
-    return f"{weights.experts}x{top_k} {weights.hidden}x{weights.intermediate} {kind}"
+    of = f"/{weights.num_experts}" if weights.num_experts != weights.experts else ""
+    return f"{weights.experts}{of}x{top_k} {weights.hidden}x{weights.intermediate} {kind}"
+
+
+def _parse_shape_key(key: str) -> tuple[int, int, int, int, int, bool]:
+    """Experts, experts of all ranks, top-k, hidden, intermediate, gated."""
+    routing, sizes, kind = key.split(" ")
+    held, _, top_k = routing.partition("x")
+    experts, _, total = held.partition("/")
+    hidden, _, inner = sizes.partition("x")
+    return int(experts), int(total or experts), int(top_k), int(hidden), int(inner), kind == "gated"
 
 
 @functools.cache
@@ -156,7 +186,8 @@ def measured_table() -> dict[str, Any]:
 
 
 _MIN_PROGRAMS = 330
-"""Programs that the heuristic wants for one GEMM: 2.5 for each of an H200's 132 SMs."""
+"""Programs that the heuristic wants for one GEMM with `per_slot`: 2.5 for each of an H200's 132 SMs."""
+_SMS = 132
 _LONG_K = 4096
 """Columns from which the heuristic takes deeper pipelines or wider steps."""
 
@@ -170,7 +201,7 @@ def _tile_width(parts: float, rows: int, widths: tuple[int, ...]) -> int:
     return next((width for width in widths if parts * -(-rows // width) >= _MIN_PROGRAMS), widths[-1])
 
 
-def _per_slot_tile(weights: PackedWeights, slots: int, rows: int, columns: int) -> TileConfig:
+def _per_slot_tile(weights: PackedWeights, slots: float, rows: int, columns: int) -> TileConfig:
     """The heuristic's tile with `per_slot`."""
     width = _tile_width(slots, rows, (128, 64, 32, 16))
     if width == 128:
@@ -193,57 +224,122 @@ def _wide_tile(weights: PackedWeights) -> TileConfig:
     return TileConfig(16, 128, 128, num_stages=3, maxnreg=0 if uncapped else 128, scale_accumulators=False)
 
 
-def _few_rows_tile(weights: PackedWeights, active: float, rows: int, columns: int, wide: bool) -> TileConfig:
-    """The heuristic's tile for up to 12 rows per expert; wide: 128 weight rows where that gives enough programs.
+def _wave_cost(parts: float, rows: int, width: int, resident: int) -> float:
+    """Relative time of tiles `width` weight rows wide, of which `resident` run on one SM at once.
 
-    A long K with few programs, or with narrow tiles in 8 bits, takes steps of 256 columns. That saves 10 to 20 % of a
-    layer of Mixtral-8x7B in int4 at 4 to 32 tokens, 15 % of GLM-4.5 on one of eight ranks in MXFP8 at 32.
+    Programs run in waves. Half of the time of a last, unfilled wave is lost; with this and the counts in
+    `_few_rows_tile`, the tile of 45 measured cells is on average 1 % from the fastest (`tests.tools.tile_rule`). Rows
+    that fill up the last tile cost as much as others.
     """
+    tiles = -(-rows // width)
+    waves = parts * tiles / (resident * _SMS)
+    return (0.5 + 0.5 * math.ceil(waves) / waves) * tiles * width / rows
+
+
+def _few_rows_tile(weights: PackedWeights, active: float, rows: int, columns: int, down: bool) -> TileConfig:
+    """The heuristic's tile for few rows per expert: the one whose programs fill the SMs best.
+
+    A long K takes steps of 256 columns, with narrow tiles of more than one wave, or in 4 bits with few programs. That
+    saves 10 to 20 % of a layer of Mixtral-8x7B in int4 at 4 to 32 tokens, 12 % of Llama-4-Scout's at 95.
+    """
+    four = code_bits(weights.format) == 4
+    integers = weights.format.startswith("int")
+    long = columns >= _LONG_K
     programs = active * -(-rows // 128)
-    if wide and programs >= _MIN_PROGRAMS:
-        return _wide_tile(weights)
-    if columns >= _LONG_K:
-        # Two MMAs of 128 rows and 256 columns spill.
-        enough = wide and programs >= 0.6 * _MIN_PROGRAMS and not _needs_two_mmas(weights)
-        return TileConfig(16, 128 if enough else 64, 256, num_stages=3)
-    return TileConfig(16, 64, 128)
+    one_wave = active * -(-rows // 64) <= 5 * _SMS
+    narrow = TileConfig(16, 64, 256, num_stages=3) if long and not (four and one_wave) else TileConfig(16, 64, 128)
+    narrow_cost = 1.0 if four and integers else 1.06 if four else 1.03 if down else 0.97
+    costs = {
+        _wide_tile(weights): _wave_cost(active, rows, 128, 4),
+        narrow: narrow_cost * _wave_cost(active, rows, 64, 5),
+    }
+    # Two MMAs of 128 rows and 256 columns, or of 256 rows, spill.
+    if not _needs_two_mmas(weights):
+        if long and (four or down) and 0.6 <= programs / _MIN_PROGRAMS < 1.0:
+            costs[TileConfig(16, 128, 256, num_stages=3)] = 1.05 * _wave_cost(active, rows, 128, 2)
+        if weights.format != "int8":
+            widest = TileConfig(16, 256, 64, scale_accumulators=False)
+            costs[widest] = (0.97 if integers else 1.03) * _wave_cost(active, rows, 256, 3)
+    return min(costs, key=costs.__getitem__)
+
+
+def _swept_tiles(weights: PackedWeights, active: float) -> int:
+    """`n_tiles` of the second GEMM for few rows per expert, 1 for an ordinary tile.
+
+    It pays for few columns: 10 to 15 % of a layer with 256 to 512 columns in int4, 2 % with 384 in MXFP4. In 8 bits
+    with more than 256 columns it costs 1 to 3 %, with too few programs up to 35 %.
+    """
+    four = code_bits(weights.format) == 4
+    if weights.intermediate not in ((128, 256, 384, 512) if four else (128, 256)):
+        return 1
+    programs = active * -(-weights.hidden // 64)
+    return 8 if programs >= (4000 if four else 16000) else 4 if programs >= 4 * _MIN_PROGRAMS else 1
+
+
+def _middle_tile(weights: PackedWeights, load: Load, rows: int, down: bool) -> TileConfig:
+    """The heuristic's tile for 14 to 90 rows per expert.
+
+    Heights are those that fit a Poisson-distributed number of rows: 32 rows rarely exceed a tile of 48, 44 rows one of
+    64, 70 rows two of 48. Few programs of 32 rows take steps of 128 columns, which have more in flight.
+    """
+    four = code_bits(weights.format) == 4
+    if _needs_two_mmas(weights):
+        if load.rows <= 28:
+            return TileConfig(32, 128, 128, num_stages=3) if four else TileConfig(32, 128, 64)
+        return TileConfig(64, 128, 64) if four else TileConfig(64, 128, 128, num_warps=8, num_stages=3)
+    long_steps = weights.format == "mxfp4" and not down
+    if load.rows <= 28:
+        if long_steps or load.active * -(-rows // 128) < _MIN_PROGRAMS:
+            return TileConfig(32, 128, 128, num_stages=3)
+        # Scales on the weights: int4 layers with scales on the accumulators are 7 to 22 % slower here.
+        return TileConfig(32, 128, 64, maxnreg=0 if four else 128, scale_accumulators=False)
+    if 38 < load.rows <= 58:
+        return TileConfig(64, 128, 64)
+    if down and load.active * -(-rows // 256) >= 0.6 * _MIN_PROGRAMS:
+        return TileConfig(48, 256, 64, num_stages=3, scale_accumulators=False)
+    return TileConfig(48, 128, 128, num_stages=3) if long_steps else TileConfig(48, 128, 64)
 
 
 def heuristic_config(weights: PackedWeights, top_k: int, tokens: int) -> LaunchConfig:
-    """A configuration for a shape without measurements, from the expected rows per active expert."""
-    active = max(1.0, active_experts(weights.experts, top_k, tokens))
-    slots = tokens * top_k
-    rows = slots / active
-    four = code_bits(weights.format) == 4
+    """A configuration for a shape without measurements, from the expected rows per active expert.
+
+    Args:
+        weights: the layer; tensors on the meta device will do.
+        top_k: choices per token.
+        tokens: rows of x.
+    """
+    load = expected_load(weights.experts, weights.num_experts, top_k, tokens)
     # With more than 1.25 slots per active expert, it is faster to multiply the slots of one expert together.
-    if tokens <= 4 and rows <= 1.25:
-        up = _per_slot_tile(weights, slots, weights.w13.rows, weights.hidden)
-        down = _per_slot_tile(weights, slots, weights.hidden, weights.intermediate)
+    if tokens <= 4 and load.rows <= 1.25:
+        up = _per_slot_tile(weights, load.slots, weights.w13.rows, weights.hidden)
+        down = _per_slot_tile(weights, load.slots, weights.hidden, weights.intermediate)
         choices = 1 << (top_k - 1).bit_length()
         # 256 threads hold the weights of 16 rows of all choices in at most 96 registers each.
         fits = choices * 16 * weights.intermediate * code_bits(weights.format) <= 96 * 32 * 256
         if tokens <= 2 and fits and weights.intermediate % 128 == 0 and 8 <= choices <= 16:
             down = TileConfig(1, 16, 128, num_warps=8, scale_accumulators=False, no_k_loop=True, fused_topk=True)
         return LaunchConfig(up, down, per_slot=True)
-    if rows <= 12:
-        up = _few_rows_tile(weights, active, weights.w13.rows, weights.hidden, four)
-        down = _few_rows_tile(weights, active, weights.hidden, weights.intermediate, True)
-        if tokens > 4 and weights.intermediate in (128, 256, 384, 512):
-            down = TileConfig(16, 64, 128, num_stages=3, scale_accumulators=False, n_tiles=8)
-        return LaunchConfig(up, down)
-    if rows <= 28:
-        tile = TileConfig(32, 128, 128, num_stages=3) if four else TileConfig(32, 128, 64)
-    elif rows <= 60:
-        tile = TileConfig(64, 128, 64) if four else TileConfig(64, 128, 128, num_warps=8, num_stages=3)
-    elif rows <= 160:
-        tile = TileConfig(128, 128, 64, num_warps=8, num_stages=3)
-    else:
-        tile = TileConfig(256, 128, 64, num_warps=8, num_stages=3)
-    return LaunchConfig(tile, tile)
+    # Programs that keep h pay for a second block of 16 rows with little.
+    swept = _swept_tiles(weights, load.active) if tokens > 4 else 1
+    if load.rows <= (20 if swept > 1 and code_bits(weights.format) == 4 else 14):
+        up = _few_rows_tile(weights, load.active, weights.w13.rows, weights.hidden, False)
+        if swept > 1:
+            return LaunchConfig(up, TileConfig(16, 64, 128, num_stages=3, scale_accumulators=False, n_tiles=swept))
+        return LaunchConfig(up, _few_rows_tile(weights, load.active, weights.hidden, weights.intermediate, True))
+    if load.rows > 90:
+        tile = TileConfig(256 if load.rows > 160 else 128, 128, 64, num_warps=8, num_stages=3)
+        return LaunchConfig(tile, tile)
+    up = _middle_tile(weights, load, weights.w13.rows, False)
+    return LaunchConfig(up, _middle_tile(weights, load, weights.hidden, True))
 
 
 def choose_config(
-    weights: PackedWeights, top_k: int, tokens: int, *, tuned: ConfigTable = (), quantize: bool = False
+    weights: PackedWeights,
+    top_k: int,
+    tokens: int,
+    *,
+    tuned: ConfigTable = (),
+    quantize: bool = False,
 ) -> LaunchConfig | PrefillConfig:
     """The configuration that `fused_moe` runs for a number of tokens.
 
@@ -255,15 +351,21 @@ def choose_config(
             persistent kernels.
         quantize: activations pass through MXFP8, so a tile must hold whole groups of 32 columns of h.
     """
-    rows = tokens * top_k / max(1.0, active_experts(weights.experts, top_k, tokens))
-    prefill = choose_prefill_config(weights, format_key(weights), shape_key(weights, top_k), tokens, rows)
+    load = expected_load(weights.experts, weights.num_experts, top_k, tokens)
+    key = format_key(weights), shape_key(weights, top_k)
+    prefill = choose_prefill_config(weights, *key, tokens, rows=load.rows, slots=load.slots)
     if prefill is not None and not quantize:
         return prefill
     return choose_launch_config(weights, top_k, tokens, tuned=tuned, quantize=quantize)
 
 
 def candidate_configs(
-    weights: PackedWeights, top_k: int, tokens: int, most: int, *, quantize: bool = False
+    weights: PackedWeights,
+    top_k: int,
+    tokens: int,
+    most: int,
+    *,
+    quantize: bool = False,
 ) -> list[LaunchConfig]:
     """Configurations worth timing beside the chosen one, the likeliest first; none where the persistent kernels run.
 
@@ -280,7 +382,7 @@ def candidate_configs(
     chosen = choose_config(weights, top_k, tokens, quantize=quantize)
     if not isinstance(chosen, LaunchConfig):
         return []
-    rows = tokens * top_k / max(1.0, active_experts(weights.experts, top_k, tokens))
+    rows = expected_load(weights.experts, weights.num_experts, top_k, tokens).rows
     found: list[tuple[float, LaunchConfig]] = []
     for name, shapes in measured_table().items():
         if not _is_similar_format(name, weights):
@@ -330,15 +432,13 @@ def _nearby_configs(
     shape: str, table: list[dict[str, Any]], weights: PackedWeights, tokens: int, rows: float, penalty: float
 ) -> Iterator[tuple[float, LaunchConfig]]:
     """(distance, configuration) for rows of a shape's table with about as many rows per expert."""
-    experts, top_k, hidden, inner = (
-        int(word) for word in shape.split(" ")[0].split("x") + shape.split(" ")[1].split("x")
-    )
+    experts, total, top_k, hidden, inner, gated = _parse_shape_key(shape)
     sizes = abs(math.log(weights.hidden / hidden)) + abs(math.log(weights.intermediate / inner))
-    plain = shape.endswith("plain") == weights.gated
+    plain = gated != weights.gated
     for row in table:
         count = min(row["tokens"], 1 << 14)
         config = _parse_table_entry(json.dumps(row["config"], sort_keys=True))
-        theirs = count * top_k / max(1.0, active_experts(experts, top_k, count))
+        theirs = expected_load(experts, total, top_k, count).rows
         apart = abs(math.log(theirs / rows))
         if config.per_slot:  # every slot is a tile, so the number of tokens counts
             apart = abs(math.log(count / tokens))
@@ -466,7 +566,12 @@ def format_key(weights: PackedWeights) -> str:
 
 
 def choose_launch_config(
-    weights: PackedWeights, top_k: int, tokens: int, *, tuned: ConfigTable = (), quantize: bool = False
+    weights: PackedWeights,
+    top_k: int,
+    tokens: int,
+    *,
+    tuned: ConfigTable = (),
+    quantize: bool = False,
 ) -> LaunchConfig:
     """`choose_config` among the kernels of `gemm.py` only."""
     name, shape = format_key(weights), shape_key(weights, top_k)

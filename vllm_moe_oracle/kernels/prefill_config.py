@@ -15,7 +15,10 @@ from .weights import PackedWeights, code_bits
 MAX_BLOCK_TOKENS = 128  # most tokens of a block
 # Bytes of shared memory for stages and results. The epilogue uses the rest.
 _SHARED_MEMORY_BUDGET = 222 * 1024
-_MIN_ROWS_PER_EXPERT = 30  # the heuristic: rows per active expert from which these kernels are faster
+_FROM = ((40, 0, 10e9), (28, 0, 60e9), (15, 5000, 0))
+"""The heuristic: from these rows per active expert, slots and multiplications of a call, these kernels are faster.
+
+Their tiles need several waves to make up for what starting them costs: many multiplications, or many slots."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +84,25 @@ def measured_prefill_table() -> dict[str, Any]:
 
 
 def choose_prefill_config(
-    weights: PackedWeights, name: str, shape: str, tokens: int, rows: float
+    weights: PackedWeights, name: str, shape: str, tokens: int, *, rows: float, slots: float
 ) -> PrefillConfig | None:
     """The persistent kernels' configuration, or None where the small tiles are faster or the only ones.
 
-    name, shape: keys of `measured_prefill_table`; rows: expected per active expert.
+    The heuristic's bounds are from 15 layers at eight numbers of rows (`tests.tools.tile_rule`) and from the shipped
+    table, whose layers change over at 13 to 50 rows.
+
+    Args:
+        weights: the layer; tensors on the meta device will do.
+        name, shape: keys of `measured_prefill_table`.
+        tokens: rows of x.
+        rows: expected slots per active expert.
+        slots: expected slots of this rank's experts.
     """
     if prefill_errors(weights):
         return None
     for row in measured_prefill_table().get(name, {}).get(shape, ()):
         if tokens <= row["tokens"]:
             return None if row["config"] is None else PrefillConfig(**row["config"])
-    return PrefillConfig() if rows >= _MIN_ROWS_PER_EXPERT else None
+    products = slots * weights.hidden * (weights.w13.rows + weights.intermediate)
+    pays = any(rows >= least[0] and slots >= least[1] and products >= least[2] for least in _FROM)
+    return PrefillConfig() if pays else None
