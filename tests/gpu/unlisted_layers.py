@@ -89,7 +89,7 @@ def main() -> int:
     parser.add_argument("--jsonl", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=540.0, help="start no further layer after these seconds")
     parser.add_argument("--jobs", type=int, default=14)
-    parser.add_argument("--only", default="", help="layers whose name contains one of these words, in their order")
+    parser.add_argument("--only", default="", help="layers of these names, or whose name contains one, in their order")
     parser.add_argument("--listed", action="store_true", help="layers of shapes.json, too")
     parser.add_argument("--skip", type=int, default=0, help="leave out this many of the first layers")
     parser.add_argument("--backend", default="", help="time only these backends and no stock layer, comma-separated")
@@ -109,7 +109,8 @@ def main() -> int:
     command += " --listed" * options.listed
     layers = [*LAYERS[options.skip :], *(model_shapes.served_problems() if options.listed else ())]
     words = options.only.split(",")
-    named = (each for word in words for each in layers if word in each.layer)
+    exact = {word: [each for each in layers if each.layer == word] for word in words}
+    named = (each for word in words for each in exact[word] or [one for one in layers if word in one.layer])
     layers = list({each.layer: each for each in named}.values())
     failed = False
     with options.jsonl.open("wb") as file:
