@@ -75,7 +75,7 @@ def digests(model: Any) -> dict[str, str]:
     import torch
 
     return {
-        name: hashlib.sha256(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, parameter in model.named_parameters()
         if ".mlp.experts" in name
     }

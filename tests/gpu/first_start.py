@@ -63,8 +63,8 @@ def unknown_gpu(folder: Path) -> Path:
 class Starts:
     """Runs starts one after the other and keeps what they said."""
 
-    def __init__(self, folder: Path, plugin: Path, budget: float) -> None:
-        self.folder, self.plugin, self.budget = folder, plugin, budget
+    def __init__(self, folder: Path, plugin: Path, budget: float, file: Path) -> None:
+        self.folder, self.plugin, self.budget, self.file = folder, plugin, budget, file
         self.rows: list[dict[str, Any]] = []
         (folder / "server.py").write_text(SERVER)
 
@@ -109,11 +109,22 @@ class Starts:
         if not ok:
             row["log"] = lines[-40:]
         self.rows.append(row)
+        self.write()
         print(f"== {name}, {model}: {'ok' if ok else 'NOT AS EXPECTED'}, {row['seconds']} s", flush=True)
         for line in said:
             print("  ", line[:260], flush=True)
         for line in row.get("log", ()):
             print("   |", line[-200:], flush=True)
+
+    def write(self) -> None:
+        """Writes what was said so far, with the conditions."""
+        import torch
+
+        conditions = {
+            "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "budget": self.budget,
+            "command": "python tests/gpu/first_start.py " + " ".join(sys.argv[1:]),
+        }  # fmt: skip
+        self.file.write_text(json.dumps({"conditions": conditions, "starts": self.rows}, indent=1))
 
 
 def main() -> int:
@@ -121,38 +132,37 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=60)
     parser.add_argument("--models", default="qwen3-mxfp8,gpt-oss")
+    parser.add_argument("--parts", default="twice,kill,disk,neighbor", help="which starts; a full disk needs root")
     args = parser.parse_args()
     first, *rest = args.models.split(",")
     other = rest[0] if rest else first
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        starts = Starts(folder, unknown_gpu(folder / "plugin"), args.budget)
-        measured, measuring = "measured at this start", "is measured for up to"
-        starts.start("first", first, folder / "cache", (measuring, measured))
-        starts.start("second", first, folder / "cache", ("run through the oracle",), (measuring, measured))
-        starts.start("killed", other, folder / "killed", (measuring,), (), "measuring, 3 of")
-        starts.start("after the kill", other, folder / "killed", (measured,))
-        full = folder / "full"
-        full.mkdir()
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(full)], check=False).returncode == 0:
+        starts = Starts(folder, unknown_gpu(folder / "plugin"), args.budget, args.json)
+        measured, measuring, served = "measured at this start", "is measured for up to", "run through the oracle"
+        parts = args.parts.split(",")
+        if "twice" in parts:
+            starts.start("first", first, folder / "cache", (measuring, measured))
+            starts.start("second", first, folder / "cache", (served,), (measuring, measured))
+        if "kill" in parts:
+            starts.start("killed", other, folder / "killed", (measuring,), (), "measuring, 3 of")
+            starts.start("after the kill", other, folder / "killed", (measured,))
+        if "disk" in parts:
+            full = folder / "full"
+            full.mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(full)], check=True)
             try:
-                starts.start("full disk", first, full, ("run through the oracle",))
+                starts.start("full disk", first, full, (served,), (measured,))
             finally:
-                subprocess.run(["umount", "-l", str(full)], check=False)
-        neighbor = starts.popen(first, folder / "cache", stay=600)
-        for line in neighbor.stdout or ():
-            if line.startswith("SERVED"):
-                break
-        starts.start("beside a server", other, folder / "neighbor", ("another process uses the GPU",), (measured,))
-        os.killpg(neighbor.pid, signal.SIGKILL)
-        neighbor.wait()
-        import torch
-
-        conditions = {
-            "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "budget": args.budget,
-            "command": "python tests/gpu/first_start.py " + " ".join(sys.argv[1:]),
-        }  # fmt: skip
-        args.json.write_text(json.dumps({"conditions": conditions, "starts": starts.rows}, indent=1))
+                subprocess.run(["umount", "-l", str(full)], check=True)
+        if "neighbor" in parts:
+            neighbor = starts.popen(first, folder / "cache", stay=600)
+            for line in neighbor.stdout or ():
+                if line.startswith("SERVED"):
+                    break
+            starts.start("beside a server", other, folder / "alone", ("another process uses the GPU",), (measured,))
+            os.killpg(neighbor.pid, signal.SIGKILL)
+            neighbor.wait()
     return 0 if all(row["ok"] for row in starts.rows) else 1
 
 

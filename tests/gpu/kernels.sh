@@ -12,4 +12,4 @@ files="tests/gpu/test_kernels.py tests/gpu/test_prefill.py tests/gpu/test_fp8.py
 workers=()
 if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n "${WORKERS:-8}" --dist worksteal); fi
 # shellcheck disable=SC2086
-exec "$python" -m pytest -q -m gpu -p no:cacheprovider --import-mode=importlib "${workers[@]}" "$@" $files
+exec "$python" -m pytest -q -m gpu -p no:cacheprovider -p no:benchmark --import-mode=importlib "${workers[@]}" "$@" $files
