@@ -52,6 +52,7 @@ INTEGERS = {
     "compressed-tensors int4 g64": Integers("compressed-tensors", group=64),
 }
 BACKENDS = {"mxfp8": "hopper_mxfp8", "mxfp4": "hopper_mxfp4", "wna16": "hopper_wna16"}
+ACT_ORDER = "hopper_wna16_act_order"
 
 
 def models(folder: Path, words: list[str]) -> dict[str, tuple[Path, Path, str, dict[str, Any]]]:
@@ -86,13 +87,13 @@ def models(folder: Path, words: list[str]) -> dict[str, tuple[Path, Path, str, d
     return found
 
 
-def jobs_of(checkpoint: Path, scheme: str, more: dict[str, Any], cpu: bool) -> dict[str, dict[str, Any]]:
-    """The engines of one format, by name."""
+def jobs_of(checkpoint: Path, backend: str, more: dict[str, Any], cpu: bool) -> dict[str, dict[str, Any]]:
+    """The engines of one format, by name. backend: this project's."""
     found: dict[str, dict[str, Any]] = {}
     for engine, options in ENGINES.items():
         for name, oracle, eager in (
-            ("own", {} if cpu else {"backend": BACKENDS[scheme]}, True),
-            ("own, graphs", {} if cpu else {"backend": BACKENDS[scheme]}, False),
+            ("own", {} if cpu else {"backend": backend}, True),
+            ("own, graphs", {} if cpu else {"backend": backend}, False),
             ("static", {"use_measurements": 0}, True),
         ):
             if cpu and name != "own":
@@ -185,7 +186,8 @@ def main() -> int:
             checkpoint, _, scheme, more = formats[format]
             own = folder / f"run-{index}"
             own.mkdir()
-            jobs = jobs_of(checkpoint, scheme, more, args.cpu)
+            backend = ACT_ORDER if "act order" in format else BACKENDS[scheme]
+            jobs = jobs_of(checkpoint, backend, more, args.cpu)
             wanted = args.engines.split(",")
             for engine, job in jobs.items():
                 if not any(word in engine for word in wanted):

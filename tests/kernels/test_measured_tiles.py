@@ -183,7 +183,7 @@ def test_suggestions_are_few_different_and_fit(shape: tuple[int, int, int, int],
 
 def parts(config: LaunchConfig, weights: PackedWeights, top_k: int, tokens: int) -> tuple[float, float]:
     """Programs of the two products."""
-    active = configs.active_experts(weights.experts, top_k, tokens)
+    active = configs.expected_load(weights.experts, weights.num_experts, top_k, tokens).active
     count = tokens * top_k if config.per_slot else active
     merged = tokens if config.down.fused_topk else count
     return count * -(-weights.w13.rows // config.gate_up.bn), merged * -(-weights.hidden // config.down.bn)
@@ -196,11 +196,38 @@ def test_the_rule_makes_enough_programs_or_the_narrowest_tiles(inner: int, forma
     weights, top_k = layer_of((8, 2, 4096, inner), format)
     for tokens in (1, 2, 4, 8, 16, 32):
         config = configs.heuristic_config(weights, top_k, tokens)
-        least = 16 if config.per_slot else 64
+        least, enough = (16, 330) if config.per_slot else (64, 132)
         for count, tile in zip(parts(config, weights, top_k, tokens), (config.gate_up, config.down), strict=True):
-            enough = 330 if tile.bk == 128 else 198  # a step of 256 columns asks for twice as much ahead
             assert count >= enough or tile.bn == least, (tokens, config)
         assert config.per_slot == (tokens <= 2)  # four tokens have 8 choices, and 5.5 experts, whose weights are large
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 40, 500])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_a_rank_gets_its_share_of_the_slots(ranks: int, tokens: int) -> None:
+    """Counted over draws of experts."""
+    generator = torch.Generator().manual_seed(tokens)
+    logits = torch.rand(200, tokens, 64, generator=generator)
+    local = torch.topk(logits, 4).indices.flatten(1)
+    local = torch.where(local < 64 // ranks, local, -1)
+    active = torch.tensor([float(len(set(each.tolist()) - {-1})) for each in local]).mean()
+    load = configs.expected_load(64 // ranks, 64, 4, tokens)
+    slots = (local >= 0).sum(1).double().mean()
+    assert load.slots == pytest.approx(float(slots), rel=0.15)
+    assert load.active == pytest.approx(max(1.0, float(active)), rel=0.15)
+    assert load.rows == load.slots / load.active
+
+
+def test_expert_parallel_ranks_have_keys_and_tiles_of_their_own() -> None:
+    """Each of eight ranks gets an eighth of the slots: its tiles are those of fewer tokens."""
+    whole = allocate_weights("int4", 16, 2048, 768, group=128, device="meta")
+    rank = allocate_weights("int4", 16, 2048, 768, group=128, num_experts=128, device="meta")
+    assert configs.shape_key(whole, 8) == "16x8 2048x768 gated"
+    assert configs.shape_key(rank, 8) == "16/128x8 2048x768 gated"
+    assert configs._parse_shape_key("16/128x8 2048x768 plain") == (16, 128, 8, 2048, 768, False)
+    assert configs._parse_shape_key("16x8 2048x768 gated") == (16, 16, 8, 2048, 768, True)
+    heights = [configs.choose_launch_config(each, 8, 128).gate_up.bm for each in (whole, rank)]
+    assert heights[0] > heights[1]
 
 
 def test_where_no_shape_was_measured_wider_and_narrower_tiles_are_tried() -> None:

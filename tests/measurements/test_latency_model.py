@@ -41,7 +41,7 @@ def test_the_fit_and_the_prediction_are_one_formula(rows: list[fit_latency.Row])
         own = [row for row in rows if row.backend == name][::7]
         fitted = fit_latency.Design(own).log_ratio(parameters(backend)).exp()
         for row, ratio in zip(own, fitted.tolist(), strict=True):
-            us = latency_model.predict_us(backend, row.shape, row.tokens, row.router)
+            us = latency_model.predict_us(backend, row.shape, row.tokens, row.router, *fit_latency._scaling(row.gpu))
             assert us / row.us == pytest.approx(ratio, rel=1e-9)
 
 
@@ -49,9 +49,9 @@ def test_stated_errors_cover_the_layers_that_were_fitted(rows: list[fit_latency.
     for name, backend in latency_model.shipped().backends.items():
         own = [row for row in rows if row.backend == name]
         ratio = fit_latency.Design(own).log_ratio(parameters(backend))
-        shapes = [row.shape for row in own]
-        assert len(set(shapes)) == backend.layers
-        means = [ratio[torch.tensor([each == shape for each in shapes])].mean() for shape in set(shapes)]
+        layers = [(row.shape, row.gpu) for row in own]
+        assert len({row.shape for row in own}) == backend.layers
+        means = [ratio[torch.tensor([each == layer for each in layers])].mean() for layer in set(layers)]
         assert torch.stack(means).square().mean().sqrt() <= backend.error, name
 
 
@@ -105,9 +105,11 @@ def test_a_layer_without_measurements_is_decided_by_prediction() -> None:
 def test_another_card_of_the_family_is_predicted_with_more_error() -> None:
     shape, names = kernel_shape_of(PLAIN), ["hopper_mxfp8", "humming_mxfp8"]
     here = latency_model.predict(shape, H200, names, False)
-    there = latency_model.predict(shape, known_device("nvidia-h100"), names, False)
-    assert all(there.errors[name] > here.errors[name] for name in names)
-    assert there.times["hopper_mxfp8"]["uniform"][1] > here.times["hopper_mxfp8"]["uniform"][1]
+    fitted = latency_model.predict(shape, known_device("nvidia-h100"), names, False)
+    there = latency_model.predict(shape, known_device("nvidia-h100-pcie"), names, False)
+    assert fitted.errors == here.errors and all(there.errors[name] > here.errors[name] for name in names)
+    times = [each.times["hopper_mxfp8"]["uniform"][1] for each in (here, fitted, there)]
+    assert times == sorted(times) and len(set(times)) == 3  # the less bandwidth, the slower
 
 
 def test_a_prediction_must_exceed_its_error() -> None:

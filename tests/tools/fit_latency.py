@@ -4,10 +4,12 @@
     python -m tests.tools.fit_latency --write    also writes profiles/latency_model.json; takes some minutes
     python -m tests.tools.fit_latency --holdout  fits the shipped profiles only, and decides the unlisted layers by that
 
-Reads the shipped profiles of one GPU and `tests/golden/h200/unlisted-*.jsonl` (`tests.gpu.unlisted_layers`). Parameters
+    python -m tests.tools.fit_latency --transfer fits the times of one GPU only, and predicts those of the others
+
+Reads the shipped profiles of `GPUS` and `tests/golden/h200/unlisted-*.jsonl` (`tests.gpu.unlisted_layers`). Parameters
 are positive, so their logarithms are fitted, by Levenberg-Marquardt with a Huber-like weight on the logarithm of
 predicted over measured time. A weak prior holds parameters that a backend's times do not determine. Errors are from
-fits that leave out one model family (number of experts and hidden size) at a time.
+fits that leave out one model family (number of experts and hidden size) at a time, on all GPUs.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -25,10 +27,10 @@ import torch
 from torch import Tensor
 
 from tests.gpu.unlisted_layers import LAYERS
-from vllm_moe_oracle.core.problem import Device
+from vllm_moe_oracle.core.problem import Device, Problem
 from vllm_moe_oracle.devices.catalog import find_spec
 from vllm_moe_oracle.measurements import latency_model as model
-from vllm_moe_oracle.measurements import profile
+from vllm_moe_oracle.measurements import model_shapes, profile
 from vllm_moe_oracle.measurements.bench_records import read_samples
 from vllm_moe_oracle.measurements.kernel_shape import KernelShape, kernel_shape_of
 from vllm_moe_oracle.oracle.registry import default_registry
@@ -37,7 +39,8 @@ from vllm_moe_oracle.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 UNLISTED = sorted((ROOT / "tests/golden/h200").glob("unlisted-*.jsonl"))
-GPU = "NVIDIA H200"
+GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+"""GPUs whose times are fitted. The parameters are those of the first."""
 FLAGS = tuple(model.layer_flags(kernel_shape_of(LAYERS[0])))
 SIZES = ("num_experts", "local_experts", "top_k", "hidden_size", "intermediate_size")
 PRIOR = torch.tensor(
@@ -65,30 +68,38 @@ class Row(NamedTuple):
     tokens: int
     us: float
     router: bool
+    gpu: str = GPUS[0]
 
     @property
     def family(self) -> tuple[int, int]:
         return self.shape.num_experts, self.shape.hidden_size
 
 
-def read_rows(unlisted: bool = True) -> list[Row]:
+def read_rows(unlisted: bool = True, gpus: Sequence[str] = GPUS) -> list[Row]:
     rows = []
     for each in profile.shipped():
-        if each.environment.gpu != GPU:
+        if each.environment.gpu not in gpus:
             continue
         for entry in each.entries:
             if entry.kernel_shape.act_order or entry.kernel_shape.batch_invariant:
                 continue
             for name, times in entry.backends.items():
                 for tokens, (us, *_) in times.times.get("uniform", {}).items():
-                    rows.append(Row(entry.kernel_shape, name, int(tokens), us, times.router))
-    for path in UNLISTED if unlisted else ():
+                    rows.append(Row(entry.kernel_shape, name, int(tokens), us, times.router, each.environment.gpu))
+    for path in UNLISTED if unlisted and GPUS[0] in gpus else ():
         for shape, samples in read_samples(path)[2].items():
             if shape.act_order or shape.batch_invariant:
                 continue
             timed = [each for each in samples if not each.failure]
             rows += [Row(shape, each.backend, each.tokens, each.us, each.router) for each in timed]
     return rows
+
+
+@cache
+def _scaling(gpu: str) -> tuple[float, float]:
+    here, there = find_spec(gpu), find_spec(GPUS[0])
+    assert here is not None and there is not None
+    return model.scaling(here, there)
 
 
 class Design:
@@ -103,23 +114,25 @@ class Design:
         self.weight_bytes = tensor([each.weight_bytes for each in work])
         self.tiles = tensor([each.tiles for each in work])
         self.products = tensor([each.products for each in work])
+        self.scaling = tensor([_scaling(row.gpu) for row in rows])
         self.flags = tensor([[float(model.layer_flags(row.shape)[name]) for name in FLAGS] for row in rows])
 
     def log_ratio(self, parameters: Tensor) -> Tensor:
         """Logarithms of predicted over measured time: `latency_model.predict_us` for all rows at once."""
         launch, bandwidth, ramp, sharpness, traffic, expert, router = torch.exp(parameters[:7])
+        memory, rate = self.scaling.unbind(-1)
         heights = len(model.TILE_ROWS)
         rates, factors = torch.exp(parameters[7 : 7 + heights]), parameters[7 + heights :]
         height = torch.tensor(model.TILE_ROWS, dtype=torch.float64)
         power, products = 1.0 + sharpness, torch.zeros_like(self.active)
         for index in range(2):
             size = self.products[:, index].prod(-1)
-            reading = self.active * size * self.weight_bytes / (bandwidth * 1e6) + ramp
-            costs = 2.0 * self.tiles * height * size[:, None] / (rates * 1e6)
+            reading = self.active * size * self.weight_bytes / (bandwidth * memory * 1e6) + ramp
+            costs = 2.0 * self.tiles * height * size[:, None] / (rates * rate[:, None] * 1e6)
             multiplying = torch.exp(-torch.logsumexp(-8.0 * torch.log(costs), -1) / 8.0)
             products = products + (reading**power + multiplying**power) ** (1.0 / power)
         rows, hidden = self.products[:, 0, 0], self.products[:, 0, 1]
-        traffic_us = 2.0 * self.slots * (1.5 * rows + 2.0 * hidden) / (traffic * 1e6)
+        traffic_us = 2.0 * self.slots * (1.5 * rows + 2.0 * hidden) / (traffic * memory * 1e6)
         total = products * torch.exp(self.flags @ factors) + launch + expert * self.active.sqrt()
         return torch.log(total + router * self.router + traffic_us) - self.log_us
 
@@ -162,8 +175,8 @@ def fit_backend(rows: Sequence[Row], prior: Tensor, prior_weight: float) -> mode
         parameters = fit(Design([row for row in rows if row.family != family]), prior, prior_weight)
         ratio = Design(inside).log_ratio(parameters)
         cells.append(ratio)
-        for shape in {row.shape for row in inside}:
-            mask = torch.tensor([row.shape == shape for row in inside])
+        for layer in {(row.shape, row.gpu) for row in inside}:
+            mask = torch.tensor([(row.shape, row.gpu) == layer for row in inside])
             layer_means.append(ratio[mask].mean())
     values = [round(each, 5) for each in torch.exp(fit(Design(rows), prior, prior_weight)).tolist()]
     heights = len(model.TILE_ROWS)
@@ -199,14 +212,12 @@ def fit_all(rows: Sequence[Row]) -> dict[str, model.BackendLatency]:
     return fitted
 
 
-def report_choices(found: model.LatencyModel) -> None:
-    """Prints how the choices of a model that never saw the unlisted layers compare with their measured times."""
-    device, settings = _device(found), Settings(cache="none", use_measurements=False)
+def report_choices(found: model.LatencyModel, problems: Iterable[Problem], rows: Sequence[Row], gpu: str) -> None:
+    """Prints how a model's choices compare with measured times that it never saw."""
+    device, settings = _device(found, gpu), Settings(cache="none", use_measurements=False)
     cells: list[tuple[float, float]] = []
-    for problem in LAYERS:
-        measured = {
-            (row.backend, row.tokens): row.us for row in _unlisted_rows() if row.shape == kernel_shape_of(problem)
-        }
+    for problem in problems:
+        measured = {(row.backend, row.tokens): row.us for row in rows if row.shape == kernel_shape_of(problem)}
         names = [each.backend for each in decide(problem, device, settings).candidates if each.accepted]
         router = any(default_registry()[name].monolithic for name in names)
         predicted = model.predict(kernel_shape_of(problem), device, names, router, found)
@@ -229,8 +240,27 @@ def report_choices(found: model.LatencyModel) -> None:
     print(f"against the static choice: {gain:.2f} times as fast (geometric mean)")
 
 
-def _device(found: model.LatencyModel) -> Device:
-    spec = find_spec(found.environment.gpu)
+def report_transfer(found: model.LatencyModel, rows: Sequence[Row]) -> None:
+    """Prints how a model of one GPU predicts times of other ones."""
+    for name in sorted({row.backend for row in rows} & found.backends.keys()):
+        own = [row for row in rows if row.backend == name]
+        ratios: dict[tuple[KernelShape, str], list[float]] = {}
+        for row in own:
+            us = model.predict_us(found.backends[name], row.shape, row.tokens, row.router, *_scaling(row.gpu))
+            ratios.setdefault((row.shape, row.gpu), []).append(math.log(us / row.us))
+        means = [math.fsum(each) / len(each) for each in ratios.values()]
+        cells = [value for each in ratios.values() for value in each]
+        layer, cell = (math.sqrt(math.fsum(value * value for value in each) / len(each)) for each in (means, cells))
+        print(f"{name:26s} {len(means):3d} layers: layer {layer:.1%}, time {cell:.1%}; "
+              f"on the fitted GPU {found.backends[name].error:.1%}")  # fmt: skip
+    problems = {kernel_shape_of(each): each for each in (*LAYERS, *model_shapes.served_problems())}
+    for gpu in sorted({row.gpu for row in rows}):
+        own = [row for row in rows if row.gpu == gpu]
+        report_choices(found, [problems[shape] for shape in dict.fromkeys(row.shape for row in own)], own, gpu)
+
+
+def _device(found: model.LatencyModel, gpu: str) -> Device:
+    spec = find_spec(gpu)
     assert spec is not None
     packages = dict(found.environment.packages)
     return Device("cuda", spec.name, spec.capability, spec.sm_count, spec.memory_gib, packages=packages)
@@ -246,13 +276,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--holdout", action="store_true")
+    parser.add_argument("--transfer", action="store_true")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows = read_rows(unlisted=not options.holdout)
+    gpus = GPUS[:1] if options.transfer else GPUS
+    rows = read_rows(unlisted=not options.holdout, gpus=gpus)
     shapes = {row.shape for row in rows}
-    source = next(each for each in profile.shipped() if each.environment.gpu == GPU)
+    source = next(each for each in profile.shipped() if each.environment.gpu == GPUS[0])
     found = model.LatencyModel(
         environment=source.environment,
+        gpus=gpus,
         conditions={
             "command": "python -m tests.tools.fit_latency --write",
             "times": f"{len(rows)} of {len(shapes)} layers, from the shipped profiles and "
@@ -262,7 +295,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         backends=fit_all(rows),
     )
     if options.holdout:
-        report_choices(found)
+        report_choices(found, LAYERS, _unlisted_rows(), GPUS[0])
+    elif options.transfer:
+        report_transfer(found, read_rows(gpus=GPUS[1:]))
     elif options.write:
         text = msgspec.json.format(msgspec.json.encode(found), indent=1)
         Path(model.__file__).parents[1].joinpath("profiles/latency_model.json").write_bytes(text + b"\n")

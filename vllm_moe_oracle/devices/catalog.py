@@ -89,6 +89,11 @@ def find_spec(name: str) -> DeviceSpec | None:
     return None
 
 
+def is_same_gpu(one: str, other: str) -> bool:
+    """Whether two names are of one GPU: the driver's name of a product and the catalog's differ for some."""
+    return one == other or ((spec := find_spec(one)) is not None and spec == find_spec(other))
+
+
 def known_device(name: str) -> Device:
     """A known device with the packages of an installation of the newest tested vLLM.
 

@@ -227,9 +227,8 @@ def _wide_tile(weights: PackedWeights) -> TileConfig:
 def _wave_cost(parts: float, rows: int, width: int, resident: int) -> float:
     """Relative time of tiles `width` weight rows wide, of which `resident` run on one SM at once.
 
-    Programs run in waves. Half of the time of a last, unfilled wave is lost; with this and the counts in
-    `_few_rows_tile`, the tile of 45 measured cells is on average 1 % from the fastest (`tests.tools.tile_rule`). Rows
-    that fill up the last tile cost as much as others.
+    Programs run in waves, and half of the time of a last, unfilled wave is lost. Rows that fill up the last tile cost
+    as much as others.
     """
     tiles = -(-rows // width)
     waves = parts * tiles / (resident * _SMS)
@@ -239,8 +238,9 @@ def _wave_cost(parts: float, rows: int, width: int, resident: int) -> float:
 def _few_rows_tile(weights: PackedWeights, active: float, rows: int, columns: int, down: bool) -> TileConfig:
     """The heuristic's tile for few rows per expert: the one whose programs fill the SMs best.
 
-    A long K takes steps of 256 columns, with narrow tiles of more than one wave, or in 4 bits with few programs. That
-    saves 10 to 20 % of a layer of Mixtral-8x7B in int4 at 4 to 32 tokens, 12 % of Llama-4-Scout's at 95.
+    A long K takes steps of 256 columns, with narrow tiles of more than one wave, or in 4 bits with few programs. Beside
+    a rule without waves this one is 5 to 9 % faster at 2 to 14 rows in 4 bits, up to 3 % in 8 bits
+    (`tests/golden/h100/tile-rule.json`).
     """
     four = code_bits(weights.format) == 4
     integers = weights.format.startswith("int")
@@ -266,8 +266,7 @@ def _few_rows_tile(weights: PackedWeights, active: float, rows: int, columns: in
 def _swept_tiles(weights: PackedWeights, active: float) -> int:
     """`n_tiles` of the second GEMM for few rows per expert, 1 for an ordinary tile.
 
-    It pays for few columns: 10 to 15 % of a layer with 256 to 512 columns in int4, 2 % with 384 in MXFP4. In 8 bits
-    with more than 256 columns it costs 1 to 3 %, with too few programs up to 35 %.
+    It pays for few columns and many programs.
     """
     four = code_bits(weights.format) == 4
     if weights.intermediate not in ((128, 256, 384, 512) if four else (128, 256)):
@@ -291,7 +290,7 @@ def _middle_tile(weights: PackedWeights, load: Load, rows: int, down: bool) -> T
     if load.rows <= 28:
         if long_steps or load.active * -(-rows // 128) < _MIN_PROGRAMS:
             return TileConfig(32, 128, 128, num_stages=3)
-        # Scales on the weights: int4 layers with scales on the accumulators are 7 to 22 % slower here.
+        # Scales on the weights: with taller tiles they cost less than those on the accumulators.
         return TileConfig(32, 128, 64, maxnreg=0 if four else 128, scale_accumulators=False)
     if 38 < load.rows <= 58:
         return TileConfig(64, 128, 64)

@@ -88,8 +88,7 @@ def choose_prefill_config(
 ) -> PrefillConfig | None:
     """The persistent kernels' configuration, or None where the small tiles are faster or the only ones.
 
-    The heuristic's bounds are from 15 layers at eight numbers of rows (`tests.tools.tile_rule`) and from the shipped
-    table, whose layers change over at 13 to 50 rows.
+    The shipped table's layers change over at 13 to 50 rows.
 
     Args:
         weights: the layer; tensors on the meta device will do.

@@ -20,6 +20,7 @@ import msgspec
 from packaging.version import InvalidVersion, Version
 
 from ..core.problem import Device
+from ..devices.catalog import is_same_gpu
 
 KERNEL_PACKAGES = ("vllm", "humming-kernels", "flashinfer-python", "deep-gemm")
 """Packages that contain the kernels that vLLM runs. Another release of a backend's package may be faster or slower."""
@@ -104,7 +105,7 @@ def differences(there: Environment, here: Environment) -> Differences:
         there: where the measurement was taken.
         here: where it is to be used.
     """
-    if there.gpu != here.gpu:
+    if not is_same_gpu(there.gpu, here.gpu):
         return Differences((f"measured on {there.gpu}, not {here.gpu}",), ())
     hard = [
         f"{what} {old}, not {new}"

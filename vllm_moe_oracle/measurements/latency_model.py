@@ -7,10 +7,10 @@ The time of a call is a sum over both products, each a smooth maximum of two tim
   computes whole tiles, and the backend takes the height that costs least;
 * activations written and read between the products; launches; a cost that grows with the square root of the experts.
 
-Parameters are fitted per backend (``python -m tests.tools.fit_latency``) to measured times of one GPU. On another GPU
-of the same capability bandwidths scale with its memory's and rates with its bfloat16 peak. Each backend's error is
-the root mean square, over layers of model families that the fit did not see, of the mean logarithm of predicted over
-measured time. Nothing here imports torch or vLLM.
+Parameters are fitted per backend (``python -m tests.tools.fit_latency``) to measured times of GPUs of one capability.
+They are those of the first; on another one bandwidths scale with its memory's and rates with its bfloat16 peak. Each
+backend's error is the root mean square, over layers of model families that the fit did not see, of the mean logarithm
+of predicted over measured time. Nothing here imports torch or vLLM.
 """
 
 from __future__ import annotations
@@ -81,13 +81,15 @@ class LatencyModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file of fitted parameters.
 
     Attributes:
-        environment: where the fitted times were measured.
+        environment: where the fitted times were measured, of the GPU that the parameters are of.
+        gpus: every GPU with fitted times.
         conditions: the command that fitted, and what it read.
         sizes: smallest and largest fitted value of each size of a `KernelShape`.
         backends: parameters by backend.
     """
 
     environment: Environment
+    gpus: tuple[str, ...]
     conditions: dict[str, str]
     sizes: dict[str, tuple[int, int]]
     backends: dict[str, BackendLatency]
@@ -196,6 +198,16 @@ def predict_us(
     return total + activation_bytes / (backend.traffic_tb_s * bandwidth * 1e6)
 
 
+def scaling(here: DeviceSpec, there: DeviceSpec) -> tuple[float, float]:
+    """Memory bandwidth and arithmetic rate of a GPU, as multiples of another one's.
+
+    The rate is the peak's, not that of the number of multiprocessors: an H20 has 59 % of an H200's, and 15 % of its
+    rate.
+    """
+    rate = here.peak_tflops["bf16"] / there.peak_tflops["bf16"]
+    return here.memory_bandwidth_gb_s / there.memory_bandwidth_gb_s, rate
+
+
 def why_unpredictable(model: LatencyModel, shape: KernelShape, device: Device) -> str:
     """Why nothing is predicted for a layer on a machine; "" when something can be."""
     here, there = find_spec(device.name), find_spec(model.environment.gpu)
@@ -232,19 +244,16 @@ def predict(
     if why:
         return MeasurementSet(remarks=(why,))
     here, there = _required_spec(device.name), _required_spec(model.environment.gpu)
-    same = here.name == there.name
-    bandwidth = here.memory_bandwidth_gb_s / there.memory_bandwidth_gb_s
-    # The peak, not the number of multiprocessors: an H20 has 59 % of an H200's, and 15 % of its rate. A part of a card
-    # (MIG) has its share.
-    share = (device.sm_count or here.sm_count) / here.sm_count
-    rate = share * here.peak_tflops["bf16"] / there.peak_tflops["bf16"]
+    fitted = here.name in {_required_spec(each).name for each in model.gpus}
+    bandwidth, rate = scaling(here, there)
+    rate *= (device.sm_count or here.sm_count) / here.sm_count  # a part of a card (MIG) has its share
     known = {name: model.backends[name] for name in names if name in model.backends}
     times = {
         name: {"uniform": {tokens: predict_us(each, shape, tokens, router, bandwidth, rate) for tokens in TOKENS}}
         for name, each in known.items()
     }
     # A card that was not fitted: its scaling is one more thing that may be wrong, as much as the model itself.
-    errors = {name: each.error * (1.0 if same else math.sqrt(2.0)) for name, each in known.items()}
+    errors = {name: each.error * (1.0 if fitted else math.sqrt(2.0)) for name, each in known.items()}
     source = f"the latency model of {model.environment.gpu}"
     return MeasurementSet(times, source, errors=errors)
 
