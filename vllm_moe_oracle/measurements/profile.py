@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from ..devices.catalog import is_same_gpu
 from ..errors import MeasurementError
 from ..untrusted import boundary, check_values, read_file
 from .environment import Environment
@@ -273,4 +274,9 @@ def comparisons_for(here: Environment) -> list[Profile]:
     Raises:
         MeasurementError: a file is damaged, which is a defect of the installation.
     """
-    return [each for each in shipped_comparisons() if str(each.environment) == str(here)]
+    return [
+        each
+        for each in shipped_comparisons()
+        if is_same_gpu(each.environment.gpu, here.gpu)
+        and each.environment.packages.get("vllm") == here.packages.get("vllm")
+    ]

@@ -21,7 +21,7 @@ from ..core.decision import Decision
 from ..core.measurement_set import MeasurementSet
 from ..core.objectives import MAX_TOKENS
 from ..core.problem import Device, Problem
-from ..devices.catalog import known_device, known_device_names
+from ..devices.catalog import find_spec, is_same_gpu, known_device
 from ..errors import MeasurementError, NoBackendError, sanitize
 from ..measurements import latency_model, lookup, model_shapes, profile, roofline
 from ..measurements.bench_records import STOCK_DEFAULT, STOCK_PREFIX, BenchRecord
@@ -480,10 +480,9 @@ def _panel_from_profile(found: profile.Profile, shape: KernelShape, problem: Pro
 
 def _described_device(environment: Environment) -> Device | None:
     """The device of an environment with its package versions; None if the catalog does not have the GPU."""
-    known = [known_device(name) for name in known_device_names()]
-    found = next((each for each in known if each.name == environment.gpu), None)
-    if found is None:
+    if find_spec(environment.gpu) is None:
         return None
+    found = known_device(environment.gpu)
     # A library that was missing when it was measured does not speak against a backend on such a machine.
     return dataclasses.replace(found, packages={**found.packages, **environment.packages})
 
@@ -520,7 +519,8 @@ def _circular_counts(
     if measured is None or why not in ("measured", "predicted"):
         return frozenset()
     if why == "predicted":
-        return frozenset(panel.counts if latency_model.shipped().environment.gpu == device.name else ())
+        fitted = any(is_same_gpu(each, device.name) for each in latency_model.shipped().gpus)
+        return frozenset(panel.counts if fitted else ())
     found = set()
     for count in panel.counts:
         pairs = [
