@@ -84,8 +84,9 @@ def rows(lines: Iterator[str], chosen: settings.Settings) -> list[Row]:
 
 def _row(record: Mapping[str, Any], machine: Device, chosen: settings.Settings, command: str | None) -> Iterator[Row]:
     layer = model_shapes.parse(record["layer"]["name"])
-    # The first profile that has the shape is used alone.
-    answering = next((each for each in profile.shipped() if each.samples(kernel_shape_of(layer))), None)
+    # The first profile of the GPU that has the shape is used alone.
+    own = (each for each in profile.shipped() if catalog.is_same_gpu(each.environment.gpu, machine.name))
+    answering = next((each for each in own if each.samples(kernel_shape_of(layer))), None)
     apart = answering is None or answering.conditions.get("command") != command
     decision = decide(layer, machine, chosen, measurements=lookup.find_measurements(layer, machine, chosen))
     static = next(each for each in decision.candidates if each.accepted)

@@ -36,9 +36,8 @@ def _wrapped(*sentences: str) -> str:
 def gain() -> str:
     """The gain over stock in a sentence, for each GPU."""
     found = []
-    for machine in html_report.machines(recipes.panels()):
-        if not machine.spans:
-            continue
+    machines = [each for each in html_report.machines(recipes.panels()) if each.spans]
+    for machine in sorted(machines, key=lambda each: -sum(len(rows) for _, rows in each.families)):
         compared = plots.compared_with_stock([each for _, rows in machine.families for each in rows])
         ratios = _ratios(compared)
         spans = ", ".join(f"{figure[:-1]} at {words}" for words, figure in machine.spans)

@@ -107,7 +107,7 @@ def draw(found: Gains, theme: str) -> str:
         figure.supxlabel("tokens in a step", fontsize=11)
         figure.supylabel("MoE layer: times as fast as stock", fontsize=11)
         handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", frameon=False, ncols=len(names))
+        figure.legend(handles, labels, loc="outside upper center", frameon=False)
         return _svg(figure, description(found))
 
 

@@ -52,7 +52,8 @@ def test_what_noise_covers_is_no_gain() -> None:
 
 
 def test_a_second_gpu_appears(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = recipes.panels()
+    own = tuple(each for each in recipes.panels() if each.environment.startswith("NVIDIA H200"))
+    monkeypatch.setattr(recipes, "panels", lambda: own)
     others = tuple(dataclasses.replace(each, environment="NVIDIA H100, vLLM 0.33.0") for each in own[:4])
     before = page_one.gain()
     monkeypatch.setattr(recipes, "panels", lambda: own + others)
