@@ -228,7 +228,9 @@ def test_installing_beside_vllm_changes_nothing_and_uninstalling_leaves_nothing(
 
     def plugins() -> list[str]:
         command = [str(environment_with_vllm / "bin" / "python"), "-c", _PLUGINS]
-        return list(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+        # Not in the project's folder, whose metadata is found there.
+        done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=environment_with_vllm)
+        return list(json.loads(done.stdout))
 
     others = plugins()
     assert "other" in others and "moe_oracle" not in others

@@ -96,10 +96,10 @@ def served(models: dict[str, Path], folder: Path) -> dict[str, dict[str, Any]]:
         return {**online, "hf_overrides": sizes, "load_format": "dummy"}
 
     jobs = {
-        "online": job(models["plain"], online),
-        "offline": job(models["exact"]),
-        "online llm-compressor": job(models["plain"], online, mxfp8_scale_rule="llm-compressor"),
-        "compressed": job(models["compressed"]),
+        "online": job(models["plain"], online, backend="emulation"),
+        "offline": job(models["exact"], backend="emulation"),
+        "online llm-compressor": job(models["plain"], online, mxfp8_scale_rule="llm-compressor", backend="emulation"),
+        "compressed": job(models["compressed"], backend="emulation"),
         "weight only": job(models["weight only"]),
         "mixed": job(models["mixed"], activations="16bit"),
         "narrow experts": job(models["plain"], narrow(moe_intermediate_size=80)),

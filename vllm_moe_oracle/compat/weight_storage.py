@@ -194,6 +194,29 @@ def forbid_loading(parameter: nn.Parameter, layer: str, is_local: Callable[[int]
     parameter.weight_loader = weight_loader  # type: ignore[attr-defined]
 
 
+def keep_names(layer: nn.Module, names: Iterable[str], experts: int) -> list[str]:
+    """Registers a byte for each expert under the names that a layer has lost.
+
+    The loaders of models look a parameter up by its name in the checkpoint before they offer it another rank's expert.
+    In a reload they do so after the layer was converted, and a kernel may have no tensor of that name.
+
+    Args:
+        layer: the layer.
+        names: its parameters before the conversion.
+        experts: experts on this rank; EPLB moves every parameter expert by expert.
+
+    Returns:
+        The names that were lost.
+    """
+    lost = [name for name in names if not hasattr(layer, name)]
+    device = next(layer.parameters()).device
+    for name in lost:
+        layer.register_parameter(
+            name, nn.Parameter(torch.zeros(experts, 1, dtype=torch.uint8, device=device), requires_grad=False)
+        )
+    return lost
+
+
 def replace_parameter(layer: nn.Module, name: str, data: Tensor, **attributes: Any) -> nn.Parameter:
     """Adds or replaces a parameter of a layer; nothing else registers parameters.
 

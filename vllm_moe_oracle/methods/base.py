@@ -360,6 +360,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         """Replaces the loaded tensors by the kernel's, and builds the kernel unless it exists."""
         problem = self.decision.problem
         self.experts_cls = self.adapter.experts_class(self.backend)
+        loaded = [name for name, _ in layer.named_parameters(recurse=False)]
         names = self._parameter_names(raw)
         parts = backend_check.parts_to_check(self)
         kernel_names = weight_storage.rename_parameters(
@@ -367,10 +368,13 @@ class OracleMoEMethod(FusedMoEMethodBase):
             weight_storage.convert_in_place(layer, names, functools.partial(self._convert, parts=parts)),
             _VLLM_PARAMETER_NAMES,
         )
-        for name in kernel_names.values():
+        offered = list(kernel_names.values())
+        if problem.parallel.ep > 1:
+            offered += weight_storage.keep_names(layer, loaded, problem.local_experts)
+        is_local = functools.partial(self.adapter.holds_expert, layer)
+        for name in offered:
             parameter = getattr(layer, name)
             if not hasattr(parameter, "weight_loader"):
-                is_local = functools.partial(self.adapter.holds_expert, layer)
                 weight_storage.forbid_loading(parameter, problem.layer, is_local)
         tensors = LayerTensors(layer, kernel_names)
         if self.moe_kernel is None:
