@@ -218,7 +218,9 @@ else
     ask chat/completions "$question" "$answer_tokens" | tee "$work/answer" || fail "the completion failed"
     printf '\n'
     say "$(cat "$work/speed")"
-    if [ -z "${QUESTION:-}" ] && ! grep -qi light "$work/answer"; then
+    # Rounded to 4 bits, so small a model may say something else.
+    case ${model_options[*]-} in "" | "--format mxfp8") default_model=1 ;; *) default_model="" ;; esac
+    if [ -z "${QUESTION:-}" ] && [ -n "$default_model" ] && ! grep -qi light "$work/answer"; then
         fail "an answer to this question speaks of light: experts that computed rightly would have"
     fi
 fi
