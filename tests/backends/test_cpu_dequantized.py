@@ -14,6 +14,7 @@ from tests.lib.cases import CPU, GPT_OSS, MXFP8_W8A8, SILU, problem
 from tests.lib.function_recorder import FunctionRecorder
 from tests.lib.stock_rules import HALVES, backend, codes_of, converted, expert, stacked, wna16_scheme
 from vllm_moe_oracle import schemes
+from vllm_moe_oracle.backends import cpu_dequantized
 from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.core.decision import ShardPlan
 from vllm_moe_oracle.core.problem import Activation, Problem, Routing, Scheme
@@ -108,6 +109,8 @@ def cpu_operators() -> Any:
 BOUNDS = {"bfloat16": 3 * 2.0**-7, "float16": 3 * 2.0**-11, "float32": 256 * 2.0**-24}
 """The weights, what enters the second product, and the output are rounded; to bfloat16 towards zero on CPUs without
 instructions for it. In float32 256 products are added."""
+CENTERED = 2.0**-10
+"""Most by which outputs in bfloat16 may be too small or too large on average. Cut twice they are 5.6e-3 too small."""
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -123,6 +126,28 @@ def test_it_computes_what_the_emulation_does(scheme: str, activation: Activation
         found, expected = both(layer, 21, places)
         assert not found[1].any()
         assert (found.float() - expected).norm() / expected.norm() < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("scheme", ["mxfp8", "mxfp4", "int4"])
+def test_outputs_are_neither_too_small_nor_too_large(scheme: str) -> None:
+    cpu_operators()
+    assert abs(slope(layer_of(scheme, intermediate_size=160))) < CENTERED
+
+
+def test_without_the_factor_an_operator_that_cuts_numbers_off_makes_outputs_too_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu_operators()
+    if not cpu_dequantized._cuts_off():
+        pytest.skip("the operator rounds on this machine")
+    monkeypatch.setattr(cpu_dequantized, "_cuts_off", lambda: False)
+    assert slope(layer_of("mxfp8", intermediate_size=160)) < -4 * CENTERED
+
+
+def slope(layer: Problem) -> float:
+    """By what part outputs are larger than they should be."""
+    found, expected = both(layer, 64)
+    return float((found.float() * expected).sum() / expected.square().sum()) - 1
 
 
 def both(layer: Problem, tokens: int, places: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
