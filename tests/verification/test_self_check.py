@@ -54,6 +54,10 @@ FAULTS: list[tuple[Faulty, list[str]]] = [
     (lib.FAULTS["other router weights"], SOME),
     (lib.FAULTS["one NaN"], SOME),
     (lib.FAULTS["zeros"], SOME),
+    (lib.FAULTS["one token"], SOME),
+    (lib.FAULTS["one token, zeros"], SOME),
+    (lib.FAULTS["more than 8"], SOME),
+    (lib.FAULTS["more than 64"], SOME),
 ]
 
 CASES = [(fault, name) for fault, names in FAULTS for name in names]

@@ -18,6 +18,10 @@ NUM_TOKENS = 16
 TOKEN_COUNTS = (1, 7, 9, NUM_TOKENS, 33, 65)
 """Numbers of tokens of a check's calls: one, no multiples of 8, and more than tiles of 8, 16, 32 and 64 rows."""
 
+LAST_TOKENS = (5, 2, 13, 10, 3, 12, 7, 9, 4, 14, 1, 11, 6)
+"""The last token of each call in turn, the only one of a call of one: none that is zero or has no expert, whose
+output hides a fault where there are no biases."""
+
 NUM_EXPERTS = 4
 """Number of experts in a check, or one more than top-k where that is larger: some calls leave an expert idle."""
 

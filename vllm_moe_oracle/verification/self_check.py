@@ -129,8 +129,9 @@ def compare_with_reference(
         return adapter.run_single_rank_monolithic(built, tensors, given, small, logits.to(x.device)[rows], bias, scale)
 
     calls = Calls(run, reference, x)
-    for tokens in counts:
-        calls.make(torch.arange(tokens, device=x.device) % len(x))
+    for index, tokens in enumerate(counts):
+        last = inputs.LAST_TOKENS[index % len(inputs.LAST_TOKENS)]
+        calls.make((torch.arange(tokens, device=x.device) + last + 1 - tokens) % len(x))
     return calls.result(start)
 
 
