@@ -7,10 +7,11 @@ price.
     python -m tests.tools.real_weights --faults --write      # figures into tests/golden/accuracy/self_check.json
 
 The model is `tests.lib.smollm2` in three layouts: MXFP8 with activations in MXFP8, MXFP8 with activations in 16 bits,
-and gpt-oss's, which has biases and parameters of the activation. Faults are those of `faulty_backends.FAULTS`; a fault
-is tried at load first, and by `verify` where that misses it. A fault that a layout cannot have (a bias where there is
-none) is left out. Seeds change the random numbers of the check's inputs, biases and slots; weights go through the
-model's layers.
+and gpt-oss's, which has biases and parameters of the activation. Layers have 8 experts, of which 4 are chosen, so that
+experts may be idle; that is no longer the dense model where it is gpt-oss's layout. Faults are those of
+`faulty_backends.FAULTS`; a fault is tried at load first, and by `verify` where that misses it. A fault that a layout
+cannot have (a bias where there is none) is left out. Seeds change the random numbers of the check's inputs, biases and
+slots; weights go through the model's layers.
 """
 
 from __future__ import annotations
@@ -63,9 +64,12 @@ def checkpoint(folder: Path, layout: str) -> Path:
     """The first layers of the model in a layout, written unless they are there."""
     path = folder / layout.replace(", ", "-").replace(" ", "-")
     if not (path / "tokenizer_config.json").exists():
-        smollm2.write(
-            path, LAYOUTS[layout], smollm2.gpt_oss(LAYERS) if layout == "gpt-oss" else smollm2.mixture(LAYERS)
-        )
+        if layout == "gpt-oss":
+            model = smollm2.gpt_oss(LAYERS)
+            model.config["experts_per_token"] = 4
+        else:
+            model = smollm2.mixture(LAYERS, experts=4, gate="routed")
+        smollm2.write(path, LAYOUTS[layout], model)
     return path
 
 
