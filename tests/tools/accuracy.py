@@ -1,12 +1,15 @@
 """Measures what formats and backends do to a real model's predictions, and which injected faults the gate catches.
 
     python -m tests.tools.accuracy [--formats mxfp8,...] [--backends cpu_mxfp4,...] [--windows 80] [--write]
+    python -m tests.tools.accuracy --dtype float32 [--formats ...] [--write]         # nothing is rounded to 16 bits
+    python -m tests.tools.accuracy --whole --windows 16 --formats mxfp8 [--write]    # and the whole model in bfloat16
+    python -m tests.tools.accuracy --cut-off --windows 24 --formats mxfp8 [--write]  # vLLM's operator as it is
     python -m tests.tools.accuracy --faults [--windows 8] [--write]
     python -m tests.tools.accuracy --device cuda --write           # on a machine with an NVIDIA GPU
 
 `tests.lib.accuracy` says what is compared, on which text, and what the gate is. `--write` puts the figures into
-`tests/golden/accuracy/DEVICE.json`, format by format, beside the machine, the versions and the text. The exit status is
-1 when a backend that leaves activations in 16 bits does not pass the gate.
+`tests/golden/accuracy/DEVICE.json`, format by format, beside the machine, the versions and the text, of which a run
+takes the first windows. The exit status is 1 when a backend that leaves activations in 16 bits does not pass the gate.
 
 About 2 GiB of disk for the checkpoints, which are made once (`--checkpoints`).
 """
@@ -30,6 +33,7 @@ from tests.lib.accuracy import Figures, Switch
 from tests.lib.faulty_backends import Faulty, after
 from tests.lib.integer_checkpoints import Integers
 from vllm_moe_oracle import settings
+from vllm_moe_oracle.backends import cpu_dequantized
 from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.checkpoint import read_checkpoint
 from vllm_moe_oracle.compat import standalone_layer
@@ -106,29 +110,45 @@ def prepare(path: Path, name: str, device: str) -> tuple[Any, list[Switch]]:
     twin = path.with_name(f"{path.name}-exact") if isinstance(smollm2.FORMATS[name], Integers) else path
     config = json.loads((path / "config.json").read_text())
     model, switches = accuracy.dense_model(config["num_hidden_layers"], device)
-    functions = accuracy.dequantized(twin, config["num_local_experts"])
-    for switch, function in zip(switches, functions, strict=True):
-        switch.functions["reference"] = function
+    for switch, functions in zip(switches, accuracy.dequantized(twin, config["num_local_experts"]), strict=True):
+        switch.functions |= functions
     return model, switches
 
 
-def measure(path: Path, name: str, backends: list[str], tokens: Tensor, device: Device) -> dict[str, Any]:
-    """Figures of a format by backend."""
+def measure(
+    path: Path, name: str, backends: list[str], tokens: Tensor, device: Device, *, dtype: str = "", whole: bool = False
+) -> dict[str, Any]:
+    """Figures of a format by backend, and without them those of bfloat16.
+
+    Args:
+        path: the checkpoint.
+        name: its format.
+        backends: by name; none for all that accept the layers.
+        tokens: from `accuracy.windows`.
+        device: this machine.
+        dtype: of the layers; "" for the checkpoint's, which is bfloat16.
+        whole: also the whole model in bfloat16.
+    """
     kind = "cuda" if device.kind == "cuda" else "cpu"
     with standalone_layer.single_rank_worker(kind, 2048):
-        found, refused = accuracy.served(path, backends, device)
+        found, refused = accuracy.served(path, backends, device, dtype)
         model, switches = prepare(path, name, kind)
         for backend, functions in found.items():
             for switch, function in zip(switches, functions, strict=True):
                 switch.functions[backend] = function
         start = time.perf_counter()
-        figures = accuracy.compare(model, switches, list(found), tokens)
+        baseline = [accuracy.BASELINE] if dtype != "float32" else []
+        others = {accuracy.WHOLE: accuracy.in_bfloat16(model)} if whole else {}
+        figures = accuracy.compare(model, switches, [*found, *baseline], tokens, others=others)
     for backend, reason in refused.items():
         print(f"{name}: {backend}: {reason}", file=sys.stderr)
     print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     with Verification(read_checkpoint(path), device, settings.load({})) as made:
         precision = {each: made.registry[each].activations(made.plans[0].problem) for each in found}
-    return {each: {"activations": precision[each], **record(figures[each])} for each in found}
+    return {
+        each: {"activations": precision.get(each, "16bit"), "is_backend": each in found, **record(figures[each])}
+        for each in figures
+    }
 
 
 def inject(path: Path, tokens: Tensor, device: Device) -> dict[str, Any]:
@@ -140,7 +160,8 @@ def inject(path: Path, tokens: Tensor, device: Device) -> dict[str, Any]:
             for fault in FAULTS:
                 for switch, plan in zip(switches, made.plans, strict=True):
                     switch.functions[fault.name] = accuracy.mlp(plan, fault, device)
-        figures = accuracy.compare(model, switches, [fault.name for fault in FAULTS], tokens)
+        figures = accuracy.compare(model, switches, [*(fault.name for fault in FAULTS), accuracy.BASELINE], tokens)
+    del figures[accuracy.BASELINE]
     return {
         name: {**record(each), "caught": each.shown_beyond, "passes_score_gate": each.points_lost < SCORE_POINTS}
         for name, each in figures.items()
@@ -153,14 +174,22 @@ def record(found: Figures) -> dict[str, Any]:
 
 
 def write(device: Device, part: str, figures: dict[str, Any], pieces: list[accuracy.Piece]) -> Path:
-    """Adds figures to the file of the machine; what was measured on other text or other versions stays apart."""
+    """Adds figures to the file of the machine.
+
+    Raises:
+        ValueError: a piece of text has another hash than the file says.
+    """
     name = "cpu" if device.kind == "cpu" else device.name.lower().replace(" ", "-")
     path = GOLDEN / f"{name}.json"
     held = json.loads(path.read_text()) if path.exists() else {}
-    text = [{"name": piece.name, "sha256": piece.sha256} for piece in pieces]
+    text = {piece.name: piece.sha256 for piece in pieces}
+    if changed := [each for each, digest in text.items() if held.get("text", {}).get(each, digest) != digest]:
+        raise ValueError(f"{path} was made with another text of {', '.join(changed)}")
     held |= {"model": "SmolLM2-135M-Instruct, 8 experts of 192 columns, top-8 with equal weights"}
-    held |= {"window": accuracy.WINDOW, "alpha": accuracy.ALPHA}
-    entry = {"device": str(device), "packages": device.packages, "text": text, "figures": figures}
+    held |= {"window": accuracy.WINDOW, "context": accuracy.CONTEXT, "alpha": accuracy.ALPHA}
+    held |= {"max_kl": accuracy.MAX_KL, "max_perplexity": accuracy.MAX_PERPLEXITY}
+    held |= {"text": {**held.get("text", {}), **text}}
+    entry = {"device": str(device), "packages": device.packages}
     held[part] = {**held.get(part, {}), **{key: {**entry, "figures": value} for key, value in figures.items()}}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(held, indent=1) + "\n")
@@ -176,7 +205,8 @@ def show(name: str, figures: dict[str, Any]) -> None:
             words += ", a gate of 8 points lets it pass" if each["passes_score_gate"] else ", so a gate of 8 points"
         change = each["perplexity"] / each["reference_perplexity"] - 1
         print(
-            f"{name}: {backend}: KL {each['kl']:.2e} (limit {each['kl_limit']:.2e}), perplexity "
+            f"{name}: {backend}: KL {each['kl']:.2e} (limit {each['kl_limit']:.2e}; beyond the baseline's "
+            f"{each['excess']:+.2e} +- {each['excess_half_width']:.1e}), perplexity "
             f"{each['reference_perplexity']:.3f} {change:+.3%}, top-1 {each['top1']:.2%}, points "
             f"{-each['points_lost']:+.2f}: {words}"
         )
@@ -188,6 +218,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--formats", default=",".join(FORMATS), help="names of tests.lib.smollm2.FORMATS")
     parser.add_argument("--backends", default="", help="default: all that accept the layers")
     parser.add_argument("--windows", type=int, default=0, help=f"of {accuracy.WINDOW} tokens; default 80, faults 8")
+    parser.add_argument("--dtype", choices=("", "bfloat16", "float32"), default="", help="of the layers")
+    parser.add_argument("--whole", action="store_true", help="also the whole model in bfloat16")
+    parser.add_argument("--cut-off", action="store_true", help="cpu_dequantized without its factor for cut numbers")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what this machine must be")
     parser.add_argument("--faults", action="store_true", help="inject faults, one at a time")
     parser.add_argument("--checkpoints", type=Path, help="where checkpoints are, and are made")
@@ -202,6 +235,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     tokens, pieces = accuracy.windows(options.windows or (8 if options.faults else accuracy.WINDOWS))
     backends = [name for name in options.backends.split(",") if name]
+    if options.cut_off:
+        cpu_dequantized._cuts_off = lambda: False  # type: ignore[assignment]
     wrong = False
     with tempfile.TemporaryDirectory() as folder:
         place = options.checkpoints or Path(folder)
@@ -210,11 +245,14 @@ def main(arguments: list[str] | None = None) -> int:
             if options.faults:
                 figures = inject(path, tokens, device)
             else:
-                figures = measure(path, name, backends, tokens, device)
-                wrong |= any(each["activations"] == "16bit" and not each["passes"] for each in figures.values())
+                figures = measure(path, name, backends, tokens, device, dtype=options.dtype, whole=options.whole)
+                gated = [each for each in figures.values() if each["is_backend"] and each["activations"] == "16bit"]
+                wrong |= not all(each["passes"] for each in gated)
             show(name, figures)
             if options.write:
                 part = "faults" if options.faults else "formats"
+                part += ", float32" if options.dtype == "float32" else ""
+                part = "whole model" if options.whole else "cut off" if options.cut_off else part
                 print(write(device, part, {name: figures}, pieces), file=sys.stderr)
     return int(wrong)
 

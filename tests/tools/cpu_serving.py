@@ -81,6 +81,7 @@ def main() -> int:
         print(reason, file=sys.stderr)
         return 2
     found: dict[str, Any] = {}
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         place = options.checkpoints or Path(folder)
         for _ in range(2):
@@ -94,6 +95,7 @@ def main() -> int:
                 print(f"{name}: {made}", flush=True)
     device = detect.detect()
     conditions = {"command": " ".join(sys.argv[1:]), "device": dataclasses.asdict(device), "cores": os.cpu_count()}
+    conditions |= {"threads": os.environ.get("OMP_NUM_THREADS", ""), "load": [load, os.getloadavg()[0]]}
     if options.write:
         GOLDEN.write_text(json.dumps({"conditions": conditions, "formats": found}, indent=1) + "\n")
     for name, each in found.items():

@@ -3,6 +3,7 @@ price.
 
     python -m tests.tools.real_weights --faults              # every fault of the suite's list, on each layout
     python -m tests.tools.real_weights --seeds 1000          # right backends with other inputs and biases each time
+    python -m tests.tools.real_weights --seeds 1000 --backends cpu_dequantized       # the others here are slow
     python -m tests.tools.real_weights --price               # seconds and memory of the check at load
     python -m tests.tools.real_weights --faults --write      # figures into tests/golden/accuracy/self_check.json
 
@@ -22,7 +23,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -164,8 +165,16 @@ def healthy(plan: LayerPlan, made: Verification) -> list[Backend]:
     ]
 
 
-def try_seeds(folder: Path, device: Device, count: int, budget: float) -> dict[str, Any]:
-    """Checks and refusals by layout and backend, and the largest error as a part of what is allowed."""
+def try_seeds(folder: Path, device: Device, count: int, budget: float, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Checks and refusals by layout and backend, and the largest error as a part of what is allowed.
+
+    Args:
+        folder: where checkpoints are.
+        device: this machine.
+        count: of seeds for each layout.
+        budget: seconds of all; fewer seeds are tried where it is spent.
+        names: backends; none for all that are right.
+    """
     found: dict[str, Any] = {}
     start = time.perf_counter()
     done = 0
@@ -173,7 +182,7 @@ def try_seeds(folder: Path, device: Device, count: int, budget: float) -> dict[s
         until = start + budget * place / len(LAYOUTS)
         with opened(checkpoint(folder, layout), device) as made:
             layers = [(plan, raw_layer(plan, device)) for plan in made.plans]
-            backends = healthy(made.plans[0], made)
+            backends = [each for each in healthy(made.plans[0], made) if not names or each.name in names]
             for number in range(count):
                 if time.perf_counter() > until:
                     break
@@ -221,6 +230,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--seeds", type=int, default=0, metavar="N")
     parser.add_argument("--budget", type=float, default=1e9, metavar="SECONDS", help="of the seeds")
+    parser.add_argument("--backends", default="", help="of the seeds; default: all that are right")
     parser.add_argument("--price", action="store_true")
     parser.add_argument("--checkpoints", type=Path, help="where checkpoints are, and are made")
     parser.add_argument("--write", action="store_true", help="write the figures")
@@ -235,14 +245,18 @@ def main(arguments: list[str] | None = None) -> int:
         if options.faults:
             made["faults"] = try_faults(folder, device)
         if options.seeds:
-            made["seeds"] = try_seeds(folder, device, options.seeds, options.budget)
+            made["seeds"] = try_seeds(
+                folder, device, options.seeds, options.budget, [name for name in options.backends.split(",") if name]
+            )
         if options.price:
             made["price"] = price(folder, device)
     print(json.dumps(made, indent=1))
     if options.write:
         held = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
         conditions = {"device": str(device), "packages": dataclasses.asdict(device)["packages"]}
-        held |= {f"{part}, {device.kind}": {**conditions, "figures": each} for part, each in made.items()}
+        for part, each in made.items():
+            entry = held.setdefault(f"{part}, {device.kind}", {})
+            entry |= {**conditions, "figures": {**entry.get("figures", {}), **each}}
         GOLDEN.parent.mkdir(parents=True, exist_ok=True)
         GOLDEN.write_text(json.dumps(held, indent=1) + "\n")
     missed = [name for each in made.get("faults", {}).values() for name, where in each.items() if where == "missed"]
