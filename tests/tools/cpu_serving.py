@@ -58,11 +58,13 @@ def time_steps(path: str) -> dict[str, Any]:
 def run(path: Path) -> dict[str, Any]:
     """`time_steps` in a process of its own."""
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    command = [sys.executable, "-m", "tests.tools.cpu_serving", "--child", str(path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{path.name}: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"  # vLLM's processes write to the standard output, too
+        command = [sys.executable, "-m", "tests.tools.cpu_serving", "--child", str(path), str(answer)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode or not answer.exists():
+            raise SystemExit(f"{path.name}: {done.stderr[-2000:]}")
+        found: dict[str, Any] = json.loads(answer.read_text())
     return found
 
 
@@ -72,10 +74,11 @@ def main() -> int:
     parser.add_argument("--formats", default=",".join(FORMATS), help="names of tests.lib.smollm2.FORMATS")
     parser.add_argument("--checkpoints", type=Path, help="where checkpoints are, and are made")
     parser.add_argument("--write", action="store_true", help="write the figures")
-    parser.add_argument("--child", metavar="PATH", help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, metavar=("PATH", "ANSWER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        print(json.dumps(time_steps(options.child)))
+        path, answer = options.child
+        Path(answer).write_text(json.dumps(time_steps(path)))
         return 0
     if reason := smollm2.missing():
         print(reason, file=sys.stderr)
