@@ -144,6 +144,19 @@ def test_without_the_factor_an_operator_that_cuts_numbers_off_makes_outputs_too_
     assert slope(layer_of("mxfp8", intermediate_size=160)) < -4 * CENTERED
 
 
+def test_torchs_defaults_do_not_change_what_the_operator_is_found_to_do() -> None:
+    """vLLM sets them to the model's while it loads one."""
+    cpu_operators()
+    found = cpu_dequantized._cuts_off()
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.bfloat16, torch.float16):
+            torch.set_default_dtype(dtype)
+            assert cpu_dequantized._cuts_off.__wrapped__() == found
+    finally:
+        torch.set_default_dtype(before)
+
+
 def slope(layer: Problem) -> float:
     """By what part outputs are larger than they should be."""
     found, expected = both(layer, 64)

@@ -189,19 +189,20 @@ def _cuts_off() -> bool:
     numbers' upper half: with it the number is the same as without."""
     import torch
 
+    # Dtype and device are explicit: while vLLM loads a model, torch's defaults are the model's.
+    plain: Any = {"dtype": torch.bfloat16, "device": "cpu"}
     size = _MULTIPLE
-    w13, w2 = torch.zeros(1, 2 * size, size), torch.eye(size)[None]
-    w13[:, :size, 0], w13[:, size:, 0] = 3.0, 1.0  # silu(3), with a significand of 1.43
-    x = torch.zeros(1, size)
+    w13, w2 = torch.zeros(2 * size, size, **plain), torch.eye(size, **plain)
+    w13[:size, 0], w13[size:, 0] = 3.0, 1.0  # silu(3), with a significand of 1.43
+    x = torch.zeros(1, size, **plain)
     x[0, 0] = 1.0
-    packed = [_pack(each[0].to(torch.bfloat16), "vec")[None] for each in (w13, w2)]
+    packed = [_pack(each, "vec").unsqueeze(0) for each in (w13, w2)]
+    ids = torch.zeros(1, 1, dtype=torch.int32, device="cpu")
     found = []
     for weight in (1.0, 1 + 2.0**-8):  # 0.71 of a step more
-        out = torch.empty_like(x, dtype=torch.bfloat16)
-        torch.ops._C.cpu_fused_moe(
-            out, x.to(torch.bfloat16), *packed, None, None, torch.tensor([[weight]]),
-            torch.zeros(1, 1, dtype=torch.int32), False, "silu", "vec",
-        )  # fmt: skip
+        out = torch.empty_like(x)
+        weights = torch.full((1, 1), weight, dtype=torch.float32, device="cpu")
+        torch.ops._C.cpu_fused_moe(out, x, *packed, None, None, weights, ids, False, "silu", "vec")
         found.append(out)
     return torch.equal(*found)
 
