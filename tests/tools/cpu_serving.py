@@ -5,8 +5,8 @@
 The model is `tests.lib.smollm2`, whose experts alone are quantized; attention and the rest stay in bfloat16. Each
 format is a process of its own, with one engine in eager mode. Prompts are all different, and `TOKENS` tokens are
 generated after each, whatever the model says. A figure is the median of `ROUNDS` rounds: seconds of a round over its
-decode steps, the prompts' step among them. Formats take turns, twice, and the better turn counts: other work on the
-machine only slows.
+decode steps, the prompts' step among them. Formats take turns, twice (`--turns`), and the best turn counts: other work
+on the machine only slows.
 `--write` puts the figures into tests/golden/cpu-serving.json.
 """
 
@@ -38,6 +38,7 @@ def time_steps(path: str) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     report = Path(path) / "report.jsonl"
+    report.unlink(missing_ok=True)  # records are added to those of earlier runs
     os.environ["MOE_ORACLE_REPORT"] = str(report)
     engine = LLM(model=path, enforce_eager=True, max_model_len=256, max_num_seqs=max(BATCHES), seed=0)
     sampling = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
@@ -72,6 +73,7 @@ def main() -> int:
     """The command line; returns an exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", default=",".join(FORMATS), help="names of tests.lib.smollm2.FORMATS")
+    parser.add_argument("--turns", type=int, default=2, help="of each format (default 2)")
     parser.add_argument("--checkpoints", type=Path, help="where checkpoints are, and are made")
     parser.add_argument("--write", action="store_true", help="write the figures")
     parser.add_argument("--child", nargs=2, metavar=("PATH", "ANSWER"), help=argparse.SUPPRESS)
@@ -87,7 +89,7 @@ def main() -> int:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         place = options.checkpoints or Path(folder)
-        for _ in range(2):
+        for _ in range(options.turns):
             for name in options.formats.split(","):
                 path = place / name
                 if not (path / "tokenizer_config.json").exists():

@@ -1,0 +1,185 @@
+"""The tables of vllm_moe_oracle/ACCURACY.md, from what `accuracy`, `real_weights` and `cpu_serving` wrote.
+
+`python -m tests.tools.generate --write` puts them into the page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MODEL = GOLDEN / "accuracy" / "cpu.json"
+SELF_CHECK = GOLDEN / "accuracy" / "self_check.json"
+SERVING = GOLDEN / "cpu-serving.json"
+RIGHT = ("none", "last router weight is the first's")
+"""Faults of `tests.tools.accuracy` that change nothing: the model's routing weights are all alike."""
+BASELINE, WHOLE = "MLPs in bfloat16", "model in bfloat16"
+"""Names of `tests.lib.accuracy`, which needs vLLM."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """One of the files."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def figures(part: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Figures of a part of `MODEL` by format and backend."""
+    return {name: entry["figures"] for name, entry in read(MODEL)[part].items()}
+
+
+def _change(each: dict[str, Any]) -> str:
+    """Relative difference of the perplexity, in percent, with its half-width."""
+    return f"{100 * math.expm1(each['nll']):+.3f} ± {100 * each['nll_half_width']:.3f} %"
+
+
+def _mean(each: dict[str, Any]) -> str:
+    """KL divergence with its half-width, in 1e-4 nats."""
+    return f"{1e4 * each['kl']:.2f} ± {1e4 * (each['kl_limit'] - each['kl']):.2f}"
+
+
+def formats() -> str:
+    """What backends do to the predictions of each format."""
+    held, exact, whole = read(MODEL), figures("formats, float32"), figures("whole model")
+    sure, near_enough, likely = 1 - held["alpha"], held["max_kl"], 100 * held["max_perplexity"]
+    lines = [
+        "| format | backend | KL, 1e-4 nats | of it beyond MLPs in bfloat16 | perplexity | same top token | gate | "
+        "KL with layers in float32 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in figures("formats").items():
+        for backend, each in found.items():
+            cells = [name, backend, _mean(each), "", _change(each), f"{each['top1']:.2%}", "", ""]
+            if each["is_backend"]:
+                cells[3] = f"{1e4 * each['excess']:+.2f} ± {1e4 * each['excess_half_width']:.2f}"
+                how = "within 1e-4" if each["kl_limit"] <= near_enough else "no farther than bfloat16"
+                cells[6] = f"passes, {how}" if each["passes"] else "not shown to pass"
+                if backend in exact.get(name, {}):
+                    kl = exact[name][backend]["kl"]
+                    cells[7] = f"{kl:.0e}" if kl > 1e-8 else "below 1e-8"
+            lines.append(f"| {' | '.join(cells)} |")
+    served = [each for found in figures("formats").values() for each in found.values() if each["is_backend"]]
+    (name,) = whole
+    model = whole[name][WHOLE]
+    widths = sorted(200 * each["nll_half_width"] for each in served)
+    nears = sorted(2e4 * each["excess_half_width"] for each in served)
+    lines += [
+        "",
+        f"{served_windows()} windows of {held['window']} tokens, {served[0]['tokens']} predicted tokens of "
+        f"{len(held['text'])} texts; after ± stands the half-width of a one-sided limit of confidence of {sure:.1%}. A "
+        f"backend passes only where it is shown to be within, so one beyond passes at most once in "
+        f"{1 / held['alpha']:.0f} times for each limit. With the same certainty one passes that is two half-widths "
+        f"inside of the limits, and one is shown to be beyond that is two outside: {widths[0]:.2f} to "
+        f"{widths[-1]:.2f} % of perplexity around {likely:.1f} %, and {nears[0]:.1f} to {nears[-1]:.1f}e-4 nats. "
+        f"Student's t is exact for normal means; those of KL divergences are skewed. The whole model in "
+        f"bfloat16, with attention and the output layer, has a KL of {_mean(model)} ({name}, {model['tokens']} "
+        "tokens).",
+    ]
+    return "\n".join(lines)
+
+
+def cut_off() -> str:
+    """What the factor of `cpu_dequantized` is worth where vLLM's operator cuts numbers off."""
+    ((name, found),) = figures("cut off").items()
+    without, baseline = found["cpu_dequantized"], found[BASELINE]
+    return (
+        "On this processor vLLM's operator cuts numbers off where others round them, and outputs are 0.56 % too "
+        f"small. Without the factor by which `cpu_dequantized` makes up for that, its KL is {_mean(without)}, where "
+        f"MLPs in bfloat16 have {_mean(baseline)} ({name}, the first {without['windows']} windows, 1e-4 nats), and its "
+        f"perplexity is off by {_change(without)}."
+    )
+
+
+def served_windows() -> int:
+    """Windows of the formats."""
+    return max(each["windows"] for found in figures("formats").values() for each in found.values())
+
+
+def faults() -> str:
+    """What each injected fault does to the predictions, and which gates see it."""
+    (found,) = figures("faults").values()
+    lines = [
+        "| fault | KL, nats | perplexity | accuracy of the next token | this gate | a gate of 8 points |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, each in found.items():
+        seen = "caught" if each["caught"] else "passes" if each["passes"] else "neither"
+        change = math.expm1(each["nll"]) if each["nll"] < 50 else math.inf
+        shown = f"{change:+.2%}" if change < 10 else f"{change + 1:.3g} times"
+        lines.append(
+            f"| {name} | {max(each['kl'], 0):.1e} | {shown} | {-each['points_lost']:+.2f} points | {seen} | "
+            f"{'passes' if each['passes_score_gate'] else 'caught'} |"
+        )
+    faulty = {name: each for name, each in found.items() if name not in RIGHT}
+    caught = [name for name, each in faulty.items() if each["caught"]]
+    passed = [name for name, each in faulty.items() if each["passes_score_gate"]]
+    tokens = found["none"]["tokens"]
+    lines += [
+        "",
+        f"{tokens} tokens; each fault in every layer of the emulation. Of {len(faulty)} faults this gate catches "
+        f"{len(caught)} and lets {sum(each['passes'] for each in faulty.values())} pass. *Neither* means that more "
+        f"windows are needed, for what is right, too: `cpu_dequantized` passes with {served_windows()}. A gate that "
+        f"allows a loss of 8 points, as one on GSM8K's score does, lets {len(passed)} pass, "
+        f"{len(set(passed) & set(caught))} of which this gate catches. The last fault changes nothing here: routing "
+        "weights are all alike.",
+    ]
+    return "\n".join(lines)
+
+
+def self_check() -> str:
+    """Where each fault is caught on the model's weights, what right backends get, and the price."""
+    held = read(SELF_CHECK)
+    found, seeds, price = (held[f"{part}, cpu"]["figures"] for part in ("faults", "seeds", "price"))
+    names = list(dict.fromkeys(name for each in found.values() for name in each))
+    lines = [f"| fault | {' | '.join(found)} |", "|---" * (1 + len(found)) + "|"]
+    for name in names:
+        lines.append(f"| {name} | {' | '.join(each.get(name, '') for each in found.values())} |")
+    where = [place for each in found.values() for place in each.values()]
+    at_load = sum(place.startswith("load") for place in where)
+    lines += [
+        "",
+        f"{len(where)} faults of layouts: {at_load} are caught at load, {where.count('verify')} by `verify`, "
+        f"{where.count('missed')} by none.",
+        "",
+        "| right backend | checks | refused | largest error, of what is allowed | processor time of a check | memory |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, each in seeds.items():
+        costs = price.get(name)
+        shown = [f"{costs['thread_seconds']:.2f} s", f"{costs['mebibytes']:.0f} MiB"] if costs else ["", ""]
+        lines.append(f"| {name} | {each['seeds']} | {each['refused']} | {each['worst']:.0%} | {' | '.join(shown)} |")
+    checks, refused = (sum(each[key] for each in seeds.values()) for key in ("seeds", "refused"))
+    lines += ["", f"{checks} checks of right backends, {refused} of them refused{_bound(checks, refused)}."]
+    return "\n".join(lines)
+
+
+def _bound(checks: int, refused: int) -> str:
+    """The rule of three: with none in n, at most 3 / n with a confidence of 95 %."""
+    return "" if refused else f": fewer than one in {checks // 3} with a confidence of 95 %"
+
+
+def serving() -> str:
+    """Tokens a second by format, through vLLM on a CPU."""
+    held = read(SERVING)
+    batches = list(held["formats"]["bf16"]["ms_per_step"])
+    heads = [f"{batch} prompt{'s' * (batch != '1')}" for batch in batches]
+    lines = [f"| format | backend | {' | '.join(heads)} |", "|---" * (2 + len(batches)) + "|"]
+    plain = held["formats"]["bf16"]["ms_per_step"]
+    for name, each in held["formats"].items():
+        cells = [
+            f"{int(batch) * 1e3 / ms:.1f} tokens/s ({plain[batch] / ms:.2f})"
+            for batch, ms in each["ms_per_step"].items()
+        ]
+        lines.append(f"| {name} | {', '.join(each['backends']) or 'stock vLLM'} | {' | '.join(cells)} |")
+    load = held["conditions"]["load"]
+    lines += [
+        "",
+        f"In parentheses: times as fast as bf16. One thread where `OMP_NUM_THREADS` is 1, here it is "
+        f"{held['conditions']['threads'] or 'not set'}. Others worked on the machine: {load[0]:.0f} processes wanted "
+        f"its {held['conditions']['cores']} cores at the start, {load[1]:.0f} at the end. That alone can "
+        "double a time.",
+    ]
+    return "\n".join(lines)
