@@ -152,7 +152,7 @@ def refuse_to_measure(*arguments: Any) -> Any:
 def test_the_numbers_of_tokens_suffice_for_a_choice(objective: str, counts: tuple[int, ...]) -> None:
     found = at_start.token_counts(parse_objective(objective))
     assert found == counts
-    curve = measured_choice._LatencyCurve({"uniform": dict.fromkeys(found, 1.0)})
+    curve = measured_choice.LatencyCurve({"uniform": dict.fromkeys(found, 1.0)})
     assert curve.coverage_gap(parse_objective(objective)) == ""
 
 
