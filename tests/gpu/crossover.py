@@ -20,17 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from tests.gpu import tune_kernels
-from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig, active_experts
+from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig
 from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
 from vllm_moe_oracle.measuring.timing import CudaClock, time_interleaved
 
-tune_kernels.SHAPES |= {
-    "qwen3-next": (512, 10, 2048, 512, "silu", False),
-    "deepseek-v3-tp8": (256, 8, 7168, 256, "silu", False),
-    "glm-4.5-tp4": (160, 8, 5120, 384, "silu", False),
-    "deepseek-v2-lite": (64, 6, 2048, 1408, "silu", False),
-    "phi-3.5-moe-tp2": (16, 2, 4096, 3200, "silu", False),
-}
 SCHEMES = ("mxfp8", "mxfp4", "int4_128")
 
 
@@ -40,15 +33,6 @@ def candidates(scheme: str) -> dict[str, LaunchConfig | PrefillConfig]:
     small = TileConfig(32, 128, 128, num_stages=3) if four else TileConfig(32, 128, 64)
     middle = TileConfig(64, 128, 64) if four else TileConfig(64, 128, 128, num_warps=8, num_stages=3)
     return {"32": LaunchConfig(small, small), "64": LaunchConfig(middle, middle), "persistent": PrefillConfig()}
-
-
-def tokens_for(shape: str, rows: float) -> int:
-    """The number of tokens with about as many rows per active expert."""
-    experts, top_k, *_ = tune_kernels.SHAPES[shape]
-    tokens = round(rows * experts / top_k)
-    while tokens > 1 and tokens * top_k / active_experts(experts, top_k, tokens) > rows:
-        tokens -= 1
-    return tokens
 
 
 def main() -> None:
@@ -62,7 +46,7 @@ def main() -> None:
     wanted = [float(word) for word in options.rows.split(",")]
     cells = [(scheme, shape) for shape in options.shapes.split(",") for scheme in SCHEMES]
     jobs = [
-        (scheme, shape, tokens_for(shape, 28), config)
+        (scheme, shape, tune_kernels.tokens_for(shape, 28), config)
         for scheme, shape in cells
         for config in candidates(scheme).values()
     ]
@@ -74,7 +58,7 @@ def main() -> None:
         for rows in wanted:
             if time.time() - start > options.seconds:
                 break
-            tokens = tokens_for(shape, rows)
+            tokens = tune_kernels.tokens_for(shape, rows)
             graphs = {
                 name: clock.prepare(tune_kernels.prepare(weights, shape, tokens, config))
                 for name, config in candidates(scheme).items()
