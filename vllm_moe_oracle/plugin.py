@@ -17,6 +17,7 @@ from .errors import OracleError, PrintableFilter, StandDown
 
 if TYPE_CHECKING:
     from .compat.patches import PatchManager
+    from .core.problem import Device
     from .settings import Settings
 
 logger = logging.getLogger("vllm.moe_oracle")
@@ -85,20 +86,21 @@ def register() -> None:
             raise
 
 
-def expected_state(chosen: Settings, device_kind: str) -> PluginState:
+def expected_state(chosen: Settings, device: Device) -> PluginState:
     """What `register` would say, without importing vLLM, which takes seconds: no patch is tried.
 
     Args:
         chosen: the settings of this process.
-        device_kind: the machine's.
+        device: the machine.
     """
+    from . import compat
+
     version = _vllm_version()
     try:
         if (off := _switched_off(chosen, version)) is not None:
             return off
         _check_version(chosen, version)
-        if device_kind in ("rocm", "xpu"):
-            raise StandDown("no backend knows this platform's own kernels for these formats")
+        compat.check_platform(device.kind, device.name)
     except StandDown as error:
         return PluginState(False, str(error), version)
     return PluginState(True, "a server would register it", version)

@@ -95,7 +95,7 @@ def test_a_gpu_without_measurements_is_told_how_to_take_them(
     assert "predicted for sm_90 only" in here
     h200 = measured_h200(tmp_path)
     assert hint not in why("--device", h200) + why("--device", "cpu")
-    for others in (("--device", "nvidia-h100"), ("--device", h200, "--tp", 2, "--ep")):
+    for others in (("--device", "nvidia-h800"), ("--device", h200, "--tp", 2, "--ep")):
         assert "is predicted to take" in why(*others)
 
 
@@ -533,7 +533,7 @@ def test_the_gain_over_stock_is_shown_where_it_is_known(
     assert found["fastest"] == [1, pytest.approx(stock["1"][0] / chosen["1"][0])]
     assert found["slowest"][1] < found["speedup"] < found["fastest"][1]
     assert text.startswith(f"measured: {found['speedup']:.2f} times as fast as stock vLLM's HummingIndexedExperts")
-    text, found = gain("--device", "nvidia-h100")
+    text, found = gain("--device", "nvidia-h800")
     assert found["kind"] == "predicted" and 0 < found["error"] < 0.3
     assert re.match(r"predicted: 1\.\d\d ±0\.\d\d times as fast as humming_mxfp8, stock vLLM's kernel,", text)
     assert gain("--device", "nvidia-a100") == ("none: this is stock vLLM's own kernel", None)
@@ -546,7 +546,7 @@ def test_the_gain_over_stock_is_shown_where_it_is_known(
 
 
 def test_predicted_times_have_their_error(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
-    asked = ("explain", write(), "--device", "nvidia-h100", "--set", f"cache={tmp_path}")
+    asked = ("explain", write(), "--device", "nvidia-h800", "--set", f"cache={tmp_path}")
     text = run(*asked).out
     assert re.search(r"^  hopper_mxfp8 +chosen +1: \d+ ±\d+,", text, re.MULTILINE)
     (group,) = run(*asked, "--json").json["groups"]

@@ -310,7 +310,7 @@ def test_ragged_shards_are_measured_as_they_are_served(
 
 @pytest.mark.parametrize(
     "options",
-    [("--backend", "marlin_mxfp8"), ("--set", "use_measurements=0"), ("--device", "cpu"), ("--device", "nvidia-h100")],
+    [("--backend", "marlin_mxfp8"), ("--set", "use_measurements=0"), ("--device", "cpu"), ("--device", "nvidia-h800")],
 )
 def test_no_command_where_measuring_changes_nothing(
     options: tuple[str, ...], run: Run, write: Callable[..., Path]

@@ -63,7 +63,8 @@ def test_what_needs_neither_torch_nor_vllm_runs(line: tuple[str, ...], tmp_path:
 
 def test_the_report_needs_neither_torch_nor_vllm(tmp_path: Path) -> None:
     ended = without(("torch", "triton", "vllm"), "report", "-o", "page.html", cwd=tmp_path)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.returncode, ended.stderr.count("\n")) == (0, 1)
+    assert ended.stderr.startswith("note: nothing was measured on this machine")
     assert (tmp_path / "page.html").stat().st_size > 1000
 
 

@@ -205,3 +205,18 @@ def test_a_smaller_layout_of_wider_numbers_is_aligned(planned: bool) -> None:
         layer.w13_weight.data.copy_(filled)
     weight_storage.convert_in_place(layer, {"w13": "w13_weight"}, convert)
     assert torch.equal(layer.w13_weight, filled.sum(-1, dtype=torch.int16))
+
+
+def test_names_that_a_conversion_removes_stay_for_other_ranks_experts() -> None:
+    """A model's loader looks a name up before it offers another rank's expert; EPLB moves a parameter by experts."""
+    layer = torch.nn.Module()
+    layer.w2_weight = torch.nn.Parameter(torch.zeros(3, 4), requires_grad=False)
+    lost = weight_storage.keep_names(layer, ["w2_weight", "w2_weight_scale"], 3)
+    assert lost == ["w2_weight_scale"]
+    kept = dict(layer.named_parameters())["w2_weight_scale"]
+    assert kept.shape == (3, 1) and kept.view(3, -1).shape == (3, 1) and kept.device == layer.w2_weight.device
+    weight_storage.forbid_loading(kept, "model.layers.0.mlp.experts", lambda expert: expert < 3)
+    assert kept.weight_loader(kept, torch.ones(1), "w2_weight_scale", "w2", 5, return_success=True) is False
+    with pytest.raises(LifecycleError, match="in the kernel's layout already"):
+        kept.weight_loader(kept, torch.ones(1), "w2_weight_scale", "w2", 2)
+    assert weight_storage.keep_names(layer, ["w2_weight", "w2_weight_scale"], 3) == []

@@ -193,3 +193,18 @@ def test_a_machine_that_says_nothing_about_itself_still_has_a_name(monkeypatch: 
     monkeypatch.setattr(detect, "installed_packages", dict)
     found = detect._detect.__wrapped__(0)
     assert found.name and found.features == ()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100", True),
+        ("NVIDIA H100", "h100", True),
+        ("NVIDIA H100", "NVIDIA H100 PCIe", False),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H200", False),
+        ("An unknown card", "An unknown card", True),
+        ("An unknown card", "Another unknown card", False),
+    ],
+)
+def test_a_gpu_is_the_same_under_the_drivers_and_the_catalogs_name(one: str, other: str, same: bool) -> None:
+    assert catalog.is_same_gpu(one, other) is same and catalog.is_same_gpu(other, one) is same

@@ -41,7 +41,7 @@ def test_the_fit_and_the_prediction_are_one_formula(rows: list[fit_latency.Row])
         own = [row for row in rows if row.backend == name][::7]
         fitted = fit_latency.Design(own).log_ratio(parameters(backend)).exp()
         for row, ratio in zip(own, fitted.tolist(), strict=True):
-            us = latency_model.predict_us(backend, row.shape, row.tokens, row.router, *fit_latency._scaling(row.gpu))
+            us = latency_model.predict_us(backend, row.shape, row.tokens, row.router, *fit_latency.gpu_scaling(row.gpu))
             assert us / row.us == pytest.approx(ratio, rel=1e-9)
 
 

@@ -96,7 +96,8 @@ def read_rows(unlisted: bool = True, gpus: Sequence[str] = GPUS) -> list[Row]:
 
 
 @cache
-def _scaling(gpu: str) -> tuple[float, float]:
+def gpu_scaling(gpu: str) -> tuple[float, float]:
+    """Bandwidth and rate of one of `GPUS`, as multiples of the first one's."""
     here, there = find_spec(gpu), find_spec(GPUS[0])
     assert here is not None and there is not None
     return model.scaling(here, there)
@@ -114,7 +115,7 @@ class Design:
         self.weight_bytes = tensor([each.weight_bytes for each in work])
         self.tiles = tensor([each.tiles for each in work])
         self.products = tensor([each.products for each in work])
-        self.scaling = tensor([_scaling(row.gpu) for row in rows])
+        self.scaling = tensor([gpu_scaling(row.gpu) for row in rows])
         self.flags = tensor([[float(model.layer_flags(row.shape)[name]) for name in FLAGS] for row in rows])
 
     def log_ratio(self, parameters: Tensor) -> Tensor:
@@ -246,7 +247,7 @@ def report_transfer(found: model.LatencyModel, rows: Sequence[Row]) -> None:
         own = [row for row in rows if row.backend == name]
         ratios: dict[tuple[KernelShape, str], list[float]] = {}
         for row in own:
-            us = model.predict_us(found.backends[name], row.shape, row.tokens, row.router, *_scaling(row.gpu))
+            us = model.predict_us(found.backends[name], row.shape, row.tokens, row.router, *gpu_scaling(row.gpu))
             ratios.setdefault((row.shape, row.gpu), []).append(math.log(us / row.us))
         means = [math.fsum(each) / len(each) for each in ratios.values()]
         cells = [value for each in ratios.values() for value in each]

@@ -45,12 +45,28 @@ __all__ = [
     "RELEASE_GROUPS",
     "ReleaseGroup",
     "ReleaseSupport",
+    "check_platform",
     "check_release",
     "current_adapter",
     "release_group",
     "release_support",
     "support_table",
 ]
+
+
+def check_platform(kind: str, name: str = "") -> None:
+    """Checks that backends exist for a platform.
+
+    Args:
+        kind: as `Device.kind`.
+        name: the device's, for the message.
+
+    Raises:
+        StandDown: stock vLLM has kernels for these formats there that no backend knows.
+    """
+    if kind in ("rocm", "xpu"):
+        rule = f"no backend knows {name or 'this platform'}'s own kernels for these formats"
+        raise StandDown(rule, "Stock vLLM serves them there")
 
 
 def check_release(version: str, force: bool = False) -> None:

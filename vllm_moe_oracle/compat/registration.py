@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from ..errors import StandDown
 from ..releases.supported import release_group
-from . import ignored_env_vars, metrics, models_with_experts
+from . import check_platform, ignored_env_vars, metrics, models_with_experts
 from .layer_context import set_current_layer
 from .models_with_experts import is_current_model_served
 from .patches import DeferredPatch, Patch, redirect_class, wrap_function, wrap_function_lazily
@@ -38,9 +37,8 @@ def patches_for(
     """
     from vllm.platforms import current_platform
 
-    if current_platform.is_rocm() or current_platform.is_xpu():
-        rule = f"no backend knows {current_platform.device_name or 'this platform'}'s own kernels for these formats"
-        raise StandDown(rule, "Stock vLLM serves them there")
+    kind = "rocm" if current_platform.is_rocm() else "xpu" if current_platform.is_xpu() else ""
+    check_platform(kind, current_platform.device_name)
     ignored_env_vars.warn_ignored(version)
     yield _registry_patch(available_configs(configs, needs))
     yield wrap_function("name of the layer under construction", f"{release_group(version).layer}.__init__", _init_layer)

@@ -273,16 +273,19 @@ _FILE_REMEDY = "Give a file of bench --jsonl, of tune --export, or of the settin
 
 
 def from_shipped_profiles(settings: Settings) -> ReportContent:
-    """The shipped measurements: profiles, and times beside stock vLLM's own layer, each layer once.
+    """The shipped measurements of the models that this package knows: profiles, and times beside stock vLLM's own
+    layer, each layer once.
 
     Raises:
         MeasurementError: a file is damaged, which is a defect of the installation.
     """
     content = ReportContent()
-    for each in profile.shipped_comparisons():
-        content += _from_profile(each, settings, "shipped with this package, beside stock vLLM")
-    for each in profile.shipped():
-        content += _from_profile(each, settings, "shipped with this package, for choices")
+    sources = [(each, "beside stock vLLM") for each in profile.shipped_comparisons()]
+    sources += [(each, "for choices") for each in profile.shipped()]
+    for found, purpose in sources:
+        known = tuple(each for each in found.entries if each.kernel_shape in _known_layers())
+        of_models = msgspec.structs.replace(found, entries=known)
+        content += _from_profile(of_models, settings, f"shipped with this package, {purpose}")
     return dataclasses.replace(content, panels=_merge(content.panels)[0])
 
 

@@ -280,7 +280,7 @@ def _expected_state(chosen: Settings | None, setting_error: str, device: Device)
     if chosen is None:
         state = PluginState(False, setting_error, vllm)
     else:
-        state = expected_state(chosen, device.kind)
+        state = expected_state(chosen, device)
         if state.active or not chosen.enabled:
             return state
     # With the setting strict, a stand-down is raised.

@@ -1,0 +1,229 @@
+"""What `explain` prints: groups of layers with their decisions and candidates, as text or JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..checkpoint import MoeLayers
+from ..checkpoint.layer_names import compact_layer_names
+from ..checkpoint.ranks import Ranks
+from ..core.decision import Candidate, Decision
+from ..core.problem import Device
+from ..core.sharding import describe_loaded_group
+from ..devices.detect import installed_packages
+from ..measurements.roofline import expert_bytes
+from ..measurements.stock_gain import is_stock_kernel, time_errors
+from ..oracle.registry import default_registry
+from . import output
+from .layer_groups import LayerGroup
+
+
+def vllm_version(device: Device) -> str | None:
+    """The vLLM that the answer is for: the machine's, else the one that is installed here."""
+    return device.packages.get("vllm") or installed_packages().get("vllm")
+
+
+def print_json(groups: list[LayerGroup], layers: MoeLayers, notes: list[str], device: Device, brief: bool) -> None:
+    """JSON to standard output; failures and notes, which it has too, to standard error."""
+    left: list[tuple[str | None, tuple[str, ...]]] = [(None, layers.unquantized)] if layers.unquantized else []
+    for format in dict.fromkeys(layers.unsupported_formats.values()):
+        left.append((format, tuple(name for name, other in layers.unsupported_formats.items() if other == format)))
+    output.print_json(
+        {
+            "vllm": vllm_version(device),
+            "device": device,
+            "groups": [each.to_json(brief) for each in groups],
+            "left_to_stock": [
+                {"format": format, "layers": compact_layer_names(names), "count": len(names)} for format, names in left
+            ],
+            "notes": notes,
+        }
+    )
+    for group in groups:
+        if group.decision is None:
+            output.print_message("note" if group.left_to_stock else "error", f"{group.layers}: {group.failure}")
+    for note in notes:
+        output.print_message("note", note)
+
+
+def print_groups(
+    groups: list[LayerGroup],
+    notes: list[str],
+    device: Device,
+    ranks: Ranks,
+    brief: bool,
+    verbose: bool,
+    assumed: bool,
+) -> None:
+    """Text to standard output.
+
+    Args:
+        groups: the layers.
+        notes: what else is to be known, a paragraph each.
+        device: the machine.
+        ranks: how the model is spread over ranks.
+        brief: only each group's winner.
+        verbose: name backends for other kinds of devices, too.
+        assumed: the device's packages are those of a release, not those that were found.
+    """
+    vllm = vllm_version(device)
+    release = f"vLLM {vllm}" if vllm else "vLLM not installed"
+    if assumed and device.kind == "cuda":
+        release += " with its kernel packages (assumed)"
+    output.show(f"{device}, {release}, {ranks}")
+    for group in groups:
+        count = "1 layer" if len(group.names) == 1 else f"{len(group.names)} layers"
+        role = ", for multi-token prediction" if group.is_mtp else ""
+        rows = _brief_rows(group) if brief else _decision_rows(group)
+        output.show(f"\n{count}: {group.layers}{role}", output.key_value_table(rows))
+        if group.measure:
+            output.show_line(f"  {'measure':<{len(_GAIN_ROW)}}  {group.measure}")
+        if group.candidates and not brief:
+            _print_candidates(group, verbose)
+    for note in notes:
+        output.show(f"\nnote: {note}")
+
+
+_TABLE_COLUMNS = 56
+"""Columns below which a table has no room for reasons."""
+
+
+def _print_candidates(group: LayerGroup, verbose: bool) -> None:
+    """Every candidate with its verdict, and every reason: as a table, or below each other where that is too wide.
+
+    Backends for other kinds of devices are one line, unless `verbose` asks for each.
+    """
+    times = _format_times(group.decision)
+    last = "reasons, or microseconds by tokens" if times else "reasons"
+    if times and group.decision is not None and group.decision.why == "predicted":
+        last = "reasons, or predicted microseconds (± a standard deviation) by tokens"
+    folded = [] if verbose else [each for each in group.candidates if _is_for_other_devices(each)]
+    shown = [each for each in group.candidates if each not in folded]
+    cells = _candidate_rows(group.decision, shown, times)
+    if folded:
+        count = "1 backend" if len(folded) == 1 else f"{len(folded)} backends"
+        cells.append((count, "rejected", "for other kinds of devices; --verbose names them"))
+    if output.width() >= _TABLE_COLUMNS:
+        chosen = [index for index, row in enumerate(cells) if row[1] == _CHOSEN]
+        output.show("", output.table(("candidate", "verdict", last), cells, indent=2, marked=chosen))
+        return
+    for name, verdict, reason in cells:
+        if name:
+            output.show(f"\n{name}: {verdict}")
+        if reason:
+            output.show(output.key_value_table([("", reason)]))
+
+
+def _decision_rows(group: LayerGroup) -> list[tuple[str, str]]:
+    rows = [("layer", str(group.problem))]
+    if group.decision is None:
+        return [*rows, ("backend", "stock vLLM's" if group.left_to_stock else "none"), ("why", group.failure)]
+    decision = group.decision
+    plan = decision.plan
+    notes = [note for note in (*plan.notes, describe_loaded_group(group.problem)) if note]
+    if tiles := sum(bool(tile) for _, tile in plan.tiles):
+        notes.append(f"tile configurations that were measured, at {tiles} numbers of tokens")
+    sizes = f"hidden {plan.hidden_size}, intermediate {plan.intermediate_size}"
+    rows += [
+        ("backend", decision.backend),
+        ("why", decision.grounds),
+        (_GAIN_ROW, _describe_gain(group)),
+        ("numerics", str(decision.numerics)),
+        ("sizes", f"{sizes}: {'; '.join(notes) or 'not padded'}"),
+    ]
+    if decision.token_ranges:
+        rows.append(("token ranges", _describe_token_ranges(group)))
+    return rows
+
+
+_GAIN_ROW = "gain over stock"
+
+
+def _describe_gain(group: LayerGroup) -> str:
+    """The gain over stock vLLM, or why none is known."""
+    assert group.decision is not None
+    if group.gain is not None:
+        return str(group.gain)
+    if is_stock_kernel(group.decision, default_registry()):
+        return "none: this is stock vLLM's own kernel"
+    return "unknown: this layer was not measured beside stock vLLM on such a machine, and nothing is predicted"
+
+
+def _brief_rows(group: LayerGroup) -> list[tuple[str, str]]:
+    """The winner, why, the precisions that it computes with, and sizes where they are padded."""
+    decision = group.decision
+    if decision is None:
+        return _decision_rows(group)[1:]
+    precision = decision.candidate(decision.backend).answers.activations
+    inputs = group.problem.dtype if precision == "16bit" else precision
+    rows = [
+        ("backend", decision.backend),
+        ("why", decision.grounds),
+        (_GAIN_ROW, _describe_gain(group)),
+        ("numerics", f"activations {inputs}, sums {decision.numerics.accumulate}"),
+    ]
+    if decision.plan.pads(group.problem):
+        rows.append(("sizes", "; ".join(decision.plan.notes)))
+    if decision.token_ranges:
+        rows.append(("token ranges", _describe_token_ranges(group)))
+    return rows
+
+
+def _describe_token_ranges(group: LayerGroup) -> str:
+    """Which backend runs up to how many tokens, and what memory a second copy of the weights takes."""
+    assert group.decision is not None
+    problem, steps = group.problem, group.decision.token_ranges
+    words = [f"{step.backend} {f'up to {step.max_tokens} tokens' if step.max_tokens else 'beyond'}" for step in steps]
+    if len({group.decision.candidate(step.backend).answers.layout for step in steps}) == 1:
+        return f"{', '.join(words)}; over the same weights"
+    mib = expert_bytes(problem) * problem.local_experts / 2**20
+    count = len(group.names)
+    return (
+        f"{', '.join(words)}; a second copy of the weights: about {mib:.0f} MiB a layer, {mib * count / 1024:.1f} GiB"
+    )
+
+
+def _format_times(decision: Decision | None) -> dict[str, str]:
+    """What a decision by measurement compared, by candidate: times at a few numbers of tokens, the fewest and the most
+    among them, with the error of those that are predicted."""
+    if decision is None or decision.measured is None:
+        return {}
+    found, errors = {}, time_errors(decision.measured)
+    for name, points in decision.measured.times:
+        shown = sorted({len(points) * part // 3 for part in range(3)} | {len(points) - 1})
+        pairs = [points[index] for index in shown]
+        found[name] = ", ".join(f"{count}:{output.GLUE}{_format_time(us, errors.get(name))}" for count, us in pairs)
+    return found
+
+
+def _format_time(us: float, error: float | None) -> str:
+    """Microseconds, as many digits as are told apart; after ``±`` a standard deviation, where they are predicted."""
+    digits = 1 if us < 100 else 0
+    if error is None:
+        return f"{us:.{digits}f}"
+    deviation = us * math.expm1(error)
+    digits = 1 if deviation < 2 else 0
+    return f"{us:.{digits}f}{output.GLUE}±{deviation:.{digits}f}"
+
+
+def _is_for_other_devices(candidate: Candidate) -> bool:
+    return any(reason.code == "device" for reason in candidate.reasons)
+
+
+_CHOSEN = "chosen"
+
+
+def _candidate_rows(
+    decision: Decision | None, candidates: Sequence[Candidate], times: dict[str, str]
+) -> list[tuple[str, str, str]]:
+    rows = []
+    winners = set() if decision is None else {decision.backend, *(each.backend for each in decision.token_ranges)}
+    for candidate in candidates:
+        verdict = "accepted" if candidate.accepted else "rejected"
+        if candidate.backend in winners:
+            verdict = _CHOSEN
+        reasons = candidate.sentences or (times.get(candidate.backend, ""),)
+        rows.append((candidate.backend, verdict, reasons[0]))
+        rows += [("", "", reason) for reason in reasons[1:]]
+    return rows

@@ -1,0 +1,135 @@
+"""Layers of a checkpoint by equal decision, as `explain` shows them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..checkpoint.layer_names import compact_layer_names
+from ..checkpoint.serving import check_all2all
+from ..core.decision import Candidate, Decision
+from ..core.measurement_set import MeasurementSet
+from ..core.problem import Device, Problem
+from ..errors import NoBackendError
+from ..measurements import lookup
+from ..measurements.stock_gain import StockGain, stock_gain, time_errors
+from ..oracle.registry import default_registry
+from ..oracle.selection import decide
+from ..oracle.stock_kernels import stock_candidate
+from ..settings import AUTO, Settings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Equal layers with equal decisions.
+
+    Attributes:
+        names: the layers' names.
+        problem: the first layer's.
+        decision: the first layer's; None when no backend can run it.
+        failure: why there is no decision; "" when there is one.
+        candidates: every backend, with its verdict.
+        left_to_stock: what of stock vLLM the layers are left to, its class where that is known; "" where a backend
+            runs them, or nothing does.
+        gain: the gain over stock vLLM, where it is known.
+        measure: the command that measures the layers, if that could improve a static choice; else "".
+        is_mtp: the layers are multi-token prediction modules, which vLLM loads as a model of their own for speculative
+            decoding.
+    """
+
+    names: tuple[str, ...]
+    problem: Problem
+    decision: Decision | None
+    failure: str
+    candidates: tuple[Candidate, ...]
+    left_to_stock: str = ""
+    gain: StockGain | None = None
+    measure: str = ""
+    is_mtp: bool = False
+
+    @property
+    def layers(self) -> str:
+        """The layers' names, numbers in ranges."""
+        return compact_layer_names(self.names)
+
+    def to_json(self, brief: bool) -> dict[str, Any]:
+        """The group as JSON values; brief: without rejected candidates."""
+        candidates = [each for each in self.candidates if each.accepted or not brief]
+        measured = None if self.decision is None else self.decision.measured
+        return {
+            "layers": self.layers,
+            "count": len(self.names),
+            "is_mtp": self.is_mtp,
+            "problem": self.problem,
+            "decision": None if self.decision is None else self.decision.to_record(),
+            "failure": self.failure or None,
+            "left_to_stock": self.left_to_stock or None,
+            "gain_over_stock": self.gain,
+            "time_errors": {} if measured is None else time_errors(measured),
+            "measure": self.measure or None,
+            "candidates": [candidate.to_record() for candidate in candidates],
+        }
+
+
+def group_layers(
+    problems: list[Problem], device: Device, settings: Settings, moe_backend: str, all2all: str, measure: str
+) -> list[LayerGroup]:
+    """Layers by equal problem and equal outcome, in the order of their first layer."""
+    groups: dict[object, LayerGroup] = {}
+    evidence: dict[Problem, MeasurementSet | None] = {}
+    for problem in problems:
+        decision, failure, left_to = None, "", ""
+        if problem.key() not in evidence:
+            evidence[problem.key()] = lookup.find_measurements(problem, device, settings)
+        try:
+            decision = decide(problem, device, settings, moe_backend, measurements=evidence[problem.key()])
+            judged = decision.candidates
+            check_all2all(problem, all2all)
+        except NoBackendError as error:
+            judged, refused_exchange = error.candidates, decision is not None
+            if decision is not None:
+                judged, decision = decision.candidates, None
+            scheme = problem.scheme.name
+            # The error's further lines are the table, which is printed anyway.
+            failure = error.rule.split("\n")[0] if judged else f"this release has no backend for {scheme} experts yet"
+            if judged and error.remedy:
+                failure = f"{failure}. {error.remedy}"
+            stock, features = None, _unsupported_features(problem)
+            if not names_backends(settings) and not refused_exchange:
+                if moe_backend == AUTO:
+                    stock = stock_candidate(judged, device, default_registry())
+                left_to = STOCK_ITSELF if features else ""
+            if stock is not None:
+                left_to = default_registry()[stock.backend].stock_class_name
+                objections = "; ".join(map(str, stock.reasons))
+                failure = f"left to stock vLLM, whose {left_to} does not ask what {stock.backend} does: {objections}"
+            elif left_to:
+                failure = f"left to stock vLLM, if that can run {' and '.join(features)}: {failure}"
+        same = decision and dataclasses.replace(decision, problem=problem.key())
+        key = (problem.key(), same, failure)
+        command = measure if decision is not None and decision.tunable else ""
+        if key not in groups:
+            gain = None
+            if decision is not None:
+                gain = stock_gain(decision, device, default_registry(), settings.objective)
+            groups[key] = LayerGroup((), problem, decision, failure, judged, left_to, gain, command)
+        before = groups[key]
+        groups[key] = dataclasses.replace(before, names=(*before.names, problem.layer))
+    return list(groups.values())
+
+
+STOCK_ITSELF = "stock vLLM's own choice"
+"""What layers are left to where only a server can ask stock vLLM what it takes."""
+
+
+def _unsupported_features(problem: Problem) -> list[str]:
+    """What a layer needs that few backends here support, so that a server asks stock vLLM where none does: as
+    `compat.layer_adapter` finds it."""
+    batched = problem.parallel.format == "batched"
+    return ["LoRA on experts"] * problem.lora + ["a batched all-to-all"] * batched
+
+
+def names_backends(settings: Settings) -> bool:
+    """Whether the user names backends to run or not to run; layers that they cannot run are not left to stock vLLM."""
+    named = settings.backend != AUTO or settings.overrides or settings.disable
+    return bool(named) and settings.on_unavailable != "fallback"
