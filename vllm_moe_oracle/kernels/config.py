@@ -186,8 +186,9 @@ def measured_table() -> dict[str, Any]:
 
 
 _MIN_PROGRAMS = 330
-"""Programs that the heuristic wants for one GEMM with `per_slot`: 2.5 for each of an H200's 132 SMs."""
+"""Programs that the heuristic wants for one GEMM: 2.5 for each SM."""
 _SMS = 132
+"""Of an H100 SXM and an H200. Cards with fewer get the same tiles, which were not timed there."""
 _LONG_K = 4096
 """Columns from which the heuristic takes deeper pipelines or wider steps."""
 
@@ -249,6 +250,8 @@ def _few_rows_tile(weights: PackedWeights, active: float, rows: int, columns: in
     one_wave = active * -(-rows // 64) <= 5 * _SMS
     narrow = TileConfig(16, 64, 256, num_stages=3) if long and not (four and one_wave) else TileConfig(16, 64, 128)
     narrow_cost = 1.0 if four and integers else 1.06 if four else 1.03 if down else 0.97
+    # Programs of a tile that one SM holds at once by their shared memory and registers, and what a tile costs beside
+    # others in full waves, from times of an H200.
     costs = {
         _wide_tile(weights): _wave_cost(active, rows, 128, 4),
         narrow: narrow_cost * _wave_cost(active, rows, 64, 5),

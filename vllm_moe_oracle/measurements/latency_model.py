@@ -94,6 +94,11 @@ class LatencyModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sizes: dict[str, tuple[int, int]]
     backends: dict[str, BackendLatency]
 
+    @property
+    def source(self) -> str:
+        """Where predicted times come from, in words; a `MeasurementSet` has it."""
+        return f"the latency model of {self.environment.gpu}"
+
 
 @cache
 def shipped() -> LatencyModel:
@@ -254,8 +259,7 @@ def predict(
     }
     # A card that was not fitted: its scaling is one more thing that may be wrong, as much as the model itself.
     errors = {name: each.error * (1.0 if fitted else math.sqrt(2.0)) for name, each in known.items()}
-    source = f"the latency model of {model.environment.gpu}"
-    return MeasurementSet(times, source, errors=errors)
+    return MeasurementSet(times, model.source, errors=errors)
 
 
 def _required_spec(name: str) -> DeviceSpec:

@@ -135,6 +135,6 @@ def time_errors(outcome: MeasuredOutcome) -> dict[str, float]:
     """
     model = latency_model.shipped()
     single = {name: each.cell_error / each.error for name, each in model.backends.items()}
-    if outcome.source != f"the latency model of {model.environment.gpu}":
+    if outcome.source != model.source:
         single = {}  # measured, with other releases: the same error at every number of tokens
     return {name: error * single.get(name, 1.0) for name, error in outcome.errors}
