@@ -280,7 +280,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--transfer", action="store_true")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    gpus = GPUS[:1] if options.transfer else GPUS
+    # Of the unlisted layers some are in another GPU's profile.
+    gpus = GPUS[:1] if options.transfer or options.holdout else GPUS
     rows = read_rows(unlisted=not options.holdout, gpus=gpus)
     shapes = {row.shape for row in rows}
     source = next(each for each in profile.shipped() if each.environment.gpu == GPUS[0])
