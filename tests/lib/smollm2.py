@@ -322,7 +322,9 @@ def _with_heads(model: Model, kv_heads: int) -> Model:
 # --- Files -----------------------------------------------------------------------------------------------------------
 
 
-def write(path: Path | str, format: str = "mxfp8", model: Model | None = None, *, twin: bool = False) -> Path:
+def write(
+    path: Path | str, format: str = "mxfp8", model: Model | None = None, *, twin: bool = False, dtype: str = "bfloat16"
+) -> Path:
     """Writes a checkpoint with its tokenizer into the folder `path` and returns it.
 
     Args:
@@ -331,6 +333,7 @@ def write(path: Path | str, format: str = "mxfp8", model: Model | None = None, *
         model: of `mixture` or `gpt_oss`; None for `mixture()`. MXFP4 quantizes it in place.
         twin: integer formats also write the model in float32 with the dequantized numbers, as ``<path>-exact``. What
             the other formats stand for, `reference.read_weights` reads.
+        dtype: of an integer format's other tensors, and the model's.
 
     Raises:
         ValueError: an unknown format, or one that gpt-oss's layout does not have.
@@ -345,7 +348,7 @@ def write(path: Path | str, format: str = "mxfp8", model: Model | None = None, *
         with tempfile.TemporaryDirectory() as folder:
             plain = checkpoints.write_model(folder, model, format="bf16", dtype="float32")
             write_tokenizer(plain)
-            return integer_checkpoints.write(plain, path, how, twin=twin, dtype="bfloat16")
+            return integer_checkpoints.write(plain, path, how, twin=twin, dtype=dtype)
     checkpoints.write_model(path, model, quantize_linears=False, **how)
     write_tokenizer(path)
     return path

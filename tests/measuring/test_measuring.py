@@ -374,7 +374,7 @@ def test_words_about_the_kernels_do_not_change_their_hash(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "used", "words"),
     [
-        ({"gpu": "NVIDIA H100"}, False, "ignored: measured on NVIDIA H100"),
+        ({"gpu": "NVIDIA H100"}, False, "are of NVIDIA H100, not of "),
         ({"packages": {"vllm": "0.31.0"}}, True, "was measured with vllm 0.31.0, not "),
         ({"packages": {"vllm": f"{HERE.packages['vllm']}.dev3+g1234567"}}, True, "measured with vllm"),
     ],

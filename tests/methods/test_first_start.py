@@ -24,6 +24,7 @@ from vllm_moe_oracle.core.problem import Parallel, Problem
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import lookup
+from vllm_moe_oracle.measurements.bench_records import silence
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import Store
@@ -79,8 +80,9 @@ def _start_of_its_own(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
     monkeypatch.setattr(lookup, "default_registry", lambda: REGISTRY)
     caplog.set_level(logging.INFO, "vllm.moe_oracle")
     new_start()
+    of_the_plugin = measurer.installed()
     yield
-    measurer.install(None)
+    measurer.install(of_the_plugin)
     new_start()
 
 
@@ -122,12 +124,30 @@ def test_what_computes_the_same_is_measured_once_and_decides(tmp_path: Path, cap
     assert decided(chosen).why == "measured" and len(measuring.calls) == 1
 
 
-def test_off_by_default(tmp_path: Path) -> None:
+def test_on_by_default_and_off_by_its_setting(tmp_path: Path) -> None:
     measuring = Measuring()
     measurer.install(measuring)
-    chosen = settings.load({}, assignments={"cache": str(tmp_path)})
-    assert chosen.measure_at_start == 0
-    assert decided(chosen).why == "static" and not measuring.calls
+    assert settings.load({}).measure_at_start == 60
+    assert decided(asked(tmp_path, measure_at_start="0")).why == "static" and not measuring.calls
+    assert decided(settings.load({}, assignments={"cache": str(tmp_path)})).why == "measured" and measuring.calls
+
+
+def test_what_may_only_compile_slowly_gets_more_time_at_the_next_start(tmp_path: Path) -> None:
+    measuring = Measuring()
+    measurer.install(measuring)
+    chosen, store = asked(tmp_path), Store(tmp_path)
+
+    def keep_silent(seconds: float) -> None:
+        failed = [Sample("static", "16bit", count, "uniform", failure=silence(seconds)) for count in COUNTS]
+        store.prepare()
+        store.add(Environment.of(A100), kernel_shape_of(LAYER), failed)
+        new_start()
+
+    measuring(LAYER, ("static", "faster"), chosen, 60.0, lambda *said: None)
+    keep_silent(20)
+    assert decided(chosen).why == "measured" and len(measuring.calls) == 2
+    keep_silent(40)
+    assert decided(chosen).why == "measured" and len(measuring.calls) == 2
 
 
 REASONS: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {

@@ -2,6 +2,7 @@
 
     python -m tests.tools.accuracy [--formats mxfp8,...] [--backends cpu_mxfp4,...] [--windows 80] [--write]
     python -m tests.tools.accuracy --dtype float32 [--formats ...] [--write]         # nothing is rounded to 16 bits
+    python -m tests.tools.accuracy --dtype float16 [--formats gptq-int4-g32,...] [--write]    # integers alone
     python -m tests.tools.accuracy --whole --windows 16 --formats mxfp8 [--write]    # and the whole model in bfloat16
     python -m tests.tools.accuracy --cut-off --windows 24 --formats mxfp8 [--write]  # vLLM's operator as it is
     python -m tests.tools.accuracy --faults [--windows 8] [--write]
@@ -97,11 +98,11 @@ FAULTS: tuple[Faulty, ...] = (
 """Backends with one fault in every layer. The last one changes nothing here: all router weights are alike."""
 
 
-def checkpoint(folder: Path, name: str) -> Path:
+def checkpoint(folder: Path, name: str, dtype: str = "bfloat16") -> Path:
     """The model in a format, written unless it is there; of integers with its twin in float32."""
-    path = folder / name
+    path = folder / (name if dtype == "bfloat16" else f"{name}-{dtype}")
     if not (path / "tokenizer_config.json").exists():
-        smollm2.write(path, name, twin=True)
+        smollm2.write(path, name, twin=True, dtype=dtype)
     return path
 
 
@@ -116,9 +117,9 @@ def prepare(path: Path, name: str, device: str) -> tuple[Any, list[Switch]]:
 
 
 def measure(
-    path: Path, name: str, backends: list[str], tokens: Tensor, device: Device, *, dtype: str = "", whole: bool = False
+    path: Path, name: str, backends: list[str], tokens: Tensor, device: Device, *, dtype: str, whole: bool = False
 ) -> dict[str, Any]:
-    """Figures of a format by backend, and without them those of bfloat16.
+    """Figures of a format by backend, and those of the baseline.
 
     Args:
         path: the checkpoint.
@@ -126,7 +127,7 @@ def measure(
         backends: by name; none for all that accept the layers.
         tokens: from `accuracy.windows`.
         device: this machine.
-        dtype: of the layers; "" for the checkpoint's, which is bfloat16.
+        dtype: of the layers.
         whole: also the whole model in bfloat16.
     """
     kind = "cuda" if device.kind == "cuda" else "cpu"
@@ -137,7 +138,7 @@ def measure(
             for switch, function in zip(switches, functions, strict=True):
                 switch.functions[backend] = function
         start = time.perf_counter()
-        baseline = [accuracy.BASELINE] if dtype != "float32" else []
+        baseline = [accuracy.BASELINES[dtype]] if dtype in accuracy.BASELINES else []
         others = {accuracy.WHOLE: accuracy.in_bfloat16(model)} if whole else {}
         figures = accuracy.compare(model, switches, [*found, *baseline], tokens, others=others)
     for backend, reason in refused.items():
@@ -160,8 +161,9 @@ def inject(path: Path, tokens: Tensor, device: Device) -> dict[str, Any]:
             for fault in FAULTS:
                 for switch, plan in zip(switches, made.plans, strict=True):
                     switch.functions[fault.name] = accuracy.mlp(plan, fault, device)
-        figures = accuracy.compare(model, switches, [*(fault.name for fault in FAULTS), accuracy.BASELINE], tokens)
-    del figures[accuracy.BASELINE]
+        baseline = accuracy.BASELINES["bfloat16"]
+        figures = accuracy.compare(model, switches, [*(fault.name for fault in FAULTS), baseline], tokens)
+    del figures[baseline]
     return {
         name: {**record(each), "caught": each.shown_beyond, "passes_score_gate": each.points_lost < SCORE_POINTS}
         for name, each in figures.items()
@@ -218,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--formats", default=",".join(FORMATS), help="names of tests.lib.smollm2.FORMATS")
     parser.add_argument("--backends", default="", help="default: all that accept the layers")
     parser.add_argument("--windows", type=int, default=0, help=f"of {accuracy.WINDOW} tokens; default 80, faults 8")
-    parser.add_argument("--dtype", choices=("", "bfloat16", "float32"), default="", help="of the layers")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of layers")
     parser.add_argument("--whole", action="store_true", help="also the whole model in bfloat16")
     parser.add_argument("--cut-off", action="store_true", help="cpu_dequantized without its factor for cut numbers")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what this machine must be")
@@ -233,6 +235,11 @@ def main(arguments: list[str] | None = None) -> int:
     if reason := smollm2.missing():
         print(reason, file=sys.stderr)
         return 2
+    formats = [FAULT_FORMAT] if options.faults else options.formats.split(",")
+    if unknown := [name for name in formats if name not in FORMATS]:
+        parser.error(f"no format: {', '.join(unknown)}; valid: {', '.join(FORMATS)}")
+    if options.dtype == "float16":  # it has not the range of block scales
+        formats = [name for name in formats if isinstance(smollm2.FORMATS[name], Integers)]
     tokens, pieces = accuracy.windows(options.windows or (8 if options.faults else accuracy.WINDOWS))
     backends = [name for name in options.backends.split(",") if name]
     if options.cut_off:
@@ -240,8 +247,8 @@ def main(arguments: list[str] | None = None) -> int:
     wrong = False
     with tempfile.TemporaryDirectory() as folder:
         place = options.checkpoints or Path(folder)
-        for name in [FAULT_FORMAT] if options.faults else options.formats.split(","):
-            path = checkpoint(place, name)
+        for name in formats:
+            path = checkpoint(place, name, "float16" if options.dtype == "float16" else "bfloat16")
             if options.faults:
                 figures = inject(path, tokens, device)
             else:
@@ -251,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
             show(name, figures)
             if options.write:
                 part = "faults" if options.faults else "formats"
-                part += ", float32" if options.dtype == "float32" else ""
+                part += f", {options.dtype}" if options.dtype != "bfloat16" else ""
                 part = "whole model" if options.whole else "cut off" if options.cut_off else part
                 print(write(device, part, {name: figures}, pieces), file=sys.stderr)
     return int(wrong)

@@ -16,7 +16,9 @@ SELF_CHECK = GOLDEN / "accuracy" / "self_check.json"
 SERVING = GOLDEN / "cpu-serving.json"
 RIGHT = ("none", "last router weight is the first's")
 """Faults of `tests.tools.accuracy` that change nothing: the model's routing weights are all alike."""
-BASELINE, WHOLE = "MLPs in bfloat16", "model in bfloat16"
+PARTS = {"bfloat16": "formats", "float16": "formats, float16"}
+"""Parts of `MODEL` by the layers' dtype."""
+BASELINES, WHOLE = {"bfloat16": "MLPs in bfloat16", "float16": "MLPs in float16"}, "model in bfloat16"
 """Names of `tests.lib.accuracy`, which needs vLLM."""
 
 
@@ -28,7 +30,17 @@ def read(path: Path) -> dict[str, Any]:
 
 def figures(part: str) -> dict[str, dict[str, dict[str, Any]]]:
     """Figures of a part of `MODEL` by format and backend."""
-    return {name: entry["figures"] for name, entry in read(MODEL)[part].items()}
+    return {name: entry["figures"] for name, entry in read(MODEL).get(part, {}).items()}
+
+
+def served() -> list[tuple[str, str, str, dict[str, Any]]]:
+    """The layers' dtype, the format, the backend or baseline, and its figures."""
+    return [
+        (dtype, name, backend, each)
+        for dtype, part in PARTS.items()
+        for name, found in figures(part).items()
+        for backend, each in found.items()
+    ]
 
 
 def _change(each: dict[str, Any]) -> str:
@@ -46,29 +58,30 @@ def formats() -> str:
     held, exact, whole = read(MODEL), figures("formats, float32"), figures("whole model")
     sure, near_enough, likely = 1 - held["alpha"], held["max_kl"], 100 * held["max_perplexity"]
     lines = [
-        "| format | backend | KL, 1e-4 nats | of it beyond MLPs in bfloat16 | perplexity | same top token | gate | "
-        "KL with layers in float32 |",
-        "|---|---|---|---|---|---|---|---|",
+        "| format | layers in | computed by | KL, 1e-4 nats | of it beyond the MLPs' | perplexity | same top token | "
+        "gate | KL with layers in float32 |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, found in figures("formats").items():
-        for backend, each in found.items():
-            cells = [name, backend, _mean(each), "", _change(each), f"{each['top1']:.2%}", "", ""]
-            if each["is_backend"]:
-                cells[3] = f"{1e4 * each['excess']:+.2f} ± {1e4 * each['excess_half_width']:.2f}"
-                how = "within 1e-4" if each["kl_limit"] <= near_enough else "no farther than bfloat16"
-                cells[6] = f"passes, {how}" if each["passes"] else "not shown to pass"
-                if backend in exact.get(name, {}):
-                    kl = exact[name][backend]["kl"]
-                    cells[7] = f"{kl:.0e}" if kl > 1e-8 else "below 1e-8"
-            lines.append(f"| {' | '.join(cells)} |")
-    served = [each for found in figures("formats").values() for each in found.values() if each["is_backend"]]
+    for dtype, name, backend, each in served():
+        cells = [name, dtype, backend, _mean(each), "", _change(each), f"{each['top1']:.2%}", "", ""]
+        if each["is_backend"]:
+            cells[4] = f"{1e4 * each['excess']:+.2f} ± {1e4 * each['excess_half_width']:.2f}"
+            how = "within 1e-4" if each["kl_limit"] <= near_enough else f"no farther than {dtype}"
+            cells[7] = f"passes, {how}" if each["passes"] else "not shown to pass"
+            if backend in exact.get(name, {}):
+                kl = exact[name][backend]["kl"]
+                cells[8] = f"{kl:.0e}" if kl > 1e-8 else "below 1e-8"
+        else:
+            cells[2] = "transformers' MLPs"
+        lines.append(f"| {' | '.join(cells)} |")
+    backends = [each for _, _, _, each in served() if each["is_backend"]]
     (name,) = whole
     model = whole[name][WHOLE]
-    widths = sorted(200 * each["nll_half_width"] for each in served)
-    nears = sorted(2e4 * each["excess_half_width"] for each in served)
+    widths = sorted(200 * each["nll_half_width"] for each in backends)
+    nears = sorted(2e4 * each["excess_half_width"] for each in backends)
     lines += [
         "",
-        f"{served_windows()} windows of {held['window']} tokens, {served[0]['tokens']} predicted tokens of "
+        f"{served_windows()} windows of {held['window']} tokens, {backends[0]['tokens']} predicted tokens of "
         f"{len(held['text'])} texts; after ± stands the half-width of a one-sided limit of confidence of {sure:.1%}. A "
         f"backend passes only where it is shown to be within, so one beyond passes at most once in "
         f"{1 / held['alpha']:.0f} times for each limit. With the same certainty one passes that is two half-widths "
@@ -84,7 +97,7 @@ def formats() -> str:
 def cut_off() -> str:
     """What the factor of `cpu_dequantized` is worth where vLLM's operator cuts numbers off."""
     ((name, found),) = figures("cut off").items()
-    without, baseline = found["cpu_dequantized"], found[BASELINE]
+    without, baseline = found["cpu_dequantized"], found[BASELINES["bfloat16"]]
     return (
         "On this processor vLLM's operator cuts numbers off where others round them, and outputs are 0.56 % too "
         f"small. Without the factor by which `cpu_dequantized` makes up for that, its KL is {_mean(without)}, where "
@@ -95,7 +108,7 @@ def cut_off() -> str:
 
 def served_windows() -> int:
     """Windows of the formats."""
-    return max(each["windows"] for found in figures("formats").values() for each in found.values())
+    return max(each["windows"] for _, _, _, each in served())
 
 
 def faults() -> str:

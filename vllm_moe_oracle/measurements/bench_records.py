@@ -6,6 +6,8 @@ line is a `BenchRecord`: the times of all backends of one layer at one number of
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,22 @@ class BenchRecord(msgspec.Struct, frozen=True, kw_only=True):
 def is_out_of_memory(failure: str) -> bool:
     """Whether a failure says nothing about the backend: free memory depends on what else runs on the GPU."""
     return mentions_out_of_memory(failure)
+
+
+def silence(seconds: float) -> str:
+    """The failure of a backend that was waited for in vain."""
+    return f"it did not come back within {seconds:.3g} s"
+
+
+_SILENCE = re.compile(r"did not come back within ([\d.e+]{1,10}) s")
+
+
+def needs_longer(failure: str, seconds: float) -> bool:
+    """Whether a failure is that of a backend that had clearly less than so many seconds: it may only compile slowly."""
+    found = _SILENCE.search(failure)
+    with contextlib.suppress(ValueError):
+        return found is not None and float(found[1]) < 0.9 * seconds
+    return False
 
 
 def read_samples(path: Path) -> tuple[Environment, dict[str, str], dict[KernelShape, list[Sample]]]:

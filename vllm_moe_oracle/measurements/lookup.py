@@ -19,6 +19,7 @@ from ..backends import Backend
 from ..core.measurement_set import MeasurementSet
 from ..core.objectives import parse_objective
 from ..core.problem import Device, Problem
+from ..devices.catalog import is_same_gpu
 from ..errors import BackendDefect, MeasurementError, SettingError, sanitize
 from ..oracle.checked_backend import unchecked
 from ..oracle.measured_choice import choose_fastest
@@ -198,13 +199,19 @@ def _closest_environment(
     """The samples whose environment differs least from here, the newest among equals. Adds a remark if all are
     invalid."""
     best: _ValidSamples | None = None
+    gpus: list[str] = []
     invalid: list[str] = []
     for there, samples in found:
+        if not is_same_gpu(there.gpu, here.gpu):
+            gpus.append(there.gpu)
+            continue
         differences = environment.differences(there, here)
         if differences.hard:
             invalid.append(", ".join(differences.hard))
         elif best is None or len(differences.soft) < len(best.differences):
             best = _ValidSamples(there, samples, differences.soft)
+    if best is None and gpus:
+        remarks.append(f"measurements in {name} are of {' and '.join(dict.fromkeys(gpus))}, not of {here.gpu}")
     if best is None and invalid:
         remarks.append(f"measurements in {name} are ignored: {'; '.join(dict.fromkeys(invalid))}")
     return best

@@ -13,9 +13,11 @@ from ..core.objectives import Objective, parse_objective
 from ..core.problem import Problem
 from ..devices import detect
 from ..errors import MeasurementError
+from ..measurements.bench_records import needs_longer
+from ..measurements.kernel_shape import kernel_shape_of
 from ..measurements.roofline import expert_bytes
 from ..measurements.store import Store
-from ..methods.measurer import Measured, Progress
+from ..methods.measurer import SILENCE_SHARES, Measured, Progress
 from ..oracle.measured_choice import MAX_TOKEN_RATIO
 from ..settings import VISIBLE_GPUS_VAR, Settings, cache_dir, get_env
 from . import engine, timing, tuning
@@ -29,9 +31,6 @@ REPLAYS = 10
 SECONDS_PER_COUNT = 0.5
 """Timed replays of each backend at one number of tokens, and the seconds after which no more start: half of what `tune`
 takes."""
-
-SILENCE_SHARE = 1 / 3
-"""Share of the setting after which a backend that does not come back counts as hanging. Compiling takes part of it."""
 
 CONTEXT_BYTES = 2 << 30
 """Device memory of a process beside its tensors: the CUDA context, libraries and kernels."""
@@ -95,6 +94,8 @@ def measure(
     if device.kind == "cuda":
         gpu = detect.current_gpu_name(get_env(VISIBLE_GPUS_VAR))
         _check_memory(required_bytes(problem, len(names), max(counts)))
+    first, last = (share * settings.measure_at_start for share in SILENCE_SHARES)
+    known = [each.failure for _, samples in store.samples(kernel_shape_of(problem)) for each in samples]
     options = tuning.TuneOptions(
         counts,
         ("uniform",),
@@ -103,7 +104,7 @@ def measure(
         budget=seconds,
         gpus=(gpu,),
         backends=names,
-        silence=settings.measure_at_start * SILENCE_SHARE,
+        silence=last if any(needs_longer(each, last) for each in known) else first,
     )
     ((_, outcome),) = tuning.tune([problem], device, settings, store, options, (), progress).items()
     failed = {each.backend: each.failure for each in outcome.samples if each.failure}

@@ -16,7 +16,7 @@ from ..core.problem import Device, Problem
 from ..devices.detect import detect
 from ..errors import MeasurementError
 from ..measurements import environment
-from ..measurements.bench_records import is_out_of_memory
+from ..measurements.bench_records import is_out_of_memory, needs_longer
 from ..measurements.environment import Environment
 from ..measurements.kernel_shape import KernelShape, RoutingKind, Sample, kernel_shape_of
 from ..measurements.profile import Profile
@@ -78,7 +78,8 @@ class TuneOptions:
             one that sees what this process sees; empty for this process.
         backends: names of the backends that are measured; empty for all that can run a layer.
         silence: with `gpus`, seconds after which a process that does not come back from a backend is killed; None for
-            no limit. With it the budget holds in the middle of a call, too.
+            no limit. With it the budget holds in the middle of a call, too, and backends that were killed after less
+            are measured again.
     """
 
     token_counts: tuple[int, ...] = TOKEN_COUNTS
@@ -224,7 +225,11 @@ def _missing_steps(
         outcome.unfinished = "no backend but the reference can run it"
         return []
     if not options.remeasure:
-        outcome.samples = _known_samples(shape, Environment.of(device), store, known)
+        outcome.samples = [
+            each
+            for each in _known_samples(shape, Environment.of(device), store, known)
+            if options.silence is None or not needs_longer(each.failure, options.silence)
+        ]
     measured = {each.key for each in outcome.samples}
     names = _without_failed(names, outcome)
     return [

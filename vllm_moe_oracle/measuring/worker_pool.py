@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 from ..errors import OracleError
+from ..measurements.bench_records import silence
 from ..settings import visible_gpu
 from .broken_context import BrokenContextError
 
@@ -202,7 +203,7 @@ class _Pool:
         limit = self.limits.silence
         if limit is not None:
             for connection in [each for each, worker in self.workers.items() if worker.silent_for(limit)]:
-                yield from self.reap(connection, f"it did not come back within {limit:.3g} s")
+                yield from self.reap(connection, silence(limit))
 
     def assign(self, connection: Connection) -> None:
         """Sends the next task to a worker; None, which ends it, if no task waits."""

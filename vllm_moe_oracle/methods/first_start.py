@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from ..core.decision import Decision
 from ..core.problem import Problem
 from ..errors import NoBackendError, OracleError, sanitize
+from ..measurements.bench_records import needs_longer
 from ..measurements.kernel_shape import KernelShape, kernel_shape_of
 from ..oracle.selection import REFERENCE_BACKEND, equivalent_backends
 from ..settings import Settings, env_var
@@ -128,7 +129,7 @@ def _candidates(
         return (), ""
     if decision.why in ("user", "override"):
         return (), f"its backend is chosen by {decision.explanation}"
-    if decision.why != "static" or decision.backend == REFERENCE_BACKEND:
+    if decision.backend == REFERENCE_BACKEND or (decision.why != "static" and not _may_be_slow(problem, settings)):
         return (), ""
     if problem.batch_invariant:
         return (), "batch-invariant layers keep the static choice, with the one configuration that it has"
@@ -143,6 +144,13 @@ def _candidates(
     if _start.spent >= settings.measure_at_start:
         return (), f"the {settings.measure_at_start:g} s are spent; the next start goes on"
     return names, ""
+
+
+def _may_be_slow(problem: Problem, settings: Settings) -> bool:
+    """Whether an earlier start killed a backend that another one would give more time."""
+    found = backend_selection.measurements_for(problem, settings)
+    longest = settings.measure_at_start * measurer.SILENCE_SHARES[-1]
+    return found is not None and any(needs_longer(each, longest) for each in found.failures.values())
 
 
 def _measure(

@@ -40,6 +40,12 @@ Measure = Callable[["Problem", tuple[str, ...], "Settings", float, Progress], Me
 """Measures a layer with some backends, within a number of seconds, into the cache. Raises a `MeasurementError` where
 that cannot be right here, or where the cache cannot be written."""
 
+SILENCE_SHARES = (1 / 3, 2 / 3)
+"""Shares of the setting after which a backend that does not come back is killed: at first, and at the next start. A
+compiler may take longer than the first, and keeps what it has compiled; what is silent for the second counts as
+hanging."""
+
+
 _installed: list[Measure] = []
 
 
