@@ -1,0 +1,36 @@
+"""What the counts of `evidence` say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.lib import configs
+from tests.tools import evidence
+
+
+def test_the_aim_is_met_and_answers_were_given_for_enough_models() -> None:
+    held = json.loads(evidence.GOLDEN.read_text())
+    assert held["configs"] >= 60
+    for gpu in held["gpus"]:
+        of_gpu = [each for key, each in held["counts"].items() if key.startswith(f"{gpu},")]
+        added = {kind: sum(each.get(kind, 0) for each in of_gpu) for kind in evidence.ORDER}
+        assert evidence.share(added) >= 0.95
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b"])
+def test_counts_are_those_of_today(model: str) -> None:
+    """All numbers are made again where the model's layers are few; `--write` makes the others."""
+    found = evidence.count([model])
+    answers = len(evidence.GPUS) * len(evidence.RELEASES) * len(evidence.RANKS)
+    assert sum(sum(each.values()) for each in found["counts"].values()) == answers and not found["undecided"]
+    assert found["configs"] == 1 and set(found["counts"]["h200, 0.33.0, TP"]) <= {"measured", "predicted"}
+
+
+def test_the_least_certain_layer_counts() -> None:
+    assert evidence.share({"measured": 1, "predicted": 1, "static": 2, "stock": 4}) == 0.5
+    assert evidence.share({"stock": 4}) == 1.0
+    assert {name for name, _, _ in evidence.cases(["gpt-oss-20b"])} == {"gpt-oss-20b"}
+    assert len(evidence.cases(["mixtral-8x7b"])) == len(evidence.FORMATS)
+    assert set(evidence.PUBLISHED) <= {each.stem for each in configs.CONFIGS.glob("*.json")}
