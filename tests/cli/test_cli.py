@@ -753,11 +753,11 @@ def test_explain_imports_neither_torch_nor_vllm(machine: str, write: Callable[..
     assert (ended.returncode, ended.stderr.strip()) == (0, "[]")
 
 
-def test_a_closed_pipe_ends_quietly_with_the_shells_status() -> None:
+def test_a_closed_pipe_ends_quietly_with_the_shells_status(write: Callable[..., Path]) -> None:
     """As before ``| head``: 141, which is 128 and SIGPIPE."""
     reader, writer = os.pipe()
     os.close(reader)
-    for line in (["--version"], ["status", "--json"]):
+    for line in (["--version"], ["explain", str(write()), "--device", "nvidia-h200", "--json"]):
         command = [sys.executable, "-m", "vllm_moe_oracle.cli.main", *line]
         ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
         assert ended.returncode == 141 and "BrokenPipe" not in ended.stderr, ended.stderr

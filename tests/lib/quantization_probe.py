@@ -1,8 +1,8 @@
-"""What a vLLM process makes of everything in a quantized model that is not a MoE layer; run as a script, twice.
+"""What vLLM makes of everything in a quantized model that is not a MoE layer, with and without the plugin.
 
-    python -m tests.lib.quantization_probe stock|plugin FILE STEP
+    python -m tests.lib.quantization_probe STOCK_FILE PLUGIN_FILE STEP
 
-writes, for a model without experts and one with experts in many quantization configs (every STEP-th of them), what
+writes, from two processes that fork once vLLM is imported, for a model without experts and one with experts in many quantization configs (every STEP-th of them), what
 vLLM's config object is and accepts, and what it gives linear layers, an LM head, an embedding and attention: the class
 of the method, and name, class, shape and dtype of each parameter that it registers; or how they are refused.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -236,11 +237,25 @@ def _of_model(folder: Path, kind: str, quantization: dict[str, Any], asked: str 
 
 def main() -> None:
     """Writes the outcomes as JSON, by model, config, ``--quantization`` and ``--dtype``."""
-    side, path, step = sys.argv[1:]
+    stock, plugin, step = sys.argv[1:]
+    import vllm.model_executor.layers.quantization  # noqa: F401  the imports that take long
+    from vllm.engine.arg_utils import EngineArgs  # noqa: F401
+
+    import vllm_moe_oracle.compat.standalone_layer  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    sides = [context.Process(target=_answer, args=side) for side in ((stock, False, step), (plugin, True, step))]
+    for side in sides:
+        side.start()
+        side.join()
+    sys.exit(max(abs(side.exitcode or 0) for side in sides))
+
+
+def _answer(path: str, with_plugin: bool, step: str) -> None:
     from vllm_moe_oracle import plugin
     from vllm_moe_oracle.compat.standalone_layer import single_rank_worker
 
-    if side == "plugin":
+    if with_plugin:
         plugin.register()
         assert plugin.state().active, plugin.state().reason
     found = {}

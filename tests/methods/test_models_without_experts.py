@@ -23,16 +23,16 @@ STEPS = [pytest.param(17, id="some"), pytest.param(1, id="all", marks=pytest.mar
 
 
 @functools.cache
-def outcomes(side: str, step: int, folder: Path) -> dict[str, Any]:
-    """What a process with or without the plugin makes of each question; see `tests.lib.quantization_probe`."""
-    file = folder / f"{side}-{step}.json"
+def outcomes(step: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What processes without and with the plugin make of each question; see `tests.lib.quantization_probe`."""
+    files = [folder / f"{side}-{step}.json" for side in ("stock", "plugin")]
     # The same seed: some of vLLM's messages list a set.
     environment = {**os.environ, "VLLM_PLUGINS": "", "PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    line = [sys.executable, "-m", "tests.lib.quantization_probe", side, str(file), str(step)]
+    line = [sys.executable, "-m", "tests.lib.quantization_probe", *map(str, files), str(step)]
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    stock, plugin = (json.loads(each.read_text()) for each in files)
+    return stock, plugin
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("step", STEPS)
 def test_a_model_without_experts_is_stock_vllms(step: int, folder: Path) -> None:
     """Config classes, dtypes, methods, parameters and refusals, word for word."""
-    stock, plugin = (outcomes(side, step, folder) for side in ("stock", "plugin"))
+    stock, plugin = outcomes(step, folder)
     assert stock.keys() == plugin.keys()
     dense = {place for place in stock if place.startswith("dense ")}
     assert {place: (stock[place], plugin[place]) for place in dense if stock[place] != plugin[place]} == {}
@@ -58,7 +58,7 @@ def _is_refused(outcome: Any) -> bool:
 @pytest.mark.parametrize("step", STEPS)
 def test_layers_beside_experts_are_stock_vllms_where_stock_serves_them(step: int, folder: Path) -> None:
     """Stock refuses whole models for what only their experts need; then there is nothing to compare."""
-    stock, plugin = (outcomes(side, step, folder) for side in ("stock", "plugin"))
+    stock, plugin = outcomes(step, folder)
     compared = 0
     for place in (place for place in stock if place.startswith("moe ") and not _is_refused(stock[place])):
         if '"zero_point": null' in place:  # of AWQ's experts, which are ambiguous without it

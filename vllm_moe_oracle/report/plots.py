@@ -81,13 +81,14 @@ def _figure(width: float, height: float, color: ColorFunction) -> tuple[Any, Any
     return figure, figure.subplots(squeeze=False)
 
 
-def _empty_figure(width: float, height: float, color: ColorFunction) -> Any:
+def _empty_figure(width: float, height: float, color: ColorFunction, layout: str | None = "constrained") -> Any:
     """A figure without axes.
 
     Args:
         width: width of the figure in inches.
         height: height of the figure in inches.
         color: colors of letters and lines.
+        layout: matplotlib's layout engine; None for margins that are set by hand.
     """
     import matplotlib
 
@@ -110,7 +111,7 @@ def _empty_figure(width: float, height: float, color: ColorFunction) -> Any:
             "text.parse_math": False,  # a layer's name is not a formula
         }
     )
-    return pyplot.figure(figsize=(width, height), layout="constrained")
+    return pyplot.figure(figsize=(width, height), layout=layout)
 
 
 def _svg(figure: Any) -> str:
@@ -163,11 +164,16 @@ def _rounded(coordinates: str) -> str:
 
 def plot_times(panel: LayerPanel, colors: Mapping[str, int]) -> str:
     """Times of all backends by number of tokens, as SVG. Rings mark the oracle's choice."""
-    figure, axes = _figure(4.4, 4.2, _placeholder)
-    _draw_times(axes[0, 0], panel, colors, _placeholder)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
+    width, height = 4.4, 4.2
+    # Margins by hand: a layout engine draws every plot twice, and a page has dozens of them.
+    figure = _empty_figure(width, height, _placeholder, layout=None)
+    axis = figure.add_subplot()
+    _draw_times(axis, panel, colors, _placeholder)
+    handles, labels = axis.get_legend_handles_labels()
     if handles:
-        figure.legend(handles, labels, loc="outside lower center", fontsize=9.5, frameon=False, ncols=2)
+        figure.legend(handles, labels, loc="lower center", fontsize=9.5, frameon=False, ncols=2)
+    bottom = 0.55 + 0.2 * -(-len(handles) // 2)
+    figure.subplots_adjust(left=0.65 / width, right=1 - 0.08 / width, top=1 - 0.08 / height, bottom=bottom / height)
     return _svg(figure)
 
 
