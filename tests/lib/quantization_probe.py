@@ -2,9 +2,10 @@
 
     python -m tests.lib.quantization_probe STOCK_FILE PLUGIN_FILE STEP
 
-writes, from two processes that fork once vLLM is imported, for a model without experts and one with experts in many quantization configs (every STEP-th of them), what
-vLLM's config object is and accepts, and what it gives linear layers, an LM head, an embedding and attention: the class
-of the method, and name, class, shape and dtype of each parameter that it registers; or how they are refused.
+writes what vLLM's config object is and accepts, for a model without experts and one with experts in many quantization
+configs (every STEP-th of them), and what it gives linear layers, an LM head, an embedding and attention: the class of
+the method, and name, class, shape and dtype of each parameter that it registers; or how they are refused. Each side has
+a process of its own. Both fork once vLLM is imported, which takes longer than the questions.
 """
 
 from __future__ import annotations
