@@ -40,6 +40,11 @@ def test_verdicts_follow_from_the_figures(dtype: str, name: str, backend: str, e
     assert each["passes"] or (integers and each["excess"] - each["excess_half_width"] <= each["kl"] - each["excess"])
 
 
+def test_integers_in_float16_lose_less_than_a_tenth_of_the_gate() -> None:
+    found = {name: each for dtype, name, _, each in SERVED if dtype == "float16"}
+    assert len(found) == 4 and all(each["kl_limit"] < 0.1 * accuracy.MAX_KL for each in found.values())
+
+
 def test_mx_weights_lose_nothing_but_by_rounding_to_16_bits() -> None:
     for name, found in accuracy_tables.figures("formats, float32").items():
         for backend, each in found.items():

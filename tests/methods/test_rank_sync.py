@@ -109,7 +109,7 @@ def one_is_slow(processes: Any) -> Any:
     all_gather(group, "before", lambda: 1)
     begin = time.monotonic()
     try:
-        return all_gather(group, "the check", lambda: time.sleep(SHORT + 9.0) if group.rank == 1 else None)
+        return all_gather(group, "the check", lambda: time.sleep(SHORT + 4.0) if group.rank == 1 else None)
     except RankSyncError as error:
         return {"message": str(error), "seconds": time.monotonic() - begin}
 

@@ -154,7 +154,7 @@ def test_the_probe_finds_what_ends_or_blocks_a_process(tmp_path: Path, monkeypat
     modules = {name: text for name, (text, _) in UNSAFE.items()} | SAFE | {"raises": "raise RuntimeError"}
     points = install(tmp_path, modules)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(registry.__file__).parents[2])]))
-    found = entry_point_probe.find_unsafe(points, seconds=10.0)
+    found = entry_point_probe.find_unsafe(points, seconds=5.0)
     assert found.keys() == UNSAFE.keys()
     for name, (_, reason) in UNSAFE.items():
         assert reason in found[name], name
