@@ -140,8 +140,8 @@ def help_table() -> str:
                 "*Measured*: the layers of the recipes are chosen by times on this GPU, and the figure is their gain",
                 "over stock; other shards, expert parallelism and zero points are predicted. *Predicted*: chosen by",
                 "times of a model that is fitted to an H200 and an H100; other cards were not compared. *Static*:",
-                "vLLM's own kernels in vLLM's order, checked, without a gain until a server's first start measures; on a CPU",
-                "[slower than the model in 16 bits](vllm_moe_oracle/ACCURACY.md#speed), with its memory.",
+                "vLLM's own kernels in vLLM's order, checked, without a gain until a server's first start measures;",
+                "on a CPU [slower than the model in 16 bits](vllm_moe_oracle/ACCURACY.md#speed), with its memory.",
                 "*Not* names models with layers that nothing here runs.",
             ),
         ]
