@@ -5,6 +5,8 @@
     python -m tests.tools.fit_latency --holdout  fits the shipped profiles only, and decides the unlisted layers by that
 
     python -m tests.tools.fit_latency --transfer fits the times of one GPU only, and predicts those of the others
+    python -m tests.tools.fit_latency --families leaves out one model family after the other, and decides its layers by
+                                                 the rest
 
 Reads the shipped profiles of `GPUS` and `tests/golden/h200/unlisted-*.jsonl` (`tests.gpu.unlisted_layers`). Parameters
 are positive, so their logarithms are fitted, by Levenberg-Marquardt with a Huber-like weight on the logarithm of
@@ -179,16 +181,29 @@ def fit_backend(rows: Sequence[Row], prior: Tensor, prior_weight: float) -> mode
         for layer in {(row.shape, row.gpu) for row in inside}:
             mask = torch.tensor([(row.shape, row.gpu) == layer for row in inside])
             layer_means.append(ratio[mask].mean())
-    values = [round(each, 5) for each in torch.exp(fit(Design(rows), prior, prior_weight)).tolist()]
+    error = round(torch.stack(layer_means).square().mean().sqrt().item(), 4)
+    cell_error = round(torch.cat(cells).square().mean().sqrt().item(), 4)
+    return _latency(fit(Design(rows), prior, prior_weight), error, cell_error, len({row.shape for row in rows}))
+
+
+def _latency(parameters: Tensor, error: float, cell_error: float, layers: int) -> model.BackendLatency:
+    values = [round(each, 5) for each in torch.exp(parameters).tolist()]
     heights = len(model.TILE_ROWS)
     return model.BackendLatency(
         *values[:7],
         tile_tflops=tuple(values[7 : 7 + heights]),
         factors=dict(zip(FLAGS, values[7 + heights :], strict=True)),
-        error=round(torch.stack(layer_means).square().mean().sqrt().item(), 4),
-        cell_error=round(torch.cat(cells).square().mean().sqrt().item(), 4),
-        layers=len({row.shape for row in rows}),
+        error=error,
+        cell_error=cell_error,
+        layers=layers,
     )
+
+
+def _prior_of(name: str, rows: Sequence[Row]) -> tuple[Tensor, float]:
+    """The prior of a backend's parameters, and its weight."""
+    if name not in SIBLINGS:
+        return PRIOR, PRIOR_WEIGHT
+    return fit(Design([row for row in rows if row.backend == SIBLINGS[name]])), SIBLING_WEIGHT
 
 
 def fit_all(rows: Sequence[Row]) -> dict[str, model.BackendLatency]:
@@ -197,11 +212,7 @@ def fit_all(rows: Sequence[Row]) -> dict[str, model.BackendLatency]:
         own = [row for row in rows if row.backend == name]
         if len({row.family for row in own}) < MIN_FAMILIES:
             continue
-        prior, weight = PRIOR, PRIOR_WEIGHT
-        if name in SIBLINGS:
-            sibling = [row for row in rows if row.backend == SIBLINGS[name]]
-            prior, weight = fit(Design(sibling)), SIBLING_WEIGHT
-        found = fit_backend(own, prior, weight)
+        found = fit_backend(own, *_prior_of(name, rows))
         used = "" if found.error <= MAX_ERROR else "   not used"
         print(
             f"{name:26s} {found.layers:3d} layers, {len(own):4d} times: layer {found.error:.1%}, "
@@ -213,11 +224,19 @@ def fit_all(rows: Sequence[Row]) -> dict[str, model.BackendLatency]:
     return fitted
 
 
-def report_choices(found: model.LatencyModel, problems: Iterable[Problem], rows: Sequence[Row], gpu: str) -> None:
-    """Prints how a model's choices compare with measured times that it never saw."""
+Cell = tuple[float, float]
+"""Of a predicted choice at one number of tokens: its time over the fastest backend's, and the static choice's over its
+own."""
+
+
+def compare_choices(
+    found: model.LatencyModel, problems: Iterable[Problem], rows: Sequence[Row], gpu: str
+) -> list[Cell]:
+    """Compares a model's choices with measured times that it never saw, and prints them."""
     device, settings = _device(found, gpu), Settings(cache="none", use_measurements=False)
-    cells: list[tuple[float, float]] = []
+    cells: list[Cell] = []
     for problem in problems:
+        behind = 1.0
         measured = {(row.backend, row.tokens): row.us for row in rows if row.shape == kernel_shape_of(problem)}
         names = [each.backend for each in decide(problem, device, settings).candidates if each.accepted]
         router = any(default_registry()[name].monolithic for name in names)
@@ -231,7 +250,14 @@ def report_choices(found: model.LatencyModel, problems: Iterable[Problem], rows:
             if decision.why == "predicted" and static in times and len(times) > 1:
                 us = times[decision.backend]
                 cells.append((us / min(times.values()), times[static] / us))
-        print(f"{problem.layer:34s} {decision.backend:24s} {decision.why}")
+                behind = max(behind, cells[-1][0])
+        worst = f"at most {behind - 1:.0%} behind" if decision.why == "predicted" else ""
+        print(f"{problem.layer:34s} {gpu:24s} {decision.backend:24s} {decision.why:10s} {worst}", flush=True)
+    return cells
+
+
+def report(cells: Sequence[Cell]) -> None:
+    """Prints how good predicted choices are."""
     behind = sorted(each for each, _ in cells)
     gain = math.exp(math.fsum(math.log(each) for _, each in cells) / len(cells))
     within = sum(each <= 1.03 for each in behind) / len(behind)
@@ -257,7 +283,31 @@ def report_transfer(found: model.LatencyModel, rows: Sequence[Row]) -> None:
     problems = {kernel_shape_of(each): each for each in (*LAYERS, *model_shapes.served_problems())}
     for gpu in sorted({row.gpu for row in rows}):
         own = [row for row in rows if row.gpu == gpu]
-        report_choices(found, [problems[shape] for shape in dict.fromkeys(row.shape for row in own)], own, gpu)
+        report(compare_choices(found, [problems[shape] for shape in dict.fromkeys(row.shape for row in own)], own, gpu))
+
+
+def report_families(found: model.LatencyModel, rows: Sequence[Row]) -> None:
+    """Prints how choices by a model that leaves out a family compare with the family's times. Errors, which decide
+    whether a prediction is used, are those of all families."""
+    problems = {kernel_shape_of(each): each for each in (*LAYERS, *model_shapes.served_problems())}
+    by_gpu: dict[str, list[Cell]] = {gpu: [] for gpu in GPUS}
+    for family in sorted({row.family for row in rows}):
+        rest = [row for row in rows if row.family != family]
+        backends = {
+            name: _latency(
+                fit(Design([row for row in rest if row.backend == name]), *_prior_of(name, rest)),
+                each.error, each.cell_error, each.layers,
+            )
+            for name, each in found.backends.items()
+        }  # fmt: skip
+        blind = msgspec.structs.replace(found, backends=backends)
+        for gpu, cells in by_gpu.items():
+            own = [row for row in rows if row.family == family and row.gpu == gpu]
+            asked = [problems[shape] for shape in dict.fromkeys(row.shape for row in own) if shape in problems]
+            cells += compare_choices(blind, asked, own, gpu)
+    for gpu, cells in by_gpu.items():
+        print(f"\n{gpu}")
+        report(cells)
 
 
 def _device(found: model.LatencyModel, gpu: str) -> Device:
@@ -278,6 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--holdout", action="store_true")
     parser.add_argument("--transfer", action="store_true")
+    parser.add_argument("--families", action="store_true")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     # Of the unlisted layers some are in another GPU's profile.
@@ -297,7 +348,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         backends=fit_all(rows),
     )
     if options.holdout:
-        report_choices(found, LAYERS, _unlisted_rows(), GPUS[0])
+        report(compare_choices(found, LAYERS, _unlisted_rows(), GPUS[0]))
+    elif options.families:
+        report_families(found, rows)
     elif options.transfer:
         report_transfer(found, read_rows(gpus=GPUS[1:]))
     elif options.write:
