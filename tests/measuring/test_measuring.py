@@ -35,7 +35,7 @@ from tests.lib.fake_backends import (
     plan,
 )  # fmt: skip
 from vllm_moe_oracle.backends.emulation import Emulation
-from vllm_moe_oracle.core.problem import Activation
+from vllm_moe_oracle.core.problem import Activation, Parallel
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import bench_records, environment, lookup, profile
 from vllm_moe_oracle.measurements.environment import Environment
@@ -113,6 +113,21 @@ def test_skewed_tokens_choose_few_experts_often() -> None:
         counts = torch.bincount(ids.flatten().long(), minlength=64).sort(descending=True).values
         shares[routing] = counts[:6].sum().item() / counts.sum().item()
     assert shares["uniform"] < 0.12 < 0.35 < shares["skewed"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 48, 300])
+@pytest.mark.parametrize(("experts", "top_k", "ep"), [(384, 8, 8), (256, 8, 8), (128, 4, 2), (8, 2, 8), (60, 4, 4)])
+def test_a_rank_gets_the_slots_that_are_expected(count: int, experts: int, top_k: int, ep: int) -> None:
+    whole = problem(experts=experts, top_k=top_k, hidden_size=64, intermediate_size=64)
+    layer = dataclasses.replace(whole, parallel=Parallel(ep=ep), local_experts=experts // ep)
+    found = random_weights.random_tokens(layer, count, "uniform", "cpu")
+    assert all(len(set(row)) == top_k for row in found.ids.tolist())
+    slots = int((found.ids < experts // ep).sum())
+    expected = max(1.0, count * top_k / ep)
+    # An unconstrained draw is off by a standard deviation, which is 1 at one token of the first of these layers.
+    assert abs(slots - expected) <= max(0.5, 0.02 * expected)
+    chosen = torch.topk(found.logits.float(), top_k, dim=-1).indices.sort(-1).values
+    assert torch.equal(chosen, found.ids.long().sort(-1).values)  # kernels that route by themselves choose the same
 
 
 def test_functions_take_turns_in_changing_order() -> None:

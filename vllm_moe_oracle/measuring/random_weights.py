@@ -108,6 +108,9 @@ class TokenBatch:
 def random_tokens(problem: Problem, count: int, routing: RoutingKind, device: str) -> TokenBatch:
     """Random tokens and their routing.
 
+    The experts of an expert-parallel rank get as many slots as is expected under uniform routing, and one at least. In
+    one free draw of few tokens they may get none, or four times as many, and times would be of that.
+
     Args:
         problem: the layer.
         count: number of tokens M.
@@ -124,7 +127,19 @@ def random_tokens(problem: Problem, count: int, routing: RoutingKind, device: st
         rank = torch.randperm(problem.num_experts, device=device, generator=generator) + 1
         logits = logits - _ZIPF_EXPONENT * rank.log()
     logits = logits.to(dtype)
+    if routing == "uniform" and problem.local_experts < problem.num_experts:
+        logits = logits.roll(-_typical_start(problem, logits), -1)
     weights, ids = torch.topk(torch.softmax(logits.float(), -1), problem.top_k, dim=-1)
     if problem.routing.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return TokenBatch(x, logits, weights, ids.to(torch.int32))
+
+
+def _typical_start(problem: Problem, logits: Tensor) -> int:
+    """The expert from which on as many experts as a rank has, in a circle, get nearest to the expected slots."""
+    count, experts, local = logits.shape[0], problem.num_experts, problem.local_experts
+    expected = max(1.0, count * problem.top_k * local / experts)
+    slots = torch.bincount(torch.topk(logits.float(), problem.top_k, dim=-1).indices.flatten(), minlength=experts)
+    before = torch.cat((slots, slots)).cumsum(0) - torch.cat((slots, slots))
+    windows = before[local : local + experts] - before[:experts]
+    return int((windows - expected).abs().argmin())
