@@ -124,6 +124,15 @@ class PrintableFilter(logging.Filter):
         return True
 
 
+_LONG_WORD = re.compile(r"\S{1000,}")
+
+
+def _with_short_words(text: str) -> str:
+    """Text whose words have less than 1000 characters: longer ones come from hostile files and mistakes, and lose their
+    middle."""
+    return _LONG_WORD.sub(lambda word: f"{word[0][:200]} ... {word[0][-100:]}", text)
+
+
 class OracleError(Exception):
     """Base class of this project's errors.
 
@@ -134,9 +143,9 @@ class OracleError(Exception):
     """
 
     def __init__(self, rule: str, remedy: str = "", where: str = "") -> None:
-        self.rule = rule
+        self.rule = _with_short_words(rule)
         self.remedy = remedy
-        self.where = where
+        self.where = _with_short_words(where)
         super().__init__(str(self))
 
     def __str__(self) -> str:

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 
-from vllm_moe_oracle import errors
+from vllm_moe_oracle import errors, settings
 from vllm_moe_oracle.errors import NoBackendError, OracleError, did_you_mean
 
 TYPES = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, OracleError)]
@@ -64,3 +64,13 @@ def test_bad_input_is_a_value_error_for_callers_that_know_nothing_of_us() -> Non
 def test_the_name_that_was_meant(name: str, said: str) -> None:
     valid = ["hopper_mxfp4", "nvidia-h200", "stock_marlin_one_way", "stock_marlin_another"]
     assert did_you_mean(name, valid) == (f"Did you mean {said}? " if said else "")
+
+
+def test_words_of_hostile_files_lose_their_middle_and_paths_do_not() -> None:
+    path = "/" + "/".join(["folder" * 10] * 15)
+    error = errors.SettingError(f"{'x' * 60_000!r} is not a {'name ' * 20}", "Write one", path)
+    assert len(str(error)) < 2000 and "is not a name" in str(error) and path in str(error)
+    assert errors.CheckpointError("short", where="y" * 60_000).where.endswith("y" * 100)
+    with pytest.raises(errors.SettingError) as refused:
+        settings.load({}, assignments={"overrides": "z" * 60_000})
+    assert len(str(refused.value)) < 2000

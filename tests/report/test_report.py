@@ -455,14 +455,16 @@ GOOD = record("mxfp8:qwen3-30b-a3b", 1, {"hopper_mxfp8": 1.0}, "hopper_mxfp8")
         (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"layer": {"name": "x" * 5000}}), "has an invalid name"),
         (json.dumps(HEAD) + "\n" + json.dumps(GOOD | {"us": 3}), "line 2 is not a record"),
         ('{"moe_oracle": "1", "groups": [3]}', "line 1 is not a record"),
+        (f'{{"moe_oracle": "1", "groups": [{{"{"x" * 70_000}": 3}}]}}', "line 1 is not a record"),
         ('{"format": "vllm-moe-oracle measurements", "version": 99}', "version 99"),
     ],
 )
 def test_what_is_no_measurement_is_refused(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "file"
     path.write_text(content, encoding="utf-8", errors="surrogateescape")
-    with pytest.raises(MeasurementError, match=words):
+    with pytest.raises(MeasurementError, match=words) as refused:
         page_data.read(path, Settings())
+    assert len(str(refused.value)) < 2000
 
 
 def test_errors_of_the_command_are_one_line(run: Run, tmp_path: Path) -> None:

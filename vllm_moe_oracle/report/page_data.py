@@ -339,10 +339,8 @@ def _json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def _decode_line(line: bytes, kind: type[Any], path: Path, number: int) -> Any:
-    try:
+    with boundary(MeasurementError, f"line {number} is not a record", _FILE_REMEDY, str(path)):
         return msgspec.json.decode(line, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MeasurementError(f"line {number} is not a record: {error}", _FILE_REMEDY, str(path)) from error
 
 
 def _from_bench(lines: Sequence[bytes], path: Path, settings: Settings) -> ReportContent:
