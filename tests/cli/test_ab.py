@@ -81,6 +81,7 @@ def bench_command(model: str, name: str, port: int, load: Load, result: Path) ->
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_benchmark, "server_command", server_command)
     monkeypatch.setattr(served_benchmark, "bench_command", bench_command)
+    monkeypatch.setattr(served_benchmark, "_POLL_SECONDS", 0.02)  # stand-ins start in a tenth of a second
     monkeypatch.setattr(ab, "installed_packages", lambda: {"vllm": "0.33.0"})
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
 

@@ -40,6 +40,8 @@ class Slowed(Emulation):
 
     slept: ClassVar[float] = 0.0
     """Seconds of all delays so far."""
+    sleep: ClassVar[Callable[[float], object]] = staticmethod(time.sleep)
+    """Waits for a delay; where a clock adds `slept`, nothing needs to wait."""
 
     def __init__(
         self, name: str, rank: float, delay: Callable[[int], float] = lambda tokens: 0.0, fault: str = ""
@@ -75,7 +77,7 @@ class Slowed(Emulation):
                 out.mul_(1.05)
             if self.fault == "nan":
                 out[-1, -1] = float("nan")
-            time.sleep(self.delay(x.shape[0]))
+            Slowed.sleep(self.delay(x.shape[0]))
             Slowed.slept += self.delay(x.shape[0])
 
         return builder.from_function(run)

@@ -48,7 +48,8 @@ from vllm_moe_oracle.oracle import selection as oracle_module
 
 @pytest.fixture(autouse=True)
 def own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run takes what this thread worked and slept: on a busy machine others' work takes longer than delays."""
+    """A run takes what this thread worked and its delays: on a busy machine others' work takes longer than delays,
+    and nobody waits for them."""
 
     def round(self: timing.HostClock, runs: Sequence[Callable[[], object]]) -> list[float]:
         times = []
@@ -59,6 +60,7 @@ def own_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return times
 
     monkeypatch.setattr(timing.HostClock, "round", round)
+    monkeypatch.setattr(Slowed, "sleep", staticmethod(lambda seconds: None))
 
 
 # --- Layers -----------------------------------------------------------------------------------------------------------
@@ -216,8 +218,9 @@ def test_a_profile_is_read_and_not_written(backends: Callable[..., None], store:
 
 
 def test_a_spent_budget_leaves_the_static_choice_and_says_so(
-    backends: Callable[..., None], store: Store, tmp_path: Path
+    backends: Callable[..., None], store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Slowed, "sleep", staticmethod(time.sleep))
     backends(Slowed("slow", 1.0, lambda tokens: 0.05), FAST)
     layer, asked = LAYERS["mxfp8"], chosen(tmp_path)
     begin = time.monotonic()
