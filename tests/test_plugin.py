@@ -8,14 +8,26 @@ import sys
 
 import pytest
 
+from tests.lib import forked
 
-def register(before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Registers in a fresh process, after `before` was run there; prints the state."""
+
+def register(before: str = "", imported: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Registers in a fresh process, after `before` was run there; prints the state.
+
+    Args:
+        before: a program.
+        imported: whether vLLM, but nothing of this package, has been imported before. It takes 8 s.
+        environment: variables of the process, beside this one's.
+    """
+    forget = "for name in [*sys.modules]:\n    if name.startswith('vllm_moe_oracle'):\n        del sys.modules[name]\n"
+    before = forget * imported + before
     code = (
         f"import sys\n{before}\nfrom vllm_moe_oracle import plugin\nplugin.register()\nprint(plugin.state().active)\n"
     )
     code += "print(plugin.state().reason)"
     clean = {key: value for key, value in os.environ.items() if not key.startswith("MOE_ORACLE_")}
+    if imported:
+        return forked.python(code, clean | environment)
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env=clean | environment, capture_output=True, text=True, timeout=120)
 
@@ -50,12 +62,13 @@ def test_a_failing_import_is_a_recorded_reason(module: str) -> None:
 
 
 def test_a_dependency_that_is_missing_does_not_end_the_server() -> None:
-    ended = register(broken("msgspec"))
+    ended = register(broken("msgspec"), imported=True)
     assert ended.returncode == 0, ended.stderr
 
 
 def test_it_is_active_when_nothing_is_broken() -> None:
-    assert register(broken("a_module_that_nobody_imports")).stdout == "True\nregistered\n"
+    """`status` says so of a process that has imported nothing before; see test_cli.py."""
+    assert register(broken("a_module_that_nobody_imports"), imported=True).stdout == "True\nregistered\n"
 
 
 def test_only_damaged_metadata_of_vllm_is_a_reason_to_stand_down() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.lib import forked
 from tests.lib.cli import CONFIGS, Run
 from tests.lib.configs import quantized
 from tests.lib.samples import measured_card
@@ -730,11 +731,19 @@ def test_a_file_that_cannot_be_reported_says_which_can(run: Run, tmp_path: Path)
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
+def clean_environment(**changes: str) -> dict[str, str]:
+    """This process's environment without settings, and others beside."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("MOE_ORACLE_")} | changes
+
+
 def python(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("MOE_ORACLE_")}
     return subprocess.run(
-        [sys.executable, *map(str, arguments)], env=clean | environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *map(str, arguments)],
+        env=clean_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
 
 
@@ -874,7 +883,7 @@ def test_status_reports_this_installation(tmp_path: Path) -> None:
     assert data["versions"]["vllm-moe-oracle"] == __version__
     assert set(data["versions"]) == {"vllm-moe-oracle", "vllm", "torch", "triton", "python"}
     assert set(data["plugin"]) >= {"active", "reason", "vllm", "methods", "patches"}
-    assert data["plugin"]["active"] is bool(data["plugin"]["methods"])
+    assert data["plugin"]["active"] is bool(data["plugin"]["methods"]) is (data["versions"]["vllm"] is not None)
     backend = data["settings"]["backend"]
     assert (backend["value"], backend["source"]) == ("emulation", "environment variable MOE_ORACLE_BACKEND")
     assert data["settings"]["strict"]["source"] == "default"
@@ -926,7 +935,13 @@ def test_status_says_that_a_report_cannot_be_written() -> None:
 
 
 def test_status_names_backends_and_counts_patches_in_words() -> None:
-    said = python("-m", "vllm_moe_oracle.cli.main", "status", "--verbose", COLUMNS="200").stdout
+    code = (
+        "import sys\n"
+        "sys.argv = ['vllm-moe-oracle', 'status', '--verbose']\n"
+        "from vllm_moe_oracle.cli import main\n"
+        "main.main()\n"
+    )
+    said = forked.python(code, clean_environment(COLUMNS="200")).stdout
     assert re.search(r"^ *emulation .*built in$", said, re.MULTILINE) and "vllm_moe_oracle.backends" not in said
     assert "waiting" not in said
 

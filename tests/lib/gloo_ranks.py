@@ -1,29 +1,33 @@
 """Runs a function in several processes of one gloo group, as the ranks of a model on CPUs.
 
-Ranks are forked from a server that has imported what they need, which takes 10 s of a processor, and has done nothing
-else: it has no threads.
+They fork from a server that has imported what they need; see `forked`.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.lib import forked
 
 DIED = 9
 """Exit status of a rank that `die` ended."""
 
 
-_PRELOADED = ("torch.distributed", "vllm_moe_oracle.methods.wna16", "vllm_moe_oracle.measuring.engine", __name__)
-"""Modules that the server imports; it passes over one whose own imports are missing."""
-
-
 def die() -> None:
     """Ends this process like a crash: without any cleanup."""
     os._exit(DIED)
+
+
+def wait_for_result(rank: int, folder: str, seconds: float = 60.0) -> None:
+    """Waits, in a function that `run` runs in a folder, until another rank has returned from it."""
+    until = time.monotonic() + seconds
+    while not Path(folder, f"{rank}.json").exists() and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def run(function: Callable[..., Any], size: int, folder: Path, *arguments: Any, seconds: float = 120.0) -> list[Any]:
@@ -39,8 +43,7 @@ def run(function: Callable[..., Any], size: int, folder: Path, *arguments: Any, 
     Returns:
         By rank: what it returned, as JSON; ``{"raised": type, "message": text}``; or None when it died or was killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))
+    context = forked.context()
     common = (size, str(folder), dict(os.environ), function, arguments)
     processes = [context.Process(target=_rank, args=(rank, *common)) for rank in range(size)]
     for process in processes:
@@ -59,8 +62,7 @@ def _rank(
 ) -> None:
     import torch.distributed as dist
 
-    os.environ.clear()  # the server has that of the first test
-    os.environ.update(environment)
+    forked.set_environment(environment)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(os.path.join(folder, "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)

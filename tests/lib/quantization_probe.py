@@ -1,19 +1,15 @@
 """What vLLM makes of everything in a quantized model that is not a MoE layer, with and without the plugin.
 
-    python -m tests.lib.quantization_probe STOCK_FILE PLUGIN_FILE STEP
-
-writes what vLLM's config object is and accepts, for a model without experts and one with experts in many quantization
-configs (every STEP-th of them), and what it gives linear layers, an LM head, an embedding and attention: the class of
-the method, and name, class, shape and dtype of each parameter that it registers; or how they are refused. Each side has
-a process of its own. Both fork once vLLM is imported, which takes longer than the questions.
+`answer` writes what vLLM's config object is and accepts, for a model without experts and one with experts in many
+quantization configs (every so many of them), and what it gives linear layers, an LM head, an embedding and attention:
+the class of the method, and name, class, shape and dtype of each parameter that it registers; or how they are refused.
+Each side has a process of its own.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -236,23 +232,14 @@ def _of_model(folder: Path, kind: str, quantization: dict[str, Any], asked: str 
         }  # fmt: skip
 
 
-def main() -> None:
-    """Writes the outcomes as JSON, by model, config, ``--quantization`` and ``--dtype``."""
-    stock, plugin, step = sys.argv[1:]
-    import vllm.model_executor.layers.quantization  # noqa: F401  the imports that take long
-    from vllm.engine.arg_utils import EngineArgs  # noqa: F401
+def answer(path: str, with_plugin: bool, step: int) -> None:
+    """Writes the outcomes as JSON, by model, config, ``--quantization`` and ``--dtype``.
 
-    import vllm_moe_oracle.compat.standalone_layer  # noqa: F401
-
-    context = multiprocessing.get_context("fork")
-    sides = [context.Process(target=_answer, args=side) for side in ((stock, False, step), (plugin, True, step))]
-    for side in sides:
-        side.start()
-        side.join()
-    sys.exit(max(abs(side.exitcode or 0) for side in sides))
-
-
-def _answer(path: str, with_plugin: bool, step: str) -> None:
+    Args:
+        path: the file.
+        with_plugin: whether the plugin is registered before.
+        step: of so many questions one is asked.
+    """
     from vllm_moe_oracle import plugin
     from vllm_moe_oracle.compat.standalone_layer import single_rank_worker
 
@@ -262,11 +249,7 @@ def _answer(path: str, with_plugin: bool, step: str) -> None:
     found = {}
     with single_rank_worker("cpu", 16), tempfile.TemporaryDirectory() as folder:
         for kind in MODELS:
-            for config, asked, dtype in itertools.islice(questions(kind), 0, None, int(step)):
+            for config, asked, dtype in itertools.islice(questions(kind), 0, None, step):
                 place = f"{kind} {json.dumps(config)} {asked} {dtype}"
                 found[place] = _attempt(_of_model, Path(folder), kind, config, asked, dtype)
     Path(path).write_text(json.dumps(found), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +13,10 @@ import pytest
 
 pytest.importorskip("vllm", reason="quantization configs are vLLM's")
 
+from tests.lib import forked
 from vllm_moe_oracle.compat import models_with_experts
 from vllm_moe_oracle.compat.models_with_experts import has_experts
 
-ROOT = Path(__file__).parents[2]
 STEPS = [pytest.param(17, id="some"), pytest.param(1, id="all", marks=pytest.mark.full)]
 
 
@@ -26,11 +24,12 @@ STEPS = [pytest.param(17, id="some"), pytest.param(1, id="all", marks=pytest.mar
 def outcomes(step: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What processes without and with the plugin make of each question; see `tests.lib.quantization_probe`."""
     files = [folder / f"{side}-{step}.json" for side in ("stock", "plugin")]
-    # The same seed: some of vLLM's messages list a set.
-    environment = {**os.environ, "VLLM_PLUGINS": "", "PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    line = [sys.executable, "-m", "tests.lib.quantization_probe", *map(str, files), str(step)]
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
+    environment = {**os.environ, "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
+    for file in files:
+        call = f"answer({str(file)!r}, {file is files[1]}, {step})"
+        # From one server, with its seed for hashes: some of vLLM's messages list a set.
+        done = forked.python(f"from tests.lib import quantization_probe\nquantization_probe.{call}", environment, 900)
+        assert done.returncode == 0, done.stderr[-3000:]
     stock, plugin = (json.loads(each.read_text()) for each in files)
     return stock, plugin
 
