@@ -351,8 +351,9 @@ def test_devices(fuzz: Fuzz, tmp_path: Path) -> None:
     fuzz(make, read)
 
 
-def test_the_runner_finds_what_it_must() -> None:
+def test_the_runner_finds_what_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception, a hang and a memory hog are failures that name their seed."""
+    monkeypatch.setattr(fuzzing, "MAX_SECONDS", 0.5)
 
     def hang(_: Any) -> str:
         begin = time.process_time()

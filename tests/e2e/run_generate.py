@@ -126,6 +126,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 def main(run: Callable[[dict[str, Any]], dict[str, Any]] = run) -> None:
     """Runs the jobs of the file that the first argument names; results go to the second's, after each job."""
+    import vllm.entrypoints.llm  # noqa: F401
+
+    gc.freeze()  # what the imports made: each engine's end collects several times, and walked a million objects of it
     jobs, results = map(Path, sys.argv[1:3])
     found = []
     for job in json.loads(jobs.read_text()):

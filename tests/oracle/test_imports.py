@@ -154,8 +154,10 @@ def test_the_probe_finds_what_ends_or_blocks_a_process(tmp_path: Path, monkeypat
     modules = {name: text for name, (text, _) in UNSAFE.items()} | SAFE | {"raises": "raise RuntimeError"}
     points = install(tmp_path, modules)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(registry.__file__).parents[2])]))
-    found = entry_point_probe.find_unsafe(points, seconds=5.0)
-    assert found.keys() == UNSAFE.keys()
+    endless = [point for point in points if point.name in ("hangs", "spins")]
+    found = entry_point_probe.find_unsafe([each for each in points if each not in endless], seconds=60.0)
+    assert found.keys() == UNSAFE.keys() - {"hangs", "spins"}
+    found |= entry_point_probe.find_unsafe(endless, seconds=1.0)
     for name, (_, reason) in UNSAFE.items():
         assert reason in found[name], name
 
