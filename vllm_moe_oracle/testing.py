@@ -54,7 +54,7 @@ _SIZES = ((256, 256), (320, 192))
 """Hidden and intermediate sizes: multiples of every tile, and multiples of 64 that most kernels must pad."""
 
 _SAMPLES = 3
-"""Elements of each canonical tensor whose influence is tested."""
+"""Elements of each canonical tensor whose influence is tested; one where the same layer with biases is tested, too."""
 
 
 def _schemes(name: SchemeName) -> list[Scheme]:
@@ -131,12 +131,15 @@ def _one_thread() -> Iterator[None]:
 
 
 def _expert(layer: Problem, index: int = 0) -> dict[str, Tensor]:
-    """Random canonical tensors of one expert."""
-    plain = dataclasses.replace(layer, routing=Routing(), parallel=Parallel(), local_experts=layer.num_experts)
+    """Random canonical tensors of one expert, the same for layers that differ in other things than their weights."""
+    scheme = dataclasses.replace(layer.scheme, activations="16bit")
+    plain = dataclasses.replace(
+        layer, scheme=scheme, routing=Routing(), parallel=Parallel(), local_experts=layer.num_experts
+    )
     return {name: tensor[index].clone() for name, tensor in _two_experts(plain).items()}
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _two_experts(layer: Problem) -> dict[str, Tensor]:
     return canonical_experts(layer, "cpu", 2)
 
@@ -306,13 +309,16 @@ def test_every_element_matters(name: str) -> None:
     """A change of any weight, scale, zero point or bias changes the kernel's tensors: nothing is dropped."""
     backend = default_registry()[name]
     generator = torch.Generator().manual_seed(0)
+    with_biases = any(layer.has_bias for layer, _ in _distinct(name))
     for layer, device in _distinct(name):
+        # A layer with biases has all tensors of the same layer without.
+        samples = _SAMPLES if layer.has_bias or not with_biases else 1
         plan, expert = backend.plan(layer, device), _expert(layer)
         converted = backend.convert(expert, layer, plan)
         for key, tensor in expert.items():
             if key.endswith(("_order", "_group_index")):
                 continue
-            for _ in range(_SAMPLES):
+            for _ in range(samples):
                 index = int(torch.randint(tensor.numel(), (), generator=generator))
                 changed = _changed(layer, key, tensor, index)
                 if changed is not None:

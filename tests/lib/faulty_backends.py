@@ -7,6 +7,7 @@ vLLM's modular kernel, as every backend does when it is checked.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +73,11 @@ def moe_config(layer: Problem) -> Any:
 
 def weights(layer: Problem, size: float = 0.05, biases: float = 0.0) -> dict[str, Tensor]:
     """Loaded weights; biases are zeros, as where a model has them and never trained them, unless a size is given."""
+    return {name: tensor.clone() for name, tensor in _weights(layer, size, biases).items()}
+
+
+@functools.lru_cache(maxsize=64)
+def _weights(layer: Problem, size: float, biases: float) -> dict[str, Tensor]:
     scheme, generator = schemes.module(layer.scheme.name), torch.Generator().manual_seed(0)
     shapes = scheme.shapes(layer)
     found: dict[str, Tensor] = {}
@@ -274,13 +280,20 @@ def every_rounding(rule: str) -> Compute:
             form = formats[layer.scheme.activations]
             return form.dequantize(*form.quantize(values, rule))  # type: ignore[attr-defined, no-any-return]
 
+        @functools.cache  # an expert serves several slots
+        def dequantized(index: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+            expert = {name: tensor[index] for name, tensor in tensors.items()}
+            w13, w2 = (scheme.dequantize_expert(expert, which).to(x.dtype).float() for which in ("w13", "w2"))
+            return expert, w13, w2
+
         total = torch.zeros_like(x)
         for slot in range(ids.shape[1]):
             part = torch.zeros_like(x)
-            for index in range(layer.local_experts):
+            for index in ids[:, slot].unique().tolist():
+                if not 0 <= index < layer.local_experts:
+                    continue
                 mine = ids[:, slot] == index
-                expert = {name: tensor[index] for name, tensor in tensors.items()}
-                w13, w2 = (scheme.dequantize_expert(expert, which).to(x.dtype).float() for which in ("w13", "w2"))
+                expert, w13, w2 = dequantized(index)
                 hidden = rounded(x[mine].float()) @ w13.T + (expert["w13_bias"].float() if layer.has_bias else 0.0)
                 hidden = activate(hidden.to(x.dtype).float(), layer.activation).to(x.dtype).float()
                 output = rounded(hidden) @ w2.T + (expert["w2_bias"].float() if layer.has_bias else 0.0)

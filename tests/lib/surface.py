@@ -815,10 +815,16 @@ class _Signature:
 
 def uses_of_string(text: str) -> list[tuple[OurFile, int]]:
     """Where a declared string, or attribute, stands in our code."""
-    return [
-        (file, node.lineno)
-        for file in (*our_files(), *_files("schemes"))
-        for node in ast.walk(file.tree)
-        if (isinstance(node, ast.Constant) and node.value == text)
-        or (isinstance(node, ast.Attribute) and node.attr == text)
-    ]
+    return _uses().get(text, [])
+
+
+@cache
+def _uses() -> dict[str, list[tuple[OurFile, int]]]:
+    found: dict[str, list[tuple[OurFile, int]]] = {}
+    for file in (*our_files(), *_files("schemes")):
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.setdefault(node.value, []).append((file, node.lineno))
+            elif isinstance(node, ast.Attribute):
+                found.setdefault(node.attr, []).append((file, node.lineno))
+    return found

@@ -4,6 +4,7 @@ reasons on sm_80, sm_90 and sm_100, and emulation of it equals a reference that 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +16,7 @@ from tests.lib.wna16_canonical import to_canonical
 from tests.lib.wna16_layers import contents_of, emulation_error, layer_of
 from tests.lib.wna16_product import Cell
 from vllm_moe_oracle.backends.emulation import BACKEND
-from vllm_moe_oracle.core.decision import Accepted
+from vllm_moe_oracle.core.decision import Accepted, Candidate
 from vllm_moe_oracle.core.problem import Device, Scheme
 from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.oracle.registry import default_registry
@@ -35,6 +36,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@functools.cache
+def decided(cell: Cell, capability: int) -> tuple[str, tuple[Candidate, ...]]:
+    """Several tests read the same decisions."""
+    return product.decided(cell, product.DEVICES[capability])
+
+
 def test_the_product_is_whole() -> None:
     assert len(CELLS) == len(set(CELLS))
     assert {cell.packing: sum(each.packing == cell.packing for each in CELLS) for cell in CELLS} == {
@@ -47,7 +54,7 @@ def test_the_product_is_whole() -> None:
 def test_every_cell_is_a_decision_with_reasons(capability: int) -> None:
     device = product.DEVICES[capability]
     for cell in CELLS:
-        chosen, candidates = product.decided(cell, device)
+        chosen, candidates = decided(cell, capability)
         assert {each.backend for each in candidates} == KERNELS | {"emulation"}, cell
         for candidate in candidates:
             assert candidate.accepted or all(each.code and each.detail for each in candidate.reasons), (cell, candidate)
@@ -63,10 +70,9 @@ def test_every_cell_is_a_decision_with_reasons(capability: int) -> None:
 
 @pytest.mark.parametrize("capability", product.DEVICES)
 def test_how_a_file_packs_decides_nothing(capability: int) -> None:
-    device = product.DEVICES[capability]
     found: dict[Cell, dict[str, str]] = {}
     for cell in CELLS:
-        found.setdefault(dataclasses.replace(cell, packing=""), {})[cell.packing] = product.decided(cell, device)[0]
+        found.setdefault(dataclasses.replace(cell, packing=""), {})[cell.packing] = decided(cell, capability)[0]
     for cell, backends in found.items():
         assert len(set(backends.values())) == 1, (cell, backends)
 
@@ -75,7 +81,7 @@ def test_how_a_file_packs_decides_nothing(capability: int) -> None:
 def test_only_features_out_of_order_have_no_kernel(capability: int) -> None:
     for cell in CELLS:
         ordered = cell.order == "group" and cell.group != -1
-        assert (product.decided(cell, product.DEVICES[capability])[0] == "") <= ordered, cell
+        assert (decided(cell, capability)[0] == "") <= ordered, cell
 
 
 @pytest.mark.parametrize("packing", product.PACKINGS)

@@ -14,7 +14,7 @@ import reprlib
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Protocol, Union, get_args, get_origin, get_type_hints, runtime_checkable
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -32,12 +32,15 @@ MAX_ENTRIES = 65536
 """Entries of a tuple, set or mapping of an answer."""
 
 
-@runtime_checkable
-class _TensorLike(Protocol):
-    """What stands for ``Tensor`` here: torch is not imported for a decision."""
+class _HasShapeAndDtype(type):
+    """A protocol that is asked quickly: each conversion of an expert has its tensors checked."""
 
-    shape: Any
-    dtype: Any
+    def __instancecheck__(cls, value: object) -> bool:
+        return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+class _TensorLike(metaclass=_HasShapeAndDtype):
+    """What stands for ``Tensor`` here: torch is not imported for a decision."""
 
 
 _Check = Callable[[Any], str]
