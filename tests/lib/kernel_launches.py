@@ -149,14 +149,27 @@ def compile_launch(launch: Launch) -> Any:
 
 def disassemble(cubin: bytes) -> tuple[str, int]:
     """Machine code with resource usage, and the bytes of stack per thread (spills live there)."""
+    text = _cuobjdump(cubin, "--dump-sass", "--dump-resource-usage")
+    return text, _stack(text)
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """The bytes of stack per thread, without the half second that the disassembler takes to start."""
+    return _stack(_cuobjdump(cubin, "--dump-resource-usage"))
+
+
+def _cuobjdump(cubin: bytes, *options: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        run = [str(CUOBJDUMP), "--dump-sass", "--dump-resource-usage", file.name]
-        text = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+        run = [str(CUOBJDUMP), *options, file.name]
+        return subprocess.run(run, capture_output=True, text=True, check=True).stdout
+
+
+def _stack(text: str) -> int:
     stack = re.search(r"STACK:(\d+)", text)
     assert stack
-    return text, int(stack[1])
+    return int(stack[1])
 
 
 def ptxas_warnings(ptx: str) -> str:
