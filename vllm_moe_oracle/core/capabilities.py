@@ -6,6 +6,7 @@ A backend declares its `Capabilities`, and adds a `Rule` for each condition that
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -140,6 +141,7 @@ def device_reasons(capabilities: Capabilities, device: Device) -> list[Reason]:
     return reasons
 
 
+@functools.lru_cache(maxsize=1024)  # parsing takes longer than the rest of a rule, and every decision asks again
 def package_at_least(installed: str, minimum: str) -> bool:
     """Whether an installed package's version is at least `minimum`; False for a version that cannot be parsed.
 
