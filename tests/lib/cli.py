@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -10,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
 from vllm_moe_oracle.cli import main as cli
 
 CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
 
 Run = Callable[..., "Result"]
+
+_click_command = functools.cache(typer.main.get_command)
+"""Typer makes the commands of a tool from their functions each time that it is called, which takes longer than most
+commands. They keep nothing of a call."""
 
 
 class Result:
@@ -36,6 +42,7 @@ def runner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         if name.startswith("MOE_ORACLE_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(typer.main, "get_command", _click_command)
 
     def call(*arguments: object) -> Result:
         monkeypatch.setattr(sys, "argv", ["vllm-moe-oracle", *map(str, arguments)])
