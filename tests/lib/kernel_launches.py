@@ -6,6 +6,8 @@ Triton's own launcher specializes it.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 import tempfile
@@ -16,6 +18,7 @@ from unittest import mock
 
 import torch
 import triton
+from triton import knobs
 from triton._utils import canonicalize_dtype
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
@@ -172,11 +175,21 @@ def _stack(text: str) -> int:
     return int(stack[1])
 
 
-def ptxas_warnings(ptx: str) -> str:
-    """What ptxas says about a kernel besides its resources."""
+def compile_with_log(launch: Launch) -> tuple[Any, str]:
+    """`compile_launch`, and what ptxas says about the kernel.
+
+    Triton keeps the log of its own run where it compiles. From its cache it gives none: then ptxas runs once more.
+    """
+    written = io.StringIO()
+    with mock.patch.object(knobs.nvidia, "dump_ptxas_log", True), contextlib.redirect_stdout(written):
+        compiled = compile_launch(launch)
+    return compiled, written.getvalue() or _ptxas_log(compiled.asm["ptx"])
+
+
+def _ptxas_log(ptx: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(ptx)
-        run = [get_ptxas(90).path, "-arch=sm_90a", str(path), "-o", str(Path(folder, "kernel.cubin"))]
+        run = [get_ptxas(90).path, "-v", "-arch=sm_90a", str(path), "-o", str(Path(folder, "kernel.cubin"))]
         result = subprocess.run(run, capture_output=True, text=True, check=True)
     return result.stdout + result.stderr
