@@ -34,10 +34,13 @@ def test_verdicts_follow_from_the_figures(dtype: str, name: str, backend: str, e
     likely = math.log1p(-accuracy.MAX_PERPLEXITY) <= low and high <= math.log1p(accuracy.MAX_PERPLEXITY)
     near = each["kl_limit"] <= accuracy.MAX_KL or each["excess"] + each["excess_half_width"] <= 0
     assert each["passes"] == (likely and near)
-    # In bfloat16 integers' scales are rounded, and their products once more: two errors of one size where the baseline
-    # has one. A KL divergence is quadratic in an error, so it is at most twice the baseline's. In float16 all pass.
-    integers = isinstance(smollm2.FORMATS[name], Integers) and dtype == "bfloat16"
-    assert each["passes"] or (integers and each["excess"] - each["excess_half_width"] <= each["kl"] - each["excess"])
+    # In bfloat16 integers are rounded, which takes all that the gate allows; in float16 all pass.
+    form = smollm2.FORMATS[name]
+    integers = isinstance(form, Integers) and dtype == "bfloat16"
+    # With 8 bits the rounding of scales shows, beside that of their products: two errors of one size where the baseline
+    # has one. A KL divergence is quadratic in an error, so it is at most twice the baseline's.
+    more = each["kl"] - each["excess"] if isinstance(form, Integers) and form.bits == 8 else 0.0
+    assert each["passes"] or (integers and each["excess"] - each["excess_half_width"] <= more)
 
 
 def test_integers_in_float16_lose_less_than_a_tenth_of_the_gate() -> None:

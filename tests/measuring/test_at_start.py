@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.lib.cases import problem, registry
@@ -30,7 +31,9 @@ from vllm_moe_oracle.core.objectives import parse_objective
 from vllm_moe_oracle.core.problem import Problem
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import MeasurementError
-from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
+from vllm_moe_oracle.measurements.bench_records import silence
+from vllm_moe_oracle.measurements.environment import Environment
+from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
 from vllm_moe_oracle.measurements.store import FILE_NAME, Store
 from vllm_moe_oracle.measuring import at_start, tuning
 from vllm_moe_oracle.methods import backend_selection, first_start, measurer, rank_sync
@@ -229,6 +232,27 @@ def test_a_crashing_and_a_hanging_backend_are_recorded_and_the_server_starts(
     assert {name: why for (name, _), why in kept(tmp_path).items() if why} == failures
     measurer.install(refuse_to_measure)
     assert start(chosen)[0] == decision
+
+
+@pytest.mark.parametrize(("gpu", "share"), [("", 2 / 3), ("another", 1 / 3)])
+def test_a_backend_that_was_killed_here_gets_more_time(
+    only: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str, share: float
+) -> None:
+    only("slow", "fast")
+    here = Environment.of(detect.detect())
+    there = msgspec.structs.replace(here, gpu=gpu or here.gpu)
+    store = Store(tmp_path)
+    store.prepare()
+    store.add(there, kernel_shape_of(LAYER), [Sample("slow", "mxfp8", 1, "uniform", failure=silence(30))])
+    asked_for: list[tuning.TuneOptions] = []
+
+    def tune(layers: Any, device: Any, chosen: Any, store: Any, options: tuning.TuneOptions, *more: Any) -> Any:
+        asked_for.append(options)
+        return {kernel_shape_of(LAYER): tuning.TuneOutcome(LAYER)}
+
+    monkeypatch.setattr(tuning, "tune", tune)
+    at_start.measure(LAYER, ("slow", "fast"), asked(tmp_path, 90), 90.0, lambda *said: None)
+    assert asked_for[0].silence == pytest.approx(share * 90)
 
 
 @pytest.mark.full

@@ -126,8 +126,14 @@ def test_a_rank_gets_the_slots_that_are_expected(count: int, experts: int, top_k
     assert all(len(set(row)) == top_k for row in found.ids.tolist())
     slots = int((found.ids < experts // ep).sum())
     expected = max(1.0, count * top_k / ep)
-    # An unconstrained draw is off by a standard deviation, which is 1 at one token of the first of these layers.
-    assert abs(slots - expected) <= max(0.5, 0.02 * expected)
+    # No other rank of the circle is nearer. A free draw is off by a standard deviation: by 1 at one token of the first.
+    counts = [int((found.ids == index).sum()) for index in range(experts)]
+    others = [sum(counts[(first + each) % experts] for each in range(experts // ep)) for first in range(experts)]
+    # A tie in the model's dtype is broken by the expert's index, which the circle turns: a slot more or less each time.
+    ranked = found.logits.float().sort(-1, descending=True).values
+    ties = int((ranked[:, top_k - 1] == ranked[:, top_k]).sum()) if top_k < experts else 0
+    assert abs(slots - expected) <= min(abs(each - expected) for each in others) + 2 * ties
+    assert abs(slots - expected) <= max(0.5, 0.02 * expected)  # of these draws
     chosen = torch.topk(found.logits.float(), top_k, dim=-1).indices.sort(-1).values
     assert torch.equal(chosen, found.ids.long().sort(-1).values)  # kernels that route by themselves choose the same
 

@@ -86,7 +86,7 @@ def formats() -> str:
         f"backend passes only where it is shown to be within, so one beyond passes at most once in "
         f"{1 / held['alpha']:.0f} times for each limit. With the same certainty one passes that is two half-widths "
         f"inside of the limits, and one is shown to be beyond that is two outside: {widths[0]:.2f} to "
-        f"{widths[-1]:.2f} % of perplexity around {likely:.1f} %, and {nears[0]:.1f} to {nears[-1]:.1f}e-4 nats. "
+        f"{widths[-1]:.2f} % of perplexity around {likely:.1f} %, and {nears[0]:.1g} to {nears[-1]:.2g}e-4 nats. "
         f"Student's t is exact for normal means; those of KL divergences are skewed. The whole model in "
         f"bfloat16, with attention and the output layer, has a KL of {_mean(model)} ({name}, {model['tokens']} "
         "tokens).",

@@ -81,8 +81,9 @@ def _kind(decision: Decision) -> str:
 
 
 def count(models: list[str]) -> dict[str, Any]:
-    """Counts by GPU, release, parallelism and kind, and why answers are not decided by figures, with their number."""
-    found: dict[str, Counter[str]] = {}
+    """Counts by model, by GPU, release and parallelism, and by kind; and why answers are not decided by figures, with
+    their number."""
+    found: dict[str, dict[str, Counter[str]]] = {}
     undecided: Counter[str] = Counter()
     every = cases(models)
     with tempfile.TemporaryDirectory() as folder:
@@ -94,30 +95,38 @@ def count(models: list[str]) -> dict[str, Any]:
                 device = known_device(gpu)
                 device = dataclasses.replace(device, packages={**device.packages, "vllm": release})
                 kind, why = kind_of(path, device, tp, ep, chosen)
-                found.setdefault(f"{gpu}, {release}, {'EP' if ep else 'TP'}", Counter())[kind] += 1
+                place = f"{gpu}, {release}, {'EP' if ep else 'TP'}"
+                found.setdefault(model, {}).setdefault(place, Counter())[kind] += 1
                 if kind not in DECIDED:
                     undecided[f"{model}, {'EP' if ep else 'TP'} {tp}: {kind}: {why.replace(device.name, 'GPU')}"] += 1
             print(f"{index} of {len(every)}: {model}, {name}", file=sys.stderr)
     return {
         "command": "python -m tests.tools.evidence --write", "configs": len(every), "gpus": GPUS, "releases": RELEASES,
-        "counts": {key: dict(each) for key, each in found.items()}, "undecided": dict(sorted(undecided.items())),
+        "counts": found, "undecided": dict(sorted(undecided.items())),
     }  # fmt: skip
+
+
+def total(counts: dict[str, dict[str, dict[str, int]]]) -> dict[str, Counter[str]]:
+    """Counts of all models."""
+    places = dict.fromkeys(place for each in counts.values() for place in each)
+    return {place: sum((Counter(each[place]) for each in counts.values()), Counter()) for place in places}
 
 
 def table() -> str:
     """The table of the package's page."""
     held = json.loads(GOLDEN.read_text())
-    kinds = [kind for kind in ORDER if any(kind in each for each in held["counts"].values())]
+    counts = total(held["counts"])
+    kinds = [kind for kind in ORDER if any(kind in each for each in counts.values())]
     lines = [f"| answers for | {' | '.join(kinds)} | by figures |", "|---" * (2 + len(kinds)) + "|"]
-    for key, each in held["counts"].items():
+    for key, each in counts.items():
         lines.append(f"| {key} | {' | '.join(str(each.get(kind, 0)) for kind in kinds)} | {share(each):.1%} |")
-    total: Counter[str] = sum(map(Counter, held["counts"].values()), Counter())
+    every: Counter[str] = sum(counts.values(), Counter())
     return "\n".join(
         [
             *lines,
             "",
-            f"{held['configs']} configs over 1, 2, 4 and 8 ranks (`{held['command']}`), {sum(total.values())} answers. "
-            f"{share(total):.1%} of those that are not left to stock vLLM are decided by figures.",
+            f"{held['configs']} configs over 1, 2, 4 and 8 ranks (`{held['command']}`), {sum(every.values())} answers. "
+            f"{share(every):.1%} of those that are not left to stock vLLM are decided by figures.",
         ]
     )
 
@@ -136,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     every = sorted(each.stem for each in configs.CONFIGS.glob("*.json"))
     found = count(options.models.split(",") if options.models else every)
-    for key, counts in found["counts"].items():
+    for key, counts in total(found["counts"]).items():
         print(f"{key}: {share(counts):.1%} of {sum(counts.values())}: {counts}")
     for why, number in found["undecided"].items():
         print(f"{number} times {why}")

@@ -14,18 +14,18 @@ def test_the_aim_is_met_and_answers_were_given_for_enough_models() -> None:
     held = json.loads(evidence.GOLDEN.read_text())
     assert held["configs"] >= 60
     for gpu in held["gpus"]:
-        of_gpu = [each for key, each in held["counts"].items() if key.startswith(f"{gpu},")]
+        of_gpu = [each for key, each in evidence.total(held["counts"]).items() if key.startswith(f"{gpu},")]
         added = {kind: sum(each.get(kind, 0) for each in of_gpu) for kind in evidence.ORDER}
         assert evidence.share(added) >= 0.95
 
 
 @pytest.mark.parametrize("model", ["gpt-oss-20b"])
 def test_counts_are_those_of_today(model: str) -> None:
-    """All numbers are made again where the model's layers are few; `--write` makes the others."""
-    found = evidence.count([model])
+    """Those of one config; `--write` makes all of them again, which takes minutes."""
+    counts = evidence.count([model])["counts"][model]
+    assert counts == json.loads(evidence.GOLDEN.read_text())["counts"][model]
     answers = len(evidence.GPUS) * len(evidence.RELEASES) * len(evidence.RANKS)
-    assert sum(sum(each.values()) for each in found["counts"].values()) == answers and not found["undecided"]
-    assert found["configs"] == 1 and set(found["counts"]["h200, 0.33.0, TP"]) <= {"measured", "predicted"}
+    assert sum(sum(each.values()) for each in counts.values()) == answers
 
 
 def test_the_least_certain_layer_counts() -> None:

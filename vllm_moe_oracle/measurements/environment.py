@@ -92,10 +92,12 @@ class Differences:
     Attributes:
         hard: differences that invalidate measurements: the GPU's.
         soft: differences of software.
+        gpu: the other GPU, where that is the hard difference; else "".
     """
 
     hard: tuple[str, ...]
     soft: tuple[str, ...]
+    gpu: str = ""
 
 
 def differences(there: Environment, here: Environment) -> Differences:
@@ -106,7 +108,7 @@ def differences(there: Environment, here: Environment) -> Differences:
         here: where it is to be used.
     """
     if not is_same_gpu(there.gpu, here.gpu):
-        return Differences((f"measured on {there.gpu}, not {here.gpu}",), ())
+        return Differences((f"measured on {there.gpu}, not {here.gpu}",), (), there.gpu)
     hard = [
         f"{what} {old}, not {new}"
         for what, old, new in (

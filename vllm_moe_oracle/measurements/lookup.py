@@ -19,7 +19,6 @@ from ..backends import Backend
 from ..core.measurement_set import MeasurementSet
 from ..core.objectives import parse_objective
 from ..core.problem import Device, Problem
-from ..devices.catalog import is_same_gpu
 from ..errors import BackendDefect, MeasurementError, SettingError, sanitize
 from ..oracle.checked_backend import unchecked
 from ..oracle.measured_choice import choose_fastest
@@ -202,11 +201,10 @@ def _closest_environment(
     gpus: list[str] = []
     invalid: list[str] = []
     for there, samples in found:
-        if not is_same_gpu(there.gpu, here.gpu):
-            gpus.append(there.gpu)
-            continue
         differences = environment.differences(there, here)
-        if differences.hard:
+        if differences.gpu:
+            gpus.append(differences.gpu)
+        elif differences.hard:
             invalid.append(", ".join(differences.hard))
         elif best is None or len(differences.soft) < len(best.differences):
             best = _ValidSamples(there, samples, differences.soft)

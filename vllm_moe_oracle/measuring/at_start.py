@@ -14,6 +14,7 @@ from ..core.problem import Problem
 from ..devices import detect
 from ..errors import MeasurementError
 from ..measurements.bench_records import needs_longer
+from ..measurements.environment import Environment
 from ..measurements.kernel_shape import kernel_shape_of
 from ..measurements.roofline import expert_bytes
 from ..measurements.store import Store
@@ -95,7 +96,10 @@ def measure(
         gpu = detect.current_gpu_name(get_env(VISIBLE_GPUS_VAR))
         _check_memory(required_bytes(problem, len(names), max(counts)))
     first, last = (share * settings.measure_at_start for share in SILENCE_SHARES)
-    known = [each.failure for _, samples in store.samples(kernel_shape_of(problem)) for each in samples]
+    here = Environment.of(device)
+    known = [
+        each.failure for there, samples in store.samples(kernel_shape_of(problem)) if there == here for each in samples
+    ]
     options = tuning.TuneOptions(
         counts,
         ("uniform",),

@@ -45,7 +45,6 @@ SILENCE_SHARES = (1 / 3, 2 / 3)
 compiler may take longer than the first, and keeps what it has compiled; what is silent for the second counts as
 hanging."""
 
-
 _installed: list[Measure] = []
 
 

@@ -75,12 +75,6 @@ def _light(name: str) -> str:
     return _CSS_COLORS[name][0]
 
 
-def _figure(width: float, height: float, color: ColorFunction) -> tuple[Any, Any]:
-    """A figure and its grid of one pair of axes, `[0, 0]`; the arguments are those of `_empty_figure`."""
-    figure = _empty_figure(width, height, color)
-    return figure, figure.subplots(squeeze=False)
-
-
 def _empty_figure(width: float, height: float, color: ColorFunction, layout: str | None = "constrained") -> Any:
     """A figure without axes.
 
@@ -253,8 +247,8 @@ def plot_speedups(panels: Sequence[LayerPanel]) -> str:
     """A heat map of the speedup of the choice over stock vLLM's default, by layer and number of tokens, as SVG."""
     rows = compared_with_stock(panels)
     counts = {count for panel in rows for count in panel.counts}
-    figure, axes = _figure(3.2 + 0.62 * len(counts), 0.8 + 0.3 * len(rows), _placeholder)
-    _draw_speedups(axes[0, 0], rows, _placeholder)
+    figure = _empty_figure(3.2 + 0.62 * len(counts), 0.8 + 0.3 * len(rows), _placeholder)
+    _draw_speedups(figure.subplots(), rows, _placeholder)
     return _svg(figure)
 
 
