@@ -68,6 +68,7 @@ def tree(folder: Path, version: str) -> Path:
     (made / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     (made / "tests" / "conftest.py").touch()
     (made / "tests" / "test_some.py").write_text(TESTS)
+    (made / "tests" / "test_import_ends.py").write_text("import os\n\nos.abort()\n")
     return made
 
 
@@ -90,8 +91,8 @@ def test_a_run_over_crashes_and_hangs(tmp_path: Path, monkeypatch: pytest.Monkey
     sources = tree(tmp_path, version.partition("+")[0])
     assert upstream_tests.main([str(sources), "--output", str(output), "--paths", "tests", "--seconds", "5"]) == 1
     report: dict[str, Any] = json.loads(output.read_text())
-    assert report["stock"] == {"passed": 5, "crashed": 1, "failed": 1, "skipped": 1}
-    assert report["plugin"] == {"passed": 1, "crashed": 2, "failed": 4, "skipped": 1}
+    assert report["stock"] == {"passed": 5, "crashed": 2, "failed": 1, "skipped": 1}
+    assert report["plugin"] == {"passed": 1, "crashed": 3, "failed": 4, "skipped": 1}
     differences = {each["test"].partition("::")[2]: each for each in report["differences"]}
     assert {name: (each["plugin"], each["expected"][:8]) for name, each in differences.items()} == {
         "test_expected[a]": ("failed", "foreseen"),

@@ -12,7 +12,8 @@ or, from a package registry, the source distribution (it needs setuptools-scm an
         pip download --no-deps --no-build-isolation --no-binary vllm vllm==0.32.0
 
 vLLM's tests need tblib, pytest-asyncio and soundfile. Tests that need a GPU or a download are skipped or fail, equally
-in both runs. A test that ends or blocks its process counts as crashed, and the run goes on with the next one.
+in both runs. A test that ends or blocks its process counts as crashed, and the run goes on with the next one; so does a
+module that ends it while it is imported.
 
 Expected differences, with their reasons, are in tests/golden/upstream_differences.json.
 
@@ -58,7 +59,15 @@ def write(**entry):
         file.write(json.dumps(entry) + "\\n")
 
 
+def written():
+    with open(PATH, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
 def pytest_configure(config):
+    entries = written()
+    ended = {each.get("collecting") for each in entries} - {each.get("collected") for each in entries}
+    config.ends_the_process = ended - {None}
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
@@ -66,9 +75,20 @@ def pytest_configure(config):
     write(active=bool(oracle and oracle.state().active))
 
 
+def pytest_ignore_collect(collection_path, config):
+    name = os.path.relpath(collection_path, config.rootpath)
+    if name in config.ends_the_process:
+        write(test=name, outcome="crashed")
+        return True
+
+
+def pytest_collectstart(collector):
+    if isinstance(collector, pytest.Module):
+        write(collecting=collector.nodeid)
+
+
 def pytest_collection_modifyitems(items):
-    with open(PATH, encoding="utf-8") as file:
-        done = {entry.get("test") for entry in map(json.loads, file)}
+    done = {entry.get("test") for entry in written()}
     items[:] = [item for item in items if item.nodeid not in done]
 
 
@@ -98,6 +118,7 @@ def pytest_sessionfinish():
 
 
 def pytest_collectreport(report):
+    write(collected=report.nodeid)
     if report.failed:
         write(test=report.nodeid, outcome="not collected", message=str(report.longrepr)[-300:])
 '''
