@@ -105,7 +105,13 @@ class Starts:
         served = any(line.startswith("SERVED") for line in lines)
         ok = all(any(words in line for line in said) for words in expected)
         ok &= not any(words in line for words in absent for line in said) and served != bool(kill_at)
-        row = {"start": name, "model": model, "ok": ok, "seconds": round(time.monotonic() - begin, 1), "said": said}
+        row: dict[str, Any] = {
+            "start": name,
+            "model": model,
+            "ok": ok,
+            "seconds": round(time.monotonic() - begin, 1),
+            "said": said,
+        }
         if not ok:
             row["log"] = lines[-40:]
         self.rows.append(row)

@@ -86,16 +86,16 @@ def folded(case: Case, layer: Layer) -> Fp8Weights:
     """The layer as the kernels for fp8 activations store it."""
     matrices = []
     for which in ("w13", "w2"):
-        parts = codes_of(case, layer, which), layer.scales[which], layer.bias[which]
+        stored, factors, bias = codes_of(case, layer, which), layer.scales[which], layer.bias[which]
         made = [
-            pack_fp8_expert(which, *(None if part is None else part[expert] for part in parts), gated=case.gated)
+            pack_fp8_expert(which, stored[expert], factors[expert], None if bias is None else bias[expert], case.gated)
             for expert in range(case.experts)
         ]
         codes, scales, biases = zip(*made, strict=True)
         biases = torch.stack(biases) if case.bias else None
         codes = torch.stack([each.view(torch.uint8) for each in codes]).view(torch.float8_e4m3fn)
         matrices.append(Fp8Matrix(codes, torch.stack(scales), biases))
-    return Fp8Weights(*matrices, case.dtype, case.gated)
+    return Fp8Weights(matrices[0], matrices[1], case.dtype, case.gated)
 
 
 def sixteen_bit(case: Case, layer: Layer) -> PackedWeights:

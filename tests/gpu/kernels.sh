@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Runs the kernels' tests on one H200: torch 2.11, Triton 3.6, no vLLM. About 6 minutes.
+# Runs the kernels' tests on one Hopper card with torch, Triton and what the package depends on; vLLM is not needed.
+# About 6 minutes on 16 cores.
 #
 #   bash tests/gpu/kernels.sh [PYTEST ARGUMENTS...]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3}
-export PYTHONPATH=$PWD TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/kernels-triton-cache}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-/tmp/kernels-triton-cache}
 "$python" -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__, torch.cuda.get_device_name())'
 files="tests/gpu/test_kernels.py tests/gpu/test_prefill.py tests/gpu/test_fp8.py"
 # Compiling takes most of the time: several processes share the GPU and Triton's cache.

@@ -60,7 +60,7 @@ def layer_of(case: Case) -> tuple[Layer, Fp8Weights]:
             matrices.append(
                 Fp8Matrix(torch.stack(codes), torch.stack(scales), None if bias is None else torch.stack(biases))
             )
-        _layers[case.name] = layer, Fp8Weights(*matrices, case.dtype, case.gated)
+        _layers[case.name] = layer, Fp8Weights(matrices[0], matrices[1], case.dtype, case.gated)
     return _layers[case.name]
 
 
@@ -265,7 +265,7 @@ def test_second_product_on_the_codes_that_it_reads(case: Case) -> None:
     workspace = torch.empty(fp8_moe.workspace_bytes(weights, *ids.shape), dtype=torch.uint8, device="cuda")
     fp8_moe.fused_moe_fp8(x, weights, router, ids, activation=case.activation, limit=case.limit, workspace=workspace,
                           out=torch.empty_like(x))  # fmt: skip
-    parts = fp8_moe._buffers(weights, *ids.shape, workspace)
+    parts = fp8_moe._buffers(weights, ids.shape[0], ids.shape[1], workspace)
     slots = ids.numel()
     h, scales = parts["codes"][: slots * case.inner].view(slots, case.inner).double(), parts["scales"].double()[:, None]
     partial = parts["wide"][: slots * case.hidden].view(slots, case.hidden)

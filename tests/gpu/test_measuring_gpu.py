@@ -23,6 +23,7 @@ from vllm_moe_oracle.measurements import lookup, model_shapes
 from vllm_moe_oracle.measurements.roofline import roofline_us
 from vllm_moe_oracle.measurements.store import Store
 from vllm_moe_oracle.measuring import benchmarks, engine, timing, tuning
+from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +67,7 @@ def test_every_accepted_backend_is_measured_above_the_roofline(cell: str) -> Non
     for each in (record, more):
         assert set(tuning.accepted_backends(layer, here, chosen)) <= set(each.us), each.failures
         assert "stock:auto" in each.us, each.failures
-        bound = roofline_us(layer, each["tokens"], here.name)
+        bound = roofline_us(layer, each.tokens, here.name)
         # The expected number of experts is a mean; one draw has a few more or fewer.
         assert bound is None or all(us > 0.8 * bound for us in each.us.values())
 
@@ -105,7 +106,7 @@ def test_skewed_routing_is_no_slower_where_weights_are_the_time() -> None:
     """Fewer experts are read: at 64 tokens of 128 experts almost all are read under uniform routing."""
     here, layer = detect.detect(), model_shapes.parse("mxfp8:qwen3-30b-a3b")
     with engine.open_context(here, 64) as ready:
-        bench = ready.bench(layer, [tuning.default_registry()["marlin_mxfp8"]])
+        bench = ready.bench(layer, [default_registry()["marlin_mxfp8"]])
         uniform, skewed = (bench.measure(64, routing, 9)[0] for routing in ("uniform", "skewed"))
         bench.close()
     assert skewed.us < uniform.us
@@ -116,9 +117,7 @@ def test_serving_runs_the_measured_tile_configuration(cell: str) -> None:
     """Of shapes that the kernels' own table does not have."""
     here, layer = detect.detect(), model_shapes.parse(cell)
     backend = next(
-        each
-        for each in tuning.default_registry()
-        if each.name.startswith("hopper") and layer.scheme.name in each.schemes
+        each for each in default_registry() if each.name.startswith("hopper") and layer.scheme.name in each.schemes
     )
     with engine.open_context(here, 64) as ready:
         bench = ready.bench(layer, [backend])

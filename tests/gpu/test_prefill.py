@@ -45,7 +45,7 @@ def call(weights: PackedWeights, x: torch.Tensor, router: torch.Tensor, ids: tor
          config: PrefillConfig | None = None, **options: object) -> torch.Tensor:  # fmt: skip
     """fused_moe with poisoned workspace and output."""
     config = config or PrefillConfig()
-    plan = fm.workspace_layout(weights, *ids.shape, config)
+    plan = fm.workspace_layout(weights, ids.shape[0], ids.shape[1], config)
     out = torch.full(x.shape, float("nan"), dtype=x.dtype, device="cuda")
     fm.fused_moe(x, weights, router, ids, activation=case.activation, limit=case.limit,
                  workspace=poisoned(plan.nbytes, ids.shape[0]),
