@@ -3,8 +3,10 @@
     python -m tests.e2e.run_features JOBS.json RESULTS.json
 
 A job is an object: ``feature`` (a function of this module), ``checkpoint``, ``other`` (a second checkpoint of the same
-sizes), ``prompt`` (token ids) and ``tokens`` (how many). A result is an object with what the feature's function returns
-and ``served``, the number of MoE layers that run through the plugin where the model is in this process; or ``error``.
+sizes), ``adapter`` (a folder with a LoRA adapter), ``prompt`` (token ids) and ``tokens`` (how many); and optionally
+``dtype`` (float32), ``oracle`` (settings of the plugin) and ``engine`` (more arguments of vLLM's `LLM`, several ranks
+among them). A result is an object with what the feature's function returns and ``served``, the number of MoE layers
+that run through the plugin where the model is in this process; or ``error``.
 """
 
 from __future__ import annotations
@@ -15,30 +17,51 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e import run_generate
-from tests.e2e.run_generate import SMALL, model_of, say
+from tests.e2e.run_generate import SMALL, answer, greedily, model_of, say
 
-DTYPE = "float32"
-CONFIG = {"moe_oracle": {"activations": "16bit"}}
+ORACLE = {"activations": "16bit"}
 
 
-def engine(checkpoint: str, **arguments: Any) -> Any:
+def engine_arguments(job: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    """Arguments of an engine: those of tiny models, the feature's, the job's."""
+    config = {"moe_oracle": job.get("oracle", ORACLE)}
+    return {
+        "model": job["checkpoint"], "dtype": job.get("dtype", "float32"), "additional_config": config,
+        **SMALL | arguments | job.get("engine", {}),
+    }  # fmt: skip
+
+
+def engine(job: dict[str, Any], **arguments: Any) -> Any:
     """vLLM's offline engine."""
     from vllm import LLM
 
-    return LLM(model=checkpoint, dtype=DTYPE, additional_config=CONFIG, **SMALL | arguments)
+    return LLM(**engine_arguments(job, **arguments))
 
 
-def served(llm: Any) -> int:
-    """MoE layers that run through the plugin."""
+def ranks(llm: Any) -> int:
+    """Processes that hold a part of the model."""
+    return int(llm.llm_engine.vllm_config.parallel_config.world_size)
+
+
+def served(llm: Any) -> int | None:
+    """MoE layers that run through the plugin; None where they are in other processes."""
     from vllm_moe_oracle.methods.base import OracleMoEMethod
 
+    if ranks(llm) > 1:
+        return None
     methods = [getattr(module, "quant_method", None) for module in model_of(llm).modules()]
     return sum(isinstance(each, OracleMoEMethod) for each in methods)
 
 
+def generate(job: dict[str, Any]) -> dict[str, Any]:
+    """One prompt."""
+    llm = engine(job)
+    return {"said": [say(llm, job["prompt"], job["tokens"])], "served": served(llm)}
+
+
 def prefix_caching(job: dict[str, Any]) -> dict[str, Any]:
     """The same prompt twice; the second time its blocks are in the cache."""
-    llm = engine(job["checkpoint"], enable_prefix_caching=True, block_size=32)
+    llm = engine(job, enable_prefix_caching=True, block_size=32)
     first, second = (say(llm, job["prompt"], job["tokens"]) for _ in range(2))
     from vllm import SamplingParams
 
@@ -48,14 +71,14 @@ def prefix_caching(job: dict[str, Any]) -> dict[str, Any]:
 
 def chunked_prefill(job: dict[str, Any]) -> dict[str, Any]:
     """A prompt in several steps."""
-    llm = engine(job["checkpoint"], enable_chunked_prefill=True, max_num_batched_tokens=8)
+    llm = engine(job, enable_chunked_prefill=True, max_num_batched_tokens=8)
     return {"said": [say(llm, job["prompt"], job["tokens"])], "served": served(llm)}
 
 
 def speculative_decoding(job: dict[str, Any]) -> dict[str, Any]:
     """Drafts by n-grams of the prompt, which repeats itself."""
     draft = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    llm = engine(job["checkpoint"], speculative_config=draft)
+    llm = engine(job, speculative_config=draft)
     return {"said": [say(llm, job["prompt"], job["tokens"])], "served": served(llm)}
 
 
@@ -63,7 +86,7 @@ def prompt_logprobs(job: dict[str, Any]) -> dict[str, Any]:
     """The logprobs of the whole vocabulary at each position of the prompt but the first."""
     from vllm import SamplingParams
 
-    llm = engine(job["checkpoint"])
+    llm = engine(job)
     parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=-1, detokenize=False)
     output = llm.generate([{"prompt_token_ids": job["prompt"]}], parameters, use_tqdm=False)[0]
     rows = [[row[token].logprob for token in sorted(row)] for row in output.prompt_logprobs[1:]]
@@ -72,14 +95,14 @@ def prompt_logprobs(job: dict[str, Any]) -> dict[str, Any]:
 
 def embeddings(job: dict[str, Any]) -> dict[str, Any]:
     """The normalized last hidden state of the prompt's last token."""
-    llm = engine(job["checkpoint"], runner="pooling", convert="embed", skip_tokenizer_init=False)
+    llm = engine(job, runner="pooling", convert="embed", skip_tokenizer_init=False)
     output = llm.embed([{"prompt_token_ids": job["prompt"]}], use_tqdm=False)[0]
     return {"embedding": list(output.outputs.embedding), "served": served(llm)}
 
 
 def two_engines(job: dict[str, Any]) -> dict[str, Any]:
     """Two models in one process, by turns."""
-    one, two = engine(job["checkpoint"]), engine(job["other"])
+    one, two = engine(job), engine(job | {"checkpoint": job["other"]})
     first, second = say(one, job["prompt"], job["tokens"]), say(two, job["prompt"], job["tokens"])
     one.reset_prefix_cache()
     third = say(one, job["prompt"], job["tokens"])
@@ -87,37 +110,31 @@ def two_engines(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def async_engine(job: dict[str, Any]) -> dict[str, Any]:
-    """Two requests at once through the engine of a server."""
-    from vllm import SamplingParams
+    """Four requests at once through the engine of a server; data-parallel ranks share them."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     async def ask(llm: Any, name: str) -> dict[str, Any]:
-        parameters = SamplingParams(
-            max_tokens=job["tokens"], temperature=0.0, logprobs=-1, ignore_eos=True, detokenize=False
-        )
         last: Any = None
-        async for output in llm.generate({"prompt_token_ids": job["prompt"]}, parameters, name):
+        async for output in llm.generate({"prompt_token_ids": job["prompt"]}, greedily(job["tokens"]), name):
             last = output.outputs[0]
-        rows = [[row[token].logprob for token in sorted(row)] for row in last.logprobs]
-        return {"tokens": list(last.token_ids), "logprobs": rows}
+        return answer(last)
 
-    async def both() -> list[dict[str, Any]]:
-        arguments = AsyncEngineArgs(model=job["checkpoint"], dtype=DTYPE, additional_config=CONFIG, **SMALL)
-        llm = AsyncLLM.from_engine_args(arguments)
+    async def all_of_them() -> list[dict[str, Any]]:
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(job)))
         try:
-            return list(await asyncio.gather(ask(llm, "a"), ask(llm, "b")))
+            return list(await asyncio.gather(*(ask(llm, name) for name in "abcd")))
         finally:
             llm.shutdown()
 
-    return {"said": asyncio.run(both())}
+    return {"said": asyncio.run(all_of_them())}
 
 
 def _reload(job: dict[str, Any], *parts: str) -> dict[str, Any]:
     """Reloads the other checkpoint's tensors whose names hold one of `parts`, one call for each."""
     from safetensors.torch import load_file
 
-    llm = engine(job["checkpoint"])
+    llm = engine(job)
     tensors = load_file(Path(job["other"], "model.safetensors"))
     for part in parts:
         chosen = [(name, tensor) for name, tensor in tensors.items() if part in name]
@@ -139,6 +156,63 @@ def reload_by_layer(job: dict[str, Any]) -> dict[str, Any]:
 def reload_attention(job: dict[str, Any]) -> dict[str, Any]:
     """The attention alone: the experts stay as they are."""
     return _reload(job, ".self_attn.")
+
+
+def reload_and_back(job: dict[str, Any]) -> dict[str, Any]:
+    """The other checkpoint by vLLM's own layer-wise reload, then this one again."""
+    llm = engine(job)
+    answers = [say(llm, job["prompt"], job["tokens"])]
+    for name in ("other", "checkpoint"):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": job[name]})
+        llm.reset_prefix_cache()
+        answers.append(say(llm, job["prompt"], job["tokens"]))
+    return {"said": answers[::2], "said_other": [answers[1]], "served": served(llm)}
+
+
+def sleep(job: dict[str, Any]) -> dict[str, Any]:
+    """Level 1 keeps the weights in the host's memory, level 2 drops them and reads the checkpoint again."""
+    llm = engine(job, enable_sleep_mode=True)
+    answers = [say(llm, job["prompt"], job["tokens"])]
+    llm.sleep(level=1)
+    llm.wake_up()
+    answers.append(say(llm, job["prompt"], job["tokens"]))
+    llm.sleep(level=2)
+    llm.wake_up(tags=["weights"])
+    llm.collective_rpc("reload_weights")
+    llm.wake_up(tags=["kv_cache"])
+    llm.reset_prefix_cache()
+    answers.append(say(llm, job["prompt"], job["tokens"]))
+    return {"said": answers, "served": served(llm)}
+
+
+def expert_load_balancing(job: dict[str, Any]) -> dict[str, Any]:
+    """Experts move between ranks every fourth step, while requests run."""
+    balance = {"window_size": 4, "step_interval": 4, "num_redundant_experts": 2, "log_balancedness": True}
+    llm = engine(job, enable_eplb=True, eplb_config=balance | job.get("eplb", {}))
+    return {"said": [say(llm, job["prompt"], job["tokens"]) for _ in range(8)], "served": served(llm)}
+
+
+def lora(job: dict[str, Any]) -> dict[str, Any]:
+    """An adapter of the attention: without it, with it, and both in one batch."""
+    from vllm.lora.request import LoRARequest
+
+    llm = engine(job, enable_lora=True, max_lora_rank=8, lora_target_modules=["q_proj", "v_proj"])
+    adapter = LoRARequest("adapter", 1, job["adapter"])
+    prompt = {"prompt_token_ids": job["prompt"]}
+    outputs = llm.generate([prompt, prompt], greedily(job["tokens"]), lora_request=[None, adapter], use_tqdm=False)
+    plain, adapted = (answer(each.outputs[0]) for each in outputs)
+    return {"said": [say(llm, job["prompt"], job["tokens"]), plain], "said_other": [adapted], "served": served(llm)}
+
+
+def in_a_batch(job: dict[str, Any]) -> dict[str, Any]:
+    """The same prompt alone, and among 63 others; batch invariance asks for the same bits."""
+    llm = engine(job, max_num_seqs=64, max_num_batched_tokens=4096)
+    alone = say(llm, job["prompt"], job["tokens"])
+    prompts = [[3 + (start + index) % 60 for index in range(2 + start % 17)] for start in range(63)]
+    prompts.insert(31, job["prompt"])
+    outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], greedily(job["tokens"]), use_tqdm=False)
+    among = answer(outputs[31].outputs[0])
+    return {"said": [alone, among], "same_bits": alone == among, "served": served(llm)}
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:

@@ -81,15 +81,22 @@ def digests(model: Any) -> dict[str, str]:
     }
 
 
-def say(llm: Any, prompt: list[int], count: int) -> dict[str, Any]:
-    """The likeliest next tokens, and for each the logprobs of the whole vocabulary."""
+def greedily(count: int) -> Any:
+    """Parameters of a request for the likeliest next tokens."""
     from vllm import SamplingParams
 
-    parameters = SamplingParams(max_tokens=count, temperature=0.0, logprobs=-1, ignore_eos=True, detokenize=False)
-    output = llm.generate([{"prompt_token_ids": prompt}], parameters, use_tqdm=False)[0].outputs[0]
-    assert output.logprobs is not None
+    return SamplingParams(max_tokens=count, temperature=0.0, logprobs=-1, ignore_eos=True, detokenize=False)
+
+
+def answer(output: Any) -> dict[str, Any]:
+    """A completion's tokens, and for each the logprobs of the whole vocabulary."""
     rows = [[row[token].logprob for token in sorted(row)] for row in output.logprobs]
     return {"tokens": list(output.token_ids), "logprobs": rows}
+
+
+def say(llm: Any, prompt: list[int], count: int) -> dict[str, Any]:
+    """The likeliest next tokens."""
+    return answer(llm.generate([{"prompt_token_ids": prompt}], greedily(count), use_tqdm=False)[0].outputs[0])
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""Tiny models of every format on one and on two GPUs, through vLLM and the plugin, against float32 transformers.
+"""Tiny models of every format over one and two GPUs, through vLLM and the plugin, against float32 transformers.
 
-    python -m tests.gpu.ranks --json ranks.json [--workers 6] [--only WORDS]
+    python -m tests.gpu.ranks --json ranks.json [--workers 6] [--only FORMATS] [--cases CASES] [--cpu]
 
 Two Hopper cards of one host, vLLM and the plugin installed. Each format is served on one GPU, with its experts cut over
-two (tensor parallelism), and with whole experts on each of two (expert parallelism): by this project's kernels, eagerly
-and compiled with CUDA graphs as by default, and by the backend that is chosen without measurements. Every one of them
-has to say the tokens of float32 transformers, with logprobs within the tolerance of `tests.lib.served`, all layers
-through the oracle, and one decision on all ranks. Several engines start at once, since a start is work of the host.
+two (tensor parallelism), with whole experts on each of two (expert parallelism), and both with data parallelism: by
+this project's kernels, eagerly and compiled with CUDA graphs as by default, and by the backend that is chosen without
+measurements. A format of each scheme is also served with what people switch on: reloads, sleep, LoRA, expert load
+balancing and so on, over two ranks. Every answer has to be the tokens of float32 transformers, with logprobs within the
+tolerance of `tests.lib.served`, all layers through the oracle, and one decision on all ranks. Several engines start at
+once, since a start is work of the host.
 
 On a machine without a GPU, ``--cpu`` runs the same on two processes with the CPU's backends. Exit status 1 when one
 differs.
@@ -17,16 +19,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.lib import checkpoints, integer_checkpoints, reference
+from tests.lib import adapters, checkpoints, integer_checkpoints, reference
 from tests.lib.integer_checkpoints import Integers
 from tests.lib.served import PROMPT, difference, tolerance
 
@@ -35,12 +39,39 @@ TOKENS = 4
 SIZE = replace(checkpoints.Size(), intermediate=256)
 GPT_OSS = replace(checkpoints.Size(), intermediate=256, top_k=4)
 SECONDS = 240
-"""After which a process with the engines of one format is ended."""
+"""After which the process of one engine is ended."""
+LONG_PROMPT = [*range(5, 25), *range(5, 25)]
+"""Longer than a block of the cache and than a chunk; its second half repeats the first, for drafts by n-grams."""
 
 TWO: dict[str, Any] = {"tensor_parallel_size": 2}
 ONLINE = {"quantization": "mxfp8", "quantization_config": {"ignore": ["lm_head", "re:.*\\.mlp\\.gate$"]}}
-ENGINES: dict[str, dict[str, Any]] = {"one": {}, "tp2": TWO, "tp2 ep": TWO | {"enable_expert_parallel": True}}
-GRAPHS = {"cudagraph_capture_sizes": [1, 2]}
+EXPERTS = {"enable_expert_parallel": True}
+DATA: dict[str, Any] = {"data_parallel_size": 2}
+ENGINES: dict[str, dict[str, Any]] = {
+    "one": {}, "tp2": TWO, "tp2 ep": TWO | EXPERTS, "dp2": DATA, "dp2 ep": DATA | EXPERTS,
+}  # fmt: skip
+FEATURES: dict[str, dict[str, Any]] = {
+    "reload": {"feature": "reload_and_back", "engine": TWO},
+    "reload, ep": {"feature": "reload_and_back", "engine": TWO | EXPERTS},
+    "sleep": {"feature": "sleep", "engine": TWO},
+    "eplb": {"feature": "expert_load_balancing", "engine": TWO | EXPERTS, "eplb": {"use_async": False}},
+    "eplb, async": {"feature": "expert_load_balancing", "engine": TWO | EXPERTS},
+    "lora": {"feature": "lora", "engine": TWO},
+    "ngram drafts": {"feature": "speculative_decoding", "engine": TWO},
+    "prefix caching": {"feature": "prefix_caching", "engine": TWO},
+    "chunked prefill": {"feature": "chunked_prefill", "engine": TWO},
+    "async scheduling": {"feature": "async_engine", "engine": TWO | {"async_scheduling": True}},
+    "batch invariance": {
+        "feature": "in_a_batch", "engine": TWO, "environment": {"VLLM_BATCH_INVARIANT": "1"}, "oracle": {},
+    },
+    "pipeline": {"feature": "generate", "engine": {"pipeline_parallel_size": 2}},
+}  # fmt: skip
+"""What people switch on, compiled with CUDA graphs as by default, by this project's kernels."""
+FEATURED = ("mxfp8 modelopt", "mxfp4 gpt-oss", "mxfp4 compressed-tensors", "gptq g32")
+CPU_LACKS = ("dp2", "sleep", "eplb", "lora", "batch invariance", "pipeline")
+"""Cases that start with these words fail in stock vLLM 0.32 on a CPU, or are refused there: its ranks exchange no
+tokens, a request without an adapter gets its neighbor's, later stages of a pipeline have no place for their input."""
+GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]}}
 
 INTEGERS = {
     "gptq g32": Integers("gptq", group=32),
@@ -55,55 +86,95 @@ BACKENDS = {"mxfp8": "hopper_mxfp8", "mxfp4": "hopper_mxfp4", "wna16": "hopper_w
 ACT_ORDER = "hopper_wna16_act_order"
 
 
-def models(folder: Path, words: list[str]) -> dict[str, tuple[Path, Path, str, dict[str, Any]]]:
-    """Checkpoint, the one whose weights it stands for, scheme and more engine arguments, by format."""
-    plain = {"quantize_linears": False, "size": SIZE}
-    found: dict[str, tuple[Path, Path, str, dict[str, Any]]] = {}
+@dataclass(frozen=True)
+class Format:
+    """A format's checkpoints.
 
-    def wanted(name: str) -> bool:
-        return any(word in name for word in words)
+    Attributes:
+        path: what is served.
+        exact: what transformers read: the weights that `path` stands for.
+        scheme: of the experts.
+        engine: more arguments of the engine.
+        backend: this project's.
+        other: another model in this format, and what transformers read of it, where features are tried.
+        adapter: a LoRA adapter of the attention, and the exact checkpoint with it merged, likewise.
+    """
 
-    for name, tag in (("mxfp8 modelopt", "modelopt"), ("mxfp8 compressed-tensors", "compressed-tensors")):
-        if wanted(name):
-            path = checkpoints.write_checkpoint(folder / tag, format="mxfp8", tag=tag, **plain)  # type: ignore[arg-type]
-            found[name] = (path, path, "mxfp8", {})
-    if wanted("mxfp8 online"):
-        exact = checkpoints.write_checkpoint(folder / "online-exact", format="mxfp8", size=SIZE)
-        path = checkpoints.write_checkpoint(folder / "online", format="bf16", size=SIZE)
-        found["mxfp8 online"] = (path, exact, "mxfp8", ONLINE)
-    if wanted("mxfp4 gpt-oss"):
-        path = checkpoints.write_checkpoint(folder / "gpt-oss", arch="gpt_oss", format="mxfp4", size=GPT_OSS)
-        found["mxfp4 gpt-oss"] = (path, path, "mxfp4", {})
-    if wanted("mxfp4 compressed-tensors"):
-        path = checkpoints.write_checkpoint(
-            folder / "mxfp4", format="mxfp4", tag="compressed-tensors-a16", **plain  # type: ignore[arg-type]
-        )  # fmt: skip
-        found["mxfp4 compressed-tensors"] = (path, path, "mxfp4", {})
-    bf16 = checkpoints.write_checkpoint(folder / "bf16", format="bf16", **plain)  # type: ignore[arg-type]
-    for name, how in INTEGERS.items():
-        if wanted(name):
-            path = integer_checkpoints.write(bf16, folder / name.replace(" ", "-"), how)
-            found[name] = (path, path.with_name(f"{path.name}-exact"), "wna16", {})
+    path: Path
+    exact: Path
+    scheme: str
+    engine: dict[str, Any]
+    backend: str
+    other: tuple[Path, Path] | None = None
+    adapter: tuple[Path, Path] | None = None
+
+
+def write_format(folder: Path, name: str, seed: int) -> tuple[Path, Path]:
+    """Writes a model in a format: the checkpoint, and the one with the weights that it stands for."""
+    folder = folder / f"{name.replace(' ', '-')}-{seed}"
+    plain: dict[str, Any] = {"quantize_linears": False, "size": SIZE, "seed": seed}
+    scheme, _, how = name.partition(" ")
+    if name in INTEGERS:
+        bf16 = checkpoints.write_checkpoint(folder / "bf16", format="bf16", **plain)
+        path = integer_checkpoints.write(bf16, folder / "quantized", INTEGERS[name])
+        return path, path.with_name(f"{path.name}-exact")
+    if how == "online":
+        exact = checkpoints.write_checkpoint(folder / "exact", format="mxfp8", size=SIZE, seed=seed)
+        return checkpoints.write_checkpoint(folder / "bf16", format="bf16", size=SIZE, seed=seed), exact
+    if how == "gpt-oss":
+        plain = {"arch": "gpt_oss", "size": GPT_OSS, "seed": seed}
+    else:
+        plain["tag"] = how + "-a16" * (scheme == "mxfp4")
+    path = checkpoints.write_checkpoint(folder / "quantized", format=scheme, **plain)  # type: ignore[arg-type]
+    return path, path
+
+
+def formats(folder: Path, words: list[str]) -> dict[str, Format]:
+    """The formats whose names contain one of some words."""
+    found = {}
+    for name in (
+        "mxfp8 modelopt", "mxfp8 compressed-tensors", "mxfp8 online", "mxfp4 gpt-oss", "mxfp4 compressed-tensors",
+        *INTEGERS,
+    ):  # fmt: skip
+        if not any(word in name for word in words):
+            continue
+        path, exact = write_format(folder, name, 0)
+        scheme = "wna16" if name in INTEGERS else name.partition(" ")[0]
+        backend = ACT_ORDER if "act order" in name else BACKENDS[scheme]
+        found[name] = Format(path, exact, scheme, ONLINE if "online" in name else {}, backend)
+        if name in FEATURED:
+            merged = exact.with_name(f"{exact.name}-merged")
+            adapter = adapters.write(exact, exact.with_name(f"{exact.name}-adapter"), merged)
+            found[name] = replace(found[name], other=write_format(folder, name, 1), adapter=(adapter, merged))
     return found
 
 
-def jobs_of(checkpoint: Path, backend: str, more: dict[str, Any], cpu: bool) -> dict[str, dict[str, Any]]:
-    """The engines of one format, by name. backend: this project's."""
+def jobs_of(name: str, format: Format, cpu: bool) -> dict[str, dict[str, Any]]:
+    """The engines of one format by case: how it is cut, by which backend it runs, and what is switched on."""
+    own = {} if cpu else {"backend": format.backend}
+    common = {"checkpoint": str(format.path), "dtype": "bfloat16", "tokens": TOKENS}
     found: dict[str, dict[str, Any]] = {}
     for engine, options in ENGINES.items():
-        for name, oracle, eager in (
-            ("own", {} if cpu else {"backend": backend}, True),
-            ("own, graphs", {} if cpu else {"backend": backend}, False),
-            ("static", {"use_measurements": 0}, True),
-        ):
-            if cpu and name != "own":
+        for how, oracle, eager in (
+            ("own", own, True), ("own, graphs", own, False), ("static", {"use_measurements": 0}, True),
+        ):  # fmt: skip
+            if cpu and how != "own":
                 continue
-            compiled = {} if eager else {"compilation_config": GRAPHS}
-            found[f"{engine}, {name}"] = {
-                "checkpoint": str(checkpoint), "dtype": "bfloat16", "prompt": PROMPT, "tokens": TOKENS,
-                "oracle": oracle, "eager": eager, "engine": options | more | compiled,
+            if format.backend == ACT_ORDER and how != "static" and engine in ("tp2", "dp2"):
+                continue  # a rank's features are of parts of groups, which this backend refuses
+            arguments = options | format.engine | {"enforce_eager": eager} | ({} if eager else GRAPHS)
+            feature = "async_engine" if "data_parallel_size" in options else "generate"
+            found[f"{engine}, {how}"] = common | {
+                "feature": feature, "prompt": PROMPT, "oracle": oracle, "engine": arguments,
             }  # fmt: skip
-    return found
+    if format.other and format.adapter:
+        paths = {"other": str(format.other[0]), "adapter": str(format.adapter[0])}
+        for feature, job in FEATURES.items():
+            if job["feature"] == "expert_load_balancing" and name == "mxfp4 gpt-oss":
+                continue  # vLLM 0.33's model of gpt-oss has no experts that move
+            arguments = format.engine | ({} if cpu else {"enforce_eager": False} | GRAPHS) | job["engine"]
+            found[feature] = common | paths | {"prompt": LONG_PROMPT, "oracle": own} | job | {"engine": arguments}
+    return {case: job for case, job in found.items() if not (cpu and case.startswith(CPU_LACKS))}
 
 
 def serve(folder: Path, job: dict[str, Any], device: int) -> dict[str, Any]:
@@ -117,25 +188,50 @@ def serve(folder: Path, job: dict[str, Any], device: int) -> dict[str, Any]:
     files[0].write_text(json.dumps([job]))
     env = os.environ | {"VLLM_PLUGINS": "moe_oracle", "MOE_ORACLE_REPORT": str(files[2])}
     env |= {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "MOE_ORACLE_CACHE": str(folder / "cache")}
-    if "tensor_parallel_size" not in job["engine"]:
+    env |= {"VLLM_LOGGING_LEVEL": "INFO"} | job.get("environment", {})
+    if not any(name.endswith("_parallel_size") for name in job["engine"]):
         env |= {"CUDA_VISIBLE_DEVICES": str(device)}
-    command = [sys.executable, "-m", "tests.e2e.run_generate", *map(str, files[:2])]
+    command = [sys.executable, "-m", "tests.e2e.run_features", *map(str, files[:2])]
     begin = time.monotonic()
+    # A group of its own: ranks of an engine that is ended must not go on.
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS
-        )
-        output = done.stdout
-    except subprocess.TimeoutExpired as error:
-        output = f"{(error.stdout or b'').decode(errors='replace')}\nerror: ended after {SECONDS} s"
+        output = process.communicate(timeout=SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output = f"{process.communicate()[0]}\nerror: ended after {SECONDS} s"
     result = json.loads(files[1].read_text())[0] if files[1].exists() else {"error": "no result"}
     records = [json.loads(line) for line in files[2].read_text().splitlines()] if files[2].exists() else []
-    log = [line[-300:] for line in output.splitlines() if "rror" in line][-12:] if "error" in result else []
-    return {"result": result, "records": records, "seconds": time.monotonic() - begin, "log": log}
+    log = first_traceback(output) if "error" in result else []
+    moves = output.count("Rearranging experts") - output.count("Skip rearrange")
+    return {"result": result, "records": records, "seconds": time.monotonic() - begin, "log": log, "moves": moves}
 
 
-def judge(served: dict[str, Any], expected: reference.Continuation) -> dict[str, Any]:
-    """One row of the table."""
+def first_traceback(output: str) -> list[str]:
+    """The first traceback's last lines, without what vLLM puts in front of each; else the last lines with an error."""
+    lines = output.splitlines()
+    start = next((index for index, line in enumerate(lines) if "Traceback (most" in line), None)
+    if start is None:
+        return [line[-300:] for line in lines if "rror" in line][-12:]
+    prefix = lines[start].partition("Traceback")[0]
+    words = [line.removeprefix(prefix) for line in lines[start + 1 :] if line.startswith(prefix)]
+    end = next((index for index, line in enumerate(words) if line and line[0] != " "), len(words) - 1)
+    return [line[-200:] for line in words[: end + 1] if "^^^" not in line][-24:]
+
+
+def judge(
+    job: dict[str, Any], served: dict[str, Any], expected: reference.Continuation, other: reference.Continuation | None
+) -> dict[str, Any]:
+    """One row of the table.
+
+    Args:
+        job: what was served.
+        served: by `serve`.
+        expected: of the checkpoint.
+        other: of what the feature says in ``said_other``.
+    """
     result, records = served["result"], served["records"]
     row: dict[str, Any] = {"seconds": round(served["seconds"], 1)}
     if "error" in result:
@@ -144,16 +240,27 @@ def judge(served: dict[str, Any], expected: reference.Continuation) -> dict[str,
         (group["decision"]["backend"], group["decision"]["why"]) for record in records for group in record["groups"]
     }
     layers = sum(group["count"] for record in records for group in record["groups"])
-    largest = difference(result, expected)
+    pairs = [(said, expected) for said in result["said"]]
+    pairs += [(said, other) for said in result.get("said_other", ()) if other is not None]
+    largest = max(difference(said, theirs, job["prompt"]) for said, theirs in pairs)
+    tokens_equal = all(said["tokens"] == theirs.tokens for said, theirs in pairs)
     ranks = len(records)
+    stages = job["engine"].get("pipeline_parallel_size", 1)
     ok = (
         largest <= tolerance("bfloat16")
-        and result["tokens"] == expected.tokens
+        and tokens_equal
         and len(decisions) == 1
-        and layers == SIZE.layers * ranks > 0
+        and layers * stages == SIZE.layers * ranks > 0
+        and ("said_other" not in result or other is not None)
+        and result.get("same_bits", True)
     )
+    if job["feature"] == "expert_load_balancing":
+        row["rearrangements"] = served["moves"]
+        ok &= served["moves"] > 0
+    if "same_bits" in result:
+        row["same_bits"] = result["same_bits"]
     return row | {
-        "ok": ok, "logprob_difference": round(largest, 4), "tokens_equal": result["tokens"] == expected.tokens,
+        "ok": ok, "logprob_difference": round(largest, 4), "tokens_equal": tokens_equal, "answers": len(pairs),
         "ranks": ranks, "layers": layers, "backends": sorted(name for name, _ in decisions),
     }  # fmt: skip
 
@@ -161,50 +268,58 @@ def judge(served: dict[str, Any], expected: reference.Continuation) -> dict[str,
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--workers", type=int, default=6, help="formats that are served at once")
+    parser.add_argument("--workers", type=int, default=6, help="engines that start at once")
     parser.add_argument("--only", default="", help="formats that contain one of these words, comma-separated")
-    parser.add_argument("--engines", default="", help="engines that contain one of these words, comma-separated")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no further format after these seconds")
+    parser.add_argument("--cases", default="", help="cases that start with one of these words, comma-separated")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no further engine after these seconds")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     begin = time.monotonic()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        formats = models(folder, args.only.split(","))
-        expected = {
-            format: reference.greedy(reference.load_transformers(exact), PROMPT, TOKENS)
-            for format, (_, exact, _, _) in formats.items()
-        }
-        print(f"{len(formats)} formats after {time.monotonic() - begin:.0f} s", flush=True)
+        found = formats(folder, args.only.split(","))
+        starts = tuple(args.cases.split(","))
+        jobs = [
+            (format, case, job)
+            for format, how in found.items()
+            for case, job in jobs_of(format, how, args.cpu).items()
+            if case.startswith(starts)
+        ]
+        # What is switched on comes first, then how people serve; then all formats of one case.
+        jobs.sort(key=lambda each: (each[1] not in FEATURES, "graphs" not in each[1], each[1]))
 
-        def one(item: tuple[int, str]) -> None:
-            index, format = item
+        @cache
+        def says(checkpoint: Path, prompt: tuple[int, ...]) -> reference.Continuation:
+            return reference.greedy(reference.load_transformers(checkpoint), list(prompt), TOKENS)
+
+        def theirs(format: str, job: dict[str, Any]) -> tuple[reference.Continuation, reference.Continuation | None]:
+            pair = {"lora": found[format].adapter, "reload_and_back": found[format].other}.get(job["feature"])
+            prompt = tuple(job["prompt"])
+            return says(found[format].exact, prompt), says(pair[1], prompt) if pair else None
+
+        expected = [theirs(format, job) for format, _, job in jobs]
+        print(f"{len(found)} formats, {len(jobs)} engines after {time.monotonic() - begin:.0f} s", flush=True)
+
+        def one(index: int) -> None:
+            format, case, job = jobs[index]
             if time.monotonic() - begin > args.seconds:
-                print(f"{format}: not started", flush=True)
+                print(f"{format}, {case}: not started", flush=True)
                 return
-            checkpoint, _, scheme, more = formats[format]
             own = folder / f"run-{index}"
             own.mkdir()
-            backend = ACT_ORDER if "act order" in format else BACKENDS[scheme]
-            jobs = jobs_of(checkpoint, backend, more, args.cpu)
-            wanted = args.engines.split(",")
-            for engine, job in jobs.items():
-                if not any(word in engine for word in wanted):
-                    continue
-                row = {"format": format, "engine": engine}
-                row |= judge(serve(own, job, index % 2), expected[format])
-                rows.append(row)
-                words = {key: each for key, each in row.items() if key not in ("format", "engine", "ok", "log")}
-                print(f"{'ok  ' if row['ok'] else 'FAIL'} {format}, {engine}: {words}", flush=True)
-                write(args.json, rows)
+            row = {"format": format, "case": case} | judge(job, serve(own, job, index % 2), *expected[index])
+            rows.append(row)
+            words = {key: each for key, each in row.items() if key not in ("format", "case", "ok", "log")}
+            print(f"{'ok  ' if row['ok'] else 'FAIL'} {format}, {case}: {words}", flush=True)
+            write(args.json, rows)
 
         with ThreadPoolExecutor(args.workers) as pool:
-            list(pool.map(one, enumerate(formats)))
+            list(pool.map(one, range(len(jobs))))
     failed = [row for row in rows if not row["ok"]]
     print(f"{len(rows) - len(failed)} of {len(rows)} hold, {time.monotonic() - begin:.0f} s")
     for row in failed:
-        print(row["format"], row["engine"], *row.get("log", ())[-4:], sep="\n   ")
+        print(row["format"], row["case"], *row.get("log", ())[-6:], sep="\n   ")
     return 1 if failed else 0
 
 
@@ -217,7 +332,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
         "gpu": gpu, "gpus": torch.cuda.device_count(), "torch": torch.__version__,
         "command": "python -m tests.gpu.ranks " + " ".join(sys.argv[1:]), "tolerance": tolerance("bfloat16"),
     }  # fmt: skip
-    ordered = sorted(rows, key=lambda row: (row["format"], row["engine"]))
+    ordered = sorted(rows, key=lambda row: (row["format"], row["case"]))
     path.write_text(json.dumps({"conditions": conditions, "rows": ordered}, indent=1) + "\n")
 
 

@@ -41,12 +41,16 @@ def test_choices_survive_their_file() -> None:
         assert all(compare_tiles.encode(compare_tiles.decode(each)) == each for each in cell.values())
 
 
+JOB: dict[str, Any] = {"feature": "generate", "prompt": PROMPT, "engine": {"tensor_parallel_size": 2}}
+
+
 def served(**changes: Any) -> dict[str, Any]:
     """What an engine of two ranks gives."""
     expected = continuation()
     group = {"count": 2, "decision": {"backend": "hopper_mxfp8", "why": "user"}}
-    result = {"tokens": expected.tokens, "logprobs": expected.logprobs[len(PROMPT) - 1 : -1].tolist()}
-    return {"result": result, "records": [{"groups": [group]}] * 2, "seconds": 1.0, "log": [], **changes}
+    said = {"tokens": expected.tokens, "logprobs": expected.logprobs[len(PROMPT) - 1 : -1].tolist()}
+    plain = {"result": {"said": [said]}, "records": [{"groups": [group]}] * 2, "seconds": 1.0, "log": [], "moves": 3}
+    return plain | changes
 
 
 def continuation() -> reference.Continuation:
@@ -58,8 +62,12 @@ def other(backend: str = "hopper_mxfp8", count: int = 2) -> dict[str, Any]:
     return {"groups": [{"count": count, "decision": {"backend": backend, "why": "user"}}]}
 
 
+def holds(given: dict[str, Any], another: reference.Continuation | None = None, **job: Any) -> bool:
+    return bool(ranks.judge(JOB | job, given, continuation(), another)["ok"])
+
+
 @pytest.mark.parametrize(
-    ("changes", "holds"),
+    ("changes", "right"),
     [
         ({}, True),
         ({"result": {"error": "RuntimeError: no"}}, False),
@@ -68,12 +76,39 @@ def other(backend: str = "hopper_mxfp8", count: int = 2) -> dict[str, Any]:
         ({"records": [other(), other(count=1)]}, False),
     ],
 )
-def test_ranks_are_judged_by_layers_and_decisions(changes: dict[str, Any], holds: bool) -> None:
-    assert ranks.judge(served(**changes), continuation())["ok"] is holds
+def test_ranks_are_judged_by_layers_and_decisions(changes: dict[str, Any], right: bool) -> None:
+    assert holds(served(**changes)) is right
 
 
-def test_ranks_are_judged_by_tokens_and_logprobs() -> None:
-    given = served()
-    assert not ranks.judge({**given, "result": {**given["result"], "tokens": [2, 1]}}, continuation())["ok"]
-    moved = (np.array(given["result"]["logprobs"]) + 1.01 * tolerance("bfloat16")).tolist()
-    assert not ranks.judge({**given, "result": {**given["result"], "logprobs": moved}}, continuation())["ok"]
+def test_ranks_are_judged_by_tokens_and_logprobs_of_every_answer() -> None:
+    said = served()["result"]["said"][0]
+    moved = (np.array(said["logprobs"]) + 1.01 * tolerance("bfloat16")).tolist()
+    for wrong in ({**said, "tokens": [2, 1]}, {**said, "logprobs": moved}):
+        assert not holds(served(result={"said": [said, wrong]}))
+        assert not holds(served(result={"said": [said], "said_other": [wrong]}), continuation())
+        assert holds(served(result={"said": [said], "said_other": [said]}), continuation())
+    assert not holds(served(result={"said": [said], "said_other": [said]}))  # nothing to compare it with
+
+
+def test_features_are_judged_by_what_they_promise() -> None:
+    said, records = served()["result"]["said"], [other(count=1)] * 2
+    assert not holds(served(result={"said": said, "same_bits": False}), feature="in_a_batch")
+    assert holds(served(), feature="expert_load_balancing")
+    assert not holds(served(moves=0), feature="expert_load_balancing")
+    assert holds(served(records=records), engine={"pipeline_parallel_size": 2}) and not holds(served(records=records))
+
+
+def test_the_first_traceback_is_kept_without_its_prefix() -> None:
+    log = ["INFO a", "(W pid=1) ERROR Traceback (most recent call last):", "(W pid=1) ERROR   File x", "INFO b"]
+    log += ["(W pid=1) ERROR     call()", "(W pid=1) ERROR     ^^^^^^", "(W pid=1) ERROR ValueError: no", "later error"]
+    assert ranks.first_traceback("\n".join(log)) == ["  File x", "    call()", "ValueError: no"]
+    assert ranks.first_traceback("INFO a\nan error\nb") == ["an error"]
+
+
+def test_two_gpus_say_what_transformers_say() -> None:
+    runs = json.loads((DATA / "ranks-vllm-0.33.0.json").read_text())["runs"]
+    rows = [row for run in runs for row in run["rows"]]
+    assert all(row["logprob_difference"] <= run["conditions"]["tolerance"] for run in runs for row in run["rows"])
+    assert all(row["ok"] and row["tokens_equal"] and row["layers"] for row in rows)
+    cells = [(row["format"], row["case"]) for row in rows]
+    assert len(cells) == len(set(cells)) and {case for _, case in cells} >= set(ranks.FEATURES)

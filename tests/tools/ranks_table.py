@@ -1,0 +1,45 @@
+"""The table of several GPUs in vllm_moe_oracle/OPERATIONS.md, from what `tests.gpu.ranks` wrote.
+
+`python -m tests.tools.generate --write` puts it into the page.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+PATH = Path(__file__).parents[1] / "golden" / "h100" / "ranks-vllm-0.33.0.json"
+CASES = {
+    "tensor parallel 2": ("tp2", "prefix caching", "chunked prefill", "async scheduling"),
+    "tensor parallel 2, whole experts on each rank": ("tp2 ep", "reload, ep", "eplb"),
+    "data parallel 2, experts cut over the ranks": ("dp2",),
+    "data parallel 2, whole experts on each rank": ("dp2 ep",),
+    "pipeline parallel 2": ("pipeline",),
+    "reload of another checkpoint and back (tensor parallel, also with whole experts)": ("reload", "reload, ep"),
+    "sleep, levels 1 and 2": ("sleep",),
+    "expert load balancing, at once and beside requests": ("eplb", "eplb, async"),
+    "LoRA on the attention, with and without it in one batch": ("lora",),
+    "drafts by n-grams": ("ngram drafts",),
+    "prefix caching": ("prefix caching",),
+    "chunked prefill": ("chunked prefill",),
+    "async scheduling": ("async scheduling",),
+    "batch invariance: the same bits alone and among 63 others": ("batch invariance",),
+}
+"""What a reader calls it, and the cases in the file: a way of cutting the model, or what is switched on."""
+
+
+def rows() -> list[dict[str, Any]]:
+    """Every engine that was served."""
+    return [row for run in json.loads(PATH.read_text())["runs"] for row in run["rows"]]
+
+
+def table() -> str:
+    """One line for each way of cutting a model and each feature."""
+    lines = ["| over two GPUs | formats | largest difference of a logprob |", "|---|---|---|"]
+    for name, cases in CASES.items():
+        found = [row for row in rows() if row["case"] in cases or row["case"].partition(", ")[0] in cases]
+        served = sorted({row["format"] for row in found})
+        shown = ", ".join(served) if len(served) < 5 else str(len(served))
+        lines.append(f"| {name} | {shown} | {max(row['logprob_difference'] for row in found):.3f} |")
+    return "\n".join(lines)
