@@ -14,6 +14,7 @@ from tests.lib.cases import CPU, backend, problem, registry
 
 pytest.importorskip("vllm", reason="the method is a subclass of vLLM's")
 
+from vllm_moe_oracle.compat.adapter import Adapter
 from vllm_moe_oracle.core.decision import TokenRange
 from vllm_moe_oracle.errors import LifecycleError
 from vllm_moe_oracle.methods.base import STATE_ATTRIBUTE, OracleMoEMethod
@@ -31,6 +32,7 @@ def method(run: Any) -> Any:
     made.adapter = SimpleNamespace(
         apply=lambda kernel, layer, x, weights, ids, extra: run(x),
         apply_monolithic=lambda kernel, layer, x, logits, extra: run(x),
+        raised_between_ranks=Adapter.raised_between_ranks,
     )
     return made
 
@@ -83,6 +85,20 @@ def test_no_other_backend_is_proposed_where_none_would_help() -> None:
     with pytest.raises(LifecycleError) as typed:
         method(ours).apply(LAYER, torch.zeros(1, 4), None, None)
     assert not hasattr(typed.value, "__notes__")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_backend_is_blamed_for_an_exchange_between_ranks(call: str) -> None:
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+
+    def exchange(x: Any) -> Any:
+        return DeviceCommunicatorBase.all_gatherv(object(), x)  # type: ignore[arg-type]
+
+    with pytest.raises(NotImplementedError) as caught:
+        CALLS[call](method(exchange), torch.zeros(3, 4))
+    exchanged, remedy = caught.value.__notes__
+    assert "while vLLM exchanged tokens between ranks in model.layers.0.mlp.experts, for 3 tokens" in exchanged
+    assert "MOE_ORACLE_ENABLED=0" in remedy and "DISABLE" not in remedy
 
 
 @pytest.mark.parametrize("call", CALLS)

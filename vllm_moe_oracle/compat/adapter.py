@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, cast
@@ -233,6 +234,12 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         return BatchedPrepareAndFinalize(
             max_num_tokens=moe.max_num_tokens, num_local_experts=moe.num_local_experts, num_dispatchers=1, rank=0
         )
+
+    @staticmethod
+    def raised_between_ranks(error: Exception) -> bool:
+        """Whether an exception of a modular kernel comes from vLLM's exchange of tokens between ranks."""
+        names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+        return any(name.startswith("vllm.distributed.") for name in names)
 
     def apply(
         self, kernel: Any, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, extra: Mapping[str, Any]

@@ -483,9 +483,13 @@ class OracleMoEMethod(FusedMoEMethodBase):
         if isinstance(error, OracleError):  # it says where and what to do
             return
         name = self.decision.backend_for(x.shape[0])
-        error.add_note(
-            f"moe_oracle: raised by the backend {name} in {self.decision.problem.layer}, for {x.shape[0]} tokens"
-        )
+        where = f"in {self.decision.problem.layer}, for {x.shape[0]} tokens"
+        if self.adapter.raised_between_ranks(error):
+            error.add_note(f"moe_oracle: raised while vLLM exchanged tokens between ranks {where}, not by {name}")
+            variable = settings.env_var("enabled")
+            error.add_note(f"moe_oracle: {variable}=0 at the next start shows whether stock vLLM fails likewise")
+            return
+        error.add_note(f"moe_oracle: raised by the backend {name} {where}")
         if not is_out_of_memory(error):
             variable = settings.env_var("disable")
             error.add_note(f"moe_oracle: {variable}={name} at the next start takes another backend; please report this")
