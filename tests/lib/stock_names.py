@@ -20,6 +20,7 @@ TYPES = {
     "kernel": f"{_FUSED_MOE}.modular_kernel:FusedMoEKernel",
     "experts": f"{_FUSED_MOE}.modular_kernel:FusedMoEExpertsModular",
     "quant_config": f"{_FUSED_MOE}.config:FusedMoEQuantConfig",
+    "expert_tokens_meta": f"{_FUSED_MOE}.modular_kernel:ExpertTokensMetadata",
     "key": "vllm.model_executor.layers.quantization.utils.quant_utils:QuantKey",
     "hf_to_vllm_mapper": "vllm.model_executor.models.utils:WeightsMapper",
     "linear": "vllm.model_executor.kernels.linear",

@@ -109,6 +109,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "tiles": (),
     "compile_keys": ("none",),
     "layout": ("text",),
+    "only_by_name": ("text", "blank"),
     "validate_weights": ("text", "blank"),
     "build_experts": tuple(name for name in RETURNED if name != "none"),  # whatever vLLM's kernel takes
 }

@@ -481,7 +481,7 @@ def test_the_registry_of_the_process_is_used_when_none_is_given(monkeypatch: pyt
 def test_the_reference_runs_on_a_gpu_by_name_only(device: Device) -> None:
     some = registry(
         [
-            backend("emulation", capabilities=Capabilities(devices=("cuda", "rocm", "xpu"))),
+            backend("emulation", capabilities=Capabilities(devices=("cuda", "rocm", "xpu")), vllm_names=("emulation",)),
             refusing("far", "a", "b"),
             refusing("near", "c"),
         ]

@@ -76,7 +76,7 @@ def test_no_gpu_gets_the_emulation_unasked(release: str) -> None:
             assert ("emulation runs it slowly" in error.remedy) == bool(able)
             continue
         outcomes.add("kernel")
-        assert decision.backend != "emulation" and "emulation" not in automatic_choices(decision.candidates, device)
+        assert decision.backend != "emulation" and "emulation" not in automatic_choices(decision.candidates)
     assert outcomes == {"kernel", "stock", "none"}
 
 

@@ -198,6 +198,13 @@ class Backend(ABC):
         """Rank among the candidates while nothing has been measured, lowest first: `static_priority`."""
         return self.static_priority
 
+    def only_by_name(self, problem: Problem, device: Device) -> str:
+        """Why a backend that can run a layer runs it only when it is asked for by name; "" if it may be chosen.
+
+        Where nothing else is left, stock vLLM gets the layer, or the start ends with an error that says how to ask.
+        """
+        return ""
+
     def activations(self, problem: Problem) -> ActivationPrecision:
         """Precision in which the experts' inputs enter both products: `activation_precision`."""
         return self.activation_precision

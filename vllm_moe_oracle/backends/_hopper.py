@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..core.activations import ACTIVATIONS
 from ..core.capabilities import Capabilities
 from ..core.decision import ShardPlan
-from ..core.problem import ActivationPrecision, Problem
+from ..core.problem import ActivationPrecision, Device, Problem
 from ..core.sharding import loaded_group_size
 from ._contract import Backend, Builder, Tensors
 from ._hopper_warmup import MAX_LOADING_WORKSPACE, token_counts, warm_up
@@ -41,6 +41,7 @@ CAPABILITIES = Capabilities(
     bias=True,
     hidden_multiple=32,
     intermediate_multiple=32,
+    formats=("standard", "batched"),
     apply_router_weight_on_input=True,
     eplb=True,
     batch_invariant=True,
@@ -64,6 +65,11 @@ def _warn_once(problem: Problem, words: str) -> None:
     if key not in _warned:
         _warned.add(key)
         logger.warning("moe_oracle: %s: %s", problem.layer, words)
+
+
+def _is_batched(problem: Problem) -> bool:
+    """Whether an all-to-all hands the experts tokens sorted by expert."""
+    return problem.parallel.format == "batched"
 
 
 def _tile_boundaries(plan: ShardPlan, most: int) -> list[int]:
@@ -159,6 +165,10 @@ class HopperBackend(Backend):
     activation_precision: ClassVar[ActivationPrecision] = "16bit"
     triton_release_error = 0.02
 
+    def only_by_name(self, problem: Problem, device: Device) -> str:
+        """Where vLLM's own kernels may be faster, and nothing could show it."""
+        return "was not measured on tokens that an all-to-all sorts by expert" if _is_batched(problem) else ""
+
     def weight_format(self, problem: Problem) -> str:
         """The kernels' name of the layer's weight format."""
         return problem.scheme.name if problem.scheme.name != "wna16" else f"int{problem.scheme.bits}"
@@ -205,13 +215,15 @@ class HopperBackend(Backend):
 
         from ..kernels.fused_moe import fused_moe
 
+        whole_calls = _is_batched(problem)  # every call has the same number of rows
+        problem = problem.as_called()
         launches = self._launches(problem, plan, builder.max_tokens)
         # Every call leaves the counters zero, so one buffer is enough. It is allocated outside of CUDA graphs.
         counters = builder.register_buffer(
             torch.zeros(launches.counters, dtype=torch.int32, device=tensors["w13"].device)
         )
         activation = problem.activation
-        later = self._warm_up(tensors, launches, problem, plan, builder)
+        later = self._warm_up(tensors, launches, problem, plan, builder, whole_calls)
 
         def run(
             out: Tensor,
@@ -334,13 +346,20 @@ class HopperBackend(Backend):
         return frozenset(found)
 
     def _warm_up(
-        self, tensors: Tensors, launches: _LayerLaunches, problem: Problem, plan: ShardPlan, builder: Builder
+        self,
+        tensors: Tensors,
+        launches: _LayerLaunches,
+        problem: Problem,
+        plan: ShardPlan,
+        builder: Builder,
+        whole_calls: bool,
     ) -> list[int]:
-        """Compiles the kernels of calls with few tokens. Returns the numbers of tokens still to be compiled."""
+        """Compiles the kernels of calls with few tokens, or of the only size. Returns the numbers of tokens still to be
+        compiled."""
         if not (builder.for_serving and tensors["w13"].is_cuda):
             return []
         most = builder.max_tokens
-        counts = sorted({*token_counts(most), *_tile_boundaries(plan, most)})
+        counts = [most] if whole_calls else sorted({*token_counts(most), *_tile_boundaries(plan, most)})
         needs = itertools.accumulate((launches.nbytes(count, problem.top_k) for count in counts), max)
         few = sum(need <= MAX_LOADING_WORKSPACE for need in needs)
         weights = self._stored(tensors, launches.blank)

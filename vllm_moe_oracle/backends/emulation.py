@@ -52,6 +52,7 @@ class Emulation(Backend):
         bits=(4, 8),
         zero_points=True,
         act_orders=("none", "group", "static"),
+        formats=("standard", "batched"),
         apply_router_weight_on_input=True,
         eplb=True,
     )
@@ -95,6 +96,7 @@ class Emulation(Backend):
 
     def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
         """Experts over `forward`."""
+        problem = problem.as_called()
 
         def run(out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> None:
             forward(tensors, problem, out, x, topk_weights, topk_ids, expert_map)

@@ -21,7 +21,7 @@ from ..backends import Backend, Forward, WorkspaceForward
 from ..core.activations import spec_of
 from ..core.problem import MX_BLOCK, Activation, Problem
 from .experts_adapter import ExpertsAdapter
-from .function_experts import FunctionExperts
+from .function_experts import BatchedFunctionExperts, FunctionExperts
 from .layer_adapter import LayerAdapter
 
 # Read at import: on a CPU torch.compile traces through `apply`, and cannot trace `inspect.signature`.
@@ -71,6 +71,7 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         quant_config: Any,
         forward: Forward | WorkspaceForward,
         nbytes: Callable[[int, int], int] | None = None,
+        batched: bool = False,
     ) -> Any:
         """Experts that call a function.
 
@@ -79,8 +80,18 @@ class Adapter(LayerAdapter, ExpertsAdapter):
             quant_config: from `quant_config`.
             forward: the function.
             nbytes: bytes of scratch memory that it needs, from the number of tokens and top-k; None for none.
+            batched: for activations that an all-to-all has sorted by expert; the function sees each row as a token.
         """
+        if batched:
+            return BatchedFunctionExperts(
+                moe, quant_config, forward, nbytes, **self.batched_kwargs(BatchedFunctionExperts, moe)
+            )
         return FunctionExperts(moe, quant_config, forward, nbytes)
+
+    def batched_rows(self, moe: Any) -> int:
+        """Rows that an all-to-all in the batched format hands to a rank: each rank's most tokens, for each expert."""
+        sizes = self.batched_kwargs(BatchedFunctionExperts, moe)
+        return int(moe.num_local_experts) * sizes["max_num_tokens"] * sizes["num_dispatchers"]
 
     def max_tokens(self, moe: Any) -> int:
         """Largest number of tokens in a call of a layer: the scheduler's limit times the data-parallel ranks."""

@@ -32,6 +32,7 @@ class VllmBuilder:
         quant_config: Any,
         for_serving: bool = True,
         trial_tokens: int = _MAX_TRIAL_TOKENS,
+        batched: bool = False,
     ) -> None:
         """
         Args:
@@ -40,10 +41,11 @@ class VllmBuilder:
             quant_config: vLLM's `FusedMoEQuantConfig` of the layer.
             for_serving: see the class.
             trial_tokens: most tokens of a call of experts that do not serve.
+            batched: an all-to-all sorts tokens by expert. Functions see each row as a token with one expert.
         """
         self.for_serving = for_serving
         self.buffers: list[Tensor] = []
-        self._trial_tokens = trial_tokens
+        self._trial_tokens, self._batched = trial_tokens, batched
         self._adapter = adapter
         self._moe = moe
         self._quant_config = quant_config
@@ -55,17 +57,19 @@ class VllmBuilder:
 
     def from_function(self, forward: Forward) -> Any:
         """Experts over a function."""
-        return self._adapter.function_experts(self._moe, self._quant_config, forward)
+        return self._adapter.function_experts(self._moe, self._quant_config, forward, batched=self._batched)
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of a call."""
+        """Most tokens of a call; rows in the batched format, whose calls all have that many."""
+        if self._batched:
+            return self._adapter.batched_rows(self._moe)
         most = self._adapter.max_tokens(self._moe)
         return most if self.for_serving else min(most, self._trial_tokens)
 
     def from_workspace_function(self, forward: WorkspaceForward, nbytes: Callable[[int, int], int]) -> Any:
         """Experts over a function with a workspace."""
-        return self._adapter.function_experts(self._moe, self._quant_config, forward, nbytes)
+        return self._adapter.function_experts(self._moe, self._quant_config, forward, nbytes, self._batched)
 
     def stock(self, class_name: str, **kwargs: Any) -> Any:
         """An instance of vLLM's own expert class of that name."""

@@ -1,4 +1,4 @@
-"""A modular expert class of vLLM's that calls a Python function.
+"""Modular expert classes of vLLM's that call a Python function.
 
 The function runs inside a custom operator, opaque to torch.compile: it branches on data, and on a CPU the compiler
 traces through the MoE layer.
@@ -14,7 +14,10 @@ from weakref import WeakValueDictionary
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from torch import Tensor
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
 
 from ..backends import Forward, WorkspaceForward
 
@@ -72,8 +75,9 @@ class FunctionExperts(mk.FusedMoEExpertsModular):
         quant_config: Any,
         forward: Forward | WorkspaceForward,
         nbytes: Callable[[int, int], int] | None = None,
+        **sizes: int,
     ) -> None:
-        super().__init__(moe_config, quant_config)
+        super().__init__(moe_config, quant_config, **sizes)
         self.runner: _RegisteredForward = _RegisteredForward(forward, nbytes is not None)
         self.nbytes: Callable[[int, int], int] | None = nbytes
 
@@ -110,9 +114,11 @@ class FunctionExperts(mk.FusedMoEExpertsModular):
         activation: Any,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """No first workspace (vLLM places the output there), scratch memory in the second, and the output `[M, K]`."""
-        # vLLM's workspaces have the model's dtype: at least 2 bytes an element.
-        scratch = 0 if self.nbytes is None else -(-self.nbytes(M, topk) // 2)
-        return (0,), (scratch,), (M, K)
+        return (0,), (self._scratch(M, topk),), (M, K)
+
+    def _scratch(self, tokens: int, top_k: int) -> int:
+        """Elements of scratch memory. vLLM's workspaces have the model's dtype: at least 2 bytes an element."""
+        return 0 if self.nbytes is None else -(-self.nbytes(tokens, top_k) // 2)
 
     def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
         """Number of experts, number of tokens, rows of w13, hidden size, top-k."""
@@ -141,12 +147,84 @@ class FunctionExperts(mk.FusedMoEExpertsModular):
         if apply_router_weight_on_input:
             # vLLM's prepare step has applied the weights to the input.
             topk_weights = torch.ones_like(topk_weights)
-        torch.ops.vllm_moe_oracle.run_experts(
-            output,
-            hidden_states,
-            topk_weights,
-            topk_ids,
-            expert_map,
-            output.new_empty(0) if workspace2 is None else workspace2,
-            self.runner.handle,
+        self._run(output, hidden_states, topk_weights, topk_ids, expert_map, workspace2)
+
+    def _run(
+        self, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, expert_map: Tensor | None, workspace: Tensor | None
+    ) -> None:
+        scratch = out.new_empty(0) if workspace is None else workspace
+        torch.ops.vllm_moe_oracle.run_experts(out, x, weights, ids, expert_map, scratch, self.runner.handle)
+
+
+class BatchedFunctionExperts(FunctionExperts):
+    """Experts that call a function on rows that an all-to-all has sorted by expert, `[experts, tokens, hidden]`.
+
+    The function sees each row as a token with one expert of this rank, and rows beyond an expert's number of tokens as
+    tokens without an expert, which it skips. What it writes there is not read.
+    """
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """Inputs arrive as they are: the quant config says so, and vLLM's prepare steps for this format refuse to be
+        asked for it."""
+        return False
+
+    @staticmethod
+    def activation_format() -> Any:
+        """The batched format: rows by expert, and how many of them hold tokens."""
+        return mk.FusedMoEActivationFormat.BatchedExperts
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        """Delegated: the finalize step of the all-to-all applies the router's weights and sums over experts."""
+        return TopKWeightAndReduceDelegate()
+
+    def workspace_shapes(
+        self,
+        M: int,
+        N: int,
+        K: int,
+        topk: int,
+        global_num_experts: int,
+        local_num_experts: int,
+        expert_tokens_meta: Any,
+        activation: Any,
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """As for the standard format, with `M` rows for each of this rank's experts; the output is
+        `[experts, M, K]`."""
+        return (0,), (self._scratch(local_num_experts * M, 1),), (local_num_experts, M, K)
+
+    def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
+        """Number of experts, rows of an expert, rows of w13, hidden size, top-k."""
+        return w1.shape[0], a1.shape[1], w1.shape[1], a1.shape[-1], topk_ids.shape[1]
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: Any,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        a1q_scale: Tensor | None,
+        a2_scale: Tensor | None,
+        workspace13: Tensor | None,
+        workspace2: Tensor | None,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+        **kwargs: Any,
+    ) -> None:
+        """Calls the function with one slot a row. Ids are of this rank's experts, so there is no expert map."""
+        experts, rows, hidden = hidden_states.shape
+        local = torch.arange(experts, dtype=torch.int32, device=hidden_states.device)[:, None]
+        held = torch.arange(rows, device=hidden_states.device) < expert_tokens_meta.expert_num_tokens[:experts, None]
+        self._run(
+            output.view(experts * rows, hidden),
+            hidden_states.reshape(experts * rows, hidden),
+            torch.ones(experts * rows, 1, dtype=torch.float32, device=hidden_states.device),
+            torch.where(held, local, -1).reshape(experts * rows, 1),
+            None,
+            workspace2,
         )

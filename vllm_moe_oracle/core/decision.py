@@ -106,12 +106,14 @@ class Answers:
         numerics: the precisions that it computes with.
         activations: precision in which inputs enter the products.
         layout: name of the layout that it converts to.
+        only_by_name: why it runs the layer only when it is asked for by name; "" if it may be chosen.
     """
 
     plan: ShardPlan
     numerics: Numerics
     activations: ActivationPrecision
     layout: str
+    only_by_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

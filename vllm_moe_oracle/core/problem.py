@@ -231,6 +231,14 @@ class Problem:
         """Intermediate size over all tensor-parallel ranks."""
         return self.ragged_intermediate_size or self.intermediate_size * self.parallel.tp
 
+    def as_called(self) -> Problem:
+        """The layer as a function over routed tokens sees it. Where an all-to-all sorts tokens by expert, each row is a
+        token with one of this rank's experts."""
+        if self.parallel.format == "standard":
+            return self
+        parallel = dataclasses.replace(self.parallel, ep=1, format="standard")
+        return dataclasses.replace(self, num_experts=self.local_experts, top_k=1, parallel=parallel)
+
     def _describe_shard(self) -> str:
         """The intermediate size on this rank and where it comes from: ``48 (768 / TP 16)``, ``736 (of 2880, TP 4)``."""
         if self.parallel.tp == 1:

@@ -246,7 +246,7 @@ def consult_stock_class(method: LayerMethod, registry: Registry | None = None) -
 
 def remaining_candidates(decision: Decision, failed: str) -> list[str]:
     """The accepted candidates without the failed one, best first; on a GPU also without the emulation."""
-    return [name for name in automatic_choices(decision.candidates, detect.detect()) if name != failed]
+    return [name for name in automatic_choices(decision.candidates) if name != failed]
 
 
 def switch_backend(method: LayerMethod, reason: Reason, explanation: str, name: str, registry: Registry) -> None:

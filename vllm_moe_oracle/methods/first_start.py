@@ -133,6 +133,8 @@ def _candidates(
         return (), ""
     if problem.batch_invariant:
         return (), "batch-invariant layers keep the static choice, with the one configuration that it has"
+    if problem.parallel.format == "batched":
+        return (), "nothing measures tokens that an all-to-all sorts by expert"
     names = equivalent_backends(decision.candidate(decision.backend), decision.candidates)
     if len(names) < 2:
         return (), f"{names[0]} is the only backend that computes these numbers"

@@ -161,10 +161,11 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
     """
     note = f"; not what was asked for: {unavailable}" if unavailable else ""
     problem, device = case.problem, case.device
-    names = automatic_choices(case.candidates, device)
+    names = automatic_choices(case.candidates)
     if not names:
         what = "kernel" if case.accepted else "backend"
-        case = dataclasses.replace(case, candidates=tuple(map(_only_by_name, case.candidates)))
+        rejected = tuple(_only_by_name(candidate, case.registry) for candidate in case.candidates)
+        case = dataclasses.replace(case, candidates=rejected)
         rule = f"no {what} can run {problem.scheme.name} experts here, on {device}{note}"
         rule = f"{rule}\nEvery candidate for {problem}:\n{format_candidates(case.candidates)}\n"
         raise NoBackendError(rule, _nearest_remedy(case), problem.layer, case.candidates)
@@ -195,30 +196,21 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
     )
 
 
-def automatic_choices(candidates: Iterable[Candidate], device: Device) -> list[str]:
-    """Names of the accepted candidates that may run without being asked for by name, in static order.
-
-    On a GPU the reference is not among them: stock vLLM may have a kernel where this project has none.
-
-    Args:
-        candidates: all candidates, in static order.
-        device: the machine.
-    """
-    accepted = [each.backend for each in candidates if each.accepted]
-    return [name for name in accepted if name != REFERENCE_BACKEND or device.kind == "cpu"]
+def automatic_choices(candidates: Iterable[Candidate]) -> list[str]:
+    """Names of the accepted candidates that may run without being asked for by name, in static order."""
+    return [each.backend for each in candidates if each.accepted and not each.answers.only_by_name]
 
 
-def _only_by_name(candidate: Candidate) -> Candidate:
-    """The candidate, rejected if it is accepted: the reference on a GPU, where nothing else is."""
+def _only_by_name(candidate: Candidate, registry: Registry) -> Candidate:
+    """The candidate, rejected if it is accepted: none may be chosen."""
     if not candidate.accepted:
         return candidate
     name = candidate.backend
-    reason = Reason(
-        "by_name",
-        "computes in float32, slowly: on a GPU it runs only when it is asked for by name",
-        f"the setting backend={name}, or --moe-backend {name}",
-    )
-    return dataclasses.replace(candidate, verdict=Rejected((reason,)))
+    detail = f"{candidate.answers.only_by_name}: it runs only when it is asked for by name"
+    remedy = f"the setting backend={name}"
+    if name in registry[name].vllm_names:
+        remedy += f", or --moe-backend {name}"
+    return dataclasses.replace(candidate, verdict=Rejected((Reason("by_name", detail, remedy),)))
 
 
 def _unused_permission(chosen: Candidate, case: _DecisionInput) -> str:
@@ -237,7 +229,9 @@ def _unused_permission(chosen: Candidate, case: _DecisionInput) -> str:
 
 def _can_be_measured(static: Candidate, case: _DecisionInput, measurements: MeasurementSet) -> bool:
     """Whether measuring could decide: on a GPU, between several backends that compute the same and have not failed
-    when they were measured."""
+    when they were measured. Tokens that an all-to-all sorts by expert are not measured."""
+    if case.problem.parallel.format != "standard":
+        return False
     names = equivalent_backends(static, case.candidates)
     return case.device.kind == "cuda" and len([name for name in names if name not in measurements.failures]) > 1
 
@@ -310,7 +304,10 @@ def _ask(backend: Backend, problem: Problem, device: Device, settings: Settings)
         )
     if reasons:
         return Candidate(backend.name, Rejected(tuple(reasons)), priority)
-    answers = Answers(plan, backend.numerics(problem), consumed, backend.layout(problem, plan))
+    by_name = backend.only_by_name(problem, device)
+    if backend.name == REFERENCE_BACKEND and device.kind != "cpu":  # stock vLLM may have a kernel
+        by_name = "computes in float32, slowly on a GPU"
+    answers = Answers(plan, backend.numerics(problem), consumed, backend.layout(problem, plan), by_name)
     return Candidate(backend.name, Accepted(), priority, answers)
 
 
@@ -401,15 +398,17 @@ def _accepted_names(request: _ExplicitRequest, case: _DecisionInput) -> str:
 
 def _nearest_remedy(case: _DecisionInput) -> str:
     """The remedies of the rejected candidate with the fewest reasons, all of which have a remedy, and how to ask for
-    the reference; "" without either."""
+    those that run by name alone; "" without either."""
     fixable = [candidate for candidate in case.candidates if all(reason.remedy for reason in candidate.reasons)]
-    slow = [candidate for candidate in fixable if candidate.reasons and candidate.reasons[0].code == "by_name"]
-    faster = [candidate for candidate in fixable if candidate not in slow]
+    by_name = [candidate for candidate in fixable if candidate.reasons and candidate.reasons[0].code == "by_name"]
+    others = [candidate for candidate in fixable if candidate not in by_name]
     sentences = []
-    if faster:
-        nearest = min(faster, key=lambda candidate: len(candidate.reasons))
+    if others:
+        nearest = min(others, key=lambda candidate: len(candidate.reasons))
         sentences = [f"Nearest is {nearest.backend}: {'; '.join(reason.remedy for reason in nearest.reasons)}"]
-    sentences += [f"{each.backend} runs it slowly: {each.reasons[0].remedy}" for each in slow]
+    for each in by_name:
+        how = "runs it slowly" if each.backend == REFERENCE_BACKEND else "can run it"
+        sentences.append(f"{each.backend} {how}: {each.reasons[0].remedy}")
     return ". ".join(sentences)
 
 

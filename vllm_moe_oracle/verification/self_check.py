@@ -246,5 +246,6 @@ def _build_small_layer(
     tensors = {name: getattr(layer, parameter).data for name, parameter in names.items()}
     config = adapter.single_rank_config(moe, problem)
     described = adapter.quant_config(problem, tensors)
-    builder = VllmBuilder(adapter, config, described, for_serving=False, trial_tokens=tokens)
+    batched = problem.parallel.format == "batched"
+    builder = VllmBuilder(adapter, config, described, for_serving=False, trial_tokens=tokens, batched=batched)
     return backend.build_experts(tensors, problem, plan, builder), layer, tensors
