@@ -93,6 +93,14 @@ def test_a_layer_without_a_backend_for_a_feature_is_left_to_stock_vllm(
     assert "the table" not in log.text
 
 
+def test_a_layer_that_something_else_describes_is_left_to_stock_vllm(log: pytest.LogCaptureFixture) -> None:
+    """vLLM's own tests do so, and another plugin may."""
+    for other in (SimpleNamespace(num_experts=8), "a config", None):
+        made = Ours("config", other)
+        assert type(made) is Stock and made.made_with == ("config", other)
+    assert "left to stock vLLM's Stock; no argument is a FusedMoEConfig" in log.text
+
+
 def test_on_a_gpu_a_layer_without_a_kernel_here_stays_stock_vllms(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:

@@ -232,7 +232,8 @@ def run(folder: Path, paths: Sequence[str], plugins: str, seconds: float) -> dic
 def compare(
     stock: Mapping[str, tuple[str, str]], plugin: Mapping[str, tuple[str, str]], expected: Mapping[str, str]
 ) -> list[Difference]:
-    """Tests whose outcomes differ, sorted.
+    """Tests whose outcomes differ, sorted. One that passes in neither run may do so in different ways: some of vLLM's
+    tests draw their parameters anew in each process, or take longer than the limit in one run.
 
     Args:
         stock: from `run` without the plugin.
@@ -243,7 +244,7 @@ def compare(
     found = []
     for test in sorted({*stock, *plugin}):
         one, (other, message) = stock.get(test, absent)[0], plugin.get(test, absent)
-        if one != other:
+        if one != other and "passed" in (one, other):
             reason = next((why for pattern, why in expected.items() if fnmatch.fnmatchcase(test, pattern)), "")
             found.append(Difference(test, one, other, message, reason))
     return found

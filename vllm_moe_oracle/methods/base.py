@@ -116,16 +116,20 @@ class OracleMoEMethod(FusedMoEMethodBase):
 
         A layer that no backend can run is left to the stock class, if that one has a kernel for it: on a GPU whatever
         the reason, on a CPU where the layer needs LoRA adapters or a batched all-to-all, which few backends support.
-        A backend that the user names is never replaced.
+        A backend that the user names is never replaced. A layer without vLLM's `FusedMoEConfig` is the stock class's,
+        too.
 
         Raises:
             NoBackendError: no backend can run the layer, and neither can the stock class.
         """
         arguments = [*args, *kwargs.values()]
         moe = next((getattr(each, "moe_config", each) for each in arguments if _is_layer_config(each)), None)
+        if moe is None:  # some other object stands for it, which stock code may know how to read
+            unknown = NoBackendError("no argument is a FusedMoEConfig, or a layer that has one", "", current_layer()[1])
+            return cls._leave_to_stock(unknown, [], *args, **kwargs)
         method = super().__new__(cls)
-        features = [] if moe is None else current_adapter().unsupported_features(moe)
-        if moe is None or _has_explicit_choice(settings.AUTO if features else moe.moe_backend):
+        features = current_adapter().unsupported_features(moe)
+        if _has_explicit_choice(settings.AUTO if features else moe.moe_backend):
             return method
         try:
             method.__init__(*args, **kwargs)
@@ -380,7 +384,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         if self.moe_kernel is None:
             # Built once: a reload copies new values into the tensors that this kernel and captured graphs refer to.
             self.moe_quant_config = self.adapter.quant_config(problem, tensors)
-            builder = VllmBuilder(self.adapter, self.moe, self.moe_quant_config)
+            builder = VllmBuilder(self.adapter, self.moe, self.moe_quant_config, batched=self._is_batched)
             self.experts = self.backend.build_experts(tensors, problem, self.decision.plan, builder)
             self._built_over = {name: tensor.data_ptr() for name, tensor in tensors.items()}
             weight_storage.register_buffers(layer, builder.buffers)
@@ -395,6 +399,11 @@ class OracleMoEMethod(FusedMoEMethodBase):
                 ),
             )
 
+    @property
+    def _is_batched(self) -> bool:
+        """Whether an all-to-all hands the experts tokens sorted by expert."""
+        return self.decision.problem.parallel.format == "batched"
+
     def _experts_over(self, tensors: Mapping[str, Tensor]) -> Any:
         """The experts that compute with tensors: those that were built, or new ones.
 
@@ -404,7 +413,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         if all(tensors[name].data_ptr() == address for name, address in self._built_over.items()):
             return self.experts
         quant_config = self.adapter.quant_config(self.decision.problem, tensors)
-        builder = VllmBuilder(self.adapter, self.moe, quant_config, for_serving=False)
+        builder = VllmBuilder(self.adapter, self.moe, quant_config, for_serving=False, batched=self._is_batched)
         return self.backend.build_experts(tensors, self.decision.problem, self.decision.plan, builder)
 
     def _read_weights(self, layer: Any) -> dict[str, Tensor]:
