@@ -12,6 +12,7 @@ from typing import Any
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MODEL = GOLDEN / "accuracy" / "cpu.json"
+ON_GPU = GOLDEN / "accuracy" / "nvidia-h100-80gb-hbm3.json"
 SELF_CHECK = GOLDEN / "accuracy" / "self_check.json"
 SERVING = GOLDEN / "cpu-serving.json"
 RIGHT = ("none", "last router weight is the first's")
@@ -28,9 +29,9 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def figures(part: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Figures of a part of `MODEL` by format and backend."""
-    return {name: entry["figures"] for name, entry in read(MODEL).get(part, {}).items()}
+def figures(part: str, path: Path = MODEL) -> dict[str, dict[str, dict[str, Any]]]:
+    """Figures of a part of a file by format and backend."""
+    return {name: entry["figures"] for name, entry in read(path).get(part, {}).items()}
 
 
 def served() -> list[tuple[str, str, str, dict[str, Any]]]:
@@ -90,6 +91,34 @@ def formats() -> str:
         f"Student's t is exact for normal means; those of KL divergences are skewed. The whole model in "
         f"bfloat16, with attention and the output layer, has a KL of {_mean(model)} ({name}, {model['tokens']} "
         "tokens).",
+    ]
+    return "\n".join(lines)
+
+
+def on_gpu() -> str:
+    """What the backends of a Hopper card do to the predictions of each format."""
+    held = read(ON_GPU)
+    lines = [
+        "| format | computed by | activations | KL, 1e-4 nats | of it beyond the MLPs' | perplexity | same top token | "
+        "gate |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in figures("formats", ON_GPU).items():
+        for backend, each in found.items():
+            cells = [name, backend, each["activations"], _mean(each), "", _change(each), f"{each['top1']:.2%}", ""]
+            if each["is_backend"]:
+                cells[4] = f"{1e4 * each['excess']:+.2f} ± {1e4 * each['excess_half_width']:.2f}"
+                stated = each["activations"] != "16bit"
+                cells[7] = "stated" if stated else "passes" if each["passes"] else "not shown to pass"
+            else:
+                cells[1] = "transformers' MLPs"
+            lines.append(f"| {' | '.join(cells)} |")
+    entry = next(iter(held["formats"].values()))
+    packages = ", ".join(f"{name} {version}" for name, version in entry["packages"].items())
+    lines += [
+        "",
+        f"{entry['device']}, {packages}; layers in bfloat16, {served_windows()} windows of {held['window']} tokens of "
+        f"{len(held['text'])} texts, others than the CPU's: `python -m tests.tools.accuracy --device cuda --write`.",
     ]
     return "\n".join(lines)
 

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.lib import golden_files, readme_sections
-from tests.tools import accuracy_tables, evidence, page_one, recipes
+from tests.tools import accuracy_tables, evidence, page_one, ranks_table, recipes
 from vllm_moe_oracle import __version__
 from vllm_moe_oracle import settings as settings_module
 from vllm_moe_oracle.devices.catalog import known_device
@@ -166,13 +166,14 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"gain": page_one.gain, "end-to-end": page_one.end_to_end, "help": page_one.help_table},
     "vllm_moe_oracle/ACCURACY.md": {
         "formats": accuracy_tables.formats,
+        "on-gpu": accuracy_tables.on_gpu,
         "cut-off": accuracy_tables.cut_off,
         "faults": accuracy_tables.faults,
         "self-check": accuracy_tables.self_check,
         "serving": accuracy_tables.serving,
     },
     "vllm_moe_oracle/SETTINGS.md": {"settings": settings},
-    "vllm_moe_oracle/OPERATIONS.md": {"numbers": numbers},
+    "vllm_moe_oracle/OPERATIONS.md": {"numbers": numbers, "ranks": ranks_table.table},
     "vllm_moe_oracle/backends/README.md": {"static-order": static_order},
     "vllm_moe_oracle/cli/README.md": {"explain": explain},
     "vllm_moe_oracle/kernels/README.md": {"kernels": kernels},
