@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import logging
@@ -91,6 +92,12 @@ def test_a_layer_without_a_backend_for_a_feature_is_left_to_stock_vllm(
     assert made.made_with[0] == "config"
     assert f"experts.0: {words}: left to stock vLLM's Stock; no backend can run mxfp8 experts here" in log.text
     assert "the table" not in log.text
+
+
+def test_a_copy_is_of_the_same_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ours, "offered", True)
+    made = Ours("config", config())
+    assert type(made) is Ours and type(copy.copy(made)) is Ours
 
 
 def test_a_layer_that_something_else_describes_is_left_to_stock_vllm(log: pytest.LogCaptureFixture) -> None:

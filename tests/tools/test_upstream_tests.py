@@ -45,7 +45,13 @@ def test_skips(): pytest.skip("no GPU")
 
 def test_outcomes_that_differ_are_reported_with_their_reasons() -> None:
     stock = {"a": ("passed", ""), "b": ("passed", ""), "c": ("failed", "x"), "d": ("skipped", ""), "f": ("failed", "")}
-    plugin = {"a": ("passed", ""), "b": ("failed", "E why"), "c": ("passed", ""), "e": ("passed", ""), "f": ("crashed", "")}
+    plugin = {
+        "a": ("passed", ""),
+        "b": ("failed", "E why"),
+        "c": ("passed", ""),
+        "e": ("passed", ""),
+        "f": ("crashed", ""),
+    }
     found = upstream_tests.compare(stock, plugin, {"c*": "better"})
     assert [(each.test, each.stock, each.plugin, each.expected) for each in found] == [
         ("b", "passed", "failed", ""),

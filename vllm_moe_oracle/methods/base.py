@@ -123,6 +123,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
             NoBackendError: no backend can run the layer, and neither can the stock class.
         """
         arguments = [*args, *kwargs.values()]
+        if not arguments:  # a copy is made like this
+            return super().__new__(cls)
         moe = next((getattr(each, "moe_config", each) for each in arguments if _is_layer_config(each)), None)
         if moe is None:  # some other object stands for it, which stock code may know how to read
             unknown = NoBackendError("no argument is a FusedMoEConfig, or a layer that has one", "", current_layer()[1])
