@@ -24,11 +24,14 @@ pytestmark = pytest.mark.full
 PROMPT = [*range(5, 25), *range(5, 25)]
 """Longer than a block of the cache and than a chunk; its second half repeats the first, for drafts by n-grams."""
 TOKENS = 5
-OTHER = {"two_engines": "other", "reload_by_iterator": "other", "reload_by_layer": "other", "reload_attention": "mixed"}
+OTHER = {
+    "two_engines": "other", "reload_by_iterator": "other", "reload_by_layer": "other", "reload_attention": "mixed",
+    "reload_and_back": "other",
+}  # fmt: skip
 """Features that say something of another checkpoint, and of which."""
 FEATURES = (
     "prefix_caching", "chunked_prefill", "speculative_decoding", "prompt_logprobs", "embeddings", "two_engines",
-    "async_engine", "reload_by_iterator", "reload_by_layer", "reload_attention",
+    "async_engine", "in_a_batch", "reload_by_iterator", "reload_by_layer", "reload_attention", "reload_and_back",
 )  # fmt: skip
 
 
