@@ -6,8 +6,10 @@ code that runs it is the code that serves.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import itertools
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -34,14 +36,17 @@ def single_rank_worker(device_type: str, max_num_tokens: int) -> Iterator[Any]:
 
     Args:
         device_type: ``cuda`` or ``cpu``.
-        most_tokens: most tokens of a call.
+        max_num_tokens: most tokens of a call.
     """
     config = vllm_config(device_type, max_num_tokens)
     with set_current_vllm_config(config):
         if not parallel_state.model_parallel_is_initialized():
-            # A file, not a port: several such processes can run on one machine.
-            store = f"file://{tempfile.mkdtemp(prefix='moe-oracle-')}/store"
-            parallel_state.init_distributed_environment(1, 0, store, 0, "nccl" if device_type == "cuda" else "gloo")
+            # A file, not a port: several such processes can run on one machine. The groups last as long as the process.
+            folder = tempfile.mkdtemp(prefix="moe-oracle-")
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            parallel_state.init_distributed_environment(
+                1, 0, f"file://{folder}/store", 0, "nccl" if device_type == "cuda" else "gloo"
+            )
             parallel_state.initialize_model_parallel(1, 1)
             from vllm.v1.worker.workspace import init_workspace_manager
 
