@@ -18,6 +18,7 @@ from tests.lib.faulty_backends import MXFP4, OAI, Faulty, check, weights
 from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.compat.experts_builder import VllmBuilder
+from vllm_moe_oracle.compat.function_experts import BatchedFunctionExperts
 from vllm_moe_oracle.core.problem import Parallel
 from vllm_moe_oracle.errors import NoBackendError
 from vllm_moe_oracle.measurements import lookup
@@ -106,12 +107,57 @@ def test_memory_is_asked_for_all_rows() -> None:
     assert made.moe_problem_size(rows, w13, torch.empty(0), torch.empty(3, 2)) == (4, 16, 256, 128, 2)
 
 
-@pytest.mark.parametrize("name", ["none", "last column", "one expert", "scales of w2", "bias of the last columns"])
-def test_the_self_check_runs_in_the_batched_format(name: str) -> None:
+def wrong_rows(tensors: Any, layer: Any, out: Any, *more: Any) -> None:
+    """A fault that tokens in rows do not have: each expert's rows come out one too late."""
+    forward(tensors, layer, out, *more)
+    if layer.parallel.format == "batched":
+        out.copy_(out.roll(1, 0))
+
+
+@pytest.mark.parametrize(
+    "name", ["none", "wrong rows", "last column", "one expert", "scales of w2", "bias of the last columns"]
+)
+def test_the_self_check_runs_in_the_batched_format(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter_class: Any = type(current_adapter())
     layer = dataclasses.replace(LAYER, dtype="bfloat16", local_experts=8, parallel=Parallel(dp=2, format="batched"))
-    fault = lib.FAULTS.get(name, Faulty("none"))
+    fault = lib.FAULTS.get(name, Faulty("none", compute=wrong_rows if name == "wrong rows" else forward))
+    built: list[Any] = []
+    original = adapter_class.run_single_rank
+
+    def run(self: Any, experts: Any, *more: Any) -> Any:
+        built.append(experts)
+        return original(self, experts, *more)
+
+    monkeypatch.setattr(adapter_class, "run_single_rank", run)
     result = check(fault, layer, weights(layer))
     assert result.passed is (name == "none") and not result.skip_reason, result
+    assert built and all(isinstance(each, BatchedFunctionExperts) for each in built)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_hoppers_kernels_plan_for_rows(act_order: bool) -> None:
+    """Memory and configurations are those of a layer with this rank's experts and one choice a token."""
+    from vllm_moe_oracle.core.decision import ShardPlan
+    from vllm_moe_oracle.oracle.registry import default_registry
+
+    scheme = dataclasses.replace(INT4_G128, packing="gptq", act_order="group" if act_order else "none")
+    layer = problem(num_experts=64, local_experts=32, hidden_size=512, intermediate_size=256, scheme=scheme)
+    backend = default_registry()["hopper_wna16_act_order" if act_order else "hopper_wna16"]
+    asked = {}
+    for name, each in (("batched", dataclasses.replace(layer, parallel=BATCHED)), (
+        "rows", dataclasses.replace(layer, num_experts=32, top_k=1, parallel=Parallel())
+    )):  # fmt: skip
+
+        def keep(forward: Any, nbytes: Any, name: str = name) -> object:
+            asked[name] = [nbytes(tokens, 1) for tokens in (1, 64, 2048)]
+            return forward
+
+        builder: Any = SimpleNamespace(
+            max_tokens=2048, for_serving=False, register_buffer=lambda tensor: tensor, from_workspace_function=keep
+        )
+        tensors = {"w13": torch.empty(1), "w13_order": torch.empty(1)}
+        backend.build_experts(tensors, each, ShardPlan(512, 256), builder)
+    assert asked["batched"] == asked["rows"] and asked["rows"][0] > 0
 
 
 @pytest.mark.parametrize("scheme", ["mxfp8", "mxfp4", "wna16"])

@@ -97,8 +97,27 @@ def test_no_backend_is_blamed_for_an_exchange_between_ranks(call: str) -> None:
     with pytest.raises(NotImplementedError) as caught:
         CALLS[call](method(exchange), torch.zeros(3, 4))
     exchanged, remedy = caught.value.__notes__
-    assert "while vLLM exchanged tokens between ranks in model.layers.0.mlp.experts, for 3 tokens" in exchanged
+    assert "exchanges tokens between ranks in model.layers.0.mlp.experts, for 3 tokens, outside of few" in exchanged
     assert "MOE_ORACLE_ENABLED=0" in remedy and "DISABLE" not in remedy
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "notes"),
+    [
+        ("deep_ep.buffer", AssertionError(), 2),
+        ("vllm.model_executor.layers.fused_moe.prepare_finalize.deepep_ll", AssertionError(), 2),
+        ("vllm.distributed.x", RuntimeError("CUDA error: an illegal memory access was encountered"), 2),
+        ("vllm.distributed.x", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), 1),
+    ],
+)
+def test_what_is_said_of_an_exchange_depends_on_the_error(module: str, error: Exception, notes: int) -> None:
+    namespace: dict[str, Any] = {"__name__": module, "error": error}
+    exec("def exchange(x):\n    raise error", namespace)
+    with pytest.raises(type(error)) as caught:
+        method(namespace["exchange"]).apply(LAYER, torch.zeros(3, 4), None, None)
+    said = caught.value.__notes__
+    assert len(said) == notes and "outside of few" in said[0]
+    assert ("CUDA_LAUNCH_BLOCKING" in said[-1]) == ("CUDA error" in str(error))
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -44,19 +44,25 @@ def test_skips(): pytest.skip("no GPU")
 
 
 def test_outcomes_that_differ_are_reported_with_their_reasons() -> None:
-    stock = {"a": ("passed", ""), "b": ("passed", ""), "c": ("failed", "x"), "d": ("skipped", ""), "f": ("failed", "")}
+    stock = (
+        dict.fromkeys("ab", ("passed", ""))
+        | dict.fromkeys("cf", ("failed", "x"))
+        | dict.fromkeys("dg", ("skipped", ""))
+    )
     plugin = {
         "a": ("passed", ""),
         "b": ("failed", "E why"),
         "c": ("passed", ""),
         "e": ("passed", ""),
         "f": ("crashed", ""),
+        "g": ("crashed", ""),
     }
     found = upstream_tests.compare(stock, plugin, {"c*": "better"})
     assert [(each.test, each.stock, each.plugin, each.expected) for each in found] == [
         ("b", "passed", "failed", ""),
         ("c", "failed", "passed", "better"),
         ("e", "absent", "passed", ""),
+        ("g", "skipped", "crashed", ""),
     ]
     assert found[0].message == "E why"
 

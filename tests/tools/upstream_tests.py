@@ -233,7 +233,8 @@ def compare(
     stock: Mapping[str, tuple[str, str]], plugin: Mapping[str, tuple[str, str]], expected: Mapping[str, str]
 ) -> list[Difference]:
     """Tests whose outcomes differ, sorted. One that passes in neither run may do so in different ways: some of vLLM's
-    tests draw their parameters anew in each process, or take longer than the limit in one run.
+    tests draw their parameters anew in each process, or take longer than the limit in one run. One that was skipped,
+    and fails or crashes with the plugin, differs.
 
     Args:
         stock: from `run` without the plugin.
@@ -244,7 +245,8 @@ def compare(
     found = []
     for test in sorted({*stock, *plugin}):
         one, (other, message) = stock.get(test, absent)[0], plugin.get(test, absent)
-        if one != other and "passed" in (one, other):
+        worse = one in ("skipped", "absent") and other in ("crashed", "failed")
+        if one != other and ("passed" in (one, other) or worse):
             reason = next((why for pattern, why in expected.items() if fnmatch.fnmatchcase(test, pattern)), "")
             found.append(Difference(test, one, other, message, reason))
     return found

@@ -354,8 +354,9 @@ class HopperBackend(Backend):
         builder: Builder,
         whole_calls: bool,
     ) -> list[int]:
-        """Compiles the kernels of calls with few tokens, or of the only size. Returns the numbers of tokens still to be
-        compiled."""
+        """Compiles the kernels of calls with few tokens, or of the only size if its memory is small.
+
+        Returns the numbers of tokens still to be compiled before a call; the only size's own first call compiles it."""
         if not (builder.for_serving and tensors["w13"].is_cuda):
             return []
         most = builder.max_tokens
@@ -364,7 +365,7 @@ class HopperBackend(Backend):
         few = sum(need <= MAX_LOADING_WORKSPACE for need in needs)
         weights = self._stored(tensors, launches.blank)
         warm_up(weights, problem, counts[:few], tuned=launches.tuned, quantize=launches.quantize)
-        return counts[few:]
+        return [] if whole_calls else counts[few:]
 
     def _stored(self, tensors: Tensors, blank: PackedWeights) -> PackedWeights:
         import dataclasses

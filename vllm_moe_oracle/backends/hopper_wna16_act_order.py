@@ -78,9 +78,8 @@ class HopperWna16ActOrder(HopperWna16):
 
     def build_experts(self, tensors: Tensors, problem: Problem, plan: ShardPlan, builder: Builder) -> Any:
         """Experts over the kernels, which see one expert a token."""
-        problem = problem.as_called()
         # Of a builder, the kernels use only these members.
-        slot_builder = cast("Builder", _SlotBuilder(builder, tensors, problem))
+        slot_builder = cast("Builder", _SlotBuilder(builder, tensors, problem.as_called()))
         return super().build_experts(tensors, _per_slot_problem(problem), plan, slot_builder)
 
 

@@ -29,6 +29,10 @@ _APPLY_PARAMETERS = frozenset(inspect.signature(FusedMoEKernel.apply).parameters
 _APPLY_MONOLITHIC_PARAMETERS = frozenset(inspect.signature(FusedMoEKernel.apply_monolithic).parameters)
 
 
+_EXCHANGES = ("vllm.distributed.", "vllm.model_executor.layers.fused_moe.prepare_finalize", "deep_ep", "nixl_ep")
+"""Modules, by the beginning of their names, that exchange tokens between ranks."""
+
+
 class Adapter(LayerAdapter, ExpertsAdapter):
     """The newest tested vLLM. The base classes adapt its engine, layers and expert classes; this class its kernels.
 
@@ -248,9 +252,10 @@ class Adapter(LayerAdapter, ExpertsAdapter):
 
     @staticmethod
     def raised_between_ranks(error: Exception) -> bool:
-        """Whether an exception of a modular kernel comes from vLLM's exchange of tokens between ranks."""
+        """Whether an exception of a modular kernel comes from the steps in which vLLM hands tokens to the experts and
+        takes their outputs, or from what ranks exchange there."""
         names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-        return any(name.startswith("vllm.distributed.") for name in names)
+        return any(name.startswith(_EXCHANGES) for name in names)
 
     def apply(
         self, kernel: Any, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, extra: Mapping[str, Any]

@@ -115,7 +115,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         """An instance, or one of the stock class where stock vLLM has to serve the layer.
 
         A layer that no backend can run is left to the stock class, if that one has a kernel for it: on a GPU whatever
-        the reason, on a CPU where the layer needs LoRA adapters or a batched all-to-all, which few backends support.
+        the reason, on a CPU where the layer needs LoRA adapters or a batched all-to-all.
         A backend that the user names is never replaced. A layer without vLLM's `FusedMoEConfig` is the stock class's,
         too.
 
@@ -128,6 +128,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
         moe = next((getattr(each, "moe_config", each) for each in arguments if _is_layer_config(each)), None)
         if moe is None:  # some other object stands for it, which stock code may know how to read
             unknown = NoBackendError("no argument is a FusedMoEConfig, or a layer that has one", "", current_layer()[1])
+            if _has_explicit_choice(settings.AUTO):
+                raise unknown
             return cls._leave_to_stock(unknown, [], *args, **kwargs)
         method = super().__new__(cls)
         features = current_adapter().unsupported_features(moe)
@@ -156,8 +158,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
         """
         stock = next(base for base in cls.__mro__ if not issubclass(base, OracleMoEMethod))
         name = error.where or current_layer()[1]
-        limitation = cls.unsupported_by_stock(*args, **kwargs)
+        limitation = ""
         try:
+            limitation = cls.unsupported_by_stock(*args, **kwargs)
             method = None if limitation else cls.build_stock_method(stock, *args, **kwargs)
         except Exception as refusal:  # stock's own choice of a kernel is its constructor; it raises many types
             method, limitation = None, f"raises {type(refusal).__name__}: {sanitize(str(refusal))}"
@@ -495,13 +498,19 @@ class OracleMoEMethod(FusedMoEMethodBase):
             return
         name = self.decision.backend_for(x.shape[0])
         where = f"in {self.decision.problem.layer}, for {x.shape[0]} tokens"
-        if self.adapter.raised_between_ranks(error):
-            error.add_note(f"moe_oracle: raised while vLLM exchanged tokens between ranks {where}, not by {name}")
+        between_ranks = self.adapter.raised_between_ranks(error)
+        if between_ranks:
+            error.add_note(f"moe_oracle: raised where vLLM exchanges tokens between ranks {where}, outside of {name}")
+        else:
+            error.add_note(f"moe_oracle: raised by the backend {name} {where}")
+        if is_out_of_memory(error):
+            return
+        if between_ranks and "CUDA error" in str(error):  # launches return before their kernels run
+            error.add_note("moe_oracle: an earlier kernel may have failed; CUDA_LAUNCH_BLOCKING=1 shows which one")
+        elif between_ranks:
             variable = settings.env_var("enabled")
             error.add_note(f"moe_oracle: {variable}=0 at the next start shows whether stock vLLM fails likewise")
-            return
-        error.add_note(f"moe_oracle: raised by the backend {name} {where}")
-        if not is_out_of_memory(error):
+        else:
             variable = settings.env_var("disable")
             error.add_note(f"moe_oracle: {variable}={name} at the next start takes another backend; please report this")
 

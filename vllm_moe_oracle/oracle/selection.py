@@ -253,6 +253,7 @@ def equivalent_backends(static: Candidate, candidates: tuple[Candidate, ...]) ->
         candidates: all candidates, in static order.
     """
     accepted = [each for each in candidates if each.accepted and each.backend != REFERENCE_BACKEND]
+    accepted = [each for each in accepted if not each.answers.only_by_name or each.backend == static.backend]
     return tuple(each.backend for each in accepted if each.answers.activations == static.answers.activations)
 
 

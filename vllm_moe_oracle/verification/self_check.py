@@ -212,7 +212,7 @@ def _small_problem(problem: Problem, num_experts: int, remote: int, monolithic: 
         num_experts=num_experts + remote,
         local_experts=num_experts,
         top_k=min(problem.top_k, num_experts),
-        parallel=Parallel(tp=problem.parallel.tp),
+        parallel=Parallel(tp=problem.parallel.tp, format=problem.parallel.format),
         routing=problem.routing if monolithic else Routing(),
         lora=False,
         eplb=False,
