@@ -580,13 +580,18 @@ def _with(problem: Any, activation: Mapping[str, Any]) -> Any:
     return dataclasses.replace(problem, activation=dataclasses.replace(problem.activation, **activation))
 
 
-def _checked(built: Built, backend: Any, release: Any, plan: Any = None) -> Any:
-    """What the self-check says of a backend, on a layer that is not converted; `plan` is the decision's by default."""
+def _checked(built: Built, backend: Any, release: Any, plan: Any = None, batched: bool = False) -> Any:
+    """What the self-check says of a backend, on a layer that is not converted; `plan` is the decision's by default.
+
+    With `batched`, of tokens that an all-to-all has sorted by expert.
+    """
     from vllm_moe_oracle import schemes
     from vllm_moe_oracle.verification import self_check
 
     method = built.method
     problem = method.decision.problem
+    if batched:
+        problem = dataclasses.replace(problem, parallel=dataclasses.replace(problem.parallel, format="batched"))
     raw = schemes.module(problem.scheme.name).read(dict(method.adapter.parameters(built.layer)), problem)
     with torch.device(built.device):
         plan = plan or method.decision.plan

@@ -140,6 +140,19 @@ def test_faults_of_hoppers_kernels_are_found(kind: str, fault: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TABLES)
+def test_hoppers_kernels_are_right_on_tokens_sorted_by_expert(kind: str) -> None:
+    table = TABLES[kind]
+    case = next(each for each in table.cases.values() if f"hopper_{kind}" in accepted(each) and each.hidden <= 2880)
+    made = built(table, case, f"hopper_{kind}")
+    backend, adapter = made.method.backend, made.method.adapter
+    result = backend_table._checked(made, backend, adapter, batched=True)
+    assert result.passed and not result.skip_reason, result
+    wrong = Wrong(backend, *FAULTS["last 16 columns"])
+    assert not backend_table._checked(made, wrong, adapter, batched=True).passed
+    made.close()
+
+
+@pytest.mark.parametrize("kind", TABLES)
 def test_a_wrong_expert_of_the_converted_layer_is_found(kind: str) -> None:
     table = TABLES[kind]
     cases = (each for each in table.cases.values() if f"hopper_{kind}" in accepted(each) and each.ep == 1)
