@@ -97,7 +97,8 @@ def test_no_backend_is_blamed_for_an_exchange_between_ranks(call: str) -> None:
     with pytest.raises(NotImplementedError) as caught:
         CALLS[call](method(exchange), torch.zeros(3, 4))
     exchanged, remedy = caught.value.__notes__
-    assert "exchanges tokens between ranks in model.layers.0.mlp.experts, for 3 tokens, outside of few" in exchanged
+    where = "in model.layers.0.mlp.experts, for 3 tokens, outside of few"
+    assert f"where vLLM hands over or exchanges tokens between ranks {where}" in exchanged
     assert "MOE_ORACLE_ENABLED=0" in remedy and "DISABLE" not in remedy
 
 

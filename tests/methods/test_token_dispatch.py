@@ -39,6 +39,9 @@ class Marked(Emulation):
     def priority(self, problem: Any, device: Any) -> float:
         return self.rank
 
+    def only_by_name(self, problem: Any, device: Any) -> str:
+        return ""  # it stands for a kernel, on a GPU too
+
     def layout(self, problem: Any, plan: Any) -> str:
         return self.weights or super().layout(problem, plan)
 

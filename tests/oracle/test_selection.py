@@ -13,6 +13,7 @@ import pytest
 
 from tests.lib.cases import B200, CPU, GPT_OSS, H200, INT4_G128, MXFP8_W8A8, RELU2, backend, problem, refusing, registry
 from vllm_moe_oracle.backends import Capabilities, Rule
+from vllm_moe_oracle.backends.emulation import Emulation
 from vllm_moe_oracle.core.decision import (
     Accepted,
     Candidate,
@@ -481,7 +482,12 @@ def test_the_registry_of_the_process_is_used_when_none_is_given(monkeypatch: pyt
 def test_the_reference_runs_on_a_gpu_by_name_only(device: Device) -> None:
     some = registry(
         [
-            backend("emulation", capabilities=Capabilities(devices=("cuda", "rocm", "xpu")), vllm_names=("emulation",)),
+            backend(
+                "emulation",
+                capabilities=Capabilities(devices=("cuda", "rocm", "xpu")),
+                vllm_names=("emulation",),
+                only_by_name=Emulation.only_by_name,
+            ),
             refusing("far", "a", "b"),
             refusing("near", "c"),
         ]
@@ -502,7 +508,7 @@ def test_the_reference_runs_on_a_gpu_by_name_only(device: Device) -> None:
 
 
 def test_a_third_partys_slow_kernel_goes_before_the_reference() -> None:
-    some = registry([backend("emulation"), backend("slower", rank=2000.0)])
+    some = registry([backend("emulation", only_by_name=Emulation.only_by_name), backend("slower", rank=2000.0)])
     assert decide(problem(), H200, settings(), registry=some).backend == "slower"
 
 

@@ -67,11 +67,6 @@ def _warn_once(problem: Problem, words: str) -> None:
         logger.warning("moe_oracle: %s: %s", problem.layer, words)
 
 
-def _is_batched(problem: Problem) -> bool:
-    """Whether an all-to-all hands the experts tokens sorted by expert."""
-    return problem.parallel.format == "batched"
-
-
 def _tile_boundaries(plan: ShardPlan, most: int) -> list[int]:
     """Numbers of tokens up to `most` at which a plan's measured configurations begin and end."""
     return sorted({size for edge, _ in plan.tiles for size in (edge, edge + 1) if 1 <= size <= most})
@@ -167,7 +162,7 @@ class HopperBackend(Backend):
 
     def only_by_name(self, problem: Problem, device: Device) -> str:
         """Where vLLM's own kernels may be faster, and nothing could show it."""
-        return "was not measured on tokens that an all-to-all sorts by expert" if _is_batched(problem) else ""
+        return "was not measured on tokens that an all-to-all sorts by expert" if problem.parallel.is_batched else ""
 
     def weight_format(self, problem: Problem) -> str:
         """The kernels' name of the layer's weight format."""
@@ -215,15 +210,13 @@ class HopperBackend(Backend):
 
         from ..kernels.fused_moe import fused_moe
 
-        whole_calls = _is_batched(problem)  # every call has the same number of rows
-        problem = problem.as_called()
-        launches = self._launches(problem, plan, builder.max_tokens)
+        launches = self._launches(problem.as_called(), plan, builder.max_tokens)
         # Every call leaves the counters zero, so one buffer is enough. It is allocated outside of CUDA graphs.
         counters = builder.register_buffer(
             torch.zeros(launches.counters, dtype=torch.int32, device=tensors["w13"].device)
         )
         activation = problem.activation
-        later = self._warm_up(tensors, launches, problem, plan, builder, whole_calls)
+        later = self._warm_up(tensors, launches, problem, plan, builder)
 
         def run(
             out: Tensor,
@@ -235,7 +228,7 @@ class HopperBackend(Backend):
         ) -> None:
             weights = self._stored(tensors, launches.blank)
             if later and x.shape[0] >= later[-1] and not torch.cuda.is_current_stream_capturing():
-                warm_up(weights, problem, later, tuned=launches.tuned, quantize=launches.quantize)
+                warm_up(weights, problem.as_called(), later, tuned=launches.tuned, quantize=launches.quantize)
                 later.clear()
             fused_moe(
                 x,
@@ -346,26 +339,22 @@ class HopperBackend(Backend):
         return frozenset(found)
 
     def _warm_up(
-        self,
-        tensors: Tensors,
-        launches: _LayerLaunches,
-        problem: Problem,
-        plan: ShardPlan,
-        builder: Builder,
-        whole_calls: bool,
+        self, tensors: Tensors, launches: _LayerLaunches, problem: Problem, plan: ShardPlan, builder: Builder
     ) -> list[int]:
-        """Compiles the kernels of calls with few tokens, or of the only size if its memory is small.
+        """Compiles the kernels of calls with few tokens. Returns the numbers of tokens still to be compiled.
 
-        Returns the numbers of tokens still to be compiled before a call; the only size's own first call compiles it."""
+        In the batched format every call has the same number of rows, and the first one compiles what is not compiled.
+        """
         if not (builder.for_serving and tensors["w13"].is_cuda):
             return []
-        most = builder.max_tokens
-        counts = [most] if whole_calls else sorted({*token_counts(most), *_tile_boundaries(plan, most)})
+        most, one_size = builder.max_tokens, problem.parallel.is_batched
+        problem = problem.as_called()
+        counts = [most] if one_size else sorted({*token_counts(most), *_tile_boundaries(plan, most)})
         needs = itertools.accumulate((launches.nbytes(count, problem.top_k) for count in counts), max)
         few = sum(need <= MAX_LOADING_WORKSPACE for need in needs)
         weights = self._stored(tensors, launches.blank)
         warm_up(weights, problem, counts[:few], tuned=launches.tuned, quantize=launches.quantize)
-        return [] if whole_calls else counts[few:]
+        return [] if one_size else counts[few:]
 
     def _stored(self, tensors: Tensors, blank: PackedWeights) -> PackedWeights:
         import dataclasses

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..core.activations import GATED, UNGATED, spec_of
 from ..core.capabilities import Capabilities, Rule
 from ..core.decision import Numerics, ShardPlan
-from ..core.problem import Activation, ActivationPrecision, Problem
+from ..core.problem import Activation, ActivationPrecision, Device, Problem
 from ._contract import Backend, Builder, Tensors
 
 if TYPE_CHECKING:
@@ -79,6 +79,10 @@ class Emulation(Backend):
             "set activations=16bit to leave them as they are",
         ),
     )
+
+    def only_by_name(self, problem: Problem, device: Device) -> str:
+        """On a GPU, where stock vLLM may have a kernel and this project has none."""
+        return "" if device.kind == "cpu" else "computes in float32, slowly on a GPU"
 
     def activations(self, problem: Problem) -> ActivationPrecision:
         """Exactly what the layer declares."""

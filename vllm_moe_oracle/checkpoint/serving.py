@@ -50,7 +50,7 @@ def as_served(
     parallel = problem.parallel
     exchanges_tokens = parallel.ep > 1 and parallel.dp > 1
     in_turn = round_robin and not eplb and (problem.routing.num_groups or 0) > 1
-    if in_turn and not (exchanges_tokens and parallel.format == "standard"):
+    if in_turn and not (exchanges_tokens and not parallel.is_batched):
         problem = dataclasses.replace(problem, parallel=dataclasses.replace(parallel, placement="round_robin"))
     return with_activations(problem, settings)
 

@@ -125,7 +125,7 @@ STOCK_ITSELF = "stock vLLM's own choice"
 def _unsupported_features(problem: Problem) -> list[str]:
     """What a layer needs that few backends here support, so that a server asks stock vLLM where none does: as
     `compat.layer_adapter` finds it."""
-    batched = problem.parallel.format == "batched"
+    batched = problem.parallel.is_batched
     return ["LoRA on experts"] * problem.lora + ["a batched all-to-all"] * batched
 
 

@@ -7,6 +7,7 @@ traces through the MoE layer.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
@@ -113,16 +114,21 @@ class FunctionExperts(mk.FusedMoEExpertsModular):
         expert_tokens_meta: Any,
         activation: Any,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """No first workspace (vLLM places the output there), scratch memory in the second, and the output `[M, K]`."""
-        return (0,), (self._scratch(M, topk),), (M, K)
+        """No first workspace (vLLM places the output there), scratch memory in the second, and the output.
 
-    def _scratch(self, tokens: int, top_k: int) -> int:
-        """Elements of scratch memory. vLLM's workspaces have the model's dtype: at least 2 bytes an element."""
-        return 0 if self.nbytes is None else -(-self.nbytes(tokens, top_k) // 2)
+        vLLM's workspaces have the model's dtype: at least 2 bytes an element.
+        """
+        rows, choices = self._rows(M, topk, local_num_experts)
+        scratch = 0 if self.nbytes is None else -(-self.nbytes(math.prod(rows), choices) // 2)
+        return (0,), (scratch,), (*rows, K)
+
+    def _rows(self, tokens: int, top_k: int, experts: int) -> tuple[tuple[int, ...], int]:
+        """Shape of a call's rows, and the experts of each row that the function sees."""
+        return (tokens,), top_k
 
     def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
-        """Number of experts, number of tokens, rows of w13, hidden size, top-k."""
-        return w1.shape[0], a1.shape[0], w1.shape[1], a1.shape[-1], topk_ids.shape[1]
+        """Number of experts, of tokens (batched: rows of each expert), of rows of w13; hidden size; top-k."""
+        return w1.shape[0], a1.shape[-2], w1.shape[1], a1.shape[-1], topk_ids.shape[1]
 
     def apply(
         self,
@@ -146,14 +152,21 @@ class FunctionExperts(mk.FusedMoEExpertsModular):
         """Calls the function. `w1` and `w2` are unused: the function holds the layer's tensors."""
         if apply_router_weight_on_input:
             # vLLM's prepare step has applied the weights to the input.
-            topk_weights = torch.ones_like(topk_weights)
-        self._run(output, hidden_states, topk_weights, topk_ids, expert_map, workspace2)
+            topk_weights = torch.ones(topk_ids.shape, dtype=torch.float32, device=hidden_states.device)
+        routed = self._routed(hidden_states, topk_weights, topk_ids, expert_map, expert_tokens_meta)
+        torch.ops.vllm_moe_oracle.run_experts(
+            output.view(-1, output.shape[-1]),
+            hidden_states.reshape(-1, hidden_states.shape[-1]),
+            *routed,
+            output.new_empty(0) if workspace2 is None else workspace2,
+            self.runner.handle,
+        )
 
-    def _run(
-        self, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, expert_map: Tensor | None, workspace: Tensor | None
-    ) -> None:
-        scratch = out.new_empty(0) if workspace is None else workspace
-        torch.ops.vllm_moe_oracle.run_experts(out, x, weights, ids, expert_map, scratch, self.runner.handle)
+    def _routed(
+        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, expert_tokens_meta: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Router weights and ids `[rows, choices]` of the rows of `x`, and the expert map, for the function."""
+        return topk_weights, topk_ids, expert_map
 
 
 class BatchedFunctionExperts(FunctionExperts):
@@ -178,53 +191,15 @@ class BatchedFunctionExperts(FunctionExperts):
         """Delegated: the finalize step of the all-to-all applies the router's weights and sums over experts."""
         return TopKWeightAndReduceDelegate()
 
-    def workspace_shapes(
-        self,
-        M: int,
-        N: int,
-        K: int,
-        topk: int,
-        global_num_experts: int,
-        local_num_experts: int,
-        expert_tokens_meta: Any,
-        activation: Any,
-    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """As for the standard format, with `M` rows for each of this rank's experts; the output is
-        `[experts, M, K]`."""
-        return (0,), (self._scratch(local_num_experts * M, 1),), (local_num_experts, M, K)
+    def _rows(self, tokens: int, top_k: int, experts: int) -> tuple[tuple[int, ...], int]:
+        return (experts, tokens), 1
 
-    def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
-        """Number of experts, rows of an expert, rows of w13, hidden size, top-k."""
-        return w1.shape[0], a1.shape[1], w1.shape[1], a1.shape[-1], topk_ids.shape[1]
-
-    def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: Tensor | None,
-        a1q_scale: Tensor | None,
-        a2_scale: Tensor | None,
-        workspace13: Tensor | None,
-        workspace2: Tensor | None,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
-        **kwargs: Any,
-    ) -> None:
-        """Calls the function with one slot a row. Ids are of this rank's experts, so there is no expert map."""
-        experts, rows, hidden = hidden_states.shape
-        local = torch.arange(experts, dtype=torch.int32, device=hidden_states.device)[:, None]
-        held = torch.arange(rows, device=hidden_states.device) < expert_tokens_meta.expert_num_tokens[:experts, None]
-        self._run(
-            output.view(experts * rows, hidden),
-            hidden_states.reshape(experts * rows, hidden),
-            torch.ones(experts * rows, 1, dtype=torch.float32, device=hidden_states.device),
-            torch.where(held, local, -1).reshape(experts * rows, 1),
-            None,
-            workspace2,
-        )
+    def _routed(
+        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, expert_tokens_meta: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One slot a row. Ids are of this rank's experts, so there is no expert map."""
+        experts, rows = x.shape[:2]
+        local = torch.arange(experts, dtype=torch.int32, device=x.device)[:, None]
+        held = torch.arange(rows, device=x.device) < expert_tokens_meta.expert_num_tokens[:experts, None]
+        ids = torch.where(held, local, -1).reshape(experts * rows, 1)
+        return torch.ones(ids.shape, dtype=torch.float32, device=x.device), ids, None

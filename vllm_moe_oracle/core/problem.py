@@ -151,6 +151,11 @@ class Parallel:
     placement: Placement = "linear"
 
     @property
+    def is_batched(self) -> bool:
+        """Whether experts get tokens that an all-to-all has sorted by expert."""
+        return self.format == "batched"
+
+    @property
     def splits_over_dp(self) -> bool:
         """Whether data-parallel ranks take part in sharding the intermediate size."""
         return self.dp > 1 and self.ep == 1 and self.tp % self.dp == 0
@@ -234,7 +239,7 @@ class Problem:
     def as_called(self) -> Problem:
         """The layer as a function over routed tokens sees it. Where an all-to-all sorts tokens by expert, each row is a
         token with one of this rank's experts."""
-        if self.parallel.format == "standard":
+        if not self.parallel.is_batched:
             return self
         parallel = dataclasses.replace(self.parallel, ep=1, format="standard")
         return dataclasses.replace(self, num_experts=self.local_experts, top_k=1, parallel=parallel)
@@ -271,7 +276,7 @@ class Problem:
             str(self.activation),
         ]
         flags = [("biases", self.has_bias), ("LoRA", self.lora), ("EPLB", self.eplb)]
-        flags += [("batch invariant", self.batch_invariant), ("batched activations", self.parallel.format == "batched")]
+        flags += [("batch invariant", self.batch_invariant), ("batched activations", self.parallel.is_batched)]
         flags += [("round-robin expert placement", self.parallel.placement == "round_robin")]
         return ", ".join(words + [self.dtype] + [name for name, on in flags if on])
 

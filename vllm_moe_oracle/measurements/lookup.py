@@ -57,7 +57,7 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
     """
     if not settings.use_measurements:
         return None
-    if problem.parallel.format == "batched":
+    if problem.parallel.is_batched:
         return MeasurementSet(remarks=("times are of tokens in rows, and this layer's are sorted by expert",))
     shape, here = kernel_shape_of(problem), Environment.of(device)
     remarks: list[str] = []

@@ -65,7 +65,7 @@ def stock_gain(decision: Decision, device: Device, registry: Registry, objective
         objective: the setting of that name.
     """
     problem = decision.problem
-    if problem.lora or problem.eplb or problem.parallel.format != "standard":
+    if problem.lora or problem.eplb or problem.parallel.is_batched:
         return None  # timed were layers without these
     here, shape = Environment.of(device), kernel_shape_of(problem)
     counts = parse_objective(objective)

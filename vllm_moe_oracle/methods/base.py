@@ -389,7 +389,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         if self.moe_kernel is None:
             # Built once: a reload copies new values into the tensors that this kernel and captured graphs refer to.
             self.moe_quant_config = self.adapter.quant_config(problem, tensors)
-            builder = VllmBuilder(self.adapter, self.moe, self.moe_quant_config, batched=self._is_batched)
+            builder = self._builder(self.moe_quant_config)
             self.experts = self.backend.build_experts(tensors, problem, self.decision.plan, builder)
             self._built_over = {name: tensor.data_ptr() for name, tensor in tensors.items()}
             weight_storage.register_buffers(layer, builder.buffers)
@@ -404,10 +404,9 @@ class OracleMoEMethod(FusedMoEMethodBase):
                 ),
             )
 
-    @property
-    def _is_batched(self) -> bool:
-        """Whether an all-to-all hands the experts tokens sorted by expert."""
-        return self.decision.problem.parallel.format == "batched"
+    def _builder(self, quant_config: Any, for_serving: bool = True) -> VllmBuilder:
+        batched = self.decision.problem.parallel.is_batched
+        return VllmBuilder(self.adapter, self.moe, quant_config, for_serving, batched=batched)
 
     def _experts_over(self, tensors: Mapping[str, Tensor]) -> Any:
         """The experts that compute with tensors: those that were built, or new ones.
@@ -418,7 +417,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         if all(tensors[name].data_ptr() == address for name, address in self._built_over.items()):
             return self.experts
         quant_config = self.adapter.quant_config(self.decision.problem, tensors)
-        builder = VllmBuilder(self.adapter, self.moe, quant_config, for_serving=False, batched=self._is_batched)
+        builder = self._builder(quant_config, for_serving=False)
         return self.backend.build_experts(tensors, self.decision.problem, self.decision.plan, builder)
 
     def _read_weights(self, layer: Any) -> dict[str, Tensor]:
@@ -500,7 +499,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
         where = f"in {self.decision.problem.layer}, for {x.shape[0]} tokens"
         between_ranks = self.adapter.raised_between_ranks(error)
         if between_ranks:
-            error.add_note(f"moe_oracle: raised where vLLM exchanges tokens between ranks {where}, outside of {name}")
+            step = "vLLM hands over or exchanges tokens between ranks"
+            error.add_note(f"moe_oracle: raised where {step} {where}, outside of {name}")
         else:
             error.add_note(f"moe_oracle: raised by the backend {name} {where}")
         if is_out_of_memory(error):

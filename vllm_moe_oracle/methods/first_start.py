@@ -133,7 +133,7 @@ def _candidates(
         return (), ""
     if problem.batch_invariant:
         return (), "batch-invariant layers keep the static choice, with the one configuration that it has"
-    if problem.parallel.format == "batched":
+    if problem.parallel.is_batched:
         return (), "nothing measures tokens that an all-to-all sorts by expert"
     names = equivalent_backends(decision.candidate(decision.backend), decision.candidates)
     if len(names) < 2:

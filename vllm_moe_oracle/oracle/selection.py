@@ -230,7 +230,7 @@ def _unused_permission(chosen: Candidate, case: _DecisionInput) -> str:
 def _can_be_measured(static: Candidate, case: _DecisionInput, measurements: MeasurementSet) -> bool:
     """Whether measuring could decide: on a GPU, between several backends that compute the same and have not failed
     when they were measured. Tokens that an all-to-all sorts by expert are not measured."""
-    if case.problem.parallel.format != "standard":
+    if case.problem.parallel.is_batched:
         return False
     names = equivalent_backends(static, case.candidates)
     return case.device.kind == "cuda" and len([name for name in names if name not in measurements.failures]) > 1
@@ -305,10 +305,8 @@ def _ask(backend: Backend, problem: Problem, device: Device, settings: Settings)
         )
     if reasons:
         return Candidate(backend.name, Rejected(tuple(reasons)), priority)
-    by_name = backend.only_by_name(problem, device)
-    if backend.name == REFERENCE_BACKEND and device.kind != "cpu":  # stock vLLM may have a kernel
-        by_name = "computes in float32, slowly on a GPU"
-    answers = Answers(plan, backend.numerics(problem), consumed, backend.layout(problem, plan), by_name)
+    numerics, layout = backend.numerics(problem), backend.layout(problem, plan)
+    answers = Answers(plan, numerics, consumed, layout, backend.only_by_name(problem, device))
     return Candidate(backend.name, Accepted(), priority, answers)
 
 

@@ -46,7 +46,7 @@ def skip_reason(backend: Backend, problem: Problem) -> str:
         return "it is the reference"
     if backend.monolithic:
         return "its kernel routes tokens itself"
-    return "its calls need other ranks" if parallel.dp > 1 or parallel.format != "standard" else ""
+    return "its calls need other ranks" if parallel.dp > 1 or parallel.is_batched else ""
 
 
 class WeightParts:

@@ -201,7 +201,7 @@ def _takes_expert_map(backend: Backend, problem: Problem) -> bool:
     """Whether the check has experts of other ranks. vLLM's own classes meet them in the layer itself."""
     parallel = problem.parallel
     able = backend.capabilities.expert_parallel and not backend.monolithic and not backend.stock_class
-    return parallel.ep > 1 and parallel.format == "standard" and able
+    return parallel.ep > 1 and not parallel.is_batched and able
 
 
 def _small_problem(problem: Problem, num_experts: int, remote: int, monolithic: bool) -> Problem:
@@ -246,6 +246,7 @@ def _build_small_layer(
     tensors = {name: getattr(layer, parameter).data for name, parameter in names.items()}
     config = adapter.single_rank_config(moe, problem)
     described = adapter.quant_config(problem, tensors)
-    batched = problem.parallel.format == "batched"
-    builder = VllmBuilder(adapter, config, described, for_serving=False, trial_tokens=tokens, batched=batched)
+    builder = VllmBuilder(
+        adapter, config, described, for_serving=False, trial_tokens=tokens, batched=problem.parallel.is_batched
+    )
     return backend.build_experts(tensors, problem, plan, builder), layer, tensors

@@ -289,11 +289,7 @@ def _parallelism_notes(ranks: Ranks, all2all_backend: str, groups: list[LayerGro
     if not ranks.exchanges_tokens:
         return
     for group in groups:
-        if (
-            group.decision is None
-            and group.problem.parallel.format == "batched"
-            and group.left_to_stock == STOCK_ITSELF
-        ):
+        if group.decision is None and group.problem.parallel.is_batched and group.left_to_stock == STOCK_ITSELF:
             rule = f"{ranks.all2all} delivers tokens by expert, which few backends take"
             yield f"{group.layers}: {rule}; a server leaves layers that none runs to stock vLLM, if that can"
     if ranks.all2all != DEFAULT_ALL2ALL:
