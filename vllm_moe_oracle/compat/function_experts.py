@@ -60,6 +60,11 @@ def _(*arguments: Any) -> None:
     return None
 
 
+def _as_rows(tensor: Tensor) -> Tensor:
+    """`[rows, hidden]`, over the same memory; raises RuntimeError where that cannot be."""
+    return tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1])
+
+
 def _always(*arguments: Any) -> bool:
     return True
 
@@ -155,8 +160,8 @@ class FunctionExperts(mk.FusedMoEExpertsModular):
             topk_weights = torch.ones(topk_ids.shape, dtype=torch.float32, device=hidden_states.device)
         routed = self._routed(hidden_states, topk_weights, topk_ids, expert_map, expert_tokens_meta)
         torch.ops.vllm_moe_oracle.run_experts(
-            output.view(-1, output.shape[-1]),
-            hidden_states.reshape(-1, hidden_states.shape[-1]),
+            _as_rows(output),
+            _as_rows(hidden_states),
             *routed,
             output.new_empty(0) if workspace2 is None else workspace2,
             self.runner.handle,
