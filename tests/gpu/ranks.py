@@ -1,6 +1,6 @@
 """Tiny models of every format over one and two GPUs, through vLLM and the plugin, against float32 transformers.
 
-    python -m tests.gpu.ranks --json ranks.json [--workers 6] [--only FORMATS] [--cases CASES] [--cpu]
+    python -m tests.gpu.ranks --json ranks.json [--workers 6] [--only FORMATS] [--cases CASE ...] [--cpu]
 
 Two Hopper cards of one host, vLLM and the plugin installed. Each format is served on one GPU, with its experts cut over
 two (tensor parallelism), with whole experts on each of two (expert parallelism), and both with data parallelism: by
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -160,8 +161,8 @@ def jobs_of(name: str, format: Format, cpu: bool) -> dict[str, dict[str, Any]]:
         ):  # fmt: skip
             if cpu and how != "own":
                 continue
-            if format.backend == ACT_ORDER and how != "static" and engine in ("tp2", "dp2"):
-                continue  # a rank's features are of parts of groups, which this backend refuses
+            if format.backend == ACT_ORDER and engine in ("tp2", "dp2"):
+                continue  # a rank's features are of parts of groups, which every kernel refuses
             arguments = options | format.engine | {"enforce_eager": eager} | ({} if eager else GRAPHS)
             feature = "async_engine" if "data_parallel_size" in options else "generate"
             found[f"{engine}, {how}"] = common | {
@@ -270,7 +271,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--workers", type=int, default=6, help="engines that start at once")
     parser.add_argument("--only", default="", help="formats that contain one of these words, comma-separated")
-    parser.add_argument("--cases", default="", help="cases that start with one of these words, comma-separated")
+    parser.add_argument("--cases", nargs="+", default=[""], metavar="CASE", help="cases that start with one of these")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no further engine after these seconds")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
@@ -279,7 +280,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         found = formats(folder, args.only.split(","))
-        starts = tuple(args.cases.split(","))
+        starts = tuple(args.cases)
         jobs = [
             (format, case, job)
             for format, how in found.items()
@@ -330,7 +331,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     conditions = {
         "gpu": gpu, "gpus": torch.cuda.device_count(), "torch": torch.__version__,
-        "command": "python -m tests.gpu.ranks " + " ".join(sys.argv[1:]), "tolerance": tolerance("bfloat16"),
+        "command": "python -m tests.gpu.ranks " + shlex.join(sys.argv[1:]), "tolerance": tolerance("bfloat16"),
     }  # fmt: skip
     ordered = sorted(rows, key=lambda row: (row["format"], row["case"]))
     path.write_text(json.dumps({"conditions": conditions, "rows": ordered}, indent=1) + "\n")
