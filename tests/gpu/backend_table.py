@@ -346,9 +346,10 @@ _entered: list[Any] = []
 
 
 def leave() -> None:
-    """Leaves vLLM's config context, where one was entered."""
+    """Leaves vLLM's config context and the layer's dtype, where one was entered."""
     while _entered:
         _entered.pop().__exit__(None, None, None)
+        torch.set_default_dtype(torch.float32)
 
 
 class _Spread:
@@ -838,17 +839,14 @@ def takes_any_map(name: str, case: Case, machine: Any) -> bool:
 
 
 def join_alone(device: str) -> None:
-    """vLLM's process groups for this process alone, and its workspaces."""
+    """vLLM's process groups for this process alone, and its workspaces; several modules may ask for them."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
-    from vllm.v1.worker.workspace import init_workspace_manager
+
+    from vllm_moe_oracle.compat import standalone_layer
 
     torch.backends.cuda.matmul.allow_tf32 = False
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device=device))):
-        store = f"file://{tempfile.mkdtemp()}/store"
-        init_distributed_environment(1, 0, store, 0, "nccl" if device == "cuda" else "gloo")
-        initialize_model_parallel(1, 1)
-    init_workspace_manager(torch.device(f"{device}:0" if device == "cuda" else device))
+        standalone_layer.join_alone(device)
 
 
 def rows_of(

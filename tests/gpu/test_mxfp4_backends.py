@@ -33,6 +33,7 @@ CASES = (
 def one_rank() -> Iterator[None]:
     backend_table.join_alone("cuda")
     yield
+    backend_table.leave()
 
 
 def stored(built: Built) -> dict[str, Any]:

@@ -30,6 +30,7 @@ CASES = (
 def one_rank() -> Iterator[None]:
     backend_table.join_alone("cuda")
     yield
+    backend_table.leave()
 
 
 NAMES = {

@@ -87,6 +87,7 @@ def one_rank() -> Iterator[None]:
     plugin.register()
     yield
     plugin.unregister()
+    backend_table.leave()
 
 
 def outputs(layer: Padded, checkpoint: Any, calls: dict[int, list[Any]], cut: Cut | None) -> dict[int, torch.Tensor]:

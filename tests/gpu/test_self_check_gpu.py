@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,6 @@ from vllm_moe_oracle.backends import Backend
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.errors import SelfCheckError
 from vllm_moe_oracle.methods import backend_check
-from vllm_moe_oracle.oracle.registry import default_registry
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +32,8 @@ Change = Callable[[torch.Tensor, torch.Tensor], object]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
+    mode = os.environ.get("MOE_ORACLE_SELF_CHECK")
+    os.environ["MOE_ORACLE_SELF_CHECK"] = "group"  # the table of backends is made without
     backend_table.join_alone("cuda")
     plugin.register()
     # vLLM's logger hands nothing on to the root logger, where pytest listens.
@@ -40,6 +42,8 @@ def one_rank() -> Iterator[None]:
     logging.getLogger("vllm").propagate = propagate
     plugin.unregister()
     backend_table.leave()
+    if mode is not None:
+        os.environ["MOE_ORACLE_SELF_CHECK"] = mode
 
 
 class Wrong:
@@ -97,12 +101,7 @@ FAULTS: dict[str, tuple[Change, Change]] = {
 
 
 def accepted(case: Case) -> list[str]:
-    problem = case.problem()
-    return [
-        each.name
-        for each in default_registry().for_scheme(problem.scheme.name)
-        if not each.check(problem, detect.detect()).reasons and each.name != "emulation"
-    ]
+    return [name for name in backend_table.accepted(case, detect.detect()) if name != "emulation"]
 
 
 def built(table: Table, case: Case, name: str) -> Any:

@@ -78,6 +78,7 @@ WEIGHTS = ("weight_packed", "qweight", "weight")
 def one_rank() -> Iterator[None]:
     backend_table.join_alone("cuda")
     yield
+    backend_table.leave()
 
 
 def stored(built: Built) -> dict[str, Any]:

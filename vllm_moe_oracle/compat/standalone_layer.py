@@ -40,18 +40,33 @@ def single_rank_worker(device_type: str, max_num_tokens: int) -> Iterator[Any]:
     """
     config = vllm_config(device_type, max_num_tokens)
     with set_current_vllm_config(config):
-        if not parallel_state.model_parallel_is_initialized():
-            # A file, not a port: several such processes can run on one machine. The groups last as long as the process.
-            folder = tempfile.mkdtemp(prefix="moe-oracle-")
-            atexit.register(shutil.rmtree, folder, ignore_errors=True)
-            parallel_state.init_distributed_environment(
-                1, 0, f"file://{folder}/store", 0, "nccl" if device_type == "cuda" else "gloo"
-            )
-            parallel_state.initialize_model_parallel(1, 1)
-            from vllm.v1.worker.workspace import init_workspace_manager
-
-            init_workspace_manager(torch.device("cuda:0" if device_type == "cuda" else device_type))
+        join_alone(device_type)
         yield config
+
+
+def join_alone(device_type: str) -> None:
+    """Makes vLLM's process groups of this process alone, and its workspaces; the config must be current.
+
+    They last as long as the process. A process that is in groups already keeps them.
+    """
+    if parallel_state.model_parallel_is_initialized():
+        return
+    # A file, not a port: several such processes can run on one machine.
+    folder = tempfile.mkdtemp(prefix="moe-oracle-")
+    atexit.register(_leave, folder)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, backend)
+    parallel_state.initialize_model_parallel(1, 1)
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    init_workspace_manager(torch.device("cuda:0" if device_type == "cuda" else device_type))
+
+
+def _leave(folder: str) -> None:
+    """Ends the groups: NCCL's own end, after Python's, has waited for minutes (torch 2.11)."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def vllm_config(device_type: str, max_num_tokens: int, moe_backend: str = "auto") -> Any:
