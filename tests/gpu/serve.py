@@ -18,7 +18,8 @@ Nothing else should run on the machine's GPU and cores: a start compiles for hal
 ``--busy`` starts each mode once more, with the engine in the measuring process, and finds how long the GPU works in a
 decode step, and on what, from the intervals of its kernels. What a step takes beyond that is vLLM's host side.
 
-On a CPU a tiny model goes the same way: add ``--tiny``.
+On a CPU a tiny model goes the same way: add ``--tiny``. ``--write FOLDER`` only writes the models, which
+``vllm-moe-oracle ab`` serves with ``--load-format dummy``.
 """
 
 from __future__ import annotations
@@ -90,11 +91,9 @@ def config_of(model: str, layers: int, tiny: bool) -> dict[str, Any]:
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> None:
-    """The model's files: its config, and a tokenizer, which the throughput benchmark makes its prompts with."""
+    """The model's files: its config, and a tokenizer of all its tokens, which benchmarks make their prompts with."""
     (folder / "config.json").write_text(json.dumps(config))
-    checkpoints.write_tokenizer(folder)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 1 << 20}))  # no limit of its own
+    checkpoints.write_word_tokenizer(folder, config["vocab_size"])
 
 
 def engine_options(folder: str, mode: str, tiny: bool) -> list[str]:
@@ -348,11 +347,18 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--busy", action="store_true", help="also the GPU's time in a step")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="only write the models into folders in this one")
     parser.add_argument("--inner", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.inner:
         for known in measure(chosen.inner, chosen.mode[0], chosen.tiny, chosen.iterations, chosen.busy):
             print("FOUND " + json.dumps(known), flush=True)
+        return 0
+    if chosen.write:
+        for model in chosen.model or MODELS:
+            folder = chosen.write / model
+            folder.mkdir(parents=True)
+            write_model(folder, config_of(model, chosen.layers, chosen.tiny))
         return 0
     found: dict[str, Any] = {"conditions": conditions(chosen), "models": {}}
     lines = []

@@ -562,6 +562,17 @@ def write_tokenizer(path: Path) -> None:
     )
 
 
+def write_word_tokenizer(path: Path, size: int) -> None:
+    """A word for each of so many tokens, in front of a space: for benchmarks, whose prompts are random tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    words = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "eos_token": "w1", "pad_token": "w2"}
+    _write_json(path / "tokenizer_config.json", words | {"model_max_length": 1 << 20})
+
+
 def encode(text: str) -> list[int]:
     """Token ids of `text`, as the written tokenizer gives them."""
     return [VOCABULARY.index(c) if c in ALPHABET else VOCABULARY.index("<unk>") for c in text.lower()]
