@@ -310,6 +310,7 @@ def load(
     additional_config: object = None,
     assignments: Mapping[str, str] | None = None,
     options: Mapping[str, str] = MappingProxyType({}),
+    prefix: str = "assignments.",
 ) -> Settings:
     """The effective settings.
 
@@ -318,6 +319,7 @@ def load(
         additional_config: vLLM's ``additional_config``; our section is its key ``moe_oracle``.
         assignments: settings by name, e.g. ``{"backend": "emulation"}``: ``--set`` of the command line tool.
         options: the command line's options that gave assignments, by setting; errors name what the user typed.
+        prefix: what errors put in front of the name of any other setting in assignments.
 
     Raises:
         SettingError: an unknown name or an invalid value.
@@ -353,8 +355,8 @@ def load(
 
     for name, word in (assignments or {}).items():
         if name not in FIELDS:
-            raise _unknown_setting(name, sorted(FIELDS), "--set")
-        put(name, word, options.get(name, f"--set {name}"))
+            raise _unknown_setting(name, sorted(FIELDS), prefix.rstrip(" ."))
+        put(name, word, options.get(name, f"{prefix}{name}"))
     return Settings(**values, sources=sources)
 
 

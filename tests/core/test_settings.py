@@ -131,7 +131,7 @@ def test_values_that_cannot_be_taken_are_errors_that_name_the_place(name: str, v
         assert caught.value.where == f"environment variable {env_var(name)}"
         with pytest.raises(SettingError, match=message) as caught:
             load({}, None, {name: value})
-        assert caught.value.where == f"--set {name}"
+        assert caught.value.where == f"assignments.{name}"
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -140,7 +140,7 @@ def test_empty_variable_counts_as_unset(name: str) -> None:
     assert getattr(chosen, name) == getattr(Settings(), name) and chosen.source(name) == "default"
     # Said by hand to one run, nothing is a value like others, which most settings cannot take.
     if name in ("disable", "overrides", "cache", "profile", "report"):
-        assert load({}, None, {name: ""}).source(name) == f"--set {name}"
+        assert load({}, None, {name: ""}).source(name) == f"assignments.{name}"
     else:
         with pytest.raises(SettingError):
             load({}, None, {name: ""})
@@ -223,7 +223,7 @@ def test_precedence_is_command_line_then_config_then_environment() -> None:
     config = {"moe_oracle": {"backend": "two", "disable": ["two"]}}
     chosen = load(variables, config, {"backend": "three"})
     assert (chosen.backend, chosen.disable, chosen.report) == ("three", ("two",), "one")
-    assert chosen.source("backend") == "--set backend"
+    assert chosen.source("backend") == "assignments.backend"
     assert chosen.source("disable") == "--additional-config moe_oracle.disable"
     assert chosen.source("report") == "environment variable MOE_ORACLE_REPORT"
     assert chosen.source("strict") == "default"

@@ -151,9 +151,9 @@ def test_what_may_only_compile_slowly_gets_more_time_at_the_next_start(tmp_path:
 
 
 REASONS: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
-    "switched off": ({}, {"use_measurements": "0"}, "measurements are switched off by --set use_measurements"),
-    "chosen": ({}, {"backend": "static"}, "its backend is chosen by --set backend"),
-    "overridden": ({}, {"overrides": "re:layers=faster"}, "its backend is chosen by re:layers from --set overrides"),
+    "switched off": ({}, {"use_measurements": "0"}, "measurements are switched off by assignments.use_measurements"),
+    "chosen": ({}, {"backend": "static"}, "its backend is chosen by assignments.backend"),
+    "overridden": ({}, {"overrides": "re:layers=faster"}, "is chosen by re:layers from assignments.overrides"),
     "batch invariant": ({"batch_invariant": True}, {}, "batch-invariant layers keep the static choice"),
     "alone": ({}, {"disable": "faster"}, "static is the only backend that computes these numbers"),
 }

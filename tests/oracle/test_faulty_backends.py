@@ -67,7 +67,7 @@ def test_another_backend_runs_and_an_explicit_choice_is_an_error(method: str, ac
     assert f"its method {method} {words}" in verdict.reasons[0].detail
     with pytest.raises(NoBackendError, match=f"its method {method} ") as caught:
         decide(LAYER, CPU, load({}, None, {"backend": "strange"}), registry=backends)
-    assert "strange (--set backend) cannot run this layer" in str(caught.value)
+    assert "strange (assignments.backend) cannot run this layer" in str(caught.value)
     with pytest.raises(NoBackendError, match=f"its method {method} "):
         decide(LAYER, CPU, load({}), registry=registry([strange(method, act)]))
 

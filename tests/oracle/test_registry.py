@@ -195,7 +195,7 @@ def test_strangers_that_cannot_be_loaded_are_recorded_and_harm_no_other(stranger
 def test_choosing_a_broken_one_says_why_it_is_broken(strangers: Registry, name: str) -> None:
     with pytest.raises(NoBackendError) as caught:
         decide(problem(), H200, load({}, None, {"backend": name}), registry=strangers)
-    assert f"{name} (--set backend) could not be loaded: " in str(caught.value)
+    assert f"{name} (assignments.backend) could not be loaded: " in str(caught.value)
     assert STRANGERS[name][1] in str(caught.value)
 
 

@@ -71,14 +71,14 @@ def test_moe_backend_accepts_only_vllms_names() -> None:
 def test_our_setting_goes_before_vllms_moe_backend_and_says_so() -> None:
     decision = decide(problem(), H200, settings(backend="slow"), moe_backend="other", registry=THREE)
     assert (decision.backend, decision.why) == ("slow", "user")
-    assert decision.explanation == "--set backend, which goes before --moe-backend other"
+    assert decision.explanation == "assignments.backend, which goes before --moe-backend other"
 
 
 def test_an_override_goes_before_everything() -> None:
     chosen = settings(backend="slow", overrides=r"re:layers\.0\.=other")
     decision = decide(problem(), H200, chosen, moe_backend="fast", registry=THREE)
     assert (decision.backend, decision.why) == ("other", "override")
-    assert decision.explanation == r"re:layers\.0\. from --set overrides"
+    assert decision.explanation == r"re:layers\.0\. from assignments.overrides"
     elsewhere = decide(problem(layer="model.layers.10.mlp.experts"), H200, chosen, registry=THREE)
     assert (elsewhere.backend, elsewhere.why) == ("slow", "user")
 
@@ -135,7 +135,8 @@ def test_an_explicit_choice_that_cannot_run_is_an_error_with_a_table() -> None:
         decide(problem(), H200, settings(backend="wanted"), registry=some)
     error = caught.value
     text = str(error)
-    for part in ("wanted (--set backend)", "rule.one for 2048", "rule.two for 2048", "rule.three for 2048", "fast"):
+    rules = ("rule.one for 2048", "rule.two for 2048", "rule.three for 2048")
+    for part in ("wanted (assignments.backend)", *rules, "fast"):
         assert part in text
     assert error.where == problem().layer
     assert {candidate.backend for candidate in error.candidates} == {"wanted", "third", "fast"}
@@ -155,14 +156,14 @@ def test_fallback_takes_the_best_and_keeps_the_reason_in_one_line() -> None:
     some = registry([refusing("wanted", "rule.one", "rule.two"), FAST])
     decision = decide(problem(), H200, settings(backend="wanted", on_unavailable="fallback"), registry=some)
     assert (decision.backend, decision.why) == ("fast", "static")
-    for part in ("wanted (--set backend)", "rule.one", "rule.two"):
+    for part in ("wanted (assignments.backend)", "rule.one", "rule.two"):
         assert part in decision.explanation
     assert len(decision.explanation.splitlines()) == len(decision.summary().splitlines()) == 1
 
 
 def test_fallback_without_candidates_names_the_requested_backend() -> None:
     some = registry([refusing("wanted", "rule.one")])
-    with pytest.raises(NoBackendError, match=r"no backend can run mxfp8 experts here.*wanted \(--set backend\)"):
+    with pytest.raises(NoBackendError, match=r"no backend can run mxfp8 experts here.*wanted \(assignments.backend\)"):
         decide(problem(), H200, settings(backend="wanted", on_unavailable="fallback"), registry=some)
 
 
@@ -193,7 +194,7 @@ def test_everything_disabled_lists_each_candidate_with_its_reason() -> None:
         decide(problem(), H200, settings(disable="fast,slow,other"), registry=THREE)
     lines = str(caught.value).splitlines()
     for name in ("fast", "slow", "other"):
-        assert any(line.split()[:1] == [name] and "disabled by --set disable" in line for line in lines)
+        assert any(line.split()[:1] == [name] and "disabled by assignments.disable" in line for line in lines)
     assert "no backend can run mxfp8 experts" in lines[0] and "NVIDIA H200" in lines[0]
 
 

@@ -76,7 +76,7 @@ def command_settings(words: list[str] | None, ignore_bad_profile: bool = False, 
         if "backend" in assignments:
             raise SettingError("--set backend is given, too", "Leave one of them out", "--backend")
         assignments["backend"], options["backend"] = backend, "--backend"
-    chosen = load(assignments=assignments, options=options)
+    chosen = load(assignments=assignments, options=options, prefix="--set ")
     source = chosen.source("profile")
     if chosen.profile and (source.startswith("--set") or not ignore_bad_profile):
         try:
