@@ -95,7 +95,7 @@ def test_tune_refuses_numbers_of_tokens_that_decide_nothing(run: Run) -> None:
         ((GPT_OSS, "--tiles", "-3"), "--tiles: -3 tile configurations"),
         ((GPT_OSS, "--export", ""), ".: is a directory. Name a file"),
         ((GPT_OSS, "--export", "/"), "/: is a directory. Name a file"),
-        (("--import", "b.jsonl", "--export", "/tmp"), "/tmp: is a directory. Name a file"),
+        (("--import", CHOICES, "--export", "/tmp"), "/tmp: is a directory. Name a file"),
         (("--import", "b.jsonl", GPT_OSS), "MODEL would change nothing: with --import nothing is measured"),
         (("--import", "b.jsonl", "--shapes", "--tiles", "4"), "--shapes, --tiles would change nothing"),
         (("--import", "b.jsonl", "--profile", "p.json"), "--profile would change nothing"),
@@ -130,6 +130,23 @@ def test_imports_say_what_was_kept(run: Run, tmp_path: Path) -> None:
     made = run("tune", "--import", CHOICES, "--export", tmp_path / "p.json", "--json").json
     assert made["measurements"] > 100 and made["kept"] == str(tmp_path / "p.json")
     assert made["environment"]["gpu"] == "NVIDIA H200" and (tmp_path / "p.json").exists()
+
+
+def test_an_export_does_not_lose_what_a_file_has(run: Run, tmp_path: Path) -> None:
+    path, part = tmp_path / "p.json", tmp_path / "part.jsonl"
+    for _ in range(2):  # the same layers replace themselves
+        assert run("tune", "--import", CHOICES, "--export", path).status == 0
+    kept = path.read_bytes()
+    head, first = CHOICES.read_text().splitlines()[:2]
+    part.write_text(f"{head}\n{first}\n")
+    result = run("tune", "--import", part, "--export", path)
+    assert result.status == 2 and "layers, of which" in result.err and "would be lost" in result.err
+    assert path.read_bytes() == kept
+    path.write_text("notes of mine")
+    result = run("tune", "--import", part, "--export", path)
+    assert result.status == 2 and "is not a profile of measurements" in result.err
+    assert "and would be replaced. Name another file" in result.err
+    assert path.read_text() == "notes of mine"
 
 
 def test_out_of_memory_in_a_benchmark_is_not_imported_as_a_failure(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ reading one. A profile that is read is never changed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -214,14 +214,28 @@ def _to_json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def check_writable(path: Path) -> None:
-    """Checks, before minutes of measuring, that a path can be written as a file.
+def check_writable(path: Path, shapes: Collection[KernelShape]) -> None:
+    """Checks, before minutes of measuring, that a path can be written as a file, and that nothing is lost by it.
+
+    Args:
+        path: the file.
+        shapes: the layers that it is to have.
 
     Raises:
-        MeasurementError: the path is a directory.
+        MeasurementError: the path is a directory, or a file that is no profile, or one with other layers.
     """
     if not path.name or os.path.isdir(path):
         raise MeasurementError("is a directory", "Name a file", str(path))
+    if not os.path.exists(path):
+        return
+    try:
+        present = read(path)
+    except MeasurementError as error:
+        rule = f"{error.rule}, and would be replaced"
+        raise MeasurementError(rule, "Name another file, or remove this one", str(path)) from error
+    if lost := [str(each.kernel_shape) for each in present.entries if each.kernel_shape not in shapes]:
+        rule = f"has {len(present.entries)} layers, of which {len(lost)} would be lost, the first {lost[0]}"
+        raise MeasurementError(rule, "Name another file, or all layers", str(path))
 
 
 def write(profile: Profile, path: Path) -> None:
@@ -230,7 +244,8 @@ def write(profile: Profile, path: Path) -> None:
     Raises:
         MeasurementError: the file cannot be written.
     """
-    check_writable(path)
+    if not path.name:
+        raise MeasurementError("is a directory", "Name a file", str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

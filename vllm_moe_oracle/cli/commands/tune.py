@@ -15,7 +15,7 @@ from ...errors import MeasurementError, NoBackendError
 from ...measurements import bench_records, lookup, model_shapes
 from ...measurements import profile as profiles
 from ...measurements.environment import Environment
-from ...measurements.kernel_shape import KernelShape, RoutingKind, Sample
+from ...measurements.kernel_shape import KernelShape, RoutingKind, Sample, kernel_shape_of
 from ...measurements.store import Store
 from ...oracle.selection import decide
 from ...settings import Settings, cache_dir, set_batch_invariant
@@ -107,8 +107,6 @@ def command(
          measured is kept
     """
     chosen = command_settings(assignments)
-    if export is not None:
-        profiles.check_writable(export)
     if imported:
         _check_import_options(context)
         _import_measurements(imported, export, chosen, as_json)
@@ -117,15 +115,17 @@ def command(
 
     set_batch_invariant(batch_invariant)
     problems = _named_problems(models, shapes, Ranks(tp, dp, ep), quantization, tiles, chosen)
+    problems = [layer_arguments.apply_settings(each, chosen) for each in problems]
     options = _tune_options(tokens, routing, replays, budget, jobs, remeasure)
     tuning.check_token_counts(options.token_counts)
+    if export is not None:
+        profiles.check_writable(export, {kernel_shape_of(each) for each in problems})
     known = [profiles.read(each) for each in profile or []]
     device = layer_arguments.require_gpu()
     options = dataclasses.replace(options, tiles=tiles, gpus=layer_arguments.parse_gpus(gpus))
     _note_unused_profiles(profile or [], known, device)
     store = _open_store(chosen)
     with layer_arguments.progress_bar(quiet=as_json and not sys.stderr.isatty()) as report:
-        problems = [layer_arguments.apply_settings(each, chosen) for each in problems]
         outcomes = tuning.tune(problems, device, chosen, store, options, known, report)
     if export is not None:
         _export(export, outcomes, device, options)
@@ -225,6 +225,7 @@ def _import_measurements(files: list[Path], export: Path | None, settings: Setti
         for shape, some in found.items():
             samples.setdefault(shape, []).extend(some)
     if export is not None:
+        profiles.check_writable(export, samples)
         profiles.write(profiles.make(place, samples, conditions), export)
         where = str(export)
     else:
