@@ -314,6 +314,7 @@ def render(content: ReportContent, command: str) -> tuple[str, dict[str, str]]:
 
     palette = plots.assign_colors(content.panels)
     files: dict[str, str] = {}
+    classes: dict[str, str] = {}
     if plots.compared_with_stock(content.panels):
         files["speed-up.svg"] = plots.plot_speedups(content.panels)
     shown: list[dict[str, Any]] = []
@@ -328,7 +329,7 @@ def render(content: ReportContent, command: str) -> tuple[str, dict[str, str]]:
                 svg = plots.plot_times(panel, palette)
                 files[f"{name}.svg"] = svg
                 # matplotlib escapes names in the SVG; Jinja escapes everything else on the page.
-                cards.append(_card(panel, name, markupsafe.Markup(plots.embedded_svg(svg, name))))
+                cards.append(_card(panel, name, markupsafe.Markup(plots.embedded_svg(svg, name, classes))))
             families.append((family, cards))
         shown.append({"machine": machine, "families": families})
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
@@ -336,7 +337,7 @@ def render(content: ReportContent, command: str) -> tuple[str, dict[str, str]]:
         title=page_title(content),
         content=content,
         shown=shown,
-        style=markupsafe.Markup(plots.STYLE),
+        style=markupsafe.Markup(plots.STYLE + "".join(f".{name} {{ {css} }}\n" for css, name in classes.items())),
         version=__version__,
         made=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         command=command,

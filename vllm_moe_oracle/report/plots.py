@@ -127,12 +127,13 @@ def standalone_svg(svg: str) -> str:
     return f'<?xml version="1.0" encoding="utf-8"?>\n{head}>\n<style>{STYLE}</style>{rest}'
 
 
-def embedded_svg(svg: str, name: str) -> str:
+def embedded_svg(svg: str, name: str, classes: dict[str, str]) -> str:
     """A plot for a page with several plots: its ids get a prefix, and what does not show is left out.
 
     Args:
         svg: the plot.
         name: the prefix, of letters, digits and hyphens.
+        classes: CSS classes of the page by the declarations that they stand for; gets those that the plot needs.
     """
     used = dict.fromkeys(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
     known = {each: f"{name}-{number}" for number, each in enumerate(used)}
@@ -141,7 +142,11 @@ def embedded_svg(svg: str, name: str) -> str:
     # The page scales the plot; width and height in points would fix its size.
     head, _, rest = svg.partition(">")
     head = re.sub(r'\s(?:width|height)="[^"]+"', "", head)
-    return _compact(f"{head}>{rest}")
+    return re.sub(
+        r' style="([^"]+)"',
+        lambda found: f' class="{classes.setdefault(found[1], f"plot-{len(classes)}")}"',
+        _compact(f"{head}>{rest}"),
+    )
 
 
 def _compact(svg: str) -> str:
