@@ -81,6 +81,10 @@ LAYERS = (
     _layer("mxfp4:qwen3-235b-a22b@tp4", MXFP4, 128, 8, 4096, 384, tp=4),
     _layer("awq:mixtral-8x22b@tp4", AWQ, 8, 2, 6144, 4096, tp=4),
     _layer("int4_g128:qwen3-coder-480b@ep8", INT4, 160, 8, 6144, 2560, ep=8),
+    _layer("int4_g128:mixtral-8x7b@ep8", INT4, 8, 2, 4096, 14336, ep=8),
+    _layer("mxfp8:mixtral-8x7b@ep4", MXFP8, 8, 2, 4096, 14336, ep=4),
+    _layer("mxfp4:mixtral-8x7b@ep8", MXFP4, 8, 2, 4096, 14336, ep=8),
+    _layer("awq:mixtral-8x7b@ep4", AWQ, 8, 2, 4096, 14336, ep=4),
 )
 
 

@@ -31,7 +31,7 @@ def rows() -> list[fit_latency.Row]:
 
 
 def parameters(backend: latency_model.BackendLatency) -> torch.Tensor:
-    values = [getattr(backend, name) for name in backend.__struct_fields__[:7]]
+    values = [getattr(backend, name) for name in backend.__struct_fields__[: fit_latency.SCALARS]]
     factors = [backend.factors[name] for name in fit_latency.FLAGS]
     return torch.tensor([*values, *backend.tile_tflops, *factors], dtype=torch.float64).log()
 
@@ -63,6 +63,26 @@ def test_expected_tiles_are_those_of_a_poisson_distribution(rows: float, height:
     exact = (chances * torch.ceil(counts / height)).sum().item()
     # Beyond a square of the height half a tile is taken for what the last tile of an expert lacks.
     assert latency_model._expected_tiles(rows, height) == pytest.approx(exact, rel=1e-6, abs=0.5 / height)
+
+
+def test_a_rank_that_expects_less_than_a_slot_is_timed_with_one() -> None:
+    one = dataclasses.replace(PLAIN, num_experts=8, local_experts=1, top_k=2)
+    work = latency_model.call_work(kernel_shape_of(one), 1)  # a quarter of a slot is expected
+    # Rows are Poisson distributed: 1 - exp(-1/4) of the ranks have some.
+    assert work.slots == work.active == pytest.approx(1.0) and work.tiles == pytest.approx(
+        (4 - 4 * math.exp(-0.25),) * 5
+    )
+    plenty = latency_model.call_work(kernel_shape_of(dataclasses.replace(one, local_experts=8)), 1)
+    assert plenty.slots == plenty.active == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("name", sorted(latency_model.shipped().backends))
+def test_long_strips_of_few_rows_take_longer_than_short_ones_of_many(name: str) -> None:
+    backend = latency_model.shipped().backends[name]
+    few = dataclasses.replace(PLAIN, num_experts=4, local_experts=4, top_k=1)
+    longer = {"hidden_size": 4 * few.hidden_size, "intermediate_size": few.intermediate_size // 4}  # as many weights
+    long, short = (kernel_shape_of(each) for each in (dataclasses.replace(few, **longer), few))
+    assert latency_model.predict_us(backend, long, 4, False) > latency_model.predict_us(backend, short, 4, False)
 
 
 @pytest.mark.parametrize("name", sorted(latency_model.shipped().backends))

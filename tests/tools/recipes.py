@@ -112,13 +112,15 @@ def _gain_table(rows: Sequence[LayerPanel]) -> list[str]:
     spans = html_report.TOKEN_RANGES
     heads = ["layers of", "GPU", *(f"{name} token{'s' * (name != '1')}" for name in spans), "runs on"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    compared = set()
     for panel in rows:
         cells = [_span_mean(panel, *limits) for limits in spans.values()]
         if not any(cells):
             continue
+        compared.add(panel.label)
         chosen = ", ".join(f"`{name}`" for name in dict.fromkeys(panel.chosen.values()))
         lines.append(f"| {panel.label} | {panel.environment} | {' | '.join(cells)} | {chosen} |")
-    without = [panel.label for panel in rows if not any(_span_mean(panel, *limits) for limits in spans.values())]
+    without = [label for label in dict.fromkeys(panel.label for panel in rows) if label not in compared]
     return [*lines, *(["", f"Not compared with stock: {'; '.join(without)}."] if without else [])]
 
 

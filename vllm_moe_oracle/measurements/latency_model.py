@@ -2,7 +2,8 @@
 
 The time of a call is a sum over both products, each a smooth maximum of two times, plus what a call costs at any size:
 
-* reading the codes and scales of the experts that are expected to get a token, at a bandwidth that the backend reaches;
+* reading the codes and scales of the experts that are expected to get a token, at a bandwidth that the backend reaches
+  once enough strips of rows are read at the same time: a product takes the time of some strips besides;
 * multiplying, in tiles of 8 to 128 rows: under uniform routing an expert's rows are Poisson distributed, an expert
   computes whole tiles, and the backend takes the height that costs least;
 * activations written and read between the products; launches; a cost that grows with the square root of the experts.
@@ -38,6 +39,9 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MAX_EXTRAPOLATION = 2.0
 """How far, as a factor, a size may lie outside the fitted layers' before nothing is predicted."""
 
+STRIP_ROWS = 64
+"""Rows of weights that a block reads."""
+
 _SHARPNESS_OF_TILE_CHOICE = 8.0
 """Exponent of the smooth minimum over tile heights. The fit needs a derivative; at 8 two equal costs count as 8 % less
 than one."""
@@ -52,6 +56,8 @@ class BackendLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         launch_us: microseconds of a call without work.
         bandwidth_tb_s: TB/s at which weights are read.
         ramp_us: microseconds of each product before it reads at that rate.
+        strips: strips of `STRIP_ROWS` rows whose reading each product takes besides, at that rate: few or long ones
+            leave memory idle.
         sharpness: exponent, less one, of the smooth maximum of reading and multiplying.
         traffic_tb_s: TB/s of activations.
         expert_us: microseconds times the square root of the experts with a token.
@@ -66,6 +72,7 @@ class BackendLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     launch_us: float
     bandwidth_tb_s: float
     ramp_us: float
+    strips: float
     sharpness: float
     traffic_tb_s: float
     expert_us: float
@@ -139,7 +146,11 @@ class CallWork(msgspec.Struct, frozen=True):
 
 
 def call_work(shape: KernelShape, tokens: int) -> CallWork:
-    """The work of one call under uniform routing."""
+    """The work of one call under uniform routing.
+
+    Where less than one slot is expected on an expert-parallel rank, the call is one that has a slot, as it is timed
+    (`measuring.random_weights`): without one, every kernel ends at once.
+    """
     chance = shape.top_k / shape.num_experts
     rows = (2 if shape.gated else 1) * shape.intermediate_size
     if shape.scheme == "wna16":
@@ -147,12 +158,14 @@ def call_work(shape: KernelShape, tokens: int) -> CallWork:
         scale_bytes = per_group / shape.group_size if shape.group_size > 0 else 0.0
     else:
         scale_bytes = 1.0 / MX_BLOCK
+    slots = tokens * chance * shape.local_experts
+    factor = max(1.0, 1.0 / slots)
     return CallWork(
-        active=active_experts(shape, tokens),
-        slots=tokens * chance * shape.local_experts,
+        active=factor * active_experts(shape, tokens),
+        slots=factor * slots,
         products=((rows, shape.hidden_size), (shape.hidden_size, shape.intermediate_size)),
         weight_bytes=shape.bits / 8 + scale_bytes,
-        tiles=tuple(shape.local_experts * _expected_tiles(tokens * chance, height) for height in TILE_ROWS),
+        tiles=tuple(factor * shape.local_experts * _expected_tiles(tokens * chance, height) for height in TILE_ROWS),
     )
 
 
@@ -189,7 +202,8 @@ def predict_us(
     power, tile_power = 1.0 + backend.sharpness, _SHARPNESS_OF_TILE_CHOICE
     total = backend.launch_us + backend.expert_us * math.sqrt(work.active) + (backend.router_us if router else 0.0)
     for rows, columns in work.products:
-        reading = work.active * rows * columns * work.weight_bytes / (backend.bandwidth_tb_s * bandwidth * 1e6)
+        read_rows = work.active * rows + backend.strips * STRIP_ROWS
+        reading = read_rows * columns * work.weight_bytes / (backend.bandwidth_tb_s * bandwidth * 1e6)
         costs = [
             2.0 * tiles * height * rows * columns / (tflops * rate * 1e6)
             for tiles, height, tflops in zip(work.tiles, TILE_ROWS, backend.tile_tflops, strict=True)
