@@ -2,7 +2,9 @@
 # Makes the environment of examples/setup.sh with the test tools, then runs ruff, mypy and pytest on two processes.
 #
 #   bash tests/run.sh [PYTEST ARGUMENTS...]             the default tier: what every change must pass
-#   bash tests/run.sh --full [PYTEST ARGUMENTS...]      the tests that the default tier leaves out; no ruff, no mypy
+#   bash tests/run.sh --full [PYTEST ARGUMENTS...]      the tests that the default tier leaves out; no ruff, no mypy.
+#                                                       Servers start beside each other there, and time out on a busy
+#                                                       machine: what fails runs once more, alone
 #   bash tests/run.sh --matrix [PYTEST ARGUMENTS...]    the tests of other vLLM releases, whose sources are downloaded
 #   bash tests/run.sh --lint                            ruff and mypy alone
 #   bash tests/run.sh --upstream SOURCES [OPTIONS...]   vLLM's own tests with and without the plugin, from the sources of
@@ -70,6 +72,11 @@ if { [ "$tier" = default ] && [ "${LINT:-1}" = 1 ]; } || [ "$tier" = lint ]; the
 fi
 if [ "$tier" != lint ]; then
     printf '== %s\n' "${pytest[*]} $*"
-    "${pytest[@]}" "$@" || failed="$failed 'pytest'"
+    if ! "${pytest[@]}" "$@"; then
+        again=(pytest -m "(full or slow) and not gpu and not matrix" --last-failed --last-failed-no-failures none)
+        if [ "$tier" != full ] || ! { printf '== alone: %s\n' "${again[*]}" && "${again[@]}"; }; then
+            failed="$failed 'pytest'"
+        fi
+    fi
 fi
 [ -z "$failed" ]
