@@ -59,13 +59,19 @@ if gain < 0:
 if gain > 100:
     time.sleep(600)
 turn = int(os.path.basename(result).split("-")[1])
+last, _, how = os.environ.get("MOE_AB_TEST_LAST", "99").partition(":")
+if turn > int(last):
+    open(os.path.join(os.path.dirname(result), "reached"), "w").close()
+    time.sleep(600 if how == "hang" else 0)
+    print("no connection")
+    sys.exit(5)
 speed = 1000 * (gain if kind == "plugin" else 1) * (1 + jitter * ((turn * 7 + (kind == "plugin") * 3) % 5 - 2))
 data = {"completed": count, "failed": int(gain == 0), "output_throughput": speed, "median_ttft_ms": 1e5 / speed,
         "median_itl_ms": 1e4 / speed}
 json.dump(data, open(result, "w"))
 """
 
-GAIN, JITTER = "MOE_AB_TEST_GAIN", "MOE_AB_TEST_JITTER"
+GAIN, JITTER, LAST = "MOE_AB_TEST_GAIN", "MOE_AB_TEST_JITTER", "MOE_AB_TEST_LAST"
 
 
 def server_command(model: str, port: int, options: Any) -> list[str]:
@@ -207,8 +213,15 @@ def test_without_vllm_or_without_the_plugin_nothing_is_started(run: Run, monkeyp
     assert (result.status, result.err.count("\n")) == (2, 1) and "pip install 'vllm-moe-oracle[vllm]'" in result.err
 
 
+def test_turns_before_a_failure_are_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LAST, "2:fail")
+    result = run("ab", "model", "--turns", 4)
+    assert result.status == 4 and "the benchmark ended with status 5" in result.err
+    assert "warning: ended after 2 of 4 turns, which follow" in result.err and "2 turns" in result.out
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("where", ["start", "benchmark"])
+@pytest.mark.parametrize("where", ["start", "benchmark", "second turn"])
 def test_an_interruption_leaves_no_server(number: signal.Signals, where: str, tmp_path: Path) -> None:
     children = tmp_path / "children"
     never = ", '--never'" if where == "start" else ""
@@ -224,18 +237,21 @@ def test_an_interruption_leaves_no_server(number: signal.Signals, where: str, tm
         f"{never}]\n"
         "main.main()\n"
     )
-    environment = {**os.environ, GAIN: "1000", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {LAST: "1:hang"} if where == "second turn" else {GAIN: "1000"}
     environment.pop("VLLM_PLUGINS", None)
     process = subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
-    )
-    reached = children if where == "start" else tmp_path / "stock-1-bench.log"
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    reached = {"start": children, "benchmark": tmp_path / "stock-1-bench.log"}.get(where, tmp_path / "reached")
     for _ in range(1200):
-        if reached.exists() and (where == "benchmark" or children.read_text()):
+        if reached.exists() and (where != "start" or children.read_text()):
             break
         time.sleep(0.05)
     process.send_signal(number)
-    _, said = process.communicate(timeout=60)
+    shown, said = process.communicate(timeout=60)
+    assert ("output, tokens/s" in shown) == (where == "second turn")
     assert process.returncode == 128 + number and "Traceback" not in said, said
     assert [each for each in children.read_text().split() if not wait_for_end(int(each))] == []
 

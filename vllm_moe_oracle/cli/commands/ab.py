@@ -86,7 +86,7 @@ def command(
       3  the servers were not what is compared: the plugin's ran no layer of the
          plugin, or stock's did
       4  a server did not start, or a benchmark failed; its last lines are on
-         standard error
+         standard error, and the turns before it are shown
     """
     load = Load(prompts, input_len, output_len, concurrency, seed)
     _check(load, turns, start_timeout, port)
@@ -97,23 +97,35 @@ def command(
         folder = logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-oracle-ab-")))
         _make_folder(folder)
         stack.enter_context(_terminable())
+        measured: list[tuple[_Served, _Served]] = []
+        first: dict[str, float] = {}
+        status = 0
         try:
             with progress_bar(quiet=as_json and not sys.stderr.isatty()) as report:
-                first = _first_starts(run, folder, report) if first_starts else {}
-                measured = _measure(run, turns, folder, report)
+                if first_starts:
+                    first = _first_starts(run, folder, report)
+                for turn in _measure(run, turns, folder, report):
+                    measured.append(turn)  # one by one: what is there is kept when the next one fails
         except ServingError as error:
             for line in printable(error.log).splitlines():
                 print(f"  | {line}", file=sys.stderr)
             output.print_message("error", str(error))
-            raise typer.Exit(EXIT_INCOMPLETE) from None
+            status = EXIT_INCOMPLETE
         except _WrongServer as error:
             output.print_message("error", str(error))
             raise typer.Exit(EXIT_NO_BACKEND) from None
-    compared = _compare(measured)
-    if as_json:
-        _print_json(run, turns, first, measured, compared)
-    else:
-        _print(turns, first, compared, measured)
+        except SystemExit as ended:  # by a signal: what was measured took minutes, and is shown
+            status = int(str(ended.code))
+    if measured:
+        if status:
+            output.print_message("warning", f"ended after {len(measured)} of {turns} turns, which follow")
+        compared = _compare(measured)
+        if as_json:
+            _print_json(run, first, measured, compared)
+        else:
+            _print(first, compared, measured)
+    if status:
+        raise typer.Exit(status)
 
 
 class _WrongServer(MeasurementError):
@@ -216,17 +228,15 @@ def _first_starts(run: _Run, folder: Path, report: Any) -> dict[str, float]:
     return found
 
 
-def _measure(run: _Run, turns: int, folder: Path, report: Any) -> list[tuple[_Served, _Served]]:
-    """Stock's and the plugin's figures by turn. Which goes first alternates."""
-    found = []
+def _measure(run: _Run, turns: int, folder: Path, report: Any) -> Iterator[tuple[_Served, _Served]]:
+    """Stock's and the plugin's figures, turn by turn. Which goes first alternates."""
     for turn in range(turns):
         order = (STOCK, PLUGIN) if turn % 2 == 0 else (PLUGIN, STOCK)
         done = {}
         for place, kind in enumerate(order):
             say = functools.partial(report, done=2 * turn + place, total=2 * turns)
             done[kind] = _serve(run, kind, turn + 1, folder, say)
-        found.append((done[STOCK], done[PLUGIN]))
-    return found
+        yield done[STOCK], done[PLUGIN]
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +329,7 @@ def _compare(measured: list[tuple[_Served, _Served]]) -> list[Comparison]:
 
 
 def _print_json(
-    run: _Run, turns: int, first: dict[str, float], measured: list[tuple[_Served, _Served]], compared: list[Comparison]
+    run: _Run, first: dict[str, float], measured: list[tuple[_Served, _Served]], compared: list[Comparison]
 ) -> None:
     output.print_json(
         {
@@ -328,7 +338,7 @@ def _print_json(
             "model": run.model,
             "options": run.options,
             "load": run.load,
-            "turns": turns,
+            "turns": len(measured),
             "first_starts": first,
             "confidence": CONFIDENCE,
             "backends": measured[-1][1].backends,
@@ -337,7 +347,7 @@ def _print_json(
                  "ratio": each.ratio, "low": each.low, "high": each.high, "verdict": _verdict(each, more)}
                 for (name, unit, more), each in zip(_METRICS, compared, strict=True)
             ],
-            "summary": _summary(turns, compared[0]),
+            "summary": _summary(len(measured), compared[0]),
         }
     )  # fmt: skip
 
@@ -349,9 +359,7 @@ def _verdict(compared: Comparison, more_is_better: bool) -> str:
     return "better" if (compared.ratio > 1) == more_is_better else "worse"
 
 
-def _print(
-    turns: int, first: dict[str, float], compared: list[Comparison], measured: list[tuple[_Served, _Served]]
-) -> None:
+def _print(first: dict[str, float], compared: list[Comparison], measured: list[tuple[_Served, _Served]]) -> None:
     def cell(values: tuple[float, ...]) -> str:
         spread = f" ({_figure(min(values))} to {_figure(max(values))})" if len(values) > 1 else ""
         return f"{_figure(statistics.median(values))}{spread}".replace(" ", output.GLUE)
@@ -368,7 +376,7 @@ def _print(
     if first:
         words = ", ".join(f"{kind} {_figure(seconds)} s" for kind, seconds in first.items())
         output.show("", f"first starts, uncounted (stock's came first, to colder caches): {words}")
-    output.show("", _summary(turns, compared[0]))
+    output.show("", _summary(len(measured), compared[0]))
 
 
 def _figure(value: float) -> str:
