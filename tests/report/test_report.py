@@ -263,6 +263,11 @@ def test_the_report_needs_neither_torch_nor_vllm(written: tuple[subprocess.Compl
     assert file.stat().st_size > 1000
 
 
+def test_a_page_of_shipped_times_says_so_below_its_title(shipped_page: str) -> None:
+    head = shipped_page[shipped_page.index("<header>") : shipped_page.index("</header>")]
+    assert "<p>Nothing was measured on this machine" in head and "the times that this package ships.</p>" in head
+
+
 def test_families_have_a_list_of_links(shipped_page: str) -> None:
     links = re.findall(r'href="#(machine-\d+-family-\d+)"', shipped_page)
     assert len(links) > 6 and all(f'id="{each}"' in shipped_page for each in links)

@@ -161,12 +161,14 @@ class ReportContent:
         servers: decisions of servers.
         conditions: how the measurements were taken: title, and names with values.
         notes: what could not be shown, and why.
+        about: what a reader has to know first, below the title; "" for nothing.
     """
 
     panels: tuple[LayerPanel, ...] = ()
     servers: tuple[ServerDecisions, ...] = ()
     conditions: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
     notes: tuple[str, ...] = ()
+    about: str = ""
 
     def __add__(self, other: ReportContent) -> ReportContent:
         return ReportContent(
@@ -174,6 +176,7 @@ class ReportContent:
             self.servers + other.servers,
             self.conditions + other.conditions,
             self.notes + other.notes,
+            self.about or other.about,
         )
 
 

@@ -77,7 +77,7 @@ def command(
         spans = [(f"speedup over stock's default, {words}", figure) for words, figure in machine.spans]
         for words, figure in [*machine.tiles, *spans]:
             output.show(f"{figure:>10}  {words}")
-    for note in content.notes:
+    for note in filter(None, (content.about, *content.notes)):
         output.print_message("note", note)
     output.show(f"written: {to}" + (f", and {len(plots)} plots in {svg}" if svg is not None else ""))
 
@@ -89,8 +89,8 @@ def _local_content(settings: Settings) -> ReportContent:
     if found:
         return page_data.from_cache(found, here, settings)
     shipped = page_data.from_shipped_profiles(settings)
-    note = f"nothing was measured on this machine ({here.gpu}): these are the times that this package ships"
-    return dataclasses.replace(shipped, notes=(*shipped.notes, note))
+    about = f"nothing was measured on this machine ({here.gpu}): these are the times that this package ships"
+    return dataclasses.replace(shipped, about=about)
 
 
 def _require_modules(*modules: str) -> None:
