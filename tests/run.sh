@@ -74,7 +74,7 @@ if [ "$tier" != lint ]; then
     printf '== %s\n' "${pytest[*]} $*"
     if ! "${pytest[@]}" "$@"; then
         again=(pytest -m "(full or slow) and not gpu and not matrix" --last-failed --last-failed-no-failures none)
-        if [ "$tier" != full ] || ! { printf '== alone: %s\n' "${again[*]}" && "${again[@]}"; }; then
+        if [ "$tier" != full ] || ! { printf '== alone: %s\n' "${again[*]} $*" && "${again[@]}" "$@"; }; then
             failed="$failed 'pytest'"
         fi
     fi

@@ -331,7 +331,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     conditions = {
         "gpu": gpu, "gpus": torch.cuda.device_count(), "torch": torch.__version__,
-        "command": "python -m tests.gpu.ranks " + shlex.join(sys.argv[1:]), "tolerance": tolerance("bfloat16"),
+        "command": "python -m tests.gpu.ranks " + shlex.join(sys.argv[1:]).replace(str(path), path.name),
+        "tolerance": tolerance("bfloat16"),
     }  # fmt: skip
     ordered = sorted(rows, key=lambda row: (row["format"], row["case"]))
     path.write_text(json.dumps({"conditions": conditions, "rows": ordered}, indent=1) + "\n")
