@@ -115,7 +115,7 @@ def command(
             output.print_message("error", str(error))
             raise typer.Exit(EXIT_NO_BACKEND) from None
         except SystemExit as ended:  # by a signal: what was measured took minutes, and is shown
-            status = int(str(ended.code))
+            status = ended.code if isinstance(ended.code, int) else EXIT_INCOMPLETE
     if measured:
         if status:
             output.print_message("warning", f"ended after {len(measured)} of {turns} turns, which follow")
