@@ -50,8 +50,9 @@ unset PYTHONDONTWRITEBYTECODE
 # Two workers on two cores: more threads in each only make them wait for each other.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 pytest=(pytest -n "${WORKERS:-2}" --dist worksteal)
+of_full=(-m "(full or slow) and not gpu and not matrix")
 case $tier in
-    full) pytest+=(-m "(full or slow) and not gpu and not matrix") ;;
+    full) pytest+=("${of_full[@]}") ;;
     matrix) pytest+=(-m "matrix and not gpu" --dist loadgroup) ;;
 esac
 if [ "${1:-}" = --cov ]; then
@@ -72,11 +73,15 @@ if { [ "$tier" = default ] && [ "${LINT:-1}" = 1 ]; } || [ "$tier" = lint ]; the
 fi
 if [ "$tier" != lint ]; then
     printf '== %s\n' "${pytest[*]} $*"
-    if ! "${pytest[@]}" "$@"; then
-        again=(pytest -m "(full or slow) and not gpu and not matrix" --last-failed --last-failed-no-failures none)
-        if [ "$tier" != full ] || ! { printf '== alone: %s\n' "${again[*]} $*" && "${again[@]}" "$@"; }; then
-            failed="$failed 'pytest'"
-        fi
+    status=0
+    "${pytest[@]}" "$@" || status=$?
+    # 1: all tests ran, and some failed. Any other status means that some did not run.
+    if [ "$tier" = full ] && [ "$status" = 1 ]; then
+        printf '== once more, alone: what failed above\n'
+        status=0
+        pytest "${of_full[@]}" --last-failed --last-failed-no-failures none -rA --show-capture=no "$@" || status=$?
+        if [ "$status" = 0 ]; then printf '== PASSED only alone: the tests of the last run\n'; fi
     fi
+    if [ "$status" != 0 ]; then failed="$failed 'pytest'"; fi
 fi
 [ -z "$failed" ]

@@ -319,7 +319,7 @@ def load(
         additional_config: vLLM's ``additional_config``; our section is its key ``moe_oracle``.
         assignments: settings by name, e.g. ``{"backend": "emulation"}``: ``--set`` of the command line tool.
         options: the command line's options that gave assignments, by setting; errors name what the user typed.
-        prefix: what errors put in front of the name of any other setting in assignments.
+        prefix: what errors put in front of the name of a setting in assignments that no option gave.
 
     Raises:
         SettingError: an unknown name or an invalid value.

@@ -141,12 +141,22 @@ def test_an_export_does_not_lose_what_a_file_has(run: Run, tmp_path: Path) -> No
     part.write_text(f"{head}\n{first}\n")
     result = run("tune", "--import", part, "--export", path)
     assert result.status == 2 and "layers, of which" in result.err and "would be lost" in result.err
+    records = [json.loads(line) for line in CHOICES.read_text().splitlines()]
+    fewer = [each for each in records if each.get("tokens") != 16]
+    part.write_text("\n".join(map(json.dumps, fewer)))
+    result = run("tune", "--import", part, "--export", path)
+    assert result.status == 2 and "numbers of tokens that would be lost, the first 16 of " in result.err
+    records[0]["conditions"]["environment"]["gpu"] = "NVIDIA H100 80GB HBM3"
+    part.write_text("\n".join(map(json.dumps, records)))
+    result = run("tune", "--import", part, "--export", path)
+    assert result.status == 2 and "is a profile of NVIDIA H200, not of NVIDIA H100 80GB HBM3" in result.err
     assert path.read_bytes() == kept
     path.write_text("notes of mine")
     result = run("tune", "--import", part, "--export", path)
-    assert result.status == 2 and "is not a profile of measurements" in result.err
-    assert "and would be replaced. Name another file" in result.err
+    assert result.status == 2 and "would be replaced, and is not a profile of measurements" in result.err
     assert path.read_text() == "notes of mine"
+    path.write_bytes(b"")
+    assert run("tune", "--import", part, "--export", path).status == 0
 
 
 def test_out_of_memory_in_a_benchmark_is_not_imported_as_a_failure(tmp_path: Path) -> None:

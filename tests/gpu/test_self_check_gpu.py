@@ -32,7 +32,7 @@ Change = Callable[[torch.Tensor, torch.Tensor], object]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
-    mode = os.environ.get("MOE_ORACLE_SELF_CHECK")
+    mode = os.environ["MOE_ORACLE_SELF_CHECK"]
     os.environ["MOE_ORACLE_SELF_CHECK"] = "group"  # the table of backends is made without
     backend_table.join_alone("cuda")
     plugin.register()
@@ -42,8 +42,7 @@ def one_rank() -> Iterator[None]:
     logging.getLogger("vllm").propagate = propagate
     plugin.unregister()
     backend_table.leave()
-    if mode is not None:
-        os.environ["MOE_ORACLE_SELF_CHECK"] = mode
+    os.environ["MOE_ORACLE_SELF_CHECK"] = mode
 
 
 class Wrong:

@@ -1,5 +1,5 @@
-"""Times layers that no shipped profile holds: other models, ranks, packings and dtypes. The times fit and judge the
-latency model (`tests.tools.fit_latency`).
+"""Times layers that `shapes.json` does not list, other models, ranks, packings and dtypes, for profiles and to fit and
+judge the latency model (`tests.tools.fit_latency`).
 
     python -m tests.gpu.unlisted_layers --jsonl unlisted.jsonl [--budget SECONDS] [--jobs N] [--only WORDS]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import msgspec
 import pytest
 import torch
 
@@ -76,13 +77,19 @@ def test_a_rank_that_expects_less_than_a_slot_is_timed_with_one() -> None:
     assert plenty.slots == plenty.active == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("name", sorted(latency_model.shipped().backends))
-def test_long_strips_of_few_rows_take_longer_than_short_ones_of_many(name: str) -> None:
-    backend = latency_model.shipped().backends[name]
-    few = dataclasses.replace(PLAIN, num_experts=4, local_experts=4, top_k=1)
-    longer = {"hidden_size": 4 * few.hidden_size, "intermediate_size": few.intermediate_size // 4}  # as many weights
-    long, short = (kernel_shape_of(each) for each in (dataclasses.replace(few, **longer), few))
-    assert latency_model.predict_us(backend, long, 4, False) > latency_model.predict_us(backend, short, 4, False)
+def test_a_product_starts_in_proportion_to_the_length_of_its_rows() -> None:
+    backend = latency_model.shipped().backends["marlin_mxfp8"]
+    # Reading takes all of the time; nothing else does.
+    reading = msgspec.structs.replace(
+        backend, launch_us=0.0, ramp_us=0.0, expert_us=0.0, traffic_tb_s=1e9, tile_tflops=(1e9,) * 5, factors={}
+    )
+    shape = kernel_shape_of(PLAIN)
+    times = [
+        latency_model.predict_us(msgspec.structs.replace(reading, strips=each), shape, 1, False) for each in (0, 9)
+    ]
+    columns = shape.hidden_size + shape.intermediate_size
+    expected = 9 * 64 * columns * (1 + 1 / 32) / (backend.bandwidth_tb_s * 1e6)
+    assert times[1] - times[0] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(latency_model.shipped().backends))
@@ -103,6 +110,7 @@ def test_more_work_takes_longer(name: str) -> None:
         ({"batch_invariant": True}, H200, "batch invariance"),
         ({"dtype": "float32"}, H200, "float32"),
         ({"num_experts": 4096, "local_experts": 4096}, H200, "num_experts 4096 is far outside"),
+        ({"local_experts": 3}, H200, "fewer than 4 experts on a rank"),
         ({}, known_device("nvidia-b200"), "sm_90 only"),
         ({}, dataclasses.replace(H200, name="NVIDIA GH999"), "does not have NVIDIA GH999"),
     ],

@@ -26,7 +26,7 @@ from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import model_shapes, profile
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import Sample, kernel_shape_of
-from vllm_moe_oracle.report import html_report, page_data
+from vllm_moe_oracle.report import html_report, page_data, plots
 from vllm_moe_oracle.settings import Settings, load
 
 pytest.importorskip("matplotlib", reason="the extra plot")
@@ -261,6 +261,20 @@ def test_the_report_needs_neither_torch_nor_vllm(written: tuple[subprocess.Compl
     assert (ended.returncode, ended.stderr.count("\n")) == (0, 1)
     assert ended.stderr.startswith("note: nothing was measured on this machine")
     assert file.stat().st_size > 1000
+
+
+def test_every_class_of_a_plot_has_one_rule(shipped_page: str) -> None:
+    head = shipped_page[: shipped_page.index("</style>")]
+    rules = dict(re.findall(r"\.(plot-\d+) { ([^}]*) }", head))
+    assert len(rules) == len(re.findall(r"\.plot-\d+ {", head)) == len(set(rules.values())) > 10
+    assert set(re.findall(r'class="(plot-\d+)"', shipped_page)) == set(rules)
+
+
+def test_a_label_becomes_no_style_of_the_page() -> None:
+    label = 'm style="}body{display:none}x{"'
+    svg = f'<svg width="1"><text style="fill: red">{label}</text></svg>'
+    classes: dict[str, str] = {}
+    assert label in plots.embedded_svg(svg, "a", classes) and classes == {"fill: red": "plot-0"}
 
 
 def test_a_page_of_shipped_times_says_so_below_its_title(shipped_page: str) -> None:

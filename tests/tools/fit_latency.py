@@ -60,9 +60,6 @@ SIBLINGS = {f"humming_{scheme}_grouped": f"humming_{scheme}" for scheme in ("mxf
 OUTLIER = 0.08
 """Logarithms of ratios beyond this count linearly, not squared."""
 MIN_FAMILIES = 2
-MIN_EXPERTS = 4
-"""Layers with fewer experts on a rank are not fitted: how a kernel divides so little work decides its time. On an H100
-a single expert of Mixtral took ours 1.6 times as long at 16 tokens as at 4."""
 MAX_ERROR = 0.3
 """A backend whose layers' mean time is predicted worse is not predicted. Below, its error enters the choice."""
 
@@ -103,7 +100,7 @@ def read_rows(unlisted: bool = True, gpus: Sequence[str] = GPUS) -> list[Row]:
 
 
 def _is_fitted(shape: KernelShape) -> bool:
-    return not (shape.act_order or shape.batch_invariant) and shape.local_experts >= MIN_EXPERTS
+    return not (shape.act_order or shape.batch_invariant) and shape.local_experts >= model.MIN_EXPERTS
 
 
 @cache

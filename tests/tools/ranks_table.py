@@ -16,7 +16,7 @@ CASES = {
     "data parallel 2, experts cut over the ranks": ("dp2",),
     "data parallel 2, whole experts on each rank": ("dp2 ep",),
     "pipeline parallel 2": ("pipeline",),
-    "tensor parallel 2 by the static choice, stock's default": ("tp2, static",),
+    "tensor parallel 2, vLLM's own kernels, eager": ("tp2, static",),
     "the same, whole experts on each rank": ("tp2 ep, static",),
     "reload of another checkpoint and back (tensor parallel, also with whole experts)": ("reload", "reload, ep"),
     "sleep, levels 1 and 2": ("sleep",),
@@ -37,8 +37,8 @@ def rows() -> list[dict[str, Any]]:
 
 
 def table() -> str:
-    """One line for each way of cutting a model and each feature: by this project's kernels with CUDA graphs, unless it
-    names the static choice, which was served eagerly."""
+    """One line for each way of cutting a model and each feature: by this project's kernels with CUDA graphs, unless the
+    line says vLLM's own, which are those of the static choice."""
     formats = {row["format"] for row in rows()}
     lines = ["| over two GPUs | formats | largest difference of a logprob from transformers |", "|---|---|---|"]
     for name, cases in CASES.items():

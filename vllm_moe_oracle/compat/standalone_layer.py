@@ -63,10 +63,12 @@ def join_alone(device_type: str) -> None:
 
 
 def _leave(folder: str) -> None:
-    """Ends the groups: NCCL's own end, after Python's, has waited for minutes (torch 2.11)."""
-    parallel_state.destroy_model_parallel()
-    parallel_state.destroy_distributed_environment()
-    shutil.rmtree(folder, ignore_errors=True)
+    """Ends the groups. Without it NCCL ends after Python, and can wait for minutes (torch 2.11)."""
+    try:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def vllm_config(device_type: str, max_num_tokens: int, moe_backend: str = "auto") -> Any:

@@ -2,8 +2,8 @@
 
 The time of a call is a sum over both products, each a smooth maximum of two times, plus what a call costs at any size:
 
-* reading the codes and scales of the experts that are expected to get a token, at a bandwidth that the backend reaches
-  once enough strips of rows are read at the same time: a product takes the time of some strips besides;
+* reading the codes and scales of the experts that are expected to get a token, at a bandwidth that the backend reaches,
+  and a start of each product that is in proportion to the length of its rows;
 * multiplying, in tiles of 8 to 128 rows: under uniform routing an expert's rows are Poisson distributed, an expert
   computes whole tiles, and the backend takes the height that costs least;
 * activations written and read between the products; launches; a cost that grows with the square root of the experts.
@@ -39,8 +39,12 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MAX_EXTRAPOLATION = 2.0
 """How far, as a factor, a size may lie outside the fitted layers' before nothing is predicted."""
 
+MIN_EXPERTS = 4
+"""Experts on a rank from which on layers are fitted and predicted. With fewer, how a kernel divides so little work
+decides: on an H100 a single expert of Mixtral took ours 1.8 times as long at 16 tokens as at 4."""
+
 STRIP_ROWS = 64
-"""Rows of weights that a block reads."""
+"""The unit of `BackendLatency.strips`."""
 
 _SHARPNESS_OF_TILE_CHOICE = 8.0
 """Exponent of the smooth minimum over tile heights. The fit needs a derivative; at 8 two equal costs count as 8 % less
@@ -56,8 +60,7 @@ class BackendLatency(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         launch_us: microseconds of a call without work.
         bandwidth_tb_s: TB/s at which weights are read.
         ramp_us: microseconds of each product before it reads at that rate.
-        strips: strips of `STRIP_ROWS` rows whose reading each product takes besides, at that rate: few or long ones
-            leave memory idle.
+        strips: the start of each product, as the time of reading so many times `STRIP_ROWS` rows at that rate.
         sharpness: exponent, less one, of the smooth maximum of reading and multiplying.
         traffic_tb_s: TB/s of activations.
         expert_us: microseconds times the square root of the experts with a token.
@@ -236,6 +239,8 @@ def why_unpredictable(model: LatencyModel, shape: KernelShape, device: Device) -
         return f"the catalog of GPUs does not have {device.name}"
     if shape.act_order or shape.batch_invariant or shape.dtype == "float32":
         return "times of layers with act order, batch invariance or float32 are not predicted"
+    if shape.local_experts < MIN_EXPERTS:
+        return f"times of fewer than {MIN_EXPERTS} experts on a rank are not predicted"
     for name, (smallest, largest) in model.sizes.items():
         size = getattr(shape, name)
         if not smallest / MAX_EXTRAPOLATION <= size <= largest * MAX_EXTRAPOLATION:

@@ -214,28 +214,61 @@ def _to_json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def check_writable(path: Path, shapes: Collection[KernelShape]) -> None:
-    """Checks, before minutes of measuring, that a path can be written as a file, and that nothing is lost by it.
+def check_writable(path: Path, gpu: str, shapes: Collection[KernelShape]) -> None:
+    """Checks, before minutes of measuring, that a path can be written as a file, and that no layer is lost by it.
 
     Args:
         path: the file.
+        gpu: the GPU that it is to be of.
         shapes: the layers that it is to have.
 
     Raises:
-        MeasurementError: the path is a directory, or a file that is no profile, or one with other layers.
+        MeasurementError: the path is a directory, or a file that is no profile, is of another GPU, or has other layers.
     """
-    if not path.name or os.path.isdir(path):
-        raise MeasurementError("is a directory", "Name a file", str(path))
-    if not os.path.exists(path):
+    present = _present(path)
+    if present is None:
         return
-    try:
-        present = read(path)
-    except MeasurementError as error:
-        rule = f"{error.rule}, and would be replaced"
-        raise MeasurementError(rule, "Name another file, or remove this one", str(path)) from error
+    if present.environment.gpu != gpu:
+        raise MeasurementError(f"is a profile of {present.environment.gpu}, not of {gpu}", _REPLACED, str(path))
     if lost := [str(each.kernel_shape) for each in present.entries if each.kernel_shape not in shapes]:
         rule = f"has {len(present.entries)} layers, of which {len(lost)} would be lost, the first {lost[0]}"
-        raise MeasurementError(rule, "Name another file, or all layers", str(path))
+        raise MeasurementError(rule, _REPLACED, str(path))
+
+
+def check_replaces(profile: Profile, path: Path) -> None:
+    """Checks that a profile has what the file has that it replaces: each layer at each number of tokens.
+
+    Raises:
+        MeasurementError: as by `check_writable`, or some numbers of tokens would be lost.
+    """
+    check_writable(path, profile.environment.gpu, {each.kernel_shape for each in profile.entries})
+    present = _present(path)
+    if present is not None and (lost := _measured(present) - _measured(profile)):
+        shape, routing, tokens = min(lost, key=str)
+        rule = f"has {len(lost)} numbers of tokens that would be lost, the first {tokens} of {shape}, {routing} routing"
+        raise MeasurementError(rule, _REPLACED, str(path))
+
+
+_REPLACED = "Name another file, or measure or import all that this one has in one call"
+
+
+def _present(path: Path) -> Profile | None:
+    """The profile that a file has; None where there is no file, or an empty one."""
+    if not path.name or os.path.isdir(path):
+        raise MeasurementError("is a directory", "Name a file", str(path))
+    if not os.path.exists(path) or (os.path.isfile(path) and os.path.getsize(path) == 0):
+        return None
+    try:
+        return read(path)
+    except MeasurementError as error:
+        rule = f"would be replaced, and {error.rule}"
+        raise MeasurementError(rule, "Name another file, or remove this one", str(path)) from error
+
+
+def _measured(profile: Profile) -> set[tuple[KernelShape, str, int]]:
+    return {
+        (entry.kernel_shape, each.routing, each.tokens) for entry in profile.entries for each in _entry_samples(entry)
+    }
 
 
 def write(profile: Profile, path: Path) -> None:
@@ -244,8 +277,6 @@ def write(profile: Profile, path: Path) -> None:
     Raises:
         MeasurementError: the file cannot be written.
     """
-    if not path.name:
-        raise MeasurementError("is a directory", "Name a file", str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

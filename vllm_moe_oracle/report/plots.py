@@ -142,11 +142,14 @@ def embedded_svg(svg: str, name: str, classes: dict[str, str]) -> str:
     # The page scales the plot; width and height in points would fix its size.
     head, _, rest = svg.partition(">")
     head = re.sub(r'\s(?:width|height)="[^"]+"', "", head)
-    return re.sub(
-        r' style="([^"]+)"',
-        lambda found: f' class="{classes.setdefault(found[1], f"plot-{len(classes)}")}"',
-        _compact(f"{head}>{rest}"),
-    )
+
+    def with_classes(tag: re.Match[str]) -> str:
+        return re.sub(
+            r' style="([^"]+)"', lambda css: f' class="{classes.setdefault(css[1], f"plot-{len(classes)}")}"', tag[0]
+        )
+
+    # In tags alone: a label may contain anything, and matplotlib escapes its angle brackets.
+    return re.sub(r"<[^>]+>", with_classes, _compact(f"{head}>{rest}"))
 
 
 def _compact(svg: str) -> str:

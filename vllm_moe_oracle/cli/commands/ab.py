@@ -86,7 +86,8 @@ def command(
       3  the servers were not what is compared: the plugin's ran no layer of the
          plugin, or stock's did
       4  a server did not start, or a benchmark failed; its last lines are on
-         standard error, and the turns before it are shown
+         standard error
+    After 3, 4 or a signal the turns before it are shown.
     """
     load = Load(prompts, input_len, output_len, concurrency, seed)
     _check(load, turns, start_timeout, port)
@@ -113,7 +114,7 @@ def command(
             status = EXIT_INCOMPLETE
         except _WrongServer as error:
             output.print_message("error", str(error))
-            raise typer.Exit(EXIT_NO_BACKEND) from None
+            status = EXIT_NO_BACKEND
         except SystemExit as ended:  # by a signal: what was measured took minutes, and is shown
             status = ended.code if isinstance(ended.code, int) else EXIT_INCOMPLETE
     if measured:
@@ -121,7 +122,7 @@ def command(
             output.print_message("warning", f"ended after {len(measured)} of {turns} turns, which follow")
         compared = _compare(measured)
         if as_json:
-            _print_json(run, first, measured, compared)
+            _print_json(run, turns, first, measured, compared)
         else:
             _print(first, compared, measured)
     if status:
@@ -329,7 +330,7 @@ def _compare(measured: list[tuple[_Served, _Served]]) -> list[Comparison]:
 
 
 def _print_json(
-    run: _Run, first: dict[str, float], measured: list[tuple[_Served, _Served]], compared: list[Comparison]
+    run: _Run, turns: int, first: dict[str, float], measured: list[tuple[_Served, _Served]], compared: list[Comparison]
 ) -> None:
     output.print_json(
         {
@@ -338,7 +339,8 @@ def _print_json(
             "model": run.model,
             "options": run.options,
             "load": run.load,
-            "turns": len(measured),
+            "turns": turns,
+            "turns_measured": len(measured),
             "first_starts": first,
             "confidence": CONFIDENCE,
             "backends": measured[-1][1].backends,

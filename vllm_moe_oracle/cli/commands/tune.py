@@ -11,6 +11,7 @@ import typer
 
 from ...checkpoint.ranks import Ranks
 from ...core.problem import Device, Problem
+from ...devices import detect
 from ...errors import MeasurementError, NoBackendError
 from ...measurements import bench_records, lookup, model_shapes
 from ...measurements import profile as profiles
@@ -119,7 +120,7 @@ def command(
     options = _tune_options(tokens, routing, replays, budget, jobs, remeasure)
     tuning.check_token_counts(options.token_counts)
     if export is not None:
-        profiles.check_writable(export, {kernel_shape_of(each) for each in problems})
+        profiles.check_writable(export, detect.detect().name, {kernel_shape_of(each) for each in problems})
     known = [profiles.read(each) for each in profile or []]
     device = layer_arguments.require_gpu()
     options = dataclasses.replace(options, tiles=tiles, gpus=layer_arguments.parse_gpus(gpus))
@@ -200,7 +201,9 @@ def _export(path: Path, outcomes: dict[KernelShape, TuneOutcome], device: Device
     """Writes what was measured as a profile."""
     samples = {shape: outcome.samples for shape, outcome in outcomes.items() if outcome.samples}
     command = "vllm-moe-oracle " + " ".join(sys.argv[1:])
-    profiles.write(profiles.make(Environment.of(device), samples, _conditions(options, command)), path)
+    made = profiles.make(Environment.of(device), samples, _conditions(options, command))
+    profiles.check_replaces(made, path)
+    profiles.write(made, path)
 
 
 def _exit_if_unfinished(outcomes: dict[KernelShape, TuneOutcome]) -> None:
@@ -225,8 +228,9 @@ def _import_measurements(files: list[Path], export: Path | None, settings: Setti
         for shape, some in found.items():
             samples.setdefault(shape, []).extend(some)
     if export is not None:
-        profiles.check_writable(export, samples)
-        profiles.write(profiles.make(place, samples, conditions), export)
+        made = profiles.make(place, samples, conditions)
+        profiles.check_replaces(made, export)
+        profiles.write(made, export)
         where = str(export)
     else:
         store = _open_store(settings)
