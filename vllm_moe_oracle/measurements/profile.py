@@ -228,7 +228,7 @@ def check_writable(path: Path, gpu: str, shapes: Collection[KernelShape]) -> Non
     present = _present(path)
     if present is None:
         return
-    if present.environment.gpu != gpu:
+    if not is_same_gpu(present.environment.gpu, gpu):
         raise MeasurementError(f"is a profile of {present.environment.gpu}, not of {gpu}", _REPLACED, str(path))
     if lost := [str(each.kernel_shape) for each in present.entries if each.kernel_shape not in shapes]:
         rule = f"has {len(present.entries)} layers, of which {len(lost)} would be lost, the first {lost[0]}"
@@ -253,7 +253,11 @@ _REPLACED = "Name another file, or measure or import all that this one has in on
 
 
 def _present(path: Path) -> Profile | None:
-    """The profile that a file has; None where there is no file, or an empty one."""
+    """The profile that a file has; None where there is no file, or an empty one.
+
+    Raises:
+        MeasurementError: the path is a directory, or the file is no profile.
+    """
     if not path.name or os.path.isdir(path):
         raise MeasurementError("is a directory", "Name a file", str(path))
     if not os.path.exists(path) or (os.path.isfile(path) and os.path.getsize(path) == 0):
@@ -266,6 +270,7 @@ def _present(path: Path) -> Profile | None:
 
 
 def _measured(profile: Profile) -> set[tuple[KernelShape, str, int]]:
+    """Layer, kind of routing and number of tokens of every sample."""
     return {
         (entry.kernel_shape, each.routing, each.tokens) for entry in profile.entries for each in _entry_samples(entry)
     }
