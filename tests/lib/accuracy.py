@@ -58,6 +58,7 @@ from vllm_moe_oracle.checkpoint import read_checkpoint
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.problem import Device
 from vllm_moe_oracle.measuring.verifying import LayerPlan, Verification
+from vllm_moe_oracle.oracle.selection import evaluate_candidates
 from vllm_moe_oracle.verification import whole_layer
 
 WINDOW, CONTEXT = 256, 16
@@ -252,9 +253,12 @@ def served(
     """
     config = read_checkpoint(checkpoint)
     with Verification(config, device, settings.load({})) as made:
-        first = made.plans[0]
-        assert first.decision is not None
-        accepted = [each.backend for each in first.decision.candidates if each.accepted]
+        # The plans' decision is for the checkpoint's dtype.
+        problem = made.plans[0].problem
+        candidates = evaluate_candidates(
+            dataclasses.replace(problem, dtype=dtype or problem.dtype), device, settings.load({})
+        )
+        accepted = [each.backend for each in candidates if each.accepted]
         refused = {name: "it does not accept the layers on this machine" for name in names if name not in accepted}
         chosen = [name for name in accepted if not names or name in names]
         found = {name: [mlp(plan, made.registry[name], device, dtype) for plan in made.plans] for name in chosen}
