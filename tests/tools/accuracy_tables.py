@@ -15,6 +15,7 @@ MODEL = GOLDEN / "accuracy" / "cpu.json"
 ON_GPU = GOLDEN / "accuracy" / "nvidia-h100-80gb-hbm3.json"
 SELF_CHECK = GOLDEN / "accuracy" / "self_check.json"
 SERVING = GOLDEN / "cpu-serving.json"
+INSTRUCTIONS = {"amx_bf16": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}
 RIGHT = ("none", "last router weight is the first's")
 """Faults of `tests.tools.accuracy` that change nothing: the model's routing weights are all alike."""
 PARTS = {"bfloat16": "formats", "float16": "formats, float16"}
@@ -204,11 +205,17 @@ def _bound(checks: int, refused: int) -> str:
 
 
 def serving() -> str:
-    """Tokens a second by format, through vLLM on a CPU."""
-    held = read(SERVING)
+    """Tokens a second by format, through vLLM on CPUs."""
+    return "\n\n".join(_serving(held) for held in read(SERVING))
+
+
+def _serving(held: dict[str, Any]) -> str:
     batches = list(held["formats"]["bf16"]["ms_per_step"])
     heads = [f"{batch} prompt{'s' * (batch != '1')}" for batch in batches]
-    lines = [f"| format | backend | {' | '.join(heads)} |", "|---" * (2 + len(batches)) + "|"]
+    device, cores, threads = (held["conditions"][name] for name in ("device", "cores", "threads"))
+    most = next(words for feature, words in INSTRUCTIONS.items() if feature in device["features"])
+    lines = [f"{device['name']} with {most}, {cores} cores:", ""]
+    lines += [f"| format | backend | {' | '.join(heads)} |", "|---" * (2 + len(batches)) + "|"]
     plain = held["formats"]["bf16"]["ms_per_step"]
     for name, each in held["formats"].items():
         cells = [
@@ -219,9 +226,7 @@ def serving() -> str:
     load = held["conditions"]["load"]
     lines += [
         "",
-        f"In parentheses: times as fast as bf16. One thread where `OMP_NUM_THREADS` is 1, here it is "
-        f"{held['conditions']['threads'] or 'not set'}. Others worked on the machine: {load[0]:.0f} processes wanted "
-        f"its {held['conditions']['cores']} cores at the start, {load[1]:.0f} at the end. That alone can "
-        "double a time.",
+        f"`OMP_NUM_THREADS`: {threads or 'not set'}. Load: {load[0]:.1f} processes at the start, {load[1]:.1f} at the "
+        "end.",
     ]
     return "\n".join(lines)

@@ -7,7 +7,8 @@ format is a process of its own, with one engine in eager mode. Prompts are all d
 generated after each, whatever the model says. A figure is the median of `ROUNDS` rounds: seconds of a round over its
 decode steps, the prompts' step among them. Formats take turns, twice (`--turns`), and the best turn counts: other work
 on the machine only slows.
-`--write` puts the figures into tests/golden/cpu-serving.json.
+`--write` puts the figures into tests/golden/cpu-serving.json, in place of those of a processor of the same name with
+the same instructions.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ def run(path: Path) -> dict[str, Any]:
     return found
 
 
+def _processor(conditions: dict[str, Any]) -> tuple[str, list[str]]:
+    return conditions["device"]["name"], list(conditions["device"]["features"])
+
+
 def main() -> int:
     """The command line; returns an exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -102,7 +107,9 @@ def main() -> int:
     conditions = {"command": " ".join(sys.argv[1:]), "device": dataclasses.asdict(device), "cores": os.cpu_count()}
     conditions |= {"threads": os.environ.get("OMP_NUM_THREADS", ""), "load": [load, os.getloadavg()[0]]}
     if options.write:
-        GOLDEN.write_text(json.dumps({"conditions": conditions, "formats": found}, indent=1) + "\n")
+        processor = _processor(conditions)
+        runs = [each for each in json.loads(GOLDEN.read_text()) if _processor(each["conditions"]) != processor]
+        GOLDEN.write_text(json.dumps([*runs, {"conditions": conditions, "formats": found}], indent=1) + "\n")
     for name, each in found.items():
         steps = ", ".join(f"{ms:.1f} ms with {batch} prompts" for batch, ms in each["ms_per_step"].items())
         print(f"{name:22s} {steps} {' '.join(each['backends'])}")
