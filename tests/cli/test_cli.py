@@ -934,6 +934,12 @@ def test_status_says_that_a_report_cannot_be_written() -> None:
     assert ended.returncode == 0 and said in ended.stderr
 
 
+def test_status_survives_a_report_whose_name_is_too_long() -> None:
+    path = f"/tmp/{'x' * 300}"
+    ended = python("-m", "vllm_moe_oracle.cli.main", "status", MOE_ORACLE_ENABLED="0", MOE_ORACLE_REPORT=path)
+    assert ended.returncode == 0 and "cannot be written: File name too long" in ended.stderr
+
+
 def test_status_names_backends_and_counts_patches_in_words() -> None:
     code = (
         "import sys\n"

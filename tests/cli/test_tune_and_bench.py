@@ -14,7 +14,9 @@ from tests.lib.cli import CONFIGS, Run
 from vllm_moe_oracle.devices import catalog, detect
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import model_shapes
+from vllm_moe_oracle.measurements.bench_records import BenchRecord
 from vllm_moe_oracle.measurements.environment import Environment
+from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
 from vllm_moe_oracle.measuring.tuning import group_by_kernel_shape
 from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.releases.supported import NEWEST
@@ -253,6 +255,63 @@ def test_layers_are_named_as_they_are_served(run: Run, command: str, monkeypatch
 def test_bench_refuses_backends_that_there_are_not(run: Run) -> None:
     result = run("bench", GPT_OSS, "--backend", "marlin")
     assert result.status == 2 and "there is no backend 'marlin'" in result.err and "marlin_mxfp4" in result.err
+
+
+def pretend_bench(monkeypatch: pytest.MonkeyPatch, times: int, error: Exception | None = None) -> None:
+    """A GPU, and a benchmark that times this many layers at one token before the error."""
+    from collections.abc import Iterator
+
+    from vllm_moe_oracle.cli import layer_arguments
+    from vllm_moe_oracle.measuring import benchmarks
+
+    card = catalog.known_device("nvidia-h200")
+
+    def bench(problems: Any, *rest: Any) -> Iterator[BenchRecord]:
+        for each in problems[:times]:
+            shape = kernel_shape_of(each)
+            yield BenchRecord(layer={"name": each.layer}, kernel_shape=shape, tokens=1, us={"hopper_mxfp4": 7.0})
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(layer_arguments, "require_gpu", lambda: card)
+    monkeypatch.setattr(layer_arguments, "parse_gpus", lambda words: ())
+    monkeypatch.setattr(benchmarks, "bench", bench)
+    monkeypatch.setattr(benchmarks, "conditions", lambda *arguments: {})
+
+
+@pytest.fixture
+def two_models(tmp_path: Path) -> list[Path]:
+    """Configs of gpt-oss-20b, and of one with 128 experts, whose layers have the same names."""
+    other = tmp_path / "other" / "config.json"
+    other.parent.mkdir()
+    other.write_text(json.dumps({**json.loads(GPT_OSS.read_text()), "num_local_experts": 128}))
+    return [GPT_OSS, other]
+
+
+def test_bench_tells_models_apart_whose_layers_have_one_name(
+    run: Run, two_models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_bench(monkeypatch, 2)
+    result = run("bench", *two_models)
+    assert result.status == 0, result.err
+    for experts in (32, 128):
+        assert f"experts: mxfp4 E{experts} k4" in result.out
+    pretend_bench(monkeypatch, 1)
+    result = run("bench", *two_models)
+    assert result.status == 4 and "warning: 1 layers were not timed" in result.err
+    result = run("bench", *two_models, "--budget", 5)
+    assert result.status == 4 and "warning: 1 layers were not started within 5 s" in result.err
+
+
+def test_bench_shows_what_it_has_before_it_ends(
+    run: Run, two_models: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_bench(monkeypatch, 1, MeasurementError("a process died"))
+    result = run("bench", *two_models)
+    assert result.status == 4 and "hopper_mxfp4" in result.out and "error: a process died" in result.err
+    pretend_bench(monkeypatch, 0, MeasurementError("a process died"))
+    result = run("bench", *two_models)
+    assert result.status == 2 and result.err == "error: a process died\n" and result.out == ""
 
 
 def test_tune_refuses_an_invalid_profile(run: Run, tmp_path: Path) -> None:

@@ -127,3 +127,42 @@ def test_sources_are_searched_in_order(tmp_path: Path) -> None:
     full = (*times(HUMMING, 50), *times(MARLIN, 20), *times(OWN, 30))
     made = decided(tmp_path, *full, given=(*times(HUMMING, 50), *times(MARLIN, 40), *times(OWN, 30)))
     assert made.backend == OWN and "given.json" in made.explanation and "the cache" not in made.explanation
+
+
+def test_a_backend_of_which_only_memory_was_short_is_not_excluded(tmp_path: Path) -> None:
+    """Earlier releases stored it where the error broke the GPU's context."""
+    words = "broke the GPU's context: RuntimeError: CUDA error: out of memory"
+    short = [Sample(OWN, "16bit", count, "uniform", failure=words) for count in COUNTS]
+    given = (*times(HUMMING, 50), *times(MARLIN, 40), *times(OWN, 10))
+    made = decided(tmp_path / "cache", *times(HUMMING, 50), *times(MARLIN, 40), *short, given=given)
+    assert made.backend == OWN and made.why == "measured" and "memory" not in made.explanation
+
+
+@pytest.mark.parametrize("place", ["cache", "profile"])
+@pytest.mark.parametrize("activations", ["", "16bit"])
+def test_times_of_a_backend_that_there_is_not_are_left_out(tmp_path: Path, place: str, activations: str) -> None:
+    gone = [Sample("gone", activations, count, "uniform", 5, 4, 6, 9, 1e-3) for count in COUNTS]
+    samples = (*times(HUMMING, 50), *times(OWN, 10), *gone)
+    made = decided(tmp_path / "cache", *samples) if place == "cache" else decided(tmp_path / "cache", given=samples)
+    assert made.backend == OWN and "gone" not in made.explanation
+
+
+@pytest.mark.parametrize("us", [-1.0, 0.0, 1e-320, 1e-3, 1e8, float("inf"), float("nan")])
+def test_times_that_no_kernel_has_are_invalid(us: float) -> None:
+    assert not times(OWN, us, (1,))[0].is_valid
+
+
+@pytest.mark.parametrize("us", [2e-3, 9e7])
+def test_times_that_are_possible_can_be_compared(tmp_path: Path, us: float) -> None:
+    made = decided(tmp_path / "cache", *times(HUMMING, us), *times(OWN, 9e7 if us < 1 else 2e-3))
+    assert made.backend == (HUMMING if us < 1 else OWN) and made.why == "measured"
+
+
+def test_what_breaks_while_times_are_compared_is_a_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> None:
+        raise OverflowError("math range error")
+
+    monkeypatch.setattr(lookup, "choose_fastest", broken)
+    monkeypatch.setattr(latency_model, "predict", lambda *arguments: lookup.MeasurementSet())
+    made = decided(tmp_path / "cache", *times(HUMMING, 50), *times(OWN, 10))
+    assert made.why == "static" and "the cache is not used" in made.explanation and "math range" in made.explanation

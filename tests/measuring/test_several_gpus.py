@@ -192,3 +192,14 @@ def test_a_benchmark_on_two_gpus_has_every_record_and_names_what_died(pretended:
         TWO, HERE, chosen(tmp_path), benchmarks.BenchOptions((1, 4), replays=3, stock=(), gpus=("0", "1"))
     )]  # fmt: skip
     assert len(again) == 4 and all(set(each.us) >= {"slow", "fast", "killing"} for each in again)
+
+
+def test_measuring_again_does_without_what_crashes(pretended: None, store: Store, tmp_path: Path) -> None:
+    (tmp_path / "mark").touch()  # nothing is killed
+    asked = chosen(tmp_path)
+    tuning.tune(TWO[:1], HERE, asked, store, plan(gpus=("0", "1")))
+    (outcome,) = tuning.tune(TWO[:1], HERE, asked, store, plan(gpus=("0", "1"), remeasure=True)).values()
+    assert outcome.unfinished == "" and not outcome.no_backend
+    timed = {(each.backend, each.tokens) for each in outcome.samples if not each.failure}
+    assert timed == {(name, count) for name in ("slow", "fast", "killing") for count in TOKEN_COUNTS}
+    assert {each.backend for each in outcome.samples if each.failure} == {"crashing"}

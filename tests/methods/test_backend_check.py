@@ -139,6 +139,18 @@ def test_an_override_is_an_explicit_choice() -> None:
         backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
 
 
+def test_an_explicit_choice_gives_way_where_that_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    backends = registry([Faulty(*SWAPPED), second()])
+    method = Method.of(backends, LAYERS["silu"], backend="swapped", on_unavailable="fallback")
+    backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+    assert method.decision.backend == method.backend.name == "second" and method.decision.degraded
+    assert "swapped, which was asked for, failed its self-check" in method.decision.explanation
+    assert "taking second instead" in caplog.text
+    strict = Method.of(backends, LAYERS["silu"], backend="swapped", on_unavailable="fallback", self_check="strict")
+    with pytest.raises(SelfCheckError):
+        backend_check.check_or_fallback(strict, weights(LAYERS["silu"]), registry=backends)
+
+
 def test_an_explicit_choice_that_is_right_starts() -> None:
     backends = registry([Faulty(*SWAPPED), second()])
     method = Method.of(backends, LAYERS["silu"], backend="second")
@@ -208,6 +220,9 @@ def test_a_conversion_that_fails_takes_the_next_candidate(fault: str, caplog: py
     explicit = Method.of(backends, LAYERS["silu"], backend="first")
     with pytest.raises(NoBackendError, match="its method convert"):
         backend_check.reserve_or_fallback(explicit, reserve(explicit), backends)
+    allowed = Method.of(backends, LAYERS["silu"], backend="first", on_unavailable="fallback")
+    backend_check.reserve_or_fallback(allowed, reserve(allowed), backends)
+    assert allowed.backend.name == "second" and allowed.decision.degraded
 
 
 def converted(processes: Any, faulty: list[int]) -> Any:

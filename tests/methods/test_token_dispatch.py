@@ -216,6 +216,55 @@ def test_a_backend_that_fails_its_self_check_takes_no_turn(
     assert ("cannot run beside" in caplog.text) == allow_second_layout
 
 
+def test_a_strict_check_holds_for_the_second_backend_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_moe_oracle.errors import SelfCheckError
+
+    config = CONFIG | {"self_check": "strict", "allow_second_layout": True, "objective": "1:1,128:10"}
+    refused = pytest.raises(SelfCheckError, match=r"decoder, which was to run beside prefiller, .*self-check")
+    with inside(monkeypatch, list(backends()), config, EVIDENCE) as moe, refused:
+        made(moe, Running())
+
+
+def test_each_backend_runs_the_tiles_that_were_measured_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: dict[str, Any] = {}
+    first, other = backends()
+
+    def remembering(backend: Marked) -> Any:
+        build = backend.build_experts
+
+        def remember(tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
+            plans[backend.name] = plan.tiles
+            return build(tensors, problem, plan, builder)
+
+        return remember
+
+    for backend in (first, other):
+        backend.build_experts = remembering(backend)  # type: ignore[method-assign]
+    tiles = {"decoder": ((16, "few"), (128, "")), "prefiller": ((128, "many"),), "absent": ((1, "x"),)}
+    evidence = dataclasses.replace(EVIDENCE, tiles=tiles)
+    with inside(monkeypatch, [first, other], CONFIG | {"allow_second_layout": True}, evidence) as config:
+        method = made(config, Running())
+        assert len(method.decision.token_ranges) == 2
+    assert plans == {name: tiles[name] for name in ("decoder", "prefiller")}
+
+
+def test_where_ranks_join_later_a_backend_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank decides for itself there, and experts move between ranks as bytes."""
+    from vllm_moe_oracle.compat import current_adapter
+    from vllm_moe_oracle.errors import NoBackendError
+
+    monkeypatch.setattr(type(current_adapter()), "adds_ranks_later", lambda self: True)
+    refused = pytest.raises(
+        NoBackendError, match=r"--enable-elastic-ep each rank decides for itself.*\n?.*Name a backend"
+    )
+    for config in ({}, {"backend": "decoder", "on_unavailable": "fallback"}):
+        chosen: dict[str, Any] = CONFIG | config
+        with inside(monkeypatch, list(backends()), chosen, EVIDENCE) as moe, refused:
+            made(moe, Running())
+    with inside(monkeypatch, list(backends()), CONFIG | {"backend": "decoder"}, EVIDENCE) as moe:
+        assert made(moe, Running()).backend.name == "decoder"
+
+
 def test_a_reload_that_one_of_the_turns_fails_on_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel is built and may be captured: it must not go on with the weights from before."""
     from vllm_moe_oracle.errors import SelfCheckError

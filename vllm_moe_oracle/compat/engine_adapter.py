@@ -107,6 +107,11 @@ class EngineAdapter:
         """Names of all MoE layers of the model, including those that stock vLLM serves."""
         return list(self.engine().compilation_config.static_all_moe_layers)
 
+    def adds_ranks_later(self) -> bool:
+        """Whether expert-parallel ranks may join a running server (``--enable-elastic-ep``)."""
+        engine = self._last_engine()
+        return engine is not None and bool(engine.parallel_config.enable_elastic_ep)
+
     def peer_group(self) -> Any:
         """torch's CPU process group of the ranks that share this process's layers, data-parallel ranks included.
 
@@ -116,7 +121,7 @@ class EngineAdapter:
         engine = self._last_engine()
         if engine is None or not parallel_state.model_parallel_is_initialized():
             return None
-        if engine.parallel_config.enable_elastic_ep:
+        if self.adds_ranks_later():
             return None
         group = parallel_state._EP or parallel_state.get_tp_group()
         return group.cpu_group if group.world_size > 1 else None

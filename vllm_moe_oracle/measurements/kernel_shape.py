@@ -18,8 +18,8 @@ from ..core.sharding import has_act_order, has_group_index, loaded_group_size
 RoutingKind = Literal["uniform", "skewed"]
 """How random tokens are routed: every expert is equally likely, or a few experts get most of the tokens."""
 
-MAX_MICROSECONDS = 1e8
-"""Upper bound of a valid time of one layer."""
+MIN_MICROSECONDS, MAX_MICROSECONDS = 1e-3, 1e8
+"""Bounds of a valid time of one layer."""
 MAX_TILE_CHARS = 2000
 """Longest valid tile configuration."""
 MAX_FAILURE_CHARS = 2000
@@ -190,4 +190,8 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         if len(self.tile) > MAX_TILE_CHARS or not self.tile.isprintable():
             return False
         times = (self.low, self.us, self.high)
-        return all(0 < each < MAX_MICROSECONDS for each in times) and math.isfinite(self.error) and self.replays > 0
+        return (
+            all(MIN_MICROSECONDS < each < MAX_MICROSECONDS for each in times)
+            and math.isfinite(self.error)
+            and self.replays > 0
+        )

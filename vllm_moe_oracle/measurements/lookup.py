@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..backends import Backend
+from ..core.decision import Candidate
 from ..core.measurement_set import MeasurementSet
 from ..core.objectives import parse_objective
 from ..core.problem import Device, Problem
@@ -27,6 +28,7 @@ from ..oracle.selection import REFERENCE_BACKEND, equivalent_backends, evaluate_
 from ..settings import Settings, cache_dir
 from ..untrusted import boundary
 from . import environment, latency_model, profile
+from .bench_records import is_out_of_memory
 from .environment import Environment
 from .kernel_shape import KernelShape, Sample, kernel_shape_of
 from .store import shared_store
@@ -60,6 +62,7 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
     if problem.parallel.is_batched:
         return MeasurementSet(remarks=("times are of tokens in rows, and this layer's are sorted by expert",))
     shape, here = kernel_shape_of(problem), Environment.of(device)
+    judged = evaluate_candidates(problem, device, settings, default_registry())
     remarks: list[str] = []
     first: MeasurementSet | None = None
     failures: dict[str, str] = {}
@@ -70,38 +73,52 @@ def find_measurements(problem: Problem, device: Device, settings: Settings) -> M
                 if valid is None:
                     continue
                 measured = _measurement_set(f"{name} ({valid.environment})", valid.samples, problem)
+                measured = _usable_here(measured, valid, here, failures, remarks)
+                why = _why_undecided(measured, judged, settings)
         except (MeasurementError, SettingError) as error:
             remarks.append(sanitize(f"{name} is not used: {error}"))
             continue
-        # A backend that failed in an earlier source is not chosen by the times of this one.
-        times = {backend: each for backend, each in measured.times.items() if backend not in failures}
         failures |= measured.failures
-        errors, changed = _release_errors(times, valid.environment, here)
-        why = _why_undecided(MeasurementSet(times, measured.source, failures, errors=errors), problem, device, settings)
-        said = [f"measured with {', '.join(valid.differences)}"] * bool(valid.differences) + changed + remarks
-        tiles = measured.tiles
-        if tiles and not environment.same_kernel_code(valid.environment, here):
-            tiles = {}
-            said.append("measured tile configurations are ignored: other kernel sources or another Triton")
-        measured = MeasurementSet(times, measured.source, dict(failures), tuple(said), tiles, errors)
         if not why:
             return measured
         remarks.append(why)
         first = first or measured
     predicted = MeasurementSet()
     if device.kind == "cuda":
-        predicted = _predicted(shape, problem, device, settings, failures)
-    if predicted.times and not _why_undecided(predicted, problem, device, settings):
+        predicted = _predicted(shape, judged, device, failures)
+    if predicted.times and not _why_undecided(predicted, judged, settings):
         return dataclasses.replace(predicted, remarks=(*remarks, *predicted.remarks))
     return first or MeasurementSet(remarks=(*remarks, *predicted.remarks))
 
 
+def _usable_here(
+    measured: MeasurementSet, valid: _ValidSamples, here: Environment, failures: dict[str, str], remarks: list[str]
+) -> MeasurementSet:
+    """A source's times, with what is said of them on this machine.
+
+    Args:
+        measured: the source's times.
+        valid: where they were taken.
+        here: this machine.
+        failures: of earlier sources: a backend that failed there is not chosen by the times of this one.
+        remarks: on earlier sources.
+    """
+    times = {backend: each for backend, each in measured.times.items() if backend not in failures}
+    errors, changed = _release_errors(times, valid.environment, here)
+    said = [f"measured with {', '.join(valid.differences)}"] * bool(valid.differences) + changed + remarks
+    tiles = measured.tiles
+    if tiles and not environment.same_kernel_code(valid.environment, here):
+        tiles = {}
+        said.append("measured tile configurations are ignored: other kernel sources or another Triton")
+    return MeasurementSet(times, measured.source, {**failures, **measured.failures}, tuple(said), tiles, errors)
+
+
 def _predicted(
-    shape: KernelShape, problem: Problem, device: Device, settings: Settings, failures: dict[str, str]
+    shape: KernelShape, judged: tuple[Candidate, ...], device: Device, failures: dict[str, str]
 ) -> MeasurementSet:
     """Predicted times of the backends that the oracle could choose, without those that failed when measured."""
     registry = default_registry()
-    accepted = [each.backend for each in evaluate_candidates(problem, device, settings, registry) if each.accepted]
+    accepted = [each.backend for each in judged if each.accepted]
     router = any(registry[name].monolithic for name in accepted)
     names = [name for name in accepted if name not in failures]
     return dataclasses.replace(latency_model.predict(shape, device, names, router), failures=dict(failures))
@@ -137,9 +154,8 @@ def _kernel_packages(backend: Backend) -> tuple[tuple[str, ...], bool]:
     return (() if own else environment.KERNEL_PACKAGES), True
 
 
-def _why_undecided(measured: MeasurementSet, problem: Problem, device: Device, settings: Settings) -> str:
+def _why_undecided(measured: MeasurementSet, judged: tuple[Candidate, ...], settings: Settings) -> str:
     """Why measurements are not sufficient for a choice; "" if they are."""
-    judged = evaluate_candidates(problem, device, settings, default_registry())
     static = next((each for each in judged if each.accepted), None)
     if static is None or static.backend == REFERENCE_BACKEND:
         return ""
@@ -229,10 +245,17 @@ def _activations(name: str, problem: Problem) -> str:
 def _measurement_set(source: str, samples: Iterable[Sample], problem: Problem) -> MeasurementSet:
     """The times of the backends of this process.
 
-    Left out are backends that quantize activations differently now than when they were measured, and times without
-    top-k if other backends' times include it.
+    Left out are backends that quantize activations differently now than when they were measured, failures for lack of
+    memory, and times without top-k if other backends' times include it.
     """
-    known = [sample for sample in samples if _activations(sample.backend, problem) == sample.activations]
+    registry = default_registry()
+    known = [
+        sample
+        for sample in samples
+        if sample.backend in registry
+        and _activations(sample.backend, problem) == sample.activations
+        and not is_out_of_memory(sample.failure)
+    ]
     # A backend that failed at one number of tokens, or under one routing, is not chosen for its times elsewhere.
     failed = dict.fromkeys(sample.backend for sample in known if sample.failure)
     failures = {name: _summarize_failures([each for each in known if each.backend == name]) for name in failed}

@@ -77,6 +77,7 @@ class TuneOptions:
         gpus: GPUs to measure on, as `devices.detect.select_gpus` names them, each in a process of its own; None for
             one that sees what this process sees; empty for this process.
         backends: names of the backends that are measured; empty for all that can run a layer.
+        without: names of backends that are left out: they took a process down in this run.
         silence: with `gpus`, seconds after which a process that does not come back from a backend is killed; None for
             no limit. With it the budget holds in the middle of a call, too, and backends that were killed after less
             are measured again.
@@ -92,6 +93,7 @@ class TuneOptions:
     tiles: int = 0
     gpus: tuple[str | None, ...] = ()
     backends: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
     silence: float | None = None
 
 
@@ -104,6 +106,7 @@ class TuneOutcome:
         samples: all samples.
         measured: number of new samples.
         unfinished: why samples are missing; "" if none are.
+        no_backend: no backend but the reference can run the layer.
         seconds: duration.
         phase_seconds: seconds by phase, see `engine.LayerBench.phase_seconds` and `precompile`.
     """
@@ -112,6 +115,7 @@ class TuneOutcome:
     samples: list[Sample] = field(default_factory=list)
     measured: int = 0
     unfinished: str = ""
+    no_backend: bool = False
     seconds: float = 0.0
     phase_seconds: dict[str, float] = field(default_factory=dict)
 
@@ -138,7 +142,8 @@ def accepted_backends(problem: Problem, device: Device, settings: Settings) -> t
 def _measured_backends(problem: Problem, device: Device, settings: Settings, options: TuneOptions) -> tuple[str, ...]:
     """Names of the backends to measure, in static order."""
     names = accepted_backends(problem, device, settings)
-    return tuple(name for name in names if not options.backends or name in options.backends)
+    wanted = options.backends or names
+    return tuple(name for name in names if name in wanted and name not in options.without)
 
 
 def tune(
@@ -222,7 +227,7 @@ def _missing_steps(
     """The steps at which a backend was not measured. Sets the known samples, or why there are no steps."""
     names = _measured_backends(outcome.problem, device, settings, options)
     if not names:
-        outcome.unfinished = "no backend but the reference can run it"
+        outcome.unfinished, outcome.no_backend = "no backend but the reference can run it", True
         return []
     if not options.remeasure:
         outcome.samples = [
@@ -271,6 +276,7 @@ def _tune_on_gpus(
 ) -> list[TuneOutcome]:
     """Tunes layers on several GPUs. The outcome of a lost layer has the samples that were stored."""
     outcomes: dict[int, TuneOutcome] = {}
+    tasks = list(tasks)  # a worker gets its task when it begins
     done = [0] * len(tasks)
     running: dict[int, str] = {}
 
@@ -281,6 +287,8 @@ def _tune_on_gpus(
             shape = kernel_shape_of(task.problem)
             steps = _missing_steps(shape, outcome, task.device, task.settings, task.store, task.options, task.known)
             _store_failure(task, shape, name, why, steps)
+            left_out = dataclasses.replace(task.options, without=(*task.options.without, name))
+            tasks[index] = dataclasses.replace(task, options=left_out)
 
     options, until = tasks[0].options, tasks[0].until
     limits = worker_pool.Limits()
@@ -298,11 +306,12 @@ def _tune_on_gpus(
             progress(event.value.words, min(sum(done), sum(sizes)), sum(sizes))
             continue
         done[event.task] = sizes[event.task]
+        shape, here = kernel_shape_of(task.problem), Environment.of(task.device)
+        samples = _known_samples(shape, here, task.store, task.known)
         if event.kind == "done":
             outcomes[event.task] = event.value
+            event.value.add([each for each in samples if each.backend in task.options.without])
         else:
-            shape, here = kernel_shape_of(task.problem), Environment.of(task.device)
-            samples = _known_samples(shape, here, task.store, task.known)
             outcomes[event.task] = TuneOutcome(task.problem, samples, unfinished=event.value)
     return [outcomes[index] for index in range(len(tasks))]
 
@@ -434,12 +443,12 @@ class _LayerTuning:
 def _store_failure(
     task: _TuneTask | _LayerTuning, shape: KernelShape, backend: str, failure: str, steps: Sequence[_Step]
 ) -> None:
-    """Stores why a backend took its process down, so that the next one leaves it out.
+    """Stores why a backend took its process down, so that the next one leaves it out; not a lack of memory.
 
     Raises:
         MeasurementError: it cannot be stored.
     """
-    if task.store is None or backend not in default_registry():
+    if task.store is None or backend not in default_registry() or is_out_of_memory(failure):
         return
     precision = default_registry()[backend].activations(task.problem)
     samples = [Sample(backend, precision, count, routing, failure=failure) for routing, count in steps]

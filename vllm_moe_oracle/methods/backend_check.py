@@ -30,7 +30,7 @@ from ..verification.inputs import canonical_experts
 from ..verification.installed import WeightParts, skip_reason
 from ..verification.self_check import Comparison, compare_with_reference
 from . import rank_sync
-from .backend_selection import LayerMethod, remaining_candidates, switch_backend
+from .backend_selection import LayerMethod, is_binding, remaining_candidates, switch_backend, why_tried
 
 logger = logging.getLogger("vllm.moe_oracle")
 
@@ -101,7 +101,7 @@ def reserve_or_fallback(method: LayerMethod, reserve: Callable[[], None], regist
             _convertible.add(key)
             return
         words = f"{name} cannot convert {problem}: {outcome.message}"
-        if _is_explicit(method) or not outcome.alternatives:
+        if is_binding(method) or not outcome.alternatives:
             raise NoBackendError(words, "Choose another backend", problem.layer)
         _fall_back(method, words, Reason("defect", outcome.message), "is defective", outcome, registry)
 
@@ -118,8 +118,8 @@ def check_or_fallback(
         registry: the backends that the decision names; None for the default registry.
 
     Raises:
-        NoBackendError: the backend cannot hold the weights, and it was chosen explicitly, the check is strict, or no
-            candidate remains.
+        NoBackendError: the backend cannot hold the weights, and nothing may take its place (`is_binding`), the check
+            is strict, or no candidate remains.
         SelfCheckError: the backend fails its self-check, under the same conditions.
         RankSyncError: another rank could not check.
         LifecycleError: a CUDA graph is being captured, which would record the check.
@@ -136,7 +136,7 @@ def check_or_fallback(
             return
         verb = "fails its self-check on" if weights.passed else "cannot hold the loaded weights of"
         failure = f"{name} {verb} {problem}: {outcome.message}"
-        if kernel_built or mode == "strict" or _is_explicit(method) or not outcome.alternatives:
+        if kernel_built or mode == "strict" or is_binding(method) or not outcome.alternatives:
             if not weights.passed:
                 raise NoBackendError(failure, "Choose another backend", problem.layer)
             remedy = "Choose another backend, and report this with the model's name; MOE_ORACLE_SELF_CHECK=off skips it"
@@ -146,18 +146,14 @@ def check_or_fallback(
         _fall_back(method, failure, Reason(code, f"{detail}: {outcome.message}"), detail, outcome, registry)
 
 
-def _is_explicit(method: LayerMethod) -> bool:
-    """Whether the user chose the backend: then nothing takes its place."""
-    return method.decision.why in ("user", "override")
-
-
 def _fall_back(
     method: LayerMethod, failure: str, reason: Reason, detail: str, outcome: CheckOutcome, registry: Registry | None
 ) -> None:
     """Switches a method to the first alternative of an outcome, and logs the failure."""
     name, fallback = method.backend.name, outcome.alternatives[0]
     logger.error("moe_oracle: %s: %s; taking %s instead", method.decision.problem.layer, failure, fallback)
-    switch_backend(method, reason, f"{name}, which came first, {detail}", fallback, registry or default_registry())
+    explanation = f"{name}, which {why_tried(method)}, {detail}"
+    switch_backend(method, reason, explanation, fallback, registry or default_registry())
 
 
 def _is_capturing(raw: Tensors) -> bool:

@@ -203,10 +203,13 @@ def _backend_properties(method: LayerMethod) -> dict[str, str]:
 
 
 def _schedule(method: LayerMethod) -> list[list[Any]]:
-    """Backends and tile configurations with the largest number of tokens of each, as JSON."""
+    """Backends and their tile configurations with the largest number of tokens of each, as JSON."""
+    decision = method.decision
+    others = dict.fromkeys(each.backend for each in decision.token_ranges if each.backend != decision.backend)
     return [
-        *([each.backend, each.max_tokens] for each in method.decision.token_ranges),
-        *([tile, most] for most, tile in method.decision.plan.tiles),
+        *([each.backend, each.max_tokens] for each in decision.token_ranges),
+        *([tile, most] for most, tile in decision.plan.tiles),
+        *([name, tile, most] for name in others for most, tile in decision.candidate(name).answers.plan.tiles),
     ]
 
 
@@ -223,7 +226,8 @@ def consult_stock_class(method: LayerMethod, registry: Registry | None = None) -
         registry: the backends that the decision names; None for the default registry.
 
     Raises:
-        NoBackendError: it rejects the layer, and the backend was chosen explicitly, or no candidate remains.
+        NoBackendError: it rejects the layer, and nothing may take the backend's place (`is_binding`), or no candidate
+            remains.
     """
     while True:
         problem, name = method.decision.problem, method.backend.name
@@ -232,7 +236,7 @@ def consult_stock_class(method: LayerMethod, registry: Registry | None = None) -
             return
         detail = f"vLLM's {method.backend.stock_class_name} rejects what {name} accepts: {rejection}"
         candidates = remaining_candidates(method.decision, name)
-        if method.decision.why in ("user", "override") or not candidates:
+        if is_binding(method) or not candidates:
             raise NoBackendError(detail, "Choose another backend", problem.layer, method.decision.candidates)
         logger.error(
             "moe_oracle: %s: %s; please report it (a rule of this plugin is wrong). Using %s instead",
@@ -240,8 +244,27 @@ def consult_stock_class(method: LayerMethod, registry: Registry | None = None) -
             detail,
             candidates[0],
         )
-        explanation = f"{name}, which came first, is rejected by vLLM's own class"
+        explanation = f"{name}, which {why_tried(method)}, is rejected by vLLM's own class"
         switch_backend(method, Reason("stock", detail), explanation, candidates[0], registry or default_registry())
+
+
+def is_binding(method: LayerMethod) -> bool:
+    """Whether the user chose the backend, and no other one may take its place (the setting `on_unavailable`)."""
+    return is_final(method.decision, method.settings)
+
+
+def is_final(decision: Decision, settings: Settings) -> bool:
+    """Whether a decision is the user's, and stands until the server ends."""
+    return decision.why in ("user", "override") and settings.on_unavailable == "error"
+
+
+def why_tried(method: LayerMethod) -> str:
+    """Why a method's backend was tried before all others, for a sentence."""
+    return "was asked for" if _is_explicit(method) else "came first"
+
+
+def _is_explicit(method: LayerMethod) -> bool:
+    return method.decision.why in ("user", "override")
 
 
 def remaining_candidates(decision: Decision, failed: str) -> list[str]:
@@ -272,8 +295,9 @@ def switch_backend(method: LayerMethod, reason: Reason, explanation: str, name: 
         why="static",
         explanation=explanation,
         candidates=candidates,
-        plan=answers.plan,
+        plan=dataclasses.replace(answers.plan, tiles=()),  # ranks have not compared them
         numerics=answers.numerics,
+        degraded=method.decision.degraded or _is_explicit(method),
         measured=None,
         token_ranges=(),
         tunable=False,

@@ -230,11 +230,22 @@ class OracleMoEMethod(FusedMoEMethodBase):
         self.rank_group = rank_agreement.make_group(chosen.rank_sync_timeout)
         rank_agreement.require_same_layer(self.rank_group, problem, chosen, moe.moe_backend)
 
+        alone = self.adapter.adds_ranks_later()
+
         def decide_here() -> Decision:
             measurements = backend_selection.measurements_for(problem, chosen)
-            return decide(problem, detect.detect(), chosen, moe.moe_backend, measurements=measurements)
+            found = decide(problem, detect.detect(), chosen, moe.moe_backend, measurements=measurements)
+            if alone and not backend_selection.is_final(found, chosen):
+                rule = (
+                    "with --enable-elastic-ep each rank decides for itself, and experts move between ranks: one that "
+                    "joins later could take a backend that reads weights in another order"
+                )
+                remedy = "Name a backend by --moe-backend or MOE_ORACLE_BACKEND, with on_unavailable=error"
+                raise NoBackendError(rule, remedy, name, found.candidates)
+            return found
 
-        first_start.measure_if_undecided(self.rank_group, problem, chosen, decide_here)
+        if not alone:
+            first_start.measure_if_undecided(self.rank_group, problem, chosen, decide_here)
         backend_selection.select_backend(self, name, lambda: decide_here().with_activation_note(declared, requested_by))
         self.experts_cls = self.adapter.experts_class(self.backend)
         load_summary.record_decision(self.decision, chosen)

@@ -137,17 +137,21 @@ def prepare_copies(method: DispatchMethod, raw: Tensors, registry: Registry | No
         registry: the backends; None for the default registry.
 
     Raises:
-        SelfCheckError: one of the backends rejects reloaded weights: its kernel is built, and captured graphs run it.
+        SelfCheckError: one of the backends rejects reloaded weights: its kernel is built, and captured graphs run it;
+            or one rejects the weights where the self-check is strict.
         RankSyncError: another rank could not check.
     """
     registry = registry or default_registry()
     problem = method.decision.problem
     for name in _other_backends(method):
         backend = registry[name]
-        rejection = _rejection(method, backend, raw)
+        rejection, of_weights = _rejection(method, backend, raw)
         if rejection and method.token_dispatch is not None:
             rule = f"{name}, which runs beside {method.backend.name}, cannot take the reloaded weights: {rejection}"
             raise SelfCheckError(rule, "Restart, or reload other weights", problem.layer)
+        if of_weights and method.settings.self_check == "strict":
+            rule = f"{name}, which was to run beside {method.backend.name}, rejects the weights: {rejection}"
+            raise SelfCheckError(rule, "Set allow_second_layout=0, or self_check=group", problem.layer)
         if rejection:
             logger.error(
                 "moe_oracle: %s: %s cannot run beside %s, which runs alone: %s",
@@ -209,25 +213,26 @@ def _answers(method: DispatchMethod, name: str) -> Answers:
     return method.decision.candidate(name).answers
 
 
-def _rejection(method: DispatchMethod, backend: Backend, raw: Tensors) -> str:
-    """Why a backend cannot run beside the method's own on all ranks; "" when it can."""
+def _rejection(method: DispatchMethod, backend: Backend, raw: Tensors) -> tuple[str, bool]:
+    """Why a backend cannot run beside the method's own on all ranks, "" when it can; whether the weights show it."""
     problem = method.decision.problem
     stock_rejection = method.adapter.stock_class_rejection(backend, method.moe, problem)
     topic = f"the token range of {backend.name} for {problem.layer}"
     if any(rank_sync.all_gather(method.rank_group, topic, lambda: bool(stock_rejection))):
-        return (
+        words = (
             f"vLLM's own class rejects it: {stock_rejection}" if stock_rejection else "another rank's vLLM rejects it"
         )
+        return words, False
     plan = _answers(method, backend.name).plan
     decision = dataclasses.replace(method.decision, backend=backend.name, plan=plan, token_ranges=())
     stand_in = _CandidateMethod(decision, backend, method.settings, method.adapter, method.moe, method.rank_group)
     weights = backend_check.check_weights(stand_in, raw)
     if not weights.passed:
-        return f"it cannot hold the loaded weights: {weights.message}"
+        return f"it cannot hold the loaded weights: {weights.message}", True
     if method.settings.self_check == "off":
-        return ""
+        return "", False
     kernel = backend_check.check_kernel(stand_in, raw)
-    return "" if kernel.passed else f"it fails its self-check: {kernel.message}"
+    return ("", False) if kernel.passed else (f"it fails its self-check: {kernel.message}", True)
 
 
 def _convert_copy(

@@ -7,7 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..backends import Backend
-from ..core.decision import Accepted, Answers, Candidate, DecidedBy, Decision, Reason, Rejected, format_candidates
+from ..core.decision import (
+    Accepted,
+    Answers,
+    Candidate,
+    DecidedBy,
+    Decision,
+    Reason,
+    Rejected,
+    ShardPlan,
+    format_candidates,
+)
 from ..core.measurement_set import MeasurementSet
 from ..core.objectives import parse_objective
 from ..core.overrides import first_match
@@ -237,9 +247,22 @@ def _can_be_measured(static: Candidate, case: _DecisionInput, measurements: Meas
 
 
 def _with_tiles(decision: Decision, measurements: MeasurementSet | None) -> Decision:
-    """The decision with the fastest measured tile configurations of its backend in the plan."""
-    tiles = measurements.tiles.get(decision.backend, ()) if measurements is not None else ()
-    return dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, tiles=tiles)) if tiles else decision
+    """The decision with the fastest measured tile configurations in the plans of the backends that run the layer."""
+    running = {decision.backend, *(each.backend for each in decision.token_ranges)}
+    found = {name: tiles for name, tiles in measurements.tiles.items() if name in running} if measurements else {}
+    if not found:
+        return decision
+
+    def tiled(name: str, plan: ShardPlan) -> ShardPlan:
+        return dataclasses.replace(plan, tiles=found.get(name, ()))
+
+    candidates = tuple(
+        dataclasses.replace(each, known=dataclasses.replace(each.answers, plan=tiled(each.backend, each.answers.plan)))
+        if each.backend in found
+        else each
+        for each in decision.candidates
+    )
+    return dataclasses.replace(decision, plan=tiled(decision.backend, decision.plan), candidates=candidates)
 
 
 def equivalent_backends(static: Candidate, candidates: tuple[Candidate, ...]) -> tuple[str, ...]:

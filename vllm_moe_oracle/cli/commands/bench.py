@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -119,15 +120,21 @@ def command(
     records: list[BenchRecord] = []
     # Line by line: what was measured before an interruption is not lost.
     _write_record(msgspec.json.encode(head), jsonl, as_json, "wb")
-    with layer_arguments.progress_bar(quiet=as_json and not sys.stderr.isatty()) as report:
-        for record in benchmarks.bench([*problems.values()], device, chosen, options, report):
-            records.append(record)
-            _write_record(msgspec.json.encode(record), jsonl, as_json, "ab")
+    failure = ""
+    try:
+        with layer_arguments.progress_bar(quiet=as_json and not sys.stderr.isatty()) as report:
+            for record in benchmarks.bench([*problems.values()], device, chosen, options, report):
+                records.append(record)
+                _write_record(msgspec.json.encode(record), jsonl, as_json, "ab")
+    except MeasurementError as error:
+        if not records:
+            raise
+        failure = str(error)
     if not as_json:
         _print(records, device.name)
     if plot is not None and records:
         _plot(records, plot, device.name)
-    _exit_if_incomplete(records, len(problems), budget)
+    _exit_if_incomplete(records, len(problems), budget, failure)
 
 
 def _kernel_shapes(
@@ -148,7 +155,13 @@ def _kernel_shapes(
     if not words:
         raise MeasurementError("nothing is named to be timed", "Name a model, or --shape with --scheme")
     problems = layer_arguments.resolve_problems(words, ranks, quantization, settings.ragged_shards)
-    return tuning.group_by_kernel_shape(layer_arguments.apply_settings(each, settings) for each in problems)
+    found = tuning.group_by_kernel_shape(layer_arguments.apply_settings(each, settings) for each in problems)
+    # Layers of several models may have one name; records are shown by it.
+    names = Counter(each.layer for each in found.values())
+    return {
+        key: each if names[each.layer] == 1 else dataclasses.replace(each, layer=f"{each.layer}: {key}")
+        for key, each in found.items()
+    }
 
 
 def _bench_options(
@@ -180,15 +193,25 @@ def _bench_options(
     )
 
 
-def _exit_if_incomplete(records: list[BenchRecord], layers: int, budget: float | None) -> None:
-    """Warns of backends that were not timed, and exits with the status for an incomplete run."""
+def _exit_if_incomplete(records: list[BenchRecord], layers: int, budget: float | None, failure: str) -> None:
+    """Warns of backends that were not timed, and exits with the status for an incomplete run.
+
+    Args:
+        records: what was timed.
+        layers: number of layers that were to be timed.
+        budget: seconds after which no layer is started; None for no limit.
+        failure: what ended the run; "" where nothing did.
+    """
     failures = {f"{record.name}: {name}": why for record in records for name, why in record.failures.items()}
     for name, why in failures.items():
         output.print_message("warning", f"{name}: {why}")
     missing = layers - len({record.name for record in records})
     if missing:
-        output.print_message("warning", f"{missing} layers were not started within {budget:g} s")
-    if failures or missing:
+        words = "timed" if budget is None or failure else f"started within {budget:g} s"
+        output.print_message("warning", f"{missing} layers were not {words}")
+    if failure:
+        output.print_message("error", failure)
+    if failures or missing or failure:
         raise typer.Exit(EXIT_INCOMPLETE)
 
 

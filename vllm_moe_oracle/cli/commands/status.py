@@ -202,11 +202,16 @@ def _unwritable_report(chosen: Settings) -> str:
         return ""
     path = Path(chosen.report)
     folder, rule = path.parent, f"{chosen.source('report')}: {path} cannot be written"
-    if not folder.is_dir():
+    # `Path`'s methods raise where a name is too long, or a folder may not be entered.
+    if not os.path.isdir(folder):
         return f"{rule}: there is no directory {folder}"
-    if path.is_dir():
+    if os.path.isdir(path):
         return f"{rule}: it is a directory"
-    return "" if os.access(path if path.exists() else folder, os.W_OK) else f"{rule}: permission denied"
+    try:
+        exists = path.exists()
+    except OSError as error:
+        return f"{rule}: {error.strerror}"
+    return "" if os.access(path if exists else folder, os.W_OK) else f"{rule}: permission denied"
 
 
 def _cache_report(chosen: Settings) -> dict[str, Any]:

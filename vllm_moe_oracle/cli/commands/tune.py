@@ -211,7 +211,7 @@ def _exit_if_unfinished(outcomes: dict[KernelShape, TuneOutcome]) -> None:
     for outcome in outcomes.values():
         if outcome.unfinished:
             output.print_message("warning", f"{outcome.problem.layer}: {outcome.unfinished}")
-    if any(outcome.unfinished and not outcome.samples and not outcome.seconds for outcome in outcomes.values()):
+    if any(outcome.no_backend for outcome in outcomes.values()):
         raise typer.Exit(EXIT_NO_BACKEND)
     if any(outcome.unfinished or any(each.failure for each in outcome.samples) for outcome in outcomes.values()):
         raise typer.Exit(EXIT_INCOMPLETE)
