@@ -281,12 +281,13 @@ def _tune_on_gpus(
     running: dict[int, str] = {}
 
     def record_crash(index: int, why: str) -> None:
-        """Stores which backend took its process down, so that the next one leaves it out."""
+        """Stores which backend took its process down, and leaves it out of the next one."""
         if name := running.pop(index, ""):
             task, outcome = tasks[index], TuneOutcome(tasks[index].problem)
             shape = kernel_shape_of(task.problem)
-            steps = _missing_steps(shape, outcome, task.device, task.settings, task.store, task.options, task.known)
-            _store_failure(task, shape, name, why, steps)
+            if why:
+                steps = _missing_steps(shape, outcome, task.device, task.settings, task.store, task.options, task.known)
+                _store_failure(task, shape, name, why, steps)
             left_out = dataclasses.replace(task.options, without=(*task.options.without, name))
             tasks[index] = dataclasses.replace(task, options=left_out)
 

@@ -133,7 +133,7 @@ def run_tasks(
         attempts: number of workers that a task may take down before it is lost.
         quiet: whether workers log errors only. Sixteen workers would repeat the same warnings.
         limits: when workers are killed.
-        on_crash: is told of tasks that took their worker down.
+        on_crash: is told of tasks that took their worker down, and why; "" where the task has stored that itself.
 
     Yields:
         Progress and outcomes, as they arrive.
@@ -253,8 +253,8 @@ class _Pool:
         code = worker.end() if silent else worker.process.wait()
         if worker.task is not None:
             why = silent or worker.broken or _exit_reason(code)
-            if silent or not (worker.broken or code in _KILLED_BY_OTHERS):
-                self.on_crash(worker.task, why)
+            if silent or worker.broken or code not in _KILLED_BY_OTHERS:
+                self.on_crash(worker.task, "" if worker.broken and not silent else why)
             self.deaths[worker.task] += 1
             if self.deaths[worker.task] < self.attempts:
                 self.waiting.appendleft(worker.task)
