@@ -55,7 +55,7 @@ def test_a_silent_worker_is_killed_and_its_task_blamed() -> None:
     found = pool_tasks.ends(tasks, [None], 1, False, limits, lambda *what: crashed.append(what))
     assert found[0] == ("lost", "it did not come back within 1 s") and found[4] == ("done", "fine")
     # Whoever killed the third did so from outside, and the fourth said itself what happened.
-    assert crashed == [(0, found[0][1]), (1, "its process ended with status 3")]
+    assert crashed == [(0, found[0][1]), (1, "its process ended with status 3"), (3, "")]
 
 
 def test_all_tasks_are_lost_when_the_time_is_spent() -> None:
