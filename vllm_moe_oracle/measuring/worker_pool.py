@@ -56,9 +56,9 @@ _KILL_SECONDS = 10.0
 """Seconds that a killed worker is waited for: a GPU that hangs may hold its process."""
 
 OnCrash = Callable[[int, str], None]
-"""Is told of a task whose worker ended by what it ran, or was silent for too long, and why ("" where the worker reported
-a broken context, which it has stored): before the task is given to a new worker. Workers that others killed do not
-count."""
+"""Is told of a task whose worker ended by what it ran, or was silent for too long, and why ("" where the worker
+reported a broken context, which it has stored): before the task is given to a new worker. Workers that others killed do
+not count."""
 
 
 def _ignore_crash(task: int, why: str) -> None:
