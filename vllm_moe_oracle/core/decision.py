@@ -232,6 +232,11 @@ class Decision:
     token_ranges: tuple[TokenRange, ...] = ()
     tunable: bool = False
 
+    @property
+    def is_explicit(self) -> bool:
+        """Whether the user chose the backend."""
+        return self.why in ("user", "override")
+
     def candidate(self, name: str) -> Candidate:
         """The candidate of a name."""
         return next(each for each in self.candidates if each.backend == name)

@@ -19,7 +19,7 @@ RoutingKind = Literal["uniform", "skewed"]
 """How random tokens are routed: every expert is equally likely, or a few experts get most of the tokens."""
 
 MIN_MICROSECONDS, MAX_MICROSECONDS = 1e-3, 1e8
-"""Bounds of a valid time of one layer."""
+"""Bounds of a valid time of one layer; see `is_possible_time`."""
 MAX_TILE_CHARS = 2000
 """Longest valid tile configuration."""
 MAX_FAILURE_CHARS = 2000
@@ -144,6 +144,11 @@ def kernel_shape_of(problem: Problem) -> KernelShape:
     )
 
 
+def is_possible_time(us: float) -> bool:
+    """Whether microseconds can be a layer's time. A number read from a file may be anything."""
+    return MIN_MICROSECONDS < us < MAX_MICROSECONDS
+
+
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One backend's time, or failure, at one number of tokens. Times are microseconds of a replayed CUDA graph.
 
@@ -190,8 +195,4 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         if len(self.tile) > MAX_TILE_CHARS or not self.tile.isprintable():
             return False
         times = (self.low, self.us, self.high)
-        return (
-            all(MIN_MICROSECONDS < each < MAX_MICROSECONDS for each in times)
-            and math.isfinite(self.error)
-            and self.replays > 0
-        )
+        return all(map(is_possible_time, times)) and math.isfinite(self.error) and self.replays > 0

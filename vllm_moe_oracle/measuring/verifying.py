@@ -28,7 +28,7 @@ from ..core.problem import Device, Problem
 from ..errors import CheckpointError, MeasurementError, NoBackendError
 from ..measurements import lookup
 from ..oracle.registry import Registry, default_registry
-from ..oracle.selection import decide
+from ..oracle.selection import decide, is_final
 from ..oracle.stock_kernels import stock_candidate
 from ..settings import AUTO, Settings
 from ..untrusted import boundary, describe, parse_json, read_file
@@ -295,15 +295,16 @@ class Verification:
         decision, problem = plan.decision, plan.problem
         notes: list[str] = []
         assert decision is not None
-        accepted = [each.backend for each in decision.candidates if each.accepted and each.backend != name]
-        explicit = decision.why in ("user", "override")
+        # With the tiles that were measured, for a backend of some numbers of tokens, too.
+        plans = {each.backend: each.answers.plan for each in decision.candidates if each.accepted}
+        accepted = [each for each in plans if each != name]
         edges = tuple(each.max_tokens for each in decision.token_ranges if each.max_tokens is not None)
-        for candidate in [name] if explicit else [name, *accepted]:
+        for candidate in [name] if is_final(decision, self.settings) else [name, *accepted]:
             backend = self.registry[candidate]
             moe = standalone_layer.fused_moe_config(problem, check.kind, MAX_CALL_TOKENS)
             refusal = adapter.stock_class_rejection(backend, moe, problem)
             if not refusal:
-                own = decision.plan if candidate == decision.backend else backend.plan(problem, self.device)
+                own = plans[candidate] if candidate in plans else backend.plan(problem, self.device)
                 try:
                     found = check.run(backend, own, edges)
                 except WeightsRefused as error:

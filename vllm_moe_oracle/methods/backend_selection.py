@@ -17,7 +17,7 @@ from ..devices import detect
 from ..errors import NoBackendError, SettingError
 from ..measurements import lookup
 from ..oracle.registry import Registry, default_registry
-from ..oracle.selection import automatic_choices
+from ..oracle.selection import automatic_choices, is_final
 from ..settings import Settings
 from . import rank_agreement, rank_sync
 
@@ -253,18 +253,24 @@ def is_binding(method: LayerMethod) -> bool:
     return is_final(method.decision, method.settings)
 
 
-def is_final(decision: Decision, settings: Settings) -> bool:
-    """Whether a decision is the user's, and stands until the server ends."""
-    return decision.why in ("user", "override") and settings.on_unavailable == "error"
+def require_named(decision: Decision, settings: Settings) -> None:
+    """Checks that a decision holds on ranks that join later, which decide for themselves.
+
+    Raises:
+        NoBackendError: it is this rank's own. Experts move between ranks as the bytes that a backend's layout has.
+    """
+    if not is_final(decision, settings):
+        rule = (
+            "with --enable-elastic-ep each rank decides for itself, and experts move between ranks: one that joins "
+            "later could take a backend that reads weights in another order"
+        )
+        remedy = "Name a backend by --moe-backend or MOE_ORACLE_BACKEND, with on_unavailable=error"
+        raise NoBackendError(rule, remedy, decision.problem.layer, decision.candidates)
 
 
 def why_tried(method: LayerMethod) -> str:
     """Why a method's backend was tried before all others, for a sentence."""
-    return "was asked for" if _is_explicit(method) else "came first"
-
-
-def _is_explicit(method: LayerMethod) -> bool:
-    return method.decision.why in ("user", "override")
+    return "was asked for" if method.decision.is_explicit else "came first"
 
 
 def remaining_candidates(decision: Decision, failed: str) -> list[str]:
@@ -297,7 +303,7 @@ def switch_backend(method: LayerMethod, reason: Reason, explanation: str, name: 
         candidates=candidates,
         plan=dataclasses.replace(answers.plan, tiles=()),  # ranks have not compared them
         numerics=answers.numerics,
-        degraded=method.decision.degraded or _is_explicit(method),
+        degraded=method.decision.degraded or method.decision.is_explicit,
         measured=None,
         token_ranges=(),
         tunable=False,

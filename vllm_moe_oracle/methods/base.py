@@ -235,13 +235,8 @@ class OracleMoEMethod(FusedMoEMethodBase):
         def decide_here() -> Decision:
             measurements = backend_selection.measurements_for(problem, chosen)
             found = decide(problem, detect.detect(), chosen, moe.moe_backend, measurements=measurements)
-            if alone and not backend_selection.is_final(found, chosen):
-                rule = (
-                    "with --enable-elastic-ep each rank decides for itself, and experts move between ranks: one that "
-                    "joins later could take a backend that reads weights in another order"
-                )
-                remedy = "Name a backend by --moe-backend or MOE_ORACLE_BACKEND, with on_unavailable=error"
-                raise NoBackendError(rule, remedy, name, found.candidates)
+            if alone:
+                backend_selection.require_named(found, chosen)
             return found
 
         if not alone:

@@ -127,7 +127,7 @@ def _candidates(
         decision = decide()
     except NoBackendError:  # `select_backend` finds it again, and says it
         return (), ""
-    if decision.why in ("user", "override"):
+    if decision.is_explicit:
         return (), f"its backend is chosen by {decision.explanation}"
     if decision.backend == REFERENCE_BACKEND or (decision.why != "static" and not _may_be_slow(problem, settings)):
         return (), ""

@@ -206,6 +206,11 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
     )
 
 
+def is_final(decision: Decision, settings: Settings) -> bool:
+    """Whether a decision is the user's, and nothing may take the backend's place when it fails later."""
+    return decision.is_explicit and settings.on_unavailable == "error"
+
+
 def automatic_choices(candidates: Iterable[Candidate]) -> list[str]:
     """Names of the accepted candidates that may run without being asked for by name, in static order."""
     return [each.backend for each in candidates if each.accepted and not each.answers.only_by_name]

@@ -26,10 +26,11 @@ from ..errors import MeasurementError, NoBackendError, sanitize
 from ..measurements import latency_model, lookup, model_shapes, profile, roofline
 from ..measurements.bench_records import STOCK_DEFAULT, STOCK_PREFIX, BenchRecord
 from ..measurements.environment import Environment
-from ..measurements.kernel_shape import MAX_MICROSECONDS, KernelShape, Sample, is_displayable, kernel_shape_of
+from ..measurements.kernel_shape import KernelShape, Sample, is_displayable, is_possible_time, kernel_shape_of
 from ..oracle.selection import decide, equivalent_backends
 from ..settings import Settings
 from ..untrusted import boundary
+from .server_records import ServerDecisions, ServerRecord
 
 OTHER_FAMILY = "Other layers"
 """Heading of layers of no known model."""
@@ -134,25 +135,6 @@ class LayerPanel:
 
 
 @dataclass(frozen=True)
-class ServerDecisions:
-    """The decisions of one server process.
-
-    Attributes:
-        title: the process and its releases.
-        device: name of its device.
-        served: how many of the model's MoE layers run through the oracle, in words.
-        groups: one row per group of equal layers: layers, format, backend, what decided, explanation, numerics.
-        rejected: by group, the backends that cannot run it, with every reason.
-    """
-
-    title: str
-    device: str
-    served: str
-    groups: tuple[tuple[str, ...], ...]
-    rejected: tuple[tuple[tuple[str, tuple[str, ...]], ...], ...]
-
-
-@dataclass(frozen=True)
 class ReportContent:
     """Everything on the page.
 
@@ -181,60 +163,6 @@ class ReportContent:
 
 
 # --- Reading --------------------------------------------------------------------------------------------------------
-
-
-class _Reason(msgspec.Struct, frozen=True):
-    detail: str
-    remedy: str = ""
-
-
-class _Candidate(msgspec.Struct, frozen=True):
-    backend: str
-    accepted: bool
-    reasons: list[_Reason] = []
-
-
-class _Decision(msgspec.Struct, frozen=True):
-    backend: str
-    why: str
-    explanation: str
-    numerics: str = ""
-
-
-class _SchemeName(msgspec.Struct, frozen=True):
-    name: str
-    bits: int = 0
-
-
-class _Problem(msgspec.Struct, frozen=True):
-    scheme: _SchemeName
-
-
-class _Group(msgspec.Struct, frozen=True):
-    layers: list[str]
-    count: int
-    problem: _Problem
-    decision: _Decision
-    candidates: list[_Candidate] = []
-
-
-class _Device(msgspec.Struct, frozen=True):
-    name: str
-
-
-class _Server(msgspec.Struct, frozen=True):
-    """The shown fields of a decision record. Others are ignored, so that records of other releases can be read."""
-
-    moe_oracle: str
-    vllm: str | None
-    device: _Device
-    groups: list[_Group]
-    moe_layers: int = 0
-    served: int = 0
-    rank: int = 0
-    ranks: int = 1
-    host: str = ""
-    process: int = 0
 
 
 def read(path: Path, settings: Settings) -> ReportContent:
@@ -267,7 +195,7 @@ def _read(path: Path, settings: Settings) -> ReportContent:
         return _from_bench(lines, path, settings)
     if "moe_oracle" in first and "groups" in first:
         return ReportContent(
-            servers=tuple(_server_decisions(_decode_line(line, _Server, path, n)) for n, line in enumerate(lines, 1))
+            servers=tuple(_decode_line(line, ServerRecord, path, n).decisions() for n, line in enumerate(lines, 1))
         )
     raise MeasurementError("is neither records nor a profile", _FILE_REMEDY, str(path))
 
@@ -382,7 +310,7 @@ def _check_record(record: BenchRecord, path: Path, number: int) -> None:
     times = [*record.us.values(), *(each for pair in record.quartiles.values() for each in pair)]
     if record.roofline_us is not None:
         times.append(record.roofline_us)
-    if not 1 <= record.tokens <= MAX_TOKENS or not all(0 < each < MAX_MICROSECONDS for each in times):
+    if not 1 <= record.tokens <= MAX_TOKENS or not all(map(is_possible_time, times)):
         raise MeasurementError(f"line {number} has an invalid measurement", _FILE_REMEDY, str(path))
     if not is_displayable(record.name, str(record.kernel_shape), *record.us, *record.stock.values()):
         raise MeasurementError(f"line {number} has an invalid name", _FILE_REMEDY, str(path))
@@ -536,34 +464,6 @@ def _circular_counts(
         if pairs and all(abs(one - other) < 0.006 for one, other in pairs):
             found.add(count)
     return frozenset(found)
-
-
-def _server_decisions(found: _Server) -> ServerDecisions:
-    rejected = []
-    rows = []
-    for group in found.groups:
-        layers = group.layers[0] if group.layers else "?"
-        more = f" and {group.count - 1} more" if group.count > 1 else ""
-        scheme = (
-            f"int{group.problem.scheme.bits}" if group.problem.scheme.name == "wna16" else group.problem.scheme.name
-        )
-        taken = group.decision
-        rows.append((f"{layers}{more}", scheme, taken.backend, taken.why, taken.explanation, taken.numerics))
-        rejected.append(
-            tuple(
-                (each.backend, tuple(f"{r.detail} ({r.remedy})" if r.remedy else r.detail for r in each.reasons))
-                for each in group.candidates
-                if not each.accepted
-            )
-        )
-    return ServerDecisions(
-        title=f"rank {found.rank} of {found.ranks}, process {found.process} on {found.host or 'a device'}: "
-        f"vLLM {found.vllm}, vllm-moe-oracle {found.moe_oracle}",
-        device=found.device.name,
-        served=f"{found.served} of {found.moe_layers} MoE layers run through the oracle",
-        groups=tuple(rows),
-        rejected=tuple(rejected),
-    )
 
 
 def _to_text(value: Any) -> str:
