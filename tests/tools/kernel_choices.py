@@ -36,7 +36,7 @@ def layer_of(shape: KernelShape) -> PackedWeights:
     format = shape.scheme if shape.scheme != "wna16" else f"int{shape.bits}"
     return allocate_weights(
         format, shape.local_experts, shape.hidden_size, shape.intermediate_size,
-        gated=shape.gated, group=max(shape.group_size, 0),
+        gated=shape.gated, group=max(shape.group_size, 0), num_experts=shape.num_experts,
         dtype=getattr(torch, shape.dtype), zero_points=shape.zero_points, bias=shape.has_bias, device="meta",
     )  # fmt: skip
 
