@@ -7,8 +7,9 @@ the plugin), ``engine`` (more arguments of vLLM's `LLM`), ``experts`` (keywords 
 gets on top of its own: biases, another activation), and ``online_experts`` (vLLM's name of a `QuantKey`: experts are
 quantized while they load), and ``reload`` (a checkpoint, for vLLM's layer-wise reload after the first answer: the
 result has what the model says then in ``reloaded``). A result has ``tokens``, ``logprobs`` (one list over the
-vocabulary for each token), ``layers`` (what the plugin says about its layers) and ``digests`` (SHA-256 of the bytes of
-each parameter of the MoE layers, by name), or ``error``. The last two are there when the model is in this process.
+vocabulary for each token), ``layers`` (what the plugin says about its layers), ``digests`` (SHA-256 of the bytes of
+each parameter of the MoE layers, by name) and ``kept`` (names of these parameters that are alive after the engine has
+been deleted), or ``error``. The last three are there when the model is in this process.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import hashlib
 import json
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
     with_experts(**job.get("experts", {}))
     llm = None
+    parameters: dict[str, weakref.ref[Any]] = {}
+    said: dict[str, Any] = {}
     try:
         llm = LLM(
             model=job["checkpoint"],
@@ -113,7 +117,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             additional_config={"moe_oracle": job.get("oracle", {})},
             **SMALL | {"enforce_eager": job.get("eager", True)} | job.get("engine", {}) | online_experts(job),
         )
-        said = say(llm, job["prompt"], job["tokens"])
+        said |= say(llm, job["prompt"], job["tokens"])
         if "reload" in job:
             llm.collective_rpc("reload_weights", kwargs={"weights_path": job["reload"]})
             llm.reset_prefix_cache()
@@ -122,13 +126,18 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             return said
         from vllm_moe_oracle.methods import load_summary
 
-        return {**said, "layers": load_summary.model_report(0), "digests": digests(model_of(llm))}
+        said |= {"layers": load_summary.model_report(0), "digests": digests(model_of(llm))}
+        named = model_of(llm).named_parameters()
+        parameters |= {name: weakref.ref(parameter) for name, parameter in named if ".mlp.experts" in name}
+        return said
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
         del llm
         gc.collect()
         cleanup_dist_env_and_memory()
+        gc.collect()
+        said["kept"] = [name for name, parameter in parameters.items() if parameter() is not None]
 
 
 def main(run: Callable[[dict[str, Any]], dict[str, Any]] = run) -> None:

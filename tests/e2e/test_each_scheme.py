@@ -56,3 +56,9 @@ def test_tokens_and_logprobs_equal_transformers(
     record = served[scheme]["layers"]
     assert record["served"] == LAYERS
     assert {group["problem"]["scheme"]["name"] for group in record["groups"]} == {scheme}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_weights_go_with_the_engine(served: dict[str, dict[str, Any]], scheme: str) -> None:
+    """vLLM keeps loaders for the life of the process; one that holds its layer would keep the weights, too."""
+    assert served[scheme]["digests"] and served[scheme]["kept"] == []

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,7 +162,10 @@ def test_before_0_27_biases_of_single_experts_are_loaded(gated: bool, rank: int)
         _map_global_expert_id_to_local_expert_id=lambda expert: {5: 1}.get(expert, -1),
     )
     whole: list[tuple[Any, ...]] = []
-    load = legacy("Vllm024Adapter").bias_loader(layer, lambda *arguments: whole.append(arguments))
+    own = MethodType(lambda _, *arguments: whole.append(arguments), layer)
+    load = legacy("Vllm024Adapter").bias_loader(layer, own)
+    held = [cell.cell_contents for cell in load.__func__.__closure__ or ()]
+    assert layer not in held and own not in held, "vLLM would keep the layer for the life of the process"
     w13, w2 = torch.zeros(2, 8 if gated else 4), torch.zeros(2, 4)
     gate, up, down = torch.arange(1.0, 7.0), torch.arange(11.0, 17.0), torch.arange(21.0, 24.0)
     p13, p2 = (torch.nn.Parameter(each, requires_grad=False) for each in (w13, w2))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class Vllm028Adapter(Vllm030Adapter):
         """vLLM's modular kernel; on a CPU it allocates its workspaces by `_workspaces`."""
         kernel = super().modular_kernel(prepare, experts)
         if current_platform.is_cpu() and not experts.is_monolithic():
-            kernel.impl._allocate_buffers = partial(_workspaces, experts)
+            kernel.impl._allocate_buffers = functools.partial(_workspaces, experts)
         return kernel
 
 
@@ -132,9 +133,13 @@ class Vllm024Adapter(Vllm027Adapter):
         return problem.w13_rows // 2
 
     def bias_loader(self, layer: Any, loader: Any) -> Any:
-        """A loader for biases of single experts. Tensors of all experts go to the layer's own loader."""
+        """A loader for biases of single experts: a bound method of the layer, which it does not hold otherwise. Tensors
+        of all experts go to the layer's own loader."""
+        function = getattr(loader, "__func__", lambda _, *arguments: loader(*arguments))
 
+        @functools.wraps(function)
         def load(
+            self: Any,
             param: Any,
             loaded_weight: Tensor,
             weight_name: str,
@@ -143,14 +148,16 @@ class Vllm024Adapter(Vllm027Adapter):
             return_success: bool = False,
         ) -> bool | None:
             if loaded_weight.ndim != 1:
-                done: bool | None = loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
+                done: bool | None = function(
+                    self, param, loaded_weight, weight_name, shard_id, expert_id, return_success
+                )
                 return done
-            local = layer._map_global_expert_id_to_local_expert_id(expert_id)
+            local = self._map_global_expert_id_to_local_expert_id(expert_id)
             if local != -1:
-                _load_bias(param.data[local], loaded_weight, shard_id, layer.moe_config)
+                _load_bias(param.data[local], loaded_weight, shard_id, self.moe_config)
             return local != -1 if return_success else None
 
-        return load
+        return MethodType(load, layer)
 
 
 class Vllm022Adapter(Vllm024Adapter):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -146,8 +147,11 @@ class Wna16MoEMethod(OracleMoEMethod):
 
     def _loader(self, layer: Any, name: str, canonical: str) -> Callable[..., Any]:
         """The loader of one parameter: a bound method of the layer with the attributes of the layer's loader. vLLM's
-        reload unbinds loaders, and models look at a loader's attributes."""
-        method = self
+        reload unbinds loaders, and models look at a loader's attributes.
+
+        vLLM keeps unbound loaders in a dictionary with weak keys, so that a loader which holds the layer would keep it,
+        and its weights, until the process ends."""
+        method: Wna16MoEMethod = weakref.proxy(self)
 
         @functools.wraps(type(layer).weight_loader)
         def load(
