@@ -81,6 +81,18 @@ def by_us(quantization: dict[str, Any], module: str, own: str) -> str:
     return "not quantized" if found is None else f"{found.bits} bits"
 
 
+CLASSES = ("RoutedExperts", "experts", "RoutedExpert", "routedexperts", "re:Routed.*", "re:.*Exp", "re:outed", "Expertss")
+"""Targets that vLLM compares with the class of the layer: parts of its name and expressions count, too."""
+
+
+def test_a_target_that_means_the_class_of_the_layer_has_an_effect() -> None:
+    module, _, mapped = TEXT
+    for target, bits in {"experts": 4, "re:Routed.*": 4, "re:outed": 8, "Expertss": 8}.items():
+        quantization = config([], ["Linear"], [target])
+        assert by_us(quantization, module, "") == by_vllm(quantization, module, mapped) == f"{bits} bits", target
+        assert not list(config_notes(quantization, "x"))
+
+
 @pytest.mark.parametrize("names", [TEXT, NESTED], ids=["text", "nested"])
 def test_names_mean_what_they_mean_for_vllm(names: tuple[str, str, dict[str, str]]) -> None:
     module, own, mapped = names
@@ -91,7 +103,7 @@ def test_names_mean_what_they_mean_for_vllm(names: tuple[str, str, dict[str, str
         ignore = chance.sample(known, chance.choice((0, 0, 1, 2)))
         targets = [chance.sample(["Linear", *known], chance.choice((1, 2)))]
         if chance.random() < 0.6:
-            targets.append(chance.sample(["Linear", "RoutedExperts", *known], chance.choice((1, 2))))
+            targets.append(chance.sample(["Linear", *CLASSES, *known], chance.choice((1, 2))))
         quantization = config(ignore, *targets)
         expected = by_vllm(quantization, module, mapped)
         assert by_us(quantization, module, own) == expected, (ignore, targets)

@@ -30,9 +30,10 @@ from vllm_moe_oracle.core.problem import Scheme
 from vllm_moe_oracle.errors import CheckpointError, NoBackendError
 from vllm_moe_oracle.methods import wna16
 from vllm_moe_oracle.methods.base import OracleMoEMethod
+from vllm_moe_oracle.methods.compressed_tensors import CompressedTensorsConfig
 from vllm_moe_oracle.methods.wna16 import expert_layer_names
 from vllm_moe_oracle.quantization import parse_config
-from vllm_moe_oracle.quantization.types import describe_format
+from vllm_moe_oracle.quantization.types import GATED_PROJECTIONS, LayerNames, describe_format
 
 SIZES = {"experts": 3, "top_k": 2, "hidden_size": 64, "intermediate_size": 128}
 FLOAT32 = 4e-6
@@ -446,6 +447,47 @@ def test_exceptions_of_a_gptq_config_hold_for_experts(name: str) -> None:
         assert (scheme.bits, scheme.group_size, scheme.act_order) == (8, 64, "group")
         other = moe.made(asked, moe.moe_config(asked), config=config, layer_name="model.layers.4.mlp.experts")
         assert other.quant_method.decision.problem.scheme.bits == 4
+
+
+@pytest.mark.parametrize("name", ["", "moe_wna16"])
+@pytest.mark.parametrize(
+    "override",
+    [{"static_groups": False}, {"static_groups": True}, {"desc_act": False}, {"group_size": 32}, {"bits": 8}, {}],
+    ids=str,
+)
+@pytest.mark.parametrize("static", [True, False])
+def test_a_layers_method_reads_what_its_rules_say(name: str, override: dict[str, Any], static: bool) -> None:
+    """What `explain` reads for the layer is what its method has: the answer is not written into fields and read again."""
+    asked = layer_of("gptq", **SIZES)
+    rules = {r"+:.*layers\.3\..*": override}
+    config = moe.quant_config(asked, name, desc_act=True, static_groups=static, dynamic=rules)
+    expected = config.scheme_of("model.layers.3.mlp.experts")
+    with moe.engine():
+        method = moe.made(asked, moe.moe_config(asked), config=config).quant_method
+    found = method.decision.problem.scheme
+    assert (found.bits, found.group_size, found.act_order) == (expected.bits, expected.group_size, expected.act_order)
+    assert type(config).expert_scheme is config.expert_scheme is None, "the model's config is no layer's"
+
+
+def test_a_target_in_two_groups_is_the_later_groups_alone() -> None:
+    """Weights and inputs of one group, and nothing of the other, whichever of them stock vLLM must be shown changed."""
+    packed = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+    unpacked = {**packed, "num_bits": 8, "strategy": "channel", "group_size": None}
+    groups = [
+        {"targets": ["Linear"], "weights": unpacked, "format": "int-quantized"},
+        {"targets": ["Linear"], "weights": packed, "format": "pack-quantized"},
+        {"targets": ["Linear"], "weights": {**packed, "actorder": "group"}, "format": "pack-quantized"},
+    ]
+    for first, second in itertools.permutations(groups, 2):
+        config = {"quant_method": "compressed-tensors", "config_groups": {"a": first, "b": second}, "ignore": []}
+        made = CompressedTensorsConfig.from_config(config)
+        found = made.target_scheme_map["Linear"]
+        expected = second["weights"]
+        assert (found["weights"].num_bits, found["format"]) == (expected["num_bits"], second["format"])
+        assert getattr(found["weights"].actorder, "value", found["weights"].actorder) == expected.get("actorder")
+        lookup = parse_config(config, "quantization_config")
+        asked = lookup(LayerNames(("model.layers.0.mlp.experts",), GATED_PROJECTIONS, GATED_PROJECTIONS[0]))
+        assert asked.bits == expected["num_bits"]
 
 
 def test_lists_of_modules_may_be_lists_of_lists() -> None:

@@ -220,7 +220,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         if self.adapter.loads_saved_state():
             rule = "a saved state holds the tensors of kernels, which would be converted once more as a checkpoint's"
             raise CheckpointError(rule, "Load the original checkpoint, with another --load-format", name)
-        with rank_sync.notify_on_failure(rank_agreement.make_group(), f"the settings of {name}"):
+        with rank_sync.notify_on_failure(rank_agreement.make_group(), f"the settings and the shape of {name}"):
             self.settings = chosen = settings.load(additional_config=self.adapter.additional_config())
             declared = scheme.activations
             scheme, requested_by = self._requested_scheme(scheme)
@@ -233,6 +233,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         alone = self.adapter.adds_ranks_later()
 
         def decide_here() -> Decision:
+            self._require_supported(problem)
             measurements = backend_selection.measurements_for(problem, chosen)
             found = decide(problem, detect.detect(), chosen, moe.moe_backend, measurements=measurements)
             if alone:
@@ -301,6 +302,10 @@ class OracleMoEMethod(FusedMoEMethodBase):
     def _refine_problem(self, problem: Problem) -> Problem:
         """The problem; a subclass corrects what vLLM's config of the layer does not say about its checkpoints."""
         return problem
+
+    def _require_supported(self, problem: Problem) -> None:
+        """Raises `NoBackendError` for what no backend can do with the parameters of this method. Ranks gather it, so
+        that the layer may be left to stock vLLM on all of them."""
 
     def _register_parameters(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
         """Registers the checkpoint's parameters as the stock class does, and biases that it leaves out."""

@@ -173,10 +173,10 @@ class CompressedTensorsConfig(stock_config.CompressedTensorsConfig):
         groups = config.get("config_groups") or {}
         served = {name: _stock_compatible_group(group, config.get("format")) for name, group in groups.items()}
         found = super()._quantization_scheme_map_from_config({**config, "config_groups": served})
-        for name, group in groups.items():
-            if served[name] is group:
-                continue
-            for target in group["targets"]:
+        owners = {target: name for name, group in groups.items() for target in group["targets"]}
+        for target, name in owners.items():
+            group = groups[name]
+            if served[name] is not group:
                 found[target]["weights"] = QuantizationArgs.model_validate(group["weights"])
                 found[target]["format"] = group.get("format") or config.get("format")
         return found

@@ -77,7 +77,7 @@ class AutoGPTQMoEMethod(ConfigWna16MoEMethod, stock.AutoGPTQMoEMethod):
     @classmethod
     def unsupported_by_stock(cls, quant_config: Any, moe: Any) -> str:
         """See `OracleMoEMethod.unsupported_by_stock`."""
-        scheme = cls.read_scheme(quant_config)
+        scheme = cls.scheme_in(quant_config)
         ordered = scheme.act_order == "group" and scheme.group_size != -1
         return "does not know act order" if ordered and stock_refuses_act_order() else ""
 

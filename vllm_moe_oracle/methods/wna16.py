@@ -7,6 +7,7 @@ release."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -84,10 +85,7 @@ class Wna16MoEMethod(OracleMoEMethod):
     def _refine_problem(self, problem: Problem) -> Problem:
         # gpt-oss's activation name means interleaved rows of gate and up; the loader here separates them, and the
         # activation changes accordingly.
-        if problem.activation.interleaved and problem.lora:
-            rule = "LoRA adapters for interleaved rows of gate and up do not fit separated rows"
-            remedy = "Leave experts out of --lora-target-modules, or serve without --enable-lora"
-            raise NoBackendError(rule, remedy, problem.layer)
+        self._separates_rows = problem.activation.interleaved
         self.moe.activation = self.adapter.uninterleaved_activation(self.moe)
         activation = dataclasses.replace(problem.activation, interleaved=False)
         problem = dataclasses.replace(problem, activation=activation, has_bias=problem.has_bias or self.bias_in_file)
@@ -96,6 +94,13 @@ class Wna16MoEMethod(OracleMoEMethod):
             # Stock classes and vLLM's layer read the shard size there.
             self.moe.intermediate_size_per_partition = problem.intermediate_size
         return problem
+
+    def _require_supported(self, problem: Problem) -> None:
+        super()._require_supported(problem)
+        if self._separates_rows and problem.lora:
+            rule = "LoRA adapters for interleaved rows of gate and up do not fit separated rows"
+            remedy = "Leave experts out of --lora-target-modules, or serve without --enable-lora"
+            raise NoBackendError(rule, remedy, problem.layer)
 
     # --- parameters -------------------------------------------------------------------------------
 
@@ -327,15 +332,21 @@ class ConfigWna16MoEMethod(Wna16MoEMethod):
     def __init__(self, quant_config: Any, moe: Any) -> None:
         # The stock constructor would choose a backend by its own rules, and raise where it finds none.
         self.quant_config = quant_config
-        scheme = self.read_scheme(quant_config)
+        scheme = self.scheme_in(quant_config)
         self.file_packing = scheme.packing
         self.bias_in_file = getattr(quant_config, "expert_biases", False)
         self.decide(moe, dataclasses.replace(scheme, packing=self.parameter_packing or scheme.packing))
 
+    @classmethod
+    def scheme_in(cls, quant_config: Any) -> Scheme:
+        """What the checkpoint holds: what was found for the layer, or else what the config says for all layers."""
+        found: Scheme | None = getattr(quant_config, "expert_scheme", None)
+        return found or cls.read_scheme(quant_config)
+
     @staticmethod
     @abstractmethod
     def read_scheme(quant_config: Any) -> Scheme:
-        """What the checkpoint holds, from vLLM's config object."""
+        """What the fields of vLLM's config object say."""
 
 
 class Wna16ConfigMixin(EmulatedDtypesMixin):
@@ -346,10 +357,12 @@ class Wna16ConfigMixin(EmulatedDtypesMixin):
     Attributes:
         moe_method_cls: the method of the experts.
         expert_biases: the checkpoint holds biases of experts.
+        expert_scheme: what the checkpoint holds for the layer whose config this is; None for the config of a model.
     """
 
     moe_method_cls: ClassVar[type[Any]]
     expert_biases: bool = False
+    expert_scheme: Scheme | None = None
 
     @abstractmethod
     def checkpoint_fields(self) -> dict[str, Any]:
@@ -370,7 +383,10 @@ class Wna16ConfigMixin(EmulatedDtypesMixin):
         if not isinstance(found, Scheme):
             return UnquantizedFusedMoEMethod(layer.moe_config)
         with set_current_layer(layer, prefix):
-            return self.moe_method_cls(self.with_scheme(found), layer.moe_config)
+            # What was read once is passed on: the fields of a layer's config are for a stock method.
+            config = copy.copy(self.with_scheme(found))
+            config.expert_scheme = found
+            return self.moe_method_cls(config, layer.moe_config)
 
     def with_scheme(self, scheme: Scheme) -> Any:
         """The config of a layer with another scheme, where rules for single layers can give it one."""

@@ -10,7 +10,7 @@ from typing import Any
 from ..core.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_config_groups, read_integer, read_names, read_string, short_repr
-from .patterns import MatchBudget, PatternList
+from .patterns import BoundedPattern, MatchBudget, PatternList
 from .types import (
     UNLISTED,
     ExpertFormat,
@@ -27,10 +27,10 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """Groups of targets, each with the format of its weights and inputs.
 
     A name in ``ignore`` or ``targets`` is a module's full name, or a regular expression after ``re:`` that matches from
-    the start. A target may also be a class; ``Linear`` includes experts. vLLM looks up the names of an expert's
-    matrices, and the first target that matches counts. So an entry that names the experts' module alone has no effect,
-    and neither has one for names that vLLM does not look up (`LayerNames.requested_projections`). A target in two
-    groups belongs to the later one.
+    the start. vLLM looks up the names of an expert's matrices, and the first target that matches counts. So an entry
+    that names the experts' module alone has no effect, and neither has one for names that vLLM does not look up
+    (`LayerNames.requested_projections`). Where no name matches, the first target counts that means the class of the
+    layer (`_means_experts_class`); ``Linear`` includes experts. A target in two groups belongs to the later one.
     """
     budget = MatchBudget(where)
     ignored = _first_match(read_names(config, ("ignore",), where), budget)
@@ -43,7 +43,8 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
 
     target_of = _first_match(formats, budget)
     transforms = online_transforms(config, where, budget)
-    default = next((formats[name] for name in _EXPERT_CLASSES if name in formats), None)
+    of_class = next((name for name in formats if _means_experts_class(name, budget)), "Linear")
+    default = formats.get(of_class)
 
     def stored(layer: LayerNames) -> ExpertFormat:
         @cache
@@ -153,8 +154,15 @@ def reject_transforms(transforms: list[Transform], names: Iterable[str], where: 
             raise CheckpointError(rule, "Serve a checkpoint without it", f"{where}.transform_config, {names[0]}")
 
 
-_EXPERT_CLASSES = ("RoutedExperts", "Linear")
-"""Classes that mean experts: vLLM's goes before torch's."""
+_EXPERTS_CLASS = "RoutedExperts"
+"""vLLM's class of a MoE layer."""
+
+
+def _means_experts_class(target: str, budget: MatchBudget) -> bool:
+    """Whether vLLM finds the target for the class of a MoE layer: as a part of its name, or as an expression."""
+    if target.startswith("re:"):
+        return BoundedPattern(target[3:], budget).match(_EXPERTS_CLASS)
+    return target.lower() in _EXPERTS_CLASS.lower()
 
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
@@ -165,6 +173,8 @@ def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     ]
     for field, names in entries.items():
         for name in names:
+            if field == "targets" and name.lower() in _EXPERTS_CLASS.lower():
+                continue
             if not name.startswith("re:") and name.rpartition(".")[2] == "experts":
                 rule = "vLLM looks up the names of experts' matrices, not of their module"
                 yield f"{where}.{field}: {short_repr(name)} has no effect: {rule}"
