@@ -96,7 +96,7 @@ def test_a_gpu_without_measurements_is_told_how_to_take_them(
     h200 = measured_h200(tmp_path)
     assert hint not in why("--device", h200) + why("--device", "cpu")
     for others in (("--device", "nvidia-h800"), ("--device", h200, "--tp", 2, "--ep")):
-        assert "is predicted to take" in why(*others)
+        assert "takes about" in why(*others)
 
 
 def test_a_misspelled_quantization_is_told_what_was_meant(run: Run, write: Callable[..., Path]) -> None:

@@ -126,7 +126,7 @@ def test_a_layer_without_measurements_is_decided_by_prediction() -> None:
         measurements = lookup.find_measurements(problem, H200, Settings(cache="none"))
         decision = decide(problem, H200, Settings(cache="none"), measurements=measurements)
         assert decision.why == "predicted" and decision.backend.startswith("hopper_")
-        assert "is predicted to take" in decision.explanation and "latency model" in decision.explanation
+        assert "takes about" in decision.explanation and "latency model" in decision.explanation
         assert not decision.token_ranges
 
 

@@ -19,7 +19,7 @@ from vllm_moe_oracle.core.decision import Decision, Reason
 from vllm_moe_oracle.core.measurement_set import MeasurementSet
 from vllm_moe_oracle.core.problem import Parallel
 from vllm_moe_oracle.errors import SettingError
-from vllm_moe_oracle.methods import backend_check, backend_selection, load_summary
+from vllm_moe_oracle.methods import backend_check, backend_selection, first_start, load_summary
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.settings import Settings, load
 
@@ -237,6 +237,20 @@ def test_no_command_without_a_model_and_where_measuring_changes_nothing(
         load_summary.record_decision(decided, settings)
         assert decided is unmeasured or not decided.tunable
     assert not [each for each in words(caplog) if "to measure" in each]
+
+
+@pytest.mark.parametrize(("saved", "tunable"), [(0.01, False), (0.08, True), (0.5, False)])
+def test_what_is_predicted_too_uncertainly_to_be_chosen_can_be_measured(saved: float, tunable: bool) -> None:
+    """Equal ones need no measurement, and neither do those that are faster for sure; in between nobody knows."""
+    both = registry([backend("fast"), backend("other")])
+    counts = (1, 4, 16, 64, 256, 1024, 4096)
+    times = {name: {"uniform": {count: us for count in counts}} for name, us in (("fast", 9.0), ("other", 9 - 9 * saved))}
+    predicted = MeasurementSet(times, "a model", errors={"fast": 0.1, "other": 0.1})
+    decided = decide(problem(), H200, load({}), registry=both, measurements=predicted)
+    assert (decided.why, decided.backend) == ("predicted", "other" if saved > 0.3 else "fast")
+    assert decided.tunable is tunable
+    candidates, reason = first_start._candidates(problem(), load({}), lambda: decided, False)
+    assert (candidates, reason) == (("fast", "other") if tunable else (), "")
 
 
 def test_a_backend_that_took_anothers_place_is_the_static_orders() -> None:

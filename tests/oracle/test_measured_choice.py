@@ -67,7 +67,7 @@ def test_the_objective_decides_and_losses_are_named(objective: objectives.Object
     assert choice.backend == winner and choice.measured is not None
     lost = {count for count, _, _ in choice.measured.slower_at}
     assert lost == {count for count in COUNTS if (count > 256) == (winner == "decoder")}
-    assert "slower than others at" in choice.explanation
+    assert "others are faster at" in choice.explanation
     assert all(name != winner for _, name, _ in choice.measured.slower_at)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import pickle
 import random
+import re
 from typing import Any
 
 import msgspec
@@ -23,9 +25,10 @@ from vllm_moe_oracle.core.decision import (
     ShardPlan,
     format_candidates,
 )
-from vllm_moe_oracle.core.problem import Activation, Device, Parallel, Problem, Routing
+from vllm_moe_oracle.core.problem import Activation, Device, Parallel, Problem, Routing, Scheme
+from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.errors import NoBackendError, SettingError
-from vllm_moe_oracle.oracle.registry import Registry, discover
+from vllm_moe_oracle.oracle.registry import Registry, default_registry, discover
 from vllm_moe_oracle.oracle.selection import decide, evaluate_candidates
 from vllm_moe_oracle.releases.supported import NEWEST
 from vllm_moe_oracle.settings import Settings, load
@@ -358,7 +361,24 @@ def test_batch_invariance_is_the_reason_for_each_unproven_backend() -> None:
     some = registry([backend("a"), backend("b")])
     with pytest.raises(NoBackendError) as caught:
         decide(problem(batch_invariant=True, activation=Activation("silu")), H200, settings(), registry=some)
-    assert str(caught.value).count("batch invariance is requested and not supported") == 2
+    assert str(caught.value).count("batch invariance is requested and not supported") == 3  # once for both, once each
+
+
+def test_every_refusal_of_a_named_backend_says_why() -> None:
+    """Two rules of a backend may say the same; that sentence counts once, and is not lost."""
+    found = default_registry()
+    refused = set()
+    for name, device in itertools.product(found.names(), (H200, *map(known_device, ("h100", "b200", "a100")))):
+        for layer in (problem(), problem(scheme=Scheme("wna16", 4, 128, "gptq")), problem(has_bias=True)):
+            if layer.scheme.name not in found[name].schemes:
+                continue
+            try:
+                decide(layer, device, settings(backend=name), registry=found)
+            except NoBackendError as error:
+                first = error.rule.split("\n")[0]
+                assert re.search(r"cannot run this layer on .*?\): \w", first), first
+                refused.add(name)
+    assert len(refused) > 15
 
 
 # --- Purity, JSON, hashing, pickling ---------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class LayerGroup:
         left_to_stock: what of stock vLLM the layers are left to, its class where that is known; "" where a backend
             runs them, or nothing does.
         gain: the gain over stock vLLM, where it is known.
-        measure: the command that measures the layers, if that could improve a static choice; else "".
+        measure: the command that measures the layers, if that could improve on the static choice; else "".
         is_mtp: the layers are multi-token prediction modules, which vLLM loads as a model of their own for speculative
             decoding.
     """

@@ -216,8 +216,8 @@ class Decision:
         measured: the figures, when measured or predicted times decided.
         token_ranges: which backend runs which numbers of tokens, when the layer has more than one; `backend` is one of
             them.
-        tunable: the static order decided because measurements are missing or not sufficient: `tune` could let them
-            decide between backends that compute the same.
+        tunable: the static choice stands because measurements are missing or not sufficient, or predictions too
+            uncertain: `tune` could let times decide between backends that compute the same.
     """
 
     problem: Problem

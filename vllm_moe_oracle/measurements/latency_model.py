@@ -107,7 +107,7 @@ class LatencyModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def source(self) -> str:
         """Where predicted times come from, in words; a `MeasurementSet` has it."""
-        return f"the latency model of {self.environment.gpu}"
+        return f"the latency model that was fitted to times of {' and '.join(self.gpus)}"
 
 
 @cache

@@ -1,4 +1,5 @@
-"""How much faster a decided layer is than stock vLLM's own: by the shipped times beside stock's layer, or predicted.
+"""How much faster a decided layer is than stock vLLM's own: by the shipped times beside stock's layer, or than stock's
+kernel, by the times of the decision.
 
 Nothing is chosen by these figures. Where neither is known, nothing is said: another layer's gain is not this one's.
 """
@@ -28,7 +29,7 @@ class StockGain:
         kind: how it is known.
         speedup: stock's time over the decision's, as a geometric mean over the objective.
         objective: the token counts of that mean.
-        stock: vLLM's class, or the backend that wraps it.
+        stock: vLLM's layer, or the backend that wraps its kernel.
         source: where the figures come from.
         error: standard deviation of the logarithm of a predicted speedup; None where it was measured.
         slowest: the smallest measured speedup, after its number of tokens.
@@ -72,7 +73,7 @@ def stock_gain(decision: Decision, device: Device, registry: Registry, objective
     for found in profile.comparisons_for(here):
         if gain := _measured(found, shape, decision, counts):
             return gain
-    return _predicted(decision, registry)
+    return _over_stock_kernel(decision, registry)
 
 
 def _measured(found: profile.Profile, shape: KernelShape, decision: Decision, objective: Objective) -> StockGain | None:
@@ -103,18 +104,19 @@ def _measured(found: profile.Profile, shape: KernelShape, decision: Decision, ob
     )
 
 
-def _predicted(decision: Decision, registry: Registry) -> StockGain | None:
-    """The predicted gain over the static choice, where that is vLLM's own kernel and lost."""
+def _over_stock_kernel(decision: Decision, registry: Registry) -> StockGain | None:
+    """The gain over the static choice by the times of the decision, where that is vLLM's own kernel and lost."""
     outcome = decision.measured
-    if decision.why != "predicted" or outcome is None or not outcome.time_saved:
+    if decision.why not in ("measured", "predicted") or outcome is None or not outcome.time_saved:
         return None
     base = outcome.comparison_base
     if base != _static_choice(decision) or not registry[base].stock_class:
         return None
+    kind: Literal["measured", "predicted"] = "measured" if decision.why == "measured" else "predicted"
     errors = dict(outcome.errors)
-    error = math.hypot(errors.get(base, 0.0), errors.get(decision.backend, 0.0))
+    error = math.hypot(errors.get(base, 0.0), errors.get(decision.backend, 0.0)) if kind == "predicted" else None
     stock = f"{base}, stock vLLM's kernel,"
-    return StockGain("predicted", 1 / (1 - outcome.time_saved), outcome.objective, stock, outcome.source, error)
+    return StockGain(kind, 1 / (1 - outcome.time_saved), outcome.objective, stock, outcome.source, error)
 
 
 def is_stock_kernel(decision: Decision, registry: Registry) -> bool:

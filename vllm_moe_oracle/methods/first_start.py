@@ -129,7 +129,8 @@ def _candidates(
         return (), ""
     if decision.is_explicit:
         return (), f"its backend is chosen by {decision.explanation}"
-    if decision.backend == REFERENCE_BACKEND or (decision.why != "static" and not _may_be_slow(problem, settings)):
+    decided = decision.why != "static" and not decision.tunable
+    if decision.backend == REFERENCE_BACKEND or (decided and not _may_be_slow(problem, settings)):
         return (), ""
     if problem.batch_invariant:
         return (), "batch-invariant layers keep the static choice, with the one configuration that it has"

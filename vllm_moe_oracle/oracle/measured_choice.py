@@ -233,15 +233,15 @@ def _outcome(
 def _explain(winner: str, static: str, fastest: str, saving: float, needed: float, outcome: MeasuredOutcome) -> str:
     base = outcome.comparison_base
     objective = f"for the objective {outcome.objective}"
-    takes = "is predicted to take" if outcome.errors else "takes"
+    about = "about " if outcome.errors else ""
     if winner != base:
         # The base is the static choice, or the first in static order that could be measured.
         described = f"{base}, the static choice," if base == static else base
-        text = f"{takes} {saving:.1%} less time than {described} {objective}"
+        text = f"takes {about}{saving:.1%} less time than {described} {objective}"
     elif fastest != base:
-        text = f"first in the static order; {fastest} {takes} only {saving:.1%} less time"
-        limit = "min_time_saving and the prediction's error" if outcome.errors else "min_time_saving"
-        text += f" ({limit} {needed:.0%}) {objective}"
+        limit = "min_time_saving plus the prediction's error" if outcome.errors else "min_time_saving"
+        text = f"first in the static order; {fastest} takes only {about}{saving:.1%} less time {objective}"
+        text += f", and {limit} is {needed:.0%}"
     elif len(outcome.times) == 1:
         text = f"the only one that could be measured, {objective}"
     else:
@@ -250,9 +250,9 @@ def _explain(winner: str, static: str, fastest: str, saving: float, needed: floa
         text += f"; {static}, the static choice, could not be measured"
     text += f", by {outcome.source}"
     if outcome.slower_at:
-        shown = [f"{count} ({name} takes {saved:.0%} less)" for count, name, saved in outcome.slower_at[:4]]
+        shown = [f"{count} ({name}, {saved:.0%} less time)" for count, name, saved in outcome.slower_at[:4]]
         more = f" and {len(outcome.slower_at) - 4} more" if len(outcome.slower_at) > 4 else ""
-        text += f"; slower than others at numbers of tokens: {', '.join(shown)}{more}"
+        text += f"; others are faster at these numbers of tokens: {', '.join(shown)}{more}"
     return "; ".join((text, *outcome.remarks))
 
 

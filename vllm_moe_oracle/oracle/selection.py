@@ -13,6 +13,7 @@ from ..core.decision import (
     Candidate,
     DecidedBy,
     Decision,
+    MeasuredOutcome,
     Reason,
     Rejected,
     ShardPlan,
@@ -176,7 +177,8 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
         what = "kernel" if case.accepted else "backend"
         rejected = tuple(_only_by_name(candidate, case.registry) for candidate in case.candidates)
         case = dataclasses.replace(case, candidates=rejected)
-        rule = f"no {what} can run {problem.scheme.name} experts here, on {device}{note}"
+        rule = f"no {what} can run {problem.scheme.name} experts here, on {device}"
+        rule += f"{_describe_shared_reasons(case.candidates)}{note}"
         rule = f"{rule}\nEvery candidate for {problem}:\n{format_candidates(case.candidates)}\n"
         raise NoBackendError(rule, _nearest_remedy(case), problem.layer, case.candidates)
     chosen = next(candidate for candidate in case.accepted if candidate.backend == names[0])
@@ -195,7 +197,7 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
     elif choice.explanation:
         explanation = f"{explanation}; {choice.explanation}"
     tunable = False
-    if measurements is not None and choice.measured is None:
+    if measurements is not None and (choice.measured is None or _is_uncertain(choice.measured)):
         tunable = _can_be_measured(chosen, case, measurements)
     if tunable and measurements is not None and not measurements.times:
         explanation += "; no measurements of this layer are valid here"
@@ -249,6 +251,11 @@ def _can_be_measured(static: Candidate, case: _DecisionInput, measurements: Meas
         return False
     names = equivalent_backends(static, case.candidates)
     return case.device.kind == "cuda" and len([name for name in names if name not in measurements.failures]) > 1
+
+
+def _is_uncertain(outcome: MeasuredOutcome) -> bool:
+    """Whether another backend is predicted to be faster at some number of tokens, but not surely enough to be chosen."""
+    return bool(outcome.errors and not outcome.time_saved and outcome.slower_at)
 
 
 def _with_tiles(decision: Decision, measurements: MeasurementSet | None) -> Decision:
@@ -368,11 +375,20 @@ def _merge_reasons(candidates: list[Candidate]) -> str:
     """Why none of the candidates can run, each reason once; prefixed with names when it holds for some of them only."""
     holders: dict[str, list[str]] = {}
     for candidate in candidates:
-        for reason in map(str, candidate.reasons):
+        for reason in candidate.sentences:
             holders.setdefault(reason, []).append(candidate.backend)
     shared = [reason for reason, names in holders.items() if len(names) == len(candidates)]
     apart = [f"{', '.join(names)}: {reason}" for reason, names in holders.items() if len(names) < len(candidates)]
     return "; ".join(shared + apart)
+
+
+def _describe_shared_reasons(candidates: tuple[Candidate, ...]) -> str:
+    """What speaks against all of the backends with the fewest reasons against them, as words behind a rule; "" where these
+    differ."""
+    fewest = min((len(each.sentences) for each in candidates), default=0)
+    nearest = [each.sentences for each in candidates if len(each.sentences) == fewest]
+    shared = [sentence for sentence in nearest[0] if all(sentence in each for each in nearest)] if nearest else []
+    return f"; each one: {'; '.join(shared)}" if len(nearest) > 1 and shared else ""
 
 
 def _describe_unavailable(request: _ExplicitRequest, requested: list[Candidate], case: _DecisionInput) -> str:

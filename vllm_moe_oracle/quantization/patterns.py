@@ -95,7 +95,7 @@ class MatchBudget:
     def spent(self, pattern: str) -> CheckpointError:
         """The error of an expression for which no time is left."""
         rule = f"its expressions take more than {MAX_SECONDS} s to match names of layers, so far to {short(pattern)}"
-        return CheckpointError(rule, "Write them without nested repeats, or list the names", self.where)
+        return CheckpointError(rule, "Write fewer of them, without nested repeats, or list the names", self.where)
 
 
 class BoundedPattern:
@@ -112,6 +112,8 @@ class BoundedPattern:
     """
 
     def __init__(self, pattern: str, budget: MatchBudget) -> None:
+        if pattern.count("[") == pattern.count("[.]"):  # another way to escape a dot
+            pattern = pattern.replace("[.]", r"\.")
         self._text = pattern
         self._budget = budget
         literal = _LITERAL.fullmatch(pattern)

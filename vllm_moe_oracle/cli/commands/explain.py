@@ -334,7 +334,7 @@ def _server_notes(settings: Settings, method: str, groups: list[LayerGroup], dev
         and any(group.measure and not group.problem.batch_invariant for group in groups)
     ):
         words = f"at its first start a server measures for up to {settings.measure_at_start:g} s, and keeps the times"
-        yield f"{words}: a choice by static order may change then (measure_at_start=0 switches it off)"
+        yield f"{words}: a choice that no time decides may change then (measure_at_start=0 switches it off)"
     if not settings.enabled:
         yield f"the plugin is switched off by {settings.source('enabled')}: vLLM would choose by itself"
         return
