@@ -34,7 +34,8 @@ LAYERS = (
     "qwen3-next", "deepseek-v3-tp8", "glm-4.5-tp4", "deepseek-v2-lite", "phi-3.5-moe-tp2", "ernie-4.5-21b", "olmoe",
     "granite-3b-moe", "hunyuan-a13b-tp2", "dbrx-tp4", "llama-4-scout-tp4", "glm-4.5-air-tp2", "qwen3-235b-tp4",
     "qwen1.5-moe", "jamba-mini-tp2", "ling-mini", "qwen3-235b@ep8", "glm-4.5@ep4", "kimi-k2@ep8", "gptoss120b@ep4",
-    "qwen3_30b@ep2",
+    "qwen3_30b@ep2", "mixtral-8x7b@ep8", "mixtral-8x7b@ep4", "mixtral-8x22b@ep8", "jamba-mini@ep8", "dbrx@ep8",
+    "llama-4-scout@ep8", "phi-3.5-moe@ep8", "phi-3.5-moe@ep4", "arctic@ep64", "grok-1@ep8",
 )  # fmt: skip
 SCHEMES = ("mxfp8", "mxfp4", "int4_128", "int4_32")
 

@@ -68,6 +68,13 @@ SHAPES = {
     "qwen3-235b": (128, 8, 4096, 1536, "silu", False),
     "glm-4.5": (160, 8, 5120, 1536, "silu", False),
     "kimi-k2": (384, 8, 7168, 2048, "silu", False),
+    "phi-3.5-moe": (16, 2, 4096, 6400, "silu", False),
+    "dbrx": (16, 4, 6144, 10752, "silu", False),
+    "llama-4-scout": (16, 1, 5120, 8192, "silu", False),
+    "jamba-mini": (16, 2, 4096, 14336, "silu", False),
+    "arctic": (128, 2, 7168, 4864, "silu", False),
+    "mixtral-8x22b": (8, 2, 6144, 16384, "silu", False),
+    "grok-1": (8, 2, 6144, 32768, "silu", False),
 }
 # The layers that `tune` knows by name, too, as mixtral-8x7b@tp2; tiles depend on neither formats nor limits.
 SHAPES |= {

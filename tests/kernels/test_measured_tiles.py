@@ -22,6 +22,8 @@ from tests.lib.fake_backends import HERE, LAYERS, TOKEN_COUNTS, Slowed, backends
 from vllm_moe_oracle.backends import _hopper
 from vllm_moe_oracle.backends.hopper_mxfp4 import HopperMxfp4
 from vllm_moe_oracle.backends.hopper_mxfp8 import HopperMxfp8
+from vllm_moe_oracle.backends.hopper_wna16 import HopperWna16
+from vllm_moe_oracle.core.problem import Parallel, Scheme
 from vllm_moe_oracle.kernels import config as configs
 from vllm_moe_oracle.kernels.config import LaunchConfig
 from vllm_moe_oracle.kernels.fused_moe import workspace_layout
@@ -320,6 +322,48 @@ def test_the_workspace_holds_what_every_configuration_needs() -> None:
         assert layout.nbytes <= made.nbytes(tokens, layer.top_k) <= made.nbytes(512, layer.top_k)
         assert layout.counters <= made.counters
     assert made.counters > launches(layer).counters
+
+
+FEW_EXPERTS = {
+    "mixtral-8x7b, 8 ranks": (8, 8, 2, 4096, 14336),
+    "mixtral-8x7b, 4 ranks": (8, 4, 2, 4096, 14336),
+    "llama-4-scout, 16 ranks": (16, 16, 1, 5120, 8192),
+    "llama-4-maverick, 32 ranks": (128, 32, 1, 5120, 8192),
+    "phi-3.5-moe, 8 ranks": (16, 8, 2, 4096, 6400),
+    "qwen3-30b, 8 ranks": (128, 8, 8, 2048, 768),
+    "gpt-oss, one rank": (32, 1, 4, 2880, 2880),
+}
+
+
+@pytest.mark.parametrize("backend", [HopperMxfp8(), HopperWna16()], ids=lambda each: each.name)
+@pytest.mark.parametrize("name", FEW_EXPERTS)
+def test_every_number_of_tokens_has_the_memory_that_was_planned(name: str, backend: Any) -> None:
+    """vLLM allocates workspace and counters once, for the largest call; fewer tokens may need more than that call."""
+    experts, ranks, top_k, hidden, inner = FEW_EXPERTS[name]
+    scheme = Scheme("wna16", 4, 32, "compressed-tensors") if "wna16" in backend.name else problem().scheme
+    layer = dataclasses.replace(
+        problem(), scheme=scheme, num_experts=experts, local_experts=experts // ranks, top_k=top_k, hidden_size=hidden,
+        intermediate_size=inner, parallel=Parallel(ep=ranks),
+    )  # fmt: skip
+    made = backend._launches(layer, backend.plan(layer, H200), 6000)
+    shared = set()
+    for tokens in range(0, 6001, 1 if ranks > 4 else 7):
+        config = made.config(tokens)
+        layout = workspace_layout(made.blank, tokens, top_k, config)
+        assert layout.counters <= made.counters
+        assert layout.nbytes <= made.nbytes(tokens, top_k) or tokens == 0
+        if isinstance(config, LaunchConfig) and config.down.split_k > 1:
+            shared.add(tokens)
+    assert made.nbytes(0, top_k) == 0 <= made.nbytes(5999, top_k) <= made.nbytes(6000, top_k) < made.nbytes(19000, top_k)
+    assert bool(shared) == (inner > 4096)
+    assert not shared or made.counters > 0
+
+
+def test_the_profiling_run_need_not_be_the_largest_call() -> None:
+    assert _hopper._profiling_tokens([]) == 0
+    assert _hopper._profiling_tokens([300, 1088, 8192, 65536]) == 1025  # a check while loading may bring 512
+    assert _hopper._profiling_tokens([4096, 8192]) == 4096
+    assert _hopper._profiling_tokens([400, 512]) == 512
 
 
 def test_where_configurations_begin_and_end_is_planned_and_warmed_up() -> None:

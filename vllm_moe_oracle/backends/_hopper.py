@@ -53,6 +53,9 @@ _MATRIX_PARTS = ("scale", "zero_point", "row_scale", "bias")
 _MAX_REGISTERS = {"h": 64, "weights": 128}
 """Registers per thread that a tile may hold: h with n_tiles, weights with no_k_loop."""
 
+_MOST_CHECKED_TOKENS = 1024
+"""Most tokens of a call that checks a layer while it is loaded."""
+
 _timed_config: ContextVar[tuple[tuple[str, str], LaunchConfig] | None] = ContextVar("timed_config", default=None)
 """Inside `HopperBackend.use_tile`: format and shape of the layers that are timed, and the configuration they run."""
 
@@ -65,6 +68,15 @@ def _warn_once(problem: Problem, words: str) -> None:
     if key not in _warned:
         _warned.add(key)
         logger.warning("moe_oracle: %s: %s", problem.layer, words)
+
+
+def _profiling_tokens(later: list[int]) -> int:
+    """Least number of tokens of a call that is vLLM's profiling run, of the numbers that are compiled then.
+
+    It brings fewer tokens than the largest call where an all-to-all delivers only what a rank's experts take, and more
+    than the checks while a layer is loaded.
+    """
+    return min(later[-1], max(later[0], _MOST_CHECKED_TOKENS + 1)) if later else 0
 
 
 def _tile_boundaries(plan: ShardPlan, most: int) -> list[int]:
@@ -90,6 +102,10 @@ def _fits_registers(weights: PackedWeights, config: LaunchConfig) -> bool:
     return True
 
 
+_memory_needs: dict[Hashable, tuple[list[int], int]] = {}
+"""Bytes of workspace for calls of up to each number of tokens, and counters, by all that they depend on."""
+
+
 class _LayerLaunches:
     """The configurations that one layer runs and the memory that they need.
 
@@ -99,35 +115,31 @@ class _LayerLaunches:
         tuned: configurations measured for the layer.
         quantize: activations pass through MXFP8.
         max_tokens: most tokens of a call.
-        boundaries: numbers of tokens at which `tuned` changes.
     """
 
     def __init__(
-        self,
-        blank: PackedWeights,
-        problem: Problem,
-        tuned: ConfigTable,
-        quantize: bool,
-        max_tokens: int,
-        boundaries: list[int],
+        self, blank: PackedWeights, problem: Problem, tuned: ConfigTable, quantize: bool, max_tokens: int
     ) -> None:
         from ..kernels.config import format_key, shape_key
 
         self.blank, self.top_k, self.tuned, self.quantize = blank, problem.top_k, tuned, quantize
         self._invariant = problem.batch_invariant
         self._key = format_key(blank), shape_key(blank, problem.top_k)
-        # Tiles change with the number of tokens, so a workspace may shrink as tokens grow. vLLM asks once, for the most
-        # tokens; up to 1024, and where measured configurations change, every number of tokens counts. Beyond 1024 the
-        # shipped tables have the largest tiles only.
-        small = [self._layout(tokens) for tokens in range(1, min(max_tokens, 1024) + 1)]
-        self._bytes_up_to = list(itertools.accumulate((layout.nbytes for layout in small), max))
-        self._edges = [tokens for tokens in boundaries if tokens > 1024]
-        self._large = {
-            tokens: self._layout(tokens)
-            for tokens in (*(1 << power for power in range(10, max_tokens.bit_length() + 1)), *self._edges)
-        }
-        self.counters = max(layout.counters for layout in (*small, *self._large.values()))
+        # Tiles change with the number of tokens, so that fewer tokens may need more memory. vLLM asks once, for the
+        # most tokens, so every number of tokens counts: 9 us each, once for all layers of a shape.
+        zero_points, timed = blank.w13.zeros is not None, self._timed()
+        key = (*self._key, blank.dtype, zero_points, tuned, timed, quantize, self._invariant, max_tokens)
+        if key not in _memory_needs:
+            layouts = [self._layout(tokens) for tokens in range(1, max(1, max_tokens) + 1)]
+            nbytes = list(itertools.accumulate((layout.nbytes for layout in layouts), max))
+            _memory_needs[key] = nbytes, max(layout.counters for layout in layouts)
+        self._bytes_up_to, self.counters = _memory_needs[key]
         """Elements of the layer's counters, for every number of tokens."""
+
+    def _timed(self) -> LaunchConfig | None:
+        """The configuration that is timed, if it is one of this layer's."""
+        timed = _timed_config.get()
+        return timed[1] if timed and timed[0] == self._key else None
 
     def config(self, tokens: int) -> LaunchConfig | PrefillConfig:
         """The configuration that a call with `tokens` tokens runs."""
@@ -135,8 +147,8 @@ class _LayerLaunches:
 
         if self._invariant:
             return BATCH_INVARIANT_CONFIG
-        timed = _timed_config.get()
-        tuned = ((1 << 30, timed[1]),) if timed and timed[0] == self._key else self.tuned
+        timed = self._timed()
+        tuned = ((1 << 30, timed),) if timed else self.tuned
         return choose_config(self.blank, self.top_k, tokens, tuned=tuned, quantize=self.quantize)
 
     def _layout(self, tokens: int) -> WorkspaceLayout:
@@ -146,11 +158,9 @@ class _LayerLaunches:
 
     def nbytes(self, tokens: int, top_k: int) -> int:
         """Bytes of workspace for calls with up to `tokens` tokens."""
-        if tokens == 0:
-            return 0
-        below = self._bytes_up_to[min(tokens, len(self._bytes_up_to)) - 1]
-        between = (self._large[edge].nbytes for edge in self._edges if edge <= tokens)
-        return max(below, *between, self._layout(tokens).nbytes)
+        if tokens <= len(self._bytes_up_to):
+            return self._bytes_up_to[tokens - 1] if tokens else 0
+        return max(self._bytes_up_to[-1], self._layout(tokens).nbytes)
 
 
 class HopperBackend(Backend):
@@ -217,6 +227,7 @@ class HopperBackend(Backend):
         )
         activation = problem.activation
         later = self._warm_up(tensors, launches, problem, plan, builder)
+        profiling_tokens = _profiling_tokens(later)
 
         def run(
             out: Tensor,
@@ -227,7 +238,7 @@ class HopperBackend(Backend):
             workspace: Tensor,
         ) -> None:
             weights = self._stored(tensors, launches.blank)
-            if later and x.shape[0] >= later[-1] and not torch.cuda.is_current_stream_capturing():
+            if later and x.shape[0] >= profiling_tokens and not torch.cuda.is_current_stream_capturing():
                 warm_up(weights, problem.as_called(), later, tuned=launches.tuned, quantize=launches.quantize)
                 later.clear()
             fused_moe(
@@ -254,7 +265,7 @@ class HopperBackend(Backend):
         blank = self._allocate(problem, problem.local_experts, "meta")
         quantize = self.activations(problem) == "mxfp8"
         tuned = self._tuned(problem, plan, blank, quantize)
-        return _LayerLaunches(blank, problem, tuned, quantize, max_tokens, _tile_boundaries(plan, max_tokens))
+        return _LayerLaunches(blank, problem, tuned, quantize, max_tokens)
 
     def _tuned(self, problem: Problem, plan: ShardPlan, blank: PackedWeights, quantize: bool) -> ConfigTable:
         """The plan's configurations as a table. One that the kernels cannot run is left out with a warning."""

@@ -1,8 +1,8 @@
 """Compiles the kernels before the first request needs them.
 
 Triton compiles a kernel for each tile configuration, and the configuration depends on the number of tokens. Calls with
-few tokens run while a layer is loaded, as long as their workspace is small. Calls with many tokens run with the first
-call of the largest size, which in vLLM is the profiling run that determines the memory of a step.
+few tokens run while a layer is loaded, as long as their workspace is small. Calls with many tokens run with vLLM's
+profiling run, which determines the memory of a step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def warm_up(
 
     activation, device = problem.activation, weights.w13.codes.device
     key = (
-        weights.format, weights.group, weights.dtype, weights.gated, weights.experts, weights.hidden,
+        weights.format, weights.group, weights.dtype, weights.gated, weights.experts, weights.num_experts, weights.hidden,
         weights.intermediate, problem.scheme.zero_points, problem.has_bias, problem.top_k, activation.name,
         activation.limit is None, problem.parallel.ep > 1, problem.batch_invariant, device,
         tuned, quantize,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .prefill_config import PrefillConfig, choose_prefill_config
+from .prefill_config import LONG_K, MAX_BLOCK_TOKENS, PrefillConfig, choose_prefill_config
 from .weights import PackedWeights, code_bits
 
 
@@ -189,8 +189,6 @@ _MIN_PROGRAMS = 330
 """Programs that the heuristic wants for one GEMM: 2.5 for each SM."""
 _SMS = 132
 """Of an H100 SXM and an H200. Cards with fewer get the same tiles, which were not timed there."""
-_LONG_K = 4096
-"""Columns from which the heuristic takes deeper pipelines or wider steps."""
 
 
 def _tile_width(parts: float, rows: int, widths: tuple[int, ...]) -> int:
@@ -210,7 +208,7 @@ def _per_slot_tile(weights: PackedWeights, slots: float, rows: int, columns: int
     k_parts = {64: 2, 32: 4, 16: 4}[width]
     if columns < 128 * k_parts:
         return TileConfig(8, 64, 128, k_parts=2)
-    num_stages = 6 if width == 16 and columns >= _LONG_K else 4
+    num_stages = 6 if width == 16 and columns >= LONG_K else 4
     return TileConfig(16 // k_parts, width, 128, k_parts=k_parts, num_stages=num_stages)
 
 
@@ -245,7 +243,7 @@ def _few_rows_tile(weights: PackedWeights, active: float, rows: int, columns: in
     """
     four = code_bits(weights.format) == 4
     integers = weights.format.startswith("int")
-    long = columns >= _LONG_K
+    long = columns >= LONG_K
     programs = active * -(-rows // 128)
     one_wave = active * -(-rows // 64) <= 5 * _SMS
     narrow = TileConfig(16, 64, 256, num_stages=3) if long and not (four and one_wave) else TileConfig(16, 64, 128)
@@ -302,6 +300,36 @@ def _middle_tile(weights: PackedWeights, load: Load, rows: int, down: bool) -> T
     return TileConfig(48, 128, 128, num_stages=3) if long_steps else TileConfig(48, 128, 64)
 
 
+_MAX_PARTIAL_SUMS = 128 * 2**20
+"""Bytes of workspace that the heuristic spends on sums of programs that share columns."""
+_TALL_TILE = TileConfig(64, 128, 64)
+"""For one to four experts with many rows and a long second product: one height for both GEMMs."""
+
+
+def _shared_columns(weights: PackedWeights, load: Load, tile: TileConfig) -> TileConfig:
+    """The second GEMM's tile, its columns shared among up to eight programs while these leave SMs without work.
+
+    One or two experts of 14336 columns are 32 to 128 programs. Each shares at least 1024 columns, and all together are
+    at most three tiles of 128 rows for each SM, half as many in steps of 256 columns. 180 calls of one to four experts
+    with 4864 to 32768 columns are 1.3 times as fast as without (`tests/golden/h100/tile-rule-3.json`).
+    """
+    if weights.intermediate < LONG_K or load.slots < 1 or tile.bm_rest or tile.n_tiles > 1 or tile.no_k_loop:
+        return tile
+    blocks = load.active * max(1.0, load.rows / tile.bm + 0.5)
+    rows = blocks * -(-weights.hidden // tile.bn) * tile.bn * max(1.0, tile.bk / 128)
+    # There is room for the slots of all ranks, which may come to one.
+    sums = load.slots * weights.num_experts / weights.experts * weights.hidden * 4
+    most = min(weights.intermediate / 1024, 3 * 128 * _SMS / rows, _MAX_PARTIAL_SUMS / sums)
+    return replace(tile, split_k=max(each for each in (1, 2, 4, 8) if each <= max(1, most)))
+
+
+def _shares_tall_tiles(weights: PackedWeights, load: Load) -> bool:
+    """Whether a call of many rows runs tiles whose columns are shared, since its second GEMM has few tiles."""
+    tiles = load.active * -(-weights.hidden // 256) * max(1.0, load.rows / MAX_BLOCK_TOKENS + 0.5)
+    few = tiles < _SMS / 2 and not _needs_two_mmas(weights)
+    return few and load.rows > 28 and _shared_columns(weights, load, _TALL_TILE).split_k > 1
+
+
 def heuristic_config(weights: PackedWeights, top_k: int, tokens: int) -> LaunchConfig:
     """A configuration for a shape without measurements, from the expected rows per active expert.
 
@@ -323,16 +351,23 @@ def heuristic_config(weights: PackedWeights, top_k: int, tokens: int) -> LaunchC
         return LaunchConfig(up, down, per_slot=True)
     # Programs that keep h pay for a second block of 16 rows with little.
     swept = _swept_tiles(weights, load.active) if tokens > 4 else 1
-    if load.rows <= (20 if swept > 1 and code_bits(weights.format) == 4 else 14):
+    sweeping = TileConfig(16, 64, 128, num_stages=3, scale_accumulators=False, n_tiles=swept)
+    if load.rows <= 14:
         up = _few_rows_tile(weights, load.active, weights.w13.rows, weights.hidden, False)
         if swept > 1:
-            return LaunchConfig(up, TileConfig(16, 64, 128, num_stages=3, scale_accumulators=False, n_tiles=swept))
-        return LaunchConfig(up, _few_rows_tile(weights, load.active, weights.hidden, weights.intermediate, True))
+            return LaunchConfig(up, sweeping)
+        down = _few_rows_tile(weights, load.active, weights.hidden, weights.intermediate, True)
+        return LaunchConfig(up, _shared_columns(weights, load, down))
+    if _shares_tall_tiles(weights, load):
+        return LaunchConfig(_TALL_TILE, _shared_columns(weights, load, _TALL_TILE))
     if load.rows > 90:
         tile = TileConfig(256 if load.rows > 160 else 128, 128, 64, num_warps=8, num_stages=3)
         return LaunchConfig(tile, tile)
     up = _middle_tile(weights, load, weights.w13.rows, False)
-    return LaunchConfig(up, _middle_tile(weights, load, weights.hidden, True))
+    if swept > 1 and load.rows <= 28:
+        return LaunchConfig(up, replace(sweeping, bm=up.bm))
+    down = _middle_tile(weights, load, weights.hidden, True)
+    return LaunchConfig(up, _shared_columns(weights, load, down))
 
 
 def choose_config(
@@ -355,7 +390,8 @@ def choose_config(
     """
     load = expected_load(weights.experts, weights.num_experts, top_k, tokens)
     key = format_key(weights), shape_key(weights, top_k)
-    prefill = choose_prefill_config(weights, *key, tokens, rows=load.rows, slots=load.slots)
+    share = _shares_tall_tiles(weights, load)
+    prefill = choose_prefill_config(weights, *key, tokens, rows=load.rows, slots=load.slots, small_tiles=share)
     if prefill is not None and not quantize:
         return prefill
     return choose_launch_config(weights, top_k, tokens, tuned=tuned, quantize=quantize)

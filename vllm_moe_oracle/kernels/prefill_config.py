@@ -19,6 +19,8 @@ _PERSISTENT_FROM = ((40, 0, 10e9), (28, 0, 60e9), (15, 5000, 0))
 """The heuristic: from these rows per active expert, slots and multiplications of a call, these kernels are faster.
 
 Their tiles need several waves to make up for what starting them costs: many multiplications, or many slots."""
+LONG_K = 4096
+"""Columns from which the heuristics take deeper pipelines or wider steps, or share a tile's columns among programs."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def measured_prefill_table() -> dict[str, Any]:
 
 
 def choose_prefill_config(
-    weights: PackedWeights, name: str, shape: str, tokens: int, *, rows: float, slots: float
+    weights: PackedWeights, name: str, shape: str, tokens: int, *, rows: float, slots: float, small_tiles: bool
 ) -> PrefillConfig | None:
     """The persistent kernels' configuration, or None where the small tiles are faster or the only ones.
 
@@ -96,6 +98,7 @@ def choose_prefill_config(
         tokens: rows of x.
         rows: expected slots per active expert.
         slots: expected slots of this rank's experts.
+        small_tiles: the heuristic prefers the small tiles.
     """
     if prefill_errors(weights):
         return None
@@ -104,4 +107,4 @@ def choose_prefill_config(
             return None if row["config"] is None else PrefillConfig(**row["config"])
     products = slots * weights.hidden * (weights.w13.rows + weights.intermediate)
     pays = any(rows >= least[0] and slots >= least[1] and products >= least[2] for least in _PERSISTENT_FROM)
-    return PrefillConfig() if pays else None
+    return PrefillConfig() if pays and not small_tiles else None
