@@ -19,6 +19,7 @@ from vllm_moe_oracle.releases.supported import NEWEST
 
 A100 = ("--device", "nvidia-a100")
 """A GPU for which there are neither measurements nor predictions: choices are static."""
+CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
 H200 = ("--device", "nvidia-h200", "--set", "use_measurements=0")
 
 
@@ -97,6 +98,13 @@ def test_options_without_effect_and_refusals_of_vllm_are_notes(
     assert note in words(run("explain", write(), *H200, *options).out)
     noted = run("explain", write(), *H200, *options, "--json")
     assert any(note in each for each in noted.json["notes"]) and note in noted.err
+
+
+def test_experts_that_do_not_fit_a_rank_are_noted(run: Run) -> None:
+    config = CONFIGS / "kimi-k2-thinking.json"
+    for options, noted in (((), True), (("--tp", 2), True), (("--tp", 8), False), (("--tp", 8, "--ep"), False)):
+        said = words(run("explain", config, *H200, *options).out)
+        assert ("GiB of each rank, and NVIDIA H200 has 141 GiB: a server needs more ranks" in said) == noted, options
 
 
 def test_usual_options_need_no_note(run: Run, write: Callable[..., Path]) -> None:

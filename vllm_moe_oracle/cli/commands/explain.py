@@ -24,6 +24,7 @@ from ...devices import catalog, detect
 from ...devices.catalog import known_device_names
 from ...errors import DenseModelError, SettingError, StandDown
 from ...measurements.lookup import profile_error
+from ...measurements.roofline import expert_bytes
 from ...measurements.tune_command import tune_command
 from ...oracle.registry import default_registry
 from ...oracle.selection import check_backend_names
@@ -324,6 +325,10 @@ def _server_notes(settings: Settings, method: str, groups: list[LayerGroup], dev
             rule = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM, with a warning"
             remedy = "--lora-target-modules without experts in it lets these layers be served without LoRA"
             yield f"{group.layers}: {rule}; stock's class refuses what it cannot read; {remedy}"
+    gib = sum(expert_bytes(each.problem) * each.problem.local_experts * len(each.names) for each in groups) / 2**30
+    if device.kind == "cuda" and gib > device.memory_gib > 0:
+        rule = f"the experts alone take {gib:.0f} GiB of each rank, and {device.name} has {device.memory_gib:.0f} GiB"
+        yield f"{rule}: a server needs more ranks (--tp, --ep, or pipeline parallelism)"
     for name, reason in default_registry().load_errors.items():
         yield f"the backend of the entry point {name} could not be loaded: {reason}"
     if unused := profile_error(settings):
