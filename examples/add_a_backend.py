@@ -1,8 +1,8 @@
 """A backend in one file: `python examples/add_a_backend.py` decides with it, runs it and checks its output.
 
 It dequantizes MXFP8 experts to bfloat16 once, when weights are loaded, and multiplies in bfloat16: twice the memory,
-and no decoding while serving. To serve with it, put the class into a file of `vllm_moe_oracle/backends/`, or into a
-package of your own with an entry point (see `vllm_moe_oracle/backends/README.md`).
+and no decoding while serving. To serve with it, put the class into a package of your own with an entry point, or into a
+file of `vllm_moe_oracle/backends/`, whose imports are others (`vllm_moe_oracle/backends/README.md` has both).
 """
 
 from __future__ import annotations
