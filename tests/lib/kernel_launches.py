@@ -85,13 +85,16 @@ def record(call: Callable[[], object]) -> list[Launch]:
 
 
 def launches(layer: str, tokens: int, config: LaunchConfig | PrefillConfig, *, dtype: torch.dtype = torch.bfloat16,
-             zero_points: bool = False, **extra: Any) -> list[Launch]:  # fmt: skip
-    """The launches of `fused_moe` for a layer of `LAYERS` or `MEASURED`, with two experts."""
+             zero_points: bool = False, addend: bool = False, **extra: Any) -> list[Launch]:  # fmt: skip
+    """The launches of `fused_moe` for a layer of `LAYERS` or `MEASURED`, with two experts; addend: with what LoRA
+    adapters add to the first product."""
     format, group, hidden, inner, _, top_k, activation, bias = (LAYERS | MEASURED)[layer]
     weights = allocate_weights(format, 2, hidden, inner, gated=activation != "relu2", group=group, bias=bias,
                                dtype=dtype, zero_points=zero_points)  # fmt: skip
     layout = workspace_layout(weights, tokens, top_k, config, quantize=extra.get("quantize_activations", False))
     x = torch.zeros(tokens, hidden, dtype=dtype)
+    if addend:
+        extra["addend"], extra["h"] = (x.new_zeros(tokens * top_k, each) for each in (weights.w13.rows, inner))
     return record(
         lambda: fused_moe(
             x, weights, torch.zeros(tokens, top_k), torch.zeros(tokens, top_k, dtype=torch.int32),
@@ -128,11 +131,11 @@ def specialize(launch: Launch) -> tuple[Any, dict[str, Any]]:
     attributes: dict[tuple[int, ...], Any] = {}
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     for index, name in enumerate(kernel.arg_names):
-        value, free = values[name], name not in kernel.do_not_specialize
+        value, free = values.get(name), name not in kernel.do_not_specialize
         if isinstance(value, TensorDescriptor):
             block = f"{canonicalize_dtype(value.base.dtype)}{list(value.block_shape)}"
             signature[name] = f"tensordesc<{block},{value.layout!r}>"
-        elif name.isupper() or (isinstance(value, int) and value == 1 and free):
+        elif value is None or name.isupper() or (isinstance(value, int) and value == 1 and free):
             signature[name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name], attributes[(index,)] = TYPES[value.dtype], [["tt.divisibility", 16]]

@@ -75,10 +75,16 @@ class Digests:
         """Hash of one launch."""
         source, options = specialize(launch)
         kernel = launch[0]
+        # Pointers that are left out are no arguments of what is compiled.
+        absent = {index for (index, *_), value in source.constants.items() if value is None}
         specialization = (
-            sorted((index, repr(value)) for index, value in source.constants.items()),
+            sorted((index, repr(value)) for index, value in source.constants.items() if value is not None),
             sorted(source.attrs.items()),
-            [(each.do_not_specialize, each.do_not_specialize_on_alignment) for each in kernel.params],
+            [
+                (each.do_not_specialize, each.do_not_specialize_on_alignment)
+                for index, each in enumerate(kernel.params)
+                if index not in absent
+            ],
             sorted(options.items()),
         )
         key = (kernel.fn.__module__, kernel.__name__, tuple(source.signature.values()), repr(specialization))

@@ -71,11 +71,23 @@ def load_epilogue_operands(row_scale_ptr, bias_ptr, router_ptr, first, n, slot, 
 
 
 @triton.jit
+def load_addend(addend_ptr, slot, slot_mask, stride, tile_n, inner, OUT: tl.constexpr):
+    """float32 [OUT, slots]: a tile's columns of the addend's rows `slot`, which are `stride` elements apart."""
+    column = tile_n * OUT + tl.arange(0, OUT)
+    ptrs = addend_ptr + slot.to(tl.int64)[None, :] * stride + column[:, None]
+    return tl.load(ptrs, mask=slot_mask[None, :] & (column < inner)[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
 def store_activated(acc, row_scale, bias, router, h_ptr, slot, slot_mask, tile_n, inner, alpha, beta, limit,
                     HAS_ROW_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, WEIGHT_INPUT: tl.constexpr,
                     GATED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, QUANTIZE: tl.constexpr,
-                    BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """The first product's epilogue: acc, float32 [BN, BM], becomes rows `slot` (where `slot_mask`) of h."""
+                    BM: tl.constexpr, BN: tl.constexpr, addend_ptr=None):  # fmt: skip
+    """The first product's epilogue: acc, float32 [BN, BM], becomes rows `slot` (where `slot_mask`) of h.
+
+    addend: 16-bit [slots, inner], of gated experts [slots, 2 * inner] with gate columns, then up columns: is added
+    before the activation. None adds nothing, and is no argument of the compiled kernel.
+    """
     if HAS_ROW_SCALE:
         acc *= row_scale[:, None]
     if WEIGHT_INPUT:
@@ -85,9 +97,16 @@ def store_activated(acc, row_scale, bias, router, h_ptr, slot, slot_mask, tile_n
     if GATED:
         OUT: tl.constexpr = BN // 2
         gate, up = tl.split(acc.reshape(BN // 16, 2, 8, BM).trans(0, 2, 3, 1))
+        if addend_ptr is not None:
+            gate += load_addend(addend_ptr, slot, slot_mask, 2 * inner, tile_n, inner, OUT).reshape(BN // 16, 8, BM)
+            up += load_addend(addend_ptr + inner, slot, slot_mask, 2 * inner, tile_n, inner, OUT).reshape(
+                BN // 16, 8, BM
+            )
         value = activate(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT).reshape(OUT, BM)
     else:
         OUT: tl.constexpr = BN
+        if addend_ptr is not None:
+            acc += load_addend(addend_ptr, slot, slot_mask, inner, tile_n, inner, OUT)
         value = activate_ungated(acc, ACTIVATION)
     if QUANTIZE:
         value = mxfp8_round_trip(value.reshape(OUT // 32, 32, BM), 1).reshape(OUT, BM)

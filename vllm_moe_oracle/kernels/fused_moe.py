@@ -227,6 +227,26 @@ def check_arguments(x: torch.Tensor, weights: PackedWeights | Fp8Weights, topk_w
         raise ValueError("topk_ids and topk_weights must be contiguous")
 
 
+def check_slot_rows(
+    x: torch.Tensor,
+    weights: PackedWeights,
+    topk_ids: torch.Tensor,
+    addend: torch.Tensor | None,
+    h: torch.Tensor | None,
+) -> None:
+    """Raises a ValueError unless `addend` and `h` of `fused_moe` are both there and fit, or neither is there."""
+    if addend is None and h is None:
+        return
+    slots = topk_ids.numel()
+    for name, tensor, columns in (("addend", addend, weights.w13.rows), ("h", h, weights.intermediate)):
+        if tensor is None:
+            raise ValueError(f"{name} is missing: addend and h go together")
+        if tensor.shape != (slots, columns) or tensor.dtype != x.dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected contiguous {x.dtype} ({slots}, {columns})"
+            )
+
+
 def fused_moe(
     x: torch.Tensor,
     weights: PackedWeights,
@@ -246,6 +266,8 @@ def fused_moe(
     config: LaunchConfig | PrefillConfig | None = None,
     batch_invariant: bool = False,
     pdl: bool | None = None,
+    addend: torch.Tensor | None = None,
+    h: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Runs a layer: ``out[t] = sum over j of topk_weights[t, j] * expert(topk_ids[t, j])(x[t])``.
 
@@ -267,6 +289,11 @@ def fused_moe(
         config: launch configuration; None for `choose_config`'s.
         batch_invariant: one configuration for all numbers of tokens: a token's result does not depend on the batch.
         pdl: programmatic dependent launch; None: on from compute capability 9.0.
+        addend: x's dtype, contiguous `[tokens * top_k, w13 rows]`, gate columns then up columns: added in float32 to
+            the first product, after its bias and before the activation. Slot ``t * top_k + j`` is token t's choice j;
+            rows of slots without a local expert are not read. None for none.
+        h: x's dtype, contiguous `[tokens * top_k, intermediate]`, only with an `addend`: gets the activation's rows by
+            slot. Rows of slots without a local expert are left as they are.
 
     Returns:
         out.
@@ -276,6 +303,7 @@ def fused_moe(
     """
     # One body of more than 80 lines: checks, then the launches in their order, which share most of their arguments.
     check_arguments(x, weights, topk_weights, topk_ids, activation, out)
+    check_slot_rows(x, weights, topk_ids, addend, h)
     tokens, top_k = topk_ids.shape
     if tokens == 0:
         return out
@@ -313,12 +341,12 @@ def fused_moe(
         }
         prefill_launch.launch(
             x, weights, topk_weights, topk_ids, expert_map, buffers, out, config, activation=name, alpha=alpha,
-            beta=beta, limit=limit, weight_input=apply_router_weight_on_input, pdl=pdl,
+            beta=beta, limit=limit, weight_input=apply_router_weight_on_input, pdl=pdl, addend=addend, slot_h=h,
         )  # fmt: skip
         return out
     ids_map = topk_ids if expert_map is None else expert_map
     has_map = expert_map is not None
-    h = workspace_view(workspace, plan.h, slots * inner, x.dtype)
+    h = workspace_view(workspace, plan.h, slots * inner, x.dtype) if h is None else h
     partial = workspace_view(workspace, plan.partial, slots * hidden, x.dtype)
     scratch = workspace_view(workspace, plan.scratch, (plan.nbytes - plan.scratch) // 4, torch.float32)
     token_counters = counters[plan.token_counters :]
@@ -352,7 +380,7 @@ def fused_moe(
         w13.codes.shape[2], _scale_stride(w13), w2.codes.shape[1] * w2.codes.shape[2], _scale_stride(w2),
         alpha, beta, limit or 0.0,
         GATED=weights.gated, ACTIVATION=name, HAS_LIMIT=limit is not None, QUANTIZE=quantize_activations,
-        PREFETCH=config.prefetch and pdl,
+        PREFETCH=config.prefetch and pdl, addend_ptr=addend,
         **shared, **_constexprs(weights, w13, tile), **_compile_options(tile, pdl),
     )  # fmt: skip
     tile = config.down
@@ -392,6 +420,8 @@ def fused_moe_reference(
     expert_map: torch.Tensor | None = None,
     apply_router_weight_on_input: bool = False,
     quantize_activations: bool = False,
+    addend: torch.Tensor | None = None,
+    h: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`fused_moe` in plain torch and float32 on any device; h is rounded as the kernels round it."""
     ids = topk_ids.long()
@@ -410,9 +440,13 @@ def fused_moe_reference(
         if apply_router_weight_on_input:
             y = y * router
         y = y if b13 is None else y + b13
-        h = activate(y, Activation(activation, weights.gated, alpha, beta, limit))
-        h = mxfp8_round_trip_reference(h) if quantize_activations else h.to(x.dtype).float()
-        y = h @ w2.T
+        slot = token * ids.shape[1] + choice
+        y = y if addend is None else y + addend[slot].float()
+        rows_h = activate(y, Activation(activation, weights.gated, alpha, beta, limit))
+        rows_h = mxfp8_round_trip_reference(rows_h) if quantize_activations else rows_h.to(x.dtype).float()
+        if h is not None:
+            h[slot] = rows_h.to(x.dtype)
+        y = rows_h @ w2.T
         y = y if b2 is None else y + b2
         out.index_add_(0, token, y if apply_router_weight_on_input else y * router)
     return out.to(x.dtype)
@@ -441,12 +475,13 @@ def warmup(
     tuned: ConfigTable = (),
     quantize_activations: bool = False,
     batch_invariant: bool = False,
+    addend: bool = False,
 ) -> int:
     """Compiles (or loads from Triton's cache) every kernel that `fused_moe` will use for these numbers of tokens.
 
     Runs each distinct variant once on zeros, on the weights' device, in memory of its own; the other arguments must be
     those of the later calls. Returns the number of variants. Kernels are not specialized on the number of tokens, so
-    any other number of tokens with the same configuration is covered too.
+    any other number of tokens with the same configuration is covered too. addend: the later calls have one.
     """
     device = weights.w13.codes.device
     seen = set()
@@ -483,5 +518,7 @@ def warmup(
             apply_router_weight_on_input=apply_router_weight_on_input,
             quantize_activations=quantize_activations,
             config=config,
+            addend=x.new_zeros(slots, weights.w13.rows) if addend else None,
+            h=x.new_empty(slots, weights.intermediate) if addend else None,
         )
     return len(seen)

@@ -63,14 +63,14 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
             ACTIVATION: tl.constexpr, HAS_LIMIT: tl.constexpr, WEIGHT_INPUT: tl.constexpr, QUANTIZE: tl.constexpr,
             EVEN_K: tl.constexpr, SCALE_ACC: tl.constexpr, PER_SLOT: tl.constexpr, PREFETCH: tl.constexpr,
             PDL: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, SPLIT_K: tl.constexpr, K_PARTS: tl.constexpr,
-            BM_REST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+            BM_REST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, addend_ptr=None):  # fmt: skip
     """h[slot] = activation(x[slot // TOP_K] @ w13[expert].T + b13[expert]) for every slot with a local expert.
 
     x [tokens, columns] 16-bit, row stride x_stride; h [slots, inner], x's dtype. w, s, z, row_scale, bias: the tensors
     of `PackedMatrix`, s_stride the int32 words per expert of s and z; n_chunks, k_chunks: chunks along N and K.
     PER_SLOT, sorted, blocks: `find_block`. QUANTIZE: h goes through MXFP8. WEIGHT_INPUT: router weights multiply the
     input. tiles: programs along N. PREFETCH: the programs of a block prefetch the expert's w2 (w2_chunks chunks and
-    s2_stride words per expert) into the L2 cache once they have streamed w13.
+    s2_stride words per expert) into the L2 cache once they have streamed w13. addend: `store_activated`.
     """
     if PDL:
         gdc_wait()
@@ -116,13 +116,14 @@ def gate_up(x_ptr, w_ptr, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, ids_ptr,
                                                          slot, slot_mask, padded, HAS_ROW_SCALE, HAS_BIAS,
                                                          WEIGHT_INPUT)  # fmt: skip
     store_activated(acc, row_scale, bias, router, h_ptr, slot, slot_mask, tile_n, inner, alpha, beta, limit,
-                    HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT, GATED, ACTIVATION, HAS_LIMIT, QUANTIZE, BM, BN)  # fmt: skip
+                    HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT, GATED, ACTIVATION, HAS_LIMIT, QUANTIZE, BM, BN,
+                    addend_ptr)  # fmt: skip
     if BM_REST > 0:
         if WEIGHT_INPUT:
             router = tl.load(topk_weights_ptr + rest_slot, mask=rest_mask, other=0.0).to(tl.float32)
         store_activated(acc_rest, row_scale, bias, router, h_ptr, rest_slot, rest_mask, tile_n, inner, alpha, beta,
                         limit, HAS_ROW_SCALE, HAS_BIAS, WEIGHT_INPUT, GATED, ACTIVATION, HAS_LIMIT, QUANTIZE, BM_REST,
-                        BN)  # fmt: skip
+                        BN, addend_ptr)  # fmt: skip
 
 
 @triton.jit

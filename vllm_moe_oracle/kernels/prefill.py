@@ -286,15 +286,34 @@ def multiply_tile(memory, stage, phase, columns, WARPGROUP: gl.constexpr, FORMAT
 
 
 @gluon.jit
+def load_addend(addend_ptr, results, slots, stride, first, width, rows, offset, BM: gl.constexpr, STORE: gl.constexpr,
+                TO: gl.constexpr):  # fmt: skip
+    """float32 [OUT, BM] in layout TO: the addend's columns from `first` on, of the block's slots from `offset` on.
+
+    It takes the way of the tile's results through shared memory, the other way around (see `store_tile`): a lane loads
+    neighboring columns of one slot, in layout STORE, and keeps few pointers.
+    """
+    i = offset + gl.arange(0, BM, layout=gl.SliceLayout(1, STORE))
+    slot = slots.slice(offset, BM).load(gl.SliceLayout(1, STORE))
+    column = first + gl.arange(0, results.shape[1], layout=gl.SliceLayout(0, STORE)).expand_dims(0)
+    ptrs = addend_ptr + slot.to(gl.int64).expand_dims(1) * stride + column
+    staged = results.slice(0, BM)
+    staged.store(gl.load(ptrs, mask=(i < rows).expand_dims(1) & (column < width), other=0.0))
+    return staged.permute((1, 0)).load(TO).to(gl.float32)
+
+
+@gluon.jit
 def store_tile(acc, results, values, slots, out_ptr, width, first, start, rows, offset, alpha, beta, limit,
                AT: gl.constexpr, HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, ROUTER_WEIGHT: gl.constexpr,
-               DOWN: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr):  # fmt: skip
+               DOWN: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr,
+               addend_ptr=None, slot_out_ptr=None):  # fmt: skip
     """Epilogue of acc, float32 [128, BM]: the weight rows from `first` on, the block's tokens from `offset` on.
 
     ROUTER_WEIGHT: router weights multiply, after the bias if DOWN, else before it. DOWN: rows of out are slots, else
     positions. In shared memory: values, float32 [6, 128], has the rows' scales and biases and the block's router weights
     from row AT on; slots, int32 [128], has the block's slots; results, 16-bit [128, OUT], transposes the tile between
-    the lanes, so that a lane stores neighboring columns of one token.
+    the lanes, so that a lane stores neighboring columns of one token. addend: as in `epilogue.store_activated`; the
+    rows then go to slot_out, too, which has them in the order of slots.
     """
     BM: gl.constexpr = acc.shape[1]
     MMA: gl.constexpr = acc.type.layout
@@ -313,9 +332,17 @@ def store_tile(acc, results, values, slots, out_ptr, width, first, start, rows, 
         acc = acc * router
     if GATED:
         gate, up = gl.split(acc.reshape(GROUP_ROWS // 16, 2, 8, BM).permute(0, 2, 3, 1))
+        if addend_ptr is not None:
+            gate, up = gate.reshape(OUT, BM), up.reshape(OUT, BM)
+            H: gl.constexpr = gate.type.layout
+            at = first // 2
+            gate += load_addend(addend_ptr, results, slots, 2 * width, at, width, rows, offset, BM, STORE, H)
+            up += load_addend(addend_ptr + width, results, slots, 2 * width, at, width, rows, offset, BM, STORE, H)
         value = activate(gate, up, alpha, beta, limit, ACTIVATION, HAS_LIMIT).to(DTYPE).reshape(OUT, BM)
         first = first // 2
     elif not DOWN:
+        if addend_ptr is not None:
+            acc += load_addend(addend_ptr, results, slots, width, first, width, rows, offset, BM, STORE, MMA)
         value = activate_ungated(acc, ACTIVATION).to(DTYPE)
     else:
         value = acc.to(DTYPE)
@@ -327,6 +354,10 @@ def store_tile(acc, results, values, slots, out_ptr, width, first, start, rows, 
     column = first + gl.arange(0, OUT, layout=gl.SliceLayout(0, STORE)).expand_dims(0)
     ptrs = out_ptr + row.to(gl.int64).expand_dims(1) * width + column
     gl.store(ptrs, value, mask=(i < rows).expand_dims(1) & (column < width))
+    if addend_ptr is not None:
+        slot = slots.slice(offset, BM).load(gl.SliceLayout(1, STORE))
+        slot_ptrs = slot_out_ptr + slot.to(gl.int64).expand_dims(1) * width + column
+        gl.store(slot_ptrs, value, mask=(i < rows).expand_dims(1) & (column < width))
 
 
 @gluon.jit
@@ -335,7 +366,7 @@ def compute_tile(memory, stage, phase, row_scale_ptr, bias_ptr, out_ptr, sorted_
                  WARPGROUP: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
                  HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, ROUTER_WEIGHT: gl.constexpr, DOWN: gl.constexpr,
                  GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr, STAGES: gl.constexpr,
-                 BM: gl.constexpr):  # fmt: skip
+                 BM: gl.constexpr, addend_ptr=None, slot_out_ptr=None):  # fmt: skip
     """Computes one tile and stores it."""
     FIRST: gl.constexpr = mma_widths(BM)[0]
     SECOND: gl.constexpr = mma_widths(BM)[1]
@@ -346,7 +377,7 @@ def compute_tile(memory, stage, phase, row_scale_ptr, bias_ptr, out_ptr, sorted_
         bias = load_padded(bias_ptr + first, padded - first, 128)
     if ROUTER_WEIGHT:
         router = load_padded(routers_ptr + start, rows, 128)
-    if DOWN:
+    if DOWN or addend_ptr is not None:
         slot = load_padded(sorted_ptr + start, rows, 128)
     acc, acc_rest, stage, phase = multiply_tile(memory, stage, phase, columns, WARPGROUP, FORMAT, GROUP, HAS_ZERO,
                                                 STAGES, BM)  # fmt: skip
@@ -360,13 +391,13 @@ def compute_tile(memory, stage, phase, row_scale_ptr, bias_ptr, out_ptr, sorted_
         values.index(AT + 1).store(bias)
     if ROUTER_WEIGHT:
         values.index(AT + 2).store(router)
-    if DOWN:
+    if DOWN or addend_ptr is not None:
         slots.store(slot)
     store_tile(acc, results, values, slots, out_ptr, width, first, start, rows, 0, alpha, beta, limit,
-               AT, HAS_ROW_SCALE, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
+               AT, HAS_ROW_SCALE, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, addend_ptr, slot_out_ptr)  # fmt: skip
     if SECOND > 0:
         store_tile(acc_rest, results, values, slots, out_ptr, width, first, start, rows, FIRST, alpha, beta, limit,
-                   AT, HAS_ROW_SCALE, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT)  # fmt: skip
+                   AT, HAS_ROW_SCALE, HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, addend_ptr, slot_out_ptr)  # fmt: skip
     return stage, phase
 
 
@@ -376,7 +407,7 @@ def consumer(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr, r
              WARPGROUP: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
              HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, ROUTER_WEIGHT: gl.constexpr, DOWN: gl.constexpr,
              GATED: gl.constexpr, ACTIVATION: gl.constexpr, HAS_LIMIT: gl.constexpr, STAGES: gl.constexpr,
-             ROTATE: gl.constexpr):  # fmt: skip
+             ROTATE: gl.constexpr, addend_ptr=None, slot_out_ptr=None):  # fmt: skip
     """A consumer warpgroup: dequantizes and multiplies."""
     padded = n_chunks * 64
     stage = 0
@@ -393,22 +424,26 @@ def consumer(memory, blocks_ptr, row_scale_ptr, bias_ptr, out_ptr, sorted_ptr, r
             stage, phase = compute_tile(
                 memory, stage, phase, row_scale, biases, out_ptr, sorted_ptr, routers_ptr, columns, width, padded,
                 first, start, rows, alpha, beta, limit, WARPGROUP, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
-                HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 128)  # fmt: skip
+                HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 128, addend_ptr,
+                slot_out_ptr)  # fmt: skip
         elif rows > 64:
             stage, phase = compute_tile(
                 memory, stage, phase, row_scale, biases, out_ptr, sorted_ptr, routers_ptr, columns, width, padded,
                 first, start, rows, alpha, beta, limit, WARPGROUP, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
-                HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 96)  # fmt: skip
+                HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 96, addend_ptr,
+                slot_out_ptr)  # fmt: skip
         elif rows > 32:
             stage, phase = compute_tile(
                 memory, stage, phase, row_scale, biases, out_ptr, sorted_ptr, routers_ptr, columns, width, padded,
                 first, start, rows, alpha, beta, limit, WARPGROUP, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
-                HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 64)  # fmt: skip
+                HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 64, addend_ptr,
+                slot_out_ptr)  # fmt: skip
         else:
             stage, phase = compute_tile(
                 memory, stage, phase, row_scale, biases, out_ptr, sorted_ptr, routers_ptr, columns, width, padded,
                 first, start, rows, alpha, beta, limit, WARPGROUP, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
-                HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 32)  # fmt: skip
+                HAS_BIAS, ROUTER_WEIGHT, DOWN, GATED, ACTIVATION, HAS_LIMIT, STAGES, 32, addend_ptr,
+                slot_out_ptr)  # fmt: skip
 
 
 @gluon.jit
@@ -448,7 +483,7 @@ def gate_up(x_ptr, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_p
             TOP_K: gl.constexpr, FORMAT: gl.constexpr, GROUP: gl.constexpr, HAS_ZERO: gl.constexpr,
             HAS_ROW_SCALE: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
             HAS_LIMIT: gl.constexpr, WEIGHT_INPUT: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
-            ROTATE: gl.constexpr):  # fmt: skip
+            ROTATE: gl.constexpr, addend_ptr=None, slot_h_ptr=None):  # fmt: skip
     """h[position] = activation(x[sorted[position] // TOP_K] @ w13[expert].T + b13[expert]).
 
     x [tokens, columns] 16-bit, rows aligned to 16 bytes, x_stride elements apart, columns a multiple of 64; h [slots,
@@ -456,7 +491,7 @@ def gate_up(x_ptr, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_p
     experts' codes (`PackedMatrix`) as lines of 128 bytes; s, z, row_scale, bias: its other tensors, s_stride the int32
     words per expert of s and z. sorted, routers, blocks, max_blocks: `prefill_route.place_slots`. tiles: 256 rows of
     w13 each. WEIGHT_INPUT: router weights multiply the input. ROTATE: `partition_tiles`. sixteen: `e4m3_bf16_imul`. A
-    one-dimensional grid of any size, of 4 warps.
+    one-dimensional grid of any size, of 4 warps. addend: `store_tile`; slot_h [slots, inner]: h in the order of slots.
     """
     if PDL:
         gdc_wait()
@@ -468,10 +503,12 @@ def gate_up(x_ptr, codes, s_ptr, z_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_p
         [
             (consumer, (memory, blocks_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, max_blocks, tiles,
                         0, columns, inner, n_chunks, alpha, beta, limit, 0, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
-                        HAS_BIAS, WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES, ROTATE)),
+                        HAS_BIAS, WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES, ROTATE, addend_ptr,
+                        slot_h_ptr)),
             (consumer, (memory, blocks_ptr, row_scale_ptr, bias_ptr, h_ptr, sorted_ptr, routers_ptr, max_blocks, tiles,
                         0, columns, inner, n_chunks, alpha, beta, limit, 1, FORMAT, GROUP, HAS_ZERO, HAS_ROW_SCALE,
-                        HAS_BIAS, WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES, ROTATE)),
+                        HAS_BIAS, WEIGHT_INPUT, False, GATED, ACTIVATION, HAS_LIMIT, STAGES, ROTATE, addend_ptr,
+                        slot_h_ptr)),
             (producer, (x_ptr, sorted_ptr, blocks_ptr, codes, s_ptr, z_ptr, memory, max_blocks, tiles, 0, x_stride,
                         columns, n_chunks, s_stride, True, TOP_K, FORMAT, GROUP, HAS_ZERO, STAGES, ROTATE)),
         ],

@@ -149,12 +149,14 @@ def launch(
     limit: float | None,
     weight_input: bool,
     pdl: bool,
+    addend: torch.Tensor | None = None,
+    slot_h: torch.Tensor | None = None,
 ) -> None:
     """Runs the layer; arguments as `fused_moe` has checked them.
 
     buffers: of `buffer_sizes` bytes, h and partial in x's dtype, routers float32, the others int32; any content. Rows
     of x that are not aligned to the 16 bytes of a copy into shared memory, or not a multiple of 16 elements apart (what
-    Triton can be told of them), are copied to memory allocated here.
+    Triton can be told of them), are copied to memory allocated here. addend, slot_h: as `fused_moe` takes them.
     """
     if x.data_ptr() % 16 or x.stride(0) % 16:
         x = x.clone(memory_format=torch.contiguous_format)
@@ -189,6 +191,7 @@ def launch(
         weights.hidden, weights.intermediate, w13.codes.shape[1], stride(w13), alpha, beta, limit or 0.0, 16,
         GATED=weights.gated, ACTIVATION=activation, HAS_LIMIT=limit is not None,
         STAGES=resolve_stages(weights, config, weights.gated), ROTATE=w13.rows % 256 > 0, **_constexprs(w13), **shared,
+        addend_ptr=addend, slot_h_ptr=slot_h,
     )  # fmt: skip
     # Two launches where it pays to sum the first one's columns while the second one runs. `sum_topk_strips` begins when
     # all programs of the second launch run, and these have waited for the end of the first launch.
