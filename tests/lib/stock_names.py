@@ -21,6 +21,8 @@ TYPES = {
     "experts": f"{_FUSED_MOE}.modular_kernel:FusedMoEExpertsModular",
     "quant_config": f"{_FUSED_MOE}.config:FusedMoEQuantConfig",
     "expert_tokens_meta": f"{_FUSED_MOE}.modular_kernel:ExpertTokensMetadata",
+    "lora_context": f"{_FUSED_MOE}.experts.lora_context:MoELoRAContext",
+    "punica_wrapper": "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU",
     "key": "vllm.model_executor.layers.quantization.utils.quant_utils:QuantKey",
     "hf_to_vllm_mapper": "vllm.model_executor.models.utils:WeightsMapper",
     "linear": "vllm.model_executor.kernels.linear",
@@ -41,6 +43,9 @@ VALUES = {
 NARROWED_TYPES: dict[str, str] = {
     "compat/experts_adapter.py:keep_padded_output:experts": _TRTLLM_MXFP4,
     "compat/legacy_adapters.py:keep_padded_output:experts": _TRTLLM_MXFP4,
+    "compat/lora_experts.py:_any_adapter:punica_wrapper.token_mapping_meta": (
+        "vllm.lora.ops.triton_ops.lora_kernel_metadata:LoRAKernelMeta"
+    ),
     "methods/compressed_tensors.py:declared_activations:layer.quant_config": (
         "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors:CompressedTensorsConfig"
     ),

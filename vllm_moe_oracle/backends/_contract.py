@@ -43,6 +43,31 @@ class Forward(Protocol):
     ) -> None: ...
 
 
+class Adapters(Protocol):
+    """The LoRA adapters of one call's tokens.
+
+    A backend whose capabilities include ``lora`` passes functions to its builder that take ``adapters``, a keyword
+    argument with the default None: no token of the call has an adapter.
+    """
+
+    def gate_up(self) -> Tensor:
+        """What adapters add to the first product, after its bias and before the activation.
+
+        Returns:
+            x's dtype, contiguous `[M * top_k, R]`: gate columns, then up columns, of token ``slot // top_k``'s choice
+            ``slot % top_k``. Zeros where a token has no adapter, or its expert is not on this rank.
+        """
+
+    def add_down(self, out: Tensor, h: Tensor) -> None:
+        """Adds to a call's output what adapters make of the activation's results, times the router's weights.
+
+        Args:
+            out: `[M, hidden]`, complete but for this.
+            h: x's dtype, contiguous `[M * top_k, I]`, by slot. Rows of slots without an expert on this rank may hold
+                anything.
+        """
+
+
 class WorkspaceForward(Protocol):
     """As `Forward`, with a workspace.
 

@@ -12,12 +12,13 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.activations import ACTIVATIONS
-from ..core.capabilities import Capabilities
+from ..core.capabilities import Capabilities, Rule
 from ..core.decision import ShardPlan
 from ..core.problem import ActivationPrecision, Device, Problem
 from ..core.sharding import loaded_group_size
-from ._contract import Backend, Builder, Tensors
+from ._contract import Adapters, Backend, Builder, Tensors
 from ._hopper_warmup import MAX_LOADING_WORKSPACE, token_counts, warm_up
+from ._lora import LORA_RULES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +44,7 @@ CAPABILITIES = Capabilities(
     intermediate_multiple=32,
     formats=("standard", "batched"),
     apply_router_weight_on_input=True,
+    lora=True,
     eplb=True,
     batch_invariant=True,
 )
@@ -166,6 +168,7 @@ class _LayerLaunches:
 class HopperBackend(Backend):
     """Experts over `vllm_moe_oracle.kernels.fused_moe`; a subclass names the weight format and its limits."""
 
+    rules: ClassVar[tuple[Rule, ...]] = LORA_RULES
     static_priority = 900.0  # after vLLM's own kernels: without measurements, the stock choice stands
     activation_precision: ClassVar[ActivationPrecision] = "16bit"
     triton_release_error = 0.02
@@ -236,11 +239,14 @@ class HopperBackend(Backend):
             topk_ids: Tensor,
             expert_map: Tensor | None,
             workspace: Tensor,
+            adapters: Adapters | None = None,
         ) -> None:
             weights = self._stored(tensors, launches.blank)
             if later and x.shape[0] >= profiling_tokens and not torch.cuda.is_current_stream_capturing():
                 warm_up(weights, problem.as_called(), later, tuned=launches.tuned, quantize=launches.quantize)
                 later.clear()
+            addend = None if adapters is None else adapters.gate_up()
+            h = None if addend is None else x.new_empty(topk_ids.numel(), weights.intermediate)
             fused_moe(
                 x,
                 weights,
@@ -256,7 +262,11 @@ class HopperBackend(Backend):
                 expert_map=expert_map,
                 quantize_activations=launches.quantize,
                 config=launches.config(x.shape[0]),
+                addend=addend,
+                h=h,
             )
+            if adapters is not None and h is not None:
+                adapters.add_down(out, h)
 
         return builder.from_workspace_function(run, launches.nbytes)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..kernels.fp8_weights import Fp8Weights
 
-FP8_CAPABILITIES = dataclasses.replace(CAPABILITIES, groups=(MX_BLOCK,), formats=("standard",))
+FP8_CAPABILITIES = dataclasses.replace(CAPABILITIES, groups=(MX_BLOCK,), formats=("standard",), lora=False)
 """What the kernels take in every weight format."""
 
 ACTIVATION_NUMERICS = "quantized to e4m3 with one scale per token, in both products ({dtype} between them)"

@@ -57,7 +57,7 @@ def warm_up(
     key = (
         weights.format, weights.group, weights.dtype, weights.gated, weights.experts, weights.num_experts, weights.hidden,
         weights.intermediate, problem.scheme.zero_points, problem.has_bias, problem.top_k, activation.name,
-        activation.limit is None, problem.parallel.ep > 1, problem.batch_invariant, device,
+        activation.limit is None, problem.parallel.ep > 1, problem.batch_invariant, problem.lora, device,
         tuned, quantize,
     )  # fmt: skip
     done = _warm_counts.setdefault(key, set())
@@ -69,17 +69,20 @@ def warm_up(
         expert_map = torch.arange(problem.num_experts, dtype=torch.int32, device=device)
         expert_map[problem.local_experts :] = -1
     start = time.perf_counter()
-    variants = warmup(
-        weights,
-        problem.top_k,
-        missing,
-        activation=activation.name,
-        limit=activation.limit,
-        expert_map=expert_map,
-        tuned=tuned,
-        quantize_activations=quantize,
-        batch_invariant=problem.batch_invariant,
-    )
+    variants = 0
+    for addend in (False, True)[: 1 + problem.lora]:
+        variants += warmup(
+            weights,
+            problem.top_k,
+            missing,
+            activation=activation.name,
+            limit=activation.limit,
+            expert_map=expert_map,
+            tuned=tuned,
+            quantize_activations=quantize,
+            batch_invariant=problem.batch_invariant,
+            addend=addend,
+        )
     done.update(missing)
     logger.info(
         "moe_oracle: Hopper kernels for %s weights, %d experts, %d x %d, up to %d tokens: %d configurations ready in "

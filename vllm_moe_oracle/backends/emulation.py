@@ -16,7 +16,8 @@ from ..core.activations import GATED, UNGATED, spec_of
 from ..core.capabilities import Capabilities, Rule
 from ..core.decision import Numerics, ShardPlan
 from ..core.problem import Activation, ActivationPrecision, Device, Problem
-from ._contract import Backend, Builder, Tensors
+from ._contract import Adapters, Backend, Builder, Tensors
+from ._lora import LORA_RULES
 
 if TYPE_CHECKING:
     import torch
@@ -54,9 +55,11 @@ class Emulation(Backend):
         act_orders=("none", "group", "static"),
         formats=("standard", "batched"),
         apply_router_weight_on_input=True,
+        lora=True,
         eplb=True,
     )
     rules = (
+        *LORA_RULES,
         Rule(
             "activation.parameters.undefined",
             lambda problem, device: not _params_are_defined(problem.activation),
@@ -102,8 +105,15 @@ class Emulation(Backend):
         """Experts over `forward`."""
         problem = problem.as_called()
 
-        def run(out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None) -> None:
-            forward(tensors, problem, out, x, topk_weights, topk_ids, expert_map)
+        def run(
+            out: Tensor,
+            x: Tensor,
+            topk_weights: Tensor,
+            topk_ids: Tensor,
+            expert_map: Tensor | None,
+            adapters: Adapters | None = None,
+        ) -> None:
+            forward(tensors, problem, out, x, topk_weights, topk_ids, expert_map, adapters)
 
         return builder.from_function(run)
 
@@ -116,6 +126,7 @@ def forward(
     topk_weights: Tensor,
     topk_ids: Tensor,
     expert_map: Tensor | None = None,
+    adapters: Adapters | None = None,
 ) -> None:
     """Runs the experts of a layer.
 
@@ -127,6 +138,7 @@ def forward(
         topk_weights: `[M, top_k]` float32.
         topk_ids: `[M, top_k]`, global expert ids; -1 for an empty slot.
         expert_map: `[num_experts]`, local index of each global expert or -1; None when all are here.
+        adapters: LoRA adapters of the tokens.
 
     Raises:
         ValueError: an id is neither -1 nor below the number of experts.
@@ -135,11 +147,20 @@ def forward(
     import torch
 
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    addend = h = None
+    if adapters is not None:
+        addend, h = adapters.gate_up(), x.new_zeros(topk_ids.numel(), problem.intermediate_size)
     with ieee_fp32_matmul():
-        for part in expert_outputs(tensors, problem, x, topk_weights, topk_ids, expert_map):
+        for part in expert_outputs(tensors, problem, x, topk_weights, topk_ids, expert_map, addend):
             total.index_add_(0, part.token, part.output)
+            if h is not None:
+                rows = part.activated.to(h.dtype)
+                # While a CUDA graph is captured, every expert has every token.
+                h[part.slot] = rows if part.chosen is None else torch.where(part.chosen, rows, h[part.slot])
             del part  # before the next expert's matrix is made
     out.copy_(total)
+    if adapters is not None and h is not None:
+        adapters.add_down(out, h)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,14 +169,20 @@ class ExpertOutput:
 
     Attributes:
         token: rows of its tokens, `[m]`.
+        slot: ``token * top_k + choice`` of each, `[m]`.
+        chosen: which of them chose it, `[m, 1]`; None if all.
         weight: the routing weights, float32 `[m, 1]`.
+        activated: the activation's result, float32 `[m, intermediate]`.
         hidden: what enters the second product, float32 `[m, intermediate]`.
         w2: dequantized, float32 `[hidden, intermediate]`.
         output: weighted, float32 `[m, hidden]`.
     """
 
     token: Tensor
+    slot: Tensor
+    chosen: Tensor | None
     weight: Tensor
+    activated: Tensor
     hidden: Tensor
     w2: Tensor
     output: Tensor
@@ -187,8 +214,12 @@ def expert_outputs(
     topk_weights: Tensor,
     topk_ids: Tensor,
     expert_map: Tensor | None = None,
+    addend: Tensor | None = None,
 ) -> Iterator[ExpertOutput]:
-    """What each expert that has tokens adds to their outputs; arguments as for `forward`, inside `ieee_fp32_matmul`."""
+    """What each expert that has tokens adds to their outputs; arguments as for `forward`, inside `ieee_fp32_matmul`.
+
+    addend: what `Adapters.gate_up` returns.
+    """
     import torch
 
     from .. import schemes
@@ -196,7 +227,7 @@ def expert_outputs(
 
     scheme = schemes.module(problem.scheme.name)
     ids = _local_expert_ids(topk_ids, expert_map, problem)
-    for index, token, weight, chosen in _tokens_by_expert(ids, topk_weights, tensors["w13"].shape[0]):
+    for index, token, slot, weight, chosen in _tokens_by_expert(ids, topk_weights, tensors["w13"].shape[0]):
         expert = {name: tensor[index] for name, tensor in tensors.items()}
         inputs = x[token]
         if problem.routing.apply_router_weight_on_input:
@@ -206,8 +237,10 @@ def expert_outputs(
         hidden = inputs @ scheme.dequantize_expert(expert, "w13").T
         if "w13_bias" in expert:
             hidden += expert["w13_bias"].to(torch.float32)
-        hidden = activate(hidden, problem.activation)
-        hidden = round_inputs(hidden, x.dtype, problem)
+        if addend is not None:
+            hidden += addend[slot].to(torch.float32)
+        activated = activate(hidden, problem.activation)
+        hidden = round_inputs(activated, x.dtype, problem)
         w2 = scheme.dequantize_expert(expert, "w2")
         result = hidden @ w2.T
         if "w2_bias" in expert:
@@ -216,7 +249,7 @@ def expert_outputs(
             result *= weight
         if chosen is not None:
             result.masked_fill_(~chosen, 0.0)
-        yield ExpertOutput(token, weight, hidden, w2, result)
+        yield ExpertOutput(token, slot, chosen, weight, activated, hidden, w2, result)
         del w2, result  # before the next expert's are made
 
 
@@ -235,25 +268,30 @@ def round_inputs(values: Tensor, dtype: torch.dtype, problem: Problem) -> Tensor
 
 def _tokens_by_expert(
     ids: Tensor, topk_weights: Tensor, experts: int
-) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
-    """For each expert: local index, token rows `[m]`, weights `[m, 1]`, and a mask `[m, 1]` of rows that count.
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor, Tensor | None]]:
+    """For each expert: local index, token rows `[m]`, their slots `[m]`, weights `[m, 1]`, and a mask `[m, 1]` of rows
+    that count.
 
     While a CUDA graph is captured no size may depend on data: every expert then gets every token and a mask. Otherwise
     an expert gets its own tokens, and the mask is None.
     """
     import torch
 
+    top_k = ids.shape[1]
+
     if ids.is_cuda and torch.cuda.is_current_stream_capturing():
         token = torch.arange(ids.shape[0], device=ids.device)
         for index in range(experts):
             mine = ids == index
             weight = topk_weights.masked_fill(~mine, 0.0).sum(-1, keepdim=True, dtype=torch.float32)
-            yield index, token, weight, mine.any(-1, keepdim=True)
+            slot = token * top_k + mine.to(torch.int8).argmax(-1)
+            yield index, token, slot, weight, mine.any(-1, keepdim=True)
         return
     present = torch.unique(ids)
     for index in present[present >= 0].tolist():
         token, choice = torch.nonzero(ids == index, as_tuple=True)
-        yield index, token, topk_weights[token, choice].to(torch.float32).unsqueeze(-1), None
+        weight = topk_weights[token, choice].to(torch.float32).unsqueeze(-1)
+        yield index, token, token * top_k + choice, weight, None
 
 
 def _local_expert_ids(topk_ids: Tensor, expert_map: Tensor | None, problem: Problem) -> Tensor:

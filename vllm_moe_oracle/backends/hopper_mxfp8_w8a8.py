@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from ..core.decision import Numerics
 from ..core.problem import Problem
 from ._hopper import HopperBackend
@@ -17,7 +19,8 @@ class HopperMxfp8W8A8(HopperBackend):
 
     name = "hopper_mxfp8_w8a8"
     schemes = HopperMxfp8.schemes
-    capabilities = HopperMxfp8.capabilities
+    # What adapters get of h would be rounded to MXFP8, too.
+    capabilities = dataclasses.replace(HopperMxfp8.capabilities, lora=False)
     static_priority = 910.0
     # Rounded from each token as it comes, and from the activation's float32 values.
     activation_precision = "mxfp8"

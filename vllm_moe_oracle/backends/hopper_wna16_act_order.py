@@ -33,7 +33,9 @@ class HopperWna16ActOrder(HopperWna16):
     """As `hopper_wna16`, after a gather of the inputs."""
 
     name = "hopper_wna16_act_order"
-    capabilities = dataclasses.replace(HopperWna16.capabilities, act_orders=("group",), batch_invariant=False)
+    capabilities = dataclasses.replace(
+        HopperWna16.capabilities, act_orders=("group",), lora=False, batch_invariant=False
+    )
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             "act_order.none",

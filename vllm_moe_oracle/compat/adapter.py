@@ -77,7 +77,7 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         nbytes: Callable[[int, int], int] | None = None,
         batched: bool = False,
     ) -> Any:
-        """Experts that call a function.
+        """Experts that call a function; with LoRA adapters where the layer may have them.
 
         Args:
             moe: vLLM's `FusedMoEConfig`.
@@ -90,7 +90,12 @@ class Adapter(LayerAdapter, ExpertsAdapter):
             return BatchedFunctionExperts(
                 moe, quant_config, forward, nbytes, **self.batched_kwargs(BatchedFunctionExperts, moe)
             )
-        return FunctionExperts(moe, quant_config, forward, nbytes)
+        if not moe.is_lora_enabled:
+            return FunctionExperts(moe, quant_config, forward, nbytes)
+        from .lora_experts import LoRAFunctionExperts
+
+        alternating = self.activation(moe).interleaved
+        return LoRAFunctionExperts(moe, quant_config, forward, nbytes, alternating=alternating)
 
     def batched_rows(self, moe: Any) -> int:
         """Rows that an all-to-all in the batched format hands to a rank: each rank's most tokens, for each expert."""

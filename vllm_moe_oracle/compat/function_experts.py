@@ -34,6 +34,20 @@ class _RegisteredForward:
         self.handle = next(_handles)
         _registered[self.handle] = self
 
+    def __call__(
+        self,
+        out: Tensor,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        workspace: Tensor,
+        **more: Any,
+    ) -> None:
+        """Calls the function, with the workspace as bytes if it takes one."""
+        scratch = (workspace.view(torch.uint8),) if self.scratch else ()
+        self.forward(out, x, topk_weights, topk_ids, expert_map, *scratch, **more)
+
 
 _handles = itertools.count()
 _registered: WeakValueDictionary[int, _RegisteredForward] = WeakValueDictionary()
@@ -50,9 +64,7 @@ def run_experts(
     handle: int,
 ) -> None:
     """Calls the function behind `handle`; arguments as for `WorkspaceForward`."""
-    runner = _registered[handle]
-    scratch = (workspace.view(torch.uint8),) if runner.scratch else ()
-    runner.forward(out, x, topk_weights, topk_ids, expert_map, *scratch)
+    _registered[handle](out, x, topk_weights, topk_ids, expert_map, workspace)
 
 
 @run_experts.register_fake
@@ -159,13 +171,20 @@ class FunctionExperts(mk.FusedMoEExpertsModular):
             # vLLM's prepare step has applied the weights to the input.
             topk_weights = torch.ones(topk_ids.shape, dtype=torch.float32, device=hidden_states.device)
         routed = self._routed(hidden_states, topk_weights, topk_ids, expert_map, expert_tokens_meta)
-        torch.ops.vllm_moe_oracle.run_experts(
-            _as_rows(output),
-            _as_rows(hidden_states),
-            *routed,
-            output.new_empty(0) if workspace2 is None else workspace2,
-            self.runner.handle,
-        )
+        workspace = output.new_empty(0) if workspace2 is None else workspace2
+        self._run(_as_rows(output), _as_rows(hidden_states), *routed, workspace)
+
+    def _run(
+        self,
+        out: Tensor,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        workspace: Tensor,
+    ) -> None:
+        """Calls the function through its operator."""
+        torch.ops.vllm_moe_oracle.run_experts(out, x, topk_weights, topk_ids, expert_map, workspace, self.runner.handle)
 
     def _routed(
         self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, expert_tokens_meta: Any

@@ -207,7 +207,8 @@ def _layer_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason]
     return reasons
 
 
-_WITHOUT_LORA = "name the modules of the adapters in --lora-target-modules, without experts, or leave out --enable-lora"
+WITHOUT_LORA = "name the modules of the adapters in --lora-target-modules, without experts, or leave out --enable-lora"
+"""What the user can do where experts cannot have LoRA adapters."""
 
 
 def _deployment_reasons(capabilities: Capabilities, problem: Problem) -> list[Reason]:
@@ -235,7 +236,7 @@ def _deployment_reasons(capabilities: Capabilities, problem: Problem) -> list[Re
         detail = f"vLLM multiplies a token's input by one weight; the layer has {problem.top_k} for each token"
         reasons.append(Reason("apply_router_weight_on_input.top_k", detail))
     for name, wanted, able, remedy in (
-        ("lora", problem.lora, capabilities.lora, _WITHOUT_LORA),
+        ("lora", problem.lora, capabilities.lora, WITHOUT_LORA),
         ("eplb", problem.eplb, capabilities.eplb, "serve without --enable-eplb"),
         ("batch_invariant", problem.batch_invariant, capabilities.batch_invariant, "unset VLLM_BATCH_INVARIANT"),
     ):

@@ -46,6 +46,10 @@ HUMMING_UNINTERLEAVED = "0.28.0"
 HUMMING_NON_GATED = "0.27.1"
 """Humming's conversion supports non-gated experts. Before, it expects twice their rows."""
 
+LORA_ALTERNATING_ROWS = "0.32.0"
+"""vLLM's mixin for LoRA on experts adds gate's and up's adapters to rows that alternate where the activation is
+``swigluoai``. Before, it adds them to two halves."""
+
 MARLIN_INT8 = "0.23.0"
 """Marlin's classes take 8-bit integers."""
 
