@@ -267,6 +267,7 @@ class Built:
     layer: Any
     config: Any
     device: str
+    runner: Any = None
     seconds: float = 0.0
     peak: int = 0
 
@@ -338,7 +339,7 @@ class Built:
     def close(self) -> None:
         """Leaves vLLM's config context and frees the layer."""
         leave()
-        self.layer = None
+        self.layer = self.runner = None
 
 
 _entered: list[Any] = []
@@ -363,7 +364,15 @@ class _Spread:
         return getattr(self._layer, name)
 
 
-def build(table: Table, case: Case, checkpoint: Checkpoint, device: str, moe_backend: str, own: str = "") -> Built:
+def build(
+    table: Table,
+    case: Case,
+    checkpoint: Checkpoint,
+    device: str,
+    moe_backend: str,
+    own: str = "",
+    lora_config: Any = None,
+) -> Built:
     """A layer of vLLM with the checkpoint's weights, not converted yet.
 
     Args:
@@ -373,12 +382,15 @@ def build(table: Table, case: Case, checkpoint: Checkpoint, device: str, moe_bac
         device: ``cuda`` or ``cpu``.
         moe_backend: vLLM's ``--moe-backend``.
         own: the plugin's backend; "" when stock's method is meant.
+        lora_config: vLLM's `LoRAConfig`, for a layer that may have adapters.
     """
     from vllm.config import DeviceConfig, KernelConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.fused_moe import layer as moe_layer
 
     factory = getattr(moe_layer, "FusedMoEFactory", None) or moe_layer.FusedMoE
-    extra = {"additional_config": {"moe_oracle": {"backend": own}}} if own else {}
+    extra: dict[str, Any] = {"additional_config": {"moe_oracle": {"backend": own}}} if own else {}
+    if lora_config is not None:
+        extra["lora_config"] = lora_config
     config = VllmConfig(
         device_config=DeviceConfig(device=device), kernel_config=KernelConfig(moe_backend=moe_backend), **extra
     )
@@ -408,7 +420,7 @@ def build(table: Table, case: Case, checkpoint: Checkpoint, device: str, moe_bac
         if name in parameters:
             halves = 2 if name.startswith("w13") and case.gated and not case.interleaved else 1
             _fill(parameters[name].data, tensor, name, halves)
-    return Built(layer, config, device)
+    return Built(layer, config, device, runner)
 
 
 def here(case: Case, checkpoint: Checkpoint) -> Raw:

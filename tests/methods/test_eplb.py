@@ -194,8 +194,9 @@ def test_lora_is_offered_where_vllms_class_has_it(backend: Backend) -> None:
     pytest.importorskip("vllm", reason="its classes are asked")
     from vllm_moe_oracle.compat import current_adapter
 
-    if not backend.stock_class:
-        assert not backend.capabilities.lora
+    if not backend.stock_class:  # over a function; see tests/compat/test_lora_experts.py
+        takes_adapters = backend.name in ("emulation", "hopper_mxfp4", "hopper_mxfp8", "hopper_wna16")
+        assert backend.capabilities.lora == takes_adapters
         return
     try:
         found = current_adapter().stock_class(backend.stock_class)
@@ -211,6 +212,25 @@ def test_lora_is_refused_on_padded_sizes() -> None:
     assert [reason.code for reason in reasons] == ["lora.padding"]
     assert "intermediate size 128; adapters have 2048 and 96" in reasons[0].detail
     assert not backend.check(problem(lora=True), H200).reasons
+
+
+@pytest.mark.parametrize("name", ["emulation", "hopper_mxfp8"])
+def test_what_keeps_adapters_from_backends_over_functions(name: str) -> None:
+    backend = default_registry()[name]
+
+    def codes(device: Device = H200, **changes: Any) -> list[str]:
+        return [reason.code for reason in backend.check(problem(lora=True, **changes), device).reasons]
+
+    assert codes() == []
+    assert "lora.device" in codes(CPU)
+    assert codes(format="batched") == ["lora.format"]
+    assert codes(eplb=True) == ["lora.eplb"]
+    assert "lora.batch_invariant" in codes(batch_invariant=True)
+    ragged = problem(intermediate_size=384, tp=2, ragged_intermediate_size=640)
+    assert not backend.check(ragged, H200).reasons
+    (reason,) = backend.check(dataclasses.replace(ragged, lora=True), H200).reasons
+    assert reason.code == "lora.shards"
+    assert "equal shards; 640 features over 2 ranks are 384 and less on the last" in reason.detail
 
 
 def test_the_scheme_modules_know_the_layers_of_this_file() -> None:
