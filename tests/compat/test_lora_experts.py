@@ -28,7 +28,9 @@ from tests.gpu import lora_layer
 sys.argv = ["lora_layer", "--device", "cpu", "--backend", "emulation", *{arguments!r}]
 lora_layer.main()
 """
-ORDER_LOST = "from vllm_moe_oracle.compat import lora_experts; lora_experts._CallAdapters._alternates = lambda self: False"
+ORDER_LOST = (
+    "from vllm_moe_oracle.compat import lora_experts; lora_experts._CallAdapters._alternates = lambda self: False"
+)
 WEIGHTS_LOST = (
     "from vllm_moe_oracle.compat import lora_experts; lora_experts._CallAdapters.add_down = lambda self, out, h: None"
 )

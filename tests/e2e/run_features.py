@@ -193,7 +193,7 @@ def expert_load_balancing(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def lora(job: dict[str, Any]) -> dict[str, Any]:
-    """An adapter of the attention: without it, with it, and both in one batch."""
+    """An adapter, of the attention unless the engine's arguments name others: without it, and both in one batch."""
     from vllm.lora.request import LoRARequest
 
     llm = engine(job, enable_lora=True, max_lora_rank=8, lora_target_modules=["q_proj", "v_proj"])

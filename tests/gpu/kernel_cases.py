@@ -181,8 +181,12 @@ def activated(case: Case, y: torch.Tensor) -> torch.Tensor:
 
 
 def reference(case: Case, layer: Layer, x: torch.Tensor, router: torch.Tensor, ids: torch.Tensor, *,
-              apply_router_weight_on_input: bool = False, quantize: bool = False) -> torch.Tensor:  # fmt: skip
-    """The layer in float32 for local ids (negative: nothing), h rounded to the activations' dtype or to MXFP8."""
+              apply_router_weight_on_input: bool = False, quantize: bool = False, addend: torch.Tensor | None = None,
+              slot_h: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+    """The layer in float32 for local ids (negative: nothing), h rounded to the activations' dtype or to MXFP8.
+
+    addend: added to the first product, by slot; slot_h: gets h by slot, where there is an expert.
+    """
     rows = x.float()
     if quantize:
         rows = mxfp8_values(rows)
@@ -197,8 +201,13 @@ def reference(case: Case, layer: Layer, x: torch.Tensor, router: torch.Tensor, i
             y = (rows[picked] * scale if apply_router_weight_on_input else rows[picked]) @ w13[expert].T
             if case.bias:
                 y = y + layer.bias["w13"][expert].to(x.device)
+            slot = picked * ids.shape[1] + choice
+            if addend is not None:
+                y = y + addend[slot].float()
             h = activated(case, y)
             h = mxfp8_values(h) if quantize else h.to(x.dtype).float()
+            if slot_h is not None:
+                slot_h[slot] = h
             y = h @ w2[expert].T
             if case.bias:
                 y = y + layer.bias["w2"][expert].to(x.device)

@@ -4,10 +4,10 @@
 
 On a GPU the adapters run in vLLM's kernels, on a CPU, where vLLM has none, in `TorchPunica`.
 
-Tolerance: a rounding to p bits has a root mean square of at most UNIT = 2**(1 - p) / sqrt(12). A layer rounds weights or
-h, each slot's row and the sum: `tests.gpu.test_kernels` counts four. Adapters round the factor between both of their
-products and their result, for each of the layer's products, and the output once more: nine independent roundings are
-3 UNIT, and half a UNIT is left for float32 sums.
+Tolerance: a rounding to p bits has a root mean square of at most UNIT = 2**(1 - p) / sqrt(12). A layer rounds weights,
+h, each slot's row and the sum: `tests.gpu.test_kernels` counts four. For each of the layer's two products an adapter
+rounds the factor between its own products, and its result. The output is rounded once more. Nine independent roundings
+are 3 UNIT, and half a UNIT is left for float32 sums.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from tests.gpu import backend_table
 from tests.gpu.backend_table import Built, Call, Case, Checkpoint, Table
-from tests.lib.lora_experts import RANK, AdaptedLayer, Adapter, TorchPunica, random_adapter
+from tests.lib.lora_experts import RANK, AdaptedLayer, TorchPunica, random_adapter
 
 LIMIT = 3.5 * torch.finfo(torch.bfloat16).eps / 12**0.5
 ADAPTERS = 2
@@ -70,22 +70,15 @@ class Layer:
             random_adapter(case.experts, case.hidden, case.inner, case.gated, torch.bfloat16, sizes, seed)
             for seed in range(ADAPTERS)
         ]
-        self.adapters.append(
-            Adapter(*({name: torch.zeros_like(each) for name, each in part.items()} for part in
-                      (self.adapters[0].a, self.adapters[0].b)))
-        )  # fmt: skip
-        self.plain: torch.Tensor | None = None
-        self._moved = [
-            Adapter(*({name: each.to(device) for name, each in part.items()} for part in (one.a, one.b)))
-            for one in self.adapters
-        ]
+        self.adapters = [each.map(lambda tensor: tensor.to(device)) for each in self.adapters]
+        self.adapters.append(self.adapters[0].map(torch.zeros_like))
         self._config, self._of_both, self._tokens = config, of_both, tokens
         self.adapted: AdaptedLayer | None = None
 
     def wrap(self) -> None:
         """Puts vLLM's LoRA layer around it, as vLLM does once a model is loaded."""
         wrapper = punica_wrapper(self.device, self._config, self._tokens)
-        self.adapted = AdaptedLayer(self.built.runner, self._moved, self._config, wrapper, self._of_both)
+        self.adapted = AdaptedLayer(self.built.runner, self.adapters, self._config, wrapper, self._of_both)
 
     def __call__(self, call: Call, adapters: Sequence[int], places: torch.Tensor | None = None) -> torch.Tensor:
         """Runs it on tokens with these adapters; places: an expert map."""
@@ -107,14 +100,14 @@ class Layer:
         chosen = torch.tensor(adapters, device=self.device)
         for adapter in set(adapters):
             tokens = chosen == adapter
-            mine = tuple(each[tokens] for each in call)
-            out[tokens] = backend_table.reference(self.case, self._merged(adapter), [mine])[0]
+            x, weights, ids = (each[tokens] for each in call)
+            out[tokens] = backend_table.reference(self.case, self._merged(adapter), [(x, weights, ids)])[0]
         return out
 
     def _merged(self, adapter: int) -> Checkpoint:
         if adapter < 0:
             return self.checkpoint
-        one, case, plain = self._moved[adapter], self.case, self.checkpoint
+        one, case, plain = self.adapters[adapter], self.case, self.checkpoint
 
         def matrix(which: str, expert: int) -> torch.Tensor:
             return one.merged(which, expert, plain.matrix(which, expert), case.interleaved)

@@ -1,8 +1,8 @@
 """What LoRA adapters add to the first product: `fused_moe`'s addend, without a GPU.
 
 The epilogue runs in Triton's interpreter, in a process of its own (see test_route.py). Its sums are float32 additions,
-which are the same everywhere; the activation's exponential is not, so `torch` is compared within a few units in the last
-place and the epilogue with itself bit for bit.
+which are the same everywhere; the activation's exponential is not, so `torch` is compared within a few units in the
+last place and the epilogue with itself bit for bit.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def store_tile(acc_ptr, scale_ptr, bias_ptr, router_ptr, h_ptr, slot_ptr, addend
 
 
 def added(gated: bool, bias: bool, on_input: bool, limit: float | None) -> None:
-    """Asserts what holds of the rows that a tile of the first GEMM stores, over all tiles and for slots out of order."""
+    """Asserts what holds of the rows that the first GEMM's tiles store, for slots out of order."""
     generator = torch.Generator().manual_seed(gated + 2 * bias)
     rows = INNER * (1 + gated)
     tiles = -(-rows // BN)

@@ -1,11 +1,11 @@
-"""LoRA adapters of experts: random ones, what they make of a weight, vLLM's layer with them, and vLLM's kernels in torch.
+"""LoRA adapters of experts: random ones, merged weights, vLLM's layer with them, and its LoRA kernels in torch.
 
 Nothing here imports the package. Adapters are in vLLM's order: gate (w1), down (w2), up (w3).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,11 @@ class Adapter:
 
     a: dict[str, Tensor]
     b: dict[str, Tensor]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Adapter:
+        """The adapter with a function of each of its tensors."""
+        a, b = ({name: function(each) for name, each in part.items()} for part in (self.a, self.b))
+        return Adapter(a, b)
 
     def update(self, name: str, expert: int) -> Tensor:
         """Float32 ``b @ a`` of one expert's projection."""
