@@ -260,7 +260,7 @@ def decided(found: MeasurementSet | None, *names: str, activations: Mapping[str,
     return decide(problem(scheme=MXFP8_W8A8, **changes), H200, chosen, registry=registry(made), measurements=found)
 
 
-LIMITS = dataclasses.replace(backend("any").capabilities, batch_invariant=True)
+LIMITS = dataclasses.replace(backend("any").capabilities, batch_invariant=True, lora=True)
 
 
 def test_a_decision_by_measurement_says_so() -> None:
@@ -298,6 +298,8 @@ def test_a_second_copy_is_taken_only_when_allowed() -> None:
     assert decided(found, "b", "a", assignments={"allow_second_layout": "1"}, dp=2).token_ranges == ()
     invariant = decided(found, "b", "a", assignments={"allow_second_layout": "1"}, batch_invariant=True)
     assert invariant.why == "measured" and invariant.token_ranges == ()
+    adapted = decided(found, "b", "a", assignments={"allow_second_layout": "1"}, lora=True)
+    assert adapted.why == "measured" and adapted.token_ranges == ()
 
 
 def test_the_same_evidence_decides_the_same() -> None:

@@ -302,6 +302,9 @@ def _choose_by_measurement(measurements: MeasurementSet, static: Candidate, case
         # monolithic kernel gets router logits instead of routed ids.
         if problem.parallel.dp > 1 or problem.eplb or any(backend.monolithic for backend in backends):
             return False
+        # vLLM's LoRA layer calls one kernel, whatever the number of tokens.
+        if problem.lora:
+            return False
         # Even if both are batch-invariant, a token's result would depend on the backend that its batch size selects.
         if problem.batch_invariant:
             return False
