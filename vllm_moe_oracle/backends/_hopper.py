@@ -175,6 +175,8 @@ class HopperBackend(Backend):
 
     def only_by_name(self, problem: Problem, device: Device) -> str:
         """Where vLLM's own kernels may be faster, and nothing could show it."""
+        if problem.lora:
+            return "was not measured with LoRA adapters"
         return "was not measured on tokens that an all-to-all sorts by expert" if problem.parallel.is_batched else ""
 
     def weight_format(self, problem: Problem) -> str:
