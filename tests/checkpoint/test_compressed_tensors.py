@@ -81,13 +81,13 @@ def by_us(quantization: dict[str, Any], module: str, own: str) -> str:
     return "not quantized" if found is None else f"{found.bits} bits"
 
 
-CLASSES = ("RoutedExperts", "experts", "RoutedExpert", "routedexperts", "re:Routed.*", "re:.*Exp", "re:outed", "Expertss")
+CLASSES = ("RoutedExperts", "experts", "routedexpert", "re:Routed.*", "re:.*Exp", "re:outed", "Experty")
 """Targets that vLLM compares with the class of the layer: parts of its name and expressions count, too."""
 
 
 def test_a_target_that_means_the_class_of_the_layer_has_an_effect() -> None:
     module, _, mapped = TEXT
-    for target, bits in {"experts": 4, "re:Routed.*": 4, "re:outed": 8, "Expertss": 8}.items():
+    for target, bits in {"experts": 4, "re:Routed.*": 4, "re:outed": 8, "Experty": 8}.items():
         quantization = config([], ["Linear"], [target])
         assert by_us(quantization, module, "") == by_vllm(quantization, module, mapped) == f"{bits} bits", target
         assert not list(config_notes(quantization, "x"))

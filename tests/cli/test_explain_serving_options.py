@@ -19,7 +19,6 @@ from vllm_moe_oracle.releases.supported import NEWEST
 
 A100 = ("--device", "nvidia-a100")
 """A GPU for which there are neither measurements nor predictions: choices are static."""
-CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
 H200 = ("--device", "nvidia-h200", "--set", "use_measurements=0")
 
 

@@ -124,8 +124,10 @@ class TorchPunica:
     ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
         """``y[token, choice] += b @ a @ x[token]``, slice by slice."""
         self.calls.append("w13")
-        assert w1.shape == (a[0].shape[1], y.shape[-1], x.shape[-1]) and w2.shape[:2] == (w1.shape[0], x.shape[-1])
-        local = topk_ids.long() if expert_map is None else expert_map.long()[topk_ids.long().clamp(min=0)]
+        experts, hidden = a[0].shape[1], x.shape[-1]
+        assert w1.shape == (experts, y.shape[-1], hidden) and w2.shape[:2] == (experts, hidden)
+        ids = topk_ids.long()
+        local = ids if expert_map is None else expert_map.long()[ids.clamp(min=0)]
         local = local.masked_fill(topk_ids < 0, -1)
         rows = y.view(*topk_ids.shape, len(a), -1)
         for index, (down, up) in enumerate(zip(a, b, strict=True)):

@@ -244,7 +244,8 @@ def test_what_is_predicted_too_uncertainly_to_be_chosen_can_be_measured(saved: f
     """Equal ones need no measurement, and neither do those that are faster for sure; in between nobody knows."""
     both = registry([backend("fast"), backend("other")])
     counts = (1, 4, 16, 64, 256, 1024, 4096)
-    times = {name: {"uniform": {count: us for count in counts}} for name, us in (("fast", 9.0), ("other", 9 - 9 * saved))}
+    means = {"fast": 9.0, "other": 9 - 9 * saved}
+    times = {name: {"uniform": dict.fromkeys(counts, us)} for name, us in means.items()}
     predicted = MeasurementSet(times, "a model", errors={"fast": 0.1, "other": 0.1})
     decided = decide(problem(), H200, load({}), registry=both, measurements=predicted)
     assert (decided.why, decided.backend) == ("predicted", "other" if saved > 0.3 else "fast")

@@ -457,7 +457,7 @@ def test_exceptions_of_a_gptq_config_hold_for_experts(name: str) -> None:
 )
 @pytest.mark.parametrize("static", [True, False])
 def test_a_layers_method_reads_what_its_rules_say(name: str, override: dict[str, Any], static: bool) -> None:
-    """What `explain` reads for the layer is what its method has: the answer is not written into fields and read again."""
+    """What `explain` reads for the layer is what its method has: no answer is written into fields and read again."""
     asked = layer_of("gptq", **SIZES)
     rules = {r"+:.*layers\.3\..*": override}
     config = moe.quant_config(asked, name, desc_act=True, static_groups=static, dynamic=rules)

@@ -368,7 +368,8 @@ def test_every_refusal_of_a_named_backend_says_why() -> None:
     """Two rules of a backend may say the same; that sentence counts once, and is not lost."""
     found = default_registry()
     refused = set()
-    for name, device in itertools.product([each.name for each in found], (H200, *map(known_device, ("h100", "b200", "a100")))):
+    machines = [H200, *map(known_device, ("h100", "b200", "a100"))]
+    for name, device in itertools.product([each.name for each in found], machines):
         for layer in (problem(), problem(scheme=Scheme("wna16", 4, 128, "gptq")), problem(has_bias=True)):
             if layer.scheme.name not in found[name].schemes:
                 continue

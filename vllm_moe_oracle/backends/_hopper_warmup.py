@@ -55,10 +55,10 @@ def warm_up(
 
     activation, device = problem.activation, weights.w13.codes.device
     key = (
-        weights.format, weights.group, weights.dtype, weights.gated, weights.experts, weights.num_experts, weights.hidden,
-        weights.intermediate, problem.scheme.zero_points, problem.has_bias, problem.top_k, activation.name,
-        activation.limit is None, problem.parallel.ep > 1, problem.batch_invariant, problem.lora, device,
-        tuned, quantize,
+        weights.format, weights.group, weights.dtype, weights.gated, weights.experts, weights.num_experts,
+        weights.hidden, weights.intermediate, problem.scheme.zero_points, problem.has_bias, problem.top_k,
+        activation.name, activation.limit is None, problem.parallel.ep > 1, problem.batch_invariant, problem.lora,
+        device, tuned, quantize,
     )  # fmt: skip
     done = _warm_counts.setdefault(key, set())
     missing = [count for count in counts if count not in done]

@@ -156,7 +156,7 @@ class Wna16MoEMethod(OracleMoEMethod):
 
         vLLM keeps unbound loaders in a dictionary with weak keys, so that a loader which holds the layer would keep it,
         and its weights, until the process ends."""
-        method: Wna16MoEMethod = weakref.proxy(self)
+        method = cast("Wna16MoEMethod", weakref.proxy(self))
 
         @functools.wraps(type(layer).weight_loader)
         def load(

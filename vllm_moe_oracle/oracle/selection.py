@@ -254,7 +254,7 @@ def _can_be_measured(static: Candidate, case: _DecisionInput, measurements: Meas
 
 
 def _is_uncertain(outcome: MeasuredOutcome) -> bool:
-    """Whether another backend is predicted to be faster at some number of tokens, but not surely enough to be chosen."""
+    """Whether another backend is predicted to be faster at some number of tokens, but too uncertainly to be chosen."""
     return bool(outcome.errors and not outcome.time_saved and outcome.slower_at)
 
 
@@ -386,8 +386,8 @@ def _merge_reasons(candidates: list[Candidate]) -> str:
 
 
 def _describe_shared_reasons(candidates: tuple[Candidate, ...]) -> str:
-    """What speaks against all of the backends with the fewest reasons against them, as words behind a rule; "" where these
-    differ."""
+    """What speaks against all of the backends with the fewest reasons against them, as words behind a rule; "" where
+    these differ."""
     fewest = min((len(each.sentences) for each in candidates), default=0)
     nearest = [each.sentences for each in candidates if len(each.sentences) == fewest]
     shared = [sentence for sentence in nearest[0] if all(sentence in each for each in nearest)] if nearest else []
