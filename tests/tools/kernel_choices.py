@@ -1,12 +1,13 @@
 """The tile configurations that our kernels chose where a shipped profile was measured.
 
-    python -m tests.tools.kernel_choices [--write]
+    python -m tests.tools.kernel_choices [--write | --drop]
 
 The times of our kernels in a profile belong to the configuration that the kernels chose when they were measured,
 unless the profile names another. The tables and rules of that choice are not part of the profile's kernel
 fingerprint, so that a new entry for one layer does not invalidate others. Instead tests/golden/h200/kernel-choices.json
 holds a digest of each choice on which a profile's times rest. If a choice changes, its layer must be measured again.
-``--write`` stores the present choices, for profiles that were measured with them.
+``--drop`` takes the times of changed choices out of the profiles, where they cannot be measured again. ``--write``
+stores the present choices, for profiles that were measured with them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import torch
 
 from vllm_moe_oracle.kernels.config import LaunchConfig, choose_config
@@ -85,10 +87,35 @@ def changed() -> list[str]:
     ]
 
 
+def without_changed(shipped: profile.Profile, where: list[str]) -> profile.Profile:
+    """A profile without the times of our kernels' changed choices, of which `where` is the list."""
+    stale = set(where)
+    entries = []
+    for entry in shipped.entries:
+        backends = {}
+        for name, timing in entry.backends.items():
+            key = f"{entry.kernel_shape}: {name}"
+            times = {
+                routing: {count: each for count, each in found.items() if f"{key}, {count} tokens" not in stale}
+                for routing, found in timing.times.items()
+            }
+            if kept := {routing: found for routing, found in times.items() if found}:
+                backends[name] = msgspec.structs.replace(timing, times=kept)
+        entries.append(msgspec.structs.replace(entry, backends=backends))
+    return msgspec.structs.replace(shipped, entries=tuple(entries))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="store the present choices")
-    if parser.parse_args().write:
+    parser.add_argument("--drop", action="store_true", help="take the times of changed choices out of the profiles")
+    options = parser.parse_args()
+    if options.drop:
+        for path in sorted(profile.SHIPPED_FOLDER.glob("nvidia_*.json")):
+            before = profile.read(path)
+            if (after := without_changed(before, changed())) != before:
+                path.write_bytes(profile.encode(after))
+    if options.write:
         GOLDEN.write_text(json.dumps(present(), indent=0, sort_keys=True) + "\n")
     found = changed()
     print("\n".join(found) or "no choice has changed")
