@@ -206,7 +206,7 @@ def resolve_activation(activation: str, alpha: float | None, beta: float | None)
 
 def check_arguments(x: torch.Tensor, weights: PackedWeights | Fp8Weights, topk_weights: torch.Tensor,
                     topk_ids: torch.Tensor, activation: str, out: torch.Tensor) -> None:  # fmt: skip
-    """Raises a ValueError unless the activation, shapes, dtypes and strides of a call fit the weights."""
+    """Raises a ValueError unless the activation, shapes, dtypes, strides and device of a call fit the weights."""
     if activation not in _KERNEL_ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; the kernels implement {', '.join(_KERNEL_ACTIVATIONS)}")
     if ACTIVATIONS[activation].gated != weights.gated:
@@ -225,6 +225,15 @@ def check_arguments(x: torch.Tensor, weights: PackedWeights | Fp8Weights, topk_w
         )
     if not (topk_ids.is_contiguous() and topk_weights.is_contiguous()):
         raise ValueError("topk_ids and topk_weights must be contiguous")
+    if topk_ids.dtype not in (torch.int32, torch.int64) or not topk_weights.is_floating_point():
+        raise ValueError(
+            f"topk_ids are {topk_ids.dtype} and topk_weights {topk_weights.dtype}; expected int32 or int64, and floats"
+        )
+    elsewhere = {each.device for each in (weights.w13.codes, topk_ids, topk_weights, out)} - {x.device}
+    # Triton launches on the current device, whatever the tensors' is.
+    if elsewhere or (x.is_cuda and x.device.index != torch.cuda.current_device()):
+        others = ", ".join(map(str, elsewhere or {f"cuda:{torch.cuda.current_device()}, the current device"}))
+        raise ValueError(f"x is on {x.device}, and not all else: {others}")
 
 
 def check_slot_rows(
