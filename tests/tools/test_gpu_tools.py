@@ -24,7 +24,7 @@ def test_what_is_said_of_the_tile_rule_is_what_was_measured() -> None:
     layers = {(row["scheme"], row["shape"]) for row in found[0]}
     means = [math.exp(math.fsum(map(math.log, each)) / len(each)) for each in ratios]
     slower = [sum(each < 0.95 for each in run) for run in ratios]
-    said = " ".join((ROOT / "vllm_moe_oracle/kernels/README.md").read_text().split())
+    said = " ".join((ROOT / "vllm_moe_oracle/kernels/EXPERIMENTS.md").read_text().split())
     low, high = min(map(min, ratios)), max(map(max, ratios))
     assert all(f"{mean:.2f}" == "1.05" for mean in means) and len(ratios[0]) == len(ratios[1])
     words = f"is 1.05 times as fast as the one before it (geometric mean of {len(ratios[0])} choices that differ, "
