@@ -222,6 +222,54 @@ def test_turns_before_a_failure_are_shown(run: Run, monkeypatch: pytest.MonkeyPa
     assert found.status == 4 and (found.json["turns"], found.json["turns_measured"]) == (3, 2)
 
 
+def test_an_ended_run_goes_on_where_it_stopped(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(LAST, "2:fail")
+    command = ("ab", "model", "--turns", 4, "--logs", tmp_path)
+    assert run(*command).status == 4
+    kept = (tmp_path / "turns.jsonl").read_text()
+    monkeypatch.delenv(LAST)
+    with (tmp_path / "turns.jsonl").open("a") as file:
+        file.write('{"turn":3,"kind":"sto')  # a run that was killed while it wrote
+    result = run(*command, "--resume")
+    assert result.status == 0 and "4 turns" in result.out and "first starts, uncounted" in result.out
+    begun = [line.split("turn ")[1] for line in result.err.splitlines() if "starts" in line]
+    assert begun == ["3: stock vLLM starts", "3: plugin vLLM starts", "4: plugin vLLM starts", "4: stock vLLM starts"]
+    assert (tmp_path / "turns.jsonl").read_text().startswith(kept)
+    again = run(*command, "--resume", "--json")
+    assert again.json["turns_measured"] == 4 and set(again.json["first_starts"]) == {"stock", "plugin"}
+    assert run("ab", "model", "--turns", 1, "--logs", tmp_path).status == 0  # begins anew
+    assert (tmp_path / "turns.jsonl").read_text().count('"turn"') == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file"),
+        ("", "holds the turns of another model"),
+        ("[]\n", "holds the turns of another model"),
+        ("{", "holds the turns of another model"),
+        ("{\n", "is not JSON"),
+        ("\xff\n", "does not hold the turns of a run"),
+        ("SAME\n[1]\n", "does not hold the turns of a run"),
+        ('SAME\n{"turn":1,"kind":"stock"}\n', "does not hold the turns of a run"),
+        ('SAME\n{"first":{"stock":"x"}}\n', "does not hold the turns of a run"),
+    ],
+)
+def test_what_cannot_be_gone_on_with_is_refused(text: str | None, said: str, run: Run, tmp_path: Path) -> None:
+    command = ("ab", "model", "--turns", 1, "--no-first-starts", "--logs", tmp_path)
+    assert run(*command).status == 0
+    path = tmp_path / "turns.jsonl"
+    same = path.read_text().splitlines()[0]
+    path.unlink()
+    if text is not None:
+        path.write_bytes(text.replace("SAME", same).encode("latin-1"))
+    result = run(*command, "--resume")
+    assert (result.status, result.out, result.err.count("\n")) == (2, "", 1) and said in result.err, result.err
+    assert "--logs" in run("ab", "model", "--resume").err
+    other = run("ab", "model", "--turns", 1, "--logs", tmp_path, "--resume", "--prompts", 3)
+    assert other.status == 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("where", ["start", "benchmark", "second turn"])
 def test_an_interruption_leaves_no_server(number: signal.Signals, where: str, tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ class Wna16MoEMethod(OracleMoEMethod):
     file_packing: str
     bias_in_file: bool = False
     parameter_packing: ClassVar[str] = ""
+    _separates_rows: bool = False
 
     def decide(self, moe: Any, scheme: Scheme) -> None:
         """Decides which backend runs the layer; see `OracleMoEMethod.decide`."""

@@ -24,15 +24,16 @@ from ...measurements.paired_turns import CONFIDENCE, Comparison, compare
 from ...settings import excluded_by_vllm, server_environment
 from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, output, served_benchmark
 from ..arguments import AsJson
+from ..kept_turns import KeptTurns, ServedTurn
 from ..layer_arguments import progress_bar
-from ..served_benchmark import BenchResult, Load, ServingError
+from ..served_benchmark import Load, ServingError
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 """For typer: what is not an option here is vLLM's."""
 
 STOCK, PLUGIN = "stock", "plugin"
 
-# Name, unit, whether more is better, and the figure.
+# Name, unit, whether more is better; in the order of `ServedTurn.figures`.
 _METRICS = (
     ("output", "tokens/s", True),
     ("time to first token", "ms", False),
@@ -65,6 +66,9 @@ def command(
     logs: Annotated[
         Path | None, typer.Option(help="Keep the logs and the benchmarks' results in this folder.", metavar="DIR")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the turns that an ended run left in --logs.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Serve a model with stock vLLM and with the plugin by turns, and say whether there is a gain.
@@ -77,6 +81,7 @@ def command(
       vllm-moe-oracle ab openai/gpt-oss-20b
       vllm-moe-oracle ab ~/models/gpt-oss-120b --turns 5 --tensor-parallel-size 2
       vllm-moe-oracle ab MODEL --json -- --max-model-len 8192
+      vllm-moe-oracle ab MODEL --turns 5 --logs ab/ --resume
 
     \b
     Exit status:
@@ -87,25 +92,28 @@ def command(
          plugin, or stock's did
       4  a server did not start, or a benchmark failed; its last lines are on
          standard error
-    After 3, 4 or a signal the turns before it are shown.
+    After 3, 4 or a signal the turns before it are shown, and --resume goes on.
     """
     load = Load(prompts, input_len, output_len, concurrency, seed)
     _check(load, turns, start_timeout, port)
+    if resume and logs is None:
+        raise MeasurementError("there is nothing to go on with", "Give the folder of the ended run: --logs", "--resume")
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
         raise CheckpointError("no such file or folder", "Give a checkpoint's folder, or a name of the Hub", model)
     run = _Run(model, tuple(each for each in context.args if each != "--"), load, port, start_timeout)
     with contextlib.ExitStack() as stack:
         folder = logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-oracle-ab-")))
         _make_folder(folder)
+        identity = {"model": model, "options": run.options, "load": load, "packages": installed_packages()}
+        kept = KeptTurns(folder, identity, resume)
         stack.enter_context(_terminable())
-        measured: list[tuple[_Served, _Served]] = []
-        first: dict[str, float] = {}
+        measured: list[tuple[ServedTurn, ServedTurn]] = []
         status = 0
         try:
             with progress_bar(quiet=as_json and not sys.stderr.isatty()) as report:
-                if first_starts:
-                    first = _first_starts(run, folder, report)
-                for turn in _measure(run, turns, folder, report):
+                if first_starts and not kept.served and not kept.first:
+                    kept.keep_first(_first_starts(run, folder, report))
+                for turn in _measure(run, turns, folder, kept, report):
                     measured.append(turn)  # one by one: what is there is kept when the next one fails
         except ServingError as error:
             for line in printable(error.log).splitlines():
@@ -122,9 +130,9 @@ def command(
             output.print_message("warning", f"ended after {len(measured)} of {turns} turns, which follow")
         compared = _compare(measured)
         if as_json:
-            _print_json(run, turns, first, measured, compared)
+            _print_json(run, turns, kept.first, measured, compared)
         else:
-            _print(first, compared, measured)
+            _print(kept.first, compared, measured)
     if status:
         raise typer.Exit(status)
 
@@ -150,30 +158,6 @@ class _Run:
     load: Load
     port: int
     start_timeout: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """One server's turn.
-
-    Attributes:
-        kind: `STOCK` or `PLUGIN`.
-        start_seconds: from the start of the process until it was healthy.
-        result: the benchmark's.
-        backends: how many layers run by backend, over all its processes; empty for stock's.
-        layers: MoE layers of its processes.
-    """
-
-    kind: str
-    start_seconds: float
-    result: BenchResult
-    backends: dict[str, int]
-    layers: int
-
-    def figures(self) -> tuple[float, ...]:
-        """In the order of `_METRICS`."""
-        found = self.result
-        return (found.output_throughput, found.median_ttft_ms, found.median_itl_ms, self.start_seconds)
 
 
 def _check(load: Load, turns: int, start_timeout: float, port: int) -> None:
@@ -229,15 +213,17 @@ def _first_starts(run: _Run, folder: Path, report: Any) -> dict[str, float]:
     return found
 
 
-def _measure(run: _Run, turns: int, folder: Path, report: Any) -> Iterator[tuple[_Served, _Served]]:
+def _measure(
+    run: _Run, turns: int, folder: Path, kept: KeptTurns, report: Any
+) -> Iterator[tuple[ServedTurn, ServedTurn]]:
     """Stock's and the plugin's figures, turn by turn. Which goes first alternates."""
-    for turn in range(turns):
-        order = (STOCK, PLUGIN) if turn % 2 == 0 else (PLUGIN, STOCK)
-        done = {}
+    for turn in range(1, turns + 1):
+        order = (STOCK, PLUGIN) if turn % 2 else (PLUGIN, STOCK)
         for place, kind in enumerate(order):
-            say = functools.partial(report, done=2 * turn + place, total=2 * turns)
-            done[kind] = _serve(run, kind, turn + 1, folder, say)
-        yield done[STOCK], done[PLUGIN]
+            if (turn, kind) not in kept.served:
+                say = functools.partial(report, done=2 * turn - 2 + place, total=2 * turns)
+                kept.keep(_serve(run, kind, turn, folder, say))
+        yield kept.served[turn, STOCK], kept.served[turn, PLUGIN]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +234,8 @@ class _Started:
         seconds: how long it took.
         port: where it answers.
         environment: its variables.
-        backends: as `_Served`'s.
-        layers: as `_Served`'s.
+        backends: as `ServedTurn`'s.
+        layers: as `ServedTurn`'s.
     """
 
     seconds: float
@@ -274,7 +260,7 @@ def _server(run: _Run, kind: str, name: str, folder: Path) -> Iterator[_Started]
         yield _Started(seconds, port, environment, backends, layers)
 
 
-def _serve(run: _Run, kind: str, turn: int, folder: Path, report: Callable[[str], None]) -> _Served:
+def _serve(run: _Run, kind: str, turn: int, folder: Path, report: Callable[[str], None]) -> ServedTurn:
     """One server, one benchmark."""
     name = f"{kind}-{turn}"
     result = folder / f"{name}-bench.json"
@@ -286,7 +272,7 @@ def _serve(run: _Run, kind: str, turn: int, folder: Path, report: Callable[[str]
         bench = served_benchmark.bench_command(run.model, served, started.port, run.load, result.resolve())
         log = folder / f"{name}-bench.log"
         measured = served_benchmark.run_benchmark(bench, started.environment, log, result)
-    return _Served(kind, started.seconds, measured, started.backends, started.layers)
+    return ServedTurn(turn, kind, started.seconds, measured, started.backends, started.layers)
 
 
 def _read_records(path: Path) -> tuple[dict[str, int], int]:
@@ -321,7 +307,7 @@ def _describe_backends(backends: dict[str, int]) -> str:
     return ", ".join(f"{name} x {count}" for name, count in sorted(backends.items()))
 
 
-def _compare(measured: list[tuple[_Served, _Served]]) -> list[Comparison]:
+def _compare(measured: list[tuple[ServedTurn, ServedTurn]]) -> list[Comparison]:
     """One comparison for each of `_METRICS`."""
     stock, plugin = zip(*((before.figures(), after.figures()) for before, after in measured), strict=True)
     return [
@@ -330,7 +316,11 @@ def _compare(measured: list[tuple[_Served, _Served]]) -> list[Comparison]:
 
 
 def _print_json(
-    run: _Run, turns: int, first: dict[str, float], measured: list[tuple[_Served, _Served]], compared: list[Comparison]
+    run: _Run,
+    turns: int,
+    first: dict[str, float],
+    measured: list[tuple[ServedTurn, ServedTurn]],
+    compared: list[Comparison],
 ) -> None:
     output.print_json(
         {
@@ -361,7 +351,7 @@ def _verdict(compared: Comparison, more_is_better: bool) -> str:
     return "better" if (compared.ratio > 1) == more_is_better else "worse"
 
 
-def _print(first: dict[str, float], compared: list[Comparison], measured: list[tuple[_Served, _Served]]) -> None:
+def _print(first: dict[str, float], compared: list[Comparison], measured: list[tuple[ServedTurn, ServedTurn]]) -> None:
     def cell(values: tuple[float, ...]) -> str:
         spread = f" ({_figure(min(values))} to {_figure(max(values))})" if len(values) > 1 else ""
         return f"{_figure(statistics.median(values))}{spread}".replace(" ", output.GLUE)

@@ -1,0 +1,100 @@
+"""The turns of `ab` in a file, so that a run that was ended goes on where it stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..errors import MeasurementError
+from ..untrusted import boundary, parse_json, read_file
+from .served_benchmark import BenchResult
+
+_NAME = "turns.jsonl"
+_MAX_BYTES = 1 << 22
+
+
+class ServedTurn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One server's turn.
+
+    Attributes:
+        turn: its number, from 1.
+        kind: stock or plugin.
+        start_seconds: from the start of the process until it was healthy.
+        result: the benchmark's.
+        backends: how many layers run by backend, over all its processes; empty for stock's.
+        layers: MoE layers of its processes.
+    """
+
+    turn: int
+    kind: str
+    start_seconds: float
+    result: BenchResult
+    backends: dict[str, int]
+    layers: int
+
+    def figures(self) -> tuple[float, ...]:
+        """Output tokens per second, median milliseconds to the first token and between tokens, seconds of the start."""
+        found = self.result
+        return (found.output_throughput, found.median_ttft_ms, found.median_itl_ms, self.start_seconds)
+
+
+class KeptTurns:
+    """What a run has measured so far, in memory and in a file of its folder.
+
+    Args:
+        folder: the run's folder.
+        identity: all that the figures depend on, as JSON values.
+        resume: go on with what the file holds; otherwise it starts empty.
+
+    Raises:
+        MeasurementError: `resume`, and there is no such file, it is damaged, or is of another run.
+    """
+
+    def __init__(self, folder: Path, identity: Any, resume: bool) -> None:
+        self._path = folder / _NAME
+        self.first: dict[str, float] = {}
+        self.served: dict[tuple[int, str], ServedTurn] = {}
+        if resume:
+            self._read(msgspec.json.decode(msgspec.json.encode(identity)))
+            return
+        self._path.unlink(missing_ok=True)
+        self._append(identity)
+
+    def _read(self, identity: Any) -> None:
+        where = str(self._path)
+        text = read_file(self._path, _MAX_BYTES, MeasurementError)
+        with boundary(MeasurementError, "does not hold the turns of a run", where=where):
+            lines = text.decode().splitlines()
+        # A run that was killed may have left the last line unfinished.
+        whole = lines if text.endswith(b"\n") else lines[:-1]
+        head, *rest = [parse_json(line.encode(), MeasurementError, where) for line in whole] or [None]
+        if head != identity:
+            raise MeasurementError(
+                "holds the turns of another model, other options or other packages",
+                "Run it as it was, or leave out --resume",
+                where,
+            )
+        with boundary(MeasurementError, "does not hold the turns of a run", where=where):
+            for each in rest:
+                if "first" in each:
+                    self.first = msgspec.convert(each["first"], dict[str, float])
+                else:
+                    served = msgspec.convert(each, ServedTurn)
+                    self.served[served.turn, served.kind] = served
+        self._path.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
+
+    def keep_first(self, seconds: dict[str, float]) -> None:
+        """Keeps the seconds of the first starts."""
+        self.first = seconds
+        self._append({"first": seconds})
+
+    def keep(self, served: ServedTurn) -> None:
+        """Keeps one server's turn."""
+        self.served[served.turn, served.kind] = served
+        self._append(served)
+
+    def _append(self, value: Any) -> None:
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(value) + b"\n")
