@@ -13,6 +13,7 @@ import pytest
 from tests.lib.cli import CONFIGS, Run
 from tests.lib.configs import quantized
 from vllm_moe_oracle.cli import layer_arguments
+from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
 from vllm_moe_oracle.releases.supported import NEWEST
@@ -97,6 +98,14 @@ def test_options_without_effect_and_refusals_of_vllm_are_notes(
     assert note in words(run("explain", write(), *H200, *options).out)
     noted = run("explain", write(), *H200, *options, "--json")
     assert any(note in each for each in noted.json["notes"]) and note in noted.err
+
+
+def test_a_machine_without_a_gpu_is_noted_unless_it_was_named(run: Run, write: Callable[..., Path]) -> None:
+    words = "this machine has no GPU"
+    noted = any(words in each for each in run("explain", write(), "--json").json["notes"])
+    assert noted == (detect.detect().kind == "cpu")
+    for device in ("cpu", "h200"):
+        assert not any(words in each for each in run("explain", write(), "--device", device, "--json").json["notes"])
 
 
 def test_experts_that_do_not_fit_a_rank_are_noted(run: Run) -> None:

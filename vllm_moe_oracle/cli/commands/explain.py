@@ -194,7 +194,9 @@ def command(
     parallelism = _parallelism_notes(ranks, all2all_backend, groups, machine)
     server = _server_notes(chosen, layers.method, groups, machine)
     cached = f"{path} is read from the local cache of the Hugging Face Hub: {read.path}"
+    elsewhere = f"this machine has no GPU ({machine.name}): --device h100, or another name, answers for one that has"
     notes = [
+        *([elsewhere] if device == "auto" and machine.kind == "cpu" else []),
         *([] if os.path.exists(path) else [cached]),
         *layers.notes,
         *_activation_notes(layers, chosen),
