@@ -225,6 +225,7 @@ def test_what_keeps_adapters_from_backends_over_functions(name: str) -> None:
     assert "lora.device" in codes(CPU)
     assert codes(format="batched") == ["lora.format"]
     assert codes(eplb=True) == ["lora.eplb"]
+    assert codes(ep=2, dp=2) == ["lora.dp"] and codes(ep=2, tp=2) == []
     assert "lora.batch_invariant" in codes(batch_invariant=True)
     ragged = problem(intermediate_size=384, tp=2, ragged_intermediate_size=640)
     assert not backend.check(ragged, H200).reasons

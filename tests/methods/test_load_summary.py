@@ -254,6 +254,18 @@ def test_what_is_predicted_too_uncertainly_to_be_chosen_can_be_measured(saved: f
     assert (candidates, reason) == (("fast", "other") if tunable else (), "")
 
 
+def test_what_was_measured_at_too_few_numbers_of_tokens_can_be_measured() -> None:
+    """It cannot be compared, so nobody knows whether the fastest of the others is the fastest."""
+    found = registry([backend("fast"), backend("other"), backend("third")])
+    counts = (1, 4, 16, 64, 256, 1024, 4096)
+    whole, part = {"uniform": dict.fromkeys(counts, 9.0)}, {"uniform": {1: 5.0, 4096: 5.0}}
+    measured = MeasurementSet({"fast": whole, "other": part, "third": whole}, "a test")
+    decided = decide(problem(), H200, load({}), registry=found, measurements=measured)
+    assert (decided.backend, decided.why, decided.tunable) == ("fast", "measured", True)
+    measured = MeasurementSet({"fast": whole, "third": whole}, "a test", failures={"other": "no room"})
+    assert not decide(problem(), H200, load({}), registry=found, measurements=measured).tunable
+
+
 def test_a_backend_that_took_anothers_place_is_the_static_orders() -> None:
     """Whatever had decided for the other one: its times say nothing about this one."""
     found = registry([backend("fast"), backend("other"), backend("third")])

@@ -87,9 +87,8 @@ def changed() -> list[str]:
     ]
 
 
-def without_changed(shipped: profile.Profile, where: list[str]) -> profile.Profile:
-    """A profile without the times of our kernels' changed choices, of which `where` is the list."""
-    stale = set(where)
+def without_changed(shipped: profile.Profile, stale: list[str]) -> profile.Profile:
+    """A profile without the times of changed choices, which are named as by `changed`."""
     entries = []
     for entry in shipped.entries:
         backends = {}
@@ -107,14 +106,17 @@ def without_changed(shipped: profile.Profile, where: list[str]) -> profile.Profi
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="store the present choices")
-    parser.add_argument("--drop", action="store_true", help="take the times of changed choices out of the profiles")
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--write", action="store_true", help="store the present choices")
+    group.add_argument("--drop", action="store_true", help="take the times of changed choices out of the profiles")
     options = parser.parse_args()
     if options.drop:
+        stale = changed()
         for path in sorted(profile.SHIPPED_FOLDER.glob("nvidia_*.json")):
             before = profile.read(path)
-            if (after := without_changed(before, changed())) != before:
+            if (after := without_changed(before, stale)) != before:
                 path.write_bytes(profile.encode(after))
+        profile.shipped.cache_clear()
     if options.write:
         GOLDEN.write_text(json.dumps(present(), indent=0, sort_keys=True) + "\n")
     found = changed()

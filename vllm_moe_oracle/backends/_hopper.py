@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import json
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -104,8 +104,31 @@ def _fits_registers(weights: PackedWeights, config: LaunchConfig) -> bool:
     return True
 
 
-_memory_needs: dict[Hashable, tuple[list[int], int]] = {}
-"""Bytes of workspace for calls of up to each number of tokens, and counters, by all that they depend on."""
+_EVERY_NUMBER_UP_TO = 1 << 16
+"""Up to this number of tokens the memory of every number is planned, 9 us each; beyond, of every 256th: there the
+configurations change no more."""
+
+_memory_needs: dict[Hashable, tuple[list[tuple[int, int]], int]] = {}
+"""`_plan_memory` by all that it depends on."""
+
+
+def _plan_memory(
+    layout_of: Callable[[int], WorkspaceLayout], counts: Iterable[int]
+) -> tuple[list[tuple[int, int]], int]:
+    """Where the bytes of workspace reach a maximum from which they fall, as (tokens, bytes), and the most counters.
+
+    Tiles change with the number of tokens, so that fewer tokens may need more memory.
+    """
+    peaks: list[tuple[int, int]] = []
+    at = most = counters = 0
+    for tokens in counts:
+        layout = layout_of(tokens)
+        counters = max(counters, layout.counters)
+        if layout.nbytes >= most:
+            at, most = tokens, layout.nbytes
+        elif not peaks or peaks[-1][1] < most:
+            peaks.append((at, most))
+    return peaks, counters
 
 
 class _LayerLaunches:
@@ -117,25 +140,35 @@ class _LayerLaunches:
         tuned: configurations measured for the layer.
         quantize: activations pass through MXFP8.
         max_tokens: most tokens of a call.
+        one_size: every call has that many.
     """
 
     def __init__(
-        self, blank: PackedWeights, problem: Problem, tuned: ConfigTable, quantize: bool, max_tokens: int
+        self,
+        blank: PackedWeights,
+        problem: Problem,
+        tuned: ConfigTable,
+        quantize: bool,
+        max_tokens: int,
+        one_size: bool,
     ) -> None:
         from ..kernels.config import format_key, shape_key
 
         self.blank, self.top_k, self.tuned, self.quantize = blank, problem.top_k, tuned, quantize
         self._invariant = problem.batch_invariant
         self._key = format_key(blank), shape_key(blank, problem.top_k)
-        # Tiles change with the number of tokens, so that fewer tokens may need more memory. vLLM asks once, for the
-        # most tokens, so every number of tokens counts: 9 us each, once for all layers of a shape.
-        zero_points, timed = blank.w13.zeros is not None, self._timed()
-        key = (*self._key, blank.dtype, zero_points, tuned, timed, quantize, self._invariant, max_tokens)
+        # vLLM asks for the workspace once, for the most tokens, and the counters are allocated once.
+        most, every = max(1, max_tokens), min(max_tokens, _EVERY_NUMBER_UP_TO)
+        counts = (most,) if one_size else (*range(1, every + 1), *range(every + 256, most, 256), most)
+        key = (
+            *self._key, blank.dtype, blank.w13.zeros is not None, tuned, quantize, self._invariant, most, one_size
+        )  # fmt: skip
+        if self._timed() is not None:  # for one timing
+            self._peaks, self.counters = _plan_memory(self._layout, counts)
+            return
         if key not in _memory_needs:
-            layouts = [self._layout(tokens) for tokens in range(1, max(1, max_tokens) + 1)]
-            nbytes = list(itertools.accumulate((layout.nbytes for layout in layouts), max))
-            _memory_needs[key] = nbytes, max(layout.counters for layout in layouts)
-        self._bytes_up_to, self.counters = _memory_needs[key]
+            _memory_needs[key] = _plan_memory(self._layout, counts)
+        self._peaks, self.counters = _memory_needs[key]
         """Elements of the layer's counters, for every number of tokens."""
 
     def _timed(self) -> LaunchConfig | None:
@@ -160,9 +193,7 @@ class _LayerLaunches:
 
     def nbytes(self, tokens: int, top_k: int) -> int:
         """Bytes of workspace for calls with up to `tokens` tokens."""
-        if tokens <= len(self._bytes_up_to):
-            return self._bytes_up_to[tokens - 1] if tokens else 0
-        return max(self._bytes_up_to[-1], self._layout(tokens).nbytes)
+        return max(self._layout(tokens).nbytes, *(nbytes for at, nbytes in self._peaks if at <= tokens), 0)
 
 
 class HopperBackend(Backend):
@@ -225,7 +256,7 @@ class HopperBackend(Backend):
 
         from ..kernels.fused_moe import fused_moe
 
-        launches = self._launches(problem.as_called(), plan, builder.max_tokens)
+        launches = self._launches(problem.as_called(), plan, builder.max_tokens, problem.parallel.is_batched)
         # Every call leaves the counters zero, so one buffer is enough. It is allocated outside of CUDA graphs.
         counters = builder.register_buffer(
             torch.zeros(launches.counters, dtype=torch.int32, device=tensors["w13"].device)
@@ -272,12 +303,12 @@ class HopperBackend(Backend):
 
         return builder.from_workspace_function(run, launches.nbytes)
 
-    def _launches(self, problem: Problem, plan: ShardPlan, max_tokens: int) -> _LayerLaunches:
+    def _launches(self, problem: Problem, plan: ShardPlan, max_tokens: int, one_size: bool = False) -> _LayerLaunches:
         """The layer's configurations: the plan's where they are usable, then the kernels' own choice."""
         blank = self._allocate(problem, problem.local_experts, "meta")
         quantize = self.activations(problem) == "mxfp8"
         tuned = self._tuned(problem, plan, blank, quantize)
-        return _LayerLaunches(blank, problem, tuned, quantize, max_tokens)
+        return _LayerLaunches(blank, problem, tuned, quantize, max_tokens, one_size)
 
     def _tuned(self, problem: Problem, plan: ShardPlan, blank: PackedWeights, quantize: bool) -> ConfigTable:
         """The plan's configurations as a table. One that the kernels cannot run is left out with a warning."""

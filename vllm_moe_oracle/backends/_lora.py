@@ -20,6 +20,14 @@ LORA_RULES = (
         "another --all2all-backend, or --lora-target-modules without experts",
     ),
     Rule(
+        "lora.dp",
+        lambda problem, device: problem.lora and problem.parallel.ep > 1 and problem.parallel.dp > 1,
+        lambda problem, device: (
+            "of tokens that come from other data-parallel ranks, vLLM's LoRA kernels do not know the adapters for sure"
+        ),
+        f"serve without --enable-expert-parallel or --data-parallel-size; or {WITHOUT_LORA}",
+    ),
+    Rule(
         "lora.eplb",
         lambda problem, device: problem.lora and problem.eplb,
         lambda problem, device: "vLLM moves experts (EPLB) and leaves their adapters where they are",

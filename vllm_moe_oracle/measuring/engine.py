@@ -142,7 +142,8 @@ class BackendLayer:
             moe = standalone_layer.fused_moe_config(problem, context.device.kind, context.max_num_tokens)
             quant_config = adapter.quant_config(problem, tensors)
             # Not for serving, which would compile for every number of tokens. Here a number compiles when it is timed.
-            builder = VllmBuilder(adapter, moe, quant_config, for_serving=False)
+            most = context.max_num_tokens
+            builder = VllmBuilder(adapter, moe, quant_config, for_serving=False, trial_tokens=most)
             fused_experts = backend.build_experts(tensors, problem, plan, builder)
             layer = standalone_layer.layer_namespace(problem, moe, tensors)
             kernel = adapter.kernel(moe, quant_config, layer, fused_experts)

@@ -233,15 +233,15 @@ def _outcome(
 def _explain(winner: str, static: str, fastest: str, saving: float, needed: float, outcome: MeasuredOutcome) -> str:
     base = outcome.comparison_base
     objective = f"for the objective {outcome.objective}"
-    about = "about " if outcome.errors else ""
+    share = f"about {saving:.0%}" if outcome.errors else f"{saving:.1%}"
     if winner != base:
         # The base is the static choice, or the first in static order that could be measured.
         described = f"{base}, the static choice," if base == static else base
-        text = f"takes {about}{saving:.1%} less time than {described} {objective}"
+        text = f"takes {share} less time than {described} {objective}"
     elif fastest != base:
-        limit = "min_time_saving plus the prediction's error" if outcome.errors else "min_time_saving"
-        text = f"first in the static order; {fastest} takes only {about}{saving:.1%} less time {objective}"
-        text += f", and {limit} is {needed:.0%}"
+        limit = "min_time_saving with the prediction's error" if outcome.errors else "min_time_saving"
+        text = f"first in the static order; {fastest} takes only {share} less time {objective}"
+        text += f", and {limit} asks for {needed:.0%}"
     elif len(outcome.times) == 1:
         text = f"the only one that could be measured, {objective}"
     else:

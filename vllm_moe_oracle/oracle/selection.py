@@ -26,7 +26,7 @@ from ..core.problem import Device, Problem, satisfies_precision
 from ..errors import BackendDefect, NoBackendError, SettingError, did_you_mean
 from ..releases.supported import NEWEST
 from ..settings import AUTO, Settings
-from .measured_choice import MeasuredChoice, choose_fastest
+from .measured_choice import LatencyCurve, MeasuredChoice, choose_fastest
 from .registry import Registry, default_registry
 
 REFERENCE_BACKEND = "emulation"
@@ -197,7 +197,9 @@ def _automatic_decision(case: _DecisionInput, unavailable: str, measurements: Me
     elif choice.explanation:
         explanation = f"{explanation}; {choice.explanation}"
     tunable = False
-    if measurements is not None and (choice.measured is None or _is_uncertain(choice.measured)):
+    if measurements is not None and (
+        choice.measured is None or _is_uncertain(choice.measured) or _has_gaps(measurements, chosen, case)
+    ):
         tunable = _can_be_measured(chosen, case, measurements)
     if tunable and measurements is not None and not measurements.times:
         explanation += "; no measurements of this layer are valid here"
@@ -253,8 +255,16 @@ def _can_be_measured(static: Candidate, case: _DecisionInput, measurements: Meas
     return case.device.kind == "cuda" and len([name for name in names if name not in measurements.failures]) > 1
 
 
+def _has_gaps(measurements: MeasurementSet, chosen: Candidate, case: _DecisionInput) -> bool:
+    """Whether a candidate was measured, but at too few numbers of tokens to be compared."""
+    objective = parse_objective(case.settings.objective)
+    names = set(equivalent_backends(chosen, case.candidates)) - measurements.failures.keys()
+    times = (measurements.times[name] for name in names if name in measurements.times)
+    return any(bool(LatencyCurve(each).coverage_gap(objective)) for each in times)
+
+
 def _is_uncertain(outcome: MeasuredOutcome) -> bool:
-    """Whether another backend is predicted to be faster at some number of tokens, but too uncertainly to be chosen."""
+    """Whether the static choice stands although another backend is predicted to be faster at some numbers of tokens."""
     return bool(outcome.errors and not outcome.time_saved and outcome.slower_at)
 
 
@@ -386,12 +396,15 @@ def _merge_reasons(candidates: list[Candidate]) -> str:
 
 
 def _describe_shared_reasons(candidates: tuple[Candidate, ...]) -> str:
-    """What speaks against all of the backends with the fewest reasons against them, as words behind a rule; "" where
-    these differ."""
+    """What speaks against the backend with the fewest reasons against it, or against all of those, as words behind a
+    rule; "" where these differ."""
     fewest = min((len(each.sentences) for each in candidates), default=0)
     nearest = [each.sentences for each in candidates if len(each.sentences) == fewest]
     shared = [sentence for sentence in nearest[0] if all(sentence in each for each in nearest)] if nearest else []
-    return f"; each one: {'; '.join(shared)}" if len(nearest) > 1 and shared else ""
+    if len(nearest) == 1:
+        name = next(each.backend for each in candidates if len(each.sentences) == fewest)
+        return f"; nearest is {name}: {'; '.join(shared)}"
+    return f"; each one: {'; '.join(shared)}" if shared else ""
 
 
 def _describe_unavailable(request: _ExplicitRequest, requested: list[Candidate], case: _DecisionInput) -> str:

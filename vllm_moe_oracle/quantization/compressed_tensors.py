@@ -10,7 +10,7 @@ from typing import Any
 from ..core.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme
 from ..errors import CheckpointError
 from .fields import read_boolean, read_config_groups, read_integer, read_names, read_string, short_repr
-from .patterns import BoundedPattern, MatchBudget, PatternList
+from .patterns import MatchBudget, PatternList
 from .types import (
     UNLISTED,
     ExpertFormat,
@@ -30,7 +30,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     the start. vLLM looks up the names of an expert's matrices, and the first target that matches counts. So an entry
     that names the experts' module alone has no effect, and neither has one for names that vLLM does not look up
     (`LayerNames.requested_projections`). Where no name matches, the first target counts that means the class of the
-    layer (`_means_experts_class`); ``Linear`` includes experts. A target in two groups belongs to the later one.
+    layer (`_target_of_class`); ``Linear`` includes experts. A target in two groups belongs to the later one.
     """
     budget = MatchBudget(where)
     ignored = _first_match(read_names(config, ("ignore",), where), budget)
@@ -43,8 +43,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
 
     target_of = _first_match(formats, budget)
     transforms = online_transforms(config, where, budget)
-    of_class = next((name for name in formats if _means_experts_class(name, budget)), "Linear")
-    default = formats.get(of_class)
+    default = formats.get(_target_of_class(formats, target_of))
 
     def stored(layer: LayerNames) -> ExpertFormat:
         @cache
@@ -158,11 +157,13 @@ _EXPERTS_CLASS = "RoutedExperts"
 """vLLM's class of a MoE layer."""
 
 
-def _means_experts_class(target: str, budget: MatchBudget) -> bool:
-    """Whether vLLM finds the target for the class of a MoE layer: as a part of its name, or as an expression."""
-    if target.startswith("re:"):
-        return BoundedPattern(target[3:], budget).match(_EXPERTS_CLASS)
-    return target.lower() in _EXPERTS_CLASS.lower()
+def _target_of_class(targets: Iterable[str], target_of: Callable[[Iterable[str]], str | None]) -> str:
+    """The first target that vLLM finds for the class of a MoE layer: an expression that matches its name, or a part of
+    it; else ``Linear``."""
+    order = list(targets)
+    parts = (each for each in order if not each.startswith("re:") and each.lower() in _EXPERTS_CLASS.lower())
+    found = [each for each in (target_of((_EXPERTS_CLASS,)), next(parts, None)) if each is not None]
+    return min(found, key=order.index, default="Linear")
 
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:

@@ -112,7 +112,7 @@ class BoundedPattern:
     """
 
     def __init__(self, pattern: str, budget: MatchBudget) -> None:
-        if pattern.count("[") == pattern.count("[.]"):  # another way to escape a dot
+        if pattern.count("[") == pattern.count("[.]") and r"\[" not in pattern:  # another way to escape a dot
             pattern = pattern.replace("[.]", r"\.")
         self._text = pattern
         self._budget = budget

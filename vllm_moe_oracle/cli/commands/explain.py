@@ -327,7 +327,14 @@ def _server_notes(settings: Settings, method: str, groups: list[LayerGroup], dev
             rule = "a server leaves layers with LoRA adapters that no backend here runs to stock vLLM, with a warning"
             remedy = "--lora-target-modules without experts in it lets these layers be served without LoRA"
             yield f"{group.layers}: {rule}; stock's class refuses what it cannot read; {remedy}"
-    gib = sum(expert_bytes(each.problem) * each.problem.local_experts * len(each.names) for each in groups) / 2**30
+    gib = (
+        sum(
+            expert_bytes(each.problem) * each.problem.local_experts * len(each.names)
+            for each in groups
+            if not each.is_mtp
+        )
+        / 2**30
+    )
     if device.kind == "cuda" and gib > device.memory_gib > 0:
         rule = f"the experts alone take {gib:.0f} GiB of each rank, and {device.name} has {device.memory_gib:.0f} GiB"
         yield f"{rule}: a server needs more ranks (--tp, --ep, or pipeline parallelism)"
@@ -341,7 +348,7 @@ def _server_notes(settings: Settings, method: str, groups: list[LayerGroup], dev
         and any(group.measure and not group.problem.batch_invariant for group in groups)
     ):
         words = f"at its first start a server measures for up to {settings.measure_at_start:g} s, and keeps the times"
-        yield f"{words}: a choice that no time decides may change then (measure_at_start=0 switches it off)"
+        yield f"{words}: the choice may change then (measure_at_start=0 switches it off)"
     if not settings.enabled:
         yield f"the plugin is switched off by {settings.source('enabled')}: vLLM would choose by itself"
         return
