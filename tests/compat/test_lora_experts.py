@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("vllm", reason="its LoRA layers are used")
 
 from tests.lib import forked
+from vllm_moe_oracle.errors import BackendDefect
 
 LAYERS = {
     "mxfp8": ["tiny_silu", "tiny_swigluoai"],
@@ -75,10 +76,21 @@ def test_the_order_in_which_vllm_leaves_gate_and_up(
     """Before 0.32 vLLM's mixin writes two halves whatever the layer's order."""
     import vllm
 
-    from vllm_moe_oracle.compat.lora_experts import _CallAdapters
+    from vllm_moe_oracle.compat import lora_experts
 
     monkeypatch.setattr(vllm, "__version__", release)
-    call = object.__new__(_CallAdapters)
+    call = object.__new__(lora_experts._CallAdapters)
     call._context = SimpleNamespace(w13_num_slices=slices)
-    call._experts = SimpleNamespace(alternating=alternating)
+    interleaves = alternating and lora_experts._mixin_interleaves()
+    call._experts = SimpleNamespace(alternating=alternating, mixin_interleaves=interleaves)
     assert call._alternates() is expected
+
+
+def test_a_function_without_adapters_is_refused_when_it_is_built() -> None:
+    """A third party's backend whose capabilities include lora; a server would end at its first batch with adapters."""
+    from vllm_moe_oracle.compat import current_adapter
+
+    def run(out: Any, x: Any, topk_weights: Any, topk_ids: Any, expert_map: Any) -> None: ...
+
+    with pytest.raises(BackendDefect, match=r"include lora, .* takes no adapters. Give the function a keyword"):
+        current_adapter().function_experts(SimpleNamespace(is_lora_enabled=True), None, run)

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from tests.gpu import tune_kernels
-from vllm_moe_oracle.kernels.config import LaunchConfig, choose_config
+from vllm_moe_oracle.kernels.config import choose_config
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig
 from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
 from vllm_moe_oracle.kernels.weights import PackedWeights, storage_errors
 from vllm_moe_oracle.measurements import model_shapes

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.gpu.dispatch import Dispatch, dispatch_of, verdict_of
 from tests.gpu.kernel_cases import Case
 from tests.gpu.memcheck_control import EXACT
-from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
 
 KERNELS = (
     "gate_up", "down", "down_loop_n", "down_fused_topk", "sum_topk", "sum_topk_strips", "sort_slots",

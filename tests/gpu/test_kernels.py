@@ -29,8 +29,8 @@ if not torch.cuda.is_available():
 from tests.gpu.stored_layers import check, layer_of  # noqa: E402
 from vllm_moe_oracle.kernels import config as configs  # noqa: E402
 from vllm_moe_oracle.kernels import fused_moe as fm  # noqa: E402
-from vllm_moe_oracle.kernels import gemm  # noqa: E402
-from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig  # noqa: E402
+from vllm_moe_oracle.kernels import gemm, launch_config  # noqa: E402
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig  # noqa: E402
 
 TOKENS = (1, 2, 3, 17, 129, 513)
 MANY_TOKENS = 2200  # more than 8192 slots of top-4: ids are then sorted in more than one step
@@ -40,7 +40,7 @@ def call(weights, x, router, ids, case: Case, config: LaunchConfig | None = None
     """fused_moe with poisoned workspace and output; checks that the counters are left at zero."""
     quantize = options.get("quantize_activations", False)
     if options.get("batch_invariant"):
-        config = configs.BATCH_INVARIANT_CONFIG
+        config = launch_config.BATCH_INVARIANT_CONFIG
     config = config or configs.choose_config(weights, *ids.shape[::-1], quantize=quantize)
     plan = fm.workspace_layout(weights, ids.shape[0], ids.shape[1], config, quantize=quantize)
     workspace = poisoned(plan.nbytes, ids.shape[0])

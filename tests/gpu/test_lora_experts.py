@@ -27,7 +27,7 @@ from tests.lib import reference as transformers_reference
 from vllm_moe_oracle.core.problem import Routing, Scheme
 from vllm_moe_oracle.kernels import config as configs
 from vllm_moe_oracle.kernels import fused_moe as fm
-from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
 from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
 from vllm_moe_oracle.kernels.weights import allocate_weights
 

@@ -32,8 +32,9 @@ import torch
 import triton
 
 from vllm_moe_oracle.kernels import config as configs
-from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig
+from vllm_moe_oracle.kernels import heuristic
 from vllm_moe_oracle.kernels.fused_moe import fused_moe, workspace_layout
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
 from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
 from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights, code_bits, has_rebased_scales
 from vllm_moe_oracle.measurements import model_shapes
@@ -149,7 +150,7 @@ def prepare(
 def rows_per_expert(shape: str, tokens: int) -> float:
     """Slots per active expert."""
     (experts, top_k, *_), ranks = sizes_of(shape)
-    return configs.expected_load(experts // ranks, experts, top_k, tokens).rows
+    return heuristic.expected_load(experts // ranks, experts, top_k, tokens).rows
 
 
 def tokens_for(shape: str, rows: float) -> int:

@@ -15,7 +15,7 @@ from tests.tools.kernel_digests import Digests
 from vllm_moe_oracle.core.activations import ACTIVATIONS, with_defaults
 from vllm_moe_oracle.core.problem import Activation
 from vllm_moe_oracle.kernels.activations import activate
-from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
 from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
 
 TILE = TileConfig(16, 64, 128)

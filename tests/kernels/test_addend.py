@@ -7,11 +7,6 @@ last place and the epilogue with itself bit for bit.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 triton = pytest.importorskip("triton")
@@ -19,13 +14,14 @@ torch = pytest.importorskip("torch")
 
 import triton.language as tl  # noqa: E402
 
+from tests.lib.interpreted import run_interpreted  # noqa: E402
 from tests.lib.kernel_launches import compile_launch, launches, stack_bytes  # noqa: E402
 from tests.tools.kernel_digests import Digests  # noqa: E402
 from vllm_moe_oracle.core.problem import Activation  # noqa: E402
 from vllm_moe_oracle.kernels.activations import activate  # noqa: E402
-from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig  # noqa: E402
 from vllm_moe_oracle.kernels.epilogue import store_activated  # noqa: E402
 from vllm_moe_oracle.kernels.fused_moe import check_slot_rows, fused_moe_reference  # noqa: E402
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig  # noqa: E402
 from vllm_moe_oracle.kernels.prefill_config import PrefillConfig  # noqa: E402
 from vllm_moe_oracle.kernels.weights import allocate_weights, pack_expert  # noqa: E402
 
@@ -42,13 +38,7 @@ SPILLS = 256
 
 
 def test_the_epilogue_adds_before_the_activation() -> None:
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
-    }
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.split() == ["added"] * len(EPILOGUES)
+    assert run_interpreted(__file__) == ["added"] * len(EPILOGUES)
 
 
 @triton.jit

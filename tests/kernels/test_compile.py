@@ -19,7 +19,8 @@ pytest.importorskip("triton")
 from tests.lib.kernel_launches import LAYERS, MEASURED, compile_launch, disassemble, launches, stack_bytes  # noqa: E402
 from tests.lib.machine_code import overwritten_in_flight  # noqa: E402
 from vllm_moe_oracle.kernels import config as configs  # noqa: E402
-from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig  # noqa: E402
+from vllm_moe_oracle.kernels import heuristic, launch_config  # noqa: E402
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig  # noqa: E402
 from vllm_moe_oracle.kernels.weights import allocate_weights  # noqa: E402
 
 
@@ -34,12 +35,12 @@ def check(layer: str, tokens: int, config: LaunchConfig, **extra: Any) -> None:
         if name in ("gate_up", "down", "down_loop_n", "down_fused_topk"):
             tile, columns = (config.gate_up, hidden) if name == "gate_up" else (config.down, inner)
             more = {"zero_points": extra.get("zero_points", False), "half": extra.get("dtype") == torch.float16}
-            needed = configs.shared_memory_bytes(tile, format, group, columns, **more)
+            needed = launch_config.shared_memory_bytes(tile, format, group, columns, **more)
             least, most = (0.7 * needed if tile.n_tiles > 1 else needed), needed
             if tile.no_k_loop and more["half"]:  # two products go through the same memory, one after the other
                 least = 0
             if tile.bm >= 64:  # handing over the results takes more
-                most = configs.MAX_SHARED_MEMORY
+                most = launch_config.MAX_SHARED_MEMORY
             assert least <= compiled.metadata.shared <= most, f"{name}: {needed} bytes expected: {config}"
             code, _ = disassemble(cubin)
             assert not re.search(r"\b(STL|LDL)\b", code)
@@ -57,7 +58,7 @@ def shipped() -> Iterator[tuple[str, int, LaunchConfig]]:
         weights = allocate_weights(format, experts, hidden, inner, gated=activation != "relu2", group=group, bias=bias,
                            device="meta")  # fmt: skip
         for tokens in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384):
-            found = configs.choose_launch_config if layer in MEASURED else configs.heuristic_config
+            found = configs.choose_launch_config if layer in MEASURED else heuristic.heuristic_config
             config = found(weights, top_k, tokens)
             if (layer, config) not in seen:
                 seen.add((layer, config))
@@ -147,7 +148,7 @@ def test_every_shipped_configuration_compiles(layer: str, tokens: int, config: L
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", list(LAYERS))
 def test_invariant_configuration_compiles(layer: str) -> None:
-    check(layer, 64, configs.BATCH_INVARIANT_CONFIG)
+    check(layer, 64, launch_config.BATCH_INVARIANT_CONFIG)
 
 
 @pytest.mark.slow
@@ -158,7 +159,7 @@ def test_float16_compiles(layer: str, tokens: int) -> None:
     zero_points = format.startswith("int")
     weights = allocate_weights(format, experts, hidden, inner, gated=activation != "relu2", group=group, bias=bias,
                        dtype=torch.float16, zero_points=zero_points, device="meta")  # fmt: skip
-    check(layer, tokens, configs.heuristic_config(weights, top_k, tokens), dtype=torch.float16,
+    check(layer, tokens, heuristic.heuristic_config(weights, top_k, tokens), dtype=torch.float16,
           zero_points=zero_points)  # fmt: skip
 
 
@@ -170,7 +171,7 @@ def test_float16_of_long_rows_compiles(monkeypatch: pytest.MonkeyPatch, format: 
     monkeypatch.setitem(LAYERS, "long", layer)
     tiles = {}
     for dtype in (torch.bfloat16, torch.float16):
-        config = configs.heuristic_config(
+        config = heuristic.heuristic_config(
             allocate_weights(format, 8, 4096, 4096, group=32, dtype=dtype, device="meta"), 2, 16
         )
         tiles[dtype] = config.down.bn, config.down.bk
@@ -190,5 +191,5 @@ def test_quantized_activations_compile() -> None:
 def test_quantized_activations_have_configurations(tokens: int) -> None:
     weights = allocate_weights("mxfp8", 128, 2048, 768, device="meta")
     config = configs.choose_launch_config(weights, 8, tokens, quantize=True)
-    assert configs.keeps_mx_groups(weights, config)
+    assert launch_config.keeps_mx_groups(weights, config)
     check("qwen-mxfp8", tokens, config, quantize_activations=True)

@@ -25,8 +25,9 @@ from vllm_moe_oracle.backends.hopper_mxfp8 import HopperMxfp8
 from vllm_moe_oracle.backends.hopper_wna16 import HopperWna16
 from vllm_moe_oracle.core.problem import Parallel, Scheme
 from vllm_moe_oracle.kernels import config as configs
-from vllm_moe_oracle.kernels.config import LaunchConfig
+from vllm_moe_oracle.kernels import heuristic, launch_config
 from vllm_moe_oracle.kernels.fused_moe import workspace_layout
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
 from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights
 from vllm_moe_oracle.measurements import lookup, model_shapes, profile
 from vllm_moe_oracle.measurements.environment import Environment
@@ -36,7 +37,7 @@ from vllm_moe_oracle.measuring import engine, timing, tuning
 from vllm_moe_oracle.oracle import selection as oracle_module
 from vllm_moe_oracle.oracle.selection import decide
 
-OTHER = LaunchConfig(configs.TileConfig(16, 64, 128, num_stages=3), configs.TileConfig(16, 64, 128, num_stages=3))
+OTHER = LaunchConfig(TileConfig(16, 64, 128, num_stages=3), TileConfig(16, 64, 128, num_stages=3))
 TILE = json.dumps(OTHER.to_json(), sort_keys=True)
 
 
@@ -178,14 +179,14 @@ def test_suggestions_are_few_different_and_fit(shape: tuple[int, int, int, int],
         assert len(found) <= 4 and len(set(found)) == len(found) and now not in found
         assert all(configs.is_suitable(weights, top_k, each, False) for each in found)
         assert found or not isinstance(now, LaunchConfig)
-        assert all(configs.parse_config(json.dumps(each.to_json())) == each for each in found)
+        assert all(launch_config.parse_config(json.dumps(each.to_json())) == each for each in found)
         quantized = configs.candidate_configs(weights, top_k, tokens, 4, quantize=True)
-        assert all(configs.keeps_mx_groups(weights, each) for each in quantized)
+        assert all(launch_config.keeps_mx_groups(weights, each) for each in quantized)
 
 
 def parts(config: LaunchConfig, weights: PackedWeights, top_k: int, tokens: int) -> tuple[float, float]:
     """Programs of the two products."""
-    active = configs.expected_load(weights.experts, weights.num_experts, top_k, tokens).active
+    active = heuristic.expected_load(weights.experts, weights.num_experts, top_k, tokens).active
     count = tokens * top_k if config.per_slot else active
     merged = tokens if config.down.fused_topk else count
     return count * -(-weights.w13.rows // config.gate_up.bn), merged * -(-weights.hidden // config.down.bn)
@@ -197,7 +198,7 @@ def test_the_rule_makes_enough_programs_or_the_narrowest_tiles(inner: int, forma
     """At one token an H200's 132 multiprocessors would have one program of a layer with two active experts each."""
     weights, top_k = layer_of((8, 2, 4096, inner), format)
     for tokens in (1, 2, 4, 8, 16, 32):
-        config = configs.heuristic_config(weights, top_k, tokens)
+        config = heuristic.heuristic_config(weights, top_k, tokens)
         least, enough = (16, 330) if config.per_slot else (64, 132)
         for count, tile in zip(parts(config, weights, top_k, tokens), (config.gate_up, config.down), strict=True):
             assert count >= enough or tile.bn == least, (tokens, config)
@@ -213,7 +214,7 @@ def test_a_rank_gets_its_share_of_the_slots(ranks: int, tokens: int) -> None:
     local = torch.topk(logits, 4).indices.flatten(1)
     local = torch.where(local < 64 // ranks, local, -1)
     active = torch.tensor([float(len(set(each.tolist()) - {-1})) for each in local]).mean()
-    load = configs.expected_load(64 // ranks, 64, 4, tokens)
+    load = heuristic.expected_load(64 // ranks, 64, 4, tokens)
     slots = (local >= 0).sum(1).double().mean()
     assert load.slots == pytest.approx(float(slots), rel=0.15)
     assert load.active == pytest.approx(max(1.0, float(active)), rel=0.15)
@@ -287,7 +288,7 @@ def test_a_timed_configuration_holds_inside_the_context_only() -> None:
 )
 def test_what_is_no_configuration_is_refused_and_serving_goes_on(text: str, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError):
-        configs.parse_config(text)
+        launch_config.parse_config(text)
     layer = problem()
     before = launches(layer)
     with caplog.at_level(logging.WARNING, "vllm.moe_oracle"):
@@ -377,7 +378,7 @@ def test_where_configurations_begin_and_end_is_planned_and_warmed_up() -> None:
 def test_candidates_keep_in_registers_what_has_room_there() -> None:
     """h of a sweep over 14336 columns would be 448 KiB a program; every measured configuration suits its own shape."""
     wide, _ = layer_of((8, 2, 4096, 14336))
-    sweep = configs.LaunchConfig(configs.TileConfig(16, 64, 128), configs.TileConfig(16, 64, 128, n_tiles=8))
+    sweep = LaunchConfig(TileConfig(16, 64, 128), TileConfig(16, 64, 128, n_tiles=8))
     assert not _hopper._fits_registers(wide, sweep)
     narrow, _ = layer_of((384, 8, 7168, 256))
     assert _hopper._fits_registers(narrow, sweep)
@@ -394,6 +395,6 @@ def test_no_suggestion_counts_what_a_layer_has_no_counters_for(layer: str, token
     suggested = backend.tiles(shape, tokens, 3)
     assert suggested
     assert all(
-        workspace_layout(weights, tokens, shape.top_k, configs.parse_config(each)).counters <= room
+        workspace_layout(weights, tokens, shape.top_k, launch_config.parse_config(each)).counters <= room
         for each in suggested
     )

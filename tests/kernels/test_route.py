@@ -5,15 +5,12 @@ The interpreter is chosen when kernels are defined, so it runs in a process of i
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
+
+from tests.lib.interpreted import run_interpreted  # noqa: E402
 
 # experts, slots, rows of a block, share of slots that one expert gets
 LISTS = [
@@ -23,13 +20,7 @@ LISTS = [
 
 
 def test_slots_and_blocks_are_listed() -> None:
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
-    }
-    run = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.split() == ["listed"] * len(LISTS)
+    assert run_interpreted(__file__) == ["listed"] * len(LISTS)
 
 
 def listed(experts: int, slots: int, bm: int, share: float) -> None:

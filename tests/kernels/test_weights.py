@@ -16,8 +16,9 @@ pytest.importorskip("triton")
 from tests.gpu.kernel_cases import CASES, Case, Layer, by_name, make_layer, reference  # noqa: E402
 from vllm_moe_oracle.kernels import config as configs  # noqa: E402
 from vllm_moe_oracle.kernels import fused_moe as fm  # noqa: E402
+from vllm_moe_oracle.kernels import launch_config  # noqa: E402
 from vllm_moe_oracle.kernels import weights as kernel_weights  # noqa: E402
-from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig  # noqa: E402
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +128,9 @@ def test_every_number_of_tokens_has_a_configuration() -> None:
         for tokens in (1, 2, 3, 4, 5, 7, 16, 33, 64, 100, 256, 513, 1000, 4096, 20000):
             config = configs.choose_config(weights, top_k, tokens)
             tiles = configs.choose_launch_config(weights, top_k, tokens)
-            assert configs.keeps_mx_groups(weights, configs.choose_launch_config(weights, top_k, tokens, quantize=True))
+            assert launch_config.keeps_mx_groups(
+                weights, configs.choose_launch_config(weights, top_k, tokens, quantize=True)
+            )
             assert configs.choose_config(weights, top_k, tokens, quantize=True) == configs.choose_launch_config(
                 weights, top_k, tokens, quantize=True
             )
@@ -222,7 +225,7 @@ def test_configurations_that_no_kernel_runs_are_refused(
 ) -> None:
     """With what is wrong, before anything is launched; candidates leave them out."""
     weights = kernel_weights.allocate_weights(format, 32, 256, 320, group=32)
-    (found,) = configs.config_errors(weights, top_k, config)
+    (found,) = launch_config.config_errors(weights, top_k, config)
     assert re.search(reason, found)
     assert not configs.is_suitable(weights, top_k, config, quantize=False)
     x = torch.zeros(1, 256, dtype=torch.bfloat16)
@@ -240,7 +243,7 @@ def test_measured_configurations_run_on_their_shapes() -> None:
             weights = kernel_weights.allocate_weights(format, experts, hidden, inner, gated=shape.endswith("gated"),
                                               group=int(group or 32), device="meta")  # fmt: skip
             for row in rows:
-                assert not configs.config_errors(weights, top_k, LaunchConfig.from_json(row["config"])), (
+                assert not launch_config.config_errors(weights, top_k, LaunchConfig.from_json(row["config"])), (
                     name,
                     shape,
                     row,

@@ -53,7 +53,7 @@ from torch import Tensor, nn
 
 from tests.lib import reference, smollm2
 from vllm_moe_oracle import settings
-from vllm_moe_oracle.backends import Backend
+from vllm_moe_oracle.backends import MAX_CHECK_TOKENS, Backend
 from vllm_moe_oracle.checkpoint import read_checkpoint
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.problem import Device
@@ -282,7 +282,7 @@ def mlp(plan: LayerPlan, backend: Backend, device: Device, dtype: str = "") -> C
         expert = {name: tensor.to(kind) for name, tensor in tensors.expert(index).items()}
         assert not made.put(expert, index)
     adapter = current_adapter()
-    experts = made.build(adapter, kind, whole_layer.MAX_CALL_TOKENS)
+    experts = made.build(adapter, kind, MAX_CHECK_TOKENS)
     ids = torch.arange(problem.num_experts, dtype=torch.int32, device=kind)
 
     def run(x: Tensor) -> Tensor:

@@ -29,10 +29,10 @@ from triton.runtime.jit import JITFunction
 
 from vllm_moe_oracle.kernels import config as configs
 from vllm_moe_oracle.kernels import prefill_launch
-from vllm_moe_oracle.kernels.config import LaunchConfig
 from vllm_moe_oracle.kernels.fp8_moe import fused_moe_fp8, workspace_bytes
 from vllm_moe_oracle.kernels.fp8_weights import Fp8Matrix, Fp8Weights
 from vllm_moe_oracle.kernels.fused_moe import fused_moe, workspace_layout
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig
 from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
 from vllm_moe_oracle.kernels.weights import allocate_weights
 

@@ -35,7 +35,7 @@ from tests.lib.fake_backends import (
     plan,
 )  # fmt: skip
 from vllm_moe_oracle.backends.emulation import Emulation
-from vllm_moe_oracle.core.problem import Activation, Parallel
+from vllm_moe_oracle.core.problem import Activation, Parallel, Problem
 from vllm_moe_oracle.errors import MeasurementError
 from vllm_moe_oracle.measurements import bench_records, environment, lookup, profile
 from vllm_moe_oracle.measurements.environment import Environment
@@ -85,6 +85,19 @@ def test_what_is_wrong_is_not_timed(ready: engine.BenchContext, fault: str) -> N
     assert "wrong" in bench.failures and ("wrong" not in found or found["wrong"].us == 0)
     assert "\n" not in bench.failures["wrong"]
     bench.close()
+
+
+def test_a_layer_that_is_timed_has_memory_for_the_most_tokens(ready: engine.BenchContext) -> None:
+    """Buffers that a backend plans for the layer's calls, such as the counters of Hopper's kernels."""
+
+    class Planning(Slowed):
+        def build_experts(self, tensors: Any, problem: Problem, plan: Any, builder: Any) -> Any:
+            seen.append(builder.max_tokens)
+            return super().build_experts(tensors, problem, plan, builder)
+
+    seen: list[int] = []
+    ready.bench(LAYERS["mxfp8"], [Planning("one", 1.0)])
+    assert ready.max_num_tokens == 256 and set(seen) == {256}
 
 
 def test_the_reference_of_a_layer_is_not_the_layer(ready: engine.BenchContext) -> None:
@@ -388,7 +401,7 @@ def test_words_about_the_kernels_do_not_change_their_hash(tmp_path: Path) -> Non
         (tmp_path / "k.py").write_text(text)
         hashes.append(environment.hash_sources(tmp_path))
     assert hashes[0] == hashes[1] and len(set(hashes)) == 3
-    for chooses in ("tiles.json", "config.py", "prefill_config.py"):
+    for chooses in ("tiles.json", "config.py", "heuristic.py", "launch_config.py", "prefill_config.py"):
         (tmp_path / chooses).write_text("{}")
         assert environment.hash_sources(tmp_path) == hashes[-1]
     (tmp_path / "launch.py").write_text("{}")

@@ -21,7 +21,8 @@ from vllm_moe_oracle.backends._hopper_fp8 import HopperFp8Backend  # noqa: E402
 from vllm_moe_oracle.core.problem import Activation, Parallel, Problem  # noqa: E402
 from vllm_moe_oracle.devices import catalog  # noqa: E402
 from vllm_moe_oracle.kernels import fp8_moe, fused_moe, prefill_launch  # noqa: E402
-from vllm_moe_oracle.kernels.config import choose_config, parse_config  # noqa: E402
+from vllm_moe_oracle.kernels.config import choose_config  # noqa: E402
+from vllm_moe_oracle.kernels.launch_config import parse_config  # noqa: E402
 from vllm_moe_oracle.measurements import model_shapes  # noqa: E402
 from vllm_moe_oracle.measuring import precompile, tuning  # noqa: E402
 from vllm_moe_oracle.oracle.checked_backend import unchecked  # noqa: E402

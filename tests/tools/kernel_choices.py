@@ -22,7 +22,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from vllm_moe_oracle.kernels.config import LaunchConfig, choose_config
+from vllm_moe_oracle.kernels.config import choose_config
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig
 from vllm_moe_oracle.kernels.prefill_config import resolve_stages
 from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights
 from vllm_moe_oracle.measurements import profile

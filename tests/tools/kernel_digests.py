@@ -41,7 +41,8 @@ from tests.lib.kernel_launches import (
     specialize,
 )
 from vllm_moe_oracle.kernels import config as configs
-from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig
+from vllm_moe_oracle.kernels import heuristic, launch_config
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
 from vllm_moe_oracle.kernels.prefill_config import PrefillConfig
 from vllm_moe_oracle.kernels.weights import PackedWeights, allocate_weights
 
@@ -131,7 +132,7 @@ def calls() -> dict[str, list[Launch]]:
         for tokens in TOKENS:
             for config in {
                 configs.choose_launch_config(weights, top_k, tokens): None,
-                **({configs.heuristic_config(weights, top_k, tokens): None} if layer in LAYERS else {}),
+                **({heuristic.heuristic_config(weights, top_k, tokens): None} if layer in LAYERS else {}),
             }:
                 key = f"{layer}: {text_of(config)}"
                 if key not in found:
@@ -151,10 +152,10 @@ def calls() -> dict[str, list[Launch]]:
 
 def _variants(layer: str, integers: bool, top_k: int) -> dict[str, list[Launch]]:
     """A layer's launches in other dtypes, with zero points, expert maps and MXFP8 activations."""
-    found = {f"{layer}: invariant": launches(layer, 64, configs.BATCH_INVARIANT_CONFIG)}
+    found = {f"{layer}: invariant": launches(layer, 64, launch_config.BATCH_INVARIANT_CONFIG)}
     for tokens in (1, 64):
         half = layer_weights(layer, dtype=torch.float16, zero_points=integers)
-        config = configs.heuristic_config(half, top_k, tokens)
+        config = heuristic.heuristic_config(half, top_k, tokens)
         found[f"{layer}: float16, {tokens}"] = launches(
             layer, tokens, config, dtype=torch.float16, zero_points=integers
         )
@@ -179,7 +180,7 @@ def choices() -> dict[str, str]:
     for layer, shape in (LAYERS | MEASURED).items():
         weights, top_k = layer_weights(layer), shape[5]
         for tokens in CHOICES:
-            chosen = [configs.heuristic_config(weights, top_k, tokens)]
+            chosen = [heuristic.heuristic_config(weights, top_k, tokens)]
             for quantize in (False, True):
                 chosen.append(configs.choose_config(weights, top_k, tokens, quantize=quantize))
                 chosen += configs.candidate_configs(weights, top_k, tokens, 6, quantize=quantize)

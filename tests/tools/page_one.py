@@ -140,9 +140,9 @@ def help_table() -> str:
                 "*Measured*: the layers of the recipes are chosen by times on this GPU, and the figure is their gain",
                 "over stock; most other shards, expert parallelism and zero points are predicted. *Predicted*: chosen",
                 "by times of a model that is fitted to an H200 and an H100; other cards were not compared. *Static*:",
-                "vLLM's own kernels in vLLM's order, checked, without a gain until a server's first start measures, as",
-                "for models in 16 bits under `--quantization mxfp4` with FlashInfer, whose kernel was not timed;",
+                "vLLM's own kernels in vLLM's order, checked, without a gain until a server's first start measures;",
                 "on a CPU [slower than the model in 16 bits](vllm_moe_oracle/ACCURACY.md#speed), with its memory.",
+                "Models in 16 bits under `--quantization mxfp4` are static where FlashInfer is installed.",
                 "*Not* names models with layers that nothing here runs.",
             ),
         ]

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from tests.lib.kernel_launches import fp8_launches, launches
 from tests.tools import restamp_profiles
 from tests.tools.kernel_digests import Digests, without_names
-from vllm_moe_oracle.kernels.config import LaunchConfig, TileConfig
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig, TileConfig
 from vllm_moe_oracle.measurements.environment import kernel_sources_hash
 
 TILE = TileConfig(16, 64, 128)

@@ -25,6 +25,9 @@ the checkpoint has them ``w13_bias``, ``w2_bias``, ``w13_zero_point``, ``w2_zero
 ``w2_group_index``. The modules in `vllm_moe_oracle.schemes` document shapes and dtypes.
 """
 
+MAX_CHECK_TOKENS = 1024
+"""Most tokens of a call that checks a layer, at load and by `verify`."""
+
 
 class Forward(Protocol):
     """Runs the experts of a layer on routed tokens.

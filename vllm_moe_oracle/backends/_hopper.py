@@ -16,15 +16,15 @@ from ..core.capabilities import Capabilities, Rule
 from ..core.decision import ShardPlan
 from ..core.problem import ActivationPrecision, Device, Problem
 from ..core.sharding import loaded_group_size
-from ._contract import Adapters, Backend, Builder, Tensors
+from ._contract import MAX_CHECK_TOKENS, Adapters, Backend, Builder, Tensors
 from ._hopper_warmup import MAX_LOADING_WORKSPACE, token_counts, warm_up
 from ._lora import LORA_RULES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..kernels.config import ConfigTable, LaunchConfig
     from ..kernels.fused_moe import WorkspaceLayout
+    from ..kernels.launch_config import ConfigTable, LaunchConfig
     from ..kernels.prefill_config import PrefillConfig
     from ..kernels.weights import PackedMatrix, PackedWeights
 
@@ -55,9 +55,6 @@ _MATRIX_PARTS = ("scale", "zero_point", "row_scale", "bias")
 _MAX_REGISTERS = {"h": 64, "weights": 128}
 """Registers per thread that a tile may hold: h with n_tiles, weights with no_k_loop."""
 
-_MOST_CHECKED_TOKENS = 1024
-"""Most tokens of a call that checks a layer while it is loaded."""
-
 _timed_config: ContextVar[tuple[tuple[str, str], LaunchConfig] | None] = ContextVar("timed_config", default=None)
 """Inside `HopperBackend.use_tile`: format and shape of the layers that are timed, and the configuration they run."""
 
@@ -72,13 +69,16 @@ def _warn_once(problem: Problem, words: str) -> None:
         logger.warning("moe_oracle: %s: %s", problem.layer, words)
 
 
-def _profiling_tokens(later: list[int]) -> int:
-    """Least number of tokens of a call that is vLLM's profiling run, of the numbers that are compiled then.
+def _profiling_tokens(uncompiled: list[int]) -> int:
+    """From how many tokens a call is vLLM's profiling run, in which the kernels of calls with many tokens compile.
 
     It brings fewer tokens than the largest call where an all-to-all delivers only what a rank's experts take, and more
     than the checks while a layer is loaded.
+
+    Args:
+        uncompiled: numbers of tokens whose kernels were not compiled while the layer was loaded, ascending.
     """
-    return min(later[-1], max(later[0], _MOST_CHECKED_TOKENS + 1)) if later else 0
+    return min(uncompiled[-1], max(uncompiled[0], MAX_CHECK_TOKENS + 1)) if uncompiled else 0
 
 
 def _tile_boundaries(plan: ShardPlan, most: int) -> list[int]:
@@ -178,7 +178,8 @@ class _LayerLaunches:
 
     def config(self, tokens: int) -> LaunchConfig | PrefillConfig:
         """The configuration that a call with `tokens` tokens runs."""
-        from ..kernels.config import BATCH_INVARIANT_CONFIG, choose_config
+        from ..kernels.config import choose_config
+        from ..kernels.launch_config import BATCH_INVARIANT_CONFIG
 
         if self._invariant:
             return BATCH_INVARIANT_CONFIG
@@ -312,7 +313,8 @@ class HopperBackend(Backend):
 
     def _tuned(self, problem: Problem, plan: ShardPlan, blank: PackedWeights, quantize: bool) -> ConfigTable:
         """The plan's configurations as a table. One that the kernels cannot run is left out with a warning."""
-        from ..kernels.config import is_suitable, parse_config
+        from ..kernels.config import is_suitable
+        from ..kernels.launch_config import parse_config
 
         rows: list[tuple[int, LaunchConfig | None]] = []
         for tokens, tile in plan.tiles:
@@ -349,7 +351,8 @@ class HopperBackend(Backend):
     @contextlib.contextmanager
     def use_tile(self, problem: Problem, tile: str) -> Iterator[None]:
         """While the context lasts, layers of the format and shape run the configuration. For timing only."""
-        from ..kernels.config import format_key, parse_config, shape_key
+        from ..kernels.config import format_key, shape_key
+        from ..kernels.launch_config import parse_config
 
         blank = self._allocate(problem, problem.local_experts, "meta")
         token = _timed_config.set(((format_key(blank), shape_key(blank, problem.top_k)), parse_config(tile)))
@@ -361,7 +364,8 @@ class HopperBackend(Backend):
     def compile_keys(self, problem: Problem, tokens: int, tile: str = "") -> frozenset[Hashable]:
         """See `Backend.compile_keys`. Triton compiles a kernel for each tile and each format, activation and number of
         choices. Of a layer's sizes it specializes on multiples of 16, and the kernels on whole steps."""
-        from ..kernels.config import BATCH_INVARIANT_CONFIG, LaunchConfig, choose_config, format_key, parse_config
+        from ..kernels.config import choose_config, format_key
+        from ..kernels.launch_config import BATCH_INVARIANT_CONFIG, LaunchConfig, parse_config
 
         blank = self._allocate(problem, problem.local_experts, "meta")
         quantize = self.activations(problem) == "mxfp8"

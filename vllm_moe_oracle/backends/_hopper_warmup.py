@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.problem import Problem
 
 if TYPE_CHECKING:
-    from ..kernels.config import ConfigTable
+    from ..kernels.launch_config import ConfigTable
     from ..kernels.weights import PackedWeights
 
 logger = logging.getLogger("vllm.moe_oracle")

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import make_
 from ..backends import Backend, Forward, WorkspaceForward
 from ..core.activations import spec_of
 from ..core.problem import MX_BLOCK, Activation, Problem
+from ..errors import BackendDefect
 from .experts_adapter import ExpertsAdapter
 from .function_experts import BatchedFunctionExperts, FunctionExperts
 from .layer_adapter import LayerAdapter
@@ -85,6 +86,9 @@ class Adapter(LayerAdapter, ExpertsAdapter):
             forward: the function.
             nbytes: bytes of scratch memory that it needs, from the number of tokens and top-k; None for none.
             batched: for activations that an all-to-all has sorted by expert; the function sees each row as a token.
+
+        Raises:
+            BackendDefect: the layer may have adapters, and the function takes none.
         """
         if batched:
             return BatchedFunctionExperts(
@@ -94,6 +98,9 @@ class Adapter(LayerAdapter, ExpertsAdapter):
             return FunctionExperts(moe, quant_config, forward, nbytes)
         from .lora_experts import LoRAFunctionExperts
 
+        if "adapters" not in inspect.signature(forward).parameters:
+            rule = "its capabilities include lora, and the function that it passed to the builder takes no adapters"
+            raise BackendDefect(rule, "Give the function a keyword argument adapters=None; see backends.Adapters")
         alternating = self.activation(moe).interleaved
         return LoRAFunctionExperts(moe, quant_config, forward, nbytes, alternating=alternating)
 

@@ -24,11 +24,15 @@ class LoRAFunctionExperts(LoRAExpertsMixin, FunctionExperts):
     Args:
         alternating: in vLLM's order of rows, gate's and up's alternate (gpt-oss).
         arguments: those of `FunctionExperts`.
+
+    Attributes:
+        mixin_interleaves: vLLM's mixin leaves columns of gate and up from two adapters alternating.
     """
 
     def __init__(self, *arguments: Any, alternating: bool, **sizes: Any) -> None:
         super().__init__(*arguments, **sizes)
         self.alternating: bool = alternating
+        self.mixin_interleaves: bool = alternating and _mixin_interleaves()
 
     def _run(
         self,
@@ -39,14 +43,19 @@ class LoRAFunctionExperts(LoRAExpertsMixin, FunctionExperts):
         expert_map: Tensor | None,
         workspace: Tensor,
     ) -> None:
-        """Calls the function: with adapters directly, since no operator takes them. They are for GPUs, where vLLM's
-        own operator hides the whole layer from torch.compile."""
+        """Calls the function; a batch with adapters without our operator, whose arguments are tensors. Adapters run on
+        GPUs alone, where an operator of vLLM's hides the whole layer from torch.compile."""
         lora_context = self._lora_context
         routed = (topk_weights, topk_ids, expert_map)
         if lora_context is None or not _any_adapter(lora_context.punica_wrapper):
             super()._run(out, x, *routed, workspace)
         else:
             self.runner(out, x, *routed, workspace, adapters=_CallAdapters(self, lora_context, x, *routed))
+
+
+def _mixin_interleaves() -> bool:
+    """Whether vLLM's mixin leaves gate and up as the layer orders them; before, it writes two halves."""
+    return min_versions.vllm_at_least(vllm.__version__, minimum=min_versions.LORA_ALTERNATING_ROWS)
 
 
 def _any_adapter(punica_wrapper: Any) -> bool:
@@ -105,8 +114,7 @@ class _CallAdapters:
         """Whether vLLM's mixin has left gate and up columns alternating."""
         # An adapter of both in one tensor has the rows of the checkpoint.
         of_both = self._context.w13_num_slices == 1
-        interleaves = min_versions.vllm_at_least(vllm.__version__, minimum=min_versions.LORA_ALTERNATING_ROWS)
-        return self._experts.alternating and (of_both or interleaves)
+        return self._experts.alternating if of_both else self._experts.mixin_interleaves
 
     def add_down(self, out: Tensor, h: Tensor) -> None:
         """See `backends.Adapters`."""

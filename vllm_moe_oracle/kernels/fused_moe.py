@@ -23,16 +23,9 @@ from ..core.activations import ACTIVATIONS
 from ..core.problem import Activation
 from . import gemm, prefill_launch, route
 from .activations import activate
-from .config import (
-    BATCH_INVARIANT_CONFIG,
-    ConfigTable,
-    LaunchConfig,
-    TileConfig,
-    choose_config,
-    config_errors,
-    keeps_mx_groups,
-)
+from .config import choose_config
 from .fp8_weights import Fp8Weights
+from .launch_config import BATCH_INVARIANT_CONFIG, ConfigTable, LaunchConfig, TileConfig, config_errors, keeps_mx_groups
 from .prefill_config import PrefillConfig, prefill_errors
 from .weights import PackedMatrix, PackedWeights, dequantize_expert, unpack_expert
 

@@ -210,7 +210,7 @@ def _minor_release(version: str) -> object:
         return version
 
 
-_UNHASHED_MODULES = ("activations.py", "config.py", "prefill_config.py")
+_UNHASHED_MODULES = ("activations.py", "config.py", "heuristic.py", "launch_config.py", "prefill_config.py")
 """Modules that are not part of the hash: formulas in torch, which no kernel runs, and those that choose kernels and
 tiles from tables. A new entry for one layer does not change the choice for a measured layer; a golden test checks this.
 """

@@ -289,8 +289,9 @@ class Verification:
     def _compare(self, plan: LayerPlan, name: str, check: LayerCheck, adapter: Adapter) -> tuple[LayerResult, Any]:
         """The result of a backend, and the reference's outputs; of the next candidate where a server takes that one,
         because vLLM's own class or the weights speak against the first."""
+        from ..backends import MAX_CHECK_TOKENS
         from ..compat import standalone_layer
-        from ..verification.whole_layer import MAX_CALL_TOKENS, WeightsRefused
+        from ..verification.whole_layer import WeightsRefused
 
         decision, problem = plan.decision, plan.problem
         notes: list[str] = []
@@ -301,7 +302,7 @@ class Verification:
         edges = tuple(each.max_tokens for each in decision.token_ranges if each.max_tokens is not None)
         for candidate in [name] if is_final(decision, self.settings) else [name, *accepted]:
             backend = self.registry[candidate]
-            moe = standalone_layer.fused_moe_config(problem, check.kind, MAX_CALL_TOKENS)
+            moe = standalone_layer.fused_moe_config(problem, check.kind, MAX_CHECK_TOKENS)
             refusal = adapter.stock_class_rejection(backend, moe, problem)
             if not refusal:
                 own = plans[candidate] if candidate in plans else backend.plan(problem, self.device)

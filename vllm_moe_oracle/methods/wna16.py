@@ -384,7 +384,7 @@ class Wna16ConfigMixin(EmulatedDtypesMixin):
         if not isinstance(found, Scheme):
             return UnquantizedFusedMoEMethod(layer.moe_config)
         with set_current_layer(layer, prefix):
-            # What was read once is passed on: the fields of a layer's config are for a stock method.
+            # The method gets what was read here; only a stock method reads the fields of a layer's config again.
             config = copy.copy(self.with_scheme(found))
             config.expert_scheme = found
             return self.moe_method_cls(config, layer.moe_config)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..backends import Backend, Tensors
+from ..backends import MAX_CHECK_TOKENS, Backend, Tensors
 from ..compat import standalone_layer, weight_storage
 from ..compat.experts_builder import VllmBuilder
 from ..core.decision import ShardPlan
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 ISOLATED = 2
 """Isolated tokens of each expert, that of zeros apart."""
-
-MAX_CALL_TOKENS = 1024
-"""Most tokens of a call."""
 
 CALLS = 28
 """Calls before the reload, at least: a fault in one call of twenty shows."""
@@ -236,7 +233,7 @@ class LayerCheck:
         few = dataclasses.replace(
             problem, num_experts=len(chosen), local_experts=len(chosen), top_k=min(problem.top_k, len(chosen))
         )
-        moe = standalone_layer.fused_moe_config(few, self.kind, MAX_CALL_TOKENS)
+        moe = standalone_layer.fused_moe_config(few, self.kind, MAX_CHECK_TOKENS)
         raw = {name: each.to(self._device) for name, each in raw.items()}
         try:
             found = self_check.compare_with_reference(backend, few, plan, raw, moe, self.adapter, hand_overs)
@@ -253,8 +250,8 @@ class LayerCheck:
         x, weights, ids, logits = self._x, self._weights, self._ids, None
         if backend.monolithic and routing.routing_reference(self.routed_problem.routing) is not None:
             # Enough that most experts have tokens.
-            count = max(len(x), min(MAX_CALL_TOKENS, 4 * self.problem.num_experts // self.problem.top_k))
-            moe = standalone_layer.fused_moe_config(self.problem, self.kind, MAX_CALL_TOKENS)
+            count = max(len(x), min(MAX_CHECK_TOKENS, 4 * self.problem.num_experts // self.problem.top_k))
+            moe = standalone_layer.fused_moe_config(self.problem, self.kind, MAX_CHECK_TOKENS)
             logits = routing.discriminating_logits(
                 self.routed_problem.routing,
                 self.problem.top_k,
@@ -395,7 +392,7 @@ class KernelTensors:
             most: most tokens of a call.
         """
         tensors = self.tensors
-        moe = standalone_layer.fused_moe_config(self._problem, kind, MAX_CALL_TOKENS)
+        moe = standalone_layer.fused_moe_config(self._problem, kind, MAX_CHECK_TOKENS)
         described = adapter.quant_config(self._problem, tensors)
         builder = VllmBuilder(adapter, moe, described, for_serving=False, trial_tokens=most)
         return self._backend.build_experts(tensors, self._problem, self._plan, builder)
@@ -416,8 +413,8 @@ class _Calls:
         self._check, self._made = check, made
         self._mixed, self._isolated = batches[0], batches[1] if len(batches) > 1 else None
         self._run: Callable[[_Batch, Tensor, Tensor], Tensor] | None = None
-        moe = standalone_layer.fused_moe_config(check.problem, check.kind, MAX_CALL_TOKENS)
-        self.most = min(MAX_CALL_TOKENS, check.adapter.trial_tokens(moe))
+        moe = standalone_layer.fused_moe_config(check.problem, check.kind, MAX_CHECK_TOKENS)
+        self.most = min(MAX_CHECK_TOKENS, check.adapter.trial_tokens(moe))
         self.num_mixed = min(len(self._mixed.x), self.most)
         self._faults: dict[str, str] = {}
         self._faulty: set[int] = set()

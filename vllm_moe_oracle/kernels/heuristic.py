@@ -1,0 +1,224 @@
+"""The rule for shapes and numbers of tokens without measurements: a tile for each GEMM, from the expected load."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from .launch_config import LaunchConfig, TileConfig
+from .prefill_config import LONG_K, MAX_BLOCK_TOKENS
+from .weights import PackedWeights, code_bits
+
+
+@dataclass(frozen=True)
+class Load:
+    """What uniform routing brings to the experts of one rank.
+
+    Attributes:
+        active: expected number of experts that get a token, at least 1.
+        slots: expected number of slots of these experts.
+    """
+
+    active: float
+    slots: float
+
+    @property
+    def rows(self) -> float:
+        """Slots per active expert."""
+        return self.slots / self.active
+
+
+def expected_load(experts: int, num_experts: int, top_k: int, tokens: int) -> Load:
+    """The load of a rank that holds `experts` of `num_experts` experts."""
+    share = min(top_k, num_experts) / num_experts
+    return Load(max(1.0, experts * (1.0 - (1.0 - share) ** tokens)), tokens * top_k * experts / num_experts)
+
+
+_MIN_PROGRAMS = 330
+"""Programs that the heuristic wants for one GEMM: 2.5 for each SM."""
+_SMS = 132
+"""Of an H100 SXM and an H200. Cards with fewer get the same tiles, which were not timed there."""
+
+
+def _tile_width(parts: float, rows: int, widths: tuple[int, ...]) -> int:
+    """The first of `widths` (weight rows of a tile) that gives `parts` matrices of `rows` rows enough programs.
+
+    Too few programs leave memory idle, too many read activations more often. Over 6 shapes in 7 formats, the widest
+    tile with at least 330 programs is the fastest or within a few percent of it.
+    """
+    return next((width for width in widths if parts * -(-rows // width) >= _MIN_PROGRAMS), widths[-1])
+
+
+def _per_slot_tile(weights: PackedWeights, slots: float, rows: int, columns: int) -> TileConfig:
+    """The heuristic's tile with `per_slot`."""
+    width = _tile_width(slots, rows, (128, 64, 32, 16))
+    if width == 128:
+        return _wide_tile(weights)
+    k_parts = {64: 2, 32: 4, 16: 4}[width]
+    if columns < 128 * k_parts:
+        return TileConfig(8, 64, 128, k_parts=2)
+    num_stages = 6 if width == 16 and columns >= LONG_K else 4
+    return TileConfig(16 // k_parts, width, 128, k_parts=k_parts, num_stages=num_stages)
+
+
+def _needs_two_mmas(weights: PackedWeights) -> bool:
+    """Whether a step is two MMAs, which take more registers: float16 activations of MX weights."""
+    return weights.dtype == torch.float16 and weights.format.startswith("mx")
+
+
+def _wide_tile(weights: PackedWeights) -> TileConfig:
+    # With at most 128 registers, scaled accumulators and two MMAs spill in Triton 3.9.
+    uncapped = weights.format == "int8" or _needs_two_mmas(weights)
+    return TileConfig(16, 128, 128, num_stages=3, maxnreg=0 if uncapped else 128, scale_accumulators=False)
+
+
+def _wave_cost(parts: float, rows: int, width: int, resident: int) -> float:
+    """Relative time of tiles `width` weight rows wide, of which `resident` run on one SM at once.
+
+    Programs run in waves, and half of the time of a last, unfilled wave is lost. Rows that fill up the last tile cost
+    as much as others.
+    """
+    tiles = -(-rows // width)
+    waves = parts * tiles / (resident * _SMS)
+    return (0.5 + 0.5 * math.ceil(waves) / waves) * tiles * width / rows
+
+
+def _few_rows_tile(weights: PackedWeights, active: float, rows: int, columns: int, down: bool) -> TileConfig:
+    """The heuristic's tile for few rows per expert: the one whose programs fill the SMs best.
+
+    A long K takes steps of 256 columns, with narrow tiles of more than one wave, or in 4 bits with few programs. Beside
+    a rule without waves this one is 5 to 9 % faster at 2 to 14 rows in 4 bits, up to 3 % in 8 bits
+    (`tests/golden/h100/tile-rule.json`).
+    """
+    four = code_bits(weights.format) == 4
+    integers = weights.format.startswith("int")
+    long = columns >= LONG_K
+    programs = active * -(-rows // 128)
+    one_wave = active * -(-rows // 64) <= 5 * _SMS
+    narrow = TileConfig(16, 64, 256, num_stages=3) if long and not (four and one_wave) else TileConfig(16, 64, 128)
+    narrow_cost = 1.0 if four and integers else 1.06 if four else 1.03 if down else 0.97
+    # Programs of a tile that one SM holds at once by their shared memory and registers, and what a tile costs beside
+    # others in full waves, from times of an H200.
+    costs = {
+        _wide_tile(weights): _wave_cost(active, rows, 128, 4),
+        narrow: narrow_cost * _wave_cost(active, rows, 64, 5),
+    }
+    # Two MMAs of 128 rows and 256 columns, or of 256 rows, spill.
+    if not _needs_two_mmas(weights):
+        if long and (four or down) and 0.6 <= programs / _MIN_PROGRAMS < 1.0:
+            costs[TileConfig(16, 128, 256, num_stages=3)] = 1.05 * _wave_cost(active, rows, 128, 2)
+        if weights.format != "int8":
+            widest = TileConfig(16, 256, 64, scale_accumulators=False)
+            costs[widest] = (0.97 if integers else 1.03) * _wave_cost(active, rows, 256, 3)
+    return min(costs, key=costs.__getitem__)
+
+
+def _swept_tiles(weights: PackedWeights, active: float) -> int:
+    """`n_tiles` of the second GEMM for few rows per expert, 1 for an ordinary tile.
+
+    It pays for few columns and many programs.
+    """
+    four = code_bits(weights.format) == 4
+    if weights.intermediate not in ((128, 256, 384, 512) if four else (128, 256)):
+        return 1
+    programs = active * -(-weights.hidden // 64)
+    return 8 if programs >= (4000 if four else 16000) else 4 if programs >= 4 * _MIN_PROGRAMS else 1
+
+
+def _middle_tile(weights: PackedWeights, load: Load, rows: int, down: bool) -> TileConfig:
+    """The heuristic's tile for 14 to 90 rows per expert.
+
+    Heights are those that fit a Poisson-distributed number of rows: 32 rows rarely exceed a tile of 48, 44 rows one of
+    64, 70 rows two of 48. Few programs of 32 rows take steps of 128 columns, which have more in flight.
+    """
+    four = code_bits(weights.format) == 4
+    if _needs_two_mmas(weights):
+        if load.rows <= 28:
+            return TileConfig(32, 128, 128, num_stages=3) if four else TileConfig(32, 128, 64)
+        return TileConfig(64, 128, 64) if four else TileConfig(64, 128, 128, num_warps=8, num_stages=3)
+    long_steps = weights.format == "mxfp4" and not down
+    if load.rows <= 28:
+        if long_steps or load.active * -(-rows // 128) < _MIN_PROGRAMS:
+            return TileConfig(32, 128, 128, num_stages=3)
+        # Scales on the weights: with taller tiles they cost less than those on the accumulators.
+        return TileConfig(32, 128, 64, maxnreg=0 if four else 128, scale_accumulators=False)
+    if 38 < load.rows <= 58:
+        return TileConfig(64, 128, 64)
+    if down and load.active * -(-rows // 256) >= 0.6 * _MIN_PROGRAMS:
+        return TileConfig(48, 256, 64, num_stages=3, scale_accumulators=False)
+    return TileConfig(48, 128, 128, num_stages=3) if long_steps else TileConfig(48, 128, 64)
+
+
+_MAX_PARTIAL_SUMS = 128 * 2**20
+"""Bytes of workspace that the heuristic spends on sums of programs that share columns."""
+_TALL_TILE = TileConfig(64, 128, 64)
+"""For one to four experts with many rows and a long second product: one height for both GEMMs."""
+
+
+def _shared_columns(weights: PackedWeights, load: Load, tile: TileConfig) -> TileConfig:
+    """The second GEMM's tile, its columns shared among up to eight programs while these leave SMs without work.
+
+    One or two experts of 14336 columns are 32 to 128 programs. Each shares at least 1024 columns, and all together are
+    at most three tiles of 128 rows for each SM, half as many in steps of 256 columns. 181 calls of one to four experts
+    with 4864 to 32768 columns are 1.38 times as fast as without, 0.98 to 2.12 (`tests/golden/h100/tile-rule-3.json`).
+    """
+    if weights.intermediate < LONG_K or load.slots < 1 or tile.bm_rest or tile.n_tiles > 1 or tile.no_k_loop:
+        return tile
+    blocks = load.active * max(1.0, load.rows / tile.bm + 0.5)
+    # Steps of 256 columns have twice as many bytes in flight.
+    rows = blocks * -(-weights.hidden // tile.bn) * tile.bn * max(1.0, tile.bk / 128)
+    # Memory is for the slots of all ranks: they may all come to this one.
+    sums = load.slots * weights.num_experts / weights.experts * weights.hidden * 4
+    most = min(weights.intermediate / 1024, 3 * 128 * _SMS / rows, _MAX_PARTIAL_SUMS / sums)
+    return replace(tile, split_k=max(each for each in (1, 2, 4, 8) if each <= max(1, most)))
+
+
+def prefers_small_tiles(weights: PackedWeights, load: Load) -> bool:
+    """Whether a call of many rows runs small tiles with shared columns: of the persistent kernels' tiles, its second
+    GEMM would have fewer than half of the SMs."""
+    tiles = load.active * -(-weights.hidden // 256) * max(1.0, load.rows / MAX_BLOCK_TOKENS + 0.5)
+    few = tiles < _SMS / 2 and not _needs_two_mmas(weights)
+    return few and load.rows > 28 and _shared_columns(weights, load, _TALL_TILE).split_k > 1
+
+
+def heuristic_config(weights: PackedWeights, top_k: int, tokens: int) -> LaunchConfig:
+    """A configuration for a shape without measurements, from the expected rows per active expert.
+
+    Args:
+        weights: the layer; tensors on the meta device will do.
+        top_k: choices per token.
+        tokens: rows of x.
+    """
+    load = expected_load(weights.experts, weights.num_experts, top_k, tokens)
+    # With more than 1.25 slots per active expert, it is faster to multiply the slots of one expert together.
+    if tokens <= 4 and load.rows <= 1.25:
+        up = _per_slot_tile(weights, load.slots, weights.w13.rows, weights.hidden)
+        down = _per_slot_tile(weights, load.slots, weights.hidden, weights.intermediate)
+        choices = 1 << (top_k - 1).bit_length()
+        # 256 threads hold the weights of 16 rows of all choices in at most 96 registers each.
+        fits = choices * 16 * weights.intermediate * code_bits(weights.format) <= 96 * 32 * 256
+        if tokens <= 2 and fits and weights.intermediate % 128 == 0 and 8 <= choices <= 16:
+            down = TileConfig(1, 16, 128, num_warps=8, scale_accumulators=False, no_k_loop=True, fused_topk=True)
+        return LaunchConfig(up, down, per_slot=True)
+    # Programs that keep h pay for a second block of 16 rows with little.
+    swept = _swept_tiles(weights, load.active) if tokens > 4 else 1
+    sweeping = TileConfig(16, 64, 128, num_stages=3, scale_accumulators=False, n_tiles=swept)
+    if load.rows <= 14:
+        up = _few_rows_tile(weights, load.active, weights.w13.rows, weights.hidden, False)
+        if swept > 1:
+            return LaunchConfig(up, sweeping)
+        down = _few_rows_tile(weights, load.active, weights.hidden, weights.intermediate, True)
+        return LaunchConfig(up, _shared_columns(weights, load, down))
+    if prefers_small_tiles(weights, load):
+        return LaunchConfig(_TALL_TILE, _shared_columns(weights, load, _TALL_TILE))
+    if load.rows > 90:
+        tile = TileConfig(256 if load.rows > 160 else 128, 128, 64, num_warps=8, num_stages=3)
+        return LaunchConfig(tile, tile)
+    up = _middle_tile(weights, load, weights.w13.rows, False)
+    # Eight bits and float16 activations of MX weights were not timed so.
+    if swept > 1 and load.rows <= 28 and code_bits(weights.format) == 4 and not _needs_two_mmas(weights):
+        return LaunchConfig(up, replace(sweeping, bm=up.bm))
+    down = _middle_tile(weights, load, weights.hidden, True)
+    return LaunchConfig(up, _shared_columns(weights, load, down))
