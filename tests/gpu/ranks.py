@@ -58,6 +58,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "eplb": {"feature": "expert_load_balancing", "engine": TWO | EXPERTS, "eplb": {"use_async": False}},
     "eplb, async": {"feature": "expert_load_balancing", "engine": TWO | EXPERTS},
     "lora": {"feature": "lora", "engine": TWO},
+    "expert lora": {"feature": "lora", "engine": TWO | {"lora_target_modules": None}, "of_experts": True},
+    "expert lora, ep": {"feature": "lora", "engine": TWO | EXPERTS | {"lora_target_modules": None}, "of_experts": True},
     "ngram drafts": {"feature": "speculative_decoding", "engine": TWO},
     "prefix caching": {"feature": "prefix_caching", "engine": TWO},
     "chunked prefill": {"feature": "chunked_prefill", "engine": TWO},
@@ -69,7 +71,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What people switch on, compiled with CUDA graphs as by default, by this project's kernels."""
 FEATURED = ("mxfp8 modelopt", "mxfp4 gpt-oss", "mxfp4 compressed-tensors", "gptq g32")
-CPU_LACKS = ("dp2", "sleep", "eplb", "lora", "batch invariance", "pipeline")
+CPU_LACKS = ("dp2", "sleep", "eplb", "lora", "expert lora", "batch invariance", "pipeline")
 """Cases that start with these words fail in stock vLLM 0.32 on a CPU, or are refused there: its ranks exchange no
 tokens, a request without an adapter gets its neighbor's, later stages of a pipeline have no place for their input."""
 GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8]}}
@@ -99,6 +101,7 @@ class Format:
         backend: this project's.
         other: another model in this format, and what transformers read of it, where features are tried.
         adapter: a LoRA adapter of the attention, and the exact checkpoint with it merged, likewise.
+        expert_adapter: one of the experts; None for gpt-oss, whose experts have no names of their own.
     """
 
     path: Path
@@ -108,6 +111,7 @@ class Format:
     backend: str
     other: tuple[Path, Path] | None = None
     adapter: tuple[Path, Path] | None = None
+    expert_adapter: tuple[Path, Path] | None = None
 
 
 def write_format(folder: Path, name: str, seed: int) -> tuple[Path, Path]:
@@ -147,6 +151,10 @@ def formats(folder: Path, words: list[str]) -> dict[str, Format]:
             merged = exact.with_name(f"{exact.name}-merged")
             adapter = adapters.write(exact, exact.with_name(f"{exact.name}-adapter"), merged)
             found[name] = replace(found[name], other=write_format(folder, name, 1), adapter=(adapter, merged))
+            if "gpt-oss" not in name:
+                merged = exact.with_name(f"{exact.name}-merged-experts")
+                adapter = adapters.write_experts(exact, exact.with_name(f"{exact.name}-expert-adapter"), merged)
+                found[name] = replace(found[name], expert_adapter=(adapter, merged))
     return found
 
 
@@ -173,6 +181,10 @@ def jobs_of(name: str, format: Format, cpu: bool) -> dict[str, dict[str, Any]]:
         for feature, job in FEATURES.items():
             if job["feature"] == "expert_load_balancing" and name == "mxfp4 gpt-oss":
                 continue  # vLLM 0.33's model of gpt-oss has no experts that move
+            if job.get("of_experts"):
+                if not format.expert_adapter:
+                    continue
+                job = job | {"adapter": str(format.expert_adapter[0])}
             arguments = format.engine | ({} if cpu else {"enforce_eager": False} | GRAPHS) | job["engine"]
             found[feature] = common | paths | {"prompt": LONG_PROMPT, "oracle": own} | job | {"engine": arguments}
     return {case: job for case, job in found.items() if not (cpu and case.startswith(CPU_LACKS))}
@@ -295,7 +307,8 @@ def main() -> int:
             return reference.greedy(reference.load_transformers(checkpoint), list(prompt), TOKENS)
 
         def theirs(format: str, job: dict[str, Any]) -> tuple[reference.Continuation, reference.Continuation | None]:
-            pair = {"lora": found[format].adapter, "reload_and_back": found[format].other}.get(job["feature"])
+            adapter = found[format].expert_adapter if job.get("of_experts") else found[format].adapter
+            pair = {"lora": adapter, "reload_and_back": found[format].other}.get(job["feature"])
             prompt = tuple(job["prompt"])
             return says(found[format].exact, prompt), says(pair[1], prompt) if pair else None
 

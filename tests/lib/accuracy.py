@@ -56,7 +56,7 @@ from vllm_moe_oracle import settings
 from vllm_moe_oracle.backends import MAX_CHECK_TOKENS, Backend
 from vllm_moe_oracle.checkpoint import read_checkpoint
 from vllm_moe_oracle.compat import current_adapter
-from vllm_moe_oracle.core.problem import Device
+from vllm_moe_oracle.core.problem import Device, Parallel, Problem
 from vllm_moe_oracle.measuring.verifying import LayerPlan, Verification
 from vllm_moe_oracle.oracle.selection import evaluate_candidates
 from vllm_moe_oracle.verification import whole_layer
@@ -241,7 +241,7 @@ def _dense_mlp(weights: Sequence[Tensor], rounded: Callable[[Tensor], Tensor]) -
 
 
 def served(
-    checkpoint: Path, names: Sequence[str], device: Device, dtype: str = ""
+    checkpoint: Path, names: Sequence[str], device: Device, dtype: str = "", tp: int = 1
 ) -> tuple[dict[str, list[Callable[[Tensor], Tensor]]], dict[str, str]]:
     """MLPs of each layer that a backend computes, by the backend's name, and why a backend is left out.
 
@@ -250,22 +250,39 @@ def served(
         names: backends; none for all that accept the layers.
         device: this machine.
         dtype: of the layers; "" for the checkpoint's.
+        tp: tensor-parallel ranks.
     """
     config = read_checkpoint(checkpoint)
     with Verification(config, device, settings.load({})) as made:
-        # The plans' decision is for the checkpoint's dtype.
-        problem = made.plans[0].problem
-        candidates = evaluate_candidates(
-            dataclasses.replace(problem, dtype=dtype or problem.dtype), device, settings.load({})
-        )
+        # The plans' decision is for the checkpoint's dtype, on one rank.
+        problem = rank_problem(made.plans[0].problem, dtype, tp)
+        candidates = evaluate_candidates(problem, device, settings.load({}))
         accepted = [each.backend for each in candidates if each.accepted]
         refused = {name: "it does not accept the layers on this machine" for name in names if name not in accepted}
         chosen = [name for name in accepted if not names or name in names]
-        found = {name: [mlp(plan, made.registry[name], device, dtype) for plan in made.plans] for name in chosen}
+        found = {name: [mlp(plan, made.registry[name], device, dtype, tp) for plan in made.plans] for name in chosen}
     return found, refused
 
 
-def mlp(plan: LayerPlan, backend: Backend, device: Device, dtype: str = "") -> Callable[[Tensor], Tensor]:
+def rank_problem(problem: Problem, dtype: str, tp: int) -> Problem:
+    """A whole layer as one of `tp` tensor-parallel ranks has it, in a dtype ("" for its own)."""
+    assert problem.intermediate_size % tp == 0
+    size = problem.intermediate_size // tp
+    return dataclasses.replace(problem, dtype=dtype or problem.dtype, intermediate_size=size, parallel=Parallel(tp=tp))
+
+
+def rank_part(expert: Mapping[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]:
+    """A tensor-parallel rank's part of a gated expert in canonical form: rows of gate and of up, columns of down."""
+    found = {}
+    for name, tensor in expert.items():
+        if name.startswith("w13"):
+            found[name] = torch.cat([half.chunk(tp)[rank] for half in tensor.chunk(2)])
+        else:
+            found[name] = tensor.chunk(tp, dim=1)[rank].contiguous()
+    return found
+
+
+def mlp(plan: LayerPlan, backend: Backend, device: Device, dtype: str = "", tp: int = 1) -> Callable[[Tensor], Tensor]:
     """One layer's experts, built by a backend as a server builds them, all with the same routing weight.
 
     Args:
@@ -273,14 +290,30 @@ def mlp(plan: LayerPlan, backend: Backend, device: Device, dtype: str = "") -> C
         backend: the backend.
         device: this machine.
         dtype: of the layer; "" for the checkpoint's.
+        tp: tensor-parallel ranks, whose outputs are added and rounded to the layer's dtype, as their all-reduce does.
+            All are on this device, one after the other.
     """
-    problem, tensors, kind = plan.problem, plan.tensors, "cuda" if device.kind == "cuda" else "cpu"
-    problem = dataclasses.replace(problem, dtype=dtype or problem.dtype)
+    parts = [_rank_mlp(plan, backend, device, rank_problem(plan.problem, dtype, tp), rank) for rank in range(tp)]
+
+    def run(x: Tensor) -> Tensor:
+        total, *others = (each(x) for each in parts)
+        for other in others:
+            total = rounding(dtype or plan.problem.dtype)(total + other)
+        return total
+
+    return run
+
+
+def _rank_mlp(
+    plan: LayerPlan, backend: Backend, device: Device, problem: Problem, rank: int
+) -> Callable[[Tensor], Tensor]:
+    """`mlp` of one rank, for its `problem`."""
+    tensors, kind = plan.tensors, "cuda" if device.kind == "cuda" else "cpu"
     assert tensors is not None
     made = whole_layer.KernelTensors(backend, problem, backend.plan(problem, device))
     for index in range(problem.num_experts):
-        expert = {name: tensor.to(kind) for name, tensor in tensors.expert(index).items()}
-        assert not made.put(expert, index)
+        expert = rank_part(tensors.expert(index), rank, problem.parallel.tp)
+        assert not made.put({name: tensor.to(kind) for name, tensor in expert.items()}, index)
     adapter = current_adapter()
     experts = made.build(adapter, kind, MAX_CHECK_TOKENS)
     ids = torch.arange(problem.num_experts, dtype=torch.int32, device=kind)

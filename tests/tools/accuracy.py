@@ -3,6 +3,7 @@
     python -m tests.tools.accuracy [--formats mxfp8,...] [--backends cpu_mxfp4,...] [--windows 80] [--write]
     python -m tests.tools.accuracy --dtype float32 [--formats ...] [--write]         # nothing is rounded to 16 bits
     python -m tests.tools.accuracy --dtype float16 [--formats gptq-int4-g32,...] [--write]    # integers alone
+    python -m tests.tools.accuracy --tp 2 [--formats ...] [--write]                  # two tensor-parallel ranks' shards
     python -m tests.tools.accuracy --whole --windows 16 --formats mxfp8 [--write]    # and the whole model in bfloat16
     python -m tests.tools.accuracy --cut-off --windows 24 --formats mxfp8 [--write]  # vLLM's operator as it is
     python -m tests.tools.accuracy --faults [--windows 8] [--write]
@@ -117,8 +118,9 @@ def prepare(path: Path, name: str, device: str) -> tuple[Any, list[Switch]]:
 
 
 def measure(
-    path: Path, name: str, backends: list[str], tokens: Tensor, device: Device, *, dtype: str, whole: bool = False
-) -> dict[str, Any]:
+    path: Path, name: str, backends: list[str], tokens: Tensor, device: Device, *, dtype: str, tp: int = 1,
+    whole: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Figures of a format by backend, and those of the baseline.
 
     Args:
@@ -128,11 +130,12 @@ def measure(
         tokens: from `accuracy.windows`.
         device: this machine.
         dtype: of the layers.
+        tp: tensor-parallel ranks.
         whole: also the whole model in bfloat16.
     """
     kind = "cuda" if device.kind == "cuda" else "cpu"
     with standalone_layer.single_rank_worker(kind, 2048):
-        found, refused = accuracy.served(path, backends, device, dtype)
+        found, refused = accuracy.served(path, backends, device, dtype, tp)
         model, switches = prepare(path, name, kind)
         for backend, functions in found.items():
             for switch, function in zip(switches, functions, strict=True):
@@ -221,6 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--backends", default="", help="default: all that accept the layers")
     parser.add_argument("--windows", type=int, default=0, help=f"of {accuracy.WINDOW} tokens; default 80, faults 8")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of layers")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks: their shards, one after the other")
     parser.add_argument("--whole", action="store_true", help="also the whole model in bfloat16")
     parser.add_argument("--cut-off", action="store_true", help="cpu_dequantized without its factor for cut numbers")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what this machine must be")
@@ -252,13 +256,16 @@ def main(arguments: list[str] | None = None) -> int:
             if options.faults:
                 figures = inject(path, tokens, device)
             else:
-                figures = measure(path, name, backends, tokens, device, dtype=options.dtype, whole=options.whole)
+                figures = measure(
+                    path, name, backends, tokens, device, dtype=options.dtype, tp=options.tp, whole=options.whole
+                )
                 gated = [each for each in figures.values() if each["is_backend"] and each["activations"] == "16bit"]
                 wrong |= not all(each["passes"] for each in gated)
             show(name, figures)
             if options.write:
                 part = "faults" if options.faults else "formats"
                 part += f", {options.dtype}" if options.dtype != "bfloat16" else ""
+                part += f", tp {options.tp}" if options.tp > 1 else ""
                 part = "whole model" if options.whole else "cut off" if options.cut_off else part
                 print(write(device, part, {name: figures}, pieces), file=sys.stderr)
     return int(wrong)

@@ -1,0 +1,85 @@
+"""Takes benchmarks into the shipped profile of their GPU: ``python -m tests.tools.merge_times FILE.jsonl...``
+
+The files are those of ``vllm-moe-oracle bench --jsonl FILE`` or of `tests.gpu.unlisted_layers`, in the order in which
+they were taken. A new time replaces the profile's of the same layer, backend, routing and number of tokens; everything
+else stays. Failures are not taken over: what cannot run on a machine without its memory runs on another.
+
+The benchmarks must have run on the profile's GPU, packages and kernels. Afterwards run ``kernel_choices --write``,
+which says on which configurations the times rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import msgspec
+
+from vllm_moe_oracle.measurements import profile
+from vllm_moe_oracle.measurements.bench_records import read_samples
+from vllm_moe_oracle.measurements.environment import Environment
+from vllm_moe_oracle.measurements.kernel_shape import KernelShape, Sample
+
+Key = tuple[str, str, int]
+
+
+def _key(sample: Sample) -> Key:
+    return sample.backend, sample.routing, sample.tokens
+
+
+def merged(shipped: profile.Profile, environment: Environment, new: dict[KernelShape, list[Sample]]) -> profile.Profile:
+    """A profile with new samples.
+
+    Raises:
+        ValueError: the samples ran on another GPU, or with other packages or kernels.
+    """
+    if environment.key != shipped.environment.key:
+        raise ValueError(f"the benchmark ran on {environment}, the profile's times on {shipped.environment}")
+    samples: dict[KernelShape, dict[Key, Sample]] = {
+        entry.kernel_shape: {_key(each): each for each in shipped.samples(entry.kernel_shape)}
+        for entry in shipped.entries
+    }
+    for shape, found in new.items():
+        samples.setdefault(shape, {}).update({_key(each): each for each in found if not each.failure})
+    made = profile.make(
+        shipped.environment, {shape: found.values() for shape, found in samples.items()}, shipped.conditions
+    )
+    entries = []
+    for entry in made.entries:
+        classes = shipped.stock_classes(entry.kernel_shape)
+        backends = {
+            name: msgspec.structs.replace(each, stock_class=classes.get(name, each.stock_class))
+            for name, each in entry.backends.items()
+        }
+        entries.append(msgspec.structs.replace(entry, backends=backends))
+    return msgspec.structs.replace(made, entries=tuple(entries))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
+    for file in parser.parse_args(arguments).files:
+        environment, _, new = read_samples(file)
+        of_gpu = [
+            path
+            for path in sorted(profile.SHIPPED_FOLDER.glob("nvidia_*.json"))
+            if profile.read(path).environment.gpu == environment.gpu
+        ]
+        if len(of_gpu) != 1:
+            print(f"{file}: no profile of {environment.gpu} is shipped", file=sys.stderr)
+            return 1
+        try:
+            made = merged(profile.read(of_gpu[0]), environment, new)
+        except ValueError as error:
+            print(f"{file}: {error}", file=sys.stderr)
+            return 1
+        profile.write(made, of_gpu[0])
+        taken = sum(not each.failure for found in new.values() for each in found)
+        print(f"{of_gpu[0].name}: {taken} times of {len(new)} layers")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
