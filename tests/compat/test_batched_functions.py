@@ -124,9 +124,9 @@ def test_the_self_check_runs_in_the_batched_format(name: str, monkeypatch: pytes
     built: list[Any] = []
     original = adapter_class.run_single_rank
 
-    def run(self: Any, experts: Any, *more: Any) -> Any:
+    def run(self: Any, experts: Any, *more: Any, **options: Any) -> Any:
         built.append(experts)
-        return original(self, experts, *more)
+        return original(self, experts, *more, **options)
 
     monkeypatch.setattr(adapter_class, "run_single_rank", run)
     result = check(fault, layer, weights(layer))

@@ -109,14 +109,22 @@ class Faulty(Emulation):
         convert: Convert = lambda expert, layer: expert,
         understand: Understand = lambda layer: layer,
         compute: Compute = forward,
+        beyond: tuple[int, ...] = (),
+        scratch: bool = False,
     ) -> None:
+        """`beyond`: the numbers of tokens after which it says that another kernel takes over. `scratch`: `compute` also
+        gets a workspace, of a float32 number for each one of the output."""
         self.name = name  # type: ignore[misc]
+        self._beyond, self._scratch = beyond, scratch
         self._convert = convert
         self._understand = understand
         self._compute = compute
 
     def priority(self, problem: Problem, device: Any) -> float:
         return self.rank
+
+    def hand_overs(self, problem: Problem, most: int) -> tuple[int, ...]:
+        return tuple(each for each in self._beyond if each < most)
 
     def convert(self, expert: Any, problem: Problem, plan: Any) -> dict[str, Tensor]:
         return self._convert(dict(expert), problem)
@@ -127,6 +135,8 @@ class Faulty(Emulation):
         def run(*arguments: Any) -> None:
             self._compute(tensors, self._understand(problem), *arguments)
 
+        if self._scratch:
+            return builder.from_workspace_function(run, lambda tokens, top_k: 4 * tokens * problem.hidden_size)
         return builder.from_function(run)
 
 
@@ -247,6 +257,53 @@ def last_weight(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: T
     forward(tensors, layer, out, x, torch.cat((weights[:, :-1], weights[:, :1]), 1), ids, *more)
 
 
+def many_tokens(wrong: Compute, more_than: int = 600) -> Compute:
+    """The right output up to some number of tokens, `wrong` beyond: another kernel."""
+
+    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, *more: Any) -> None:
+        (wrong if x.shape[0] > more_than else forward)(tensors, layer, out, x, *more)
+
+    return compute
+
+
+def last_expert_last_columns(
+    tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
+) -> None:
+    """The last 32 columns of the tokens of the last expert are off by a tenth."""
+    forward(tensors, layer, out, x, weights, ids, *more)
+    mine = (ids == layer.num_experts - 1).any(-1, keepdim=True)
+    out[:, -32:] = torch.where(mine, out[:, -32:] * 1.1, out[:, -32:])
+
+
+def last_row_first(tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
+    """Blocks of 64 tokens in another order."""
+    forward(tensors, layer, out, *more)
+    whole = out[: len(out) // 64 * 64].view(-1, 64, out.shape[1])
+    whole.copy_(whole.roll(1, 0))
+
+
+def leaves_columns(tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
+    """Does not write the last column."""
+    made = out.clone()
+    forward(tensors, layer, made, *more)
+    out[:, :-1] = made[:, :-1]
+
+
+def reads_workspace(
+    tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, places: Any, workspace: Tensor
+) -> None:
+    """Adds nothing times what the workspace held, as a kernel does that masks what it has not written."""
+    forward(tensors, layer, out, x, weights, ids, places)
+    out += (workspace.view(torch.float32)[: out.numel()].view(out.shape) * 0.0).to(out.dtype)
+
+
+def narrow_ids(
+    tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
+) -> None:
+    """Takes every id for an int32."""
+    forward(tensors, layer, out, x, weights, ids.view(torch.int32)[:, : ids.shape[1]], *more)
+
+
 def some_scales(name: str, exponents: int) -> Convert:
     """One scale of a hundred is off by a power of two."""
 
@@ -344,6 +401,11 @@ FAULTS: dict[str, Faulty] = {
         Faulty("smaller scales of w13", some_scales("w13_scale", -1)),
         Faulty("smaller scales of w2", some_scales("w2_scale", -1)),
         Faulty("bias of the last columns", short_bias),
+        Faulty("many tokens, one expert", compute=many_tokens(wrong_experts(lambda index: index == 2)), beyond=(600,)),
+        Faulty("many tokens, last columns", compute=many_tokens(last_expert_last_columns), beyond=(600,)),
+        Faulty("many tokens, blocks", compute=many_tokens(last_row_first), beyond=(600,)),
+        Faulty("output left", compute=leaves_columns),
+        Faulty("workspace read", compute=reads_workspace, scratch=True),
     )
 }
 """One fault each, by name, for tests and tools."""

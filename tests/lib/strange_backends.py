@@ -108,6 +108,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "priority": ("minus one",),
     "tiles": (),
     "compile_keys": ("none",),
+    "hand_overs": ("tuple of numbers",),
     "layout": ("text",),
     "only_by_name": ("text", "blank"),
     "validate_weights": ("text", "blank"),

@@ -15,9 +15,12 @@ from tests.lib import method_layers
 from tests.lib.faulty_backends import Faulty
 from tests.lib.method_layers import HIDDEN, INNER, Layer, created
 from vllm_moe_oracle.backends.emulation import forward
+from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.errors import SelfCheckError
 from vllm_moe_oracle.methods import backend_check, base
 from vllm_moe_oracle.schemes import mxfp8
+from vllm_moe_oracle.verification import installed
+from vllm_moe_oracle.verification.self_check import Comparison
 
 EXPERTS = 24
 
@@ -70,6 +73,30 @@ def test_one_wrong_expert_is_caught_wherever_it_is(run: Any, index: int) -> None
 def test_all_experts_from_the_eighth_on(run: Any) -> None:
     mode, loads = run
     assert loads(Faulty("wrong", compute=lib.wrong_experts(lambda each: each >= 8))) == (2 if mode == "off" else 0)
+
+
+FAULTS = {
+    "many tokens": Faulty("wrong", compute=lib.many_tokens(lib.wrong_experts(lambda each: each == 23)), beyond=(600,)),
+    "output left": Faulty("wrong", compute=lib.leaves_columns),
+    "workspace read": Faulty("wrong", compute=lib.reads_workspace, scratch=True),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_many_tokens_and_memory_as_it_is_found(run: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mode, loads = run
+    passes = Comparison(0.0, 1.0, 0.0)  # that before the conversion, which finds these faults as well
+    monkeypatch.setattr(backend_check, "compare_with_reference", lambda *arguments: passes)
+    monkeypatch.setattr(installed.WeightParts, "_random_index", lambda self, count: count - 1)  # the last columns
+    assert loads(FAULTS[name]) == (2 if mode == "off" else 0)
+
+
+def test_a_kernel_that_takes_over_beyond_the_engines_calls_is_not_called(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, loads = run
+    monkeypatch.setattr(type(current_adapter()), "trial_tokens", lambda self, moe: 600)
+    assert loads(FAULTS["many tokens"]) == 2
 
 
 class Keeps(Faulty):

@@ -38,7 +38,9 @@ CASES = [
 
 def test_the_tables_cover_the_contract() -> None:
     assert {"plan", "check", "priority", "activations", "numerics", "layout"} <= set(ASKED)
-    assert {"convert", "build_experts", "validate_weights", "tiles", "use_tile", "compile_keys"} <= set(CALLS)
+    assert {"convert", "build_experts", "validate_weights", "tiles", "use_tile", "compile_keys", "hand_overs"} <= set(
+        CALLS
+    )
     assert {each for needed in PARAMETERS.values() for each in needed} <= ARGUMENTS.keys()
     assert {"name", "schemes", "capabilities", "rules", "static_priority"} <= ATTRIBUTES.keys()
 

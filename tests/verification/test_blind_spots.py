@@ -50,6 +50,11 @@ FAULTS: list[tuple[Faulty, list[str]]] = [
     (lib.FAULTS["smaller scales of w13"], FINE),
     (lib.FAULTS["smaller scales of w2"], FINE),
     (lib.FAULTS["bias of the last columns"], ALL),
+    (lib.FAULTS["many tokens, one expert"], ALL),
+    (lib.FAULTS["many tokens, last columns"], ["16 bit", "4 bit"]),
+    (lib.FAULTS["many tokens, blocks"], ALL),
+    (lib.FAULTS["output left"], ALL),
+    (lib.FAULTS["workspace read"], ALL),
 ]
 CASES = [(fault, name) for fault, names in FAULTS for name in names]
 
@@ -87,6 +92,67 @@ def test_hand_overs_are_tried_on_both_sides(wrong: int) -> None:
     assert not self_check.compare_with_reference(*arguments[:2], tiled, *arguments[3:]).passed
 
 
+@pytest.mark.parametrize("name", ["many tokens, one expert", "many tokens, last columns", "many tokens, blocks"])
+def test_a_kernel_that_the_layer_never_runs_is_not_called(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(current_adapter()), "trial_tokens", lambda self, moe: 600)
+    assert check(lib.FAULTS[name], LAYERS["16 bit"], weights(LAYERS["16 bit"])).passed
+
+
+def test_the_call_with_many_tokens_is_beyond_what_the_layer_and_the_small_one_hand_over_at() -> None:
+    most = 4096
+    # On a GPU there is one in any case.
+    assert inputs.large_call((), (), [], most) == inputs.large_call((576,), (264,), [], most) == 2048
+    assert inputs.large_call((), (), [], 1000) == inputs.large_call((576,), (264,), [], 1000) == 1000
+    assert inputs.large_call((3000,), (264,), [], most) == inputs.large_call((), (), [3000, 9000], most) == 3001
+    # Not with kernels that only the small layer runs, nor where smaller calls have as many tokens.
+    assert inputs.large_call((), (264,), [], 512) == 264
+    assert inputs.large_call((), (100,), [], 512) == inputs.large_call((), (), [], 256) == 0
+    # On a CPU only where something hands over, and not for long.
+    assert inputs.large_call((), (), [], most, 1) == inputs.large_call((100,), (90,), [], most, 1) == 0
+    assert inputs.large_call((576,), (264,), [], most, 1) == inputs.large_call((), (), [576], most, 1) == 577
+    assert inputs.large_call((576,), (264,), [], most, 1 << 24) == 0
+
+
+@pytest.mark.parametrize("distinct", [16, 24, 600])
+def test_many_rows_are_all_tokens_in_an_order_without_a_period(distinct: int) -> None:
+    rows = inputs.shuffled_rows(600, distinct, 5)
+    assert len(rows) == 600 and rows[-1] == 5
+    assert set(rows.tolist()) == set(range(distinct)) or distinct == 600
+    assert all((rows[shift:] != rows[:-shift]).float().mean() > 0.5 for shift in (16, 32, 64, 128))
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("exchange", "wide"), [("deepep_high_throughput", True), ("allgather_reducescatter", False)])
+def test_ids_are_of_the_type_that_the_all_to_all_delivers(name: str, exchange: str, wide: bool) -> None:
+    layer, seen = LAYERS[name], set()
+
+    def looks(tensors: Any, layer: Any, out: Any, x: Any, weights: Any, ids: Any, *more: Any) -> None:
+        seen.add(ids.dtype)
+        forward(tensors, layer, out, x, weights, ids, *more)
+
+    moe = lib.moe_config(layer)
+    own = moe.moe_parallel_config
+    moe.moe_parallel_config = dataclasses.replace(own, use_ep=True, dp_size=2, ep_size=2, all2all_backend=exchange)
+    for compute, passes in ((looks, True), (lib.narrow_ids, not wide)):
+        backend = Faulty("ids", compute=compute)
+        arguments = (backend, layer, backend.plan(layer, CPU), weights(layer), moe, current_adapter())
+        assert self_check.compare_with_reference(*arguments).passed is passes
+    assert seen == {torch.int64 if wide else torch.int32}
+
+
+def test_memory_holds_nan_in_calls_of_new_sizes_only() -> None:
+    layer, found = LAYERS["16 bit"], []
+
+    def looks(tensors: Any, layer: Any, out: Any, x: Any, weights: Any, ids: Any, places: Any, workspace: Any) -> None:
+        found.append((len(x), bool(out.isnan().all()), bool((workspace == 255).all())))
+        forward(tensors, layer, out, x, weights, ids, places)
+        workspace.zero_()
+
+    assert check(Faulty("looks", compute=looks, beyond=(600,), scratch=True), layer, weights(layer)).passed
+    poisoned = [tokens for tokens, out, workspace in found if out and workspace]
+    assert poisoned == [1, 7, 9, 16, 33, 65, 601] and [each[0] for each in found][:7] == poisoned
+
+
 def test_calls_are_no_larger_than_the_engines() -> None:
     assert inputs.call_counts([], 1 << 20) == [1, 7, 9, 16, 33, 65]
     assert inputs.call_counts([40, 4096], 40) == [1, 7, 9, 16, 33, 40]
@@ -112,6 +178,34 @@ def test_the_bound_is_the_distributions(count: int) -> None:
     half = count * bounds.largest_mean_square(count) / 2
     tail = math.exp(-half) * sum(half**power / math.factorial(power) for power in range(count // 2))
     assert 1e-15 < tail < 1.5e-12
+
+
+def test_a_column_counts_tokens_that_repeat_as_what_they_are() -> None:
+    """A token that fills most rows: the mean of a column is all but its error, and the bound of one token holds."""
+    expected = torch.zeros(16, 64)
+    reference = bounds.Reference(expected, torch.ones(16, 64), torch.full((16,), 10.0), torch.tensor(1.0))
+
+    def column(rows: list[int]) -> float:
+        actual = expected[rows]
+        actual[torch.tensor(rows) == 3] = 6.0
+        return float(bounds.ratios(actual, reference, torch.tensor(rows))[1].amax())
+
+    one = (36 / bounds.largest_mean_square(1)) ** 0.5
+    assert column([3]) == pytest.approx(one) and column([3] * 1000 + [1]) == pytest.approx(one, rel=0.01)
+    even = (36 / 16 / bounds.largest_mean_square(16)) ** 0.5
+    assert column([*range(16)]) == pytest.approx(even) and column([*range(16)] * 40) == pytest.approx(even)
+
+
+def test_outputs_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    expected, noise = torch.randn(16, 80, generator=generator), torch.rand(16, 80, generator=generator) + 0.1
+    reference = bounds.Reference(expected, noise, noise.mean(-1), torch.tensor(1.0))
+    rows = inputs.shuffled_rows(600, 16, 5)
+    actual = expected[rows] + torch.randn(600, 80, generator=generator) * 0.1
+    parts = bounds.ratios(actual, reference, rows)
+    monkeypatch.setattr(bounds, "_COMPARED_ROWS", 600)
+    for found, whole in zip(parts, bounds.ratios(actual, reference, rows), strict=True):
+        assert torch.allclose(found, whole, rtol=1e-5)
 
 
 def test_a_sum_of_terms_with_independent_errors_is_within_the_bound() -> None:

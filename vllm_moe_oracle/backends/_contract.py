@@ -26,7 +26,8 @@ the checkpoint has them ``w13_bias``, ``w2_bias``, ``w13_zero_point``, ``w2_zero
 """
 
 MAX_CHECK_TOKENS = 1024
-"""Most tokens of a call that checks a layer, at load and by `verify`."""
+"""Most tokens of a call that checks a layer which will serve, and of a call of `verify`. What a check builds for itself
+gets more: `Builder.max_tokens` says how many."""
 
 
 class Forward(Protocol):
@@ -275,6 +276,21 @@ class Backend(ABC):
             the backend does not know.
         """
         return frozenset() if self.precompiled else None
+
+    def hand_overs(self, problem: Problem, most: int) -> tuple[int, ...]:
+        """Numbers of tokens after which another of the backend's kernels takes over.
+
+        The check of a layer at load calls what takes over last, unless the layer's calls are too small for it. On a GPU
+        it makes one call with many tokens in any case.
+
+        Args:
+            problem: the layer.
+            most: most tokens of a call.
+
+        Returns:
+            Numbers from 1 to ``most - 1``, ascending; empty for a single kernel, and where the backend does not know.
+        """
+        return ()
 
     def layout(self, problem: Problem, plan: ShardPlan) -> str:
         """Name of the layout that `convert` produces.

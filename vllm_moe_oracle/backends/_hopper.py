@@ -3,6 +3,7 @@ call."""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import json
@@ -395,6 +396,22 @@ class HopperBackend(Backend):
             whole = (columns % step == 0, columns if part.no_k_loop or part.n_tiles > 1 else None)
             found.add((name, *common, config.per_slot, config.prefetch, config.fuse_sum, str(part), *whole))
         return frozenset(found)
+
+    def hand_overs(self, problem: Problem, most: int) -> tuple[int, ...]:
+        """See `Backend.hand_overs`: up to where the small tiles run, and not the persistent kernels."""
+        from ..kernels.config import choose_config
+        from ..kernels.launch_config import LaunchConfig
+
+        if problem.batch_invariant or problem.parallel.is_batched or self.activations(problem) == "mxfp8":
+            return ()
+        blank = self._allocate(problem, problem.local_experts, "meta")
+
+        def persistent(tokens: int) -> bool:
+            return not isinstance(choose_config(blank, problem.top_k, tokens), LaunchConfig)
+
+        # Where they run, they run for all larger numbers, too.
+        last = bisect.bisect_left(range(1, most + 1), True, key=persistent)
+        return (last,) if 0 < last < most else ()
 
     def _warm_up(
         self, tensors: Tensors, launches: _LayerLaunches, problem: Problem, plan: ShardPlan, builder: Builder

@@ -66,6 +66,12 @@ class HopperWna16ActOrder(HopperWna16):
         """As `hopper_wna16`, for as many tokens as there are choices."""
         return super().compile_keys(_per_slot_problem(problem), tokens * problem.top_k, tile)
 
+    def hand_overs(self, problem: Problem, most: int) -> tuple[int, ...]:
+        """As `hopper_wna16`, for as many tokens as there are choices."""
+        slots = min(most, _tokens_per_call(problem)) * problem.top_k
+        found = super().hand_overs(_per_slot_problem(problem), slots)
+        return tuple(each // problem.top_k for each in found if each >= problem.top_k)
+
     def convert(self, expert: Tensors, problem: Problem, plan: ShardPlan) -> dict[str, Tensor]:
         """As `hopper_wna16`, with the rows of ``w13`` in the order of ``w2``'s columns; ``w13_order`` stays: the input
         feature of each column, int32 `[H]`."""
@@ -90,13 +96,17 @@ def _per_slot_problem(problem: Problem) -> Problem:
     return dataclasses.replace(problem, top_k=1, scheme=dataclasses.replace(problem.scheme, act_order="none"))
 
 
+def _tokens_per_call(problem: Problem) -> int:
+    """Tokens whose slots go to the kernels in one call."""
+    return max(1, MAX_GATHERED_FEATURES // (problem.top_k * problem.hidden_size))
+
+
 class _SlotBuilder:
     """A builder that passes one slot, a (token, choice) pair, per row to the kernels."""
 
     def __init__(self, builder: Builder, tensors: Tensors, problem: Problem) -> None:
         self._builder, self._tensors, self._top_k = builder, tensors, problem.top_k
-        self.tokens_per_call = max(1, MAX_GATHERED_FEATURES // (problem.top_k * problem.hidden_size))
-        """Tokens whose slots go to the kernels in one call."""
+        self.tokens_per_call = _tokens_per_call(problem)
 
     @property
     def max_tokens(self) -> int:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,7 @@ from ..backends import Backend, Forward, WorkspaceForward
 from ..core.activations import spec_of
 from ..core.problem import MX_BLOCK, Activation, Problem
 from ..errors import BackendDefect
+from ..releases.all2all import delivers_wide_ids
 from .experts_adapter import ExpertsAdapter
 from .function_experts import BatchedFunctionExperts, FunctionExperts
 from .layer_adapter import LayerAdapter
@@ -160,6 +161,13 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         most = 1 << 20 if self._last_engine() is None else self.max_tokens(moe)
         return min(most, moe.max_num_tokens) if moe.moe_parallel_config.use_batched_activation_format else most
 
+    def ids_dtype(self, moe: Any) -> torch.dtype:
+        """Dtype of the expert ids that a server's router and all-to-all deliver to modular experts."""
+        parallel = moe.moe_parallel_config
+        if parallel.use_batched_activation_format or not parallel.use_all2all_kernels:
+            return torch.int32
+        return torch.int64 if delivers_wide_ids(parallel.all2all_backend) else torch.int32
+
     def run_single_rank(
         self,
         experts: Any,
@@ -169,6 +177,8 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         weights: Tensor,
         ids: Tensor,
         expert_map: Tensor | None = None,
+        *,
+        poisoned: bool = False,
     ) -> Tensor:
         """Runs modular experts on routed tokens, without other ranks and without shared experts.
 
@@ -178,8 +188,9 @@ class Adapter(LayerAdapter, ExpertsAdapter):
             tensors: kernel tensors by canonical name.
             x: `[M, hidden]`.
             weights: `[M, top_k]` float32.
-            ids: `[M, top_k]` int32.
+            ids: `[M, top_k]` integer.
             expert_map: see `backends.Forward`.
+            poisoned: output and workspaces are full of NaN before the experts run, and not of what the memory held.
 
         Returns:
             `[M, hidden]` in the dtype of `x`.
@@ -192,7 +203,10 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         # Some classes read the number of tokens on all ranks from the forward context. Without a number of its own the
         # context says that it is unknown, and does not communicate.
         engine = self._last_engine()
-        with nullcontext() if engine is None else set_forward_context(None, engine):
+        with (
+            nullcontext() if engine is None else set_forward_context(None, engine),
+            _poisoned_memory(experts) if poisoned else nullcontext(),
+        ):
             result = kernel.apply(
                 _padded(x, experts.moe_config.hidden_dim),
                 tensors["w13"],
@@ -345,6 +359,31 @@ class Adapter(LayerAdapter, ExpertsAdapter):
             loader: the layer's weight loader.
         """
         return loader
+
+
+_POISON = 0xFF
+"""A byte. A number of such bytes is NaN in every float format that has one, and -1 in integers."""
+
+
+@contextmanager
+def _poisoned_memory(experts: Any) -> Iterator[None]:
+    """While it lasts, modular experts find their output and workspaces full of `_POISON`."""
+    before, run = vars(experts).get("apply"), experts.apply
+
+    def apply(**arguments: Any) -> Any:
+        for name in ("output", "workspace13", "workspace2"):
+            if arguments[name] is not None:
+                arguments[name].view(torch.uint8).fill_(_POISON)
+        return run(**arguments)
+
+    experts.apply = apply
+    try:
+        yield
+    finally:
+        if before is None:
+            del experts.apply
+        else:
+            experts.apply = before
 
 
 def _padded(x: Tensor, hidden: int) -> Tensor:

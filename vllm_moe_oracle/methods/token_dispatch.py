@@ -224,7 +224,8 @@ def _rejection(method: DispatchMethod, backend: Backend, raw: Tensors) -> tuple[
         )
         return words, False
     plan = _answers(method, backend.name).plan
-    decision = dataclasses.replace(method.decision, backend=backend.name, plan=plan, token_ranges=())
+    # With the ranges: the check calls kernels on both sides of their ends.
+    decision = dataclasses.replace(method.decision, backend=backend.name, plan=plan)
     stand_in = _CandidateMethod(decision, backend, method.settings, method.adapter, method.moe, method.rank_group)
     weights = backend_check.check_weights(stand_in, raw)
     if not weights.passed:

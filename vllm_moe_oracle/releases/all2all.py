@@ -30,6 +30,7 @@ class _Exchange:
         rocm: vLLM runs it on AMD GPUs only, over AITER's kernels.
         unquantized: vLLM refuses to serve quantized models with it.
         hidden_sizes: the hidden sizes that it carries, ascending; vLLM rounds up to one of them. Empty for any.
+        wide_ids: it delivers expert ids as int64, not as int32.
     """
 
     since: str = _OLDEST
@@ -39,20 +40,21 @@ class _Exchange:
     rocm: bool = False
     unquantized: bool = False
     hidden_sizes: tuple[int, ...] = ()
+    wide_ids: bool = False
 
 
 _LOW_LATENCY_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 
 _EXCHANGES = {
     DEFAULT_ALL2ALL: _Exchange(),
-    "deepep_high_throughput": _Exchange(row_bytes=512),
-    "deepep_low_latency": _Exchange(batched=True, hidden_sizes=_LOW_LATENCY_SIZES),
-    "deepep_v2": _Exchange(since="0.24.0", row_bytes=512),
+    "deepep_high_throughput": _Exchange(row_bytes=512, wide_ids=True),
+    "deepep_low_latency": _Exchange(batched=True, hidden_sizes=_LOW_LATENCY_SIZES, wide_ids=True),
+    "deepep_v2": _Exchange(since="0.24.0", row_bytes=512, wide_ids=True),
     "mori": _Exchange(before="0.23.0", rocm=True),
     "mori_high_throughput": _Exchange(since="0.23.0", rocm=True),
     "mori_low_latency": _Exchange(since="0.23.0", rocm=True),
     "moonep": _Exchange(since="0.31.0", unquantized=True),
-    "nixl_ep": _Exchange(batched=True, hidden_sizes=_LOW_LATENCY_SIZES),
+    "nixl_ep": _Exchange(batched=True, hidden_sizes=_LOW_LATENCY_SIZES, wide_ids=True),
     "flashinfer_all2allv": _Exchange(),
     "flashinfer_nvlink_two_sided": _Exchange(),
     "flashinfer_nvlink_one_sided": _Exchange(),
@@ -113,6 +115,15 @@ def is_batched(name: str) -> bool:
         name: from `effective_all2all`.
     """
     return _EXCHANGES[name].batched
+
+
+def delivers_wide_ids(name: str) -> bool:
+    """Whether an all-to-all delivers expert ids as int64, not as int32.
+
+    Args:
+        name: any; one that is not in the table delivers what vLLM's routers make, int32.
+    """
+    return name in _EXCHANGES and _EXCHANGES[name].wide_ids
 
 
 def why_vllm_refuses(name: str, device_kind: str, exchanges_tokens: bool) -> str:

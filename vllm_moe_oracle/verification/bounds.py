@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +43,12 @@ _SMALLEST = {"bfloat16": 2.0**-134, "float16": 2.0**-25, "float32": 2.0**-150}
 _CANCELLATION = 2.0**-20
 """Of the layer's typical output, what float32 sums may leave of outputs that are zero."""
 
+_COMPARED_ROWS = 256
+"""Rows of an output that are compared at once: float32 numbers of all rows of a large call would need several times its
+own memory."""
+
+_Number = TypeVar("_Number", float, Tensor)
+
 
 @dataclass(frozen=True, slots=True)
 class Reference:
@@ -61,11 +68,12 @@ class Reference:
     tolerance: Tensor
 
 
-def largest_mean_square(count: int) -> float:
+def largest_mean_square(count: _Number) -> _Number:
     """What the mean square of `count` independent normal values of variance 1 exceeds once in 10**12 cases (Wilson and
     Hilferty's approximation of the chi-squared distribution)."""
     spread = 2.0 / (9.0 * count)
-    return float((1.0 - spread + _DEVIATIONS * spread**0.5) ** 3)
+    bound: _Number = (1.0 - spread + _DEVIATIONS * spread**0.5) ** 3
+    return bound
 
 
 def reference_output(
@@ -191,18 +199,34 @@ def describe_excess(actual: Tensor, reference: Reference, rows: Tensor) -> str:
 def ratios(actual: Tensor, reference: Reference, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Root mean square errors over their bounds: of each token's blocks `[M, hidden / 32]`, of columns `[hidden]`, of
     tokens `[M]`; arguments as for `excess`."""
-    differences = actual.float() - reference.expected[rows]
-    errors = (differences / reference.noise[rows]).square()
-    tokens, hidden = errors.shape
-    padded = torch.unflatten(torch.nn.functional.pad(errors, (0, -hidden % BLOCK)), 1, (-1, BLOCK))
+    hidden = actual.shape[1]
     # The last block may have fewer columns than the others.
-    sizes = torch.full((padded.shape[1],), BLOCK, dtype=torch.float32, device=errors.device)
-    sizes[-1] = hidden - BLOCK * (padded.shape[1] - 1)
-    limits = torch.full_like(sizes, largest_mean_square(BLOCK))
-    limits[-1] = largest_mean_square(int(hidden - BLOCK * (padded.shape[1] - 1)))
-    distinct = min(tokens, len(reference.expected))
+    sizes = torch.full((-(-hidden // BLOCK),), BLOCK, dtype=torch.float32, device=actual.device)
+    sizes[-1] = hidden - BLOCK * (len(sizes) - 1)
+    blocks, tokens = [], []
+    columns = torch.zeros(hidden, dtype=torch.float32, device=actual.device)
+    for part, mine in zip(actual.split(_COMPARED_ROWS), rows.split(_COMPARED_ROWS), strict=True):  # type: ignore[no-untyped-call]
+        differences = part.float() - reference.expected[mine]
+        errors = (differences / reference.noise[mine]).square()
+        padded = torch.nn.functional.pad(errors, (0, -hidden % BLOCK))
+        blocks.append(torch.unflatten(padded, 1, (-1, BLOCK)).sum(-1))
+        columns += errors.sum(0)
+        tokens.append(differences.square().mean(-1).sqrt() / reference.token_noise[mine])
     return (
-        (padded.sum(-1) / sizes / limits).sqrt(),
-        (errors.mean(0) / largest_mean_square(distinct)).sqrt(),
-        differences.square().mean(-1).sqrt() / reference.token_noise[rows],
+        (torch.cat(blocks) / sizes / largest_mean_square(sizes)).sqrt(),
+        (columns / len(rows) / largest_mean_square(_distinct(rows, len(reference.expected)))).sqrt(),
+        torch.cat(tokens),
     )
+
+
+def _distinct(rows: Tensor, count: int) -> Tensor:
+    """How many independent values a mean over rows has, some of which are the same: one over the sum of the squared
+    weights (Satterthwaite), which is their number where all repeat alike.
+
+    Args:
+        rows: `[M]`, from 0 to `count - 1`.
+        count: see `rows`.
+    """
+    ones = torch.ones(len(rows), dtype=torch.float32, device=rows.device)
+    repeats = torch.zeros(count, dtype=torch.float32, device=rows.device).index_add_(0, rows, ones)
+    return len(rows) ** 2 / repeats.square().sum()

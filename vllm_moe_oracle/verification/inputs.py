@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,17 @@ _SLOT_LEAD = 6.0
 """Factor by which one slot of a token leads; it is another slot for each token."""
 
 MAX_HAND_OVER = 256
-"""Hand-overs at more tokens are not tried: planning for so many takes longer than the rest of a check."""
+"""Hand-overs at more tokens are not tried on both sides: one call with many tokens is beyond all of them."""
+
+LARGE_CALL = 2048
+"""Tokens of the call with many of them. Kernels for many tokens take over at 100 to 1100."""
+
+MAX_LARGE_CALL = 4096
+"""The same where a hand-over is at more: the memory is no more than that of the engine's own largest call, but it is
+allocated while other layers may still be loaded."""
+
+_HOST_PRODUCTS = 1 << 33
+"""Multiplications of the first product in the call with many tokens, at most, where there is no GPU."""
 
 _MAX_E8M0_CODE = 254
 """The e8m0 code of 2**127; 255 is NaN."""
@@ -103,6 +113,49 @@ def call_counts(hand_overs: Iterable[int], most: int) -> list[int]:
     """
     both_sides = {size for edge in hand_overs for size in (edge, edge + 1) if edge <= MAX_HAND_OVER}
     return sorted(count for count in {*TOKEN_COUNTS, *both_sides} if 1 <= count <= most) or [1]
+
+
+def large_call(
+    own: Sequence[int], small: Sequence[int], edges: Iterable[int], most: int, host_values: int = 0
+) -> int:
+    """Number of tokens of the call in which kernels for many tokens run; 0 for no such call.
+
+    It has as many tokens as bring the layer that serves, and the small one that is checked, beyond all hand-overs, but
+    no more than let the small one run a kernel that the layer itself never runs.
+
+    Args:
+        own: hand-overs of the backend's kernels in the layer.
+        small: the same in the small layer. With fewer experts they come sooner.
+        edges: hand-overs besides.
+        most: most tokens of a call.
+        host_values: multiplications for each token, where there is no GPU; calls take long there, and are made only
+            beyond a hand-over. 0 on a GPU.
+    """
+    least = max((each + 1 for each in (*own, *small[: len(own)], *edges) if each < most), default=0)
+    if not host_values:
+        least = max(least, min(LARGE_CALL, most))
+    elif least * host_values > _HOST_PRODUCTS:
+        return 0
+    tokens = min(least, most, MAX_LARGE_CALL)
+    if len(small) > len(own):
+        tokens = min(tokens, small[len(own)])
+    return tokens if tokens > MAX_HAND_OVER else 0
+
+
+def shuffled_rows(tokens: int, distinct: int, last: int) -> Tensor:
+    """Which of some different tokens each row of a call is, `[tokens]` on the CPU: all of them, in an order in which no
+    row could stand for another, and not all equally often, so that experts have different numbers of rows.
+
+    Args:
+        tokens: rows of the call.
+        distinct: number of different tokens, up to `tokens`.
+        last: the last row's.
+    """
+    generator = torch.Generator("cpu").manual_seed(4)
+    rows = torch.randint(distinct, (tokens,), generator=generator, device="cpu")
+    rows[:distinct] = torch.arange(distinct, device="cpu")
+    rows[-1] = last
+    return rows
 
 
 def make_inputs(

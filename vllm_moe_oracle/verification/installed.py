@@ -6,7 +6,8 @@ reload.
 
 A whole reference of all experts would take as long as loading them. So of each expert a part is kept while it is
 converted: the columns of w13 for a few input features, and a few rows of w2. Tokens that are zero in all other features
-need no other columns, and those rows of w2 give as many columns of the output. One call routes tokens to all experts.
+need no other columns, and those rows of w2 give as many columns of the output. One call routes tokens to all experts,
+and another one repeats these tokens until kernels for many tokens run.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor
 
 from .. import schemes
-from ..backends import Backend, Tensors
+from ..backends import MAX_CHECK_TOKENS, Backend, Tensors
 from ..backends.emulation import ieee_fp32_matmul, round_inputs
 from ..core.problem import Problem
 from ..kernels.activations import activate
 from . import bounds
+from .inputs import shuffled_rows
 from .self_check import Calls, Comparison, is_reference
 from .tolerances import rounding_error
 
@@ -169,11 +171,19 @@ def compare_installed(
             dataclasses.replace(problem, scheme=scheme), rounding_error(backend, problem), x, counted
         )
 
-    def run(given: Tensor, rows: Tensor) -> Tensor:
-        chosen = ids[rows].to(torch.int32)
-        return adapter.run_single_rank(experts, layer, tensors, given, weights[rows], chosen, expert_map)[:, parts.rows]
+    ids = ids.to(adapter.ids_dtype(experts.moe_config))
+
+    def run(given: Tensor, rows: Tensor, poisoned: bool) -> Tensor:
+        routed = weights[rows], ids[rows]
+        output = adapter.run_single_rank(experts, layer, tensors, given, *routed, expert_map, poisoned=poisoned)
+        return output[:, parts.rows]
 
     calls = Calls(run, reference, x)
-    for rows in torch.arange(count, device=device).split(adapter.trial_tokens(experts.moe_config)):  # type: ignore[no-untyped-call]
+    most = adapter.trial_tokens(experts.moe_config)
+    for rows in torch.arange(count, device=device).split(most):  # type: ignore[no-untyped-call]
         calls.make(rows)
+    large = min(most, MAX_CHECK_TOKENS)
+    # On a CPU calls take long, and are made only where another kernel runs.
+    if large > count and (device.type != "cpu" or backend.hand_overs(problem, large)):
+        calls.make(shuffled_rows(large, count, count - 1).to(device))
     return calls.result(start)

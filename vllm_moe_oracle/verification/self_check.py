@@ -117,21 +117,21 @@ def compare_with_reference(
         expert_map = expert_map.masked_fill(expert_map >= len(sampled), -1)
     reference = bounds.reference_output(experts, exact, rounding_error(backend, problem), x, weights, ids, expert_map)
     _require_finite_reference(reference.expected, sampled, problem)
-    hand_overs = {*hand_overs, *(tokens for tokens, _ in plan.tiles)}
-    counts = inputs.call_counts(hand_overs, adapter.trial_tokens(moe))
-    counts = [min(inputs.NUM_TOKENS, counts[-1])] if is_reference(backend) else [*counts, *_repeats(counts, experts)]
-    built, layer, tensors = _build_small_layer(backend, small, plan, experts, moe, adapter, max(counts))
+    calls_rows = _rows_of_calls(backend, problem, small, plan, hand_overs, adapter.trial_tokens(moe), experts)
+    most = max(len(rows) for rows, _ in calls_rows)
+    built, layer, tensors = _build_small_layer(backend, small, plan, experts, moe, adapter, most)
+    ids = ids.to(adapter.ids_dtype(moe))
 
-    def run(given: Tensor, rows: Tensor) -> Tensor:
+    def run(given: Tensor, rows: Tensor, poisoned: bool) -> Tensor:
         if router_inputs is None:
-            return adapter.run_single_rank(built, layer, tensors, given, weights[rows], ids[rows], expert_map)
+            routed = weights[rows], ids[rows]
+            return adapter.run_single_rank(built, layer, tensors, given, *routed, expert_map, poisoned=poisoned)
         logits, bias, scale = router_inputs
         return adapter.run_single_rank_monolithic(built, tensors, given, small, logits.to(x.device)[rows], bias, scale)
 
     calls = Calls(run, reference, x)
-    for index, tokens in enumerate(counts):
-        last = inputs.LAST_TOKENS[index % len(inputs.LAST_TOKENS)]
-        calls.make((torch.arange(tokens, device=x.device) + last + 1 - tokens) % len(x))
+    for rows, poisoned in calls_rows:
+        calls.make(rows.to(x.device), poisoned)
     return calls.result(start)
 
 
@@ -144,21 +144,23 @@ def is_reference(backend: Backend) -> bool:
 class Calls:
     """Calls of a kernel, each compared with the reference."""
 
-    def __init__(self, run: Callable[[Tensor, Tensor], Tensor], reference: bounds.Reference, x: Tensor) -> None:
+    def __init__(self, run: Callable[[Tensor, Tensor, bool], Tensor], reference: bounds.Reference, x: Tensor) -> None:
         """
         Args:
-            run: runs the kernel on tokens `[M, hidden]`, whose rows of `x` are `[M]`; returns `[M, hidden]`.
+            run: runs the kernel on tokens `[M, hidden]`, whose rows of `x` are `[M]`, and with true on memory that
+                holds NaN (`Adapter.run_single_rank`); returns `[M, hidden]`.
             reference: the reference output for `x`.
             x: different tokens.
         """
         self._run, self._reference, self._x = run, reference, x
         self._found: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def make(self, rows: Tensor) -> None:
-        """One call with rows `[M]` of the tokens. The host does not wait for the device."""
+    def make(self, rows: Tensor, poisoned: bool = True) -> None:
+        """One call with rows `[M]` of the tokens, on memory that holds NaN, or what it held before. The host does not
+        wait for the device."""
         given = self._x[rows]
         # A copy: the next call may get the same memory.
-        actual = self._run(given, rows).clone()
+        actual = self._run(given, rows, poisoned).clone()
         excess = bounds.excess(actual, self._reference, rows)
         changed = (given != self._x[rows]).any().to(torch.float32)
         self._found.append((rows, actual, torch.stack((excess, changed))))
@@ -185,6 +187,48 @@ class Calls:
         if changed:
             words.append("the kernel has changed its input")
         return f"call {index + 1}, {len(rows)} tokens: {' and '.join(words)}" if words else ""
+
+
+def _rows_of_calls(
+    backend: Backend,
+    problem: Problem,
+    small: Problem,
+    plan: ShardPlan,
+    hand_overs: Iterable[int],
+    most: int,
+    experts: Tensors,
+) -> list[tuple[Tensor, bool]]:
+    """The tokens of each call by their numbers, `[M]` on the CPU, and whether its memory holds NaN before: in calls of
+    new sizes. Repeated ones find what the calls before have left.
+
+    Args:
+        backend: the backend.
+        problem: the layer.
+        small: the layer that is checked.
+        plan: see `compare_with_reference`.
+        hand_overs: likewise.
+        most: most tokens of a call.
+        experts: the small layer's canonical tensors.
+    """
+    edges = {*hand_overs, *(tokens for tokens, _ in plan.tiles)}
+    if is_reference(backend):
+        sizes, repeats, large = [min(inputs.NUM_TOKENS, inputs.call_counts(edges, most)[-1])], [], 0
+    else:
+        limit = min(most, inputs.MAX_LARGE_CALL)
+        own, soon = backend.hand_overs(problem, limit), backend.hand_overs(small, limit)
+        sizes = inputs.call_counts({*edges, *soon[: len(own)]}, most)
+        repeats = _repeats(sizes, experts)
+        host_values = 0 if experts["w13"].is_cuda else small.top_k * experts["w13"][0].numel()
+        large = 0 if problem.parallel.is_batched else inputs.large_call(own, soon, edges, limit, host_values)
+    found = []
+    for index, tokens in enumerate((*sizes, *repeats)):
+        last = inputs.LAST_TOKENS[index % len(inputs.LAST_TOKENS)]
+        rows = (torch.arange(tokens, device="cpu") + last + 1 - tokens) % inputs.NUM_TOKENS
+        found.append((rows, index < len(sizes)))
+    if large:
+        rows = inputs.shuffled_rows(large, inputs.NUM_TOKENS, inputs.LAST_TOKENS[0])
+        found.insert(len(sizes), (rows, True))
+    return found
 
 
 def _repeats(counts: list[int], experts: Tensors) -> list[int]:
