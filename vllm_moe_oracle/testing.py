@@ -206,6 +206,17 @@ def test_has_a_priority_of_its_own(name: str) -> None:
         assert not ties, f"{layer}: priority {own:g} is also that of {', '.join(ties)}"
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+def test_says_where_another_kernel_takes_over(name: str) -> None:
+    """Hand-overs ascend, within the calls of the layer."""
+    backend = default_registry()[name]
+    for layer, _ in _supported(name):
+        for most in (1, 2, 64, 4096):
+            found = backend.hand_overs(layer, most)
+            assert list(found) == sorted(set(found)), f"{layer}: hand-overs at {found}"
+            assert all(1 <= each < most for each in found), f"{layer}: hand-overs at {found}, calls up to {most} tokens"
+
+
 def _all_local(layer: Problem, experts: int) -> dict[str, Any]:
     """Changes to a layer that give it this number of experts, all on one rank."""
     parallel = dataclasses.replace(layer.parallel, ep=1)

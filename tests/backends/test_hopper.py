@@ -9,14 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.lib.cases import GPT_OSS, H200, MXFP8, RELU2, SILU, problem
+from tests.lib.cases import GPT_OSS, H200, INT4_G128, MXFP8, RELU2, SILU, problem
+from tests.lib.faulty_backends import MXFP4
 from tests.lib.function_recorder import FunctionRecorder
 from tests.lib.stock_rules import converted
 from vllm_moe_oracle.backends import _hopper_warmup
 from vllm_moe_oracle.backends.hopper_mxfp8 import BACKEND
 from vllm_moe_oracle.backends.hopper_mxfp8_w8a8 import BACKEND as W8A8
+from vllm_moe_oracle.core.problem import Parallel
 from vllm_moe_oracle.errors import NoBackendError
+from vllm_moe_oracle.kernels.config import choose_config
+from vllm_moe_oracle.kernels.launch_config import LaunchConfig
 from vllm_moe_oracle.kernels.weights import dequantize_expert
+from vllm_moe_oracle.oracle.registry import default_registry
 from vllm_moe_oracle.oracle.selection import decide
 from vllm_moe_oracle.schemes import mxfp8
 from vllm_moe_oracle.settings import load
@@ -101,6 +106,37 @@ def test_the_kernels_are_given_everything_that_the_layer_has(monkeypatch: pytest
     assert seen["args"][1].w13.bias is not None
     assert seen["quantize_activations"] == (backend is W8A8)
     assert scratch.numel() > 0
+
+
+@pytest.mark.parametrize("name", ["hopper_mxfp8", "hopper_wna16", "hopper_mxfp4", "hopper_wna16_act_order"])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "hidden", "inner"), [(128, 8, 2048, 768), (9, 8, 2048, 768), (8, 2, 4096, 14336)]
+)
+def test_it_hands_over_where_the_kernels_choice_changes(
+    name: str, experts: int, top_k: int, hidden: int, inner: int
+) -> None:
+    backend: Any = default_registry()[name]
+    scheme = {"mxfp8": MXFP8, "mxfp4": MXFP4}.get(backend.schemes[0], INT4_G128)
+    sizes = {"experts": experts, "top_k": top_k, "hidden_size": hidden, "intermediate_size": inner}
+    layer = problem(**sizes, scheme=scheme, activation=SILU)
+    seen = layer if name != "hopper_wna16_act_order" else dataclasses.replace(layer, top_k=1)
+    blank = backend._allocate(seen, experts, "meta")
+
+    def runs_tiles(tokens: int) -> bool:
+        rows = tokens * top_k // seen.top_k
+        return isinstance(choose_config(blank, seen.top_k, rows), LaunchConfig)
+
+    (last,) = backend.hand_overs(layer, 4096)
+    assert runs_tiles(last) and not any(map(runs_tiles, (last + 1, last + 2, 2 * last, 4096)))
+    assert all(map(runs_tiles, range(1, last, 7)))
+    assert backend.hand_overs(layer, last) == () and backend.hand_overs(layer, last + 1) == (last,)
+
+
+def test_one_kernel_for_all_numbers_of_tokens_hands_over_nowhere() -> None:
+    layer = problem(experts=128, top_k=8, hidden_size=2048, intermediate_size=768, scheme=MXFP8, activation=SILU)
+    batched = dataclasses.replace(layer, parallel=Parallel(dp=2, format="batched"))
+    for backend, each in ((W8A8, layer), (BACKEND, dataclasses.replace(layer, batch_invariant=True)), (BACKEND, batched)):
+        assert backend.hand_overs(each, 4096) == ()
 
 
 def test_scratch_memory_grows_with_tokens_up_to_what_vllm_planned() -> None:

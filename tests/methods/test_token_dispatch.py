@@ -216,6 +216,33 @@ def test_a_backend_that_fails_its_self_check_takes_no_turn(
     assert ("cannot run beside" in caplog.text) == allow_second_layout
 
 
+def test_a_second_backend_is_checked_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes over at 700 tokens and is wrong from there on; those of a check at load are fewer otherwise."""
+
+    class Late(Marked):
+        def build_experts(self, tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
+            def run(out: Tensor, x: Tensor, *rest: Any) -> None:
+                forward(tensors, problem, out, x, *rest)
+                if x.shape[0] > self.factor:
+                    out.zero_()
+
+            return builder.from_function(run)
+
+    counts = [2**power for power in range(12)]
+    few, many = ({"uniform": {count: fast if (count <= 512) is early else 40 for count in counts}} for early, fast in (
+        (True, 10), (False, 20)
+    ))  # fmt: skip
+    evidence = MeasurementSet({"decoder": few, "prefiller": many}, "a test")
+    config = {"self_check": "group", "objective": "1:1,2048:1"}
+    for switch, names in ((600.0, ["decoder"]), (1e9, ["decoder", "prefiller"])):
+        late, early = Late("prefiller", 2.0, switch), Marked("decoder", 1.0, 1.0)
+        late.weights = early.weights = "one layout"
+        with inside(monkeypatch, [early, late], config, evidence) as moe:
+            method = made(moe, Running())
+            assert method.backend.name == "decoder"
+            assert [each.backend for each in method.decision.token_ranges] == (names if len(names) > 1 else [])
+
+
 def test_a_strict_check_holds_for_the_second_backend_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_moe_oracle.errors import SelfCheckError
 

@@ -75,6 +75,24 @@ def test_batched_ones_are_those_that_the_releases_code_asks_for(release: str) ->
     assert batched == {name for name in all2all_names(release) if all2all.is_batched(name)}
 
 
+@every_release
+def test_ids_are_as_wide_as_the_releases_code_asks_for(release: str) -> None:
+    modules = {
+        "deepep_high_throughput": "deepep_ht", "deepep_low_latency": "deepep_ll", "deepep_v2": "deepep_v2",
+        "nixl_ep": "nixl_ep", "moonep": "moonep", "flashinfer_nvlink_one_sided": "flashinfer_nvlink_one_sided",
+        "allgather_reducescatter": "naive_dp_ep",
+    }  # fmt: skip
+    asked = {}
+    for name in modules.keys() & set(all2all_names(release)):
+        (path,) = (root(release) / _EXPERTS).rglob(f"prepare_finalize/{modules[name]}.py")
+        text = path.read_text(encoding="utf-8")
+        method = ast.unparse(functions(path, "topk_indices_dtype")["topk_indices_dtype"])
+        # NIXL's own type, or int64.
+        asked[name] = "int64" in method or ("NIXL_EP_TOPK_INDICES_DTYPE" in method and "torch.int64" in text)
+    assert asked == {name: all2all.delivers_wide_ids(name) for name in asked} and any(asked.values())
+    assert not all2all.delivers_wide_ids("naive") and not all2all.delivers_wide_ids("passthrough")
+
+
 class _DType:
     def __init__(self, itemsize: int) -> None:
         self.itemsize = itemsize
