@@ -135,7 +135,8 @@ def test_it_hands_over_where_the_kernels_choice_changes(
 def test_one_kernel_for_all_numbers_of_tokens_hands_over_nowhere() -> None:
     layer = problem(experts=128, top_k=8, hidden_size=2048, intermediate_size=768, scheme=MXFP8, activation=SILU)
     batched = dataclasses.replace(layer, parallel=Parallel(dp=2, format="batched"))
-    for backend, each in ((W8A8, layer), (BACKEND, dataclasses.replace(layer, batch_invariant=True)), (BACKEND, batched)):
+    invariant = dataclasses.replace(layer, batch_invariant=True)
+    for backend, each in ((W8A8, layer), (BACKEND, invariant), (BACKEND, batched)):
         assert backend.hand_overs(each, 4096) == ()
 
 

@@ -275,11 +275,15 @@ def last_expert_last_columns(
     out[:, -32:] = torch.where(mine, out[:, -32:] * 1.1, out[:, -32:])
 
 
-def last_row_first(tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
-    """Blocks of 64 tokens in another order."""
-    forward(tensors, layer, out, *more)
-    whole = out[: len(out) // 64 * 64].view(-1, 64, out.shape[1])
-    whole.copy_(whole.roll(1, 0))
+def exchanged(rows: int) -> Compute:
+    """Whole blocks of as many tokens in another order."""
+
+    def compute(tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
+        forward(tensors, layer, out, *more)
+        whole = out[: len(out) // rows * rows].view(-1, rows, out.shape[1])
+        whole.copy_(whole.roll(1, 0))
+
+    return compute
 
 
 def leaves_columns(tensors: Any, layer: Problem, out: Tensor, *more: Any) -> None:
@@ -297,9 +301,7 @@ def reads_workspace(
     out += (workspace.view(torch.float32)[: out.numel()].view(out.shape) * 0.0).to(out.dtype)
 
 
-def narrow_ids(
-    tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
-) -> None:
+def narrow_ids(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
     """Takes every id for an int32."""
     forward(tensors, layer, out, x, weights, ids.view(torch.int32)[:, : ids.shape[1]], *more)
 
@@ -403,7 +405,8 @@ FAULTS: dict[str, Faulty] = {
         Faulty("bias of the last columns", short_bias),
         Faulty("many tokens, one expert", compute=many_tokens(wrong_experts(lambda index: index == 2)), beyond=(600,)),
         Faulty("many tokens, last columns", compute=many_tokens(last_expert_last_columns), beyond=(600,)),
-        Faulty("many tokens, blocks", compute=many_tokens(last_row_first), beyond=(600,)),
+        Faulty("many tokens, blocks", compute=many_tokens(exchanged(64)), beyond=(600,)),
+        Faulty("blocks of 16", compute=exchanged(16)),
         Faulty("output left", compute=leaves_columns),
         Faulty("workspace read", compute=reads_workspace, scratch=True),
     )

@@ -53,6 +53,7 @@ FAULTS: list[tuple[Faulty, list[str]]] = [
     (lib.FAULTS["many tokens, one expert"], ALL),
     (lib.FAULTS["many tokens, last columns"], ["16 bit", "4 bit"]),
     (lib.FAULTS["many tokens, blocks"], ALL),
+    (lib.FAULTS["blocks of 16"], ALL),
     (lib.FAULTS["output left"], ALL),
     (lib.FAULTS["workspace read"], ALL),
 ]
@@ -113,12 +114,13 @@ def test_the_call_with_many_tokens_is_beyond_what_the_layer_and_the_small_one_ha
     assert inputs.large_call((576,), (264,), [], most, 1 << 24) == 0
 
 
-@pytest.mark.parametrize("distinct", [16, 24, 600])
-def test_many_rows_are_all_tokens_in_an_order_without_a_period(distinct: int) -> None:
-    rows = inputs.shuffled_rows(600, distinct, 5)
-    assert len(rows) == 600 and rows[-1] == 5
-    assert set(rows.tolist()) == set(range(distinct)) or distinct == 600
-    assert all((rows[shift:] != rows[:-shift]).float().mean() > 0.5 for shift in (16, 32, 64, 128))
+@pytest.mark.parametrize(("tokens", "distinct"), [(33, 16), (65, 16), (600, 16), (600, 128), (2048, 16)])
+def test_many_rows_are_all_tokens_in_an_order_without_a_period(tokens: int, distinct: int) -> None:
+    rows = inputs.rows_of_call(tokens, distinct, 5)
+    assert len(rows) == tokens and rows[-1] == 5 and set(rows.tolist()) == set(range(distinct))
+    for shift in range(1, tokens - 8):
+        assert (rows[shift:] != rows[:-shift]).float().mean() > 0.5, shift
+    assert inputs.rows_of_call(7, 16, 5).tolist() == [15, 0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -200,7 +202,7 @@ def test_outputs_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     expected, noise = torch.randn(16, 80, generator=generator), torch.rand(16, 80, generator=generator) + 0.1
     reference = bounds.Reference(expected, noise, noise.mean(-1), torch.tensor(1.0))
-    rows = inputs.shuffled_rows(600, 16, 5)
+    rows = inputs.rows_of_call(600, 16, 5)
     actual = expected[rows] + torch.randn(600, 80, generator=generator) * 0.1
     parts = bounds.ratios(actual, reference, rows)
     monkeypatch.setattr(bounds, "_COMPARED_ROWS", 600)

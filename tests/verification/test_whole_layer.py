@@ -142,6 +142,10 @@ EVERYWHERE: list[tuple[Faulty, list[str]]] = [
     (Faulty("swapped", lib.swap_halves), list(LAYERS)),
     (Faulty("swizzled", lib.swizzle("w2_scale")), list(LAYERS)),
     (Faulty("from 8 tokens on", compute=after(lambda out: out[7:].mul_(1.3), lambda tokens: tokens >= 8)), ["16 bit"]),
+    (
+        Faulty("many tokens", compute=lib.many_tokens(lib.wrong_experts(lambda index: index == 11)), beyond=(600,)),
+        list(LAYERS),
+    ),
     (Faulty("last block", compute=after(lambda out: out[:, -32:].mul_(1.1))), ["16 bit", "4 bit"]),
     (Faulty("last column", compute=after(lambda out: out[:, -1].zero_())), list(LAYERS)),
     (Faulty("twentieth", compute=Twentieth()), ["16 bit", "4 bit"]),

@@ -115,9 +115,7 @@ def call_counts(hand_overs: Iterable[int], most: int) -> list[int]:
     return sorted(count for count in {*TOKEN_COUNTS, *both_sides} if 1 <= count <= most) or [1]
 
 
-def large_call(
-    own: Sequence[int], small: Sequence[int], edges: Iterable[int], most: int, host_values: int = 0
-) -> int:
+def large_call(own: Sequence[int], small: Sequence[int], edges: Iterable[int], most: int, host_values: int = 0) -> int:
     """Number of tokens of the call in which kernels for many tokens run; 0 for no such call.
 
     It has as many tokens as bring the layer that serves, and the small one that is checked, beyond all hand-overs, but
@@ -142,15 +140,19 @@ def large_call(
     return tokens if tokens > MAX_HAND_OVER else 0
 
 
-def shuffled_rows(tokens: int, distinct: int, last: int) -> Tensor:
-    """Which of some different tokens each row of a call is, `[tokens]` on the CPU: all of them, in an order in which no
-    row could stand for another, and not all equally often, so that experts have different numbers of rows.
+def rows_of_call(tokens: int, distinct: int, last: int) -> Tensor:
+    """Which of some different tokens each row of a call is, `[tokens]` on the CPU.
+
+    A call with more rows has all tokens, in an order in which no block of rows could stand for another, and not all
+    equally often, so that experts have different numbers of rows.
 
     Args:
         tokens: rows of the call.
-        distinct: number of different tokens, up to `tokens`.
+        distinct: number of different tokens.
         last: the last row's.
     """
+    if tokens <= distinct:
+        return (torch.arange(tokens, device="cpu") + last + 1 - tokens) % distinct
     generator = torch.Generator("cpu").manual_seed(4)
     rows = torch.randint(distinct, (tokens,), generator=generator, device="cpu")
     rows[:distinct] = torch.arange(distinct, device="cpu")

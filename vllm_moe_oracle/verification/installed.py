@@ -27,7 +27,7 @@ from ..backends.emulation import ieee_fp32_matmul, round_inputs
 from ..core.problem import Problem
 from ..kernels.activations import activate
 from . import bounds
-from .inputs import shuffled_rows
+from .inputs import rows_of_call
 from .self_check import Calls, Comparison, is_reference
 from .tolerances import rounding_error
 
@@ -185,5 +185,5 @@ def compare_installed(
     large = min(most, MAX_CHECK_TOKENS)
     # On a CPU calls take long, and are made only where another kernel runs.
     if large > count and (device.type != "cpu" or backend.hand_overs(problem, large)):
-        calls.make(shuffled_rows(large, count, count - 1).to(device))
+        calls.make(rows_of_call(large, count, count - 1).to(device))
     return calls.result(start)

@@ -7,6 +7,7 @@ and leaves the loaded ones as they are, so that another backend can still take t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -117,8 +118,9 @@ def compare_with_reference(
         expert_map = expert_map.masked_fill(expert_map >= len(sampled), -1)
     reference = bounds.reference_output(experts, exact, rounding_error(backend, problem), x, weights, ids, expert_map)
     _require_finite_reference(reference.expected, sampled, problem)
-    calls_rows = _rows_of_calls(backend, problem, small, plan, hand_overs, adapter.trial_tokens(moe), experts)
-    most = max(len(rows) for rows, _ in calls_rows)
+    planned = _plan_calls(backend, problem, small, plan, hand_overs, adapter.trial_tokens(moe), experts)
+    planned = [(rows.to(x.device), poisoned) for rows, poisoned in planned]
+    most = max(len(rows) for rows, _ in planned)
     built, layer, tensors = _build_small_layer(backend, small, plan, experts, moe, adapter, most)
     ids = ids.to(adapter.ids_dtype(moe))
 
@@ -130,8 +132,8 @@ def compare_with_reference(
         return adapter.run_single_rank_monolithic(built, tensors, given, small, logits.to(x.device)[rows], bias, scale)
 
     calls = Calls(run, reference, x)
-    for rows, poisoned in calls_rows:
-        calls.make(rows.to(x.device), poisoned)
+    for rows, poisoned in planned:
+        calls.make(rows, poisoned)
     return calls.result(start)
 
 
@@ -189,7 +191,7 @@ class Calls:
         return f"call {index + 1}, {len(rows)} tokens: {' and '.join(words)}" if words else ""
 
 
-def _rows_of_calls(
+def _plan_calls(
     backend: Backend,
     problem: Problem,
     small: Problem,
@@ -220,15 +222,10 @@ def _rows_of_calls(
         repeats = _repeats(sizes, experts)
         host_values = 0 if experts["w13"].is_cuda else small.top_k * experts["w13"][0].numel()
         large = 0 if problem.parallel.is_batched else inputs.large_call(own, soon, edges, limit, host_values)
-    found = []
-    for index, tokens in enumerate((*sizes, *repeats)):
-        last = inputs.LAST_TOKENS[index % len(inputs.LAST_TOKENS)]
-        rows = (torch.arange(tokens, device="cpu") + last + 1 - tokens) % inputs.NUM_TOKENS
-        found.append((rows, index < len(sizes)))
-    if large:
-        rows = inputs.shuffled_rows(large, inputs.NUM_TOKENS, inputs.LAST_TOKENS[0])
-        found.insert(len(sizes), (rows, True))
-    return found
+    sizes += [large] * (large > 0)
+    lasts = itertools.cycle(inputs.LAST_TOKENS)
+    found = [(inputs.rows_of_call(tokens, inputs.NUM_TOKENS, next(lasts)), True) for tokens in sizes]
+    return found + [(inputs.rows_of_call(tokens, inputs.NUM_TOKENS, next(lasts)), False) for tokens in repeats]
 
 
 def _repeats(counts: list[int], experts: Tensors) -> list[int]:

@@ -203,6 +203,9 @@ class LayerCheck:
         edges = {*hand_overs, *(tokens for tokens, _ in plan.tiles)}
         for count in inputs.call_counts(edges, calls.most):
             calls.mixed(count)
+        # On a CPU calls take long, and are made only where another kernel runs.
+        if self.kind != "cpu" or backend.hand_overs(self.problem, calls.most):
+            calls.mixed(calls.most)
         calls.mixed(calls.num_mixed)
         while calls.count < CALLS:
             calls.mixed(1, start=calls.count)
