@@ -269,10 +269,10 @@ def many_tokens(wrong: Compute, more_than: int = 600) -> Compute:
 def last_expert_last_columns(
     tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any
 ) -> None:
-    """The last 32 columns of the tokens of the last expert are off by a tenth."""
+    """The last 32 columns of the tokens of the last expert are off by a half."""
     forward(tensors, layer, out, x, weights, ids, *more)
     mine = (ids == layer.num_experts - 1).any(-1, keepdim=True)
-    out[:, -32:] = torch.where(mine, out[:, -32:] * 1.1, out[:, -32:])
+    out[:, -32:] = torch.where(mine, out[:, -32:] * 1.5, out[:, -32:])
 
 
 def exchanged(rows: int) -> Compute:
