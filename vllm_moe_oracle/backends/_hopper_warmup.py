@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.moe_oracle")
 
 MAX_LOADING_WORKSPACE = 40 * 2**20
-"""Bytes of workspace that a call may use while a layer is loaded."""
+"""Bytes of workspace of the calls that compile kernels while a layer is loaded; those that check it may use more."""
 
 _EVERY_COUNT_UP_TO = 1024
 """Up to this number of tokens, every number is tried; beyond, every `_COUNT_STEP`-th."""
