@@ -113,11 +113,17 @@ def test_a_kernel_that_keeps_other_weights_after_a_reload(run: Any) -> None:
 
 
 class KeepsScales(Faulty):
-    """Refers to the scales that it was built over, as vLLM's own experts do by their quant config."""
+    """Refers to the scales that it was built over, as vLLM's own experts do by their quant config; plans for no more
+    tokens than the builder says, as this project's kernels do."""
 
     def build_experts(self, tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
         scales = {name: tensor for name, tensor in tensors.items() if name.endswith("_scale")}
-        return builder.from_function(lambda *arguments: forward({**tensors, **scales}, problem, *arguments))
+
+        def run(out: Any, x: Any, *more: Any) -> None:
+            assert x.shape[0] <= builder.max_tokens
+            forward({**tensors, **scales}, problem, out, x, *more)
+
+        return builder.from_function(run)
 
 
 def test_a_reload_converts_fresh_parameters_before_vllm_copies_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +133,7 @@ def test_a_reload_converts_fresh_parameters_before_vllm_copies_them(monkeypatch:
     with method_layers.moe_config({"self_check": "group"}, EXPERTS, HIDDEN // 4, INNER // 4) as config:
         monkeypatch.setattr(method_layers, "HIDDEN", HIDDEN // 4)
         monkeypatch.setattr(method_layers, "INNER", INNER // 4)
-        method_layers.use_backends([KeepsScales("keeps_scales")], monkeypatch)
+        method_layers.use_backends([KeepsScales("keeps_scales", beyond=(600,))], monkeypatch)
         layer = Layer()
         method = created(config, layer)
         raw = {name: (each.shape, each.dtype) for name, each in layer.named_parameters()}

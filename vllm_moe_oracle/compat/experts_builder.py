@@ -7,14 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..backends import Forward, WorkspaceForward
+from ..backends import MAX_CHECK_TOKENS, Forward, WorkspaceForward
 
 if TYPE_CHECKING:
     from .adapter import Adapter
-
-_MAX_TRIAL_TOKENS = 64
-"""Most tokens of experts that do not serve, such as those of a self-check: planning for more takes longer than the
-trial itself."""
 
 
 class VllmBuilder:
@@ -31,7 +27,7 @@ class VllmBuilder:
         moe: Any,
         quant_config: Any,
         for_serving: bool = True,
-        trial_tokens: int = _MAX_TRIAL_TOKENS,
+        trial_tokens: int = MAX_CHECK_TOKENS,
         batched: bool = False,
     ) -> None:
         """
