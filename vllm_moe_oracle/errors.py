@@ -168,8 +168,8 @@ class CheckpointError(OracleError, ValueError):
     """A checkpoint or its config cannot be used."""
 
 
-class DenseModelError(CheckpointError):
-    """The model has no experts: there is nothing to decide, and nothing is wrong with the checkpoint."""
+class LeftToStockError(CheckpointError):
+    """All of the model is stock vLLM's: it has no experts, or none that are served here. Nothing is wrong."""
 
 
 class NoBackendError(OracleError, ValueError):

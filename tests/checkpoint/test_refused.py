@@ -33,7 +33,8 @@ from vllm_moe_oracle.errors import CheckpointError
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts": None}, "has no MoE layers: none of num_experts, "),
+        ({"num_experts": None}, "'qwen3_moe' is a name of models with experts, and none of num_experts, .* is set"),
+        ({"model_type": None, "architectures": None, "num_hidden_layers": None}, "is not the config of a model: none"),
         ({"num_experts": 0}, "has no MoE layers"),
         ({"mlp_only_layers": list(range(48))}, "none of the 48 layers has experts"),
         ({"num_experts": -128}, "num_experts is -128, not between 1 and"),
@@ -59,15 +60,14 @@ from vllm_moe_oracle.errors import CheckpointError
         ({"hybrid_override_pattern": "E" * 5000}, "has 5000 layers, more than 1024"),
         (
             {"num_experts": None, "ffn_config": {"moe_num_experts": 16}},
-            "ffn_config describes its experts, which this release does not read",
+            r"ffn_config.moe_num_experts describes its experts, .*; the experts are in mxfp8",
         ),
         ({"quantization_config": "MXFP8"}, "quantization_config is 'MXFP8', not an object"),
         ({"quantization_config": {}}, "there is no quant_method. Known are auto-round, awq, "),
         (
-            {"quantization_config": {"quant_method": "fancy8"}},
-            "unknown quant_method 'fancy8'. Known are auto-round, awq, ",
+            {"quantization_config": {"quant_method": "gptq_marlin"}},
+            "quant_method is 'gptq_marlin', vLLM's name and not one that checkpoints have. Known are auto-round, ",
         ),
-        ({"quantization_config": {"quant_method": "mxpf8"}}, "unknown quant_method 'mxpf8'. Did you mean mxfp8"),
         ({"quantization_config": {"quant_method": 8}}, "quant_method is 8, not a word"),
         ({"quantization_config": {"quant_method": "modelopt"}}, "there is no quant_algo"),
         ({"quantization_config": MODELOPT | {"quant_algo": "MXFP7"}}, "unknown quant_algo 'MXFP7'. Known are MXFP8, "),
@@ -157,15 +157,19 @@ def test_a_wrong_kind_of_path_is_refused_with_the_expected_kind(tmp_path: Path) 
     (tmp_path / "model.safetensors").write_bytes(b"\x10" + bytes(23))
     give = "Give the folder that config.json and the tensors are in"
     assert said(empty).endswith(f"the folder has no config.json: it is empty. {give}")
-    assert "the folder has no config.json, but GGUF files. GGUF is not supported" in said(gguf)
-    assert "is a GGUF file. GGUF is not supported: give the" in said(next(gguf.iterdir()))
+    (adapter := tmp_path / "adapter").mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert said(adapter).endswith("it holds a LoRA adapter. Give the folder of the adapter's base model")
+    assert said(adapter / "adapter_config.json").endswith("Give the config.json of the adapter's base model")
+    assert "the folder has no config.json, but GGUF files. This plugin serves no GGUF: give the" in said(gguf)
+    assert "it is a GGUF file. This plugin serves no GGUF: give the" in said(next(gguf.iterdir()))
     assert said(cache).endswith(f"the folder has no config.json. There is one in {cache}/snapshots/abc")
     assert "holds tensors. Give the folder that it is in, or its config.json" in said(tmp_path / "model.safetensors")
     assert "hf download Qwen/Qwen3-30B-A3B --include '*config.json'" in said(Path("Qwen/Qwen3-30B-A3B"))
     assert "hf download" not in said(tmp_path / "Qwen/Qwen3-30B-A3B") + said(Path("./nowhere/at/all"))
     dense = {"model_type": "llama", "num_hidden_layers": 2, "quantization_config": {"quant_method": "gptq"}}
     (empty / "config.json").write_text(json.dumps(dense))
-    assert "it has no MoE layers: none of num_experts" in said(empty)
+    assert "it has no MoE layers (none of num_experts" in said(empty)
     assert "Only experts are decided here; of all other layers vLLM chooses the kernels itself" in said(empty)
 
 
@@ -228,3 +232,18 @@ def test_any_value_in_any_field_is_read_or_refused_by_name(data: st.DataObject, 
         assert "\n" not in str(error)
     else:
         assert all(isinstance(problem, Problem) for problem in found.problems)
+
+
+@pytest.mark.parametrize(("method", "hint"), [("fancy8", ""), ("mxpf8", ". Did you mean mxfp8?")])
+def test_an_unknown_format_is_left_to_stock_with_a_note(method: str, hint: str, explain: Any) -> None:
+    found = explain(quantized(quantization_config={"quant_method": method}))
+    assert set(found.unsupported_formats.values()) == {method} and not found.problems
+    assert (
+        found.notes[-1]
+        == f"quant_method {method!r} is unknown here: a server needs a vLLM, or a plugin, that has it{hint}"
+    )
+
+
+def test_a_long_name_of_a_format_is_shortened(explain: Any) -> None:
+    found = explain(quantized(quantization_config={"quant_method": "x" * 5000}))
+    assert all(len(note) < 400 for note in found.notes)

@@ -352,6 +352,9 @@ def test_layers_that_are_left_out_are_counted(run: Run, write: Callable[..., Pat
         (MODELOPT | {"quant_algo": "NVFP4"}, "NVFP4"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"quant_method": "humming"}, "humming"),
+        ({"quant_method": "fancy8"}, "fancy8"),
+        ({"quant_method": "auto-round", "bits": 2}, "auto-round int of 2 bits"),
+        ({"quant_method": "auto-round", "bits": 4, "act_bits": 8}, "auto-round int of 4 bits with inputs of 8 bits"),
         (None, None),
     ],
     ids=str,
@@ -497,17 +500,66 @@ def test_a_path_that_is_too_long_is_one_line(run: Run) -> None:
 
 
 def test_a_dense_model_is_unaffected(run: Run, write: Callable[..., Path]) -> None:
-    for changes, why in (({"num_experts": 0}, "num_experts is 0"), ({"num_experts": None}, "none of num_experts, ")):
+    dense = {
+        "num_experts": None,
+        "num_experts_per_tok": None,
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+    }
+    for changes, why in (
+        ({"num_experts": 0}, "num_experts is 0"),
+        (dense, "none of num_experts, "),
+        ({**dense, "num_hidden_layers": None, "n_layer": 12}, "none of num_experts, "),
+        ({**dense, "block_configs": [{"ffn": {"ffn_mult": 2.6}}]}, "none of num_experts, "),
+    ):
         path = write(**changes)
         result = run("explain", path, "--device", "nvidia-h200")
         assert (result.status, result.err) == (0, "")
-        said = f"no MoE layers; left to stock vLLM, unaffected by this plugin: it has no MoE layers: {why}"
+        said = f"the model is left to stock vLLM, unaffected by this plugin: it has no MoE layers ({why}"
         assert said in " ".join(result.out.split())
         data = run("explain", path, "--device", "nvidia-h200", "--json").json
         assert data["groups"] == data["left_to_stock"] == [] and data["notes"][0].startswith(said)
         assert run("tune", path).status == 2  # there is nothing to measure
-    broken = write(num_experts=0, num_hidden_layers=None)
-    assert run("explain", broken, "--device", "cpu").status == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            {"block_configs": [{}]},
+            "block_configs gives every layer a shape of its own, which this release does not read",
+        ),
+        (
+            {"num_experts": None, "ffn_config": {"moe_num_experts": 16}},
+            "ffn_config.moe_num_experts describes its experts",
+        ),
+        ({"num_experts": None, "parts": [{"n_routed_experts": 9}]}, "parts.0.n_routed_experts describes its experts"),
+        ({"num_experts": None}, "'qwen3_moe' is a name of models with experts, and none of num_experts, "),
+    ],
+    ids=str,
+)
+def test_experts_that_are_not_read_are_unaffected_unless_they_are_in_a_served_format(
+    changes: dict[str, Any], why: str, run: Run, write: Callable[..., Path]
+) -> None:
+    for config, stored in ((None, "not quantized"), ({"quant_method": "fp8"}, "in fp8")):
+        result = run("explain", write(**changes, quantization_config=config), "--device", "nvidia-h200")
+        text = " ".join(result.out.split())
+        assert (result.status, result.err) == (0, "") and f"; the experts are {stored}. " in text
+        assert f"the model is left to stock vLLM, unaffected by this plugin: {why}" in text
+    for config, online in ((MODELOPT, ()), (None, ("--quantization", "mxfp8"))):
+        result = run("explain", write(**changes, quantization_config=config), "--device", "nvidia-h200", *online)
+        assert (result.status, result.out, result.err.count("\n")) == (2, "", 1) and why in result.err
+        assert "the experts are in mxfp8" in result.err and "its log says what runs them" in result.err
+
+
+def test_gguf_is_unaffected(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        result = run("explain", path, "--device", "nvidia-h200")
+        assert (result.status, result.err) == (0, "")
+        assert "note: the model is left to stock vLLM, unaffected by this plugin: " in result.out
+        assert "This plugin serves no GGUF" in " ".join(result.out.split())
+        assert run("verify", path).status == 2
 
 
 def test_the_gain_over_stock_is_shown_where_it_is_known(

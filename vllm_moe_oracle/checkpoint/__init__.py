@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Problem
-from ..errors import CheckpointError, did_you_mean
+from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Problem, Scheme
+from ..errors import CheckpointError, LeftToStockError, did_you_mean
 from ..quantization import (
     METHOD_ALIASES,
     ONLINE_SCHEMES,
@@ -24,12 +24,20 @@ from ..quantization import (
     with_moe_wna16_packing,
 )
 from ..quantization.fields import short_repr
-from ..quantization.types import FormatLookup, UnsupportedFormat
+from ..quantization.types import FormatLookup, UnsupportedFormat, describe_format
 from ..releases import min_versions
 from ..releases.all2all import DEFAULT_ALL2ALL, effective_all2all
 from ..untrusted import boundary
 from .files import CheckpointFiles, read_checkpoint
-from .layer_names import MTP_COUNT_FIELDS, MTP_MODELS, compact_layer_names, moe_layer_names, mtp_layer_names
+from .layer_names import (
+    MTP_COUNT_FIELDS,
+    MTP_MODELS,
+    all_layer_names,
+    compact_layer_names,
+    moe_layer_names,
+    mtp_layer_names,
+    unread_experts,
+)
 from .layer_problem import layer_problem, model_dtype
 from .model_fields import MAX_RANKS, model_type
 from .ranks import Ranks
@@ -88,7 +96,7 @@ def find_moe_layers(
         all2all_backend: vLLM's ``--all2all-backend``.
 
     Raises:
-        DenseModelError: no MoE layers.
+        LeftToStockError: no MoE layers, or their sizes are not read and nothing of this package would run them.
         CheckpointError: an unknown quantization, another than `online`, a field that is missing or has a
             value that it cannot have, or a number of ranks over which the model cannot be sharded.
         SettingError: a number of ranks below one, or an all-to-all that the release does not have.
@@ -106,6 +114,8 @@ def _find_moe_layers(
     if ranks.total > MAX_RANKS:
         rule = f"{ranks.total} ranks are more than {MAX_RANKS}, the most that are considered"
         raise CheckpointError(rule, where=str(config.path))
+    if words := unread_experts(config):
+        raise _unread_experts_error(config, words, online, vllm)
     names = moe_layer_names(config, vllm)
     format_of, method = _expert_formats(config, online)
     mtp_names = mtp_layer_names(config, vllm)
@@ -132,6 +142,25 @@ def _find_moe_layers(
         rule = f"from {release} on, vLLM refuses linear layers with act order in groups: a server "
         notes += (f"{rule}starts only if the checkpoint leaves attention unquantized, or without act order",)
     return MoeLayers(tuple(problems), tuple(unquantized), foreign, method, notes, tuple(mtp_problems))
+
+
+def _unread_experts_error(config: CheckpointFiles, words: str, online: str, vllm: str | None) -> CheckpointError:
+    """What the experts are stored as decides: only those in a scheme of this package could be run by it."""
+    where = str(config.path)
+    if config.quantization is None and not online:
+        return LeftToStockError(f"{words}; the experts are not quantized", _SERVED, where)
+    format_of, _ = _expert_formats(config, online)
+    found = list(dict.fromkeys(format_of(each) for each in all_layer_names(config, vllm)))
+    stored = f"{words}; the experts are in {' and '.join(map(describe_format, found[:3]))}"
+    if any(isinstance(each, Scheme) for each in found):
+        dbrx = model_type(config) == "dbrx"
+        remedy = "A server knows their sizes: its log says what runs them"
+        return CheckpointError(stored, _DBRX_REMEDY if dbrx else remedy, where)
+    return LeftToStockError(stored, _SERVED, where)
+
+
+_DBRX_REMEDY = "vLLM's loader of DBRX takes experts in 16 bits or FP8"
+_SERVED = "This plugin serves experts in MXFP8, MXFP4 and integers with 16-bit activations"
 
 
 def _expert_formats(config: CheckpointFiles, online: str) -> tuple[FormatLookup, str]:
@@ -189,7 +218,7 @@ def _notes(
         names = compact_layer_names([name for name, other in unsupported_formats.items() if other == format])
         yield f"{_count_layers(count)} experts in {format}, {left}: {names}"
     if unsupported_formats:
-        yield "this plugin serves experts in MXFP8, MXFP4 and integers with 16-bit activations"
+        yield f"{_SERVED[:1].lower()}{_SERVED[1:]}"
     if config.quantization is not None:
         yield from config_notes(*config.quantization)
     note = model_dtype(config)[1]

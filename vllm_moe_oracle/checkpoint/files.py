@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, LeftToStockError
 from ..quantization.fields import short_repr
 from ..untrusted import boundary, parse_json, read_file
 from . import mistral_params
@@ -50,6 +50,7 @@ def read_checkpoint(path: Path | str) -> CheckpointFiles:
             model of the Hugging Face Hub that lies in its local cache.
 
     Raises:
+        LeftToStockError: it is GGUF.
         CheckpointError: a file that is missing, cannot be read, is too large, or holds no JSON object.
     """
     with boundary(CheckpointError, "cannot be read", where=str(path)):
@@ -73,7 +74,7 @@ def _read_checkpoint(path: Path) -> CheckpointFiles:
     if path.is_dir() and not file.exists() and (path / mistral_params.FILE_NAME).exists():
         file = path / mistral_params.FILE_NAME
     if not file.exists():
-        raise CheckpointError(*_explain_missing_config(path), str(path))
+        raise _missing_config_error(path)
     top = _read_json_object(file)
     if file.name == mistral_params.FILE_NAME:
         top = mistral_params.as_model_config(top, str(file))
@@ -85,31 +86,35 @@ def _read_checkpoint(path: Path) -> CheckpointFiles:
     )
 
 
-_GGUF_REMEDY = "GGUF is not supported: give the model's checkpoint in safetensors"
+_GGUF_REMEDY = "This plugin serves no GGUF: give the model's checkpoint in safetensors"
+ADAPTER_FILE_NAME = "adapter_config.json"
 
 
-def _explain_missing_config(folder: Path) -> tuple[str, str]:
+def _missing_config_error(folder: Path) -> CheckpointError:
     """What a folder without a config.json is instead, and what to do."""
+    where = str(folder)
     rule, remedy = "the folder has no config.json", "Give the folder that config.json and the tensors are in"
     try:
         names = sorted(each.name for each in folder.iterdir())
         found = [each for pattern in ("*", "snapshots/*") for each in folder.glob(f"{pattern}/config.json")]
     except OSError as error:
-        return f"the folder cannot be read: {error.strerror}", "Give this user the right to read it"
+        rule = f"the folder cannot be read: {error.strerror}"
+        return CheckpointError(rule, "Give this user the right to read it", where)
     if found:
         nearby = sorted(str(each.parent) for each in found)
-        return rule, f"There is one in {', '.join(nearby[:3])}{', ...' if len(nearby) > 3 else ''}"
+        remedy = f"There is one in {', '.join(nearby[:3])}{', ...' if len(nearby) > 3 else ''}"
+        return CheckpointError(rule, remedy, where)
     if any(name.lower().endswith(".gguf") for name in names):
-        return f"{rule}, but GGUF files", _GGUF_REMEDY
-    if not names:
-        return f"{rule}: it is empty", remedy
-    return rule, remedy
+        return LeftToStockError(f"{rule}, but GGUF files", _GGUF_REMEDY, where)
+    if ADAPTER_FILE_NAME in names:
+        return CheckpointError(f"{rule}: it holds a LoRA adapter", "Give the folder of the adapter's base model", where)
+    return CheckpointError(rule if names else f"{rule}: it is empty", remedy, where)
 
 
 def _non_json_error(file: Path, data: bytes) -> CheckpointError | None:
     """The kind of a file that cannot be a config; None for one that may be."""
     if data.startswith(b"GGUF"):
-        return CheckpointError("is a GGUF file", _GGUF_REMEDY, str(file))
+        return LeftToStockError("it is a GGUF file", _GGUF_REMEDY, str(file))
     if file.suffix in (".safetensors", ".bin", ".pt", ".pth"):
         return CheckpointError("holds tensors", "Give the folder that it is in, or its config.json", str(file))
     return None

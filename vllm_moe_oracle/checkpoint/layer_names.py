@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..errors import CheckpointError, DenseModelError
+from ..errors import CheckpointError, LeftToStockError
+from ..quantization.fields import short_repr
 from ..quantization.types import GATED_PROJECTIONS, NUMBERED_PROJECTION_MODELS, UNGATED_PROJECTIONS, LayerNames
 from ..releases.expert_names import projection_names
 from .files import CheckpointFiles
@@ -54,31 +55,80 @@ _DENSE_MODEL_REMEDY = "Only experts are decided here; of all other layers vLLM c
 
 
 def moe_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[int, LayerNames]:
-    """Names of the layers that have experts, by index, for a release of vLLM; None for the newest."""
+    """Names of the layers that have experts, by index, for a release of vLLM; None for the newest.
+
+    Raises:
+        LeftToStockError: no layer has any.
+        CheckpointError: the file is no model's config, or a field has a value that it cannot have.
+    """
     model, where = config.model_config, str(config.path)
-    if isinstance(model.get("block_configs"), list):
-        rule = "block_configs gives every layer a shape of its own, which this release does not read"
-        raise CheckpointError(rule, where=where)
-    parts = model.get("ffn_config")
-    if isinstance(parts, Mapping) and parts.get("moe_num_experts"):  # DBRX's
-        rule = "ffn_config describes its experts, which this release does not read"
-        raise CheckpointError(rule, "vLLM's loader of DBRX takes experts in 16 bits or FP8", where)
-    _check_lists_of_layers(model, where)
-    total = num_layers(config)
-    if all(not model.get(name) for name in NUM_EXPERTS_FIELDS) and any(
-        model.get(name) == 0 for name in NUM_EXPERTS_FIELDS
-    ):
-        name = next(name for name in NUM_EXPERTS_FIELDS if model.get(name) == 0)
-        raise DenseModelError(f"it has no MoE layers: {name} is 0", _DENSE_MODEL_REMEDY, where)
-    if not any(model.get(name) for name in NUM_EXPERTS_FIELDS):
-        raise DenseModelError(
-            f"it has no MoE layers: none of {', '.join(NUM_EXPERTS_FIELDS)} is set", _DENSE_MODEL_REMEDY, where
+    if not any(config.full_config.get(name) for name in _MODEL_FIELDS):
+        rule = f"is not the config of a model: none of {', '.join(_MODEL_FIELDS)} is set"
+        remedy = (
+            "Give the config.json of the adapter's base model"
+            if "peft_type" in model
+            else "Give the model's config.json"
         )
+        raise CheckpointError(rule, remedy, where)
+    _check_lists_of_layers(model, where)
+    if not any(model.get(name) for name in NUM_EXPERTS_FIELDS):
+        none = next((f"{name} is {model[name]}" for name in NUM_EXPERTS_FIELDS if name in model), "")
+        rule = none or f"none of {', '.join(NUM_EXPERTS_FIELDS)} is set"
+        raise LeftToStockError(f"it has no MoE layers ({rule})", _DENSE_MODEL_REMEDY, where)
+    total = num_layers(config)
     indices = [index for index in range(total) if _is_moe_layer(model, index, where)]
     if not indices:
-        rule = f"it has no MoE layers: by its config, none of the {total} layers has experts"
-        raise DenseModelError(rule, _DENSE_MODEL_REMEDY, where)
+        rule = f"it has no MoE layers (by its config, none of the {total} layers has experts)"
+        raise LeftToStockError(rule, _DENSE_MODEL_REMEDY, where)
     return {index: _layer_names(config, index, vllm) for index in indices}
+
+
+_MODEL_FIELDS = ("architectures", "model_type", *NUM_LAYERS_FIELDS)
+
+
+def unread_experts(config: CheckpointFiles) -> str:
+    """Why experts that the model has by its config cannot be counted; "" where they can, or it has none."""
+    model = config.model_config
+    if any(model.get(name) for name in NUM_EXPERTS_FIELDS):
+        own = isinstance(model.get("block_configs"), list)
+        return "block_configs gives every layer a shape of its own, which this release does not read" if own else ""
+    if any(name in model for name in NUM_EXPERTS_FIELDS):
+        return ""
+    if field := _field_of_experts(config.full_config):
+        return f"{field} describes its experts, which this release does not read"
+    architectures = config.full_config.get("architectures")
+    kinds = [model_type(config), *(architectures if isinstance(architectures, list) else ())]
+    kind = next((each for each in kinds if isinstance(each, str) and "moe" in each.lower()), "")
+    names = ", ".join(NUM_EXPERTS_FIELDS)
+    return f"{short_repr(kind)} is a name of models with experts, and none of {names} is set" if kind else ""
+
+
+_MAX_DEPTH = 8
+
+
+def _field_of_experts(part: object, path: str = "", depth: int = _MAX_DEPTH) -> str:
+    """The first field, in a part of a config, that states a number of experts, with those that it is in."""
+    if isinstance(part, list):
+        parts = [(f"{path}.{index}", each) for index, each in enumerate(part) if isinstance(each, Mapping | list)]
+    elif isinstance(part, Mapping):
+        parts = [(f"{path}.{name}", each) for name, each in part.items() if name not in _QUANTIZATION_FIELDS]
+    else:
+        return ""
+    for name, value in parts:
+        word = name.rpartition(".")[2].lower()
+        if isinstance(value, int) and value > 1 and "expert" in word and not ("_per_" in word or "shared" in word):
+            return name[1:]
+        if depth and (found := _field_of_experts(value, name, depth - 1)):
+            return found
+    return ""
+
+
+_QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
+
+
+def all_layer_names(config: CheckpointFiles, vllm: str | None = None) -> list[LayerNames]:
+    """Names that experts of every layer would have, whether or not a layer has any."""
+    return [_layer_names(config, index, vllm) for index in range(num_layers(config))]
 
 
 def mtp_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[int, LayerNames]:

@@ -18,6 +18,7 @@ from ..errors import CheckpointError, did_you_mean
 from .fields import read_string, short_repr
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat
 from .unsupported import UNSUPPORTED_ONLINE as UNSUPPORTED_ONLINE
+from .unsupported import parse_unsupported
 
 
 def _formats() -> Iterator[QuantConfigFormat]:
@@ -33,6 +34,8 @@ _BY_METHOD = {method: each for each in _formats() for method in each.parsers}
 
 METHOD_ALIASES = {name: aliases for each in _BY_METHOD.values() for name, aliases in each.aliases.items()}
 """Names that vLLM's ``--quantization`` takes for a checkpoint besides vLLM's own name for it."""
+
+_VLLM_NAMES = {"inc", *METHOD_ALIASES, *(alias for aliases in METHOD_ALIASES.values() for alias in aliases)}
 
 ONLINE_SCHEMES = {
     "mxfp8": Scheme("mxfp8", 8, MX_BLOCK, "online", activations="mxfp8"),
@@ -60,15 +63,20 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
         where: file and field, for messages.
 
     Raises:
-        CheckpointError: an unknown ``quant_method``; a field that is missing or has an invalid value.
+        CheckpointError: no ``quant_method``, or one that checkpoints do not have; a field that is missing or has an
+            invalid value.
     """
     method = _quant_method(config, where)
+    if method in _BY_METHOD:
+        return _BY_METHOD[method].parsers[method](config, where)
     remedy = f"{did_you_mean(method, _BY_METHOD)}Known are {', '.join(_BY_METHOD)}"
     if not method:
         raise CheckpointError("there is no quant_method", remedy, where)
-    if method not in _BY_METHOD:
-        raise CheckpointError(f"unknown quant_method {short_repr(config['quant_method'])}", remedy, where)
-    return _BY_METHOD[method].parsers[method](config, where)
+    # Not unsupported: vLLM would take the class that this package replaces.
+    if method.replace("-", "_") in _VLLM_NAMES:
+        rule = f"quant_method is {short_repr(config['quant_method'])}, vLLM's name and not one that checkpoints have"
+        raise CheckpointError(rule, remedy, where)
+    return parse_unsupported(config, where)
 
 
 def _quant_method(config: Mapping[str, Any], where: str) -> str:
@@ -81,10 +89,16 @@ def _quant_method(config: Mapping[str, Any], where: str) -> str:
 
 def config_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     """What a user should know about a config that `parse_config` accepted, one sentence each."""
-    return _BY_METHOD[_quant_method(config, where)].notes(config, where)
+    method = _quant_method(config, where)
+    if method in _BY_METHOD:
+        return _BY_METHOD[method].notes(config, where)
+    named = f"quant_method {short_repr(config['quant_method'])} is unknown here"
+    return [
+        f"{named}: a server needs a vLLM, or a plugin, that has it. {did_you_mean(method, _BY_METHOD)}".rstrip(". ")
+    ]
 
 
 def vllm_method_name(config: Mapping[str, Any]) -> str:
     """vLLM's name for the quantization of a config that `parse_config` accepted."""
     method = _quant_method(config, "")
-    return _BY_METHOD[method].vllm_method(config, method)
+    return _BY_METHOD[method].vllm_method(config, method) if method in _BY_METHOD else method

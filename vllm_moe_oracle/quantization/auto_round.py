@@ -11,7 +11,6 @@ from ..errors import CheckpointError
 from .fields import read_boolean, read_integer, read_string, short_repr
 from .patterns import BoundedPattern, InvalidPatternError, MatchBudget
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, UnsupportedFormat, describe_format
-from .unsupported import parse_unsupported
 
 _PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 """`Scheme.packing` of AutoRound's ``packing_format``."""
@@ -28,7 +27,15 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """
     format_of = _entry_format(config, where)
     if format_of is None:
-        return parse_unsupported(config, where)
+        kind = read_string(config, "data_type", where) or "int"
+        inputs = config.get("act_bits")
+        words = f"auto-round {kind} of {config.get('bits')} bits"
+        if isinstance(inputs, int) and inputs < 16:
+            words += f" with inputs of {inputs} bits"
+        if packing := read_string(config, "packing_format", where):
+            words += f" packed as {packing}"
+        unsupported = UnsupportedFormat(words)
+        return lambda layer: unsupported
     entries = config.get("extra_config") or {}
     if not isinstance(entries, Mapping) or not all(isinstance(entry, Mapping) for entry in entries.values()):
         raise CheckpointError(f"extra_config is {short_repr(entries)}, not an object of objects", where=where)

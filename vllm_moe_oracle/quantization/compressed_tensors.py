@@ -269,8 +269,11 @@ def group_format(group: Mapping[str, Any], common_layout: object, where: str) ->
     integers = args.type == "int" and args.bits in (4, 8) and args.strategy in ("group", "channel")
     if integers and weight_only and args.layout in COMPRESSED_PACKINGS:
         return _integer_format(args, weights.get("actorder"), where)
-    words = (args.layout or "compressed-tensors", f"{args.bits}-bit {args.type}", f"strategy {args.strategy}")
-    return UnsupportedFormat(" ".join(words))
+    words = f"{args.layout or 'compressed-tensors'} {args.bits}-bit {args.type} strategy {args.strategy}"
+    if inputs is not None:
+        kind, bits, strategy, _ = _declared_args(inputs)
+        words += f" with inputs in {short_repr(bits)}-bit {kind} strategy {strategy}"
+    return UnsupportedFormat(words)
 
 
 def _is_mx(args: _WeightArgs, weights: Mapping[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from ...core.overrides import unmatched_override_error, unmatched_overrides
 from ...core.problem import Device, Problem
 from ...devices import catalog, detect
 from ...devices.catalog import known_device_names
-from ...errors import DenseModelError, SettingError, StandDown
+from ...errors import LeftToStockError, SettingError, StandDown
 from ...measurements.lookup import profile_error
 from ...measurements.roofline import expert_bytes
 from ...measurements.tune_command import tune_command
@@ -138,8 +138,8 @@ def command(
 
     \b
     Exit status:
-      0  every group of layers has a backend or is left to stock vLLM, or the
-         model has no experts
+      0  every group of layers has a backend or is left to stock vLLM, or all of
+         the model is: it has no experts, or is in a format that is not served
       3  a group has none, and a server would not start; the table is printed all
          the same
       2  the input cannot be used; one line on standard error says what and where
@@ -151,13 +151,16 @@ def command(
     machine = _with_vllm(_resolve_device(device), vllm)
     release = vllm_version(machine)
     ranks = Ranks(tp, dp, ep, effective_all2all(all2all_backend or DEFAULT_ALL2ALL, release))
-    read = checkpoint.read_checkpoint(Path(path))
+    cached = []
     try:
+        read = checkpoint.read_checkpoint(Path(path))
+        if not os.path.exists(path):
+            cached = [f"{path} is read from the local cache of the Hugging Face Hub: {read.path}"]
         layers = checkpoint.find_moe_layers(
             read, tp, ep, chosen.ragged_shards, quantization.lower(), release, dp, ranks.all2all
         )
-    except DenseModelError as error:
-        note = f"no MoE layers; left to stock vLLM, unaffected by this plugin: {error.rule}. {error.remedy}"
+    except LeftToStockError as error:
+        note = f"the model is left to stock vLLM, unaffected by this plugin: {error.rule}. {error.remedy}"
         layers = MoeLayers((), (), {}, "", (note,))
     _check_overrides_match(chosen, layers)
     invariant = batch_invariant_variable() if batch_invariant is None else batch_invariant
@@ -193,11 +196,10 @@ def command(
     placement = _placement_notes((*model, *mtp), round_robin)
     parallelism = _parallelism_notes(ranks, all2all_backend, groups, machine)
     server = _server_notes(chosen, layers.method, groups, machine)
-    cached = f"{path} is read from the local cache of the Hugging Face Hub: {read.path}"
     elsewhere = f"this machine has no GPU ({machine.name}): --device h100, or another name, answers for one that has"
     notes = [
         *([elsewhere] if device == "auto" and machine.kind == "cpu" else []),
-        *([] if os.path.exists(path) else [cached]),
+        *cached,
         *layers.notes,
         *_activation_notes(layers, chosen),
         *parallelism,
