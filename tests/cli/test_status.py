@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.oracle.registry import Registry, default_registry
 from vllm_moe_oracle.plugin import PluginState
 
+REGISTER = status._register_plugin
 NAMES = [backend.name for backend in default_registry()]
 
 
@@ -291,3 +293,29 @@ def test_scripts_for_completion_are_printed(shell: str) -> None:
     command = [sys.executable, "-m", "vllm_moe_oracle.cli.main", "--show-completion", shell]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0 and "_VLLM_MOE_ORACLE_COMPLETE" in ended.stdout
+
+
+def test_vllm_is_imported_without_garbage_collection(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "_register_plugin", REGISTER)
+    monkeypatch.setattr(status, "excluded_by_vllm", lambda: "")
+    collected: list[bool] = []
+    monkeypatch.setattr(plugin, "register", lambda: collected.append(gc.isenabled()))
+    run("status", "--check")
+    assert collected == [False] and gc.isenabled()
+
+
+@pytest.mark.parametrize(("torch", "printed"), [(True, "registered\n"), (False, "registered\ntaken down\n")])
+def test_what_a_process_has_imported_is_not_taken_down(torch: bool, printed: str) -> None:
+    """That takes a second where it is vLLM. What is registered for the end runs, and the exit status is kept."""
+    code = """
+import atexit, sys, types
+from vllm_moe_oracle.cli import main
+class Late:
+    def __del__(self, say=print): say("taken down")
+main.late = Late()
+atexit.register(print, "registered")
+sys.argv = ["vllm-moe-oracle", "status", "--nonsense"]
+"""
+    code += 'sys.modules["torch"] = types.ModuleType("torch")\n' if torch else ""
+    ended = subprocess.run([sys.executable, "-c", f"{code}main.run()"], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, printed) and "No such option" in ended.stderr
