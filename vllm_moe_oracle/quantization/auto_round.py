@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.problem import MX_BLOCK, Scheme
 from ..errors import CheckpointError
-from .fields import read_boolean, read_integer, read_string, short_repr
+from .fields import read_boolean, read_integer, read_string, short_repr, shortened
 from .patterns import BoundedPattern, InvalidPatternError, MatchBudget
 from .types import ExpertFormat, FormatLookup, LayerNames, QuantConfigFormat, UnsupportedFormat, describe_format
 
@@ -34,7 +34,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
             words += f" with inputs of {inputs} bits"
         if packing := read_string(config, "packing_format", where):
             words += f" packed as {packing}"
-        unsupported = UnsupportedFormat(words)
+        unsupported = UnsupportedFormat(shortened(words))
         return lambda layer: unsupported
     entries = config.get("extra_config") or {}
     if not isinstance(entries, Mapping) or not all(isinstance(entry, Mapping) for entry in entries.values()):

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.problem import MX_BLOCK, ActivationPrecision, ActOrder, Scheme
 from ..errors import CheckpointError
-from .fields import read_boolean, read_config_groups, read_integer, read_names, read_string, short_repr
+from .fields import read_boolean, read_config_groups, read_integer, read_names, read_string, short_repr, shortened
 from .patterns import MatchBudget, PatternList
 from .types import (
     UNLISTED,
@@ -273,7 +273,7 @@ def group_format(group: Mapping[str, Any], common_layout: object, where: str) ->
     if inputs is not None:
         kind, bits, strategy, _ = _declared_args(inputs)
         words += f" with inputs in {short_repr(bits)}-bit {kind} strategy {strategy}"
-    return UnsupportedFormat(words)
+    return UnsupportedFormat(shortened(words))
 
 
 def _is_mx(args: _WeightArgs, weights: Mapping[str, Any]) -> bool:

@@ -18,6 +18,11 @@ def short_repr(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def shortened(text: str, most: int = 160) -> str:
+    """Words of a config for a message, shortened if they are long."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def read_string(config: Mapping[str, Any], name: str, where: str) -> str:
     """A word in lower case; "" where the field is not set."""
     value = config.get(name)

@@ -23,22 +23,15 @@ NUMBERED_PROJECTION_MODELS = frozenset(
 for these names."""
 
 
-_MAX_FORMAT_CHARS = 160
-
-
 @dataclass(frozen=True, slots=True)
 class UnsupportedFormat:
     """A format that this package does not read; vLLM may.
 
     Attributes:
-        format: its name, as the checkpoint writes it; a long one is shortened.
+        format: its name, as the checkpoint writes it.
     """
 
     format: str
-
-    def __post_init__(self) -> None:
-        if len(self.format) > _MAX_FORMAT_CHARS:
-            object.__setattr__(self, "format", f"{self.format[: _MAX_FORMAT_CHARS - 3]}...")
 
 
 @dataclass(frozen=True, slots=True)

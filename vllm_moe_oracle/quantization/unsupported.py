@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .fields import shortened
 from .types import FormatLookup, QuantConfigFormat, UnsupportedFormat
 
 
 def parse_unsupported(config: Mapping[str, Any], where: str) -> FormatLookup:
     """Every layer is stored in the unsupported format that ``quant_method`` names."""
-    method = UnsupportedFormat(str(config["quant_method"]))
+    method = UnsupportedFormat(shortened(str(config["quant_method"])))
     return lambda layer: method
 
 
