@@ -453,7 +453,7 @@ def test_a_device_can_come_from_a_file(run: Run, write: Callable[..., Path], tmp
             "--device: unknown device 'nvidia-h30'. Valid are cpu, nvidia-a100,",
         ),
         (("nowhere",), "nowhere: no such file or folder. Give a checkpoint's folder or its config.json"),
-        (("",), "PATH: the path is empty. Give a checkpoint's folder"),
+        (("",), "CHECKPOINT: the path is empty. Give a checkpoint's folder"),
         (("CONFIG", "--tp", "5"), "do not divide the 32 attention heads (32 mod 5 = 2). Use TP 4"),
         (("CONFIG", "--tp", "1000000000"), "1000000000 ranks are more than 65536"),
         (("CONFIG", "--tp", "24"), "do not divide the 32 attention heads (32 mod 24 = 8). Use TP 16"),

@@ -261,7 +261,7 @@ def test_the_winner_is_marked_and_no_line_breaks_inside_a_pair(run: Run, monkeyp
     for width in (56, 60, 64, 68, 80):
         monkeypatch.setenv("COLUMNS", str(width))
         result = run("explain", Path("examples/qwen3-30b-a3b-mxfp8.json").resolve(), "--device", "nvidia-h200")
-        assert re.findall(r"^  (\w+) +chosen ", result.out, re.MULTILINE) == ["hopper_mxfp8"]
+        assert re.findall(r"^(?:  (?=\w+ ))?(\w+):? +chosen\b", result.out, re.MULTILINE) == ["hopper_mxfp8"]
         assert not re.search(r"\b\d+:$", result.out, re.MULTILINE), width
 
 
@@ -272,6 +272,23 @@ def test_the_winner_is_marked_and_no_line_breaks_inside_a_pair(run: Run, monkeyp
         ("explain x --device nvidia-h2", "nvidia-h200"),
         ("explain x --vllm 0.33", "0.33.0"),
         ("tune x --set back", "backend="),
+        ("tune x --set backend=hopper_mxfp8_w", "backend=hopper_mxfp8_w8a8"),
+        ("tune x --set self_check=a", "self_check=all"),
+        ("tune x --set disable=emulation,marlin_w", "disable=emulation,marlin_wna16"),
+        ("tune x --routing uniform,s", "uniform,skewed"),
+        ("tune gpt-oss-2", "gpt-oss-20b"),
+        ("tune mxfp4:gpt-oss-2", "mxfp4:gpt-oss-20b"),
+        ("tune x --gpus a", "all"),
+        ("explain x --backend hopper_mxfp4_", "hopper_mxfp4_w4a8"),
+        ("explain x --moe-backend marl", "marlin"),
+        ("explain x --quantization mxfp", "mxfp8"),
+        ("explain x --expert-placement-strategy r", "round_robin"),
+        ("bench --backend emulation,hopper_mxfp4_", "emulation,hopper_mxfp4_w4a8"),
+        ("bench --stock auto,marl", "auto,marlin"),
+        ("bench --scheme mxfp8,int4_g1", "mxfp8,int4_g128"),
+        ("bench --shape gpt-oss-20b,kim", "gpt-oss-20b,kimi-k2"),
+        ("bench --routing s", "skewed"),
+        ("verify x --device cu", "cuda"),
     ],
 )
 def test_shells_complete_commands_and_values(words: str, said: str) -> None:

@@ -97,6 +97,10 @@ def test_tune_refuses_numbers_of_tokens_that_decide_nothing(run: Run) -> None:
         ((GPT_OSS, "--tiles", "-3"), "--tiles: -3 tile configurations"),
         ((GPT_OSS, "--export", ""), ".: is a directory. Name a file"),
         ((GPT_OSS, "--export", "/"), "/: is a directory. Name a file"),
+        (
+            (GPT_OSS, "--export", "/nope/x.json"),
+            "--export: /nope/x.json cannot be written: there is no directory /nope",
+        ),
         (("--import", CHOICES, "--export", "/tmp"), "/tmp: is a directory. Name a file"),
         (("--import", "b.jsonl", GPT_OSS), "MODEL would change nothing: with --import nothing is measured"),
         (("--import", "b.jsonl", "--shapes", "--tiles", "4"), "--shapes, --tiles would change nothing"),
@@ -115,7 +119,10 @@ def test_tune_refuses_options_that_lead_nowhere(run: Run, arguments: tuple[Any, 
         ((GPT_OSS, "--scheme", "mxfp8"), "--scheme: there is no --shape"),
         ((GPT_OSS, "--plot", "times.foo"), "--plot: times.foo: unknown image format. Valid are ."),
         ((GPT_OSS, "--plot", "times"), "--plot: times: unknown image format"),
-        ((GPT_OSS, "--plot", "no/such/folder/times.svg"), "--plot: there is no folder no/such/folder"),
+        (
+            (GPT_OSS, "--plot", "no/such/folder/times.svg"),
+            "times.svg cannot be written: there is no directory no/such/folder",
+        ),
     ],
 )
 def test_bench_refuses_a_drawing_that_cannot_be_made_before_it_measures(

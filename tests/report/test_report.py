@@ -509,7 +509,8 @@ def test_errors_of_the_command_are_one_line(run: Run, tmp_path: Path) -> None:
         ((tmp_path / "none",), "No such file"),
         ((tmp_path,), "directory"),
         (("/dev/zero",), "is not a regular file"),
-        ((bench, "-o", tmp_path / "none" / "r.html"), "No such file"),
+        ((tmp_path / "none", "-o", tmp_path / "none" / "r.html"), "--output: "),  # before files are read
+        ((tmp_path / "none", "-o", "r.html", "--svg", "/proc/x"), "--svg: /proc/x cannot be made or written in"),
         ((bench, "-o", tmp_path), "cannot be written"),
         ((write(tmp_path / "h.jsonl", HEAD),), "nothing to report"),
     ):

@@ -9,7 +9,8 @@ import typer
 
 from ..errors import MeasurementError, SettingError
 from ..measurements import profile
-from ..settings import FIELDS, Settings, load
+from ..settings import Settings, load
+from . import completion
 
 ModelNames = Annotated[
     list[str] | None,
@@ -17,9 +18,12 @@ ModelNames = Annotated[
         help="A checkpoint's folder, a config.json, a Hub name in the local cache, SCHEME:SHAPE[@tpN], or a SHAPE in "
         "all its formats.",
         metavar="MODEL",
+        autocompletion=completion.models,
     ),
 ]
-TensorParallel = Annotated[int, typer.Option(help="Tensor-parallel ranks.", metavar="N")]
+TensorParallel = Annotated[
+    int, typer.Option(help="Tensor-parallel ranks, as vLLM's --tensor-parallel-size.", metavar="N")
+]
 DataParallel = Annotated[
     int,
     typer.Option(
@@ -40,20 +44,26 @@ Quantization = Annotated[
     typer.Option(
         help="As vLLM's --quantization, e.g. mxfp8 for a checkpoint in 16 bits, moe_wna16 for GPTQ or AWQ.",
         metavar="NAME",
+        autocompletion=completion.quantizations,
     ),
 ]
 CompileJobs = Annotated[
     int, typer.Option(help="Processes that compile kernels before the measurements; 0 for none.", metavar="N")
 ]
 Replays = Annotated[int, typer.Option(help="Timed replays of each backend and number of tokens, at most.", metavar="N")]
-Gpus = Annotated[str, typer.Option(help="Measure on several GPUs: all, or numbers like 0,1.", metavar="all|N,...")]
+Gpus = Annotated[
+    str,
+    typer.Option(
+        help="Measure on several GPUs: all, or numbers like 0,1.", metavar="all|N,...", autocompletion=lambda: ["all"]
+    ),
+]
 Assignments = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         help="A setting of the plugin, e.g. backend=emulation. Repeatable.",
         metavar="KEY=VALUE",
-        autocompletion=lambda: [f"{name}=" for name in FIELDS],
+        autocompletion=completion.assignments,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -85,12 +85,8 @@ def print_groups(
         output.show(f"\nnote: {note}")
 
 
-_TABLE_COLUMNS = 56
-"""Columns below which a table has no room for reasons."""
-
-
 def _print_candidates(group: LayerGroup, verbose: bool) -> None:
-    """Every candidate with its verdict, and every reason: as a table, or below each other where that is too wide.
+    """Every candidate with its verdict, and every reason.
 
     Backends for other kinds of devices are one line, unless `verbose` asks for each.
     """
@@ -104,15 +100,8 @@ def _print_candidates(group: LayerGroup, verbose: bool) -> None:
     if folded:
         count = "1 backend" if len(folded) == 1 else f"{len(folded)} backends"
         cells.append((count, "rejected", "for other kinds of devices; --verbose names them"))
-    if output.width() >= _TABLE_COLUMNS:
-        chosen = [index for index, row in enumerate(cells) if row[1] == _CHOSEN]
-        output.show("", output.table(("candidate", "verdict", last), cells, indent=2, marked=chosen))
-        return
-    for name, verdict, reason in cells:
-        if name:
-            output.show(f"\n{name}: {verdict}")
-        if reason:
-            output.show(output.key_value_table([("", reason)]))
+    chosen = [index for index, row in enumerate(cells) if row[1] == _CHOSEN]
+    output.show_table(("candidate", "verdict", last), cells, indent=2, marked=chosen)
 
 
 def _decision_rows(group: LayerGroup) -> list[tuple[str, str]]:

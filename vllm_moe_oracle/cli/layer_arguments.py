@@ -14,9 +14,9 @@ from ..checkpoint.ranks import Ranks
 from ..checkpoint.serving import with_activations
 from ..core.objectives import MAX_TOKENS
 from ..core.problem import Device, Problem
-from ..devices import detect
+from ..devices import catalog, detect
 from ..devices.detect import installed_packages
-from ..errors import MeasurementError, sanitize
+from ..errors import MeasurementError, did_you_mean, sanitize
 from ..measurements import model_shapes
 from ..settings import Settings, batch_invariant
 
@@ -72,7 +72,10 @@ def resolve_problems(
             found += _served_formats(word, tp)
         else:
             rule = f"{word!r} is neither a checkpoint's folder nor a config.json nor the name of a layer"
-            raise MeasurementError(rule, f"Names are SCHEME:SHAPE, with SHAPE one of {', '.join(model_shapes.names())}")
+            known = model_shapes.names()
+            remedy = f"{did_you_mean(word, known)}Names are SCHEME:SHAPE, with SHAPE one of {', '.join(known)}"
+            here = "It is a GPU's name: leave it out, this machine's GPU is measured"
+            raise MeasurementError(rule, here if catalog.find_spec(word) else remedy)
     if not found:
         raise MeasurementError("there are no layers to measure")
     return found

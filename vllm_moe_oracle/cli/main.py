@@ -10,8 +10,10 @@ import io
 import logging
 import os
 import pkgutil
+import re
 import signal
 import sys
+import textwrap
 import threading
 from typing import Annotated, Any, NoReturn, cast
 
@@ -21,7 +23,7 @@ from typer.core import TyperArgument, TyperCommand
 from .. import __version__
 from ..errors import OracleError, PrintableFilter, printable, sanitize
 from ..oracle.watchdog import WATCHED_LOGGER
-from . import EXIT_INVALID_INPUT, commands
+from . import EXIT_INVALID_INPUT, commands, usage_hints
 
 logging.getLogger("vllm.moe_oracle").addFilter(PrintableFilter())
 
@@ -36,8 +38,37 @@ app = typer.Typer(
 )
 
 
+_HYPHEN = "\N{NON-BREAKING HYPHEN}"
+
+_NARROW_COLUMNS = 78
+"""Columns of help below which descriptions begin below the options' names, not beside them."""
+
+
 class _Command(TyperCommand):
-    """A command whose help has no Python types: newer releases of typer put an argument's beside its name."""
+    """A command whose help breaks no name and has no Python types, which newer releases of typer show."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Takes vLLM's names of options, too."""
+        options = {name for each in self.params for name in (*each.opts, *each.secondary_opts)}
+        return super().parse_args(ctx, usage_hints.with_own_names(args, options, ctx.ignore_unknown_options))
+
+    def get_help(self, ctx: Any) -> str:
+        """The help; lines are broken at spaces alone, and the list of exit statuses is fitted to the terminal, too."""
+        formatter = ctx.make_formatter()
+        write_text, write_dl = formatter.write_text, formatter.write_dl
+
+        def fitted_text(text: str) -> None:
+            whole = formatter.width - formatter.current_indent
+            paragraphs = [_fit(each, whole) for each in text.split("\n\n")]
+            write_text("\n\n".join(paragraphs).replace("-", _HYPHEN))
+
+        def fitted_list(rows: Any, **options: Any) -> None:
+            names = 30 if formatter.width >= _NARROW_COLUMNS else 8
+            write_dl([(name, text.replace("-", _HYPHEN)) for name, text in rows], **{"col_max": names, **options})
+
+        formatter.write_text, formatter.write_dl = fitted_text, fitted_list
+        self.format_help(ctx, formatter)
+        return str(formatter.getvalue()).rstrip("\n").replace(_HYPHEN, "-")
 
     def get_params(self, ctx: Any) -> Any:
         """The parameters, arguments without a type."""
@@ -46,6 +77,23 @@ class _Command(TyperCommand):
             if isinstance(each, TyperArgument):
                 each.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
         return found
+
+
+def _fit(paragraph: str, width: int) -> str:
+    """A paragraph whose lines are kept (``\\b``), broken where they are longer than the terminal is wide; commands,
+    which people copy, are not."""
+    lines = paragraph.split("\n")
+    if lines[0].strip() != "\b" or lines[1].strip() != "Exit status:":
+        return paragraph
+    found = lines[:2]
+    items = "\n".join(lines[2:])
+    for item in re.split(r"\n(?=  \S|\S)", items):
+        words = item.split()
+        status = words[0].isdecimal()
+        first, then = ("  ", "     ") if status else ("", "")
+        text = f"{words[0]}  {' '.join(words[1:])}" if status else " ".join(words)
+        found += textwrap.wrap(text, width, initial_indent=first, subsequent_indent=then, break_on_hyphens=False)
+    return "\n".join(found)
 
 
 def _print_version(wanted: bool) -> None:
@@ -126,6 +174,10 @@ def main() -> None:
         raise
     except _ClickError as error:
         text = io.StringIO()
+        context = getattr(error, "ctx", None)
+        options = [name for each in (context.command.params if context else ()) for name in each.opts]
+        if words := usage_hints.hint(error.format_message(), context.info_name if context else "", options):
+            error.message = f"{error.message.rstrip('.')}. Hint: {words}"
         error.show(file=text)
         print(printable(text.getvalue()), end="", file=sys.stderr)
         sys.exit(error.exit_code)

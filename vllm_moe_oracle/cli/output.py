@@ -9,7 +9,7 @@ import contextlib
 import json
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -75,27 +75,98 @@ def key_value_table(rows: Iterable[tuple[str, str]], indent: int = 2) -> Table:
     return table
 
 
-def table(
-    columns: Iterable[str], rows: Iterable[Iterable[str]], indent: int = 0, marked: Collection[int] = ()
-) -> Padding:
-    """A table whose first column is never broken, and whose last one takes the room that is left; the others' cells are
-    wrapped, never cut.
+def show_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], indent: int = 0, marked: Collection[int] = ()
+) -> None:
+    """Prints a table whose last column takes the room that is left. No word is broken, and no cell of the first column.
+
+    Where that has no room, a table of three columns becomes paragraphs, one for the names and one for each row; any
+    other becomes several tables, each with the first column.
 
     Args:
         columns: the columns' names.
-        rows: the cells of each row.
+        rows: the cells of each row; of three columns, a row with an empty first cell continues the one before.
         indent: spaces before each line.
         marked: indices of rows that a terminal shows in bold.
     """
+    lines = [[printable(cell) for cell in row] for row in rows]
+    room = width() - indent
+    widths = _column_widths(columns, lines, room)
+    if widths is not None:
+        show("", _table(columns, lines, widths, indent, marked))
+    elif len(columns) == 3:
+        for index, (first, second, third) in enumerate([columns, *lines], -1):
+            if first:
+                title = _cell(f"{first}: {second}")
+                title.stylize("bold" if index in marked else "")
+                show("", title)
+            if third:
+                show(key_value_table([("", third)]))
+    else:
+        _show_in_parts(columns, lines, room, indent, marked)
+
+
+_BETWEEN = 3
+"""Columns of the output between two columns of a table."""
+
+
+def _column_widths(columns: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> list[int] | None:
+    """Widths at which no word is broken; None where there is no room for them."""
+    cells = [list(column) for column in zip(columns, *rows, strict=True)]
+    longest = [max(map(_length, column)) for column in cells]
+    words = [max((_length(word) for cell in column for word in cell.split()), default=0) for column in cells]
+    room -= _BETWEEN * (len(cells) - 1)
+    for middle in (longest, words):
+        fixed = [longest[0], *middle[1:-1]]
+        left = room - sum(fixed)
+        if left >= words[-1]:
+            return [*fixed, left]
+    return None
+
+
+def _length(text: str) -> int:
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def _show_in_parts(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], room: int, indent: int, marked: Collection[int]
+) -> None:
+    """Several tables, each of the first column and as many others as have room: at least one, whose words are broken
+    where it has too little."""
+    first = 1
+    while first < len(columns):
+        last = len(columns)
+        while True:
+            places = [0, *range(first, last)]
+            part = [[row[place] for place in places] for row in rows]
+            names = [columns[place] for place in places]
+            widths = _column_widths(names, part, room)
+            if widths is not None or last == first + 1:
+                break
+            last -= 1
+        if widths is None:
+            key = min(max(map(_length, (names[0], *(row[0] for row in part)))), room // 2)
+            widths = [key, max(room - _BETWEEN - key, 1)]
+        show("", _table(names, part, widths, indent, marked))
+        first = last
+
+
+def _table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    widths: Sequence[int],
+    indent: int,
+    marked: Collection[int],
+) -> Padding:
     from rich.box import SIMPLE_HEAD
     from rich.padding import Padding
     from rich.table import Table
 
     made = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
-    names = list(columns)
-    for index, name in enumerate(names[:-1]):
-        made.add_column(name, overflow="fold", no_wrap=index == 0)
-    made.add_column(names[-1], overflow="fold", ratio=1)
+    for name, columns_wide in zip(columns, widths, strict=True):
+        made.add_column(name, overflow="fold", width=columns_wide)
     for index, row in enumerate(rows):
         made.add_row(*map(_cell, row), style="bold" if index in marked else None)
     return Padding(made, (0, 0, 0, indent))

@@ -363,8 +363,8 @@ def _print(first: dict[str, float], compared: list[Comparison], measured: list[t
             change += f" ({each.low - 1:+.1%} to {each.high - 1:+.1%})"
         words = change.replace(" ", output.GLUE)
         rows.append((f"{name}, {unit}", cell(each.base), cell(each.other), f"{words} {_verdict(each, more)}"))
-    output.show(f"plugin: {_describe_backends(measured[-1][1].backends)}", "")
-    output.show(output.table(("", STOCK, PLUGIN, f"change ({CONFIDENCE:.0%} interval)"), rows))
+    output.show(f"plugin: {_describe_backends(measured[-1][1].backends)}")
+    output.show_table(("", STOCK, PLUGIN, f"change ({CONFIDENCE:.0%} interval)"), rows)
     if first:
         words = ", ".join(f"{kind} {_figure(seconds)} s" for kind, seconds in first.items())
         output.show("", f"first starts, uncounted (stock's came first, to colder caches): {words}")

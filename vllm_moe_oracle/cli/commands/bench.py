@@ -16,12 +16,13 @@ import typer
 from ...checkpoint.ranks import Ranks
 from ...core.problem import Problem
 from ...errors import MeasurementError, did_you_mean
+from ...measurements import model_shapes
 from ...measurements.bench_records import BenchRecord
 from ...measurements.kernel_shape import KernelShape
 from ...oracle.registry import default_registry
 from ...report import page_data, plots
 from ...settings import Settings, set_batch_invariant
-from .. import EXIT_INCOMPLETE, layer_arguments, output
+from .. import EXIT_INCOMPLETE, completion, layer_arguments, output
 from ..arguments import (
     Assignments,
     BatchInvariant,
@@ -35,6 +36,7 @@ from ..arguments import (
     TensorParallel,
     command_settings,
 )
+from ..writable import why_unwritable
 
 if TYPE_CHECKING:
     from ...measuring.benchmarks import BenchOptions
@@ -48,12 +50,18 @@ def command(
     models: ModelNames = None,
     scheme: Annotated[
         str | None,
-        typer.Option(help=f"Formats, for every SHAPE of --shape. [default: {DEFAULT_SCHEMES}]", metavar="NAME,..."),
+        typer.Option(
+            help=f"Formats, for every SHAPE of --shape. [default: {DEFAULT_SCHEMES}]",
+            metavar="NAME,...",
+            autocompletion=completion.several(lambda: model_shapes.SCHEME_NAMES),
+        ),
     ] = None,
     shape: Annotated[
         str,
         typer.Option(
-            help="Names of model shapes, each optionally with @tpN; a wrong one lists all.", metavar="NAME,..."
+            help="Names of model shapes, each optionally with @tpN; a wrong one lists all.",
+            metavar="NAME,...",
+            autocompletion=completion.several(model_shapes.names),
         ),
     ] = "",
     tp: TensorParallel = 1,
@@ -62,11 +70,26 @@ def command(
     quantization: Quantization = "",
     batch_invariant: BatchInvariant = None,
     tokens: Annotated[str, typer.Option(help="Numbers of tokens.", metavar="N,...")] = "1,2,4,8,16,32,64,128,256,512",
-    routing: Annotated[str, typer.Option(help="uniform or skewed.", metavar="KIND")] = "uniform",
+    routing: Annotated[
+        str,
+        typer.Option(help="uniform or skewed.", metavar="KIND", autocompletion=lambda: ["uniform", "skewed"]),
+    ] = "uniform",
     stock: Annotated[
-        str, typer.Option(help="Stock layers beside ours: values of --moe-backend, or none.", metavar="NAME,...")
+        str,
+        typer.Option(
+            help="Stock layers beside ours: values of --moe-backend, or none.",
+            metavar="NAME,...",
+            autocompletion=completion.several(lambda: [*completion.vllm_backends(), "none"]),
+        ),
     ] = "auto",
-    backend: Annotated[str, typer.Option(help="Only these backends.", metavar="NAME,...")] = "",
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="Only these backends.",
+            metavar="NAME,...",
+            autocompletion=completion.several(completion.backends),
+        ),
+    ] = "",
     replays: Replays = 30,
     jobs: CompileJobs = 0,
     gpus: Gpus = "",
@@ -239,8 +262,8 @@ def _check_plot_path(path: Path) -> None:
     kinds = sorted(FigureCanvasBase.get_supported_filetypes())
     if path.suffix[1:].lower() not in kinds:
         raise MeasurementError(f"{path}: unknown image format", f"Valid are .{', .'.join(kinds)}", "--plot")
-    if not path.parent.is_dir():
-        raise MeasurementError(f"there is no folder {path.parent}", "Make it, or name another file", "--plot")
+    if reason := why_unwritable(path):
+        raise MeasurementError(f"{path} cannot be written: {reason}", "Name a file that you can write", "--plot")
 
 
 def _plot(records: list[BenchRecord], path: Path, gpu: str) -> None:
@@ -265,7 +288,7 @@ def _print(records: list[BenchRecord], gpu: str) -> None:
         included = ", top-k included" if found[0].router_included else ""
         classes = "".join(f"; {key} is {value}" for key, value in found[0].stock.items())
         output.show(f"\n{name} on {gpu}: microseconds{included} (fraction of the roofline){classes}")
-        output.show("", output.table(("tokens", "roofline", *backends, "choice"), rows, indent=2))
+        output.show_table(("tokens", "roofline", *backends, "choice"), rows, indent=2)
 
 
 def _row(record: BenchRecord, backends: list[str]) -> list[str]:

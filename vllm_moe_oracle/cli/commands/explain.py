@@ -32,7 +32,7 @@ from ...releases.all2all import DEFAULT_ALL2ALL, all2all_names, effective_all2al
 from ...releases.supported import NEWEST, RELEASES
 from ...settings import AUTO, Settings, excluded_by_vllm
 from ...settings import batch_invariant as batch_invariant_variable
-from .. import EXIT_NO_BACKEND, explanation
+from .. import EXIT_NO_BACKEND, completion, explanation
 from ..arguments import (
     AsJson,
     Assignments,
@@ -45,6 +45,7 @@ from ..arguments import (
 )
 from ..explanation import vllm_version
 from ..layer_groups import STOCK_ITSELF, LayerGroup, group_layers, names_backends
+from ..usage_hints import require_a_path
 
 
 # More than 80 lines: one parameter for each option, and the help text. The steps are functions below.
@@ -52,7 +53,7 @@ def command(
     path: Annotated[
         str,
         typer.Argument(
-            help="A checkpoint's folder, a bare config.json, or a Hub name in the local cache.", metavar="PATH"
+            help="A checkpoint's folder, a bare config.json, or a Hub name in the local cache.", metavar="CHECKPOINT"
         ),
     ],
     device: Annotated[
@@ -102,12 +103,19 @@ def command(
         typer.Option(
             help="linear gives each rank neighbors, round_robin places experts round-robin; as vLLM's. Needs --ep.",
             metavar="NAME",
+            autocompletion=lambda: ["linear", "round_robin"],
         ),
     ] = "linear",
     backend: Annotated[
-        str | None, typer.Option(help="As the setting backend: --set backend=NAME.", metavar="NAME")
+        str | None,
+        typer.Option(
+            help="As the setting backend: --set backend=NAME.", metavar="NAME", autocompletion=completion.any_backends
+        ),
     ] = None,
-    moe_backend: Annotated[str, typer.Option(help="As vLLM's --moe-backend.", metavar="NAME")] = "auto",
+    moe_backend: Annotated[
+        str,
+        typer.Option(help="As vLLM's --moe-backend.", metavar="NAME", autocompletion=completion.vllm_backends),
+    ] = "auto",
     quantization: Quantization = "",
     assignments: Assignments = None,
     brief: Annotated[
@@ -222,7 +230,8 @@ def _check_options(path: str, ranks: Ranks, eplb: bool, strategy: str) -> bool:
         SettingError: the path is empty, the ranks are not possible, or options contradict each other.
     """
     if not path.strip():
-        raise SettingError("the path is empty", "Give a checkpoint's folder or its config.json", "PATH")
+        raise SettingError("the path is empty", "Give a checkpoint's folder or its config.json", "CHECKPOINT")
+    require_a_path(path)
     ranks.check()
     spread = ranks.spreads_experts
     try:

@@ -21,6 +21,7 @@ from ...settings import Settings, cache_dir
 from ...untrusted import describe
 from .. import output
 from ..arguments import Assignments, command_settings
+from ..writable import why_unwritable, why_unwritable_folder
 
 
 def command(
@@ -56,6 +57,7 @@ def command(
          error says what
     """
     _require_modules("matplotlib", "jinja2")
+    _check_paths(to, svg)
     chosen = command_settings(assignments)
     content = page_data.ReportContent()
     for path in files or []:
@@ -98,6 +100,19 @@ def _require_modules(*modules: str) -> None:
     if missing:
         rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
         raise MeasurementError(rule, "pip install 'vllm-moe-oracle[plot]'")
+
+
+def _check_paths(page: Path, svg: Path | None) -> None:
+    """Refuses what could not be written, before files are read and plots are drawn.
+
+    Raises:
+        MeasurementError: the page, or the folder of the plots.
+    """
+    remedy = "Name a file in a folder that you can write in"
+    if reason := why_unwritable(page):
+        raise MeasurementError(f"{page} cannot be written: {reason}", remedy, "--output")
+    if svg is not None and (reason := why_unwritable_folder(svg)):
+        raise MeasurementError(f"{svg} cannot be made or written in: {reason}", "Name another folder", "--svg")
 
 
 def _make_dir(folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from ...settings import Settings, cache_dir, excluded_by_vllm
 from .. import EXIT_INVALID_INPUT, EXIT_UNHEALTHY, output
 from ..arguments import AsJson
 from ..entry_point_probe import find_unsafe
+from ..writable import why_unwritable, why_unwritable_folder
 
 _VALID_NAMES = " Valid are "
 """Where the list of all valid names begins in an error; standard error and JSON have it."""
@@ -201,18 +201,8 @@ def _unwritable_report(chosen: Settings) -> str:
     """Why the file of the setting `report` could not be written; "" if it could, or none is set."""
     if not chosen.report:
         return ""
-    path = Path(chosen.report)
-    folder, rule = path.parent, f"{chosen.source('report')}: {path} cannot be written"
-    # `Path`'s methods raise where a name is too long, or a folder may not be entered.
-    if not os.path.isdir(folder):
-        return f"{rule}: there is no directory {folder}"
-    if os.path.isdir(path):
-        return f"{rule}: it is a directory"
-    try:
-        exists = path.exists()
-    except OSError as error:
-        return f"{rule}: {error.strerror}"
-    return "" if os.access(path if exists else folder, os.W_OK) else f"{rule}: permission denied"
+    reason = why_unwritable(Path(chosen.report))
+    return reason and f"{chosen.source('report')}: {Path(chosen.report)} cannot be written: {reason}"
 
 
 def _cache_report(chosen: Settings) -> dict[str, Any]:
@@ -225,20 +215,10 @@ def _cache_report(chosen: Settings) -> dict[str, Any]:
         return {
             "path": str(store.path),
             "measurements": store.summary(),
-            "error": _unwritable_folder(store.path.parent),
+            "error": why_unwritable_folder(store.path.parent),
         }
     except OracleError as error:
         return {"path": str(store.path), "measurements": {}, "error": str(error)}
-
-
-def _unwritable_folder(folder: Path) -> str:
-    """Why a folder could not be made or written in; "" if it could."""
-    nearest = next(each for each in (folder, *folder.parents) if each.exists())
-    if not nearest.is_dir():
-        return f"{nearest} is not a directory"
-    # A file system like /proc says yes and takes nothing.
-    can_hold = os.access(nearest, os.W_OK | os.X_OK) and os.statvfs(nearest).f_blocks > 0
-    return "" if can_hold else f"nothing can be written in {nearest}"
 
 
 def _versions() -> dict[str, str | None]:
@@ -346,13 +326,13 @@ def _print_details(report: dict[str, Any]) -> None:
         rows = [
             (name, _format_setting(setting["value"]), setting["source"]) for name, setting in report["settings"].items()
         ]
-        output.show("", output.table(("setting", "value", "from"), rows))
+        output.show_table(("setting", "value", "from"), rows)
     backends = [
         (backend["name"], ", ".join(backend["schemes"]), _format_origin(backend["origin"]))
         for backend in report["backends"]
     ]
     backends += [(name, "broken", reason) for name, reason in report["broken_backends"].items()]
-    output.show("", output.table(("backend", "schemes", "from"), backends))
+    output.show_table(("backend", "schemes", "from"), backends)
 
 
 def _describe_changes(state: PluginState) -> str:

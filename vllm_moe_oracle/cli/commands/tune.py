@@ -20,7 +20,7 @@ from ...measurements.kernel_shape import KernelShape, RoutingKind, Sample, kerne
 from ...measurements.store import Store
 from ...oracle.selection import decide
 from ...settings import Settings, cache_dir, set_batch_invariant
-from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, layer_arguments, output
+from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, completion, layer_arguments, output
 from ..arguments import (
     AsJson,
     Assignments,
@@ -35,6 +35,7 @@ from ..arguments import (
     TensorParallel,
     command_settings,
 )
+from ..writable import why_unwritable
 
 if TYPE_CHECKING:
     from ...measuring.tuning import TuneOptions, TuneOutcome
@@ -59,7 +60,14 @@ def command(
             metavar="N,...",
         ),
     ] = "",
-    routing: Annotated[str, typer.Option(help="uniform, skewed, or both.", metavar="KIND,...")] = "uniform,skewed",
+    routing: Annotated[
+        str,
+        typer.Option(
+            help="uniform, skewed, or both.",
+            metavar="KIND,...",
+            autocompletion=completion.several(lambda: get_args(RoutingKind)),
+        ),
+    ] = "uniform,skewed",
     replays: Replays = 20,
     budget: Annotated[float | None, typer.Option(help="Seconds for everything.", metavar="SECONDS")] = None,
     jobs: CompileJobs = 0,
@@ -121,6 +129,10 @@ def command(
     tuning.check_token_counts(options.token_counts)
     if export is not None:
         profiles.check_writable(export, detect.detect().name, {kernel_shape_of(each) for each in problems})
+        if reason := why_unwritable(export):
+            raise MeasurementError(
+                f"{export} cannot be written: {reason}", "Name a file that you can write", "--export"
+            )
     known = [profiles.read(each) for each in profile or []]
     device = layer_arguments.require_gpu()
     options = dataclasses.replace(options, tiles=tiles, gpus=layer_arguments.parse_gpus(gpus))
@@ -331,5 +343,5 @@ def _print_outcomes(
         if result["times"]:
             counts = list(next(iter(result["times"].values())))
             rows = [[name, *(f"{us[count]:.0f}" for count in counts)] for name, us in result["times"].items()]
-            output.show("", output.table(("us by tokens", *counts), rows, indent=2))
+            output.show_table(("us by tokens", *counts), rows, indent=2)
     output.show(f"\nkept in {cache}")

@@ -22,6 +22,7 @@ from ...errors import SettingError
 from ...oracle.selection import check_backend_names
 from .. import layer_arguments, output
 from ..arguments import AsJson, Assignments, command_settings
+from ..usage_hints import require_a_path
 
 if TYPE_CHECKING:
     from ...measuring.verifying import LayerResult, Verification
@@ -33,9 +34,17 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 _WORDS = {"passed": "ok", "failed": "WRONG", "damaged": "DAMAGED", "no_backend": "NO BACKEND", "stock": "stock vLLM's"}
 
 
+_KINDS = ("auto", "cpu", "cuda")
+
+
 def command(
     path: Annotated[str, typer.Argument(help="A checkpoint's folder, with its tensors.", metavar="CHECKPOINT")],
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda: what this machine must be.", metavar="KIND")] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(
+            help="auto, cpu or cuda: what this machine must be.", metavar="KIND", autocompletion=lambda: list(_KINDS)
+        ),
+    ] = "auto",
     report: Annotated[
         Path | None,
         typer.Option(
@@ -75,6 +84,7 @@ def command(
     check_backend_names(chosen)
     if report_only and report is None:
         raise SettingError("there is no report to compare", "Name the file with --report", "--report-only")
+    require_a_path(path)
     config = checkpoint.read_checkpoint(Path(path))
     machine = _require_kind(device)
     engagement = None
@@ -116,7 +126,7 @@ def _require_kind(word: str) -> Device:
         SettingError: the word is no kind, or this machine is another one.
     """
     machine = detect.detect()
-    if word not in ("auto", "cpu", "cuda"):
+    if word not in _KINDS:
         raise SettingError(f"{word!r} is not one of auto, cpu, cuda", "Kernels run on this machine only", "--device")
     if word not in ("auto", machine.kind):
         rule = f"this machine is {machine}: {'there is no GPU' if word == 'cuda' else 'its vLLM is built for GPUs'}"
@@ -152,7 +162,8 @@ def _print(
             names = [each.layer for each in own]
             rows = [(label, *_row(each)) for label, each in zip(short_layer_names(names), own, strict=True)]
             title = f"{compact_layer_names(names)} with {backend or 'no backend'}"
-            output.show("", title, output.table(head, rows, indent=2))
+            output.show("", title)
+            output.show_table(head, rows, indent=2)
         output.show("", *(f"{line}" for line in _summary(results, len(made.plans), layers, interrupted)))
     for each in results:
         if each.status not in ("passed", "stock"):

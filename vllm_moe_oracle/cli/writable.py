@@ -1,0 +1,30 @@
+"""Whether a file or a folder could be written, without touching it: what takes long is not lost for a wrong path."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def why_unwritable(path: Path) -> str:
+    """Why a file could not be written; "" if it could."""
+    # `Path`'s methods raise where a name is too long, or a folder may not be entered.
+    if not os.path.isdir(path.parent):
+        return f"there is no directory {path.parent}"
+    if os.path.isdir(path):
+        return "it is a directory"
+    try:
+        exists = path.exists()
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return "" if os.access(path if exists else path.parent, os.W_OK) else "permission denied"
+
+
+def why_unwritable_folder(folder: Path) -> str:
+    """Why a folder could not be made or written in; "" if it could."""
+    nearest = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
+    if not nearest.is_dir():
+        return f"{nearest} is not a directory"
+    # A file system like /proc says yes and takes nothing.
+    can_hold = os.access(nearest, os.W_OK | os.X_OK) and os.statvfs(nearest).f_blocks > 0
+    return "" if can_hold else f"nothing can be written in {nearest}"
