@@ -207,7 +207,7 @@ def reference(case: Case, layer: Layer, x: torch.Tensor, router: torch.Tensor, i
             h = activated(case, y)
             h = mxfp8_values(h) if quantize else h.to(x.dtype).float()
             if slot_h is not None:
-                slot_h[slot] = h
+                slot_h[slot] = h.to(slot_h.dtype)
             y = h @ w2[expert].T
             if case.bias:
                 y = y + layer.bias["w2"][expert].to(x.device)

@@ -22,6 +22,8 @@ CASES = {
     "sleep, levels 1 and 2": ("sleep",),
     "expert load balancing, at once and beside requests": ("eplb", "eplb, async"),
     "LoRA on the attention, with and without it in one batch": ("lora",),
+    "LoRA on the experts, cut over the ranks": ("expert lora",),
+    "LoRA on the experts, whole experts on each rank": ("expert lora, ep",),
     "drafts by n-grams": ("ngram drafts",),
     "prefix caching": ("prefix caching",),
     "chunked prefill": ("chunked prefill",),

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from tests.gpu import compare_tiles, ranks, tune_kernels
+from tests.gpu import compare_tiles, kernel_cases, ranks, tune_kernels
 from tests.lib import reference
 from tests.lib.served import PROMPT, tolerance
 
@@ -132,3 +133,15 @@ def test_two_gpus_say_what_transformers_say() -> None:
     assert wanted - set(cells) == {("mxfp4 gpt-oss", case) for case in ("eplb", "eplb, async")}  # vLLM's does not
     own = [row for row in rows if "static" not in row["case"]]
     assert all(name.startswith("hopper_") for row in own for name in row["backends"])
+
+
+def test_the_kernels_reference_gives_h_by_slot_in_16_bits() -> None:
+    (case,) = kernel_cases.by_name("mxfp8")
+    layer = kernel_cases.make_layer(case)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, case.hidden, generator=generator).to(case.dtype)
+    ids = torch.tensor([[0, 1, 2, -1]] * 3)
+    router = torch.ones(3, case.top_k)
+    h = x.new_full((ids.numel(), case.inner), torch.nan)
+    kernel_cases.reference(case, layer, x, router, ids, addend=x.new_zeros(ids.numel(), 2 * case.inner), slot_h=h)
+    assert torch.equal(h.isnan().all(1), ids.flatten() < 0) and h.isfinite().all(1).sum() == 9
