@@ -130,7 +130,9 @@ def test_two_gpus_say_what_transformers_say() -> None:
     cells = [(row["format"], row["case"]) for row in rows]
     assert len(cells) == len(set(cells))
     wanted = {(format, case) for format in ranks.FEATURED for case in ranks.FEATURES}
-    assert wanted - set(cells) == {("mxfp4 gpt-oss", case) for case in ("eplb", "eplb, async")}  # vLLM's does not
+    # vLLM's gpt-oss moves no experts, and its experts have no names of their own for an adapter.
+    lacks = ("eplb", "eplb, async", "expert lora", "expert lora, ep")
+    assert wanted - set(cells) == {("mxfp4 gpt-oss", case) for case in lacks}
     own = [row for row in rows if "static" not in row["case"]]
     assert all(name.startswith("hopper_") for row in own for name in row["backends"])
 
