@@ -257,6 +257,14 @@ def last_weight(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: T
     forward(tensors, layer, out, x, torch.cat((weights[:, :-1], weights[:, :1]), 1), ids, *more)
 
 
+def normalizes(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
+    forward(tensors, layer, out, x, weights / weights.sum(-1, keepdim=True), ids, *more)
+
+
+def clamps(tensors: Any, layer: Problem, out: Tensor, x: Tensor, weights: Tensor, ids: Tensor, *more: Any) -> None:
+    forward(tensors, layer, out, x, weights.clamp(max=1.0), ids, *more)
+
+
 def many_tokens(wrong: Compute, more_than: int = 600) -> Compute:
     """The right output up to some number of tokens, `wrong` beyond: another kernel."""
 
@@ -398,6 +406,9 @@ FAULTS: dict[str, Faulty] = {
         Faulty("empty slots", compute=empty_is_first),
         Faulty("input changed", compute=writes_into_x),
         Faulty("last weight", compute=last_weight),
+        Faulty("router weights normalized", compute=normalizes),
+        Faulty("router weights clamped at 1", compute=clamps),
+        Faulty("steps of 2 to 64", compute=after(Tensor.zero_, lambda tokens: tokens in (2, 4, 8, 32, 64))),
         Faulty("scales of w13", some_scales("w13_scale", 1)),
         Faulty("scales of w2", some_scales("w2_scale", 1)),
         Faulty("smaller scales of w13", some_scales("w13_scale", -1)),

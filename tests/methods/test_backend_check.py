@@ -78,6 +78,35 @@ def test_candidates_are_tried_until_one_passes() -> None:
     assert "RuntimeError: CUDA error: no kernel image is available" in failed["broken"]
 
 
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (SystemExit(3), "SystemExit: 3"),
+        (GeneratorExit(), "GeneratorExit"),
+        (Unreadable(), "Unreadable: a message that cannot be read (ValueError)"),
+        (RuntimeError("bad\x1b[2J\nINFO all is well"), "RuntimeError: bad"),
+        (RuntimeError("x" * 1_000_000), "RuntimeError: xxx"),
+    ],
+    ids=["exit", "generator exit", "unreadable", "control characters", "long"],
+)
+def test_whatever_a_kernel_raises_costs_it_the_layer(error: BaseException, words: str) -> None:
+    def compute(*arguments: Any) -> None:
+        raise error
+
+    backends = registry([Faulty("broken", compute=compute), second()])
+    method = Method.of(backends, LAYERS["silu"])
+    backend_check.check_or_fallback(method, weights(LAYERS["silu"]), registry=backends)
+    failed = next(each for each in method.decision.candidates if each.backend == "broken")
+    detail = failed.reasons[0].detail
+    assert method.decision.backend == "second" and words in detail
+    assert len(detail) < 10_000 and "\x1b" not in detail and "\n" not in detail
+
+
 @pytest.mark.parametrize("settings", [{"self_check": "strict"}, {"backend": "swapped"}], ids=["strict", "explicit"])
 def test_a_strict_check_and_an_explicit_choice_refuse_to_start(settings: dict[str, Any]) -> None:
     backends = registry([Faulty(*SWAPPED), second()])

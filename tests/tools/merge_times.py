@@ -21,12 +21,6 @@ from vllm_moe_oracle.measurements.bench_records import read_samples
 from vllm_moe_oracle.measurements.environment import Environment
 from vllm_moe_oracle.measurements.kernel_shape import KernelShape, Sample
 
-Key = tuple[str, str, int]
-
-
-def _key(sample: Sample) -> Key:
-    return sample.backend, sample.routing, sample.tokens
-
 
 def merged(shipped: profile.Profile, environment: Environment, new: dict[KernelShape, list[Sample]]) -> profile.Profile:
     """A profile with new samples.
@@ -35,13 +29,13 @@ def merged(shipped: profile.Profile, environment: Environment, new: dict[KernelS
         ValueError: the samples ran on another GPU, or with other packages or kernels.
     """
     if environment.key != shipped.environment.key:
-        raise ValueError(f"the benchmark ran on {environment}, the profile's times on {shipped.environment}")
-    samples: dict[KernelShape, dict[Key, Sample]] = {
-        entry.kernel_shape: {_key(each): each for each in shipped.samples(entry.kernel_shape)}
+        raise ValueError(f"the benchmark ran on {environment.key}, the profile's times on {shipped.environment.key}")
+    samples: dict[KernelShape, dict[tuple[str, str, int], Sample]] = {
+        entry.kernel_shape: {each.key: each for each in shipped.samples(entry.kernel_shape)}
         for entry in shipped.entries
     }
     for shape, found in new.items():
-        samples.setdefault(shape, {}).update({_key(each): each for each in found if not each.failure})
+        samples.setdefault(shape, {}).update({each.key: each for each in found if not each.failure})
     made = profile.make(
         shipped.environment, {shape: found.values() for shape, found in samples.items()}, shipped.conditions
     )

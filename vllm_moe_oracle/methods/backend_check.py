@@ -22,6 +22,7 @@ from ..errors import (
     SelfCheckError,
     asked_memory,
     describe_error,
+    is_interruption,
     is_out_of_memory,
 )
 from ..oracle.checked_backend import overrides
@@ -234,11 +235,11 @@ def check_installed(method: LayerMethod, compare: Callable[[], Comparison]) -> N
         nonlocal success
         try:
             result = compare()
-        except Exception as error:  # a backend that crashes fails its check; the error becomes the reason
-            if is_out_of_memory(error):
+        except BaseException as error:  # a backend that crashes fails its check; the error becomes the reason
+            if is_out_of_memory(error) or is_interruption(error):
                 raise
             logger.exception("moe_oracle: %s: %s raised after the conversion", problem.layer, name)
-            return f"{type(error).__name__}: {error}"
+            return describe_error(error)
         success = str(result)
         return "" if result.passed else str(result)
 
@@ -291,10 +292,12 @@ def _try_kernel(method: LayerMethod, raw: Tensors) -> Comparison | str:
     # Not the backend's fault: another one would need as much memory, and read the same weights.
     except (torch.OutOfMemoryError, CheckpointError):
         raise
-    except Exception as error:  # a backend that crashes fails its check; the error becomes the reason
+    except BaseException as error:  # a backend that crashes fails its check; the error becomes the reason
+        if is_interruption(error):
+            raise
         if is_out_of_memory(error):
             rule = f"the self-check of {method.backend.name} asked for {asked_memory(error)} of memory that is not free"
             remedy = "Free memory, or serve over more ranks; MOE_ORACLE_SELF_CHECK=off skips the check"
             raise HostMemoryError(f"{rule} ({describe_error(error)})", remedy, problem.layer) from error
         logger.exception("moe_oracle: %s: %s raised in its self-check", problem.layer, method.backend.name)
-        return f"{type(error).__name__}: {error}"
+        return describe_error(error)

@@ -15,6 +15,9 @@ from ..core.problem import Problem
 NUM_TOKENS = 16
 """Number of different tokens in a check; calls with more repeat them."""
 
+REPEATED_COUNTS = (1, 2, 4, 8, 32, 64)
+"""Numbers of tokens of repeated calls, in turn: those of CUDA graphs and of decode steps."""
+
 TOKEN_COUNTS = (1, 7, 9, NUM_TOKENS, 33, 65)
 """Numbers of tokens of a check's calls: one, no multiples of 8, and more than tiles of 8, 16, 32 and 64 rows."""
 
@@ -24,6 +27,10 @@ output hides a fault where there are no biases."""
 
 NUM_EXPERTS = 4
 """Number of experts in a check, or one more than top-k where that is larger: some calls leave an expert idle."""
+
+WEIGHT_SUMS = (1.0, 0.5, 2.5)
+"""Sums of a token's routing weights, in turn. Models without normalization have less than 1, and DeepSeek-V3 scales its
+own to 2.5: a kernel that normalizes or clamps them is wrong."""
 
 _SLOT_LEAD = 6.0
 """Factor by which one slot of a token leads; it is another slot for each token."""
@@ -193,7 +200,8 @@ def make_inputs(
     weights = _random(torch.empty(NUM_TOKENS, problem.top_k, device=device), seed=3).abs() + 0.5
     # All slots alike would hide a wrong weight of one of many.
     weights = torch.where(token % problem.top_k == slot, weights * _SLOT_LEAD, weights)
-    weights /= weights.sum(-1, keepdim=True)
+    sums = torch.tensor(WEIGHT_SUMS, dtype=torch.float32, device=device)
+    weights *= sums[token % len(sums)] / weights.sum(-1, keepdim=True)
     if remote:
         # Every third token sends one slot to another rank, in turn.
         away = (token % 3 == 2) & ((token // 3) % problem.top_k == slot)

@@ -27,7 +27,7 @@ from ..backends.emulation import ieee_fp32_matmul, round_inputs
 from ..core.problem import Problem
 from ..kernels.activations import activate
 from . import bounds
-from .inputs import rows_of_call
+from .inputs import WEIGHT_SUMS, rows_of_call
 from .self_check import Calls, Comparison, is_reference
 from .tolerances import rounding_error
 
@@ -94,7 +94,7 @@ class WeightParts:
         sums = torch.stack([(x[:, self.features] @ each.T).square().mean() for each in self._w13])
         largest = float(sums.amax().sqrt())
         weights = torch.rand(count, problem.top_k, generator=self._generator, device="cpu", dtype=torch.float32) + 0.5
-        weights /= weights.sum(-1, keepdim=True)
+        weights *= max(WEIGHT_SUMS) / problem.top_k  # sums that differ from token to token
         return (x * (_SIZE / (largest or 1.0))).to(getattr(torch, problem.dtype)), weights.to(device)
 
     def reference(self, problem: Problem, rounding: float, x: Tensor, weights: Tensor) -> bounds.Reference:

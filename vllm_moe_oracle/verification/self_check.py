@@ -230,12 +230,13 @@ def _plan_calls(
 
 def _repeats(counts: list[int], experts: Tensors) -> list[int]:
     """Numbers of tokens of further calls, which find what a kernel keeps from one call to the next: all tokens once
-    more, then one token each; few of them where a call takes long."""
+    more, then those of decode steps; few of them where a call takes long."""
     again = [min(inputs.NUM_TOKENS, counts[-1])]
-    ones = max(_CALLS - len(counts) - len(again), 1)
+    left = max(_CALLS - len(counts) - len(again), 1)
     if not experts["w13"].is_cuda:
-        ones = min(ones, max(_HOST_VALUES // experts["w13"][0].numel(), 1))
-    return again + [1] * ones
+        left = min(left, max(_HOST_VALUES // experts["w13"][0].numel(), 1))
+    sizes = itertools.cycle([count for count in inputs.REPEATED_COUNTS if count <= counts[-1]])
+    return again + list(itertools.islice(sizes, left))
 
 
 def _takes_expert_map(backend: Backend, problem: Problem) -> bool:
