@@ -58,14 +58,16 @@ if gain < 0:
     sys.exit(5)
 if gain > 100:
     time.sleep(600)
-turn = int(os.path.basename(result).split("-")[1])
+_, turn, _, together = os.path.splitext(os.path.basename(result))[0].split("-")
+turn = int(turn)
 last, _, how = os.environ.get("MOE_AB_TEST_LAST", "99").partition(":")
 if turn > int(last):
     open(os.path.join(os.path.dirname(result), "reached"), "w").close()
     time.sleep(600 if how == "hang" else 0)
     print("no connection")
     sys.exit(5)
-speed = 1000 * (gain if kind == "plugin" else 1) * (1 + jitter * ((turn * 7 + (kind == "plugin") * 3) % 5 - 2))
+factor = int(together) / 16 * (gain if kind == "plugin" else 1)
+speed = 1000 * factor * (1 + jitter * ((turn * 7 + (kind == "plugin") * 3) % 5 - 2))
 data = {"completed": count, "failed": int(gain == 0), "output_throughput": speed, "median_ttft_ms": 1e5 / speed,
         "median_itl_ms": 1e4 / speed}
 json.dump(data, open(result, "w"))
@@ -138,12 +140,31 @@ def test_what_the_noise_covers_is_no_gain(
     monkeypatch.setenv(GAIN, gain)
     monkeypatch.setenv(JITTER, jitter)
     result = run("ab", "model", "--json", "--no-first-starts")
-    assert (result.status, result.json["turns"]) == (0, 3) and result.json["summary"].startswith(said)
+    assert (result.status, result.json["turns"]) == (0, 3) and result.json["summary"][0].startswith(said)
     throughput, first, between, start = result.json["metrics"]
     assert throughput["verdict"] == first["verdict"] == between["verdict"] == verdict
     assert len(throughput["stock"]) == len(start["plugin"]) == 3 and throughput["low"] < throughput["ratio"]
-    assert result.json["backends"] == {"emulation": 2} and result.json["load"]["seed"] == 0
+    assert result.json["backends"] == {"emulation": 2} and result.json["loads"][0]["seed"] == 0
     assert result.json["first_starts"] == {}
+
+
+def test_each_concurrency_is_a_benchmark_of_the_same_servers(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "140")  # one table for each, not split
+    command = ("ab", "model", "--concurrency", "4,64", "--prompts", "20,400", "--logs", tmp_path)
+    result = run(*command)
+    assert result.status == 0, result.err
+    assert "4 at a time: A gain: output changed by +2" in result.out and "64 at a time: A gain" in result.out
+    assert result.out.count("time to first token, ms") == 2 and result.out.count("start, s") == 1
+    assert result.err.count("vLLM starts") == 6 and result.err.count("benchmark of") == 12
+    assert [json.loads((tmp_path / f"plugin-3-bench-{each}.json").read_text())["completed"] for each in (4, 64)] == [
+        20, 400,
+    ]  # fmt: skip
+    found = run(*command, "--json", "--resume").json
+    assert [(each["prompts"], each["concurrency"]) for each in found["loads"]] == [(20, 4), (400, 64)]
+    assert [each["concurrency"] for each in found["metrics"]] == [4, 4, 4, 64, 64, 64, None]
+    assert found["metrics"][3]["stock"][0] == 16 * found["metrics"][0]["stock"][0] and len(found["summary"]) == 2
 
 
 def test_one_turn_says_nothing_about_noise(run: Run) -> None:
@@ -192,8 +213,14 @@ def test_a_plugin_that_runs_nothing_is_not_compared() -> None:
     ("line", "said"),
     [
         (("--turns", "0"), "--turns: 0 is not possible"),
-        (("--prompts", "0"), "--prompts: 0 is not possible"),
-        (("--concurrency", "-1"), "--concurrency: -1 is not possible"),
+        (("--prompts", "0"), "--prompts: '0' is not a list of numbers"),
+        (("--prompts", "1,2"), "--prompts: 2 numbers for a concurrency of 16"),
+        (("--prompts", "1_0"), "--prompts: '1_0' is not a list of numbers"),
+        (("--input-len", "0"), "--input-len: 0 is not possible"),
+        (("--concurrency", "-1"), "--concurrency: '-1' is not a list of numbers"),
+        (("--concurrency", "1,"), "--concurrency: '1,' is not a list of numbers"),
+        (("--concurrency", "4,4"), "--concurrency: 4,4 names a number twice"),
+        (("--concurrency", "9" * 5000), "is not a list of numbers"),
         (("--output-len", "1"), "--output-len: 1 tokens have no time between them"),
         (("--start-timeout", "nan"), "--start-timeout: nan is not possible"),
         (("--port", "70000"), "--port: 70000 is not a port"),
@@ -376,7 +403,7 @@ def test_with_vllm_itself(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert result.status == 0, result.err
     assert result.json["backends"] == {"cpu_dequantized": 2}
     assert all(value > 0 for each in result.json["metrics"] for kind in ("stock", "plugin") for value in each[kind])
-    assert json.loads((tmp_path / "stock-1-bench.json").read_text())["completed"] == 4
+    assert json.loads((tmp_path / "stock-1-bench-2.json").read_text())["completed"] == 4
 
 
 def test_a_path_without_a_model_starts_no_server(run: Run) -> None:

@@ -48,7 +48,7 @@ def test_without_a_gpu_one_line_says_so(run: Run, command: str, tmp_path: Path) 
         (("mxfp8:gpt-oss-2b",), "Did you mean gpt-oss-20b"),
         (("mxfp8:qwen3-30b-a3b@tp16",), "48 mod 32 = 16"),
         (("mxfp8:qwen3-30b-a3b@tp7",), "cannot be split over 7 ranks"),
-        ((GPT_OSS, "--tokens", "1,x"), "not a list of token counts"),
+        ((GPT_OSS, "--tokens", "1,x"), "is not a list of numbers from 1"),
         ((GPT_OSS, "--routing", "sideways"), "is not a routing"),
         ((GPT_OSS, "--replays", "1"), "--replays: 1 replays are too few"),
         ((GPT_OSS, "--jobs", "-1"), "--jobs: -1 processes"),

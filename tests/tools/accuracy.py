@@ -10,7 +10,7 @@
     python -m tests.tools.accuracy --device cuda --write           # on a machine with an NVIDIA GPU
 
 `tests.lib.accuracy` says what is compared, on which text, and what the gate is. `--write` puts the figures into
-`tests/golden/accuracy/DEVICE.json`, format by format, beside the machine, the versions and the text, of which a run
+`tests/golden/accuracy/MACHINE.json`, format by format, beside the machine, the versions and the text, of which a run
 takes the first windows. The exit status is 1 when a backend that leaves activations in 16 bits does not pass the gate.
 
 About 2 GiB of disk for the checkpoints, which are made once (`--checkpoints`).
@@ -34,6 +34,7 @@ from tests.lib import accuracy, faulty_backends, smollm2
 from tests.lib.accuracy import Figures, Switch
 from tests.lib.faulty_backends import Faulty, after
 from tests.lib.integer_checkpoints import Integers
+from tests.tools import accuracy_tables
 from vllm_moe_oracle import settings
 from vllm_moe_oracle.backends import cpu_dequantized
 from vllm_moe_oracle.backends.emulation import forward
@@ -184,8 +185,7 @@ def write(device: Device, part: str, figures: dict[str, Any], pieces: list[accur
     Raises:
         ValueError: a piece of text has another hash than the file says.
     """
-    name = "cpu" if device.kind == "cpu" else device.name.lower().replace(" ", "-")
-    path = GOLDEN / f"{name}.json"
+    path = GOLDEN / f"{accuracy_tables.machine(device)}.json"
     held = json.loads(path.read_text()) if path.exists() else {}
     text = {piece.name: piece.sha256 for piece in pieces}
     if changed := [each for each, digest in text.items() if held.get("text", {}).get(each, digest) != digest]:

@@ -10,8 +10,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from vllm_moe_oracle.core.problem import Device
+
 GOLDEN = Path(__file__).parents[1] / "golden"
-MODEL = GOLDEN / "accuracy" / "cpu.json"
+MODEL = GOLDEN / "accuracy" / "cpu-avx2.json"
 ON_GPU = GOLDEN / "accuracy" / "nvidia-h100-80gb-hbm3.json"
 SELF_CHECK = GOLDEN / "accuracy" / "self_check.json"
 SERVING = GOLDEN / "cpu-serving.json"
@@ -22,6 +24,13 @@ PARTS = {"bfloat16": "formats", "float16": "formats, float16"}
 """Parts of `MODEL` by the layers' dtype."""
 BASELINES, WHOLE = {"bfloat16": "MLPs in bfloat16", "float16": "MLPs in float16"}, "model in bfloat16"
 """Names of `tests.lib.accuracy`, which needs vLLM."""
+
+
+def machine(device: Device) -> str:
+    """The name of a machine's file: the GPU, or the best instructions that a CPU has for these backends."""
+    if device.kind != "cpu":
+        return device.name.lower().replace(" ", "-")
+    return "cpu-" + next(words for feature, words in INSTRUCTIONS.items() if feature in device.features).lower()
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -73,14 +73,18 @@ def served_models(paths: Sequence[Path]) -> str:
     conditions: dict[str, None] = {}
     for path in paths:
         data = json.loads(path.read_text(encoding="utf-8"))
-        names = [f"{each['name']}, {each['unit']}" for each in data["metrics"]]
-        if not lines:
-            lines = [f"| stock → plugin | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
-        given, gpu = data["load"], known_device(f"nvidia-{path.parent.name}").name
-        where = f"{gpu}, vLLM {data['packages']['vllm']}, medians of {data['turns']} turns"
-        conditions[f"{where}; {given['input_len']} tokens in, {given['output_len']} out."] = None
-        title = f"{data['model'].rpartition('/')[2]}, {given['concurrency']} at a time"
-        lines.append(f"| {title} | {' | '.join(map(_served_cell, data['metrics']))} |")
+        start = next(each for each in data["metrics"] if each["concurrency"] is None)
+        gpu = known_device(f"nvidia-{path.parent.name}").name
+        for given in data["loads"]:
+            metrics = [each for each in data["metrics"] if each["concurrency"] == given["concurrency"]]
+            metrics.append(start)
+            names = [f"{each['name']}, {each['unit']}" for each in metrics]
+            if not lines:
+                lines = [f"| stock → plugin | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+            where = f"{gpu}, vLLM {data['packages']['vllm']}, medians of {data['turns_measured']} turns"
+            conditions[f"{where}; {given['input_len']} tokens in, {given['output_len']} out."] = None
+            title = f"{data['model'].rpartition('/')[2]}, {given['concurrency']} at a time"
+            lines.append(f"| {title} | {' | '.join(map(_served_cell, metrics))} |")
     words = _wrapped(
         "By `vllm bench serve`, servers by turns (`vllm-moe-oracle ab`), so that caches are alike:", *conditions,
         "Where the noise between turns covers the difference, ≈ stands for it.",

@@ -15,12 +15,20 @@ def served(folder: Path, model: str, verdict: str = "better") -> Path:
     """What ``vllm-moe-oracle ab --json`` prints, as far as page one reads it."""
     metrics = [
         {"name": "output", "unit": "tokens/s", "stock": [1000.0, 1010.0, 990.0], "plugin": [1250.0, 1240.0, 1300.0],
-         "verdict": verdict},
-        {"name": "time to first token", "unit": "ms", "stock": [40.0], "plugin": [30.0], "verdict": "better"},
+         "verdict": verdict, "concurrency": 16},
+        {"name": "time to first token", "unit": "ms", "stock": [40.0], "plugin": [30.0], "verdict": "better",
+         "concurrency": 16},
+        {"name": "output", "unit": "tokens/s", "stock": [3000.0], "plugin": [3300.0], "verdict": "better",
+         "concurrency": 64},
+        {"name": "time to first token", "unit": "ms", "stock": [60.0], "plugin": [66.0], "verdict": "worse",
+         "concurrency": 64},
+        {"name": "start", "unit": "s", "stock": [50.0], "plugin": [40.0], "verdict": "better", "concurrency": None},
     ]  # fmt: skip
     data = {
-        "model": model, "packages": {"vllm": "0.33.0"}, "turns": 3, "metrics": metrics,
-        "load": {"prompts": 200, "input_len": 512, "output_len": 128, "concurrency": 16, "seed": 0},
+        "model": model, "packages": {"vllm": "0.33.0"}, "turns": 5, "turns_measured": 3, "metrics": metrics,
+        "loads": [
+            {"prompts": 200, "input_len": 512, "output_len": 128, "concurrency": each, "seed": 0} for each in (16, 64)
+        ],
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"ab-{model.replace('/', '-')}.json"
@@ -34,8 +42,9 @@ def test_served_models_take_the_place_of_throughput_alone(monkeypatch: pytest.Mo
     served(tmp_path / "h200", "openai/gpt-oss-20b")
     served(tmp_path / "h100", "some-model", "no difference shown")
     text = page_one.end_to_end()
-    assert "| stock → plugin | output, tokens/s | time to first token, ms |" in text
-    assert "| gpt-oss-20b, 16 at a time | 1,000 → 1,250 (+25%) | 40 → 30 (-25%) |" in text
+    assert "| stock → plugin | output, tokens/s | time to first token, ms | start, s |" in text
+    assert "| gpt-oss-20b, 16 at a time | 1,000 → 1,250 (+25%) | 40 → 30 (-25%) | 50 → 40 (-20%) |" in text
+    assert "| gpt-oss-20b, 64 at a time | 3,000 → 3,300 (+10%) | 60 → 66 (+10%) | 50 → 40 (-20%) |" in text
     assert "| some-model, 16 at a time | 1,000 → 1,250 (≈) | 40 → 30 (-25%) |" in text
     assert "NVIDIA H200" in text and "NVIDIA H100" in text and "medians of 3 turns" in text
 

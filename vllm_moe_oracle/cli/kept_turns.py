@@ -22,7 +22,7 @@ class ServedTurn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         turn: its number, from 1.
         kind: stock or plugin.
         start_seconds: from the start of the process until it was healthy.
-        result: the benchmark's.
+        results: the benchmarks', by how many requests ran at the same time.
         backends: how many layers run by backend, over all its processes; empty for stock's.
         layers: MoE layers of its processes.
     """
@@ -30,14 +30,19 @@ class ServedTurn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     turn: int
     kind: str
     start_seconds: float
-    result: BenchResult
+    results: dict[int, BenchResult]
     backends: dict[str, int]
     layers: int
 
     def figures(self) -> tuple[float, ...]:
-        """Output tokens per second, median milliseconds to the first token and between tokens, seconds of the start."""
-        found = self.result
-        return (found.output_throughput, found.median_ttft_ms, found.median_itl_ms, self.start_seconds)
+        """Seconds of the start last; before it, for each benchmark, output tokens per second, and the median
+        milliseconds to the first token and between tokens."""
+        found = [
+            figure
+            for each in self.results.values()
+            for figure in (each.output_throughput, each.median_ttft_ms, each.median_itl_ms)
+        ]
+        return (*found, self.start_seconds)
 
 
 class KeptTurns:
@@ -81,7 +86,7 @@ class KeptTurns:
                 if "first" in each:
                     self.first = msgspec.convert(each["first"], dict[str, float])
                 else:
-                    served = msgspec.convert(each, ServedTurn)
+                    served = msgspec.convert(each, ServedTurn, strict=False)
                     self.served[served.turn, served.kind] = served
         self._path.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
 

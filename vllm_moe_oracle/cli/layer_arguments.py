@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -146,19 +147,30 @@ def check_options(replays: int, jobs: int, budget: float | None) -> None:
         raise MeasurementError(f"{budget:g} seconds are not possible", "Give more than 0", "--budget")
 
 
-def parse_token_counts(words: str) -> tuple[int, ...]:
-    """Numbers of tokens from ``1,2,4``.
+def parse_counts(words: str, option: str, example: str = "1,2,4,8,...") -> tuple[int, ...]:
+    """Positive numbers from ``1,2,4``, in the order given.
+
+    Args:
+        words: the numbers.
+        option: where they were given, for the error.
+        example: what could be given.
 
     Raises:
-        MeasurementError: an entry is not a number of tokens.
+        MeasurementError: an entry is no number of at least 1 and at most `MAX_TOKENS`.
     """
-    try:
-        found = tuple(sorted({int(word) for word in words.split(",")}))
-    except ValueError:
-        found = ()
-    if not found or found[0] < 1 or found[-1] > MAX_TOKENS:
-        raise MeasurementError(f"{words!r} is not a list of token counts", "Write 1,2,4,8,...", "--tokens")
-    return found
+    found = [int(word) if re.fullmatch(r"\s*\d{1,9}\s*", word, re.ASCII) else 0 for word in words.split(",")]
+    if not all(1 <= each <= MAX_TOKENS for each in found):
+        raise MeasurementError(f"{words!r} is not a list of numbers from 1 to {MAX_TOKENS}", f"Write {example}", option)
+    return tuple(found)
+
+
+def parse_token_counts(words: str) -> tuple[int, ...]:
+    """Numbers of tokens from ``1,2,4``, each once, in ascending order.
+
+    Raises:
+        MeasurementError: as by `parse_counts`.
+    """
+    return tuple(sorted(set(parse_counts(words, "--tokens"))))
 
 
 @contextlib.contextmanager

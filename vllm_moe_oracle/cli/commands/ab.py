@@ -25,7 +25,7 @@ from ...settings import excluded_by_vllm, server_environment
 from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, output, served_benchmark
 from ..arguments import AsJson
 from ..kept_turns import KeptTurns, ServedTurn
-from ..layer_arguments import progress_bar
+from ..layer_arguments import parse_counts, progress_bar
 from ..served_benchmark import Load, ServingError
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -33,13 +33,13 @@ CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 STOCK, PLUGIN = "stock", "plugin"
 
-# Name, unit, whether more is better; in the order of `ServedTurn.figures`.
-_METRICS = (
+# Name, unit, whether more is better: of each benchmark, and of a start.
+_BENCH_METRICS = (
     ("output", "tokens/s", True),
     ("time to first token", "ms", False),
     ("time between tokens", "ms", False),
-    ("start", "s", False),
 )
+_START_METRIC = ("start", "s", False)
 
 
 # More than 80 lines: one parameter for each option, and the help text. The steps are functions below.
@@ -47,10 +47,14 @@ def command(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="As vllm serve takes it. Options after it are vLLM's.", metavar="MODEL")],
     turns: Annotated[int, typer.Option(help="Starts of each server; one says nothing about noise.", metavar="N")] = 3,
-    prompts: Annotated[int, typer.Option(help="Requests of each benchmark.", metavar="N")] = 200,
+    prompts: Annotated[
+        str, typer.Option(help="Requests of each benchmark; one number, or one for each concurrency.", metavar="N,...")
+    ] = "200",
     input_len: Annotated[int, typer.Option(help="Tokens of each request.", metavar="N")] = 512,
     output_len: Annotated[int, typer.Option(help="Tokens of each answer.", metavar="N")] = 128,
-    concurrency: Annotated[int, typer.Option(help="Requests at the same time.", metavar="N")] = 16,
+    concurrency: Annotated[
+        str, typer.Option(help="Requests at the same time; each number is a benchmark of its own.", metavar="N,...")
+    ] = "16",
     seed: Annotated[int, typer.Option(help="Of the prompts, which are the same in all turns.", metavar="N")] = 0,
     first_starts: Annotated[
         bool,
@@ -73,12 +77,12 @@ def command(
 ) -> None:
     """Serve a model with stock vLLM and with the plugin by turns, and say whether there is a gain.
 
-    Every turn starts a server of each kind and runs vllm bench serve against it, with the same prompts. Options that
-    are not named here go to vllm serve; those after -- all do.
+    Every turn starts a server of each kind and runs vllm bench serve against it, with the same prompts, once for each
+    concurrency. Options that are not named here go to vllm serve; those after -- all do.
 
     \b
     Examples:
-      vllm-moe-oracle ab openai/gpt-oss-20b
+      vllm-moe-oracle ab openai/gpt-oss-20b --concurrency 1,64 --prompts 20,400
       vllm-moe-oracle ab ~/models/gpt-oss-120b --turns 5 --tensor-parallel-size 2
       vllm-moe-oracle ab MODEL --json -- --max-model-len 8192
       vllm-moe-oracle ab MODEL --turns 5 --logs ab/ --resume
@@ -94,17 +98,17 @@ def command(
          standard error
     After 3, 4 or a signal the turns before it are shown, and --resume goes on.
     """
-    load = Load(prompts, input_len, output_len, concurrency, seed)
-    _check(load, turns, start_timeout, port)
+    loads = _loads(prompts, concurrency, input_len, output_len, seed)
+    _check(turns, start_timeout, port)
     if resume and logs is None:
         raise MeasurementError("there is nothing to go on with", "Give the folder of the ended run: --logs", "--resume")
     if model.startswith(("/", "./", "../", "~")) and not Path(model).expanduser().exists():
         raise CheckpointError("no such file or folder", "Give a checkpoint's folder, or a name of the Hub", model)
-    run = _Run(model, tuple(each for each in context.args if each != "--"), load, port, start_timeout)
+    run = _Run(model, tuple(each for each in context.args if each != "--"), loads, port, start_timeout)
     with contextlib.ExitStack() as stack:
         folder = logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="moe-oracle-ab-")))
         _make_folder(folder)
-        identity = {"model": model, "options": run.options, "load": load, "packages": installed_packages()}
+        identity = {"model": model, "options": run.options, "loads": loads, "packages": installed_packages()}
         kept = KeptTurns(folder, identity, resume)
         stack.enter_context(_terminable())
         measured: list[tuple[ServedTurn, ServedTurn]] = []
@@ -128,11 +132,11 @@ def command(
     if measured:
         if status:
             output.print_message("warning", f"ended after {len(measured)} of {turns} turns, which follow")
-        compared = _compare(measured)
+        metrics = _metrics(run.loads, measured)
         if as_json:
-            _print_json(run, turns, kept.first, measured, compared)
+            _print_json(run, turns, kept.first, measured, metrics)
         else:
-            _print(kept.first, compared, measured)
+            _print(kept.first, metrics, measured)
     if status:
         raise typer.Exit(status)
 
@@ -148,30 +152,51 @@ class _Run:
     Attributes:
         model: the model, as ``vllm serve`` takes it.
         options: vLLM's, for both servers.
-        load: the requests.
+        loads: the requests of each benchmark; they differ in their number and in the concurrency.
         port: the servers' port; 0 for a free one each time.
         start_timeout: seconds in which a server must be healthy.
     """
 
     model: str
     options: tuple[str, ...]
-    load: Load
+    loads: tuple[Load, ...]
     port: int
     start_timeout: float
 
 
-def _check(load: Load, turns: int, start_timeout: float, port: int) -> None:
+def _loads(prompts: str, concurrency: str, input_len: int, output_len: int, seed: int) -> tuple[Load, ...]:
+    """The requests of each benchmark.
+
+    Raises:
+        MeasurementError: an option is out of range, or the numbers of prompts do not fit those of the concurrency.
+    """
+    _check_at_least_1("input-len", input_len)
+    if output_len < 2:
+        raise MeasurementError(f"{output_len} tokens have no time between them", "Give 2 or more", "--output-len")
+    together = parse_counts(concurrency, "--concurrency", "1,16,64")
+    if len(set(together)) < len(together):
+        raise MeasurementError(f"{concurrency} names a number twice", "Leave one of them out", "--concurrency")
+    counts = parse_counts(prompts, "--prompts", "200")
+    counts *= len(together) if len(counts) == 1 else 1
+    if len(counts) != len(together):
+        rule = f"{len(counts)} numbers for a concurrency of {concurrency}"
+        raise MeasurementError(rule, f"Give 1 number, or {len(together)}", "--prompts")
+    return tuple(Load(count, input_len, output_len, each, seed) for count, each in zip(counts, together, strict=True))
+
+
+def _check_at_least_1(name: str, value: float) -> None:
+    if not value >= 1:  # nor is NaN
+        raise MeasurementError(f"{value:g} is not possible", "Give 1 or more", f"--{name}")
+
+
+def _check(turns: int, start_timeout: float, port: int) -> None:
     """Refuses what cannot be measured.
 
     Raises:
         MeasurementError: an option is out of range, vLLM is missing, or leaves this plugin out.
     """
-    for name, value in (("turns", turns), ("prompts", load.prompts), ("input-len", load.input_len),
-                        ("concurrency", load.concurrency), ("start-timeout", start_timeout)):  # fmt: skip
-        if not value >= 1:
-            raise MeasurementError(f"{value:g} is not possible", "Give 1 or more", f"--{name}")
-    if load.output_len < 2:
-        raise MeasurementError(f"{load.output_len} tokens have no time between them", "Give 2 or more", "--output-len")
+    _check_at_least_1("turns", turns)
+    _check_at_least_1("start-timeout", start_timeout)
     if not 0 <= port < 1 << 16:
         raise MeasurementError(f"{port} is not a port", "Give one from 1 to 65535, or 0", "--port")
     if "vllm" not in installed_packages():
@@ -261,18 +286,20 @@ def _server(run: _Run, kind: str, name: str, folder: Path) -> Iterator[_Started]
 
 
 def _serve(run: _Run, kind: str, turn: int, folder: Path, report: Callable[[str], None]) -> ServedTurn:
-    """One server, one benchmark."""
+    """One server, and every benchmark."""
     name = f"{kind}-{turn}"
-    result = folder / f"{name}-bench.json"
-    result.unlink(missing_ok=True)
     report(f"turn {turn}: {kind} vLLM starts")
+    results = {}
     with _server(run, kind, name, folder) as started:
-        report(f"turn {turn}: benchmark of {kind} vLLM")
         served = served_benchmark.served_name(started.port)
-        bench = served_benchmark.bench_command(run.model, served, started.port, run.load, result.resolve())
-        log = folder / f"{name}-bench.log"
-        measured = served_benchmark.run_benchmark(bench, started.environment, log, result)
-    return ServedTurn(turn, kind, started.seconds, measured, started.backends, started.layers)
+        for load in run.loads:
+            report(f"turn {turn}: benchmark of {kind} vLLM, {load.concurrency} at a time")
+            result = folder / f"{name}-bench-{load.concurrency}.json"
+            result.unlink(missing_ok=True)
+            bench = served_benchmark.bench_command(run.model, served, started.port, load, result.resolve())
+            log = folder / f"{name}-bench.log"
+            results[load.concurrency] = served_benchmark.run_benchmark(bench, started.environment, log, result)
+    return ServedTurn(turn, kind, started.seconds, results, started.backends, started.layers)
 
 
 def _read_records(path: Path) -> tuple[dict[str, int], int]:
@@ -307,11 +334,41 @@ def _describe_backends(backends: dict[str, int]) -> str:
     return ", ".join(f"{name} x {count}" for name, count in sorted(backends.items()))
 
 
-def _compare(measured: list[tuple[ServedTurn, ServedTurn]]) -> list[Comparison]:
-    """One comparison for each of `_METRICS`."""
+@dataclass(frozen=True, slots=True)
+class _Metric:
+    """One figure of both servers.
+
+    Attributes:
+        name: what it is.
+        unit: its unit.
+        more_is_better: whether more of it is.
+        concurrency: of the benchmark; None for a start.
+        compared: the figures.
+    """
+
+    name: str
+    unit: str
+    more_is_better: bool
+    concurrency: int | None
+    compared: Comparison
+
+    @property
+    def verdict(self) -> str:
+        """``better``, ``worse``, or ``no difference shown``."""
+        if not self.compared.differs:
+            return "no difference shown"
+        return "better" if (self.compared.ratio > 1) == self.more_is_better else "worse"
+
+
+def _metrics(loads: tuple[Load, ...], measured: list[tuple[ServedTurn, ServedTurn]]) -> list[_Metric]:
+    """Every metric, in the order of `ServedTurn.figures`."""
+    heads = [(*each, load.concurrency) for load in loads for each in _BENCH_METRICS]
     stock, plugin = zip(*((before.figures(), after.figures()) for before, after in measured), strict=True)
     return [
-        compare(base, other) for base, other in zip(zip(*stock, strict=True), zip(*plugin, strict=True), strict=True)
+        _Metric(*head, compare(base, other))
+        for head, base, other in zip(
+            [*heads, (*_START_METRIC, None)], zip(*stock, strict=True), zip(*plugin, strict=True), strict=True
+        )
     ]
 
 
@@ -320,7 +377,7 @@ def _print_json(
     turns: int,
     first: dict[str, float],
     measured: list[tuple[ServedTurn, ServedTurn]],
-    compared: list[Comparison],
+    metrics: list[_Metric],
 ) -> None:
     output.print_json(
         {
@@ -328,55 +385,62 @@ def _print_json(
             "packages": installed_packages(),
             "model": run.model,
             "options": run.options,
-            "load": run.load,
+            "loads": run.loads,
             "turns": turns,
             "turns_measured": len(measured),
             "first_starts": first,
             "confidence": CONFIDENCE,
             "backends": measured[-1][1].backends,
             "metrics": [
-                {"name": name, "unit": unit, "more_is_better": more, STOCK: each.base, PLUGIN: each.other,
-                 "ratio": each.ratio, "low": each.low, "high": each.high, "verdict": _verdict(each, more)}
-                for (name, unit, more), each in zip(_METRICS, compared, strict=True)
+                {"name": each.name, "unit": each.unit, "concurrency": each.concurrency,
+                 "more_is_better": each.more_is_better, STOCK: each.compared.base, PLUGIN: each.compared.other,
+                 "ratio": each.compared.ratio, "low": each.compared.low, "high": each.compared.high,
+                 "verdict": each.verdict}
+                for each in metrics
             ],
-            "summary": _summary(len(measured), compared[0]),
+            "summary": _summary(len(measured), metrics),
         }
     )  # fmt: skip
 
 
-def _verdict(compared: Comparison, more_is_better: bool) -> str:
-    """``better``, ``worse``, or ``no difference shown``."""
-    if not compared.differs:
-        return "no difference shown"
-    return "better" if (compared.ratio > 1) == more_is_better else "worse"
-
-
-def _print(first: dict[str, float], compared: list[Comparison], measured: list[tuple[ServedTurn, ServedTurn]]) -> None:
+def _print(first: dict[str, float], metrics: list[_Metric], measured: list[tuple[ServedTurn, ServedTurn]]) -> None:
     def cell(values: tuple[float, ...]) -> str:
         spread = f" ({_figure(min(values))} to {_figure(max(values))})" if len(values) > 1 else ""
         return f"{_figure(statistics.median(values))}{spread}".replace(" ", output.GLUE)
 
-    rows = []
-    for (name, unit, more), each in zip(_METRICS, compared, strict=True):
-        change = f"{each.ratio - 1:+.1%}"
-        if each.low is not None and each.high is not None:
-            change += f" ({each.low - 1:+.1%} to {each.high - 1:+.1%})"
-        words = change.replace(" ", output.GLUE)
-        rows.append((f"{name}, {unit}", cell(each.base), cell(each.other), f"{words} {_verdict(each, more)}"))
     output.show(f"plugin: {_describe_backends(measured[-1][1].backends)}")
-    output.show_table(("", STOCK, PLUGIN, f"change ({CONFIDENCE:.0%} interval)"), rows)
+    # With one concurrency, one table; with several, one for each, and one for the start.
+    counts = list(dict.fromkeys(each.concurrency for each in metrics))
+    groups = {f"{count} at a time" if count else "": [each for each in metrics if each.concurrency == count]
+              for count in counts} if len(counts) > 2 else {"": metrics}  # fmt: skip
+    for head, group in groups.items():
+        rows = []
+        for each in group:
+            found = each.compared
+            change = f"{found.ratio - 1:+.1%}"
+            if found.low is not None and found.high is not None:
+                change += f" ({found.low - 1:+.1%} to {found.high - 1:+.1%})"
+            words = change.replace(" ", output.GLUE)
+            rows.append((f"{each.name}, {each.unit}", cell(found.base), cell(found.other), f"{words} {each.verdict}"))
+        output.show_table((head, STOCK, PLUGIN, f"change ({CONFIDENCE:.0%} interval)"), rows)
     if first:
         words = ", ".join(f"{kind} {_figure(seconds)} s" for kind, seconds in first.items())
         output.show("", f"first starts, uncounted (stock's came first, to colder caches): {words}")
-    output.show("", _summary(len(measured), compared[0]))
+    output.show("", *_summary(len(measured), metrics))
 
 
 def _figure(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _summary(turns: int, throughput: Comparison) -> str:
-    """Whether there is a gain, in a sentence."""
+def _summary(turns: int, metrics: list[_Metric]) -> list[str]:
+    """Whether there is a gain, in a sentence for each benchmark."""
+    found = [each for each in metrics if (each.name, each.unit, each.more_is_better) == _BENCH_METRICS[0]]
+    heads = [f"{each.concurrency} at a time: " if len(found) > 1 else "" for each in found]
+    return [head + _sentence(turns, each.compared) for head, each in zip(heads, found, strict=True)]
+
+
+def _sentence(turns: int, throughput: Comparison) -> str:
     change = f"{throughput.ratio - 1:+.1%}"
     if throughput.low is None or throughput.high is None:
         return f"One turn says nothing about noise: output changed by {change}. Measure with --turns 3 or more."
