@@ -118,7 +118,7 @@ def test_a_gain_is_said_with_its_interval(run: Run, tmp_path: Path) -> None:
     for name in ("output, tokens/s", "time to first token, ms", "time between tokens, ms", "start, s"):
         assert name in result.out
     # Which goes first alternates.
-    assert [line.split("turn ")[1] for line in result.err.splitlines() if "starts" in line] == [
+    assert [line.split("turn ")[1] for line in result.err.splitlines() if "turn" in line and "starts" in line] == [
         "1: stock vLLM starts", "1: plugin vLLM starts", "2: plugin vLLM starts", "2: stock vLLM starts",
         "3: stock vLLM starts", "3: plugin vLLM starts",
     ]  # fmt: skip
@@ -157,7 +157,8 @@ def test_each_concurrency_is_a_benchmark_of_the_same_servers(
     assert result.status == 0, result.err
     assert "4 at a time: A gain: output changed by +2" in result.out and "64 at a time: A gain" in result.out
     assert result.out.count("time to first token, ms") == 2 and result.out.count("start, s") == 1
-    assert result.err.count("vLLM starts") == 6 and result.err.count("benchmark of") == 12
+    assert result.err.count("vLLM starts") == 8 and result.err.count("benchmark of") == 16
+    assert json.loads((tmp_path / "stock-0-bench-64.json").read_text())["completed"] == 64, "a few, uncounted"
     assert [json.loads((tmp_path / f"plugin-3-bench-{each}.json").read_text())["completed"] for each in (4, 64)] == [
         20, 400,
     ]  # fmt: skip
@@ -259,7 +260,7 @@ def test_an_ended_run_goes_on_where_it_stopped(run: Run, monkeypatch: pytest.Mon
         file.write('{"turn":3,"kind":"sto')  # a run that was killed while it wrote
     result = run(*command, "--resume")
     assert result.status == 0 and "4 turns" in result.out and "first starts, uncounted" in result.out
-    begun = [line.split("turn ")[1] for line in result.err.splitlines() if "starts" in line]
+    begun = [line.split("turn ")[1] for line in result.err.splitlines() if "turn" in line and "starts" in line]
     assert begun == ["3: stock vLLM starts", "3: plugin vLLM starts", "4: plugin vLLM starts", "4: stock vLLM starts"]
     assert (tmp_path / "turns.jsonl").read_text().startswith(kept)
     again = run(*command, "--resume", "--json")
@@ -321,7 +322,7 @@ def test_an_interruption_leaves_no_server(number: signal.Signals, where: str, tm
         [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
-    reached = {"start": children, "benchmark": tmp_path / "stock-1-bench.log"}.get(where, tmp_path / "reached")
+    reached = {"start": children, "benchmark": tmp_path / "stock-0-bench.log"}.get(where, tmp_path / "reached")
     for _ in range(1200):
         if reached.exists() and (where != "start" or children.read_text()):
             break

@@ -241,7 +241,12 @@ def _dense_mlp(weights: Sequence[Tensor], rounded: Callable[[Tensor], Tensor]) -
 
 
 def served(
-    checkpoint: Path, names: Sequence[str], device: Device, dtype: str = "", tp: int = 1
+    checkpoint: Path,
+    names: Sequence[str],
+    device: Device,
+    dtype: str = "",
+    tp: int = 1,
+    say: Callable[[str], object] = lambda words: None,
 ) -> tuple[dict[str, list[Callable[[Tensor], Tensor]]], dict[str, str]]:
     """MLPs of each layer that a backend computes, by the backend's name, and why a backend is left out.
 
@@ -251,6 +256,7 @@ def served(
         device: this machine.
         dtype: of the layers; "" for the checkpoint's.
         tp: tensor-parallel ranks.
+        say: gets a line before each backend's layers are built, which compiles kernels.
     """
     config = read_checkpoint(checkpoint)
     with Verification(config, device, settings.load({})) as made:
@@ -260,7 +266,10 @@ def served(
         accepted = [each.backend for each in candidates if each.accepted]
         refused = {name: "it does not accept the layers on this machine" for name in names if name not in accepted}
         chosen = [name for name in accepted if not names or name in names]
-        found = {name: [mlp(plan, made.registry[name], device, dtype, tp) for plan in made.plans] for name in chosen}
+        found = {}
+        for name in chosen:
+            say(f"layers of {name}")
+            found[name] = [mlp(plan, made.registry[name], device, dtype, tp) for plan in made.plans]
     return found, refused
 
 
@@ -423,6 +432,7 @@ def compare(
     *,
     others: Mapping[str, Any] | None = None,
     batch: int = 4,
+    say: Callable[[str], object] = lambda words: None,
 ) -> dict[str, Figures]:
     """Figures of each function of the switches, in one pass over the text.
 
@@ -433,6 +443,7 @@ def compare(
         tokens: `[windows, CONTEXT + WINDOW + 1]`.
         others: models of their own, by names that are no functions.
         batch: windows of a forward pass.
+        say: gets a line after each of them.
     """
     others = others or {}
     sums: dict[str, dict[str, list[float]]] = {name: {} for name in ("reference", *names, *others)}
@@ -455,6 +466,7 @@ def compare(
                 sums[name].setdefault(kind, []).extend(values.double().mean(-1).tolist())
             del own
         del first
+        say(f"{len(sums['reference']['nll'])} of {len(tokens)} windows")
     base = sums["reference"]
     beside = next((sums[name] for name in BASELINES.values() if name in sums), base)["kl"]
     return {name: _figures(sums[name], base, beside) for name in (*names, *others)}

@@ -135,19 +135,22 @@ def measure(
         whole: also the whole model in bfloat16.
     """
     kind = "cuda" if device.kind == "cuda" else "cpu"
+    begin = time.perf_counter()
+
+    def say(words: str) -> None:
+        print(f"{time.perf_counter() - begin:6.0f} s  {name}: {words}", file=sys.stderr, flush=True)
+
     with standalone_layer.single_rank_worker(kind, 2048):
-        found, refused = accuracy.served(path, backends, device, dtype, tp)
+        found, refused = accuracy.served(path, backends, device, dtype, tp, say)
         model, switches = prepare(path, name, kind)
         for backend, functions in found.items():
             for switch, function in zip(switches, functions, strict=True):
                 switch.functions[backend] = function
-        start = time.perf_counter()
         baseline = [accuracy.BASELINES[dtype]] if dtype in accuracy.BASELINES else []
         others = {accuracy.WHOLE: accuracy.in_bfloat16(model)} if whole else {}
-        figures = accuracy.compare(model, switches, [*found, *baseline], tokens, others=others)
+        figures = accuracy.compare(model, switches, [*found, *baseline], tokens, others=others, say=say)
     for backend, reason in refused.items():
-        print(f"{name}: {backend}: {reason}", file=sys.stderr)
-    print(f"{name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+        say(f"{backend}: {reason}")
     with Verification(read_checkpoint(path), device, settings.load({})) as made:
         precision = {each: made.registry[each].activations(made.plans[0].problem) for each in found}
     return {

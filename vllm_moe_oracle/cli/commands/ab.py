@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import shlex
@@ -60,7 +61,8 @@ def command(
         bool,
         typer.Option(
             "--first-starts/--no-first-starts",
-            help="Start each server once before, uncounted: first starts compile, and read weights from disk.",
+            help="Start each server once before, and send it some requests, uncounted: first starts compile, and read "
+            "weights from disk.",
         ),
     ] = True,
     port: Annotated[int, typer.Option(help="The servers' port; 0 for a free one.", metavar="N")] = 0,
@@ -229,12 +231,16 @@ def _terminable() -> Iterator[None]:
 
 
 def _first_starts(run: _Run, folder: Path, report: Any) -> dict[str, float]:
-    """Seconds of a start of each kind before the turns. Whichever comes first would bear what both leave in caches."""
+    """Seconds of a start of each kind before the turns. Whichever comes first would bear what both leave in caches.
+
+    Each server answers a few requests, too: some kernels compile only then.
+    """
     found = {}
+    short = tuple(dataclasses.replace(load, prompts=load.concurrency) for load in run.loads)
     for step, kind in enumerate((STOCK, PLUGIN)):
-        report(f"first start of {kind} vLLM, uncounted", step, 2)
-        with _server(run, kind, f"{kind}-0", folder) as started:
-            found[kind] = started.seconds
+        say = functools.partial(report, done=step, total=2)
+        served = _serve(dataclasses.replace(run, loads=short), kind, 0, folder, say)
+        found[kind] = served.start_seconds
     return found
 
 
@@ -288,12 +294,13 @@ def _server(run: _Run, kind: str, name: str, folder: Path) -> Iterator[_Started]
 def _serve(run: _Run, kind: str, turn: int, folder: Path, report: Callable[[str], None]) -> ServedTurn:
     """One server, and every benchmark."""
     name = f"{kind}-{turn}"
-    report(f"turn {turn}: {kind} vLLM starts")
+    head = f"turn {turn}" if turn else "first start, uncounted"
+    report(f"{head}: {kind} vLLM starts")
     results = {}
     with _server(run, kind, name, folder) as started:
         served = served_benchmark.served_name(started.port)
         for load in run.loads:
-            report(f"turn {turn}: benchmark of {kind} vLLM, {load.concurrency} at a time")
+            report(f"{head}: benchmark of {kind} vLLM, {load.concurrency} at a time")
             result = folder / f"{name}-bench-{load.concurrency}.json"
             result.unlink(missing_ok=True)
             bench = served_benchmark.bench_command(run.model, served, started.port, load, result.resolve())
