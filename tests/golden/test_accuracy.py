@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +78,17 @@ def test_the_checks_catch_every_fault_and_refuse_nothing_right() -> None:
     assert {where.partition(" ")[0] for each in faults.values() for where in each.values()} <= {"load", "verify"}
     assert all(each["refused"] == 0 and each["worst"] < 1 for each in seeds.values())
     assert sum(each["seeds"] for each in seeds.values()) >= 1000
+
+
+@pytest.mark.parametrize("path", [accuracy_tables.ON_GPU, accuracy_tables.ON_AMX], ids=lambda path: path.stem)
+def test_verdicts_of_other_machines_follow_from_the_figures(path: Path) -> None:
+    for part in accuracy_tables.PARTS_ELSEWHERE:
+        for name, found in accuracy_tables.figures(part, path).items():
+            for backend, each in found.items():
+                low, high = each["nll"] - each["nll_half_width"], each["nll"] + each["nll_half_width"]
+                likely = math.log1p(-accuracy.MAX_PERPLEXITY) <= low and high <= math.log1p(accuracy.MAX_PERPLEXITY)
+                near = each["kl_limit"] <= accuracy.MAX_KL or each["excess"] + each["excess_half_width"] <= 0
+                assert each["passes"] == (likely and near), (part, name, backend)
+                assert each["tokens"] >= 20_000 and name in FORMATS
+                if part == "formats, float16" and each["is_backend"]:
+                    assert each["kl_limit"] < 0.1 * accuracy.MAX_KL, (name, backend)

@@ -389,11 +389,11 @@ def build(
 
     factory = getattr(moe_layer, "FusedMoEFactory", None) or moe_layer.FusedMoE
     extra: dict[str, Any] = {"additional_config": {"moe_oracle": {"backend": own}}} if own else {}
-    if lora_config is not None:
-        extra["lora_config"] = lora_config
     config = VllmConfig(
         device_config=DeviceConfig(device=device), kernel_config=KernelConfig(moe_backend=moe_backend), **extra
     )
+    # Not given above: since 0.33 vLLM asks the model's config then, and there is no model.
+    config.lora_config = lora_config
     # What vLLM makes expert parallelism of: more than one rank of tensor parallelism, and this.
     config.parallel_config.enable_expert_parallel = case.ep > 1
     leave()  # a layer that failed may have left its own

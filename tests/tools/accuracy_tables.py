@@ -15,6 +15,7 @@ from vllm_moe_oracle.core.problem import Device
 GOLDEN = Path(__file__).parents[1] / "golden"
 MODEL = GOLDEN / "accuracy" / "cpu-avx2.json"
 ON_GPU = GOLDEN / "accuracy" / "nvidia-h100-80gb-hbm3.json"
+ON_AMX = GOLDEN / "accuracy" / "cpu-amx.json"
 SELF_CHECK = GOLDEN / "accuracy" / "self_check.json"
 SERVING = GOLDEN / "cpu-serving.json"
 INSTRUCTIONS = {"amx_bf16": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}
@@ -22,6 +23,8 @@ RIGHT = ("none", "last router weight is the first's")
 """Faults of `tests.tools.accuracy` that change nothing: the model's routing weights are all alike."""
 PARTS = {"bfloat16": "formats", "float16": "formats, float16"}
 """Parts of `MODEL` by the layers' dtype."""
+PARTS_ELSEWHERE = {"formats": "bfloat16", "formats, float16": "float16", "formats, tp 2": "bfloat16, TP 2"}
+"""Parts of the other machines' files by what the layers are."""
 BASELINES, WHOLE = {"bfloat16": "MLPs in bfloat16", "float16": "MLPs in float16"}, "model in bfloat16"
 """Names of `tests.lib.accuracy`, which needs vLLM."""
 
@@ -105,32 +108,44 @@ def formats() -> str:
     return "\n".join(lines)
 
 
-def on_gpu() -> str:
-    """What the backends of a Hopper card do to the predictions of each format."""
-    held = read(ON_GPU)
+def elsewhere(path: Path) -> str:
+    """What backends do to the predictions of each format on a machine of its own, by its file."""
+    held = read(path)
     lines = [
-        "| format | computed by | activations | KL, 1e-4 nats | of it beyond the MLPs' | perplexity | same top token | "
-        "gate |",
-        "|---|---|---|---|---|---|---|---|",
+        "| format | layers in | computed by | activations | KL, 1e-4 nats | of it beyond the MLPs' | perplexity | "
+        "same top token | gate |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, found in figures("formats", ON_GPU).items():
-        for backend, each in found.items():
-            cells = [name, backend, each["activations"], _mean(each), "", _change(each), f"{each['top1']:.2%}", ""]
-            if each["is_backend"]:
-                cells[4] = f"{1e4 * each['excess']:+.2f} ± {1e4 * each['excess_half_width']:.2f}"
-                stated = each["activations"] != "16bit"
-                cells[7] = "stated" if stated else "passes" if each["passes"] else "not shown to pass"
-            else:
-                cells[1] = "transformers' MLPs"
-            lines.append(f"| {' | '.join(cells)} |")
+    for part, layers in PARTS_ELSEWHERE.items():
+        for name, found in figures(part, path).items():
+            for backend, each in found.items():
+                top = f"{each['top1']:.2%}"
+                cells = [name, layers, backend, each["activations"], _mean(each), "", _change(each), top, ""]
+                if each["is_backend"]:
+                    cells[5] = f"{1e4 * each['excess']:+.2f} ± {1e4 * each['excess_half_width']:.2f}"
+                    stated = each["activations"] != "16bit"
+                    cells[8] = "stated" if stated else "passes" if each["passes"] else "not shown to pass"
+                else:
+                    cells[2] = "transformers' MLPs"
+                lines.append(f"| {' | '.join(cells)} |")
     entry = next(iter(held["formats"].values()))
     packages = ", ".join(f"{name} {version}" for name, version in entry["packages"].items())
     lines += [
         "",
-        f"{entry['device']}, {packages}; layers in bfloat16, {served_windows()} windows of {held['window']} tokens of "
-        f"{len(held['text'])} texts, others than the CPU's: `python -m tests.tools.accuracy --device cuda --write`.",
+        f"{entry['device']}, {packages}; {served_windows()} windows of {held['window']} tokens of {len(held['text'])} "
+        "texts: `python -m tests.tools.accuracy --write`, with `--dtype float16` and `--tp 2` where it is said.",
     ]
     return "\n".join(lines)
+
+
+def on_gpu() -> str:
+    """A Hopper card's."""
+    return elsewhere(ON_GPU)
+
+
+def on_amx() -> str:
+    """Those of a CPU with AMX."""
+    return elsewhere(ON_AMX)
 
 
 def cut_off() -> str:
@@ -138,10 +153,10 @@ def cut_off() -> str:
     ((name, found),) = figures("cut off").items()
     without, baseline = found["cpu_dequantized"], found[BASELINES["bfloat16"]]
     return (
-        "On this processor vLLM's operator cuts numbers off where others round them, and outputs are 0.56 % too "
-        f"small. Without the factor by which `cpu_dequantized` makes up for that, its KL is {_mean(without)}, where "
-        f"MLPs in bfloat16 have {_mean(baseline)} ({name}, the first {without['windows']} windows, 1e-4 nats), and its "
-        f"perplexity is off by {_change(without)}."
+        "On the processor of the first table vLLM's operator cuts numbers off where others round them, and outputs "
+        "are 0.56 % too small. Without the factor by which `cpu_dequantized` makes up for that, its KL is "
+        f"{_mean(without)}, where MLPs in bfloat16 have {_mean(baseline)} ({name}, the first {without['windows']} "
+        f"windows, 1e-4 nats), and its perplexity is off by {_change(without)}."
     )
 
 

@@ -167,6 +167,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "vllm_moe_oracle/ACCURACY.md": {
         "formats": accuracy_tables.formats,
         "on-gpu": accuracy_tables.on_gpu,
+        "on-amx": accuracy_tables.on_amx,
         "cut-off": accuracy_tables.cut_off,
         "faults": accuracy_tables.faults,
         "self-check": accuracy_tables.self_check,
