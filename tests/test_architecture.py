@@ -56,6 +56,7 @@ MAY_IMPORT_ONLY = {
         "untrusted",
         "core",
         "settings",
+        "decision_records",
         "devices",
         "profiles",
         "oracle",

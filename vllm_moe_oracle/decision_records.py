@@ -17,15 +17,17 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from . import settings
 from .errors import MeasurementError, sanitize
 from .untrusted import boundary, read_file
 
 logger = logging.getLogger("vllm.moe_oracle")
+
+Record = TypeVar("Record")
 
 _PREFIX = "vllm-moe-oracle-"
 _LOCK = "writers.lock"
@@ -39,6 +41,22 @@ under the same version; one that goes or changes its meaning raises it."""
 
 MAX_RECORD_BYTES = 1 << 24
 """Larger files are ignored: they are not the record of one process."""
+
+
+def last_of_each_process(records: Iterable[Record], process: Callable[[Record], tuple[str, int]]) -> list[Record]:
+    """The records that count among those of a report, a file to which each load of a model adds one.
+
+    A model with a layer that drafts is two loads of one process, and the second record has the layers of both.
+
+    Args:
+        records: in the file's order.
+        process: a record's host and process; processes with number 0 are all different.
+    """
+    found: dict[tuple[str, int, int], Record] = {}
+    for index, record in enumerate(records):
+        host, number = process(record)
+        found[host, number, 0 if number else index] = record
+    return list(found.values())
 
 
 def reserve_dir() -> None:

@@ -54,9 +54,17 @@ def served(llm: Any) -> int | None:
 
 
 def generate(job: dict[str, Any]) -> dict[str, Any]:
-    """One prompt."""
-    llm = engine(job)
-    return {"said": [say(llm, job["prompt"], job["tokens"])], "served": served(llm)}
+    """One prompt; of an engine that drafts, also how many tokens were drafted and accepted."""
+    llm = engine(job, disable_log_stats=False)
+    said = say(llm, job["prompt"], job["tokens"])
+    counters = {each.name: each.value for each in llm.get_metrics() if each.name.startswith("vllm:spec_decode_num_")
+                and hasattr(each, "value")}  # fmt: skip
+    drafts = {
+        name: counters[f"vllm:spec_decode_num_{name}_tokens"]
+        for name in ("draft", "accepted")
+        if f"vllm:spec_decode_num_{name}_tokens" in counters
+    }
+    return {"said": [said], "served": served(llm), **drafts}
 
 
 def prefix_caching(job: dict[str, Any]) -> dict[str, Any]:

@@ -34,10 +34,16 @@ from typing import Any
 from tests.lib import adapters, checkpoints, integer_checkpoints, reference
 from tests.lib.integer_checkpoints import Integers
 from tests.lib.served import PROMPT, difference, tolerance
+from vllm_moe_oracle.decision_records import last_of_each_process
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 4
 SIZE = replace(checkpoints.Size(), intermediate=256)
+DRAFTED = replace(SIZE, layers=1)
+"""Of models with a layer that drafts: `checkpoints.glm4_moe` says why one."""
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+DRAFTS = {"mxfp8 mtp": "", "mxfp8 mtp, drafts in 16 bits": "model.layers.1."}
+"""What of such a model is left in 16 bits."""
 GPT_OSS = replace(checkpoints.Size(), intermediate=256, top_k=4)
 SECONDS = 240
 """After which the process of one engine is ended."""
@@ -102,6 +108,7 @@ class Format:
         other: another model in this format, and what transformers read of it, where features are tried.
         adapter: a LoRA adapter of the attention, and the exact checkpoint with it merged, likewise.
         expert_adapter: one of the experts; None for gpt-oss, whose experts have no names of their own.
+        layers: quantized MoE layers, of drafts, too.
     """
 
     path: Path
@@ -112,6 +119,7 @@ class Format:
     other: tuple[Path, Path] | None = None
     adapter: tuple[Path, Path] | None = None
     expert_adapter: tuple[Path, Path] | None = None
+    layers: int = SIZE.layers
 
 
 def write_format(folder: Path, name: str, seed: int) -> tuple[Path, Path]:
@@ -119,6 +127,9 @@ def write_format(folder: Path, name: str, seed: int) -> tuple[Path, Path]:
     folder = folder / f"{name.replace(' ', '-')}-{seed}"
     plain: dict[str, Any] = {"quantize_linears": False, "size": SIZE, "seed": seed}
     scheme, _, how = name.partition(" ")
+    if name in DRAFTS:
+        plain |= {"arch": "glm4_moe", "size": DRAFTED, "kept": DRAFTS[name]}
+        how = "modelopt"
     if name in INTEGERS:
         bf16 = checkpoints.write_checkpoint(folder / "bf16", format="bf16", **plain)
         path = integer_checkpoints.write(bf16, folder / "quantized", INTEGERS[name])
@@ -139,14 +150,16 @@ def formats(folder: Path, words: list[str]) -> dict[str, Format]:
     found = {}
     for name in (
         "mxfp8 modelopt", "mxfp8 compressed-tensors", "mxfp8 online", "mxfp4 gpt-oss", "mxfp4 compressed-tensors",
-        *INTEGERS,
+        *DRAFTS, *INTEGERS,
     ):  # fmt: skip
         if not any(word in name for word in words):
             continue
         path, exact = write_format(folder, name, 0)
         scheme = "wna16" if name in INTEGERS else name.partition(" ")[0]
         backend = ACT_ORDER if "act order" in name else BACKENDS[scheme]
-        found[name] = Format(path, exact, scheme, ONLINE if "online" in name else {}, backend)
+        engine = ONLINE if "online" in name else MTP if name in DRAFTS else {}
+        layers = DRAFTED.layers + (not DRAFTS[name]) if name in DRAFTS else SIZE.layers
+        found[name] = Format(path, exact, scheme, engine, backend, layers=layers)
         if name in FEATURED:
             merged = exact.with_name(f"{exact.name}-merged")
             adapter = adapters.write(exact, exact.with_name(f"{exact.name}-adapter"), merged)
@@ -161,7 +174,7 @@ def formats(folder: Path, words: list[str]) -> dict[str, Format]:
 def jobs_of(name: str, format: Format, cpu: bool) -> dict[str, dict[str, Any]]:
     """The engines of one format by case: how it is cut, by which backend it runs, and what is switched on."""
     own = {} if cpu else {"backend": format.backend}
-    common = {"checkpoint": str(format.path), "dtype": "bfloat16", "tokens": TOKENS}
+    common = {"checkpoint": str(format.path), "dtype": "bfloat16", "tokens": TOKENS, "layers": format.layers}
     found: dict[str, dict[str, Any]] = {}
     for engine, options in ENGINES.items():
         for how, oracle, eager in (
@@ -216,7 +229,8 @@ def serve(folder: Path, job: dict[str, Any], device: int) -> dict[str, Any]:
         os.killpg(process.pid, signal.SIGKILL)
         output = f"{process.communicate()[0]}\nerror: ended after {SECONDS} s"
     result = json.loads(files[1].read_text())[0] if files[1].exists() else {"error": "no result"}
-    records = [json.loads(line) for line in files[2].read_text().splitlines()] if files[2].exists() else []
+    lines = files[2].read_text().splitlines() if files[2].exists() else []
+    records = last_of_each_process(map(json.loads, lines), lambda each: (each["host"], each["process"]))
     log = first_traceback(output) if "error" in result else []
     moves = output.count("Rearranging experts") - output.count("Skip rearrange")
     return {"result": result, "records": records, "seconds": time.monotonic() - begin, "log": log, "moves": moves}
@@ -263,7 +277,7 @@ def judge(
         largest <= tolerance("bfloat16")
         and tokens_equal
         and len(decisions) == 1
-        and layers * stages == SIZE.layers * ranks > 0
+        and layers * stages == job.get("layers", SIZE.layers) * ranks > 0
         and ("said_other" not in result or other is not None)
         and result.get("same_bits", True)
     )
@@ -272,6 +286,9 @@ def judge(
         ok &= served["moves"] > 0
     if "same_bits" in result:
         row["same_bits"] = result["same_bits"]
+    if "draft" in result:
+        row |= {"drafted": result["draft"], "accepted": result["accepted"]}
+        ok &= 0 < result["draft"] == result["accepted"]
     return row | {
         "ok": ok, "logprob_difference": round(largest, 4), "tokens_equal": tokens_equal, "answers": len(pairs),
         "ranks": ranks, "layers": layers, "backends": sorted(name for name, _ in decisions),

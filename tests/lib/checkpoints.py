@@ -292,8 +292,89 @@ def gpt_oss(size: Size, rng: np.random.Generator) -> Model:
     return model
 
 
+def glm4_moe(size: Size, rng: np.random.Generator) -> Model:
+    """GLM-4.5 as published (`Glm4MoeForCausalLM`): sigmoid routing with a correction bias, a shared expert, and one
+    more layer that drafts the token after the next (`Glm4MoeMTP`).
+
+    The drafting layer is the first one again, of which the drafts' own input projection takes the token alone. So in a
+    model of one layer drafts are what the model says, but for the attention's context: a drafting layer with another
+    expert drafts other tokens.
+    """
+    make = Maker(size, rng)
+    config = {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "first_k_dense_replace": 0,
+        "head_dim": size.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": size.hidden,
+        "initializer_range": 0.02,
+        "intermediate_size": 2 * size.intermediate,
+        "max_position_embeddings": 512,
+        "moe_intermediate_size": size.intermediate,
+        "n_group": 1,
+        "n_routed_experts": size.experts,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": size.heads,
+        "num_experts_per_tok": size.top_k,
+        "num_hidden_layers": size.layers,
+        "num_key_value_heads": size.kv_heads,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "use_qk_norm": False,
+    }
+    norm = make.norm(size.hidden)
+    model = Model(config, {"model.embed_tokens.weight": make.embedding(), "model.norm.weight": norm})
+    for index in range(size.layers):
+        layer = f"model.layers.{index}"
+        router_norm = make.norm(size.hidden)
+        shared = f"{layer}.mlp.shared_experts"
+        model.tensors |= {
+            f"{layer}.input_layernorm.weight": make.norm(size.hidden),
+            f"{layer}.post_attention_layernorm.weight": router_norm,
+            f"{layer}.self_attn.q_proj.weight": make.linear(size.heads * size.head_dim, size.hidden),
+            f"{layer}.self_attn.k_proj.weight": make.linear(size.kv_heads * size.head_dim, size.hidden),
+            f"{layer}.self_attn.v_proj.weight": make.linear(size.kv_heads * size.head_dim, size.hidden),
+            f"{layer}.self_attn.o_proj.weight": make.writing(size.heads * size.head_dim, 0.15),
+            f"{layer}.mlp.gate.weight": make.router(router_norm),
+            # Much smaller than the distance of a chosen expert's score from the others'.
+            f"{layer}.mlp.gate.e_score_correction_bias": _f32(rng.uniform(-0.05, 0.05, size.experts)),
+            f"{shared}.gate_proj.weight": make.linear(size.intermediate, size.hidden, 4.0),
+            f"{shared}.up_proj.weight": make.linear(size.intermediate, size.hidden),
+            f"{shared}.down_proj.weight": make.writing(size.intermediate, 0.5),
+        }
+        model.linears |= {f"{layer}.self_attn.{name}_proj" for name in "qkvo"}
+        model.linears |= {f"{shared}.{name}_proj" for name in ("gate", "up", "down")}
+        make.add_experts(model, f"{layer}.mlp.experts", gain=2.0)
+    first, drafts = "model.layers.0.", f"model.layers.{size.layers}."
+    for modules in (model.experts, model.linears):
+        modules |= {drafts + name.removeprefix(first) for name in modules if name.startswith(first)}
+    model.tensors |= {
+        drafts + name.removeprefix(first): tensor.copy()
+        for name, tensor in model.tensors.items()
+        if name.startswith(first)
+    }
+    ones, embedding = _f32(np.ones(size.hidden)), model.tensors["model.embed_tokens.weight"]
+    model.tensors |= {
+        f"{drafts}enorm.weight": ones,
+        f"{drafts}hnorm.weight": ones.copy(),
+        f"{drafts}eh_proj.weight": _f32(np.eye(size.hidden, 2 * size.hidden)),
+        f"{drafts}embed_tokens.weight": embedding.copy(),
+        f"{drafts}shared_head.norm.weight": norm.copy(),
+    }
+    return model
+
+
 ARCHITECTURES: Mapping[str, Callable[[Size, np.random.Generator], Model]] = {
-    "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss
+    "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss, "glm4_moe": glm4_moe,
 }  # fmt: skip
 """Name -> function; a new architecture is a function and a line here."""
 
@@ -384,6 +465,7 @@ def write_checkpoint(
     tag: Tag = "modelopt",
     dtype: Dtype = "bfloat16",
     quantize_linears: bool = True,
+    kept: str = "",
     size: Size | None = None,
     seed: int = 0,
 ) -> Path:
@@ -403,6 +485,7 @@ def write_checkpoint(
         "Unknown ModelOpt quant algo: MXFP8").
     dtype: of everything that is not quantized: router, norms, embeddings, lm_head, biases.
     quantize_linears: whether attention projections are quantized too, or only experts.
+    kept: modules whose names start so stay in `dtype`; "" for none.
 
     Raises ValueError for an unknown choice, or a dimension that blocks of 32 do not divide.
     """
@@ -429,7 +512,7 @@ def write_checkpoint(
         model.tensors["lm_head.weight"] = _fit_head(model)
 
     path = write_model(
-        path, model, format=format, tag=tag, dtype=dtype, quantize_linears=quantize_linears, complete=fit
+        path, model, format=format, tag=tag, dtype=dtype, quantize_linears=quantize_linears, kept=kept, complete=fit
     )
     _write_json(path / "generation_config.json", {"eos_token_id": model.config["eos_token_id"], "do_sample": False})
     write_tokenizer(path)
@@ -444,12 +527,13 @@ def write_model(
     tag: Tag = "modelopt",
     dtype: Dtype = "bfloat16",
     quantize_linears: bool = True,
+    kept: str = "",
     complete: Callable[[Model], None] = lambda model: None,
 ) -> Path:
     """Writes a model's config.json and model.safetensors, without a tokenizer, into the folder `path` and returns it.
 
     model: quantized in place where the format is MXFP4.
-    format, tag, dtype, quantize_linears: as of `write_checkpoint`.
+    format, tag, dtype, quantize_linears, kept: as of `write_checkpoint`.
     complete: called with the model as it will be read, before it is written.
     """
     import torch
@@ -467,6 +551,8 @@ def write_model(
         quantized -= {module for module in model.experts if module.startswith(last)}
     if format != "mxfp8":
         quantized = set()
+    if kept:
+        quantized = {module for module in quantized if not module.startswith(kept)}
     tensors = _stored(model, blocks, quantized, getattr(torch, dtype))
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
@@ -474,6 +560,7 @@ def write_model(
     legacy = path / "hf_quant_config.json"
     legacy.unlink(missing_ok=True)
     unquantized = [] if quantize_linears and format == "mxfp8" else sorted(model.linears)
+    unquantized += [f"{kept}*"] if kept else []
     declared = _declared(model, format, tag, sorted(quantized), unquantized)
     if tag in ("legacy", "legacy_producer") and declared:
         _write_json(legacy, declared)
@@ -613,7 +700,10 @@ def _fit_head(model: Model) -> Array:
     head = torch.zeros(len(VOCABULARY), hidden)
     with tempfile.TemporaryDirectory() as folder:
         _write_json(Path(folder, "config.json"), {**model.config, "dtype": "float32"})
-        tensors = {name: torch.from_numpy(array) for name, array in model.tensors.items()}
+        drafts = f"model.layers.{model.config['num_hidden_layers']}."
+        tensors = {
+            name: torch.from_numpy(array) for name, array in model.tensors.items() if not name.startswith(drafts)
+        }
         save_file({**tensors, "lm_head.weight": head}, Path(folder, "model.safetensors"), metadata={"format": "pt"})
         fitted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         with torch.no_grad():

