@@ -15,7 +15,7 @@ from tests.lib.configs import CONFIGS, CT_INPUTS, CT_MXFP8, MODELOPT, MXFP8, com
 from tests.lib.stock_rules import codes_of
 from vllm_moe_oracle.checkpoint import find_moe_layers, read_checkpoint
 from vllm_moe_oracle.checkpoint.layer_names import compact_layer_names, short_layer_names
-from vllm_moe_oracle.core.problem import Activation, Parallel, Scheme
+from vllm_moe_oracle.core.problem import Activation, Parallel, Problem, Scheme
 from vllm_moe_oracle.errors import CheckpointError
 
 # --- published models -------------------------------------------------------------------------------------------------
@@ -265,23 +265,31 @@ def test_ranks_that_do_not_divide_the_heads_are_refused_whatever_is_cut(ep: bool
     assert "--ep" not in str(caught.value)
 
 
-def test_ranks_for_which_kimis_experts_are_filled_up_are_refused(tmp_path: Path) -> None:
-    """A server's loader refuses their tensors, which have less than the layer."""
+def test_kimis_experts_have_the_sizes_to_which_vllm_pads_them(tmp_path: Path) -> None:
     kimi = quantized(model_type="kimi_linear", moe_intermediate_size=3072)
 
-    def inner(tp: int, ep: bool = False, vllm: str | None = None, **changes: Any) -> int:
+    def problem(tp: int, ep: bool = False, vllm: str | None = None, dp: int = 1, **changes: Any) -> Problem:
         (tmp_path / "config.json").write_text(json.dumps(kimi | changes))
-        return find_moe_layers(read_checkpoint(tmp_path), tp, ep, vllm=vllm).problems[0].intermediate_size
+        return find_moe_layers(read_checkpoint(tmp_path), tp, ep, vllm=vllm, dp=dp).problems[0]
+
+    def inner(*args: Any, **changes: Any) -> int:
+        found = problem(*args, **changes)
+        assert not found.unpadded_intermediate_size
+        return found.intermediate_size
 
     assert (inner(8), inner(16, ep=True), inner(16, vllm="0.26.0")) == (384, 3072, 192)
-    words = r"below 256 columns per rank .* \(3072 over 16 ranks: 192\).*Use TP 8, or --ep"
-    for vllm in (None, "0.27.1"):
-        with pytest.raises(CheckpointError, match=words):
-            inner(16, vllm=vllm)
+    assert inner(1, dp=16) == 192, "the model's code counts tensor-parallel ranks alone"
+    for tp, dp, vllm, size in ((16, 1, None, 256), (16, 1, "0.27.1", 256), (16, 2, None, 128), (32, 1, None, 256)):
+        found = problem(tp, dp=dp, vllm=vllm)
+        assert (found.intermediate_size, found.unpadded_intermediate_size) == (size, 3072)
+        assert found.unsharded_intermediate_size == 3072
+    # Ranks that do not divide the size in the checkpoint divide the padded one.
+    assert problem(32, moe_intermediate_size=1408 + 16).intermediate_size == 256
+    with pytest.raises(CheckpointError, match=r"\(3080 mod 16 = 8\)\. Use TP 8, or --ep"):
+        problem(16, moe_intermediate_size=3080, min_moe_intermediate_per_partition=0)
     # A model says how many itself.
     assert inner(16, min_moe_intermediate_per_partition=192) == inner(16, min_moe_intermediate_per_partition=0) == 192
-    with pytest.raises(CheckpointError, match="below 512 columns per rank"):
-        inner(8, min_moe_intermediate_per_partition=512)
+    assert problem(8, min_moe_intermediate_per_partition=512).intermediate_size == 512
     with pytest.raises(CheckpointError, match="min_moe_intermediate_per_partition"):
         inner(8, min_moe_intermediate_per_partition="many")
     assert inner(1, moe_intermediate_size=128) == 128, "one rank's experts stay as they are"

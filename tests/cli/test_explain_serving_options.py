@@ -344,3 +344,41 @@ def test_a_path_that_looks_like_an_option_stays_a_path(
     (group,) = run("explain", *A100, "--json", "--", "-c").json["groups"]
     assert group["measure"] == "vllm-moe-oracle tune ./-c"
     assert len(measured_by(group["measure"], run, monkeypatch)) == 1
+
+
+# --- layers that only stock vLLM takes --------------------------------------------------------------------------------
+
+
+def kimi(write: Callable[..., Path]) -> Path:
+    return write(model_type="kimi_linear", moe_intermediate_size=3072)
+
+
+def gpt_oss(write: Callable[..., Path]) -> Path:
+    return CONFIGS / "gpt-oss-20b.json"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        (kimi, ("--tp", 16), "(3072 over 16 ranks: 192), which no backend here loads (TP 8 or expert parallelism"),
+        (kimi, ("--tp", 16, "--dp", 2), "which no backend here loads (TP 8 x DP 2 or expert parallelism"),
+        (kimi, ("--tp", 16, "--device", "cpu"), "if that can run experts that the model's code pads with zeros"),
+        (gpt_oss, ("--tp", 16), "2880 / 16 = 180 is not a multiple of the scale group 32"),
+        (gpt_oss, ("--dp", 3, "--ep"), "gives each of 3 ranks 10 of 32 experts"),
+    ],
+)
+def test_a_layer_that_stock_takes_otherwise_is_left_to_it(
+    model: Callable[..., Path], options: tuple[Any, ...], said: str, run: Run, write: Callable[..., Path]
+) -> None:
+    path = model(write)
+    found = run("explain", path, *A100, "--brief", *options)
+    assert found.status == 0
+    assert "backend stock vLLM's why left to stock vLLM" in words(found.out) and said in words(found.out)
+    # A backend that the user names is never replaced.
+    named = run("explain", path, *A100, "--brief", *options, "--backend", "emulation")
+    assert named.status == 3 and "backend none" in words(named.out)
+
+
+def test_a_size_that_no_stock_class_pads_has_no_backend(run: Run, write: Callable[..., Path]) -> None:
+    found = run("explain", write(), *A100, "--tp", 32, "--brief")
+    assert found.status == 3 and "768 / 32 = 24 is not a multiple" in words(found.out)

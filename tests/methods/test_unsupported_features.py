@@ -22,6 +22,7 @@ pytest.importorskip("vllm", reason="methods subclass vLLM's")
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from vllm_moe_oracle.compat import current_adapter
+from vllm_moe_oracle.core.sharding import PADDED_EXPERTS
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.methods import backend_selection, base, load_summary, rank_sync
 from vllm_moe_oracle.methods.base import OracleMoEMethod
@@ -276,3 +277,22 @@ def test_faults_in_loaded_or_converted_weights_are_reported(monkeypatch: pytest.
         monkeypatch.setattr(method, "_install_weights", raises("no room"), raising=False)
     layer = problem().layer
     assert told == [f"the loaded weights of {layer}: damaged", f"the conversion of {layer}: no room"]
+
+
+@pytest.mark.parametrize("device", [H200, CPU], ids=lambda device: device.kind)
+def test_experts_that_the_models_code_pads_are_left_to_stock_vllm(
+    device: Any, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    release, fields = current_adapter(), {"model_type": "kimi_linear", "moe_intermediate_size": 3072}
+    monkeypatch.setattr(release, "_model_field", lambda name, default: fields.get(name, default))
+    monkeypatch.setattr(detect, "detect", lambda: device)
+    layer = config(moe_backend="marlin")
+    layer.moe_parallel_config.tp_size = 16
+    layer.intermediate_size_per_partition = 256
+    assert type(Ours("config", layer)) is Stock
+    assert f"{PADDED_EXPERTS}: left to stock vLLM's Stock" in log.text
+    assert release.unpadded_intermediate_size(layer) == 3072
+    layer.intermediate_size_per_partition = 192  # the model's own minimum is smaller
+    assert not release.unsupported_features(layer) and release.unpadded_intermediate_size(layer) == 0
+    layer.intermediate_size_per_partition, fields["model_type"] = 256, "qwen3_moe"
+    assert release.unpadded_intermediate_size(layer) == 0

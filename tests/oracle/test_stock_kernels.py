@@ -64,12 +64,12 @@ def test_no_gpu_gets_the_emulation_unasked(release: str) -> None:
     outcomes = set()
     for capability, scheme, change in itertools.product(GPUS, SCHEMES.values(), changes):
         device = dataclasses.replace(device_of(capability), packages=device_of(capability).packages | {"vllm": release})
+        made = problem(scheme=scheme, **change)  # type: ignore[arg-type]
         try:
-            made = problem(scheme=scheme, **change)  # type: ignore[arg-type]
             decision = decide(made, device, Settings())
         except NoBackendError as error:
             assert not any(each.accepted for each in error.candidates)
-            stock = stock_candidate(error.candidates, device, default_registry())
+            stock = stock_candidate(error.candidates, made, device, default_registry())
             outcomes.add("none" if stock is None else "stock")
             emulated = [each for each in error.candidates if each.backend == "emulation"]
             able = emulated and emulated[0].reasons[0].code == "by_name"
@@ -85,8 +85,17 @@ def test_stock_is_named_for_what_its_class_does_not_ask_alone() -> None:
     for change, expected in ((layer, True), (dataclasses.replace(layer, dtype="float32"), False)):
         with pytest.raises(NoBackendError) as caught:
             decide(change, device_of(80), Settings())
-        found = stock_candidate(caught.value.candidates, device_of(80), default_registry())
+        found = stock_candidate(caught.value.candidates, change, device_of(80), default_registry())
         assert (found is not None) == expected
-        assert stock_candidate(caught.value.candidates, CPU, default_registry()) is None
+        assert stock_candidate(caught.value.candidates, change, CPU, default_registry()) is None
     assert decide(layer, CPU, Settings()).backend == "emulation"
     assert decide(layer, H200, Settings(backend="emulation")).backend == "emulation"
+
+
+def test_stock_pads_the_shards_of_mxfp4_alone() -> None:
+    for scheme, expected in ((SCHEMES["mxfp4"], True), (Scheme("mxfp4", 4, 32, "online"), True), (MXFP8_W8A8, False)):
+        layer = problem(scheme=scheme, intermediate_size=48)
+        with pytest.raises(NoBackendError) as caught:
+            decide(layer, device_of(90), Settings())
+        found = stock_candidate(caught.value.candidates, layer, device_of(90), default_registry())
+        assert (found is not None) == expected, layer

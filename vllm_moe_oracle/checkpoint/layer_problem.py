@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..core import activations
 from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Activation, Problem, Routing, Scheme
-from ..core.sharding import shard_by_blocks, shard_by_scale_groups
+from ..core.sharding import pads_experts, shard_by_blocks, shard_by_scale_groups
 from ..errors import CheckpointError
 from ..quantization.fields import short_repr
 from ..quantization.gpt_oss import reject_compressed_tensors
@@ -100,7 +100,10 @@ def layer_problem(
     sizes = [size for size in others if isinstance(size, int) and size > 0]
     key_heads = model.get("num_key_value_heads")
     key_heads = key_heads if isinstance(key_heads, int) and key_heads > 0 else 0
-    _check_shardable(where, ranks, experts, width, heads, _min_shard_width(config, vllm), key_heads, sizes)
+    least = _min_shard_width(config, vllm)
+    padded = not ranks.spreads_experts and pads_experts(width, ranks.tp, least)
+    built = least * ranks.tp if padded else width
+    _check_shardable(where, ranks, experts, width, heads, least, key_heads, sizes)
     # The fullest rank: vLLM gives the first ranks one expert more where the split is uneven.
     parallel = ranks.parallel
     local = -(-experts // parallel.ep)
@@ -112,7 +115,8 @@ def layer_problem(
             local_experts=local,
             top_k=read_integer(model, TOP_K_FIELDS, where, MAX_EXPERTS, index),
             hidden_size=hidden,
-            intermediate_size=width // parallel.tp,
+            intermediate_size=built // parallel.tp,
+            unpadded_intermediate_size=width if padded else 0,
             activation=_activation(config, index),
             has_bias=model_type(config) == "gpt_oss" or config.expert_biases,
             dtype=model_dtype(config)[0],
@@ -179,11 +183,13 @@ def _check_shardable(
     def fits(size: int, copies: int = dp) -> bool:
         if ranks.ep:
             return not heads % size and size * copies <= experts
-        shards = size * copies
-        return not heads % size and not width % shards and (shards == 1 or width // shards >= least)
+        built = least * size if pads_experts(width, size, least) else width
+        return not heads % size and not built % (size * copies)
 
     def serves(size: int, copies: int = dp) -> bool:
         copied = not key_heads or not key_heads % size or not size % key_heads
+        if not ranks.ep and pads_experts(width, size, least):
+            return False
         # Shared experts, as wide as one or several routed ones, are sharded with expert parallelism too.
         return fits(size, copies) and copied and not any(other % size for other in (width, *others))
 
@@ -198,9 +204,6 @@ def _check_shardable(
         rule = f"vLLM refuses {tp} ranks, which do not divide the {heads} attention heads ({heads} mod {tp} = "
         raise CheckpointError(f"{rule}{heads % tp})", remedy, where)
     over = f"{total} ranks" if dp == 1 else f"{total} ranks (TP {tp} x DP {dp})"
-    if not width % total:
-        rule = f"vLLM pads experts below {least} columns per rank with zeros ({width} over {over}: "
-        raise CheckpointError(f"{rule}{width // total}), which the loaders here refuse", remedy, where)
     rule = f"tensor parallelism over {over} does not divide the experts' intermediate size {width}"
     raise CheckpointError(f"{rule} ({width} mod {total} = {width % total})", remedy, where)
 

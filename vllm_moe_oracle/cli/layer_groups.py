@@ -10,6 +10,7 @@ from ..checkpoint.serving import check_all2all
 from ..core.decision import Candidate, Decision
 from ..core.measurement_set import MeasurementSet
 from ..core.problem import Device, Problem
+from ..core.sharding import PADDED_EXPERTS
 from ..errors import NoBackendError
 from ..measurements import lookup
 from ..measurements.stock_gain import StockGain, stock_gain, time_errors
@@ -97,7 +98,7 @@ def group_layers(
             stock, features = None, _unsupported_features(problem)
             if not names_backends(settings) and not refused_exchange:
                 if moe_backend == AUTO:
-                    stock = stock_candidate(judged, device, default_registry())
+                    stock = stock_candidate(judged, problem, device, default_registry())
                 left_to = STOCK_ITSELF if features else ""
             if stock is not None:
                 left_to = default_registry()[stock.backend].stock_class_name
@@ -126,7 +127,8 @@ def _unsupported_features(problem: Problem) -> list[str]:
     """What a layer needs that few backends here support, so that a server asks stock vLLM where none does: as
     `compat.layer_adapter` finds it."""
     batched = problem.parallel.is_batched
-    return ["LoRA on experts"] * problem.lora + ["a batched all-to-all"] * batched
+    padded = problem.unpadded_intermediate_size > 0
+    return ["LoRA on experts"] * problem.lora + ["a batched all-to-all"] * batched + [PADDED_EXPERTS] * padded
 
 
 def names_backends(settings: Settings) -> bool:

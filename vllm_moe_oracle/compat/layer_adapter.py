@@ -6,6 +6,8 @@ from typing import Any
 
 from ..core import activations
 from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Activation, Parallel, Placement, Problem, Routing, Scheme
+from ..core.sharding import PADDED_EXPERTS
+from ..releases.expert_names import min_expert_width
 from .engine_adapter import EngineAdapter
 from .layer_context import current_layer
 
@@ -17,7 +19,20 @@ class LayerAdapter(EngineAdapter):
         """Features of a layer that only stock vLLM's own methods support, in words."""
         batched = moe.moe_parallel_config.use_batched_activation_format
         lora = self.lora_reaches_experts(moe, current_layer()[1])
-        return ["LoRA on experts"] * lora + ["a batched all-to-all"] * bool(batched)
+        padded = self.unpadded_intermediate_size(moe) > 0
+        return ["LoRA on experts"] * lora + ["a batched all-to-all"] * bool(batched) + [PADDED_EXPERTS] * padded
+
+    def unpadded_intermediate_size(self, moe: Any) -> int:
+        """Intermediate size of the checkpoint's experts, where the model's code pads them with zeros; 0 elsewhere.
+
+        Args:
+            moe: vLLM's `FusedMoEConfig`. It holds the padded size alone until the layer has been built.
+        """
+        width = self._model_field("moe_intermediate_size", 0)
+        if not min_expert_width(self.model_type(), self.version()) or type(width) is not int:
+            return 0
+        built = moe.intermediate_size_per_partition * moe.moe_parallel_config.tp_size
+        return width if 0 < width < built else 0
 
     def problem(self, moe: Any, layer: Any, name: str, scheme: Scheme) -> Problem:
         """The `Problem` of one MoE layer on this rank.
@@ -53,6 +68,7 @@ class LayerAdapter(EngineAdapter):
             batch_invariant=self.batch_invariant(),
             even_expert_split=self.model_type() == EVEN_SPLIT_MODEL_TYPE,
             num_layers=self.num_layers(),
+            unpadded_intermediate_size=self.unpadded_intermediate_size(moe),
         )
 
     def placement(self, moe: Any, layer: Any) -> Placement:

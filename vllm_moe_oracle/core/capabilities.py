@@ -19,6 +19,7 @@ from .sharding import (
     is_shardable,
     loader_reasons,
     packing_reasons,
+    padding_reasons,
     scale_group_reasons,
     scale_group_size,
     suggest_parallelism,
@@ -251,7 +252,8 @@ def _shape_reasons(capabilities: Capabilities, problem: Problem, plan: PlanFunct
         spread = other.parallel.ep == 1 or capabilities.expert_parallel
         return spread and is_shardable(other) and not _alignment_reasons(capabilities, other, plan(other))
 
-    reasons = scale_group_reasons(problem, works) + packing_reasons(problem, works) + loader_reasons(problem)
+    reasons = padding_reasons(problem, works)
+    reasons += scale_group_reasons(problem, works) + packing_reasons(problem, works) + loader_reasons(problem)
     told = {reason.code: reason for reason in reasons}
     for reason in _alignment_reasons(capabilities, problem, plan(problem)):
         name = reason.code.removeprefix("alignment.")

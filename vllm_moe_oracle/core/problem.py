@@ -196,6 +196,8 @@ class Problem:
         even_expert_split: the model's loader splits experts evenly over expert-parallel ranks, in every format
             (gpt-oss's).
         num_layers: layers of the model, with experts or without; 0 when unknown.
+        unpadded_intermediate_size: intermediate size on all ranks together in the checkpoint, where the model's code in
+            vLLM pads experts with zeros (Kimi's): `intermediate_size` is then a padded shard. 0 without padding.
     """
 
     layer: str
@@ -216,6 +218,7 @@ class Problem:
     ragged_intermediate_size: int = 0
     even_expert_split: bool = False
     num_layers: int = 0
+    unpadded_intermediate_size: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "local_experts", "top_k", "hidden_size", "intermediate_size"):
@@ -233,8 +236,9 @@ class Problem:
 
     @property
     def unsharded_intermediate_size(self) -> int:
-        """Intermediate size over all tensor-parallel ranks."""
-        return self.ragged_intermediate_size or self.intermediate_size * self.parallel.tp
+        """Intermediate size over all tensor-parallel ranks, without padding."""
+        uneven = self.unpadded_intermediate_size or self.ragged_intermediate_size
+        return uneven or self.intermediate_size * self.parallel.tp
 
     def as_called(self) -> Problem:
         """The layer as a function over routed tokens sees it. Where an all-to-all sorts tokens by expert, each row is a
@@ -249,6 +253,8 @@ class Problem:
         if self.parallel.tp == 1:
             return str(self.intermediate_size)
         sign = "of {}," if self.ragged_intermediate_size else "{} /"
+        if self.unpadded_intermediate_size:
+            sign = "padded, {} /"
         whole = sign.format(self.unsharded_intermediate_size)
         return f"{self.intermediate_size} ({whole} {self.parallel.shard_words})"
 

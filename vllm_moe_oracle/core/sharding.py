@@ -87,6 +87,9 @@ def describe_shard(problem: Problem) -> str:
     return f"{problem.unsharded_intermediate_size} / {problem.parallel.tp} = {problem.intermediate_size}"
 
 
+PADDED_EXPERTS = "experts that the model's code pads with zeros"
+"""What a layer has that no backend here loads, in words."""
+
 IsViable = Callable[[Problem], bool]
 """Whether a layer with another sharding could run."""
 
@@ -111,6 +114,7 @@ def suggest_parallelism(problem: Problem, works: IsViable) -> str:
         problem,
         intermediate_size=full,
         ragged_intermediate_size=0,
+        unpadded_intermediate_size=0,
         local_experts=local,
         parallel=dataclasses.replace(problem.parallel, tp=1, ep=ranks),
     )
@@ -129,8 +133,8 @@ def suggest_parallelism(problem: Problem, works: IsViable) -> str:
 def _smaller_shardings(parallel: Parallel) -> Iterator[tuple[str, Parallel]]:
     """Shardings over fewer ranks, most ranks first, in words: fewer tensor-parallel ones, or fewer data-parallel
     ones."""
-    dp = parallel.dp if parallel.splits_over_dp else 1
-    tp = parallel.tp // dp
+    tp = _tensor_ranks(parallel)
+    dp = parallel.tp // tp
     for size in (size for size in range(parallel.tp - 1, 0, -1) if parallel.tp % size == 0):
         if size % dp == 0:
             smaller = dataclasses.replace(parallel, tp=size)
@@ -139,12 +143,43 @@ def _smaller_shardings(parallel: Parallel) -> Iterator[tuple[str, Parallel]]:
             yield f"TP {tp} x DP {size // tp}", dataclasses.replace(parallel, tp=size, dp=size // tp)
 
 
+def _tensor_ranks(parallel: Parallel) -> int:
+    """vLLM's ``--tensor-parallel-size``, where the intermediate size is sharded."""
+    return parallel.tp // parallel.dp if parallel.splits_over_dp else parallel.tp
+
+
+def pads_experts(width: int, tp: int, least: int) -> bool:
+    """Whether a model's code in vLLM pads experts with zeros, to `least` columns on each tensor-parallel rank.
+
+    The code counts ``--tensor-parallel-size`` alone; vLLM shards the padded experts over data-parallel ranks, too.
+
+    Args:
+        width: intermediate size of an expert in the checkpoint.
+        tp: tensor-parallel ranks; 1 under expert parallelism.
+        least: from `releases.expert_names.min_expert_width`, or the model's own; 0 where the code does not pad.
+    """
+    return tp > 1 and width // tp < least
+
+
+def _padded_width(problem: Problem) -> int:
+    """Columns on each tensor-parallel rank to which the model's code padded the experts; 0 if it did not."""
+    if not problem.unpadded_intermediate_size:
+        return 0
+    return problem.intermediate_size * problem.parallel.tp // _tensor_ranks(problem.parallel)
+
+
 def _resharded(problem: Problem, parallel: Parallel) -> Iterator[Problem]:
     """The layer on one of the ranks of another sharding, in each way that it can be sharded."""
     full, ranks = problem.unsharded_intermediate_size, parallel.tp
+    if pads_experts(full, _tensor_ranks(parallel), _padded_width(problem)):
+        return
     if full % ranks == 0:
         even = dataclasses.replace(
-            problem, intermediate_size=full // ranks, ragged_intermediate_size=0, parallel=parallel
+            problem,
+            intermediate_size=full // ranks,
+            ragged_intermediate_size=0,
+            unpadded_intermediate_size=0,
+            parallel=parallel,
         )
         yield shard_by_scale_groups(even) if problem.ragged_intermediate_size else even
     share = _first_shard_size(full, ranks, MX_BLOCK)
@@ -154,7 +189,8 @@ def _resharded(problem: Problem, parallel: Parallel) -> Iterator[Problem]:
 
 def is_shardable(problem: Problem) -> bool:
     """Whether the sharding splits no scale group and no packed word, and every rank gets its experts."""
-    return not (_split_scale_groups(problem) or _split_packed_words(problem) or loader_reasons(problem))
+    split = _split_scale_groups(problem) or _split_packed_words(problem)
+    return not (split or loader_reasons(problem) or problem.unpadded_intermediate_size)
 
 
 def scale_group_reasons(problem: Problem, works: IsViable = is_shardable) -> list[Reason]:
@@ -211,7 +247,7 @@ def shard_by_blocks(problem: Problem, block: int = MX_BLOCK) -> Problem:
     """
     whole = problem.unsharded_intermediate_size
     share = _first_shard_size(whole, problem.parallel.tp, block)
-    if problem.intermediate_size % block == 0 or not share:
+    if problem.intermediate_size % block == 0 or not share or problem.unpadded_intermediate_size:
         return problem
     return dataclasses.replace(problem, intermediate_size=share, ragged_intermediate_size=whole)
 
@@ -260,6 +296,26 @@ def loader_reasons(problem: Problem) -> list[Reason]:
             f"vLLM's loader of gpt-oss gives each of {ranks} ranks {experts // ranks} of {experts} experts, "
             f"which leaves {experts % ranks} without a rank",
             f"expert parallelism over {even[-1]} ranks, or tensor parallelism" if even else "tensor parallelism",
+        )
+    ]
+
+
+def padding_reasons(problem: Problem, works: IsViable = is_shardable) -> list[Reason]:
+    """Why padded experts are not loaded here; empty where the model's code does not pad them.
+
+    Args:
+        problem: the layer on this rank.
+        works: see `suggest_parallelism`.
+    """
+    whole, ranks, least = problem.unpadded_intermediate_size, _tensor_ranks(problem.parallel), _padded_width(problem)
+    if not whole:
+        return []
+    return [
+        Reason(
+            "intermediate.padded",
+            f"the model's code in vLLM pads experts below {least} columns per rank with zeros ({whole} over {ranks} "
+            f"ranks: {whole // ranks}), which no backend here loads",
+            suggest_parallelism(problem, works),
         )
     ]
 

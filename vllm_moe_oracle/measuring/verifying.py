@@ -196,7 +196,7 @@ class Verification:
             made = decide(problem, self.device, self.settings, AUTO, self.registry, measurements)
         except NoBackendError as error:
             words = error.rule.split("\n")[0]
-            stock = stock_candidate(error.candidates, self.device, self.registry)
+            stock = stock_candidate(error.candidates, problem, self.device, self.registry)
             if stock is None:
                 return LayerPlan(problem, None, f"{words}. {error.remedy}" if error.remedy else words)
             reasons = "; ".join(map(str, stock.reasons))

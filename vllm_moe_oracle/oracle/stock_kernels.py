@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..core.decision import Candidate
-from ..core.problem import Device
+from ..core.problem import Device, Problem
 from .registry import Registry
 
 NOT_ASKED_BY_STOCK = frozenset(
@@ -17,23 +17,33 @@ NOT_ASKED_BY_STOCK = frozenset(
         "activation.parameters",
         "activation.parameters.vllm_version",
         "activation_quantization",
+        "expert_parallel.loader",
         "expert_parallel.placement",
         "expert_parallel.uneven",
+        "intermediate.padded",
     }
 )
 """Codes of reasons for which a wrapper refuses a layer that the class behind it takes. Most such layers get wrong
-numbers there: the class ignores what the reason names."""
+numbers there: the class ignores what the reason names. Padded experts do not."""
+
+PADDED_BY_STOCK = frozenset({"group.intermediate", "alignment.intermediate"})
+"""The same for MXFP4: stock's methods round its intermediate size up for whichever class they take. They refuse such
+sizes in MXFP8 and in integers."""
 
 
-def stock_candidate(candidates: Iterable[Candidate], device: Device, registry: Registry) -> Candidate | None:
+def stock_candidate(
+    candidates: Iterable[Candidate], problem: Problem, device: Device, registry: Registry
+) -> Candidate | None:
     """The wrapper of the class that stock vLLM would take on a GPU; None where there is none, and on other devices.
 
     Args:
         candidates: of a layer that no backend can run, in static order.
+        problem: the layer.
         device: the machine.
         registry: the backends.
     """
     if device.kind != "cuda":
         return None
+    ignored = NOT_ASKED_BY_STOCK | PADDED_BY_STOCK if problem.scheme.name == "mxfp4" else NOT_ASKED_BY_STOCK
     wrappers = (each for each in candidates if each.backend in registry and registry[each.backend].stock_class)
-    return next((each for each in wrappers if {one.code for one in each.reasons} <= NOT_ASKED_BY_STOCK), None)
+    return next((each for each in wrappers if {one.code for one in each.reasons} <= ignored), None)
