@@ -7,6 +7,7 @@ import copy
 import enum
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from vllm_moe_oracle import plugin
 from vllm_moe_oracle.core.problem import Scheme
 from vllm_moe_oracle.errors import CheckpointError
 from vllm_moe_oracle.methods.base import OracleMoEMethod
-from vllm_moe_oracle.quantization import config_notes, parse_config
+from vllm_moe_oracle.quantization import config_notes, parse_config, refused_linear
 from vllm_moe_oracle.quantization.types import GATED_PROJECTIONS, LayerNames, UnsupportedFormat
 
 SIZES = {"experts": 3, "top_k": 2, "hidden_size": 64, "intermediate_size": 128}
@@ -184,6 +185,36 @@ def test_what_vllm_will_not_guess_is_noted(packing: str, field: str, value: Any)
     for name in ("",) if field == "desc_act" else ("", "moe_wna16"):
         with pytest.raises(ValueError, match=field):
             served(packing, config, name)
+
+
+ATTENTION = "+:.*self_attn.*"
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, False),
+        ({"sym": False}, True),
+        ({"bits": 8, "sym": False}, True),
+        ({"bits": 2}, True),
+        ({"sym": False, "dynamic": {"-:.*self_attn.*": {}}}, False),
+        ({"sym": False, "dynamic": {ATTENTION: {"sym": True}}}, False),
+        ({"dynamic": {ATTENTION: {"sym": False}}}, True),
+        ({"sym": False, "modules_in_block_to_quantize": ["mlp.experts.0.up_proj", "mlp.experts.0.down_proj"]}, False),
+        ({"sym": False, "modules_in_block_to_quantize": ["mlp.experts", "self_attn.o_proj"]}, True),
+    ],
+    ids=str,
+)
+def test_linear_layers_that_vllm_refuses_are_known(changes: dict[str, Any], refused: bool) -> None:
+    """The same linear layer is asked of vLLM's own class, with the plugin."""
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+
+    config = config_of("gptq", changes)
+    assert bool(refused_linear(config, "x")) == refused
+    layer = ReplicatedLinear.__new__(ReplicatedLinear)
+    with pytest.raises(ValueError, match=r"Unsupported|does not support") if refused else nullcontext():
+        made = get_quantization_config("gptq").from_config(config)
+        made.get_quant_method(layer, "model.layers.0.self_attn.o_proj")
 
 
 @pytest.mark.parametrize("name", ["", "moe_wna16"])

@@ -382,3 +382,18 @@ def test_a_layer_that_stock_takes_otherwise_is_left_to_it(
 def test_a_size_that_no_stock_class_pads_has_no_backend(run: Run, write: Callable[..., Path]) -> None:
     found = run("explain", write(), *A100, "--tp", 32, "--brief")
     assert found.status == 3 and "768 / 32 = 24 is not a multiple" in words(found.out)
+
+
+def test_a_model_that_vllm_refuses_gains_nothing(run: Run, tmp_path: Path) -> None:
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}
+    (tmp_path / "config.json").write_text(json.dumps(quantized() | {"quantization_config": gptq}))
+    told = "take 4- and 8-bit codes with sym true, the config says bits 4 and sym false"
+    found = run("explain", tmp_path, "--device", "h100")
+    assert found.status == 0 and told in words(found.out) and "a server does not start, unless" in words(found.out)
+    assert "gain over stock none: a server does not start, see the note" in words(found.out)
+    found = run("explain", tmp_path, "--device", "h100", "--json")
+    (group,) = found.json["groups"]
+    assert group["gain_over_stock"] is None and group["measure"] is None and any(told in x for x in found.json["notes"])
+    gptq["sym"] = True
+    (tmp_path / "config.json").write_text(json.dumps(quantized() | {"quantization_config": gptq}))
+    assert run("explain", tmp_path, "--device", "h100", "--json").json["groups"][0]["gain_over_stock"]

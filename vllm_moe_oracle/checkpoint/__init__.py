@@ -20,6 +20,7 @@ from ..quantization import (
     UNSUPPORTED_ONLINE,
     config_notes,
     parse_config,
+    refused_linear,
     vllm_method_name,
     with_moe_wna16_packing,
 )
@@ -62,6 +63,8 @@ class MoeLayers:
         notes: what a user should know about how the layers were found, one sentence each.
         mtp_problems: the same for multi-token prediction modules, which vLLM loads as a model of their own for
             speculative decoding.
+        refused: why vLLM refuses the model's other layers, so that a server does not start with or without this
+            package, as far as the config says; "" where it does not.
     """
 
     problems: tuple[Problem, ...]
@@ -70,6 +73,7 @@ class MoeLayers:
     method: str
     notes: tuple[str, ...]
     mtp_problems: tuple[Problem, ...] = ()
+    refused: str = ""
 
 
 def find_moe_layers(
@@ -137,11 +141,14 @@ def _find_moe_layers(
         rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "
         notes += (f"{rule}weight_packed): loading fails: the weights are reported as missing",)
     ordered = any(problem.scheme.act_order == "group" and problem.scheme.group_size != -1 for problem in problems)
-    if ordered and min_versions.refuses_act_order_in_linear(vllm):
-        release = min_versions.LINEAR_WITHOUT_ACT_ORDER
-        rule = f"from {release} on, vLLM refuses linear layers with act order in groups: a server "
-        notes += (f"{rule}starts only if the checkpoint leaves attention unquantized, or without act order",)
-    return MoeLayers(tuple(problems), tuple(unquantized), foreign, method, notes, tuple(mtp_problems))
+    refused = refused_linear(*config.quantization) if config.quantization is not None and problems else ""
+    if not refused and ordered and min_versions.refuses_act_order_in_linear(vllm):
+        refused = (
+            f"from {min_versions.LINEAR_WITHOUT_ACT_ORDER} on, vLLM refuses linear layers with act order in groups"
+        )
+    if refused:
+        notes += (f"a server does not start, unless the files leave all layers but experts unquantized: {refused}",)
+    return MoeLayers(tuple(problems), tuple(unquantized), foreign, method, notes, tuple(mtp_problems), refused)
 
 
 def _unread_experts_error(config: CheckpointFiles, words: str, online: str, vllm: str | None) -> CheckpointError:

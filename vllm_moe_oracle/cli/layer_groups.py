@@ -36,6 +36,7 @@ class LayerGroup:
         measure: the command that measures the layers, if that could improve on the static choice; else "".
         is_mtp: the layers are multi-token prediction modules, which vLLM loads as a model of their own for speculative
             decoding.
+        refused: why vLLM does not start with the model's other layers, so that nothing is gained; "" where it does.
     """
 
     names: tuple[str, ...]
@@ -47,6 +48,7 @@ class LayerGroup:
     gain: StockGain | None = None
     measure: str = ""
     is_mtp: bool = False
+    refused: str = ""
 
     @property
     def layers(self) -> str:

@@ -98,6 +98,13 @@ def config_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     ]
 
 
+def refused_linear(config: Mapping[str, Any], where: str) -> str:
+    """Why vLLM refuses the linear layers of a model, as far as a config says that `parse_config` accepted; "" where it
+    does not."""
+    method = _quant_method(config, where)
+    return _BY_METHOD[method].refused_linear(config, where) if method in _BY_METHOD else ""
+
+
 def vllm_method_name(config: Mapping[str, Any]) -> str:
     """vLLM's name for the quantization of a config that `parse_config` accepted."""
     method = _quant_method(config, "")

@@ -17,16 +17,7 @@ from .types import UNLISTED, ExpertFormat, FormatLookup, LayerNames, QuantConfig
 def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """``dynamic`` overrides the format of modules by regular expression; ``-:`` before an expression excludes them.
     Entries of ``modules_in_block_to_quantize``, where it is set, may be any part of a name."""
-    dynamic = config.get("dynamic") or {}
-    if not isinstance(dynamic, Mapping):
-        raise CheckpointError(f"dynamic is {short_repr(dynamic)}, not an object", where=where)
-    rules: list[tuple[str, Mapping[str, Any] | None]] = []
-    for pattern, override in dynamic.items():
-        expression = pattern.removeprefix("-:").removeprefix("+:")
-        if pattern.startswith("-:") or override is False:
-            rules.append((expression, None))
-        elif isinstance(override, Mapping):
-            rules.append((expression, override))
+    rules = _dynamic_rules(config, where)
     expressions = PatternList([expression for expression, _ in rules], MatchBudget(where))
     quantized = read_names(config, ("modules_in_block_to_quantize",), where)
     full_names = frozenset(quantized)
@@ -48,6 +39,42 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
         return shared_format(layer, cache(matrix_format), scheme if listed or not quantized else None, where)
 
     return lookup
+
+
+def _dynamic_rules(config: Mapping[str, Any], where: str) -> list[tuple[str, Mapping[str, Any] | None]]:
+    """The entries of ``dynamic``: expression and override, None where it excludes modules."""
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise CheckpointError(f"dynamic is {short_repr(dynamic)}, not an object", where=where)
+    rules: list[tuple[str, Mapping[str, Any] | None]] = []
+    for pattern, override in dynamic.items():
+        expression = pattern.removeprefix("-:").removeprefix("+:")
+        if pattern.startswith("-:") or override is False:
+            rules.append((expression, None))
+        elif isinstance(override, Mapping):
+            rules.append((expression, override))
+    return rules
+
+
+_LINEAR_LAYER = "model.layers.0.self_attn.o_proj"
+"""A linear layer that nearly every model has, and vLLM fuses with no other."""
+
+
+def refused_linear(config: Mapping[str, Any], where: str) -> str:
+    """Why vLLM refuses the model's linear layers, as far as the config says; "" where it does not."""
+    modules = read_names(config, ("modules_in_block_to_quantize",), where)
+    if modules and all("expert" in name for name in modules):
+        return ""
+    rules = _dynamic_rules(config, where)
+    found = PatternList([expression for expression, _ in rules], MatchBudget(where)).first((_LINEAR_LAYER,))
+    override = {} if found is None else rules[found][1]
+    if override is None:
+        return ""
+    scheme = gptq_scheme(ChainMap(dict(override), dict(config)), where)
+    if scheme.bits in (4, 8) and not scheme.zero_points:  # `AutoGPTQConfig.TYPE_MAP` in every supported release
+        return ""
+    found = f"bits {scheme.bits} and sym {str(not scheme.zero_points).lower()}"
+    return f"vLLM's linear layers of GPTQ take 4- and 8-bit codes with sym true, the config says {found}"
 
 
 def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
@@ -99,4 +126,9 @@ def _checkpoint_format(config: Mapping[str, Any], where: str) -> str:
     return stored
 
 
-FORMAT = QuantConfigFormat({"gptq": parse_config}, notes, aliases={"gptq": ("gptq_marlin", "auto_gptq", "moe_wna16")})
+FORMAT = QuantConfigFormat(
+    {"gptq": parse_config},
+    notes,
+    refused_linear=refused_linear,
+    aliases={"gptq": ("gptq_marlin", "auto_gptq", "moe_wna16")},
+)

@@ -92,6 +92,10 @@ def _no_notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
     return ()
 
 
+def _no_refusal(config: Mapping[str, Any], where: str) -> str:
+    return ""
+
+
 def _same_name(config: Mapping[str, Any], method: str) -> str:
     return method
 
@@ -106,12 +110,15 @@ class QuantConfigFormat:
         vllm_method: vLLM's name for the quantization of a config, by the config and its ``quant_method``.
         aliases: names that vLLM's ``--quantization`` takes for a checkpoint besides vLLM's own name for it. Not every
             release takes all of them.
+        refused_linear: why vLLM refuses a model's linear layers in the format, as far as a config that was parsed says;
+            "" where it does not.
     """
 
     parsers: Mapping[str, Parser]
     notes: Callable[[Mapping[str, Any], str], Iterable[str]] = _no_notes
     vllm_method: Callable[[Mapping[str, Any], str], str] = _same_name
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    refused_linear: Callable[[Mapping[str, Any], str], str] = _no_refusal
 
 
 class Unlisted:

@@ -198,6 +198,8 @@ def command(
     groups = group_layers(model, machine, chosen, moe_backend, ranks.all2all, measure)
     drafts = group_layers(mtp, machine, chosen, moe_backend, ranks.all2all, measure)
     groups += [dataclasses.replace(group, is_mtp=True) for group in drafts]
+    if layers.refused:
+        groups = [dataclasses.replace(group, gain=None, measure="", refused=layers.refused) for group in groups]
     if moe_backend != AUTO and layers.unquantized:
         rule = f"--moe-backend {moe_backend} is for quantized experts; vLLM chooses the kernel of unquantized ones"
         layers = dataclasses.replace(layers, notes=(*layers.notes, rule))
