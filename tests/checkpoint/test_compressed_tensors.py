@@ -45,7 +45,8 @@ def entries(module: str) -> list[str]:
         module.replace("experts", "gate"), module.replace("layers.0", "layers.10"),
         "re:.*lm_head", r"re:.*mlp\.experts$", "re:.*experts", "re:.*mlp", "re:.*gate_proj", "re:.*up_proj",
         "re:.*down_proj", "re:.*gate_up_proj", "re:.*mlp.gate$", "re:.*layers.10", r"re:.*experts\.[0-9]+\..*",
-        "re:.*self_attn.*",
+        "re:.*self_attn.*", "re:" + module.replace(".", r"\."), "re:.*" + module.rpartition(".layers")[0] + r"\..*",
+        r"re:model\..*experts.*", r"re:(model\.)?language_model\.layers\..*", r"re:language_model\.model\..*",
     ]  # fmt: skip
 
 

@@ -131,7 +131,11 @@ class _ModuleFormats:
         suffixes = {suffix for name in names for suffix in _name_suffixes(name) if suffix in self._entries}
         if suffixes:
             return min(suffixes, key=self._positions.__getitem__)
-        return next((entry for pattern, entry in self._patterns if any(map(pattern.search, names))), None)
+        layer = LayerNames(names, ())
+        found = (
+            entry for pattern, entry in self._patterns if any(map(pattern.search, layer.for_pattern(entry).modules))
+        )
+        return next(found, None)
 
     def _module_format(self, layer: LayerNames, entry: str | None) -> ExpertFormat:
         """What vLLM takes the experts' module for."""

@@ -27,10 +27,11 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """Groups of targets, each with the format of its weights and inputs.
 
     A name in ``ignore`` or ``targets`` is a module's full name, or a regular expression after ``re:`` that matches from
-    the start. vLLM looks up the names of an expert's matrices, and the first target that matches counts. So an entry
-    that names the experts' module alone has no effect, and neither has one for names that vLLM does not look up
-    (`LayerNames.requested_projections`). Where no name matches, the first target counts that means the class of the
-    layer (`_target_of_class`); ``Linear`` includes experts. A target in two groups belongs to the later one.
+    the start. vLLM maps full names to its own, and matches expressions as they are with its own names. It looks up the
+    names of an expert's matrices, and the first target that matches counts. So an entry that names the experts' module
+    alone has no effect, and neither has one for names that vLLM does not look up (`LayerNames.requested_projections`).
+    Where no name matches, the first target counts that means the class of the layer (`_target_of_class`); ``Linear``
+    includes experts. A target in two groups belongs to the later one.
     """
     budget = MatchBudget(where)
     ignored = _first_match(read_names(config, ("ignore",), where), budget)
@@ -74,8 +75,8 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
         found = stored(layer)
         if isinstance(found, Scheme) and transforms:
             projections = [name for names in layer.requested_projections or layer.conventions() for name in names]
-            for module in layer.modules:
-                reject_transforms(transforms, [f"{module}.0.{name}" for name in projections], where)
+            # vLLM maps no names in transforms.
+            reject_transforms(transforms, [f"{layer.modules[0]}.0.{name}" for name in projections], where)
         return found
 
     return lookup
@@ -182,7 +183,8 @@ def notes(config: Mapping[str, Any], where: str) -> Iterable[str]:
 
 
 def _first_match(entries: Iterable[str], budget: MatchBudget) -> Callable[[Iterable[str]], str | None]:
-    """A function that gives the first entry that matches one of a matrix's names; None when none does."""
+    """A function that gives the first entry that matches one of a matrix's names, vLLM's before a checkpoint's; None
+    when none does. Expressions are for vLLM's name alone."""
     positions = {entry: position for position, entry in enumerate(dict.fromkeys(entries))}
     expressions = [entry for entry in positions if entry.startswith("re:")]
     patterns = PatternList([entry[3:] for entry in expressions], budget)
@@ -191,7 +193,7 @@ def _first_match(entries: Iterable[str], budget: MatchBudget) -> Callable[[Itera
         names = tuple(names)
         budget.check(names[0] if names else "")
         found = [name for name in names if name in positions]
-        if (matching := patterns.first(names)) is not None:
+        if (matching := patterns.first(names[:1])) is not None:
             found.append(expressions[matching])
         return min(found, key=positions.__getitem__, default=None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,8 @@ from .types import UNLISTED, ExpertFormat, FormatLookup, LayerNames, QuantConfig
 
 def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     """``dynamic`` overrides the format of modules by regular expression; ``-:`` before an expression excludes them.
-    Entries of ``modules_in_block_to_quantize``, where it is set, may be any part of a name."""
+    vLLM matches expressions with its own names of modules, and maps ``modules_in_block_to_quantize`` to them: entries
+    there, where it is set, may be any part of a name."""
     rules = _dynamic_rules(config, where)
     expressions = PatternList([expression for expression, _ in rules], MatchBudget(where))
     quantized = read_names(config, ("modules_in_block_to_quantize",), where)
@@ -25,7 +27,8 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
 
     def lookup(layer: LayerNames) -> ExpertFormat:
         # A rule that matches the experts' module applies to every matrix: only earlier rules can differ.
-        last = expressions.first(layer.modules)
+        own = replace(layer, modules=layer.modules[:1])
+        last = expressions.first(own.modules)
 
         def matrix_format(name: str) -> ExpertFormat | Unlisted:
             found = expressions.first((name,), last)
@@ -36,7 +39,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
             return None if override is None else gptq_scheme(ChainMap(dict(override), usual), where)
 
         listed = layer.matches(lambda name: name in full_names or any(part in name for part in quantized))
-        return shared_format(layer, cache(matrix_format), scheme if listed or not quantized else None, where)
+        return shared_format(own, cache(matrix_format), scheme if listed or not quantized else None, where)
 
     return lookup
 

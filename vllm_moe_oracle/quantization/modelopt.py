@@ -44,13 +44,13 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     if isinstance(scheme, UnsupportedFormat) and algo not in _UNSUPPORTED_ALGORITHMS:
         known = ", ".join(("MXFP8", "MIXED_PRECISION", *_UNSUPPORTED_ALGORITHMS))
         raise CheckpointError(f"unknown quant_algo {short_repr(algo)}", f"Known are {known}", where)
-    return lambda layer: None if any(map(excluded, layer.modules)) else scheme
+    return lambda layer: None if excluded(layer) else scheme
 
 
 _EXCLUSION_FIELDS = ("ignore", "exclude_modules", "ignored_layers")
 
 
-def modelopt_exclusion_matcher(entries: Iterable[str], where: str) -> Callable[[str], bool]:
+def modelopt_exclusion_matcher(entries: Iterable[str], where: str) -> Callable[[LayerNames], bool]:
     """The exclusions of experts' modules, as vLLM's ModelOpt classes and this project's subclasses apply them.
 
     An entry excludes a module if the module's name contains the entry (``mlp.experts``, ``model.layers.1``), if the
@@ -63,7 +63,7 @@ def modelopt_exclusion_matcher(entries: Iterable[str], where: str) -> Callable[[
         where: file and field, for messages.
 
     Returns:
-        A predicate over module names.
+        A predicate over names of layers.
 
     Raises:
         CheckpointError: a name holds "experts" more than `_MAX_EXPERTS_IN_NAME` times.
@@ -86,15 +86,18 @@ def modelopt_exclusion_matcher(entries: Iterable[str], where: str) -> Callable[[
     ends = sorted(head[::-1] for head in heads)
     lengths = sorted({len(part) for part in parts})
 
-    def excluded(module: str) -> bool:
+    def contained(module: str) -> bool:
         # Lists of tens of thousands of names are usual: every part of the module's name is looked up.
         budget.check(module)
         found = (module[at : at + size] for size in lengths for at in range(len(module) - size + 1))
-        if _any_starts_with(ends, module[::-1]) or any(
+        return _any_starts_with(ends, module[::-1]) or any(
             part in parts and not matches_number_prefix(part, module) for part in found
-        ):
-            return True
-        return any(wildcard.match(module, budget) for wildcard in wildcards)
+        )
+
+    def excluded(layer: LayerNames) -> bool:
+        return any(map(contained, layer.modules)) or any(
+            wildcard.match(name, budget) for wildcard in wildcards for name in layer.for_pattern(wildcard.text).modules
+        )
 
     return excluded
 
@@ -146,12 +149,14 @@ def modelopt_activation_precision(config: Mapping[str, Any], where: str = "quant
     return "mxfp8"
 
 
-def _mixed_precision_lookup(fields: Mapping[str, Any], excluded: Callable[[str], bool], where: str) -> FormatLookup:
+def _mixed_precision_lookup(
+    fields: Mapping[str, Any], excluded: Callable[[LayerNames], bool], where: str
+) -> FormatLookup:
     """One algorithm per module; see `MixedPrecision`."""
     algorithms = MixedPrecision.read(fields.get("quantized_layers"), where)
 
     def of(layer: LayerNames) -> ExpertFormat:
-        if any(map(excluded, layer.modules)):
+        if excluded(layer):
             return None
         algo = algorithms.of(layer)
         return _algorithm_format(algo, "mxfp8") if algo else None
@@ -205,7 +210,7 @@ class MixedPrecision:
         budget = MatchBudget(self.where)
 
         def matches(wildcard: WildcardPattern) -> bool:
-            return layer.matches(lambda name: wildcard.match(name, budget))
+            return layer.for_pattern(wildcard.text).matches(lambda name: wildcard.match(name, budget))
 
         found = self._named(layer) or {algo for wildcard, algo in self.wildcards if matches(wildcard)}
         if len(found) > 1:

@@ -219,7 +219,7 @@ def _literal_prefix(pattern: str) -> str:
 
 
 class WildcardPattern:
-    """A name with wildcards, as `fnmatch` reads it, whose matches take bounded time.
+    """A name with wildcards, as `fnmatch` reads it, whose matches take bounded time; `text` is the name.
 
     Args:
         pattern: the name.
@@ -230,7 +230,7 @@ class WildcardPattern:
     """
 
     def __init__(self, pattern: str, budget: MatchBudget) -> None:
-        self._text = pattern
+        self.text = pattern
         _check_length(pattern, MAX_WILDCARD_LENGTH, budget.where)
         budget.check(pattern)
         self._expression = re.compile(translate(pattern))
@@ -241,7 +241,7 @@ class WildcardPattern:
         Raises:
             CheckpointError: the time is spent.
         """
-        budget.check(self._text)
+        budget.check(self.text)
         return self._expression.match(text) is not None
 
 

@@ -30,31 +30,33 @@ def parse_config(config: Mapping[str, Any], where: str) -> FormatLookup:
     usual = _entry_format(config.get("global_quant_config"), where)
 
     def of(layer: LayerNames) -> ExpertFormat:
-        if any(map(excluded, layer.modules)):
+        if excluded(layer):
             return None
-        return next((answer for matches, answer in special if any(map(matches, layer.modules))), usual)
+        return next((answer for matches, answer in special if matches(layer)), usual)
 
     return of
 
 
-def _exclusion_matcher(entries: Iterable[str], budget: MatchBudget) -> Callable[[str], bool]:
-    """A predicate over module names: whether ``exclude`` excludes the experts' module."""
+def _exclusion_matcher(entries: Iterable[str], budget: MatchBudget) -> Callable[[LayerNames], bool]:
+    """A predicate over layers: whether ``exclude`` excludes the experts' module."""
     entries = list(entries)
     names = sorted(entry for entry in entries if not entry.startswith("re:"))
     expressions = PatternList([entry[3:] for entry in entries if entry.startswith("re:")], budget)
 
-    def excluded(module: str) -> bool:
-        return any_at_or_below(names, module) or expressions.first((module,)) is not None
+    def excluded(layer: LayerNames) -> bool:
+        # vLLM maps no name that follows "re:".
+        own = layer.modules[:1]
+        return any(any_at_or_below(names, each) for each in layer.modules) or expressions.first(own) is not None
 
     return excluded
 
 
-def _entry_matcher(pattern: str, budget: MatchBudget) -> Callable[[str], bool]:
-    """Whether an entry of ``layer_quant_config`` applies to a module."""
+def _entry_matcher(pattern: str, budget: MatchBudget) -> Callable[[LayerNames], bool]:
+    """Whether an entry of ``layer_quant_config`` applies to a layer's experts."""
     if "*" not in pattern:
-        return lambda module: module in pattern
+        return lambda layer: any(module in pattern for module in layer.modules)
     expression = WildcardPattern(pattern, budget)
-    return lambda module: expression.match(module, budget)
+    return lambda layer: any(expression.match(module, budget) for module in layer.for_pattern(pattern).modules)
 
 
 _REQUIRED_FIELDS = ("exclude", "export", "layer_type_quant_config")

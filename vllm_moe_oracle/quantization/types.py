@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -70,6 +71,17 @@ class LayerNames:
                 yield (f"{module}.gate_up_proj", f"{module}.down_proj")
             for names in (convention,) if convention else self.projections:
                 yield tuple(f"{module}.0.{name}" for name in names)
+
+    def for_pattern(self, entry: str) -> LayerNames:
+        """The names that an expression or wildcard is compared with: not those that begin otherwise than vLLM's, unless
+        the entry begins as they do. vLLM's mapper replaces such a beginning, and compares with its own names.
+
+        Args:
+            entry: the expression or wildcard, in a field whose names vLLM maps.
+        """
+        roots = [module.partition("layers.")[0] for module in self.modules]
+        same = [root == roots[0] or entry.startswith(root) for root in roots]
+        return replace(self, modules=tuple(itertools.compress(self.modules, same)))
 
     def matches(self, predicate: Callable[[str], bool]) -> bool:
         """Whether a predicate over names holds for the module, or for every matrix of an expert."""
