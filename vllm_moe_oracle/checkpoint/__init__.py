@@ -40,7 +40,7 @@ from .layer_names import (
     unread_experts,
 )
 from .layer_problem import layer_problem, model_dtype
-from .model_fields import MAX_RANKS, model_type
+from .model_fields import MAX_RANKS, kinds_of_experts, model_type
 from .ranks import Ranks
 
 __all__ = ["CheckpointFiles", "MoeLayers", "find_moe_layers", "read_checkpoint"]
@@ -126,7 +126,8 @@ def _find_moe_layers(
     problems: list[Problem] = []
     mtp_problems: list[Problem] = []
     unquantized, foreign = [], {}
-    for index, layer in (names | mtp_names).items():
+    kinds = [part for _, part in kinds_of_experts(config)]
+    for place, layer in (names | mtp_names).items():
         layer_format = format_of(layer)
         name = layer.modules[0]
         if layer_format is None:
@@ -134,8 +135,9 @@ def _find_moe_layers(
         elif isinstance(layer_format, UnsupportedFormat):
             foreign[name] = layer_format.format
         else:
-            found = mtp_problems if index in mtp_names else problems
-            found.append(layer_problem(config, index, name, layer_format, ranks, ragged_shards, vllm))
+            found = mtp_problems if place in mtp_names else problems
+            index, kind = place
+            found.append(layer_problem(kinds[kind], index, name, layer_format, ranks, ragged_shards, vllm))
     notes = tuple(_notes(config, unquantized, foreign, online))
     if model_type(config) == EVEN_SPLIT_MODEL_TYPE and any(problem.scheme.name == "wna16" for problem in problems):
         rule = "vLLM's loader of gpt-oss skips experts under the names of GPTQ, AWQ and compressed-tensors (qweight, "

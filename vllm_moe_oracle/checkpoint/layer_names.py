@@ -16,6 +16,7 @@ from .model_fields import (
     NUM_EXPERTS_FIELDS,
     NUM_LAYERS_FIELDS,
     UNGATED_MODELS,
+    kinds_of_experts,
     model_type,
     num_layers,
     read_integer,
@@ -44,6 +45,9 @@ _MOE_BLOCKS = {
     "step3_text": "moe",
     "step3p5": "moe",
 }
+_NESTED_MODELS = frozenset({"ernie4_5_moe_vl"})
+"""Models whose language model vLLM nests in another, and whose config has no part for it."""
+
 _CHECKPOINT_BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "ffn", "mixer", "moe")
 
 # Models whose modules for multi-token prediction are decoder layers like the others, after the last of them.
@@ -54,8 +58,9 @@ MTP_COUNT_FIELDS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidd
 _DENSE_MODEL_REMEDY = "Only experts are decided here; of all other layers vLLM chooses the kernels itself"
 
 
-def moe_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[int, LayerNames]:
-    """Names of the layers that have experts, by index, for a release of vLLM; None for the newest.
+def moe_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[tuple[int, int], LayerNames]:
+    """Names of the layers that have experts, by index and by kind of experts (`kinds_of_experts`), for a release of
+    vLLM; None for the newest.
 
     Raises:
         LeftToStockError: no layer has any.
@@ -75,14 +80,23 @@ def moe_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[in
         none = next((f"{name} is {model[name]}" for name in NUM_EXPERTS_FIELDS if name in model), "")
         rule = none or f"none of {', '.join(NUM_EXPERTS_FIELDS)} is set"
         raise LeftToStockError(f"it has no MoE layers ({rule})", _DENSE_MODEL_REMEDY, where)
-    total = num_layers(config)
-    indices = [index for index in range(total) if _is_moe_layer(model, index, where)]
-    if not indices:
+    if model_type(config) in _WITHOUT_MOE_LAYERS:
+        rule = f"vLLM's code of {model_type(config)} computes its experts itself, without a MoE layer"
+        raise LeftToStockError(rule, "Kernels are chosen for vLLM's MoE layers only", where)
+    total, kinds = num_layers(config), kinds_of_experts(config)
+    places = [
+        (index, kind)
+        for index in range(total)
+        for kind, (_, part) in enumerate(kinds)
+        if _is_moe_layer(part.model_config, index, where)
+    ]
+    if not places:
         rule = f"it has no MoE layers (by its config, none of the {total} layers has experts)"
         raise LeftToStockError(rule, _DENSE_MODEL_REMEDY, where)
-    return {index: _layer_names(config, index, vllm) for index in indices}
+    return {(index, kind): _layer_names(config, index, vllm, kinds[kind][0]) for index, kind in places}
 
 
+_WITHOUT_MOE_LAYERS = frozenset({"arctic"})
 _MODEL_FIELDS = ("architectures", "model_type", *NUM_LAYERS_FIELDS)
 
 
@@ -131,7 +145,7 @@ def all_layer_names(config: CheckpointFiles, vllm: str | None = None) -> list[La
     return [_layer_names(config, index, vllm) for index in range(num_layers(config))]
 
 
-def mtp_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[int, LayerNames]:
+def mtp_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[tuple[int, int], LayerNames]:
     """The same for the layers of multi-token prediction (MTP) modules."""
     model, where = config.model_config, str(config.path)
     if model_type(config) not in MTP_MODELS or not model.get(MTP_COUNT_FIELDS[0]):
@@ -140,7 +154,7 @@ def mtp_layer_names(config: CheckpointFiles, vllm: str | None = None) -> dict[in
         read_integer(model, names, where, MAX_LAYERS) for names in (MTP_COUNT_FIELDS[:1], NUM_LAYERS_FIELDS)
     )
     indices = [index for index in range(total, total + count) if _is_moe_layer(model, index, where, is_mtp=True)]
-    return {index: _layer_names(config, index, vllm) for index in indices}
+    return {(index, 0): _layer_names(config, index, vllm) for index in indices}
 
 
 _LISTS_OF_LAYERS = ("mlp_layer_types", "is_moe_layer", "layers_block_type", "moe_layer_freq", "mlp_only_layers")
@@ -219,15 +233,16 @@ def _has_experts_by_interval(model: Mapping[str, Any], index: int, where: str) -
     return not period or index % period == (number("expert_layer_offset") or 0)
 
 
-def _layer_names(config: CheckpointFiles, index: int, vllm: str | None) -> LayerNames:
+def _layer_names(config: CheckpointFiles, index: int, vllm: str | None, experts: str = "experts") -> LayerNames:
     """vLLM's name of a layer's experts, then the names that checkpoints may use."""
     kind = model_type(config)
     block = _MOE_BLOCKS.get(kind, "mlp")
-    root = "language_model.model" if config.has_text_config else "model"
-    roots = ["model.language_model", "language_model", "model"] if config.has_text_config else ["backbone"]
-    inside = f"{index}.{block}.experts" if block else f"{index}.experts"
+    nested = config.has_text_config or kind in _NESTED_MODELS
+    root = "language_model.model" if nested else "model"
+    roots = ["model.language_model", "language_model", "model"] if nested else ["backbone"]
+    inside = f"{index}.{block}.{experts}" if block else f"{index}.{experts}"
     modules = [f"{place}.layers.{inside}" for place in (root, *roots)]
-    modules += [f"{root}.layers.{index}.{other}.experts" for other in _CHECKPOINT_BLOCKS if other != block]
+    modules += [f"{root}.layers.{index}.{other}.{experts}" for other in _CHECKPOINT_BLOCKS if other != block]
     projections = UNGATED_PROJECTIONS if kind in UNGATED_MODELS else GATED_PROJECTIONS
     return LayerNames(
         tuple(modules), projections, projections[kind in NUMBERED_PROJECTION_MODELS], projection_names(kind, vllm)

@@ -34,6 +34,7 @@ INTERMEDIATE_SIZE_FIELDS = (
     "moe_intermediate_size",
     "expert_intermediate_size",
     "moe_ffn_hidden_size",
+    "expert_ffn_hidden_size",
     "intermediate_size",
 )
 HIDDEN_SIZE_FIELDS = ("moe_latent_size", "routed_expert_hidden_size", "hidden_size", "n_embd", "d_model")
@@ -47,12 +48,25 @@ _SIGMOID_MODELS = frozenset(
 )  # fmt: skip
 _CORRECTION_BIAS_MODELS = frozenset(
     {"nemotron_h", "nemotron_h_puzzle", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "mimo_v2", "mimo_v2_flash",
-     "exaone_moe", "ernie4_5_moe", "afmoe", "step3p5"}
+     "exaone_moe", "ernie4_5_moe", "afmoe", "step3p5", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text",
+     "longcat_flash"}
 )  # fmt: skip
 _RENORMALIZING_MODELS = frozenset(
-    {"mixtral", "gpt_oss", "minimax_m2", "minimax_m3", "minimax_m3_text", "ernie4_5_moe", "laguna", "gemma4_text"}
+    {
+        "mixtral",
+        "gpt_oss",
+        "minimax_m2",
+        "minimax_m3",
+        "minimax_m3_text",
+        "ernie4_5_moe",
+        "laguna",
+        "gemma4_text",
+        "ernie4_5_moe_vl",
+        "ernie4_5_vl_moe",
+        "ernie4_5_vl_moe_text",
+    }
 )
-_NON_RENORMALIZING_MODELS = frozenset({"jamba", "phimoe"})
+_NON_RENORMALIZING_MODELS = frozenset({"jamba", "phimoe", "longcat_flash"})
 _SINGLE_GROUP_MODELS = frozenset({"lfm2_moe"})
 _SQRTSOFTPLUS_MODELS = frozenset({"deepseek_v4", "deepseek_v41"})
 _CUSTOM_ROUTING = {"llama4": "llama4", "llama4_text": "llama4", "gemma4_text": "custom"}
@@ -137,7 +151,12 @@ def layer_problem(
         raise CheckpointError(str(error), where=where) from error
 
 
-_SHARDED_WIDTH_FIELDS = ("intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+_SHARDED_WIDTH_FIELDS = (
+    "intermediate_size",
+    "ffn_hidden_size",
+    "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+)
 """Widths of the other layers that vLLM shards over ranks. Not every model has all of them."""
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..errors import CheckpointError
@@ -70,6 +71,34 @@ def read_float(model: Mapping[str, Any], names: tuple[str, ...], where: str, ind
     return float(value)
 
 
+_TWO_KINDS_OF_EXPERTS = frozenset({"ernie4_5_moe_vl", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text"})
+_FIELDS_BY_KIND = ("moe_num_experts", "moe_intermediate_size", "moe_layer_start_index", "moe_layer_end_index")
+
+
+def kinds_of_experts(config: CheckpointFiles) -> list[tuple[str, CheckpointFiles]]:
+    """vLLM's name of the experts' module in a layer, and the config as it is for them.
+
+    ERNIE-4.5-VL has experts for text and experts for images in one layer; its fields list a value for each.
+
+    Raises:
+        CheckpointError: such a list has another length.
+    """
+    if model_type(config) not in _TWO_KINDS_OF_EXPERTS:
+        return [("experts", config)]
+    found = []
+    for place, name in enumerate(("text_experts", "vision_experts")):
+        fields = dict(config.model_config)
+        for field in _FIELDS_BY_KIND:
+            value = fields.get(field)
+            if isinstance(value, list):
+                if len(value) != 2:
+                    rule = f"{field} is {short_repr(value)}; vLLM reads one for text and one for images"
+                    raise CheckpointError(rule, where=str(config.path))
+                fields[field] = value[place]
+        found.append((name, replace(config, model_config=fields)))
+    return found
+
+
 def num_layers(config: CheckpointFiles) -> int:
     """Layers of the language model, with experts or without.
 
@@ -78,7 +107,9 @@ def num_layers(config: CheckpointFiles) -> int:
     """
     where, pattern = str(config.path), config.model_config.get("hybrid_override_pattern")
     if not isinstance(pattern, str):
-        return read_integer(config.model_config, NUM_LAYERS_FIELDS, where, MAX_LAYERS)
+        # LongCat counts attention in num_hidden_layers, twice in each layer.
+        names = NUM_LAYERS_FIELDS[::-1] if model_type(config).startswith("longcat_flash") else NUM_LAYERS_FIELDS
+        return read_integer(config.model_config, names, where, MAX_LAYERS)
     if len(pattern) > MAX_LAYERS:
         raise CheckpointError(f"hybrid_override_pattern has {len(pattern)} layers, more than {MAX_LAYERS}", where=where)
     return len(pattern)
