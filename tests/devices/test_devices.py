@@ -111,6 +111,21 @@ def test_a_file_needs_only_kind_and_name(tmp_path: Path) -> None:
         ('{"kind": "cuda", "name": "x", "capabilty": 90}', "unknown field 'capabilty'.*Valid are kind, name"),
         ('{"kind": "gpu", "name": "x"}', r"kind is 'gpu'\. Valid are cuda, cpu, rocm, xpu"),
         ('{"kind": "cuda", "name": "x", "packages": {"torch": 2}}', r"not a device: Expected `str`, got `int`"),
+        ('{"kind": "cuda", "name": "x", "capability": "90x"}', r"not a device: Expected `int`, got `str`.*capability"),
+        ('{"kind": "cuda", "name": "x", "capability": 9}', r"capability is 9, for cuda possible are 50 to 199\. Leave it"),
+        ('{"kind": "cuda", "name": "x", "capability": 900}', "capability is 900, for cuda possible are 50 to 199"),
+        ('{"kind": "cuda", "name": "x", "sm_count": 0}', "sm_count is 0, for cuda possible are 1 to 1024"),
+        ('{"kind": "cuda", "name": "x", "sm_count": -132}', "sm_count is -132, for cuda possible are 1 to 1024"),
+        ('{"kind": "cuda", "name": "x", "sm_count": 1.5}', "Expected `int`, got `float`.*sm_count"),
+        ('{"kind": "cuda", "name": "x", "sm_count": true}', "Expected `int`, got `bool`.*sm_count"),
+        ('{"kind": "cuda", "name": "x", "memory_gib": 1e30}', r"memory_gib is 1e\+30, for cuda possible are 0 to 65536"),
+        ('{"kind": "cuda", "name": "x", "memory_gib": -1}', "memory_gib is -1, for cuda possible are 0 to 65536"),
+        ('{"kind": "cuda", "name": "x", "memory_gib": "80"}', "Expected `float`, got `str`.*memory_gib"),
+        ('{"kind": "cuda", "name": "x", "memory_bandwidth_gb_s": 1e30}', "unknown field 'memory_bandwidth_gb_s'"),
+        ('{"kind": "cpu", "name": "x", "sm_count": 8}', "sm_count is 8, for cpu only 0 is possible"),
+        ('{"kind": "cpu", "name": "x", "capability": 90}', "capability is 90, for cpu only 0 is possible"),
+        ('{"device": {"kind": "cuda", "name": "x", "sm_count": 0}}', "sm_count is 0, for cuda"),
+        ('{"kind": "cuda", "name": " "}', "name is ' '. Give the product's name"),
     ],
 )  # fmt: skip
 def test_an_invalid_device_file_is_refused_with_the_reason_and_the_path(
@@ -121,6 +136,13 @@ def test_an_invalid_device_file_is_refused_with_the_reason_and_the_path(
     with pytest.raises(SettingError, match=message) as caught:
         catalog.load_device(file)
     assert caught.value.where == str(file)
+
+
+def test_every_known_device_and_a_cpu_that_status_prints_pass_as_files(tmp_path: Path) -> None:
+    file = tmp_path / "device.json"
+    for device in (*map(catalog.known_device, catalog.known_device_names()), Device("cpu", "AMD", memory_gib=0.5)):
+        file.write_bytes(msgspec.json.encode({"device": device, "versions": {}}))
+        assert catalog.load_device(file) == device
 
 
 def test_an_unreadable_device_file_is_refused_with_the_reason(tmp_path: Path) -> None:

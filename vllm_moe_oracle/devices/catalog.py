@@ -133,4 +133,16 @@ def load_device(path: Path) -> Device:
         raise SettingError(f"not a device: {unprintable[0][:60]!a} is not printable", where=where)
     if device.kind not in DEVICE_KINDS:
         raise SettingError(f"not a device: kind is {device.kind[:60]!r}", f"Valid are {', '.join(DEVICE_KINDS)}", where)
+    if not device.name.strip():
+        raise SettingError(f"not a device: name is {device.name!r}", "Give the product's name", where)
+    for field, (least, most, kind) in _RANGES.items():
+        value, other = getattr(device, field), kind not in ("", device.kind)
+        if field in inner and not (value == 0 if other else least <= value <= most):
+            rule = f"not a device: {field} is {value:g}, for {device.kind} "
+            rule += "only 0 is possible" if other else f"possible are {least} to {most}"
+            raise SettingError(rule, "Leave it out where it is unknown; status --json prints a machine's own", where)
     return device
+
+
+_RANGES = {"capability": (50, 199, "cuda"), "sm_count": (1, 1024, "cuda"), "memory_gib": (0, 1 << 16, "")}
+"""Least and greatest values of a device that exists, and the kind that alone has the field; "" for all."""
