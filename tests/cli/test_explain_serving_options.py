@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from vllm_moe_oracle.cli import layer_arguments
 from vllm_moe_oracle.devices import detect
 from vllm_moe_oracle.devices.catalog import known_device
 from vllm_moe_oracle.measurements.kernel_shape import kernel_shape_of
+from vllm_moe_oracle.measurements.store import FILE_NAME, SCHEMA_VERSION, Store
 from vllm_moe_oracle.releases.supported import NEWEST
 
 A100 = ("--device", "nvidia-a100")
@@ -397,3 +400,62 @@ def test_a_model_that_vllm_refuses_gains_nothing(run: Run, tmp_path: Path) -> No
     gptq["sym"] = True
     (tmp_path / "config.json").write_text(json.dumps(quantized() | {"quantization_config": gptq}))
     assert run("explain", tmp_path, "--device", "h100", "--json").json["groups"][0]["gain_over_stock"]
+
+
+# --- a cache of measurements that cannot be used ----------------------------------------------------------------------
+
+
+def not_sqlite(file: Path) -> None:
+    file.write_text("hello")
+
+
+def a_directory(file: Path) -> None:
+    file.mkdir()
+
+
+def newer(file: Path) -> None:
+    Store(file.parent).prepare()
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+
+
+def another_programs(file: Path) -> None:
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("CREATE TABLE things (name)")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (not_sqlite, "is damaged"),
+        (a_directory, "is not a regular file"),
+        (newer, f"has tables of version {SCHEMA_VERSION + 1}, this release knows {SCHEMA_VERSION}"),
+        (another_programs, "is another program's database"),
+    ],
+)
+def test_a_cache_that_cannot_be_used_is_told(
+    make: Callable[[Path], None], why: str, run: Run, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    file = tmp_path / FILE_NAME
+    make(file)
+    options = ("explain", write(), "--device", "h100", "--brief", "--set", f"cache={tmp_path}")
+    found = run(*options)
+    (line,) = [each for each in found.err.splitlines() if "the cache" in each]
+    assert line.startswith(f"note: the cache is not used: {file}: ") and why in line
+    assert found.status == 0
+    found = run(*options, "--json")
+    assert found.status == 0 and [each for each in found.json["notes"] if why in each] == [line.removeprefix("note: ")]
+    assert found.err.count(why) == 1
+    assert why not in run(*options, "--set", "use_measurements=0").err, "it is not asked"
+
+
+def test_a_cache_that_is_not_there_or_in_order_is_no_news(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+    for _ in range(2):
+        assert "cache" not in run("explain", write(), "--device", "h100", "--set", f"cache={tmp_path}").err
+        Store(tmp_path).prepare()
+
+
+def test_a_cache_below_a_file_is_told(run: Run, write: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = run("explain", write(), "--device", "h100", "--set", f"cache={tmp_path / 'file'}")
+    assert found.status == 0 and "the cache is not used" in found.err and "parent is not a directory" in found.err

@@ -188,6 +188,16 @@ def profile_error(settings: Settings) -> str:
     return ""
 
 
+def cache_error(settings: Settings) -> str:
+    """Why the cache of measurements cannot be read; "" if it can, there is none yet, or it is not asked."""
+    try:
+        if settings.use_measurements:
+            shared_store(cache_dir(settings)).check_readable()
+    except (MeasurementError, SettingError) as error:
+        return sanitize(f"the cache is not used: {error}")
+    return ""
+
+
 def _read_profile(path: str) -> profile.Profile:
     found = _profile_or_error(path)
     if isinstance(found, MeasurementError):

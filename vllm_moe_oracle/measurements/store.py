@@ -135,6 +135,15 @@ class Store:
             counts[name] = counts.get(name, 0) + int(count)
         return counts
 
+    def check_readable(self) -> None:
+        """Nothing, if the file does not exist or can be read.
+
+        Raises:
+            MeasurementError: the file exists and cannot be read, or is not a store of ours.
+        """
+        with self._read_connection():
+            pass
+
     def _query(self, query: str, *values: Any) -> Iterator[tuple[Any, ...]]:
         with self._read_connection(_MAX_TOOL_VM_STEPS) as connection:
             if connection is not None:

@@ -23,7 +23,7 @@ from ...core.problem import Device, Problem
 from ...devices import catalog, detect
 from ...devices.catalog import known_device_names
 from ...errors import LeftToStockError, SettingError, StandDown
-from ...measurements.lookup import profile_error
+from ...measurements.lookup import cache_error, profile_error
 from ...measurements.roofline import expert_bytes
 from ...measurements.tune_command import tune_command
 from ...oracle.registry import default_registry
@@ -32,7 +32,7 @@ from ...releases.all2all import DEFAULT_ALL2ALL, all2all_names, effective_all2al
 from ...releases.supported import NEWEST, RELEASES
 from ...settings import AUTO, Settings, excluded_by_vllm
 from ...settings import batch_invariant as batch_invariant_variable
-from .. import EXIT_NO_BACKEND, completion, explanation
+from .. import EXIT_NO_BACKEND, completion, explanation, output
 from ..arguments import (
     AsJson,
     Assignments,
@@ -216,9 +216,12 @@ def command(
         *placement,
         *server,
     ]
+    unread = [each for each in [cache_error(chosen)] if each]
     if as_json:
-        explanation.print_json(groups, layers, notes, machine, brief)
+        explanation.print_json(groups, layers, [*notes, *unread], machine, brief)
     else:
+        for words in unread:
+            output.print_message("note", words)
         assumed = bool(vllm) or catalog.find_spec(device) is not None
         explanation.print_groups(groups, notes, machine, ranks, brief, verbose, assumed)
     if any(group.decision is None and not group.left_to_stock for group in groups):
