@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from .core import objectives
+from .core.decimals import parse_decimal
 from .core.overrides import Override, parse_overrides
 from .errors import SettingError, did_you_mean
 
@@ -52,9 +53,11 @@ def _boolean(value: object, where: str) -> bool:
 
 def _to_float(value: object) -> float:
     """A number as it is written in an environment variable or in JSON; NaN for anything else."""
+    if isinstance(value, str):
+        return parse_decimal(value)
     try:
-        return float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
-    except ValueError:
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    except OverflowError:
         return math.nan
 
 
@@ -79,8 +82,8 @@ def _seconds_or_off(value: object, where: str) -> float:
 
 
 def _fraction(value: object, where: str) -> float:
-    percent = isinstance(value, str) and value.strip().endswith("%")
-    fraction = _to_float(value.strip().removesuffix("%")) / 100 if percent else _to_float(value)  # type: ignore[attr-defined]
+    percent = isinstance(value, str) and value.endswith("%")
+    fraction = _to_float(value.removesuffix("%")) / 100 if percent else _to_float(value)  # type: ignore[attr-defined]
     if not 0 <= fraction < 1:
         raise SettingError(f"{value!r} is not in [0, 1)", "Write a number from 0 to 1, or a percentage: 3%", where)
     return fraction
@@ -88,8 +91,15 @@ def _fraction(value: object, where: str) -> float:
 
 def _objective(value: object, where: str) -> str:
     if isinstance(value, Mapping):
-        value = ",".join(f"{tokens}:{weight}" for tokens, weight in value.items())
+        value = ",".join(f"{tokens}:{_decimal_text(weight)}" for tokens, weight in value.items())
     return objectives.parse_objective(_name(value, where), where).name
+
+
+def _decimal_text(value: object) -> str:
+    """A number of JSON without an exponent; anything else as it is."""
+    if isinstance(value, float) and objectives.MIN_WEIGHT <= value <= objectives.MAX_WEIGHT:
+        return f"{value:.12f}"
+    return str(value)
 
 
 def _name(value: object, where: str) -> str:

@@ -227,7 +227,7 @@ def test_a_plugin_that_runs_nothing_is_not_compared() -> None:
         (("--concurrency", "4,4"), "--concurrency: 4,4 names a number twice"),
         (("--concurrency", "9" * 5000), "is not a list of numbers"),
         (("--output-len", "1"), "--output-len: 1 tokens have no time between them"),
-        (("--start-timeout", "nan"), "--start-timeout: nan is not possible"),
+        (("--start-timeout", "-1"), "--start-timeout: -1 is not possible"),
         (("--port", "70000"), "--port: 70000 is not a port"),
         (("--logs", "/dev/null/x"), "the folder cannot be made"),
     ],

@@ -1094,3 +1094,18 @@ def test_a_release_of_vllm_can_be_named(run: Run, write: Callable[..., Path], tm
 def test_a_release_is_named_without_its_v(run: Run, write: Callable[..., Path]) -> None:
     command = ("explain", write(), "--device", "nvidia-h200", "--vllm")
     assert run(*command, "v0.29.0").out == run(*command, "0.29.0").out
+
+
+@pytest.mark.parametrize("word", ["1_0", "+2", " 2", "2 ", "\u0662", "\uff12", "0x2", "two", "2.0"])
+def test_numbers_in_options_are_decimal_digits(word: str, run: Run) -> None:
+    found = run("explain", "x.json", "--tp", word)
+    assert found.status == 2 and "is not a valid integer. Write digits from 0 to 9" in " ".join(found.err.split())
+    found = run("tune", "--tokens", f"1,{word}", CONFIGS / "qwen3-30b-a3b.json", "--quantization", "mxfp8")
+    assert found.status == 2 and "is not a list of numbers from 1 to" in found.err
+
+
+@pytest.mark.parametrize("word", ["1_0", "inf", "nan", "1e3", "\uff12"])
+def test_seconds_in_options_are_decimal_digits(word: str, run: Run) -> None:
+    found = run("tune", "x.json", "--budget", word)
+    told = " ".join(found.err.split())
+    assert found.status == 2 and f"{word!r} is not a valid number. Write digits from 0 to 9" in told

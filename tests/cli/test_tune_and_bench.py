@@ -53,7 +53,7 @@ def test_without_a_gpu_one_line_says_so(run: Run, command: str, tmp_path: Path) 
         ((GPT_OSS, "--replays", "1"), "--replays: 1 replays are too few"),
         ((GPT_OSS, "--jobs", "-1"), "--jobs: -1 processes"),
         ((GPT_OSS, "--budget", "0"), "--budget: 0 seconds"),
-        ((GPT_OSS, "--budget", "nan"), "--budget: nan seconds"),
+        ((GPT_OSS, "--budget", "-1.5"), "--budget: -1.5 seconds"),
         ((GPT_OSS, "--set", "objective=fast"), "not an objective"),
         ((GPT_OSS, "--tp", "0"), "--tp: 0 ranks are not possible"),
         (("mxfp8:gpt-oss-20b", "--tp", "-2"), "--tp: -2 ranks"),

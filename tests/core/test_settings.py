@@ -75,6 +75,8 @@ def test_values_are_read(name: str, given_value: object, expected: object) -> No
 
 
 TIMEOUT = "rank_sync_timeout"
+ODD_NUMBERS = ("\u0665\u0665", "\uff15", "1_0", "+5", " 5", "5 ", "5\n", "0x10", "1e1", "5.", ".5", "5,0", "--5")
+"""What Python reads as numbers, or other languages do, and a setting does not."""
 BAD: list[tuple[str, object, str]] = [
     *[(name, "maybe", "'maybe' is not a boolean. Write one of 0, 1, false, no, off, on, true") for name in BOOLEANS],
     ("enabled", 2, "2 is not a boolean"),
@@ -82,19 +84,24 @@ BAD: list[tuple[str, object, str]] = [
     ("enabled", [], r"\[\] is not a boolean"),
     *[
         (TIMEOUT, value, r"is not a time in seconds\. Write a number of seconds from 0\.1 to 86400")
-        for value in ("0", -1, "inf", "-inf", "nan", "soon", True, None, "1e10", 1e300, "1e-9", 86401, [600])
+        for value in ("0", -1, "inf", "-inf", "nan", "soon", True, None, "1e10", 1e300, "1e-9", 86401, [600],
+                      *ODD_NUMBERS)
     ],
     *[
         ("min_time_saving", value, r"is not in \[0, 1\)")
-        for value in ("1", "-0.1", "nan", "inf%", "100%", 1e300, True, None, {}, "%")
+        for value in ("1", "-0.1", "nan", "inf%", "100%", 1e300, True, None, {}, "%", "3%%", " 3%", "\u0663%", "1_0%",
+                      "0.0_1", "1e-2", "\uff10.\uff11")
     ],
     *[
         ("objective", f"8:{weight},16:1", "is not an objective")
-        for weight in ("0", "-1", "nan", "inf", "1e7", "1e-7", "1e300")
+        for weight in ("0", "-1", "nan", "inf", "1e7", "1e-7", "1e300", *ODD_NUMBERS)
     ],
+    *[("objective", f"16:1,{tokens}:1", "is not TOKENS:WEIGHT") for tokens in (*ODD_NUMBERS, "9" * 5000)],
+    *[("measure_at_start", value, "is not a time in seconds") for value in ODD_NUMBERS],
     ("objective", "0:1", "'0:1' is not TOKENS:WEIGHT"),
     ("objective", "1e3:1", "'1e3:1' is not TOKENS:WEIGHT"),
-    ("objective", {8: 1e300}, "the weight 1e[+]?300 is not in 0.000001 to 1000000"),
+    ("objective", {8: 1e300}, "is not TOKENS:WEIGHT"),
+    ("objective", "8:10000000", "the weight 10000000 is not in 0.000001 to 1000000"),
     ("backend", "  ", "'  ' is not a name"),
     ("backend", 3, "3 is not a name"),
     ("backend", ["a"], r"\['a'\] is not a name"),
@@ -311,3 +318,10 @@ def test_a_time_that_is_taken_is_one_that_torch_can_wait(value: object) -> None:
 def test_an_objective_that_is_none_says_which_part(text: str, said: str) -> None:
     with pytest.raises(SettingError, match=re.escape(said)):
         load({}, assignments={"objective": text})
+
+
+def test_numbers_in_a_file_are_read_as_they_are() -> None:
+    chosen = load({}, {"moe_oracle": {TIMEOUT: 5, "min_time_saving": 1e-05, "objective": {"8": 1e-05, "16": 2}}})
+    assert (chosen.rank_sync_timeout, chosen.min_time_saving) == (5.0, 1e-05)
+    assert chosen.objective == "8:0.000010000000,16:2"
+    assert load({"MOE_ORACLE_RANK_SYNC_TIMEOUT": "12.50"}).rank_sync_timeout == 12.5

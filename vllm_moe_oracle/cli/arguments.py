@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from ..core.decimals import WHAT_IS_READ, parse_decimal
 from ..errors import MeasurementError, SettingError
 from ..measurements import profile
 from ..settings import Settings, load
@@ -21,8 +24,32 @@ ModelNames = Annotated[
         autocompletion=completion.models,
     ),
 ]
+_Number = TypeVar("_Number", int, float)
+
+
+def read_count(text: object) -> int:
+    """The whole number in an option.
+
+    Raises:
+        typer.BadParameter: it is not written in decimal digits.
+    """
+    return _read_number(text, int, "integer")
+
+
+def read_seconds(text: object) -> float:
+    """The same for a number that may have a fraction."""
+    return _read_number(text, float, "number")
+
+
+def _read_number(text: Any, kind: Callable[[Any], _Number], word: str) -> _Number:
+    number = parse_decimal(text) if isinstance(text, str) else float(text)  # a default is a number
+    if not math.isfinite(number) or (word == "integer" and "." in str(text)):
+        raise typer.BadParameter(f"{text!r} is not a valid {word}. {WHAT_IS_READ}")
+    return kind(text)
+
+
 TensorParallel = Annotated[
-    int, typer.Option(help="Tensor-parallel ranks, as vLLM's --tensor-parallel-size.", metavar="N")
+    int, typer.Option(help="Tensor-parallel ranks, as vLLM's --tensor-parallel-size.", metavar="N", parser=read_count)
 ]
 DataParallel = Annotated[
     int,
@@ -30,6 +57,7 @@ DataParallel = Annotated[
         help="Data-parallel ranks, each of --tp ranks; as vLLM's --data-parallel-size. MoE layers are distributed over "
         "all of them.",
         metavar="N",
+        parser=read_count,
     ),
 ]
 ExpertParallel = Annotated[
@@ -48,9 +76,15 @@ Quantization = Annotated[
     ),
 ]
 CompileJobs = Annotated[
-    int, typer.Option(help="Processes that compile kernels before the measurements; 0 for none.", metavar="N")
+    int,
+    typer.Option(
+        help="Processes that compile kernels before the measurements; 0 for none.", metavar="N", parser=read_count
+    ),
 ]
-Replays = Annotated[int, typer.Option(help="Timed replays of each backend and number of tokens, at most.", metavar="N")]
+Replays = Annotated[
+    int,
+    typer.Option(help="Timed replays of each backend and number of tokens, at most.", metavar="N", parser=read_count),
+]
 Gpus = Annotated[
     str,
     typer.Option(

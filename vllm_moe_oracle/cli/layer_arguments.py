@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from .. import checkpoint, settings
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.serving import with_activations
+from ..core.decimals import parse_count
 from ..core.objectives import MAX_TOKENS
 from ..core.problem import Device, Problem
 from ..devices import catalog, detect
@@ -158,10 +158,10 @@ def parse_counts(words: str, option: str, example: str = "1,2,4,8,...") -> tuple
     Raises:
         MeasurementError: an entry is no number of at least 1 and at most `MAX_TOKENS`.
     """
-    found = [int(word) if re.fullmatch(r"\s*\d{1,9}\s*", word, re.ASCII) else 0 for word in words.split(",")]
+    found = tuple(parse_count(word) for word in words.split(","))
     if not all(1 <= each <= MAX_TOKENS for each in found):
         raise MeasurementError(f"{words!r} is not a list of numbers from 1 to {MAX_TOKENS}", f"Write {example}", option)
-    return tuple(found)
+    return found
 
 
 def parse_token_counts(words: str) -> tuple[int, ...]:

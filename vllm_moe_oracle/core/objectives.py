@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ..errors import SettingError
+from .decimals import parse_count, parse_decimal
 
 MAX_TOKENS = 1 << 20
 """The largest token count of an objective; no call of a layer has more tokens."""
@@ -72,10 +72,7 @@ def parse_objective(text: str, where: str = "objective") -> Objective:
     weights: dict[int, float] = {}
     for part in word.split(","):
         before, colon, after = part.partition(":")
-        try:
-            tokens, weight = int(before), float(after) if colon else math.nan
-        except ValueError:
-            tokens, weight = 0, math.nan
+        tokens, weight = parse_count(before), parse_decimal(after)
         if not 1 <= tokens <= MAX_TOKENS or not MIN_WEIGHT <= weight <= MAX_WEIGHT or tokens in weights:
             rule = f"{tokens} tokens are given twice" if tokens in weights else f"{part.strip()!r} is not TOKENS:WEIGHT"
             if weight > 0 and not MIN_WEIGHT <= weight <= MAX_WEIGHT:

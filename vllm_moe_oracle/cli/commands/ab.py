@@ -25,7 +25,7 @@ from ...errors import CheckpointError, MeasurementError, printable
 from ...measurements.paired_turns import CONFIDENCE, Comparison, compare
 from ...settings import excluded_by_vllm, server_environment
 from .. import EXIT_INCOMPLETE, EXIT_NO_BACKEND, output, served_benchmark
-from ..arguments import AsJson
+from ..arguments import AsJson, read_count, read_seconds
 from ..kept_turns import KeptTurns, ServedTurn
 from ..layer_arguments import parse_counts, progress_bar
 from ..served_benchmark import Load, ServingError
@@ -48,16 +48,20 @@ _START_METRIC = ("start", "s", False)
 def command(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="As vllm serve takes it. Options after it are vLLM's.", metavar="MODEL")],
-    turns: Annotated[int, typer.Option(help="Starts of each server; one says nothing about noise.", metavar="N")] = 3,
+    turns: Annotated[
+        int, typer.Option(help="Starts of each server; one says nothing about noise.", metavar="N", parser=read_count)
+    ] = 3,
     prompts: Annotated[
         str, typer.Option(help="Requests of each benchmark; one number, or one for each concurrency.", metavar="N,...")
     ] = "200",
-    input_len: Annotated[int, typer.Option(help="Tokens of each request.", metavar="N")] = 512,
-    output_len: Annotated[int, typer.Option(help="Tokens of each answer.", metavar="N")] = 128,
+    input_len: Annotated[int, typer.Option(help="Tokens of each request.", metavar="N", parser=read_count)] = 512,
+    output_len: Annotated[int, typer.Option(help="Tokens of each answer.", metavar="N", parser=read_count)] = 128,
     concurrency: Annotated[
         str, typer.Option(help="Requests at the same time; each number is a benchmark of its own.", metavar="N,...")
     ] = "16",
-    seed: Annotated[int, typer.Option(help="Of the prompts, which are the same in all turns.", metavar="N")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the prompts, which are the same in all turns.", metavar="N", parser=read_count)
+    ] = 0,
     first_starts: Annotated[
         bool,
         typer.Option(
@@ -66,9 +70,9 @@ def command(
             "weights from disk.",
         ),
     ] = True,
-    port: Annotated[int, typer.Option(help="The servers' port; 0 for a free one.", metavar="N")] = 0,
+    port: Annotated[int, typer.Option(help="The servers' port; 0 for a free one.", metavar="N", parser=read_count)] = 0,
     start_timeout: Annotated[
-        float, typer.Option(help="Seconds in which a server must be healthy.", metavar="SECONDS")
+        float, typer.Option(help="Seconds in which a server must be healthy.", metavar="SECONDS", parser=read_seconds)
     ] = 1800.0,
     logs: Annotated[
         Path | None, typer.Option(help="Keep the logs and the benchmarks' results in this folder.", metavar="DIR")

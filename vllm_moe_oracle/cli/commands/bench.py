@@ -35,6 +35,7 @@ from ..arguments import (
     Replays,
     TensorParallel,
     command_settings,
+    read_seconds,
 )
 from ..writable import why_unwritable
 
@@ -94,7 +95,8 @@ def command(
     jobs: CompileJobs = 0,
     gpus: Gpus = "",
     budget: Annotated[
-        float | None, typer.Option(help="Start no further layer after this many seconds.", metavar="SECONDS")
+        float | None,
+        typer.Option(help="Start no further layer after this many seconds.", metavar="SECONDS", parser=read_seconds),
     ] = None,
     jsonl: Annotated[
         Path | None, typer.Option("--jsonl", help="Write records here, one JSON object a line.", metavar="FILE")

@@ -34,6 +34,8 @@ from ..arguments import (
     Replays,
     TensorParallel,
     command_settings,
+    read_count,
+    read_seconds,
 )
 from ..writable import why_unwritable
 
@@ -69,11 +71,17 @@ def command(
         ),
     ] = "uniform,skewed",
     replays: Replays = 20,
-    budget: Annotated[float | None, typer.Option(help="Seconds for everything.", metavar="SECONDS")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Seconds for everything.", metavar="SECONDS", parser=read_seconds)
+    ] = None,
     jobs: CompileJobs = 0,
     tiles: Annotated[
         int,
-        typer.Option(help="Tile configurations to time beside our kernels' choice; each is compiled.", metavar="N"),
+        typer.Option(
+            help="Tile configurations to time beside our kernels' choice; each is compiled.",
+            metavar="N",
+            parser=read_count,
+        ),
     ] = 2,
     gpus: Gpus = "",
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again what is already stored.")] = False,
