@@ -21,6 +21,7 @@ PACKAGE = "vllm_moe_oracle"
 LAYERS = {
     "errors":           "  ",  # exception types
     "untrusted":        "  ",  # files that come from anywhere
+    "whole_files":      "  ",  # files that are written whole or not at all
     "core":             "  ",  # Problem, Device, Capabilities, ShardPlan, Decision
     "settings":         "  ",
     "decision_records": "  ",

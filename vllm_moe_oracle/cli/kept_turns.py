@@ -9,6 +9,7 @@ import msgspec
 
 from ..errors import MeasurementError
 from ..untrusted import boundary, parse_json, read_file
+from ..whole_files import append_whole, write_whole
 from .served_benchmark import BenchResult
 
 _NAME = "turns.jsonl"
@@ -88,7 +89,7 @@ class KeptTurns:
                 else:
                     served = msgspec.convert(each, ServedTurn, strict=False)
                     self.served[served.turn, served.kind] = served
-        self._path.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
+        write_whole(self._path, "".join(f"{line}\n" for line in whole).encode())
 
     def keep_first(self, seconds: dict[str, float]) -> None:
         """Keeps the seconds of the first starts."""
@@ -101,5 +102,4 @@ class KeptTurns:
         self._append(served)
 
     def _append(self, value: Any) -> None:
-        with self._path.open("ab") as file:
-            file.write(msgspec.json.encode(value) + b"\n")
+        append_whole(self._path, msgspec.json.encode(value) + b"\n")

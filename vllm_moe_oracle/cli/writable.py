@@ -6,8 +6,13 @@ import os
 from pathlib import Path
 
 
-def why_unwritable(path: Path) -> str:
-    """Why a file could not be written; "" if it could."""
+def why_unwritable(path: Path, appended: bool = False) -> str:
+    """Why a file could not be written; "" if it could.
+
+    Args:
+        path: the file.
+        appended: it is written by itself. Other files are replaced (`whole_files`), for which their folder is written.
+    """
     # `Path`'s methods raise where a name is too long, or a folder may not be entered.
     if not os.path.isdir(path.parent):
         return f"there is no directory {path.parent}"
@@ -17,7 +22,10 @@ def why_unwritable(path: Path) -> str:
         exists = path.exists()
     except (OSError, ValueError) as error:
         return getattr(error, "strerror", None) or str(error)
-    return "" if os.access(path if exists else path.parent, os.W_OK) else "permission denied"
+    places = [path] if exists else [path.parent]
+    if exists and path.is_file() and not appended:
+        places.append(Path(os.path.realpath(path)).parent)
+    return "" if all(os.access(each, os.W_OK) for each in places) else "permission denied"
 
 
 def why_unwritable_folder(folder: Path) -> str:

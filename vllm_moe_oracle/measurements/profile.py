@@ -17,6 +17,7 @@ import msgspec
 from ..devices.catalog import is_same_gpu
 from ..errors import MeasurementError
 from ..untrusted import boundary, check_values, read_file
+from ..whole_files import write_whole
 from .environment import Environment
 from .kernel_shape import KernelShape, Sample, is_displayable
 
@@ -282,17 +283,9 @@ def write(profile: Profile, path: Path) -> None:
     Raises:
         MeasurementError: the file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with partial.open("wb") as file:
-                file.write(encode(profile))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(path, encode(profile))
     except OSError as error:
         raise MeasurementError(f"cannot be written: {error.strerror}", where=str(path)) from error
 

@@ -7,6 +7,7 @@ import importlib.util
 import shlex
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ from ...measurements.kernel_shape import KernelShape
 from ...oracle.registry import default_registry
 from ...report import page_data, plots
 from ...settings import Settings, set_batch_invariant
+from ...whole_files import append_whole, replacing, write_whole
 from .. import EXIT_INCOMPLETE, completion, layer_arguments, output
 from ..arguments import (
     Assignments,
@@ -144,13 +146,13 @@ def command(
     head = {"conditions": benchmarks.conditions(device, options, line)}
     records: list[BenchRecord] = []
     # Line by line: what was measured before an interruption is not lost.
-    _write_record(msgspec.json.encode(head), jsonl, as_json, "wb")
+    _write_record(msgspec.json.encode(head), jsonl, as_json, write_whole)
     failure = ""
     try:
         with layer_arguments.progress_bar(quiet=as_json and not sys.stderr.isatty()) as report:
             for record in benchmarks.bench([*problems.values()], device, chosen, options, report):
                 records.append(record)
-                _write_record(msgspec.json.encode(record), jsonl, as_json, "ab")
+                _write_record(msgspec.json.encode(record), jsonl, as_json, append_whole)
     except MeasurementError as error:
         if not records:
             raise
@@ -240,7 +242,7 @@ def _exit_if_incomplete(records: list[BenchRecord], layers: int, budget: float |
         raise typer.Exit(EXIT_INCOMPLETE)
 
 
-def _write_record(line: bytes, path: Path | None, printed: bool, mode: str) -> None:
+def _write_record(line: bytes, path: Path | None, printed: bool, write: Callable[[Path, bytes], None]) -> None:
     """Writes a record to standard output, and to a file."""
     if printed:
         sys.stdout.write(line.decode() + "\n")
@@ -248,8 +250,7 @@ def _write_record(line: bytes, path: Path | None, printed: bool, mode: str) -> N
     if path is None:
         return
     try:
-        with path.open(mode) as file:
-            file.write(line + b"\n")
+        write(path, line + b"\n")
     except OSError as error:
         raise MeasurementError(f"cannot be written: {error.strerror}", where=str(path)) from error
 
@@ -271,7 +272,9 @@ def _check_plot_path(path: Path) -> None:
 def _plot(records: list[BenchRecord], path: Path, gpu: str) -> None:
     """Draws the speedups and times of all layers into a file."""
     try:
-        plots.save_picture([page_data.panel_of_records(found, gpu) for found in _by_layer(records).values()], str(path))
+        panels = [page_data.panel_of_records(found, gpu) for found in _by_layer(records).values()]
+        with replacing(path) as partial:
+            plots.save_picture(panels, str(partial))
     except OSError as error:
         raise MeasurementError(f"cannot be written: {error.strerror}", where=str(path)) from error
 

@@ -19,6 +19,7 @@ from ...report import html_report, page_data
 from ...report.page_data import ReportContent
 from ...settings import Settings, cache_dir
 from ...untrusted import describe
+from ...whole_files import write_whole
 from .. import output
 from ..arguments import Assignments, command_settings
 from ..writable import why_unwritable, why_unwritable_folder
@@ -124,6 +125,6 @@ def _make_dir(folder: Path) -> None:
 
 def _write_file(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text.encode())
     except (OSError, ValueError) as error:
         raise MeasurementError(f"cannot be written: {describe(error)}", where=str(path)) from error

@@ -201,7 +201,7 @@ def _unwritable_report(chosen: Settings) -> str:
     """Why the file of the setting `report` could not be written; "" if it could, or none is set."""
     if not chosen.report:
         return ""
-    reason = why_unwritable(Path(chosen.report))
+    reason = why_unwritable(Path(chosen.report), appended=True)
     return reason and f"{chosen.source('report')}: {Path(chosen.report)} cannot be written: {reason}"
 
 

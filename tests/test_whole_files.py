@@ -1,0 +1,126 @@
+"""Files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_moe_oracle import whole_files
+from vllm_moe_oracle.cli.commands.report import _write_file
+from vllm_moe_oracle.cli.writable import why_unwritable
+from vllm_moe_oracle.errors import MeasurementError
+from vllm_moe_oracle.whole_files import append_whole, replacing, write_whole
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes fail after half of the data."""
+
+    def write_bytes(self: Path, data: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, full_disk: None) -> None:
+    file = tmp_path / "page.html"
+    file.write_text("before")
+    with pytest.raises(MeasurementError, match=r"cannot be written: .*No space left"):
+        _write_file(file, "a long page")
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(tmp_path / "new", b"1234")
+    assert file.read_text() == "before" and os.listdir(tmp_path) == ["page.html"]
+
+
+def test_an_interruption_leaves_what_was_there(tmp_path: Path) -> None:
+    file = tmp_path / "plot.svg"
+    file.write_text("before")
+    with pytest.raises(KeyboardInterrupt), replacing(file) as partial:
+        assert partial.suffix == ".svg" and partial.parent == tmp_path
+        partial.write_text("half")
+        raise KeyboardInterrupt
+    assert file.read_text() == "before" and os.listdir(tmp_path) == ["plot.svg"]
+
+
+def test_a_file_keeps_its_mode_and_a_link_its_target(tmp_path: Path) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_bytes(b"before")
+    file.chmod(0o640)
+    link.symlink_to(file)
+    write_whole(link, b"after")
+    assert file.read_bytes() == b"after" and link.is_symlink() and stat.S_IMODE(file.stat().st_mode) == 0o640
+    write_whole(tmp_path / "new", b"")
+    usual = tmp_path / "usual"
+    usual.touch()
+    assert (tmp_path / "new").stat().st_mode == usual.stat().st_mode
+
+
+def test_a_name_of_the_greatest_length_is_written(tmp_path: Path) -> None:
+    file = tmp_path / ("n" * 250 + ".html")
+    write_whole(file, b"page")
+    assert file.read_bytes() == b"page"
+
+
+def test_what_is_no_file_is_written_itself(tmp_path: Path) -> None:
+    write_whole(Path("/dev/null"), b"gone")
+    assert not Path("/dev/null").is_file()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(pipe, b"through")
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    reader, writer = os.pipe()
+    write_whole(Path(f"/proc/self/fd/{writer}"), b"unnamed")
+    assert os.read(reader, 100) == b"unnamed"
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_line_is_appended_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "lines"
+    append_whole(file, b"one\n")
+
+    class Full:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.inner.close()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def write(self, data: bytes) -> int:
+            if data == b"two\n":
+                return int(self.inner.write(b"tw"))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    usual = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *args, **kwargs: Full(usual(self, *args, **kwargs)))
+    with pytest.raises(OSError, match="No space left"):
+        append_whole(file, b"two\n")
+    monkeypatch.undo()
+    append_whole(file, b"three\n")
+    assert file.read_bytes() == b"one\nthree\n" and whole_files.append_whole is append_whole
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_file_in_a_closed_folder_can_be_appended_to_alone(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    tmp_path.chmod(0o500)
+    try:
+        assert why_unwritable(file) == "permission denied" and why_unwritable(file, appended=True) == ""
+    finally:
+        tmp_path.chmod(0o700)
