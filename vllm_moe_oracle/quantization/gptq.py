@@ -69,8 +69,8 @@ def refused_linear(config: Mapping[str, Any], where: str) -> str:
     if modules and all("expert" in name for name in modules):
         return ""
     rules = _dynamic_rules(config, where)
-    found = PatternList([expression for expression, _ in rules], MatchBudget(where)).first((_LINEAR_LAYER,))
-    override = {} if found is None else rules[found][1]
+    rule = PatternList([expression for expression, _ in rules], MatchBudget(where)).first((_LINEAR_LAYER,))
+    override = {} if rule is None else rules[rule][1]
     if override is None:
         return ""
     scheme = gptq_scheme(ChainMap(dict(override), dict(config)), where)
