@@ -58,6 +58,25 @@ def describe_error(error: BaseException) -> str:
     return line if len(line) <= MAX_ERROR_TEXT else f"{line[:MAX_ERROR_TEXT]} ..."
 
 
+_MAX_TRACEBACK_LINES = 60
+"""The last lines of a traceback that the log gets: those of the place that raised, and the message."""
+
+
+def describe_traceback(error: BaseException) -> str:
+    """An exception's traceback as printable lines of limited length and number, whatever its ``str`` does.
+
+    Lines are indented, so that none of a third party's looks like a line of the log.
+    """
+    try:
+        lines = "".join(traceback.format_exception(error)).splitlines()
+    except Exception as failure:
+        lines = [f"a traceback that cannot be read ({type(failure).__name__})"]
+    left_out = len(lines) - _MAX_TRACEBACK_LINES
+    head = [f"({left_out} lines are left out)"] if left_out > 0 else []
+    kept = [line[:MAX_ERROR_TEXT] + " ..." * (len(line) > MAX_ERROR_TEXT) for line in lines[-_MAX_TRACEBACK_LINES:]]
+    return "\n".join(f"  {printable(line)}".rstrip() for line in (*head, *kept))
+
+
 def is_interruption(error: BaseException) -> bool:
     """Whether an exception is meant to end the process: Ctrl-C, or raised by one of its signal handlers.
 
@@ -120,7 +139,8 @@ class PrintableFilter(logging.Filter):
         """Changes the record; none is dropped."""
         record.msg, record.args = printable(record.getMessage()), ()
         if record.exc_info and not record.exc_text:  # formatters take this text where it is set
-            record.exc_text = printable(logging.Formatter().formatException(record.exc_info))
+            error = record.exc_info[1]
+            record.exc_text = "" if error is None else describe_traceback(error)
         return True
 
 

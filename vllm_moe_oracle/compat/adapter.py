@@ -179,6 +179,7 @@ class Adapter(LayerAdapter, ExpertsAdapter):
         expert_map: Tensor | None = None,
         *,
         poisoned: bool = False,
+        weights_on_input: bool = False,
     ) -> Tensor:
         """Runs modular experts on routed tokens, without other ranks and without shared experts.
 
@@ -191,6 +192,7 @@ class Adapter(LayerAdapter, ExpertsAdapter):
             ids: `[M, top_k]` integer.
             expert_map: see `backends.Forward`.
             poisoned: output and workspaces are full of NaN before the experts run, and not of what the memory held.
+            weights_on_input: vLLM's prepare step multiplies tokens by the weights, and the experts do not.
 
         Returns:
             `[M, hidden]` in the dtype of `x`.
@@ -216,7 +218,7 @@ class Adapter(LayerAdapter, ExpertsAdapter):
                 activation=experts.moe_config.activation,
                 global_num_experts=experts.moe_config.num_experts,
                 expert_map=expert_map,
-                apply_router_weight_on_input=False,
+                apply_router_weight_on_input=weights_on_input,
             )
         return cast(Tensor, result)[..., :hidden]
 

@@ -130,6 +130,10 @@ class Routing:
     apply_router_weight_on_input: bool = False
     hash_routing: bool = False
 
+    def of_routed_tokens(self) -> Routing:
+        """What of it kernels see that get tokens with their experts and weights."""
+        return Routing(apply_router_weight_on_input=self.apply_router_weight_on_input)
+
 
 @dataclass(frozen=True, slots=True)
 class Parallel:

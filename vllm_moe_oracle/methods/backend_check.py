@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,13 +24,17 @@ from ..errors import (
     SelfCheckError,
     asked_memory,
     describe_error,
+    describe_traceback,
     is_interruption,
     is_out_of_memory,
+    sanitize,
 )
 from ..oracle.checked_backend import overrides
 from ..oracle.registry import Registry, default_registry
+from ..oracle.watchdog import report_while_running
+from ..settings import env_var
 from ..verification.inputs import canonical_experts
-from ..verification.installed import WeightParts, skip_reason
+from ..verification.installed import InstalledLayer, WeightParts, skip_reason
 from ..verification.self_check import Comparison, compare_with_reference
 from . import rank_sync
 from .backend_selection import LayerMethod, is_binding, remaining_candidates, switch_backend, why_tried
@@ -60,7 +66,17 @@ _convertible: set[_CheckKey] = set()
 """Problems and backends of the load whose conversion has told every rank the kernel tensors' shapes."""
 
 _installed: set[_CheckKey] = set()
-"""The same for layers that were checked after their conversion."""
+"""The same for layers that were checked after their conversion, with all of their experts."""
+
+
+class ConvertedLayer(LayerMethod, Protocol):
+    """A layer's method after the conversion; `installed` is what its check needs, until the next layer was checked."""
+
+    installed: InstalledLayer | None
+
+
+_last: dict[_CheckKey, weakref.ref[ConvertedLayer]] = {}
+"""The layer that was checked last after its conversion, by problem and backend of the load."""
 
 
 def reset() -> None:
@@ -68,6 +84,7 @@ def reset() -> None:
     _outcomes.clear()
     _convertible.clear()
     _installed.clear()
+    _last.clear()
 
 
 def reserve_or_fallback(method: LayerMethod, reserve: Callable[[], None], registry: Registry | None = None) -> None:
@@ -207,48 +224,93 @@ def check_kernel(method: LayerMethod, raw: Tensors) -> CheckOutcome:
 def parts_to_check(method: LayerMethod) -> WeightParts | None:
     """What to collect of a layer's experts while they are converted; None where `check_installed` has nothing to do.
 
-    As `check_kernel`, once per problem and backend of a load, or for every layer with the setting ``self_check=all``.
+    Parts of all experts once per problem and backend of a load, or for every layer with the setting ``self_check=all``;
+    parts of a few experts of the other layers.
     """
     problem, mode = method.decision.problem, method.settings.self_check
-    key = (problem.key(), method.backend.name)
-    if mode == "off" or (mode != "all" and key in _installed) or skip_reason(method.backend, problem):
+    if mode == "off" or skip_reason(method.backend, problem):
         return None
-    _installed.add(key)
-    return WeightParts(problem)
+    return WeightParts(problem, every=mode == "all" or (problem.key(), method.backend.name) not in _installed)
 
 
-def check_installed(method: LayerMethod, compare: Callable[[], Comparison]) -> None:
-    """Checks a converted layer on all ranks.
+def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer]) -> None:
+    """Checks a converted layer: on all ranks together where its kind is new, otherwise on this rank. Then the layer of
+    its kind that was converted before is called once more.
 
     Args:
         method: the layer's method.
-        compare: the comparison on this rank.
+        prepare: makes the layer's inputs and reference.
 
     Raises:
-        SelfCheckError: the converted layer disagrees with the reference on a rank. There is no fallback: the loaded
+        SelfCheckError: one of the layers disagrees with the reference on a rank. There is no fallback: the loaded
             weights are gone.
         RankSyncError: another rank could not check.
     """
-    problem, name, success = method.decision.problem, method.backend.name, ""
+    problem, name = method.decision.problem, method.backend.name
+    key = (problem.key(), name)
+    topic = f"the check of {name} in {problem.layer} after its conversion"
 
-    def failure() -> str:
-        nonlocal success
-        try:
+    def compare() -> Comparison:
+        method.installed = prepare()
+        return method.installed.compare()
+
+    if method.settings.self_check == "all" or key not in _installed:
+        level, success = logging.INFO, ""
+
+        def failure() -> str:
+            nonlocal success
+            message, success = _failure(method, compare)
+            return message
+
+        message = _combine_ranks(method, topic, failure).message
+    else:  # no exchange for each layer: one that fails notifies the other ranks
+        level, (message, success) = logging.DEBUG, _failure(method, compare)
+    rule = f"{name} disagrees with the reference after the conversion of {problem}"
+    if not message:
+        logger.log(level, "moe_oracle: %s: check of %s after the conversion: %s", problem.layer, name, success)
+        message = _check_previous(method, _last.get(key))
+        rule = f"{name} disagrees with the reference in a layer that agreed before {problem.layer} was converted"
+    if message:
+        remedy = f"Choose another backend ({env_var('disable')}={name}), and report this with the model's name"
+        raise SelfCheckError(f"{rule}: {message}", remedy, problem.layer)
+    _installed.add(key)
+    _last[key] = weakref.ref(method)
+
+
+def _check_previous(method: ConvertedLayer, last: weakref.ref[ConvertedLayer] | None) -> str:
+    """What is wrong with the layer that was checked before this one, now that this one is converted; "" if nothing."""
+    previous = None if last is None else last()
+    if previous is None or previous is method or previous.installed is None:
+        return ""
+    message, _ = _failure(previous, previous.installed.compare_again)
+    previous.installed = None
+    return f"{previous.decision.problem.layer}: {message}" if message else ""
+
+
+def _failure(method: LayerMethod, compare: Callable[[], Comparison]) -> tuple[str, str]:
+    """What is wrong with a converted layer, "" if nothing, and the comparison in words."""
+    try:
+        with _watched(method, "is being checked after its conversion"):
             result = compare()
-        except BaseException as error:  # a backend that crashes fails its check; the error becomes the reason
-            if is_out_of_memory(error) or is_interruption(error):
-                raise
-            logger.exception("moe_oracle: %s: %s raised after the conversion", problem.layer, name)
-            return describe_error(error)
-        success = str(result)
-        return "" if result.passed else str(result)
+    except BaseException as error:  # a backend that crashes fails its check; the error becomes the reason
+        if is_out_of_memory(error) or is_interruption(error):
+            raise
+        _log_error(method, "after the conversion", error)
+        return describe_error(error), ""
+    return ("" if result.passed else str(result)), str(result)
 
-    outcome = _combine_ranks(method, f"the check of {name} in {problem.layer} after its conversion", failure)
-    if not outcome.passed:
-        rule = f"{name} disagrees with the reference after the conversion of {problem}: {outcome.message}"
-        remedy = f"Choose another backend (MOE_ORACLE_DISABLE={name}), and report this with the model's name"
-        raise SelfCheckError(rule, remedy, problem.layer)
-    logger.info("moe_oracle: %s: check of %s after the conversion: %s", problem.layer, name, success)
+
+def _watched(method: LayerMethod, words: str) -> AbstractContextManager[None]:
+    """Reports what a backend is doing while it takes long: the first call of a kernel may compile it for minutes."""
+    name = method.backend.name
+    remedy = f"{env_var('self_check')}=off skips the check, {env_var('disable')}={name} the backend"
+    return report_while_running(sanitize(f"{name} {words} in {method.decision.problem}"), remedy)
+
+
+def _log_error(method: LayerMethod, when: str, error: BaseException) -> None:
+    """Logs what a backend raised, with the traceback."""
+    layer, name = method.decision.problem.layer, method.backend.name
+    logger.error("moe_oracle: %s: %s raised %s:\n%s", layer, name, when, describe_traceback(error))
 
 
 def _check_on_all_ranks(method: LayerMethod, raw: Tensors) -> CheckOutcome:
@@ -288,7 +350,8 @@ def _try_kernel(method: LayerMethod, raw: Tensors) -> Comparison | str:
     problem, plan = method.decision.problem, method.decision.plan
     try:
         edges = [each.max_tokens for each in method.decision.token_ranges if each.max_tokens is not None]
-        return compare_with_reference(method.backend, problem, plan, raw, method.moe, method.adapter, edges)
+        with _watched(method, "is being checked"):
+            return compare_with_reference(method.backend, problem, plan, raw, method.moe, method.adapter, edges)
     # Not the backend's fault: another one would need as much memory, and read the same weights.
     except (torch.OutOfMemoryError, CheckpointError):
         raise
@@ -299,5 +362,5 @@ def _try_kernel(method: LayerMethod, raw: Tensors) -> Comparison | str:
             rule = f"the self-check of {method.backend.name} asked for {asked_memory(error)} of memory that is not free"
             remedy = "Free memory, or serve over more ranks; MOE_ORACLE_SELF_CHECK=off skips the check"
             raise HostMemoryError(f"{rule} ({describe_error(error)})", remedy, problem.layer) from error
-        logger.exception("moe_oracle: %s: %s raised in its self-check", problem.layer, method.backend.name)
+        _log_error(method, "in its self-check", error)
         return describe_error(error)

@@ -139,7 +139,7 @@ def _agree_on_backend(
         while True:
             own: list[Any] = [[], [], {}]
             if refusal is None:
-                own = [_preferred_backends(method), _schedule(method), _backend_properties(method)]
+                own = [_preferred_backends(method), _schedule(method), _backend_properties(method, registry)]
             ranks = rank_sync.all_gather(method.rank_group, topic, functools.partial(list, own))
             orders = [order for order, _, _ in ranks]
             if not all(orders):
@@ -155,7 +155,7 @@ def _agree_on_backend(
                     return error
                 refusal = error
         assert kind is not None
-        rank_agreement.require_equal(topic, [{"backend": properties} for _, _, properties in ranks])
+        rank_agreement.require_equal(topic, [properties for _, _, properties in ranks])
         _agreed_backends[kind] = method.backend.name, all(schedule == ranks[0][1] for _, schedule, _ in ranks)
     name, same_schedule = _agreed_backends[kind]
     if name != method.backend.name:
@@ -192,14 +192,21 @@ def _follow_ranks(method: LayerMethod, name: str | None, orders: list[list[str]]
         consult_stock_class(method, registry)
 
 
-def _backend_properties(method: LayerMethod) -> dict[str, str]:
-    """What the backend computes with on this rank. A third party's package may have another version on another."""
+def _backend_properties(method: LayerMethod, registry: Registry) -> dict[str, dict[str, str]]:
+    """What the layer's backends compute with on this rank, by the kind of property. A third party's package may have
+    another version on another rank."""
     name = method.backend.name
     properties = {f"numerics of {name}": str(method.decision.numerics)}
     if method.decision.problem.eplb:  # weights move between ranks as they are
         plan = method.decision.plan
         properties[f"layout of {name}"] = f"{plan.hidden_size} x {plan.intermediate_size} {plan.layout}".rstrip()
-    return properties
+    backends = dict.fromkeys((name, *(each.backend for each in method.decision.token_ranges)))
+    versions = {
+        f"{package} of the backend {each}": version
+        for each in backends
+        for package, version in registry.packages(each).items()
+    }
+    return {"backend": properties, "version": versions}
 
 
 def _schedule(method: LayerMethod) -> list[list[Any]]:

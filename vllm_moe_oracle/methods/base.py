@@ -28,7 +28,7 @@ from ..devices import detect
 from ..errors import CheckpointError, LifecycleError, NoBackendError, OracleError, is_out_of_memory, sanitize
 from ..oracle.registry import default_registry
 from ..oracle.selection import decide
-from ..verification.installed import WeightParts, compare_installed
+from ..verification.installed import InstalledLayer, WeightParts
 from . import (
     backend_check,
     backend_selection,
@@ -97,6 +97,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         rank_group: the ranks that hold parts of the layer.
         weight_copies: kernel tensors of further backends, by backend.
         token_dispatch: the kernels by number of tokens; None with a single backend.
+        installed: what the check of the converted layer needs, until the next layer of its kind was checked.
     """
 
     decision: Decision
@@ -110,6 +111,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
     rank_group: rank_sync.RankGroup
     weight_copies: WeightCopies
     token_dispatch: TokenDispatch | None
+    installed: InstalledLayer | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An instance, or one of the stock class where stock vLLM has to serve the layer.
@@ -213,6 +215,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         self._built_over: dict[str, int] = {}
         self.weight_copies = {}
         self.token_dispatch = None
+        self.installed = None
         # An attribute, so that `apply` calls no cached function: on a CPU torch.compile traces through it.
         self.adapter = current_adapter()
         layer, name = current_layer()
@@ -410,9 +413,7 @@ class OracleMoEMethod(FusedMoEMethodBase):
         if parts is not None:
             backend_check.check_installed(
                 self,
-                lambda: compare_installed(
-                    self.backend, parts, self._experts_over(tensors), layer, tensors, self.adapter
-                ),
+                lambda: InstalledLayer(self.backend, parts, self._experts_over(tensors), layer, tensors, self.adapter),
             )
 
     def _builder(self, quant_config: Any, for_serving: bool = True) -> VllmBuilder:

@@ -14,9 +14,11 @@ import logging
 import pkgutil
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from importlib.metadata import EntryPoint, distributions, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, entry_points, version
 from types import MappingProxyType
 from typing import get_args
+
+from packaging.requirements import Requirement
 
 from .. import backends as builtin_package
 from .. import settings
@@ -43,14 +45,16 @@ class Registry:
     def __init__(self) -> None:
         self._backends: dict[str, Backend] = {}
         self._origin: dict[str, str] = {}
+        self._packages: dict[str, dict[str, str]] = {}
         self.load_errors: dict[str, str] = {}
 
-    def add(self, backend: object, origin: str) -> None:
+    def add(self, backend: object, origin: str, packages: Mapping[str, str] = MappingProxyType({})) -> None:
         """Registers one backend.
 
         Args:
             backend: an instance of `Backend`, or a subclass whose constructor needs no arguments.
             origin: where it comes from, for messages.
+            packages: see `packages`.
 
         Raises:
             RegistryError: it is not a complete backend, or its name is taken.
@@ -68,6 +72,7 @@ class Registry:
             raise RegistryError(rule, "Choose another name", origin)
         self._backends[checked.name] = checked
         self._origin[checked.name] = origin
+        self._packages[checked.name] = dict(packages)
 
     def add_entry_points(self, points: Iterable[EntryPoint], skipped: Mapping[str, str] = MappingProxyType({})) -> None:
         """Registers third parties' backends; a failure is recorded in `load_errors`.
@@ -84,7 +89,7 @@ class Registry:
             try:
                 with _announced(point, origin):
                     found = point.load()
-                self.add(found, origin)
+                self.add(found, origin, _packages(point))
             # A third party's import can raise anything. It is recorded, shown, and raised when the backend is chosen.
             except BaseException as error:
                 if is_interruption(error):
@@ -117,6 +122,12 @@ class Registry:
         """The module or entry point of a backend."""
         return self._origin[name]
 
+    def packages(self, name: str) -> dict[str, str]:
+        """Versions of the package of a third party's backend and of what that package requires, by distribution name:
+        what it computes with. Empty for this project's own, whose versions are this package's and those of
+        `devices.detect`."""
+        return self._packages[name]
+
     def for_scheme(self, scheme: SchemeName) -> list[Backend]:
         """The backends for a scheme, in the order of registration."""
         return [backend for backend in self if scheme in backend.schemes]
@@ -124,6 +135,18 @@ class Registry:
     def names(self, scheme: SchemeName) -> list[str]:
         """Every name that selects a backend for the scheme: its own and vLLM's, sorted."""
         return sorted({name for backend in self.for_scheme(scheme) for name in (backend.name, *backend.vllm_names)})
+
+
+def _packages(point: EntryPoint) -> dict[str, str]:
+    """Versions of the distribution of an entry point and of the installed ones that it requires, by name."""
+    if point.dist is None:
+        return {}
+    found = {point.dist.name: point.dist.version}
+    for line in point.dist.requires or ():
+        name = Requirement(line).name
+        with contextlib.suppress(PackageNotFoundError):  # of an extra, or of another platform
+            found[name] = version(name)
+    return {sanitize(name): sanitize(each) for name, each in found.items()}
 
 
 @contextlib.contextmanager

@@ -32,8 +32,10 @@ def report_while_running(what: str, remedy: str) -> Iterator[None]:
             logger.warning("moe_oracle: %s for %.0f s; %s", what, waited, remedy)
             pause, waited = waited, 2 * waited
 
-    threading.Thread(target=watch, name="moe_oracle watchdog", daemon=True).start()
+    thread = threading.Thread(target=watch, name="moe_oracle watchdog", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         done.set()
+        thread.join()  # it is waiting, or in the middle of a line of the log

@@ -21,6 +21,7 @@ a token as to a block, for its errors in few large values move all columns.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -84,6 +85,7 @@ def reference_output(
     weights: Tensor,
     ids: Tensor,
     expert_map: Tensor | None = None,
+    groups: int = 1,
 ) -> Reference:
     """The reference output, and the size of the errors that are no fault; see the module.
 
@@ -95,10 +97,17 @@ def reference_output(
         weights: `[M, top_k]` float32.
         ids: `[M, top_k]`.
         expert_map: see `backends.Forward`.
+        groups: number of equally large groups of neighboring tokens, each with bounds of its own: what quantization
+            does to tokens with outliers is no excuse for others. The first group has plain tokens. No group is allowed
+            less than that one: an input that a format holds exactly makes the reference exact, but not a kernel that
+            chooses scales by another rule.
     """
     sums = Sums(problem, x)
     sums.add(tensors, problem, weights, ids, expert_map)
-    return from_parts(sums.expected, sums.size, sums.exact, rounding, problem.dtype)
+    expected, size, exact = (each.chunk(groups) for each in (sums.expected, sums.size, sums.exact))
+    least = _quantization(expected[0], size[0], exact[0])
+    parts = zip(expected, size, exact, strict=True)
+    return joined([from_parts(*part, rounding=rounding, dtype=problem.dtype, least=least) for part in parts])
 
 
 class Sums:
@@ -129,7 +138,9 @@ class Sums:
         with ieee_fp32_matmul():
             for part in expert_outputs(tensors, problem, self._x, weights, ids, expert_map):
                 self.expected.index_add_(0, part.token, part.output)
-                terms = (part.hidden.square() @ part.w2.square_().T).mul_(part.weight.square())
+                terms = part.hidden.square() @ part.w2.square_().T
+                if not problem.routing.apply_router_weight_on_input:  # there it is in `hidden`
+                    terms *= part.weight.square()
                 self.size.index_add_(0, part.token, torch.maximum(terms, part.output.square()))
                 del part
             if self.exact is not self.expected:
@@ -139,7 +150,9 @@ class Sums:
                     del part
 
 
-def from_parts(expected: Tensor, size: Tensor, exact: Tensor, rounding: float, dtype: str) -> Reference:
+def from_parts(
+    expected: Tensor, size: Tensor, exact: Tensor, rounding: float, dtype: str, least: Tensor | None = None
+) -> Reference:
     """The reference from its sums; see the module.
 
     Args:
@@ -148,13 +161,12 @@ def from_parts(expected: Tensor, size: Tensor, exact: Tensor, rounding: float, d
         exact: the outputs with activations left alone, likewise.
         rounding: relative error of the kernel's rounding, that of activations to their format apart.
         dtype: the model's.
+        least: the least square of the relative error of quantizing activations; None for 0.
     """
-    size = torch.maximum(size, expected.square())
-    size = (size + size.mean(-1, keepdim=True)) / 2
-    whole = size.sum(-1)
-    # Mean over the tokens that are not zero.
-    changed = (expected - exact).square().sum(-1) / whole.clamp(min=1e-30)
-    quantization = 2 * changed.sum() / (whole > 0).sum().clamp(min=1)
+    quantization = _quantization(expected, size, exact)
+    if least is not None:
+        quantization = torch.maximum(quantization, least)
+    size = _spread(expected, size)
     floor = max(_SMALLEST[dtype] * 8, 1e-30) + _CANCELLATION * size.mean().sqrt()
     noise = (rounding**2 + quantization).sqrt()
     limit = largest_mean_square(BLOCK) ** 0.5
@@ -163,6 +175,30 @@ def from_parts(expected: Tensor, size: Tensor, exact: Tensor, rounding: float, d
         noise * size.sqrt() + floor,
         (rounding + quantization.sqrt() * limit) * size.mean(-1).sqrt() + floor,
         noise * limit,
+    )
+
+
+def _spread(expected: Tensor, size: Tensor) -> Tensor:
+    """The square of what errors are relative to, for each output: half of it is the token's mean. See the module."""
+    size = torch.maximum(size, expected.square())
+    return (size + size.mean(-1, keepdim=True)) / 2
+
+
+def _quantization(expected: Tensor, size: Tensor, exact: Tensor) -> Tensor:
+    """The square of the relative error of quantizing activations, as a float32 scalar: the mean over the tokens that
+    are not zero. Arguments as for `from_parts`."""
+    whole = _spread(expected, size).sum(-1)
+    changed = (expected - exact).square().sum(-1) / whole.clamp(min=1e-30)
+    return 2 * changed.sum() / (whole > 0).sum().clamp(min=1)
+
+
+def joined(parts: Sequence[Reference]) -> Reference:
+    """References of several groups of tokens as one. Each group keeps its own noise; the tolerance is the largest."""
+    return Reference(
+        torch.cat([part.expected for part in parts]),
+        torch.cat([part.noise for part in parts]),
+        torch.cat([part.token_noise for part in parts]),
+        torch.stack([part.tolerance for part in parts]).amax(),
     )
 
 

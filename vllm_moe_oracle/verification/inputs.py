@@ -13,7 +13,7 @@ from ..core.activations import spec_of
 from ..core.problem import Problem
 
 NUM_TOKENS = 16
-"""Number of different tokens in a check; calls with more repeat them."""
+"""Number of different tokens in a group of a check; calls with more repeat them."""
 
 REPEATED_COUNTS = (1, 2, 4, 8, 32, 64)
 """Numbers of tokens of repeated calls, in turn: those of CUDA graphs and of decode steps."""
@@ -31,6 +31,29 @@ NUM_EXPERTS = 4
 WEIGHT_SUMS = (1.0, 0.5, 2.5)
 """Sums of a token's routing weights, in turn. Models without normalization have less than 1, and DeepSeek-V3 scales its
 own to 2.5: a kernel that normalizes or clamps them is wrong."""
+
+OUTLIER = 64.0
+"""How many times as large as the root mean square of a token's other features those are that stand out. Activations of
+real models have a few that are 50 to 100 times as large.
+
+Those of a token have one magnitude, a power of two, which every format of activations holds exactly, whatever rule
+chooses its scales. An error in one of them would move all columns alike, beyond every bound for independent errors.
+"""
+
+_OUTLIER_SHARE = 64
+"""One feature of so many stands out, and at least `_MIN_OUTLIERS`."""
+
+_MIN_OUTLIERS = 4
+
+_HUGE = 2.0**17
+"""Root mean square of first products beyond float16, whose largest number is 65504.
+
+Only of activations without a limit: one that clamps turns into a step, and a rounding error that moves a product across
+it is no longer small. No number leaves float16 there.
+"""
+
+_MOST_FLOAT16 = 2.0**15
+"""Largest input of a float16 model: half of what the type holds."""
 
 _SLOT_LEAD = 6.0
 """Factor by which one slot of a token leads; it is another slot for each token."""
@@ -170,30 +193,28 @@ def rows_of_call(tokens: int, distinct: int, last: int) -> Tensor:
 def make_inputs(
     problem: Problem, experts: Tensors, empty_slots: bool = False, remote: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs of a check.
+    """Inputs of a check, in groups of `NUM_TOKENS` tokens with the same routing.
 
-    The first token is zero, so that its output shows the biases alone. The other tokens give first products of
-    different root mean squares, measured on the expert with the largest (a pruned expert may be all zeros): alpha and
-    beta matter most around 1, the limit matters beyond itself.
+    The first group has plain tokens, for calls of all sizes. The tokens of the second one have first products that are
+    as large, but come from few features that stand out by `OUTLIER`: a conversion that saturates is wrong there, and a
+    scale that the largest value does not set. The third one, in bfloat16 and float32, has the same tokens so large that
+    sums leave float16: a kernel is wrong that computes bfloat16 in float16.
+
+    The first and the last token of a group are zero, so that the output shows the biases alone. The other tokens give
+    first products of different root mean squares, measured on the expert with the largest (a pruned expert may be all
+    zeros): alpha and beta matter most around 1, the limit matters beyond itself.
 
     Args:
         problem: the layer.
         experts: its canonical tensors, `[num_experts, ...]` each.
         empty_slots: some slots hold no expert (-1), one token has none at all.
-        remote: number of experts of other ranks; their ids follow those of `experts`, and some slots have them.
+        remote: number of experts of other ranks, as many as here or 0; `place_experts` has the ids. Some slots have
+            them.
 
     Returns:
-        `x` `[NUM_TOKENS, hidden]` in the model's dtype; weights (float32) and ids (int32), `[NUM_TOKENS, top_k]` each.
+        `x` `[groups * NUM_TOKENS, hidden]` in the model's dtype; weights (float32) and ids (int32), `[..., top_k]`.
     """
     device = experts["w13"].device
-    x = _random(torch.empty(NUM_TOKENS, problem.hidden_size, device=device), seed=0)
-    largest = max((x @ each.T).square().mean().sqrt().item() for each in _dequantized(problem, experts, "w13"))
-    activation = problem.activation
-    bounds = (activation.alpha or 0.0, activation.beta or 0.0) if spec_of(activation).bounds_outputs else ()
-    limit = max(bounds, default=0.0) or activation.limit or 2.0
-    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, limit, limit, 2 * limit], dtype=torch.float32, device=device)
-    sizes = torch.cat((sizes, sizes.roll(-1)))  # the last token is zero, too
-    x = x * (sizes / (largest or 1.0)).unsqueeze(-1)
     token, slot = torch.arange(NUM_TOKENS, device=device)[:, None], torch.arange(problem.top_k, device=device)[None, :]
     local = problem.num_experts - remote
     ids = (token + slot) % local
@@ -206,10 +227,59 @@ def make_inputs(
         # Every third token sends one slot to another rank, in turn.
         away = (token % 3 == 2) & ((token // 3) % problem.top_k == slot)
         ids = torch.where(away, local + token % remote, ids)
+        ids = torch.cat(place_experts(local)).to(device)[ids]
     if empty_slots:
         none = (token % 4 == 3) & ((token // 4 + 1) % problem.top_k == slot)
         ids = ids.masked_fill(none | (token == NUM_TOKENS // 2), -1)
-    return x.to(getattr(torch, problem.dtype)), weights, ids.to(torch.int32)
+    x = _make_tokens(problem, experts)
+    groups = len(x) // NUM_TOKENS
+    return x.to(getattr(torch, problem.dtype)), weights.repeat(groups, 1), ids.to(torch.int32).repeat(groups, 1)
+
+
+def place_experts(count: int) -> tuple[Tensor, Tensor]:
+    """Global ids of the experts of a small layer with as many of other ranks, int64 `[count]` on the CPU: this rank's
+    and the others'.
+
+    They alternate, and this rank's descend: a kernel that takes a rank's experts for neighbors in ascending order, as
+    they are until vLLM moves them, computes with wrong ones. The first id and the last one are this rank's, so that a
+    kernel that looks up -1 finds an expert.
+    """
+    here = torch.arange(0, 2 * count, 2, device="cpu").flip(0)
+    here[0] += count > 1
+    away = torch.ones(2 * count, dtype=torch.bool, device="cpu").index_fill(0, here, False)
+    return here, away.nonzero().flatten()
+
+
+def _make_tokens(problem: Problem, experts: Tensors) -> Tensor:
+    """The tokens of all groups, float32 `[groups * NUM_TOKENS, hidden]`; see `make_inputs`."""
+    device, hidden = experts["w13"].device, problem.hidden_size
+    plain = _random(torch.empty(NUM_TOKENS, hidden, device=device), seed=0)
+    order = _random(plain, seed=5).argsort(-1)
+    outliers = order[:, : min(max(hidden // _OUTLIER_SHARE, _MIN_OUTLIERS), hidden)]
+    spiky = plain.scatter(-1, outliers, plain.gather(-1, outliers).sign() * OUTLIER)
+    both = torch.cat((plain, spiky))
+    squares = torch.stack([(both @ each.T).square().mean(-1) for each in _dequantized(problem, experts, "w13")])
+    largest = squares[:, :NUM_TOKENS].mean(-1).amax().sqrt()
+    largest_spiky = squares[:, NUM_TOKENS:].amax(0).sqrt()
+    activation = problem.activation
+    bounds = (activation.alpha or 0.0, activation.beta or 0.0) if spec_of(activation).bounds_outputs else ()
+    limit = max(bounds, default=0.0) or activation.limit or 2.0
+    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, limit, limit, 2 * limit], dtype=torch.float32, device=device)
+    sizes = torch.cat((sizes, sizes.roll(-1)))  # the last token is zero, too
+    x = plain * (sizes / torch.where(largest > 0, largest, 1.0)).unsqueeze(-1)
+    scales = sizes / torch.where(largest_spiky > 0, largest_spiky, 1.0)
+    if problem.dtype == "float16":
+        scales = scales.clamp(max=_MOST_FLOAT16 / OUTLIER)
+    spiky *= _power_of_two(scales).unsqueeze(-1)
+    if bounds or activation.limit is not None or problem.dtype == "float16":
+        return torch.cat((x, spiky))
+    return torch.cat((x, spiky, spiky * _HUGE))
+
+
+def _power_of_two(values: Tensor) -> Tensor:
+    """The largest power of two that is no larger, for float32 values that are not negative; 0 for 0."""
+    mantissa, exponent = torch.frexp(values)
+    return torch.ldexp((mantissa > 0).to(torch.float32) / 2, exponent)
 
 
 def _random(like: Tensor, seed: int) -> Tensor:

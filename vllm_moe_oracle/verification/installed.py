@@ -8,6 +8,10 @@ A whole reference of all experts would take as long as loading them. So of each 
 converted: the columns of w13 for a few input features, and a few rows of w2. Tokens that are zero in all other features
 need no other columns, and those rows of w2 give as many columns of the output. One call routes tokens to all experts,
 and another one repeats these tokens until kernels for many tokens run.
+
+Layers of a kind that was checked like this get one call of a few tokens, whose experts are the last and random ones. It
+shows that the kernel computes with this layer's weights. The layer before is called once more then: its kernel may have
+lost its own to this one.
 """
 
 from __future__ import annotations
@@ -37,6 +41,9 @@ if TYPE_CHECKING:
 PART = 8
 """Input features of w13, and rows of w2, that are kept of each expert: 35 MiB of a layer of gpt-oss-120b."""
 
+_FEW_EXPERTS = 2
+"""Experts of a layer whose kind was checked before, at least; as many tokens of a layer that is called once more."""
+
 _SIZE = 2.0
 """Root mean square of the first product of the expert with the largest weights: activations are curved there."""
 
@@ -52,12 +59,20 @@ def skip_reason(backend: Backend, problem: Problem) -> str:
 
 
 class WeightParts:
-    """Parts of all experts of a layer, collected while they are converted."""
+    """Parts of a layer's experts, collected while they are converted.
 
-    def __init__(self, problem: Problem) -> None:
+    Attributes:
+        problem: the layer.
+        features: input features whose columns of w13 are kept.
+        rows: rows of w2 that are kept.
+        experts: local numbers of the experts of which parts are kept, ascending.
+    """
+
+    def __init__(self, problem: Problem, every: bool = True) -> None:
         """
         Args:
             problem: the layer. Its name selects the parts: other ones for other layers, the same for all ranks.
+            every: keep parts of every expert; of the last and of random ones otherwise, as many as a token has.
         """
         self.problem = problem
         self._generator = torch.Generator("cpu").manual_seed(zlib.crc32(problem.layer.encode()))
@@ -65,6 +80,11 @@ class WeightParts:
         self.features = slice(first, first + PART)
         first = self._random_index(problem.hidden_size // PART) * PART
         self.rows = slice(first, first + PART)
+        local = problem.local_experts
+        others = torch.randperm(local - 1, generator=self._generator, device="cpu").tolist()
+        few = max(problem.top_k, _FEW_EXPERTS)
+        self.experts = [*sorted(others if every else others[: few - 1]), local - 1]
+        self._seen = 0
         self._w13: list[Tensor] = []
         self._w2: list[Tensor] = []
         self._biases: list[tuple[Tensor, Tensor]] = []
@@ -73,11 +93,14 @@ class WeightParts:
         return int(torch.randint(count, (1,), generator=self._generator, device="cpu"))
 
     def add(self, expert: Tensors) -> None:
-        """Keeps the parts of the next expert.
+        """Keeps the parts of the next expert, if it is one of `experts`.
 
         Args:
             expert: its canonical tensors; not modified, and not referred to afterwards.
         """
+        self._seen += 1
+        if self._seen - 1 not in self.experts:
+            return
         scheme = schemes.module(self.problem.scheme.name)
         self._w13.append(scheme.dequantize_part(expert, "w13", self.problem, features=self.features))
         self._w2.append(scheme.dequantize_part(expert, "w2", self.problem, rows=self.rows))
@@ -86,7 +109,7 @@ class WeightParts:
             self._biases.append(biases)
 
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Inputs `[local_experts, hidden]` in the model's dtype, and weights float32 `[local_experts, top_k]`."""
+        """Inputs `[len(experts), hidden]` in the model's dtype, and weights float32 `[len(experts), top_k]`."""
         problem, count, device = self.problem, len(self._w13), self._w13[0].device
         inputs = torch.randn(count, PART, generator=self._generator, device="cpu", dtype=torch.float32)
         x = torch.zeros(count, problem.hidden_size, device=device, dtype=torch.float32)
@@ -98,7 +121,7 @@ class WeightParts:
         return (x * (_SIZE / (largest or 1.0))).to(getattr(torch, problem.dtype)), weights.to(device)
 
     def reference(self, problem: Problem, rounding: float, x: Tensor, weights: Tensor) -> bounds.Reference:
-        """The reference for `rows` of the outputs; token t is routed to the experts t, t + 1, ... of this rank.
+        """The reference for `rows` of the outputs; token t is routed to the experts t, t + 1, ... of `experts`.
 
         Args:
             problem: the layer; activations are quantized as its scheme says.
@@ -112,78 +135,123 @@ class WeightParts:
         return bounds.from_parts(expected, size, exact, rounding, problem.dtype)
 
     def _outputs(self, problem: Problem, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs of the rows, and the squares of their terms, float32 `[local_experts, rows]` each."""
-        count = len(self._w13)
+        """Outputs of the rows, and the squares of their terms, float32 `[len(experts), rows]` each."""
+        count, on_input = len(self._w13), problem.routing.apply_router_weight_on_input
         expected = torch.zeros(count, self._w2[0].shape[0], device=x.device, dtype=torch.float32)
         size = torch.zeros_like(expected)
-        inputs = round_inputs(x.to(torch.float32), x.dtype, problem)[:, self.features]
         for expert in range(count):
             # The tokens whose slot 0, 1, ... holds this expert.
             slots = torch.arange(weights.shape[1], device=x.device)
             token = (expert - slots) % count
-            hidden = inputs[token] @ self._w13[expert].T
+            weight = weights[token, slots].unsqueeze(-1)
+            given = x[token]
+            if on_input:  # as vLLM's prepare step does it
+                given, weight = given * weight.to(x.dtype), (weight != 0).to(torch.float32)
+            given = round_inputs(given.to(torch.float32), x.dtype, problem)[:, self.features]
+            hidden = given @ self._w13[expert].T
             if self._biases:
                 hidden += self._biases[expert][0]
             hidden = round_inputs(activate(hidden, problem.activation), x.dtype, problem)
             output = hidden @ self._w2[expert].T
             if self._biases:
                 output += self._biases[expert][1]
-            weight = weights[token, slots].unsqueeze(-1)
             terms = torch.maximum(hidden.square() @ self._w2[expert].square().T, output.square())
             expected.index_add_(0, token, output * weight)
             size.index_add_(0, token, terms * weight.square())
         return expected, size
 
 
-def compare_installed(
-    backend: Backend, parts: WeightParts, experts: Any, layer: Any, tensors: Tensors, adapter: Adapter
-) -> Comparison:
-    """Compares a converted layer with the reference, in calls that route tokens to all of its experts.
+class InstalledLayer:
+    """A converted layer with tokens for all experts of its parts, and their reference."""
 
-    Args:
-        backend: the layer's.
-        parts: parts of all experts' weights, from before the conversion.
-        experts: what the backend built for the layer.
-        layer: vLLM's layer.
-        tensors: its kernel tensors by canonical name.
-        adapter: vLLM's side.
-    """
-    start = time.perf_counter()
-    problem = parts.problem
-    scheme = dataclasses.replace(problem.scheme, activations=backend.activations(problem))
-    x, weights = parts.tokens()
-    count, device = len(x), x.device
-    token, slot = torch.arange(count, device=device)[:, None], torch.arange(weights.shape[1], device=device)[None, :]
-    ids = (token + slot) % count
-    counted, expert_map = weights, None
-    if problem.local_experts != problem.num_experts:
-        expert_map = layer.expert_map
-        if expert_map is None:
-            return Comparison(0.0, math.nan, 0.0, skip_reason="the layer has no expert map")
-        here, away = (expert_map >= 0).nonzero().flatten(), (expert_map < 0).nonzero().flatten()
-        # Slots beyond this rank's experts are another rank's, and so is the last one of every third token.
-        other = (slot >= count) | ((token % 3 == 2) & (slot == slot.amax()) & (slot > 0))
-        by_place = here[expert_map[here].argsort()]
-        ids = torch.where(other, away[(ids + slot) % len(away)], by_place[ids])
-        counted = weights.masked_fill(other, 0.0)
-    with ieee_fp32_matmul():
-        reference = parts.reference(
-            dataclasses.replace(problem, scheme=scheme), rounding_error(backend, problem), x, counted
-        )
+    def __init__(
+        self, backend: Backend, parts: WeightParts, experts: Any, layer: Any, tensors: Tensors, adapter: Adapter
+    ) -> None:
+        """
+        Args:
+            backend: the layer's.
+            parts: parts of experts' weights, from before the conversion.
+            experts: what the backend built for the layer.
+            layer: vLLM's layer.
+            tensors: its kernel tensors by canonical name.
+            adapter: vLLM's side.
+        """
+        problem = parts.problem
+        self.problem, self._backend, self._rows = problem, backend, parts.rows
+        self._experts, self._layer, self._tensors, self._adapter = experts, layer, tensors, adapter
+        self._is_whole = len(parts.experts) == problem.local_experts
+        x, weights = parts.tokens()
+        count, device = len(x), x.device
+        chosen = torch.tensor(parts.experts, device=device)
+        token = torch.arange(count, device=device)[:, None]
+        slot = torch.arange(weights.shape[1], device=device)[None, :]
+        ids = chosen[(token + slot) % count]
+        counted, self._expert_map = weights, None
+        self.skip_reason = ""
+        if problem.local_experts != problem.num_experts:
+            self._expert_map = layer.expert_map
+            if self._expert_map is None:
+                self.skip_reason = "the layer has no expert map"
+                return
+            here, away = (self._expert_map >= 0).nonzero().flatten(), (self._expert_map < 0).nonzero().flatten()
+            # Slots beyond the parts' experts are another rank's, and so is the last one of every third token.
+            other = (slot >= count) | ((token % 3 == 2) & (slot == slot.amax()) & (slot > 0))
+            by_place = here[self._expert_map[here].argsort()]
+            ids = torch.where(other, away[(ids + slot) % len(away)], by_place[ids])
+            counted = weights.masked_fill(other, 0.0)
+        scheme = dataclasses.replace(problem.scheme, activations=backend.activations(problem))
+        with ieee_fp32_matmul():
+            self._reference = parts.reference(
+                dataclasses.replace(problem, scheme=scheme), rounding_error(backend, problem), x, counted
+            )
+        ids = ids.to(adapter.ids_dtype(experts.moe_config))
+        self._given = {"tokens": x, "routing weights": weights, "expert ids": ids}
+        self._places = self._current_places()
 
-    ids = ids.to(adapter.ids_dtype(experts.moe_config))
+    def _current_places(self) -> list[tuple[int, torch.device]]:
+        """Where the kernel tensors lie."""
+        return [(tensor.data_ptr(), tensor.device) for tensor in self._tensors.values()]
 
-    def run(given: Tensor, rows: Tensor, poisoned: bool) -> Tensor:
-        routed = weights[rows], ids[rows]
-        output = adapter.run_single_rank(experts, layer, tensors, given, *routed, expert_map, poisoned=poisoned)
-        return output[:, parts.rows]
+    def _calls(self) -> Calls:
+        on_input = self.problem.routing.apply_router_weight_on_input
 
-    calls = Calls(run, reference, x)
-    most = adapter.trial_tokens(experts.moe_config)
-    for rows in torch.arange(count, device=device).split(most):  # type: ignore[no-untyped-call]
-        calls.make(rows)
-    large = min(most, MAX_CHECK_TOKENS)
-    # On a CPU calls take long, and are made only where another kernel runs.
-    if large > count and (device.type != "cpu" or backend.hand_overs(problem, large)):
-        calls.make(rows_of_call(large, count, count - 1).to(device))
-    return calls.result(start)
+        def run(x: Tensor, weights: Tensor, ids: Tensor, poisoned: bool) -> Tensor:
+            kernel = self._experts, self._layer, self._tensors
+            output = self._adapter.run_single_rank(
+                *kernel, x, weights, ids, self._expert_map, poisoned=poisoned, weights_on_input=on_input
+            )
+            return output[:, self._rows]
+
+        return Calls(run, self._reference, self._given)
+
+    def compare(self) -> Comparison:
+        """Compares the layer with the reference, in calls that route tokens to all experts of the parts."""
+        start = time.perf_counter()
+        if self.skip_reason:
+            return Comparison(0.0, math.nan, 0.0, skip_reason=self.skip_reason)
+        calls = self._calls()
+        x = self._given["tokens"]
+        count = len(x)
+        most = self._adapter.trial_tokens(self._experts.moe_config)
+        for rows in torch.arange(count, device=x.device).split(most):  # type: ignore[no-untyped-call]
+            calls.make(rows)
+        large = min(most, MAX_CHECK_TOKENS)
+        # On a CPU calls take long, and are made only where another kernel runs.
+        if self._is_whole and large > count and (not x.is_cpu or self._backend.hand_overs(self.problem, large)):
+            calls.make(rows_of_call(large, count, count - 1).to(x.device))
+        return calls.result(start)
+
+    def compare_again(self) -> Comparison:
+        """Compares one call of a few tokens, if the kernel tensors are still where they were: vLLM may have moved them
+        to another memory."""
+        start = time.perf_counter()
+        skip_reason = self.skip_reason
+        if not skip_reason and self._places != self._current_places():
+            skip_reason = "its tensors were moved"
+        if skip_reason:
+            return Comparison(0.0, math.nan, 0.0, skip_reason=skip_reason)
+        calls = self._calls()
+        x = self._given["tokens"]
+        few = min(len(x), _FEW_EXPERTS, self._adapter.trial_tokens(self._experts.moe_config))
+        calls.make(torch.arange(len(x) - few, len(x), device=x.device))
+        return calls.result(start)

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from ..backends.emulation import Emulation
 from ..compat import weight_storage
 from ..compat.experts_builder import VllmBuilder
 from ..core.decision import ShardPlan
-from ..core.problem import Parallel, Problem, Routing
+from ..core.problem import Parallel, Problem
 from ..errors import CheckpointError
 from ..oracle.checked_backend import unchecked
 from . import bounds, inputs, routing
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 _CALLS = 24
 """Calls of a check, at least."""
+
+_PART_OF_RANGE = 2.0**-4
+"""Of the largest number of a dtype, how large an expected output may be: sums on the way to it may be larger."""
 
 _HOST_VALUES = 1 << 24
 """Weights of one matrix that repeated calls read in all, where there is no GPU."""
@@ -106,32 +109,43 @@ def compare_with_reference(
     exact = dataclasses.replace(small, scheme=scheme)
     # `Forward`'s contract has slots without an expert; vLLM's own classes get such slots from some all-to-alls only.
     x, weights, ids = inputs.make_inputs(exact, experts, not backend.stock_class and not backend.monolithic, remote)
+    if is_reference(backend):
+        x, weights, ids = (each[: inputs.NUM_TOKENS] for each in (x, weights, ids))
+    groups = len(x) // inputs.NUM_TOKENS
     router_inputs: routing.RouterInputs | None = None
     if backend.monolithic:
         router_inputs = routing.discriminating_logits(
             small.routing, small.top_k, inputs.NUM_TOKENS, len(sampled), adapter.logits_dtype(moe)
         )
-        weights, ids = (each.to(x.device) for each in routing.route(small.routing, small.top_k, *router_inputs))
+        routed = routing.route(small.routing, small.top_k, *router_inputs)
+        weights, ids = (each.to(x.device).repeat(groups, 1) for each in routed)
     expert_map = None
     if remote:
-        expert_map = torch.arange(len(sampled) + remote, dtype=torch.int32, device=x.device)
-        expert_map = expert_map.masked_fill(expert_map >= len(sampled), -1)
-    reference = bounds.reference_output(experts, exact, rounding_error(backend, problem), x, weights, ids, expert_map)
-    _require_finite_reference(reference.expected, sampled, problem)
-    planned = _plan_calls(backend, problem, small, plan, hand_overs, adapter.trial_tokens(moe), experts)
+        expert_map = torch.full((len(sampled) + remote,), -1, dtype=torch.int32, device=x.device)
+        here = inputs.place_experts(len(sampled))[0].to(x.device)
+        expert_map[here] = torch.arange(len(sampled), dtype=torch.int32, device=x.device)
+    rounding = rounding_error(backend, problem)
+    reference = bounds.reference_output(experts, exact, rounding, x, weights, ids, expert_map, groups)
+    used = _usable_groups(reference.expected.chunk(groups), sampled, problem)
+    planned = _plan_calls(backend, problem, small, plan, hand_overs, adapter.trial_tokens(moe), experts, used)
     planned = [(rows.to(x.device), poisoned) for rows, poisoned in planned]
     most = max(len(rows) for rows, _ in planned)
     built, layer, tensors = _build_small_layer(backend, small, plan, experts, moe, adapter, most)
-    ids = ids.to(adapter.ids_dtype(moe))
+    given = {"tokens": x, "routing weights": weights, "expert ids": ids.to(adapter.ids_dtype(moe))}
+    if router_inputs is not None:
+        given = {"tokens": x, "router logits": router_inputs[0].to(x.device).repeat(groups, 1)}
 
-    def run(given: Tensor, rows: Tensor, poisoned: bool) -> Tensor:
-        if router_inputs is None:
-            routed = weights[rows], ids[rows]
-            return adapter.run_single_rank(built, layer, tensors, given, *routed, expert_map, poisoned=poisoned)
-        logits, bias, scale = router_inputs
-        return adapter.run_single_rank_monolithic(built, tensors, given, small, logits.to(x.device)[rows], bias, scale)
+    def run(x: Tensor, weights: Tensor, ids: Tensor, poisoned: bool) -> Tensor:
+        on_input = small.routing.apply_router_weight_on_input
+        return adapter.run_single_rank(
+            built, layer, tensors, x, weights, ids, expert_map, poisoned=poisoned, weights_on_input=on_input
+        )
 
-    calls = Calls(run, reference, x)
+    def run_monolithic(x: Tensor, logits: Tensor, poisoned: bool) -> Tensor:
+        assert router_inputs is not None
+        return adapter.run_single_rank_monolithic(built, tensors, x, small, logits, *router_inputs[1:])
+
+    calls = Calls(run if router_inputs is None else run_monolithic, reference, given)
     for rows, poisoned in planned:
         calls.make(rows, poisoned)
     return calls.result(start)
@@ -146,26 +160,31 @@ def is_reference(backend: Backend) -> bool:
 class Calls:
     """Calls of a kernel, each compared with the reference."""
 
-    def __init__(self, run: Callable[[Tensor, Tensor, bool], Tensor], reference: bounds.Reference, x: Tensor) -> None:
+    def __init__(self, run: Callable[..., Tensor], reference: bounds.Reference, given: Tensors) -> None:
         """
         Args:
-            run: runs the kernel on tokens `[M, hidden]`, whose rows of `x` are `[M]`, and with true on memory that
-                holds NaN (`Adapter.run_single_rank`); returns `[M, hidden]`.
-            reference: the reference output for `x`.
-            x: different tokens.
+            run: runs the kernel on some rows of the values of `given`, in their order, and with ``poisoned=True`` on
+                memory that holds NaN (`Adapter.run_single_rank`); returns `[M, hidden]`.
+            reference: the reference output for all rows.
+            given: what the kernel gets, `[tokens, ...]` each, by its name in messages: the tokens come first.
         """
-        self._run, self._reference, self._x = run, reference, x
+        self._run, self._reference, self._given = run, reference, given
         self._found: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def make(self, rows: Tensor, poisoned: bool = True) -> None:
         """One call with rows `[M]` of the tokens, on memory that holds NaN, or what it held before. The host does not
-        wait for the device."""
-        given = self._x[rows]
+        wait for the device.
+
+        Tensors of a call on memory that holds NaN begin where their storage begins. Those of other calls are parts of
+        larger ones, as vLLM's are where it splits a batch.
+        """
+        given = [each[rows] if poisoned else each[torch.cat((rows[:1], rows))][1:] for each in self._given.values()]
         # A copy: the next call may get the same memory.
-        actual = self._run(given, rows, poisoned).clone()
-        excess = bounds.excess(actual, self._reference, rows)
-        changed = (given != self._x[rows]).any().to(torch.float32)
-        self._found.append((rows, actual, torch.stack((excess, changed))))
+        actual = self._run(*given, poisoned=poisoned).clone()
+        found = [bounds.excess(actual, self._reference, rows)]
+        for each, before in zip(given, self._given.values(), strict=True):
+            found.append((each != before[rows]).any().to(torch.float32))
+        self._found.append((rows, actual, torch.stack(found)))
 
     def result(self, start: float) -> Comparison:
         """All calls together.
@@ -180,14 +199,15 @@ class Calls:
 
     def _fault(self, index: int, figures: Tensor) -> str:
         """What is wrong with a call, in words; "" when nothing is."""
-        excess, changed = figures[index].tolist()
+        excess, *changed = figures[index].tolist()
         rows, actual, _ = self._found[index]
         words = []
         # NaN is wrong, too.
         if not excess <= 1:
             words.append(bounds.describe_excess(actual, self._reference, rows))
-        if changed:
-            words.append("the kernel has changed its input")
+        names = [name for name, each in zip(self._given, changed, strict=True) if each]
+        if names:
+            words.append(f"the kernel has changed its {' and '.join(names)}")
         return f"call {index + 1}, {len(rows)} tokens: {' and '.join(words)}" if words else ""
 
 
@@ -199,6 +219,7 @@ def _plan_calls(
     hand_overs: Iterable[int],
     most: int,
     experts: Tensors,
+    groups: list[int],
 ) -> list[tuple[Tensor, bool]]:
     """The tokens of each call by their numbers, `[M]` on the CPU, and whether its memory holds NaN before: in calls of
     new sizes. Repeated ones find what the calls before have left.
@@ -211,6 +232,7 @@ def _plan_calls(
         hand_overs: likewise.
         most: most tokens of a call.
         experts: the small layer's canonical tensors.
+        groups: numbers of the groups of tokens, the first of which calls of all sizes have.
     """
     edges = {*hand_overs, *(tokens for tokens, _ in plan.tiles)}
     if is_reference(backend):
@@ -225,7 +247,13 @@ def _plan_calls(
     sizes += [large] * (large > 0)
     lasts = itertools.cycle(inputs.LAST_TOKENS)
     found = [(inputs.rows_of_call(tokens, inputs.NUM_TOKENS, next(lasts)), True) for tokens in sizes]
-    return found + [(inputs.rows_of_call(tokens, inputs.NUM_TOKENS, next(lasts)), False) for tokens in repeats]
+    found += [(inputs.rows_of_call(tokens, inputs.NUM_TOKENS, next(lasts)), False) for tokens in repeats]
+    whole = inputs.rows_of_call(min(inputs.NUM_TOKENS, most), inputs.NUM_TOKENS, next(lasts))
+    found += [(whole + group * inputs.NUM_TOKENS, False) for group in groups[1:]]
+    if not is_reference(backend):
+        # One token alone: its experts get all rows, and a kernel that holds back places for each has too few.
+        found.append((torch.full((max(sizes[:-1], default=1),), next(lasts), device="cpu"), False))
+    return found
 
 
 def _repeats(counts: list[int], experts: Tensors) -> list[int]:
@@ -248,30 +276,43 @@ def _takes_expert_map(backend: Backend, problem: Problem) -> bool:
 
 def _small_problem(problem: Problem, num_experts: int, remote: int, monolithic: bool) -> Problem:
     """The layer on one rank with some of its experts, besides `remote` ones of other ranks; only a monolithic kernel
-    sees the routing."""
+    sees how tokens are routed."""
     return dataclasses.replace(
         problem,
         num_experts=num_experts + remote,
         local_experts=num_experts,
         top_k=min(problem.top_k, num_experts),
         parallel=Parallel(tp=problem.parallel.tp, format=problem.parallel.format),
-        routing=problem.routing if monolithic else Routing(),
+        routing=problem.routing if monolithic else problem.routing.of_routed_tokens(),
         lora=False,
         eplb=False,
     )
 
 
-def _require_finite_reference(expected: Tensor, experts: list[int], problem: Problem) -> None:
-    """Raises where the reference output is NaN or infinite: every kernel would fail there, none by its own fault."""
-    bad = int((~torch.isfinite(expected)).any(-1).sum())
-    if bad:
+def _usable_groups(expected: Sequence[Tensor], experts: list[int], problem: Problem) -> list[int]:
+    """The groups of tokens whose outputs the model's dtype holds, by number. The first one is among them.
+
+    Args:
+        expected: the reference outputs of each group.
+        experts: local numbers of the sampled experts.
+        problem: the layer.
+
+    Raises:
+        CheckpointError: the reference output of the first group is NaN or infinite: every kernel would fail there, none
+            by its own fault.
+    """
+    largest = torch.stack([each.abs().amax() for each in expected]).tolist()
+    if not math.isfinite(largest[0]):
+        bad = int((~torch.isfinite(expected[0])).any(-1).sum())
         rule = (
-            f"the float32 reference is NaN or infinite for {bad} of {len(expected)} tokens on the weights of local "
+            f"the float32 reference is NaN or infinite for {bad} of {len(expected[0])} tokens on the weights of local "
             f"experts {', '.join(map(str, dict.fromkeys(experts)))}: no backend can be checked against it"
         )
         # The inputs are scaled by the size of the weights; for tiny weights float16 cannot hold them.
         cause = f"some weights are NaN or infinite, or too small or too large for {problem.dtype}"
         raise CheckpointError(rule, f"The checkpoint is damaged: {cause}", problem.layer)
+    most = torch.finfo(getattr(torch, problem.dtype)).max * _PART_OF_RANGE
+    return [0, *(index for index, each in enumerate(largest) if index and each <= most)]
 
 
 def _build_small_layer(

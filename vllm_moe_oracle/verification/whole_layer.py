@@ -26,7 +26,7 @@ from ..backends import MAX_CHECK_TOKENS, Backend, Tensors
 from ..compat import standalone_layer, weight_storage
 from ..compat.experts_builder import VllmBuilder
 from ..core.decision import ShardPlan
-from ..core.problem import Problem, Routing
+from ..core.problem import Problem
 from ..errors import CheckpointError, HostMemoryError, asked_memory, describe_error, is_out_of_memory
 from ..oracle.checked_backend import overrides
 from . import bounds, inputs, routing, self_check
@@ -135,7 +135,7 @@ class LayerCheck:
             read_raw: an expert as its scheme's ``read`` returns it, `[1, ...]` each, for the check that a server makes
                 at load; None to leave that one out.
         """
-        self.problem = dataclasses.replace(problem, routing=Routing(), lora=False, eplb=False)
+        self.problem = dataclasses.replace(problem, routing=problem.routing.of_routed_tokens(), lora=False, eplb=False)
         self.kind, self.adapter = kind, adapter
         self.routed_problem, self._read, self._read_raw = problem, read, read_raw
         x, weights, ids = tokens
@@ -323,13 +323,18 @@ class _ExpertSums:
             ]
             place = torch.arange(len(each.x), device=each.x.device)
             order = (place % self._experts) * (len(each.x) // self._experts) + place // self._experts
-            joined = bounds.Reference(
-                torch.cat([part.expected for part in parts])[order],
-                torch.cat([part.noise for part in parts])[order],
-                torch.cat([part.token_noise for part in parts])[order],
-                torch.stack([part.tolerance for part in parts]).amax(),
+            whole = bounds.joined(parts)
+            found.append(
+                dataclasses.replace(
+                    each,
+                    reference=dataclasses.replace(
+                        whole,
+                        expected=whole.expected[order],
+                        noise=whole.noise[order],
+                        token_noise=whole.token_noise[order],
+                    ),
+                )
             )
-            found.append(dataclasses.replace(each, reference=joined))
         return found
 
     def _reference(self, rows: slice) -> bounds.Reference:
@@ -437,6 +442,7 @@ class _Calls:
     def _build(self) -> Callable[[_Batch, Tensor, Tensor], Tensor]:
         check, tensors, adapter = self._check, self._made.tensors, self._check.adapter
         problem = check.problem
+        on_input = problem.routing.apply_router_weight_on_input
         experts = self._made.build(adapter, check.kind, self.most)
         layer = self._made.layer
 
@@ -448,7 +454,9 @@ class _Calls:
                     experts, tensors, given, own, logits.to(given.device)[rows], bias, scale
                 )
             ids = ((batch.ids[rows] + self.shift) % problem.num_experts).to(torch.int32)
-            return adapter.run_single_rank(experts, layer, tensors, given, batch.weights[rows], ids)
+            return adapter.run_single_rank(
+                experts, layer, tensors, given, batch.weights[rows], ids, weights_on_input=on_input
+            )
 
         return run
 
