@@ -244,6 +244,7 @@ def _plan_calls(
         repeats = _repeats(sizes, experts)
         host_values = 0 if experts["w13"].is_cuda else small.top_k * experts["w13"][0].numel()
         large = 0 if problem.parallel.is_batched else inputs.large_call(own, soon, edges, limit, host_values)
+    alone = sizes[-1]
     sizes += [large] * (large > 0)
     lasts = itertools.cycle(inputs.LAST_TOKENS)
     found = [(inputs.rows_of_call(tokens, inputs.NUM_TOKENS, next(lasts)), True) for tokens in sizes]
@@ -252,7 +253,7 @@ def _plan_calls(
     found += [(whole + group * inputs.NUM_TOKENS, False) for group in groups[1:]]
     if not is_reference(backend):
         # One token alone: its experts get all rows, and a kernel that holds back places for each has too few.
-        found.append((torch.full((max(sizes[:-1], default=1),), next(lasts), device="cpu"), False))
+        found.append((torch.full((alone,), next(lasts), device="cpu"), False))
     return found
 
 

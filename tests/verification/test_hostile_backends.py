@@ -1,0 +1,330 @@
+"""Backends with faults that random inputs of one size, and one layer by itself, do not show."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.lib.cases import CPU, MXFP8, MXFP8_W8A8, SILU, problem
+
+pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular kernel")
+
+from tests.lib import faulty_backends as lib
+from tests.lib.faulty_backends import MXFP4, OAI, Faulty, check, weights
+from vllm_moe_oracle.backends.emulation import expert_outputs, forward
+from vllm_moe_oracle.compat import current_adapter
+from vllm_moe_oracle.core.problem import Parallel, Problem, Routing
+from vllm_moe_oracle.verification import inputs
+
+SMALL: dict[str, Any] = {"experts": 16, "top_k": 4, "hidden_size": 256, "intermediate_size": 128}
+LAYERS = {
+    "16 bit": problem(**SMALL, scheme=MXFP8, activation=SILU),
+    "W8A8": problem(**SMALL, scheme=MXFP8_W8A8, activation=SILU),
+    "FP8 by token": problem(
+        **SMALL, scheme=dataclasses.replace(MXFP8_W8A8, activations="fp8_token"), activation=SILU
+    ),
+    "gpt-oss": problem(**SMALL, scheme=MXFP4, activation=OAI, has_bias=True),
+    "float16": problem(**SMALL, scheme=MXFP8, activation=SILU, dtype="float16"),
+}
+ALL = list(LAYERS)
+
+
+def on_x(change: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    """The right kernel on other tokens."""
+
+    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, *more: Any) -> None:
+        forward(tensors, layer, out, change(x).to(x.dtype), *more)
+
+    return compute
+
+
+def saturates(most: float) -> Callable[..., None]:
+    """Converts tokens to a type that ends there, with one scale for all of a call that a calibration chose."""
+    return on_x(lambda x: x.clamp(-most, most))
+
+
+def typical_scale(x: Tensor) -> Tensor:
+    """E4M3 with a scale from the root mean square instead of the largest value."""
+    scale = x.float().square().mean(-1, keepdim=True).sqrt().clamp(min=1e-9) * 6 / 448
+    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+
+def in_float16(tensors: Any, layer: Problem, out: Tensor, x: Tensor, w: Tensor, ids: Tensor, *more: Any) -> None:
+    """Sums that float16 holds."""
+    total = torch.zeros_like(out, dtype=torch.float32)
+    for part in expert_outputs(tensors, layer, x, w, ids, *more):
+        rows = part.hidden.to(torch.float16).float() @ part.w2.T
+        total.index_add_(0, part.token, (rows * part.weight).to(torch.float16).float())
+    out.copy_(total)
+
+
+def changes(which: int) -> Callable[..., None]:
+    """Leaves other routing weights (1) or ids (2) than it got."""
+
+    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, *more: Any) -> None:
+        forward(tensors, layer, out, x, *more)
+        more[which - 1][-1, -1] += 1
+
+    return compute
+
+
+def few_places(tensors: Any, layer: Problem, out: Tensor, x: Tensor, w: Tensor, ids: Tensor, *more: Any) -> None:
+    """Each expert takes 56 rows; further ones are dropped."""
+    rank = torch.zeros_like(ids)
+    for expert in ids.unique():
+        mine = ids == expert
+        rank[mine] = torch.arange(int(mine.sum()), dtype=ids.dtype)
+    forward(tensors, layer, out, x, w, ids.masked_fill(rank >= 56, -1), *more)
+
+
+def only_at_starts(tensors: Any, layer: Problem, out: Tensor, x: Tensor, *more: Any) -> None:
+    """Reads from where the storage begins."""
+    forward(tensors, layer, out, torch.as_strided(x, x.shape, x.stride(), 0), *more)
+
+
+def neighbors(tensors: Any, layer: Problem, out: Tensor, x: Tensor, w: Tensor, ids: Tensor, places: Any) -> None:
+    """Takes a rank's experts for neighbors in ascending order."""
+    if places is not None:
+        first, count = int((places >= 0).nonzero()[0]), int((places >= 0).sum())
+        index = torch.arange(len(places), dtype=places.dtype) - first
+        places = index.masked_fill((index < 0) | (index >= count), -1)
+    forward(tensors, layer, out, x, w, ids, places)
+
+
+class Stale:
+    """Remembers the experts of the first call of each size."""
+
+    def __init__(self) -> None:
+        self._ids: dict[int, Tensor] = {}
+
+    def __call__(self, tensors: Any, layer: Problem, out: Tensor, x: Tensor, w: Tensor, ids: Tensor, *m: Any) -> None:
+        forward(tensors, layer, out, x, w, self._ids.setdefault(len(x), ids.clone()), *m)
+
+
+class Kept:
+    """Adds what it left in a workspace of its own, beyond the rows of the last call."""
+
+    def __init__(self) -> None:
+        self._held = torch.zeros(65, 256)
+
+    def __call__(self, tensors: Any, layer: Problem, out: Tensor, x: Tensor, *more: Any) -> None:
+        forward(tensors, layer, out, x, *more)
+        if 1 < len(x) <= 65:
+            out[0] += self._held[len(x) - 2].to(out.dtype)
+            self._held[: len(x)] = out.float()
+
+
+def changed(change: Callable[[Tensor, Tensor, Tensor, Tensor], object]) -> Callable[..., None]:
+    """The right output, then changed by a function of it, the tokens, the weights and the ids."""
+
+    def compute(tensors: Any, layer: Problem, out: Tensor, x: Tensor, w: Tensor, ids: Tensor, *more: Any) -> None:
+        forward(tensors, layer, out, x, w, ids, *more)
+        change(out, x, w, ids)
+
+    return compute
+
+
+def wrong_where(choose: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[..., None]:
+    """Rows of the output that `choose` selects by tokens, weights and ids are off by a half."""
+    return changed(lambda out, x, w, ids: out.mul_(torch.where(choose(x, w, ids), 1.5, 1.0)[:, None].to(out.dtype)))
+
+
+def rows(x: Tensor) -> Tensor:
+    return torch.arange(len(x))
+
+
+FAULTS: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "tokens saturate at 100": (lambda: saturates(100.0), ["16 bit", "W8A8", "FP8 by token"]),
+    "tokens saturate at 448": (lambda: saturates(448.0), ["16 bit", "W8A8", "FP8 by token"]),
+    "tokens saturate at 8 times their mean": (
+        lambda: on_x(lambda x: torch.minimum(x.abs(), 6 * x.abs().mean(-1, keepdim=True)) * x.sign()),
+        ALL,
+    ),
+    "scale of the typical value": (lambda: on_x(typical_scale), ["W8A8", "FP8 by token"]),
+    "float16 inside": (lambda: in_float16, ["16 bit", "W8A8", "FP8 by token"]),
+    "small features lost": (
+        lambda: on_x(lambda x: x.masked_fill(x.abs() < x.abs().amax(-1, keepdim=True) / 16, 0)),
+        ALL,
+    ),
+    "routing weights changed": (lambda: changes(1), ALL),
+    "ids changed": (lambda: changes(2), ALL),
+    "places for 56 rows": (lambda: few_places, ALL),
+    "storage from its start": (lambda: only_at_starts, ALL),
+    "stale experts": (Stale, ALL),
+    "own workspace": (Kept, ALL),
+    "last block of columns, last token": (lambda: changed(lambda out, *_: out[-1, -32:].mul_(1.5)), ALL),
+    "first column": (lambda: changed(lambda out, *_: out[:, 0].zero_()), ALL),
+    "every 32nd token": (lambda: wrong_where(lambda x, w, ids: rows(x) % 32 == 31), ALL),
+    "tokens 48 to 63": (lambda: wrong_where(lambda x, w, ids: rows(x) // 16 == 3), ALL),
+    "last expert": (lambda: wrong_where(lambda x, w, ids: (ids == ids.max()).any(-1)), ALL),
+    "expert 0 in the last slot": (lambda: wrong_where(lambda x, w, ids: ids[:, -1] == 0), ALL),
+    "weights above 1": (lambda: wrong_where(lambda x, w, ids: (w > 1).any(-1)), ALL),
+    "small weights dropped": (
+        lambda: lambda t, p, o, x, w, ids, *m: forward(t, p, o, x, w * (w > 0.15), ids, *m),
+        ALL,
+    ),
+    "weights in 3 bits": (
+        lambda: lambda t, p, o, x, w, ids, *m: forward(t, p, o, x, w.to(torch.float8_e5m2).float(), ids, *m),
+        ["16 bit", "gpt-oss", "float16"],
+    ),
+    "experts sorted by id": (
+        lambda: lambda t, p, o, x, w, ids, *m: forward(t, p, o, x, w, ids.sort(-1).values, *m),
+        ALL,
+    ),
+    "all tokens alike are one": (lambda: wrong_where(lambda x, w, ids: (x == x[:1]).all().expand(len(x))), ALL),
+    "more than 64 in all experts": (lambda: wrong_where(lambda x, w, ids: rows(x) * ids.shape[1] >= 250), ALL),
+    "adds to what the output held": (
+        lambda: lambda t, p, o, x, *m: (lambda before: (forward(t, p, o, x, *m), o.add_(before)))(o.clone()),
+        ALL,
+    ),
+    "output in 5 bits": (
+        lambda: changed(lambda out, *_: out.copy_((out.float() * 1.0).to(torch.float8_e4m3fn).to(out.dtype))),
+        ["16 bit", "float16"],
+    ),
+    "tokens in another order from 33 on": (
+        lambda: changed(lambda out, *_: out.copy_(out.flip(0)) if len(out) > 32 else out),
+        ALL,
+    ),
+    "largest values cut off by a quarter": (lambda: on_x(lambda x: x.clamp(max=float(x.abs().max()) * 0.75)), ALL),
+}
+CASES = [(name, layer) for name, (_, layers) in FAULTS.items() for layer in layers]
+
+
+@pytest.mark.parametrize(("name", "layer"), CASES, ids=[f"{name}-{layer}" for name, layer in CASES])
+def test_a_fault_is_caught(name: str, layer: str) -> None:
+    result = check(Faulty("wrong", compute=FAULTS[name][0]()), LAYERS[layer], weights(LAYERS[layer]))
+    print(result)
+    assert not result.passed and result.fault
+    words = {"routing weights changed": "has changed its routing weights", "ids changed": "has changed its expert ids"}
+    assert words.get(name, "") in result.fault
+
+
+@pytest.mark.parametrize("layer", ALL)
+def test_experts_that_are_no_neighbors(layer: str) -> None:
+    spread = dataclasses.replace(LAYERS[layer], local_experts=8, parallel=Parallel(ep=2))
+    loaded = {key: tensor[:8] for key, tensor in weights(LAYERS[layer]).items()}
+    for compute, passes in ((forward, True), (neighbors, False)):
+        assert check(Faulty("spread", compute=compute), spread, loaded).passed is passes
+
+
+def test_the_places_of_experts_are_a_permutation_without_neighbors() -> None:
+    for count in range(1, 9):
+        here, away = inputs.place_experts(count)
+        assert sorted([*here.tolist(), *away.tolist()]) == list(range(2 * count))
+        assert 0 in here and (count == 1 or 2 * count - 1 in here)
+        assert sorted(here.tolist(), reverse=True) == here.tolist()
+
+
+# --- Router weights on the input --------------------------------------------------------------------------------------
+
+ON_INPUT = dataclasses.replace(
+    problem(**SMALL | {"top_k": 1}, scheme=MXFP8, activation=SILU),
+    routing=Routing("llama4", "sigmoid", renormalize=False, apply_router_weight_on_input=True),
+)
+
+
+class OnInput(Faulty):
+    """Does to router weights what `weight` says; vLLM's prepare step has multiplied the tokens."""
+
+    def __init__(self, weight: Callable[[Tensor], Tensor]) -> None:
+        super().__init__("on_input")
+        self._weight = weight
+
+    def build_experts(self, tensors: Any, problem: Problem, plan: Any, builder: Any) -> Any:
+        plain = dataclasses.replace(problem, routing=Routing())
+        built = builder.from_function(lambda out, x, w, *more: forward(tensors, plain, out, x, w, *more))
+        run = built.apply
+
+        def apply(**arguments: Any) -> Any:
+            assert arguments["apply_router_weight_on_input"]
+            weights = self._weight(arguments["topk_weights"])
+            return run(**arguments | {"topk_weights": weights, "apply_router_weight_on_input": False})
+
+        built.apply = apply
+        return built
+
+
+@pytest.mark.parametrize("scheme", [MXFP8, MXFP8_W8A8, MXFP4], ids=str)
+@pytest.mark.parametrize(
+    ("weight", "passes"),
+    [(torch.ones_like, True), (lambda w: w, False), (lambda w: 1 / w, False)],
+    ids=["right", "twice", "taken back"],
+)
+def test_router_weights_are_on_the_input_once(scheme: Any, weight: Any, passes: bool) -> None:
+    layer = dataclasses.replace(ON_INPUT, scheme=scheme)
+    result = check(OnInput(weight), layer, weights(layer))
+    assert result.passed is passes, result
+
+
+def test_the_emulation_and_a_right_function_have_router_weights_on_the_input() -> None:
+    loaded = weights(ON_INPUT)
+    assert check(Faulty("right"), ON_INPUT, loaded).passed
+    # A kernel that weights outputs for itself does not get the flag.
+    late = Faulty("late", understand=lambda layer: dataclasses.replace(layer, routing=Routing()))
+    assert check(late, ON_INPUT, loaded).passed is True
+
+
+# --- No tokens --------------------------------------------------------------------------------------------------------
+
+
+def test_vllm_never_calls_experts_without_tokens() -> None:
+    """A data-parallel rank may have none. vLLM answers itself then; where it does not, the check needs such a call."""
+    layer = LAYERS["16 bit"]
+    called = []
+
+    class Built(Faulty):
+        def build_experts(self, tensors: Any, problem: Problem, plan: Any, builder: Any) -> Any:
+            called.append(builder.from_function(lambda out, x, *more: called.append(len(x))))
+            return called[-1]
+
+    check(Built("none"), layer, weights(layer))
+    experts, module = called[0], torch.nn.Module()
+    loaded = {name: tensor[:5] for name, tensor in weights(layer).items()}
+    del called[1:]
+    nothing = torch.empty(0, layer.hidden_size, dtype=torch.bfloat16)
+    ids = torch.empty(0, layer.top_k, dtype=torch.int32)
+    out = current_adapter().run_single_rank(experts, module, loaded, nothing, ids.float(), ids)
+    assert out.shape == nothing.shape and len(called) == 1
+
+
+# --- Right kernels ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", ALL)
+@pytest.mark.parametrize("rule", ["ceil", "floor"])
+def test_outliers_refuse_no_kernel_that_rounds_wherever_it_may(layer: str, rule: str) -> None:
+    result = check(Faulty("rounds", compute=lib.every_rounding(rule)), LAYERS[layer], weights(LAYERS[layer]))
+    assert result.passed, result
+
+
+def test_outliers_are_what_every_format_holds() -> None:
+    layer = LAYERS["W8A8"]
+    experts = {name: tensor[:5] for name, tensor in weights(layer).items()}
+    x, router, ids = inputs.make_inputs(dataclasses.replace(layer, num_experts=5, local_experts=5), experts)
+    assert len(x) == len(router) == len(ids) == 3 * inputs.NUM_TOKENS
+    for group in x.float().split(inputs.NUM_TOKENS)[1:]:
+        token = group[1]
+        top = token.abs().sort(descending=True).values
+        assert (top[:4] == top[0]).all() and top[0].log2() == top[0].log2().round()
+        assert 40 < top[0] / top[4:].square().mean().sqrt() < 100
+    huge = x[2 * inputs.NUM_TOKENS :].float()
+    first = huge @ mxfp8_weights(experts).T
+    assert first.abs().amax() > 2 * torch.finfo(torch.float16).max
+
+
+def mxfp8_weights(experts: Any) -> Tensor:
+    from vllm_moe_oracle.schemes import mxfp8
+
+    return mxfp8.dequantize_expert({name: tensor[0] for name, tensor in experts.items()}, "w13")
+
+
+def test_no_huge_tokens_where_float16_or_a_limit_forbids_them() -> None:
+    for name in ("gpt-oss", "float16"):
+        layer = dataclasses.replace(LAYERS[name], num_experts=5, local_experts=5)
+        experts = {key: tensor[:5] for key, tensor in weights(LAYERS[name]).items()}
+        assert len(inputs.make_inputs(layer, experts)[0]) == 2 * inputs.NUM_TOKENS
