@@ -32,7 +32,7 @@ class Layer(nn.Module):
         def get_scheme_dict(layer: Any, name: str) -> dict[str, Any]:
             from compressed_tensors.quantization import QuantizationArgs
 
-            assert name == "model.layers.0.mlp.experts.0.down_proj"
+            assert name.startswith("model.layers.") and name.endswith(".mlp.experts.0.down_proj")
             weights = QuantizationArgs(
                 num_bits=8, type="float", strategy="group", group_size=32, scale_dtype=torch.uint8
             )

@@ -30,7 +30,7 @@ from tests.lib.faulty_backends import (
 )
 from tests.lib.strange_backends import RAISED, RETURNED
 from vllm_moe_oracle.core.problem import Problem
-from vllm_moe_oracle.errors import NoBackendError, SelfCheckError, asked_memory, is_out_of_memory
+from vllm_moe_oracle.errors import NoBackendError, SelfCheckError, asked_memory, describe_traceback, is_out_of_memory
 from vllm_moe_oracle.methods import backend_check, backend_selection
 from vllm_moe_oracle.methods.rank_sync import RankGroup
 from vllm_moe_oracle.verification import inputs
@@ -105,6 +105,42 @@ def test_whatever_a_kernel_raises_costs_it_the_layer(error: BaseException, words
     detail = failed.reasons[0].detail
     assert method.decision.backend == "second" and words in detail
     assert len(detail) < 10_000 and "\x1b" not in detail and "\n" not in detail
+
+
+HOSTILE = "bad\x1b[2J\x1b]0;title\x07\nINFO 01-01 all is well\r\u2028" + "x" * 1_000_000
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_the_traceback_of_an_error_is_printable_and_short(chained: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def compute(*arguments: Any) -> None:
+        try:
+            raise RuntimeError(HOSTILE)
+        except RuntimeError as error:
+            if not chained:
+                raise
+            failure = ValueError("\n".join(["line\x1b[31m"] * 5000))
+            failure.add_note(HOSTILE)
+            raise failure from error
+
+    backends = registry([Faulty("broken", compute=compute), second()])
+    backend_check.check_or_fallback(Method.of(backends, LAYERS["silu"]), weights(LAYERS["silu"]), registry=backends)
+    assert "broken raised in its self-check" in caplog.text
+    said = [record.getMessage() for record in caplog.records]
+    assert all(record.exc_info is None for record in caplog.records)
+    for text in said:
+        assert len(text) < 100_000 and text.replace("\n", "").isprintable()
+        assert not any(line.startswith("INFO") for line in text.splitlines())
+    if not chained:
+        assert "in compute" in caplog.text and "RuntimeError: bad" in caplog.text
+
+
+def test_a_traceback_whose_error_cannot_be_read() -> None:
+    class Hostile(Exception):
+        def __getattribute__(self, name: str) -> Any:
+            raise SystemError(name)
+
+    assert describe_traceback(Unreadable()).startswith("  ")
+    assert "cannot be read" in describe_traceback(Hostile())
 
 
 @pytest.mark.parametrize("settings", [{"self_check": "strict"}, {"backend": "swapped"}], ids=["strict", "explicit"])

@@ -293,3 +293,52 @@ def test_ranks_read_files_in_one_order(size: int, extra: Any, caplog: pytest.Log
     assert ["enable_multithread_load is off" in each for each in remarks] == [True] * (threads and size > 1)
     if threads:
         assert extra["enable_multithread_load"] is (size == 1)
+
+
+# --- Packages of third parties ----------------------------------------------------------------------------------------
+
+
+def chosen_with(processes: Any, versions: list[dict[str, str]]) -> Any:
+    """The backend that a rank takes of a third party's package, which has a version of its own on each rank."""
+    from tests.lib.cases import CPU, backend, problem
+    from vllm_moe_oracle.methods import backend_selection
+    from vllm_moe_oracle.methods.rank_sync import RankGroup
+    from vllm_moe_oracle.oracle.registry import Registry
+    from vllm_moe_oracle.oracle.selection import decide
+    from vllm_moe_oracle.settings import Settings
+
+    group = RankGroup(processes, 60.0)
+    registry = Registry()
+    registry.add(backend("theirs", rank=1.0), "an entry point", versions[group.rank])
+    registry.add(backend("other", rank=2.0), "an entry point", {"unused": str(group.rank)})
+    method: Any = SimpleNamespace(
+        rank_group=group, settings=Settings(), moe=None, adapter=SimpleNamespace(stock_class_rejection=lambda *a: "")
+    )
+    layer = problem()
+    backend_selection.select_backend(
+        method, layer.layer, lambda: decide(layer, CPU, Settings(), registry=registry), registry
+    )
+    return method.backend.name
+
+
+@pytest.mark.parametrize(
+    ("versions", "words"),
+    [
+        (({"theirs": "1.0", "their-kernels": "2"},) * 2, ()),
+        (({"theirs": "1.0"}, {"theirs": "1.1"}), ('theirs of the backend theirs is "1.', "on rank 0", "on rank 1")),
+        (
+            ({"theirs": "1.0", "their-kernels": "2"}, {"theirs": "1.0"}),
+            ("their-kernels of the backend theirs is ", "not installed on rank 1", "Install the same versions"),
+        ),
+    ],
+    ids=["same", "other version", "not installed"],
+)
+def test_ranks_have_the_same_version_of_a_third_partys_package(
+    tmp_path: Path, versions: list[dict[str, str]], words: tuple[str, ...]
+) -> None:
+    for found in gloo_ranks.run(chosen_with, 2, tmp_path, versions):
+        if not words:
+            assert found == "theirs"
+        else:
+            assert found["raised"] == "RankSyncError"
+            assert all(word in found["message"] for word in words), found["message"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lib.cases import CPU, MXFP8, MXFP8_W8A8, SILU, problem
+from tests.lib.cases import MXFP8, MXFP8_W8A8, SILU, problem
 
 pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular kernel")
 
@@ -25,9 +25,7 @@ SMALL: dict[str, Any] = {"experts": 16, "top_k": 4, "hidden_size": 256, "interme
 LAYERS = {
     "16 bit": problem(**SMALL, scheme=MXFP8, activation=SILU),
     "W8A8": problem(**SMALL, scheme=MXFP8_W8A8, activation=SILU),
-    "FP8 by token": problem(
-        **SMALL, scheme=dataclasses.replace(MXFP8_W8A8, activations="fp8_token"), activation=SILU
-    ),
+    "FP8 by token": problem(**SMALL, scheme=dataclasses.replace(MXFP8_W8A8, activations="fp8_token"), activation=SILU),
     "gpt-oss": problem(**SMALL, scheme=MXFP4, activation=OAI, has_bias=True),
     "float16": problem(**SMALL, scheme=MXFP8, activation=SILU, dtype="float16"),
 }

@@ -1,0 +1,203 @@
+"""Every layer of a kind is called after its conversion: a backend may compute with another layer's weights."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="the methods are subclasses of vLLM's")
+
+from tests.lib import faulty_backends as lib
+from tests.lib import method_layers
+from tests.lib.cases import registry
+from tests.lib.faulty_backends import Faulty, Method
+from tests.lib.method_layers import HIDDEN, INNER, Layer, created
+from vllm_moe_oracle.backends.emulation import forward
+from vllm_moe_oracle.errors import SelfCheckError
+from vllm_moe_oracle.methods import backend_check
+from vllm_moe_oracle.oracle import watchdog
+from vllm_moe_oracle.schemes import mxfp8
+
+EXPERTS = 12
+
+
+def load(layer: Any, seed: int) -> None:
+    """Random weights, as a quantizer writes them."""
+    generator = torch.Generator().manual_seed(seed)
+    for name in ("w13", "w2"):
+        codes, scales = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
+        made = mxfp8.quantize(torch.randn(codes.shape, generator=generator) * 0.05)
+        codes.copy_(made[0])
+        scales.copy_(made[1])
+
+
+class Shares(Faulty):
+    """Computes with what `choose` makes of the tensors of all layers so far that will serve."""
+
+    def __init__(self, choose: Any) -> None:
+        super().__init__("shares")
+        self._choose = choose
+        self._held: list[Any] = []
+
+    def build_experts(self, tensors: Any, problem: Any, plan: Any, builder: Any) -> Any:
+        held, own = self._held, dict(tensors)
+        if builder.for_serving:
+            held.append(own)
+        return builder.from_function(
+            lambda *arguments: forward(self._choose(held, own) if builder.for_serving else own, problem, *arguments)
+        )
+
+
+class ConvertsOnce(Faulty):
+    """Converts the experts of the first layer, and returns them for all others."""
+
+    def __init__(self) -> None:
+        super().__init__("converts_once")
+        self._made: list[dict[str, torch.Tensor]] = []
+        self._calls = 0
+
+    def convert(self, expert: Any, problem: Any, plan: Any) -> Any:
+        if expert["w13"].is_meta or problem.num_experts != EXPERTS:
+            return dict(expert)
+        if len(self._made) < EXPERTS:
+            self._made.append({name: tensor.clone() for name, tensor in expert.items()})
+            return dict(expert)
+        self._calls += 1
+        return self._made[(self._calls - 1) % EXPERTS]
+
+
+FAULTS: dict[str, Any] = {
+    "the first layer's": lambda: Shares(lambda held, own: held[0]),
+    "the last layer's": lambda: Shares(lambda held, own: held[-1]),
+    "the last layer's scales": lambda: Shares(lambda held, own: own | {"w2_scale": held[-1]["w2_scale"]}),
+    "two layers'": lambda: Shares(lambda held, own: own | {"w2": held[0]["w2"]}),
+    "converted once": ConvertsOnce,
+}
+
+
+@pytest.fixture(params=["group", "all", "off"])
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Loads layers of one kind until one fails; returns the mode of the check and how many went well."""
+    backend_check.reset()
+
+    def loads(backend: Any, count: int = 3) -> tuple[list[Any], int]:
+        method_layers.use_backends([backend], monkeypatch)
+        methods = []
+        for seed in range(count):
+            layer = Layer()
+            layer.layer_name = f"model.layers.{seed}.mlp.experts"
+            methods.append((created(config, layer), layer))
+        for seed, (method, layer) in enumerate(methods):
+            load(layer, seed)
+            try:
+                method.process_weights_after_loading(layer)
+            except SelfCheckError as error:
+                assert "MOE_ORACLE_DISABLE" in str(error)
+                return methods, seed
+        return methods, count
+
+    with method_layers.moe_config({"self_check": request.param}, EXPERTS, HIDDEN // 4, INNER // 4) as config:
+        monkeypatch.setattr(method_layers, "HIDDEN", HIDDEN // 4)
+        monkeypatch.setattr(method_layers, "INNER", INNER // 4)
+        yield request.param, loads
+    backend_check.reset()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_layer_that_computes_with_anothers_weights(run: Any, name: str) -> None:
+    mode, loads = run
+    assert loads(FAULTS[name]())[1] == (3 if mode == "off" else 1)
+
+
+def test_right_layers_pass_and_only_the_last_one_keeps_its_check(run: Any) -> None:
+    mode, loads = run
+    methods, count = loads(Faulty("right"))
+    assert count == 3
+    assert [method.installed is not None for method, _ in methods] == [False, False, mode != "off"]
+
+
+def test_a_check_keeps_no_layer_alive(run: Any) -> None:
+    _, loads = run
+    methods, _ = loads(Faulty("right"))
+    layers = [weakref.ref(layer) for _, layer in methods]
+    methods.clear()
+    gc.collect()
+    assert [each() for each in layers] == [None] * 3
+
+
+def test_tensors_that_vllm_has_moved_are_not_read(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As offloading to the CPU does between layers; the kernel must not run over them."""
+    mode, loads = run
+    original = backend_check._check_previous
+    seen = []
+
+    def moves(method: Any, last: Any) -> str:
+        if last is not None:
+            layer = last().installed._layer
+            layer.w2_weight.data = layer.w2_weight.data.clone()
+            seen.append(last().installed.compare_again().skip_reason)
+        return original(method, last)
+
+    monkeypatch.setattr(backend_check, "_check_previous", moves)
+    assert loads(FAULTS["the last layer's"]())[1] == 3  # nothing else sees this fault
+    assert loads(Faulty("right"))[1] == 3
+    assert set(seen) == (set() if mode == "off" else {"its tensors were moved"})
+
+
+@pytest.mark.parametrize("experts", [1, 2, 12])
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_few_experts_are_the_last_and_others(experts: int, top_k: int) -> None:
+    from tests.lib.cases import problem
+    from vllm_moe_oracle.verification.installed import WeightParts
+
+    chosen = set()
+    for number in range(20):
+        layer = problem(experts=experts, top_k=min(top_k, experts), layer=f"model.layers.{number}.mlp.experts")
+        few = WeightParts(layer, every=False).experts
+        assert len(few) == len(set(few)) == min(experts, 2) and few[-1] == experts - 1 and few == sorted(few)
+        assert WeightParts(layer).experts == list(range(experts))
+        chosen |= set(few)
+    assert len(chosen) > min(experts, 2) or experts <= 2
+
+
+# --- A check that takes long ------------------------------------------------------------------------------------------
+
+
+def test_a_slow_kernel_is_named_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel returns only when the log has named it twice: nothing here depends on how fast the machine is."""
+    lines: list[str] = []
+    named = threading.Event()
+
+    class Listens(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+            if len(lines) == 2:
+                named.set()
+
+    def compiles(tensors: Any, layer: Any, out: Any, *more: Any) -> None:
+        assert named.wait(60)
+        forward(tensors, layer, out, *more)
+
+    backend_check.reset()
+    monkeypatch.setattr(watchdog, "FIRST_SECONDS", 0.01)
+    handler = Listens()
+    watchdog.logger.addHandler(handler)
+    before = threading.active_count()
+    try:
+        layer = lib.LAYERS["silu"]
+        backends = registry([Faulty("slow", compute=compiles)])
+        backend_check.check_or_fallback(Method.of(backends, layer), lib.weights(layer), registry=backends)
+    finally:
+        watchdog.logger.removeHandler(handler)
+        backend_check.reset()
+    assert threading.active_count() == before
+    assert lines[0].startswith("moe_oracle: slow is being checked in ") and " for 0 s; " in lines[0]
+    assert layer.layer in lines[0] or "8 experts" in lines[0]
+    assert "MOE_ORACLE_SELF_CHECK=off skips the check, MOE_ORACLE_DISABLE=slow the backend" in lines[1]
