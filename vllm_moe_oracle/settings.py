@@ -214,8 +214,9 @@ class Settings:
         SelfCheck,
         "group",
         "compare kernels with the reference at load time: never, with all calls for one layer of each group and one "
-        "call for each of the others, with all calls for every layer, or as group with a failure being an error; unless "
-        "it is off, the weights of all experts are also searched for NaN and for values that no kernel can compute with",
+        "call for each of the others, with all calls for every layer, or as group with a failure being an error; "
+        "unless it is off, the weights of all experts are also searched for NaN and for values that no kernel can "
+        "compute with",
         shared=True,
     )
     mxfp8_scale_rule: ScaleRule = _choice(
