@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lib.cases import MXFP8, MXFP8_W8A8, SILU, problem
+from tests.lib.cases import CPU, MXFP8, MXFP8_W8A8, SILU, problem
 
 pytest.importorskip("vllm", reason="checked kernels run through vLLM's modular kernel")
 
@@ -19,7 +19,7 @@ from tests.lib.faulty_backends import MXFP4, OAI, Faulty, check, weights
 from vllm_moe_oracle.backends.emulation import expert_outputs, forward
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.core.problem import Parallel, Problem, Routing
-from vllm_moe_oracle.verification import inputs
+from vllm_moe_oracle.verification import inputs, installed, whole_layer
 
 SMALL: dict[str, Any] = {"experts": 16, "top_k": 4, "hidden_size": 256, "intermediate_size": 128}
 LAYERS = {
@@ -265,6 +265,37 @@ def test_the_emulation_and_a_right_function_have_router_weights_on_the_input() -
     # A kernel that weights outputs for itself does not get the flag.
     late = Faulty("late", understand=lambda layer: dataclasses.replace(layer, routing=Routing()))
     assert check(late, ON_INPUT, loaded).passed is True
+
+
+@pytest.mark.parametrize("scheme", [MXFP8, MXFP8_W8A8], ids=str)
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_other_checks_have_router_weights_on_the_input(
+    scheme: Any, ignored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The converted layer, and `verify`; the fault is a server that weights outputs."""
+    layer, adapter = dataclasses.replace(ON_INPUT, scheme=scheme), current_adapter()
+    backend = Faulty("right", understand=lambda layer: dataclasses.replace(layer, routing=Routing()))
+    loaded = weights(layer)
+    if ignored:
+        run = type(adapter).run_single_rank
+        late = {"weights_on_input": False}
+        monkeypatch.setattr(type(adapter), "run_single_rank", lambda *args, **more: run(*args, **more | late))
+    parts = installed.WeightParts(layer)
+    for index in range(layer.local_experts):
+        parts.add({name: tensor[index] for name, tensor in loaded.items()})
+    made = whole_layer.KernelTensors(backend, layer, backend.plan(layer, CPU))
+    for index in range(layer.local_experts):
+        assert not made.put({name: tensor[index] for name, tensor in loaded.items()}, index)
+    experts = made.build(adapter, "cpu", 64)
+    checked = installed.InstalledLayer(backend, parts, experts, made.layer, made.tensors, adapter)
+    assert checked.compare().passed is checked.compare_again().passed is not ignored
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(24, layer.hidden_size, generator=generator).to(torch.bfloat16)
+    ids = torch.arange(24)[:, None] % layer.num_experts
+    tokens = x, torch.rand(24, 1, generator=generator) + 0.2, ids
+    read = lambda index: {name: tensor[index] for name, tensor in loaded.items()}  # noqa: E731
+    found = whole_layer.LayerCheck(layer, read, tokens, adapter, "cpu").run(backend, backend.plan(layer, CPU))
+    assert bool(found.fault) is ignored
 
 
 # --- No tokens --------------------------------------------------------------------------------------------------------
