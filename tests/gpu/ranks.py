@@ -42,7 +42,7 @@ SIZE = replace(checkpoints.Size(), intermediate=256)
 DRAFTED = replace(SIZE, layers=1)
 """Of models with a layer that drafts: `checkpoints.glm4_moe` says why one."""
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
-DRAFTS = {"mxfp8 mtp": "", "mxfp8 mtp, drafts in 16 bits": "model.layers.1."}
+DRAFTS = {"mxfp8 mtp": "", "mxfp8 mtp with 16-bit drafts": "model.layers.1."}
 """What of such a model is left in 16 bits."""
 GPT_OSS = replace(checkpoints.Size(), intermediate=256, top_k=4)
 SECONDS = 240

@@ -133,6 +133,8 @@ def test_two_gpus_say_what_transformers_say() -> None:
     # vLLM's gpt-oss moves no experts, and its experts have no names of their own for an adapter.
     lacks = ("eplb", "eplb, async", "expert lora", "expert lora, ep")
     assert wanted - set(cells) == {("mxfp4 gpt-oss", case) for case in lacks}
+    drafting = [row for row in rows if row["format"] in ranks.DRAFTS]
+    assert len(drafting) == 6 and all(0 < row["accepted"] == row["drafted"] for row in drafting)
     own = [row for row in rows if "static" not in row["case"]]
     assert all(name.startswith("hopper_") for row in own for name in row["backends"])
 
