@@ -66,12 +66,13 @@ def install(folder: Path, modules: dict[str, str]) -> list[EntryPoint]:
 
 @contextlib.contextmanager
 def listening(seen: list[str]) -> Iterator[None]:
-    """Collects what is logged of third parties, and sets `NAMED` at a warning."""
+    """Collects what is logged of third parties, and sets `NAMED` at a warning of an import or of the method `priority`:
+    under load others are slow, too."""
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             seen.append(record.getMessage())
-            if record.levelno == logging.WARNING:
+            if record.levelno == logging.WARNING and "its method plan" not in seen[-1]:
                 NAMED.set()
 
     listener = Listener()
@@ -133,8 +134,9 @@ def test_the_log_names_a_method_that_does_not_return(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(watchdog, "FIRST_SECONDS", 0.01)
     with listening(seen := []):
         assert decide(LAYER, CPU, load({}), registry=backends([strange("priority", wait)])).backend == "strange"
-    assert "backend strange: its method priority has been running for" in seen[0]
-    assert "MOE_ORACLE_DISABLE=strange leaves it out" in seen[0]
+    (line,) = [each for each in seen if "its method priority" in each][:1]  # under load others are slow, too
+    assert "backend strange: its method priority has been running for" in line
+    assert "MOE_ORACLE_DISABLE=strange leaves it out" in line
 
 
 def tool(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
