@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +126,15 @@ def test_a_file_in_a_closed_folder_can_be_appended_to_alone(tmp_path: Path) -> N
         assert why_unwritable(file) == "permission denied" and why_unwritable(file, appended=True) == ""
     finally:
         tmp_path.chmod(0o700)
+
+
+def test_the_file_of_the_standard_output_keeps_what_is_around(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom vllm_moe_oracle.whole_files import write_whole\n"
+        "print('before')\nwrite_whole(Path(sys.argv[1]), b'page\\n')\nprint('after')\n"
+    )
+    file = tmp_path / "log"
+    for name in ("/dev/stdout", str(file)):
+        with file.open("wb") as output:
+            subprocess.run([sys.executable, "-c", code, name], stdout=output, check=True, cwd=Path(__file__).parents[1])
+        assert file.read_text() == "before\npage\nafter\n" and os.listdir(tmp_path) == ["log"]

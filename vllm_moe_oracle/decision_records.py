@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,20 +43,34 @@ MAX_RECORD_BYTES = 1 << 24
 """Larger files are ignored: they are not the record of one process."""
 
 
-def last_of_each_process(records: Iterable[Record], process: Callable[[Record], tuple[str, int]]) -> list[Record]:
+def last_of_each_load(
+    records: Iterable[Record], described: Callable[[Record], tuple[object, set[str]]]
+) -> list[Record]:
     """The records that count among those of a report, a file to which each load of a model adds one.
 
-    A model with a layer that drafts is two loads of one process, and the second record has the layers of both.
+    A model with a layer that drafts is two loads of one process, and the second record has the layers of both. Other
+    models of a process, and other processes with its number, have other layers or the same ones again.
 
     Args:
         records: in the file's order.
-        process: a record's host and process; processes with number 0 are all different.
+        described: a record's process, and the names of its layers.
     """
-    found: dict[tuple[str, int, int], Record] = {}
+    found: dict[int, Record] = {}
+    last: dict[object, tuple[int, set[str]]] = {}
     for index, record in enumerate(records):
-        host, number = process(record)
-        found[host, number, 0 if number else index] = record
+        process, layers = described(record)
+        before, loaded = last.get(process, (-1, set()))
+        if loaded < layers:  # and not equal: that is another load
+            found.pop(before, None)
+        last[process] = index, layers
+        found[index] = record
     return list(found.values())
+
+
+def process_and_layers(record: Mapping[str, Any]) -> tuple[object, set[str]]:
+    """What `last_of_each_load` asks of a record as it is written."""
+    names = {layer for group in record["groups"] for layer in group["layers"]}
+    return (record["host"], record["process"]), names
 
 
 def reserve_dir() -> None:

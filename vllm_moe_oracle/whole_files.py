@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """A path beside a file, with its suffix. What is written there replaces the file at the end, in one step.
 
-    A link stays, and the file that it leads to is replaced. What is no file, such as a pipe, is written itself.
+    A link stays, and the file that it leads to is replaced. What is no file, such as a pipe, is written itself, and so
+    is the file that the standard output or error of this process goes to: what follows must reach it, too.
 
     Args:
         path: the file; its folder must exist.
@@ -23,18 +25,37 @@ def replacing(path: Path) -> Iterator[Path]:
     if os.path.exists(path) and not os.path.isfile(path):  # a link to a pipe has no real path
         yield path
         return
+    descriptor = _open_descriptor(path)
     path = Path(os.path.realpath(path))
     partial = path.with_name(f".moe-oracle-{os.getpid()}{path.suffix}")
     try:
         yield partial
         with partial.open("rb") as file:
             os.fsync(file.fileno())
+            if descriptor is not None:
+                _write_all(descriptor, file.read())
+                return
         if path.exists():
             partial.chmod(path.stat().st_mode & 0o7777)
         os.replace(partial, path)
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def _open_descriptor(path: Path) -> int | None:
+    """The descriptor of the standard output or error, if it goes to this file."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or no file of the system
+            stream.flush()
+            if os.path.samestat(os.stat(path), os.fstat(stream.fileno())):
+                return stream.fileno()
+    return None
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def write_whole(path: Path, data: bytes) -> None:

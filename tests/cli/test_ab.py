@@ -38,7 +38,7 @@ if plugin != ("--wrong" in options):
     with open(os.environ["MOE_ORACLE_REPORT"], "a") as file:
         for count in (1, 2):  # a layer that drafts is loaded after the others; the last record has all
             record = {"host": "here", "process": os.getpid(), "moe_layers": count, "served": count}
-            print(json.dumps(record | {"groups": [group | {"count": count}]}), file=file)
+            print(json.dumps(record | {"groups": [group | {"count": count, "layers": ["a", "b"][:count]}]}), file=file)
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):

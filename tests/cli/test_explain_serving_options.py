@@ -387,6 +387,16 @@ def test_a_size_that_no_stock_class_pads_has_no_backend(run: Run, write: Callabl
     assert found.status == 3 and "768 / 32 = 24 is not a multiple" in words(found.out)
 
 
+def test_a_model_that_may_start_keeps_its_gain(run: Run, tmp_path: Path) -> None:
+    """Act order in groups, and linear layers that the config leaves in 16 bits."""
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}
+    gptq["dynamic"] = {"-:.*self_attn.*": {}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized() | {"quantization_config": gptq}))
+    found = run("explain", tmp_path, "--device", "h100", "--vllm", "0.33.0")
+    assert found.status == 0 and "a server does not start, unless" in words(found.out)
+    assert "gain over stock none" not in words(found.out)
+
+
 def test_a_model_that_vllm_refuses_gains_nothing(run: Run, tmp_path: Path) -> None:
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": False}
     (tmp_path / "config.json").write_text(json.dumps(quantized() | {"quantization_config": gptq}))

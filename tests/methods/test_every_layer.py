@@ -7,6 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from vllm_moe_oracle.errors import SelfCheckError
 from vllm_moe_oracle.methods import backend_check
 from vllm_moe_oracle.oracle import watchdog
 from vllm_moe_oracle.schemes import mxfp8
+from vllm_moe_oracle.verification.self_check import Comparison
 
 EXPERTS = 12
 
@@ -116,11 +118,42 @@ def test_a_layer_that_computes_with_anothers_weights(run: Any, name: str) -> Non
     assert loads(FAULTS[name]())[1] == (3 if mode == "off" else 1)
 
 
-def test_right_layers_pass_and_only_the_last_one_keeps_its_check(run: Any) -> None:
-    mode, loads = run
+def test_right_layers_pass_and_none_keeps_its_check_beyond_the_load(run: Any) -> None:
+    _, loads = run
     methods, count = loads(Faulty("right"))
     assert count == 3
-    assert [method.installed is not None for method, _ in methods] == [False, False, mode != "off"]
+    assert [method.installed for method, _ in methods] == [None] * 3
+
+
+class Converted:
+    """As much of a layer's method as `check_installed` needs; its check finds nothing wrong."""
+
+    def __init__(self, layer: str, again: list[str]) -> None:
+        self.decision: Any = SimpleNamespace(problem=SimpleNamespace(layer=layer, key=lambda: "kind"))
+        self.backend: Any = SimpleNamespace(name="one")
+        self.settings: Any = SimpleNamespace(self_check="group")
+        self.installed: Any = None
+        self._again = again
+
+    def prepare(self) -> Any:
+        def compare_again() -> Comparison:
+            self._again.append(self.decision.problem.layer)
+            return Comparison(0.0, 1.0, 0.0)
+
+        return SimpleNamespace(compare=lambda: Comparison(0.0, 1.0, 0.0), compare_again=compare_again)
+
+
+def test_a_layer_that_comes_again_begins_another_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was loaded in an earlier pass may be gone: its layers are not called after the first one of this."""
+    backend_check.reset()
+    monkeypatch.setattr(backend_check, "_installed", {("kind", "one")})
+    again: list[str] = []
+    first, second = (Converted(name, again) for name in ("first", "second"))
+    for layer in (first, second, first, second):
+        backend_check.check_installed(layer, layer.prepare)
+    assert again == ["first", "first"] and first.installed is None and second.installed is not None
+    backend_check.reset()
+    assert second.installed is None
 
 
 def test_a_check_keeps_no_layer_alive(run: Any) -> None:

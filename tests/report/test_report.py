@@ -364,12 +364,20 @@ def test_a_server_s_decisions_and_reasons_are_shown(tmp_path: Path) -> None:
 
 
 def test_of_a_process_that_loaded_a_drafting_layer_the_last_record_is_shown(tmp_path: Path) -> None:
-    server = {"moe_oracle": "1", "vllm": "0.33.0", "device": {"name": "NVIDIA H200"}, "groups": [], "host": "here"}
+    group = {"problem": {"scheme": {"name": "mxfp8"}}, "decision": {"backend": "x", "why": "static", "explanation": ""}}
+    server = {"moe_oracle": "1", "vllm": "0.33.0", "device": {"name": "NVIDIA H200"}, "host": "here"}
     loads = [
-        server | {"process": process, "served": count, "moe_layers": count} for process in (7, 8) for count in (1, 2)
+        server
+        | {"process": process, "served": count, "moe_layers": count}
+        | {"groups": [group | {"count": count, "layers": ["a", "b"][:count]}]}
+        for count in (1, 2)
+        for process in (7, 8)
     ]
     html = page(write(tmp_path / "d.jsonl", *loads))
     assert html.count("2 of 2 MoE layers run through the oracle") == 2 and "1 of 1 MoE" not in html
+    # Another server with the first one's number, as in a container: its load is another one.
+    html = page(write(tmp_path / "e.jsonl", *loads, *loads))
+    assert html.count("2 of 2 MoE layers run through the oracle") == 4
 
 
 # --- The page -------------------------------------------------------------------------------------------------------

@@ -357,3 +357,12 @@ def test_no_huge_tokens_where_float16_or_a_limit_forbids_them() -> None:
         layer = dataclasses.replace(LAYERS[name], num_experts=5, local_experts=5)
         experts = {key: tensor[:5] for key, tensor in weights(LAYERS[name]).items()}
         assert len(inputs.make_inputs(layer, experts)[0]) == 2 * inputs.NUM_TOKENS
+
+
+@pytest.mark.parametrize("powers", [20, 30, 40])
+def test_outputs_whose_squares_leave_float32_are_not_compared(powers: int) -> None:
+    """Tokens with large first products have them where weights are large, too."""
+    loaded = weights(lib.LAYERS["silu"])
+    loaded["w2_scale"] = (loaded["w2_scale"].view(torch.uint8) + powers).view(loaded["w2_scale"].dtype)
+    assert check(Faulty("right"), lib.LAYERS["silu"], loaded).passed
+    assert not check(Faulty("half", compute=lib.after(lambda out: out.mul_(0.5))), lib.LAYERS["silu"], loaded).passed

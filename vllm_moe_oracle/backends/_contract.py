@@ -38,8 +38,8 @@ class Forward(Protocol):
         x: `[M, hidden]` in the model's dtype; M may be 0.
         topk_weights: `[M, top_k]` float32.
         topk_ids: `[M, top_k]` integer, global expert ids; -1 for a slot without an expert.
-        expert_map: `[num_experts]` int32, local index of each global expert, -1 for an expert of another rank; None
-            when all experts are local.
+        expert_map: `[num_experts]` int32, local index of each global expert, -1 for an expert of another rank, in any
+            order; None when all experts are local.
     """
 
     def __call__(

@@ -44,7 +44,8 @@ def read_seconds(text: object) -> float:
 def _read_number(text: Any, kind: Callable[[Any], _Number], word: str) -> _Number:
     number = parse_decimal(text) if isinstance(text, str) else float(text)  # a default is a number
     if not math.isfinite(number) or (word == "integer" and "." in str(text)):
-        raise typer.BadParameter(f"{text!r} is not a valid {word}. {WHAT_IS_READ}")
+        remedy = "Write digits from 0 to 9" if word == "integer" else WHAT_IS_READ
+        raise typer.BadParameter(f"{text!r} is not a valid {word}. {remedy}")
     return kind(text)
 
 

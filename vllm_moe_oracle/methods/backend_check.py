@@ -70,7 +70,8 @@ _installed: set[_CheckKey] = set()
 
 
 class ConvertedLayer(LayerMethod, Protocol):
-    """A layer's method after the conversion; `installed` is what its check needs, until the next layer was checked."""
+    """A layer's method after the conversion; `installed` is what its check needs, until the next layer was checked or
+    the load ends."""
 
     installed: InstalledLayer | None
 
@@ -78,13 +79,26 @@ class ConvertedLayer(LayerMethod, Protocol):
 _last: dict[_CheckKey, weakref.ref[ConvertedLayer]] = {}
 """The layer that was checked last after its conversion, by problem and backend of the load."""
 
+_in_pass: set[str] = set()
+"""Names of the layers that were checked after their conversion, each once: one that comes again begins another pass,
+before which the weights of the others may have gone."""
+
 
 def reset() -> None:
     """Ends a load: outcomes do not hold for other weights, whether another model's or reloaded ones."""
     _outcomes.clear()
     _convertible.clear()
     _installed.clear()
+    _end_pass()
+
+
+def _end_pass() -> None:
+    """Forgets the layers that were checked last, and what they keep for a second check."""
+    for each in _last.values():
+        if (method := each()) is not None:
+            method.installed = None
     _last.clear()
+    _in_pass.clear()
 
 
 def reserve_or_fallback(method: LayerMethod, reserve: Callable[[], None], registry: Registry | None = None) -> None:
@@ -248,6 +262,9 @@ def check_installed(method: ConvertedLayer, prepare: Callable[[], InstalledLayer
     """
     problem, name = method.decision.problem, method.backend.name
     key = (problem.key(), name)
+    if problem.layer in _in_pass:
+        _end_pass()
+    _in_pass.add(problem.layer)
     topic = f"the check of {name} in {problem.layer} after its conversion"
 
     def compare() -> Comparison:

@@ -21,7 +21,7 @@ from ..core.decision import Decision
 from ..core.measurement_set import MeasurementSet
 from ..core.objectives import MAX_TOKENS
 from ..core.problem import Device, Problem
-from ..decision_records import last_of_each_process
+from ..decision_records import last_of_each_load
 from ..devices.catalog import find_spec, is_same_gpu, known_device
 from ..errors import MeasurementError, NoBackendError, sanitize
 from ..measurements import latency_model, lookup, model_shapes, profile, roofline
@@ -196,7 +196,7 @@ def _read(path: Path, settings: Settings) -> ReportContent:
         return _from_bench(lines, path, settings)
     if "moe_oracle" in first and "groups" in first:
         records = [_decode_line(line, ServerRecord, path, n) for n, line in enumerate(lines, 1)]
-        last = last_of_each_process(records, lambda each: (each.host, each.process))
+        last = last_of_each_load(records, lambda each: ((each.host, each.process), each.layer_names()))
         return ReportContent(servers=tuple(each.decisions() for each in last))
     raise MeasurementError("is neither records nor a profile", _FILE_REMEDY, str(path))
 

@@ -79,6 +79,10 @@ class ServerRecord(msgspec.Struct, frozen=True):
     host: str = ""
     process: int = 0
 
+    def layer_names(self) -> set[str]:
+        """Names of the layers that run through the oracle."""
+        return {layer for group in self.groups for layer in group.layers}
+
     def decisions(self) -> ServerDecisions:
         """What the page shows of them."""
         rejected = []

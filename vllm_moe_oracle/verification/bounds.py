@@ -193,12 +193,14 @@ def _quantization(expected: Tensor, size: Tensor, exact: Tensor) -> Tensor:
 
 
 def joined(parts: Sequence[Reference]) -> Reference:
-    """References of several groups of tokens as one. Each group keeps its own noise; the tolerance is the largest."""
+    """References of several groups of tokens as one. Each group keeps its own noise; the tolerance is the largest, but
+    for groups whose squares leave float32, which cannot be compared."""
+    tolerances = torch.stack([part.tolerance for part in parts])
     return Reference(
         torch.cat([part.expected for part in parts]),
         torch.cat([part.noise for part in parts]),
         torch.cat([part.token_noise for part in parts]),
-        torch.stack([part.tolerance for part in parts]).amax(),
+        torch.where(tolerances.isfinite(), tolerances, tolerances[0]).amax(),
     )
 
 

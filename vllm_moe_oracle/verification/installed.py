@@ -66,6 +66,7 @@ class WeightParts:
         features: input features whose columns of w13 are kept.
         rows: rows of w2 that are kept.
         experts: local numbers of the experts of which parts are kept, ascending.
+        every: whether those are all, as in the first layer of a kind.
     """
 
     def __init__(self, problem: Problem, every: bool = True) -> None:
@@ -74,7 +75,7 @@ class WeightParts:
             problem: the layer. Its name selects the parts: other ones for other layers, the same for all ranks.
             every: keep parts of every expert; of the last and of random ones otherwise, as many as a token has.
         """
-        self.problem = problem
+        self.problem, self.every = problem, every
         self._generator = torch.Generator("cpu").manual_seed(zlib.crc32(problem.layer.encode()))
         first = self._random_index(problem.hidden_size // PART) * PART
         self.features = slice(first, first + PART)
@@ -179,7 +180,7 @@ class InstalledLayer:
         problem = parts.problem
         self.problem, self._backend, self._rows = problem, backend, parts.rows
         self._experts, self._layer, self._tensors, self._adapter = experts, layer, tensors, adapter
-        self._is_whole = len(parts.experts) == problem.local_experts
+        self._is_first = parts.every
         x, weights = parts.tokens()
         count, device = len(x), x.device
         chosen = torch.tensor(parts.experts, device=device)
@@ -237,7 +238,7 @@ class InstalledLayer:
             calls.make(rows)
         large = min(most, MAX_CHECK_TOKENS)
         # On a CPU calls take long, and are made only where another kernel runs.
-        if self._is_whole and large > count and (not x.is_cpu or self._backend.hand_overs(self.problem, large)):
+        if self._is_first and large > count and (not x.is_cpu or self._backend.hand_overs(self.problem, large)):
             calls.make(rows_of_call(large, count, count - 1).to(x.device))
         return calls.result(start)
 

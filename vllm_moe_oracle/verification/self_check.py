@@ -38,6 +38,9 @@ _CALLS = 24
 _PART_OF_RANGE = 2.0**-4
 """Of the largest number of a dtype, how large an expected output may be: sums on the way to it may be larger."""
 
+_LARGEST = 2.0**56
+"""The largest number counts as this in dtypes that hold larger ones: bounds sum squares of outputs in float32."""
+
 _HOST_VALUES = 1 << 24
 """Weights of one matrix that repeated calls read in all, where there is no GPU."""
 
@@ -175,10 +178,12 @@ class Calls:
         """One call with rows `[M]` of the tokens, on memory that holds NaN, or what it held before. The host does not
         wait for the device.
 
-        Tensors of a call on memory that holds NaN begin where their storage begins. Those of other calls are parts of
-        larger ones, as vLLM's are where it splits a batch.
+        Tensors of a call on memory that holds NaN begin where their storage begins. The tokens of other calls are part
+        of a larger tensor, as vLLM's are where it splits a batch.
         """
-        given = [each[rows] if poisoned else each[torch.cat((rows[:1], rows))][1:] for each in self._given.values()]
+        given = [each[rows] for each in self._given.values()]
+        if not poisoned:
+            given[0] = next(iter(self._given.values()))[torch.cat((rows[:1], rows))][1:]
         # A copy: the next call may get the same memory.
         actual = self._run(*given, poisoned=poisoned).clone()
         found = [bounds.excess(actual, self._reference, rows)]
@@ -312,7 +317,7 @@ def _usable_groups(expected: Sequence[Tensor], experts: list[int], problem: Prob
         # The inputs are scaled by the size of the weights; for tiny weights float16 cannot hold them.
         cause = f"some weights are NaN or infinite, or too small or too large for {problem.dtype}"
         raise CheckpointError(rule, f"The checkpoint is damaged: {cause}", problem.layer)
-    most = torch.finfo(getattr(torch, problem.dtype)).max * _PART_OF_RANGE
+    most = min(torch.finfo(getattr(torch, problem.dtype)).max, _LARGEST) * _PART_OF_RANGE
     return [0, *(index for index, each in enumerate(largest) if index and each <= most)]
 
 

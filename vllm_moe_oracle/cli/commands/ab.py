@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...decision_records import last_of_each_process
+from ...decision_records import last_of_each_load, process_and_layers
 from ...devices.detect import installed_packages
 from ...errors import CheckpointError, MeasurementError, printable
 from ...measurements.paired_turns import CONFIDENCE, Comparison, compare
@@ -320,7 +320,7 @@ def _read_records(path: Path) -> tuple[dict[str, int], int]:
     layers = 0
     if path.exists():
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        for record in last_of_each_process(records, lambda each: (each["host"], each["process"])):
+        for record in last_of_each_load(records, process_and_layers):
             layers += record["moe_layers"]
             for group in record["groups"]:
                 backend = group["decision"]["backend"]
