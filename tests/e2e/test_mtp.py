@@ -31,9 +31,15 @@ def serve(path: Path, folder: Path, layers: int, engine: dict[str, Any]) -> dict
     return ranks.judge(job, found, exact, None)
 
 
-@pytest.mark.parametrize("engine", [{}, ranks.TWO, ranks.TWO | ranks.EXPERTS], ids=["one", "tp2", "tp2 ep"])
-@pytest.mark.parametrize("name", ranks.DRAFTS)
-def test_drafts_of_right_experts_are_accepted(name: str, engine: dict[str, Any], tmp_path: Path) -> None:
+ENGINES: dict[str, dict[str, Any]] = {"one": {}, "tp2": ranks.TWO, "tp2 ep": ranks.TWO | ranks.EXPERTS}
+CASES = [(name, case) for name in ranks.DRAFTS for case in ENGINES if not (ranks.DRAFTS[name] and case == "tp2 ep")]
+"""Not whole experts in 16 bits on each rank: vLLM 0.32's operator for CPUs ends the process there, without the plugin,
+too."""
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_drafts_of_right_experts_are_accepted(name: str, case: str, tmp_path: Path) -> None:
+    engine = ENGINES[case]
     path, _ = ranks.write_format(tmp_path, name, 0)
     row = serve(path, tmp_path / "served", 1 + (not ranks.DRAFTS[name]), engine)
     assert row["ok"] and row["accepted"] == row["drafted"] >= TOKENS // 2 - 1, row
