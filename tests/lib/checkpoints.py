@@ -150,6 +150,18 @@ class Maker:
                 logits[expert, token] = max(4.0 - 0.5 * rank, 1.0) + self.rng.uniform(-0.2, 0.2)
         return _f32(logits @ self._tokens.T / norm / math.sqrt(self.size.hidden))
 
+    def add_attention(self, model: Model, layer: str) -> None:
+        """Adds `{layer}.self_attn.{q,k,v,o}_proj.weight` to `model`."""
+        size, prefix = self.size, f"{layer}.self_attn"
+        model.tensors |= {
+            f"{prefix}.q_proj.weight": self.linear(size.heads * size.head_dim, size.hidden),
+            f"{prefix}.k_proj.weight": self.linear(size.kv_heads * size.head_dim, size.hidden),
+            f"{prefix}.v_proj.weight": self.linear(size.kv_heads * size.head_dim, size.hidden),
+            # Attention mixes tokens, which the fitted lm_head does not know of: enough to see, too little to decide.
+            f"{prefix}.o_proj.weight": self.writing(size.heads * size.head_dim, 0.15),
+        }
+        model.linears |= {f"{prefix}.{name}_proj" for name in "qkvo"}
+
     def add_experts(self, model: Model, prefix: str, *, gated: bool = True, gain: float, bias: bool = False) -> None:
         """Adds `{prefix}.{expert}.{gate,up,down}_proj.weight` (and `.bias`) for all experts to `model`."""
         hidden, intermediate = self.size.hidden, self.size.intermediate
@@ -207,14 +219,9 @@ def qwen3_moe(size: Size, rng: np.random.Generator) -> Model:
             f"{layer}.post_attention_layernorm.weight": router_norm,
             f"{layer}.self_attn.q_norm.weight": make.norm(size.head_dim),
             f"{layer}.self_attn.k_norm.weight": make.norm(size.head_dim),
-            f"{layer}.self_attn.q_proj.weight": make.linear(size.heads * size.head_dim, size.hidden),
-            f"{layer}.self_attn.k_proj.weight": make.linear(size.kv_heads * size.head_dim, size.hidden),
-            f"{layer}.self_attn.v_proj.weight": make.linear(size.kv_heads * size.head_dim, size.hidden),
-            # Attention mixes tokens, which the fitted lm_head does not know of: enough to see, too little to decide.
-            f"{layer}.self_attn.o_proj.weight": make.writing(size.heads * size.head_dim, 0.15),
-            f"{layer}.mlp.gate.weight": make.router(router_norm),
         }
-        model.linears |= {f"{layer}.self_attn.{name}_proj" for name in "qkvo"}
+        make.add_attention(model, layer)
+        model.tensors[f"{layer}.mlp.gate.weight"] = make.router(router_norm)
         make.add_experts(model, f"{layer}.mlp.experts", gain=2.0)
     return model
 
@@ -340,10 +347,9 @@ def glm4_moe(size: Size, rng: np.random.Generator) -> Model:
         model.tensors |= {
             f"{layer}.input_layernorm.weight": make.norm(size.hidden),
             f"{layer}.post_attention_layernorm.weight": router_norm,
-            f"{layer}.self_attn.q_proj.weight": make.linear(size.heads * size.head_dim, size.hidden),
-            f"{layer}.self_attn.k_proj.weight": make.linear(size.kv_heads * size.head_dim, size.hidden),
-            f"{layer}.self_attn.v_proj.weight": make.linear(size.kv_heads * size.head_dim, size.hidden),
-            f"{layer}.self_attn.o_proj.weight": make.writing(size.heads * size.head_dim, 0.15),
+        }
+        make.add_attention(model, layer)
+        model.tensors |= {
             f"{layer}.mlp.gate.weight": make.router(router_norm),
             # Much smaller than the distance of a chosen expert's score from the others'.
             f"{layer}.mlp.gate.e_score_correction_bias": _f32(rng.uniform(-0.05, 0.05, size.experts)),
@@ -351,7 +357,6 @@ def glm4_moe(size: Size, rng: np.random.Generator) -> Model:
             f"{shared}.up_proj.weight": make.linear(size.intermediate, size.hidden),
             f"{shared}.down_proj.weight": make.writing(size.intermediate, 0.5),
         }
-        model.linears |= {f"{layer}.self_attn.{name}_proj" for name in "qkvo"}
         model.linears |= {f"{shared}.{name}_proj" for name in ("gate", "up", "down")}
         make.add_experts(model, f"{layer}.mlp.experts", gain=2.0)
     first, drafts = "model.layers.0.", f"model.layers.{size.layers}."

@@ -106,3 +106,15 @@ def load(layer: Layer) -> None:
     """Small numbers in every code, ones in every scale."""
     for name, parameter in layer.named_parameters():
         parameter.data.view(torch.uint8).fill_(127 if name.endswith("_scale") else 0x11)
+
+
+def load_random(layer: Layer, seed: int) -> None:
+    """Random weights, as a quantizer writes them."""
+    from vllm_moe_oracle.schemes import mxfp8
+
+    generator = torch.Generator().manual_seed(seed)
+    for name in ("w13", "w2"):
+        codes, scales = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
+        made = mxfp8.quantize(torch.randn(codes.shape, generator=generator) * 0.05)
+        codes.copy_(made[0])
+        scales.copy_(made[1])

@@ -19,25 +19,14 @@ from tests.lib import faulty_backends as lib
 from tests.lib import method_layers
 from tests.lib.cases import registry
 from tests.lib.faulty_backends import Faulty, Method
-from tests.lib.method_layers import HIDDEN, INNER, Layer, created
+from tests.lib.method_layers import HIDDEN, INNER, Layer, created, load_random
 from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.errors import SelfCheckError
 from vllm_moe_oracle.methods import backend_check
 from vllm_moe_oracle.oracle import watchdog
-from vllm_moe_oracle.schemes import mxfp8
 from vllm_moe_oracle.verification.self_check import Comparison
 
 EXPERTS = 12
-
-
-def load(layer: Any, seed: int) -> None:
-    """Random weights, as a quantizer writes them."""
-    generator = torch.Generator().manual_seed(seed)
-    for name in ("w13", "w2"):
-        codes, scales = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
-        made = mxfp8.quantize(torch.randn(codes.shape, generator=generator) * 0.05)
-        codes.copy_(made[0])
-        scales.copy_(made[1])
 
 
 class Shares(Faulty):
@@ -97,7 +86,7 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
             layer.layer_name = f"model.layers.{seed}.mlp.experts"
             methods.append((created(config, layer), layer))
         for seed, (method, layer) in enumerate(methods):
-            load(layer, seed)
+            load_random(layer, seed)
             try:
                 method.process_weights_after_loading(layer)
             except SelfCheckError as error:

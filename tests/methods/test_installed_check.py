@@ -13,26 +13,15 @@ pytest.importorskip("vllm", reason="the methods are subclasses of vLLM's")
 from tests.lib import faulty_backends as lib
 from tests.lib import method_layers
 from tests.lib.faulty_backends import Faulty
-from tests.lib.method_layers import HIDDEN, INNER, Layer, created
+from tests.lib.method_layers import HIDDEN, INNER, Layer, created, load_random
 from vllm_moe_oracle.backends.emulation import forward
 from vllm_moe_oracle.compat import current_adapter
 from vllm_moe_oracle.errors import SelfCheckError
 from vllm_moe_oracle.methods import backend_check, base
-from vllm_moe_oracle.schemes import mxfp8
 from vllm_moe_oracle.verification import installed
 from vllm_moe_oracle.verification.self_check import Comparison
 
 EXPERTS = 24
-
-
-def load(layer: Any, seed: int) -> None:
-    """Random weights, as a quantizer writes them."""
-    generator = torch.Generator().manual_seed(seed)
-    for name in ("w13", "w2"):
-        codes, scales = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
-        made = mxfp8.quantize(torch.randn(codes.shape, generator=generator) * 0.05)
-        codes.copy_(made[0])
-        scales.copy_(made[1])
 
 
 @pytest.fixture(params=["group", "all", "off"])
@@ -47,7 +36,7 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         method = created(config, layer)
         for seed in range(2):
             backend_check.reset()
-            load(layer, seed)
+            load_random(layer, seed)
             if hasattr(layer, base.PROCESSED_ATTRIBUTE):
                 delattr(layer, base.PROCESSED_ATTRIBUTE)
             try:
@@ -137,7 +126,7 @@ def test_a_reload_converts_fresh_parameters_before_vllm_copies_them(monkeypatch:
         layer = Layer()
         method = created(config, layer)
         raw = {name: (each.shape, each.dtype) for name, each in layer.named_parameters()}
-        load(layer, 0)
+        load_random(layer, 0)
         method.process_weights_after_loading(layer)
         kept = method.experts
         backend_check.reset()
@@ -146,7 +135,7 @@ def test_a_reload_converts_fresh_parameters_before_vllm_copies_them(monkeypatch:
             delattr(layer, name)
         for name, (shape, dtype) in raw.items():
             layer.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
-        load(layer, 1)
+        load_random(layer, 1)
         method.process_weights_after_loading(layer)
         assert method.experts is kept
 

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -65,14 +67,13 @@ def install(folder: Path, modules: dict[str, str]) -> list[EntryPoint]:
 
 
 @contextlib.contextmanager
-def listening(seen: list[str]) -> Iterator[None]:
-    """Collects what is logged of third parties, and sets `NAMED` at a warning of an import or of the method `priority`:
-    under load others are slow, too."""
+def listening(seen: list[str], words: str = "") -> Iterator[None]:
+    """Collects what is logged of third parties, and sets `NAMED` at a warning with these words."""
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             seen.append(record.getMessage())
-            if record.levelno == logging.WARNING and "its method plan" not in seen[-1]:
+            if record.levelno == logging.WARNING and words in seen[-1]:
                 NAMED.set()
 
     listener = Listener()
@@ -132,11 +133,19 @@ def test_the_log_names_a_method_that_does_not_return(monkeypatch: pytest.MonkeyP
 
     NAMED.clear()
     monkeypatch.setattr(watchdog, "FIRST_SECONDS", 0.01)
-    with listening(seen := []):
+    with listening(seen := [], "its method priority"):  # under load others are slow, too
         assert decide(LAYER, CPU, load({}), registry=backends([strange("priority", wait)])).backend == "strange"
-    (line,) = [each for each in seen if "its method priority" in each][:1]  # under load others are slow, too
+    (line,) = [each for each in seen if "its method priority" in each][:1]
     assert "backend strange: its method priority has been running for" in line
     assert "MOE_ORACLE_DISABLE=strange leaves it out" in line
+
+
+def test_a_requirement_that_cannot_be_read_costs_no_backend() -> None:
+    package = SimpleNamespace(
+        name="theirs", version="1.2", requires=["no requirement !", "pytest>=1", "absent-package"]
+    )
+    found = registry._packages(cast(Any, SimpleNamespace(dist=package)))
+    assert found == {"theirs": "1.2", "pytest": pytest.__version__}
 
 
 def tool(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -130,9 +130,10 @@ def elsewhere(path: Path) -> str:
                 lines.append(f"| {' | '.join(cells)} |")
     entry = next(iter(held["formats"].values()))
     packages = ", ".join(f"{name} {version}" for name, version in entry["packages"].items())
+    windows = max(each["windows"] for found in figures("formats", path).values() for each in found.values())
     lines += [
         "",
-        f"{entry['device']}, {packages}; {served_windows()} windows of {held['window']} tokens of {len(held['text'])} "
+        f"{entry['device']}, {packages}; {windows} windows of {held['window']} tokens of {len(held['text'])} "
         "texts: `python -m tests.tools.accuracy --write`, with `--dtype float16` and `--tp 2` where it is said.",
     ]
     return "\n".join(lines)

@@ -15,6 +15,7 @@ from ..quantization.gpt_oss import reject_compressed_tensors
 from ..releases.expert_names import min_expert_width
 from .files import CheckpointFiles
 from .model_fields import (
+    ERNIE_VL_MODELS,
     MAX_EXPERTS,
     MAX_FEATURES,
     NUM_EXPERTS_FIELDS,
@@ -48,24 +49,12 @@ _SIGMOID_MODELS = frozenset(
 )  # fmt: skip
 _CORRECTION_BIAS_MODELS = frozenset(
     {"nemotron_h", "nemotron_h_puzzle", "glm4_moe", "glm4v_moe_text", "glm4_moe_lite", "mimo_v2", "mimo_v2_flash",
-     "exaone_moe", "ernie4_5_moe", "afmoe", "step3p5", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text",
-     "longcat_flash"}
+     "exaone_moe", "ernie4_5_moe", "afmoe", "step3p5", "longcat_flash", *ERNIE_VL_MODELS}
 )  # fmt: skip
 _RENORMALIZING_MODELS = frozenset(
-    {
-        "mixtral",
-        "gpt_oss",
-        "minimax_m2",
-        "minimax_m3",
-        "minimax_m3_text",
-        "ernie4_5_moe",
-        "laguna",
-        "gemma4_text",
-        "ernie4_5_moe_vl",
-        "ernie4_5_vl_moe",
-        "ernie4_5_vl_moe_text",
-    }
-)
+    {"mixtral", "gpt_oss", "minimax_m2", "minimax_m3", "minimax_m3_text", "ernie4_5_moe", "laguna", "gemma4_text",
+     *ERNIE_VL_MODELS}
+)  # fmt: skip
 _NON_RENORMALIZING_MODELS = frozenset({"jamba", "phimoe", "longcat_flash"})
 _SINGLE_GROUP_MODELS = frozenset({"lfm2_moe"})
 _SQRTSOFTPLUS_MODELS = frozenset({"deepseek_v4", "deepseek_v41"})

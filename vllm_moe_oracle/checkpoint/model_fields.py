@@ -71,7 +71,7 @@ def read_float(model: Mapping[str, Any], names: tuple[str, ...], where: str, ind
     return float(value)
 
 
-_TWO_KINDS_OF_EXPERTS = frozenset({"ernie4_5_moe_vl", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text"})
+ERNIE_VL_MODELS = frozenset({"ernie4_5_moe_vl", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text"})
 _FIELDS_BY_KIND = ("moe_num_experts", "moe_intermediate_size", "moe_layer_start_index", "moe_layer_end_index")
 
 
@@ -83,7 +83,7 @@ def kinds_of_experts(config: CheckpointFiles) -> list[tuple[str, CheckpointFiles
     Raises:
         CheckpointError: such a list has another length.
     """
-    if model_type(config) not in _TWO_KINDS_OF_EXPERTS:
+    if model_type(config) not in ERNIE_VL_MODELS:
         return [("experts", config)]
     found = []
     for place, name in enumerate(("text_experts", "vision_experts")):

@@ -9,8 +9,7 @@ from ..checkpoint.layer_names import compact_layer_names
 from ..checkpoint.serving import check_all2all
 from ..core.decision import Candidate, Decision
 from ..core.measurement_set import MeasurementSet
-from ..core.problem import Device, Problem
-from ..core.sharding import PADDED_EXPERTS
+from ..core.problem import Device, Problem, features_for_stock
 from ..errors import NoBackendError
 from ..measurements import lookup
 from ..measurements.stock_gain import StockGain, stock_gain, time_errors
@@ -97,7 +96,10 @@ def group_layers(
             failure = error.rule.split("\n")[0] if judged else f"this release has no backend for {scheme} experts yet"
             if judged and error.remedy:
                 failure = f"{failure}. {error.remedy}"
-            stock, features = None, _unsupported_features(problem)
+            stock = None
+            features = features_for_stock(
+                problem.lora, problem.parallel.is_batched, problem.unpadded_intermediate_size > 0
+            )
             if not names_backends(settings) and not refused_exchange:
                 if moe_backend == AUTO:
                     stock = stock_candidate(judged, problem, device, default_registry())
@@ -123,14 +125,6 @@ def group_layers(
 
 STOCK_ITSELF = "stock vLLM's own choice"
 """What layers are left to where only a server can ask stock vLLM what it takes."""
-
-
-def _unsupported_features(problem: Problem) -> list[str]:
-    """What a layer needs that few backends here support, so that a server asks stock vLLM where none does: as
-    `compat.layer_adapter` finds it."""
-    batched = problem.parallel.is_batched
-    padded = problem.unpadded_intermediate_size > 0
-    return ["LoRA on experts"] * problem.lora + ["a batched all-to-all"] * batched + [PADDED_EXPERTS] * padded
 
 
 def names_backends(settings: Settings) -> bool:

@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from ..core import activations
-from ..core.problem import EVEN_SPLIT_MODEL_TYPE, Activation, Parallel, Placement, Problem, Routing, Scheme
-from ..core.sharding import PADDED_EXPERTS
+from ..core.problem import (
+    EVEN_SPLIT_MODEL_TYPE,
+    Activation,
+    Parallel,
+    Placement,
+    Problem,
+    Routing,
+    Scheme,
+    features_for_stock,
+)
 from ..releases.expert_names import min_expert_width
 from .engine_adapter import EngineAdapter
 from .layer_context import current_layer
@@ -17,10 +25,11 @@ class LayerAdapter(EngineAdapter):
 
     def unsupported_features(self, moe: Any) -> list[str]:
         """Features of a layer that only stock vLLM's own methods support, in words."""
-        batched = moe.moe_parallel_config.use_batched_activation_format
-        lora = self.lora_reaches_experts(moe, current_layer()[1])
-        padded = self.unpadded_intermediate_size(moe) > 0
-        return ["LoRA on experts"] * lora + ["a batched all-to-all"] * bool(batched) + [PADDED_EXPERTS] * padded
+        return features_for_stock(
+            self.lora_reaches_experts(moe, current_layer()[1]),
+            moe.moe_parallel_config.use_batched_activation_format,
+            self.unpadded_intermediate_size(moe) > 0,
+        )
 
     def unpadded_intermediate_size(self, moe: Any) -> int:
         """Intermediate size of the checkpoint's experts, where the model's code pads them with zeros; 0 elsewhere.

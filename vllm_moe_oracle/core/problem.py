@@ -135,6 +135,18 @@ class Routing:
         return Routing(apply_router_weight_on_input=self.apply_router_weight_on_input)
 
 
+def features_for_stock(lora: bool, batched: bool, padded: bool) -> list[str]:
+    """What a layer needs that no or few backends here support, in words: stock vLLM serves it where none does.
+
+    Args:
+        lora: adapters reach its experts.
+        batched: its all-to-all delivers tokens by expert.
+        padded: the model's code pads its experts with zeros.
+    """
+    words = ("LoRA on experts", "a batched all-to-all", "experts that the model's code pads with zeros")
+    return [each for each, needed in zip(words, (lora, batched, padded), strict=True) if needed]
+
+
 @dataclass(frozen=True, slots=True)
 class Parallel:
     """How the layer is distributed over ranks.

@@ -87,9 +87,6 @@ def describe_shard(problem: Problem) -> str:
     return f"{problem.unsharded_intermediate_size} / {problem.parallel.tp} = {problem.intermediate_size}"
 
 
-PADDED_EXPERTS = "experts that the model's code pads with zeros"
-"""What a layer has that no backend here loads, in words."""
-
 IsViable = Callable[[Problem], bool]
 """Whether a layer with another sharding could run."""
 

@@ -18,7 +18,7 @@ from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, 
 from types import MappingProxyType
 from typing import get_args
 
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 
 from .. import backends as builtin_package
 from .. import settings
@@ -143,8 +143,9 @@ def _packages(point: EntryPoint) -> dict[str, str]:
         return {}
     found = {point.dist.name: point.dist.version}
     for line in point.dist.requires or ():
-        name = Requirement(line).name
-        with contextlib.suppress(PackageNotFoundError):  # of an extra, or of another platform
+        # Not installed: of an extra, or of another platform. A line that cannot be read says nothing.
+        with contextlib.suppress(PackageNotFoundError, InvalidRequirement):
+            name = Requirement(line).name
             found[name] = version(name)
     return {sanitize(name): sanitize(each) for name, each in found.items()}
 

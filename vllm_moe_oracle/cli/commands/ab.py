@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import shlex
 import signal
@@ -422,10 +423,8 @@ def _print(first: dict[str, float], metrics: list[_Metric], measured: list[tuple
 
     output.show(f"plugin: {_describe_backends(measured[-1][1].backends)}")
     # With one concurrency, one table; with several, one for each, and one for the start.
-    counts = list(dict.fromkeys(each.concurrency for each in metrics))
-    groups = {f"{count} at a time" if count else "": [each for each in metrics if each.concurrency == count]
-              for count in counts} if len(counts) > 2 else {"": metrics}  # fmt: skip
-    for head, group in groups.items():
+    several = len({each.concurrency for each in metrics}) > 2
+    for count, group in itertools.groupby(metrics, lambda each: each.concurrency if several else None):
         rows = []
         for each in group:
             found = each.compared
@@ -434,7 +433,9 @@ def _print(first: dict[str, float], metrics: list[_Metric], measured: list[tuple
                 change += f" ({found.low - 1:+.1%} to {found.high - 1:+.1%})"
             words = change.replace(" ", output.GLUE)
             rows.append((f"{each.name}, {each.unit}", cell(found.base), cell(found.other), f"{words} {each.verdict}"))
-        output.show_table((head, STOCK, PLUGIN, f"change ({CONFIDENCE:.0%} interval)"), rows)
+        output.show_table(
+            (f"{count} at a time" if count else "", STOCK, PLUGIN, f"change ({CONFIDENCE:.0%} interval)"), rows
+        )
     if first:
         words = ", ".join(f"{kind} {_figure(seconds)} s" for kind, seconds in first.items())
         output.show("", f"first starts, uncounted (stock's came first, to colder caches): {words}")
