@@ -71,12 +71,6 @@ def put(name: str, make: Callable[[Any], Any]) -> Edit:
     return lambda tensors: tensors.update({EXPERT + name: make(tensors[EXPERT + name])})
 
 
-def swap_gate_and_up(tensors: dict[str, Any]) -> None:
-    for name in [each for each in tensors if ".mlp.experts." in each and ".gate_proj." in each]:
-        other = name.replace(".gate_proj.", ".up_proj.")
-        tensors[name], tensors[other] = tensors[other], tensors[name]
-
-
 DAMAGED: dict[str, tuple[str, Edit, str]] = {
     "no group index": (
         "gptq, act order, zero points", drop("up_proj.g_idx"),
@@ -102,8 +96,8 @@ DAMAGED: dict[str, tuple[str, Edit, str]] = {
 """A kind, what happens to its file, and what is said."""
 
 WRONG: dict[str, tuple[str, Edit | None, dict[str, Any]]] = {
-    "gate and up swapped": ("awq", swap_gate_and_up, {}),
-    "gate and up swapped in gptq": ("gptq", swap_gate_and_up, {}),
+    "gate and up swapped": ("awq", checkpoints.swap_gate_and_up, {}),
+    "gate and up swapped in gptq": ("gptq", checkpoints.swap_gate_and_up, {}),
     "zero points off by one": ("gptq as moe_wna16", None, {"checkpoint_format": "gptq_v2"}),
     "features in another order": (
         "gptq, act order, zero points",

@@ -1,7 +1,7 @@
 """The ways to MXFP4 experts beside gpt-oss's: made while a 16-bit checkpoint loads, llm-compressor's files, Quark's.
 
 All hold the same weights as one checkpoint that is tagged ``mxfp4``, which this file quantizes by the exact quantizer
-of `checkpoints`: what a layer holds must be the same to the bit, and what is served too.
+of `reference`: what a layer holds must be the same to the bit, and what is served too.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def models(folder: Path) -> dict[str, Path]:
 
     def quantized(tensors: dict[str, Any], names: Callable[[str], tuple[str, str]], without: str) -> None:
         for name in [each for each in tensors if ".mlp.experts." in each and not (without and without in each)]:
-            codes, scales = checkpoints.quantize_mxfp4(tensors.pop(name).float().numpy())
+            codes, scales = reference.quantize_mxfp4(tensors.pop(name).float().numpy(), "floor")
             for key, array in zip(names(name), (codes, scales), strict=True):
                 tensors[key] = torch.from_numpy(array)
 

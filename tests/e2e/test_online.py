@@ -1,7 +1,7 @@
 """The other ways to MXFP8 experts: quantized while a 16-bit checkpoint loads, llm-compressor's files, mixed precision.
 
 Online quantization is compared to the bit with checkpoints that hold the same weights, quantized by code that is not
-ours: the exact quantizer of `checkpoints`, which follows vLLM's rule, and the compressed-tensors package's own
+ours: the exact quantizer of `reference`, which follows vLLM's rule, and the compressed-tensors package's own
 compressor. What is served is compared with float32 transformers as in `test_served_model`.
 """
 
@@ -45,7 +45,7 @@ def quantize_offline(source: Path, target: Path, name: str) -> Path:
 
 
 def by_definition(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    codes, scales = checkpoints.quantize_mxfp8(weight.float().numpy())
+    codes, scales = reference.quantize_mxfp8(weight.float().numpy())
     return torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales)
 
 

@@ -28,12 +28,6 @@ def experts_of(name: str) -> bool:
     return ".mlp.experts." in name
 
 
-def swap_gate_and_up(tensors: dict[str, Any]) -> None:
-    for name in [each for each in tensors if experts_of(each) and ".gate_proj." in each]:
-        other = name.replace(".gate_proj.", ".up_proj.")
-        tensors[name], tensors[other] = tensors[other], tensors[name]
-
-
 def shift_scales(tensors: dict[str, Any]) -> None:
     """Every scale of the down projections of one expert a layer is one exponent too large."""
     for name in tensors:
@@ -64,7 +58,7 @@ def models(folder: Path) -> dict[str, Path]:
     plain = folder / "plain"
     checkpoints.write_checkpoint(plain)
     made = {"plain": plain}
-    edits = {"swapped": swap_gate_and_up, "shifted": shift_scales, "biased": add_biases}
+    edits = {"swapped": checkpoints.swap_gate_and_up, "shifted": shift_scales, "biased": add_biases}
     for name, edit in edits.items():
         made[name] = checkpoints.rewrite_tensors(plain, folder / name, edit)
     made["unbiased"] = checkpoints.rewrite_tensors(made["biased"], folder / "unbiased", drop_down_bias)

@@ -18,7 +18,7 @@ next. Therefore:
   one exponent) to 6 (gate and up swapped: the text differs within a dozen tokens). Measured with seeds 0 to 6.
 * Logits are scaled so that the best token has a probability well below 1: logprobs stay sensitive to small errors.
 
-The quantizer in this file (numpy, exact) shares no code with the package under test.
+Weights are quantized by `reference`, which shares no code with the package under test.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from tests.lib import reference
+from tests.lib.reference import BLOCK
+
 Array = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
@@ -47,8 +50,6 @@ Tag = Literal[
 ]  # fmt: skip
 Dtype = Literal["bfloat16", "float16", "float32"]
 
-BLOCK = 32
-"""Consecutive elements along K that share an MXFP8 or MXFP4 scale."""
 
 SPECIAL_TOKENS = ("<unk>", "</s>", "<pad>")
 ALPHABET = string.ascii_lowercase + string.digits + " .,!?'\"-:;()/+*=%&@#$_<>\n"
@@ -114,6 +115,36 @@ class Maker:
         self._tokens = rotation[:, : len(VOCABULARY)]  # [hidden, V], orthonormal
         self._written = rotation[:, half:]  # [hidden, hidden - half], orthonormal: where layers write
 
+    def model(self, architecture: str, model_type: str, **config: Any) -> Model:
+        """A model without layers: what all architectures' configs have and `config`, the embedding, the last norm."""
+        size = self.size
+        common = {
+            "architectures": [architecture],
+            "model_type": model_type,
+            "attention_dropout": 0.0,
+            "head_dim": size.head_dim,
+            "hidden_act": "silu",
+            "hidden_size": size.hidden,
+            "initializer_range": 0.02,
+            "max_position_embeddings": 512,
+            "num_attention_heads": size.heads,
+            "num_experts_per_tok": size.top_k,
+            "num_hidden_layers": size.layers,
+            "num_key_value_heads": size.kv_heads,
+            "tie_word_embeddings": False,
+        }
+        tensors = {"model.embed_tokens.weight": self.embedding(), "model.norm.weight": self.norm(size.hidden)}
+        return Model(common | config, tensors)
+
+    def add_norms(self, model: Model, layer: str) -> Array:
+        """Adds the layer's norms in front of attention and experts to `model`, and returns the second."""
+        router_norm = self.norm(self.size.hidden)
+        model.tensors |= {
+            f"{layer}.input_layernorm.weight": self.norm(self.size.hidden),
+            f"{layer}.post_attention_layernorm.weight": router_norm,
+        }
+        return router_norm
+
     def embedding(self) -> Array:
         """[V, hidden]; elements have a root mean square of 1, so that rounding is far from subnormals."""
         return _f32(self._tokens.T * math.sqrt(self.size.hidden))
@@ -162,67 +193,36 @@ class Maker:
         }
         model.linears |= {f"{prefix}.{name}_proj" for name in "qkvo"}
 
-    def add_experts(self, model: Model, prefix: str, *, gated: bool = True, gain: float, bias: bool = False) -> None:
-        """Adds `{prefix}.{expert}.{gate,up,down}_proj.weight` (and `.bias`) for all experts to `model`."""
+    def add_experts(self, model: Model, prefix: str) -> None:
+        """Adds `{prefix}.{expert}.{gate,up,down}_proj.weight` for all experts to `model`."""
         hidden, intermediate = self.size.hidden, self.size.intermediate
         for expert in range(self.size.experts):
             tensors = {
+                "up_proj": self.linear(intermediate, hidden),
+                "down_proj": self.writing(intermediate, 2.0),
                 # A root mean square of 4 in front of the activation: far from both its linear part and its other half,
                 # so that swapped gate and up give another result.
-                "up_proj": self.linear(intermediate, hidden, 1.0 if gated else 4.0),
-                "down_proj": self.writing(intermediate, gain),
+                "gate_proj": self.linear(intermediate, hidden, 4.0),
             }
-            if gated:
-                tensors["gate_proj"] = self.linear(intermediate, hidden, 4.0)
-            for projection, weight in tensors.items():
-                module = f"{prefix}.{expert}.{projection}"
-                model.tensors[f"{module}.weight"] = weight
-                model.experts.add(module)
-                if bias:
-                    model.tensors[f"{module}.bias"] = _f32(self.rng.uniform(-1, 1, weight.shape[0]))
+            model.tensors |= {f"{prefix}.{expert}.{name}.weight": weight for name, weight in tensors.items()}
+            model.experts |= {f"{prefix}.{expert}.{name}" for name in tensors}
 
 
 def qwen3_moe(size: Size, rng: np.random.Generator) -> Model:
     """Qwen3-MoE as published (`Qwen3MoeForCausalLM`): gated SiLU experts without biases, normalized top-k weights."""
     make = Maker(size, rng)
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "decoder_sparse_step": 1,
-        "head_dim": size.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": size.hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": 2 * size.intermediate,
-        "max_position_embeddings": 512,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": size.intermediate,
-        "norm_topk_prob": True,
-        "num_attention_heads": size.heads,
-        "num_experts": size.experts,
-        "num_experts_per_tok": size.top_k,
-        "num_hidden_layers": size.layers,
-        "num_key_value_heads": size.kv_heads,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-    }
-    model = Model(config, {"model.embed_tokens.weight": make.embedding(), "model.norm.weight": make.norm(size.hidden)})
+    model = make.model(
+        "Qwen3MoeForCausalLM", "qwen3_moe", attention_bias=False, decoder_sparse_step=1,
+        intermediate_size=2 * size.intermediate, mlp_only_layers=[], moe_intermediate_size=size.intermediate,
+        norm_topk_prob=True, num_experts=size.experts, rms_norm_eps=1e-06, rope_theta=10000.0, use_sliding_window=False,
+    )  # fmt: skip
     for index in range(size.layers):
         layer = f"model.layers.{index}"
-        router_norm = make.norm(size.hidden)
-        model.tensors |= {
-            f"{layer}.input_layernorm.weight": make.norm(size.hidden),
-            f"{layer}.post_attention_layernorm.weight": router_norm,
-            f"{layer}.self_attn.q_norm.weight": make.norm(size.head_dim),
-            f"{layer}.self_attn.k_norm.weight": make.norm(size.head_dim),
-        }
+        router_norm = make.add_norms(model, layer)
+        model.tensors |= {f"{layer}.self_attn.{name}_norm.weight": make.norm(size.head_dim) for name in "qk"}
         make.add_attention(model, layer)
         model.tensors[f"{layer}.mlp.gate.weight"] = make.router(router_norm)
-        make.add_experts(model, f"{layer}.mlp.experts", gain=2.0)
+        make.add_experts(model, f"{layer}.mlp.experts")
     return model
 
 
@@ -231,48 +231,20 @@ def gpt_oss(size: Size, rng: np.random.Generator) -> Model:
     biased router, attention sinks, and a sliding window in every other layer that a few tokens fill."""
     make = Maker(size, rng)
     kinds = ["full_attention" if index % 2 else "sliding_attention" for index in range(size.layers)]
-    config = {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "attention_bias": True,
-        "attention_dropout": 0.0,
-        "experts_per_token": size.top_k,
-        "head_dim": size.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": size.hidden,
-        "initial_context_length": 64,
-        "initializer_range": 0.02,
-        "intermediate_size": size.intermediate,
-        "layer_types": kinds,
-        "max_position_embeddings": 512,
-        "num_attention_heads": size.heads,
-        "num_experts_per_tok": size.top_k,
-        "num_hidden_layers": size.layers,
-        "num_key_value_heads": size.kv_heads,
-        "num_local_experts": size.experts,
-        "output_router_logits": False,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "factor": 8.0,
-            "original_max_position_embeddings": 64,
-            "rope_type": "yarn",
-            "truncate": False,
-        },
-        "rope_theta": 150000,
-        "router_aux_loss_coef": 0.9,
-        "sliding_window": 4,
-        "swiglu_limit": 7.0,
-        "tie_word_embeddings": False,
-    }
-    model = Model(config, {"model.embed_tokens.weight": make.embedding(), "model.norm.weight": make.norm(size.hidden)})
+    yarn = {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0, "original_max_position_embeddings": 64, "rope_type": "yarn",
+        "truncate": False,
+    }  # fmt: skip
+    model = make.model(
+        "GptOssForCausalLM", "gpt_oss", attention_bias=True, experts_per_token=size.top_k, initial_context_length=64,
+        intermediate_size=size.intermediate, layer_types=kinds, num_local_experts=size.experts,
+        output_router_logits=False, rms_norm_eps=1e-05, rope_scaling=yarn, rope_theta=150000, router_aux_loss_coef=0.9,
+        sliding_window=4, swiglu_limit=7.0,
+    )  # fmt: skip
     for index in range(size.layers):
         layer = f"model.layers.{index}"
-        router_norm = make.norm(size.hidden)
+        router_norm = make.add_norms(model, layer)
         model.tensors |= {
-            f"{layer}.input_layernorm.weight": make.norm(size.hidden),
-            f"{layer}.post_attention_layernorm.weight": router_norm,
             f"{layer}.self_attn.sinks": _f32(rng.uniform(-1, 1, size.heads)),
             f"{layer}.self_attn.o_proj.weight": make.writing(size.heads * size.head_dim, 0.15),
             f"{layer}.self_attn.o_proj.bias": make.written_bias(0.05),
@@ -308,46 +280,17 @@ def glm4_moe(size: Size, rng: np.random.Generator) -> Model:
     expert drafts other tokens.
     """
     make = Maker(size, rng)
-    config = {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "model_type": "glm4_moe",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "first_k_dense_replace": 0,
-        "head_dim": size.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": size.hidden,
-        "initializer_range": 0.02,
-        "intermediate_size": 2 * size.intermediate,
-        "max_position_embeddings": 512,
-        "moe_intermediate_size": size.intermediate,
-        "n_group": 1,
-        "n_routed_experts": size.experts,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_attention_heads": size.heads,
-        "num_experts_per_tok": size.top_k,
-        "num_hidden_layers": size.layers,
-        "num_key_value_heads": size.kv_heads,
-        "num_nextn_predict_layers": 1,
-        "partial_rotary_factor": 0.5,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 10000.0,
-        "routed_scaling_factor": 1.0,
-        "tie_word_embeddings": False,
-        "topk_group": 1,
-        "use_qk_norm": False,
-    }
-    norm = make.norm(size.hidden)
-    model = Model(config, {"model.embed_tokens.weight": make.embedding(), "model.norm.weight": norm})
+    model = make.model(
+        "Glm4MoeForCausalLM", "glm4_moe", attention_bias=False, first_k_dense_replace=0,
+        intermediate_size=2 * size.intermediate, moe_intermediate_size=size.intermediate, n_group=1,
+        n_routed_experts=size.experts, n_shared_experts=1, norm_topk_prob=True, num_nextn_predict_layers=1,
+        partial_rotary_factor=0.5, rms_norm_eps=1e-05, rope_theta=10000.0, routed_scaling_factor=1.0, topk_group=1,
+        use_qk_norm=False,
+    )  # fmt: skip
     for index in range(size.layers):
         layer = f"model.layers.{index}"
-        router_norm = make.norm(size.hidden)
+        router_norm = make.add_norms(model, layer)
         shared = f"{layer}.mlp.shared_experts"
-        model.tensors |= {
-            f"{layer}.input_layernorm.weight": make.norm(size.hidden),
-            f"{layer}.post_attention_layernorm.weight": router_norm,
-        }
         make.add_attention(model, layer)
         model.tensors |= {
             f"{layer}.mlp.gate.weight": make.router(router_norm),
@@ -358,7 +301,7 @@ def glm4_moe(size: Size, rng: np.random.Generator) -> Model:
             f"{shared}.down_proj.weight": make.writing(size.intermediate, 0.5),
         }
         model.linears |= {f"{shared}.{name}_proj" for name in ("gate", "up", "down")}
-        make.add_experts(model, f"{layer}.mlp.experts", gain=2.0)
+        make.add_experts(model, f"{layer}.mlp.experts")
     first, drafts = "model.layers.0.", f"model.layers.{size.layers}."
     for modules in (model.experts, model.linears):
         modules |= {drafts + name.removeprefix(first) for name in modules if name.startswith(first)}
@@ -373,7 +316,7 @@ def glm4_moe(size: Size, rng: np.random.Generator) -> Model:
         f"{drafts}hnorm.weight": ones.copy(),
         f"{drafts}eh_proj.weight": _f32(np.eye(size.hidden, 2 * size.hidden)),
         f"{drafts}embed_tokens.weight": embedding.copy(),
-        f"{drafts}shared_head.norm.weight": norm.copy(),
+        f"{drafts}shared_head.norm.weight": model.tensors["model.norm.weight"].copy(),
     }
     return model
 
@@ -382,81 +325,6 @@ ARCHITECTURES: Mapping[str, Callable[[Size, np.random.Generator], Model]] = {
     "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss, "glm4_moe": glm4_moe,
 }  # fmt: skip
 """Name -> function; a new architecture is a function and a line here."""
-
-
-# --- MXFP8 -----------------------------------------------------------------------------------------------------------
-
-
-def quantize_mxfp8(weights: Array) -> tuple[Bytes, Bytes]:
-    """Blocks of 32 along the last dimension: e4m3 codes and e8m0 scale bytes.
-
-    The scale's exponent is ceil(log2(amax / 448)), clamped to [-127, 127]: the smallest with which no element
-    saturates. Elements are rounded to the nearest code, ties to even. A block of zeros gets the smallest scale
-    (byte 0), as with vLLM's own quantizer.
-
-    weights: finite, [..., K], K a multiple of 32. Returns uint8 [..., K] and uint8 [..., K / 32].
-    """
-    if weights.shape[-1] % BLOCK:
-        raise ValueError(f"K is {weights.shape[-1]}: not a multiple of {BLOCK}")
-    blocks = weights.astype(np.float64).reshape(*weights.shape[:-1], weights.shape[-1] // BLOCK, BLOCK)
-    # frexp gives amax / 448 = fraction * 2**exponent with fraction in [0.5, 1): log2's ceiling without log2's rounding.
-    fraction, exponent = np.frexp(np.abs(blocks).max(axis=-1) / 448.0)
-    exponent = np.clip(np.where(fraction == 0.5, exponent - 1, exponent), -127, 127)
-    exponent = np.where(fraction == 0.0, -127, exponent)
-    codes = _encode_e4m3(np.ldexp(blocks, -exponent[..., None]))
-    return codes.reshape(weights.shape), (exponent + 127).astype(np.uint8)
-
-
-# e4m3 (no infinities): 4 exponent bits of bias 7, 3 mantissa bits; code 0x7f is NaN, so 0x7e = 448 is the largest.
-_E4M3 = np.array(
-    [math.ldexp(m, -9) if e == 0 else math.ldexp(8 + m, e - 10) for e in range(16) for m in range(8)][:127]
-)
-
-
-def _encode_e4m3(values: npt.NDArray[np.float64]) -> Bytes:
-    """Nearest e4m3 code, ties to even, saturating at 448."""
-    magnitude = np.minimum(np.abs(values), 448.0)
-    upper = np.searchsorted(_E4M3, magnitude).clip(1, 126)  # _E4M3[upper - 1] < magnitude <= _E4M3[upper], or 0
-    below, above = magnitude - _E4M3[upper - 1], _E4M3[upper] - magnitude
-    # Codes grow with their values, so the even one of two neighbors has the even mantissa.
-    take_upper = (above < below) | ((above == below) & (upper % 2 == 0))
-    codes = np.where(take_upper, upper, upper - 1).astype(np.uint8)
-    return codes | np.where(np.signbit(values), 0x80, 0).astype(np.uint8)
-
-
-# --- MXFP4 -----------------------------------------------------------------------------------------------------------
-
-_E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-
-
-def quantize_mxfp4(weights: Array) -> tuple[Bytes, Bytes]:
-    """Blocks of 32 along the last dimension: e2m1 codes, two a byte with the first in the low nibble, and e8m0 bytes.
-
-    The scale's exponent is floor(log2(amax)) - 2, as in the MX specification's section 6.3: elements above 6 times the
-    scale saturate. Elements are rounded to the nearest code, ties to even. A block of zeros gets the scale byte 0.
-
-    weights: finite, [..., K], K a multiple of 32. Returns uint8 [..., K / 2] and uint8 [..., K / 32].
-    """
-    if weights.shape[-1] % BLOCK:
-        raise ValueError(f"K is {weights.shape[-1]}: not a multiple of {BLOCK}")
-    blocks = weights.astype(np.float64).reshape(*weights.shape[:-1], weights.shape[-1] // BLOCK, BLOCK)
-    amax = np.abs(blocks).max(axis=-1)
-    exponent = np.where(amax == 0.0, -127, np.clip(np.frexp(amax)[1] - 1 - 2, -127, 127))
-    scaled = np.ldexp(blocks, -exponent[..., None])
-    magnitude = np.minimum(np.abs(scaled), 6.0)
-    upper = np.searchsorted(_E2M1, magnitude).clip(1, 7)  # _E2M1[upper - 1] < magnitude <= _E2M1[upper], or 0
-    below, above = magnitude - _E2M1[upper - 1], _E2M1[upper] - magnitude
-    take_upper = (above < below) | ((above == below) & (upper % 2 == 0))
-    codes = np.where(take_upper, upper, upper - 1) | np.where(np.signbit(scaled), 8, 0)
-    pairs = codes.astype(np.uint8).reshape(*weights.shape[:-1], weights.shape[-1] // 2, 2)
-    return pairs[..., 0] | (pairs[..., 1] << 4), (exponent + 127).astype(np.uint8)
-
-
-def _decode_mxfp4(codes: Bytes, scales: Bytes) -> Array:
-    """[..., K / 2] codes and [..., K / 32] scales as numbers [..., K]."""
-    each = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], 2 * codes.shape[-1])
-    values = np.where(each >= 8, -_E2M1[each & 7], _E2M1[each & 7])
-    return _f32(np.ldexp(values, scales.astype(np.int64).repeat(BLOCK, axis=-1) - 127))
 
 
 # --- Files -----------------------------------------------------------------------------------------------------------
@@ -585,7 +453,7 @@ def _stored(model: Model, blocks: Mapping[str, Bytes], quantized: set[str], dtyp
         if blocks and (name in model.fused or (module in model.experts and name != module)):
             continue
         if name != module and module in quantized:
-            codes, scales = quantize_mxfp8(array)
+            codes, scales = reference.quantize_mxfp8(array)
             tensors[name] = torch.from_numpy(codes).view(torch.float8_e4m3fn)
             tensors[f"{module}.weight_scale"] = torch.from_numpy(scales)
         else:
@@ -616,17 +484,18 @@ def _to_mxfp4(model: Model, ending: str) -> dict[str, Bytes]:
 
     ending: of the names of single experts' codes.
 
-    The head is fitted to the model that is served: a step of e2m1 is so large that the original is another model.
+    Elements beyond 6 times a block's scale saturate, as in the MX specification's section 6.3. The head is fitted to
+    the model that is served: a step of e2m1 is so large that the original is another model.
     """
     found: dict[str, Bytes] = {}
     for name in sorted(model.fused):
-        codes, scales = quantize_mxfp4(np.ascontiguousarray(model.tensors[name].swapaxes(1, 2)))
-        model.tensors[name] = np.ascontiguousarray(_decode_mxfp4(codes, scales).swapaxes(1, 2))
+        codes, scales = reference.quantize_mxfp4(np.ascontiguousarray(model.tensors[name].swapaxes(1, 2)), "floor")
+        model.tensors[name] = _f32(reference.dequantize_mxfp4(codes, scales).swapaxes(1, 2))
         found[f"{name}_blocks"] = codes.reshape(*scales.shape, BLOCK // 2)
         found[f"{name}_scales"] = scales
     for module in sorted(model.experts):
-        codes, scales = quantize_mxfp4(model.tensors[f"{module}.weight"])
-        model.tensors[f"{module}.weight"] = _decode_mxfp4(codes, scales)
+        codes, scales = reference.quantize_mxfp4(model.tensors[f"{module}.weight"], "floor")
+        model.tensors[f"{module}.weight"] = _f32(reference.dequantize_mxfp4(codes, scales))
         found |= {f"{module}.{ending}": codes, f"{module}.weight_scale": scales}
     return found
 
@@ -691,6 +560,13 @@ def rewrite_tensors(source: Path | str, target: Path | str, edit: Callable[[dict
     edit(tensors)
     save_file({k: v.contiguous() for k, v in tensors.items()}, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def swap_gate_and_up(tensors: dict[str, Any]) -> None:
+    """An edit for `rewrite_tensors`: gate for up and up for gate, in every expert."""
+    for name in [each for each in tensors if ".experts." in each and ".gate_proj." in each]:
+        other = name.replace(".gate_proj.", ".up_proj.")
+        tensors[name], tensors[other] = tensors[other], tensors[name]
 
 
 def _fit_head(model: Model) -> Array:

@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,87 +97,85 @@ def dequantize_mxfp4(packed: Codes, scales: Codes) -> Array:
 # --- Numbers to codes ------------------------------------------------------------------------------------------------
 
 
-def encode_e4m3(values: npt.ArrayLike) -> Codes:
-    """The nearest e4m3 code of each value, ties to the even code, saturating at +-448; NaN becomes 0x7f.
+def _nearest(values: npt.ArrayLike, table: Array, sign: int) -> Codes:
+    """The nearest code of each value, ties to the even code, saturating at both ends; NaN becomes the code after the
+    table's last.
 
-    Of the two neighbors in the table of all finite codes of one sign, which ascends with the code.
+    Of the two neighbors in `table`, the finite values of codes without the bit `sign`, which ascend with the code.
     """
     values = np.asarray(values, dtype=np.float64)
-    flat = np.abs(values.reshape(-1))
-    size, table = np.minimum(flat, 448.0), _E4M3[:127]
-    above = np.clip(np.searchsorted(table, size), 1, 126)
+    size = np.minimum(np.abs(values), table[-1])
+    above = np.clip(np.searchsorted(table, size), 1, len(table) - 1)
     down, up = size - table[above - 1], table[above] - size
     even = np.where(above % 2 == 0, above, above - 1)
-    codes = np.where(down < up, above - 1, np.where(up < down, above, even)).astype(np.uint8)
-    codes[np.isnan(flat)] = 0x7F
-    return (codes | np.where(np.signbit(values.reshape(-1)), 0x80, 0).astype(np.uint8)).reshape(values.shape)
+    codes = np.where(down < up, above - 1, np.where(up < down, above, even))
+    codes = np.where(np.isnan(values), len(table), codes).astype(np.uint8)
+    return codes | np.where(np.signbit(values), sign, 0).astype(np.uint8)
 
 
-def mxfp8_exponent(amax: float, rule: Rule = "ceil") -> int:
-    """The exponent of a block's scale, from -127 to 127; a block of zeros has -127.
+def encode_e4m3(values: npt.ArrayLike) -> Codes:
+    """The nearest e4m3 code of each value, ties to the even code, saturating at +-448; NaN becomes 0x7f."""
+    return _nearest(values, _E4M3[:127], 0x80)
 
-    "ceil": the smallest with amax / 2**exponent <= 448, i.e. ceil(log2(amax / 448)): no element saturates.
-    "floor": floor(log2(amax)) - 8, as in the MX specification's example; elements above 448 saturate.
+
+def encode_e2m1(values: npt.ArrayLike) -> Codes:
+    """The nearest e2m1 code of each value, one a byte, ties to the even code, saturating at +-6; NaN is refused."""
+    if np.isnan(values).any():
+        raise ValueError("e2m1 has no NaN")
+    return _nearest(values, _E2M1[:8], 8)
+
+
+def _exponent(amax: npt.ArrayLike, largest: float, rule: Rule) -> npt.NDArray[np.int64]:
+    """The exponents of blocks' scales from their largest magnitudes, from -127 to 127; a block of zeros has -127.
+
+    "ceil": the smallest with amax / 2**exponent <= largest; "floor": floor(log2(amax)) - floor(log2(largest)).
     """
-    if amax == 0.0:
-        return -127
-    mantissa, exponent = math.frexp(amax)  # amax = mantissa * 2**exponent, 0.5 <= mantissa < 1
-    if rule == "floor":
-        chosen = exponent - 1 - 8
-    elif rule == "ceil":
-        # 448 = 0.875 * 2**9
-        chosen = exponent - 9 + (mantissa > 0.875)
-    else:
+    if rule not in ("ceil", "floor"):
         raise ValueError(f"rule is {rule!r}; valid: ceil, floor")
-    return max(-127, min(127, chosen))
+    # amax = mantissa * 2**exponent with 0.5 <= mantissa < 1: exact, unlike a logarithm or a quotient.
+    mantissa, exponent = np.frexp(np.asarray(amax, dtype=np.float64))
+    limit, power = np.frexp(largest)
+    chosen = exponent.astype(np.int64) - int(power)
+    if rule == "ceil":
+        chosen += mantissa > limit
+    return np.where(mantissa == 0.0, -127, np.clip(chosen, -127, 127))
 
 
-def quantize_mxfp8(values: npt.ArrayLike, rule: Rule = "ceil") -> tuple[Codes, Codes]:
-    """[..., K] to uint8 e4m3 codes [..., K] and uint8 e8m0 scales [..., K / 32]."""
+def mxfp8_exponent(amax: npt.ArrayLike, rule: Rule = "ceil") -> npt.NDArray[np.int64]:
+    """The exponents of scales, from the largest magnitude of each block; e4m3's largest number is 448.
+
+    By the rule "ceil" no element saturates; by "floor", as in the MX specification's example, those above 448 do.
+    """
+    return _exponent(amax, 448.0, rule)
+
+
+def _quantize(
+    values: npt.ArrayLike, exponent: Callable[[Array], npt.NDArray[np.int64]], encode: Callable[[Array], Codes]
+) -> tuple[Codes, Codes]:
+    """[..., K] to one code a byte, uint8 [..., K], and uint8 e8m0 scales [..., K / 32]."""
     values = np.asarray(values, dtype=np.float64)
     if values.shape[-1] % BLOCK:
         raise ValueError(f"K is {values.shape[-1]}: not a multiple of {BLOCK}")
     blocks = values.reshape(*values.shape[:-1], values.shape[-1] // BLOCK, BLOCK)
-    amax = np.abs(blocks).max(axis=-1, initial=0.0)
-    exponents = np.array([mxfp8_exponent(float(a), rule) for a in amax.flat], dtype=np.int64).reshape(amax.shape)
-    codes = encode_e4m3(blocks * np.exp2(-exponents.astype(np.float64))[..., None]).reshape(values.shape)
+    exponents = exponent(np.abs(blocks).max(axis=-1, initial=0.0))
+    codes = encode(blocks * np.exp2(-exponents.astype(np.float64))[..., None]).reshape(values.shape)
     return codes, (exponents + 127).astype(np.uint8)
 
 
-def encode_e2m1(values: npt.ArrayLike) -> Codes:
-    """The nearest e2m1 code of each value, one a byte, ties to the even code, saturating at +-6; a plain search."""
-    values = np.asarray(values, dtype=np.float64)
-    flat = np.abs(values.reshape(-1, 1))
-    distance = np.abs(np.minimum(flat, 6.0) - _E2M1[:8])
-    nearest = distance.argmin(axis=1)  # the lower code of a tie
-    following = np.minimum(nearest + 1, 7)
-    rows = np.arange(len(flat))
-    tie = (following != nearest) & (distance[rows, following] == distance[rows, nearest])
-    codes = np.where(tie & (nearest % 2 == 1), following, nearest).astype(np.uint8)
-    return (codes | np.where(np.signbit(values.reshape(-1)), 8, 0).astype(np.uint8)).reshape(values.shape)
+def quantize_mxfp8(values: npt.ArrayLike, rule: Rule = "ceil") -> tuple[Codes, Codes]:
+    """[..., K] to uint8 e4m3 codes [..., K] and uint8 e8m0 scales [..., K / 32]."""
+    return _quantize(values, partial(mxfp8_exponent, rule=rule), encode_e4m3)
 
 
-def mxfp4_exponent(amax: float, rule: Rule = "ceil") -> int:
-    """The exponent of a block's scale, from -127 to 127; a block of zeros has -127.
-
-    "ceil": the smallest with amax / 2**exponent <= 6; "floor": floor(log2(amax)) - 2, as in the MX specification.
-    """
-    if amax == 0.0:
-        return -127
-    exponent = math.frexp(amax)[1] - 1 - 2
-    if rule == "ceil":
-        exponent += math.ldexp(amax, -exponent) > 6.0
-    return max(-127, min(127, exponent))
+def mxfp4_exponent(amax: npt.ArrayLike, rule: Rule = "ceil") -> npt.NDArray[np.int64]:
+    """As `mxfp8_exponent`; e2m1's largest number is 6."""
+    return _exponent(amax, 6.0, rule)
 
 
 def quantize_mxfp4(values: npt.ArrayLike, rule: Rule = "ceil") -> tuple[Codes, Codes]:
     """[..., K] to uint8 e2m1 pairs [..., K / 2], low nibble first, and uint8 e8m0 scales [..., K / 32]."""
-    values = np.asarray(values, dtype=np.float64)
-    blocks = values.reshape(*values.shape[:-1], values.shape[-1] // BLOCK, BLOCK)
-    amax = np.abs(blocks).max(axis=-1, initial=0.0)
-    exponents = np.array([mxfp4_exponent(float(a), rule) for a in amax.flat], dtype=np.int64).reshape(amax.shape)
-    codes = encode_e2m1(blocks * np.exp2(-exponents.astype(np.float64))[..., None]).reshape(values.shape)
-    return codes[..., 0::2] + 16 * codes[..., 1::2], (exponents + 127).astype(np.uint8)
+    codes, scales = _quantize(values, partial(mxfp4_exponent, rule=rule), encode_e2m1)
+    return codes[..., 0::2] + 16 * codes[..., 1::2], scales
 
 
 def fake_quantize_mxfp4(values: npt.ArrayLike, rule: Rule = "ceil") -> Array:
@@ -215,27 +213,12 @@ def _place(
     raise ValueError(f"unknown packing {packing!r}")
 
 
-def unpack_integers(
-    packing: str, bits: int, packed: npt.NDArray[Any], shape: tuple[int, int], zeros: bool = False
-) -> Integers:
+def pack_integers(packing: str, bits: int, codes: Integers, zeros: bool = False) -> npt.NDArray[Any]:
     """The unsigned codes [N, K] of one matrix, or its zero points [N, G], as a file of that packing holds them.
 
-    packed: int32; uint8 for "moe_wna16"; int8 in two's complement for "compressed-tensors-int", whose codes come out
-    2 ** (bits - 1) larger. Zero points of "gptq" are stored one less, word by word: 2 ** 32 - 1 stands for 0, then 0.
+    Returns int32; uint8 for "moe_wna16"; int8 in two's complement for "compressed-tensors-int", 2 ** (bits - 1) smaller
+    than the codes. Zero points of "gptq" are stored one less, word by word: 2 ** 32 - 1 stands for 0, then 0.
     """
-    words = packed.astype(np.int64)
-    if packing == "compressed-tensors-int":
-        return words + 2 ** (bits - 1)
-    words = words % 2 ** (8 * packed.itemsize)
-    if zeros and packing == "gptq":
-        words = (words + sum(2 ** (bits * place) for place in range(32 // bits))) % 2**32
-    row, column = np.indices(shape, dtype=np.int64)
-    first, second, position = _place(packing, bits, row, column, zeros)
-    return (words[first, second] // 2 ** (bits * position)) % 2**bits
-
-
-def pack_integers(packing: str, bits: int, codes: Integers, zeros: bool = False) -> npt.NDArray[Any]:
-    """Inverse of `unpack_integers`."""
     if packing == "compressed-tensors-int":
         return (codes - 2 ** (bits - 1)).astype(np.int8)
     row, column = np.indices(codes.shape, dtype=np.int64)

@@ -29,44 +29,6 @@ def runs(checkpoint: Path) -> list[reference.Continuation]:
     return reference.transformers_logits(checkpoint, [encode(p) for p in PROMPTS], max_new_tokens=NEW_TOKENS)
 
 
-# --- The quantizer ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_quantizer_agrees_with_the_reference(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    weights = rng.standard_normal((8, 128)) * np.exp2(rng.uniform(-130, 120, (8, 1)))
-    weights = weights.astype(np.float32)
-    weights[0, :32] = 0
-    codes, scales = checkpoints.quantize_mxfp8(weights)
-    expected_codes, expected_scales = reference.quantize_mxfp8(weights)
-    np.testing.assert_array_equal(codes, expected_codes)
-    np.testing.assert_array_equal(scales, expected_scales)
-    assert scales[0, 0] == 0
-
-
-def test_quantizer_at_the_edges_of_the_scale_rule() -> None:
-    below, above = np.float32(448), np.nextafter(np.float32(448), np.float32(1000))
-    for amax, exponent in ((below, 0), (above, 1), (below / 2, -1)):
-        codes, scales = checkpoints.quantize_mxfp8(np.full((1, 32), amax, np.float32))
-        assert scales.tolist() == [[127 + exponent]]
-        assert codes[0, 0] == (0x7E if amax != above else 0x76)
-
-
-def test_quantizer_rounds_as_torch_does() -> None:
-    weights = np.random.default_rng(0).uniform(-448, 448, (16, 32)).astype(np.float32)
-    weights[:, 0] = 448  # a scale of 1: codes are plain casts
-    codes, scales = checkpoints.quantize_mxfp8(weights)
-    assert (scales == 127).all()
-    cast = torch.from_numpy(weights).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    np.testing.assert_array_equal(codes, cast)
-
-
-def test_quantizer_refuses_incomplete_blocks() -> None:
-    with pytest.raises(ValueError, match="33"):
-        checkpoints.quantize_mxfp8(np.zeros((1, 33), np.float32))
-
-
 # --- The files -------------------------------------------------------------------------------------------------------
 
 
@@ -222,12 +184,6 @@ def test_bf16_arithmetic_moves_logits_little(checkpoint: Path, runs: list[refere
 Edit = Callable[[dict[str, torch.Tensor]], None]
 
 
-def swap_gate_and_up(tensors: dict[str, torch.Tensor]) -> None:
-    for gate in [name for name in tensors if ".gate_proj." in name]:
-        up = gate.replace("gate_proj", "up_proj")
-        tensors[gate], tensors[up] = tensors[up], tensors[gate]
-
-
 def raise_one_expert(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.layers.0.mlp.experts.5.down_proj.weight_scale"] += 1
 
@@ -237,7 +193,9 @@ def roll_scales(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name] = tensors[name].roll(1, -1)
 
 
-@pytest.mark.parametrize(("edit", "least"), [(swap_gate_and_up, 3.0), (raise_one_expert, 0.3), (roll_scales, 1.0)])
+@pytest.mark.parametrize(
+    ("edit", "least"), [(checkpoints.swap_gate_and_up, 3.0), (raise_one_expert, 0.3), (roll_scales, 1.0)]
+)
 def test_faults_move_logits_far(
     edit: Edit, least: float, checkpoint: Path, runs: list[reference.Continuation], tmp_path: Path
 ) -> None:
@@ -247,5 +205,5 @@ def test_faults_move_logits_far(
     # Over the prompts alone, which both runs share.
     moved = [np.abs(f.logits - r.logits)[: len(r.prompt)].max() for f, r in pairs]
     assert max(moved) > least
-    if edit is swap_gate_and_up:
+    if edit is checkpoints.swap_gate_and_up:
         assert sum(f.tokens != r.tokens for f, r in pairs) > len(pairs) / 2, "swapped halves should change tokens too"
